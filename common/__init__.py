@@ -1,0 +1,1 @@
+"""What router and worker share. Imports the stubs only; never torch."""

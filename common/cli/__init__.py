@@ -1,0 +1,1 @@
+"""The `fissile` command line."""

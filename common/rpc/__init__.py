@@ -1,0 +1,1 @@
+"""gRPC server shell: TLS, health, reflection, drain."""

@@ -1,0 +1,109 @@
+"""Sampling parameters, validated and canonical.
+
+Real numbers are rounded to float32 once, here, because they travel as proto `float`: 0.7 is not float32(0.7), and the
+same request must sample the same tokens through gRPC and through LLMEngine (design-details section 3).
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from common.errors import InvalidFieldError
+from common.limits import MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+
+UINT32_MAX = 2**32 - 1
+UINT64_MAX = 2**64 - 1
+
+
+def float32(value: float) -> float:
+    """`value` rounded to the nearest float32; infinite when it is out of range."""
+    try:
+        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+    except OverflowError:
+        return math.copysign(math.inf, value)
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How tokens are chosen and when generation stops (seed 001 section 7.2; names and ranges as in the proto).
+
+    Raises:
+        InvalidFieldError: a value is out of range; names the field and what would be valid.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int | None = None
+    max_tokens: int = 64
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    stop_strings: tuple[str, ...] = ()
+    include_stop_string: bool = False
+    stop_token_ids: tuple[int, ...] = ()
+    stop_token_sequences: tuple[tuple[int, ...], ...] = ()
+    n: int = 1
+
+    def __post_init__(self) -> None:
+        for name, (valid, ok) in _REAL_RANGES.items():
+            value = float32(getattr(self, name))
+            if not ok(value):
+                raise InvalidFieldError(f"sampling_params.{name}", f"is {getattr(self, name)}", valid)
+            object.__setattr__(self, name, value)
+        for name, (low, high) in _INTEGER_RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise InvalidFieldError(f"sampling_params.{name}", f"is {value}", f"an integer from {low} to {high}")
+        object.__setattr__(self, "stop_strings", _checked_stop_strings(self.stop_strings))
+        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
+            raise InvalidFieldError(
+                "sampling_params.stop_token_ids",
+                f"has {len(self.stop_token_ids)} entries",
+                f"at most {MAX_STOP_TOKEN_IDS}",
+            )
+
+    @property
+    def greedy(self) -> bool:
+        """Whether the most likely token is always taken."""
+        return self.temperature == 0.0
+
+
+_Range = tuple[str, Callable[[float], bool]]
+# A comparison with NaN is false, so NaN is refused by every row.
+_REAL_RANGES: dict[str, _Range] = {
+    "temperature": ("a number from 0 (greedy) to 100", lambda v: 0.0 <= v <= 100.0),
+    "top_p": ("a number above 0 and at most 1 (off)", lambda v: 0.0 < v <= 1.0),
+    "min_p": ("a number from 0 (off) to 1", lambda v: 0.0 <= v <= 1.0),
+    "repetition_penalty": ("a number above 0 and at most 100; 1 is off", lambda v: 0.0 < v <= 100.0),
+    "presence_penalty": ("a number from -2 to 2; 0 is off", lambda v: -2.0 <= v <= 2.0),
+    "frequency_penalty": ("a number from -2 to 2; 0 is off", lambda v: -2.0 <= v <= 2.0),
+}
+_INTEGER_RANGES = {
+    "top_k": (0, UINT32_MAX),
+    "seed": (0, UINT64_MAX),
+    "max_tokens": (1, UINT32_MAX),
+    "min_tokens": (0, UINT32_MAX),
+    "n": (1, 128),
+}
+
+
+def _checked_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
+    path = "sampling_params.stop_strings"
+    if isinstance(strings, str):
+        raise InvalidFieldError(path, "is one string", "a list of strings")
+    if len(strings) > MAX_STOP_STRINGS:
+        raise InvalidFieldError(path, f"has {len(strings)} entries", f"at most {MAX_STOP_STRINGS}")
+    for i, text in enumerate(strings):
+        if not 1 <= len(text.encode("utf-8", "surrogatepass")) <= MAX_STOP_STRING_BYTES:
+            raise InvalidFieldError(
+                f"{path}[{i}]", "is empty or too long", f"1 to {MAX_STOP_STRING_BYTES} bytes of UTF-8"
+            )
+    return tuple(strings)

@@ -1,0 +1,1 @@
+"""The worker: scheduler, KV cache and model. Imports `common`, `kernels` and the stubs; never `router`."""

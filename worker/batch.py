@@ -1,0 +1,108 @@
+"""What passes between scheduler, model runner and stream (seed 001 sections 2 and 5.4)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from worker.sequence import EndReason, Sequence
+
+
+class ScheduledBatch:
+    """One step's work: copies of all that the model runner needs, so later changes of a sequence do not reach it (T18).
+
+    Sequence i computes `scheduled_tokens[i]` = `token_ids[num_computed_tokens[i] : context_lens[i]]`, with
+    `context_lens[i] = num_computed_tokens[i] + num_scheduled_tokens[i]`. `is_final[i]` says that the step reaches the
+    sequence's last token, so that its logits row is sampled; the rows of other chunks are not (T31).
+    """
+
+    def __init__(
+        self,
+        seqs: dict[int, Sequence],
+        num_scheduled_tokens: list[int],
+        total_tokens_num: int,
+        total_tokens_num_prefill: int = 0,
+        total_tokens_num_decode: int = 0,
+        total_seqs_num: int = 0,
+        total_seqs_num_prefill: int = 0,
+        total_seqs_num_decode: int = 0,
+        is_dummy_run: bool = False,
+        num_spec_step: int = 0,
+        scheduled_spec_decode_tokens: dict[int, list[int]] | None = None,
+    ) -> None:
+        rows = list(seqs.values())
+        self.req_ids = list(seqs)
+        self.num_scheduled_tokens = list(num_scheduled_tokens)
+        self.num_computed_tokens = [s.num_computed_tokens for s in rows]
+        self.context_lens = [s.num_computed_tokens + n for s, n in zip(rows, num_scheduled_tokens, strict=True)]
+        ends = list(zip(rows, self.context_lens, strict=True))
+        self.scheduled_tokens = [s.token_ids[s.num_computed_tokens : end] for s, end in ends]
+        self.is_final = [end == s.num_tokens for s, end in ends]
+        self.last_block_num_tokens = [(end - 1) % s.block_size + 1 for s, end in ends]
+        self.block_tables = [list(s.block_table) for s in rows]
+        self.num_cached_tokens = [s.num_cached_tokens for s in rows]
+        self.temperatures = [s.sampling_params.temperature for s in rows]
+        self.top_ks = [s.sampling_params.top_k for s in rows]
+        self.top_ps = [s.sampling_params.top_p for s in rows]
+        self.min_ps = [s.sampling_params.min_p for s in rows]
+        self.seeds = [s.seed for s in rows]
+        self.choices = [s.choice for s in rows]
+        self.total_tokens_num = total_tokens_num
+        self.total_tokens_num_prefill = total_tokens_num_prefill
+        self.total_tokens_num_decode = total_tokens_num_decode
+        self.total_seqs_num = total_seqs_num
+        self.total_seqs_num_prefill = total_seqs_num_prefill
+        self.total_seqs_num_decode = total_seqs_num_decode
+        self.is_dummy_run = is_dummy_run
+        self.num_spec_step = num_spec_step
+        self.scheduled_spec_decode_tokens = dict(scheduled_spec_decode_tokens or {})
+
+
+@dataclass
+class ScheduledBatchOutput:
+    """Sampled tokens of one step: for each sequence with a final row, the accepted tokens, in batch order.
+
+    `is_deferred_out` replaces the seed's key -1 (T29).
+    """
+
+    token_ids: dict[int, tuple[int, ...]]
+    draft_token_ids: dict[int, list[int]] | None = None
+    is_deferred_out: bool = False
+
+    @property
+    def req_ids(self) -> list[int]:
+        """Ids of the sequences that have tokens."""
+        return list(self.token_ids)
+
+
+@dataclass
+class RequestOutput:
+    """What one step did to one sequence, for the stream (seed 001 section 5.4).
+
+    `finish_reason` keeps the guide's strings: `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `aborted`.
+    """
+
+    request_id: int
+    output_tokens: list[int]
+    finished: bool = False
+    finish_reason: str | None = None
+    end_reason: EndReason | None = None
+    stop_token_id: int | None = None
+    stop_token_sequence: list[int] | None = None
+
+
+@dataclass
+class StepResult:
+    """What one engine step produced (seed 004 section 5.2), with the typed outputs beside it."""
+
+    new_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    finished: list[int] = field(default_factory=list)
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+
+class Runner(Protocol):
+    """Executes batches: the model, or a simulation of it."""
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        """Computes one step."""
+        ...

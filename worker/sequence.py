@@ -1,0 +1,181 @@
+"""One request's state in the engine (seed 001 section 7, seed 003 section 6)."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+from common.sampling_params import SamplingParams
+
+_ids = itertools.count()
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+    EXIT_ENGINE = enum.auto()
+
+
+class SequenceType(enum.Enum):
+    """What the sequence's last scheduled step was."""
+
+    DUMMY = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+
+
+class EndReason(enum.Enum):
+    """Why a sequence ended; the router's finish reason and status derive from it."""
+
+    EOS = enum.auto()
+    STOP_TOKEN = enum.auto()
+    STOP_SEQUENCE = enum.auto()
+    LENGTH = enum.auto()
+    CANCELLED = enum.auto()
+    DEADLINE = enum.auto()
+    ERROR = enum.auto()
+
+
+class Sequence:
+    """Tokens, blocks and timing of one request.
+
+    `num_computed_tokens` drives everything: each step moves it toward `num_tokens`, and prefill, chunk, cache hit,
+    decode and re-prefill are the same case. Invariants between steps: `0 <= num_cached_tokens <= num_computed_tokens
+    < num_tokens` while unfinished, and `len(block_table) * block_size >= num_computed_tokens`.
+
+    `token_ids` holds real tokens only. Output in flight is the counter `num_placeholder`, never a fake token (T20, T25,
+    T27). `num_tokens`, `num_blocks` and `last_block_num_tokens` are derived, so they can not disagree with the tokens.
+
+    Args:
+        token_ids: the prompt, followed by what an earlier attempt has generated.
+        block_size: tokens per KV block.
+        sampling_params: validated parameters.
+        stop_token_sequences: token sequences that end the generation.
+        stream_callback: called with each RequestOutput of this sequence, in process only.
+        id: unique id; minted when None. 0 is an id like any other (T32).
+        num_prompt_tokens: border between prompt and output; the whole of `token_ids` when None.
+        seed: seed of the random numbers (uint64).
+        choice: index of the answer, part of the random numbers' counter.
+        arrive_time: monotonic seconds on this machine (T13).
+        deadline: monotonic seconds after which the sequence is dropped, None for never.
+        hash_root: parent hash of the first block, None without salt and adapter (design-details section 6).
+    """
+
+    def __init__(
+        self,
+        token_ids: list[int],
+        block_size: int,
+        sampling_params: SamplingParams | None = None,
+        stop_token_sequences: list[list[int]] | None = None,
+        stream_callback: Callable[[Any], None] | None = None,
+        id: int | None = None,
+        *,
+        num_prompt_tokens: int | None = None,
+        seed: int = 0,
+        choice: int = 0,
+        arrive_time: float = 0.0,
+        deadline: float | None = None,
+        hash_root: int | None = None,
+    ) -> None:
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        self.id = next(_ids) if id is None else id
+        self.token_ids = list(token_ids)
+        self.block_size = block_size
+        self.status = SequenceStatus.WAITING
+        self.type = SequenceType.DUMMY
+        self.num_prompt_tokens = len(self.token_ids) if num_prompt_tokens is None else num_prompt_tokens
+        self.num_cached_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_placeholder = 0
+        self.block_table: list[int] = []
+        self.sampling_params = params
+        self.stop_strings = params.stop_strings
+        self.stop_token_sequences = stop_token_sequences or [list(s) for s in params.stop_token_sequences]
+        self.stream_callback = stream_callback
+        self.output_tokens: list[int] = []
+        self.spec_token_ids: list[int] = []
+        self.seed = seed
+        self.choice = choice
+        self.hash_root = hash_root
+        self.arrive_time = arrive_time
+        self.deadline = deadline
+        self.first_scheduled_time: float | None = None
+        self.first_token_time: float | None = None
+        self.leave_time: float | None = None
+        self.leave_reason = ""
+        self.end_reason: EndReason | None = None
+        self.stop_token_id: int | None = None
+        self.stop_token_sequence: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus output, in tokens."""
+        return len(self.token_ids)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-self.num_tokens // self.block_size)
+
+    @property
+    def last_block_num_tokens(self) -> int:
+        """Tokens in the last of `num_blocks` blocks."""
+        return self.num_tokens - (self.num_blocks - 1) * self.block_size
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature; 0 is greedy."""
+        return self.sampling_params.temperature
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens to generate."""
+        return self.sampling_params.max_tokens
+
+    @property
+    def ignore_eos(self) -> bool:
+        """Whether the model's end-of-sequence ids are ignored."""
+        return self.sampling_params.ignore_eos
+
+    @property
+    def last_token(self) -> int:
+        """The newest token."""
+        return self.token_ids[-1]
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        """The output."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that came from the prefix cache."""
+        return self.num_cached_tokens // self.block_size
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.status is SequenceStatus.FINISHED
+
+    def append_token(self, token_id: int) -> None:
+        """Appends one sampled token."""
+        self.token_ids.append(token_id)
+        self.output_tokens.append(token_id)
