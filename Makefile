@@ -1,0 +1,66 @@
+# Fissile. Two commands for a newcomer: `make run` and `make test`. `make help` explains the others.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help setup run test test-long chaos lint protos bench check-fresh clean
+
+# The interpreter that makes .venv; empty picks one (scripts/setup.sh says how).
+PYTHON ?=
+# For `make run`: a Hugging Face checkpoint folder (default: the demo model), and further options of `fissile serve`.
+MODEL ?=
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+RUN_STAMP := $(VENV)/.installed-run
+ALL_STAMP := $(VENV)/.installed-all
+
+help: ## Explain the targets (the default)
+	@echo "Fissile serves large language models over gRPC."
+	@echo
+	@sed -nE 's/^([a-z-]+):.*## (.*)$$/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
+	@echo
+	@echo "  make run MODEL=/path/to/checkpoint   serves a Hugging Face checkpoint folder (Qwen3 or Llama)"
+	@echo "  make run ARGS=--once                 ends after the first answer"
+	@echo "  make setup PYTHON=python3.12         makes .venv with that interpreter (3.11 or newer)"
+
+# A change of the dependencies installs again; everything else about .venv is kept.
+$(RUN_STAMP): pyproject.toml scripts/setup.sh
+	@PYTHON="$(PYTHON)" scripts/setup.sh run
+
+$(ALL_STAMP): pyproject.toml scripts/setup.sh
+	@PYTHON="$(PYTHON)" scripts/setup.sh all
+
+setup: $(ALL_STAMP) ## Make .venv with everything in it: service, tests, linters, generators of the stubs
+	@echo "$(VENV) is ready"
+
+run: $(RUN_STAMP) ## Serve the demo model (or MODEL=folder) with one router and one worker, and ask it something
+	@exec $(BIN)/fissile serve $(if $(MODEL),--model "$(MODEL)") --ask $(ARGS)
+
+test: $(ALL_STAMP) ## Run the tests: unit, sim, parity, e2e, clients, chaos
+	@scripts/test.sh unit sim parity e2e clients chaos
+
+test-long: $(ALL_STAMP) ## Run the tests that take minutes each
+	@PYTEST_MARK=long scripts/test.sh unit sim parity e2e clients chaos
+
+chaos: $(ALL_STAMP) ## Run the chaos tests alone
+	@scripts/test.sh chaos
+
+lint: $(ALL_STAMP) ## Check style, format and types of everything
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy .
+
+protos: $(ALL_STAMP) ## Make the stubs anew from protos/**/*.proto
+	@scripts/protos.sh protos
+
+bench: $(ALL_STAMP) ## Run the benchmarks
+	@scripts/test.sh bench
+
+check-fresh: ## Clone HEAD into a new folder, make a new .venv there, run `make run ARGS=--once` and `make test`
+	@PYTHON="$(PYTHON)" scripts/check_fresh.sh
+
+clean: ## Remove everything that make has made
+	@rm -rf .venv .venv-protos build node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,132 @@
+#!/usr/bin/env bash
+# Makes .venv and installs into it: `setup.sh run` what serving needs, `setup.sh all` the tests and tools as well.
+# PyTorch is always the CPU build: `torch==VERSION+cpu` can never match a CUDA build.
+# Every failure is one line saying what to change; pip's own words are in build/setup.log.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+what=${1:?usage: setup.sh run|all}
+venv=.venv
+log=build/setup.log
+torch=$(sed -nE 's/^cpu = \["(torch==[^"]+\+cpu)"\].*/\1/p' pyproject.toml)
+torch_index=https://download.pytorch.org/whl/cpu
+generators=(grpcio-tools==1.80.0 mypy-protobuf==5.1.0)
+buf=@bufbuild/buf@1.75.0
+mkdir -p build
+: >"$log"
+
+fail() {
+  echo "error: $*" >&2
+  exit 2
+}
+
+# usable INTERPRETER: prints nothing and succeeds, or prints why it cannot be used.
+usable() {
+  "$1" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))' 2>/dev/null \
+    || { echo "$1 is $("$1" -V 2>&1 | tail -n 1), but Fissile needs Python 3.11 to 3.14: install one and run make PYTHON=/path/to/python3"; return 1; }
+  "$1" -c 'import ensurepip, venv' 2>/dev/null \
+    || { echo "$1 has no venv module: apt-get install $("$1" -c 'import sys; print("python3.%d-venv" % sys.version_info[1])')"; return 1; }
+}
+
+# 3.11 comes first because that is where every pinned file, PyTorch's CPU build above all, has been tried.
+pick_python() {
+  local candidate why first_reason=""
+  if [ -n "${PYTHON:-}" ]; then
+    command -v "$PYTHON" >/dev/null || fail "PYTHON=$PYTHON: no such program"
+    why=$(usable "$PYTHON") || fail "$why"
+    echo "$PYTHON"
+    return
+  fi
+  for candidate in python3.11 python3.12 python3.13 python3.14 python3 /usr/bin/python3; do
+    # A version manager's stub can be there for an interpreter that is not.
+    "$candidate" -V >/dev/null 2>&1 || continue
+    if why=$(usable "$candidate"); then
+      echo "$candidate"
+      return
+    fi
+    first_reason=${first_reason:-$why}
+  done
+  fail "${first_reason:-no python3 on the PATH: apt-get install python3 python3-venv}"
+}
+
+step=0
+steps=3
+say() {
+  step=$((step + 1))
+  echo "[$step/$steps] $*"
+}
+
+pip_install() {
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >>"$log" 2>&1
+}
+
+last_words() {
+  grep -E '^ERROR' "$log" | tail -n 1 || true
+}
+
+make_venv() {
+  if [ -x "$venv/bin/python" ]; then
+    why=$(usable "$venv/bin/python") || fail "$why (or run make clean first)"
+    say "using $venv ($("$venv/bin/python" -V))"
+    return
+  fi
+  local python
+  python=$(pick_python)
+  say "making $venv with $python ($("$python" -V))"
+  "$python" -m venv "$venv" >>"$log" 2>&1 || fail "$python -m venv $venv failed: $(tail -n 1 "$log")"
+}
+
+install_torch() {
+  say "installing PyTorch (CPU build, $torch; about 200 MB when it is not cached)"
+  if "$venv/bin/python" -m pip show --quiet "${torch%%==*}" 2>/dev/null \
+    && [ "$("$venv/bin/python" -m pip list --format freeze 2>/dev/null | grep -i '^torch==')" = "$torch" ]; then
+    return
+  fi
+  pip_install "$torch" && return
+  echo "      not in the configured package index; trying PyTorch's own CPU index"
+  pip_install --index-url "$torch_index" --timeout 10 --retries 0 "$torch" && return
+  fail "$torch cannot be installed for $("$venv/bin/python" -V): $(last_words) (the whole log: $log)"
+}
+
+install_fissile() {
+  say "installing Fissile and what it needs ($1)"
+  pip_install -e ".[$1]" || fail "installing Fissile failed: $(last_words) (the whole log: $log)"
+}
+
+# The generator has its own environment: its protobuf runtime is older than the service's, on purpose (older stubs load on newer runtimes).
+install_generators() {
+  say "installing the generators of the stubs (${generators[*]})"
+  [ -x .venv-protos/bin/python ] || "$venv/bin/python" -m venv .venv-protos >>"$log" 2>&1 \
+    || fail "making .venv-protos failed: $(tail -n 1 "$log")"
+  .venv-protos/bin/python -m pip install --quiet --disable-pip-version-check "${generators[@]}" >>"$log" 2>&1 \
+    || fail "installing the generators failed: $(last_words) (the whole log: $log)"
+}
+
+# buf lints the protos. Without it that one test is skipped, so its absence is no error.
+install_buf() {
+  say "installing buf ($buf)"
+  if ! command -v npm >/dev/null; then
+    echo "      no npm here: the test that lints the protos will be skipped"
+  elif ! npm install --prefix build/buf --no-audit --no-fund --silent "$buf" >>"$log" 2>&1; then
+    echo "      npm could not install it: the test that lints the protos will be skipped ($log)"
+  fi
+}
+
+case "$what" in
+run)
+  make_venv
+  install_torch
+  install_fissile router,worker,cpu
+  touch "$venv/.installed-run"
+  ;;
+all)
+  steps=5
+  make_venv
+  install_torch
+  install_fissile router,worker,cpu,tests
+  install_generators
+  install_buf
+  touch "$venv/.installed-run" "$venv/.installed-all"
+  ;;
+*) fail "setup.sh knows run and all, not $what" ;;
+esac

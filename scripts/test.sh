@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# Runs the named parts of tests/ one after the other, each with its own summary; goes on after a part that fails.
+# PYTEST_MARK chooses tests by marker (default: all but the long ones).
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+
+# outcome EXIT_CODE: in words. 5 is pytest's "no tests collected": the marker left none of this part.
+outcome() {
+  case "$1" in
+  0) echo passed ;;
+  5) echo "has no such test" ;;
+  *) echo FAILED ;;
+  esac
+}
+
+mark=${PYTEST_MARK:-not long}
+failed=0
+summary=()
+for part in "$@"; do
+  [ -n "$(find "tests/$part" -name 'test_*.py' -print -quit 2>/dev/null)" ] || continue
+  echo "== tests/$part"
+  started=$SECONDS
+  .venv/bin/python -m pytest -q --durations=10 -m "$mark" "tests/$part"
+  code=$?
+  result=$(outcome "$code")
+  [ "$result" != FAILED ] || failed=1
+  summary+=("$(printf '%-8s %s in %d s' "$part" "$result" $((SECONDS - started)))")
+done
+echo "== summary"
+printf '%s\n' "${summary[@]:-no test was run}"
+[ "${#summary[@]}" -gt 0 ] && [ "$failed" -eq 0 ]
