@@ -1,0 +1,164 @@
+"""Small random checkpoints in the real Hugging Face layout, written by `transformers` itself.
+
+`make_checkpoint(folder, architecture="qwen3"|"llama", **shape)` or `python -m tests.checkpoints OUT [key=value ...]`.
+
+The weights are scaled so that greedy streams differ between prompts and do not loop; tests/parity asserts it. The rows
+of the special ids give a logit of 0, so greedy decoding never meets an end-of-sequence id by chance.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from itertools import islice, product
+from pathlib import Path
+from typing import Any
+
+SPECIAL_TOKENS = ("<|pad|>", "<|bos|>", "<|eos|>", "<|im_start|>", "<|im_end|>")
+PAD_ID, BOS_ID, EOS_ID, IM_START_ID, IM_END_ID = range(len(SPECIAL_TOKENS))
+MIN_VOCAB_SIZE = len(SPECIAL_TOKENS) + 256
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+DEFAULT_SHAPE: dict[str, Any] = {
+    "vocab_size": 384,
+    "hidden_size": 64,
+    "intermediate_size": 160,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+    "max_position_embeddings": 2048,
+    "tie_word_embeddings": True,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": BOS_ID,
+    "eos_token_id": EOS_ID,
+    "pad_token_id": PAD_ID,
+}
+# How strongly a layer changes the residual stream; below about 2 tied checkpoints repeat their last token.
+LAYER_GAIN = 3.0
+
+
+def make_checkpoint(
+    folder: Path | str,
+    architecture: str = "qwen3",
+    *,
+    dtype: str = "float32",
+    seed: int = 0,
+    max_shard_size: str = "5GB",
+    tokenizer: bool = True,
+    chat_template: bool = True,
+    generation: dict[str, Any] | None = None,
+    **shape: Any,
+) -> Path:
+    """Writes a checkpoint with random weights and a byte-level tokenizer of the same vocabulary.
+
+    Args:
+        folder: made if it is not there.
+        architecture: `qwen3` or `llama`.
+        dtype: `float32`, `bfloat16` or `float16`; weights are drawn in float32 and rounded.
+        seed: of the weights.
+        max_shard_size: as in `save_pretrained`; small values give sharded safetensors.
+        tokenizer: whether to save the tokenizer beside the model.
+        chat_template: whether the tokenizer has a (ChatML) chat template.
+        generation: entries of generation_config.json over the defaults.
+        **shape: entries of config.json over DEFAULT_SHAPE.
+
+    Returns:
+        The folder.
+    """
+    import torch
+    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+    configs: dict[str, Any] = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
+    config_class, model_class = configs[architecture]
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config_class(**{**DEFAULT_SHAPE, **shape})
+    model = model_class(config).to(torch.float32)
+    _draw_weights(model, seed)
+    defaults = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, IM_END_ID], "pad_token_id": PAD_ID}
+    model.generation_config = GenerationConfig(**{**defaults, **(generation or {})})
+    model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
+    if tokenizer:
+        write_tokenizer(folder, config.vocab_size, chat_template=chat_template)
+    return folder
+
+
+def write_tokenizer(folder: Path | str, vocab_size: int, *, chat_template: bool = True) -> None:
+    """Saves a byte-level BPE tokenizer with exactly `vocab_size` ids: special tokens, 256 bytes, pairs of bytes.
+
+    Raises:
+        ValueError: `vocab_size` is less than MIN_VOCAB_SIZE.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    if vocab_size < MIN_VOCAB_SIZE:
+        raise ValueError(f"vocab_size is {vocab_size}; a byte-level tokenizer needs at least {MIN_VOCAB_SIZE}")
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = _merges(vocab_size - MIN_VOCAB_SIZE)
+    tokens = [*SPECIAL_TOKENS, *alphabet, *(a + b for a, b in merges)]
+    backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="<|pad|>",
+        bos_token="<|bos|>",
+        eos_token="<|eos|>",
+        additional_special_tokens=["<|im_start|>", "<|im_end|>"],
+    )
+    if chat_template:
+        fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)
+
+
+def _merges(count: int) -> list[tuple[str, str]]:
+    """Pairs of common letters, a space (`Ġ` in byte-level spelling) first among them."""
+    letters = "ĠetaoinshrdlucmfwypvbgkjqxzETAOINSHRDLUCMFWYPVBGKJQXZ0123456789.,!?"
+    pairs = list(islice(product(letters, letters), count))
+    if len(pairs) < count:
+        raise ValueError(f"at most {MIN_VOCAB_SIZE + len(pairs)} ids can be made")
+    return pairs
+
+
+def _draw_weights(model: Any, seed: int) -> None:
+    """Normal weights with std gain / sqrt(fan in), norms around 1; tied or not, special ids have zero output rows."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(shape: torch.Size, std: float) -> torch.Tensor:
+        return torch.randn(shape, generator=generator) * std
+
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            if name.endswith("norm.weight"):
+                weight.copy_(1.0 + normal(weight.shape, 0.2))
+            elif name.endswith("bias"):
+                weight.copy_(normal(weight.shape, 0.3))
+            elif "embed_tokens" in name or "lm_head" in name:
+                weight.copy_(normal(weight.shape, 2.0 / math.sqrt(weight.shape[1])))
+                weight[: len(SPECIAL_TOKENS)] = 0.0
+            else:
+                weight.copy_(normal(weight.shape, LAYER_GAIN / math.sqrt(weight.shape[1])))
+
+
+def main() -> None:
+    """`python -m tests.checkpoints OUT [--architecture llama] [--dtype bfloat16] [hidden_size=256 ...]`."""
+    parser = argparse.ArgumentParser(description="Writes a small random checkpoint with a byte-level tokenizer.")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--architecture", choices=("qwen3", "llama"), default="qwen3")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("shape", nargs="*", help="entries of config.json, as key=value with a JSON value")
+    options = parser.parse_args()
+    shape = {key: json.loads(value) for key, _, value in (entry.partition("=") for entry in options.shape)}
+    make_checkpoint(options.out, options.architecture, dtype=options.dtype, seed=options.seed, **shape)
+
+
+if __name__ == "__main__":
+    main()
