@@ -1,0 +1,67 @@
+"""The terminal of a supervisor: lines of several processes, an answer that streams, and a spinner, without mixing them.
+
+Lines and the spinner go to standard error, the answer goes to standard output.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from common.cli.client import printable
+
+_SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
+
+
+@dataclass(slots=True)
+class Console:
+    """Writes lines, an answer, and a spinner on a terminal.
+
+    Invariant: while an answer is open, lines are kept back; they follow when it is closed.
+    """
+
+    terminal: bool = field(default_factory=lambda: sys.stderr.isatty())
+    _spinning: bool = False
+    _frame: int = 0
+    _kept: list[str] | None = None
+
+    def line(self, text: str) -> None:
+        """Writes a line, or keeps it until the answer is complete."""
+        if self._kept is not None:
+            self._kept.append(text)
+            return
+        self._clear_spinner()
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+    def spin(self, text: str) -> None:
+        """Shows that something goes on. Nothing when standard error is no terminal."""
+        if not self.terminal or self._kept is not None:
+            return
+        self._frame += 1
+        sys.stderr.write(f"\r\x1b[K{_SPINNER[self._frame % len(_SPINNER)]} {text}")
+        sys.stderr.flush()
+        self._spinning = True
+
+    def begin_answer(self) -> None:
+        """From here on lines are kept back."""
+        self._clear_spinner()
+        self._kept = []
+
+    def answer(self, text: str) -> None:
+        """Writes the next piece of an answer."""
+        sys.stdout.write(printable(text, terminal=sys.stdout.isatty()))
+        sys.stdout.flush()
+
+    def end_answer(self) -> None:
+        """Ends the answer's last line and writes what was kept back."""
+        sys.stdout.write("\n")
+        sys.stdout.flush()
+        kept, self._kept = self._kept or [], None
+        for text in kept:
+            self.line(text)
+
+    def _clear_spinner(self) -> None:
+        if self._spinning:
+            sys.stderr.write("\r\x1b[K")
+            self._spinning = False

@@ -1,0 +1,124 @@
+"""The click group behind `fissile`: subcommands found by entry points and imported only when they are asked for.
+
+`fissile version` and `fissile --help` import neither the router nor the worker, so they are quick and need no extra.
+"""
+
+from __future__ import annotations
+
+import sys
+import tomllib
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from typing import Any
+
+import click
+
+from common.cli.failure import CommandError
+
+COMMANDS = "fissile.commands"
+CHECKOUT = Path(__file__).resolve().parents[2]
+
+# Name -> one line for the list of commands. Here, so that listing them imports none of them.
+SUMMARIES = {
+    "serve": "Serve a model on this machine: one router and its workers.",
+    "generate": "Ask a running router, or a checkpoint folder with --offline.",
+    "models": "List the models that a running router serves.",
+    "router": "Run one router.",
+    "worker": "Run one worker.",
+    "version": "Print the versions of Fissile and what it stands on.",
+}
+
+# Top-level module that may be missing -> the extra of pyproject.toml that brings it.
+EXTRA_OF = {
+    "torch": "worker,cpu",
+    "safetensors": "worker,cpu",
+    "tokenizers": "router",
+    "jinja2": "router",
+}
+
+
+def find_entry_points(group: str) -> dict[str, EntryPoint]:
+    """Entry points of a group by name: those of the installed package, else those of this checkout's pyproject.toml."""
+    installed = {entry.name: entry for entry in entry_points(group=group)}
+    project = CHECKOUT / "pyproject.toml"
+    if installed or not project.is_file():
+        return installed
+    table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"][group]
+    return {name: EntryPoint(name, value, group) for name, value in table.items()}
+
+
+def missing_extra(command: str, module: str) -> CommandError:
+    """A part of Fissile is not installed here: says which extra to install."""
+    return CommandError(
+        f"`fissile {command}` needs {module}, which is not installed here: pip install 'fissile[{EXTRA_OF[module]}]'"
+        " (in a checkout: make setup)"
+    )
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are the entry points of `fissile.commands`."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Names of all commands, those of `SUMMARIES` first and in that order."""
+        found = find_entry_points(COMMANDS)
+        return [name for name in SUMMARIES if name in found] + sorted(found.keys() - SUMMARIES.keys())
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports one command; None when there is none of this name."""
+        entry = find_entry_points(COMMANDS).get(cmd_name)
+        if entry is None:
+            return None
+        command: click.Command = entry.load()
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, SUMMARIES.get(name, "")) for name in self.list_commands(ctx)])
+
+    def invoke(self, ctx: click.Context) -> Any:
+        """Runs a command; a missing part of the installation becomes one line."""
+        try:
+            return super().invoke(ctx)
+        except ModuleNotFoundError as error:
+            module = (error.name or "").partition(".")[0]
+            if module not in EXTRA_OF:
+                raise
+            raise missing_extra(ctx.invoked_subcommand or "", module) from error
+
+
+@click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+def fissile() -> None:
+    """Serves large language models over gRPC: one request, one answer.
+
+    Every option can be set by an environment variable too; `fissile COMMAND --help` names them.
+    """
+
+
+def run() -> int:
+    """Runs the command line. Returns the exit code: 0, 1 (failed), 2 (something to change), or the command's own."""
+    add_stubs_to_path()
+    try:
+        code = fissile.main(prog_name="fissile", standalone_mode=False)
+    except click.UsageError as error:
+        command = error.ctx.command_path if error.ctx else "fissile"
+        return _refuse(f"{error.format_message()} (`{command} --help` lists what there is)", error.exit_code)
+    except CommandError as error:
+        return _refuse(str(error), error.exit_code)
+    except click.ClickException as error:
+        return _refuse(error.format_message(), error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    return code if isinstance(code, int) else 0
+
+
+def add_stubs_to_path() -> None:
+    """Makes `import fissile` work in a plain checkout, where nothing is installed."""
+    stubs = CHECKOUT / "protos"
+    if stubs.is_dir() and str(stubs) not in sys.path:
+        sys.path.append(str(stubs))
+
+
+def _refuse(message: str, exit_code: int) -> int:
+    click.echo("error: " + " ".join(message.split()), err=True)
+    return exit_code

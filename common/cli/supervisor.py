@@ -1,0 +1,174 @@
+"""Keeps child processes running: starts them, passes their output on, starts them again when they die, ends them.
+
+A child's output is a pipe that is read line by line. A line that begins with `error:` is not passed on at once: when the
+child exits with 2 (a bad option, a bad model, a taken port), it is what the supervisor itself ends with.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from common.cli.console import Console
+from common.cli.failure import CommandError
+from common.cli.restart_policy import GiveUp, RestartPolicy
+
+REFUSED = 2
+LAST_LINES = 20
+# Longer than any line a child writes on purpose; a longer one is cut.
+MAX_LINE_BYTES = 1 << 20
+
+
+@dataclass(slots=True)
+class Child:
+    """One child: what to run, its process, its last lines of output, its deaths.
+
+    `drain_s` is how long it may take to end after SIGTERM.
+    """
+
+    name: str
+    module: str
+    arguments: Sequence[str]
+    drain_s: float
+    process: asyncio.subprocess.Process | None = None
+    last_lines: deque[str] = field(default_factory=lambda: deque(maxlen=LAST_LINES))
+    error_line: str = ""
+    policy: RestartPolicy = field(default_factory=RestartPolicy)
+
+    @property
+    def running(self) -> bool:
+        """Whether its process is there now."""
+        return self.process is not None and self.process.returncode is None
+
+
+class Supervisor:
+    """Runs children until `stop`.
+
+    Invariants: at most one process per child; after `stop` returns no process is left; after `stop` has been called
+    none is started.
+    """
+
+    def __init__(self, children: Sequence[Child], console: Console, environment: Mapping[str, str]) -> None:
+        self._children = children
+        self._console = console
+        self._environment = {**os.environ, **environment}
+        self._stopping = False
+
+    async def run(self) -> None:
+        """Keeps all children running.
+
+        Raises:
+            CommandError: a child exited with 2 (exit code 2, the child's own line), or died too often (exit code 1).
+        """
+        async with asyncio.TaskGroup() as group:
+            for child in self._children:
+                group.create_task(self._keep(child))
+
+    async def _keep(self, child: Child) -> None:
+        while not self._stopping:
+            await self._start(child)
+            code = await self._watch(child)
+            if self._stopping:
+                return
+            if code == REFUSED:
+                raise CommandError(child.error_line.partition(":")[2].strip() or f"{child.name} exited with 2", REFUSED)
+            await asyncio.sleep(self._delay_after(child, code))
+
+    async def _start(self, child: Child) -> None:
+        child.error_line = ""
+        child.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "common.cli.child",
+            str(os.getpid()),
+            child.module,
+            *child.arguments,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env=self._environment,
+            limit=MAX_LINE_BYTES,
+            # Ctrl-C goes to a terminal's whole foreground group; children are ended by the supervisor, in order.
+            process_group=0,
+        )
+
+    async def _watch(self, child: Child) -> int:
+        """Passes the child's output on until it ends. Returns its exit code, negative for a signal."""
+        process = child.process
+        assert process is not None
+        assert process.stdout is not None
+        while line := await _read_line(process.stdout):
+            text = line.decode(errors="replace").rstrip("\r\n")
+            child.last_lines.append(text)
+            if text.lower().startswith("error:"):
+                child.error_line = text
+            else:
+                self._console.line(f"{child.name} | {text}")
+        return await process.wait()
+
+    def _delay_after(self, child: Child, code: int) -> float:
+        """Says what happened. Returns the seconds to wait before starting the child again."""
+        if child.error_line:
+            self._console.line(f"{child.name} | {child.error_line}")
+        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        decision = child.policy.died(time.monotonic())
+        if isinstance(decision, GiveUp):
+            self._console.line(f"the last lines of {child.name}:")
+            for text in child.last_lines:
+                self._console.line(f"  {text}")
+            raise CommandError(f"{child.name} died {decision.deaths} times within a minute ({how})", 1)
+        self._console.line(f"{child.name} died ({how}); starting it again in {decision.delay_s:g} s")
+        return decision.delay_s
+
+    async def stop(self) -> list[str]:
+        """Ends the children one after the other, in order: SIGTERM, and SIGKILL when that takes too long.
+
+        Returns the names of the children that had to be killed.
+        """
+        self._stopping = True
+        return [child.name for child in self._children if not await _end(child)]
+
+    def kill(self) -> None:
+        """Ends all children at once."""
+        self._stopping = True
+        for child in self._children:
+            _signal(child, signal.SIGKILL)
+
+
+async def _read_line(stream: asyncio.StreamReader) -> bytes:
+    """The next line; of a line that is too long the first part; empty at the end."""
+    try:
+        return await stream.readuntil()
+    except asyncio.IncompleteReadError as end:
+        return end.partial
+    except asyncio.LimitOverrunError as overrun:
+        return await stream.readexactly(overrun.consumed)
+
+
+async def _end(child: Child) -> bool:
+    """Ends one child. Returns False when it had to be killed."""
+    if child.process is None or not child.running:
+        return True
+    _signal(child, signal.SIGTERM)
+    try:
+        await asyncio.wait_for(child.process.wait(), child.drain_s)
+    except TimeoutError:
+        _signal(child, signal.SIGKILL)
+        await child.process.wait()
+        return False
+    return True
+
+
+def _signal(child: Child, which: signal.Signals) -> None:
+    if child.process is not None and child.running:
+        # It may end between the look and the signal.
+        with contextlib.suppress(ProcessLookupError):
+            child.process.send_signal(which)

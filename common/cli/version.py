@@ -1,0 +1,45 @@
+"""`fissile version`: what is installed, read from package metadata, so nothing heavy is imported."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+
+import click
+
+SHOWN = ("grpcio", "protobuf", "opentelemetry-sdk", "tokenizers", "torch")
+
+
+def fissile_version() -> str:
+    """Version of Fissile; `checkout` when it runs from a checkout that was not installed."""
+    return _version("fissile") or "checkout"
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version_of(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+@click.command()
+@click.option(
+    "--json",
+    "as_json",
+    is_flag=True,
+    default=False,
+    envvar="FISSILE_JSON",
+    show_default=True,
+    help="Print one JSON object.",
+)
+def version(as_json: bool) -> None:
+    """Print the versions of Fissile and what it stands on."""
+    versions = {"fissile": fissile_version(), "python": platform.python_version()}
+    versions |= {name: _version(name) or "not installed" for name in SHOWN}
+    if as_json:
+        click.echo(json.dumps(versions))
+        return
+    for name, value in versions.items():
+        click.echo(f"{name:<18} {value}")
