@@ -1,0 +1,123 @@
+"""Token ids to text, incrementally.
+
+Every token stands for some bytes, whatever came before it; only the first token of a text differs (SentencePiece drops
+the space before it). So decoding is: concatenate the bytes, decode UTF-8 as far as whole characters go. This costs O(1)
+a token and can not fail, where `tokenizers.decoders.DecodeStream` raises "Invalid prefix" and holds back everything
+after a broken character.
+
+Equal to `tokenizers.Tokenizer.decode` of all ids at once, with one exception: where byte-fallback tokens form invalid
+UTF-8, that decoder replaces the whole run of byte tokens, valid characters too, which no stream can take back; here
+only the invalid bytes become U+FFFD.
+"""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Sequence
+from typing import Any, Final
+
+import tokenizers
+
+_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Detokenizer:
+    """Decodes one stream of token ids. The results of all `push` calls and of `flush` make up the text."""
+
+    def __init__(self, token_bytes: TokenBytes, *, skip: frozenset[int]) -> None:
+        self._bytes = token_bytes
+        self._skip = skip
+        self._started = False
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, ids: Sequence[int]) -> str:
+        """The text that `ids` complete: whole characters only."""
+        return self._utf8.decode(b"".join(self._piece(id) for id in ids if id not in self._skip))
+
+    def flush(self) -> str:
+        """The rest at the end of the stream: U+FFFD for an unfinished character, usually nothing."""
+        return self._utf8.decode(b"", final=True)
+
+    def _piece(self, id: int) -> bytes:
+        if self._started:
+            return self._bytes.inner(id)
+        self._started = True
+        return self._bytes.first(id)
+
+
+class TokenBytes:
+    """The bytes that each token stands for, computed on first use. Shared by all streams of a tokenizer."""
+
+    def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        kinds = _decoder_kinds(json.loads(tokenizer.to_str())["decoder"])
+        self._byte_level = "ByteLevel" in kinds
+        self._byte_fallback = "ByteFallback" in kinds
+        self._inner: dict[int, bytes] = {}
+        self._anchor = () if self._byte_level else (_visible_token(tokenizer),)
+        self._anchor_text = self._decode(*self._anchor)
+
+    def inner(self, id: int) -> bytes:
+        """Bytes of a token that follows another; empty for an unknown id."""
+        piece = self._inner.get(id)
+        if piece is None:
+            piece = self._inner[id] = self._compute(id)
+        return piece
+
+    def first(self, id: int) -> bytes:
+        """Bytes of a token at the beginning of a text."""
+        if self._byte_level or self._byte_value(id) is not None:
+            return self.inner(id)
+        return self._decode(id).encode()
+
+    def _compute(self, id: int) -> bytes:
+        if self._byte_level:
+            return _byte_level_bytes(self._tokenizer.id_to_token(id) or "")
+        value = self._byte_value(id)
+        if value is not None:
+            return bytes([value])
+        return self._decode(*self._anchor, id)[len(self._anchor_text) :].encode()
+
+    def _byte_value(self, id: int) -> int | None:
+        match = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(id) or "") if self._byte_fallback else None
+        return int(match[1], 16) if match else None
+
+    def _decode(self, *ids: int) -> str:
+        return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
+
+
+def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
+    """Type names of a decoder and, of a Sequence, of its parts."""
+    if decoder is None:
+        return set()
+    kinds = {str(decoder["type"])}
+    for part in decoder.get("decoders", ()):
+        kinds |= _decoder_kinds(part)
+    return kinds
+
+
+def _visible_token(tokenizer: tokenizers.Tokenizer) -> int:
+    """Some token with text that does not begin with a space: what comes after it is decoded as inside a text."""
+    ids = sorted(tokenizer.get_vocab().values())
+    return next((id for id in ids if tokenizer.decode([id, id])[:1].strip()), ids[0])
+
+
+def _byte_level_table() -> dict[str, int]:
+    """GPT-2's printable characters for bytes, as `bytes_to_unicode` makes them."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return table
+
+
+_BYTE_LEVEL: Final = _byte_level_table()
+
+
+def _byte_level_bytes(token: str) -> bytes:
+    values = [_BYTE_LEVEL.get(char) for char in token]
+    known = [value for value in values if value is not None]
+    # A token with any character outside the table is an added token, written as it is.
+    return bytes(known) if len(known) == len(values) else token.encode()
