@@ -1,0 +1,76 @@
+"""Hashes of KV blocks: the chain that router and workers compute alike (design-details section 6).
+
+A hash is a hint. The router routes by it; a worker takes it to find a block and then compares tokens and parent. xxh64
+is not collision-resistant (T23), so nothing may rest on equal hashes alone.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+import xxhash
+
+_ROOT_DOMAIN = b"fissile.kv/1"
+
+
+def compute_hash(token_ids: Sequence[int], prefix: int | None = None, seed: int = 0) -> int:
+    """Hash of one full block: xxh64(LE64(prefix) || token ids as little-endian int64).
+
+    With `seed` 0 this is the guide's function (seed 001 section 4.1); "no prefix" is None, never -1.
+
+    Args:
+        token_ids: the block's tokens, each in [0, 2^63).
+        prefix: hash of the block before it, or the root; None for the first block without salt and adapter.
+        seed: fleet-wide hash seed.
+
+    Returns:
+        The hash, a uint64.
+    """
+    return _hash(_little_endian(token_ids), prefix, seed)
+
+
+def hash_chain(token_ids: Sequence[int], block_size: int, *, root: int | None = None, seed: int = 0) -> list[int]:
+    """Hashes of the full blocks of `token_ids`, each chained to the one before it; a partial last block has none.
+
+    The tokens are converted once for the whole prompt; per block only a slice is hashed.
+
+    Args:
+        token_ids: the prompt.
+        block_size: tokens per block.
+        root: parent of the first block (`salt_root`, or the last hash of a chain that is being continued).
+        seed: fleet-wide hash seed.
+    """
+    data = memoryview(_little_endian(token_ids))
+    width = 8 * block_size
+    hashes: list[int] = []
+    parent = root
+    for start in range(0, len(data) - width + 1, width):
+        parent = _hash(data[start : start + width], parent, seed)
+        hashes.append(parent)
+    return hashes
+
+
+def salt_root(model_digest: bytes, adapter_digest: bytes = b"", cache_salt: bytes = b"", seed: int = 0) -> int | None:
+    """Parent hash of the first block; None when there is neither salt nor adapter.
+
+    Two salts whose roots collide still share nothing: the worker compares (adapter, salt) whole.
+    """
+    if not adapter_digest and not cache_salt:
+        return None
+    data = _ROOT_DOMAIN + model_digest + adapter_digest + struct.pack("<I", len(cache_salt)) + cache_salt
+    return xxhash.xxh64_intdigest(data, seed)
+
+
+def _little_endian(token_ids: Sequence[int]) -> bytes:
+    # The width is fixed: the guide's np.array(...).tobytes() depends on the platform's int (T23).
+    return np.asarray(token_ids, dtype="<i8").tobytes()
+
+
+def _hash(tokens: bytes | memoryview, prefix: int | None, seed: int) -> int:
+    digest = xxhash.xxh64(seed=seed)
+    if prefix is not None:
+        digest.update(prefix.to_bytes(8, "little"))
+    digest.update(tokens)
+    return digest.intdigest()

@@ -1,0 +1,167 @@
+"""A runner without a model: tokens are a pure function of what was computed, and wrong batches are errors.
+
+It keeps a KV cache of numbers: each slot holds the state after its token, made from the state before it. A sequence
+that is given a block computed under another prefix, a block that someone else overwrote, or a position out of turn does
+not merely get wrong tokens here: it raises.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from worker.batch import ScheduledBatch, ScheduledBatchOutput
+
+_MASK = (1 << 64) - 1
+_START = 0x243F6A8885A308D3
+
+
+class InconsistentBatchError(Exception):
+    """The scheduler or the block manager has made a batch that no model could run."""
+
+
+class _Slot(NamedTuple):
+    """KV of one token: the state before it and after it."""
+
+    before: int
+    after: int
+
+
+def mix(state: int, value: int) -> int:
+    """The next 64-bit state (splitmix64)."""
+    x = ((state ^ value) + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+class SimulatedRunner:
+    """Implements Runner with arithmetic instead of a model (no torch).
+
+    Args:
+        vocab_size: tokens are in [0, vocab_size).
+        eos_token_id: the end-of-sequence id; None for none.
+        step_s: duration of a step, seconds.
+        token_s: duration added per computed token, seconds.
+        eos_every: about one token in so many is `eos_token_id`; 0 never samples it.
+        block_size: tokens per KV block.
+        num_blocks: blocks in the pool; 0 does not check block ids.
+        sleep: waits for the given seconds; a virtual clock in simulations.
+
+    Raises:
+        ValueError: the vocabulary has no id but `eos_token_id`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_id: int | None,
+        step_s: float = 0.0,
+        *,
+        token_s: float = 0.0,
+        eos_every: int = 0,
+        block_size: int = 16,
+        num_blocks: int = 0,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if vocab_size < 2:
+            raise ValueError(f"vocab_size is {vocab_size}; at least 2")
+        self.vocab_size = vocab_size
+        self.eos_token_id = eos_token_id
+        self.step_s = step_s
+        self.token_s = token_s
+        self.eos_every = eos_every if eos_token_id is not None else 0
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.num_forwards = 0
+        self._sleep = sleep
+        self._kv: dict[int, _Slot] = {}
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        """Computes one step.
+
+        Raises:
+            InconsistentBatchError: lengths disagree, a block table is too short, a block is written by one sequence
+                and used by another, or what the block table points to was not computed from this sequence's tokens.
+        """
+        self._check_sharing(batch)
+        sampled: dict[int, tuple[int, ...]] = {}
+        for i, seq_id in enumerate(batch.req_ids):
+            state = self._compute(batch, i)
+            if batch.is_final[i]:
+                sampled[seq_id] = (self._sample(state, batch.seeds[i], batch.context_lens[i], batch.choices[i]),)
+        self.num_forwards += 1
+        self._pause(batch.total_tokens_num)
+        return ScheduledBatchOutput(sampled)
+
+    def reference(self, token_ids: Sequence[int], num_tokens: int, seed: int = 0, choice: int = 0) -> list[int]:
+        """The `num_tokens` tokens that must follow `token_ids`, whatever the batch, the cache and the chunks."""
+        state, position = _START, len(token_ids)
+        for token in token_ids:
+            state = mix(state, token)
+        out: list[int] = []
+        while len(out) < num_tokens:
+            out.append(self._sample(state, seed, position + len(out), choice))
+            state = mix(state, out[-1])
+        return out
+
+    def _compute(self, batch: ScheduledBatch, i: int) -> int:
+        start, end, table = batch.num_computed_tokens[i], batch.context_lens[i], batch.block_tables[i]
+        tokens = batch.scheduled_tokens[i]
+        if not tokens or len(tokens) != batch.num_scheduled_tokens[i] or end - start != len(tokens):
+            raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: {len(tokens)} tokens for [{start}, {end})")
+        if len(table) * self.block_size < end:
+            raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: {len(table)} blocks for {end} tokens")
+        if self.num_blocks and not all(0 <= b < self.num_blocks for b in table):
+            raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: a block outside the pool in {table}")
+        state = self._read_context(batch.req_ids[i], table, start)
+        for slot, token in zip(self._slots(table, start, end), tokens, strict=True):
+            before, state = state, mix(state, token)
+            self._kv[slot] = _Slot(before, state)
+        return state
+
+    def _read_context(self, seq_id: int, table: list[int], length: int) -> int:
+        """State after `length` tokens. Compares at the borders of full blocks and at every token of a partial one."""
+        state, size = _START, self.block_size
+        partial = length - length % size
+        for block in table[: length // size]:
+            self._after(seq_id, block * size, state)
+            last = self._kv.get(block * size + size - 1)
+            if last is None:
+                raise InconsistentBatchError(f"sequence {seq_id}: block {block} is not full")
+            state = last.after
+        for slot in self._slots(table, partial, length):
+            state = self._after(seq_id, slot, state)
+        return state
+
+    def _after(self, seq_id: int, slot: int, before: int) -> int:
+        kv = self._kv.get(slot)
+        if kv is None or kv.before != before:
+            raise InconsistentBatchError(f"sequence {seq_id}: its block table points to KV of another prefix")
+        return kv.after
+
+    def _slots(self, table: list[int], start: int, end: int) -> Iterator[int]:
+        size = self.block_size
+        return (table[p // size] * size + p % size for p in range(start, end))
+
+    def _check_sharing(self, batch: ScheduledBatch) -> None:
+        used = Counter(block for table in batch.block_tables for block in table)
+        for i, table in enumerate(batch.block_tables):
+            first = batch.num_computed_tokens[i] // self.block_size
+            last = (batch.context_lens[i] - 1) // self.block_size
+            if any(used[block] > 1 for block in table[first : last + 1]):
+                raise InconsistentBatchError(f"sequence {batch.req_ids[i]} writes a block that another one uses")
+
+    def _sample(self, state: int, seed: int, position: int, choice: int) -> int:
+        x = mix(mix(mix(state, seed), position), choice)
+        if self.eos_every and self.eos_token_id is not None and (x >> 32) % self.eos_every == 0:
+            return self.eos_token_id
+        token = x % self.vocab_size
+        return token if token != self.eos_token_id else (token + 1) % self.vocab_size
+
+    def _pause(self, num_tokens: int) -> None:
+        seconds = self.step_s + self.token_s * num_tokens
+        if seconds > 0:
+            self._sleep(seconds)
