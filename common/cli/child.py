@@ -1,7 +1,8 @@
-"""`python -m common.cli.child PARENT MODULE ARGUMENTS...`: becomes `python -m MODULE ARGUMENTS...`, bound to its parent.
+"""`python -m common.cli.child PARENT MODULE ARGUMENTS...` becomes `python -m MODULE ARGUMENTS...`, bound to its parent.
 
-The kernel kills the process when the supervisor ends, in whatever way, so that no child is left holding a port or memory.
-The setting survives exec. It is made here and not between fork and exec of the supervisor, whose gRPC threads make that unsafe.
+The kernel kills the process when the supervisor ends, in whatever way, so no child is left holding a port or memory.
+The setting survives exec. It is made here and not between fork and exec of the supervisor, because there its gRPC
+threads would make it unsafe.
 """
 
 from __future__ import annotations

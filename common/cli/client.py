@@ -9,7 +9,7 @@ from typing import Any
 
 import grpc
 from fissile.v1 import inference_pb2 as pb
-from fissile.v1.inference_pb2_grpc import InferenceServiceAsyncStub, InferenceServiceStub
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from google.protobuf.duration_pb2 import Duration
 
 from common.cli.failure import CommandError
@@ -162,7 +162,7 @@ async def ask(
     """
     trace = TraceParent.new()
     answer = Answer(trace_id=trace.trace_id)
-    stub: InferenceServiceAsyncStub = InferenceServiceStub(channel)
+    stub = InferenceServiceStub(channel)
     try:
         chat = question.chat
         if chat is None:

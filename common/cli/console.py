@@ -20,7 +20,7 @@ class Console:
     Invariant: while an answer is open, lines are kept back; they follow when it is closed.
     """
 
-    terminal: bool = field(default_factory=lambda: sys.stderr.isatty())
+    terminal: bool = field(default_factory=sys.stderr.isatty)
     _spinning: bool = False
     _frame: int = 0
     _kept: list[str] | None = None
@@ -53,12 +53,12 @@ class Console:
         sys.stdout.write(printable(text, terminal=sys.stdout.isatty()))
         sys.stdout.flush()
 
-    def end_answer(self) -> None:
-        """Ends the answer's last line and writes what was kept back."""
+    def end_answer(self, figures: str = "") -> None:
+        """Ends the answer's last line, writes its figures, then what was kept back."""
         sys.stdout.write("\n")
         sys.stdout.flush()
         kept, self._kept = self._kept or [], None
-        for text in kept:
+        for text in [figures, *kept] if figures else kept:
             self.line(text)
 
     def _clear_spinner(self) -> None:

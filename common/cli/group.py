@@ -16,6 +16,7 @@ import click
 from common.cli.failure import CommandError
 
 COMMANDS = "fissile.commands"
+OFFLINE = "fissile.offline"
 CHECKOUT = Path(__file__).resolve().parents[2]
 
 # Name -> one line for the list of commands. Here, so that listing them imports none of them.

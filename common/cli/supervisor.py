@@ -1,7 +1,7 @@
 """Keeps child processes running: starts them, passes their output on, starts them again when they die, ends them.
 
-A child's output is a pipe that is read line by line. A line that begins with `error:` is not passed on at once: when the
-child exits with 2 (a bad option, a bad model, a taken port), it is what the supervisor itself ends with.
+A child's output is a pipe that is read line by line. A line that begins with `error:` is not passed on at once: when
+the child exits with 2 (a bad option, a bad model, a taken port), it is what the supervisor itself ends with.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ REFUSED = 2
 LAST_LINES = 20
 # Longer than any line a child writes on purpose; a longer one is cut.
 MAX_LINE_BYTES = 1 << 20
+OUTPUT_GRACE_S = 1.0
 
 
 @dataclass(slots=True)
@@ -60,31 +61,48 @@ class Supervisor:
         self._children = children
         self._console = console
         self._environment = {**os.environ, **environment}
-        self._stopping = False
+        self._stopping = asyncio.Event()
 
     async def run(self) -> None:
-        """Keeps all children running.
+        """Keeps all children running; returns after `stop`.
 
         Raises:
             CommandError: a child exited with 2 (exit code 2, the child's own line), or died too often (exit code 1).
         """
-        async with asyncio.TaskGroup() as group:
-            for child in self._children:
-                group.create_task(self._keep(child))
+        # No TaskGroup: when one child is given up, the output of the others is passed on until they have ended too.
+        await asyncio.gather(*(self._keep(child) for child in self._children))
 
     async def _keep(self, child: Child) -> None:
-        while not self._stopping:
-            await self._start(child)
-            code = await self._watch(child)
-            if self._stopping:
+        while not self._stopping.is_set():
+            code = await self._run_once(child)
+            if self._stopping.is_set():
                 return
             if code == REFUSED:
                 raise CommandError(child.error_line.partition(":")[2].strip() or f"{child.name} exited with 2", REFUSED)
-            await asyncio.sleep(self._delay_after(child, code))
+            delay_s = self._delay_after(child, code)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), delay_s)
 
-    async def _start(self, child: Child) -> None:
+    async def _run_once(self, child: Child) -> int:
+        """Starts the child and passes its output on until it ends. Returns its exit code, negative for a signal."""
         child.error_line = ""
-        child.process = await asyncio.create_subprocess_exec(
+        # Not asyncio's own pipe: with that one `wait` would wait for grandchildren that hold the pipe open.
+        read_end, write_end = os.pipe()
+        passing_on = asyncio.create_task(self._pass_on(child, read_end))
+        try:
+            child.process = await self._start(child, write_end)
+        finally:
+            os.close(write_end)
+        if self._stopping.is_set():
+            # `stop` did not see this process yet.
+            _signal(child, signal.SIGKILL)
+        code = await child.process.wait()
+        await asyncio.wait({passing_on}, timeout=OUTPUT_GRACE_S)
+        passing_on.cancel()
+        return code
+
+    async def _start(self, child: Child, output: int) -> asyncio.subprocess.Process:
+        return await asyncio.create_subprocess_exec(
             sys.executable,
             "-m",
             "common.cli.child",
@@ -92,27 +110,33 @@ class Supervisor:
             child.module,
             *child.arguments,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
+            stdout=output,
             stderr=subprocess.STDOUT,
             env=self._environment,
-            limit=MAX_LINE_BYTES,
             # Ctrl-C goes to a terminal's whole foreground group; children are ended by the supervisor, in order.
             process_group=0,
         )
 
-    async def _watch(self, child: Child) -> int:
-        """Passes the child's output on until it ends. Returns its exit code, negative for a signal."""
-        process = child.process
-        assert process is not None
-        assert process.stdout is not None
-        while line := await _read_line(process.stdout):
+    async def _pass_on(self, child: Child, read_end: int) -> None:
+        """Reads the child's output to its end, line by line."""
+        output = asyncio.StreamReader(MAX_LINE_BYTES)
+        with os.fdopen(read_end, "rb") as pipe:
+            transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+                lambda: asyncio.StreamReaderProtocol(output), pipe
+            )
+            try:
+                await self._pass_lines_on(child, output)
+            finally:
+                transport.close()
+
+    async def _pass_lines_on(self, child: Child, output: asyncio.StreamReader) -> None:
+        while line := await _read_line(output):
             text = line.decode(errors="replace").rstrip("\r\n")
             child.last_lines.append(text)
             if text.lower().startswith("error:"):
                 child.error_line = text
             else:
                 self._console.line(f"{child.name} | {text}")
-        return await process.wait()
 
     def _delay_after(self, child: Child, code: int) -> float:
         """Says what happened. Returns the seconds to wait before starting the child again."""
@@ -133,12 +157,12 @@ class Supervisor:
 
         Returns the names of the children that had to be killed.
         """
-        self._stopping = True
+        self._stopping.set()
         return [child.name for child in self._children if not await _end(child)]
 
     def kill(self) -> None:
         """Ends all children at once."""
-        self._stopping = True
+        self._stopping.set()
         for child in self._children:
             _signal(child, signal.SIGKILL)
 

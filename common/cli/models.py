@@ -1,0 +1,72 @@
+"""`fissile models`: what a running router serves."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Sequence
+
+import click
+import grpc
+from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+from google.protobuf.json_format import MessageToDict
+
+from common.cli.client import call_failed, open_channel
+from common.cli.options import address_option, json_option, timeout_option
+
+_HEADINGS = ("MODEL", "ARCHITECTURE", "LENGTH", "VOCABULARY", "CHAT", "WORKERS", "WEIGHTS", "TOKENIZER")
+_DIGEST_CHARACTERS = 12
+
+
+async def list_models(address: str, timeout_s: float) -> Sequence[pb.Model]:
+    """The models that the router at `address` serves.
+
+    Raises:
+        CommandError: the call failed.
+    """
+    async with open_channel(address) as channel:
+        stub = InferenceServiceStub(channel)
+        try:
+            return (await stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s)).models
+        except grpc.aio.AioRpcError as error:
+            raise call_failed(error, address) from error
+
+
+def as_table(models: Sequence[pb.Model]) -> str:
+    """The models as aligned columns with headings."""
+    rows = [_HEADINGS, *(_row(model) for model in models)]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def _row(model: pb.Model) -> tuple[str, ...]:
+    return (
+        model.name,
+        model.architecture,
+        str(model.max_model_len),
+        str(model.vocab_size),
+        "yes" if model.chat else "no",
+        str(model.ready_workers),
+        model.weights_digest[:_DIGEST_CHARACTERS],
+        model.tokenizer_sha256[:_DIGEST_CHARACTERS],
+    )
+
+
+@click.command()
+@address_option
+@timeout_option
+@json_option
+def models(address: str, timeout: float, as_json: bool) -> None:
+    """List the models that a running router serves."""
+    found = asyncio.run(list_models(address, timeout))
+    if as_json:
+        fields = [
+            MessageToDict(model, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+            for model in found
+        ]
+        click.echo(json.dumps(fields, ensure_ascii=False))
+        return
+    click.echo(as_table(found))

@@ -1,0 +1,312 @@
+"""`fissile serve`: one router and its workers on this machine, as child processes, and a first question to them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import socket
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import click
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.cli.client import Question, ask
+from common.cli.console import Console
+from common.cli.failure import CommandError
+from common.cli.fleet import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_worker, threads_per_worker
+from common.cli.group import CHECKOUT, missing_extra
+from common.cli.options import option
+from common.cli.supervisor import REFUSED, Supervisor
+from common.cli.version import fissile_version
+from common.limits import DRAIN_TIMEOUT_S
+
+DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
+DEMO_NAME = "demo"
+GIB = 1 << 30
+# On a CPU, running answers can wait for a step of this many prompt tokens; the guide's 16384 is for GPUs.
+CPU_TOKEN_BUDGET = 2048
+FIRST_PROMPT = "Tell me a story."
+FIRST_ANSWER_TIMEOUT_S = 600.0
+POLL_S = 0.1
+# A connection that was refused because the router does not listen yet is tried again soon.
+_QUICK_RECONNECT = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports on loopback, all different, that nobody listens on now."""
+    with ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind((LOOPBACK, 0))
+        return [int(each.getsockname()[1]) for each in sockets]
+
+
+def free_memory() -> int:
+    """Bytes that new processes can use without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstQuestion:
+    """Whether and what to ask when the router serves, and whether to end after that."""
+
+    ask: bool
+    prompt: str
+    once: bool
+
+
+class Service:
+    """A fleet that runs, from its start to its end."""
+
+    def __init__(self, fleet: Fleet, first: FirstQuestion, console: Console) -> None:
+        self._fleet = fleet
+        self._first = first
+        self._console = console
+        self._supervisor = Supervisor(fleet.children(), console, _child_environment(console))
+        self._ended_by: signal.Signals | None = None
+        self._end = asyncio.Event()
+        self._has_served = False
+
+    async def run(self) -> int:
+        """Runs until a signal, the first answer (with `once`), or a failure. Returns the exit code.
+
+        Raises:
+            CommandError: a child was refused (exit code 2) or died too often, or the first question failed (1).
+        """
+        self._watch_signals()
+        keeping = asyncio.create_task(self._supervisor.run())
+        serving = asyncio.create_task(self._serve())
+        ending = asyncio.create_task(self._end.wait())
+        try:
+            await asyncio.wait({keeping, serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ending.cancel()
+            killed = await self._shut_down(keeping, serving)
+        for task in (keeping, serving):
+            if not task.cancelled() and (error := task.exception()):
+                raise error
+        return self._exit_code(killed, answered=not serving.cancelled())
+
+    async def _serve(self) -> None:
+        """Waits for the router, asks the first question; returns only with `once`."""
+        address = self._fleet.address
+        async with grpc.aio.insecure_channel(address, options=_QUICK_RECONNECT) as channel:
+            await self._until_serving(channel)
+            self._has_served = True
+            if self._first.ask:
+                await self._ask(channel)
+        if self._first.once:
+            return
+        self._console.line(next_steps(address))
+        await asyncio.Event().wait()
+
+    async def _until_serving(self, channel: grpc.aio.Channel) -> None:
+        """Polls the router's health until it says SERVING; how long that takes is up to the model's size."""
+        started = time.monotonic()
+        health = health_pb2_grpc.HealthStub(channel)
+        while not await _is_serving(health):
+            self._console.spin(f"waiting for the router to serve ({time.monotonic() - started:.0f} s)")
+            await asyncio.sleep(POLL_S)
+        self._console.line(f"the router serves, after {time.monotonic() - started:.1f} s")
+
+    async def _ask(self, channel: grpc.aio.Channel) -> None:
+        """Asks the first question. Without `once` a failure is a line, and the service goes on."""
+        question = Question(self._first.prompt, self._fleet.model_name)
+        self._console.line(f"\nthe first request: {self._first.prompt}")
+        self._console.begin_answer()
+        try:
+            answer = await ask(channel, self._fleet.address, question, FIRST_ANSWER_TIMEOUT_S, self._console.answer)
+        except CommandError as error:
+            self._console.end_answer()
+            if self._first.once:
+                raise CommandError(f"the first request failed: {error}", 1) from error
+            self._console.line(f"the first request failed: {error}")
+            return
+        self._console.end_answer(answer.figures())
+
+    def _watch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(which, self._on_signal, which)
+
+    def _on_signal(self, which: signal.Signals) -> None:
+        """The first signal drains, a second one kills."""
+        if self._end.is_set():
+            self._supervisor.kill()
+        self._ended_by = which
+        self._end.set()
+
+    async def _shut_down(self, keeping: asyncio.Task[None], serving: asyncio.Task[None]) -> list[str]:
+        """Ends the children. Returns the names of those that had to be killed."""
+        serving.cancel()
+        error = keeping.exception() if keeping.done() else None
+        refused = isinstance(error, CommandError) and error.exit_code == REFUSED
+        if refused and not self._has_served:
+            self._supervisor.kill()
+        elif not keeping.done():
+            self._console.line("draining; Ctrl-C again ends at once")
+        killed = await self._supervisor.stop()
+        await asyncio.wait({keeping, serving})
+        return killed
+
+    def _exit_code(self, killed: list[str], *, answered: bool) -> int:
+        if killed:
+            raise CommandError(f"{', '.join(killed)} did not end in time and had to be killed", 1)
+        if self._first.once and not answered and self._ended_by is not None:
+            return 128 + self._ended_by
+        self._console.line("ended")
+        return 0
+
+
+async def _is_serving(health: health_pb2_grpc.HealthStub) -> bool:
+    try:
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _child_environment(console: Console) -> dict[str, str]:
+    """What children need besides their options: a plain checkout's modules, and logs fit for what shows them."""
+    paths = [str(CHECKOUT), str(CHECKOUT / "protos"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    shown_as = {"FISSILE_LOG_FORMAT": "console"} if console.terminal else {}
+    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"} | shown_as
+
+
+def next_steps(address: str) -> str:
+    """How to call the service, to be copied into another terminal."""
+    installed = Path(sys.executable).with_name("fissile")
+    on_path = shutil.which("fissile")
+    if on_path and Path(on_path) == installed:
+        program = "fissile"
+    else:
+        program = str(installed) if installed.exists() else f"{shlex.quote(sys.executable)} -m common.cli.main"
+    return (
+        f"\nserving on {address} until Ctrl-C. From another terminal:\n"
+        f'  {program} generate --address {address} "{FIRST_PROMPT}"\n'
+        f"  {program} models --address {address}\n"
+        f"  {sys.executable} {CHECKOUT / 'examples' / 'python_client.py'} {address}\n"
+    )
+
+
+def make_fleet(
+    *,
+    model: str | None,
+    model_name: str | None,
+    workers: int,
+    host: str,
+    port: int,
+    max_num_batched_tokens: int,
+    prefix_caching: bool,
+    kv_cache_memory: str | None,
+    drain_timeout: float,
+    log_level: str,
+    simulated: bool,
+    delay_factor: float | None,
+    threads: int | None,
+    **worker_options: Any,
+) -> Fleet:
+    """Fills in what depends on this machine: free ports, and each worker's share of cores and memory.
+
+    Raises:
+        CommandError: there is no model to serve, or nothing to run it with (exit code 2).
+    """
+    if model is None and not DEMO_MODEL.is_dir():
+        raise CommandError(f"there is no demo model at {DEMO_MODEL}: name a checkpoint folder with --model")
+    if not simulated and importlib.util.find_spec("torch") is None:
+        raise missing_extra("serve", "torch")
+    folder = Path(model) if model is not None else DEMO_MODEL
+    # Both may be 0: one call, so that all are different.
+    router_port, *worker_ports = free_ports(workers + 1)
+    return Fleet(
+        model=str(folder),
+        model_name=model_name or (DEMO_NAME if model is None else folder.resolve().name),
+        host=host,
+        port=port or router_port,
+        worker_ports=worker_ports,
+        max_num_batched_tokens=max_num_batched_tokens,
+        prefix_caching=prefix_caching,
+        kv_cache_memory=kv_cache_memory or kv_memory_per_worker(workers, free_memory()),
+        drain_timeout_s=drain_timeout,
+        log_level=log_level,
+        router_options={"delay_factor": delay_factor},
+        worker_options={"threads": threads or threads_per_worker(workers), **worker_options},
+        simulated=simulated,
+    )
+
+
+def describe_kv_memory(fleet: Fleet) -> str:
+    """What the KV caches may take, in words."""
+    if fleet.kv_cache_memory:
+        return f"{fleet.kv_cache_memory} per worker"
+    return f"a quarter of the free memory ({free_memory() / KV_SHARE / GIB:.1f} GiB)"
+
+
+@click.command()
+@option("--model", envvar="FISSILE_MODEL", metavar="FOLDER", help="Hugging Face checkpoint; absent: the demo model.")
+@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's name.")
+@option("--workers", envvar="FISSILE_NUM_WORKERS", type=click.IntRange(1, 64), default=1, help="Worker processes.")
+@option("--host", envvar="FISSILE_HOST", default=LOOPBACK, help="Address that the router listens on.")
+@option("--port", envvar="FISSILE_PORT", type=click.IntRange(0, 65535), default=50051, help="Router's port; 0: any.")
+@option("--ask/--no-ask", envvar="FISSILE_ASK", default=True, help="Send a first request when the router serves.")
+@option("--prompt", envvar="FISSILE_PROMPT", default=FIRST_PROMPT, help="The first request.")
+@option("--once", envvar="FISSILE_ONCE", is_flag=True, default=False, help="End after the first answer.")
+@option(
+    "--max-num-batched-tokens",
+    envvar="FISSILE_MAX_NUM_BATCHED_TOKENS",
+    type=click.IntRange(min=1),
+    default=CPU_TOKEN_BUDGET,
+    help="Token budget of a worker's step.",
+)
+@option("--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.")
+@option(
+    "--kv-cache-memory", envvar="FISSILE_KV_CACHE_MEMORY", help="Per worker, e.g. 2GiB; absent: 1/4 of free memory."
+)
+@option("--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=int, help="Prompt and answer; absent: the model's.")
+@option(
+    "--max-num-seqs", envvar="FISSILE_MAX_NUM_SEQS", type=int, help="Running at once; absent: the worker's default."
+)
+@option("--dtype", envvar="FISSILE_DTYPE", help="Absent: the checkpoint's, as far as this CPU computes in it.")
+@option("--kernels", envvar="FISSILE_KERNELS", help="Kernel back end; absent: the worker chooses.")
+@option(
+    "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1), help="Per worker; absent: all cores together."
+)
+@option("--delay-factor", envvar="FISSILE_DELAY_FACTOR", type=float, help="Of the router's delay gate; absent: 0.")
+@option(
+    "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=DRAIN_TIMEOUT_S, help="Seconds for running requests."
+)
+@option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", help="Of all processes.")
+@option(
+    "--simulated", envvar="FISSILE_SIMULATED", is_flag=True, default=False, help="Workers make up tokens: no model."
+)
+def serve(ask: bool, prompt: str, once: bool, **options: Any) -> int:
+    """Serve a model on this machine: one router and its workers, until Ctrl-C.
+
+    Waits until the router's health says SERVING, sends a first request and streams the answer. Further options of
+    router and workers can be set by their environment variables (`fissile router --help`, `fissile worker --help`).
+    """
+    console = Console()
+    fleet = make_fleet(**options)
+    console.line(fleet.describe(fissile_version(), describe_kv_memory(fleet)))
+    return asyncio.run(Service(fleet, FirstQuestion(ask or once, prompt, once), console).run())
