@@ -1,0 +1,63 @@
+"""Every name that telemetry uses: spans, attributes, events, metadata keys.
+
+The GenAI and RPC names are written out because the Python constants of both are behind (ecosystem-notes section 9).
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+TRACER: Final = "fissile"
+
+# Metadata keys. The first two are W3C Trace Context; `traceresponse` is its response header (level 2 draft), which the
+# router sends as trailing metadata: `00-<trace id>-<span id>-<flags>`.
+TRACEPARENT: Final = "traceparent"
+TRACESTATE: Final = "tracestate"
+TRACERESPONSE: Final = "traceresponse"
+
+# Spans. The router's span has the name of its RPC (`fissile.v1.InferenceService/Generate`).
+WORKER_SPAN: Final = "worker.generate"
+QUEUE_SPAN: Final = "queue"
+PREFILL_SPAN: Final = "prefill"
+DECODE_SPAN: Final = "decode"
+
+# Events of the router's span.
+SUBMITTED_EVENT: Final = "submitted"
+FIRST_TOKEN_EVENT: Final = "first_token"
+
+# RPC semantic conventions (release candidate of 2026-08). The worker's span has the status of its outcome too.
+RPC_SYSTEM: Final = "rpc.system.name"
+RPC_METHOD: Final = "rpc.method"
+RPC_STATUS: Final = "rpc.status_code"
+PEER_ADDRESS: Final = "network.peer.address"
+PEER_PORT: Final = "network.peer.port"
+ERROR_TYPE: Final = "error.type"
+
+# GenAI semantic conventions (development).
+OPERATION: Final = "gen_ai.operation.name"
+TEXT_COMPLETION: Final = "text_completion"
+CHAT: Final = "chat"
+PROVIDER: Final = "gen_ai.provider.name"
+PROVIDER_FISSILE: Final = "fissile"
+REQUEST_MODEL: Final = "gen_ai.request.model"
+REQUEST_MAX_TOKENS: Final = "gen_ai.request.max_tokens"
+REQUEST_TEMPERATURE: Final = "gen_ai.request.temperature"
+REQUEST_TOP_K: Final = "gen_ai.request.top_k"
+REQUEST_TOP_P: Final = "gen_ai.request.top_p"
+REQUEST_SEED: Final = "gen_ai.request.seed"
+REQUEST_CHOICES: Final = "gen_ai.request.choice.count"
+REQUEST_PRESENCE_PENALTY: Final = "gen_ai.request.presence_penalty"
+REQUEST_FREQUENCY_PENALTY: Final = "gen_ai.request.frequency_penalty"
+REQUEST_STREAM: Final = "gen_ai.request.stream"
+RESPONSE_ID: Final = "gen_ai.response.id"
+RESPONSE_MODEL: Final = "gen_ai.response.model"
+RESPONSE_FINISH_REASONS: Final = "gen_ai.response.finish_reasons"
+RESPONSE_TIME_TO_FIRST_CHUNK: Final = "gen_ai.response.time_to_first_chunk"
+INPUT_TOKENS: Final = "gen_ai.usage.input_tokens"
+OUTPUT_TOKENS: Final = "gen_ai.usage.output_tokens"
+CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
+
+# Our own.
+WORKER_ID: Final = "fissile.worker.id"
+ATTEMPTS: Final = "fissile.attempts"
+ERROR_REASON: Final = "fissile.error.reason"

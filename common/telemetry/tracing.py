@@ -1,0 +1,440 @@
+"""Our own gRPC spans: a request's span on the router, a sequence's span on the worker, one trace across the hop.
+
+    client's span
+      fissile.v1.InferenceService/Generate   SERVER, router; events `submitted`, `first_token`
+        worker.generate                      SERVER, worker: the router waits for its result, so it is no CONSUMER
+          queue, prefill, decode             INTERNAL, made at the end from the sequence's timestamps
+
+Not opentelemetry-instrumentation-grpc: it leaks spans and records cancelled calls as successes (ecosystem-notes
+section 1). Invariants: every span that was started ends exactly once, whatever ends its request (`open_spans` counts
+the open ones); no span event per token; no text of prompts or answers in attributes. With tracing off the client's
+trace context is still carried across the hop, and nothing is recorded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Final, Protocol, Self
+
+import grpc
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+from opentelemetry.util.types import AttributeValue
+
+from common.errors import ApiError
+from common.limits import TELEMETRY_SHUTDOWN_S
+from common.sampling_params import SamplingParams
+from common.telemetry import exporter, names
+from common.telemetry.logs import current_trace_id
+
+Metadata = Iterable[tuple[str, str | bytes]]
+
+_PROPAGATOR: Final = TraceContextTextMapPropagator()
+_INT64_MAX: Final = 2**63 - 1
+# What the RPC conventions call an error of the server, and ABORTED: with us it means that a worker was lost.
+_SERVER_ERRORS: Final = frozenset(
+    {
+        grpc.StatusCode.UNKNOWN,
+        grpc.StatusCode.DEADLINE_EXCEEDED,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.INTERNAL,
+        grpc.StatusCode.UNAVAILABLE,
+        grpc.StatusCode.DATA_LOSS,
+        grpc.StatusCode.ABORTED,
+    }
+)
+
+
+def extract(metadata: Metadata | None) -> Context:
+    """The trace context of gRPC metadata; an empty one when there is none or it is malformed."""
+    wanted = (names.TRACEPARENT, names.TRACESTATE)
+    pairs = ((key.lower(), value) for key, value in metadata or ())
+    carrier = {key: value for key, value in pairs if key in wanted and isinstance(value, str)}
+    return _PROPAGATOR.extract(carrier, Context())
+
+
+def inject(context: Context) -> tuple[str, str]:
+    """`traceparent` and `tracestate` of a context; empty strings where there is nothing to say."""
+    carrier: dict[str, str] = {}
+    _PROPAGATOR.inject(carrier, context)
+    return carrier.get(names.TRACEPARENT, ""), carrier.get(names.TRACESTATE, "")
+
+
+def new_traceparent() -> str:
+    """A `traceparent` for a client without tracing of its own, so that it can tell people the trace id."""
+    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+
+
+def trace_id_of(traceparent: str) -> str:
+    """The trace id in a `traceparent` or `traceresponse`, 32 hex digits; empty when there is none."""
+    fields = traceparent.split("-")
+    return fields[1] if len(fields) >= 4 and len(fields[1]) == 32 else ""
+
+
+def setup_tracing(service_name: str, instance_id: str) -> Tracing:
+    """Tracing as the environment asks for it: off unless OTEL_EXPORTER_OTLP_ENDPOINT is set.
+
+    Args:
+        service_name: `service.name`, unless OTEL_SERVICE_NAME says otherwise.
+        instance_id: `service.instance.id`, unique per process start.
+    """
+    if not exporter.endpoint():
+        return Tracing()
+    export = exporter.Export(service_name, instance_id)
+    return Tracing(export.provider, export)
+
+
+class _Shutdown(Protocol):
+    def shutdown(self, timeout_s: float) -> None: ...
+
+
+class Tracing:
+    """Makes the spans of one process. Without a provider it records nothing."""
+
+    def __init__(self, provider: TracerProvider | None = None, export: _Shutdown | None = None) -> None:
+        self._tracer = provider.get_tracer(names.TRACER) if provider is not None else None
+        self._export = export
+        self._open: set[_OpenSpan] = set()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether spans are recorded."""
+        return self._tracer is not None
+
+    def open_spans(self) -> int:
+        """Spans that have started and not ended."""
+        return len(self._open)
+
+    def shutdown(self, timeout_s: float = TELEMETRY_SHUTDOWN_S) -> None:
+        """Sends what is left, within `timeout_s` seconds; later spans are dropped."""
+        if self._export is not None:
+            self._export.shutdown(timeout_s)
+
+    def request_span(
+        self, method: str, metadata: Metadata | None = None, *, operation: str = "", peer: str = ""
+    ) -> RequestSpan:
+        """Starts the router's span of an RPC.
+
+        Args:
+            method: fully qualified, without leading slash: `fissile.v1.InferenceService/Generate`.
+            metadata: the call's invocation metadata, with the client's trace context.
+            operation: `names.TEXT_COMPLETION` or `names.CHAT`; empty for an RPC that generates nothing.
+            peer: the call's `context.peer()`.
+        """
+        context = extract(metadata)
+        if self._tracer is None:
+            return RequestSpan(*inject(context))
+        attributes: dict[str, AttributeValue] = {names.RPC_SYSTEM: "grpc", names.RPC_METHOD: method, **_peer(peer)}
+        if operation:
+            attributes |= {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_FISSILE}
+        span = self._tracer.start_span(method, context, SpanKind.SERVER, attributes)
+        return _RecordedRequestSpan(_OpenSpan(span, context, self._open))
+
+    def sequence_span(
+        self,
+        traceparent: str,
+        tracestate: str = "",
+        *,
+        arrived: float,
+        model: str = "",
+        request_id: str = "",
+        worker_id: str = "",
+    ) -> SequenceSpan:
+        """Starts the worker's span of a sequence, at its arrival.
+
+        Args:
+            traceparent: of the router's span, as it came with the Submit (or in the metadata of a direct Generate).
+            tracestate: likewise.
+            arrived: monotonic seconds.
+            model: the model's name.
+            request_id: the sequence's id, for people.
+            worker_id: this worker.
+        """
+        if self._tracer is None:
+            return SequenceSpan()
+        attributes: dict[str, AttributeValue] = {
+            names.PROVIDER: names.PROVIDER_FISSILE,
+            names.OPERATION: names.TEXT_COMPLETION,
+            names.REQUEST_MODEL: model,
+            names.RESPONSE_ID: request_id,
+            names.WORKER_ID: worker_id,
+        }
+        context = extract([(names.TRACEPARENT, traceparent), (names.TRACESTATE, tracestate)])
+        kept = {key: value for key, value in attributes.items() if value}
+        start_ns = _wall_offset_ns() + _ns(arrived)
+        span = self._tracer.start_span(names.WORKER_SPAN, context, SpanKind.SERVER, kept, start_time=start_ns)
+        return _RecordedSequenceSpan(_OpenSpan(span, context, self._open), self._tracer)
+
+
+class _OpenSpan:
+    """A span that ends once."""
+
+    def __init__(self, span: Span, parent: Context, registry: set[_OpenSpan]) -> None:
+        self.span = span
+        self.context = trace.set_span_in_context(span, parent)
+        self._registry = registry
+        registry.add(self)
+
+    @property
+    def ended(self) -> bool:
+        return self not in self._registry
+
+    def end(self, code: grpc.StatusCode, *, message: str = "", reason: str = "", end_ns: int | None = None) -> None:
+        if self.ended:
+            return
+        self._registry.discard(self)
+        self.span.set_attribute(names.RPC_STATUS, code.name)
+        if reason:
+            self.span.set_attribute(names.ERROR_REASON, reason)
+        if code in _SERVER_ERRORS:
+            self.span.set_attribute(names.ERROR_TYPE, code.name)
+            self.span.set_status(Status(StatusCode.ERROR, message or None))
+        self.span.end(end_ns)
+
+    def fail(self, error: ApiError | grpc.StatusCode, end_ns: int | None = None) -> None:
+        if isinstance(error, ApiError):
+            self.end(error.code, message=error.message, reason=error.reason, end_ns=end_ns)
+        else:
+            self.end(error, end_ns=end_ns)
+
+
+class RequestSpan:
+    """The router's span of one RPC; this class records nothing and passes the client's trace context on.
+
+    Use as a context manager around the RPC: leaving it ends the span, with the status of the exception that leaves
+    (ApiError: its own, CancelledError: CANCELLED, any other: UNKNOWN), unless `finish` or `fail` has ended it already.
+    Inside, log lines carry the trace id. All methods may be called at any time, any number of times.
+
+    Attributes:
+        traceparent: what goes across the hop; empty without tracing and without a client's context.
+        tracestate: likewise.
+    """
+
+    def __init__(self, traceparent: str = "", tracestate: str = "") -> None:
+        self.traceparent = traceparent
+        self.tracestate = tracestate
+        self._outer_trace_id = ""
+
+    @property
+    def trace_id(self) -> str:
+        """32 hex digits, or empty. With tracing off it is that of the client's context."""
+        return trace_id_of(self.traceparent)
+
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        """What tells the client the trace: for the RPC's trailing metadata."""
+        return ((names.TRACERESPONSE, self.traceparent),) if self.traceparent else ()
+
+    def request(self, *, model: str, request_id: str, params: SamplingParams) -> None:
+        """The request has been validated."""
+
+    def submitted(self, worker_id: str) -> None:
+        """The request has been given to a worker."""
+
+    def first_token(self, ttft_s: float) -> None:
+        """The first token is ready to send, `ttft_s` seconds after the request's arrival."""
+
+    def finish(
+        self,
+        *,
+        finish_reasons: Iterable[str] = (),
+        input_tokens: int = 0,
+        output_tokens: int = 0,
+        cached_tokens: int = 0,
+        worker_id: str = "",
+        attempts: int = 1,
+    ) -> None:
+        """Ends the span: the request has been answered. Counts are delivered tokens."""
+
+    def fail(self, error: ApiError | grpc.StatusCode) -> None:
+        """Ends the span: the RPC ends with this error."""
+
+    def __enter__(self) -> Self:
+        self._outer_trace_id = current_trace_id.get()
+        current_trace_id.set(self.trace_id)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Not reset(token): a generator may be closed from a context other than the one it was entered in.
+        current_trace_id.set(self._outer_trace_id)
+        if error is None:
+            self.fail(grpc.StatusCode.OK)
+        elif isinstance(error, ApiError):
+            self.fail(error)
+        else:
+            cancelled = isinstance(error, asyncio.CancelledError | GeneratorExit)
+            self.fail(grpc.StatusCode.CANCELLED if cancelled else grpc.StatusCode.UNKNOWN)
+
+
+class _RecordedRequestSpan(RequestSpan):
+    def __init__(self, open_span: _OpenSpan) -> None:
+        super().__init__(*inject(open_span.context))
+        self._open = open_span
+
+    def request(self, *, model: str, request_id: str, params: SamplingParams) -> None:
+        self._open.span.set_attributes(
+            {
+                names.REQUEST_MODEL: model,
+                names.RESPONSE_MODEL: model,
+                names.RESPONSE_ID: request_id,
+                **_request_attributes(params),
+            }
+        )
+
+    def submitted(self, worker_id: str) -> None:
+        self._open.span.add_event(names.SUBMITTED_EVENT, {names.WORKER_ID: worker_id})
+
+    def first_token(self, ttft_s: float) -> None:
+        self._open.span.set_attribute(names.RESPONSE_TIME_TO_FIRST_CHUNK, ttft_s)
+        self._open.span.add_event(names.FIRST_TOKEN_EVENT)
+
+    def finish(
+        self,
+        *,
+        finish_reasons: Iterable[str] = (),
+        input_tokens: int = 0,
+        output_tokens: int = 0,
+        cached_tokens: int = 0,
+        worker_id: str = "",
+        attempts: int = 1,
+    ) -> None:
+        if self._open.ended:
+            return
+        attributes = _usage(finish_reasons, input_tokens, output_tokens, cached_tokens)
+        if worker_id:
+            attributes |= {names.WORKER_ID: worker_id, names.ATTEMPTS: attempts}
+        self._open.span.set_attributes(attributes)
+        self._open.end(grpc.StatusCode.OK)
+
+    def fail(self, error: ApiError | grpc.StatusCode) -> None:
+        self._open.fail(error)
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceTimes:
+    """A sequence's timestamps on the worker, monotonic seconds; None for what was not reached."""
+
+    arrived: float
+    first_scheduled: float | None
+    first_token: float | None
+    ended: float
+
+    def phases(self) -> list[tuple[str, float, float]]:
+        """Name, start and end of queue, prefill and decode, as far as the sequence came."""
+        starts = (self.arrived, self.first_scheduled, self.first_token)
+        named = zip((names.QUEUE_SPAN, names.PREFILL_SPAN, names.DECODE_SPAN), starts, strict=True)
+        reached = [(name, start) for name, start in named if start is not None]
+        ends = [start for _, start in reached[1:]] + [self.ended]
+        return [(name, start, end) for (name, start), end in zip(reached, ends, strict=True)]
+
+
+class SequenceSpan:
+    """The worker's span of one sequence; this class records nothing. The first of `finish` and `fail` ends it."""
+
+    def finish(
+        self, times: SequenceTimes, *, reason: str, input_tokens: int, output_tokens: int, cached_tokens: int
+    ) -> None:
+        """The sequence has ended by itself; `reason` is its end reason in lower case."""
+
+    def fail(
+        self,
+        error: ApiError | grpc.StatusCode,
+        times: SequenceTimes | None = None,
+        *,
+        input_tokens: int = 0,
+        output_tokens: int = 0,
+        cached_tokens: int = 0,
+    ) -> None:
+        """The sequence has been cancelled, has run out of time, or its engine has failed."""
+
+
+class _RecordedSequenceSpan(SequenceSpan):
+    def __init__(self, open_span: _OpenSpan, tracer: trace.Tracer) -> None:
+        self._open = open_span
+        self._tracer = tracer
+
+    def finish(
+        self, times: SequenceTimes, *, reason: str, input_tokens: int, output_tokens: int, cached_tokens: int
+    ) -> None:
+        if self._open.ended:
+            return
+        self._open.span.set_attributes(_usage([reason], input_tokens, output_tokens, cached_tokens))
+        self._open.end(grpc.StatusCode.OK, end_ns=self._phases(times))
+
+    def fail(
+        self,
+        error: ApiError | grpc.StatusCode,
+        times: SequenceTimes | None = None,
+        *,
+        input_tokens: int = 0,
+        output_tokens: int = 0,
+        cached_tokens: int = 0,
+    ) -> None:
+        if self._open.ended:
+            return
+        self._open.span.set_attributes(_usage([], input_tokens, output_tokens, cached_tokens))
+        self._open.fail(error, None if times is None else self._phases(times))
+
+    def _phases(self, times: SequenceTimes) -> int:
+        """Records the child spans; returns the sequence's end as Unix nanoseconds."""
+        wall_ns = _wall_offset_ns()
+        for name, start, end in times.phases():
+            child = self._tracer.start_span(name, self._open.context, start_time=wall_ns + _ns(start))
+            child.end(wall_ns + _ns(end))
+        return wall_ns + _ns(times.ended)
+
+
+def _wall_offset_ns() -> int:
+    """What turns monotonic nanoseconds into Unix time."""
+    return time.time_ns() - time.monotonic_ns()
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)
+
+
+def _request_attributes(params: SamplingParams) -> dict[str, AttributeValue]:
+    attributes: dict[str, AttributeValue] = {
+        names.REQUEST_STREAM: True,
+        names.REQUEST_MAX_TOKENS: params.max_tokens,
+        names.REQUEST_TEMPERATURE: params.temperature,
+        names.REQUEST_TOP_K: params.top_k,
+        names.REQUEST_TOP_P: params.top_p,
+        names.REQUEST_CHOICES: params.n,
+        names.REQUEST_PRESENCE_PENALTY: params.presence_penalty,
+        names.REQUEST_FREQUENCY_PENALTY: params.frequency_penalty,
+    }
+    # OTLP integers are signed; one that does not fit would lose its whole batch.
+    if params.seed is not None and params.seed <= _INT64_MAX:
+        attributes[names.REQUEST_SEED] = params.seed
+    return attributes
+
+
+def _usage(reasons: Iterable[str], input_tokens: int, output_tokens: int, cached_tokens: int) -> dict[str, Any]:
+    usage: dict[str, Any] = {
+        names.INPUT_TOKENS: input_tokens,
+        names.OUTPUT_TOKENS: output_tokens,
+        names.CACHED_TOKENS: cached_tokens,
+    }
+    finish_reasons = list(reasons)
+    return usage | ({names.RESPONSE_FINISH_REASONS: finish_reasons} if finish_reasons else {})
+
+
+def _peer(peer: str) -> dict[str, AttributeValue]:
+    """Address and port of gRPC's `ipv4:127.0.0.1:50051` or `ipv6:[::1]:50051` (percent-encoded on the wire)."""
+    scheme, _, rest = peer.replace("%5B", "[").replace("%5D", "]").partition(":")
+    if scheme not in ("ipv4", "ipv6"):
+        return {}
+    address, _, port = rest.rpartition(":")
+    if not port.isdigit():
+        return {}
+    return {names.PEER_ADDRESS: address.strip("[]"), names.PEER_PORT: int(port)}

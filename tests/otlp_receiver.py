@@ -1,0 +1,126 @@
+"""A trace collector in this process: OTLP/gRPC on a real socket, for tests of what really goes over the wire.
+
+with OtlpReceiver() as receiver:
+    environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = receiver.endpoint
+    ...
+    span = receiver.wait_for("worker.generate")[0]
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from concurrent import futures
+from dataclasses import dataclass
+from typing import Any, Self
+
+import grpc
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
+from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.trace.v1 import trace_pb2
+
+KINDS = {1: "INTERNAL", 2: "SERVER", 3: "CLIENT", 4: "PRODUCER", 5: "CONSUMER"}
+STATUSES = {0: "UNSET", 1: "OK", 2: "ERROR"}
+
+
+@dataclass(frozen=True)
+class ReceivedSpan:
+    """A span as the collector got it; ids in hex, times in Unix nanoseconds."""
+
+    service: str
+    instance: str
+    name: str
+    kind: str
+    trace_id: str
+    span_id: str
+    parent_id: str
+    trace_state: str
+    start_ns: int
+    end_ns: int
+    status: str
+    status_message: str
+    attributes: dict[str, Any]
+    events: tuple[str, ...]
+
+
+class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
+    """Collects spans while it is open. Runs in threads of its own, so a blocked event loop does not stop it."""
+
+    def __init__(self) -> None:
+        self._arrived = threading.Condition()
+        self._spans: list[ReceivedSpan] = []
+        self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+
+    def __enter__(self) -> Self:
+        self._server.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._server.stop(0).wait()
+
+    def Export(
+        self, request: trace_service_pb2.ExportTraceServiceRequest, context: grpc.ServicerContext
+    ) -> trace_service_pb2.ExportTraceServiceResponse:
+        with self._arrived:
+            self._spans.extend(_spans(request))
+            self._arrived.notify_all()
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+    @property
+    def spans(self) -> list[ReceivedSpan]:
+        with self._arrived:
+            return list(self._spans)
+
+    def named(self, name: str) -> list[ReceivedSpan]:
+        return [span for span in self.spans if span.name == name]
+
+    def wait_for(self, name: str, count: int = 1, timeout_s: float = 10.0) -> list[ReceivedSpan]:
+        """The spans of this name, as soon as there are `count` of them."""
+        deadline = time.monotonic() + timeout_s
+        with self._arrived:
+            while len(found := [span for span in self._spans if span.name == name]) < count:
+                if not self._arrived.wait(deadline - time.monotonic()):
+                    seen = sorted({span.name for span in self._spans})
+                    raise TimeoutError(f"{len(found)} of {count} spans {name!r} after {timeout_s} s; seen: {seen}")
+        return found
+
+
+def _spans(request: trace_service_pb2.ExportTraceServiceRequest) -> list[ReceivedSpan]:
+    return [
+        _received(span, _values(resource.resource.attributes))
+        for resource in request.resource_spans
+        for scope in resource.scope_spans
+        for span in scope.spans
+    ]
+
+
+def _received(span: trace_pb2.Span, resource: dict[str, Any]) -> ReceivedSpan:
+    return ReceivedSpan(
+        service=resource.get("service.name", ""),
+        instance=resource.get("service.instance.id", ""),
+        name=span.name,
+        kind=KINDS[span.kind],
+        trace_id=span.trace_id.hex(),
+        span_id=span.span_id.hex(),
+        parent_id=span.parent_span_id.hex(),
+        trace_state=span.trace_state,
+        start_ns=span.start_time_unix_nano,
+        end_ns=span.end_time_unix_nano,
+        status=STATUSES[span.status.code],
+        status_message=span.status.message,
+        attributes=_values(span.attributes),
+        events=tuple(event.name for event in span.events),
+    )
+
+
+def _values(attributes: Any) -> dict[str, Any]:
+    return {entry.key: _value(entry.value) for entry in attributes}
+
+
+def _value(value: common_pb2.AnyValue) -> Any:
+    kind = value.WhichOneof("value")
+    if kind == "array_value":
+        return [_value(item) for item in value.array_value.values]
+    return getattr(value, kind) if kind else None
