@@ -1,0 +1,199 @@
+"""One worker as the dispatcher sees it: who waits for it, what it reported, and what it has not yet reported on.
+
+State, gate and room are those of design-details section 5. Invariant: `unseen_tokens` and `unseen_seqs` are the sums
+over the groups whose serial number is above the last `submit_seen`, so room is never given away twice.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from common.delay_gate import DelayGate
+from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS
+from router.queue import QueuedRequest
+
+STALE_REPORT_S = MISSED_HEARTBEATS * HEARTBEAT_S
+# A request whose deadline is closer than its prefill plus this is not held.
+DEADLINE_MARGIN_S = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport:
+    """The worker's load as of `time` (monotonic seconds at the router); fields as in the proto's Load."""
+
+    time: float
+    decoding_seqs: int = 0
+    waiting_seqs: int = 0
+    waiting_tokens: int = 0
+    room_tokens: int = 0
+    room_seqs: int = 0
+    last_prompt_latency_s: float = 0.0
+    prefill_rate: float = 0.0
+    fleet_oldest_age_s: float = 0.0
+    fleet_tokens: int = 0
+    submit_seen: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRecord:
+    """What waits at this router for one worker; the worker echoes the fleet's to all routers."""
+
+    oldest_arrival: float | None
+    tokens: int
+    seqs: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    serial: int
+    tokens: int
+    seqs: int
+
+
+class Lane:
+    """The lane of one worker.
+
+    Args:
+        worker: the worker's address or id, unique in the fleet.
+        model: the model it serves.
+        report: its load when it said Welcome.
+    """
+
+    def __init__(self, worker: str, model: str, report: LoadReport) -> None:
+        self.worker = worker
+        self.model = model
+        self.ready = True
+        self.last_report = report
+        self.bound_tokens = 0
+        self.unseen_tokens = 0
+        self.unseen_seqs = 0
+        self._bound: OrderedDict[int, QueuedRequest] = OrderedDict()
+        self._unseen: deque[_Group] = deque()
+        self._serial = 0
+
+    def __len__(self) -> int:
+        return len(self._bound)
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        return iter(self._bound.values())
+
+    def bind(self, request: QueuedRequest, *, first: bool = False) -> None:
+        """Lets `request` wait for this worker, behind the others or before them."""
+        request.lane = self.worker
+        self._bound[request.key] = request
+        self.bound_tokens += request.tokens
+        if first:
+            self._bound.move_to_end(request.key, last=False)
+
+    def unbind(self, request: QueuedRequest) -> None:
+        """Forgets a request that waits for this worker."""
+        del self._bound[request.key]
+        self.bound_tokens -= request.tokens
+        request.lane = None
+
+    def take_report(self, report: LoadReport) -> None:
+        """Replaces the load and drops the groups that it accounts for."""
+        self.last_report = report
+        while self._unseen and self._unseen[0].serial <= report.submit_seen:
+            group = self._unseen.popleft()
+            self.unseen_tokens -= group.tokens
+            self.unseen_seqs -= group.seqs
+
+    @property
+    def idle(self) -> bool:
+        """Whether the worker has nothing to do and nothing is on its way to it."""
+        report = self.last_report
+        return not (report.decoding_seqs or report.waiting_seqs or report.waiting_tokens or self._unseen)
+
+    def record(self) -> LaneRecord:
+        """What waits here, for the worker's echo."""
+        oldest = next(iter(self), None)
+        return LaneRecord(oldest.arrival if oldest else None, self.bound_tokens, len(self._bound))
+
+    def is_open(self, now: float, gate: DelayGate) -> bool:
+        """Whether what waits here may go now, room aside (design-details section 5)."""
+        report = self.last_report
+        return (
+            self._gate_open(now, gate)
+            or self.bound_tokens >= report.room_tokens - self.unseen_tokens
+            or now - report.time > STALE_REPORT_S
+            or any(r.deadline is not None and r.deadline - now <= self._hold_margin_s() for r in self)
+        )
+
+    def opens_in(self, now: float, gate: DelayGate) -> float:
+        """Seconds until the gate opens if nothing is reported meanwhile; 0 when it is open."""
+        if self.is_open(now, gate):
+            return 0.0
+        report = self.last_report
+        by_age = gate.opens_in(
+            age_s=self._age_s(now),
+            last_prompt_latency_s=report.last_prompt_latency_s,
+            decoding=report.decoding_seqs > 0,
+            waiting_at_worker=self._work_waits(),
+        )
+        by_staleness = report.time + STALE_REPORT_S - now
+        margin = self._hold_margin_s()
+        by_deadline = (r.deadline - margin - now for r in self if r.deadline is not None)
+        return max(0.0, min(by_age, by_staleness, *by_deadline))
+
+    def release(self) -> tuple[list[QueuedRequest], int]:
+        """Takes the longest prefix of what waits that fits the worker's room.
+
+        The first request always goes when there is any room, because the worker chunks it, and when the worker is
+        idle, so that no report can starve a lane.
+
+        Returns:
+            The requests, and the serial number of their group; ([], 0) when nothing fits.
+        """
+        tokens, seqs = self._room()
+        group: list[QueuedRequest] = []
+        used = 0
+        for request in self:
+            fits = len(group) < seqs and (used + request.tokens <= tokens or (not group and tokens > 0))
+            if not fits and (group or not self.idle):
+                break
+            group.append(request)
+            used += request.tokens
+        return (group, self._send(group, used)) if group else ([], 0)
+
+    def _send(self, group: list[QueuedRequest], tokens: int) -> int:
+        for request in group:
+            self.unbind(request)
+        self._serial += 1
+        self._unseen.append(_Group(self._serial, tokens, len(group)))
+        self.unseen_tokens += tokens
+        self.unseen_seqs += len(group)
+        return self._serial
+
+    def _room(self) -> tuple[float, int]:
+        """Room in tokens and sequences: what was reported less what is on its way, and of that this router's share."""
+        report = self.last_report
+        share = self.bound_tokens / max(report.fleet_tokens, self.bound_tokens, 1)
+        return (report.room_tokens - self.unseen_tokens) * share, report.room_seqs - self.unseen_seqs
+
+    def _gate_open(self, now: float, gate: DelayGate) -> bool:
+        report = self.last_report
+        return gate.is_open(
+            age_s=self._age_s(now),
+            last_prompt_latency_s=report.last_prompt_latency_s,
+            decoding=report.decoding_seqs > 0,
+            waiting_at_worker=self._work_waits(),
+        )
+
+    def _work_waits(self) -> bool:
+        return self.last_report.waiting_seqs > 0 or self.unseen_seqs > 0
+
+    def _age_s(self, now: float) -> float:
+        """Age of the fleet's oldest request for this worker: this router's, or the one that the worker echoes."""
+        report = self.last_report
+        own = max((now - r.arrival for r in [next(iter(self), None)] if r), default=0.0)
+        echoed = report.fleet_oldest_age_s + now - report.time if report.fleet_oldest_age_s else 0.0
+        return max(own, echoed)
+
+    def _hold_margin_s(self) -> float:
+        """How long before its deadline a request is no longer held: its prefill here, and a margin."""
+        report = self.last_report
+        ahead = report.waiting_tokens + self.unseen_tokens + self.bound_tokens
+        return DEADLINE_MARGIN_S + (ahead / report.prefill_rate if report.prefill_rate > 0 else 0.0)

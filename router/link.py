@@ -1,0 +1,239 @@
+"""The router's end of one Session, without its I/O: what must be written, in which order, and what came back.
+
+Invariants (design-details section 2):
+  * A frame is at most 1 MiB and holds at most 16,384 token ids; control frames go before the next Extend (S8).
+  * A sequence that is dropped here without an end from the worker is cancelled there exactly once; what still comes for
+    it is ignored. A rid that this router never submitted is cancelled once (S2).
+  * A group's serial number reaches the worker even if all its sequences were cancelled before they were written: the
+    dispatcher counts the group as on its way until the worker echoes its number.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
+from router.assembly import Start, StreamAssembly
+from router.lane import LaneRecord
+
+# Room for the frame's own fields and for five bytes per token id, the most that a uint32 takes.
+_FRAME_OVERHEAD_BYTES = 1024
+_TOKEN_BYTES = 5
+_CANCELS_PER_FRAME = 8192
+_MAX_ALIENS = 1024
+
+
+class ProtocolError(Exception):
+    """The worker sent what the protocol does not allow; the Session must be closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One sequence for the worker.
+
+    Attributes:
+        record: everything but `token_ids`, `more` and `deadline_left_ms`, which depend on the frame.
+        token_ids: prompt and tokens generated so far.
+        assembly: takes the tokens that come back.
+        deadline: monotonic seconds, None for never.
+    """
+
+    record: wpb.SubmitSequence
+    token_ids: Sequence[int]
+    assembly: StreamAssembly
+    deadline: float | None = None
+
+
+@dataclass(slots=True)
+class StepEffects:
+    """What a StepOutput did, by rid: streams that have something new, and sequences given back by the worker."""
+
+    touched: list[int] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group on its way: sequences not yet in a Submit frame, then the rests of the long ones."""
+
+    serial: int
+    pending: OrderedDict[int, Submission]
+    rests: OrderedDict[int, tuple[Submission, int]] = field(default_factory=OrderedDict)
+    submitted: bool = False
+
+
+class Link:
+    """Frames to write and sequences that run on one Session.
+
+    Args:
+        router_id: id of this router's process.
+        lease_s: the worker drops this router's sequences when it hears nothing for so long.
+        proto_minor: minor version of the protocol.
+    """
+
+    def __init__(self, router_id: str, lease_s: float, proto_minor: int = 0) -> None:
+        hello = wpb.Hello(proto_minor=proto_minor, router_id=router_id, lease_ms=round(lease_s * 1000))
+        self.live: dict[int, StreamAssembly] = {}
+        self._hello: wpb.Hello | None = hello
+        self._cancels: list[int] = []
+        self._lane: LaneRecord | None = None
+        self._groups: deque[_Group] = deque()
+        self._submitted_below = 0
+        self._first_rid: int | None = None
+        self._aliens: set[int] = set()
+
+    def submit(self, serial: int, group: Sequence[Submission]) -> None:
+        """Queues a group of new sequences; their rids must be above all earlier ones."""
+        for submission in group:
+            rid = submission.record.rid
+            if self._first_rid is None:
+                self._first_rid = rid
+            elif rid < self._submitted_below:
+                raise ValueError(f"rid {rid} is not new (rule S1)")
+            self._submitted_below = rid + 1
+            self.live[rid] = submission.assembly
+        self._groups.append(_Group(serial, OrderedDict((s.record.rid, s) for s in group)))
+
+    def cancel(self, rid: int) -> None:
+        """Drops a sequence; a no-op when it is not live. What has not been written of it never will be."""
+        if self.live.pop(rid, None) is None:
+            return
+        for group in self._groups:
+            if group.pending.pop(rid, None) is not None:
+                return
+            group.rests.pop(rid, None)
+        self._cancels.append(rid)
+
+    def announce(self, record: LaneRecord) -> None:
+        """Queues a Lane frame; the newest replaces one that has not been written. Renews the lease."""
+        self._lane = record
+
+    def next_frame(self, now: float) -> wpb.SessionRequest | None:
+        """The frame to write next, None when there is nothing to write."""
+        if self._hello is not None:
+            frame, self._hello = wpb.SessionRequest(hello=self._hello), None
+            return frame
+        if self._cancels:
+            rids, self._cancels = self._cancels[:_CANCELS_PER_FRAME], self._cancels[_CANCELS_PER_FRAME:]
+            return wpb.SessionRequest(cancel=wpb.Cancel(rids=rids))
+        if self._lane is not None:
+            record, self._lane = self._lane, None
+            return wpb.SessionRequest(lane=_lane_frame(record, now))
+        return self._next_group_frame(now)
+
+    def apply(self, step: wpb.StepOutput, now: float) -> StepEffects:
+        """Hands the step's tokens and ends to the streams.
+
+        Raises:
+            ProtocolError: columns that do not fit each other, or too many sequences that are not this router's.
+            GapError: tokens or an end that do not continue what is there.
+        """
+        effects = StepEffects()
+        for start in step.starts:
+            if assembly := self.live.get(start.rid):
+                assembly.begin(Start(start.cached_tokens, start.queue_us / 1e6, start.prefill_us / 1e6))
+        ends = {end.rid: end for end in step.ends}
+        touched = self._apply_runs(step, ends, now)
+        for rid, end in ends.items():
+            if assembly := self.live.get(rid):
+                assembly.finish(end)
+                del self.live[rid]
+                touched[rid] = None
+        for rid in step.returned:
+            if self.live.pop(rid, None) is not None:
+                effects.returned.append(rid)
+        for rid in touched:
+            if rid in self.live and self.live[rid].is_closed:
+                self.cancel(rid)
+        effects.touched.extend(touched)
+        return effects
+
+    def _apply_runs(self, step: wpb.StepOutput, ends: dict[int, wpb.SequenceEnd], now: float) -> dict[int, None]:
+        """Appends the runs; returns the rids that got tokens, in order."""
+        if not len(step.rid) == len(step.first_pos) == len(step.n) or sum(step.n) != len(step.token_ids):
+            raise ProtocolError("columns of a StepOutput differ in length")
+        token_ids = list(step.token_ids)
+        touched: dict[int, None] = {}
+        at = 0
+        for rid, first_pos, n in zip(step.rid, step.first_pos, step.n, strict=True):
+            run = token_ids[at : at + n]
+            at += n
+            assembly = self.live.get(rid)
+            if assembly is None:
+                self._refuse_alien(rid)
+                continue
+            end = ends.get(rid)
+            assembly.append(first_pos, run, now, end if end is not None and end.end_pos == first_pos + n else None)
+            touched[rid] = None
+        return touched
+
+    def _refuse_alien(self, rid: int) -> None:
+        """Cancels a rid that is not this router's. One that was dropped here has been cancelled already."""
+        ours = self._first_rid is not None and self._first_rid <= rid < self._submitted_below
+        if ours or rid in self._aliens:
+            return
+        if len(self._aliens) >= _MAX_ALIENS:
+            raise ProtocolError("the worker runs too many sequences that this router does not know")
+        self._aliens.add(rid)
+        self._cancels.append(rid)
+
+    def _next_group_frame(self, now: float) -> wpb.SessionRequest | None:
+        while self._groups:
+            group = self._groups[0]
+            if not group.submitted:
+                return wpb.SessionRequest(submit=_submit_frame(group, now))
+            if group.rests:
+                return wpb.SessionRequest(extend=_extend_frame(group))
+            self._groups.popleft()
+        return None
+
+
+def _submit_frame(group: _Group, now: float) -> wpb.Submit:
+    """As many of the group's sequences as fit a frame; a prompt that is longer than a frame gives its beginning."""
+    frame = wpb.Submit(serial=group.serial)
+    tokens, room = 0, MAX_FRAME_BYTES - _FRAME_OVERHEAD_BYTES
+    while group.pending:
+        submission = next(iter(group.pending.values()))
+        taken = min(len(submission.token_ids), MAX_FRAME_TOKENS)
+        size = submission.record.ByteSize() + taken * _TOKEN_BYTES + _FRAME_OVERHEAD_BYTES
+        if frame.seqs and (tokens + taken > MAX_FRAME_TOKENS or size > room):
+            break
+        del group.pending[submission.record.rid]
+        tokens, room = tokens + taken, room - size
+        _add_sequence(frame, submission, taken, now)
+        if taken < len(submission.token_ids):
+            group.rests[submission.record.rid] = (submission, taken)
+    frame.more = bool(group.pending)
+    group.submitted = not group.pending
+    return frame
+
+
+def _add_sequence(frame: wpb.Submit, submission: Submission, taken: int, now: float) -> None:
+    sequence = frame.seqs.add()
+    sequence.CopyFrom(submission.record)
+    sequence.token_ids.extend(submission.token_ids[:taken])
+    sequence.more = taken < len(submission.token_ids)
+    if submission.deadline is not None:
+        # 0 means no deadline, so one that has passed is sent as the shortest.
+        sequence.deadline_left_ms = min(max(1, round((submission.deadline - now) * 1000)), 2**32 - 1)
+
+
+def _extend_frame(group: _Group) -> wpb.Extend:
+    """The next tokens of the first long prompt."""
+    rid, (submission, done) = next(iter(group.rests.items()))
+    end = min(done + MAX_FRAME_TOKENS, len(submission.token_ids))
+    if end == len(submission.token_ids):
+        del group.rests[rid]
+    else:
+        group.rests[rid] = (submission, end)
+    return wpb.Extend(rid=rid, token_ids=submission.token_ids[done:end], more=end < len(submission.token_ids))
+
+
+def _lane_frame(record: LaneRecord, now: float) -> wpb.Lane:
+    # 0 means that none waits, so the youngest age is 1.
+    age_ms = 0 if record.oldest_arrival is None else max(1, round((now - record.oldest_arrival) * 1000))
+    return wpb.Lane(oldest_age_ms=age_ms, tokens=record.tokens, seqs=record.seqs)

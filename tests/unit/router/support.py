@@ -1,0 +1,65 @@
+"""Tokenizers and shorthands for the router's tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import tokenizers
+from fissile.worker.v1 import worker_pb2 as wpb
+from tokenizers import decoders, models, pre_tokenizers
+
+from common.text.tokenizer import Tokenizer
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}{% if m.role == 'bad' %}{{ raise_exception('no such role') }}{% endif %}"
+    "<|start|>{{ m.role }}\n{{ m.content }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>{{ persona or 'assistant' }}\n{% endif %}"
+)
+EOS = 257
+
+
+def tokenizer_files(*, chat: bool = True, generation: dict[str, object] | None = None) -> dict[str, bytes]:
+    """A byte-level tokenizer of 300 ids: 0..255 bytes, 256..258 special, the rest merges of letters."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocab = {char: i for i, char in enumerate(alphabet)}
+    special = ["<|start|>", "<|end|>", "<|pad|>"]
+    merges = [(a, b) for a in "abcdefg" for b in "aeiou"] + [("l", "o"), ("l", "a"), ("t", "h"), ("o", "n"), ("e", "r")]
+    for i, (a, b) in enumerate(merges):
+        vocab[a + b] = 259 + i
+    for i in range(len(merges) + 259, 300):
+        vocab[f"unused{i}"] = i
+    vocab.update({token: 256 + i for i, token in enumerate(special)})
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab=vocab, merges=merges))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
+    files = {
+        "tokenizer.json": tokenizer.to_str().encode(),
+        "tokenizer_config.json": json.dumps({"eos_token": "<|end|>"}).encode(),
+    }
+    if chat:
+        files["chat_template.jinja"] = CHAT_TEMPLATE.encode()
+    if generation is not None:
+        files["generation_config.json"] = json.dumps(generation).encode()
+    return files
+
+
+def small_tokenizer() -> Tokenizer:
+    """The tokenizer of `tokenizer_files`."""
+    return Tokenizer.from_files(tokenizer_files())
+
+
+def save(files: dict[str, bytes], folder: Path) -> Path:
+    """Writes the files into `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    return folder
+
+
+def end(
+    rid: int, end_pos: int, reason: wpb.EndReason.ValueType, stop_token_id: int = 0, message: str = ""
+) -> wpb.SequenceEnd:
+    """A SequenceEnd."""
+    return wpb.SequenceEnd(rid=rid, end_pos=end_pos, reason=reason, stop_token_id=stop_token_id, message=message)
