@@ -42,7 +42,8 @@ def call_failed(error: grpc.aio.AioRpcError, address: str, *, partial: bool = Fa
     code, details = error.code(), error.details() or ""
     # What gRPC itself reports has no details; a server of ours always sends some.
     if code is grpc.StatusCode.UNAVAILABLE and "grpc-status-details-bin" not in (error.trailing_metadata() or ()):
-        return CommandError(f"no router can be reached at {address} ({details}); `fissile serve` starts one", 3)
+        reason = details.rpartition(": ")[2]
+        return CommandError(f"no router can be reached at {address} ({reason}); `fissile serve` starts one", 3)
     exit_code = 2 if code in _CHANGE_THE_REQUEST else 3 if code in _TRY_LATER else 1
     note = " (the text so far is partial)" if partial and "partial" not in details else ""
     return CommandError(f"{code.name}: {details}{note}", exit_code)

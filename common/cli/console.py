@@ -14,6 +14,28 @@ _SPINNER = "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏"
 
 
 @dataclass(slots=True)
+class TextStream:
+    """An answer on standard output, each piece at once."""
+
+    quiet: bool = False
+    _open_line: bool = False
+
+    def write(self, text: str) -> None:
+        """Prints the next piece."""
+        if text and not self.quiet:
+            sys.stdout.write(printable(text, terminal=sys.stdout.isatty()))
+            sys.stdout.flush()
+            self._open_line = True
+
+    def end_line(self) -> None:
+        """Ends the last line when anything was printed, whether or not the answer is complete."""
+        if self._open_line:
+            self._open_line = False
+            sys.stdout.write("\n")
+            sys.stdout.flush()
+
+
+@dataclass(slots=True)
 class Console:
     """Writes lines, an answer, and a spinner on a terminal.
 
@@ -24,6 +46,7 @@ class Console:
     _spinning: bool = False
     _frame: int = 0
     _kept: list[str] | None = None
+    _answer: TextStream = field(default_factory=TextStream)
 
     def line(self, text: str) -> None:
         """Writes a line, or keeps it until the answer is complete."""
@@ -50,13 +73,11 @@ class Console:
 
     def answer(self, text: str) -> None:
         """Writes the next piece of an answer."""
-        sys.stdout.write(printable(text, terminal=sys.stdout.isatty()))
-        sys.stdout.flush()
+        self._answer.write(text)
 
     def end_answer(self, figures: str = "") -> None:
         """Ends the answer's last line, writes its figures, then what was kept back."""
-        sys.stdout.write("\n")
-        sys.stdout.flush()
+        self._answer.end_line()
         kept, self._kept = self._kept or [], None
         for text in [figures, *kept] if figures else kept:
             self.line(text)

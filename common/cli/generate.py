@@ -11,7 +11,8 @@ from typing import Any
 
 import click
 
-from common.cli.client import Answer, Question, ask, open_channel, printable
+from common.cli.client import Question, ask, open_channel
+from common.cli.console import TextStream
 from common.cli.failure import CommandError
 from common.cli.group import OFFLINE, find_entry_points
 from common.cli.options import address_option, json_option, option, timeout_option
@@ -76,27 +77,16 @@ def read_prompt(argument: str | None) -> str:
 
 async def ask_router(address: str, question: Question, timeout_s: float, *, as_json: bool) -> None:
     """Asks a running router; prints the answer as it streams and its figures, or one JSON object at the end."""
+    shown = TextStream(quiet=as_json)
     async with open_channel(address) as channel:
-        answer = Answer()
         try:
-            answer = await ask(channel, address, question, timeout_s, _ignore if as_json else print_text)
+            answer = await ask(channel, address, question, timeout_s, shown.write)
         finally:
-            if not as_json:
-                click.echo()
+            shown.end_line()
     if as_json:
         click.echo(json.dumps(answer.as_dict(), ensure_ascii=False))
     else:
         click.echo(answer.figures(), err=True)
-
-
-def print_text(text: str) -> None:
-    """Prints a piece of an answer at once."""
-    sys.stdout.write(printable(text, terminal=sys.stdout.isatty()))
-    sys.stdout.flush()
-
-
-def _ignore(_text: str) -> None:
-    pass
 
 
 @click.command()
@@ -136,10 +126,14 @@ def generate(
 
 def generate_offline(folder: str, question: Question, *, as_json: bool) -> None:
     """Runs the model of a checkpoint folder in this process; the engine is found by its entry point."""
+    if question.chat:
+        raise CommandError("--offline continues a prompt: leave out --chat, or ask a router")
     entry = find_entry_points(OFFLINE)["engine"]
     engine = entry.load()(folder)
     (answer,) = engine.generate([question.prompt], SamplingParams(**question.sampling))
     if as_json:
         click.echo(json.dumps(answer, ensure_ascii=False))
         return
-    print_text(answer["text"] + "\n")
+    shown = TextStream()
+    shown.write(answer["text"])
+    shown.end_line()

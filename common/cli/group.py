@@ -5,8 +5,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
+import os
 import sys
 import tomllib
+from collections.abc import Iterator
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 from typing import Any
@@ -56,6 +60,18 @@ def missing_extra(command: str, module: str) -> CommandError:
     )
 
 
+@contextlib.contextmanager
+def naming_missing_extra(command: str) -> Iterator[None]:
+    """Turns the failed import of a part that an extra brings into one line."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        module = (error.name or "").partition(".")[0]
+        if module not in EXTRA_OF:
+            raise
+        raise missing_extra(command, module) from error
+
+
 class LazyGroup(click.Group):
     """A group whose commands are the entry points of `fissile.commands`."""
 
@@ -69,7 +85,8 @@ class LazyGroup(click.Group):
         entry = find_entry_points(COMMANDS).get(cmd_name)
         if entry is None:
             return None
-        command: click.Command = entry.load()
+        with naming_missing_extra(cmd_name):
+            command: click.Command = entry.load()
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -78,14 +95,12 @@ class LazyGroup(click.Group):
             formatter.write_dl([(name, SUMMARIES.get(name, "")) for name in self.list_commands(ctx)])
 
     def invoke(self, ctx: click.Context) -> Any:
-        """Runs a command; a missing part of the installation becomes one line."""
+        """Runs a command. What it imports only now may be missing too."""
         try:
             return super().invoke(ctx)
-        except ModuleNotFoundError as error:
-            module = (error.name or "").partition(".")[0]
-            if module not in EXTRA_OF:
+        except ModuleNotFoundError:
+            with naming_missing_extra(ctx.invoked_subcommand or ""):
                 raise
-            raise missing_extra(ctx.invoked_subcommand or "", module) from error
 
 
 @click.command(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
@@ -99,8 +114,12 @@ def fissile() -> None:
 def run() -> int:
     """Runs the command line. Returns the exit code: 0, 1 (failed), 2 (something to change), or the command's own."""
     add_stubs_to_path()
+    _never_fail_on_characters()
     try:
         code = fissile.main(prog_name="fissile", standalone_mode=False)
+    except click.exceptions.NoArgsIsHelpError as error:
+        error.show()
+        return error.exit_code
     except click.UsageError as error:
         command = error.ctx.command_path if error.ctx else "fissile"
         return _refuse(f"{error.format_message()} (`{command} --help` lists what there is)", error.exit_code)
@@ -110,6 +129,10 @@ def run() -> int:
         return _refuse(error.format_message(), error.exit_code)
     except (click.Abort, KeyboardInterrupt):
         return 130
+    except BrokenPipeError:
+        # Who read our output has ended (`fissile generate ... | head`). The exit must not try to flush into the pipe.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     return code if isinstance(code, int) else 0
 
 
@@ -118,6 +141,13 @@ def add_stubs_to_path() -> None:
     stubs = CHECKOUT / "protos"
     if stubs.is_dir() and str(stubs) not in sys.path:
         sys.path.append(str(stubs))
+
+
+def _never_fail_on_characters() -> None:
+    """An answer may have characters that the terminal's encoding has not."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _refuse(message: str, exit_code: int) -> int:

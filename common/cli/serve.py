@@ -29,6 +29,7 @@ from common.cli.options import option
 from common.cli.supervisor import REFUSED, Supervisor
 from common.cli.version import fissile_version
 from common.limits import DRAIN_TIMEOUT_S
+from common.telemetry.logs import FORMAT_VARIABLE, LEVELS
 
 DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
 DEMO_NAME = "demo"
@@ -190,8 +191,8 @@ async def _is_serving(health: health_pb2_grpc.HealthStub) -> bool:
 def _child_environment(console: Console) -> dict[str, str]:
     """What children need besides their options: a plain checkout's modules, and logs fit for what shows them."""
     paths = [str(CHECKOUT), str(CHECKOUT / "protos"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    shown_as = {"FISSILE_LOG_FORMAT": "console"} if console.terminal else {}
-    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"} | shown_as
+    log_format = os.environ.get(FORMAT_VARIABLE, "console" if console.terminal else "auto")
+    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: log_format}
 
 
 def next_steps(address: str) -> str:
@@ -296,7 +297,7 @@ def describe_kv_memory(fleet: Fleet) -> str:
 @option(
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=DRAIN_TIMEOUT_S, help="Seconds for running requests."
 )
-@option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", help="Of all processes.")
+@option("--log-level", envvar="FISSILE_LOG_LEVEL", type=click.Choice(LEVELS), default="info", help="Of all.")
 @option(
     "--simulated", envvar="FISSILE_SIMULATED", is_flag=True, default=False, help="Workers make up tokens: no model."
 )

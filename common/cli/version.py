@@ -9,6 +9,8 @@ from importlib.metadata import version as version_of
 
 import click
 
+from common.cli.options import json_option
+
 SHOWN = ("grpcio", "protobuf", "opentelemetry-sdk", "tokenizers", "torch")
 
 
@@ -25,15 +27,7 @@ def _version(distribution: str) -> str | None:
 
 
 @click.command()
-@click.option(
-    "--json",
-    "as_json",
-    is_flag=True,
-    default=False,
-    envvar="FISSILE_JSON",
-    show_default=True,
-    help="Print one JSON object.",
-)
+@json_option
 def version(as_json: bool) -> None:
     """Print the versions of Fissile and what it stands on."""
     versions = {"fissile": fissile_version(), "python": platform.python_version()}
