@@ -64,6 +64,7 @@ class Sequence:
         arrive_time: monotonic seconds on this machine (T13).
         deadline: monotonic seconds after which the sequence is dropped, None for never.
         hash_root: parent hash of the first block, None without salt and adapter (design-details section 6).
+        cache_salt: sequences of different salts share no blocks, even if their `hash_root` collides.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Sequence:
         arrive_time: float = 0.0,
         deadline: float | None = None,
         hash_root: int | None = None,
+        cache_salt: bytes = b"",
     ) -> None:
         params = sampling_params if sampling_params is not None else SamplingParams()
         self.id = next(_ids) if id is None else id
@@ -102,6 +104,7 @@ class Sequence:
         self.seed = seed
         self.choice = choice
         self.hash_root = hash_root
+        self.cache_salt = cache_salt
         self.arrive_time = arrive_time
         self.deadline = deadline
         self.first_scheduled_time: float | None = None

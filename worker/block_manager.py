@@ -1,0 +1,341 @@
+"""The paged KV cache's blocks: who holds which, which can be shared, and which dies next (seed 001 sections 3 and 4).
+
+Prefix cache. A block is published once its KV is fully written and its tokens are final (T19, T20), and it is found by
+the hash of the whole prefix up to it. The hash is only a hint (T17, T23): a hit needs equal tokens and, as parent, the
+node id of the block that was verified before it. Equal parent hashes would not do: after a collision a child computed
+under another prefix matches them. Node ids are minted at publication and never used twice, which closes the argument by
+induction from the root. A root is interned per cache salt and compared whole.
+
+Invariants, checked by `check_integrity`:
+- a block is free iff its `ref_count` is 0; a free block keeps its identity until it is taken for something else;
+- `hash_to_block_id[h] == b` iff `blocks[b].hash == h`: eviction drops the entry;
+- the tree of cached blocks is closed: the parent of a cached block is cached, or a root. Sequences hold whole prefixes
+  and release them from the end, so among free blocks suffixes are older than prefixes and die first (T22);
+- blocks of a sequence that are not published yet are held by it alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, OrderedDict
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from common.block_hash import hash_chain
+from common.config import Config
+from common.errors import InvalidFieldError
+from common.limits import MAX_CACHE_SALTS
+from worker.sequence import Sequence
+
+# Roots have node ids <= 0, blocks > 0.
+_UNSALTED_ROOT = 0
+
+
+class OutOfBlocksError(Exception):
+    """A caller did not ask `can_allocate` or `can_append` first."""
+
+
+class IntegrityError(Exception):
+    """An invariant of the engine's bookkeeping is broken."""
+
+
+class Block:
+    """One KV block.
+
+    Attributes:
+        block_id: its place in the KV cache.
+        ref_count: sequences that hold it.
+        hash: of its prefix up to and with this block; None while it is not published.
+        token_ids: its tokens when published.
+        node: its id in the tree of cached prefixes, None while it is not published.
+        parent: node id of the block before it, or of the root.
+    """
+
+    __slots__ = ("block_id", "hash", "node", "parent", "ref_count", "token_ids")
+
+    def __init__(self, block_id: int) -> None:
+        self.block_id = block_id
+        self.ref_count = 0
+        self.reset()
+
+    def update(self, hash: int, token_ids: tuple[int, ...], node: int, parent: int) -> None:
+        """Publishes the block."""
+        self.hash: int | None = hash
+        self.token_ids = token_ids
+        self.node: int | None = node
+        self.parent: int | None = parent
+
+    def reset(self) -> None:
+        """Forgets what it held."""
+        self.hash = self.node = self.parent = None
+        self.token_ids = ()
+
+
+@dataclass(slots=True)
+class _Chain:
+    """A sequence's way down the tree: its hashes, how many of its blocks are cached, and the last one's node."""
+
+    hashes: list[int] = field(default_factory=list)
+    num_published: int = 0
+    node: int = _UNSALTED_ROOT
+    collided: bool = False
+
+
+class BlockManager:
+    """Hands out blocks in O(1) each and finds cached prefixes.
+
+    Sequences are told apart by their ids; one that waits may be asked about any number of times, its prompt is hashed
+    once. `deallocate` ends what is known about it.
+
+    Raises:
+        InvalidFieldError: the pool has no blocks.
+    """
+
+    def __init__(self, config: Config) -> None:
+        num_blocks = config.num_kvcache_blocks
+        if num_blocks < 1:
+            raise InvalidFieldError("num_kvcache_blocks", f"is {num_blocks}", "at least 1")
+        self.block_size = config.kv_cache_block_size
+        self.enable_prefix_caching = config.enable_prefix_caching
+        self.hash_seed = config.hash_seed
+        self.blocks = [Block(i) for i in range(num_blocks)]
+        self.hash_to_block_id: dict[int, int] = {}
+        # From the next to be taken to the last: blocks that hold nothing, then cached ones, least recently used first.
+        self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+        self._chains: dict[int, _Chain] = {}
+        self._salts: OrderedDict[bytes, int] = OrderedDict()
+        self._next_node = itertools.count(1)
+        self._next_root = itertools.count(-1, -1)
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks in the pool."""
+        return len(self.blocks)
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks that no sequence holds, cached ones among them."""
+        return len(self.free_block_ids)
+
+    def cached_blocks(self, seq: Sequence) -> list[int]:
+        """The longest cached prefix of a sequence without blocks, as block ids. Never its last token, which must be
+        computed for its logits (T2)."""
+        if not self.enable_prefix_caching:
+            return []
+        found: list[int] = []
+        node = self._root(seq)
+        for i, block_hash in enumerate(self._hashes(seq)[: self._hittable(seq)]):
+            block = self._find(block_hash, self._tokens(seq, i), node)
+            if block is None or block.node is None:
+                break
+            found.append(block.block_id)
+            node = block.node
+        return found
+
+    def next_hash(self, seq: Sequence, cached: list[int]) -> int | None:
+        """Hash of the first block that `cached` lacks and that might be found later; None when there is none."""
+        if not self.enable_prefix_caching or len(cached) >= self._hittable(seq):
+            return None
+        return self._hashes(seq)[len(cached)]
+
+    def hashes_in(self, seq: Sequence, start: int, end: int) -> list[int]:
+        """Hashes of the full blocks that tokens [start, end) lie in, wholly or in part."""
+        if not self.enable_prefix_caching:
+            return []
+        return self._hashes(seq)[start // self.block_size : -(-end // self.block_size)]
+
+    def can_allocate(self, seq: Sequence, cached: list[int] | None = None, reserve: int = 0) -> bool:
+        """Whether `allocate` finds the blocks for all tokens of `seq`, and leaves `reserve` free.
+
+        Cached blocks in use cost nothing, cached blocks that are free leave the free list (T3).
+        """
+        cached = self.cached_blocks(seq) if cached is None else cached
+        in_use = sum(self.blocks[b].ref_count > 0 for b in cached)
+        return seq.num_blocks - in_use + reserve <= self.num_free_blocks
+
+    def allocate(self, seq: Sequence, cached: list[int] | None = None) -> None:
+        """Gives `seq` blocks for all its tokens, `cached` first, and sets `num_cached_tokens`, `num_computed_tokens`.
+
+        Raises:
+            OutOfBlocksError: there are too few; nothing has changed.
+        """
+        cached = self.cached_blocks(seq) if cached is None else cached
+        if seq.block_table or not self.can_allocate(seq, cached):
+            raise OutOfBlocksError(f"sequence {seq.id}: {seq.num_blocks} blocks, {self.num_free_blocks} free")
+        # Hits first: else a fresh block might evict one of them.
+        for block_id in cached:
+            self._claim(block_id)
+        seq.block_table = cached + [self._take() for _ in range(seq.num_blocks - len(cached))]
+        seq.num_cached_tokens = seq.num_computed_tokens = len(cached) * self.block_size
+        if self.enable_prefix_caching:
+            chain = self._chain(seq)
+            chain.num_published = len(cached)
+            node = self.blocks[cached[-1]].node if cached else None
+            chain.node = self._root(seq) if node is None else node
+
+    def deallocate(self, seq: Sequence) -> None:
+        """Takes back all blocks of `seq`, the last first, and forgets its hashes. It need not have any."""
+        for block_id in reversed(seq.block_table):
+            self._release(block_id)
+        seq.block_table = []
+        self._chains.pop(seq.id, None)
+
+    def can_append(self, seq: Sequence, num_new_tokens: int = 1) -> bool:
+        """Whether `may_append` finds the blocks it needs."""
+        return self._blocks_needed(seq, num_new_tokens) <= self.num_free_blocks
+
+    def may_append(self, seq: Sequence, num_new_tokens: int = 1) -> None:
+        """Extends the block table so that the next `num_new_tokens` after `num_computed_tokens` have slots.
+
+        For a plain decode `num_computed_tokens` is `num_tokens - 1`: the newest token has no KV yet.
+
+        Raises:
+            OutOfBlocksError: there are too few; nothing has changed.
+        """
+        needed = self._blocks_needed(seq, num_new_tokens)
+        if needed > self.num_free_blocks:
+            raise OutOfBlocksError(f"sequence {seq.id}: {needed} more blocks, {self.num_free_blocks} free")
+        for _ in range(needed):
+            seq.block_table.append(self._take())
+
+    def publish(self, seq: Sequence) -> None:
+        """Makes the blocks that are full up to `num_computed_tokens` findable; call when their KV has been written."""
+        if not self.enable_prefix_caching:
+            return
+        chain = self._chains[seq.id]
+        while not chain.collided and (chain.num_published + 1) * self.block_size <= seq.num_computed_tokens:
+            self._publish_next(seq, chain)
+
+    def check_integrity(self, seqs: Iterable[Sequence]) -> None:
+        """Checks the module's invariants; `seqs` are all that hold blocks. O(blocks): for tests and idle time.
+
+        Raises:
+            IntegrityError: one is broken.
+        """
+        seqs = list(seqs)
+        refs = Counter(b for seq in seqs for b in seq.block_table)
+        for block in self.blocks:
+            _require(
+                block.ref_count == refs[block.block_id], f"block {block.block_id} is held by {refs[block.block_id]}"
+            )
+            _require(
+                (block.ref_count == 0) == (block.block_id in self.free_block_ids), f"block {block.block_id} is lost"
+            )
+        self._check_tree()
+        for seq in seqs:
+            chain = self._chains.get(seq.id, _Chain())
+            own = [self.blocks[b] for b in seq.block_table[chain.num_published :]]
+            _require(
+                all(b.ref_count == 1 and b.hash is None for b in own), f"sequence {seq.id} shares unwritten blocks"
+            )
+
+    def _check_tree(self) -> None:
+        cached = {b.node: b for b in self.blocks if b.hash is not None}
+        index = {b.hash: b.block_id for b in cached.values()}
+        _require(index == self.hash_to_block_id, "the index differs from the blocks' hashes")
+        order = {block_id: i for i, block_id in enumerate(self.free_block_ids)}
+        for block in cached.values():
+            if block.parent is None or block.parent <= _UNSALTED_ROOT:
+                continue
+            parent = cached.get(block.parent)
+            _require(parent is not None, f"block {block.block_id} is cached without its parent")
+            if parent is not None and parent.ref_count == 0:
+                dies_first = block.ref_count == 0 and order[block.block_id] < order[parent.block_id]
+                _require(dies_first, f"block {parent.block_id} would be evicted before its child {block.block_id}")
+
+    def _publish_next(self, seq: Sequence, chain: _Chain) -> None:
+        i = chain.num_published
+        block_hash, tokens = self._hashes(seq)[i], self._tokens(seq, i)
+        present = self.hash_to_block_id.get(block_hash)
+        if present is None:
+            block = self.blocks[seq.block_table[i]]
+            block.update(block_hash, tokens, next(self._next_node), chain.node)
+            self.hash_to_block_id[block_hash] = block.block_id
+        else:
+            found = self._find(block_hash, tokens, chain.node)
+            if found is None:
+                # Another prefix owns the key: neither this block nor what follows it can be found (section 6).
+                chain.collided = True
+                return
+            block = found
+            self._go_on_with(seq, i, block.block_id)
+        chain.num_published = i + 1
+        if block.node is not None:
+            chain.node = block.node
+
+    def _go_on_with(self, seq: Sequence, i: int, present: int) -> None:
+        """Swaps a block for the one that was published with the same content before; the tree stays closed thereby."""
+        self._claim(present)
+        self._release(seq.block_table[i])
+        seq.block_table[i] = present
+
+    def _find(self, block_hash: int, tokens: tuple[int, ...], parent: int) -> Block | None:
+        block_id = self.hash_to_block_id.get(block_hash)
+        if block_id is None:
+            return None
+        block = self.blocks[block_id]
+        return block if block.parent == parent and block.token_ids == tokens else None
+
+    def _claim(self, block_id: int) -> None:
+        """One more holder of a cached block. Unlike `_take` it keeps the block's identity (T21)."""
+        block = self.blocks[block_id]
+        if block.ref_count == 0:
+            del self.free_block_ids[block_id]
+        block.ref_count += 1
+
+    def _take(self) -> int:
+        """The next free block, evicted from the cache if it was in it."""
+        block_id, _ = self.free_block_ids.popitem(last=False)
+        block = self.blocks[block_id]
+        if block.hash is not None:
+            del self.hash_to_block_id[block.hash]
+            block.reset()
+        block.ref_count = 1
+        return block_id
+
+    def _release(self, block_id: int) -> None:
+        block = self.blocks[block_id]
+        block.ref_count -= 1
+        if block.ref_count == 0:
+            self.free_block_ids[block_id] = None
+            if block.hash is None:
+                self.free_block_ids.move_to_end(block_id, last=False)
+
+    def _blocks_needed(self, seq: Sequence, num_new_tokens: int) -> int:
+        # The one place that decides it, for the check and for the act (T15, T16).
+        target = seq.num_computed_tokens + num_new_tokens
+        return max(0, -(-target // self.block_size) - len(seq.block_table))
+
+    def _hittable(self, seq: Sequence) -> int:
+        return (seq.num_tokens - 1) // self.block_size
+
+    def _tokens(self, seq: Sequence, i: int) -> tuple[int, ...]:
+        return tuple(seq.token_ids[i * self.block_size : (i + 1) * self.block_size])
+
+    def _chain(self, seq: Sequence) -> _Chain:
+        return self._chains.setdefault(seq.id, _Chain())
+
+    def _hashes(self, seq: Sequence) -> list[int]:
+        """Hashes of all full blocks of `seq`; tokens are only ever appended, so what is hashed stays."""
+        hashes = self._chain(seq).hashes
+        done = len(hashes) * self.block_size
+        if seq.num_tokens - done >= self.block_size:
+            parent = hashes[-1] if hashes else seq.hash_root
+            hashes += hash_chain(seq.token_ids[done:], self.block_size, root=parent, seed=self.hash_seed)
+        return hashes
+
+    def _root(self, seq: Sequence) -> int:
+        """Node of the sequence's salt. A forgotten salt gets a new node, so its old blocks can not be found again."""
+        if not seq.cache_salt:
+            return _UNSALTED_ROOT
+        if seq.cache_salt not in self._salts:
+            self._salts[seq.cache_salt] = next(self._next_root)
+        self._salts.move_to_end(seq.cache_salt)
+        while len(self._salts) > MAX_CACHE_SALTS:
+            self._salts.popitem(last=False)
+        return self._salts[seq.cache_salt]
+
+
+def _require(ok: bool, problem: str) -> None:
+    if not ok:
+        raise IntegrityError(problem)

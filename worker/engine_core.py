@@ -1,0 +1,194 @@
+"""Scheduler and runner put together: the surface of the L5 lesson, with abort and deadlines (seed 004 section 5.2).
+
+Not thread-safe: one thread owns an EngineCore. Every sequence taken in ends in exactly one finished output.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from common.config import Config
+from worker.batch import RequestOutput, Runner, StepResult
+from worker.scheduler import Scheduler
+from worker.sequence import EndReason, Sequence
+
+
+class EngineDeadError(Exception):
+    """The runner has failed. What the engine holds is lost, and no further step is possible."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """The worker's load, as the router's delay gate and placement need it (design-details section 5).
+
+    Attributes:
+        decoding_seqs: running sequences whose prompt is computed.
+        waiting_seqs: sequences that wait for a step.
+        waiting_tokens: tokens that those and unfinished prefills still have to compute.
+        room_tokens: prompt tokens that would still fit the next prefill.
+        room_seqs: sequences that could still be run.
+        free_blocks: KV blocks that are free or can be evicted.
+        total_blocks: KV blocks in all.
+        last_prompt_latency_s: duration of the last step that computed prompt tokens, seconds.
+        prefill_rate: prompt tokens per second, exponentially weighted mean; 0 until the first prefill.
+    """
+
+    decoding_seqs: int
+    waiting_seqs: int
+    waiting_tokens: int
+    room_tokens: int
+    room_seqs: int
+    free_blocks: int
+    total_blocks: int
+    last_prompt_latency_s: float
+    prefill_rate: float
+
+
+class _Deadlines:
+    """Sequences by deadline. Entries of sequences that have ended are dropped when they come up, or when most have."""
+
+    def __init__(self) -> None:
+        # The serial number keeps the comparison away from sequences.
+        self._heap: list[tuple[float, int, Sequence]] = []
+        self._serial = itertools.count()
+
+    def add(self, seq: Sequence) -> None:
+        """Watches a sequence that has a deadline."""
+        if seq.deadline is not None:
+            heapq.heappush(self._heap, (seq.deadline, next(self._serial), seq))
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Removes and returns what is due at `now`."""
+        due: list[Sequence] = []
+        while self._heap and self._heap[0][0] <= now:
+            due.append(heapq.heappop(self._heap)[2])
+        return due
+
+    def compact(self, num_live: int) -> None:
+        """Bounds the entries by the number of live sequences, at O(1) amortized."""
+        if len(self._heap) > 2 * num_live + 64:
+            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
+            heapq.heapify(self._heap)
+
+
+class EngineCore:
+    """One engine on one runner.
+
+    Args:
+        config: with the pool's size.
+        runner: executes batches.
+        clock: monotonic seconds; a virtual one in simulations.
+
+    Raises:
+        InvalidFieldError: see Scheduler.
+    """
+
+    def __init__(self, config: Config, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
+        self.config = config
+        self.runner = runner
+        self.scheduler = Scheduler(config)
+        self.num_steps = 0
+        self._clock = clock
+        self._deadlines = _Deadlines()
+        self._dead = False
+
+    def validate(self, seq: Sequence) -> None:
+        """Raises an ApiError if `seq` can not be run (Scheduler.validate)."""
+        self.scheduler.validate(seq)
+
+    def add_request(self, seq: Sequence) -> None:
+        """Takes a sequence that passes the engine's own delay gate. One with the id of a live one is ignored (S5).
+
+        Raises:
+            ApiError: it can not be run; it has not been taken.
+        """
+        if self.scheduler.add(seq):
+            self._deadlines.add(seq)
+
+    def add_group(self, seqs: Iterable[Sequence]) -> None:
+        """Takes sequences released together by a router's gate, all or none, so that they share a prefill.
+
+        Raises:
+            ApiError: one can not be run; none has been taken.
+        """
+        for seq in self.scheduler.add_group(seqs):
+            self._deadlines.add(seq)
+
+    def abort(self, seq_id: int) -> bool:
+        """Ends a sequence and frees its blocks at once. False when it is not live, so that repeating does no harm.
+
+        Its last output, with EndReason.CANCELLED, comes with the next `step`.
+        """
+        return self.scheduler.abort(seq_id, now=self._clock())
+
+    def abort_all(self, reason: EndReason) -> list[RequestOutput]:
+        """Ends everything, for example with EndReason.ERROR after EngineDeadError; the last outputs of all."""
+        now = self._clock()
+        for seq_id in self.scheduler.live_ids():
+            self.scheduler.abort(seq_id, now=now, reason=reason)
+        return self.scheduler.take_outputs()
+
+    def expire(self, now: float) -> int:
+        """Ends the sequences whose deadline has passed; their number. `step` does it by itself."""
+        return sum(
+            self.scheduler.abort(seq.id, now=now, reason=EndReason.DEADLINE)
+            for seq in self._deadlines.expired(now)
+            if not seq.is_finished
+        )
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to do: sequences, or last outputs of aborted ones."""
+        return self.scheduler.has_unfinished()
+
+    def step(self) -> StepResult:
+        """Schedules, computes and takes in one batch. With nothing to compute it only hands out last outputs.
+
+        Raises:
+            EngineDeadError: the runner failed, now or before.
+        """
+        if self._dead:
+            raise EngineDeadError("the engine has failed before")
+        now = self._clock()
+        self.expire(now)
+        self._deadlines.compact(self.scheduler.num_live)
+        scheduled = self.scheduler.schedule(now)
+        if scheduled is not None:
+            batch, seqs = scheduled
+            start = self._clock()
+            try:
+                output = self.runner.forward(batch)
+            except Exception as error:
+                self._dead = True
+                raise EngineDeadError(f"{type(error).__name__}: {error}") from error
+            end = self._clock()
+            self.scheduler.record_step(batch, end - start)
+            self.scheduler.postprocess(seqs.values(), output, batch=batch, now=end)
+            self.num_steps += 1
+        return _step_result(self.scheduler.take_outputs())
+
+    def load(self) -> LoadReport:
+        """The load at this moment; O(1) but for unfinished prefills."""
+        scheduler = self.scheduler
+        return LoadReport(
+            decoding_seqs=scheduler.num_decoding,
+            waiting_seqs=scheduler.num_waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            room_tokens=scheduler.room_tokens,
+            room_seqs=scheduler.room_seqs,
+            free_blocks=scheduler.block_manager.num_free_blocks,
+            total_blocks=scheduler.block_manager.num_blocks,
+            last_prompt_latency_s=scheduler.last_prompt_latency,
+            prefill_rate=scheduler.prefill_rate,
+        )
+
+
+def _step_result(outputs: list[RequestOutput]) -> StepResult:
+    return StepResult(
+        new_tokens={out.request_id: tuple(out.output_tokens) for out in outputs if out.output_tokens},
+        finished=[out.request_id for out in outputs if out.finished],
+        outputs=outputs,
+    )

@@ -1,0 +1,445 @@
+"""Decides what every step computes (seed 001 sections 1 and 5; engine-notes section 2 where the seed is wrong).
+
+One number drives everything: `num_computed_tokens` of each sequence moves toward `num_tokens`. Policy `prefill_first`:
+a step computes prompts, or else one token of every running sequence, never both.
+
+Invariants, checked by `check_integrity`:
+- a live sequence is in exactly one of `gated`, `waiting`, `running`, and only running ones hold blocks;
+- at most `max_num_seqs` run (T7), and a step computes at most `max_num_batched_tokens`;
+- admission is first come, first served: a prompt that finds no blocks blocks those behind it (T10). Preempted sequences
+  go to the front, newest victim first, so the order of arrival survives (T30);
+- while anything is unfinished `schedule` finds work: the pool holds a sequence of `max_model_len` (T6), the oldest
+  running sequence is never preempted, and with nothing running the first waiting one fits.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable
+from typing import Protocol
+
+from common.config import Config
+from common.delay_gate import DelayGate
+from common.errors import InvalidFieldError, PromptTooLongError
+from worker.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput
+from worker.block_manager import BlockManager, IntegrityError
+from worker.sequence import EndReason, Sequence, SequenceStatus, SequenceType
+from worker.sequence_queue import SequenceQueue
+from worker.stop_rules import Stop, StopRules
+
+# Weight of the newest step in the mean prefill speed.
+_RATE_WEIGHT = 0.25
+
+
+class OutputQueue(Protocol):
+    """Where `postprocess` puts a step's outputs, all at once."""
+
+    def put_nowait(self, outputs: list[RequestOutput], /) -> None:
+        """Takes the outputs of one step."""
+        ...
+
+
+class _Step:
+    """A batch in the making."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget = budget
+        self.seqs: dict[int, Sequence] = {}
+        self.num_scheduled_tokens: list[int] = []
+        self.num_prefill_seqs = 0
+        self.num_prefill_tokens = 0
+        # Hashes of the blocks that the step's prefills compute.
+        self.computing: set[int] = set()
+
+    def add(self, seq: Sequence, num_tokens: int, kind: SequenceType) -> None:
+        """Lets the step compute the next `num_tokens` of `seq`."""
+        seq.type = kind
+        self.seqs[seq.id] = seq
+        self.num_scheduled_tokens.append(num_tokens)
+        self.budget -= num_tokens
+        if kind is SequenceType.PREFILL:
+            self.num_prefill_seqs += 1
+            self.num_prefill_tokens += num_tokens
+
+    def build(self) -> ScheduledBatch:
+        """The batch, a copy of everything."""
+        total = sum(self.num_scheduled_tokens)
+        return ScheduledBatch(
+            self.seqs,
+            self.num_scheduled_tokens,
+            total,
+            total_tokens_num_prefill=self.num_prefill_tokens,
+            total_tokens_num_decode=total - self.num_prefill_tokens,
+            total_seqs_num=len(self.seqs),
+            total_seqs_num_prefill=self.num_prefill_seqs,
+            total_seqs_num_decode=len(self.seqs) - self.num_prefill_seqs,
+        )
+
+
+class Scheduler:
+    """Waiting and running sequences and their blocks. Pure: takes `now`, monotonic seconds, and does no I/O.
+
+    Raises:
+        InvalidFieldError: the pool can not hold one sequence of `max_model_len` tokens (T6).
+    """
+
+    def __init__(self, config: Config) -> None:
+        pool_tokens = config.num_kvcache_blocks * config.kv_cache_block_size
+        self.max_model_len = config.max_model_len or pool_tokens
+        if pool_tokens < self.max_model_len:
+            raise InvalidFieldError(
+                "num_kvcache_blocks",
+                f"is {config.num_kvcache_blocks}, which holds {pool_tokens} tokens",
+                f"enough for max_model_len {self.max_model_len}",
+            )
+        # A decode takes a token of the budget, so more could never run in one step.
+        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self.max_num_batched_tokens = config.max_num_batched_tokens
+        self.block_manager = BlockManager(config)
+        self.gate = DelayGate(config.scheduler_delay_factor)
+        self.stop_rules = StopRules(config, self.max_model_len)
+        self.gated = SequenceQueue()
+        self.waiting = SequenceQueue()
+        self.running: OrderedDict[int, Sequence] = OrderedDict()
+        self.last_prompt_latency = 0.0
+        self.prefill_rate = 0.0
+        # Those of `running` whose prompt is not computed to its end.
+        self._prefilling: dict[int, Sequence] = {}
+        self._prefilled_last = False
+        self._live: dict[int, Sequence] = {}
+        self._outputs: list[RequestOutput] = []
+
+    # Entrances and exits.
+
+    def validate(self, seq: Sequence) -> None:
+        """Checks that `seq` can be run.
+
+        Raises:
+            InvalidFieldError: it has no tokens, or blocks of another size.
+            PromptTooLongError: its prompt leaves no room for an answer.
+        """
+        if not 1 <= seq.num_prompt_tokens <= seq.num_tokens:
+            raise InvalidFieldError("token_ids", f"has {seq.num_prompt_tokens} prompt tokens", "at least 1")
+        if seq.num_prompt_tokens >= self.max_model_len:
+            raise PromptTooLongError("token_ids", seq.num_prompt_tokens, self.max_model_len)
+        if seq.block_size != self.block_manager.block_size:
+            raise InvalidFieldError("block_size", f"is {seq.block_size}", str(self.block_manager.block_size))
+
+    def add(self, seq: Sequence) -> bool:
+        """Takes a sequence that passes this worker's own delay gate. False for the id of a live one (rule S5).
+
+        Raises:
+            ApiError: see `validate`; nothing has changed.
+        """
+        self.validate(seq)
+        return self._enter(seq, self.gated)
+
+    def add_group(self, seqs: Iterable[Sequence]) -> list[Sequence]:
+        """Takes sequences that a router's gate has released together: all or none, past the gate, into `waiting`.
+
+        Returns:
+            Those taken: all but the ones with the id of a live one (rule S5).
+
+        Raises:
+            ApiError: see `validate`; nothing has changed.
+        """
+        group = list(seqs)
+        for seq in group:
+            self.validate(seq)
+        return [seq for seq in group if self._enter(seq, self.waiting)]
+
+    def abort(self, seq_id: int, *, now: float, reason: EndReason = EndReason.CANCELLED) -> bool:
+        """Ends a sequence at once, wherever it is, and frees its blocks. False when the id is not live: idempotent."""
+        seq = self._live.get(seq_id)
+        if seq is None:
+            return False
+        self._end(seq, Stop("aborted", reason), now)
+        self._emit(seq, [])
+        return True
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """What happened since the last call: exactly one finished output for every sequence that has ended."""
+        outputs, self._outputs = self._outputs, []
+        return outputs
+
+    @property
+    def num_live(self) -> int:
+        """Sequences that have not ended."""
+        return len(self._live)
+
+    def live_ids(self) -> list[int]:
+        """Ids of the sequences that have not ended, in the order of their arrival."""
+        return list(self._live)
+
+    def has_unfinished(self) -> bool:
+        """Whether anything waits or runs, or an output has not been taken."""
+        return bool(self._live or self._outputs)
+
+    # One step.
+
+    def schedule(self, now: float) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
+        """The next step's batch and its sequences; None when there is no work."""
+        self._open_gate(now)
+        step = _Step(self.max_num_batched_tokens)
+        prefill_first = not self._decodes_are_due()
+        if prefill_first:
+            self._fill_prefill(step)
+        if not step.seqs:
+            self._fill_decode(step)
+        if not step.seqs and not prefill_first:
+            self._fill_prefill(step)
+        self._prefilled_last = step.num_prefill_seqs > 0
+        if not step.seqs:
+            return None
+        for seq in step.seqs.values():
+            if seq.first_scheduled_time is None:
+                seq.first_scheduled_time = now
+        return step.build(), step.seqs
+
+    def record_step(self, batch: ScheduledBatch, duration_s: float) -> None:
+        """Takes note of how long a batch took, which is what `last_prompt_latency` means (T12)."""
+        if batch.total_tokens_num_prefill == 0:
+            return
+        self.last_prompt_latency = duration_s
+        if duration_s > 0:
+            rate = batch.total_tokens_num_prefill / duration_s
+            self.prefill_rate += (rate - self.prefill_rate) * (_RATE_WEIGHT if self.prefill_rate else 1.0)
+
+    def postprocess(
+        self,
+        seqs: Iterable[Sequence],
+        fwd_output: ScheduledBatchOutput,
+        stream_output_queue: OutputQueue | None = None,
+        *,
+        batch: ScheduledBatch,
+        now: float,
+    ) -> list[Sequence]:
+        """Takes a step's tokens: moves the sequences on, publishes full blocks, applies the stop rules.
+
+        Args:
+            seqs: the batch's sequences, in its order. Those that were aborted meanwhile are passed over (T41).
+            fwd_output: the sampled tokens.
+            stream_output_queue: gets the outputs (`take_outputs`) if given.
+            batch: what was computed.
+            now: monotonic seconds after the forward pass.
+
+        Returns:
+            The sequences that have ended, whose blocks are free.
+        """
+        finished: list[Sequence] = []
+        for seq, computed in zip(seqs, batch.context_lens, strict=True):
+            if seq.status is not SequenceStatus.RUNNING:
+                continue
+            seq.num_computed_tokens = computed
+            self.block_manager.publish(seq)
+            self._take_tokens(seq, fwd_output.token_ids.get(seq.id, ()), now)
+            if seq.is_finished:
+                finished.append(seq)
+        if stream_output_queue is not None:
+            stream_output_queue.put_nowait(self.take_outputs())
+        return finished
+
+    # Load figures.
+
+    @property
+    def num_decoding(self) -> int:
+        """Running sequences whose prompt is computed."""
+        return len(self.running) - len(self._prefilling)
+
+    @property
+    def num_waiting(self) -> int:
+        """Sequences that wait for their first step, or for the step after a preemption."""
+        return len(self.gated) + len(self.waiting)
+
+    @property
+    def waiting_tokens(self) -> int:
+        """Tokens to compute before every sequence decodes, cache hits not foreseen."""
+        unfinished = sum(seq.num_tokens - seq.num_computed_tokens for seq in self._prefilling.values())
+        return self.gated.num_tokens + self.waiting.num_tokens + unfinished
+
+    @property
+    def room_tokens(self) -> int:
+        """Prompt tokens that would still fit the next prefill."""
+        return max(0, self.max_num_batched_tokens - self.waiting_tokens)
+
+    @property
+    def room_seqs(self) -> int:
+        """Sequences that could still be run."""
+        return max(0, self.max_num_seqs - len(self.running) - self.num_waiting)
+
+    def check_integrity(self) -> None:
+        """Checks the module's invariants between steps. O(blocks): for tests and idle time.
+
+        Raises:
+            IntegrityError: one is broken.
+        """
+        queued = [*self.gated, *self.waiting]
+        everywhere = [seq.id for seq in [*queued, *self.running.values()]]
+        _require(sorted(everywhere) == sorted(self._live), "a live sequence is in no queue, or in two")
+        _require(len(self.running) <= self.max_num_seqs, f"{len(self.running)} sequences run")
+        for seq in queued:
+            _require(seq.status is SequenceStatus.WAITING and not seq.block_table, f"waiting sequence {seq.id}")
+        for seq in self.running.values():
+            _require(seq.status is SequenceStatus.RUNNING, f"running sequence {seq.id} is {seq.status}")
+            _require(0 <= seq.num_cached_tokens <= seq.num_computed_tokens < seq.num_tokens, f"lengths of {seq.id}")
+            _require(len(seq.block_table) * seq.block_size >= seq.num_computed_tokens, f"blocks of {seq.id}")
+            decodes = seq.num_computed_tokens == seq.num_tokens - 1 and seq.id not in self._prefilling
+            _require(decodes or seq.id in self._prefilling, f"sequence {seq.id} neither prefills nor decodes")
+        self.block_manager.check_integrity(self.running.values())
+
+    # Admission.
+
+    def _enter(self, seq: Sequence, queue: SequenceQueue) -> bool:
+        if seq.id in self._live:
+            return False
+        self._live[seq.id] = seq
+        queue.append(seq)
+        # What an earlier attempt has delivered may have ended the stream already (rule S5).
+        stop = self.stop_rules.check(seq)
+        if stop is not None:
+            self._end(seq, stop, seq.arrive_time)
+            self._emit(seq, [])
+        return True
+
+    def _open_gate(self, now: float) -> None:
+        """Lets the gated sequences wait for a prefill, all or none; asked once per step (T11)."""
+        if not self.gated:
+            return
+        age = now - self.gated.first().arrive_time
+        if self.gate.is_open(age_s=age, last_prompt_latency_s=self.last_prompt_latency, decoding=bool(self.running)):
+            while self.gated:
+                self.waiting.append(self.gated.popleft())
+
+    def _decodes_are_due(self) -> bool:
+        """Between two chunks of a long prompt the running sequences get a step, or it would freeze them (T8)."""
+        return self._prefilled_last and bool(self._prefilling) and self.num_decoding > 0
+
+    def _fill_prefill(self, step: _Step) -> None:
+        for seq in self._prefilling.values():
+            if step.budget > 0:
+                self._add_prefill(step, seq, min(seq.num_tokens - seq.num_computed_tokens, step.budget))
+        if self.waiting:
+            self._admit(step)
+
+    def _admit(self, step: _Step) -> None:
+        held: list[Sequence] = []
+        reserve = sum(self._may_grow(seq) for seq in self.running.values())
+        while self.waiting and step.budget > 0 and len(self.running) + len(held) < self.max_num_seqs:
+            seq = self.waiting.first()
+            cached = self.block_manager.cached_blocks(seq)
+            if self.block_manager.next_hash(seq, cached) in step.computing:
+                # This very step computes its next block: next step it hits instead of computing it again (T19).
+                held.append(self.waiting.popleft())
+                continue
+            num_tokens = self._chunk(seq.num_tokens - len(cached) * seq.block_size, step)
+            if num_tokens == 0 or not self.block_manager.can_allocate(seq, cached, reserve):
+                break
+            self._start(seq, cached)
+            self._add_prefill(step, seq, num_tokens)
+            reserve += self._may_grow(seq)
+        for seq in reversed(held):
+            self.waiting.appendleft(seq)
+
+    def _chunk(self, remaining: int, step: _Step) -> int:
+        """How many of `remaining` prompt tokens fit the step. Only a prompt longer than a whole step is cut (T4)."""
+        if remaining <= step.budget:
+            return remaining
+        return step.budget if remaining > self.max_num_batched_tokens else 0
+
+    def _start(self, seq: Sequence, cached: list[int]) -> None:
+        self.waiting.remove(seq)
+        self.block_manager.allocate(seq, cached)
+        seq.status = SequenceStatus.RUNNING
+        self.running[seq.id] = self._prefilling[seq.id] = seq
+
+    def _add_prefill(self, step: _Step, seq: Sequence, num_tokens: int) -> None:
+        start = seq.num_computed_tokens
+        step.computing.update(self.block_manager.hashes_in(seq, start, start + num_tokens))
+        step.add(seq, num_tokens, SequenceType.PREFILL)
+
+    def _may_grow(self, seq: Sequence) -> bool:
+        """Whether decoding may need a further block. One is kept free for each such sequence when others are admitted,
+        else a preempted sequence would be admitted again only to be preempted again (T9)."""
+        longest = min(seq.num_prompt_tokens + seq.max_tokens, self.max_model_len)
+        # The last token's KV is never computed.
+        return longest - 1 > len(seq.block_table) * seq.block_size
+
+    # Decoding.
+
+    def _fill_decode(self, step: _Step) -> None:
+        for seq in list(self.running.values()):
+            # Victims are taken from the end, so none of them is in the step already (T30).
+            if seq.status is SequenceStatus.RUNNING and seq.id not in self._prefilling and self._make_room(seq):
+                self.block_manager.may_append(seq)
+                step.add(seq, 1, SequenceType.DECODE)
+
+    def _make_room(self, seq: Sequence) -> bool:
+        """Preempts the newest sequences until `seq` can go on; False when it was itself the newest."""
+        while not self.block_manager.can_append(seq):
+            victim = next(reversed(self.running.values()))
+            self.preempt(victim)
+            if victim is seq:
+                return False
+        return True
+
+    def preempt(self, seq: Sequence) -> None:
+        """Puts a running sequence back to the front of `waiting`. All its tokens are computed anew, as far as its
+        published blocks are not still cached by then (T24)."""
+        self._leave(seq)
+        seq.status = SequenceStatus.WAITING
+        seq.num_cached_tokens = seq.num_computed_tokens = 0
+        self.waiting.appendleft(seq)
+
+    # Ends.
+
+    def _take_tokens(self, seq: Sequence, token_ids: tuple[int, ...], now: float) -> None:
+        if not token_ids:
+            return
+        self._prefilling.pop(seq.id, None)
+        if seq.first_token_time is None:
+            seq.first_token_time = now
+        taken: list[int] = []
+        for token_id in token_ids:
+            seq.append_token(token_id)
+            taken.append(token_id)
+            stop = self.stop_rules.check(seq)
+            if stop is not None:
+                self._end(seq, stop, now)
+                break
+        self._emit(seq, taken)
+
+    def _end(self, seq: Sequence, stop: Stop, now: float) -> None:
+        if seq.status is SequenceStatus.RUNNING:
+            self._leave(seq)
+        else:
+            (self.waiting if seq in self.waiting else self.gated).remove(seq)
+            self.block_manager.deallocate(seq)
+        del self._live[seq.id]
+        seq.status = SequenceStatus.FINISHED
+        seq.leave_time = now
+        seq.leave_reason, seq.end_reason, seq.stop_token_id, seq.stop_token_sequence = stop
+
+    def _leave(self, seq: Sequence) -> None:
+        """Takes a sequence out of the running set."""
+        del self.running[seq.id]
+        self._prefilling.pop(seq.id, None)
+        self.block_manager.deallocate(seq)
+
+    def _emit(self, seq: Sequence, token_ids: list[int]) -> None:
+        output = RequestOutput(
+            seq.id,
+            token_ids,
+            finished=seq.is_finished,
+            finish_reason=seq.leave_reason or None,
+            end_reason=seq.end_reason,
+            stop_token_id=seq.stop_token_id,
+            stop_token_sequence=seq.stop_token_sequence,
+        )
+        self._outputs.append(output)
+        if seq.stream_callback is not None:
+            seq.stream_callback(output)
+
+
+def _require(ok: bool, problem: str) -> None:
+    if not ok:
+        raise IntegrityError(problem)
