@@ -37,6 +37,7 @@ from common.text.tokenizer import (
 
 # Names under which a message's reasoning arrives; templates read the first.
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
+_LONGEST_MESSAGE: Final = 300
 
 
 class TemplateInputError(InvalidFieldError):
@@ -142,8 +143,14 @@ def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
         raise TemplateInputError("the input is nested too deeply") from None
     # A template may fail in any way on input that its author did not think of: adding a list to a string, for example.
     except Exception as error:
-        raise TemplateInputError(" ".join(str(error).split()) or type(error).__name__) from None
+        raise TemplateInputError(_said(error)) from None
     return "".join(pieces)
+
+
+def _said(error: Exception) -> str:
+    """One line, short enough for a status: templates put the input's words into their messages."""
+    line = " ".join(str(error).replace(MARK_START, "").replace(MARK_END, "").split())
+    return line[:_LONGEST_MESSAGE] or type(error).__name__
 
 
 def _check_deadline(deadline: float) -> None:
