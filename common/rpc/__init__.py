@@ -1,1 +1,1 @@
-"""gRPC server shell: TLS, health, reflection, drain."""
+"""gRPC server shell: health, reflection, drain; errors as statuses; refusal of fields that are not served."""

@@ -1,0 +1,59 @@
+"""Errors as gRPC statuses with `google.rpc` details.
+
+A status travels in HTTP/2 trailers, which a peer refuses above 8 KiB: the call would then end with another status than
+the one that was sent. So every text in it is bounded here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final, NoReturn
+
+import grpc
+from grpc_status import rpc_status
+
+from common.errors import ApiError, FieldViolation
+
+MAX_TEXT: Final = 256
+MAX_VIOLATIONS: Final = 4
+Metadata = tuple[tuple[str, str | bytes], ...]
+
+
+async def abort(
+    context: grpc.aio.ServicerContext[Any, Any], error: ApiError, trailing_metadata: Metadata = ()
+) -> NoReturn:
+    """Ends the RPC with the error's status and details.
+
+    Args:
+        context: of the RPC.
+        error: what goes to the client.
+        trailing_metadata: sent beside the status.
+
+    Raises:
+        grpc.aio.AbortError: always; it must not be caught.
+    """
+    status = rpc_status.to_status(bounded(error).to_status())
+    metadata: Metadata = (*(status.trailing_metadata or ()), *trailing_metadata)
+    await context.abort(status.code, status.details, metadata)
+    raise AssertionError("abort always raises")
+
+
+def bounded(error: ApiError) -> ApiError:
+    """The error with texts that fit into trailers: what a client sent in is quoted in part."""
+    violations = tuple(
+        FieldViolation(_clipped(v.path), _clipped(v.problem), _clipped(v.valid))
+        for v in error.violations[:MAX_VIOLATIONS]
+    )
+    return ApiError(
+        error.code,
+        _clipped(error.message, 2 * MAX_TEXT),
+        violations,
+        error.retry_after_s,
+        error.reason,
+        {key: _clipped(value) for key, value in error.metadata.items()},
+    )
+
+
+def _clipped(text: str, limit: int = MAX_TEXT) -> str:
+    """`text` in at most `limit` bytes of UTF-8."""
+    data = text.encode("utf-8", "replace")
+    return data.decode() if len(data) <= limit else data[: limit - 3].decode("utf-8", "ignore") + "..."

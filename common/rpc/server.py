@@ -1,0 +1,179 @@
+"""The gRPC server shell of router and worker.
+
+Health (grpc.health.v1) has the service names "" and "readiness" (takes work), every service's full name (the same), and
+"liveness" (the process answers). Invariant: from start to stop, liveness is SERVING, and all others are equal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import socket
+from collections.abc import Sequence
+from typing import Any, Final
+
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_health.v1._async import HealthServicer
+from grpc_reflection.v1alpha import reflection
+
+from common.limits import MAX_REQUEST_BYTES
+
+LIVENESS: Final = "liveness"
+READINESS: Final = "readiness"
+_HEALTH_SERVICE: Final = "grpc.health.v1.Health"
+_SERVING = health_pb2.HealthCheckResponse.SERVING
+_NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+class PortTakenError(Exception):
+    """The address can not be listened on; the message is one line that says what to change."""
+
+
+def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
+    """Channel arguments of a server.
+
+    Without the ping arguments gRPC closes connections of clients that send keepalive pings on a quiet stream, which a
+    queued request is (ecosystem-notes section 7). Without `so_reuseport` 0 two servers share one port silently.
+    """
+    return [
+        ("grpc.so_reuseport", 0),
+        ("grpc.max_receive_message_length", max_message_bytes),
+        ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
+        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.keepalive_time_ms", 30_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 0),
+    ]
+
+
+class _Health(HealthServicer):  # type: ignore[misc]  # the library has no types
+    """The library's servicer, with watchers that can be ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._watches: set[asyncio.Task[Any]] = set()
+        self._ended = False
+
+    async def Watch(self, request: health_pb2.HealthCheckRequest, context: Any) -> None:
+        """Sends the status whenever it changes."""
+        task = asyncio.current_task()
+        assert task is not None
+        self._watches.add(task)
+        try:
+            await super().Watch(request, context)
+        except asyncio.CancelledError:
+            if not self._ended:
+                raise
+            # A handler that is merely cancelled leaves the call open, and `stop` would wait for it.
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server ends")
+        finally:
+            self._watches.discard(task)
+
+    def end_watches(self) -> None:
+        """Ends all Watch calls."""
+        self._ended = True
+        for task in self._watches:
+            task.cancel()
+
+
+class GrpcServer:
+    """One listening grpc.aio server. Add servicers to `server` between construction and `start`.
+
+    Args:
+        host: address to listen on.
+        port: TCP port; 0 for any free one.
+        services: full names of the services that are added, for health and reflection.
+        max_message_bytes: longest message in either direction.
+
+    Attributes:
+        server: for `add_...Servicer_to_server`.
+        port: the port that is listened on; 0 before `start`.
+        is_serving: what health says.
+    """
+
+    def __init__(
+        self, host: str, port: int, services: Sequence[str], *, max_message_bytes: int = MAX_REQUEST_BYTES
+    ) -> None:
+        self.server = grpc.aio.server(options=server_options(max_message_bytes))
+        self.port = 0
+        self.is_serving = False
+        self._host = host
+        self._wanted_port = port
+        self._services = tuple(services)
+        self._health = _Health()
+
+    @property
+    def address(self) -> str:
+        """`host:port` that is listened on."""
+        return _join(self._host, self.port)
+
+    async def start(self) -> None:
+        """Listens. Health is NOT_SERVING until `set_serving(True)`.
+
+        Raises:
+            PortTakenError: the address is in use or is not one of this machine.
+        """
+        await self._health.set(LIVENESS, _SERVING)
+        await self.set_serving(False)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
+        names = (*self._services, _HEALTH_SERVICE, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, self.server)
+        wanted = _join(self._host, self._wanted_port)
+        try:
+            self.port = self.server.add_insecure_port(wanted)
+        except RuntimeError:
+            raise PortTakenError(_why_not(self._host, self._wanted_port)) from None
+        await self.server.start()
+
+    async def set_serving(self, serving: bool) -> None:
+        """Says to health checks and watchers whether work is taken."""
+        self.is_serving = serving
+        status = _SERVING if serving else _NOT_SERVING
+        for name in ("", READINESS, *self._services):
+            await self._health.set(name, status)
+
+    async def drain(self, propagation_s: float, grace_s: float) -> None:
+        """NOT_SERVING, then `propagation_s` seconds in which balancers learn of it, then `stop(grace_s)`.
+
+        In between new RPCs are still taken: `stop` refuses them at once, and behind a proxy that is no status that
+        gets retried (ecosystem-notes section 2).
+        """
+        await self.set_serving(False)
+        await asyncio.sleep(propagation_s)
+        await self.stop(grace_s)
+
+    async def stop(self, grace_s: float) -> None:
+        """Refuses new RPCs, waits at most `grace_s` seconds for those that run, then cancels them.
+
+        Watchers of health have no end of their own and are not waited for.
+        """
+        self._health.end_watches()
+        await self.server.stop(grace_s)
+
+
+def _join(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def _why_not(host: str, port: int) -> str:
+    """Why the address can not be listened on, and what to change. gRPC itself does not say."""
+    name = host.strip("[]")
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]
+    except OSError:
+        return f"host {host!r} is unknown: change --host"
+    try:
+        with contextlib.closing(socket.socket(family, kind)) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+            probe.listen(1)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            return f"{host} is no address of this machine: change --host"
+        if error.errno == errno.EACCES:
+            return f"port {port} needs more rights than this process has: choose another --port"
+    return f"port {port} on {host} is in use: stop what listens there, or choose another --port (0 takes any)"

@@ -1,0 +1,60 @@
+"""A field that is not on the list is refused, wherever it is."""
+
+from __future__ import annotations
+
+import pytest
+from fissile.v1 import inference_pb2
+from fissile.worker.v1 import worker_pb2
+
+from common.errors import InvalidFieldError, UnservedFieldError
+from common.rpc.unserved import field_paths, refuse_unserved
+
+ALL = frozenset(field_paths(worker_pb2.Submit.DESCRIPTOR))
+
+
+def submit() -> worker_pb2.Submit:
+    params = worker_pb2.SamplingParams(temperature=0.5, stop_token_sequences=[worker_pb2.TokenIds(ids=[1, 2])])
+    return worker_pb2.Submit(seqs=[worker_pb2.SubmitSequence(rid=1), worker_pb2.SubmitSequence(rid=2, params=params)])
+
+
+def test_paths_of_a_descriptor() -> None:
+    assert {"seqs", "seqs.rid", "seqs.params", "seqs.params.stop_token_sequences.ids", "serial"} <= ALL
+    assert len(ALL) == len(list(field_paths(worker_pb2.Submit.DESCRIPTOR)))
+
+
+def test_all_served() -> None:
+    refuse_unserved(submit(), ALL)
+
+
+@pytest.mark.parametrize(
+    "path", ["seqs", "seqs.params", "seqs.params.temperature", "seqs.params.stop_token_sequences.ids"]
+)
+def test_a_set_field_off_the_list_is_named(path: str) -> None:
+    with pytest.raises(UnservedFieldError, match=f"^{path} is not served"):
+        refuse_unserved(submit(), ALL - {path})
+
+
+def test_unset_fields_are_no_matter() -> None:
+    refuse_unserved(submit(), ALL - {"seqs.params.top_k", "serial", "seqs.cache_salt"})
+
+
+def test_a_neutral_value_asks_for_nothing() -> None:
+    params = worker_pb2.SamplingParams(repetition_penalty=1.0)
+    served = frozenset({"temperature"})
+    refuse_unserved(params, served, {"repetition_penalty": 1.0})
+    params.repetition_penalty = 1.5
+    with pytest.raises(UnservedFieldError, match=r"^p\.repetition_penalty"):
+        refuse_unserved(params, frozenset({"p.temperature"}), {"p.repetition_penalty": 1.0}, prefix="p.")
+
+
+def test_an_unknown_enum_value_is_refused() -> None:
+    end = worker_pb2.SequenceEnd()
+    end.MergeFromString(b"\x18\x63")  # field 3 (reason) = 99
+    with pytest.raises(InvalidFieldError, match="reason is 99; valid: END_REASON_EOS, "):
+        refuse_unserved(end, frozenset({"reason"}))
+
+
+def test_values_of_maps_and_well_known_types_are_not_entered() -> None:
+    paths = list(field_paths(inference_pb2.ChatRequest.DESCRIPTOR))
+    assert len(paths) == len(set(paths))
+    assert not [path for path in paths if path.endswith((".key", ".seconds", "string_value"))]
