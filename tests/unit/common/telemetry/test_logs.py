@@ -1,0 +1,130 @@
+"""One line an event, with the fields that people and machines look for."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import structlog
+
+from common.telemetry.logs import setup_logging
+from common.telemetry.tracing import Tracing
+
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+METADATA = [("traceparent", f"00-{TRACE_ID}-b7ad6b7169203331-01")]
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    handlers, level = logging.root.handlers[:], logging.root.level
+    yield
+    structlog.reset_defaults()
+    logging.captureWarnings(False)
+    logging.root.handlers[:] = handlers
+    logging.root.setLevel(level)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def lines(stream: io.StringIO) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in stream.getvalue().splitlines()]
+
+
+def test_json_fields_and_their_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    setup_logging(service="router", stream=stream)
+    log = structlog.get_logger("router.test")
+
+    with Tracing().request_span("a/B", METADATA):
+        log.info("request accepted", zebra=1, apple=("x", 2))
+    log.warning("worker lost", worker_id="w")
+
+    inside, outside = lines(stream)
+    assert list(inside) == ["ts", "level", "event", "service", "trace_id", "zebra", "apple"]
+    assert (inside["level"], inside["event"], inside["service"]) == ("info", "request accepted", "router")
+    assert inside["trace_id"] == TRACE_ID
+    assert inside["ts"].endswith("Z")
+    assert list(outside) == ["ts", "level", "event", "service", "worker_id"]
+
+
+def test_an_explicit_trace_id_wins() -> None:
+    stream = io.StringIO()
+    setup_logging(stream=stream)
+    with Tracing().request_span("a/B", METADATA):
+        structlog.get_logger().info("other", trace_id="mine")
+
+    assert lines(stream)[0]["trace_id"] == "mine"
+
+
+def test_level_from_argument_and_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = io.StringIO()
+    monkeypatch.setenv("FISSILE_LOG_LEVEL", "ERROR")
+    setup_logging(stream=stream)
+    structlog.get_logger().warning("unheard")
+    setup_logging("debug", stream=stream)
+    structlog.get_logger().debug("heard")
+
+    assert [line["event"] for line in lines(stream)] == ["heard"]
+
+
+@pytest.mark.parametrize(("level", "format"), [("loud", "json"), ("info", "xml")])
+def test_unknown_settings_name_the_choices(level: str, format: str) -> None:
+    with pytest.raises(ValueError, match="choose one of"):
+        setup_logging(level, format)
+
+
+def test_libraries_come_in_the_same_format_from_warning_up() -> None:
+    stream = io.StringIO()
+    setup_logging("debug", service="worker", stream=stream)
+
+    logging.getLogger("grpc").info("chatter")
+    logging.getLogger("grpc._server").warning("port %d is odd", 7)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.warn("old", stacklevel=1)
+
+    odd, old = lines(stream)
+    assert list(odd)[:4] == ["ts", "level", "event", "service"]
+    assert (odd["event"], odd["logger"], odd["service"]) == ("port 7 is odd", "grpc._server", "worker")
+    assert old["logger"] == "py.warnings"
+
+
+def test_an_exception_is_one_line_of_json() -> None:
+    stream = io.StringIO()
+    setup_logging(stream=stream)
+    try:
+        raise KeyError("x")
+    except KeyError:
+        structlog.get_logger().exception("engine failed")
+        logging.getLogger("lib").exception("lib failed")
+
+    own, library = lines(stream)
+    assert "KeyError" in own["exception"]
+    assert "KeyError" in library["exception"]
+
+
+def test_a_terminal_gets_readable_lines() -> None:
+    stream = Terminal()
+    setup_logging(service="router", stream=stream)
+    structlog.get_logger().info("request accepted", tokens=3)
+
+    line = stream.getvalue()
+    assert "request accepted" in line
+    assert not line.startswith("{")
+
+
+def test_format_can_be_forced_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Terminal()
+    monkeypatch.setenv("FISSILE_LOG_FORMAT", "json")
+    setup_logging(stream=stream)
+    structlog.get_logger().info("x")
+
+    assert lines(stream)[0]["event"] == "x"

@@ -1,0 +1,318 @@
+"""Spans end once with the right status, whatever ends their request; the trace survives the hop, recorded or not."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import grpc
+import pytest
+from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from opentelemetry.trace import SpanKind, StatusCode
+
+from common.errors import ApiError, InvalidFieldError, NoWorkerError, WorkerLostError
+from common.sampling_params import SamplingParams
+from common.telemetry import names
+from common.telemetry.logs import current_trace_id
+from common.telemetry.tracing import (
+    RequestSpan,
+    SequenceTimes,
+    Tracing,
+    extract,
+    inject,
+    new_traceparent,
+    setup_tracing,
+    trace_id_of,
+)
+
+GENERATE = "fissile.v1.InferenceService/Generate"
+TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
+PARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
+METADATA = (("traceparent", PARENT), ("tracestate", "vendor=1"), ("trace-bin", b"\x00"))
+
+
+class Recorder:
+    """A Tracing whose spans end up in memory."""
+
+    def __init__(self) -> None:
+        self.exporter = InMemorySpanExporter()
+        provider = TracerProvider(shutdown_on_exit=False)
+        provider.add_span_processor(SimpleSpanProcessor(self.exporter))
+        self.tracing = Tracing(provider)
+
+    def one(self, name: str) -> ReadableSpan:
+        (span,) = [span for span in self.exporter.get_finished_spans() if span.name == name]
+        return span
+
+
+@pytest.fixture
+def recorder() -> Recorder:
+    return Recorder()
+
+
+def attributes(span: ReadableSpan) -> dict[str, object]:
+    return dict(span.attributes or {})
+
+
+def times(now: float) -> SequenceTimes:
+    return SequenceTimes(arrived=now, first_scheduled=now + 0.1, first_token=now + 0.3, ended=now + 0.7)
+
+
+def test_off_without_a_collector(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+
+    assert not setup_tracing("router", "1").enabled
+
+
+def test_off_by_the_sdk_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:1")
+    monkeypatch.setenv("OTEL_SDK_DISABLED", "true")
+
+    assert not setup_tracing("router", "1").enabled
+
+
+def test_clients_context_is_passed_on_with_tracing_off() -> None:
+    tracing = Tracing()
+
+    with tracing.request_span(GENERATE, METADATA, operation=names.CHAT) as span:
+        span.request(model="m", request_id="r", params=SamplingParams())
+        span.submitted("w")
+        span.first_token(0.1)
+        assert (span.traceparent, span.tracestate) == (PARENT, "vendor=1")
+        assert span.trace_id == TRACE_ID
+        assert span.trailing_metadata() == (("traceresponse", PARENT),)
+        sequence = tracing.sequence_span(span.traceparent, span.tracestate, arrived=1.0)
+        sequence.finish(times(1.0), reason="eos", input_tokens=1, output_tokens=1, cached_tokens=0)
+        span.finish(finish_reasons=["stop"])
+
+    assert tracing.open_spans() == 0
+    tracing.shutdown()
+
+
+def test_nothing_is_passed_on_where_there_is_nothing() -> None:
+    span = Tracing().request_span(GENERATE, ())
+
+    assert (span.traceparent, span.tracestate, span.trace_id, span.trailing_metadata()) == ("", "", "", ())
+
+
+@pytest.mark.parametrize(
+    "bad", ["", "x", "00-0-0-01", f"00-{'0' * 32}-{'1' * 16}-01", f"ff-{TRACE_ID}-b7ad6b7169203331-01"]
+)
+def test_malformed_context_is_dropped(bad: str, recorder: Recorder) -> None:
+    assert inject(extract([("traceparent", bad)])) == ("", "")
+    with recorder.tracing.request_span(GENERATE, [("traceparent", bad)]) as span:
+        assert len(span.trace_id) == 32
+    assert recorder.one(GENERATE).parent is None
+
+
+def test_minted_traceparent_is_valid() -> None:
+    minted = new_traceparent()
+
+    assert inject(extract([("traceparent", minted)])) == (minted, "")
+    assert trace_id_of(minted) in minted
+    assert minted != new_traceparent()
+
+
+def test_one_trace_across_the_hop(recorder: Recorder) -> None:
+    tracing, now = recorder.tracing, time.monotonic()
+    with tracing.request_span(GENERATE, METADATA, operation=names.TEXT_COMPLETION, peer="ipv4:127.0.0.1:7") as span:
+        span.request(model="m", request_id="r", params=SamplingParams(temperature=0.5, max_tokens=9, seed=3))
+        span.submitted("w")
+        sequence = tracing.sequence_span(
+            span.traceparent, span.tracestate, arrived=now, model="m", request_id="17", worker_id="w"
+        )
+        assert tracing.open_spans() == 2
+        span.first_token(0.25)
+        sequence.finish(times(now), reason="eos", input_tokens=5, output_tokens=4, cached_tokens=2)
+        span.finish(finish_reasons=["stop"], input_tokens=5, output_tokens=4, cached_tokens=2, worker_id="w")
+        assert trace_id_of(span.traceparent) == TRACE_ID
+        assert span.tracestate == "vendor=1"
+    assert tracing.open_spans() == 0
+
+    router, worker = recorder.one(GENERATE), recorder.one(names.WORKER_SPAN)
+    assert router.parent is not None
+    assert worker.parent is not None
+    assert (router.kind, worker.kind) == (SpanKind.SERVER, SpanKind.SERVER)
+    assert f"{router.parent.span_id:016x}" in PARENT
+    assert worker.parent.span_id == router.context.span_id
+    assert {s.context.trace_id for s in recorder.exporter.get_finished_spans()} == {int(TRACE_ID, 16)}
+    assert attributes(router) == {
+        "rpc.system.name": "grpc",
+        "rpc.method": GENERATE,
+        "rpc.status_code": "OK",
+        "network.peer.address": "127.0.0.1",
+        "network.peer.port": 7,
+        "gen_ai.operation.name": "text_completion",
+        "gen_ai.provider.name": "fissile",
+        "gen_ai.request.model": "m",
+        "gen_ai.request.temperature": 0.5,
+        "gen_ai.request.max_tokens": 9,
+        "gen_ai.request.seed": 3,
+        "gen_ai.request.top_k": 0,
+        "gen_ai.request.top_p": 1.0,
+        "gen_ai.request.choice.count": 1,
+        "gen_ai.request.presence_penalty": 0.0,
+        "gen_ai.request.frequency_penalty": 0.0,
+        "gen_ai.request.stream": True,
+        "gen_ai.response.id": "r",
+        "gen_ai.response.model": "m",
+        "gen_ai.response.finish_reasons": ("stop",),
+        "gen_ai.response.time_to_first_chunk": 0.25,
+        "gen_ai.usage.input_tokens": 5,
+        "gen_ai.usage.output_tokens": 4,
+        "gen_ai.usage.cache_read.input_tokens": 2,
+        "fissile.worker.id": "w",
+        "fissile.attempts": 1,
+    }
+    assert [event.name for event in router.events] == ["submitted", "first_token"]
+    assert attributes(worker)["gen_ai.response.finish_reasons"] == ("eos",)
+
+
+def test_phases_are_children_made_from_the_timestamps(recorder: Recorder) -> None:
+    now = time.monotonic()
+    sequence = recorder.tracing.sequence_span(PARENT, arrived=now)
+    sequence.finish(times(now), reason="eos", input_tokens=1, output_tokens=1, cached_tokens=0)
+
+    worker = recorder.one(names.WORKER_SPAN)
+    phases = [recorder.one(name) for name in (names.QUEUE_SPAN, names.PREFILL_SPAN, names.DECODE_SPAN)]
+    seconds = [((p.end_time or 0) - (p.start_time or 0)) / 1e9 for p in phases]
+    assert seconds == pytest.approx([0.1, 0.2, 0.4], abs=1e-6)
+    assert {p.parent.span_id for p in phases if p.parent} == {worker.context.span_id}
+    assert [p.end_time for p in phases[:2]] == [p.start_time for p in phases[1:]]
+    assert phases[2].end_time == worker.end_time
+    assert worker.start_time == pytest.approx(phases[0].start_time, abs=1e6)
+    assert worker.start_time == pytest.approx(time.time_ns(), abs=5e9)
+
+
+@pytest.mark.parametrize(
+    ("reached", "expected"),
+    [
+        (SequenceTimes(1.0, None, None, 2.0), [("queue", 1.0, 2.0)]),
+        (SequenceTimes(1.0, 1.5, None, 2.0), [("queue", 1.0, 1.5), ("prefill", 1.5, 2.0)]),
+        (SequenceTimes(1.0, 1.5, 2.0, 2.0), [("queue", 1.0, 1.5), ("prefill", 1.5, 2.0), ("decode", 2.0, 2.0)]),
+    ],
+)
+def test_phases_as_far_as_the_sequence_came(reached: SequenceTimes, expected: list[tuple[str, float, float]]) -> None:
+    assert reached.phases() == expected
+
+
+def _leave_with(error: BaseException) -> Callable[[RequestSpan], None]:
+    def leave(span: RequestSpan) -> None:
+        raise error
+
+    return leave
+
+
+def _fail_with(error: ApiError | grpc.StatusCode) -> Callable[[RequestSpan], None]:
+    return lambda span: span.fail(error)
+
+
+@pytest.mark.parametrize(
+    ("end", "code", "status"),
+    [
+        (lambda span: None, "OK", StatusCode.UNSET),
+        (lambda span: span.finish(), "OK", StatusCode.UNSET),
+        (_leave_with(asyncio.CancelledError()), "CANCELLED", StatusCode.UNSET),
+        (_leave_with(GeneratorExit()), "CANCELLED", StatusCode.UNSET),
+        (_leave_with(KeyError("text of a prompt")), "UNKNOWN", StatusCode.ERROR),
+        (_leave_with(InvalidFieldError("text", "is empty", "some text")), "INVALID_ARGUMENT", StatusCode.UNSET),
+        (_leave_with(NoWorkerError("no worker")), "UNAVAILABLE", StatusCode.ERROR),
+        (_leave_with(WorkerLostError("w", 3)), "ABORTED", StatusCode.ERROR),
+        (_fail_with(grpc.StatusCode.DEADLINE_EXCEEDED), "DEADLINE_EXCEEDED", StatusCode.ERROR),
+        (_fail_with(grpc.StatusCode.CANCELLED), "CANCELLED", StatusCode.UNSET),
+    ],
+)
+def test_every_end_has_its_status(
+    end: Callable[[RequestSpan], None], code: str, status: StatusCode, recorder: Recorder
+) -> None:
+    with suppress(BaseException), recorder.tracing.request_span(GENERATE) as span:
+        end(span)
+
+    ended = recorder.one(GENERATE)
+    assert attributes(ended)["rpc.status_code"] == code
+    assert attributes(ended).get("error.type") == (code if status is StatusCode.ERROR else None)
+    assert ended.status.status_code is status
+    assert ended.events == ()
+    assert recorder.tracing.open_spans() == 0
+
+
+def test_the_first_end_counts(recorder: Recorder) -> None:
+    with recorder.tracing.request_span(GENERATE) as span:
+        span.fail(WorkerLostError("w", 3))
+        span.finish(output_tokens=9)
+        span.fail(grpc.StatusCode.CANCELLED)
+
+    ended = attributes(recorder.one(GENERATE))
+    assert ended["rpc.status_code"] == "ABORTED"
+    assert ended["fissile.error.reason"] == "WORKER_LOST"
+    assert names.OUTPUT_TOKENS not in ended
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [(grpc.StatusCode.CANCELLED, StatusCode.UNSET), (grpc.StatusCode.INTERNAL, StatusCode.ERROR)],
+)
+def test_failed_sequence(code: grpc.StatusCode, status: StatusCode, recorder: Recorder) -> None:
+    now = time.monotonic()
+    sequence = recorder.tracing.sequence_span(PARENT, arrived=now)
+    sequence.fail(code, SequenceTimes(now, now + 0.1, None, now + 0.2), input_tokens=7)
+    sequence.finish(times(now), reason="eos", input_tokens=7, output_tokens=1, cached_tokens=0)
+
+    ended = recorder.one(names.WORKER_SPAN)
+    assert ended.status.status_code is status
+    assert attributes(ended)["rpc.status_code"] == code.name
+    assert [s.name for s in recorder.exporter.get_finished_spans()] == ["queue", "prefill", "worker.generate"]
+
+
+def test_sequence_that_never_arrived_anywhere_still_ends(recorder: Recorder) -> None:
+    sequence = recorder.tracing.sequence_span("", arrived=time.monotonic())
+    sequence.fail(grpc.StatusCode.UNAVAILABLE)
+
+    assert recorder.one(names.WORKER_SPAN).parent is None
+    assert recorder.tracing.open_spans() == 0
+
+
+def test_context_that_is_not_sampled_stays_so(recorder: Recorder) -> None:
+    with recorder.tracing.request_span(GENERATE, [("traceparent", PARENT[:-2] + "00")]) as span:
+        assert span.trace_id == TRACE_ID
+        assert span.traceparent.endswith("-00")
+
+    assert recorder.exporter.get_finished_spans() == ()
+    assert recorder.tracing.open_spans() == 0
+
+
+def test_log_lines_carry_the_trace_id_inside_only(recorder: Recorder) -> None:
+    with recorder.tracing.request_span(GENERATE, METADATA):
+        assert current_trace_id.get() == TRACE_ID
+        with recorder.tracing.request_span(GENERATE) as inner:
+            assert current_trace_id.get() == inner.trace_id
+        assert current_trace_id.get() == TRACE_ID
+    assert current_trace_id.get() == ""
+
+
+async def test_closing_a_generator_elsewhere_ends_its_span(recorder: Recorder) -> None:
+    async def stream() -> object:
+        with recorder.tracing.request_span(GENERATE):
+            yield 1
+            yield 2
+
+    generator = stream()
+    await asyncio.create_task(anext(generator))  # type: ignore[call-overload]
+    await generator.aclose()  # type: ignore[attr-defined]
+
+    assert attributes(recorder.one(GENERATE))["rpc.status_code"] == "CANCELLED"
+
+
+def test_off_costs_next_to_nothing() -> None:
+    tracing, rounds = Tracing(), 2000
+    start = time.perf_counter()
+    for _ in range(rounds):
+        with tracing.request_span(GENERATE, (), operation=names.CHAT) as span:
+            span.finish()
+    # About 10 us; the bound leaves room for a busy machine.
+    assert (time.perf_counter() - start) / rounds < 200e-6
