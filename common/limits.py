@@ -37,6 +37,7 @@ CONNECT_TIMEOUT_S = 1.0
 # Engine.
 MAX_CACHE_SALTS = 4096
 
-# Shutdown.
+# Shutdown. Between health's NOT_SERVING and the first refusal, balancers get time to learn of it.
+DRAIN_PROPAGATION_S = 0.25
 DRAIN_TIMEOUT_S = 30.0
 TELEMETRY_SHUTDOWN_S = 1.0

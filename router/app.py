@@ -1,0 +1,256 @@
+"""`fissile router`: the wiring of one router, its start and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import signal
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+import structlog
+import uvloop
+from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+
+from common.cli.failure import CommandError
+from common.cli.options import option
+from common.delay_gate import DelayGate
+from common.limits import (
+    DRAIN_PROPAGATION_S,
+    DRAIN_TIMEOUT_S,
+    MAX_HOLD_S,
+    MAX_QUEUED_REQUESTS,
+    MAX_UNREAD_TOKENS,
+    TELEMETRY_SHUTDOWN_S,
+)
+from common.rpc.server import GrpcServer, PortTakenError
+from common.telemetry.logs import LEVELS, setup_logging
+from common.telemetry.tracing import setup_tracing
+from common.text.tokenizer import TokenizerError
+from router.call import SERVICE
+from router.discovery import AddressError, static_workers
+from router.dispatcher import Dispatcher
+from router.fleet import Fleet
+from router.model_registry import ModelRegistry
+from router.placement import PLACEMENTS
+from router.prompts import PromptEncoder
+from router.service import InferenceService
+from router.tokenizer_store import TokenizerStore
+
+log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterOptions:
+    """What one router is started with; times in seconds.
+
+    Attributes:
+        workers: addresses of the workers, host:port.
+        host: address to listen on.
+        port: TCP port; 0 takes any.
+        delay_factor: of the delay gate; 0 is off.
+        max_hold_s: longest that the gate holds a prompt.
+        queue_size: most requests that wait for a worker.
+        placement: a key of PLACEMENTS.
+        tokenizer: folder to take tokenizer and template from, None to ask the workers.
+        drain_timeout_s: how long streams may go on after SIGTERM.
+        max_unread_tokens: a client that leaves more unread is dropped.
+    """
+
+    workers: Sequence[str]
+    host: str = "127.0.0.1"
+    port: int = 50051
+    delay_factor: float = 0.0
+    max_hold_s: float = MAX_HOLD_S
+    queue_size: int = MAX_QUEUED_REQUESTS
+    placement: str = "round_robin"
+    tokenizer: Path | None = None
+    drain_timeout_s: float = DRAIN_TIMEOUT_S
+    max_unread_tokens: int = MAX_UNREAD_TOKENS
+
+
+class Router:
+    """One router in this process.
+
+    Attributes:
+        server: its gRPC server.
+        fleet: its workers and requests.
+        registry: its models.
+        service: its public service.
+    """
+
+    def __init__(self, options: RouterOptions) -> None:
+        self._options = options
+        self._serving = asyncio.Event()
+        self._health: asyncio.Task[None] | None = None
+        self._store = TokenizerStore()
+        self._encoder = PromptEncoder(options.queue_size)
+        self._tracing = setup_tracing("fissile-router", secrets.token_hex(8))
+        self.server = GrpcServer(options.host, options.port, [SERVICE])
+        self.registry = ModelRegistry()
+        gate = DelayGate(options.delay_factor, options.max_hold_s)
+        dispatcher = Dispatcher(gate, PLACEMENTS[options.placement](), options.queue_size)
+        self.fleet = Fleet(dispatcher, self.registry, self._store, self._serving.set)
+        self.service = InferenceService(
+            self.fleet, self.registry, self._encoder, self._tracing, max_unread_tokens=options.max_unread_tokens
+        )
+
+    async def start(self) -> None:
+        """Listens and begins to dial the workers. Health says SERVING when the first one serves.
+
+        Raises:
+            PortTakenError: the address can not be listened on.
+            TokenizerError: the tokenizer folder can not be used.
+        """
+        if self._options.tokenizer is not None:
+            await self._store.read_folder(self._options.tokenizer)
+        add_InferenceServiceServicer_to_server(self.service, self.server.server)
+        await self.server.start()
+        self._health = asyncio.create_task(self._follow_workers(), name="health")
+        self.fleet.start(self._options.workers)
+        log.info("router listening", address=self.server.address, workers=list(self._options.workers))
+
+    async def drain(self) -> None:
+        """Takes no new requests, lets streams finish within the drain timeout, then stops."""
+        log.info("draining", in_flight=self.service.in_flight, timeout_s=self._options.drain_timeout_s)
+        await self._leave_health()
+        await self.server.drain(DRAIN_PROPAGATION_S, self._options.drain_timeout_s)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Ends what still runs, and everything else. May be called at any time, twice too."""
+        await self._leave_health()
+        await self.server.stop(0)
+        await self.fleet.stop()
+        self._encoder.close()
+        await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
+        log.info("router stopped")
+
+    async def _follow_workers(self) -> None:
+        while True:
+            await self._serving.wait()
+            self._serving.clear()
+            await self.server.set_serving(self.registry.serving)
+
+    async def _leave_health(self) -> None:
+        if self._health is not None:
+            self._health.cancel()
+            await asyncio.gather(self._health, return_exceptions=True)
+
+
+async def run_router(options: RouterOptions) -> None:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the draining.
+
+    Raises:
+        CommandError: something must be changed; one line.
+    """
+    ending, at_once = asyncio.Event(), asyncio.Event()
+
+    def on_signal() -> None:
+        (at_once if ending.is_set() else ending).set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal)
+    router = Router(options)
+    try:
+        await router.start()
+    except (PortTakenError, TokenizerError) as error:
+        await router.stop()
+        raise CommandError(str(error)) from None
+    await ending.wait()
+    drained = asyncio.create_task(router.drain())
+    hurried = asyncio.create_task(at_once.wait())
+    await asyncio.wait([drained, hurried], return_when=asyncio.FIRST_COMPLETED)
+    if not drained.done():
+        drained.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await drained
+        await router.stop()
+    hurried.cancel()
+
+
+class Duration(click.ParamType[float]):
+    """Seconds, from `250ms`, `0.25s` or `0.25`."""
+
+    name = "duration"
+    _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|)")
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Reads the text of an option."""
+        if isinstance(value, float):
+            return value
+        match = self._FORM.fullmatch(str(value).strip())
+        if match is None:
+            self.fail(f"{value!r} is no duration; use for example 250ms or 0.25s", param, ctx)
+        return float(match[1]) / (1000 if match[2] == "ms" else 1)
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@option(
+    "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="HOST:PORT",
+    help="A worker's address; repeat it, or separate several by commas. Workers may start before or after the router.",
+)  # fmt: skip
+@option("--host", envvar="FISSILE_HOST", default="127.0.0.1", help="Address to listen on.")
+@option("--port", envvar="FISSILE_PORT", default=50051, type=click.IntRange(0, 65535), help="Port; 0 takes any.")
+@option(
+    "--delay-factor", envvar="FISSILE_DELAY_FACTOR", default=0.0, type=click.FloatRange(0),
+    help="Prompts wait this many prefill durations, so that more of them share a prefill. 0 is off.",
+)  # fmt: skip
+@option("--max-hold", envvar="FISSILE_MAX_HOLD", default="250ms", type=Duration(), help="Longest such wait.")
+@option(
+    "--queue-size", envvar="FISSILE_QUEUE_SIZE", default=MAX_QUEUED_REQUESTS, type=click.IntRange(1),
+    help="Most requests that wait for a worker; more are refused with RESOURCE_EXHAUSTED.",
+)  # fmt: skip
+@option(
+    "--placement", envvar="FISSILE_PLACEMENT", default="round_robin", type=click.Choice(sorted(PLACEMENTS)),
+    help="How requests are spread over the workers.",
+)  # fmt: skip
+@option(
+    "--tokenizer", envvar="FISSILE_TOKENIZER", default=None, type=click.Path(path_type=Path), metavar="FOLDER",
+    help="Take tokenizer and chat template from this folder instead of from the workers.",
+)  # fmt: skip
+@option(
+    "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=f"{DRAIN_TIMEOUT_S:g}s", type=Duration(),
+    help="How long streams may go on after SIGTERM.",
+)  # fmt: skip
+@option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
+def router(
+    workers: tuple[str, ...],
+    host: str,
+    port: int,
+    delay_factor: float,
+    max_hold: float,
+    queue_size: int,
+    placement: str,
+    tokenizer: Path | None,
+    drain_timeout: float,
+    log_level: str,
+) -> None:
+    """Run one router: the public gRPC API in front of any number of workers.
+
+    Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, running streams finish, exit code 0.
+    """
+    setup_logging(log_level, service="router")
+    try:
+        addresses = static_workers(workers)
+    except AddressError as error:
+        raise CommandError(str(error)) from None
+    uvloop.run(
+        run_router(
+            RouterOptions(
+                workers=addresses,
+                host=host,
+                port=port,
+                delay_factor=delay_factor,
+                max_hold_s=max_hold,
+                queue_size=queue_size,
+                placement=placement,
+                tokenizer=tokenizer,
+                drain_timeout_s=drain_timeout,
+            )
+        )
+    )

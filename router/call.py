@@ -1,0 +1,80 @@
+"""The frame of every call on the router: its span, its trailing metadata, and its errors as statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from types import TracebackType
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+import grpc
+import structlog
+
+from common.errors import ApiError
+from common.rpc.errors import abort
+from common.telemetry.tracing import RequestSpan, Tracing
+
+SERVICE = "fissile.v1.InferenceService"
+REQUEST_ID = "x-request-id"
+_MAX_ID_METADATA = 512
+# Metadata values are printable ASCII; the rest of a client's id is percent-encoded.
+_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+log = structlog.get_logger(__name__)
+
+
+class Call:
+    """Use as an asynchronous context manager around a call's work; entering it gives the call's span.
+
+    An ApiError becomes the call's status with its details; anything unforeseen becomes INTERNAL, with its traceback in
+    the log. The trailing metadata has the request id and the trace, on errors too.
+
+    Args:
+        tracing: makes the span.
+        context: the call.
+        method: name of the RPC.
+        request_id: the request's id; one is minted for the metadata when it is empty.
+        operation: `names.TEXT_COMPLETION` or `names.CHAT` for an RPC that generates.
+    """
+
+    def __init__(
+        self, tracing: Tracing, context: Context, method: str, request_id: str = "", operation: str = ""
+    ) -> None:
+        self._context = context
+        self._method = method
+        self._request_id = quote(request_id or uuid.uuid4().hex, safe=_PRINTABLE)[:_MAX_ID_METADATA]
+        metadata = context.invocation_metadata()
+        name = f"{SERVICE}/{method}"
+        self._span = tracing.request_span(name, metadata, operation=operation, peer=context.peer())
+        self._trailing = ((REQUEST_ID, self._request_id), *self._span.trailing_metadata())
+
+    async def __aenter__(self) -> RequestSpan:
+        """Begins the call."""
+        self._context.set_trailing_metadata(self._trailing)
+        return self._span.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends the span and turns an error into a status."""
+        try:
+            if isinstance(error, ApiError):
+                await self._refuse(error)
+            elif isinstance(error, asyncio.CancelledError):
+                late = self._context.time_remaining() == 0
+                self._span.fail(grpc.StatusCode.DEADLINE_EXCEEDED if late else grpc.StatusCode.CANCELLED)
+            elif isinstance(error, Exception):
+                log.error("call failed", method=self._method, request_id=self._request_id, exc_info=error)
+                await self._refuse(ApiError(grpc.StatusCode.INTERNAL, "the router failed", reason="ROUTER_ERROR"))
+        finally:
+            self._span.__exit__(kind, error, traceback)
+
+    async def _refuse(self, error: ApiError) -> None:
+        self._span.fail(error)
+        # Not the message: it may quote the request.
+        facts = {"code": error.code.name, "reason": error.reason}
+        log.info("call refused", method=self._method, request_id=self._request_id, **facts)
+        await abort(self._context, error, self._trailing)

@@ -1,0 +1,139 @@
+"""From request to prompt tokens, off the event loop: templates and tokenizers run in a small pool of threads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fissile.v1 import inference_pb2 as pb
+
+from common.block_hash import hash_chain
+from common.errors import InvalidFieldError, NoChatTemplateError, NoTokenizerError, QueueFullError
+from common.limits import MAX_QUEUED_REQUESTS, TOKENIZE_THREADS
+from common.text.tokenizer import Tokenizer, TokenizerError
+from router.model_registry import ServedModel
+from router.queue import QUEUE_RETRY_S
+from router.validation import check_prompt_length, check_token_ids, template_arguments
+
+T = TypeVar("T")
+
+# Checking and hashing so many given token ids takes less time than a change of threads is worth.
+_INLINE_TOKENS = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """Token ids, and the hash of the last full block of them (0 when there is none)."""
+
+    token_ids: Sequence[int]
+    chain_hash: int
+
+
+class PromptEncoder:
+    """Encodes prompts; at most `capacity` requests wait for a thread."""
+
+    def __init__(self, capacity: int = MAX_QUEUED_REQUESTS) -> None:
+        self._pool = ThreadPoolExecutor(TOKENIZE_THREADS, thread_name_prefix="text")
+        self._capacity = capacity
+        self._pending = 0
+
+    def close(self) -> None:
+        """Ends the threads."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    async def for_generate(self, request: pb.GenerateRequest, model: ServedModel) -> Prompt:
+        """The prompt of a request that `validation.check_generate` let pass.
+
+        Raises:
+            ApiError: token ids outside the vocabulary, a prompt too long, no tokenizer, or too many requests wait.
+        """
+        if request.WhichOneof("prompt") == "text":
+            tokenizer = _tokenizer_of(model)
+            return await self._run(lambda: _prompt("text", _encode("text", tokenizer, request.text), model))
+        ids = request.token_ids.ids
+        check_prompt_length("token_ids.ids", len(ids), model.max_model_len)
+        if len(ids) <= _INLINE_TOKENS:
+            return _given_prompt(ids, model)
+        return await self._run(lambda: _given_prompt(ids, model))
+
+    async def for_chat(self, request: pb.ChatRequest, model: ServedModel) -> Prompt:
+        """The prompt of a conversation that `validation.check_chat` let pass.
+
+        Raises:
+            ApiError: the template rejects the input, a prompt too long, no template, or too many requests wait.
+        """
+        tokenizer, template = _tokenizer_of(model), model.text.template
+        if template is None:
+            raise NoChatTemplateError(model.name)
+        messages = [{"role": message.role, "content": message.content} for message in request.messages]
+        arguments = template_arguments(request)
+
+        def work() -> Prompt:
+            text = template.render(messages, **arguments)
+            return _prompt("messages", _encode("messages", tokenizer, text, allow_special=True), model)
+
+        return await self._run(work)
+
+    async def tokenize(self, text: str, model: ServedModel) -> tuple[list[int], list[str]]:
+        """Token ids of `text` as Generate would use them, and their vocabulary entries.
+
+        Raises:
+            ApiError: no tokenizer, or too many requests wait.
+        """
+        tokenizer = _tokenizer_of(model)
+
+        def work() -> tuple[list[int], list[str]]:
+            ids = _encode("text", tokenizer, text)
+            return ids, tokenizer.token_strings(ids)
+
+        return await self._run(work)
+
+    async def detokenize(self, token_ids: Sequence[int], model: ServedModel, *, keep_special: bool) -> str:
+        """Text of `token_ids`.
+
+        Raises:
+            ApiError: ids outside the vocabulary, no tokenizer, or too many requests wait.
+        """
+        tokenizer = _tokenizer_of(model)
+
+        def work() -> str:
+            check_token_ids("token_ids", token_ids, model.vocab_size)
+            return tokenizer.decode(token_ids, skip_special=not keep_special)
+
+        return await self._run(work)
+
+    async def _run(self, work: Callable[[], T]) -> T:
+        if self._pending >= self._capacity:
+            raise QueueFullError(self._pending, QUEUE_RETRY_S)
+        self._pending += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+        finally:
+            self._pending -= 1
+
+
+def _tokenizer_of(model: ServedModel) -> Tokenizer:
+    if model.text.tokenizer is None:
+        raise NoTokenizerError(model.name)
+    return model.text.tokenizer
+
+
+def _encode(path: str, tokenizer: Tokenizer, text: str, *, allow_special: bool = False) -> list[int]:
+    try:
+        return tokenizer.encode(text, allow_special=allow_special)
+    except TokenizerError as error:
+        raise InvalidFieldError(path, f"can not be tokenized: {error}", "other text, or token_ids") from None
+
+
+def _prompt(path: str, token_ids: Sequence[int], model: ServedModel) -> Prompt:
+    check_prompt_length(path, len(token_ids), model.max_model_len)
+    chain = hash_chain(token_ids, model.block_size, seed=model.hash_seed)
+    return Prompt(token_ids, chain[-1] if chain else 0)
+
+
+def _given_prompt(token_ids: Sequence[int], model: ServedModel) -> Prompt:
+    check_token_ids("token_ids.ids", token_ids, model.vocab_size)
+    return _prompt("token_ids.ids", token_ids, model)

@@ -1,0 +1,103 @@
+"""From the parts of a stream to the messages of the public contract."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+from fissile.v1 import inference_pb2 as pb
+from google.protobuf.duration_pb2 import Duration
+
+from router.assembly import Ending, Part
+from router.fleet import RequestStream
+from router.model_registry import ModelRegistry, ServedModel
+
+
+class ResponseFields(TypedDict):
+    """The fields of GenerateResponse and of ChatResponse."""
+
+    request_id: str
+    text: str
+    token_ids: tuple[int, ...]
+    prompt_info: pb.PromptInfo | None
+    finish: pb.Finish | None
+
+
+def response_fields(request_id: str, part: Part, stream: RequestStream, now: float) -> ResponseFields:
+    """One message; `now` in monotonic seconds."""
+    return ResponseFields(
+        request_id=request_id,
+        text=part.text,
+        token_ids=part.token_ids,
+        prompt_info=_prompt_info(stream) if part.start is not None else None,
+        finish=_finish(part.ending, stream, now) if part.ending is not None else None,
+    )
+
+
+def time_to_first_token_s(stream: RequestStream) -> float:
+    """From the request's arrival to its first token's being ready to send; 0 before that."""
+    first = stream.assembly.first_token_time
+    return 0.0 if first is None else first - stream.request.arrival
+
+
+def describe_model(model: ServedModel, registry: ModelRegistry) -> pb.Model:
+    """The model for ListModels and GetModel."""
+    return pb.Model(
+        name=model.name,
+        architecture=model.architecture,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        chat=model.text.template is not None,
+        tokenizer_sha256=model.tokenizer_sha256,
+        weights_digest=model.weights_digest,
+        ready_workers=registry.ready_workers(model.name),
+    )
+
+
+def _prompt_info(stream: RequestStream) -> pb.PromptInfo:
+    return pb.PromptInfo(
+        prompt_tokens=stream.assembly.prompt_tokens,
+        cached_tokens=stream.assembly.start.cached_tokens,
+        queue_time=_duration(_queue_s(stream)),
+        seed=str(stream.request.seed),
+    )
+
+
+def _finish(ending: Ending, stream: RequestStream, now: float) -> pb.Finish:
+    assembly = stream.assembly
+    return pb.Finish(
+        reason=ending.reason,
+        stop=ending.stop,
+        usage=pb.Usage(
+            prompt_tokens=assembly.prompt_tokens,
+            completion_tokens=assembly.delivered,
+            cached_tokens=assembly.start.cached_tokens,
+        ),
+        timings=_timings(stream, now),
+        worker_id=assembly.worker_id,
+        attempts=stream.attempts,
+        exact=True,
+    )
+
+
+def _timings(stream: RequestStream, now: float) -> pb.Timings:
+    assembly = stream.assembly
+    first, last = assembly.first_token_time or now, assembly.last_token_time or now
+    return pb.Timings(
+        queue=_duration(_queue_s(stream)),
+        prefill=_duration(assembly.start.prefill_s),
+        ttft=_duration(time_to_first_token_s(stream)),
+        tpot=_duration((last - first) / max(1, assembly.delivered - 1)),
+        total=_duration(now - stream.request.arrival),
+    )
+
+
+def _queue_s(stream: RequestStream) -> float:
+    """Time at the router and in the worker's queue; the hop itself is not counted."""
+    submitted = stream.request.arrival if stream.submitted is None else stream.submitted
+    return submitted - stream.request.arrival + stream.assembly.start.queue_s
+
+
+def _duration(seconds: float) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round(seconds * 1e9))
+    return duration

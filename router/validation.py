@@ -1,0 +1,268 @@
+"""What a request asks for, checked and made canonical: the design's table of codes for bad input.
+
+Every refusal names the field by its path and says what would be valid. Fields that are not served are refused first
+(`common.rpc.unserved`): nothing is accepted and ignored.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import grpc
+import numpy as np
+from fissile.v1 import inference_pb2 as pb
+from google.protobuf.json_format import MessageToDict, SerializeToJsonError
+
+from common.errors import ApiError, FieldViolation, InvalidFieldError, PromptTooLongError, UnservedFieldError
+from common.limits import (
+    MAX_CHAT_MESSAGES,
+    MAX_PROMPT_TEXT_BYTES,
+    MAX_REQUEST_ID_BYTES,
+    MAX_STOP_TOKEN_SEQUENCE,
+    MAX_STOP_TOKEN_SEQUENCES,
+)
+from common.rpc.unserved import refuse_unserved
+from common.sampling_params import SamplingParams
+
+_SAMPLING = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "max_tokens",
+    "min_tokens",
+    "ignore_eos",
+    "stop_strings",
+    "include_stop_string",
+    "stop_token_ids",
+    "stop_token_sequences",
+    "stop_token_sequences.ids",
+    "n",
+)
+_COMMON = frozenset(
+    ("model", "request_id", "priority", "output_options", "output_options.return_token_ids", "sampling_params")
+) | {f"sampling_params.{name}" for name in _SAMPLING}
+GENERATE_SERVED = _COMMON | {"text", "token_ids", "token_ids.ids"}
+CHAT_SERVED = _COMMON | {"messages", "messages.role", "messages.content", "template_arguments"}
+# Fields that are not served, with the value that asks for nothing: many clients send these always.
+NEUTRAL = {
+    "sampling_params.repetition_penalty": 1.0,
+    "sampling_params.presence_penalty": 0.0,
+    "sampling_params.frequency_penalty": 0.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationDefaults:
+    """The model's `generation_config.json`, as far as it stands in for absent sampling parameters.
+
+    An absent file or value means 1.0 / off / off. `do_sample` plays no part: a request that wants greedy says
+    `temperature` 0, whatever the model's file says (design.md, "The contract").
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> GenerationDefaults:
+        """Takes the values that are there and valid; a checkpoint's odd value must not fail every request."""
+        valid: dict[str, Any] = {}
+        for name, kind in (("temperature", int | float), ("top_k", int), ("top_p", int | float)):
+            with contextlib.suppress(InvalidFieldError):
+                if isinstance(value := config.get(name), kind):
+                    valid[name] = getattr(replace(SamplingParams(), **{name: value}), name)
+        return cls(**valid)
+
+
+def check_request_id(request_id: str) -> None:
+    """Refuses an id that is too long.
+
+    Raises:
+        InvalidFieldError: it is.
+    """
+    size = len(request_id.encode())
+    if size > MAX_REQUEST_ID_BYTES:
+        raise InvalidFieldError("request_id", f"has {size} bytes", f"at most {MAX_REQUEST_ID_BYTES} bytes of UTF-8")
+
+
+def check_generate(request: pb.GenerateRequest) -> None:
+    """Checks what needs no model: served fields, priority, and that there is a prompt of a sane size.
+
+    Raises:
+        ApiError: a field is not served, or invalid.
+    """
+    refuse_unserved(request, GENERATE_SERVED, NEUTRAL)
+    _check_priority(request.priority)
+    kind = request.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidFieldError("prompt", "is missing", "one of text, token_ids")
+    if kind == "text":
+        check_text("text", request.text)
+    elif not request.token_ids.ids:
+        raise InvalidFieldError("token_ids.ids", "is empty", "at least one token id")
+
+
+def check_chat(request: pb.ChatRequest) -> None:
+    """Checks what needs no model: served fields, priority, and that there are messages of a sane size.
+
+    Raises:
+        ApiError: a field is not served, or invalid.
+    """
+    refuse_unserved(request, CHAT_SERVED, NEUTRAL)
+    _check_priority(request.priority)
+    if not 1 <= len(request.messages) <= MAX_CHAT_MESSAGES:
+        valid = f"1 to {MAX_CHAT_MESSAGES} messages"
+        raise InvalidFieldError("messages", f"has {len(request.messages)} entries", valid)
+    for i, message in enumerate(request.messages):
+        if not message.role:
+            raise InvalidFieldError(f"messages[{i}].role", "is empty", "a role of the model's chat template")
+    size = sum(len(message.content.encode()) for message in request.messages)
+    if size > MAX_PROMPT_TEXT_BYTES:
+        raise _too_many_bytes("messages", size)
+
+
+def check_text(path: str, text: str) -> None:
+    """Refuses empty text, and text that is too long to be tokenized at all.
+
+    Raises:
+        ApiError: INVALID_ARGUMENT or OUT_OF_RANGE.
+    """
+    if not text:
+        raise InvalidFieldError(path, "is empty", "at least one character")
+    check_text_bytes(path, text)
+
+
+def check_text_bytes(path: str, text: str) -> None:
+    """Refuses text that is too long to be tokenized at all.
+
+    Raises:
+        ApiError: OUT_OF_RANGE.
+    """
+    size = len(text.encode())
+    if size > MAX_PROMPT_TEXT_BYTES:
+        raise _too_many_bytes(path, size)
+
+
+def template_arguments(request: pb.ChatRequest) -> dict[str, Any]:
+    """The request's further template variables as Python values; whole numbers as int.
+
+    Raises:
+        InvalidFieldError: a number that is not finite, or a name that the request has a field for.
+    """
+    try:
+        given = MessageToDict(request.template_arguments)
+    # ValueError from a number that is not finite in some versions of protobuf, SerializeToJsonError in others.
+    except (ValueError, SerializeToJsonError):
+        raise InvalidFieldError("template_arguments", "has a number that is not finite", "JSON values") from None
+    arguments: dict[str, Any] = _plain(given)
+    for name in ("messages", "tools"):
+        if name in arguments:
+            raise InvalidFieldError(f"template_arguments.{name}", "is a field of the request", f"use {name}")
+    return arguments
+
+
+def check_token_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuses ids outside the vocabulary.
+
+    Raises:
+        InvalidFieldError: names the first bad one.
+    """
+    # One conversion in C: a million ids take 0.4 ms, a loop would stall the service.
+    ids = np.array(token_ids, dtype=np.int64)
+    bad = np.flatnonzero(ids >= vocab_size)
+    if bad.size:
+        i = int(bad[0])
+        raise InvalidFieldError(f"{path}[{i}]", f"is {token_ids[i]}", f"an id from 0 to {vocab_size - 1}")
+
+
+def check_prompt_length(path: str, prompt_tokens: int, max_model_len: int) -> None:
+    """Refuses a prompt that is empty or leaves no room for an answer.
+
+    Raises:
+        InvalidFieldError: it has no tokens.
+        PromptTooLongError: it is too long.
+    """
+    if prompt_tokens == 0:
+        raise InvalidFieldError(path, "gives no tokens", "a prompt of at least one token")
+    if prompt_tokens >= max_model_len:
+        raise PromptTooLongError(path, prompt_tokens, max_model_len)
+
+
+def sampling_params(message: pb.SamplingParams, defaults: GenerationDefaults, vocab_size: int) -> SamplingParams:
+    """The canonical parameters with every default filled in.
+
+    Raises:
+        ApiError: a value is out of range or not served; names the field and what would be valid.
+    """
+    _check_n(message)
+    given: dict[str, Any] = {
+        name: getattr(message, name)
+        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos")
+        if message.HasField(name)
+    }
+    fallback = {"temperature": defaults.temperature, "top_k": defaults.top_k, "top_p": defaults.top_p}
+    params = SamplingParams(
+        **{**fallback, **given},
+        stop_strings=tuple(message.stop_strings),
+        include_stop_string=message.include_stop_string,
+        stop_token_ids=tuple(message.stop_token_ids),
+        stop_token_sequences=tuple(tuple(sequence.ids) for sequence in message.stop_token_sequences),
+    )
+    if params.min_tokens > params.max_tokens:
+        problem = f"is {params.min_tokens}"
+        raise InvalidFieldError("sampling_params.min_tokens", problem, f"at most max_tokens, {params.max_tokens}")
+    check_token_ids("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
+    _check_stop_token_sequences(params.stop_token_sequences, vocab_size)
+    return params
+
+
+def clip_to_length(params: SamplingParams, prompt_tokens: int, max_model_len: int) -> SamplingParams:
+    """`params` with no more tokens than the model's length leaves."""
+    room = max_model_len - prompt_tokens
+    if params.max_tokens <= room:
+        return params
+    return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
+
+
+def _check_priority(priority: int) -> None:
+    if priority not in (pb.PRIORITY_UNSPECIFIED, pb.PRIORITY_NORMAL):
+        raise UnservedFieldError("priority")
+
+
+def _check_n(message: pb.SamplingParams) -> None:
+    if message.HasField("n") and message.n == 0:
+        raise InvalidFieldError("sampling_params.n", "is 0", "1")
+    if message.n > 1:
+        raise UnservedFieldError("sampling_params.n")
+
+
+def _check_stop_token_sequences(sequences: Iterable[tuple[int, ...]], vocab_size: int) -> None:
+    path = "sampling_params.stop_token_sequences"
+    for i, sequence in enumerate(sequences):
+        if i >= MAX_STOP_TOKEN_SEQUENCES:
+            raise InvalidFieldError(path, "has too many entries", f"at most {MAX_STOP_TOKEN_SEQUENCES}")
+        if not 1 <= len(sequence) <= MAX_STOP_TOKEN_SEQUENCE:
+            valid = f"1 to {MAX_STOP_TOKEN_SEQUENCE} token ids"
+            raise InvalidFieldError(f"{path}[{i}].ids", f"has {len(sequence)} entries", valid)
+        check_token_ids(f"{path}[{i}].ids", sequence, vocab_size)
+
+
+def _too_many_bytes(path: str, size: int) -> ApiError:
+    violation = FieldViolation(path, f"has {size} bytes", f"at most {MAX_PROMPT_TEXT_BYTES} bytes of UTF-8")
+    return ApiError(grpc.StatusCode.OUT_OF_RANGE, str(violation), (violation,))
+
+
+def _plain(value: Any) -> Any:
+    """A JSON value with whole numbers as int and keys in order: Struct knows doubles only, and its order is random."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in sorted(value.items())}
+    return value

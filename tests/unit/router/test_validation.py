@@ -1,0 +1,175 @@
+"""Every bad value is refused with its code, its path and what would be valid."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import grpc
+import pytest
+from fissile.v1 import inference_pb2 as pb
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ApiError, InvalidFieldError
+from common.limits import MAX_CHAT_MESSAGES, MAX_PROMPT_TEXT_BYTES
+from common.sampling_params import SamplingParams, float32
+from router.validation import (
+    GenerationDefaults,
+    check_chat,
+    check_generate,
+    check_prompt_length,
+    check_request_id,
+    check_token_ids,
+    clip_to_length,
+    sampling_params,
+    template_arguments,
+)
+
+VOCAB = 300
+
+
+def params(**fields: object) -> SamplingParams:
+    return sampling_params(pb.SamplingParams(**fields), GenerationDefaults(), VOCAB)  # type: ignore[arg-type]
+
+
+def refused(code: str, path: str, act: Callable[[], object]) -> ApiError:
+    with pytest.raises(ApiError) as caught:
+        act()
+    error = caught.value
+    assert error.code.name == code
+    assert error.violations[0].path == path
+    assert error.violations[0].valid
+    return error
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("temperature", {"temperature": math.nan}),
+        ("temperature", {"temperature": -0.5}),
+        ("temperature", {"temperature": math.inf}),
+        ("top_p", {"top_p": 0.0}),
+        ("top_p", {"top_p": 1.5}),
+        ("min_p", {"min_p": -1.0}),
+        ("max_tokens", {"max_tokens": 0}),
+        ("min_tokens", {"min_tokens": 65}),
+        ("n", {"n": 0}),
+        ("stop_strings", {"stop_strings": ["x"] * 17}),
+        ("stop_strings[1]", {"stop_strings": ["x", ""]}),
+        ("stop_strings[0]", {"stop_strings": ["x" * 257]}),
+        ("stop_token_ids", {"stop_token_ids": [1] * 65}),
+        ("stop_token_ids[1]", {"stop_token_ids": [1, VOCAB]}),
+        ("stop_token_sequences[0].ids", {"stop_token_sequences": [pb.TokenIds()]}),
+        ("stop_token_sequences[0].ids", {"stop_token_sequences": [pb.TokenIds(ids=[1] * 65)]}),
+        ("stop_token_sequences[1].ids[0]", {"stop_token_sequences": [pb.TokenIds(ids=[1]), pb.TokenIds(ids=[999])]}),
+        ("stop_token_sequences", {"stop_token_sequences": [pb.TokenIds(ids=[1])] * 17}),
+    ],
+)
+def test_bad_sampling_params(path: str, fields: dict[str, object]) -> None:
+    refused("INVALID_ARGUMENT", f"sampling_params.{path}", lambda: params(**fields))
+
+
+def test_several_answers_are_not_served() -> None:
+    refused("UNIMPLEMENTED", "sampling_params.n", lambda: params(n=2))
+    assert params(n=1).n == 1
+
+
+def test_absent_values_come_from_the_model() -> None:
+    defaults = GenerationDefaults.from_config({"temperature": 0.7, "top_k": 20, "top_p": 0.8, "do_sample": False})
+    absent = sampling_params(pb.SamplingParams(), defaults, VOCAB)
+    assert (absent.temperature, absent.top_k, absent.top_p) == (float32(0.7), 20, float32(0.8))
+    assert absent == sampling_params(pb.SamplingParams(temperature=0.7, top_k=20, top_p=0.8), defaults, VOCAB)
+    given = sampling_params(pb.SamplingParams(temperature=0, top_k=0, top_p=1), defaults, VOCAB)
+    assert (given.temperature, given.top_k, given.top_p) == (0.0, 0, 1.0)
+
+
+def test_odd_values_of_a_model_are_left_out() -> None:
+    odd = {"temperature": -1, "top_k": None, "top_p": "much"}
+    assert GenerationDefaults.from_config(odd) == GenerationDefaults(1.0, 0, 1.0)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    prompt=st.integers(1, 200), length=st.integers(2, 200), most=st.integers(1, 2**32 - 1), fewest=st.integers(0, 50)
+)
+def test_clip_leaves_room_for_at_least_one_token(prompt: int, length: int, most: int, fewest: int) -> None:
+    if prompt >= length:
+        refused("OUT_OF_RANGE", "text", lambda: check_prompt_length("text", prompt, length))
+        return
+    check_prompt_length("text", prompt, length)
+    clipped = clip_to_length(SamplingParams(max_tokens=most, min_tokens=min(fewest, most)), prompt, length)
+    assert 1 <= clipped.max_tokens == min(most, length - prompt)
+    assert clipped.min_tokens <= clipped.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("path", "request_"),
+    [
+        ("prompt", pb.GenerateRequest()),
+        ("text", pb.GenerateRequest(text="")),
+        ("token_ids.ids", pb.GenerateRequest(token_ids=pb.TokenIds())),
+        ("priority", pb.GenerateRequest(text="x", priority=9)),  # type: ignore[arg-type]
+    ],
+)
+def test_bad_generate(path: str, request_: pb.GenerateRequest) -> None:
+    refused("INVALID_ARGUMENT", path, lambda: check_generate(request_))
+
+
+def message(role: str = "user", content: str = "x") -> pb.ChatMessage:
+    return pb.ChatMessage(role=role, content=content)
+
+
+@pytest.mark.parametrize(
+    ("code", "path", "messages"),
+    [
+        ("INVALID_ARGUMENT", "messages", []),
+        ("INVALID_ARGUMENT", "messages", [message()] * (MAX_CHAT_MESSAGES + 1)),
+        ("INVALID_ARGUMENT", "messages[1].role", [message(), message(role="")]),
+        ("OUT_OF_RANGE", "messages", [message(content="é" * (MAX_PROMPT_TEXT_BYTES // 4))] * 3),
+    ],
+)
+def test_bad_chat(code: str, path: str, messages: list[pb.ChatMessage]) -> None:
+    refused(code, path, lambda: check_chat(pb.ChatRequest(messages=messages)))
+
+
+def test_text_is_measured_in_bytes_before_it_is_tokenized() -> None:
+    text = "é" * (MAX_PROMPT_TEXT_BYTES // 2)
+    check_generate(pb.GenerateRequest(text=text))
+    refused("OUT_OF_RANGE", "text", lambda: check_generate(pb.GenerateRequest(text=text + "e")))
+
+
+def test_request_id_is_measured_in_bytes() -> None:
+    check_request_id("é" * 64)
+    refused("INVALID_ARGUMENT", "request_id", lambda: check_request_id("é" * 65))
+
+
+@pytest.mark.parametrize("priority", [pb.PRIORITY_UNSPECIFIED, pb.PRIORITY_NORMAL])
+def test_served_priorities(priority: pb.Priority.ValueType) -> None:
+    check_generate(pb.GenerateRequest(text="x", priority=priority))
+
+
+@pytest.mark.parametrize("priority", [pb.PRIORITY_LOW, pb.PRIORITY_HIGH])
+def test_other_priorities(priority: pb.Priority.ValueType) -> None:
+    refused("UNIMPLEMENTED", "priority", lambda: check_generate(pb.GenerateRequest(text="x", priority=priority)))
+
+
+def test_token_ids() -> None:
+    check_token_ids("token_ids.ids", [0, VOCAB - 1], VOCAB)
+    error = refused("INVALID_ARGUMENT", "ids[2]", lambda: check_token_ids("ids", [0, 5, VOCAB, 2**32 - 1], VOCAB))
+    assert "from 0 to 299" in str(error)
+
+
+def test_template_arguments() -> None:
+    request = pb.ChatRequest()
+    request.template_arguments.update({"k": 3, "x": 0.5, "deep": {"list": [1.0, None, True]}})
+    assert repr(template_arguments(request)) == "{'deep': {'list': [1, None, True]}, 'k': 3, 'x': 0.5}"
+    request.template_arguments.update({"messages": 1})
+    refused("INVALID_ARGUMENT", "template_arguments.messages", lambda: template_arguments(request))
+    bad = pb.ChatRequest()
+    bad.template_arguments.update({"x": math.nan})
+    refused("INVALID_ARGUMENT", "template_arguments", lambda: template_arguments(bad))
+
+
+def test_codes_are_grpc_codes() -> None:
+    assert InvalidFieldError("a", "b", "c").code is grpc.StatusCode.INVALID_ARGUMENT
