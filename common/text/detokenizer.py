@@ -52,7 +52,9 @@ class TokenBytes:
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         self._tokenizer = tokenizer
-        kinds = _decoder_kinds(json.loads(tokenizer.to_str())["decoder"])
+        # Its pickled state is its JSON; the whole tokenizer's is megabytes long.
+        decoder = tokenizer.decoder
+        kinds = set() if decoder is None else _decoder_kinds(json.loads(decoder.__getstate__()))
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
         self._inner: dict[int, bytes] = {}
@@ -88,10 +90,8 @@ class TokenBytes:
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
 
-def _decoder_kinds(decoder: dict[str, Any] | None) -> set[str]:
+def _decoder_kinds(decoder: dict[str, Any]) -> set[str]:
     """Type names of a decoder and, of a Sequence, of its parts."""
-    if decoder is None:
-        return set()
     kinds = {str(decoder["type"])}
     for part in decoder.get("decoders", ()):
         kinds |= _decoder_kinds(part)

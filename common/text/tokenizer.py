@@ -129,15 +129,16 @@ class Tokenizer:
     """
 
     def __init__(self, files: Mapping[str, bytes]) -> None:
-        self._parsing = _load(files)
-        self._plain = _load(files)
+        special = special_tokens(files)
+        self._parsing = _load(files, special)
+        self._plain = _load(files, special)
         self._plain.encode_special_tokens = True
         self.sha256 = files_sha256(files)
         self.vocab_size = 1 + max(self._parsing.get_vocab().values(), default=-1)
         self.special_ids = frozenset(
             id for id, token in self._parsing.get_added_tokens_decoder().items() if token.special
         )
-        self._special = special_pattern(special_tokens(files))
+        self._special = special_pattern(special)
         self._marked = re.compile(f"{MARK_START}({self._special.pattern}){MARK_END}|[{MARK_START}{MARK_END}]")
         self._frame = self._text_frame(files)
         self._unknown = self._parsing.token_to_id(named_special_tokens(files).get("unk_token", ""))
@@ -241,7 +242,7 @@ class Tokenizer:
         return whole[:start], whole[start + len(bare) :]
 
 
-def _load(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
+def _load(files: Mapping[str, bytes], special: frozenset[str]) -> tokenizers.Tokenizer:
     if "tokenizer.json" not in files:
         raise TokenizerError("there is no tokenizer.json; a fast tokenizer is needed")
     try:
@@ -252,7 +253,7 @@ def _load(files: Mapping[str, bytes]) -> tokenizers.Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     known = {token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special}
-    missing = [t for t in special_tokens(files) - known if tokenizer.token_to_id(t) is not None]
+    missing = [t for t in special - known if tokenizer.token_to_id(t) is not None]
     tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in sorted(missing)])
     return tokenizer
 
