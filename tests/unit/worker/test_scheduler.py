@@ -1,0 +1,383 @@
+"""The scheduler's decisions, trap by trap (engine-notes section 2)."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+import pytest
+
+from common.config import Config
+from common.errors import InvalidFieldError, PromptTooLongError
+from common.sampling_params import SamplingParams
+from worker.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput
+from worker.scheduler import Scheduler
+from worker.sequence import EndReason, Sequence, SequenceStatus, SequenceType
+
+EOS = 2
+
+
+def scheduler(**options: Any) -> Scheduler:
+    settings: dict[str, Any] = {
+        "kv_cache_block_size": 16,
+        "num_kvcache_blocks": 64,
+        "eos_token_id": EOS,
+        "stop_token_ids": (3,),
+        "enable_prefix_caching": True,
+    }
+    return Scheduler(Config(**(settings | options)))
+
+
+def prompt(length: int, first: int = 100, max_tokens: int = 50, **params: Any) -> Sequence:
+    return Sequence(list(range(first, first + length)), 16, SamplingParams(max_tokens=max_tokens, **params))
+
+
+def batch_of(sched: Scheduler, now: float = 0.0) -> tuple[ScheduledBatch, dict[int, Sequence]]:
+    scheduled = sched.schedule(now)
+    assert scheduled is not None
+    return scheduled
+
+
+def step(sched: Scheduler, *tokens: int, now: float = 0.0) -> ScheduledBatch:
+    """One step; `tokens` are sampled for the final rows in turn, 50 when there are no more."""
+    batch, seqs = batch_of(sched, now)
+    given = iter(tokens)
+    final = [seq_id for seq_id, last in zip(batch.req_ids, batch.is_final, strict=True) if last]
+    sched.postprocess(
+        list(seqs.values()), ScheduledBatchOutput({i: (next(given, 50),) for i in final}), batch=batch, now=now
+    )
+    sched.check_integrity()
+    return batch
+
+
+def kinds(sched: Scheduler, steps: int) -> str:
+    return "".join("P" if step(sched).total_tokens_num_prefill else "D" for _ in range(steps))
+
+
+class TestAdmission:
+    def test_all_that_fits_shares_one_prefill_then_all_decode(self) -> None:
+        sched = scheduler()
+        seqs = [prompt(10), prompt(20, 200), prompt(1, 300)]
+        sched.add_group(seqs)
+        batch = step(sched)
+        assert batch.req_ids == [s.id for s in seqs]
+        assert (batch.total_tokens_num_prefill, batch.total_seqs_num_prefill, batch.total_tokens_num) == (31, 3, 31)
+        batch = step(sched)
+        assert (batch.total_tokens_num_decode, batch.total_seqs_num_decode, batch.num_scheduled_tokens) == (
+            3,
+            3,
+            [1] * 3,
+        )
+        assert [s.type for s in seqs] == [SequenceType.DECODE] * 3
+        assert batch.scheduled_tokens == [[50]] * 3
+
+    def test_the_budget_counts_what_the_cache_lacks(self) -> None:  # T1
+        sched = scheduler(max_num_batched_tokens=48)
+        sched.add(prompt(40))
+        step(sched, EOS)
+        sched.add_group([prompt(40), prompt(40, 200)])
+        batch = step(sched)
+        assert (batch.num_cached_tokens, batch.num_scheduled_tokens) == ([32, 0], [8, 40])
+        assert [len(t) for t in batch.scheduled_tokens] == [8, 40]
+        assert batch.context_lens == [40, 40]
+
+    def test_a_long_prompt_is_chunked_and_the_running_are_not_frozen(self) -> None:  # T4, T8, T31
+        sched = scheduler(max_num_batched_tokens=16)
+        sched.add(prompt(5))
+        step(sched)
+        long = prompt(40, 200)
+        sched.add_group([long, prompt(3, 300)])
+        assert kinds(sched, 7) == "PDPDPDD"  # the short prompt shares the last chunk's step
+        assert long.num_completion_tokens == 3  # nothing was sampled from its first two chunks
+
+    def test_alone_a_long_prompt_takes_every_step(self) -> None:
+        sched = scheduler(max_num_batched_tokens=16)
+        sched.add(prompt(40))
+        assert kinds(sched, 4) == "PPPD"
+
+    def test_only_a_prompt_longer_than_a_step_is_cut(self) -> None:
+        sched = scheduler(max_num_batched_tokens=32)
+        sched.add_group([prompt(20), prompt(20, 200), prompt(2, 300)])
+        assert step(sched).num_scheduled_tokens == [20]  # first come, first served: the third does not pass the second
+        assert step(sched).num_scheduled_tokens == [20, 2]
+
+    def test_the_running_set_is_bounded(self) -> None:  # T7
+        sched = scheduler(max_num_seqs=2)
+        seqs = [prompt(4, 100 * i, max_tokens=2) for i in range(1, 7)]
+        sched.add_group(seqs)
+        assert kinds(sched, 6) == "PDPDPD"
+        assert all(s.is_finished for s in seqs)
+        assert scheduler(max_num_seqs=99, max_num_batched_tokens=7).max_num_seqs == 7
+
+    def test_the_pool_holds_the_longest_sequence(self) -> None:  # T5, T6
+        with pytest.raises(InvalidFieldError, match="num_kvcache_blocks"):
+            scheduler(num_kvcache_blocks=4, max_model_len=65)
+        sched = scheduler(num_kvcache_blocks=4, max_model_len=64)
+        with pytest.raises(PromptTooLongError, match="at most 63"):
+            sched.add(prompt(64))
+        with pytest.raises(PromptTooLongError):
+            sched.add_group([prompt(3), prompt(64)])
+        with pytest.raises(InvalidFieldError, match="token_ids"):
+            sched.add(Sequence([], 16))
+        with pytest.raises(InvalidFieldError, match="block_size"):
+            sched.add(Sequence([1], 32))
+        assert not sched.has_unfinished()
+        seq = prompt(63, max_tokens=50)
+        sched.add(seq)
+        step(sched)
+        assert (seq.leave_reason, seq.end_reason, seq.num_tokens) == ("max_tokens", EndReason.LENGTH, 64)
+
+    def test_a_burst_on_one_prefix_computes_it_once(self) -> None:  # T19
+        sched = scheduler()
+        burst = [prompt(40) for _ in range(4)]
+        bystander = prompt(10, 500)
+        sched.add_group([*burst, bystander])
+        assert step(sched).req_ids == [burst[0].id, bystander.id]
+        batch = step(sched)
+        assert batch.req_ids == [s.id for s in burst[1:]]
+        assert batch.num_scheduled_tokens == [8] * 3
+
+    def test_no_work_is_none(self) -> None:
+        assert scheduler().schedule(0.0) is None
+
+    def test_a_known_id_is_ignored(self) -> None:  # S5
+        sched = scheduler()
+        seq = prompt(4)
+        assert sched.add(seq)
+        assert not sched.add(Sequence([9, 9], 16, id=seq.id))
+        assert sched.add_group([seq, seq]) == []
+        assert step(sched).num_scheduled_tokens == [4]
+
+    def test_id_zero_is_an_id(self) -> None:  # T32
+        sched = scheduler()
+        seq = Sequence([1, 4], 16, id=0)
+        sched.add(seq)
+        assert step(sched).req_ids == [0]
+        assert sched.abort(0, now=0.0)
+
+
+class TestGate:
+    def gated(self) -> tuple[Scheduler, Sequence]:
+        """One running sequence; the last prefill took 0.1 s."""
+        sched = scheduler(scheduler_delay_factor=0.5)
+        running = prompt(4)
+        sched.add(running)
+        batch = step(sched)
+        sched.record_step(batch, 0.1)
+        return sched, running
+
+    def late(self, arrive: float, first: int) -> Sequence:
+        seq = prompt(4, first)
+        seq.arrive_time = arrive
+        return seq
+
+    def test_the_burst_goes_together(self) -> None:  # T11
+        sched, _ = self.gated()
+        burst = [self.late(1.0 + i / 100, 100 * i) for i in range(2, 6)]
+        for seq in burst:
+            sched.add(seq)
+        assert step(sched, now=1.05).total_tokens_num_prefill == 0
+        assert step(sched, now=1.08).req_ids == [s.id for s in burst]
+
+    def test_an_idle_engine_starts_at_once(self) -> None:
+        sched, running = self.gated()
+        sched.abort(running.id, now=0.5)
+        for i in range(2, 6):
+            sched.add(self.late(1.0, 100 * i))
+        assert step(sched, now=1.0).total_seqs_num_prefill == 4
+
+    def test_a_group_from_a_router_does_not_wait(self) -> None:
+        sched, _ = self.gated()
+        own, group = self.late(1.0, 200), self.late(1.0, 300)
+        sched.add(own)
+        sched.add_group([group])
+        assert step(sched, now=1.0).req_ids == [group.id]
+        assert sched.num_waiting == 1
+
+    def test_the_latency_is_that_of_steps_with_prompts(self) -> None:  # T12
+        sched, _ = self.gated()
+        decode = step(sched)
+        sched.record_step(decode, 9.0)
+        assert sched.last_prompt_latency == 0.1
+        assert sched.prefill_rate == pytest.approx(40)
+
+
+class TestPreemption:
+    def test_newest_victims_go_to_the_front_in_order(self) -> None:  # T30
+        sched = scheduler(num_kvcache_blocks=6, enable_prefix_caching=False)
+        seqs = [prompt(16, 100 * i) for i in range(1, 4)]
+        sched.add_group(seqs)
+        step(sched)
+        while sched.num_waiting == 0 or len(sched.running) > 1:
+            step(sched)
+        assert [s.id for s in sched.running.values()] == [seqs[0].id]
+        assert [s.id for s in sched.waiting] == [seqs[1].id, seqs[2].id]
+        assert all(s.status is SequenceStatus.WAITING and s.num_computed_tokens == 0 for s in sched.waiting)
+
+    def test_resumed_from_all_its_tokens_and_its_own_blocks(self) -> None:  # T24
+        sched = scheduler()
+        seq = prompt(30)
+        sched.add(seq)
+        for token in (51, 52, 53):
+            step(sched, token)
+        sched.preempt(seq)
+        batch = step(sched, 54)
+        assert batch.num_cached_tokens == [32]
+        assert batch.scheduled_tokens == [[53]]
+        assert seq.output_tokens == [51, 52, 53, 54]
+
+    def test_pressure_does_not_thrash(self) -> None:  # T9
+        sched = scheduler(num_kvcache_blocks=12, enable_prefix_caching=False)
+        seqs = [prompt(16, 100 * i, max_tokens=100, ignore_eos=True) for i in range(1, 9)]
+        sched.add_group(seqs)
+        prefills = sum(step(sched).total_seqs_num_prefill for _ in iter(lambda: sched.num_live, 0))
+        assert all(s.num_completion_tokens == 100 for s in seqs)
+        assert prefills <= 20  # 8 first prefills and few repeated ones
+
+
+class TestStops:
+    def ended(self, seq: Sequence, *tokens: int, **options: Any) -> RequestOutput:
+        """Feeds the tokens one by one until the sequence ends."""
+        sched = scheduler(**options)
+        sched.add(seq)
+        for token in tokens:
+            step(sched, token)
+            outputs = sched.take_outputs()
+            if outputs[-1].finished:
+                return outputs[-1]
+        raise AssertionError("did not end")
+
+    @pytest.mark.parametrize(
+        ("params", "tokens", "reason", "end", "length"),
+        [
+            ({}, [9, EOS], "eos", EndReason.EOS, 2),
+            ({}, [9, 3], "stop_3", EndReason.EOS, 2),
+            ({"ignore_eos": True, "max_tokens": 3}, [EOS, 3, 9], "max_tokens", EndReason.LENGTH, 3),
+            ({"stop_token_ids": (7,)}, [9, 7], "stop_7", EndReason.STOP_TOKEN, 2),
+            ({"stop_token_ids": (EOS,)}, [EOS], "eos", EndReason.EOS, 1),
+            # T36: ignore_eos does not disable the request's own ids
+            ({"stop_token_ids": (EOS,), "ignore_eos": True}, [EOS], "stop_2", EndReason.STOP_TOKEN, 1),
+            ({"stop_token_sequences": ((8, EOS),)}, [8, EOS], "stop_sequence", EndReason.STOP_SEQUENCE, 2),
+            # T35: not across the border to the prompt, which ends in 109
+            ({"stop_token_sequences": ((109, 8),), "max_tokens": 2}, [8, 9], "max_tokens", EndReason.LENGTH, 2),
+            ({"min_tokens": 3}, [EOS, 3, EOS], "eos", EndReason.EOS, 3),
+            ({"min_tokens": 9, "max_tokens": 2}, [EOS, EOS], "max_tokens", EndReason.LENGTH, 2),
+            ({"max_tokens": 2}, [9, EOS], "eos", EndReason.EOS, 2),
+        ],
+    )
+    def test_rules(self, params: dict[str, Any], tokens: list[int], reason: str, end: EndReason, length: int) -> None:
+        seq = prompt(10, **params)
+        output = self.ended(seq, *tokens)
+        assert (output.finish_reason, output.end_reason, seq.num_completion_tokens) == (reason, end, length)
+        assert (seq.leave_reason, seq.end_reason) == (reason, end)
+        if end in (EndReason.EOS, EndReason.STOP_TOKEN):
+            assert output.stop_token_id == tokens[length - 1]
+        if end is EndReason.STOP_SEQUENCE:
+            assert output.stop_token_sequence == [8, EOS]
+
+    def test_tokens_after_the_stop_are_dropped(self) -> None:  # T34, T38
+        sched = scheduler()
+        seq = prompt(10)
+        sched.add(seq)
+        batch, seqs = batch_of(sched)
+        finished = sched.postprocess(
+            seqs.values(), ScheduledBatchOutput({seq.id: (5, EOS, 1, 1)}), batch=batch, now=3.0
+        )
+        assert finished == [seq]
+        assert seq.output_tokens == [5, EOS] == sched.take_outputs()[0].output_tokens
+        assert (seq.first_token_time, seq.leave_time) == (3.0, 3.0)
+
+    def test_a_prompt_that_ends_in_eos_goes_on(self) -> None:  # T27
+        sched = scheduler()
+        seq = Sequence([11, 12, EOS], 16, SamplingParams(max_tokens=3))
+        sched.add(seq)
+        for token in (50, 51, 52):
+            step(sched, token)
+        assert seq.token_ids == [11, 12, EOS, 50, 51, 52]
+
+    @pytest.mark.parametrize(
+        ("delivered", "params", "reason"),
+        [([9, EOS], {}, "eos"), ([9, 9], {"max_tokens": 2}, "max_tokens"), ([8], {"stop_token_ids": (8,)}, "stop_8")],
+    )
+    def test_a_resumed_sequence_that_had_ended_ends_at_once(
+        self, delivered: list[int], params: dict[str, Any], reason: str
+    ) -> None:  # S5
+        sched = scheduler()
+        seq = Sequence([20, 21, *delivered], 16, SamplingParams(**params), num_prompt_tokens=2)
+        sched.add_group([seq])
+        assert sched.schedule(0.0) is None
+        (output,) = sched.take_outputs()
+        assert (output.output_tokens, output.finished, output.finish_reason) == ([], True, reason)
+        assert not sched.has_unfinished()
+
+    def test_a_resumed_sequence_goes_on_where_it_was(self) -> None:
+        sched = scheduler()
+        seq = Sequence([20, 21, 50, 51], 16, SamplingParams(max_tokens=3), num_prompt_tokens=2)
+        sched.add_group([seq])
+        assert step(sched, 52).scheduled_tokens == [[20, 21, 50, 51]]
+        (output,) = sched.take_outputs()
+        assert (output.output_tokens, output.finish_reason, seq.output_tokens) == ([52], "max_tokens", [52])
+
+
+class TestAborts:
+    def test_anywhere_at_once_and_only_once(self) -> None:  # T41
+        sched = scheduler(max_num_batched_tokens=32, max_num_seqs=2, scheduler_delay_factor=1.0)
+        decoding, chunked, waiting, gated = prompt(4), prompt(40, 200), prompt(4, 300), prompt(4, 400)
+        gated.arrive_time = 1e9
+        sched.add_group([decoding])
+        step(sched)
+        sched.add_group([chunked, waiting])
+        step(sched)
+        sched.add(gated)
+        sched.take_outputs()
+        for seq in (gated, waiting, chunked, decoding):
+            assert sched.abort(seq.id, now=5.0)
+            assert not sched.abort(seq.id, now=5.0)
+            assert (seq.status, seq.leave_reason, seq.leave_time) == (SequenceStatus.FINISHED, "aborted", 5.0)
+            sched.check_integrity()
+        assert sched.block_manager.num_free_blocks == 64
+        outputs = sched.take_outputs()
+        assert [o.request_id for o in outputs] == [s.id for s in (gated, waiting, chunked, decoding)]
+        assert all(o.finished and o.end_reason is EndReason.CANCELLED for o in outputs)
+
+    def test_a_late_token_is_dropped(self) -> None:
+        sched = scheduler()
+        seq, other = prompt(4), prompt(4, 200)
+        sched.add_group([seq, other])
+        batch, seqs = batch_of(sched)
+        sched.abort(seq.id, now=0.0)
+        sched.postprocess(seqs.values(), ScheduledBatchOutput({seq.id: (5,), other.id: (6,)}), batch=batch, now=0.0)
+        assert (seq.output_tokens, other.output_tokens) == ([], [6])
+
+
+class TestOutputs:
+    def test_queue_and_callback_get_the_same(self) -> None:
+        sched = scheduler()
+        called: list[RequestOutput] = []
+        seq = Sequence([4, 5], 16, stream_callback=called.append)
+        sched.add(seq)
+        batch, seqs = batch_of(sched)
+        outputs: queue.SimpleQueue[list[RequestOutput]] = queue.SimpleQueue()
+        sched.postprocess(seqs.values(), ScheduledBatchOutput({seq.id: (EOS,)}), outputs, batch=batch, now=0.0)
+        assert outputs.get_nowait() == called
+        assert (called[0].request_id, called[0].output_tokens, called[0].finished) == (seq.id, [EOS], True)
+        assert sched.take_outputs() == []
+
+    def test_the_batch_is_a_copy(self) -> None:  # T18
+        sched = scheduler()
+        seq = prompt(20)
+        sched.add(seq)
+        batch, _ = batch_of(sched)
+        table = list(seq.block_table)
+        sched.abort(seq.id, now=0.0)
+        assert batch.block_tables == [table]
+        assert (batch.is_final, batch.last_block_num_tokens, batch.seeds) == ([True], [4], [0])
+
+    def test_load(self) -> None:
+        sched = scheduler(max_num_batched_tokens=64, max_num_seqs=4)
+        sched.add_group([prompt(10), prompt(100, 200)])
+        step(sched)
+        sched.add(prompt(7, 400))
+        assert (sched.num_decoding, sched.num_waiting) == (1, 1)
+        assert sched.waiting_tokens == 46 + 7
+        assert (sched.room_tokens, sched.room_seqs) == (64 - 53, 1)
