@@ -3,6 +3,9 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
+# A prerequisite that is never up to date.
+FORCE:
+
 .PHONY: help setup run test test-long chaos lint protos bench check-fresh clean
 
 # The interpreter that makes .venv; empty picks one (scripts/setup.sh says how).
@@ -26,10 +29,10 @@ help: ## Explain the targets (the default)
 	@echo "  make setup PYTHON=python3.12         makes .venv with that interpreter (3.11 or newer)"
 
 # A change of the dependencies installs again; everything else about .venv is kept.
-$(RUN_STAMP): pyproject.toml scripts/setup.sh
+$(RUN_STAMP): pyproject.toml scripts/setup.sh $(if $(PYTHON),FORCE)
 	@PYTHON="$(PYTHON)" scripts/setup.sh run
 
-$(ALL_STAMP): pyproject.toml scripts/setup.sh
+$(ALL_STAMP): pyproject.toml scripts/setup.sh $(if $(PYTHON),FORCE)
 	@PYTHON="$(PYTHON)" scripts/setup.sh all
 
 setup: $(ALL_STAMP) ## Make .venv with everything in it: service, tests, linters, generators of the stubs

@@ -64,16 +64,24 @@ last_words() {
   grep -E '^ERROR' "$log" | tail -n 1 || true
 }
 
+# same_python A B: whether two interpreters are of one version.
+same_python() {
+  [ "$("$1" -c 'import sys; print(sys.version)' 2>&1)" = "$("$2" -c 'import sys; print(sys.version)' 2>&1)" ]
+}
+
+# An environment that was never finished is made anew; a finished one is kept, or PYTHON= is refused.
 make_venv() {
-  if [ -x "$venv/bin/python" ]; then
-    why=$(usable "$venv/bin/python") || fail "$why (or run make clean first)"
+  local python
+  if [ -x "$venv/bin/python" ] && { [ -z "${PYTHON:-}" ] || same_python "$venv/bin/python" "$PYTHON"; }; then
     say "using $venv ($("$venv/bin/python" -V))"
     return
   fi
-  local python
   python=$(pick_python)
+  if compgen -G "$venv/.installed-*" >/dev/null; then
+    fail "$venv was made with $("$venv/bin/python" -V), not with $python: run make clean first"
+  fi
   say "making $venv with $python ($("$python" -V))"
-  "$python" -m venv "$venv" >>"$log" 2>&1 || fail "$python -m venv $venv failed: $(tail -n 1 "$log")"
+  "$python" -m venv --clear "$venv" >>"$log" 2>&1 || fail "$python -m venv $venv failed: $(tail -n 1 "$log")"
 }
 
 install_torch() {
@@ -112,6 +120,13 @@ install_buf() {
   fi
 }
 
+# With PYTHON= make always asks; what is installed already is not installed again.
+up_to_date() {
+  [ "$venv/.installed-$1" -nt pyproject.toml ] && [ "$venv/.installed-$1" -nt scripts/setup.sh ] \
+    && { [ -z "${PYTHON:-}" ] || same_python "$venv/bin/python" "$PYTHON"; }
+}
+
+if up_to_date "$what"; then exit; fi
 case "$what" in
 run)
   make_venv
