@@ -37,7 +37,7 @@ class ScheduledBatch:
         self.context_lens = [s.num_computed_tokens + n for s, n in zip(rows, num_scheduled_tokens, strict=True)]
         ends = list(zip(rows, self.context_lens, strict=True))
         self.scheduled_tokens = [s.token_ids[s.num_computed_tokens : end] for s, end in ends]
-        self.is_final = [end == s.num_tokens for s, end in ends]
+        self.is_final = [end == len(s.token_ids) for s, end in ends]
         self.last_block_num_tokens = [(end - 1) % s.block_size + 1 for s, end in ends]
         self.block_tables = [list(s.block_table) for s in rows]
         self.num_cached_tokens = [s.num_cached_tokens for s in rows]
@@ -75,7 +75,7 @@ class ScheduledBatchOutput:
         return list(self.token_ids)
 
 
-@dataclass
+@dataclass(slots=True)
 class RequestOutput:
     """What one step did to one sequence, for the stream (seed 001 section 5.4).
 

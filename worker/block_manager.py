@@ -182,7 +182,7 @@ class BlockManager:
 
     def can_append(self, seq: Sequence, num_new_tokens: int = 1) -> bool:
         """Whether `may_append` finds the blocks it needs."""
-        return self._blocks_needed(seq, num_new_tokens) <= self.num_free_blocks
+        return self._blocks_needed(seq, num_new_tokens) <= len(self.free_block_ids)
 
     def may_append(self, seq: Sequence, num_new_tokens: int = 1) -> None:
         """Extends the block table so that the next `num_new_tokens` after `num_computed_tokens` have slots.
@@ -193,7 +193,7 @@ class BlockManager:
             OutOfBlocksError: there are too few; nothing has changed.
         """
         needed = self._blocks_needed(seq, num_new_tokens)
-        if needed > self.num_free_blocks:
+        if needed > len(self.free_block_ids):
             raise OutOfBlocksError(f"sequence {seq.id}: {needed} more blocks, {self.num_free_blocks} free")
         for _ in range(needed):
             seq.block_table.append(self._take())
@@ -303,8 +303,8 @@ class BlockManager:
 
     def _blocks_needed(self, seq: Sequence, num_new_tokens: int) -> int:
         # The one place that decides it, for the check and for the act (T15, T16).
-        target = seq.num_computed_tokens + num_new_tokens
-        return max(0, -(-target // self.block_size) - len(seq.block_table))
+        missing = seq.num_computed_tokens + num_new_tokens - len(seq.block_table) * self.block_size
+        return -(-missing // self.block_size) if missing > 0 else 0
 
     def _hittable(self, seq: Sequence) -> int:
         return (seq.num_tokens - 1) // self.block_size

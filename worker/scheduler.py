@@ -426,15 +426,11 @@ class Scheduler:
         self.block_manager.deallocate(seq)
 
     def _emit(self, seq: Sequence, token_ids: list[int]) -> None:
-        output = RequestOutput(
-            seq.id,
-            token_ids,
-            finished=seq.is_finished,
-            finish_reason=seq.leave_reason or None,
-            end_reason=seq.end_reason,
-            stop_token_id=seq.stop_token_id,
-            stop_token_sequence=seq.stop_token_sequence,
-        )
+        output = RequestOutput(seq.id, token_ids)
+        if seq.is_finished:
+            output.finished = True
+            output.finish_reason, output.end_reason = seq.leave_reason, seq.end_reason
+            output.stop_token_id, output.stop_token_sequence = seq.stop_token_id, seq.stop_token_sequence
         self._outputs.append(output)
         if seq.stream_callback is not None:
             seq.stream_callback(output)

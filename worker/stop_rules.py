@@ -37,12 +37,14 @@ class StopRules:
         The order is stop token sequences, end of sequence, stop token ids, length; before `min_tokens` only the length
         counts. A sequence without output meets none but the length.
         """
-        num_output = seq.num_completion_tokens
-        if num_output > 0 and num_output >= seq.sampling_params.min_tokens:
+        params = seq.sampling_params
+        num_tokens = seq.num_tokens
+        num_output = num_tokens - seq.num_prompt_tokens
+        if num_output > 0 and num_output >= params.min_tokens:
             stop = _sequence_stop(seq, num_output) or self._token_stop(seq)
             if stop is not None:
                 return stop
-        if num_output >= seq.max_tokens or seq.num_tokens >= self.max_model_len:
+        if num_output >= params.max_tokens or num_tokens >= self.max_model_len:
             return Stop("max_tokens", EndReason.LENGTH)
         return None
 
