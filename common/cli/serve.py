@@ -203,12 +203,11 @@ def next_steps(address: str) -> str:
         program = "fissile"
     else:
         program = str(installed) if installed.exists() else f"{shlex.quote(sys.executable)} -m common.cli.main"
-    return (
-        f"\nserving on {address} until Ctrl-C. From another terminal:\n"
-        f'  {program} generate --address {address} "{FIRST_PROMPT}"\n'
-        f"  {program} models --address {address}\n"
-        f"  {sys.executable} {CHECKOUT / 'examples' / 'python_client.py'} {address}\n"
-    )
+    commands = [f'{program} generate --address {address} "{FIRST_PROMPT}"', f"{program} models --address {address}"]
+    example = CHECKOUT / "examples" / "python_client.py"
+    if example.is_file():
+        commands.append(f"{sys.executable} {example} {address}")
+    return "\n  ".join([f"\nserving on {address} until Ctrl-C. From another terminal:", *commands]) + "\n"
 
 
 def make_fleet(

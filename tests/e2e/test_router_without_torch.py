@@ -1,0 +1,101 @@
+"""The router extra alone: installed from a wheel into a new environment, without PyTorch, and it serves.
+
+The worker runs in the tests' own environment, simulated. Needs the package index that pip is set up with.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+
+from tests.checkpoints import write_tokenizer
+from tests.e2e.service import Process, free_port, generate
+
+ROOT = Path(__file__).resolve().parents[2]
+INSTALL_TIMEOUT_S = 180
+
+
+def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+    )
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`bin` of a new virtual environment with the router extra alone."""
+    folder = tmp_path_factory.mktemp("router-only")
+    made = run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
+    assert made.returncode == 0, made.stderr
+    python = folder / "venv" / "bin" / "python"
+    installed = run(python, "-m", "pip", "install", "--quiet", f"{ROOT}[router]", cwd=folder)
+    assert installed.returncode == 0, installed.stderr
+    return python.parent
+
+
+@pytest.fixture
+def worker(tmp_path: Path) -> Iterator[Process]:
+    """A worker without a model, in the tests' own environment."""
+    model = tmp_path / "model"
+    model.mkdir()
+    write_tokenizer(model, 384)
+    port = free_port()
+    arguments = ["worker", "--simulated", "--model", str(model), "--model-name", "test", "--port", str(port)]
+    process = Process("worker", arguments, port, tmp_path / "worker.log")
+    process.start()
+    try:
+        yield process
+    finally:
+        process.stop()
+
+
+def test_torch_is_not_there(environment: Path, tmp_path: Path) -> None:
+    result = run(environment / "python", "-c", "import torch", cwd=tmp_path)
+    assert "No module named 'torch'" in result.stderr
+    packages = run(environment / "python", "-m", "pip", "list", "--format", "freeze", cwd=tmp_path).stdout
+    assert not [
+        line for line in packages.splitlines() if line.startswith(("torch", "nvidia", "triton", "transformers"))
+    ]
+
+
+def test_the_worker_command_says_what_to_install(environment: Path, tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    result = run(environment / "fissile", "worker", "--model", "model", cwd=tmp_path)
+    assert result.returncode == 2
+    assert result.stderr.count("\n") == 1
+    assert "pip install 'fissile[worker,cpu]'" in result.stderr
+    result = run(environment / "fissile", "serve", "--model", "model", "--once", cwd=tmp_path)
+    assert result.returncode == 2
+    assert "pip install 'fissile[worker,cpu]'" in result.stderr
+
+
+def test_the_router_serves(environment: Path, worker: Process, tmp_path: Path) -> None:
+    port = free_port()
+    with (tmp_path / "router.log").open("wb") as log:
+        router = subprocess.Popen(
+            [environment / "fissile", "router", "--port", str(port), "--worker", worker.address],
+            cwd=tmp_path,
+            stdout=log,
+            stderr=log,
+        )
+    try:
+        probe = Process("router", [], port, tmp_path / "router.log", child=router)
+        probe.wait_serving()
+        with grpc.insecure_channel(probe.address) as channel:
+            answer = generate(
+                InferenceServiceStub(channel),
+                pb.GenerateRequest(text="hello", sampling_params=pb.SamplingParams(max_tokens=8, ignore_eos=True)),
+            )
+        assert answer.finish is not None
+        assert answer.finish.usage.completion_tokens == 8
+        assert probe.stop() == 0
+    finally:
+        router.kill()
+        router.wait()
