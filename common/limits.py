@@ -36,6 +36,7 @@ CONNECT_TIMEOUT_S = 1.0
 
 # Engine.
 MAX_CACHE_SALTS = 4096
+MAX_KV_BLOCKS = 1 << 20
 
 # Shutdown. Between health's NOT_SERVING and the first refusal, balancers get time to learn of it.
 DRAIN_PROPAGATION_S = 0.25

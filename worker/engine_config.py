@@ -1,0 +1,88 @@
+"""Fills in what a Config can not know before the model is there: special tokens, pool size, model length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from common.config import Config
+from common.errors import InvalidFieldError
+from common.limits import MAX_KV_BLOCKS
+from worker.model_config import ModelConfig
+
+# Share of the free memory that the KV cache takes when nothing is said.
+_FREE_SHARE = 4
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+def with_special_tokens(config: Config, model_config: ModelConfig) -> Config:
+    """`config` with the model's beginning- and end-of-sequence ids."""
+    first, *further = model_config.eos_token_ids or (None,)
+    return replace(
+        config,
+        bos_token_id=model_config.bos_token_id,
+        eos_token_id=first,
+        stop_token_ids=tuple(token for token in further if token is not None),
+    )
+
+
+def with_pool(config: Config, model_len: int, num_blocks_for: Callable[[int], int], free_bytes: int) -> Config:
+    """`config` with `num_kvcache_blocks` and `max_model_len` such that one longest sequence always fits (T6).
+
+    A length that was not asked for is lowered to what the cache holds. A length that was asked for enlarges the cache
+    beyond its default size. A pool that was set (`num_kvcache_blocks`) stays. No more blocks are made than all
+    sequences of a full running set can hold.
+
+    Args:
+        config: `kv_cache_memory` 0 takes a quarter of `free_bytes`; `max_model_len` 0 takes `model_len`.
+        model_len: the model's own length, tokens.
+        num_blocks_for: number of blocks that so many bytes hold.
+        free_bytes: memory that can be used.
+
+    Raises:
+        InvalidFieldError: `max_model_len` is beyond the model's, or does not fit the memory.
+    """
+    if config.max_model_len > model_len:
+        raise InvalidFieldError("max_model_len", f"is {config.max_model_len}", f"at most the model's own {model_len}")
+    size = config.kv_cache_block_size
+    wanted = _blocks(config.max_model_len or model_len, size)
+    num_blocks = config.num_kvcache_blocks or num_blocks_for(config.kv_cache_memory or free_bytes // _FREE_SHARE)
+    if num_blocks < wanted and config.max_model_len:
+        fixed = config.num_kvcache_blocks or config.kv_cache_memory
+        most = num_blocks if fixed else num_blocks_for(free_bytes)
+        if most < wanted:
+            what = "the KV cache" if fixed else "the free memory"
+            raise InvalidFieldError("max_model_len", f"is {config.max_model_len}", f"at most {most * size}: {what}")
+        num_blocks = wanted
+    if num_blocks < 1:
+        raise InvalidFieldError("kv_cache_memory", f"is {config.kv_cache_memory} bytes", "at least one block")
+    max_model_len = min(config.max_model_len or model_len, num_blocks * size)
+    useful = min(MAX_KV_BLOCKS, config.max_num_seqs * _blocks(max_model_len, size))
+    if not config.num_kvcache_blocks:
+        num_blocks = min(num_blocks, max(useful, _blocks(max_model_len, size)))
+    return replace(config, num_kvcache_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def available_memory() -> int:
+    """Bytes of main memory that this process can still take, the container's limit regarded."""
+    system = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text("ascii").splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    limit, used = _read_number(_CGROUP / "memory.max"), _read_number(_CGROUP / "memory.current")
+    return system if limit is None or used is None else min(system, max(0, limit - used))
+
+
+def _blocks(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a cgroup file; None where there is no such file or no limit (`max`)."""
+    try:
+        text = path.read_text("ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None
