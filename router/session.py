@@ -157,7 +157,8 @@ class Session:
             events.session_down(self, why)
 
     async def _read(self, call: _SessionCall, events: SessionEvents) -> None:
-        async for frame in call:
+        # `read`, not `async for`: gRPC forbids a call to mix the two, and the Welcome was read alone.
+        while isinstance(frame := await call.read(), wpb.SessionResponse):
             self._frames_read += 1
             kind = frame.WhichOneof("frame")
             if kind == "step_output":

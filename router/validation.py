@@ -74,8 +74,9 @@ class GenerationDefaults:
         valid: dict[str, Any] = {}
         for name, kind in (("temperature", int | float), ("top_k", int), ("top_p", int | float)):
             with contextlib.suppress(InvalidFieldError):
-                if isinstance(value := config.get(name), kind):
-                    valid[name] = getattr(replace(SamplingParams(), **{name: value}), name)
+                given: dict[str, Any] = {name: config.get(name)}
+                if isinstance(given[name], kind):
+                    valid[name] = getattr(replace(SamplingParams(), **given), name)
         return cls(**valid)
 
 

@@ -1,0 +1,758 @@
+"""A real router on real sockets, with scripted workers: every status, every path out, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from typing import TYPE_CHECKING, Any, cast
+
+import grpc
+import pytest
+from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+from fissile.worker.v1 import worker_pb2 as wpb
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
+from google.rpc import error_details_pb2
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_status import rpc_status
+
+from common.block_hash import hash_chain
+from common.limits import MAX_FRAME_TOKENS
+from common.rpc.unserved import field_paths
+from common.seed import derive_seed
+from router.app import Router, RouterOptions
+from router.validation import CHAT_SERVED, GENERATE_SERVED
+from tests.e2e.fake_worker import FakeWorker, short
+from tests.unit.router.support import EOS, small_tokenizer, tokenizer_files
+
+if TYPE_CHECKING:
+    from fissile.v1.inference_pb2_grpc import InferenceServiceAsyncStub
+
+TOKENIZER = small_tokenizer()
+FILES = tokenizer_files()
+
+
+class Bench:
+    """A router, its workers, and a client."""
+
+    def __init__(self, router: Router, workers: list[FakeWorker], channel: grpc.aio.Channel) -> None:
+        self.router = router
+        self.workers = workers
+        self.channel = channel
+        self.stub: InferenceServiceAsyncStub = InferenceServiceStub(channel)
+
+    async def ready(self, count: int | None = None) -> None:
+        await until(lambda: self.ready_workers() == (len(self.workers) if count is None else count), 5.0)
+
+    def ready_workers(self) -> int:
+        return sum(self.router.registry.ready_workers(m.name) for m in self.router.registry.models)
+
+    async def health(self) -> int:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        return int((await stub.Check(health_pb2.HealthCheckRequest())).status)
+
+    async def wait_health(self, status: int) -> None:
+        stub = health_pb2_grpc.HealthStub(self.channel)
+        async for answer in stub.Watch(health_pb2.HealthCheckRequest(), timeout=5):
+            if answer.status == status:
+                return
+
+    @contextlib.asynccontextmanager
+    async def another_client(self, options: list[tuple[str, int]]) -> AsyncIterator[InferenceServiceAsyncStub]:
+        async with grpc.aio.insecure_channel(self.router.server.address, options=options) as channel:
+            yield InferenceServiceStub(channel)
+
+    async def empty(self) -> None:
+        """Waits until nothing is left of any request, and asserts it."""
+        fleet = self.router.fleet
+        with contextlib.suppress(AssertionError):
+            await until(lambda: not any(leftovers(self.router)), 2.0)
+        assert leftovers(self.router) == [0] * 8
+        assert fleet.in_flight == 0
+        await until(lambda: not any(worker.running for worker in self.workers), 2.0)
+
+
+def leftovers(router: Router) -> list[int]:
+    """Sizes of every table that a request could leave something in."""
+    fleet, dispatcher = router.fleet, router.fleet._dispatcher
+    sessions = list(fleet._sessions.values())
+    return [
+        len(fleet._streams),
+        len(fleet._running),
+        len(dispatcher),
+        sum(len(lane) + lane.bound_tokens for lane in dispatcher._lanes.values()),
+        sum(len(session.link.live) for session in sessions),
+        sum(len(session.link._groups) + len(session.link._cancels) for session in sessions),
+        router.service.in_flight,
+        router._encoder._pending,
+    ]
+
+
+async def until(condition: Callable[[], object], within_s: float = 2.0) -> None:
+    loop = asyncio.get_running_loop()
+    end = loop.time() + within_s
+    while not condition():
+        assert loop.time() < end, "condition not reached"
+        await asyncio.sleep(0.005)
+
+
+@contextlib.asynccontextmanager
+async def bench(*workers: FakeWorker, start: bool = True, **options: Any) -> AsyncIterator[Bench]:
+    fleet = list(workers or [FakeWorker(FILES)])
+    addresses = [await worker.start() for worker in fleet]
+    router = Router(RouterOptions(workers=addresses, port=0, **options))
+    await router.start()
+    channel = grpc.aio.insecure_channel(router.server.address, options=[("grpc.enable_retries", 0)])
+    made = Bench(router, fleet, channel)
+    try:
+        if start:
+            await made.ready()
+        yield made
+    finally:
+        await channel.close()
+        await router.stop()
+        for worker in fleet:
+            await worker.stop()
+
+
+def request(text: str = "say", **fields: Any) -> pb.GenerateRequest:
+    params = pb.SamplingParams(**{"max_tokens": 5, **fields.pop("params", {})})
+    made = pb.GenerateRequest(text=text, sampling_params=params, **fields)
+    made.output_options.return_token_ids = True
+    return made
+
+
+async def collect(call: Any) -> list[Any]:
+    """All messages; `read` because a call can not mix it with `async for`."""
+    parts = []
+    while (part := await call.read()) is not grpc.aio.EOF:
+        parts.append(part)
+    return parts
+
+
+async def error_of(call: Any) -> grpc.aio.AioRpcError:
+    try:
+        result = await (collect(call) if hasattr(call, "read") else call)
+    except grpc.aio.AioRpcError as error:
+        return error
+    raise AssertionError(f"the call succeeded: {result}")
+
+
+def detail(error: grpc.aio.AioRpcError, kind: type[Message]) -> Any:
+    status = rpc_status.from_call(error)
+    found = kind()
+    assert any(packed.Unpack(found) for packed in status.details), status
+    return found
+
+
+async def test_generate_from_end_to_end() -> None:
+    async with bench(FakeWorker(FILES, answer=short)) as b:
+        call = b.stub.Generate(request(request_id="ä-1", params={"max_tokens": 64}))
+        parts = await collect(call)
+        assert "".join(p.text for p in parts) == "hello"
+        assert [i for p in parts for i in p.token_ids] == [*TOKENIZER.encode("hello"), EOS]
+        assert {p.request_id for p in parts} == {"ä-1"}
+        assert [p.HasField("prompt_info") for p in parts] == [True] + [False] * (len(parts) - 1)
+        assert [p.HasField("finish") for p in parts] == [False] * (len(parts) - 1) + [True]
+        info, finish = parts[0].prompt_info, parts[-1].finish
+        assert (info.prompt_tokens, info.cached_tokens, info.seed) == (3, 3, str(derive_seed("ä-1")))
+        assert (finish.reason, finish.stop.eos_token_id) == (pb.FINISH_REASON_STOP, EOS)
+        assert (finish.usage.prompt_tokens, finish.usage.completion_tokens) == (3, len(TOKENIZER.encode("hello")) + 1)
+        assert (finish.worker_id, finish.attempts, finish.exact) == ("w0", 1, True)
+        timings = finish.timings
+        assert timings.prefill.ToMicroseconds() == 2000
+        assert 1000 <= timings.queue.ToMicroseconds() <= timings.ttft.ToMicroseconds() + 1000
+        assert timings.ttft.ToMicroseconds() + timings.tpot.ToMicroseconds() <= timings.total.ToMicroseconds()
+        assert ("x-request-id", "%C3%A4-1") in [tuple(pair) for pair in await call.trailing_metadata()]
+        (submitted,) = b.workers[0].submitted
+        assert list(submitted.token_ids) == TOKENIZER.encode("say")
+        assert submitted.seed == derive_seed("ä-1")
+        await b.empty()
+
+
+async def test_chat_uses_the_template() -> None:
+    async with bench(FakeWorker(FILES, answer=short)) as b:
+        chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi <|end|>")])
+        chat.template_arguments.update({"persona": "bot"})
+        parts = await collect(b.stub.Chat(chat))
+        assert "".join(p.text for p in parts) == "hello"
+        prompt = list(b.workers[0].submitted[0].token_ids)
+        assert TOKENIZER.decode(prompt, skip_special=False) == "<|start|>user\nhi <|end|><|end|><|start|>bot\n"
+        assert prompt.count(EOS) == 1
+
+        chat.messages[0].role = "bad"
+        error = await error_of(b.stub.Chat(chat))
+        assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert "no such role" in (error.details() or "")
+        assert detail(error, error_details_pb2.BadRequest).field_violations[0].field == "messages"
+
+
+async def test_models_without_template_or_tokenizer() -> None:
+    async with bench(FakeWorker(tokenizer_files(chat=False), answer=short)) as b:
+        chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")])
+        assert (await error_of(b.stub.Chat(chat))).code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert await collect(b.stub.Generate(request()))
+    async with bench(FakeWorker({}, answer=short)) as b:
+        error = await error_of(b.stub.Generate(request()))
+        assert error.code() is grpc.StatusCode.FAILED_PRECONDITION
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "NO_TOKENIZER"
+        parts = await collect(b.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 2]))))
+        assert "".join(p.text for p in parts) == ""
+        assert parts[-1].finish.usage.completion_tokens == len(short(wpb.SubmitSequence()))
+        await b.empty()
+
+
+async def test_tokenize_detokenize_and_models() -> None:
+    async with bench() as b:
+        answer = await b.stub.Tokenize(pb.TokenizeRequest(text="lo <|end|>"))
+        assert list(answer.token_ids) == TOKENIZER.encode("lo <|end|>")
+        assert answer.tokens[0] == "lo"
+        assert EOS not in answer.token_ids
+        ids = [*TOKENIZER.encode("lo"), EOS]
+        assert (await b.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids))).text == "lo"
+        kept = await b.stub.Detokenize(pb.DetokenizeRequest(token_ids=ids, keep_special_tokens=True, model="m"))
+        assert kept.text == "lo<|end|>"
+        error = await error_of(b.stub.Detokenize(pb.DetokenizeRequest(token_ids=[1, 300])))
+        assert detail(error, error_details_pb2.BadRequest).field_violations[0].field == "token_ids[1]"
+
+        call = b.stub.ListModels(pb.ListModelsRequest())
+        (model,) = (await call).models
+        assert (model.name, model.chat, model.ready_workers, model.max_model_len) == ("m", True, 1, 4096)
+        assert (await b.stub.GetModel(pb.GetModelRequest(model="m"))).model == model
+        assert (await b.stub.GetModel(pb.GetModelRequest())).model == model
+        error = await error_of(b.stub.GetModel(pb.GetModelRequest(model="x")))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        for metadata in (await call.trailing_metadata(), error.trailing_metadata()):
+            assert "x-request-id" in [key for key, _ in metadata]
+
+
+@pytest.mark.parametrize(
+    ("code", "path", "bad"),
+    [
+        ("INVALID_ARGUMENT", "prompt", pb.GenerateRequest()),
+        ("INVALID_ARGUMENT", "text", pb.GenerateRequest(text="")),
+        ("INVALID_ARGUMENT", "token_ids.ids", pb.GenerateRequest(token_ids=pb.TokenIds())),
+        ("INVALID_ARGUMENT", "token_ids.ids[1]", pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1, 300]))),
+        ("OUT_OF_RANGE", "text", pb.GenerateRequest(text="h" * 64)),
+        ("OUT_OF_RANGE", "token_ids.ids", pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1] * 64))),
+        ("INVALID_ARGUMENT", "sampling_params.temperature", request(params={"temperature": float("nan")})),
+        ("INVALID_ARGUMENT", "sampling_params.temperature", request(params={"temperature": -1})),
+        ("INVALID_ARGUMENT", "sampling_params.top_p", request(params={"top_p": 0})),
+        ("INVALID_ARGUMENT", "sampling_params.max_tokens", request(params={"max_tokens": 0})),
+        ("INVALID_ARGUMENT", "sampling_params.stop_token_ids[0]", request(params={"stop_token_ids": [400]})),
+        ("INVALID_ARGUMENT", "request_id", request(request_id="x" * 129)),
+        ("INVALID_ARGUMENT", "priority", request(priority=17)),
+        ("UNIMPLEMENTED", "priority", request(priority=pb.PRIORITY_HIGH)),
+        ("UNIMPLEMENTED", "sampling_params.n", request(params={"n": 2})),
+    ],
+)
+async def test_bad_input_names_the_field(code: str, path: str, bad: pb.GenerateRequest) -> None:
+    async with bench(FakeWorker(FILES, max_model_len=64)) as b:
+        error = await error_of(b.stub.Generate(bad))
+        assert error.code().name == code
+        violation = detail(error, error_details_pb2.BadRequest).field_violations[0]
+        assert violation.field == path
+        assert "valid:" in violation.description
+        assert "x-request-id" in [key for key, _ in error.trailing_metadata()]
+        await b.empty()
+
+
+SERVED_AS_A_WHOLE = {"template_arguments"}
+
+
+@pytest.mark.parametrize(("kind", "served"), [(pb.GenerateRequest, GENERATE_SERVED), (pb.ChatRequest, CHAT_SERVED)])
+async def test_every_field_is_served_or_refused_by_name(kind: type[Message], served: frozenset[str]) -> None:
+    paths = set(field_paths(cast(Descriptor, kind.DESCRIPTOR)))
+    assert served <= paths, "a served field that does not exist"
+    async with bench() as b:
+        for path in sorted(paths - served):
+            bad = with_field(kind(), path)
+            method = b.stub.Generate if kind is pb.GenerateRequest else b.stub.Chat
+            error = await error_of(method(bad))
+            assert error.code() is grpc.StatusCode.UNIMPLEMENTED, path
+            violation = detail(error, error_details_pb2.BadRequest).field_violations[0]
+            assert path == violation.field or path.startswith(f"{violation.field}."), path
+        await b.empty()
+
+
+def with_field(message: Any, path: str) -> Any:
+    """`message` with the field at `path` set to something that asks for something."""
+    name, _, rest = path.partition(".")
+    descriptor = message.DESCRIPTOR.fields_by_name[name]
+    if descriptor.message_type is not None:
+        inner = getattr(message, name).add() if descriptor.is_repeated else getattr(message, name)
+        inner.SetInParent() if not descriptor.is_repeated else None
+        if rest:
+            with_field(inner, rest)
+        return message
+    value: Any = {descriptor.CPPTYPE_STRING: "x", descriptor.CPPTYPE_BOOL: True}.get(descriptor.cpp_type, 2)
+    if descriptor.is_repeated:
+        getattr(message, name).append(value)
+    else:
+        setattr(message, name, value)
+    return message
+
+
+async def test_every_served_field_has_its_effect() -> None:
+    fields = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "seed": 2**64 - 1,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [5, 6],
+        "stop_token_sequences": [pb.TokenIds(ids=[7, 8])],
+        "stop_strings": ["pq"],
+        "include_stop_string": True,
+        "n": 1,
+    }
+    async with bench() as b:
+        parts = await collect(b.stub.Generate(request(model="m", request_id="r", params=fields)))
+        (submitted,) = b.workers[0].submitted
+        params = submitted.params
+        got = (params.temperature, params.top_k, params.top_p, params.min_p, params.max_tokens, params.min_tokens)
+        assert got == (0.5, 7, 0.25, 0.125, 9, 2)
+        assert params.ignore_eos
+        assert list(params.stop_token_ids) == [5, 6]
+        assert [list(s.ids) for s in params.stop_token_sequences] == [[7, 8]]
+        assert submitted.seed == 2**64 - 1
+        assert parts[0].prompt_info.seed == str(2**64 - 1)
+        assert "".join(p.text for p in parts) == "hijklmnpq"
+        assert parts[-1].finish.stop.stop_string == "pq"
+
+        plain = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[1, 2, 3]), sampling_params=pb.SamplingParams(max_tokens=2)
+        )
+        parts = await collect(b.stub.Generate(plain))
+        assert not any(p.token_ids for p in parts)
+        assert parts[0].request_id
+        defaults = b.workers[0].submitted[1].params
+        assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.repetition_penalty) == (1, 0, 1, 1)
+
+
+async def test_absent_parameters_come_from_the_generation_config() -> None:
+    files = tokenizer_files(generation={"temperature": 0.5, "top_k": 20, "top_p": 0.75, "do_sample": False})
+    async with bench(FakeWorker(files)) as b:
+        await collect(b.stub.Generate(request()))
+        params = b.workers[0].submitted[0].params
+        assert (params.temperature, params.top_k, params.top_p) == (0.5, 20, 0.75)
+
+
+async def test_max_tokens_is_clipped_to_the_models_length() -> None:
+    async with bench(FakeWorker(FILES, max_model_len=20)) as b:
+        parts = await collect(b.stub.Generate(request("say", params={"max_tokens": 1000})))
+        finish = parts[-1].finish
+        assert (finish.reason, finish.usage.completion_tokens) == (pb.FINISH_REASON_LENGTH, 17)
+
+
+async def test_long_prompts_come_in_extend_frames_with_the_hash_of_their_chain() -> None:
+    prompt = [random.Random(1).randrange(256) for _ in range(3 * MAX_FRAME_TOKENS + 5)]
+    async with bench(FakeWorker(FILES, max_model_len=100_000)) as b:
+        given = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), sampling_params=pb.SamplingParams(max_tokens=1))
+        await collect(b.stub.Generate(given))
+        (submitted,) = b.workers[0].submitted
+        assert list(submitted.token_ids) == prompt
+        assert submitted.chain_hash == hash_chain(prompt, 16)[-1]
+
+
+async def test_stop_string_at_the_router_cancels_the_worker_and_is_not_billed() -> None:
+    async with bench(FakeWorker(FILES, tokens_per_step=16)) as b:
+        parts = await collect(b.stub.Generate(request(params={"max_tokens": 1000, "stop_strings": ["mn"]})))
+        assert "".join(p.text for p in parts) == "hijkl"
+        finish = parts[-1].finish
+        assert (finish.stop.stop_string, finish.usage.completion_tokens) == ("mn", 7)
+        await until(lambda: b.workers[0].cancelled == [b.workers[0].submitted[0].rid])
+        await b.empty()
+
+
+async def test_round_robin_over_three_workers() -> None:
+    async with bench(*(FakeWorker(FILES, worker_id=f"w{i}", answer=short) for i in range(3))) as b:
+        answers = [await collect(b.stub.Generate(request())) for _ in range(9)]
+        assert sorted(parts[-1].finish.worker_id for parts in answers) == ["w0"] * 3 + ["w1"] * 3 + ["w2"] * 3
+
+
+async def test_not_serving_until_a_worker_comes_up_and_ready_within_a_second() -> None:
+    worker = FakeWorker(FILES)
+    await worker.start()
+    await worker.stop()
+    router = Router(RouterOptions(workers=[f"127.0.0.1:{worker.port}"], port=0))
+    await router.start()
+    async with grpc.aio.insecure_channel(router.server.address) as channel:
+        b = Bench(router, [worker], channel)
+        assert await b.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert (await error_of(b.stub.Generate(request()))).code() is grpc.StatusCode.UNAVAILABLE
+        await asyncio.sleep(0.6)
+        await worker.start()
+        begin = asyncio.get_running_loop().time()
+        await b.wait_health(health_pb2.HealthCheckResponse.SERVING)
+        assert asyncio.get_running_loop().time() - begin < 1.0
+        await worker.stop()
+        await until(lambda: not b.router.registry.serving)
+        await b.wait_health(health_pb2.HealthCheckResponse.NOT_SERVING)
+        error = await error_of(b.stub.Generate(request()))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert detail(error, error_details_pb2.RetryInfo).retry_delay.seconds == 1
+    await router.stop()
+
+
+async def test_restarted_worker_starts_with_a_clean_lane() -> None:
+    worker = FakeWorker(FILES, room_seqs=1)
+    async with bench(worker) as b:
+        slow = b.stub.Generate(request(params={"max_tokens": 4000}))
+        await slow.read()
+        await worker.stop()
+        assert (await error_of(slow)).code() is grpc.StatusCode.ABORTED
+        again = FakeWorker(FILES, answer=short, port=worker.port, instance_id="second")
+        b.workers[0] = again
+        await again.start()
+        await until(lambda: b.ready_workers() == 1)
+        assert (await collect(b.stub.Generate(request())))[-1].HasField("finish")
+        await b.empty()
+        await again.stop()
+
+
+async def test_lost_worker_ends_its_streams_by_what_the_client_has() -> None:
+    worker, other = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
+    async with bench(worker, other) as b:
+        begun = b.stub.Generate(request(params={"max_tokens": 4000}))
+        survivor = b.stub.Generate(request(params={"max_tokens": 300}))
+        assert await begun.read() is not grpc.aio.EOF
+        worker.silent = True
+        waiting = b.stub.Generate(request(params={"max_tokens": 4000}))
+        await until(lambda: len(worker.submitted) == 2)
+        await worker.stop()
+        error = await error_of(begun)
+        assert error.code() is grpc.StatusCode.ABORTED
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "WORKER_LOST"
+        error = await error_of(waiting)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert detail(error, error_details_pb2.RetryInfo).retry_delay.seconds == 1
+        assert (await collect(survivor))[-1].finish.usage.completion_tokens == 300
+        await until(lambda: leftovers(b.router) == [0] * 8)
+
+
+async def test_silent_worker_is_given_up() -> None:
+    worker = FakeWorker(FILES)
+    async with bench(worker) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 4000}))
+        await call.read()
+        worker.silent = True
+        assert (await error_of(call)).code() is grpc.StatusCode.ABORTED
+        worker.silent = False
+
+
+async def test_cancel_and_deadline_reach_the_worker() -> None:
+    async with bench() as b:
+        worker = b.workers[0]
+        call = b.stub.Generate(request(params={"max_tokens": 4000}))
+        await call.read()
+        call.cancel()
+        await until(lambda: worker.cancelled == [worker.submitted[0].rid])
+        late = b.stub.Generate(request(params={"max_tokens": 4000}), timeout=0.3)
+        assert (await error_of(late)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert 1 <= worker.submitted[1].deadline_left_ms <= 300
+        await until(lambda: worker.cancelled == [s.rid for s in worker.submitted])
+        await b.empty()
+
+
+async def test_duplicate_request_id() -> None:
+    async with bench() as b:
+        call = b.stub.Generate(request(request_id="same", params={"max_tokens": 4000}))
+        await call.read()
+        error = await error_of(b.stub.Generate(request(request_id="same")))
+        assert error.code() is grpc.StatusCode.ALREADY_EXISTS
+        call.cancel()
+        await b.empty()
+        assert await collect(b.stub.Generate(request(request_id="same")))
+
+
+async def test_full_queue_says_when_to_come_back() -> None:
+    async with bench(FakeWorker(FILES, room_seqs=1), queue_size=2) as b:
+        running = b.stub.Generate(request(params={"max_tokens": 4000}))
+        await running.read()
+        queued = [b.stub.Generate(request()) for _ in range(2)]
+        await until(lambda: leftovers(b.router)[2] == 2)
+        error = await error_of(b.stub.Generate(request()))
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "QUEUE_FULL"
+        running.cancel()
+        for parts in await asyncio.gather(*(collect(call) for call in queued)):
+            assert parts[-1].HasField("finish")
+        await b.empty()
+
+
+async def test_deadline_in_the_queue() -> None:
+    async with bench(FakeWorker(FILES, room_seqs=0, decoding=1)) as b:
+        error = await error_of(b.stub.Generate(request(), timeout=0.2))
+        assert error.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        await b.empty()
+        assert b.workers[0].submitted == []
+
+
+# A reader with a small window: otherwise gRPC itself takes megabytes before the router's write blocks.
+SMALL_WINDOW = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 16_384)]
+
+
+async def test_slow_client_is_dropped_and_does_not_slow_its_neighbour() -> None:
+    worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
+    async with bench(worker, max_unread_tokens=20_000) as b, b.another_client(SMALL_WINDOW) as client:
+        slow = client.Generate(request(params={"max_tokens": 700_000}))
+        await slow.read()
+        neighbour = await collect(b.stub.Generate(request(params={"max_tokens": 10_000})))
+        assert neighbour[-1].finish.usage.completion_tokens == 10_000
+        await until(lambda: worker.cancelled, 10.0)
+        error = await error_of(slow)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "SLOW_CLIENT"
+        await b.empty()
+
+
+async def test_slow_client_gets_merged_deltas_and_loses_nothing() -> None:
+    worker = FakeWorker(FILES, tokens_per_step=512, max_model_len=2_000_000)
+    async with bench(worker, max_unread_tokens=700_000) as b, b.another_client(SMALL_WINDOW) as client:
+        call = client.Generate(request(params={"max_tokens": 300_000}))
+        parts: list[Any] = [await call.read()]
+        await until(lambda: not worker.running, 10.0)
+        parts += await collect(call)
+        ids = [i for part in parts for i in part.token_ids]
+        assert ids == worker.answer(worker.submitted[0])[:300_000]
+        assert "".join(part.text for part in parts) == TOKENIZER.decode(ids)
+        assert len(parts) < 0.8 * 300_000 / 512
+
+
+async def test_gate_holds_prompts_and_releases_them_together() -> None:
+    worker = FakeWorker(FILES, decoding=1, latency_us=100_000)
+    async with bench(worker, delay_factor=1.0, max_hold_s=0.25) as b:
+        calls = [b.stub.Generate(request(params={"max_tokens": 1}))]
+        await asyncio.sleep(0.03)
+        calls += [b.stub.Generate(request(params={"max_tokens": 1})) for _ in range(3)]
+        await asyncio.gather(*(collect(call) for call in calls))
+        assert worker.groups == [4]
+        assert any(lane.seqs for lane in worker.lanes)
+        assert worker.lanes[-1].seqs == 0
+
+
+async def test_returned_request_is_routed_again_and_counts_once() -> None:
+    full, other = FakeWorker(FILES, worker_id="w0", give_back=True), FakeWorker(FILES, worker_id="w1", answer=short)
+    async with bench(full, other) as b:
+        answers = [await collect(b.stub.Generate(request(params={"max_tokens": 64}))) for _ in range(4)]
+        assert {(p[-1].finish.worker_id, p[-1].finish.attempts) for p in answers} == {("w1", 1)}
+        assert len({s.rid for s in [*full.submitted, *other.submitted]}) == len(full.submitted) + len(other.submitted)
+        await b.empty()
+
+
+async def test_workers_that_disagree_are_refused() -> None:
+    good = FakeWorker(FILES)
+    bad = [
+        FakeWorker(FILES, description={"block_size": 32}),
+        FakeWorker(FILES, description={"hash_seed": 5}),
+        FakeWorker(tokenizer_files(chat=False)),
+        FakeWorker(FILES, description={"tokenizer_sha256": "00" * 32}),
+        FakeWorker({"tokenizer.json": b"{"}, description={"model": "broken"}),
+        FakeWorker(FILES, description={"state": wpb.WORKER_STATE_STARTING}),
+    ]
+    async with bench(good, *bad, start=False) as b:
+        await b.ready(1)
+        await asyncio.sleep(0.6)
+        assert b.ready_workers() == 1
+        assert [m.name for m in b.router.registry.models] == ["m"]
+        assert (await collect(b.stub.Generate(request())))[-1].HasField("finish")
+
+
+async def test_protocol_violation_closes_the_session_only() -> None:
+    worker = FakeWorker(FILES, end_with=wpb.SequenceEnd(reason=wpb.END_REASON_LENGTH))
+    async with bench(worker) as b:
+        worker._advance = lambda step, rid, sequence: step.rid.append(rid)  # type: ignore[method-assign]
+        error = await error_of(b.stub.Generate(request()))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        del worker._advance
+        worker.end_with = None
+        await b.ready(1)
+        assert (await collect(b.stub.Generate(request())))[-1].HasField("finish")
+
+
+@pytest.mark.parametrize(
+    ("reason", "code"),
+    [
+        (wpb.END_REASON_ERROR, grpc.StatusCode.INTERNAL),
+        (wpb.END_REASON_INVALID, grpc.StatusCode.INTERNAL),
+        (wpb.END_REASON_DEADLINE, grpc.StatusCode.DEADLINE_EXCEEDED),
+        (wpb.END_REASON_CANCELLED, grpc.StatusCode.ABORTED),
+    ],
+)
+async def test_failures_at_the_worker(reason: wpb.EndReason.ValueType, code: grpc.StatusCode) -> None:
+    worker = FakeWorker(FILES)
+    async with bench(worker) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 4000}))
+        await call.read()
+        worker.end_with = wpb.SequenceEnd(reason=reason, message="engine: boom")
+        error = await error_of(call)
+        assert error.code() is code
+        await b.empty()
+
+
+async def test_no_initial_metadata_before_the_first_token() -> None:
+    worker = FakeWorker(FILES, step_s=0.2)
+    async with bench(worker) as b:
+        call = b.stub.Generate(request())
+        waiting = asyncio.ensure_future(call.initial_metadata())
+        await until(lambda: worker.submitted)
+        assert not waiting.done()
+        await call.read()
+        await waiting
+        await collect(call)
+
+
+async def test_tokenizer_from_a_folder(tmp_path: Any) -> None:
+    from tests.unit.router.support import save
+
+    folder = save(FILES, tmp_path / "same")
+    async with bench(FakeWorker(FILES, answer=short), tokenizer=folder) as b:
+        assert (await collect(b.stub.Generate(request())))[-1].HasField("finish")
+    other = save(tokenizer_files(chat=False), tmp_path / "other")
+    async with bench(FakeWorker(FILES), FakeWorker({}), tokenizer=other, start=False) as b:
+        await b.ready(1)
+        await asyncio.sleep(0.3)
+        assert b.ready_workers() == 1
+
+
+async def test_storm_leaves_every_table_empty() -> None:
+    workers = [FakeWorker(FILES, worker_id=f"w{i}", room_seqs=8) for i in range(2)]
+    rnd = random.Random(11)
+
+    async def one(b: Bench, i: int) -> str:
+        kind = i % 6
+        params: dict[str, Any] = {"max_tokens": rnd.randrange(1, 30)}
+        if kind == 1:
+            params["stop_strings"] = ["lm"]
+        if kind == 2:
+            params["temperature"] = -1
+        call = b.stub.Generate(request(params=params), timeout=rnd.uniform(0.001, 0.2) if kind == 3 else 20)
+        if kind == 4:
+            asyncio.get_running_loop().call_later(rnd.uniform(0, 0.2), call.cancel)
+        if kind == 5:
+            params["max_tokens"] = 4000
+        with contextlib.suppress(grpc.aio.AioRpcError, asyncio.CancelledError):
+            await collect(call)
+        return (await call.code()).name
+
+    async with bench(*workers, queue_size=64) as b:
+        running = [asyncio.ensure_future(one(b, i)) for i in range(240)]
+        await asyncio.sleep(0.3)
+        await workers[1].stop()
+        outcomes = set(await asyncio.gather(*running))
+        assert {"OK", "INVALID_ARGUMENT", "CANCELLED", "DEADLINE_EXCEEDED"} <= outcomes
+        assert outcomes <= {
+            "OK", "INVALID_ARGUMENT", "CANCELLED", "DEADLINE_EXCEEDED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "ABORTED",
+        }  # fmt: skip
+        await b.empty()
+
+
+async def test_drain_finishes_streams_and_refuses_new_ones() -> None:
+    async with bench(drain_timeout_s=5.0) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 300}))
+        await call.read()
+        draining = asyncio.ensure_future(b.router.drain())
+        await asyncio.sleep(0.05)
+        assert await b.health() == health_pb2.HealthCheckResponse.NOT_SERVING
+        parts = await collect(call)
+        assert parts[-1].finish.usage.completion_tokens == 300
+        await draining
+        assert leftovers(b.router) == [0] * 8
+
+
+async def test_drain_ends_what_takes_too_long() -> None:
+    async with bench(drain_timeout_s=0.2) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 4000}))
+        await call.read()
+        begin = asyncio.get_running_loop().time()
+        await b.router.drain()
+        assert asyncio.get_running_loop().time() - begin < 3.0
+        assert (await error_of(call)).code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+        assert leftovers(b.router) == [0] * 8
+
+
+def router_process(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "router", *arguments],
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "FISSILE_LOG_FORMAT": "json", **(environment or {})},
+    )
+
+
+def listening_address(process: subprocess.Popen[str]) -> str:
+    assert process.stderr is not None
+    for line in process.stderr:
+        event = json.loads(line)
+        if event["event"] == "router listening":
+            return str(event["address"])
+    raise AssertionError("the router does not listen")
+
+
+async def test_process_drains_on_sigterm_and_exits_with_zero() -> None:
+    worker = FakeWorker(FILES)
+    process = router_process("--worker", await worker.start(), "--port", "0", "--drain-timeout", "5s")
+    address = await asyncio.to_thread(listening_address, process)
+    async with grpc.aio.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        async for answer in health.Watch(health_pb2.HealthCheckRequest(), timeout=10):
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                break
+        call = InferenceServiceStub(channel).Generate(request("secret words", params={"max_tokens": 200}))
+        await call.read()
+        process.send_signal(signal.SIGTERM)
+        assert (await collect(call))[-1].finish.usage.completion_tokens == 200
+    assert await asyncio.to_thread(process.wait, 10) == 0
+    assert process.stderr is not None
+    log = process.stderr.read()
+    assert "request finished" in log
+    assert "secret" not in log
+    assert "hijkl" not in log
+    assert "Traceback" not in log
+    await worker.stop()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "no worker is named"),
+        (["--worker", "nowhere"], "use host:port"),
+        (["--worker", "a:1", "--port", "TAKEN"], "is in use"),
+        (["--worker", "a:1", "--port", "0", "--tokenizer", "/nonexistent"], "tokenizer.json"),
+        (["--worker", "a:1", "--max-hold", "soon"], "use for example 250ms"),
+        (["--worker", "a:1", "--placement", "magic"], "round_robin"),
+        (["--worker", "a:1", "--host", "no.such.host.invalid", "--port", "0"], "change --host"),
+    ],
+)
+def test_process_refuses_in_one_line(arguments: list[str], message: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        process = router_process(*(port if a == "TAKEN" else a for a in arguments))
+        _, log = process.communicate(timeout=20)
+    assert process.returncode == 2
+    errors = [line for line in log.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1
+    assert message in errors[0]
+    assert "Traceback" not in log
+
+
+def test_router_needs_neither_torch_nor_the_worker() -> None:
+    code = "import sys, router.app; print(sorted({'torch', 'worker', 'kernels', 'transformers'} & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.strip() == "[]"
