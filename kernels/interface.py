@@ -1,0 +1,154 @@
+"""What a kernel back end does: the operations of a decoder, the KV cache, attention and sampling.
+
+A back end owns the layout of packed weights and of the KV cache; callers pass both back unopened. Shapes: T rows of a
+step (its tokens, then padding), S sequences, H hidden size, Hq query heads, Hkv key/value heads, D head size, I
+intermediate size, V vocabulary size. "Model dtype" is the dtype of weights and activations.
+
+Every operation computes each row alone: a row's bits depend neither on the other rows nor on its place (design-details
+section 3). A back end that can not promise it says so in `batch_invariant`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+PackedLinear = Any
+KVCache = Any
+AttentionPlan = Any
+
+
+@dataclass
+class AttentionMetaData:
+    """What one step's attention needs (seed 003 section 4, kernel-notes section 6).
+
+    Query row i of sequence s has the absolute position `seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i`.
+
+    Attributes:
+        cu_seqlens_q: int64 [S+1], where each sequence's rows begin; the last entry is the number of tokens.
+        seq_lens: int64 [S], keys visible to each sequence's last row, this step's included.
+        block_tables: int64 [S, longest], block ids in order; entries past a sequence's end are not read.
+        slot_mapping: int64 [tokens], `block * block_size + offset` of each token.
+        plan: what the back end derived from the above for this step, by `plan_attention`.
+    """
+
+    cu_seqlens_q: npt.NDArray[np.int64]
+    seq_lens: npt.NDArray[np.int64]
+    block_tables: npt.NDArray[np.int64]
+    slot_mapping: npt.NDArray[np.int64]
+    plan: AttentionPlan = None
+
+    @property
+    def num_tokens(self) -> int:
+        """Rows that are tokens, without padding."""
+        return int(self.cu_seqlens_q[-1])
+
+
+@dataclass(frozen=True)
+class SampleParams:
+    """Sampling parameters of S rows, as in the request: temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off.
+
+    Attributes:
+        temperature: float32 [S].
+        top_k: int64 [S].
+        top_p: float32 [S].
+        min_p: float32 [S].
+    """
+
+    temperature: npt.NDArray[np.float32]
+    top_k: npt.NDArray[np.int64]
+    top_p: npt.NDArray[np.float32]
+    min_p: npt.NDArray[np.float32]
+
+
+class KernelBackend(Protocol):
+    """The operations. None writes to its inputs, except `write_kv` to the cache."""
+
+    @property
+    def name(self) -> str:
+        """Name that selects the back end."""
+        ...
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a row's bits never depend on the batch."""
+        ...
+
+    @property
+    def row_multiple(self) -> int:
+        """Rows of a step are best padded to a multiple of this; other counts work but are copied."""
+        ...
+
+    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
+        """Brings a weight [N, K] and a bias [N] of any float dtype into the back end's layout, in `dtype`.
+
+        The result may share the weight's memory, which must therefore stay unchanged.
+        """
+        ...
+
+    def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        """x [T, K] times the packed weight, plus its bias: [T, N] in the model dtype."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """Root mean square norm over the last dimension, in float32, rounded to x's dtype before the weight."""
+        ...
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(rms_norm(x + residual), x + residual); the sum is rounded to the model dtype first."""
+        ...
+
+    def rope(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotates q [T, Hq, D] and k [T, Hkv, D], half-split pairs; cos and sin are float32 [T, 1, D/2] per row."""
+        ...
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """silu(x[:, :I]) * x[:, I:] for x [T, 2I]: [T, I]."""
+        ...
+
+    def allocate_kv(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> KVCache:
+        """A zeroed KV cache of `num_blocks` blocks of `block_size` tokens."""
+        ...
+
+    def plan_attention(self, metadata: AttentionMetaData, cache: KVCache, num_heads: int) -> AttentionPlan:
+        """Derives, once per step, what `write_kv` and `attention` need in every layer."""
+        ...
+
+    def write_kv(
+        self, cache: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
+    ) -> None:
+        """Stores the rows of k and v [T, Hkv, D] in the slots of `metadata`; padding rows are not stored."""
+        ...
+
+    def attention(
+        self, q: torch.Tensor, cache: KVCache, layer: int, metadata: AttentionMetaData, scale: float
+    ) -> torch.Tensor:
+        """Causal attention of q [T, Hq, D] over the cache, which holds this step's keys already: [T, Hq, D].
+
+        One path for every number of rows: a decode is a prefill of one row. Padding rows come back as zeros.
+        """
+        ...
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        params: SampleParams,
+        seeds: npt.NDArray[np.uint64],
+        positions: npt.NDArray[np.int64],
+        choices: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        """Token ids int64 [S] from float32 logits [S, V], by the rules of design-details section 4.
+
+        `positions[i]` is the number of tokens before the sampled one, `choices[i]` the index of the answer.
+        """
+        ...

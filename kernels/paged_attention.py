@@ -1,0 +1,474 @@
+"""Batch-invariant attention over a paged KV cache, in PyTorch.
+
+A query row meets its keys in tiles of KV_TILE at absolute positions [j * KV_TILE, (j + 1) * KV_TILE). Rows are grouped
+into query tiles of a fixed number of tokens, one sequence each. The pair (query tile, KV tile) is an item; items are
+computed GROUP at a time by batched products of one fixed shape, whatever the step holds. So decode, chunk and prefill
+are one path, and a row's partial results do not depend on the rest of the step.
+
+Each item yields, in float32, the largest score m, the largest probability p of the tile's own softmax, and the values
+o weighted by that softmax. The tile's weight is exp(m - M) / p, with M the row's overall maximum, because 1 / p is the
+tile's sum of exp(score - m). Weighted values are added in tile order and divided by the sum of the weights. A fully
+masked tile has weight exp(-huge) = 0 and adds exact zeros, so skipping it equals computing it: a row's bits do not
+depend on which rows share its query tile, that is, on chunk borders.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.elementwise import exp2_, padded_length
+from kernels.interface import AttentionMetaData
+
+# Keys per tile.
+KV_TILE = 64
+# Rows of a batched product are a multiple of this, at least: head group x tokens of a query tile.
+ROWS = 8
+# Bytes of keys of one group: small enough for the caches near a core.
+GROUP_BYTES = 1 << 19
+MAX_GROUP = 16
+# Bytes of partial results held at once; more are computed in panels of query tiles.
+PANEL_BYTES = 32 << 20
+# Added to the scores of invisible keys: finite, so that no infinity is subtracted from another; it swallows any score.
+LOWEST = -3.0e38
+
+Ints = npt.NDArray[np.int64]
+
+
+class PagedKVCache:
+    """Keys and values of all layers: [layers, 2, blocks + 1, Hkv, block_size, D] in the model dtype, zeroed.
+
+    The block is the outermost dimension inside a layer, so that blocks can be copied without knowing heads. The last
+    block is never written: it stands for the positions past a sequence's end.
+    """
+
+    def __init__(
+        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        # Keys that lie together both in a block and in a tile.
+        self.granule = math.gcd(block_size, KV_TILE)
+        self.data = torch.zeros(num_layers, 2, num_blocks + 1, num_kv_heads, block_size, head_dim, dtype=dtype)
+        self._slots = [layer.view(2, -1, head_dim) for layer in self.data]
+        self._granules = [layer.view(2, -1, self.granule * head_dim) for layer in self.data]
+
+    def write(self, layer: int, slot_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Stores k and v [tokens, Hkv, D] in the rows `slot_rows` int64 [tokens * Hkv]."""
+        keys, values = self._slots[layer]
+        keys.index_copy_(0, slot_rows, k.reshape(-1, self.head_dim))
+        values.index_copy_(0, slot_rows, v.reshape(-1, self.head_dim))
+
+    def granules(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as [granules, granule * D], ordered by block, head, place in the block."""
+        keys, values = self._granules[layer]
+        return keys, values
+
+
+@dataclass(frozen=True)
+class Group:
+    """Up to `group_size` items that are computed by one pair of batched products.
+
+    Attributes:
+        first: place of the first item among the panel's partial results, a multiple of the group size.
+        count: items of the group.
+        query_tiles: int64 [count], query tile of each item.
+        granule_rows: int64 [count * Hkv * granules of a tile], rows of the cache.
+        visible: int64 [count * rows], how many keys of the tile each row sees; None when every row sees all.
+        unwritten: int64, gathered rows [count * Hkv * KV_TILE] past the sequence's end; None when there are none.
+    """
+
+    first: int
+    count: int
+    query_tiles: torch.Tensor
+    granule_rows: torch.Tensor
+    visible: torch.Tensor | None
+    unwritten: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Panel:
+    """Query tiles [start, stop) and their items, ordered by KV tile, then query tile.
+
+    Attributes:
+        start: first query tile.
+        stop: end of the query tiles.
+        item_tiles: int64 [items], query tile of each item, counted from `start`.
+        tile_counts: how many query tiles have KV tile 0, 1, ...; never increasing, since query tiles are sorted.
+        groups: the items, in order.
+    """
+
+    start: int
+    stop: int
+    item_tiles: torch.Tensor
+    tile_counts: list[int]
+    groups: list[Group]
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """What one step's attention does in every layer.
+
+    Attributes:
+        slot_rows: int64 [tokens * Hkv], where keys and values are written.
+        tile_tokens: int64 [query tiles * tokens of a tile], row of the step, or the zero row past the last token.
+        token_places: int64 [tokens], each token's place in `tile_tokens`.
+        tokens_per_tile: query tokens of a query tile.
+        rows: rows of a batched product, tokens_per_tile * head group rounded up.
+        group_size: items of every batched product.
+        panels: the work.
+    """
+
+    slot_rows: torch.Tensor
+    tile_tokens: torch.Tensor
+    token_places: torch.Tensor
+    tokens_per_tile: int
+    rows: int
+    group_size: int
+    panels: list[Panel]
+
+
+class Workspace:
+    """Buffers that are kept from call to call, by name and size."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._biases: torch.Tensor | None = None
+
+    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """A contiguous buffer that begins at an aligned address; its content is what the last user left."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
+            buffer = torch.zeros(size, dtype=dtype)
+            self._buffers[name] = buffer
+        return buffer[:size].view(shape)
+
+    def causal_biases(self) -> torch.Tensor:
+        """[KV_TILE + 1, KV_TILE]: row c hides all but the first c keys of a tile."""
+        if self._biases is None:
+            hidden = torch.arange(KV_TILE) >= torch.arange(KV_TILE + 1)[:, None]
+            self._biases = torch.where(hidden, LOWEST, 0.0)
+        return self._biases
+
+
+def plan(metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> AttentionPlan:
+    """Splits one step into query tiles, items, groups and panels."""
+    head_group = num_heads // cache.num_kv_heads
+    tokens_per_tile = max(1, ROWS // head_group)
+    tiles = _query_tiles(metadata, tokens_per_tile)
+    rows = -(-tokens_per_tile * head_group // ROWS) * ROWS
+    key_bytes = KV_TILE * cache.num_kv_heads * cache.head_dim * 4
+    planner = _Planner(
+        tiles=tiles,
+        cache=cache,
+        granule_table=_granule_table(metadata, cache),
+        row_positions=np.repeat(tiles.positions, head_group, axis=1),
+        rows=rows,
+        group_size=max(2, min(MAX_GROUP, GROUP_BYTES // key_bytes)),
+    )
+    return AttentionPlan(
+        slot_rows=_slot_rows(metadata.slot_mapping, cache),
+        tile_tokens=torch.from_numpy(tiles.tokens.ravel()),
+        token_places=torch.from_numpy(tiles.token_places),
+        tokens_per_tile=tokens_per_tile,
+        rows=rows,
+        group_size=planner.group_size,
+        panels=planner.panels(),
+    )
+
+
+def _slot_rows(slots: Ints, cache: PagedKVCache) -> torch.Tensor:
+    blocks, offsets = np.divmod(slots, cache.block_size)
+    heads = np.arange(cache.num_kv_heads)
+    rows = (blocks[:, None] * cache.num_kv_heads + heads) * cache.block_size + offsets[:, None]
+    return torch.from_numpy(rows.ravel())
+
+
+def _granule_table(metadata: AttentionMetaData, cache: PagedKVCache) -> Ints:
+    """[S, granules]: the cache row of each granule of each sequence for head 0; the zero block's past the end."""
+    per_block = cache.block_size // cache.granule
+    per_tile = KV_TILE // cache.granule
+    longest = int(metadata.seq_lens.max())
+    granules = np.arange(-(-longest // KV_TILE) * per_tile)
+    blocks, parts = np.divmod(granules, per_block)
+    reachable = np.minimum(blocks, metadata.block_tables.shape[1] - 1)
+    ids = metadata.block_tables[:, reachable]
+    inside = granules * cache.granule < metadata.seq_lens[:, None]
+    return np.asarray(np.where(inside, ids, cache.num_blocks) * (cache.num_kv_heads * per_block) + parts)
+
+
+@dataclass(frozen=True)
+class _QueryTiles:
+    """Query tiles, those with the most KV tiles first.
+
+    Attributes:
+        sequences: int64 [Q], the sequence of each.
+        tokens: int64 [Q, tokens of a tile], row of the step; the number of tokens for places past the last token.
+        positions: int64 [Q, tokens of a tile], absolute positions; the last token's for places past it.
+        num_kv_tiles: int64 [Q], never increasing.
+        seq_lens: int64 [Q], length of the tile's sequence.
+        token_places: int64 [tokens], each token's place in `tokens`.
+    """
+
+    sequences: Ints
+    tokens: Ints
+    positions: Ints
+    num_kv_tiles: Ints
+    seq_lens: Ints
+    token_places: Ints
+
+
+def _query_tiles(metadata: AttentionMetaData, tokens_per_tile: int) -> _QueryTiles:
+    starts = metadata.cu_seqlens_q[:-1]
+    lengths = np.diff(metadata.cu_seqlens_q)
+    per_sequence = -(-lengths // tokens_per_tile)
+    sequences = np.repeat(np.arange(len(lengths)), per_sequence)
+    first_tiles = np.cumsum(per_sequence) - per_sequence
+    offsets = (np.arange(len(sequences)) - first_tiles[sequences])[:, None] * tokens_per_tile
+    offsets = offsets + np.arange(tokens_per_tile)
+    last = lengths[sequences][:, None] - 1
+    real = offsets <= last
+    positions = (metadata.seq_lens - lengths)[sequences][:, None] + np.minimum(offsets, last)
+    num_kv_tiles = positions[:, -1] // KV_TILE + 1
+    order = np.argsort(-num_kv_tiles, kind="stable")
+    tokens = np.where(real, starts[sequences][:, None] + offsets, metadata.num_tokens)[order]
+    places = np.empty(metadata.num_tokens + 1, np.int64)
+    places[tokens.ravel()] = np.arange(tokens.size)
+    return _QueryTiles(
+        sequences=sequences[order],
+        tokens=tokens,
+        positions=positions[order],
+        num_kv_tiles=num_kv_tiles[order],
+        seq_lens=metadata.seq_lens[sequences][order],
+        token_places=places[:-1],
+    )
+
+
+@dataclass(frozen=True)
+class _Planner:
+    """Makes panels and groups out of query tiles; `row_positions` is [Q, tokens of a tile * head group]."""
+
+    tiles: _QueryTiles
+    cache: PagedKVCache
+    granule_table: Ints
+    row_positions: Ints
+    rows: int
+    group_size: int
+
+    def panels(self) -> list[Panel]:
+        item_bytes = self.cache.num_kv_heads * self.rows * self.cache.head_dim * 4
+        most_items = max(1, PANEL_BYTES // item_bytes)
+        ends = np.cumsum(self.tiles.num_kv_tiles)
+        panels = []
+        start = 0
+        while start < len(ends):
+            done = int(ends[start - 1]) if start else 0
+            stop = max(start + 1, int(np.searchsorted(ends, done + most_items, side="right")))
+            panels.append(self._panel(start, stop))
+            start = stop
+        return panels
+
+    def _panel(self, start: int, stop: int) -> Panel:
+        num_kv_tiles = self.tiles.num_kv_tiles[start:stop]
+        counts = np.searchsorted(-num_kv_tiles, -np.arange(num_kv_tiles[0]), side="left")
+        kv_tiles = np.repeat(np.arange(len(counts)), counts)
+        item_tiles = np.arange(len(kv_tiles)) - np.repeat(np.cumsum(counts) - counts, counts)
+        return Panel(
+            start, stop, torch.from_numpy(item_tiles), counts.tolist(), self._groups(item_tiles + start, kv_tiles)
+        )
+
+    def _groups(self, query_tiles: Ints, kv_tiles: Ints) -> list[Group]:
+        """Groups of the items (query_tiles[i], kv_tiles[i])."""
+        granule_rows = self._granule_rows(query_tiles, kv_tiles)
+        visible = self._visible(query_tiles, kv_tiles)
+        filled = np.minimum(self.tiles.seq_lens[query_tiles] - kv_tiles * KV_TILE, KV_TILE)
+        groups = []
+        for first in range(0, len(kv_tiles), self.group_size):
+            part = slice(first, first + self.group_size)
+            masked = bool((visible[part] < KV_TILE).any())
+            groups.append(
+                Group(
+                    first=first,
+                    count=len(kv_tiles[part]),
+                    query_tiles=torch.from_numpy(query_tiles[part]),
+                    granule_rows=torch.from_numpy(granule_rows[part].ravel()),
+                    visible=torch.from_numpy(visible[part].ravel()) if masked else None,
+                    unwritten=self._unwritten(filled[part]),
+                )
+            )
+        return groups
+
+    def _granule_rows(self, query_tiles: Ints, kv_tiles: Ints) -> Ints:
+        """[items, Hkv, granules of a tile]"""
+        per_tile = KV_TILE // self.cache.granule
+        columns = kv_tiles[:, None] * per_tile + np.arange(per_tile)
+        head_0 = self.granule_table[self.tiles.sequences[query_tiles][:, None], columns]
+        heads = np.arange(self.cache.num_kv_heads) * (self.cache.block_size // self.cache.granule)
+        return np.asarray(head_0[:, None, :] + heads[None, :, None])
+
+    def _visible(self, query_tiles: Ints, kv_tiles: Ints) -> Ints:
+        """[items, rows]; rows that pad a product see everything."""
+        visible = np.full((len(query_tiles), self.rows), KV_TILE, np.int64)
+        tokens = self.row_positions[query_tiles] - kv_tiles[:, None] * KV_TILE + 1
+        visible[:, : tokens.shape[1]] = np.clip(tokens, 0, KV_TILE)
+        return visible
+
+    def _unwritten(self, filled: Ints) -> torch.Tensor | None:
+        """Gathered rows that lie in a granule but past the sequence's end; `filled` [count] keys are in each tile."""
+        ends = -(-filled // self.cache.granule) * self.cache.granule
+        if (filled == ends).all():
+            return None
+        slots = np.arange(KV_TILE)
+        items, places = np.nonzero((slots >= filled[:, None]) & (slots < ends[:, None]))
+        heads = np.arange(self.cache.num_kv_heads)
+        rows = (items[:, None] * self.cache.num_kv_heads + heads) * KV_TILE + places[:, None]
+        return torch.from_numpy(rows.ravel())
+
+
+def attend(
+    q: torch.Tensor, cache: PagedKVCache, layer: int, plan: AttentionPlan, scale: float, workspace: Workspace
+) -> torch.Tensor:
+    """Attention of q [T, Hq, D] by `plan`: [T, Hq, D]; rows past the plan's tokens are zeros."""
+    tokens = len(plan.token_places)
+    queries = _tiled_queries(q, tokens, cache.num_kv_heads, plan, scale)
+    results = [_attend_panel(queries, cache, layer, plan, panel, workspace) for panel in plan.panels]
+    tiled = results[0] if len(results) == 1 else torch.cat(results)
+    _, num_heads, head_dim = q.shape
+    head_group = num_heads // cache.num_kv_heads
+    used = tiled[:, :, : plan.tokens_per_tile * head_group]
+    by_token = used.reshape(-1, cache.num_kv_heads, plan.tokens_per_tile, head_group, head_dim).transpose(1, 2)
+    out = q.new_zeros(q.shape)
+    out[:tokens] = by_token.reshape(-1, num_heads, head_dim).index_select(0, plan.token_places)
+    return out
+
+
+def _tiled_queries(q: torch.Tensor, tokens: int, num_kv_heads: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
+    """Scaled float32 queries as [query tiles, Hkv, rows, D], zeros in the places past a sequence's rows."""
+    _, num_heads, head_dim = q.shape
+    head_group = num_heads // num_kv_heads
+    wide = q.new_zeros(tokens + 1, num_heads, head_dim, dtype=torch.float32)
+    wide[:tokens] = q[:tokens]
+    wide.mul_(scale)
+    gathered = wide.index_select(0, plan.tile_tokens)
+    split = gathered.view(-1, plan.tokens_per_tile, num_kv_heads, head_group, head_dim)
+    used = plan.tokens_per_tile * head_group
+    rows = split.transpose(1, 2).reshape(-1, num_kv_heads, used, head_dim)
+    if used == plan.rows:
+        return rows
+    padded = rows.new_zeros(rows.shape[0], num_kv_heads, plan.rows, head_dim)
+    padded[:, :, :used] = rows
+    return padded
+
+
+def _attend_panel(
+    queries: torch.Tensor, cache: PagedKVCache, layer: int, plan: AttentionPlan, panel: Panel, workspace: Workspace
+) -> torch.Tensor:
+    """[query tiles of the panel, Hkv, rows, D]"""
+    heads, size = cache.num_kv_heads, plan.group_size
+    padded = -(-len(panel.item_tiles) // size) * size
+    maxima = workspace.get("maxima", (padded, heads, plan.rows, 1))
+    peaks = workspace.get("peaks", (padded, heads, plan.rows, 1))
+    values = workspace.get("values", (padded, heads, plan.rows, cache.head_dim))
+    kernel = _GroupKernel(queries, cache, layer, plan, workspace)
+    for group in panel.groups:
+        last = group.first + size
+        kernel.run(group, maxima[group.first : last], peaks[group.first : last], values[group.first : last])
+    items = len(panel.item_tiles)
+    weights = _weights(panel, maxima[:items], peaks[:items], workspace)
+    return _merged(panel.tile_counts, weights, values[:items])
+
+
+class _GroupKernel:
+    """Computes groups of items of one layer into m, p and o."""
+
+    def __init__(
+        self, queries: torch.Tensor, cache: PagedKVCache, layer: int, plan: AttentionPlan, workspace: Workspace
+    ) -> None:
+        size, heads, dim = plan.group_size, cache.num_kv_heads, cache.head_dim
+        batch = size * heads
+        self._all_queries = queries
+        self._key_granules, self._value_granules = cache.granules(layer)
+        self._granules = heads * KV_TILE // cache.granule
+        self._q = workspace.get("q", (size, heads, plan.rows, dim))
+        self._k = _Gathered("k", (size, heads, KV_TILE, dim), cache.data.dtype, workspace)
+        self._v = _Gathered("v", (size, heads, KV_TILE, dim), cache.data.dtype, workspace)
+        self._scores = workspace.get("scores", (size, heads, plan.rows, KV_TILE))
+        self._probabilities = workspace.get("probabilities", (size, heads, plan.rows, KV_TILE))
+        self._bias = workspace.get("bias", (size, 1, plan.rows, KV_TILE))
+        self._biases = workspace.causal_biases()
+        # What the products see: always the same shapes.
+        self._q_product = self._q.view(batch, plan.rows, dim)
+        self._k_product = self._k.wide.view(batch, KV_TILE, dim).transpose(1, 2)
+        self._v_product = self._v.wide.view(batch, KV_TILE, dim)
+        self._scores_product = self._scores.view(batch, plan.rows, KV_TILE)
+        self._probabilities_product = self._probabilities.view(batch, plan.rows, KV_TILE)
+
+    def run(self, group: Group, maxima: torch.Tensor, peaks: torch.Tensor, values: torch.Tensor) -> None:
+        """Fills the group's slices; what stands behind `group.count` items is left over and not used."""
+        n = group.count
+        torch.index_select(self._all_queries, 0, group.query_tiles, out=self._q[:n])
+        self._k.gather(self._key_granules, group.granule_rows, n, group.unwritten)
+        self._v.gather(self._value_granules, group.granule_rows, n, group.unwritten)
+        torch.bmm(self._q_product, self._k_product, out=self._scores_product)
+        scores = self._scores[:n]
+        if group.visible is not None:
+            rows = self._bias[:n].view(-1, KV_TILE)
+            torch.index_select(self._biases, 0, group.visible, out=rows)
+            scores.add_(self._bias[:n])
+        torch.amax(scores, -1, keepdim=True, out=maxima[:n])
+        probabilities = self._probabilities[:n]
+        torch.softmax(scores, -1, out=probabilities)
+        torch.amax(probabilities, -1, keepdim=True, out=peaks[:n])
+        torch.bmm(self._probabilities_product, self._v_product, out=values.view(self._q_product.shape))
+
+
+class _Gathered:
+    """Keys or values of a group: gathered from the cache, zeroed where nothing is written, widened to float32."""
+
+    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, workspace: Workspace) -> None:
+        self.wide = workspace.get(name, shape)
+        self._narrow = self.wide if dtype == torch.float32 else workspace.get(f"{name}_narrow", shape, dtype)
+        self._rows = self._narrow.view(-1, shape[-1])
+
+    def gather(self, source: torch.Tensor, granules: torch.Tensor, count: int, unwritten: torch.Tensor | None) -> None:
+        """Fills the first `count` items; unwritten slots may hold anything, and 0 * NaN is NaN."""
+        used = self._narrow[:count]
+        torch.index_select(source, 0, granules, out=used.view(len(granules), -1))
+        if unwritten is not None:
+            self._rows.index_fill_(0, unwritten, 0.0)
+        if self._narrow is not self.wide:
+            self.wide[:count].copy_(used)
+
+
+def _weights(panel: Panel, maxima: torch.Tensor, peaks: torch.Tensor, workspace: Workspace) -> torch.Tensor:
+    """exp(m - M) / p of each item's rows: [items, Hkv, rows, 1]."""
+    by_kv_tile = torch.split(maxima, panel.tile_counts)
+    highest = by_kv_tile[0].clone()
+    for part in by_kv_tile[1:]:
+        head = highest[: part.shape[0]]
+        torch.maximum(head, part, out=head)
+    count = maxima.numel()
+    flat = workspace.get("weights", (padded_length(count),))
+    weights = flat[:count].view(maxima.shape)
+    torch.sub(maxima, highest.index_select(0, panel.item_tiles), out=weights)
+    weights.mul_(math.log2(math.e))
+    exp2_(flat)
+    return weights.div_(peaks)
+
+
+def _merged(tile_counts: list[int], weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """Weighted mean of the values [items, Hkv, rows, D] of each query tile, added in KV tile order."""
+    values.mul_(weights)
+    parts = zip(torch.split(weights, tile_counts), torch.split(values, tile_counts), strict=True)
+    total_weights, total_values = next(parts)
+    for part_weights, part_values in parts:
+        total_weights[: part_weights.shape[0]].add_(part_weights)
+        total_values[: part_values.shape[0]].add_(part_values)
+    return total_values / total_weights

@@ -1,0 +1,113 @@
+"""Sampling by Gumbel noise, exactly as design-details section 4 says; numpy, on the host.
+
+Integer masses and the order (value descending, id ascending) make the result independent of tiles, shards and sorting
+algorithms. Noise is computed only for the ids that the filters leave.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from kernels.interface import SampleParams
+from kernels.philox import Words, all_token_words, token_words
+
+Floats = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+
+# Weights of top-p: exp(x - max) in units of 2^-44; V < 2^19 keeps their sum within 63 bits.
+MASS_ONE = 2.0**44
+# Rows whose noise is computed together: bounds the temporary arrays to some tens of MB.
+_MAX_FLAT = 1 << 20
+# float32 noise errs by at most 0.32, so the best id is within twice that of the best approximate score.
+_APPROXIMATE_FROM = 4096
+_APPROXIMATE_MARGIN = np.float32(0.75)
+_LARGEST_BELOW_ONE = np.float32(1.0 - 2.0**-24)
+# How many ids are sorted first when only the most likely ones are wanted; grown until they suffice.
+_FIRST_SORTED = 1024
+
+
+def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, choices: Ids) -> Ids:
+    """Token ids int64 [S] for float32 logits [S, V]; see KernelBackend.sample."""
+    ids = np.empty(len(logits), np.int64)
+    greedy = params.temperature == 0
+    # argmax takes the first of equal values: the lowest id.
+    ids[greedy] = logits[greedy].argmax(axis=1)
+    filtered = ~greedy & ((params.min_p > 0) | (params.top_k > 0) | (params.top_p < 1))
+    for row in np.flatnonzero(filtered):
+        scaled = logits[row] / params.temperature[row]
+        kept = kept_ids(scaled, int(params.top_k[row]), float(params.top_p[row]), params.min_p[row])
+        repeated = (np.full(len(kept), x[row], np.uint64) for x in (seeds, positions, choices))
+        ids[row] = kept[(scaled[kept] + gumbel(token_words(kept, *repeated))).argmax()]
+    plain = np.flatnonzero(~greedy & ~filtered)
+    per_call = max(1, _MAX_FLAT // logits.shape[1])
+    for start in range(0, len(plain), per_call):
+        rows = plain[start : start + per_call]
+        scaled = logits[rows] / params.temperature[rows, None]
+        counters = (seeds[rows], positions[rows].astype(np.uint64), choices[rows].astype(np.uint64))
+        ids[rows] = _sample_unfiltered(scaled, *counters)
+    return ids
+
+
+def gumbel(words: Words) -> Floats:
+    """float32(-log(E)) with E = -log1p(-(y + 0.5) / 2^32), both logarithms in float64."""
+    uniform = (words.astype(np.float64) + 0.5) * 2.0**-32
+    return np.asarray(-np.log(-np.log1p(-uniform)), np.float32)
+
+
+def _approximate_gumbel(words: Words) -> Floats:
+    """`gumbel` in float32: off by at most 0.32, where the noise is lowest."""
+    uniform = np.minimum((words.astype(np.float32) + np.float32(0.5)) * np.float32(2.0**-32), _LARGEST_BELOW_ONE)
+    return np.asarray(-np.log(-np.log1p(-uniform)))
+
+
+def _sample_unfiltered(scaled: Floats, seeds: Words, positions: Words, choices: Words) -> Ids:
+    """Rows without filters: [R, V] -> [R]."""
+    words = all_token_words(scaled.shape[1], seeds, positions, choices)
+    if scaled.shape[1] < _APPROXIMATE_FROM:
+        return np.asarray((scaled + gumbel(words)).argmax(axis=1))
+    approximate = scaled + _approximate_gumbel(words)
+    near = approximate >= approximate.max(axis=1, keepdims=True) - _APPROXIMATE_MARGIN
+    scores = np.full_like(scaled, -np.inf)
+    scores[near] = scaled[near] + gumbel(words[near])
+    return np.asarray(scores.argmax(axis=1))
+
+
+def kept_ids(scaled: Floats, top_k: int, top_p: float, min_p: np.float32) -> Ids:
+    """Ids, ascending, that min_p, top_k and top_p leave, in this order, of one row of l / T [V]."""
+    largest = scaled.max()
+    least = largest + np.float32(math.log(min_p)) if min_p > 0 else -np.inf
+    kept = np.flatnonzero(scaled >= least)
+    if 0 < top_k < len(kept):
+        kept = kept[_most_likely(scaled[kept], top_k)]
+    if top_p < 1:
+        kept = kept[_top_p(scaled[kept], largest, top_p)]
+    return np.sort(kept)
+
+
+def _most_likely(values: Floats, count: int) -> Ids:
+    """Indices of the `count` largest values in the order (value descending, index ascending)."""
+    threshold = np.partition(values, len(values) - count)[len(values) - count]
+    candidates = np.flatnonzero(values >= threshold)
+    return candidates[np.argsort(-values[candidates], kind="stable")][:count]
+
+
+def _top_p(values: Floats, largest: np.float32, top_p: float) -> Ids:
+    """Indices of the smallest prefix, in that order, whose integer mass reaches ceil(top_p * total)."""
+    masses = np.rint(np.exp((values - largest).astype(np.float64)) * MASS_ONE).astype(np.int64)
+    wanted = _ceil_product(top_p, int(masses.sum()))
+    count = min(_FIRST_SORTED, len(values))
+    while True:
+        order = _most_likely(values, count)
+        sums = np.cumsum(masses[order])
+        if sums[-1] >= wanted or count == len(values):
+            return order[: int(np.searchsorted(sums, wanted)) + 1]
+        count = min(count * 8, len(values))
+
+
+def _ceil_product(fraction: float, total: int) -> int:
+    """ceil(fraction * total) in exact integers: a float64 product of a 63-bit total would round."""
+    numerator, denominator = fraction.as_integer_ratio()
+    return -(-numerator * total // denominator)

@@ -1,0 +1,93 @@
+"""Metadata of the forward pass in progress, for layers that need it (seed 003 section 4).
+
+Layers take tensors only; what depends on the step - where keys are written, which rows belong to which sequence - they
+read here. The context belongs to the thread that runs the step, so that two runners in one process do not meet.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from common.config import Config
+from kernels.interface import AttentionMetaData, KVCache
+
+__all__ = [
+    "AttentionMetaData",
+    "Context",
+    "ForwardContext",
+    "KVCacheTensor",
+    "get_forward_context",
+    "reset_forward_context",
+    "set_forward_context",
+]
+
+
+@dataclass(frozen=True)
+class Context:
+    """The rows of the step.
+
+    Attributes:
+        positions: int64 [T], absolute positions; 0 for padding rows.
+        is_prefill: whether a sequence computes more than one token.
+        batch_size: sequences.
+        graph_bs: rows, padding included.
+        is_draft: whether a draft model runs.
+    """
+
+    positions: torch.Tensor
+    is_prefill: bool
+    batch_size: int
+    graph_bs: int
+    is_draft: bool = False
+
+
+@dataclass(frozen=True)
+class KVCacheTensor:
+    """One layer's part of the KV cache, whose layout the kernel back end owns."""
+
+    layer_num: int
+    cache: KVCache
+
+
+@dataclass(frozen=True)
+class ForwardContext:
+    """Everything that a step's layers may ask for. `kv_cache_data` is keyed by the layer's name, `layers.{i}`."""
+
+    attn_metadata: AttentionMetaData
+    atom_config: Config
+    context: Context
+    kv_cache_data: Mapping[str, KVCacheTensor] = field(default_factory=dict)
+
+
+class _Current(threading.local):
+    context: ForwardContext | None = None
+
+
+_current = _Current()
+
+
+def set_forward_context(
+    attn_metadata: AttentionMetaData, atom_config: Config, context: Context, kv_cache_data: Mapping[str, KVCacheTensor]
+) -> None:
+    """Sets this thread's context for one forward pass; `kv_cache_data` stays the runner's own."""
+    _current.context = ForwardContext(attn_metadata, atom_config, context, kv_cache_data)
+
+
+def get_forward_context() -> ForwardContext:
+    """This thread's context.
+
+    Raises:
+        RuntimeError: no forward pass is in progress.
+    """
+    if _current.context is None:
+        raise RuntimeError("no forward pass is in progress")
+    return _current.context
+
+
+def reset_forward_context() -> None:
+    """Ends the forward pass."""
+    _current.context = None

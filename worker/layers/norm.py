@@ -1,0 +1,26 @@
+"""Root mean square norms."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.interface import KernelBackend
+from worker.loader import Weights
+
+
+class RMSNorm:
+    """RMSNorm with the weight `{name}.weight`, alone or fused with the residual addition before it."""
+
+    def __init__(self, kernels: KernelBackend, weights: Weights, name: str, eps: float, dtype: torch.dtype) -> None:
+        self._kernels = kernels
+        # A copy: the mapped file must not be needed after loading.
+        self._weight = weights.take(f"{name}.weight").to(dtype, copy=True)
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H]"""
+        return self._kernels.rms_norm(x, self._weight, self._eps)
+
+    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """(norm of x + residual, x + residual)"""
+        return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)

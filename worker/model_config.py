@@ -1,0 +1,212 @@
+"""What a checkpoint folder says about its model: config.json and generation_config.json, checked. No PyTorch here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+class ModelError(Exception):
+    """A checkpoint that can not be served; the message is one line that says what is wrong and what to change."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    Attributes:
+        theta: base of the wavelengths.
+        type: `default`, `linear` or `llama3`.
+        factor: how far positions are stretched; 1 for `default`.
+        low_freq_factor, high_freq_factor, original_max_position_embeddings: `llama3` only.
+    """
+
+    theta: float = 10000.0
+    type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's shape and its generation defaults.
+
+    Attributes:
+        dtype: the checkpoint's own dtype, one of DTYPES.
+        eos_token_ids: every end-of-sequence id, generation_config.json before config.json.
+        temperature, top_k, top_p: the checkpoint's generation defaults, None where it has none.
+        The others are named as in config.json.
+    """
+
+    architecture: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    max_position_embeddings: int
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+
+    @classmethod
+    def from_folder(cls, path: Path | str) -> ModelConfig:
+        """Reads and checks a checkpoint's configuration.
+
+        Raises:
+            ModelError: the folder or a file is missing or malformed, or the model is not supported.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ModelError(f"model folder {folder} does not exist; give a Hugging Face checkpoint folder")
+        config = _read_json(folder / "config.json")
+        if config is None:
+            raise ModelError(f"{folder} has no config.json; give a Hugging Face checkpoint folder")
+        generation = _read_json(folder / "generation_config.json") or {}
+        try:
+            return _parse(config, generation)
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ModelError(f"{folder / 'config.json'} can not be used: {what}") from error
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{path} can not be read ({reason}); download the checkpoint again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object; download the checkpoint again")
+    return content
+
+
+def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    architecture = _architecture(config)
+    _refuse_unsupported(config)
+    hidden_size = _count(config, "hidden_size")
+    heads = _count(config, "num_attention_heads")
+    kv_heads = _count(config, "num_key_value_heads", heads)
+    head_dim = _count(config, "head_dim", hidden_size // heads)
+    if heads % kv_heads:
+        raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    if head_dim % 2:
+        raise ModelError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        num_hidden_layers=_count(config, "num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=_count(config, "intermediate_size"),
+        vocab_size=_count(config, "vocab_size"),
+        rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
+        rope=_rope(config),
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        max_position_embeddings=_count(config, "max_position_embeddings", 2048),
+        dtype=_dtype(config),
+        bos_token_id=_optional(int, _first(generation, config, "bos_token_id")),
+        eos_token_ids=_token_ids(_first(generation, config, "eos_token_id")),
+        temperature=_optional(float, generation.get("temperature")),
+        top_k=_optional(int, generation.get("top_k")),
+        top_p=_optional(float, generation.get("top_p")),
+    )
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures") or []
+    for architecture in named:
+        if architecture in SUPPORTED_ARCHITECTURES:
+            return str(architecture)
+    found = ", ".join(map(str, named)) or "none named"
+    raise ModelError(f"architecture not supported: {found}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Settings that would change the numbers if they were ignored."""
+    if config.get("quantization_config"):
+        raise ModelError("quantized checkpoints are not supported; give the float32, bfloat16 or float16 checkpoint")
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
+    if config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}:
+        raise ModelError("sliding window attention is not supported; give a checkpoint with full attention")
+
+
+def _rope(config: Mapping[str, Any]) -> RopeConfig:
+    """transformers 5 writes `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    if kind not in SUPPORTED_ROPE_TYPES:
+        raise ModelError(f"rope scaling {kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
+    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
+        raise ModelError("partial_rotary_factor is not supported; give a checkpoint with full rotary embeddings")
+    theta = float(parameters.get("rope_theta", config.get("rope_theta", RopeConfig.theta)))
+    if kind == "default":
+        return RopeConfig(theta)
+    if kind == "linear":
+        return RopeConfig(theta, kind, float(parameters["factor"]))
+    return RopeConfig(
+        theta,
+        kind,
+        float(parameters["factor"]),
+        float(parameters["low_freq_factor"]),
+        float(parameters["high_freq_factor"]),
+        int(parameters["original_max_position_embeddings"]),
+    )
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    return dtype
+
+
+def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise KeyError(key)
+    if not isinstance(value, int) or value < 1:
+        raise ValueError(f"{key} is {value!r}; it must be a positive integer")
+    return value
+
+
+def _first(generation: Mapping[str, Any], config: Mapping[str, Any], key: str) -> Any:
+    value = generation.get(key)
+    return config.get(key) if value is None else value
+
+
+def _token_ids(value: Any) -> tuple[int, ...]:
+    if value is None:
+        return ()
+    return tuple(value) if isinstance(value, list) else (int(value),)
+
+
+def _optional(kind: type, value: Any) -> Any:
+    return None if value is None else kind(value)

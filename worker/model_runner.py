@@ -1,0 +1,225 @@
+"""Executes scheduled batches on a model (seed 003 section 3 step 7): prepare_model, run_model, postprocess.
+
+One rank, in process. A sequence's step is rows [num_computed_tokens, context_len) whatever it is called: prefill,
+chunk, decode or re-prefill.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.config import Config
+from common.text.tokenizer import Tokenizer, TokenizerError
+from kernels.interface import AttentionMetaData, KVCache, SampleParams
+from kernels.select import select_backend
+from worker.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.dtype import log_dtype, resolve_dtype
+from worker.forward_context import Context, KVCacheTensor, reset_forward_context, set_forward_context
+from worker.loader import Progress, load_weights, no_progress
+from worker.model_config import ModelConfig, ModelError
+from worker.models.llama import LlamaForCausalLM
+from worker.models.qwen3 import Qwen3ForCausalLM
+from worker.sequence import Sequence
+
+support_model_arch_dict: dict[str, type[LlamaForCausalLM]] = {
+    "Qwen3ForCausalLM": Qwen3ForCausalLM,
+    "LlamaForCausalLM": LlamaForCausalLM,
+}
+
+_WARMUP_TOKENS = 33
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """One step as tensors; T is the number of tokens rounded up to the back end's row multiple.
+
+    Attributes:
+        token_ids: int64 [T], 0 for padding rows.
+        context: positions and counts.
+        metadata: what attention needs, with its plan.
+        final_rows: int64 [F], rows whose logits are sampled, in batch order.
+    """
+
+    token_ids: torch.Tensor
+    context: Context
+    metadata: AttentionMetaData
+    final_rows: torch.Tensor
+
+
+def kv_block_bytes(model_config: ModelConfig, config: Config) -> int:
+    """Bytes of one KV block: keys and values of all layers and heads."""
+    values = 2 * model_config.num_hidden_layers * model_config.num_key_value_heads * model_config.head_dim
+    return values * config.kv_cache_block_size * resolve_dtype(config.dtype, model_config).itemsize
+
+
+class ModelRunner:
+    """A loaded model and its KV cache; implements worker.batch.Runner. Not for two threads at a time.
+
+    Args:
+        config: `model` is the checkpoint folder; `dtype`, `kernels`, `max_model_len`, `kv_cache_block_size` count.
+        model_config: from the same folder.
+        progress: called with (bytes loaded, bytes in all) for each tensor.
+
+    Raises:
+        ModelError: the model can not be served; one line.
+    """
+
+    def __init__(self, config: Config, model_config: ModelConfig, progress: Progress = no_progress) -> None:
+        self.config = config
+        self.model_config = model_config
+        self.dtype = resolve_dtype(config.dtype, model_config)
+        log_dtype(config.dtype, model_config, self.dtype)
+        self.max_model_len = config.max_model_len or model_config.max_position_embeddings
+        try:
+            self.kernels = select_backend(config.kernels)
+        except ValueError as error:
+            raise ModelError(str(error)) from error
+        model_class = support_model_arch_dict[model_config.architecture]
+        weights = load_weights(config.model, model_class.tensor_shapes(model_config), progress)
+        with torch.inference_mode():
+            self.model = model_class(model_config, self.kernels, weights, self.dtype, self.max_model_len)
+        self._sampled_ids = _sampled_ids(config.model, model_config)
+        self._kv_cache: KVCache = None
+        self._kv_cache_data: dict[str, KVCacheTensor] = {}
+
+    def num_blocks_for(self, kv_bytes: int) -> int:
+        """How many KV blocks fit into `kv_bytes`."""
+        return kv_bytes // kv_block_bytes(self.model_config, self.config)
+
+    def allocate_kv_cache(self, num_blocks: int) -> None:
+        """Makes the KV pool; earlier content is lost."""
+        model, config = self.model_config, self.config
+        self._kv_cache = self.kernels.allocate_kv(
+            model.num_hidden_layers,
+            num_blocks,
+            config.kv_cache_block_size,
+            model.num_key_value_heads,
+            model.head_dim,
+            self.dtype,
+        )
+        self._kv_cache_data = {
+            f"layers.{layer}": KVCacheTensor(layer, self._kv_cache) for layer in range(model.num_hidden_layers)
+        }
+
+    @contextmanager
+    def scratch_kv_cache(self, num_blocks: int) -> Iterator[None]:
+        """A KV pool of its own for as long as the block runs, so that probes leave no trace in the real one."""
+        kept = self._kv_cache, self._kv_cache_data
+        self.allocate_kv_cache(num_blocks)
+        try:
+            yield
+        finally:
+            self._kv_cache, self._kv_cache_data = kept
+
+    def warmup(self) -> None:
+        """Runs one prefill and one decode, so that the first request does not pay for first calls."""
+        seq = Sequence([0] * min(_WARMUP_TOKENS, self.max_model_len), self.config.kv_cache_block_size)
+        seq.block_table = list(range(seq.num_blocks))
+        with self.scratch_kv_cache(seq.num_blocks):
+            self.forward(ScheduledBatch({seq.id: seq}, [seq.num_tokens], seq.num_tokens))
+            seq.num_computed_tokens = seq.num_tokens - 1
+            self.forward(ScheduledBatch({seq.id: seq}, [1], 1))
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        """Computes one step; only sequences whose last token is reached get a token (T31)."""
+        if not batch.req_ids:
+            return ScheduledBatchOutput({})
+        return self.postprocess(batch, self.run_model(self.prepare_model(batch)))
+
+    def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
+        """Turns the batch's lists into tensors, once per step.
+
+        Raises:
+            ValueError: a block table does not cover its sequence.
+        """
+        lengths = np.array(batch.num_scheduled_tokens, np.int64)
+        starts = np.array(batch.num_computed_tokens, np.int64)
+        ends = np.cumsum(lengths)
+        total = int(ends[-1])
+        rows = np.repeat(np.arange(len(lengths)), lengths)
+        positions = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
+        tables = _block_tables(batch.block_tables, -(-(starts + lengths) // self.config.kv_cache_block_size))
+        blocks, offsets = np.divmod(positions, self.config.kv_cache_block_size)
+        metadata = AttentionMetaData(
+            cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), ends)),
+            seq_lens=starts + lengths,
+            block_tables=tables,
+            slot_mapping=tables[rows, blocks] * self.config.kv_cache_block_size + offsets,
+        )
+        metadata.plan = self.kernels.plan_attention(metadata, self._kv_cache, self.model_config.num_attention_heads)
+        multiple = self.kernels.row_multiple
+        padded = -(-total // multiple) * multiple
+        context = Context(_padded(positions, padded), total > len(lengths), len(lengths), padded)
+        token_ids = _padded(_flat(batch.scheduled_tokens, total), padded)
+        final_rows = torch.from_numpy(ends[np.array(batch.is_final, np.bool_)] - 1)
+        return ModelInput(token_ids, context, metadata, final_rows)
+
+    @torch.inference_mode()
+    def run_model(self, step: ModelInput) -> torch.Tensor:
+        """float32 logits [F, V] of the final rows; -inf for ids that the tokenizer does not have."""
+        set_forward_context(step.metadata, self.config, step.context, self._kv_cache_data)
+        try:
+            hidden = self.model.forward(step.token_ids, step.context.positions)
+        finally:
+            reset_forward_context()
+        logits = self.model.compute_logits(hidden.index_select(0, step.final_rows))
+        logits[:, self._sampled_ids :] = -torch.inf
+        return logits
+
+    @torch.inference_mode()
+    def postprocess(self, batch: ScheduledBatch, logits: torch.Tensor) -> ScheduledBatchOutput:
+        """Samples the final rows."""
+        final = np.flatnonzero(np.array(batch.is_final, np.bool_))
+        if not len(final):
+            return ScheduledBatchOutput({})
+        params = SampleParams(
+            temperature=np.array(batch.temperatures, np.float32)[final],
+            top_k=np.array(batch.top_ks, np.int64)[final],
+            top_p=np.array(batch.top_ps, np.float32)[final],
+            min_p=np.array(batch.min_ps, np.float32)[final],
+        )
+        ids = self.kernels.sample(
+            logits,
+            params,
+            seeds=np.array(batch.seeds, np.uint64)[final],
+            positions=np.array(batch.context_lens, np.int64)[final],
+            choices=np.array(batch.choices, np.int64)[final],
+        ).tolist()
+        return ScheduledBatchOutput({batch.req_ids[i]: (token,) for i, token in zip(final.tolist(), ids, strict=True)})
+
+
+def _sampled_ids(folder: str, model_config: ModelConfig) -> int:
+    """Ids below this may be sampled: embedding matrices are often padded beyond the tokenizer's vocabulary."""
+    try:
+        return min(Tokenizer.from_folder(folder).vocab_size, model_config.vocab_size)
+    except TokenizerError:
+        return model_config.vocab_size
+
+
+def _flat(lists: Iterable[list[int]], count: int) -> Ints:
+    return np.fromiter(chain.from_iterable(lists), np.int64, count)
+
+
+def _padded(values: Ints, length: int) -> torch.Tensor:
+    padded = np.zeros(length, np.int64)
+    padded[: len(values)] = values
+    return torch.from_numpy(padded)
+
+
+def _block_tables(tables: list[list[int]], needed: Ints) -> Ints:
+    """[S, longest] with zeros past each table's end."""
+    lengths = np.array([len(table) for table in tables], np.int64)
+    if (lengths < needed).any():
+        raise ValueError("a block table does not cover its sequence")
+    padded = np.zeros((len(tables), int(lengths.max())), np.int64)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = _flat(tables, int(lengths.sum()))
+    return padded

@@ -1,0 +1,74 @@
+"""The numerics class: two workers of one class give a request the same tokens (design-details section 3)."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+
+from common.sampling_params import SamplingParams
+from worker.batch import ScheduledBatch
+from worker.model_runner import ModelRunner
+from worker.sequence import Sequence
+
+_PREFILL = 300
+_CHUNKS = (37, 20)
+_DECODES = 40
+_SEED = 0x5EED
+# Any fixed numbers do; these are the constants of Knuth's MMIX generator.
+_MULTIPLIER = 6364136223846793005
+_INCREMENT = 1442695040888963407
+
+
+def numerics_digest(runner: ModelRunner) -> str:
+    """64-bit hex digest of the logit bits of a fixed probe, and of the facts that make a class.
+
+    The probe is a prefill, a prompt in two chunks and 40 sampled decodes of both together, in a KV pool of its own.
+    Facts: architecture, dtype, kernels, PyTorch, instruction set, threads.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    facts = (
+        runner.model_config.architecture,
+        runner.dtype,
+        runner.kernels.name,
+        torch.__version__,
+        torch.backends.cpu.get_cpu_capability(),
+        torch.get_num_threads(),
+    )
+    digest.update(repr(facts).encode())
+    decodes = min(_DECODES, (runner.max_model_len - 1) // 2)
+    first = _probe_sequence(runner, min(_PREFILL, runner.max_model_len - decodes), decodes, 0)
+    second = _probe_sequence(runner, min(sum(_CHUNKS), runner.max_model_len - decodes), decodes, len(first.block_table))
+    with runner.scratch_kv_cache(len(first.block_table) + len(second.block_table)):
+        _step(runner, digest, {first: first.num_tokens, second: min(_CHUNKS[0], second.num_tokens)})
+        if not second.num_completion_tokens:
+            _step(runner, digest, {second: second.num_tokens - second.num_computed_tokens})
+        for _ in range(decodes - 1):
+            _step(runner, digest, {first: 1, second: 1})
+    return digest.hexdigest()
+
+
+def _probe_sequence(runner: ModelRunner, length: int, decodes: int, first_block: int) -> Sequence:
+    block_size = runner.config.kv_cache_block_size
+    params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
+    state = length
+    tokens = []
+    for _ in range(length):
+        state = (state * _MULTIPLIER + _INCREMENT) % 2**64
+        tokens.append((state >> 33) % runner.model_config.vocab_size)
+    seq = Sequence(tokens, block_size, params, seed=_SEED)
+    seq.block_table = list(range(first_block, first_block - (-(length + decodes) // block_size)))
+    return seq
+
+
+def _step(runner: ModelRunner, digest: hashlib.blake2b, scheduled: dict[Sequence, int]) -> None:
+    """Computes one step, adds its logits to the digest and its tokens to the sequences."""
+    seqs = {seq.id: seq for seq in scheduled}
+    batch = ScheduledBatch(seqs, list(scheduled.values()), sum(scheduled.values()))
+    logits = runner.run_model(runner.prepare_model(batch))
+    digest.update(logits.numpy().tobytes())
+    output = runner.postprocess(batch, logits)
+    for seq, count in scheduled.items():
+        seq.num_computed_tokens += count
+        for token in output.token_ids.get(seq.id, ()):
+            seq.append_token(token)
