@@ -1,0 +1,325 @@
+"""`fissile serve` and its clients as a person uses them: what they print, what they return, what is left afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoints import make_checkpoint
+from tests.e2e.service import free_port
+
+ROOT = Path(__file__).resolve().parents[2]
+TIMEOUT_S = 90.0
+FIGURES = re.compile(
+    r"TTFT [\d.]+ ms, [\d.]+ ms per token, (\d+) tokens from \d+ \(\d+ cached\), \w+, trace [0-9a-f]{32}"
+)
+
+
+class Serve:
+    """A running `fissile serve`. Its processes, children too, carry a mark in their environment."""
+
+    def __init__(self, *arguments: str, port: int | None = None, **environment: str) -> None:
+        self.port = port or free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.mark = f"FISSILE_TEST_MARK={uuid.uuid4().hex}"
+        name, _, value = self.mark.partition("=")
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "common.cli.main", "serve", "--port", str(self.port), *arguments],
+            cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1", **environment, name: value},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self.errors: list[str] = []
+        self.output: list[str] = []
+        self._readers = [
+            threading.Thread(target=lines.extend, args=(stream,))
+            for lines, stream in ((self.errors, self.process.stderr), (self.output, self.process.stdout))
+        ]
+        for reader in self._readers:
+            reader.start()
+
+    def wait_for(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + TIMEOUT_S
+        while not condition():
+            assert self.process.poll() is None, self.everything()
+            assert time.monotonic() < end, self.everything()
+            time.sleep(0.02)
+
+    def wait_for_line(self, text: str, count: int = 1) -> None:
+        self.wait_for(lambda: sum(text in line for line in self.errors) >= count)
+
+    def wait(self) -> int:
+        """Waits for its end. Returns the exit code."""
+        code = self.process.wait(TIMEOUT_S)
+        for reader in self._readers:
+            reader.join(10)
+        return code
+
+    def everything(self) -> str:
+        return "".join([*self.output, *self.errors])
+
+    def processes(self) -> dict[int, str]:
+        """Process ids and command lines of all that carry the mark and have not ended."""
+        found = {}
+        for folder in Path("/proc").iterdir():
+            with contextlib.suppress(OSError):
+                if folder.name.isdigit() and self.mark.encode() in (folder / "environ").read_bytes().split(b"\0"):
+                    found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def worker_pid(self) -> int:
+        (pid,) = [pid for pid, command in self.processes().items() if " -m worker " in command]
+        return pid
+
+    def kill_worker(self) -> None:
+        self.wait_for(lambda: any(" -m worker " in command for command in self.processes().values()))
+        os.kill(self.worker_pid(), signal.SIGKILL)
+
+    def assert_nothing_left(self) -> None:
+        end = time.monotonic() + 5
+        while self.processes() and time.monotonic() < end:
+            time.sleep(0.02)
+        assert self.processes() == {}
+
+    def clean_up(self) -> None:
+        if self.process.poll() is None:
+            self.process.kill()
+        self.wait()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., Serve]]:
+    started: list[Serve] = []
+
+    def start(*arguments: str, port: int | None = None, **environment: str) -> Serve:
+        started.append(Serve(*arguments, port=port, **environment))
+        return started[-1]
+
+    yield start
+    for each in started:
+        each.clean_up()
+
+
+def fissile(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "common.cli.main", *arguments],
+        cwd=ROOT,
+        input=text,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def simulated(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder that a simulated worker serves: a tokenizer and a config, no weights are read."""
+    return str(make_checkpoint(tmp_path_factory.mktemp("models") / "tiny"))
+
+
+def test_once_serves_streams_one_answer_and_ends(serve: Callable[..., Serve], simulated: str) -> None:
+    run = serve("--model", simulated, "--once")
+    assert run.wait() == 0, run.everything()
+    errors = "".join(run.errors)
+    for said in ("tiny from ", f"127.0.0.1:{run.port}", "prefix caching  on", "2048 tokens", "KV memory", "serves"):
+        assert said in errors
+    figures = FIGURES.search(errors)
+    assert figures is not None, errors
+    assert int(figures[1]) >= 1
+    assert "".join(run.output).strip()
+    run.assert_nothing_left()
+
+
+def test_a_whole_visit(serve: Callable[..., Serve], simulated: str) -> None:
+    run = serve("--model", simulated, "--simulated", "--workers", "2", "--no-ask", "--model-name", "mine")
+    run.wait_for_line(f"serving on {run.address}")
+    assert run.output == []
+    at = ("--address", run.address)
+
+    models = json.loads(fissile("models", *at, "--json").stdout)
+    assert [(model["name"], model["chat"]) for model in models] == [("mine", True)]
+
+    asked = fissile("generate", *at, "--max-tokens", "12", "--ignore-eos", "hello")
+    assert (asked.returncode, bool(asked.stdout.strip())) == (0, True), asked.stderr
+    figures = FIGURES.search(asked.stderr)
+    assert figures is not None
+    assert figures[1] == "12"
+
+    options = ("generate", *at, "--text", "--seed", "7", "--max-tokens", "9", "--ignore-eos", "--json")
+    first, second = (json.loads(fissile(*options, text="Once upon a time\n").stdout) for _ in range(2))
+    assert first["text"] == second["text"]
+    assert (first["seed"], first["finish_reason"], first["usage"]["completion_tokens"]) == ("7", "length", 9)
+
+    refused = fissile("generate", *at, "--model", "other", "--text", "hello")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert refused.stderr.startswith("error: NOT_FOUND: ")
+    assert refused.stderr.count("\n") == 1
+
+    example = [sys.executable, "examples/python_client.py", run.address, "hello"]
+    printed = subprocess.run(example, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert printed.returncode == 0, printed.stderr
+    assert printed.stdout.startswith("mine: ")
+    assert re.search(r"FINISH_REASON_\w+, \d+ tokens, first one after [\d.]+ ms", printed.stdout)
+
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 0, run.everything()
+    assert "ended\n" in run.errors
+    run.assert_nothing_left()
+
+
+def test_ctrl_c_lets_a_running_answer_finish(serve: Callable[..., Serve], simulated: str) -> None:
+    run = serve("--model", simulated, "--no-ask")
+    run.wait_for_line(f"serving on {run.address}")
+    command = ["generate", "--address", run.address, "--text", "--max-tokens", "600", "--ignore-eos", "hello"]
+    asking = subprocess.Popen(
+        [sys.executable, "-m", "common.cli.main", *command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert asking.stdout is not None
+    assert asking.stdout.read(1)
+    run.process.send_signal(signal.SIGTERM)
+    _, errors = asking.communicate(timeout=TIMEOUT_S)
+    assert asking.returncode == 0, errors
+    assert "600 tokens" in errors
+    assert run.wait() == 0, run.everything()
+    run.assert_nothing_left()
+
+
+def test_ctrl_c_during_the_start_ends_it(serve: Callable[..., Serve], simulated: str) -> None:
+    run = serve("--model", simulated)
+    run.wait_for_line("KV memory")
+    run.process.send_signal(signal.SIGINT)
+    assert run.wait() == 0, run.everything()
+    run.assert_nothing_left()
+
+
+def test_a_dead_worker_is_started_again_and_three_deaths_end_it(serve: Callable[..., Serve], simulated: str) -> None:
+    run = serve("--model", simulated, "--simulated", "--no-ask")
+    run.wait_for_line(f"serving on {run.address}")
+    run.kill_worker()
+    run.wait_for_line("worker-0 died (killed by SIGKILL); starting it again in 0.5 s")
+
+    def answers() -> bool:
+        asked = fissile("generate", "--address", run.address, "--text", "--max-tokens", "3", "hello")
+        assert asked.returncode in (0, 1, 3), asked.stderr
+        return asked.returncode == 0
+
+    run.wait_for(answers)
+    run.kill_worker()
+    run.wait_for_line("worker-0 died (killed by SIGKILL); starting it again in 1 s")
+    run.kill_worker()
+    assert run.wait() == 1
+    assert run.errors[-1] == "error: worker-0 died 3 times within a minute (killed by SIGKILL)\n"
+    last = run.errors[run.errors.index("the last lines of worker-0:\n") + 1 :]
+    assert any("worker" in line for line in last)
+    run.assert_nothing_left()
+
+
+def test_no_child_survives_a_killed_serve(serve: Callable[..., Serve], simulated: str) -> None:
+    run = serve("--model", simulated, "--simulated", "--no-ask")
+    run.wait_for_line(f"serving on {run.address}")
+    assert len(run.processes()) == 3
+    run.process.kill()
+    run.wait()
+    run.assert_nothing_left()
+
+
+def test_a_taken_port_ends_it_with_one_line(serve: Callable[..., Serve], simulated: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = int(taken.getsockname()[1])
+        run = serve("--model", simulated, "--simulated", port=port)
+        assert run.wait() == 2
+    assert run.errors[-1].startswith(f"error: port {port} on 127.0.0.1 is in use")
+    assert sum("in use" in line for line in run.errors) == 1
+    run.assert_nothing_left()
+
+
+def change_config(folder: Path, **entries: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | entries))
+
+
+def without_tokenizer(folder: Path) -> None:
+    (folder / "tokenizer.json").unlink()
+
+
+def without_weights(folder: Path) -> None:
+    for path in folder.glob("*.safetensors"):
+        path.unlink()
+
+
+@pytest.mark.parametrize(
+    ("spoil", "named"),
+    [
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+        (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
+        (lambda folder: change_config(folder, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
+        (without_tokenizer, "tokenizer.json"),
+        (without_weights, "safetensors"),
+    ],
+    ids=["no config", "broken config", "unsupported architecture", "no tokenizer", "no weights"],
+)
+def test_a_bad_model_ends_it_with_one_line(
+    serve: Callable[..., Serve], tmp_path: Path, spoil: Callable[[Path], object], named: str
+) -> None:
+    model = make_checkpoint(tmp_path / "model")
+    spoil(model)
+    run = serve("--model", str(model))
+    assert run.wait() == 2, run.everything()
+    assert run.errors[-1].startswith("error: ")
+    assert named in run.errors[-1]
+    assert sum(line.startswith("error: ") or "Traceback" in line for line in run.errors) == 1
+    assert not any("died" in line for line in run.errors)
+    run.assert_nothing_left()
+
+
+def test_a_model_that_is_not_there_is_named(serve: Callable[..., Serve], tmp_path: Path) -> None:
+    run = serve("--model", str(tmp_path / "nowhere"))
+    assert run.wait() == 2
+    assert str(tmp_path / "nowhere") in run.errors[-1]
+    assert run.errors[-1].startswith("error: ")
+
+
+def test_a_model_without_a_chat_template_serves_generate_only(serve: Callable[..., Serve], tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path / "plain", chat_template=False)
+    run = serve("--model", str(folder), "--simulated")
+    # The first request finds out by itself that the model has no template.
+    run.wait_for_line(f"serving on {run.address}")
+    assert any(FIGURES.search(line) for line in run.errors)
+    refused = fissile("generate", "--address", run.address, "--chat", "hello")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: FAILED_PRECONDITION: ")
+
+
+def test_offline_generates_without_a_router(simulated: str) -> None:
+    options = ("generate", "--offline", simulated, "--max-tokens", "5", "--ignore-eos", "--temperature", "0")
+    answer = fissile(*options, "--json", "hello")
+    assert answer.returncode == 0, answer.stderr
+    assert len(json.loads(answer.stdout)["token_ids"]) == 5
+    refused = fissile("generate", "--offline", "/nowhere", "hello")
+    assert refused.returncode == 2
+    assert refused.stderr.startswith("error: ")
+    assert refused.stderr.count("\n") == 1
