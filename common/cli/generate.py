@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,7 @@ from common.cli.group import OFFLINE, find_entry_points
 from common.cli.options import address_option, json_option, option, timeout_option
 from common.errors import ApiError
 from common.sampling_params import SamplingParams
+from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 
 # Fields of SamplingParams. Those that are not given are not sent, so the model's own defaults hold.
 SAMPLING_OPTIONS = (
@@ -125,15 +127,32 @@ def generate(
 
 
 def generate_offline(folder: str, question: Question, *, as_json: bool) -> None:
-    """Runs the model of a checkpoint folder in this process; the engine is found by its entry point."""
-    if question.chat:
-        raise CommandError("--offline continues a prompt: leave out --chat, or ask a router")
-    entry = find_entry_points(OFFLINE)["engine"]
-    engine = entry.load()(folder)
-    (answer,) = engine.generate([question.prompt], SamplingParams(**question.sampling))
+    """Runs the model of a checkpoint folder in this process; the engine is found by its entry point.
+
+    Raises:
+        CommandError: the folder cannot be served, or the request is not valid (exit code 2).
+    """
+    if question.chat or question.system:
+        raise CommandError("--offline continues a prompt: leave out --chat and --system, or ask a router")
+    # Needs the tokenizers package, which the command line itself does not.
+    from common.text.tokenizer import TokenizerError  # noqa: PLC0415
+
+    entries = find_entry_points(OFFLINE)
+    engine, model_error = entries["engine"].load(), entries["model_error"].load()
+    setup_logging(os.environ.get(LEVEL_VARIABLE, "warning"), service="offline")
+    ids = [question.request_id] if question.request_id else None
+    try:
+        (answer,) = engine(folder).generate([question.prompt], dict(question.sampling), request_ids=ids)
+    except (ApiError, TokenizerError, model_error) as error:
+        raise CommandError(str(error)) from error
     if as_json:
         click.echo(json.dumps(answer, ensure_ascii=False))
         return
     shown = TextStream()
     shown.write(answer["text"])
     shown.end_line()
+    click.echo(
+        f"TTFT {answer['ttft'] * 1e3:.1f} ms, {answer['tpot'] * 1e3:.2f} ms per token, "
+        f"{answer['num_tokens_output']} tokens from {answer['num_tokens_input']}, {answer['finish_reason']}",
+        err=True,
+    )

@@ -28,14 +28,12 @@ from common.cli.group import CHECKOUT, missing_extra
 from common.cli.options import option
 from common.cli.supervisor import REFUSED, Supervisor
 from common.cli.version import fissile_version
-from common.limits import DRAIN_TIMEOUT_S
+from common.limits import CPU_MAX_NUM_BATCHED_TOKENS, DRAIN_TIMEOUT_S
 from common.telemetry.logs import FORMAT_VARIABLE, LEVELS
 
 DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
 DEMO_NAME = "demo"
 GIB = 1 << 30
-# On a CPU, running answers can wait for a step of this many prompt tokens; the guide's 16384 is for GPUs.
-CPU_TOKEN_BUDGET = 2048
 FIRST_PROMPT = "Tell me a story."
 FIRST_ANSWER_TIMEOUT_S = 600.0
 POLL_S = 0.1
@@ -276,7 +274,7 @@ def describe_kv_memory(fleet: Fleet) -> str:
     "--max-num-batched-tokens",
     envvar="FISSILE_MAX_NUM_BATCHED_TOKENS",
     type=click.IntRange(min=1),
-    default=CPU_TOKEN_BUDGET,
+    default=CPU_MAX_NUM_BATCHED_TOKENS,
     help="Token budget of a worker's step.",
 )
 @option("--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.")
