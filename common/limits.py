@@ -6,6 +6,11 @@ MIB = 1 << 20
 MAX_FRAME_BYTES = MIB
 MAX_FRAME_TOKENS = 16_384
 TOKENIZER_CHUNK_BYTES = 512 * 1024
+MAX_END_MESSAGE_BYTES = 512
+# Tokens of prompts whose last Extend has not come, per Session.
+MAX_ASSEMBLING_TOKENS = 1 << 24
+MIN_LEASE_S = 0.1
+MAX_LEASE_S = 60.0
 
 # Requests.
 MAX_REQUEST_BYTES = 16 * MIB
@@ -37,6 +42,8 @@ CONNECT_TIMEOUT_S = 1.0
 # Engine.
 MAX_CACHE_SALTS = 4096
 MAX_KV_BLOCKS = 1 << 20
+# A GPU computes 16384 tokens in the time a CPU takes for this many.
+CPU_MAX_NUM_BATCHED_TOKENS = 2048
 
 # Shutdown. Between health's NOT_SERVING and the first refusal, balancers get time to learn of it.
 DRAIN_PROPAGATION_S = 0.25

@@ -1,0 +1,285 @@
+"""Generation in this process, without a service: LLMEngine and its InputOutputProcessor (seed 003 section 3).
+
+The same parameters, seeds, token stream and text as through router and worker: real numbers are rounded to float32,
+a missing seed is derived from the request id, stop strings are searched on text, and the token that stops a sequence is
+counted but is not part of the text.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import structlog
+
+from common.config import Config
+from common.errors import InvalidFieldError, NoTokenizerError
+from common.limits import CPU_MAX_NUM_BATCHED_TOKENS
+from common.sampling_params import SamplingParams
+from common.seed import derive_seed
+from common.text.detokenizer import Detokenizer
+from common.text.stop_strings import StopStrings
+from common.text.tokenizer import Tokenizer
+from worker.batch import RequestOutput, Runner
+from worker.engine_config import available_memory, with_pool, with_special_tokens
+from worker.engine_core import EngineCore
+from worker.model_config import ModelConfig
+from worker.model_runner import ModelRunner
+from worker.sequence import EndReason, Sequence
+
+log = structlog.get_logger(__name__)
+
+Prompt = str | Seq[int]
+# Fields of SamplingParams that are given; the others are the model's own defaults.
+Given = SamplingParams | Mapping[str, Any] | None
+
+
+class Answer:
+    """One answer as it grows: tokens, text, stop strings.
+
+    Attributes:
+        request_id: of the request, shared by its `n` answers.
+        seq: the engine's side of it.
+        token_ids: what counts of the output; tokens behind a stop string do not.
+        text: decoded so far.
+        finish_reason: the guide's string, or `stop_string`; None while it grows.
+    """
+
+    def __init__(self, request_id: str, seq: Sequence, detokenizer: Detokenizer | None) -> None:
+        params = seq.sampling_params
+        self.request_id = request_id
+        self.seq = seq
+        self.token_ids: list[int] = []
+        self.text = ""
+        self.finish_reason: str | None = None
+        self._detokenizer = detokenizer
+        self._stop_strings = StopStrings(params.stop_strings, params.include_stop_string)
+
+    def take(self, output: RequestOutput) -> None:
+        """Takes what a step has produced, up to the token that completes a stop string."""
+        stopper = output.end_reason in (EndReason.EOS, EndReason.STOP_TOKEN)
+        for i, token_id in enumerate(output.output_tokens):
+            if self.finish_reason is not None:
+                return
+            self.token_ids.append(token_id)
+            if not (stopper and i == len(output.output_tokens) - 1):
+                self._decode([token_id])
+        if output.finished and self.finish_reason is None:
+            self._flush()
+            self.finish_reason = self.finish_reason or output.finish_reason
+
+    def _decode(self, token_ids: list[int]) -> None:
+        if self._detokenizer is None:
+            return
+        text = self._detokenizer.push(token_ids)
+        # A stop string counts from the `min_tokens`th token on, like every other stop.
+        if len(self.token_ids) < self.seq.sampling_params.min_tokens:
+            self.text += text
+        else:
+            self._search(text)
+
+    def _search(self, text: str) -> None:
+        result = self._stop_strings.push(text)
+        self.text += result.emit
+        if result.matched is not None:
+            self.finish_reason = "stop_string"
+
+    def _flush(self) -> None:
+        if self._detokenizer is not None:
+            self._search(self._detokenizer.flush())
+        if self.finish_reason is None:
+            self.text += self._stop_strings.flush()
+
+
+class InputOutputProcessor:
+    """Prompts to sequences, and finished answers to dictionaries.
+
+    Args:
+        tokenizer: None when the model has none; then prompts are token ids, and texts are empty.
+        model_config: vocabulary size and generation defaults.
+        block_size: tokens per KV block.
+    """
+
+    def __init__(self, tokenizer: Tokenizer | None, model_config: ModelConfig, block_size: int) -> None:
+        self.tokenizer = tokenizer
+        self.model_config = model_config
+        self.block_size = block_size
+
+    def sampling_params(self, given: Given) -> SamplingParams:
+        """The parameters of a request; what a mapping leaves out is taken from `generation_config.json`.
+
+        Raises:
+            InvalidFieldError: a value is out of range.
+            TypeError: a mapping names an unknown parameter.
+        """
+        return given if isinstance(given, SamplingParams) else replace(self._defaults(), **(given or {}))
+
+    def preprocess(self, prompt: Prompt, params: SamplingParams, request_id: str, arrive_time: float) -> list[Answer]:
+        """One answer with its sequence for each of the `n` that `params` asks for.
+
+        Raises:
+            InvalidFieldError: an empty prompt, or a token id outside the vocabulary.
+            NoTokenizerError: a text, or stop strings, and the model has no tokenizer.
+        """
+        token_ids = self._encode(prompt)
+        if params.stop_strings and self.tokenizer is None:
+            raise NoTokenizerError(self.model_config.architecture)
+        seed = derive_seed(request_id) if params.seed is None else params.seed
+        return [
+            Answer(
+                request_id,
+                Sequence(token_ids, self.block_size, params, seed=seed, choice=choice, arrive_time=arrive_time),
+                None if self.tokenizer is None else self.tokenizer.decode_stream(),
+            )
+            for choice in range(params.n)
+        ]
+
+    def postprocess(self, answer: Answer) -> dict[str, Any]:
+        """A finished answer as a dictionary of JSON values; times in seconds.
+
+        `ttft` is the time from arrival to the first token, `tpot` the mean time per token after it.
+        """
+        seq, count = answer.seq, len(answer.token_ids)
+        first = seq.arrive_time if seq.first_token_time is None else seq.first_token_time
+        leave = first if seq.leave_time is None else seq.leave_time
+        return {
+            "request_id": answer.request_id,
+            "index": seq.choice,
+            "text": answer.text,
+            "token_ids": answer.token_ids,
+            "finish_reason": answer.finish_reason,
+            "num_tokens_input": seq.num_prompt_tokens,
+            "num_tokens_output": count,
+            "seed": seq.seed,
+            "ttft": first - seq.arrive_time,
+            "tpot": (leave - first) / (count - 1) if count > 1 else 0.0,
+            "latency": leave - seq.arrive_time,
+        }
+
+    def _encode(self, prompt: Prompt) -> list[int]:
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise NoTokenizerError(self.model_config.architecture)
+            return self.tokenizer.encode(prompt)
+        vocab_size = self.model_config.vocab_size
+        for i, token_id in enumerate(prompt):
+            if not 0 <= token_id < vocab_size:
+                raise InvalidFieldError(f"token_ids[{i}]", f"is {token_id}", f"an id from 0 to {vocab_size - 1}")
+        return list(prompt)
+
+    def _defaults(self) -> SamplingParams:
+        params = SamplingParams()
+        for name in ("temperature", "top_k", "top_p"):
+            value = getattr(self.model_config, name)
+            # A checkpoint's odd value must not fail every request.
+            with contextlib.suppress(InvalidFieldError):
+                params = params if value is None else replace(params, **{name: value})
+        return params
+
+
+class LLMEngine:
+    """A model in this process.
+
+    Args:
+        model: a checkpoint folder, run with prefix caching and a step size for CPUs, or a Config whose `model` is one.
+        runner: executes batches instead of the model, for tests; the Config must then have `num_kvcache_blocks`.
+        clock: monotonic seconds.
+
+    Raises:
+        ModelError: the checkpoint can not be served.
+        TokenizerError: it has a tokenizer that can not be used.
+        InvalidFieldError: the Config does not fit the model or the memory.
+    """
+
+    def __init__(
+        self, model: str | Path | Config, *, runner: Runner | None = None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        config = model if isinstance(model, Config) else default_config(model)
+        model_config = ModelConfig.from_folder(config.model)
+        config = with_special_tokens(config, model_config)
+        if runner is None:
+            config, runner = _load_model(config, model_config)
+        else:
+            config = with_pool(config, model_config.max_position_embeddings, lambda _: 0, 0)
+        has_tokenizer = (Path(config.model) / "tokenizer.json").is_file()
+        tokenizer = Tokenizer.from_folder(config.model) if has_tokenizer else None
+        self.config = config
+        self.core = EngineCore(config, runner, clock)
+        self.io = InputOutputProcessor(tokenizer, model_config, config.kv_cache_block_size)
+        self._clock = clock
+
+    def generate(
+        self,
+        prompts: Seq[Prompt],
+        sampling_params: Given | Seq[Given] = None,
+        *,
+        request_ids: Seq[str] | None = None,
+    ) -> list[dict[str, Any]]:
+        """Answers all prompts, batched; one dictionary each (`InputOutputProcessor.postprocess`), `n` for `n` > 1.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            sampling_params: for all prompts, or one for each. A mapping gives some parameters, the model's
+                `generation_config.json` the others.
+            request_ids: what the seeds derive from when there is none in the parameters; random when None.
+
+        Raises:
+            ApiError: a prompt or a parameter is not valid; nothing has run.
+            EngineDeadError: the model failed; this engine is of no use any more.
+        """
+        every = _for_each(sampling_params, len(prompts))
+        ids = [uuid.uuid4().hex for _ in prompts] if request_ids is None else request_ids
+        answers: dict[int, Answer] = {}
+        for prompt, given, request_id in zip(prompts, every, ids, strict=True):
+            params = self.io.sampling_params(given)
+            for answer in self.io.preprocess(prompt, params, request_id, self._clock()):
+                answers[answer.seq.id] = answer
+        self._run(answers)
+        return [self.io.postprocess(answer) for answer in answers.values()]
+
+    def _run(self, answers: dict[int, Answer]) -> None:
+        self.core.add_group(answer.seq for answer in answers.values())
+        try:
+            while self.core.has_unfinished():
+                for output in self.core.step().outputs:
+                    self._take(answers, output)
+        finally:
+            # Interrupted, by Ctrl-C for example: nothing goes on in the next call.
+            for seq_id in answers:
+                self.core.abort(seq_id)
+
+    def _take(self, answers: dict[int, Answer], output: RequestOutput) -> None:
+        answer = answers.get(output.request_id)
+        if answer is None:
+            return
+        answer.take(output)
+        if answer.finish_reason is not None:
+            self.core.abort(output.request_id)
+
+
+def default_config(folder: str | Path) -> Config:
+    """How a checkpoint is run when nothing else is said."""
+    return Config(model=str(folder), enable_prefix_caching=True, max_num_batched_tokens=CPU_MAX_NUM_BATCHED_TOKENS)
+
+
+def _load_model(config: Config, model_config: ModelConfig) -> tuple[Config, Runner]:
+    runner = ModelRunner(config, model_config)
+    model_len = model_config.max_position_embeddings
+    config = with_pool(config, model_len, runner.num_blocks_for, available_memory())
+    if config.max_model_len < model_len:
+        log.info("model length lowered", max_model_len=config.max_model_len, models_own=model_len)
+    runner.allocate_kv_cache(config.num_kvcache_blocks)
+    runner.warmup()
+    return config, runner
+
+
+def _for_each(params: Given | Seq[Given], count: int) -> list[Given]:
+    if params is None or isinstance(params, SamplingParams | Mapping):
+        return [params] * count
+    return list(params)
