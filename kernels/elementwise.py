@@ -26,12 +26,13 @@ def silu(x: torch.Tensor) -> torch.Tensor:
     flat = torch.empty(padded_length(count), dtype=torch.float32)
     flat[count:] = 0.0
     values = flat[:count].view(x.shape).copy_(x)
-    for chunk in torch.split(flat, CHUNK):
-        torch.nn.functional.silu(chunk, inplace=True)
+    for start in range(0, len(flat), CHUNK):
+        torch.nn.functional.silu(flat[start : start + CHUNK], inplace=True)
     return values
 
 
 def exp2_(flat: torch.Tensor) -> None:
     """2 ** x in place, for float32 of a `padded_length`."""
-    for chunk in torch.split(flat, CHUNK):
+    for start in range(0, len(flat), CHUNK):
+        chunk = flat[start : start + CHUNK]
         torch.exp2(chunk, out=chunk)

@@ -134,30 +134,6 @@ class AttentionPlan:
     panels: list[Panel]
 
 
-class Workspace:
-    """Buffers that are kept from call to call, by name and size."""
-
-    def __init__(self) -> None:
-        self._buffers: dict[str, torch.Tensor] = {}
-        self._biases: torch.Tensor | None = None
-
-    def get(self, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """A contiguous buffer that begins at an aligned address; its content is what the last user left."""
-        size = math.prod(shape)
-        buffer = self._buffers.get(name)
-        if buffer is None or buffer.numel() < size or buffer.dtype != dtype:
-            buffer = torch.zeros(size, dtype=dtype)
-            self._buffers[name] = buffer
-        return buffer[:size].view(shape)
-
-    def causal_biases(self) -> torch.Tensor:
-        """[KV_TILE + 1, KV_TILE]: row c hides all but the first c keys of a tile."""
-        if self._biases is None:
-            hidden = torch.arange(KV_TILE) >= torch.arange(KV_TILE + 1)[:, None]
-            self._biases = torch.where(hidden, LOWEST, 0.0)
-        return self._biases
-
-
 def plan(metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> AttentionPlan:
     """Splits one step into query tiles, items, groups and panels."""
     head_group = num_heads // cache.num_kv_heads
@@ -332,21 +308,68 @@ class _Planner:
         return torch.from_numpy(rows.ravel())
 
 
-def attend(
-    q: torch.Tensor, cache: PagedKVCache, layer: int, plan: AttentionPlan, scale: float, workspace: Workspace
-) -> torch.Tensor:
-    """Attention of q [T, Hq, D] by `plan`: [T, Hq, D]; rows past the plan's tokens are zeros."""
-    tokens = len(plan.token_places)
-    queries = _tiled_queries(q, tokens, cache.num_kv_heads, plan, scale)
-    results = [_attend_panel(queries, cache, layer, plan, panel, workspace) for panel in plan.panels]
-    tiled = results[0] if len(results) == 1 else torch.cat(results)
-    _, num_heads, head_dim = q.shape
-    head_group = num_heads // cache.num_kv_heads
-    used = tiled[:, :, : plan.tokens_per_tile * head_group]
-    by_token = used.reshape(-1, cache.num_kv_heads, plan.tokens_per_tile, head_group, head_dim).transpose(1, 2)
-    out = q.new_zeros(q.shape)
-    out[:tokens] = by_token.reshape(-1, num_heads, head_dim).index_select(0, plan.token_places)
-    return out
+class Workspace:
+    """Buffers that are kept from call to call, by name."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[str, torch.Tensor] = {}
+
+    def get(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        """A contiguous, aligned float32 buffer; its content is what the last user left."""
+        size = math.prod(shape)
+        buffer = self._buffers.get(name)
+        if buffer is None or len(buffer) < size:
+            buffer = torch.zeros(size)
+            self._buffers[name] = buffer
+        return buffer[:size].view(shape)
+
+
+class PagedAttention:
+    """Runs plans. Keeps its buffers, so one object serves one thread."""
+
+    def __init__(self) -> None:
+        self._workspace = Workspace()
+        self._groups: dict[tuple[object, ...], _GroupKernel] = {}
+
+    def attend(
+        self, q: torch.Tensor, cache: PagedKVCache, layer: int, plan: AttentionPlan, scale: float
+    ) -> torch.Tensor:
+        """Attention of q [T, Hq, D] by `plan`: [T, Hq, D]; rows past the plan's tokens are zeros."""
+        tokens = len(plan.token_places)
+        queries = _tiled_queries(q, tokens, cache.num_kv_heads, plan, scale)
+        results = [self._panel(queries, cache, layer, plan, panel) for panel in plan.panels]
+        tiled = results[0] if len(results) == 1 else torch.cat(results)
+        _, num_heads, head_dim = q.shape
+        head_group = num_heads // cache.num_kv_heads
+        used = tiled[:, :, : plan.tokens_per_tile * head_group]
+        by_token = used.reshape(-1, cache.num_kv_heads, plan.tokens_per_tile, head_group, head_dim).transpose(1, 2)
+        out = q.new_zeros(q.shape)
+        out[:tokens] = by_token.reshape(-1, num_heads, head_dim).index_select(0, plan.token_places)
+        return out
+
+    def _panel(
+        self, queries: torch.Tensor, cache: PagedKVCache, layer: int, plan: AttentionPlan, panel: Panel
+    ) -> torch.Tensor:
+        """[query tiles of the panel, Hkv, rows, D]"""
+        heads, size = cache.num_kv_heads, plan.group_size
+        items = len(panel.item_tiles)
+        padded = -(-items // size) * size
+        maxima = self._workspace.get("maxima", (padded, heads, plan.rows, 1))
+        peaks = self._workspace.get("peaks", (padded, heads, plan.rows, 1))
+        values = self._workspace.get("values", (padded, heads, plan.rows, cache.head_dim))
+        kernel = self._kernel(cache, plan)
+        keys_values = cache.granules(layer)
+        for group in panel.groups:
+            part = slice(group.first, group.first + size)
+            kernel.run(group, queries, keys_values, maxima[part], peaks[part], values[part])
+        weights = _weights(panel, maxima[:items], peaks[:items], self._workspace)
+        return _merged(panel.tile_counts, weights, values[:items])
+
+    def _kernel(self, cache: PagedKVCache, plan: AttentionPlan) -> _GroupKernel:
+        key = (plan.group_size, cache.num_kv_heads, plan.rows, cache.head_dim, cache.data.dtype)
+        if key not in self._groups:
+            self._groups[key] = _GroupKernel(plan.group_size, cache, plan.rows)
+        return self._groups[key]
 
 
 def _tiled_queries(q: torch.Tensor, tokens: int, num_kv_heads: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
@@ -367,92 +390,83 @@ def _tiled_queries(q: torch.Tensor, tokens: int, num_kv_heads: int, plan: Attent
     return padded
 
 
-def _attend_panel(
-    queries: torch.Tensor, cache: PagedKVCache, layer: int, plan: AttentionPlan, panel: Panel, workspace: Workspace
-) -> torch.Tensor:
-    """[query tiles of the panel, Hkv, rows, D]"""
-    heads, size = cache.num_kv_heads, plan.group_size
-    padded = -(-len(panel.item_tiles) // size) * size
-    maxima = workspace.get("maxima", (padded, heads, plan.rows, 1))
-    peaks = workspace.get("peaks", (padded, heads, plan.rows, 1))
-    values = workspace.get("values", (padded, heads, plan.rows, cache.head_dim))
-    kernel = _GroupKernel(queries, cache, layer, plan, workspace)
-    for group in panel.groups:
-        last = group.first + size
-        kernel.run(group, maxima[group.first : last], peaks[group.first : last], values[group.first : last])
-    items = len(panel.item_tiles)
-    weights = _weights(panel, maxima[:items], peaks[:items], workspace)
-    return _merged(panel.tile_counts, weights, values[:items])
-
-
 class _GroupKernel:
-    """Computes groups of items of one layer into m, p and o."""
+    """Computes groups of items into m, p and o, in buffers of its own; the products always see all of them."""
 
-    def __init__(
-        self, queries: torch.Tensor, cache: PagedKVCache, layer: int, plan: AttentionPlan, workspace: Workspace
-    ) -> None:
-        size, heads, dim = plan.group_size, cache.num_kv_heads, cache.head_dim
+    def __init__(self, size: int, cache: PagedKVCache, rows: int) -> None:
+        heads, dim = cache.num_kv_heads, cache.head_dim
         batch = size * heads
-        self._all_queries = queries
-        self._key_granules, self._value_granules = cache.granules(layer)
-        self._granules = heads * KV_TILE // cache.granule
-        self._q = workspace.get("q", (size, heads, plan.rows, dim))
-        self._k = _Gathered("k", (size, heads, KV_TILE, dim), cache.data.dtype, workspace)
-        self._v = _Gathered("v", (size, heads, KV_TILE, dim), cache.data.dtype, workspace)
-        self._scores = workspace.get("scores", (size, heads, plan.rows, KV_TILE))
-        self._probabilities = workspace.get("probabilities", (size, heads, plan.rows, KV_TILE))
-        self._bias = workspace.get("bias", (size, 1, plan.rows, KV_TILE))
-        self._biases = workspace.causal_biases()
-        # What the products see: always the same shapes.
-        self._q_product = self._q.view(batch, plan.rows, dim)
+        self._q = torch.zeros(size, heads, rows, dim)
+        self._k = _Gathered(size, cache)
+        self._v = _Gathered(size, cache)
+        self._scores = torch.zeros(size, heads, rows, KV_TILE)
+        self._probabilities = torch.zeros(size, heads, rows, KV_TILE)
+        self._bias = torch.zeros(size, 1, rows, KV_TILE)
+        self._bias_rows = self._bias.view(size, -1)
+        self._biases = causal_biases()
+        self._q_product = self._q.view(batch, rows, dim)
         self._k_product = self._k.wide.view(batch, KV_TILE, dim).transpose(1, 2)
         self._v_product = self._v.wide.view(batch, KV_TILE, dim)
-        self._scores_product = self._scores.view(batch, plan.rows, KV_TILE)
-        self._probabilities_product = self._probabilities.view(batch, plan.rows, KV_TILE)
+        self._scores_product = self._scores.view(batch, rows, KV_TILE)
+        self._probabilities_product = self._probabilities.view(batch, rows, KV_TILE)
 
-    def run(self, group: Group, maxima: torch.Tensor, peaks: torch.Tensor, values: torch.Tensor) -> None:
+    def run(
+        self,
+        group: Group,
+        queries: torch.Tensor,
+        keys_values: tuple[torch.Tensor, torch.Tensor],
+        maxima: torch.Tensor,
+        peaks: torch.Tensor,
+        values: torch.Tensor,
+    ) -> None:
         """Fills the group's slices; what stands behind `group.count` items is left over and not used."""
         n = group.count
-        torch.index_select(self._all_queries, 0, group.query_tiles, out=self._q[:n])
-        self._k.gather(self._key_granules, group.granule_rows, n, group.unwritten)
-        self._v.gather(self._value_granules, group.granule_rows, n, group.unwritten)
+        torch.index_select(queries, 0, group.query_tiles, out=self._q[:n])
+        self._k.gather(keys_values[0], group)
+        self._v.gather(keys_values[1], group)
         torch.bmm(self._q_product, self._k_product, out=self._scores_product)
         scores = self._scores[:n]
         if group.visible is not None:
-            rows = self._bias[:n].view(-1, KV_TILE)
-            torch.index_select(self._biases, 0, group.visible, out=rows)
+            torch.index_select(self._biases, 0, group.visible, out=self._bias_rows[:n].view(-1, KV_TILE))
             scores.add_(self._bias[:n])
-        torch.amax(scores, -1, keepdim=True, out=maxima[:n])
         probabilities = self._probabilities[:n]
+        torch.amax(scores, -1, keepdim=True, out=maxima[:n])
         torch.softmax(scores, -1, out=probabilities)
         torch.amax(probabilities, -1, keepdim=True, out=peaks[:n])
         torch.bmm(self._probabilities_product, self._v_product, out=values.view(self._q_product.shape))
 
 
+def causal_biases() -> torch.Tensor:
+    """[KV_TILE + 1, KV_TILE]: row c hides all but the first c keys of a tile."""
+    hidden = torch.arange(KV_TILE) >= torch.arange(KV_TILE + 1)[:, None]
+    return torch.where(hidden, LOWEST, 0.0)
+
+
 class _Gathered:
     """Keys or values of a group: gathered from the cache, zeroed where nothing is written, widened to float32."""
 
-    def __init__(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, workspace: Workspace) -> None:
-        self.wide = workspace.get(name, shape)
-        self._narrow = self.wide if dtype == torch.float32 else workspace.get(f"{name}_narrow", shape, dtype)
-        self._rows = self._narrow.view(-1, shape[-1])
+    def __init__(self, size: int, cache: PagedKVCache) -> None:
+        shape = (size, cache.num_kv_heads, KV_TILE, cache.head_dim)
+        self.wide = torch.zeros(shape)
+        self._narrow = self.wide if cache.data.dtype == torch.float32 else torch.zeros(shape, dtype=cache.data.dtype)
+        self._rows = self._narrow.view(-1, cache.head_dim)
+        self._granules = self._narrow.view(-1, cache.granule * cache.head_dim)
 
-    def gather(self, source: torch.Tensor, granules: torch.Tensor, count: int, unwritten: torch.Tensor | None) -> None:
-        """Fills the first `count` items; unwritten slots may hold anything, and 0 * NaN is NaN."""
-        used = self._narrow[:count]
-        torch.index_select(source, 0, granules, out=used.view(len(granules), -1))
-        if unwritten is not None:
-            self._rows.index_fill_(0, unwritten, 0.0)
+    def gather(self, source: torch.Tensor, group: Group) -> None:
+        """Fills the group's items; unwritten slots may hold anything, and 0 * NaN is NaN."""
+        torch.index_select(source, 0, group.granule_rows, out=self._granules[: len(group.granule_rows)])
+        if group.unwritten is not None:
+            self._rows.index_fill_(0, group.unwritten, 0.0)
         if self._narrow is not self.wide:
-            self.wide[:count].copy_(used)
+            self.wide[: group.count].copy_(self._narrow[: group.count])
 
 
 def _weights(panel: Panel, maxima: torch.Tensor, peaks: torch.Tensor, workspace: Workspace) -> torch.Tensor:
     """exp(m - M) / p of each item's rows: [items, Hkv, rows, 1]."""
-    by_kv_tile = torch.split(maxima, panel.tile_counts)
-    highest = by_kv_tile[0].clone()
-    for part in by_kv_tile[1:]:
-        head = highest[: part.shape[0]]
+    first, *others = maxima.split_with_sizes(panel.tile_counts)
+    highest = first.clone()
+    for part in others:
+        head = highest[: len(part)]
         torch.maximum(head, part, out=head)
     count = maxima.numel()
     flat = workspace.get("weights", (padded_length(count),))
@@ -466,9 +480,9 @@ def _weights(panel: Panel, maxima: torch.Tensor, peaks: torch.Tensor, workspace:
 def _merged(tile_counts: list[int], weights: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
     """Weighted mean of the values [items, Hkv, rows, D] of each query tile, added in KV tile order."""
     values.mul_(weights)
-    parts = zip(torch.split(weights, tile_counts), torch.split(values, tile_counts), strict=True)
-    total_weights, total_values = next(parts)
-    for part_weights, part_values in parts:
-        total_weights[: part_weights.shape[0]].add_(part_weights)
-        total_values[: part_values.shape[0]].add_(part_values)
+    total_weights, *other_weights = weights.split_with_sizes(tile_counts)
+    total_values, *other_values = values.split_with_sizes(tile_counts)
+    for part_weights, part_values in zip(other_weights, other_values, strict=True):
+        total_weights[: len(part_weights)].add_(part_weights)
+        total_values[: len(part_values)].add_(part_values)
     return total_values / total_weights

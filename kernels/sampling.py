@@ -16,6 +16,8 @@ from kernels.philox import Words, all_token_words, token_words
 
 Floats = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
+# Seeds, positions and choices of all rows, uint64 [S].
+Counters = tuple[Words, Words, Words]
 
 # Weights of top-p: exp(x - max) in units of 2^-44; V < 2^19 keeps their sum within 63 bits.
 MASS_ONE = 2.0**44
@@ -33,21 +35,16 @@ def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, c
     """Token ids int64 [S] for float32 logits [S, V]; see KernelBackend.sample."""
     ids = np.empty(len(logits), np.int64)
     greedy = params.temperature == 0
+    filtered = ~greedy & ((params.min_p > 0) | (params.top_k > 0) | (params.top_p < 1))
+    counters = (seeds, positions.astype(np.uint64), choices.astype(np.uint64))
     # argmax takes the first of equal values: the lowest id.
     ids[greedy] = logits[greedy].argmax(axis=1)
-    filtered = ~greedy & ((params.min_p > 0) | (params.top_k > 0) | (params.top_p < 1))
-    for row in np.flatnonzero(filtered):
-        scaled = logits[row] / params.temperature[row]
-        kept = kept_ids(scaled, int(params.top_k[row]), float(params.top_p[row]), params.min_p[row])
-        repeated = (np.full(len(kept), x[row], np.uint64) for x in (seeds, positions, choices))
-        ids[row] = kept[(scaled[kept] + gumbel(token_words(kept, *repeated))).argmax()]
-    plain = np.flatnonzero(~greedy & ~filtered)
     per_call = max(1, _MAX_FLAT // logits.shape[1])
-    for start in range(0, len(plain), per_call):
-        rows = plain[start : start + per_call]
-        scaled = logits[rows] / params.temperature[rows, None]
-        counters = (seeds[rows], positions[rows].astype(np.uint64), choices[rows].astype(np.uint64))
-        ids[rows] = _sample_unfiltered(scaled, *counters)
+    for mask, sample_rows in ((filtered, _sample_filtered), (~greedy & ~filtered, _sample_unfiltered)):
+        matching = np.flatnonzero(mask)
+        for start in range(0, len(matching), per_call):
+            rows = matching[start : start + per_call]
+            ids[rows] = sample_rows(logits[rows] / params.temperature[rows, None], params, rows, counters)
     return ids
 
 
@@ -63,9 +60,24 @@ def _approximate_gumbel(words: Words) -> Floats:
     return np.asarray(-np.log(-np.log1p(-uniform)))
 
 
-def _sample_unfiltered(scaled: Floats, seeds: Words, positions: Words, choices: Words) -> Ids:
-    """Rows without filters: [R, V] -> [R]."""
-    words = all_token_words(scaled.shape[1], seeds, positions, choices)
+def _sample_filtered(scaled: Floats, params: SampleParams, rows: Ids, counters: Counters) -> Ids:
+    """Rows with filters: l / T [R, V] of the batch's rows [R] -> [R]."""
+    kept = [
+        kept_ids(values, int(params.top_k[row]), float(params.top_p[row]), params.min_p[row])
+        for row, values in zip(rows, scaled, strict=True)
+    ]
+    lengths = np.array([len(ids) for ids in kept])
+    flat = np.concatenate(kept)
+    places = np.repeat(np.arange(len(rows)), lengths)
+    scores = scaled[places, flat] + gumbel(token_words(flat, *(counter[rows][places] for counter in counters)))
+    ends = np.cumsum(lengths)
+    best = [start + scores[start:end].argmax() for start, end in zip(ends - lengths, ends, strict=True)]
+    return np.asarray(flat[best])
+
+
+def _sample_unfiltered(scaled: Floats, params: SampleParams, rows: Ids, counters: Counters) -> Ids:
+    """Rows without filters, likewise."""
+    words = all_token_words(scaled.shape[1], *(counter[rows] for counter in counters))
     if scaled.shape[1] < _APPROXIMATE_FROM:
         return np.asarray((scaled + gumbel(words)).argmax(axis=1))
     approximate = scaled + _approximate_gumbel(words)
@@ -78,24 +90,29 @@ def _sample_unfiltered(scaled: Floats, seeds: Words, positions: Words, choices: 
 def kept_ids(scaled: Floats, top_k: int, top_p: float, min_p: np.float32) -> Ids:
     """Ids, ascending, that min_p, top_k and top_p leave, in this order, of one row of l / T [V]."""
     largest = scaled.max()
-    least = largest + np.float32(math.log(min_p)) if min_p > 0 else -np.inf
-    kept = np.flatnonzero(scaled >= least)
+    kept = np.arange(len(scaled))
+    if min_p > 0:
+        kept = np.flatnonzero(scaled >= largest + np.float32(math.log(min_p)))
     if 0 < top_k < len(kept):
         kept = kept[_most_likely(scaled[kept], top_k)]
     if top_p < 1:
-        kept = kept[_top_p(scaled[kept], largest, top_p)]
+        kept = _top_p(kept, scaled, largest, top_p)
     return np.sort(kept)
 
 
 def _most_likely(values: Floats, count: int) -> Ids:
     """Indices of the `count` largest values in the order (value descending, index ascending)."""
+    if count == len(values):
+        return np.argsort(-values, kind="stable")
+    # Ties at the border: all of them are candidates, the stable sort keeps the lowest indices.
     threshold = np.partition(values, len(values) - count)[len(values) - count]
     candidates = np.flatnonzero(values >= threshold)
     return candidates[np.argsort(-values[candidates], kind="stable")][:count]
 
 
-def _top_p(values: Floats, largest: np.float32, top_p: float) -> Ids:
-    """Indices of the smallest prefix, in that order, whose integer mass reaches ceil(top_p * total)."""
+def _top_p(kept: Ids, scaled: Floats, largest: np.float32, top_p: float) -> Ids:
+    """The smallest prefix of `kept`, in that order, whose integer mass reaches ceil(top_p * total)."""
+    values = scaled[kept]
     masses = np.rint(np.exp((values - largest).astype(np.float64)) * MASS_ONE).astype(np.int64)
     wanted = _ceil_product(top_p, int(masses.sum()))
     count = min(_FIRST_SORTED, len(values))
@@ -103,7 +120,7 @@ def _top_p(values: Floats, largest: np.float32, top_p: float) -> Ids:
         order = _most_likely(values, count)
         sums = np.cumsum(masses[order])
         if sums[-1] >= wanted or count == len(values):
-            return order[: int(np.searchsorted(sums, wanted)) + 1]
+            return np.asarray(kept[order[: int(np.searchsorted(sums, wanted)) + 1]])
         count = min(count * 8, len(values))
 
 

@@ -47,7 +47,7 @@ class TorchBackend:
     row_multiple = ROW_TILE
 
     def __init__(self) -> None:
-        self._workspace = paged_attention.Workspace()
+        self._attention = paged_attention.PagedAttention()
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
         """See KernelBackend."""
@@ -58,7 +58,7 @@ class TorchBackend:
         rows = x.shape[0]
         tiles = _padded_rows(x)
         out = x.new_empty(tiles.shape[0], packed.weight_t.shape[1])
-        pairs = zip(torch.split(tiles, ROW_TILE), torch.split(out, ROW_TILE), strict=True)
+        pairs = zip(_row_tiles(tiles), _row_tiles(out), strict=True)
         if packed.bias is None:
             for tile, out_tile in pairs:
                 torch.mm(tile, packed.weight_t, out=out_tile)
@@ -113,7 +113,7 @@ class TorchBackend:
         self, q: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData, scale: float
     ) -> torch.Tensor:
         """See KernelBackend."""
-        return paged_attention.attend(q, cache, layer, metadata.plan, scale, self._workspace)
+        return self._attention.attend(q, cache, layer, metadata.plan, scale)
 
     def sample(
         self,
@@ -143,6 +143,10 @@ def _padded_rows(x: torch.Tensor) -> torch.Tensor:
     tiles = x.new_zeros(padded, width)
     tiles[:rows] = x
     return tiles
+
+
+def _row_tiles(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return x.view(-1, ROW_TILE, x.shape[1]).unbind()
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

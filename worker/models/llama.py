@@ -35,7 +35,7 @@ class LlamaAttention:
     def __call__(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """[T, H] -> [T, H]"""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
-        q, k, v = torch.split(heads, self._heads, dim=1)
+        q, k, v = heads.split_with_sizes(self._heads, dim=1)
         q, k = self._kernels.rope(*self.normed(q, k), *cos_sin)
         return self._out(self._attention(q, k, v))
 
