@@ -135,9 +135,7 @@ class EngineCore:
     def expire(self, now: float) -> int:
         """Ends the sequences whose deadline has passed; their number. `step` does it by itself."""
         return sum(
-            self.scheduler.abort(seq.id, now=now, reason=EndReason.DEADLINE)
-            for seq in self._deadlines.expired(now)
-            if not seq.is_finished
+            self.scheduler.abort(seq.id, now=now, reason=EndReason.DEADLINE) for seq in self._deadlines.expired(now)
         )
 
     def has_unfinished(self) -> bool:

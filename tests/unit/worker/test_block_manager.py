@@ -108,6 +108,17 @@ def test_suffixes_die_before_prefixes_and_the_unused_before_all() -> None:  # T2
     assert bm.hash_to_block_id == {}
 
 
+def test_blocks_without_content_are_taken_before_cached_ones() -> None:
+    bm = manager(num_blocks=4)
+    first = run(bm, blocks_of(1, 2))  # two cached blocks and a partial one
+    bm.deallocate(first)
+    short = Sequence([5], SIZE)
+    bm.allocate(short)
+    bm.deallocate(short)  # freed last, yet taken first
+    bm.allocate(Sequence([5] * 2 * SIZE, SIZE))
+    assert len(bm.cached_blocks(blocks_of(1, 2))) == 2
+
+
 def test_eviction_forgets_the_block_even_for_the_same_tokens_under_another_prefix() -> None:  # T17
     bm = manager(num_blocks=2)
     bm.deallocate(run(bm, blocks_of(1, 9, tail=0)))

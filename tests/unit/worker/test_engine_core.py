@@ -284,6 +284,7 @@ class EngineMachine(RuleBasedStateMachine):
             self.step()
         assert not self.core.has_unfinished()
         assert self.core.load().free_blocks == self.pool
+        assert self.core.scheduler.block_manager._chains == {}
         for seq in self.seqs.values():
             self.check_stream(seq)
 

@@ -351,6 +351,16 @@ class TestAborts:
 
 
 class TestOutputs:
+    def test_times_are_those_of_the_first_step_and_the_first_token(self) -> None:
+        sched = scheduler(max_num_batched_tokens=16)
+        seq = prompt(20, max_tokens=3)
+        sched.add_group([seq])
+        for now in (1.0, 2.0, 3.0):
+            step(sched, now=now)
+        sched.preempt(seq)
+        step(sched, now=4.0)
+        assert (seq.first_scheduled_time, seq.first_token_time, seq.leave_time) == (1.0, 2.0, 4.0)
+
     def test_queue_and_callback_get_the_same(self) -> None:
         sched = scheduler()
         called: list[RequestOutput] = []
