@@ -48,4 +48,8 @@ CPU_MAX_NUM_BATCHED_TOKENS = 2048
 # Shutdown. Between health's NOT_SERVING and the first refusal, balancers get time to learn of it.
 DRAIN_PROPAGATION_S = 0.25
 DRAIN_TIMEOUT_S = 30.0
+# What is left to write to routers when everything has ended.
+SESSION_FLUSH_S = 1.0
+# How long the process waits for the step or the load that the engine thread is in.
+ENGINE_JOIN_S = 0.5
 TELEMETRY_SHUTDOWN_S = 1.0

@@ -1,0 +1,400 @@
+"""`fissile worker`: the wiring of one worker, its start and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import secrets
+import signal
+import socket
+from collections.abc import Awaitable, Mapping
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError
+from importlib.metadata import version as version_of
+from pathlib import Path
+from typing import Any, ClassVar
+
+import click
+import structlog
+import uvloop
+from fissile.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
+
+from common.cli.failure import CommandError
+from common.cli.options import option
+from common.config import Config
+from common.errors import ApiError
+from common.limits import (
+    CPU_MAX_NUM_BATCHED_TOKENS,
+    DRAIN_TIMEOUT_S,
+    ENGINE_JOIN_S,
+    SESSION_FLUSH_S,
+    TELEMETRY_SHUTDOWN_S,
+)
+from common.rpc.server import GrpcServer, PortTakenError
+from common.telemetry.logs import LEVELS, setup_logging
+from common.telemetry.tracing import setup_tracing
+from common.text.tokenizer import TokenizerError, files_sha256, tokenizer_files
+from worker.engine_config import with_special_tokens
+from worker.engine_core import EngineCore
+from worker.engine_loop import EngineLoop
+from worker.facts import WorkerFacts
+from worker.model_config import ModelConfig, ModelError
+from worker.progress import Progress
+from worker.service import SERVICE, WorkerService
+from worker.simulated_engine import build_simulated_engine
+
+log = structlog.get_logger(__name__)
+
+_FAILED = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerOptions:
+    """What one worker is started with; times in seconds.
+
+    Attributes:
+        config: of the engine; `model` is the checkpoint folder.
+        model_name: name of the model in requests.
+        host: address to listen on.
+        port: TCP port; 0 takes any.
+        worker_id: stable name; empty takes host name and port.
+        threads: of the model's arithmetic; None leaves it to PyTorch.
+        drain_timeout_s: how long sequences may go on after SIGTERM.
+        simulated: run no model.
+        simulated_step_s: duration of a simulated step.
+    """
+
+    config: Config
+    model_name: str
+    host: str = "127.0.0.1"
+    port: int = 50061
+    worker_id: str = ""
+    threads: int | None = None
+    drain_timeout_s: float = DRAIN_TIMEOUT_S
+    simulated: bool = False
+    simulated_step_s: float = 0.0
+
+
+class Worker:
+    """One worker in this process. To be made on its event loop.
+
+    Attributes:
+        server: its gRPC server.
+        engine: its engine.
+        service: its service.
+
+    Raises:
+        ModelError: the checkpoint's configuration can not be served.
+        TokenizerError: it has no tokenizer.
+    """
+
+    def __init__(self, options: WorkerOptions) -> None:
+        self._options = options
+        self._model_config = ModelConfig.from_folder(options.config.model)
+        self._config = with_special_tokens(options.config, self._model_config)
+        files = tokenizer_files(options.config.model)
+        self._loaded = _first_facts(options, self._model_config, files)
+        self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id)
+        self.server = GrpcServer(options.host, options.port, [SERVICE])
+        self.engine = EngineLoop()
+        self.service = WorkerService(self._loaded, files, self.engine, self._tracing)
+
+    async def start(self) -> None:
+        """Listens, and begins to load the model on the engine thread.
+
+        Raises:
+            PortTakenError: the address can not be listened on.
+        """
+        add_WorkerServiceServicer_to_server(self.service, self.server.server)
+        await self.server.start()
+        worker_id = self._options.worker_id or f"{socket.gethostname()}-{self.server.port}"
+        self._loaded = self.service.facts = replace(self._loaded, worker_id=worker_id)
+        log.info("worker listening", address=self.server.address, worker_id=worker_id, **self._settings())
+        self.engine.start(self._build)
+
+    async def wait_ready(self) -> None:
+        """Waits until the model is loaded and warm, then says SERVING.
+
+        Raises:
+            ModelError, ApiError: it can not be served with these options.
+        """
+        await self.engine.wait_started()
+        facts = self.service.facts = self._loaded
+        models_own = self._model_config.max_position_embeddings
+        if facts.max_model_len < models_own:
+            log.info("model length lowered", max_model_len=facts.max_model_len, models_own=models_own)
+        await self.server.set_serving(True)
+        log.info(
+            "worker serving",
+            address=self.server.address,
+            model=facts.model,
+            max_model_len=facts.max_model_len,
+            kv_blocks=facts.total_blocks,
+            kernels=facts.kernels,
+            dtype=facts.dtype,
+            numerics=facts.numerics,
+        )
+
+    async def serve(self, stop: asyncio.Event) -> int:
+        """Serves until `stop`, the Drain RPC or a failure, then ends. Returns the exit code.
+
+        Raises:
+            ModelError, ApiError: as `wait_ready`.
+        """
+        try:
+            if await _first(stop.wait(), self.wait_ready()) == 0:
+                return 0
+            ended_by = await _first(self.engine.wait_failed(), stop.wait(), _wait(self.service.drain_wanted))
+            if ended_by == 0:
+                await self.server.set_serving(False)
+                await self.service.finish(SESSION_FLUSH_S)
+                return _FAILED
+            return await self._drain()
+        finally:
+            await self.stop()
+
+    async def stop(self) -> None:
+        """Ends everything at once. May be called at any time, twice too."""
+        self.engine.stop()
+        await self.server.stop(0)
+        await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
+        log.info("worker stopped")
+
+    async def _drain(self) -> int:
+        """Takes no new work, lets sequences finish within the drain timeout, then ends the rest."""
+        wanted = self.service.drain_wanted
+        timeout_s = (wanted.result() if wanted.done() else None) or self._options.drain_timeout_s
+        log.info("draining", sequences=self.engine.num_live, timeout_s=timeout_s)
+        self.service.drain(timeout_s)
+        await self.server.set_serving(False)
+        try:
+            async with asyncio.timeout(timeout_s):
+                failed = await _first(self.engine.wait_failed(), self.engine.wait_idle()) == 0
+        except TimeoutError:
+            log.warning("drain timeout", sequences=self.engine.num_live)
+            self.engine.end_all("the worker was drained and the sequence did not end in time")
+            failed = (
+                await _first(self.engine.wait_failed(), asyncio.sleep(SESSION_FLUSH_S), self.engine.wait_idle()) == 0
+            )
+        await self.service.finish(SESSION_FLUSH_S)
+        return _FAILED if failed else 0
+
+    def _build(self) -> EngineCore:
+        """Makes the engine; runs on the engine thread."""
+        options = self._options
+        if options.simulated:
+            step_s = options.simulated_step_s
+            core, self._loaded = build_simulated_engine(self._config, self._model_config, self._loaded, step_s)
+            return core
+        progress = Progress()
+        progress.stage("loading PyTorch")
+        # A simulated worker runs where PyTorch is not installed.
+        from worker.model_engine import build_model_engine  # noqa: PLC0415
+
+        try:
+            core, self._loaded = build_model_engine(
+                self._config, self._model_config, self._loaded, options.threads, progress
+            )
+        finally:
+            progress.done()
+        return core
+
+    def _settings(self) -> dict[str, object]:
+        config = self._config
+        return {
+            "model": config.model,
+            "simulated": self._options.simulated,
+            "prefix_caching": config.enable_prefix_caching,
+            "max_num_batched_tokens": config.max_num_batched_tokens,
+            "max_num_seqs": config.max_num_seqs,
+        }
+
+
+def _first_facts(options: WorkerOptions, model_config: ModelConfig, files: Mapping[str, bytes]) -> WorkerFacts:
+    """What is known before the model is loaded."""
+    config = options.config
+    return WorkerFacts(
+        worker_id=options.worker_id,
+        instance_id=secrets.token_hex(8),
+        model=options.model_name,
+        architecture=model_config.architecture,
+        tokenizer_sha256=files_sha256(files),
+        version=_version(),
+        block_size=config.kv_cache_block_size,
+        hash_seed=config.hash_seed,
+        vocab_size=model_config.vocab_size,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+    )
+
+
+def _version() -> str:
+    try:
+        return version_of("fissile")
+    except PackageNotFoundError:
+        return "checkout"
+
+
+async def _wait(future: asyncio.Future[Any]) -> None:
+    await asyncio.shield(future)
+
+
+async def _first(*work: Awaitable[Any]) -> int:
+    """Waits for the first to end and cancels the others. Returns its index; raises what it raised."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        index = next(i for i, task in enumerate(tasks) if task.done())
+        tasks[index].result()
+        return index
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def run_worker(options: WorkerOptions) -> int:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once. Returns the exit code.
+
+    Raises:
+        CommandError: something must be changed; one line.
+    """
+    stop = asyncio.Event()
+
+    def on_signal(number: int) -> None:
+        if stop.is_set():
+            os._exit(128 + number)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    try:
+        worker = Worker(options)
+        await worker.start()
+        code = await worker.serve(stop)
+    except (ModelError, TokenizerError, PortTakenError, ApiError) as error:
+        raise CommandError(str(error)) from None
+    if not await asyncio.to_thread(worker.engine.join, ENGINE_JOIN_S):
+        # In the middle of a load or a step; the interpreter can not be taken down under it.
+        os._exit(code)
+    return code
+
+
+class ByteSize(click.ParamType[int]):
+    """Bytes, from `2GiB`, `512MiB`, `4096KiB` or a plain number."""
+
+    name = "size"
+    _FORM = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|MiB|KiB|)")
+    _FACTORS: ClassVar = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "": 1}
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Reads the text of an option."""
+        if isinstance(value, int):
+            return value
+        match = self._FORM.fullmatch(str(value).strip())
+        size = int(float(match[1]) * self._FACTORS[match[2]]) if match else 0
+        if size <= 0:
+            self.fail(f"{value!r} is no size; use for example 2GiB or 512MiB", param, ctx)
+        return size
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@option("--model", envvar="FISSILE_MODEL", required=True, metavar="FOLDER", help="Hugging Face checkpoint.")
+@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's name.")
+@option("--host", envvar="FISSILE_WORKER_HOST", default="127.0.0.1", help="Address to listen on.")
+@option("--port", envvar="FISSILE_WORKER_PORT", default=50061, type=click.IntRange(0, 65535), help="Port; 0 takes any.")
+@option("--worker-id", envvar="FISSILE_WORKER_ID", default="", help="Stable name; absent: host name and port.")
+@option("--dtype", envvar="FISSILE_DTYPE", default="auto", help="auto, float32, bfloat16 or float16.")
+@option("--kernels", envvar="FISSILE_KERNELS", default="auto", help="Kernel back end.")
+@option(
+    "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
+    help="Longest prompt plus answer, tokens; absent: the model's own, or what the KV cache holds.",
+)  # fmt: skip
+@option(
+    "--max-num-seqs", envvar="FISSILE_MAX_NUM_SEQS", type=click.IntRange(min=1), default=Config.max_num_seqs,
+    help="Most sequences that run at once.",
+)  # fmt: skip
+@option(
+    "--max-num-batched-tokens", envvar="FISSILE_MAX_NUM_BATCHED_TOKENS", type=click.IntRange(min=1),
+    default=CPU_MAX_NUM_BATCHED_TOKENS, help="Most tokens computed in one step.",
+)  # fmt: skip
+@option(
+    "--kv-cache-memory", envvar="FISSILE_KV_CACHE_MEMORY", type=ByteSize(),
+    help="Memory of the KV cache, e.g. 2GiB; absent: a quarter of the free memory.",
+)  # fmt: skip
+@option(
+    "--block-size", envvar="FISSILE_BLOCK_SIZE", type=int, default=Config.kv_cache_block_size,
+    help="Tokens per KV block; 1 or a multiple of 16.",
+)  # fmt: skip
+@option("--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.")
+@option(
+    "--scheduler-delay-factor", envvar="FISSILE_SCHEDULER_DELAY_FACTOR", type=click.FloatRange(min=0), default=0.0,
+    help="Delay gate of direct requests, in prefill durations; 0 is off. Routers have their own.",
+)  # fmt: skip
+@option(
+    "--hash-seed", envvar="FISSILE_HASH_SEED", type=click.IntRange(0, 2**64 - 1), default=0,
+    help="Seed of the block hashes, the same for the whole fleet.",
+)  # fmt: skip
+@option("--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1), help="Absent: PyTorch's default.")
+@option(
+    "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", type=click.FloatRange(min=0), default=DRAIN_TIMEOUT_S,
+    help="Seconds that sequences may go on after SIGTERM.",
+)  # fmt: skip
+@option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
+@option("--simulated", envvar="FISSILE_SIMULATED", is_flag=True, default=False, help="Make up tokens: no model.")
+@option(
+    "--simulated-step", envvar="FISSILE_SIMULATED_STEP", type=click.FloatRange(min=0), default=0.002,
+    help="Seconds of a simulated step.",
+)  # fmt: skip
+def worker(log_level: str, **given: Any) -> int:
+    """Run one worker: an engine with its model, for routers.
+
+    Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, running sequences finish, exit code 0.
+    """
+    setup_logging(log_level, service="worker")
+    return uvloop.run(run_worker(_options(**given)))
+
+
+def _options(
+    *,
+    model: str,
+    model_name: str | None,
+    max_model_len: int | None,
+    max_num_seqs: int,
+    max_num_batched_tokens: int,
+    kv_cache_memory: int | None,
+    block_size: int,
+    prefix_caching: bool,
+    scheduler_delay_factor: float,
+    hash_seed: int,
+    dtype: str,
+    kernels: str,
+    drain_timeout: float,
+    simulated_step: float,
+    **others: Any,
+) -> WorkerOptions:
+    """The options as the classes take them."""
+    try:
+        config = Config(
+            model=model,
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=max_num_batched_tokens,
+            kv_cache_block_size=block_size,
+            enable_prefix_caching=prefix_caching,
+            scheduler_delay_factor=scheduler_delay_factor,
+            kv_cache_memory=kv_cache_memory or 0,
+            max_model_len=max_model_len or 0,
+            dtype=dtype,
+            kernels=kernels,
+            hash_seed=hash_seed,
+        )
+    except ApiError as error:
+        raise CommandError(str(error)) from None
+    return WorkerOptions(
+        config=config,
+        model_name=model_name or Path(model).resolve().name,
+        drain_timeout_s=drain_timeout,
+        simulated_step_s=simulated_step,
+        **others,
+    )

@@ -1,0 +1,63 @@
+"""What is happening until the worker serves: one updating line on a terminal, a few log lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from typing import Final, TextIO
+
+import structlog
+
+log = structlog.get_logger(__name__)
+
+_LINE_INTERVAL_S: Final = 0.1
+_LOG_INTERVAL_S: Final = 2.0
+_MIB: Final = 1 << 20
+
+
+class Progress:
+    """Says how far the start has come. Called on the engine thread only.
+
+    Args:
+        stream: where the updating line goes if it is a terminal; default stderr.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream = sys.stderr if stream is None else stream
+        self._clock = clock
+        self._is_terminal = self._stream.isatty()
+        self._interval_s = _LINE_INTERVAL_S if self._is_terminal else _LOG_INTERVAL_S
+        self._shown = clock()
+        self._has_line = False
+
+    def stage(self, name: str) -> None:
+        """A new stage begins."""
+        self._clear()
+        log.info("starting", stage=name)
+        self._shown = self._clock()
+
+    def bytes(self, done: int, total: int) -> None:
+        """So many bytes of the stage are done."""
+        now = self._clock()
+        if now - self._shown < self._interval_s:
+            return
+        self._shown = now
+        percent = 100 * done // max(1, total)
+        if self._is_terminal:
+            self._has_line = True
+            self._stream.write(f"\r{percent:3} % of {total // _MIB} MiB\x1b[K")
+            self._stream.flush()
+        else:
+            log.info("loading", percent=percent, total_mib=total // _MIB)
+
+    def done(self) -> None:
+        """The last stage has ended, well or not."""
+        self._clear()
+
+    def _clear(self) -> None:
+        if self._has_line:
+            self._has_line = False
+            self._stream.write("\r\x1b[K")
+            self._stream.flush()

@@ -1,0 +1,114 @@
+"""Which request fields this worker serves, and the conversion of those that carry parameters.
+
+A field that is set and not listed is refused with UNIMPLEMENTED naming it. In a Submit it ends its own sequence only.
+"""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Final
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.errors import InvalidFieldError
+from common.limits import MAX_STOP_TOKEN_SEQUENCE, MAX_STOP_TOKEN_SEQUENCES
+from common.sampling_params import SamplingParams
+
+_PARAMS: Final = frozenset(
+    {
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "max_tokens",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "stop_token_sequences",
+        "stop_token_sequences.ids",
+    }
+)
+_PARAMS_NEUTRAL: Final = {"repetition_penalty": 1.0}
+
+
+def _below(prefix: str, names: frozenset[str]) -> frozenset[str]:
+    return frozenset({prefix, *(f"{prefix}.{name}" for name in names)})
+
+
+# Paths in SessionRequest. A Submit is checked sequence by sequence.
+SESSION: Final = (
+    _below("hello", frozenset({"proto_minor", "router_id", "lease_ms"}))
+    | _below("submit", frozenset({"seqs", "serial", "more"}))
+    | _below("extend", frozenset({"rid", "token_ids", "more"}))
+    | _below("cancel", frozenset({"rids"}))
+    | _below("lane", frozenset({"oldest_age_ms", "tokens", "seqs"}))
+)
+# Paths in SubmitSequence.
+SEQUENCE: Final = frozenset(
+    {
+        "rid",
+        "prompt_len",
+        "token_ids",
+        "more",
+        "seed",
+        "choice",
+        "deadline_left_ms",
+        "traceparent",
+        "tracestate",
+        "chain_hash",
+    }
+) | _below("params", _PARAMS)
+# Paths in GenerateRequest.
+GENERATE: Final = frozenset({"request_id", "token_ids", "seed"}) | _below("params", _PARAMS)
+DRAIN: Final = frozenset({"deadline_ms"})
+# Paths of SubmitSequence and GenerateRequest that are not served, with the value that asks for nothing.
+NEUTRAL: Final = MappingProxyType({f"params.{name}": value for name, value in _PARAMS_NEUTRAL.items()})
+
+
+def check_token_ids(path: str, token_ids: list[int], vocab_size: int) -> None:
+    """Checks that all ids are in [0, vocab_size).
+
+    Raises:
+        InvalidFieldError: one is not; names it.
+    """
+    if token_ids and max(token_ids) >= vocab_size:
+        at = next(i for i, token in enumerate(token_ids) if token >= vocab_size)
+        raise InvalidFieldError(f"{path}[{at}]", f"is {token_ids[at]}", f"0 to {vocab_size - 1}")
+
+
+def sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingParams:
+    """The parameters of a sequence.
+
+    Raises:
+        InvalidFieldError: one is out of range; named as in this proto.
+    """
+    try:
+        return _sampling_params(params, vocab_size)
+    except InvalidFieldError as error:
+        violation = error.violations[0]
+        path = violation.path.replace("sampling_params", "params", 1)
+        raise InvalidFieldError(path, violation.problem, violation.valid) from None
+
+
+def _sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingParams:
+    stop_ids = list(params.stop_token_ids)
+    stop_sequences = [list(sequence.ids) for sequence in params.stop_token_sequences]
+    path = "sampling_params.stop_token_sequences"
+    if len(stop_sequences) > MAX_STOP_TOKEN_SEQUENCES:
+        raise InvalidFieldError(path, f"has {len(stop_sequences)} entries", f"at most {MAX_STOP_TOKEN_SEQUENCES}")
+    for i, sequence in enumerate(stop_sequences):
+        if not 1 <= len(sequence) <= MAX_STOP_TOKEN_SEQUENCE:
+            raise InvalidFieldError(f"{path}[{i}]", f"has {len(sequence)} ids", f"1 to {MAX_STOP_TOKEN_SEQUENCE}")
+        check_token_ids(f"{path}[{i}].ids", sequence, vocab_size)
+    check_token_ids("sampling_params.stop_token_ids", stop_ids, vocab_size)
+    return SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=tuple(stop_ids),
+        stop_token_sequences=tuple(tuple(sequence) for sequence in stop_sequences),
+    )

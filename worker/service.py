@@ -1,0 +1,234 @@
+"""WorkerService: the engine as routers see it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+
+import grpc
+import structlog
+from fissile.worker.v1 import worker_pb2 as wpb
+from fissile.worker.v1.worker_pb2_grpc import WorkerServiceServicer
+
+from common.errors import ApiError, InvalidFieldError, NoTokenizerError, NoWorkerError, PromptTooLongError
+from common.limits import LEASE_S, MAX_REQUEST_ID_BYTES, TOKENIZER_CHUNK_BYTES
+from common.rpc.errors import abort
+from common.rpc.unserved import refuse_unserved
+from common.telemetry import names
+from common.telemetry.tracing import Tracing, trace_id_of
+from worker import served
+from worker.direct_call import DirectCall
+from worker.engine_loop import EngineLoop, EngineState
+from worker.facts import WorkerFacts
+from worker.fleet_lanes import FleetLanes
+from worker.sequence import Sequence
+from worker.session import Context, SessionStream
+from worker.session_state import Live, check_bounds, check_hello
+
+SERVICE = "fissile.worker.v1.WorkerService"
+
+log = structlog.get_logger(__name__)
+
+
+class WorkerService(WorkerServiceServicer):
+    """The service of one worker.
+
+    The streaming methods write to their context instead of yielding: a generator that is suspended at a yield is not
+    closed when its call is cancelled.
+
+    Args:
+        facts: the worker's description; the app replaces it when the model is loaded.
+        files: the tokenizer's files, by name.
+        engine: runs the sequences.
+        tracing: makes a span per sequence.
+        clock: monotonic seconds.
+
+    Attributes:
+        drain_wanted: set by the Drain RPC, with the seconds that it allows (None: the worker's own default).
+    """
+
+    def __init__(
+        self,
+        facts: WorkerFacts,
+        files: Mapping[str, bytes],
+        engine: EngineLoop,
+        tracing: Tracing,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.facts = facts
+        self.drain_wanted: asyncio.Future[float | None] = asyncio.get_running_loop().create_future()
+        self._files = files
+        self._engine = engine
+        self._tracing = tracing
+        self._clock = clock
+        self._lanes = FleetLanes()
+        self._sessions: dict[str, SessionStream] = {}
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._calls = 0
+        self._draining = False
+
+    @property
+    def state(self) -> wpb.WorkerState.ValueType:
+        """Whether the worker can be used."""
+        if self._engine.state is EngineState.FAILED:
+            return wpb.WORKER_STATE_FAILED
+        if self._draining:
+            return wpb.WORKER_STATE_DRAINING
+        starting = self._engine.state is EngineState.STARTING or not self.facts.max_model_len
+        return wpb.WORKER_STATE_STARTING if starting else wpb.WORKER_STATE_SERVING
+
+    def drain(self, timeout_s: float) -> None:
+        """Takes no new work from now on, and tells the routers."""
+        self._draining = True
+        for session in self._sessions.values():
+            session.state.drain(self._clock() + timeout_s)
+
+    async def finish(self, timeout_s: float) -> None:
+        """Ends the Sessions when all has been written; waits for them and for direct calls at most `timeout_s`."""
+        for session in self._sessions.values():
+            session.finish()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._idle.wait()
+
+    # RPCs.
+
+    async def Session(self, request_iterator: object, context: Context) -> None:  # type: ignore[override]
+        """Serves one router."""
+        async with self._call(context):
+            self._require_serving()
+            session = await self._open_session(context)
+            try:
+                await session.run(context)
+            finally:
+                if self._sessions.get(session.state.router_id) is session:
+                    del self._sessions[session.state.router_id]
+                log.info("session ended", router=session.state.router_id)
+
+    async def Generate(self, request: wpb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
+        """Answers one prompt."""
+        async with self._call(context):
+            self._require_serving()
+            seq = self._direct_sequence(request, context)
+            call = DirectCall(self._direct_live(seq, request.request_id, context))
+            self._engine.submit(call, seq)
+            try:
+                ended = False
+                while not ended:
+                    response = await call.next_response()
+                    await context.write(response)
+                    ended = response.HasField("end")
+            finally:
+                self._engine.cancel([seq.id])
+
+    async def GetWorker(self, request: wpb.GetWorkerRequest, context: Context) -> wpb.GetWorkerResponse:
+        """Describes the worker, at any time."""
+        return self.facts.to_proto(self.state)
+
+    async def GetTokenizer(self, request: wpb.GetTokenizerRequest, context: Context) -> None:  # type: ignore[override]
+        """Sends the tokenizer's files, at any time."""
+        async with self._call(context):
+            if not self._files:
+                raise NoTokenizerError(self.facts.model)
+            pieces = [
+                wpb.GetTokenizerResponse(name=name, data=data[start : start + TOKENIZER_CHUNK_BYTES])
+                for name, data in sorted(self._files.items())
+                for start in range(0, max(1, len(data)), TOKENIZER_CHUNK_BYTES)
+            ]
+            pieces[-1].sha256 = self.facts.tokenizer_sha256
+            for piece in pieces:
+                await context.write(piece)
+
+    async def Drain(self, request: wpb.DrainRequest, context: Context) -> wpb.DrainResponse:
+        """Begins to drain; the worker ends when it has drained."""
+        async with self._call(context):
+            refuse_unserved(request, served.DRAIN)
+        if not self.drain_wanted.done():
+            self.drain_wanted.set_result(request.deadline_ms / 1000 or None)
+        return wpb.DrainResponse(sequences=self._engine.num_live)
+
+    # What they have in common.
+
+    @asynccontextmanager
+    async def _call(self, context: Context) -> AsyncIterator[None]:
+        """Counts a call, and turns its error into a status."""
+        self._calls += 1
+        self._idle.clear()
+        try:
+            yield
+        except ApiError as error:
+            log.info("call refused", code=error.code.name, reason=error.reason or None)
+            await abort(context, error)
+        except Exception as error:
+            log.error("call failed", exc_info=error)
+            await abort(context, ApiError(grpc.StatusCode.INTERNAL, "the worker failed", reason="WORKER_ERROR"))
+        finally:
+            self._calls -= 1
+            if not self._calls:
+                self._idle.set()
+
+    def _require_serving(self) -> None:
+        if self.state != wpb.WORKER_STATE_SERVING:
+            state = wpb.WorkerState.Name(self.state).removeprefix("WORKER_STATE_").lower()
+            raise NoWorkerError(f"worker {self.facts.worker_id} is {state}")
+
+    async def _open_session(self, context: Context) -> SessionStream:
+        """Reads Hello. The newest stream of a router fences its older ones (S4)."""
+        try:
+            async with asyncio.timeout(LEASE_S):
+                frame = await context.read()
+        except TimeoutError:
+            raise ApiError(grpc.StatusCode.ABORTED, "no Hello in time", reason="LEASE_EXPIRED") from None
+        if frame is grpc.aio.EOF:
+            raise InvalidFieldError("frame", "is missing", "a Hello as the first frame")
+        check_bounds(frame)
+        hello = check_hello(frame)
+        self._require_serving()
+        session = SessionStream(hello, self.facts, self._engine, self._lanes, self._tracing, self._clock)
+        older = self._sessions.get(hello.router_id)
+        if older is not None:
+            message = f"router {hello.router_id} has opened a newer session"
+            older.end(ApiError(grpc.StatusCode.ABORTED, message, reason="FENCED"))
+        self._sessions[hello.router_id] = session
+        log.info("session opened", router=hello.router_id, peer=context.peer())
+        return session
+
+    def _direct_sequence(self, request: wpb.GenerateRequest, context: Context) -> Sequence:
+        refuse_unserved(request, served.GENERATE, served.NEUTRAL)
+        facts = self.facts
+        if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
+            raise InvalidFieldError("request_id", "is too long", f"at most {MAX_REQUEST_ID_BYTES} bytes")
+        token_ids = list(request.token_ids)
+        if not token_ids:
+            raise InvalidFieldError("token_ids", "is empty", "at least one token id")
+        served.check_token_ids("token_ids", token_ids, facts.vocab_size)
+        if len(token_ids) >= facts.max_model_len:
+            raise PromptTooLongError("token_ids", len(token_ids), facts.max_model_len)
+        params = served.sampling_params(request.params, facts.vocab_size)
+        now, left = self._clock(), context.time_remaining()
+        return Sequence(
+            token_ids,
+            facts.block_size,
+            params,
+            seed=request.seed,
+            arrive_time=now,
+            deadline=None if left is None else now + left,
+        )
+
+    def _direct_live(self, seq: Sequence, request_id: str, context: Context) -> Live:
+        metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
+        traceparent = metadata.get(names.TRACEPARENT, "")
+        span = self._tracing.sequence_span(
+            traceparent,
+            metadata.get(names.TRACESTATE, ""),
+            arrived=seq.arrive_time,
+            model=self.facts.model,
+            request_id=request_id or uuid.uuid4().hex,
+            worker_id=self.facts.worker_id,
+        )
+        return Live(seq.id, seq.id, seq.num_prompt_tokens, span, trace_id_of(traceparent))
