@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import re
 import secrets
 import signal
@@ -88,7 +87,7 @@ class Router:
         self._serving = asyncio.Event()
         self._health: asyncio.Task[None] | None = None
         self._store = TokenizerStore()
-        self._encoder = PromptEncoder(options.queue_size)
+        self._encoder = PromptEncoder()
         self._tracing = setup_tracing("fissile-router", secrets.token_hex(8))
         self.server = GrpcServer(options.host, options.port, [SERVICE])
         self.registry = ModelRegistry()
@@ -165,12 +164,13 @@ async def run_router(options: RouterOptions) -> None:
     drained = asyncio.create_task(router.drain())
     hurried = asyncio.create_task(at_once.wait())
     await asyncio.wait([drained, hurried], return_when=asyncio.FIRST_COMPLETED)
-    if not drained.done():
-        drained.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await drained
-        await router.stop()
     hurried.cancel()
+    if drained.done():
+        drained.result()
+        return
+    drained.cancel()
+    await asyncio.gather(drained, return_exceptions=True)
+    await router.stop()
 
 
 class Duration(click.ParamType[float]):

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.errors import ApiError, DeadlineError, NoWorkerError
+from common.errors import ApiError, DeadlineError, NoWorkerError, QueueFullError
 from common.sampling_params import SamplingParams
 from router.assembly import Part, StreamAssembly
 from router.dispatcher import Dispatcher, Release
@@ -163,6 +163,8 @@ class Fleet:
         self._incarnation = secrets.randbits(64 - _COUNTER_BITS) << _COUNTER_BITS
         self._counter = itertools.count(1)
         self._sessions: dict[str, Session] = {}
+        # Who holds which instance, from before the Hello to the end.
+        self._instances: dict[str, Session] = {}
         self._announced: dict[str, LaneRecord] = {}
         self._streams: dict[int, RequestStream] = {}
         self._running: dict[int, RequestStream] = {}
@@ -198,7 +200,15 @@ class Fleet:
         """
         key = next(self._counter)
         queued = QueuedRequest(key, request.model, len(request.token_ids), request.arrival, request.deadline)
-        self._dispatcher.arrive(queued)
+        try:
+            self._dispatcher.arrive(queued)
+        except QueueFullError:
+            # What is about to be released does not count: the queue is full only if it is full after that.
+            if self._pump_due is None:
+                raise
+            self._pump_due.cancel()
+            self._pump()
+            self._dispatcher.arrive(queued)
         stream = self._streams[key] = RequestStream(queued, request, assembly, on_submit)
         self._pump_soon()
         return stream
@@ -209,6 +219,17 @@ class Fleet:
         if self._dispatcher.cancel(stream.queued.key):
             self._pump_soon()
         self._detach(stream)
+
+    def session_opening(self, session: Session) -> None:
+        """Refuses a second session with one worker (`SessionEvents`)."""
+        holder = self._instances.setdefault(session.instance_id, session)
+        if holder is not session:
+            raise WorkerRefusedError(f"is the worker at {holder.address} by another address")
+
+    def session_closed(self, session: Session) -> None:
+        """Lets another session have the worker (`SessionEvents`)."""
+        if self._instances.get(session.instance_id) is session:
+            del self._instances[session.instance_id]
 
     def session_up(self, session: Session, welcome: wpb.Welcome) -> None:
         """Counts the worker in (`SessionEvents`)."""

@@ -44,6 +44,14 @@ class SessionLostError(Exception):
 class SessionEvents(Protocol):
     """Who takes what a Session reads. Called on the event loop, never concurrently."""
 
+    def session_opening(self, session: Session) -> None:
+        """The worker has been described. Raises WorkerRefusedError when it must not get a Hello."""
+        ...
+
+    def session_closed(self, session: Session) -> None:
+        """The session's life is over, whatever came of it. Called exactly once."""
+        ...
+
     def session_up(self, session: Session, welcome: wpb.Welcome) -> None:
         """The worker takes work. Raises WorkerRefusedError when it can not be used."""
         ...
@@ -77,6 +85,7 @@ class Session:
         link: what is to be written, and the sequences that run there.
         model: what the worker serves.
         worker_id: the worker's own name.
+        instance_id: the worker's process.
         served: whether the worker has taken work in this life.
     """
 
@@ -84,6 +93,7 @@ class Session:
         self.address = address
         self.link = Link(router_id, LEASE_S)
         self.worker_id = ""
+        self.instance_id = ""
         self.model: ServedModel | None = None
         self.served = False
         self._clock = clock
@@ -108,6 +118,8 @@ class Session:
                 raise SessionLostError(f"{error.code().name}: {error.details()}") from None
             except (WorkerRefusedError, GapError, ProtocolError) as error:
                 raise SessionLostError(str(error)) from None
+            finally:
+                events.session_closed(self)
         raise SessionLostError("the worker closed the session")
 
     async def _dial(self, stub: WorkerServiceAsyncStub, store: TokenizerStore, events: SessionEvents) -> None:
@@ -115,12 +127,14 @@ class Session:
         if description.state != wpb.WORKER_STATE_SERVING:
             state = wpb.WorkerState.Name(description.state).removeprefix("WORKER_STATE_").lower()
             raise SessionLostError(f"the worker is {state}")
-        self.worker_id = description.worker_id
+        self.worker_id, self.instance_id = description.worker_id, description.instance_id
+        # Before the Hello: a second one of this router would end the stream that the first one opened.
+        events.session_opening(self)
         self.model = describe(description, await store.assets(description, stub))
         call: _SessionCall = stub.Session()
         try:
             welcome = await self._greet(call)
-            if welcome.instance_id != description.instance_id:
+            if welcome.instance_id != self.instance_id:
                 raise SessionLostError("the worker was restarted meanwhile")
             events.session_up(self, welcome)
             self.served = True

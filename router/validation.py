@@ -153,7 +153,7 @@ def template_arguments(request: pb.ChatRequest) -> dict[str, Any]:
     """The request's further template variables as Python values; whole numbers as int.
 
     Raises:
-        InvalidFieldError: a number that is not finite, or a name that the request has a field for.
+        InvalidFieldError: a number that is not finite, or a reserved name.
     """
     try:
         given = MessageToDict(request.template_arguments)
@@ -161,9 +161,9 @@ def template_arguments(request: pb.ChatRequest) -> dict[str, Any]:
     except (ValueError, SerializeToJsonError):
         raise InvalidFieldError("template_arguments", "has a number that is not finite", "JSON values") from None
     arguments: dict[str, Any] = _plain(given)
-    for name in ("messages", "tools"):
+    for name in ("messages", "tools", "self"):
         if name in arguments:
-            raise InvalidFieldError(f"template_arguments.{name}", "is a field of the request", f"use {name}")
+            raise InvalidFieldError(f"template_arguments.{name}", "is a reserved name", "another name")
     return arguments
 
 

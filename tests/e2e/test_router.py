@@ -424,11 +424,13 @@ async def test_restarted_worker_starts_with_a_clean_lane() -> None:
 
 
 async def test_lost_worker_ends_its_streams_by_what_the_client_has() -> None:
-    worker, other = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
-    async with bench(worker, other) as b:
+    one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
+    async with bench(one, two) as b:
         begun = b.stub.Generate(request(params={"max_tokens": 4000}))
-        survivor = b.stub.Generate(request(params={"max_tokens": 300}))
         assert await begun.read() is not grpc.aio.EOF
+        worker = one if one.submitted else two
+        survivor = b.stub.Generate(request(params={"max_tokens": 300}))
+        await until(lambda: one.submitted and two.submitted)
         worker.silent = True
         waiting = b.stub.Generate(request(params={"max_tokens": 4000}))
         await until(lambda: len(worker.submitted) == 2)
@@ -570,6 +572,30 @@ async def test_workers_that_disagree_are_refused() -> None:
         assert b.ready_workers() == 1
         assert [m.name for m in b.router.registry.models] == ["m"]
         assert (await collect(b.stub.Generate(request())))[-1].HasField("finish")
+
+
+async def test_one_worker_under_two_addresses_is_used_once() -> None:
+    worker = FakeWorker(FILES)
+    address = await worker.start()
+    router = Router(RouterOptions(workers=[address, address.replace("127.0.0.1", "localhost")], port=0))
+    await router.start()
+    async with grpc.aio.insecure_channel(router.server.address) as channel:
+        b = Bench(router, [worker], channel)
+        await b.ready(1)
+        call = b.stub.Generate(request(params={"max_tokens": 300}))
+        await asyncio.sleep(0.5)
+        assert b.ready_workers() == 1
+        assert len(worker.calls) == 1
+        assert (await collect(call))[-1].HasField("finish")
+    await router.stop()
+    await worker.stop()
+
+
+async def test_burst_that_the_workers_can_take_does_not_fill_the_queue() -> None:
+    async with bench(FakeWorker(FILES, answer=short), queue_size=1) as b:
+        calls = [b.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=[1]))) for _ in range(32)]
+        answers = await asyncio.gather(*(collect(call) for call in calls))
+        assert all(parts[-1].HasField("finish") for parts in answers)
 
 
 async def test_protocol_violation_closes_the_session_only() -> None:
