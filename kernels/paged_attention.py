@@ -366,7 +366,7 @@ class PagedAttention:
         return _merged(panel.tile_counts, weights, values[:items])
 
     def _kernel(self, cache: PagedKVCache, plan: AttentionPlan) -> _GroupKernel:
-        key = (plan.group_size, cache.num_kv_heads, plan.rows, cache.head_dim, cache.data.dtype)
+        key = (plan.group_size, cache.num_kv_heads, plan.rows, cache.head_dim, cache.granule, cache.data.dtype)
         if key not in self._groups:
             self._groups[key] = _GroupKernel(plan.group_size, cache, plan.rows)
         return self._groups[key]

@@ -80,7 +80,8 @@ def make_checkpoint(
     model = model_class(config).to(torch.float32)
     _draw_weights(model, seed)
     defaults = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, IM_END_ID], "pad_token_id": PAD_ID}
-    model.generation_config = GenerationConfig(**{**defaults, **(generation or {})})
+    generation_class: Any = GenerationConfig
+    model.generation_config = generation_class(**{**defaults, **(generation or {})})
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     if tokenizer:
         write_tokenizer(folder, config.vocab_size, chat_template=chat_template)
@@ -104,7 +105,8 @@ def write_tokenizer(folder: Path | str, vocab_size: int, *, chat_template: bool 
     backend = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(tokens)}, merges=merges))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    fast = PreTrainedTokenizerFast(
+    fast_class: Any = PreTrainedTokenizerFast
+    fast = fast_class(
         tokenizer_object=backend,
         pad_token="<|pad|>",
         bos_token="<|bos|>",

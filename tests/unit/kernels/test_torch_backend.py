@@ -1,0 +1,125 @@
+"""The PyTorch back end against plain float64 arithmetic."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels import paged_attention
+from kernels.torch_backend import TorchBackend
+from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks, stored
+
+# PyTorch warns when it reallocates an output, which would cut fixed buffers loose.
+pytestmark = pytest.mark.filterwarnings("error")
+
+BACKEND = TorchBackend()
+TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    tolerance = TOLERANCE[actual.dtype]
+    torch.testing.assert_close(actual.double(), expected.double(), atol=tolerance, rtol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("rows", [1, 16, 37])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear(dtype: torch.dtype, rows: int, with_bias: bool) -> None:
+    x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((rows, 33), (70, 33), (70,)))
+    packed = BACKEND.pack_linear(weight, bias if with_bias else None, dtype)
+    expected = x.double() @ weight.double().t() + (bias.double() if with_bias else 0.0)
+    out = BACKEND.linear(x, packed)
+    assert out.shape == (rows, 70)
+    assert out.dtype == dtype
+    torch.testing.assert_close(out.double(), expected, atol=20 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+
+
+def test_linear_takes_unaligned_views_and_other_dtypes() -> None:
+    storage = torch.randn(1 + 40 * 24)
+    weight = storage[1:].view(40, 24)
+    x = torch.randn(17 * 24 + 3)[3:].view(17, 24)
+    expected = x.double() @ weight.double().t()
+    close(BACKEND.linear(x, BACKEND.pack_linear(weight, None, torch.float32)), expected)
+    half = BACKEND.pack_linear(weight, None, torch.bfloat16)
+    assert BACKEND.linear(x.bfloat16(), half).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_norms(dtype: torch.dtype) -> None:
+    x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((5, 48), (5, 48), (48,)))
+    total = x + residual
+
+    def expected(rows: torch.Tensor) -> torch.Tensor:
+        wide = rows.double()
+        return wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+
+    close(BACKEND.rms_norm(x, weight, 1e-6), expected(x))
+    normed, new_residual = BACKEND.add_rms_norm(x, residual, weight, 1e-6)
+    close(normed, expected(total))
+    assert torch.equal(new_residual, total)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
+def test_silu_and_mul(dtype: torch.dtype) -> None:
+    x = (torch.randn(7, 2 * 45) * 4).to(dtype)
+    gate, up = x.double().chunk(2, dim=-1)
+    close(BACKEND.silu_and_mul(x), gate / (1 + torch.exp(-gate)) * up)
+
+
+def test_rope_rotates_half_split_pairs() -> None:
+    q, k, angles = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 1, 4)
+    for x, out in zip((q, k), BACKEND.rope(q, k, angles.cos(), angles.sin()), strict=True):
+        turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
+        close(out, torch.cat((turned.real, turned.imag), -1))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (3, 1), (16, 1)])
+@pytest.mark.parametrize("block_size", [1, 16, 48, 128])
+def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, block_size: int) -> None:
+    dim, lengths, counts = 24, [1, 70, 64, 129, 200], [1, 3, 64, 1, 66]
+    num_blocks = sum(-(-length // block_size) for length in lengths) + 1
+    blocks = scattered_blocks(lengths, block_size, num_blocks, seed=heads)
+    cache = BACKEND.allocate_kv(2, num_blocks, block_size, kv_heads, dim, dtype)
+    cache.data[:, :, :-1] = torch.nan
+    rows = [Rows(0, length, table) for length, table in zip(lengths, blocks, strict=True)]
+    fill = metadata(rows, block_size)
+    fill.plan = BACKEND.plan_attention(fill, cache, heads)
+    k, v = (torch.randn(sum(lengths), kv_heads, dim).to(dtype) for _ in range(2))
+    BACKEND.write_kv(cache, 1, k, v, fill)
+    step_rows = [Rows(length - n, length, table) for length, n, table in zip(lengths, counts, blocks, strict=True)]
+    step = metadata(step_rows, block_size)
+    step.plan = BACKEND.plan_attention(step, cache, heads)
+    padded = sum(counts) + 5
+    q = torch.randn(padded, heads, dim).to(dtype)
+    out = BACKEND.attention(q, cache, 1, step, dim**-0.5)
+    begin = 0
+    for row in step_rows:
+        keys, values = stored(cache, 1, row.blocks, row.end)
+        part = slice(begin, begin + row.count)
+        close(out[part], reference_attention(q[part], keys, values, row.start, dim**-0.5))
+        begin += row.count
+    assert not out[begin:].any()
+    assert cache.data[0, :, :-1].isnan().all(), "another layer was written"
+    assert not cache.data[:, :, -1].any(), "the zero block was written"
+
+
+def test_panels_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    cache = BACKEND.allocate_kv(1, 40, 16, 2, 16, torch.float32)
+    cache.data[:, :, :-1].normal_()
+    step = metadata([Rows(100, 300, list(range(19))), Rows(7, 20, [20, 21])], 16)
+    q = torch.randn(213, 4, 16)
+    outputs = []
+    for panel_bytes in (32 << 20, 20_000, 1):
+        monkeypatch.setattr(paged_attention, "PANEL_BYTES", panel_bytes)
+        step.plan = BACKEND.plan_attention(step, cache, 4)
+        outputs.append(BACKEND.attention(q, cache, 0, step, 0.25))
+    assert len(step.plan.panels) > 10
+    assert torch.equal(outputs[0], outputs[1])
+    assert torch.equal(outputs[0], outputs[2])
+
+
+def test_cache_size_is_what_was_asked_for() -> None:
+    cache = BACKEND.allocate_kv(3, 10, 16, 2, 8, torch.bfloat16)
+    # One block more than asked: the zeros for positions past a sequence's end.
+    assert cache.data.nbytes == 2 * 3 * (10 + 1) * 16 * 2 * 8 * 2
