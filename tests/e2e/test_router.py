@@ -32,6 +32,7 @@ from common.seed import derive_seed
 from router.app import Router, RouterOptions
 from router.validation import CHAT_SERVED, GENERATE_SERVED
 from tests.e2e.fake_worker import FakeWorker, short
+from tests.otlp_receiver import OtlpReceiver
 from tests.unit.router.support import EOS, small_tokenizer, tokenizer_files
 
 if TYPE_CHECKING:
@@ -653,6 +654,35 @@ async def test_tokenizer_from_a_folder(tmp_path: Any) -> None:
         await b.ready(1)
         await asyncio.sleep(0.3)
         assert b.ready_workers() == 1
+
+
+async def test_spans_end_with_the_status_of_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319c"
+    metadata = (("traceparent", f"00-{trace}-b7ad6b7169203331-01"), ("tracestate", "k=v"))
+    with OtlpReceiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        worker = FakeWorker(FILES)
+        async with bench(worker) as b:
+            await collect(b.stub.Generate(request(), metadata=metadata))
+            cancelled = b.stub.Generate(request(params={"max_tokens": 4000}), metadata=metadata)
+            await cancelled.read()
+            cancelled.cancel()
+            await error_of(b.stub.Generate(request(params={"max_tokens": 4000}), metadata=metadata, timeout=0.2))
+            refused = await error_of(b.stub.Generate(request(params={"top_p": 0}), metadata=metadata))
+            assert trace in dict(refused.trailing_metadata())["traceresponse"]
+            await b.stub.ListModels(pb.ListModelsRequest(), metadata=metadata)
+            await until(lambda: b.router._tracing.open_spans() == 0)
+        spans = receiver.wait_for("fissile.v1.InferenceService/Generate", 4)
+        assert receiver.wait_for("fissile.v1.InferenceService/ListModels")
+        assert {(s.trace_id, s.parent_id, s.service) for s in spans} == {(trace, "b7ad6b7169203331", "fissile-router")}
+        by_status = {s.attributes["rpc.status_code"]: s for s in spans}
+        assert set(by_status) == {"OK", "CANCELLED", "DEADLINE_EXCEEDED", "INVALID_ARGUMENT"}
+        done = by_status["OK"]
+        assert done.attributes["gen_ai.usage.output_tokens"] == 5
+        assert done.events == ("submitted", "first_token")
+        assert worker.submitted[0].traceparent == f"00-{trace}-{done.span_id}-01"
+        assert worker.submitted[0].tracestate == "k=v"
+        assert not any("say" in str(s.attributes) for s in spans)
 
 
 async def test_storm_leaves_every_table_empty() -> None:
