@@ -103,6 +103,7 @@ class Scheduler:
         self.running: OrderedDict[int, Sequence] = OrderedDict()
         self.last_prompt_latency = 0.0
         self.prefill_rate = 0.0
+        self.num_preemptions = 0
         # Those of `running` whose prompt is not computed to its end.
         self._prefilling: dict[int, Sequence] = {}
         self._prefilled_last = False
@@ -386,6 +387,7 @@ class Scheduler:
         """Puts a running sequence back to the front of `waiting`. All its tokens are computed anew, as far as its
         published blocks are not still cached by then (T24)."""
         self._leave(seq)
+        self.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
         seq.num_cached_tokens = seq.num_computed_tokens = 0
         self.waiting.appendleft(seq)

@@ -22,6 +22,7 @@ from tests.checkpoints import make_checkpoint
 from tests.e2e.service import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
+BUF = ROOT / "build" / "buf" / "node_modules" / ".bin" / "buf"
 TIMEOUT_S = 90.0
 FIGURES = re.compile(
     r"TTFT [\d.]+ ms, [\d.]+ ms per token, (\d+) tokens from \d+ \(\d+ cached\), \w+, trace [0-9a-f]{32}"
@@ -185,10 +186,24 @@ def test_a_whole_visit(serve: Callable[..., Serve], simulated: str) -> None:
     run.assert_nothing_left()
 
 
-def test_ctrl_c_lets_a_running_answer_finish(serve: Callable[..., Serve], simulated: str) -> None:
-    run = serve("--model", simulated, "--no-ask")
+@pytest.mark.skipif(not BUF.exists(), reason="buf is not installed: make setup brings it where npm is there")
+def test_a_generic_tool_needs_no_protos(serve: Callable[..., Serve], simulated: str) -> None:
+    run = serve("--model", simulated, "--simulated", "--no-ask")
     run.wait_for_line(f"serving on {run.address}")
-    command = ["generate", "--address", run.address, "--text", "--max-tokens", "600", "--ignore-eos", "hello"]
+    base = [str(BUF), "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
+    url = f"http://{run.address}"
+    methods = subprocess.run([*base, "--list-methods", url], capture_output=True, text=True, check=True).stdout
+    assert {"fissile.v1.InferenceService/Chat", "grpc.health.v1.Health/Check"} <= set(methods.split())
+    asked = json.dumps({"text": "hello", "sampling_params": {"max_tokens": 3, "ignore_eos": True}})
+    command = [*base, "-d", asked, f"{url}/fissile.v1.InferenceService/Generate"]
+    answer = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert "FINISH_REASON_LENGTH" in answer
+
+
+def test_ctrl_c_lets_a_running_answer_finish(serve: Callable[..., Serve], simulated: str) -> None:
+    run = serve("--model", simulated, "--simulated", "--no-ask", FISSILE_SIMULATED_STEP="0.01")
+    run.wait_for_line(f"serving on {run.address}")
+    command = ["generate", "--address", run.address, "--text", "--max-tokens", "200", "--ignore-eos", "hello"]
     asking = subprocess.Popen(
         [sys.executable, "-m", "common.cli.main", *command],
         cwd=ROOT,
@@ -201,7 +216,7 @@ def test_ctrl_c_lets_a_running_answer_finish(serve: Callable[..., Serve], simula
     run.process.send_signal(signal.SIGTERM)
     _, errors = asking.communicate(timeout=TIMEOUT_S)
     assert asking.returncode == 0, errors
-    assert "600 tokens" in errors
+    assert "200 tokens" in errors
     assert run.wait() == 0, run.everything()
     run.assert_nothing_left()
 

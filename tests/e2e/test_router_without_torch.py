@@ -5,6 +5,7 @@ The worker runs in the tests' own environment, simulated. Needs the package inde
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
-from tests.checkpoints import write_tokenizer
+from tests.checkpoints import DEFAULT_SHAPE, write_tokenizer
 from tests.e2e.service import Process, free_port, generate
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,12 +41,19 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python.parent
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint folder without weights."""
+    folder = tmp_path_factory.mktemp("model")
+    config = {**DEFAULT_SHAPE, "architectures": ["Qwen3ForCausalLM"], "rope_theta": 10000.0}
+    (folder / "config.json").write_text(json.dumps(config))
+    write_tokenizer(folder, DEFAULT_SHAPE["vocab_size"])
+    return folder
+
+
 @pytest.fixture
-def worker(tmp_path: Path) -> Iterator[Process]:
-    """A worker without a model, in the tests' own environment."""
-    model = tmp_path / "model"
-    model.mkdir()
-    write_tokenizer(model, 384)
+def worker(model: Path, tmp_path: Path) -> Iterator[Process]:
+    """A worker that makes up its tokens, in the tests' own environment."""
     port = free_port()
     arguments = ["worker", "--simulated", "--model", str(model), "--model-name", "test", "--port", str(port)]
     process = Process("worker", arguments, port, tmp_path / "worker.log")
@@ -65,15 +73,14 @@ def test_torch_is_not_there(environment: Path, tmp_path: Path) -> None:
     ]
 
 
-def test_the_worker_command_says_what_to_install(environment: Path, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    result = run(environment / "fissile", "worker", "--model", "model", cwd=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr.count("\n") == 1
-    assert "pip install 'fissile[worker,cpu]'" in result.stderr
-    result = run(environment / "fissile", "serve", "--model", "model", "--once", cwd=tmp_path)
-    assert result.returncode == 2
-    assert "pip install 'fissile[worker,cpu]'" in result.stderr
+@pytest.mark.parametrize("command", ["worker", "serve"])
+def test_what_needs_torch_says_what_to_install(command: str, environment: Path, model: Path, tmp_path: Path) -> None:
+    result = run(environment / "fissile", command, "--model", model, "--port", "0", cwd=tmp_path)
+    assert result.returncode == 2, result.stderr
+    (refusal,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
+    assert refusal.startswith(f"error: `fissile {command}` needs ")
+    assert "pip install 'fissile[worker,cpu]'" in refusal
+    assert "Traceback" not in result.stderr
 
 
 def test_the_router_serves(environment: Path, worker: Process, tmp_path: Path) -> None:

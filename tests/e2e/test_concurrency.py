@@ -1,0 +1,91 @@
+"""Many clients at once, and many that leave: nothing is mixed up, nothing is left behind."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import grpc
+import pytest
+from fissile.v1 import inference_pb2 as pb
+
+from tests.e2e.service import REPOSITORY, Answer, Service, chat, running_service
+from tests.otlp_receiver import OtlpReceiver
+
+DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"
+CLIENTS = 64
+CHAT_SPAN = "fissile.v1.InferenceService/Chat"
+EXPORT_DELAY_MS = 100
+
+
+@pytest.fixture(scope="module")
+def receiver() -> Iterator[OtlpReceiver]:
+    with OtlpReceiver() as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, receiver: OtlpReceiver) -> Iterator[Service]:
+    environment = {"OTEL_EXPORTER_OTLP_ENDPOINT": receiver.endpoint, "OTEL_BSP_SCHEDULE_DELAY": str(EXPORT_DELAY_MS)}
+    with running_service(tmp_path_factory.mktemp("demo"), DEMO, environment=environment) as running:
+        yield running
+
+
+def request(i: int, max_tokens: int = 48) -> pb.ChatRequest:
+    params = pb.SamplingParams(temperature=1.0 if i % 2 else 0.0, seed=i, max_tokens=max_tokens)
+    message = pb.ChatMessage(role="user", content=f"Tell me a story about {i} foxes.")
+    return pb.ChatRequest(messages=[message], sampling_params=params)
+
+
+def test_concurrent_streams_equal_lone_streams(service: Service) -> None:
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        together = list(pool.map(lambda i: chat(service.stub, request(i)), range(CLIENTS)))
+    for i in random.Random(3).sample(range(CLIENTS), 12):
+        assert chat(service.stub, request(i)).text == together[i].text
+    assert all(answer.text for answer in together)
+    assert all(stream_is_long_enough(answer) for answer in together)
+
+
+def stream_is_long_enough(answer: Answer) -> bool:
+    """Whether text came in several messages rather than at the end."""
+    assert answer.finish is not None
+    return answer.finish.usage.completion_tokens < 8 or answer.messages > 2
+
+
+def test_cancelled_streams_leave_nothing_behind(service: Service, receiver: OtlpReceiver) -> None:
+    before = len(receiver.named(CHAT_SPAN))
+    with ThreadPoolExecutor(CLIENTS) as pool:
+        outcomes = list(pool.map(lambda i: cancelled_stream(service, i), range(CLIENTS)))
+    assert grpc.StatusCode.CANCELLED in outcomes
+    assert set(outcomes) <= {grpc.StatusCode.CANCELLED, grpc.StatusCode.OK}
+    load = service.wait_idle()
+    assert (load.decoding_seqs, load.waiting_seqs) == (0, 0)
+    assert load.free_blocks == load.total_blocks
+    routers = receiver.wait_for(CHAT_SPAN, before + CLIENTS)
+    time.sleep(5 * EXPORT_DELAY_MS / 1000)
+    spans = receiver.spans
+    ids = {span.span_id for span in spans}
+    started = [span for span in routers if "submitted" in span.events]
+    workers = [span for span in spans if span.name == "worker.generate"]
+    assert {span.parent_id for span in workers} >= {span.span_id for span in started}, "a worker's span is open"
+    assert all(span.parent_id in ids for span in spans if span.name != CHAT_SPAN)
+
+
+def cancelled_stream(service: Service, i: int) -> grpc.StatusCode:
+    """Starts a stream, cancels it at a random moment, and returns how it ended."""
+    call = service.stub.Chat(request(i, max_tokens=256), timeout=60)
+    timer = threading.Timer(random.Random(i).uniform(0.0, 0.6), call.cancel)
+    timer.start()
+    try:
+        for _ in call:
+            time.sleep(0)
+    except grpc.RpcError:
+        pass
+    finally:
+        timer.cancel()
+    code = call.code()
+    assert isinstance(code, grpc.StatusCode)
+    return code

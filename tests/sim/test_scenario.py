@@ -1,0 +1,166 @@
+"""Random requests, cancels, deadlines and broken streams: every answer is right, and nothing is left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import dataclass, field
+
+import pytest
+from fissile.v1 import inference_pb2 as pb
+
+from common.block_hash import hash_chain
+from common.errors import ApiError, DeadlineError, NoWorkerError, WorkerLostError
+from common.sampling_params import SamplingParams
+from router.assembly import StreamAssembly
+from router.fleet import RoutedRequest
+from tests.sim.service import BLOCK_SIZE, EOS_ID, MAX_MODEL_LEN, MODEL, VOCAB_SIZE, SimService
+from tests.sim.virtual_time import VirtualLoop, run
+
+NUM_REQUESTS = 40
+
+
+@dataclass
+class Outcome:
+    """What one client got."""
+
+    prompt: list[int]
+    params: SamplingParams
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    reason: pb.FinishReason.ValueType | None = None
+    error: ApiError | None = None
+    cancelled: bool = False
+
+    @property
+    def terminals(self) -> int:
+        """How many ends the client saw."""
+        return (self.reason is not None) + (self.error is not None) + self.cancelled
+
+
+class Scenario:
+    """One life of a service and its clients."""
+
+    def __init__(self, seed: int, *, delay_factor: float = 0.0, breaks: bool = False, deadlines: bool = False) -> None:
+        self.rnd = random.Random(seed)
+        self.loop = VirtualLoop()
+        self.delay_factor = delay_factor
+        self.breaks = breaks
+        self.deadlines = deadlines
+        self.prefixes = [self.tokens(self.rnd.randrange(16, 120)) for _ in range(4)]
+        self.outcomes: list[Outcome] = []
+
+    def tokens(self, count: int) -> list[int]:
+        return [self.rnd.randrange(2, VOCAB_SIZE) for _ in range(count)]
+
+    async def live(self) -> SimService:
+        service = SimService(self.loop, self.rnd, delay_factor=self.delay_factor)
+        await asyncio.sleep(0.2)
+        clients = [asyncio.create_task(self.client(service, i)) for i in range(NUM_REQUESTS)]
+        cancels = [self.loop.call_later(self.rnd.uniform(0, 3), client.cancel) for client in clients[::3]]
+        if self.breaks:
+            for _ in range(4):
+                self.loop.call_later(self.rnd.uniform(0.2, 2), service.break_connection, self.rnd.randrange(2))
+        await asyncio.wait(clients)
+        for cancel in cancels:
+            cancel.cancel()
+        for client in clients:
+            assert client.cancelled() or client.exception() is None, client.exception()
+        await asyncio.sleep(2)
+        service.check_nothing_left()
+        return service
+
+    async def client(self, service: SimService, i: int) -> None:
+        prompt = self.rnd.choice(self.prefixes)[: self.rnd.randrange(1, 120)] + self.tokens(self.rnd.randrange(1, 60))
+        params = SamplingParams(max_tokens=self.rnd.randrange(1, MAX_MODEL_LEN - len(prompt)))
+        outcome = Outcome(prompt, params, seed=i)
+        deadline_after = self.rnd.uniform(0.02, 0.6) if self.deadlines and self.rnd.random() < 0.5 else None
+        self.outcomes.append(outcome)
+        try:
+            await asyncio.sleep(self.rnd.uniform(0, 1.5))
+            await self.ask(service, outcome, deadline_after)
+        except ApiError as error:
+            outcome.error = error
+        except asyncio.CancelledError:
+            outcome.cancelled = True
+            raise
+
+    async def ask(self, service: SimService, outcome: Outcome, deadline_after: float | None) -> None:
+        now = self.loop.time()
+        chain = hash_chain(outcome.prompt, BLOCK_SIZE)
+        request = RoutedRequest(
+            model=MODEL,
+            token_ids=outcome.prompt,
+            params=outcome.params,
+            seed=outcome.seed,
+            chain_hash=chain[-1] if chain else 0,
+            arrival=now,
+            deadline=None if deadline_after is None else now + deadline_after,
+        )
+        assembly = StreamAssembly(len(outcome.prompt), detokenizer=None, return_token_ids=True)
+        stream = service.fleet.open(request, assembly, lambda worker: None)
+        try:
+            while outcome.reason is None:
+                part = await stream.next()
+                outcome.token_ids.extend(part.token_ids)
+                if part.ending is not None:
+                    outcome.reason = part.ending.reason
+        finally:
+            service.fleet.close(stream)
+
+    def check_outcomes(self, service: SimService) -> None:
+        for outcome in self.outcomes:
+            assert outcome.terminals == 1
+            full = self.reference(service, outcome)
+            assert outcome.token_ids == full[: len(outcome.token_ids)]
+            if outcome.reason is not None:
+                assert outcome.token_ids == full
+                ended_by_eos = full[-1] == EOS_ID
+                assert outcome.reason == (pb.FINISH_REASON_STOP if ended_by_eos else pb.FINISH_REASON_LENGTH)
+
+    def reference(self, service: SimService, outcome: Outcome) -> list[int]:
+        """The whole answer of an undisturbed run."""
+        runner = service.workers[0].runner
+        tokens = runner.reference(outcome.prompt, outcome.params.max_tokens, outcome.seed)
+        return tokens[: tokens.index(EOS_ID) + 1] if EOS_ID in tokens else tokens
+
+
+def lived(scenario: Scenario) -> list[Outcome]:
+    """Runs a scenario to its end, checks every answer, and returns what the clients got."""
+    service = run(scenario.loop, scenario.live())
+    scenario.check_outcomes(service)
+    return scenario.outcomes
+
+
+@pytest.mark.parametrize("delay_factor", [0.0, 0.5, 4.0])
+@pytest.mark.parametrize("seed", range(6))
+def test_requests_and_cancels(seed: int, delay_factor: float) -> None:
+    outcomes = lived(Scenario(seed, delay_factor=delay_factor))
+    assert all(outcome.error is None for outcome in outcomes)
+    assert sum(outcome.cancelled for outcome in outcomes) >= 1
+    assert sum(outcome.reason is not None for outcome in outcomes) >= NUM_REQUESTS // 2
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_deadlines(seed: int) -> None:
+    outcomes = lived(Scenario(seed, deadlines=True))
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    assert errors
+    assert all(isinstance(error, DeadlineError) for error in errors)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_broken_streams_end_their_requests_and_no_others(seed: int) -> None:
+    outcomes = lived(Scenario(seed, breaks=True))
+    errors = [outcome.error for outcome in outcomes if outcome.error is not None]
+    assert errors
+    assert all(isinstance(error, WorkerLostError | NoWorkerError) for error in errors)
+    for outcome in outcomes:
+        if isinstance(outcome.error, NoWorkerError):
+            assert not outcome.token_ids, "UNAVAILABLE only while nothing has been sent"
+
+
+def test_the_scenario_preempts() -> None:
+    """The pool is small enough that running sequences push each other out."""
+    service = run((scenario := Scenario(1)).loop, scenario.live())
+    assert any(worker.core.scheduler.num_preemptions for worker in service.workers)
