@@ -114,6 +114,8 @@ def fissile() -> None:
 def run() -> int:
     """Runs the command line. Returns the exit code: 0, 1 (failed), 2 (something to change), or the command's own."""
     add_stubs_to_path()
+    # gRPC's own lines on standard error repeat what arrives as a status or an exception (a taken port, a lost peer).
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     _never_fail_on_characters()
     try:
         code = fissile.main(prog_name="fissile", standalone_mode=False)

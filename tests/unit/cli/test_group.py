@@ -16,7 +16,6 @@ import pytest
 from common.cli import group, main
 
 ROOT = Path(__file__).resolve().parents[3]
-LIGHT = ("serve", "generate", "models", "version")
 
 
 def fissile(*arguments: str, cwd: Path = ROOT, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -110,7 +109,7 @@ def test_environment_variables_set_options() -> None:
     assert "FISSILE_NUM_WORKERS" in result.stderr
 
 
-@pytest.mark.parametrize("name", LIGHT)
+@pytest.mark.parametrize("name", group.SUMMARIES)
 def test_every_option_has_a_help_text_and_an_environment_variable(name: str) -> None:
     command = group.find_entry_points(group.COMMANDS)[name].load()
     options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
