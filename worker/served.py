@@ -106,6 +106,7 @@ def _sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingPar
         top_k=params.top_k,
         top_p=params.top_p,
         min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
         ignore_eos=params.ignore_eos,

@@ -231,4 +231,4 @@ class WorkerService(WorkerServiceServicer):
             request_id=request_id or uuid.uuid4().hex,
             worker_id=self.facts.worker_id,
         )
-        return Live(seq.id, seq.id, seq.num_prompt_tokens, span, trace_id_of(traceparent))
+        return Live(seq.id, 0, seq.num_prompt_tokens, span, trace_id_of(traceparent))

@@ -31,7 +31,7 @@ from common.rpc.unserved import refuse_unserved
 from common.telemetry.tracing import SequenceSpan, SequenceTimes, Tracing, trace_id_of
 from worker import served
 from worker.engine_core import LoadReport
-from worker.engine_loop import Listener
+from worker.engine_turns import Listener
 from worker.facts import PROTO_MINOR, WorkerFacts, load_proto
 from worker.fleet_lanes import FleetLanes
 from worker.inbox import Arrival, Group, Inbox, Refusal

@@ -1,0 +1,91 @@
+"""Every request field of the worker's protos is served, or refused with UNIMPLEMENTED naming it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+from google.protobuf.descriptor import FieldDescriptor
+
+from common.errors import UnservedFieldError
+from common.rpc.unserved import field_paths, refuse_unserved
+from worker import served
+
+# What later issues will serve. A field that is new in the protos belongs here, or in `served`.
+NOT_SERVED = {
+    "SubmitSequence": {
+        "cache_salt",
+        "params.repetition_penalty",
+        "params.presence_penalty",
+        "params.frequency_penalty",
+    },
+    "GenerateRequest": {"params.repetition_penalty", "params.presence_penalty", "params.frequency_penalty"},
+    "SessionRequest": {"hello.live", "hello.live.rid", "hello.live.have", "hello.kv_seq"},
+    "DrainRequest": set[str](),
+    "GetWorkerRequest": set[str](),
+    "GetTokenizerRequest": set[str](),
+}
+REQUESTS: dict[str, tuple[Any, frozenset[str]]] = {
+    "SubmitSequence": (wpb.SubmitSequence, served.SEQUENCE),
+    "GenerateRequest": (wpb.GenerateRequest, served.GENERATE),
+    "SessionRequest": (wpb.SessionRequest, served.SESSION),
+    "DrainRequest": (wpb.DrainRequest, served.DRAIN),
+    "GetWorkerRequest": (wpb.GetWorkerRequest, frozenset()),
+    "GetTokenizerRequest": (wpb.GetTokenizerRequest, frozenset()),
+}
+
+
+def paths(name: str) -> set[str]:
+    kind, _ = REQUESTS[name]
+    found = set(field_paths(kind.DESCRIPTOR))
+    # Sequences are checked one by one, as SubmitSequence.
+    return {path for path in found if not path.startswith("submit.seqs.")}
+
+
+def set_path(message: Any, path: str) -> None:
+    """Gives the field a value that is not its default, and nothing else any."""
+    name, _, rest = path.partition(".")
+    field = message.DESCRIPTOR.fields_by_name[name]
+    if field.message_type is not None:
+        inner = getattr(message, name).add() if field.is_repeated else getattr(message, name)
+        if rest:
+            set_path(inner, rest)
+        elif not field.is_repeated:
+            inner.SetInParent()
+        return
+    value: object = {FieldDescriptor.CPPTYPE_BOOL: True, FieldDescriptor.CPPTYPE_STRING: "x"}.get(field.cpp_type, 3)
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        value = b"x"
+    if field.is_repeated:
+        getattr(message, name).append(value)
+    else:
+        setattr(message, name, value)
+
+
+def test_all_requests_are_listed() -> None:
+    service = wpb.DESCRIPTOR.services_by_name["WorkerService"]
+    assert {method.input_type.name for method in service.methods} | {"SubmitSequence"} == REQUESTS.keys()
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_field_is_served_or_listed_as_not_served(name: str) -> None:
+    _, listed = REQUESTS[name]
+    assert listed | NOT_SERVED[name] == paths(name)
+    assert not listed & NOT_SERVED[name]
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name in REQUESTS for path in sorted(paths(name))])
+def test_a_field_is_refused_by_name_unless_it_is_served(name: str, path: str) -> None:
+    kind, listed = REQUESTS[name]
+    message = kind()
+    set_path(message, path)
+    if path not in NOT_SERVED[name]:
+        refuse_unserved(message, listed, served.NEUTRAL)
+        return
+    with pytest.raises(UnservedFieldError) as raised:
+        refuse_unserved(message, listed, served.NEUTRAL)
+    assert raised.value.code is grpc.StatusCode.UNIMPLEMENTED
+    named = raised.value.violations[0].path
+    assert path == named or path.startswith(f"{named}.")

@@ -1,0 +1,395 @@
+"""A Session without its stream: a real engine stepped by hand, a virtual clock, and a router that checks every rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import grpc
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import ApiError
+from common.limits import HEARTBEAT_S, MAX_FRAME_TOKENS
+from common.telemetry.tracing import Tracing
+from tests.unit.worker.session_support import (
+    FACTS,
+    NUM_BLOCKS,
+    VOCAB_SIZE,
+    SteppedEngine,
+    long_prompt,
+    record,
+    simulated_core,
+    simulated_runner,
+    submit,
+)
+from worker.fleet_lanes import FleetLanes
+from worker.session_state import SessionState, check_hello
+
+
+@dataclass
+class Stream:
+    """What a router knows of one sequence."""
+
+    tokens: list[int]
+    start: wpb.SequenceStart | None = None
+    end: wpb.SequenceEnd | None = None
+
+
+class World:
+    """One worker and the virtual time."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.engine = SteppedEngine(simulated_core(clock=lambda: self.now), lambda: self.now)
+        self.lanes = FleetLanes()
+
+    def router(self, lease_ms: int = 5000) -> Router:
+        return Router(self, lease_ms)
+
+
+@dataclass
+class Router:
+    """The other end: writes frames, reads frames, checks them."""
+
+    world: World
+    lease_ms: int
+    streams: dict[int, Stream] = field(default_factory=dict)
+    returned: list[int] = field(default_factory=list)
+    frames: list[str] = field(default_factory=list)
+    submit_seen: int = 0
+    load: wpb.Load = field(default_factory=wpb.Load)
+    wakes: int = 0
+
+    def __post_init__(self) -> None:
+        hello = check_hello(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=self.lease_ms)))
+        world = self.world
+        self.state = SessionState(hello, FACTS, world.engine, world.lanes, Tracing(), world.now, self.wake)
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def write(self, frame: wpb.SessionRequest) -> None:
+        for sequence in frame.submit.seqs:
+            self.streams.setdefault(sequence.rid, Stream(list(sequence.token_ids)))
+        if frame.HasField("extend"):
+            self.streams[frame.extend.rid].tokens += frame.extend.token_ids
+        self.state.receive(frame, self.world.now)
+
+    def read(self, at_most: int = 1000) -> None:
+        for _ in range(at_most):
+            frame = self.state.next_frame(self.world.now)
+            if frame is None:
+                return
+            kind = frame.WhichOneof("frame")
+            assert kind is not None
+            self.frames.append(kind)
+            assert (kind == "welcome") == (len(self.frames) == 1)
+            if kind == "step_output":
+                self._read_step(frame.step_output)
+            elif kind in ("heartbeat", "welcome"):
+                self.load = frame.heartbeat.load if kind == "heartbeat" else frame.welcome.load
+
+    def _read_step(self, step: wpb.StepOutput) -> None:
+        self.submit_seen, self.load = step.submit_seen, step.load
+        for start in step.starts:
+            assert self.streams[start.rid].start is None
+            self.streams[start.rid].start = start
+        at = 0
+        for rid, first_pos, n in zip(step.rid, step.first_pos, step.n, strict=True):
+            stream = self.streams[rid]
+            assert stream.start is not None
+            assert stream.end is None
+            assert first_pos == len(stream.tokens)
+            stream.tokens += step.token_ids[at : at + n]
+            at += n
+        for end in step.ends:
+            stream = self.streams[end.rid]
+            assert stream.end is None
+            if end.reason != wpb.END_REASON_INVALID:
+                assert end.end_pos == len(stream.tokens)
+            stream.end = end
+        self.returned += step.returned
+
+    def reasons(self) -> dict[int, int]:
+        return {rid: stream.end.reason for rid, stream in self.streams.items() if stream.end is not None}
+
+
+def run(world: World, *routers: Router, steps: int = 40) -> None:
+    for _ in range(steps):
+        world.now += 0.01
+        world.engine.step()
+        for router in routers:
+            router.read()
+
+
+def test_welcome_then_tokens_then_ends() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(3, record(1, range(40), max_tokens=6), record(2, [5], max_tokens=2)))
+    run(world, router)
+    assert router.submit_seen == 3
+    runner = simulated_runner()
+    assert router.streams[1].tokens[40:] == runner.reference(list(range(40)), 6, seed=1)
+    assert router.streams[2].tokens[1:] == runner.reference([5], 2, seed=2)
+    assert router.reasons() == {1: wpb.END_REASON_LENGTH, 2: wpb.END_REASON_LENGTH}
+    assert router.load.free_blocks == router.load.total_blocks == NUM_BLOCKS
+    assert router.wakes > 0
+
+
+def test_a_prefix_hit_and_the_times_come_with_the_first_token() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, record(1, range(64))))
+    run(world, router)
+    router.write(submit(2, record(2, range(64))))
+    world.now += 0.125
+    run(world, router)
+    start = router.streams[2].start
+    assert start is not None
+    assert start.cached_tokens == 48
+    assert start.queue_us == pytest.approx(135_000, abs=10)
+
+
+def test_a_bad_sequence_ends_alone() -> None:
+    world = World()
+    router = world.router()
+    bad = record(2, [VOCAB_SIZE])
+    too_long = record(3, [1] * 1024)
+    router.write(submit(1, record(1), bad, too_long))
+    run(world, router)
+    assert router.reasons() == {1: wpb.END_REASON_LENGTH, 2: wpb.END_REASON_INVALID, 3: wpb.END_REASON_INVALID}
+    end = router.streams[2].end
+    assert end is not None
+    assert "token_ids[0]" in end.message
+
+
+def test_a_refused_rid_that_is_sent_again_is_a_no_op_until_its_end_is_written() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, record(2, [VOCAB_SIZE]), record(2, [VOCAB_SIZE, 1])))
+    router.write(submit(2, record(2, [VOCAB_SIZE, 1, 2])))
+    run(world, router)
+    assert router.reasons() == {2: wpb.END_REASON_INVALID}
+
+
+def test_cancel_frees_the_blocks_with_the_next_step() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, record(1, range(100), max_tokens=500), record(2, [1], max_tokens=500)))
+    run(world, router, steps=5)
+    router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[1, 2, 77])))
+    run(world, router, steps=1)
+    assert router.reasons() == {1: wpb.END_REASON_CANCELLED, 2: wpb.END_REASON_CANCELLED}
+    assert router.load.free_blocks == NUM_BLOCKS
+    assert router.load.decoding_seqs == 0
+    router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[1, 2])))
+    run(world, router, steps=2)
+
+
+def test_a_deadline_ends_a_sequence_on_its_way_and_one_that_runs() -> None:
+    world = World()
+    router = world.router()
+    unfinished, _ = long_prompt(1, range(200), cut=100)
+    unfinished.deadline_left_ms = 50
+    router.write(submit(1, unfinished))
+    router.write(submit(2, record(2, max_tokens=500, deadline_left_ms=50)))
+    run(world, router, steps=10)
+    assert router.reasons() == {1: wpb.END_REASON_DEADLINE, 2: wpb.END_REASON_DEADLINE}
+    assert router.submit_seen in (1, 2)
+
+
+def test_heartbeats_come_when_nothing_else_does() -> None:
+    world = World()
+    router = world.router()
+    router.read()
+    assert router.state.silent_for(world.now) == pytest.approx(HEARTBEAT_S)
+    world.now += HEARTBEAT_S - 0.01
+    router.read()
+    world.now += 0.02
+    router.read()
+    router.read()
+    assert router.frames == ["welcome", "heartbeat"]
+
+
+def test_the_lease_counts_from_the_last_frame() -> None:
+    world = World()
+    router = world.router(lease_ms=400)
+    world.now += 0.3
+    router.write(wpb.SessionRequest(lane=wpb.Lane()))
+    assert router.state.lease_left(world.now) == pytest.approx(0.4)
+    world.now += 0.4
+    assert router.state.lease_left(world.now) <= 0
+
+
+def test_closing_cancels_everything_and_tells_nothing() -> None:
+    world = World()
+    gone, other = world.router(), world.router()
+    gone.write(wpb.SessionRequest(lane=wpb.Lane(oldest_age_ms=500, tokens=70, seqs=3)))
+    gone.write(submit(1, record(1, range(100), max_tokens=500)))
+    other.write(submit(1, record(1, [9, 9], max_tokens=20)))
+    run(world, gone, other, steps=3)
+    assert other.load.fleet_tokens == 70
+    gone.state.close()
+    gone.state.close()
+    run(world, other)
+    assert not world.engine.deliveries
+    # Rids of two routers may be equal.
+    assert other.streams[1].tokens[2:] == simulated_runner().reference([9, 9], 20, seed=1)
+    world.now += 1
+    other.read()
+    assert (other.load.fleet_tokens, other.load.fleet_oldest_age_ms) == (0, 0)
+
+
+def test_the_fleets_oldest_age_grows_with_time() -> None:
+    world = World()
+    first, second = world.router(), world.router()
+    first.read()
+    first.write(wpb.SessionRequest(lane=wpb.Lane(oldest_age_ms=500, tokens=70, seqs=3)))
+    second.write(wpb.SessionRequest(lane=wpb.Lane(oldest_age_ms=100, tokens=7, seqs=1)))
+    world.now += 1.0
+    first.read()
+    assert (first.load.fleet_oldest_age_ms, first.load.fleet_tokens) == (1500, 77)
+    first.write(wpb.SessionRequest(lane=wpb.Lane()))
+    world.now += 1.0
+    first.read()
+    assert (first.load.fleet_oldest_age_ms, first.load.fleet_tokens) == (2100, 7)
+
+
+def test_a_draining_worker_gives_new_work_back_and_finishes_the_old() -> None:
+    world = World()
+    router = world.router()
+    unfinished, rest = long_prompt(2, range(200), cut=100)
+    router.write(submit(1, record(1, max_tokens=5)))
+    router.write(submit(2, unfinished))
+    router.state.drain(world.now + 5)
+    router.write(wpb.SessionRequest(extend=rest))
+    router.write(submit(3, record(3), record(4)))
+    run(world, router)
+    assert router.frames[1] == "draining"
+    assert router.reasons() == {1: wpb.END_REASON_LENGTH}
+    assert sorted(router.returned) == [2, 3, 4]
+
+
+def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_fails() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, *(record(rid, [rid], max_tokens=500) for rid in range(32))))
+    run(world, router, steps=3)
+    router.write(submit(2, record(50), record(51)))
+    run(world, router, steps=1)
+    router.state.drain(world.now)
+    world.engine.end_all("drained")
+    run(world, router, steps=1)
+    assert set(router.reasons().values()) == {wpb.END_REASON_ERROR}
+    assert len(router.reasons()) == 32
+    assert sorted(router.returned) == [50, 51]
+
+
+@pytest.mark.parametrize(
+    ("frame", "code", "message"),
+    [
+        (wpb.SessionRequest(), grpc.StatusCode.INVALID_ARGUMENT, "frame is empty or unknown"),
+        (
+            wpb.SessionRequest(hello=wpb.Hello(router_id="r")),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "frame is a second Hello",
+        ),
+        (
+            wpb.SessionRequest(extend=wpb.Extend(token_ids=[1] * (MAX_FRAME_TOKENS + 1))),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "a frame of 16385 token ids; at most 16384",
+        ),
+        (
+            submit(1, record(1, [1] * 10_000), record(2, [1] * 10_000)),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "a frame of 20000 token ids",
+        ),
+        (
+            submit(1, record(1, traceparent="x" * (1 << 20))),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "a frame of 1048",
+        ),
+    ],
+)
+def test_a_bad_frame_closes_the_session(frame: wpb.SessionRequest, code: grpc.StatusCode, message: str) -> None:
+    router = World().router()
+    with pytest.raises(ApiError) as raised:
+        router.state.receive(frame, 0.0)
+    assert raised.value.code is code
+    assert raised.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("hello", "code", "field"),
+    [
+        (wpb.Hello(lease_ms=1000), grpc.StatusCode.INVALID_ARGUMENT, "hello.router_id"),
+        (wpb.Hello(lease_ms=1000, router_id="x" * 129), grpc.StatusCode.INVALID_ARGUMENT, "hello.router_id"),
+        (wpb.Hello(router_id="r"), grpc.StatusCode.INVALID_ARGUMENT, "hello.lease_ms"),
+        (wpb.Hello(router_id="r", lease_ms=10**6), grpc.StatusCode.INVALID_ARGUMENT, "hello.lease_ms"),
+        (wpb.Hello(router_id="r", lease_ms=1000, proto_minor=2), grpc.StatusCode.FAILED_PRECONDITION, ""),
+        (wpb.Hello(router_id="r", lease_ms=1000, kv_seq=1), grpc.StatusCode.UNIMPLEMENTED, "hello.kv_seq"),
+        (
+            wpb.Hello(router_id="r", lease_ms=1000, live=[wpb.LiveSequence(rid=1)]),
+            grpc.StatusCode.UNIMPLEMENTED,
+            "hello.live",
+        ),
+    ],
+)
+def test_a_bad_hello_is_refused(hello: wpb.Hello, code: grpc.StatusCode, field: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        check_hello(wpb.SessionRequest(hello=hello))
+    assert raised.value.code is code
+    assert [violation.path for violation in raised.value.violations] == ([field] if field else [])
+
+
+def test_a_neighbouring_version_is_served() -> None:
+    check_hello(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=1000, proto_minor=1)))
+    with pytest.raises(ApiError, match="a Hello as the first frame"):
+        check_hello(submit(1, record(1)))
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.integers(0, 2**32))
+def test_cancel_storm_with_two_routers(seed: int) -> None:
+    """Random submits, cancels and slow readers: every stream is right, each has one end, nothing is left."""
+    random = Random(seed)
+    world = World()
+    routers = [world.router(), world.router()]
+    next_rid = 1
+    for turn in range(40):
+        for router in routers:
+            if turn < 28 and random.random() < 0.5:
+                group = [_random_record(random, next_rid + i) for i in range(random.randint(0, 4))]
+                next_rid += len(group)
+                router.write(submit(turn + 1, *group))
+            live = [rid for rid in router.streams if rid not in router.reasons()]
+            if random.random() < 0.4:
+                unwanted = random.sample(live, min(len(live), 3))
+                router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=unwanted)))
+            router.read(at_most=random.randint(0, 2))
+        world.now += 0.01
+        world.engine.step()
+    for router in routers:
+        live = [rid for rid in router.streams if rid not in router.reasons()]
+        router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=live)))
+    run(world, *routers, steps=2)
+    runner = simulated_runner()
+    for router in routers:
+        assert router.reasons().keys() == router.streams.keys()
+        for rid, stream in router.streams.items():
+            prompt = _random_prompt(rid)
+            made = stream.tokens[len(prompt) :]
+            assert made == runner.reference(prompt, len(made), seed=rid)
+    assert not world.engine.deliveries
+    assert world.engine.core.load().free_blocks == NUM_BLOCKS
+
+
+def _random_prompt(rid: int) -> list[int]:
+    return [Random(rid // 3).randrange(VOCAB_SIZE)] * (1 + rid % 40) + [rid % VOCAB_SIZE]
+
+
+def _random_record(random: Random, rid: int) -> wpb.SubmitSequence:
+    return record(rid, _random_prompt(rid), max_tokens=random.randint(1, 30))

@@ -1,0 +1,236 @@
+"""Turns of the engine, without the thread: commands go in, outputs come out and find their listeners.
+
+`EngineTurns` belongs to the thread that owns the EngineCore, `Deliveries` to the event loop; simulations call both in
+turn. Invariants: every sequence submitted gets exactly one output with an end, also when the engine fails; outputs of
+one sequence come in order; nothing of a live sequence is read on two threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.errors import ApiError
+from common.telemetry.tracing import SequenceTimes
+from worker.batch import RequestOutput
+from worker.engine_core import EngineCore, LoadReport
+from worker.outputs import PROTO_REASONS, End, SequenceOutput, Start
+from worker.sequence import EndReason, Sequence
+
+
+class Listener(Protocol):
+    """Who gets the outputs of sequences. Called on the event loop."""
+
+    def on_output(self, output: SequenceOutput) -> None:
+        """One step's output of one sequence."""
+        ...
+
+    def on_step(self, step: int, submit_seen: int | None) -> None:
+        """After the outputs of a turn that concerned this listener."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Submit:
+    """Sequences for the waiting queue; `serial` is None for one that passes the engine's own delay gate."""
+
+    listener: Listener
+    serial: int | None
+    seqs: Many[Sequence]
+
+
+@dataclass(frozen=True, slots=True)
+class Cancel:
+    """Sequences to end; unknown ids are ignored."""
+
+    seq_ids: Many[int]
+
+
+@dataclass(frozen=True, slots=True)
+class EndAll:
+    """Ends everything with END_REASON_ERROR."""
+
+    message: str
+
+
+Command = Submit | Cancel | EndAll
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """What one turn produced; `seen` has the serial numbers of the groups taken in before its step."""
+
+    step: int
+    load: LoadReport
+    outputs: list[SequenceOutput] = field(default_factory=list)
+    seen: list[tuple[Listener, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Tracked:
+    """A live sequence on the engine thread; `have` counts the tokens handed out, prompt included."""
+
+    seq: Sequence
+    have: int
+    started: bool = False
+
+    def output(self, token_ids: list[int], end: End | None) -> SequenceOutput:
+        """The next output."""
+        first_pos, self.have = self.have, self.have + len(token_ids)
+        start = None
+        if token_ids and not self.started:
+            self.started = True
+            start = _start(self.seq)
+        times = sequence_times(self.seq) if end is not None else None
+        return SequenceOutput(self.seq.id, first_pos, token_ids, start, end, times)
+
+
+def _start(seq: Sequence) -> Start:
+    """What is known at the first token, read on the engine thread."""
+    scheduled = seq.arrive_time if seq.first_scheduled_time is None else seq.first_scheduled_time
+    first_token = scheduled if seq.first_token_time is None else seq.first_token_time
+    return Start(seq.num_cached_tokens, scheduled - seq.arrive_time, first_token - scheduled)
+
+
+def sequence_times(seq: Sequence) -> SequenceTimes:
+    """Timestamps of a sequence that has ended."""
+    ended = seq.arrive_time if seq.leave_time is None else seq.leave_time
+    return SequenceTimes(seq.arrive_time, seq.first_scheduled_time, seq.first_token_time, ended)
+
+
+class EngineTurns:
+    """Runs an EngineCore turn by turn: first all commands, then one step.
+
+    Args:
+        core: the engine.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, core: EngineCore, clock: Callable[[], float]) -> None:
+        self.core = core
+        self._clock = clock
+        self._tracked: dict[int, _Tracked] = {}
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a turn without commands would do something."""
+        return self.core.has_unfinished()
+
+    def run(self, commands: Iterable[Command]) -> Turn:
+        """One turn.
+
+        Raises:
+            EngineDeadError: the runner failed; what the engine holds is lost.
+        """
+        outputs: list[SequenceOutput] = []
+        seen: list[tuple[Listener, int]] = []
+        for command in commands:
+            match command:
+                case Submit(listener, serial, seqs):
+                    if serial is not None:
+                        seen.append((listener, serial))
+                    outputs += self._submit(seqs, gated=serial is None)
+                case Cancel(seq_ids):
+                    for seq_id in seq_ids:
+                        self.core.abort(seq_id)
+                case EndAll(message):
+                    outputs += [self._output(out, message) for out in self.core.abort_all(EndReason.ERROR)]
+        if self.core.has_unfinished():
+            outputs += [self._output(out) for out in self.core.step().outputs]
+        return Turn(self.core.num_steps, self.core.load(), outputs, seen)
+
+    def _submit(self, seqs: Many[Sequence], *, gated: bool) -> list[SequenceOutput]:
+        """Gives the engine those that it can run; the outputs end the others."""
+        refused: list[SequenceOutput] = []
+        accepted: list[Sequence] = []
+        for seq in seqs:
+            try:
+                self.core.validate(seq)
+            except ApiError as error:
+                seq.leave_time = self._clock()
+                end = End(seq.num_tokens, wpb.END_REASON_INVALID, message=str(error))
+                refused.append(_Tracked(seq, seq.num_tokens).output([], end))
+            else:
+                accepted.append(seq)
+                self._tracked[seq.id] = _Tracked(seq, seq.num_tokens)
+        if gated:
+            for seq in accepted:
+                self.core.add_request(seq)
+        else:
+            self.core.add_group(accepted)
+        return refused
+
+    def _output(self, out: RequestOutput, message: str = "") -> SequenceOutput:
+        tracked = self._tracked[out.request_id]
+        end = None
+        if out.finished:
+            del self._tracked[out.request_id]
+            assert out.end_reason is not None
+            stop = out.stop_token_sequence
+            end = End(
+                tracked.have + len(out.output_tokens),
+                PROTO_REASONS[out.end_reason],
+                out.stop_token_id,
+                None if stop is None else tuple(stop),
+                message,
+            )
+        return tracked.output(out.output_tokens, end)
+
+
+@dataclass(slots=True)
+class _Live:
+    """A live sequence on the event loop; `have` counts the tokens that have come, prompt included."""
+
+    seq: Sequence
+    listener: Listener
+    have: int
+
+
+class Deliveries:
+    """Who listens to which live sequence."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, _Live] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._live
+
+    def add(self, listener: Listener, seqs: Iterable[Sequence]) -> None:
+        """The listener gets all outputs of these sequences."""
+        for seq in seqs:
+            self._live[seq.id] = _Live(seq, listener, seq.num_tokens)
+
+    def deliver(self, turn: Turn) -> None:
+        """Hands out what a turn produced; each listener concerned is told once of the step."""
+        concerned: dict[Listener, int | None] = {}
+        for output in turn.outputs:
+            concerned.setdefault(self._hand_out(output))
+        concerned.update(turn.seen)
+        for listener, submit_seen in concerned.items():
+            listener.on_step(turn.step, submit_seen)
+
+    def end_all(self, step: int, message: str, now: float) -> None:
+        """Ends every live sequence with END_REASON_ERROR: the engine has failed and says nothing more."""
+        listeners: dict[Listener, None] = {}
+        for live in list(self._live.values()):
+            live.seq.leave_time = now
+            end = End(live.have, wpb.END_REASON_ERROR, message=message)
+            listeners[live.listener] = None
+            self._hand_out(SequenceOutput(live.seq.id, live.have, [], None, end, sequence_times(live.seq)))
+        for listener in listeners:
+            listener.on_step(step, None)
+
+    def _hand_out(self, output: SequenceOutput) -> Listener:
+        live = self._live[output.seq_id]
+        live.have = output.first_pos + len(output.token_ids)
+        if output.end is not None:
+            del self._live[output.seq_id]
+        live.listener.on_output(output)
+        return live.listener
