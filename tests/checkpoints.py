@@ -39,6 +39,8 @@ DEFAULT_SHAPE: dict[str, Any] = {
 }
 # How strongly a layer changes the residual stream; below about 2 tied checkpoints repeat their last token.
 LAYER_GAIN = 3.0
+# Weight of q_norm and k_norm; with 1 attention is almost even over a long prompt, and streams depend on the last token.
+HEAD_NORM = 2.0
 
 
 def make_checkpoint(
@@ -128,7 +130,7 @@ def _merges(count: int) -> list[tuple[str, str]]:
 
 
 def _draw_weights(model: Any, seed: int) -> None:
-    """Normal weights with std gain / sqrt(fan in), norms around 1; tied or not, special ids have zero output rows."""
+    """Normal weights with std gain / sqrt(fan in), norms around a constant; output rows of special ids are zero."""
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -139,7 +141,8 @@ def _draw_weights(model: Any, seed: int) -> None:
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if name.endswith("norm.weight"):
-                weight.copy_(1.0 + normal(weight.shape, 0.2))
+                mean = HEAD_NORM if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
+                weight.copy_(mean + normal(weight.shape, 0.2))
             elif name.endswith("bias"):
                 weight.copy_(normal(weight.shape, 0.3))
             elif "embed_tokens" in name or "lm_head" in name:

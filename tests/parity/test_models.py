@@ -1,0 +1,153 @@
+"""Our models against transformers, in float32: logits of prefill, chunks and decode; greedy streams."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.config import Config
+from common.sampling_params import SamplingParams
+from tests.checkpoints import make_checkpoint
+from worker.batch import ScheduledBatch
+from worker.model_config import ModelConfig
+from worker.model_runner import ModelRunner
+from worker.sequence import Sequence
+
+BLOCK_SIZE = 16
+POOL = 128
+NEW_TOKENS = 24
+LLAMA3 = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+CHECKPOINTS: dict[str, dict[str, Any]] = {
+    "qwen3-gqa-tied": {"architecture": "qwen3"},
+    "qwen3-sharded-untied": {
+        "architecture": "qwen3",
+        "tie_word_embeddings": False,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "attention_bias": True,
+        "max_shard_size": "100KB",
+    },
+    "qwen3-one-kv-head-bf16": {
+        "architecture": "qwen3",
+        "dtype": "bfloat16",
+        "num_attention_heads": 8,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+    },
+    "llama-mha-untied": {"architecture": "llama", "num_key_value_heads": 4, "tie_word_embeddings": False},
+    "llama-biases": {
+        "architecture": "llama",
+        "attention_bias": True,
+        "mlp_bias": True,
+        "head_dim": 20,
+        "rms_norm_eps": 1e-4,
+    },
+    "llama-rope-llama3": {"architecture": "llama", "rope_parameters": LLAMA3},
+    "llama-rope-linear": {
+        "architecture": "llama",
+        "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
+    },
+}
+
+
+@dataclass
+class Models:
+    """The same checkpoint in transformers and here."""
+
+    folder: Path
+    reference: Any
+    runner: ModelRunner
+
+    def random_prompts(self, lengths: list[int], seed: int) -> list[list[int]]:
+        rnd = random.Random(seed)
+        return [[rnd.randrange(5, self.runner.model_config.vocab_size) for _ in range(n)] for n in lengths]
+
+    def reference_logits(self, tokens: list[int]) -> torch.Tensor:
+        """float32 [len(tokens), V]"""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.reference(torch.tensor([tokens])).logits[0]
+        return logits
+
+    def logits(self, tokens: list[int], start: int) -> torch.Tensor:
+        """float32 [V] after the last token, with the first `start` tokens' keys and values stored already."""
+        seq = Sequence(tokens, BLOCK_SIZE)
+        seq.block_table = list(range(POOL))[::-1]
+        seq.num_computed_tokens = start
+        batch = ScheduledBatch({seq.id: seq}, [len(tokens) - start], len(tokens) - start)
+        return self.runner.run_model(self.runner.prepare_model(batch))[0]
+
+    def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Streams of NEW_TOKENS, all prompts in one batch, the first half of each prompt in a chunk of its own."""
+        params = SamplingParams(temperature=0.0)
+        seqs = [Sequence(prompt, BLOCK_SIZE, params) for prompt in prompts]
+        free = list(range(POOL))
+        for seq in seqs:
+            seq.block_table = [free.pop() for _ in range(-(-(seq.num_tokens + NEW_TOKENS) // BLOCK_SIZE))]
+        self._step({seq: max(1, seq.num_tokens // 2) for seq in seqs})
+        for _ in range(NEW_TOKENS):
+            self._step({s: s.num_tokens - s.num_computed_tokens for s in seqs if s.num_completion_tokens < NEW_TOKENS})
+        return [seq.completion_token_ids for seq in seqs]
+
+    def _step(self, scheduled: dict[Sequence, int]) -> None:
+        counts = list(scheduled.values())
+        output = self.runner.forward(ScheduledBatch({seq.id: seq for seq in scheduled}, counts, sum(counts)))
+        for seq, count in scheduled.items():
+            seq.num_computed_tokens += count
+            for token in output.token_ids.get(seq.id, ()):
+                seq.append_token(token)
+
+
+@pytest.fixture(scope="module", params=list(CHECKPOINTS))
+def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    from transformers import AutoModelForCausalLM
+
+    folder = make_checkpoint(tmp_path_factory.mktemp(request.param), **CHECKPOINTS[request.param])
+    reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    config = Config(model=str(folder), dtype="float32", kv_cache_block_size=BLOCK_SIZE, max_model_len=1024)
+    runner = ModelRunner(config, ModelConfig.from_folder(folder))
+    runner.allocate_kv_cache(POOL)
+    return Models(folder, reference.eval(), runner)
+
+
+def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert error < 1e-4, f"relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("length", [1, 16, 65, 300])
+def test_prefill_logits(models: Models, length: int) -> None:
+    prompt = models.random_prompts([length], seed=length)[0]
+    close(models.logits(prompt, 0), models.reference_logits(prompt)[-1])
+
+
+def test_chunked_prefill_and_decode_logits(models: Models) -> None:
+    prompt = models.random_prompts([150], seed=1)[0]
+    expected = models.reference_logits(prompt)
+    borders = [0, 1, 37, 64, 100, *range(140, 151)]
+    for start, end in pairwise(borders):
+        close(models.logits(prompt[:end], start), expected[end - 1])
+
+
+def test_greedy_streams(models: Models) -> None:
+    prompts = models.random_prompts([1, 2, 15, 16, 17, 64, 130, 300], seed=2)
+    streams = models.greedy(prompts)
+    for prompt, stream in zip(prompts, streams, strict=True):
+        with torch.inference_mode():
+            out = models.reference.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
+        assert stream == out[0, len(prompt) :].tolist(), f"prompt of {len(prompt)} tokens"
+    assert len({tuple(stream) for stream in streams}) == len(streams), "streams do not tell prompts apart"
+    assert all(len(set(stream)) > NEW_TOKENS // 3 for stream in streams), "streams loop"

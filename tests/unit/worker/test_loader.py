@@ -1,0 +1,127 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import make_checkpoint
+from worker.loader import load_weights, weights_digest
+from worker.model_config import ModelConfig, ModelError
+from worker.models.qwen3 import Qwen3ForCausalLM
+
+
+def make(folder: Path, **shape: object) -> tuple[Path, dict[str, tuple[int, ...]]]:
+    make_checkpoint(folder, num_hidden_layers=1, tokenizer=False, **shape)  # type: ignore[arg-type]
+    return folder, Qwen3ForCausalLM.tensor_shapes(ModelConfig.from_folder(folder))
+
+
+def change(folder: Path, **tensors: torch.Tensor | None) -> None:
+    """Replaces, adds or (None) removes tensors."""
+    file = folder / "model.safetensors"
+    kept = {**load_file(file), **tensors}
+    save_file({name: tensor for name, tensor in kept.items() if tensor is not None}, file)
+
+
+@pytest.mark.parametrize("max_shard_size", ["5GB", "100KB"])
+def test_every_tensor_with_progress(tmp_path: Path, max_shard_size: str) -> None:
+    folder, shapes = make(tmp_path, max_shard_size=max_shard_size)
+    files = list(folder.glob("*.safetensors"))
+    assert (len(files) > 1) == (max_shard_size == "100KB")
+    stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
+    seen: list[tuple[int, int]] = []
+    weights = load_weights(folder, shapes, lambda done, total: seen.append((done, total)))
+    for name in shapes:
+        assert torch.equal(weights.take(name), stored[name])
+        weights.take(name)
+    total = sum(tensor.nbytes for tensor in stored.values())
+    assert len(seen) == len(shapes)
+    assert seen == sorted(seen)
+    assert seen[-1] == (total, total)
+
+
+def test_surplus_that_is_known_to_be_harmless(tmp_path: Path) -> None:
+    folder, shapes = make(tmp_path)
+    change(
+        folder,
+        **{"lm_head.weight": torch.zeros(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(2)},
+    )
+    assert "lm_head.weight" not in load_weights(folder, shapes)
+
+
+def test_what_does_not_fit_is_named_in_one_error(tmp_path: Path) -> None:
+    folder, shapes = make(tmp_path)
+    change(
+        folder,
+        **{
+            "model.norm.weight": torch.zeros(3),
+            "model.layers.0.self_attn.q_norm.weight": None,
+            "model.layers.0.self_attn.k_norm.weight": torch.zeros(24, dtype=torch.int8),
+            "model.layers.7.extra": torch.zeros(1),
+        },
+    )
+    with pytest.raises(ModelError) as error:
+        load_weights(folder, shapes)
+    message = str(error.value)
+    assert "missing model.layers.0.self_attn.q_norm.weight" in message
+    assert "surplus model.layers.7.extra" in message
+    assert "model.norm.weight is [3], expected [64]" in message
+    assert "k_norm.weight is I8" in message
+    assert "\n" not in message
+
+
+def test_many_names_are_cut_short(tmp_path: Path) -> None:
+    folder, shapes = make(tmp_path)
+    more = {f"model.more.{i}": (1,) for i in range(9)}
+    with pytest.raises(ModelError, match=r"model\.more\.4 and 4 more"):
+        load_weights(folder, shapes | more)
+
+
+def test_files_that_can_not_be_used(tmp_path: Path) -> None:
+    folder, shapes = make(tmp_path)
+    file = folder / "model.safetensors"
+    content = file.read_bytes()
+    for damaged in (content[:-10], content[:5], b"\xff" * 64):
+        file.write_bytes(damaged)
+        with pytest.raises(ModelError, match="is damaged"):
+            load_weights(folder, shapes)
+    file.unlink()
+    with pytest.raises(ModelError, match="has no weights"):
+        load_weights(folder, shapes)
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(ModelError, match="only pickled weights"):
+        load_weights(folder, shapes)
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors"}}))
+    with pytest.raises(ModelError, match="lacks model-00001-of-00002"):
+        load_weights(folder, shapes)
+    index.write_text("{}")
+    with pytest.raises(ModelError, match="can not be read"):
+        load_weights(folder, shapes)
+
+
+def test_digest_tells_checkpoints_apart(tmp_path: Path) -> None:
+    one, _ = make(tmp_path / "one")
+    same, _ = make(tmp_path / "same")
+    other, _ = make(tmp_path / "other", seed=1)
+    assert weights_digest(one) == weights_digest(same)
+    assert weights_digest(one) != weights_digest(other)
+    config = json.loads((same / "config.json").read_text())
+    (same / "config.json").write_text(json.dumps({**config, "rms_norm_eps": 1e-3}))
+    assert weights_digest(one) != weights_digest(same)
+
+
+def test_digest_samples_large_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.loader.DIGEST_WHOLE_BYTES", 1000)
+    monkeypatch.setattr("worker.loader.DIGEST_WINDOW_BYTES", 100)
+    folder, _ = make(tmp_path)
+    before = weights_digest(folder)
+    file = folder / "model.safetensors"
+    content = bytearray(file.read_bytes())
+    for place in (10, len(content) - 1):
+        changed = bytearray(content)
+        changed[place] ^= 1
+        file.write_bytes(changed)
+        assert weights_digest(folder) != before

@@ -1,0 +1,108 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from worker.model_config import ModelConfig, ModelError, RopeConfig
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "rope_theta": 500000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> Path:
+    config = {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_defaults_of_an_older_checkpoint(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(write(tmp_path))
+    assert config.architecture == "LlamaForCausalLM"
+    assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+    assert config.rope == RopeConfig(500000.0)
+    assert config.dtype == "bfloat16"
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False, False, False)
+    assert (config.temperature, config.top_k, config.top_p) == (None, None, None)
+
+
+def test_generation_config_wins(tmp_path: Path) -> None:
+    generation = {"eos_token_id": [7, 8], "bos_token_id": None, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    config = ModelConfig.from_folder(write(tmp_path, generation))
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (7, 8))
+    assert (config.temperature, config.top_k, config.top_p) == (0.6, 20, 0.95)
+
+
+def test_rope_spellings(tmp_path: Path) -> None:
+    old = write(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
+    assert ModelConfig.from_folder(old).rope == RopeConfig(500000.0, "linear", 2.0)
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    new = write(tmp_path, rope_theta=None, rope_parameters=parameters)
+    assert ModelConfig.from_folder(new).rope == RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["MixtralForCausalLM"]},
+            "not supported: MixtralForCausalLM; supported: Qwen3ForCausalLM, L",
+        ),
+        ({"architectures": None}, "architecture not supported: none named"),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope scaling 'yarn' is not supported; supported: def",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints are not supported"),
+        ({"use_sliding_window": True}, "sliding window attention is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window attention is not supported"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"torch_dtype": "float64"}, "dtype 'float64' is not supported"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'; it must be a positive integer"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"head_dim": 15}, "head_dim 15 is odd"),
+        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+    ],
+)
+def test_refusals_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as error:
+        ModelConfig.from_folder(write(tmp_path, **changes))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_missing_and_malformed_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        ModelConfig.from_folder(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        ModelConfig.from_folder(tmp_path)
+    for content in ("{", "[]", "\xff"):
+        (tmp_path / "config.json").write_text(content, "latin-1")
+        with pytest.raises(ModelError, match="download the checkpoint again"):
+            ModelConfig.from_folder(tmp_path)
