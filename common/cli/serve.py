@@ -35,6 +35,8 @@ DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
 DEMO_NAME = "demo"
 GIB = 1 << 30
 FIRST_PROMPT = "Tell me a story."
+# Enough for a short story to come to its end.
+FIRST_MAX_TOKENS = 256
 FIRST_ANSWER_TIMEOUT_S = 600.0
 POLL_S = 0.1
 # A connection that was refused because the router does not listen yet is tried again soon.
@@ -131,7 +133,7 @@ class Service:
 
     async def _ask(self, channel: grpc.aio.Channel) -> None:
         """Asks the first question. Without `once` a failure is a line, and the service goes on."""
-        question = Question(self._first.prompt, self._fleet.model_name)
+        question = Question(self._first.prompt, self._fleet.model_name, sampling={"max_tokens": FIRST_MAX_TOKENS})
         self._console.line(f"\nthe first request: {self._first.prompt}")
         self._console.begin_answer()
         try:

@@ -62,6 +62,7 @@ class Supervisor:
         self._console = console
         self._environment = {**os.environ, **environment}
         self._stopping = asyncio.Event()
+        self._width = max(len(child.name) for child in children)
 
     async def run(self) -> None:
         """Keeps all children running; returns after `stop`.
@@ -136,12 +137,15 @@ class Supervisor:
             if text.lower().startswith("error:"):
                 child.error_line = text
             else:
-                self._console.line(f"{child.name} | {text}")
+                self._child_line(child, text)
+
+    def _child_line(self, child: Child, text: str) -> None:
+        self._console.line(f"{child.name:<{self._width}} | {text}")
 
     def _delay_after(self, child: Child, code: int) -> float:
         """Says what happened. Returns the seconds to wait before starting the child again."""
         if child.error_line:
-            self._console.line(f"{child.name} | {child.error_line}")
+            self._child_line(child, child.error_line)
         how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
         decision = child.policy.died(time.monotonic())
         if isinstance(decision, GiveUp):
