@@ -32,9 +32,15 @@ _FIRST_SORTED = 1024
 
 
 def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, choices: Ids) -> Ids:
-    """Token ids int64 [S] for float32 logits [S, V]; see KernelBackend.sample."""
+    """Token ids int64 [S] for float32 logits [S, V]; see KernelBackend.sample.
+
+    Rows that have overflowed to NaN or infinity give the largest number's id: they must not end the other rows' step.
+    """
     ids = np.empty(len(logits), np.int64)
-    greedy = params.temperature == 0
+    broken = ~np.isfinite(logits.max(axis=1))
+    if broken.any():
+        logits = np.where(np.isnan(logits), -np.inf, logits).astype(np.float32)
+    greedy = broken | (params.temperature == 0)
     filtered = ~greedy & ((params.min_p > 0) | (params.top_k > 0) | (params.top_p < 1))
     counters = (seeds, positions.astype(np.uint64), choices.astype(np.uint64))
     # argmax takes the first of equal values: the lowest id.

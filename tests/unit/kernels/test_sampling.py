@@ -173,6 +173,15 @@ def test_masked_ids_are_never_sampled() -> None:
     assert drawn == {0, 1}
 
 
+@pytest.mark.parametrize("row", [Row(), Row(top_k=3), Row(top_p=0.5), Row(min_p=0.5), Row(temperature=0.0)])
+def test_overflowed_rows_leave_the_others_alone(row: Row) -> None:
+    logits = np.zeros((4, 8), np.float32)
+    logits[0, 3], logits[1], logits[2, 5] = np.nan, np.nan, np.inf
+    ids = run(logits, [row] * 4)
+    assert ids[:3] == [0, 0, 5]
+    assert ids[3] == run(logits[3:], [row])[0]
+
+
 def test_frequencies_follow_the_probabilities() -> None:
     logits = np.log(np.array([0.5, 0.25, 0.125, 0.125], np.float32))
     count = 20_000
