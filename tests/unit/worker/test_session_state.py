@@ -10,6 +10,7 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from opentelemetry.sdk.trace import TracerProvider
 
 from common.errors import ApiError
 from common.limits import HEARTBEAT_S, MAX_FRAME_TOKENS
@@ -45,6 +46,7 @@ class World:
         self.now = 1000.0
         self.engine = SteppedEngine(simulated_core(clock=lambda: self.now), lambda: self.now)
         self.lanes = FleetLanes()
+        self.tracing = Tracing(TracerProvider())
 
     def router(self, lease_ms: int = 5000) -> Router:
         return Router(self, lease_ms)
@@ -66,7 +68,7 @@ class Router:
     def __post_init__(self) -> None:
         hello = check_hello(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=self.lease_ms)))
         world = self.world
-        self.state = SessionState(hello, FACTS, world.engine, world.lanes, Tracing(), world.now, self.wake)
+        self.state = SessionState(hello, FACTS, world.engine, world.lanes, world.tracing, world.now, self.wake)
 
     def wake(self) -> None:
         self.wakes += 1
@@ -234,8 +236,10 @@ def test_closing_cancels_everything_and_tells_nothing() -> None:
     assert other.load.fleet_tokens == 70
     gone.state.close()
     gone.state.close()
+    assert world.tracing.open_spans() == 2
     run(world, other)
     assert not world.engine.deliveries
+    assert world.tracing.open_spans() == 0
     # Rids of two routers may be equal.
     assert other.streams[1].tokens[2:] == simulated_runner().reference([9, 9], 20, seed=1)
     world.now += 1
@@ -384,6 +388,7 @@ def test_cancel_storm_with_two_routers(seed: int) -> None:
             made = stream.tokens[len(prompt) :]
             assert made == runner.reference(prompt, len(made), seed=rid)
     assert not world.engine.deliveries
+    assert world.tracing.open_spans() == 0
     assert world.engine.core.load().free_blocks == NUM_BLOCKS
 
 
