@@ -58,8 +58,9 @@ lint: $(ALL_STAMP) ## Check style, format and types of everything
 protos: $(ALL_STAMP) ## Make the stubs anew from protos/**/*.proto
 	@scripts/protos.sh protos
 
-bench: $(ALL_STAMP) ## Run the benchmarks
-	@scripts/test.sh bench
+bench: $(ALL_STAMP) ## Run the benchmarks (tests/bench/README.md has their figures)
+	@$(BIN)/python -m tests.bench.scheduler_cost
+	@$(BIN)/python -m tests.bench.decode_step
 
 check-fresh: ## Clone HEAD into a new folder, make a new .venv there, run `make run ARGS=--once` and `make test`
 	@PYTHON="$(PYTHON)" scripts/check_fresh.sh

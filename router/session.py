@@ -41,6 +41,10 @@ class SessionLostError(Exception):
     """The Session has ended, or could not begin; the message says why in one line."""
 
 
+class WorkerNotReadyError(SessionLostError):
+    """The worker answers, and says itself that it takes no work now: nothing is wrong."""
+
+
 class SessionEvents(Protocol):
     """Who takes what a Session reads. Called on the event loop, never concurrently."""
 
@@ -126,7 +130,7 @@ class Session:
         description = await stub.GetWorker(wpb.GetWorkerRequest(), timeout=CONNECT_TIMEOUT_S)
         if description.state != wpb.WORKER_STATE_SERVING:
             state = wpb.WorkerState.Name(description.state).removeprefix("WORKER_STATE_").lower()
-            raise SessionLostError(f"the worker is {state}")
+            raise WorkerNotReadyError(f"the worker is {state}")
         self.worker_id, self.instance_id = description.worker_id, description.instance_id
         # Before the Hello: a second one of this router would end the stream that the first one opened.
         events.session_opening(self)
@@ -226,8 +230,11 @@ async def keep_connected(open_session: Callable[[], Session], store: TokenizerSt
     last = ""
     while True:
         session = open_session()
+        tell = log.warning
         try:
             await session.run(store, events)
+        except WorkerNotReadyError as error:
+            why, tell = str(error), log.info
         except SessionLostError as error:
             why = str(error)
         # A bug in handling one worker must not take the others' requests with it.
@@ -235,6 +242,6 @@ async def keep_connected(open_session: Callable[[], Session], store: TokenizerSt
             log.exception("session failed", worker=session.address)
             why = "session failed"
         if session.served or why != last:
-            log.warning("worker not usable", worker=session.address, why=why)
+            tell("worker not usable", worker=session.address, why=why)
         last = why
         await asyncio.sleep(REDIAL_S)

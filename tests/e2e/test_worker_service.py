@@ -276,14 +276,15 @@ async def test_the_end_of_the_lease_cancels_and_closes(site: Site) -> None:
 
 
 async def test_lanes_renew_the_lease(site: Site) -> None:
-    router = await site.router(lease_ms=300)
-    await router.submit(1, sequence(1, max_tokens=600))
+    router = await site.router(lease_ms=1000)
+    await router.submit(1, sequence(1, max_tokens=ENDLESS))
     reading = asyncio.create_task(router.read_until(lambda: router.ends))
-    for _ in range(5):
-        await asyncio.sleep(0.15)
+    for _ in range(7):
+        await asyncio.sleep(0.2)
         await router.lane()
+    await router.cancel(1)
     await reading
-    assert router.reasons() == {1: wpb.END_REASON_LENGTH}
+    assert router.reasons() == {1: wpb.END_REASON_CANCELLED}
 
 
 @pytest.mark.parametrize("how", ["cancel", "half-close"])
@@ -311,18 +312,19 @@ async def test_the_newest_stream_of_a_router_fences_its_older_one(site: Site) ->
     await site.until_free()
 
 
-async def test_a_reader_that_pauses_gets_merged_frames(site: Site) -> None:
-    # A small window, so that the worker's write blocks.
-    window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2048)]
-    async with grpc.aio.insecure_channel(site.worker.server.address, options=window) as channel:
-        router = RouterEnd(channel, "slow", lease_ms=60_000)
-        await router.open()
-        await router.submit(1, *(sequence(rid, [rid], 400) for rid in range(1, 41)))
-        await asyncio.wait_for(site.worker.engine.wait_idle(), 20)
-        await router.read_until(lambda: len(router.ends) == 40)
-        for rid in range(1, 41):
-            assert router.tokens[rid][1:] == REFERENCE.reference([rid], 400, seed=rid)
-        assert max(len(frame.step_output.token_ids) for frame in router.frames) > 1000
+async def test_a_reader_that_pauses_gets_merged_frames(folder: Path) -> None:
+    async with running(Worker(options(folder, simulated_step_s=0.0))) as site:
+        # A small window, so that the worker's write blocks.
+        window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2048)]
+        async with grpc.aio.insecure_channel(site.worker.server.address, options=window) as channel:
+            router = RouterEnd(channel, "slow", lease_ms=60_000)
+            await router.open()
+            await router.submit(1, *(sequence(rid, [rid], 800) for rid in range(1, 65)))
+            await asyncio.wait_for(site.worker.engine.wait_idle(), 30)
+            await router.read_until(lambda: len(router.ends) == 64)
+    for rid in range(1, 65):
+        assert router.tokens[rid][1:] == REFERENCE.reference([rid], 800, seed=rid)
+    assert max(len(frame.step_output.token_ids) for frame in router.frames) > 1000
 
 
 async def test_a_router_that_freezes_in_the_middle_of_a_write_is_let_go(site: Site) -> None:
@@ -430,10 +432,7 @@ async def test_an_engine_that_fails_ends_everything_and_the_process(folder: Path
         assert await router.read_to_end() is grpc.StatusCode.OK
         assert set(router.reasons().values()) == {wpb.END_REASON_ERROR}
         assert router.ends[1].message == "RuntimeError: the accelerator is gone"
-        with pytest.raises(grpc.aio.AioRpcError) as raised:
-            while await direct.read() is not grpc.aio.EOF:
-                pass
-        assert raised.value.code() is grpc.StatusCode.INTERNAL
+        assert await direct.code() is grpc.StatusCode.INTERNAL
         assert await asyncio.wait_for(site.serving, 5) == 1
 
 
