@@ -1,0 +1,50 @@
+"""Progress at a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+from structlog.testing import capture_logs
+
+from worker.progress import Progress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def load(progress: Progress, clock: Clock) -> None:
+    progress.stage("loading weights")
+    for percent in range(0, 101):
+        clock.now += 0.05
+        progress.bytes(percent << 20, 100 << 20)
+    progress.stage("warming up")
+    progress.done()
+
+
+def test_one_updating_line_on_a_terminal() -> None:
+    terminal, clock = Terminal(), Clock()
+    with capture_logs() as logs:
+        load(Progress(terminal, clock), clock)
+    shown = terminal.getvalue()
+    assert "\n" not in shown
+    assert 40 <= shown.count(" % of 100 MiB\x1b[K") <= 52
+    assert shown.endswith("\r\x1b[K")
+    assert [entry["stage"] for entry in logs] == ["loading weights", "warming up"]
+
+
+def test_a_log_line_now_and_then_elsewhere() -> None:
+    stream, clock = io.StringIO(), Clock()
+    with capture_logs() as logs:
+        load(Progress(stream, clock), clock)
+    assert stream.getvalue() == ""
+    assert [entry["event"] for entry in logs] == ["starting", "loading", "loading", "starting"]
