@@ -6,6 +6,7 @@ the one that was sent. So every text in it is bounded here.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -29,11 +30,16 @@ async def abort(
         trailing_metadata: sent beside the status.
 
     Raises:
-        grpc.aio.AbortError: always; it must not be caught.
+        grpc.aio.AbortError: nearly always; it must not be caught.
+        asyncio.CancelledError: the client went while the status waited to be sent.
     """
     status = rpc_status.to_status(bounded(error).to_status())
     metadata: Metadata = (*(status.trailing_metadata or ()), *trailing_metadata)
-    await context.abort(status.code, status.details, metadata)
+    try:
+        await context.abort(status.code, status.details, metadata)
+    except grpc.aio.InternalError:
+        # gRPC would log a traceback for what is a client that has gone.
+        raise asyncio.CancelledError from None
     raise AssertionError("abort always raises")
 
 

@@ -327,7 +327,10 @@ async def test_a_reader_that_pauses_gets_merged_frames(folder: Path) -> None:
     assert max(len(frame.step_output.token_ids) for frame in router.frames) > 1000
 
 
-async def test_a_router_that_freezes_in_the_middle_of_a_write_is_let_go(site: Site) -> None:
+@pytest.mark.parametrize("thaws", [True, False])
+async def test_a_router_that_freezes_in_the_middle_of_a_write_is_let_go(
+    site: Site, thaws: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2048)]
     async with grpc.aio.insecure_channel(site.worker.server.address, options=window) as channel:
         router = RouterEnd(channel, "frozen", lease_ms=1000)
@@ -336,6 +339,10 @@ async def test_a_router_that_freezes_in_the_middle_of_a_write_is_let_go(site: Si
         await asyncio.sleep(1.5)
         assert site.worker.engine.num_live == 0
         await site.until_free()
+        if thaws:
+            assert await router.read_to_end() is grpc.StatusCode.ABORTED
+    await site.worker.service.finish(5)
+    assert not caplog.records
 
 
 @pytest.mark.parametrize(
