@@ -206,7 +206,7 @@ class EngineLoop:
             self._thread.put(Cancel(ids))
 
     def end_all(self, message: str) -> None:
-        """Ends everything with END_REASON_ERROR."""
+        """Ends everything with END_REASON_CANCELLED: the worker goes, and another may go on with it."""
         if self._thread is not None:
             self._thread.put(EndAll(message))
 

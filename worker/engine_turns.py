@@ -52,7 +52,7 @@ class Cancel:
 
 @dataclass(frozen=True, slots=True)
 class EndAll:
-    """Ends everything with END_REASON_ERROR."""
+    """Ends everything with END_REASON_CANCELLED; `message` tells it from a cancel of the router."""
 
     message: str
 
@@ -138,7 +138,7 @@ class EngineTurns:
                     for seq_id in seq_ids:
                         self.core.abort(seq_id)
                 case EndAll(message):
-                    outputs += [self._output(out, message) for out in self.core.abort_all(EndReason.ERROR)]
+                    outputs += [self._output(out, message) for out in self.core.abort_all(EndReason.CANCELLED)]
         if self.core.has_unfinished():
             outputs += [self._output(out) for out in self.core.step().outputs]
         return Turn(self.core.num_steps, self.core.load(), outputs, seen)

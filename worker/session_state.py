@@ -102,7 +102,8 @@ class Live:
 def failure(end: End) -> ApiError | grpc.StatusCode:
     """The status of a sequence that did not end by itself."""
     if end.reason == wpb.END_REASON_CANCELLED:
-        return grpc.StatusCode.CANCELLED
+        lost = ApiError(grpc.StatusCode.ABORTED, end.message, reason="WORKER_LOST")
+        return lost if end.message else grpc.StatusCode.CANCELLED
     if end.reason == wpb.END_REASON_DEADLINE:
         return DeadlineError("in the engine")
     if end.reason == wpb.END_REASON_INVALID:
@@ -355,7 +356,7 @@ class SessionState:
 
     def _is_unbegun(self, output: SequenceOutput) -> bool:
         """Whether the drain's time ran out before the sequence's first step (S9)."""
-        ended = output.end is not None and output.end.reason == wpb.END_REASON_ERROR
+        ended = output.end is not None and output.end.reason == wpb.END_REASON_CANCELLED
         return (
             ended
             and self._drain_until is not None

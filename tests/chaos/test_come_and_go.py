@@ -75,6 +75,17 @@ def test_drained_worker_costs_no_request(fleet: Service) -> None:
     assert set(outcomes) == {grpc.StatusCode.OK}
 
 
+def test_drain_timeout_of_the_only_worker_aborts_what_still_runs(model: Path, tmp_path: Path) -> None:
+    options = [*OPTIONS, "--drain-timeout", "0.3"]
+    with running_service(tmp_path, model, worker_options=options) as service, ThreadPoolExecutor(6) as pool:
+        running = [pool.submit(outcome, service.stub, i, 1500) for i in range(6)]
+        time.sleep(0.5)
+        assert service.workers[0].stop(signal.SIGTERM) == 0
+        results = [f.result() for f in running]
+    assert {code for code, _ in results} == {grpc.StatusCode.ABORTED}
+    assert all(0 < tokens < 1500 for _, tokens in results)
+
+
 def test_router_finishes_streams_on_sigterm(model: Path, tmp_path: Path) -> None:
     with running_service(tmp_path, model, worker_options=OPTIONS) as service:
         with ThreadPoolExecutor(8) as pool:

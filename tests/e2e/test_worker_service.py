@@ -564,7 +564,7 @@ async def test_the_drain_timeout_ends_what_still_runs(process: Process) -> None:
         started = time.monotonic()
         process.child.send_signal(signal.SIGINT)
         assert await router.read_to_end() is grpc.StatusCode.OK
-        assert router.reasons() == {1: wpb.END_REASON_ERROR}
+        assert router.reasons() == {1: wpb.END_REASON_CANCELLED}
         assert await process.exit_code() == 0
         assert time.monotonic() - started < 5
 

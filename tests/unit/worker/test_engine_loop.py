@@ -209,7 +209,7 @@ async def test_ending_all(site: Site) -> None:
     await asyncio.sleep(0.05)
     site.engine.end_all("drained")
     await site.idle()
-    assert set(site.listener.ends.values()) == {wpb.END_REASON_ERROR}
+    assert set(site.listener.ends.values()) == {wpb.END_REASON_CANCELLED}
     site.engine.submit_group(site.listener, 2, [sequence()])
     await site.idle()
     assert wpb.END_REASON_LENGTH in site.listener.ends.values()

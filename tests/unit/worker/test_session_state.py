@@ -277,7 +277,7 @@ def test_a_draining_worker_gives_new_work_back_and_finishes_the_old() -> None:
     assert sorted(router.returned) == [2, 3, 4]
 
 
-def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_fails() -> None:
+def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_is_cancelled() -> None:
     world = World()
     router = world.router()
     router.write(submit(1, *(record(rid, [rid], max_tokens=500) for rid in range(32))))
@@ -287,7 +287,7 @@ def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_fails() -> 
     router.state.drain(world.now)
     world.engine.end_all("drained")
     run(world, router, steps=1)
-    assert set(router.reasons().values()) == {wpb.END_REASON_ERROR}
+    assert set(router.reasons().values()) == {wpb.END_REASON_CANCELLED}
     assert len(router.reasons()) == 32
     assert sorted(router.returned) == [50, 51]
 
