@@ -50,5 +50,5 @@ def build_model_engine(
 def _allocate(runner: ModelRunner, num_blocks: int) -> None:
     try:
         runner.allocate_kv_cache(num_blocks)
-    except (RuntimeError, MemoryError):
+    except (RuntimeError, MemoryError, OSError):
         raise ModelError(f"{num_blocks} KV blocks do not fit into memory: lower --kv-cache-memory") from None

@@ -27,8 +27,52 @@ TORCH = frozenset({"torch", "transformers", "safetensors"})
 WITHOUT_TORCH = frozenset({"fissile", "common", "router"})
 # The engine's deciding code, which runs without PyTorch too.
 PURE_WORKER_MODULES = frozenset(
-    {"sequence", "batch", "scheduler", "block_manager", "outbox", "inbox", "simulated", "model_config"}
+    {
+        "sequence",
+        "batch",
+        "scheduler",
+        "sequence_queue",
+        "block_manager",
+        "stop_rules",
+        "outbox",
+        "inbox",
+        "served",
+        "session_state",
+        "engine_core",
+        "engine_turns",
+        "fleet_lanes",
+        "simulated",
+        "model_config",
+    }
 )
+# Code that decides does no I/O and reads no clock: `now` comes in, decisions go out.
+DECIDING_MODULES = (
+    "common/delay_gate",
+    "common/block_hash",
+    "common/seed",
+    "common/sampling_params",
+    "common/cli/restart_policy",
+    "router/queue",
+    "router/lane",
+    "router/placement",
+    "router/dispatcher",
+    "router/assembly",
+    "router/link",
+    "router/model_registry",
+    "router/validation",
+    "worker/sequence",
+    "worker/batch",
+    "worker/scheduler",
+    "worker/sequence_queue",
+    "worker/block_manager",
+    "worker/stop_rules",
+    "worker/outbox",
+    "worker/inbox",
+    "worker/session_state",
+    "worker/engine_turns",
+    "worker/fleet_lanes",
+)
+WORLD = frozenset({"asyncio", "os", "random", "selectors", "socket", "subprocess", "threading", "time"})
 
 
 def imported_packages(source: str) -> set[str]:
@@ -83,3 +127,9 @@ def test_imports_go_down_only(package: str) -> None:
 )
 def test_a_wrong_import_is_found(package: str, module: str, source: str, expected: list[str]) -> None:
     assert violations(package, module, source) == expected
+
+
+@pytest.mark.parametrize("module", DECIDING_MODULES)
+def test_deciding_code_touches_no_world(module: str) -> None:
+    source = (ROOT / f"{module}.py").read_text(encoding="utf-8")
+    assert imported_packages(source) & WORLD == set()
