@@ -75,6 +75,11 @@ class SamplingParams:
         """Whether the most likely token is always taken."""
         return self.temperature == 0.0
 
+    @property
+    def penalized(self) -> bool:
+        """Whether tokens already there become less, or more, likely."""
+        return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
 
 _Range = tuple[str, Callable[[float], bool]]
 # A comparison with NaN is false, so NaN is refused by every row.

@@ -49,6 +49,43 @@ class AttentionMetaData:
 
 
 @dataclass(frozen=True)
+class Penalties:
+    """Penalties of those of S rows that ask for any: N entries, one for each row and id that the row has seen.
+
+    Entries are flat, so that rows of different lengths need no padding: a padding id would be punished with the others
+    (the trap in seed 004's `build_prev_ids`).
+
+    Attributes:
+        rows: int64 [N].
+        ids: int64 [N]; no pair of row and id comes twice.
+        output_counts: float32 [N], how often the id is in the output; 0 for one that is in the prompt only.
+        repetition: float32 [N], of the entry's row, as are the following; above 0, 1 is off.
+        presence: float32 [N]; 0 is off.
+        frequency: float32 [N]; 0 is off.
+    """
+
+    rows: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]
+    output_counts: npt.NDArray[np.float32]
+    repetition: npt.NDArray[np.float32]
+    presence: npt.NDArray[np.float32]
+    frequency: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class MaskedIds:
+    """Ids that some of S rows must not sample now.
+
+    Attributes:
+        rows: int64 [M].
+        ids: int64 [M].
+    """
+
+    rows: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
 class SampleParams:
     """Sampling parameters of S rows, as in the request: temperature 0 is greedy; top_k 0, top_p 1, min_p 0 are off.
 
@@ -57,16 +94,20 @@ class SampleParams:
         top_k: int64 [S].
         top_p: float32 [S].
         min_p: float32 [S].
+        penalties: None when no row has any.
+        masked: None when no row has any.
     """
 
     temperature: npt.NDArray[np.float32]
     top_k: npt.NDArray[np.int64]
     top_p: npt.NDArray[np.float32]
     min_p: npt.NDArray[np.float32]
+    penalties: Penalties | None = None
+    masked: MaskedIds | None = None
 
 
 class KernelBackend(Protocol):
-    """The operations. None writes to its inputs, except `write_kv` to the cache."""
+    """The operations. None writes to its inputs, except `write_kv` to the cache and `sample` to the logits."""
 
     @property
     def name(self) -> str:
@@ -149,6 +190,7 @@ class KernelBackend(Protocol):
     ) -> torch.Tensor:
         """Token ids int64 [S] from float32 logits [S, V], by the rules of design-details section 4.
 
-        `positions[i]` is the number of tokens before the sampled one, `choices[i]` the index of the answer.
+        `positions[i]` is the number of tokens before the sampled one, `choices[i]` the index of the answer. Penalties
+        and masks are written into `logits`.
         """
         ...

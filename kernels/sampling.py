@@ -11,7 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from kernels.interface import SampleParams
+from kernels.interface import Penalties, SampleParams
 from kernels.philox import Words, all_token_words, token_words
 
 Floats = npt.NDArray[np.float32]
@@ -34,8 +34,13 @@ _FIRST_SORTED = 1024
 def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, choices: Ids) -> Ids:
     """Token ids int64 [S] for float32 logits [S, V]; see KernelBackend.sample.
 
-    Rows that have overflowed to NaN or infinity give the largest number's id: they must not end the other rows' step.
+    Penalties come first, then masks, then the division by the temperature and the filters. Rows that have overflowed
+    to NaN or infinity give the largest number's id: they must not end the other rows' step.
     """
+    if params.penalties is not None:
+        penalize(logits, params.penalties)
+    if params.masked is not None:
+        logits[params.masked.rows, params.masked.ids] = -np.inf
     ids = np.empty(len(logits), np.int64)
     broken = ~np.isfinite(logits.max(axis=1))
     if broken.any():
@@ -52,6 +57,22 @@ def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, c
             rows = matching[start : start + per_call]
             ids[rows] = sample_rows(logits[rows] / params.temperature[rows, None], params, rows, counters)
     return ids
+
+
+def penalize(logits: Floats, penalties: Penalties) -> None:
+    """Changes the entries' logits: repetition, then presence, then frequency, each rounded to float32.
+
+    Repetition divides a positive logit and multiplies another, so both become less likely (transformers'
+    RepetitionPenaltyLogitsProcessor); the others subtract, once and per occurrence in the output.
+    """
+    place = (penalties.rows, penalties.ids)
+    values, counts = logits[place], penalties.output_counts
+    # A tiny penalty may overflow; `sample` bears infinities.
+    with np.errstate(over="ignore"):
+        values = np.where(values > 0, values / penalties.repetition, values * penalties.repetition)
+        values -= penalties.presence * (counts > 0)
+        values -= penalties.frequency * counts
+    logits[place] = values
 
 
 def gumbel(words: Words) -> Floats:

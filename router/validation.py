@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import numpy as np
@@ -27,15 +27,22 @@ from common.limits import (
 from common.rpc.unserved import refuse_unserved
 from common.sampling_params import SamplingParams
 
-_SAMPLING = (
+# Scalar fields that are passed on as they are, when they are given.
+_GIVEN: Final = (
     "temperature",
     "top_k",
     "top_p",
     "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
     "seed",
     "max_tokens",
     "min_tokens",
     "ignore_eos",
+)
+_SAMPLING = (
+    *_GIVEN,
     "stop_strings",
     "include_stop_string",
     "stop_token_ids",
@@ -48,12 +55,6 @@ _COMMON = frozenset(
 ) | {f"sampling_params.{name}" for name in _SAMPLING}
 GENERATE_SERVED = _COMMON | {"text", "token_ids", "token_ids.ids"}
 CHAT_SERVED = _COMMON | {"messages", "messages.role", "messages.content", "template_arguments"}
-# Fields that are not served, with the value that asks for nothing: many clients send these always.
-NEUTRAL = {
-    "sampling_params.repetition_penalty": 1.0,
-    "sampling_params.presence_penalty": 0.0,
-    "sampling_params.frequency_penalty": 0.0,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +98,7 @@ def check_generate(request: pb.GenerateRequest) -> None:
     Raises:
         ApiError: a field is not served, or invalid.
     """
-    refuse_unserved(request, GENERATE_SERVED, NEUTRAL)
+    refuse_unserved(request, GENERATE_SERVED)
     _check_priority(request.priority)
     kind = request.WhichOneof("prompt")
     if kind is None:
@@ -114,7 +115,7 @@ def check_chat(request: pb.ChatRequest) -> None:
     Raises:
         ApiError: a field is not served, or invalid.
     """
-    refuse_unserved(request, CHAT_SERVED, NEUTRAL)
+    refuse_unserved(request, CHAT_SERVED)
     _check_priority(request.priority)
     if not 1 <= len(request.messages) <= MAX_CHAT_MESSAGES:
         valid = f"1 to {MAX_CHAT_MESSAGES} messages"
@@ -201,11 +202,7 @@ def sampling_params(message: pb.SamplingParams, defaults: GenerationDefaults, vo
         ApiError: a value is out of range or not served; names the field and what would be valid.
     """
     _check_n(message)
-    given: dict[str, Any] = {
-        name: getattr(message, name)
-        for name in ("temperature", "top_k", "top_p", "min_p", "seed", "max_tokens", "min_tokens", "ignore_eos")
-        if message.HasField(name)
-    }
+    given: dict[str, Any] = {name: getattr(message, name) for name in _GIVEN if message.HasField(name)}
     fallback = {"temperature": defaults.temperature, "top_k": defaults.top_k, "top_p": defaults.top_p}
     params = SamplingParams(
         **{**fallback, **given},

@@ -5,7 +5,36 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+import numpy.typing as npt
+
+from common.sampling_params import SamplingParams
 from worker.sequence import EndReason, Sequence
+
+
+@dataclass(frozen=True, slots=True)
+class TokenHistory:
+    """What penalties and the min_tokens mask of one row derive from (rules: worker/steering.py).
+
+    It is made anew from prompt and tokens in every step, so a sequence that was preempted, or that another worker has
+    begun, goes on with the same penalties.
+
+    Attributes:
+        params: of the sequence.
+        prompt_ids: int64, the prompt's ids, each once; empty when no repetition penalty asks for them.
+        output_ids: the output so far.
+    """
+
+    params: SamplingParams
+    prompt_ids: npt.NDArray[np.int64]
+    output_ids: list[int]
+
+    @classmethod
+    def of(cls, seq: Sequence) -> TokenHistory:
+        """A copy of the history of `seq`."""
+        repetition = seq.sampling_params.repetition_penalty != 1.0
+        prompt_ids = seq.distinct_prompt_ids if repetition else np.empty(0, np.int64)
+        return cls(seq.sampling_params, prompt_ids, seq.completion_token_ids)
 
 
 class ScheduledBatch:
@@ -13,7 +42,8 @@ class ScheduledBatch:
 
     Sequence i computes `scheduled_tokens[i]` = `token_ids[num_computed_tokens[i] : context_lens[i]]`, with
     `context_lens[i] = num_computed_tokens[i] + num_scheduled_tokens[i]`. `is_final[i]` says that the step reaches the
-    sequence's last token, so that its logits row is sampled; the rows of other chunks are not (T31).
+    sequence's last token, so that its logits row is sampled; the rows of other chunks are not (T31). `histories` has
+    the token history of those sampled sequences whose logits it changes, by their index i, and nothing of others.
     """
 
     def __init__(
@@ -47,6 +77,9 @@ class ScheduledBatch:
         self.min_ps = [s.sampling_params.min_p for s in rows]
         self.seeds = [s.seed for s in rows]
         self.choices = [s.choice for s in rows]
+        self.histories = {
+            i: TokenHistory.of(s) for i, s in enumerate(rows) if len(s.token_ids) < s.steered_until and self.is_final[i]
+        }
         self.total_tokens_num = total_tokens_num
         self.total_tokens_num_prefill = total_tokens_num_prefill
         self.total_tokens_num_decode = total_tokens_num_decode

@@ -202,7 +202,7 @@ class Inbox:
         return rid in self._serials or rid in self._refusals or self._is_live(rid)
 
     def _draft(self, record: wpb.SubmitSequence, now: float) -> _Draft:
-        refuse_unserved(record, served.SEQUENCE, served.NEUTRAL)
+        refuse_unserved(record, served.SEQUENCE)
         token_ids = list(record.token_ids)
         served.check_token_ids("token_ids", token_ids, self._limits.vocab_size)
         self._check_length(len(token_ids))

@@ -27,6 +27,7 @@ from worker.model_config import ModelConfig, ModelError
 from worker.models.llama import LlamaForCausalLM
 from worker.models.qwen3 import Qwen3ForCausalLM
 from worker.sequence import Sequence
+from worker.steering import masked_ids, penalties
 
 support_model_arch_dict: dict[str, type[LlamaForCausalLM]] = {
     "Qwen3ForCausalLM": Qwen3ForCausalLM,
@@ -177,15 +178,18 @@ class ModelRunner:
 
     @torch.inference_mode()
     def postprocess(self, batch: ScheduledBatch, logits: torch.Tensor) -> ScheduledBatchOutput:
-        """Samples the final rows."""
+        """Samples the final rows. Penalties and masks are written into `logits`."""
         final = np.flatnonzero(np.array(batch.is_final, np.bool_))
         if not len(final):
             return ScheduledBatchOutput({})
+        histories = {row: batch.histories[i] for row, i in enumerate(final.tolist()) if i in batch.histories}
         params = SampleParams(
             temperature=np.array(batch.temperatures, np.float32)[final],
             top_k=np.array(batch.top_ks, np.int64)[final],
             top_p=np.array(batch.top_ps, np.float32)[final],
             min_p=np.array(batch.min_ps, np.float32)[final],
+            penalties=penalties(histories),
+            masked=masked_ids(histories, self.config.eos_token_ids, logits.shape[1]),
         )
         ids = self.kernels.sample(
             logits,

@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from common.sampling_params import SamplingParams
 
@@ -96,6 +101,8 @@ class Sequence:
         self.num_placeholder = 0
         self.block_table: list[int] = []
         self.sampling_params = params
+        # While it has fewer tokens than this, penalties or the min_tokens mask change its logits.
+        self.steered_until = math.inf if params.penalized else self.num_prompt_tokens + params.min_tokens
         self.stop_strings = params.stop_strings
         self.stop_token_sequences = stop_token_sequences or [list(s) for s in params.stop_token_sequences]
         self.stream_callback = stream_callback
@@ -162,6 +169,11 @@ class Sequence:
     def prompt_token_ids(self) -> list[int]:
         """The prompt."""
         return self.token_ids[: self.num_prompt_tokens]
+
+    @cached_property
+    def distinct_prompt_ids(self) -> npt.NDArray[np.int64]:
+        """The prompt's token ids, each once, ascending; computed once, as a prompt may be long."""
+        return np.unique(np.array(self.prompt_token_ids, np.int64))
 
     @property
     def completion_token_ids(self) -> list[int]:

@@ -5,7 +5,6 @@ A field that is set and not listed is refused with UNIMPLEMENTED naming it. In a
 
 from __future__ import annotations
 
-from types import MappingProxyType
 from typing import Final
 
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -20,6 +19,9 @@ _PARAMS: Final = frozenset(
         "top_k",
         "top_p",
         "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
         "max_tokens",
         "min_tokens",
         "ignore_eos",
@@ -28,7 +30,6 @@ _PARAMS: Final = frozenset(
         "stop_token_sequences.ids",
     }
 )
-_PARAMS_NEUTRAL: Final = {"repetition_penalty": 1.0}
 
 
 def _below(prefix: str, names: frozenset[str]) -> frozenset[str]:
@@ -61,8 +62,6 @@ SEQUENCE: Final = frozenset(
 # Paths in GenerateRequest.
 GENERATE: Final = frozenset({"request_id", "token_ids", "seed"}) | _below("params", _PARAMS)
 DRAIN: Final = frozenset({"deadline_ms"})
-# Paths of SubmitSequence and GenerateRequest that are not served, with the value that asks for nothing.
-NEUTRAL: Final = MappingProxyType({f"params.{name}": value for name, value in _PARAMS_NEUTRAL.items()})
 
 
 def check_token_ids(path: str, token_ids: list[int], vocab_size: int) -> None:
@@ -107,6 +106,8 @@ def _sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingPar
         top_p=params.top_p,
         min_p=params.min_p,
         repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
         max_tokens=params.max_tokens,
         min_tokens=params.min_tokens,
         ignore_eos=params.ignore_eos,

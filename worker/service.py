@@ -199,7 +199,7 @@ class WorkerService(WorkerServiceServicer):
         return session
 
     def _direct_sequence(self, request: wpb.GenerateRequest, context: Context) -> Sequence:
-        refuse_unserved(request, served.GENERATE, served.NEUTRAL)
+        refuse_unserved(request, served.GENERATE)
         facts = self.facts
         if len(request.request_id.encode()) > MAX_REQUEST_ID_BYTES:
             raise InvalidFieldError("request_id", "is too long", f"at most {MAX_REQUEST_ID_BYTES} bytes")

@@ -24,9 +24,29 @@ from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 # Fields of SamplingParams. Those that are not given are not sent, so the model's own defaults hold.
 SAMPLING_OPTIONS = (
     option("--max-tokens", envvar="FISSILE_MAX_TOKENS", type=int, help="Most tokens to generate; absent: 64."),
+    option("--min-tokens", envvar="FISSILE_MIN_TOKENS", type=int, help="Fewest tokens before it may end; absent: 0."),
     option("--temperature", envvar="FISSILE_TEMPERATURE", type=float, help="0 is greedy; absent: the model's, or 1."),
     option("--top-k", envvar="FISSILE_TOP_K", type=int, help="0 is off; absent: the model's, or off."),
     option("--top-p", envvar="FISSILE_TOP_P", type=float, help="In (0, 1]; absent: the model's, or 1 (off)."),
+    option("--min-p", envvar="FISSILE_MIN_P", type=float, help="In [0, 1], of the best one's share; absent: 0 (off)."),
+    option(
+        "--repetition-penalty",
+        envvar="FISSILE_REPETITION_PENALTY",
+        type=float,
+        help="Divides logits of tokens in prompt and answer; absent: 1 (off).",
+    ),
+    option(
+        "--presence-penalty",
+        envvar="FISSILE_PRESENCE_PENALTY",
+        type=float,
+        help="In [-2, 2], off the logits of tokens in the answer; absent: 0 (off).",
+    ),
+    option(
+        "--frequency-penalty",
+        envvar="FISSILE_FREQUENCY_PENALTY",
+        type=float,
+        help="In [-2, 2], likewise, per occurrence; absent: 0 (off).",
+    ),
     option("--seed", envvar="FISSILE_SEED", type=int, help="Same seed, same answer; absent: from the request id."),
     option("--stop", "stop_strings", envvar="FISSILE_STOP", multiple=True, help="Text that ends it; repeatable."),
     option(

@@ -6,8 +6,7 @@ somebody serves it and adds it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Set
-from types import MappingProxyType
+from collections.abc import Iterable, Iterator, Set
 from typing import Final
 
 from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescriptor
@@ -15,20 +14,16 @@ from google.protobuf.message import Message
 
 from common.errors import InvalidFieldError, UnservedFieldError
 
-_NO_NEUTRAL: Final[Mapping[str, object]] = MappingProxyType({})
 # Messages of this package (Struct, Duration, ...) are values: served or not as a whole.
 _WELL_KNOWN: Final = "google.protobuf."
 
 
-def refuse_unserved(
-    message: Message, served: Set[str], neutral: Mapping[str, object] = _NO_NEUTRAL, *, prefix: str = ""
-) -> None:
+def refuse_unserved(message: Message, served: Set[str], *, prefix: str = "") -> None:
     """Checks every set field of `message` and of the messages in it.
 
     Args:
         message: a request.
         served: paths of the fields that are served, those of messages included; of a map field, its own path.
-        neutral: paths of fields that are not served, with the value that asks for nothing.
         prefix: path of `message` itself, for fields of a message that is checked alone: `seqs.params.`.
 
     Raises:
@@ -38,12 +33,10 @@ def refuse_unserved(
     for field, value in message.ListFields():
         path = prefix + field.name
         if path not in served:
-            if path in neutral and neutral[path] == value:
-                continue
             raise UnservedFieldError(path)
         if _has_own_fields(field):
             for item in value if field.is_repeated else (value,):
-                refuse_unserved(item, served, neutral, prefix=f"{path}.")
+                refuse_unserved(item, served, prefix=f"{path}.")
         elif field.enum_type is not None:
             _check_enum(path, field.enum_type, value if field.is_repeated else (value,))
 

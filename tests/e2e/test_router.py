@@ -309,6 +309,9 @@ async def test_every_served_field_has_its_effect() -> None:
         "top_k": 7,
         "top_p": 0.25,
         "min_p": 0.125,
+        "repetition_penalty": 1.25,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.75,
         "seed": 2**64 - 1,
         "max_tokens": 9,
         "min_tokens": 2,
@@ -325,6 +328,8 @@ async def test_every_served_field_has_its_effect() -> None:
         params = submitted.params
         got = (params.temperature, params.top_k, params.top_p, params.min_p, params.max_tokens, params.min_tokens)
         assert got == (0.5, 7, 0.25, 0.125, 9, 2)
+        penalties = (params.repetition_penalty, params.presence_penalty, params.frequency_penalty)
+        assert penalties == (1.25, -0.5, 0.75)
         assert params.ignore_eos
         assert list(params.stop_token_ids) == [5, 6]
         assert [list(s.ids) for s in params.stop_token_sequences] == [[7, 8]]
@@ -341,6 +346,7 @@ async def test_every_served_field_has_its_effect() -> None:
         assert parts[0].request_id
         defaults = b.workers[0].submitted[1].params
         assert (defaults.temperature, defaults.top_k, defaults.top_p, defaults.repetition_penalty) == (1, 0, 1, 1)
+        assert (defaults.presence_penalty, defaults.frequency_penalty) == (0, 0)
 
 
 async def test_absent_parameters_come_from_the_generation_config() -> None:

@@ -420,8 +420,8 @@ async def test_a_direct_call_that_is_given_up(site: Site) -> None:
         (wpb.GenerateRequest(token_ids=[1]), grpc.StatusCode.INVALID_ARGUMENT, "params.top_p"),
         (request(request_id="x" * 129), grpc.StatusCode.INVALID_ARGUMENT, "request_id"),
         (
-            request(params=wpb.SamplingParams(top_p=1, max_tokens=1, repetition_penalty=2)),
-            grpc.StatusCode.UNIMPLEMENTED,
+            request(params=wpb.SamplingParams(top_p=1, max_tokens=1, repetition_penalty=101)),
+            grpc.StatusCode.INVALID_ARGUMENT,
             "params.repetition_penalty",
         ),
     ],

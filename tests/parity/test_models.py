@@ -90,9 +90,9 @@ class Models:
         batch = ScheduledBatch({seq.id: seq}, [len(tokens) - start], len(tokens) - start)
         return self.runner.run_model(self.runner.prepare_model(batch))[0]
 
-    def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
+    def greedy(self, prompts: list[list[int]], **given: Any) -> list[list[int]]:
         """Streams of NEW_TOKENS, all prompts in one batch, the first half of each prompt in a chunk of its own."""
-        params = SamplingParams(temperature=0.0)
+        params = SamplingParams(temperature=0.0, **given)
         seqs = [Sequence(prompt, BLOCK_SIZE, params) for prompt in prompts]
         free = list(range(POOL))
         for seq in seqs:
@@ -151,3 +151,14 @@ def test_greedy_streams(models: Models) -> None:
         assert stream == out[0, len(prompt) :].tolist(), f"prompt of {len(prompt)} tokens"
     assert len({tuple(stream) for stream in streams}) == len(streams), "streams do not tell prompts apart"
     assert all(len(set(stream)) > NEW_TOKENS // 3 for stream in streams), "streams loop"
+
+
+@pytest.mark.parametrize("penalty", [1.3, 0.8])
+def test_greedy_streams_with_a_repetition_penalty(models: Models, penalty: float) -> None:
+    prompts = models.random_prompts([1, 17, 64, 300], seed=3)
+    for prompt, stream in zip(prompts, models.greedy(prompts, repetition_penalty=penalty), strict=True):
+        with torch.inference_mode():
+            out = models.reference.generate(
+                torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=penalty
+            )
+        assert stream == out[0, len(prompt) :].tolist(), f"prompt of {len(prompt)} tokens"

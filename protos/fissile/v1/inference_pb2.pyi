@@ -143,7 +143,9 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """Keeps tokens at least min_p times as likely as the most likely one. In [0, 1]. Default 0 (off)."""
     repetition_penalty: _builtins.float
-    """Divides the logits of tokens already seen in prompt and output. > 0. Default 1.0 (off)."""
+    """Divides positive logits of tokens already in prompt or output, multiplies their negative ones. In (0, 100]. Default
+    1.0 (off).
+    """
     presence_penalty: _builtins.float
     """Subtracted once from the logits of tokens already in the output. In [-2, 2]. Default 0 (off)."""
     frequency_penalty: _builtins.float
@@ -155,7 +157,9 @@ class SamplingParams(_message.Message):
     max_tokens: _builtins.int
     """Most tokens to generate, >= 1. Clipped to what the model's length leaves (finish reason LENGTH). Default 64."""
     min_tokens: _builtins.int
-    """Fewest tokens to generate: before that, no stop condition but the length applies. Default 0."""
+    """Fewest tokens to generate: before that, no stop condition but the length applies, and neither `stop_token_ids` nor
+    (without `ignore_eos`) the model's end-of-sequence tokens are generated. Default 0.
+    """
     ignore_eos: _builtins.bool
     """Goes on past the model's end-of-sequence tokens. `stop_token_ids` of this request still stop. Default false."""
     include_stop_string: _builtins.bool

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import json
 import os
 import shutil
@@ -14,6 +15,8 @@ import click
 import pytest
 
 from common.cli import group, main
+from common.cli.generate import generate, given
+from common.sampling_params import SamplingParams
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -91,6 +94,7 @@ def test_works_from_a_plain_checkout(tmp_path: Path) -> None:
         (("generate", "hi", "--temperature", "-1"), "sampling_params.temperature"),
         (("generate", "hi", "--max-tokens", "-3"), "sampling_params.max_tokens"),
         (("generate", "hi", "--temperature", "nan"), "sampling_params.temperature"),
+        (("generate", "hi", "--repetition-penalty", "0"), "sampling_params.repetition_penalty"),
     ],
 )
 def test_refuses_with_one_line_and_exit_code_2(arguments: tuple[str, ...], message: str) -> None:
@@ -99,6 +103,17 @@ def test_refuses_with_one_line_and_exit_code_2(arguments: tuple[str, ...], messa
     assert result.stderr.startswith("error: ")
     assert result.stderr.count("\n") == 1
     assert message in result.stderr
+
+
+def test_generate_has_an_option_for_every_parameter_but_three() -> None:
+    """What it has none for: several answers are not served; the two others are for programs."""
+    left_out = {"n", "include_stop_string", "stop_token_sequences"}
+    fields = {field.name for field in dataclasses.fields(SamplingParams)} - left_out
+    options = {parameter.name: parameter for parameter in generate.params}
+    assert fields <= options.keys()
+    names = [name for name in fields if options[name].type.name in ("integer", "float") and not options[name].multiple]
+    with generate.make_context("generate", ["hi", *(f"--{n.replace('_', '-')}=1" for n in names)]) as context:
+        assert given({name: context.params[name] for name in fields}) == dict.fromkeys(names, 1)
 
 
 def test_environment_variables_set_options() -> None:

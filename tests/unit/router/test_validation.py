@@ -52,6 +52,10 @@ def refused(code: str, path: str, act: Callable[[], object]) -> ApiError:
         ("top_p", {"top_p": 0.0}),
         ("top_p", {"top_p": 1.5}),
         ("min_p", {"min_p": -1.0}),
+        ("repetition_penalty", {"repetition_penalty": 0.0}),
+        ("repetition_penalty", {"repetition_penalty": math.nan}),
+        ("presence_penalty", {"presence_penalty": 2.5}),
+        ("frequency_penalty", {"frequency_penalty": -math.inf}),
         ("max_tokens", {"max_tokens": 0}),
         ("min_tokens", {"min_tokens": 65}),
         ("n", {"n": 0}),
@@ -73,6 +77,15 @@ def test_bad_sampling_params(path: str, fields: dict[str, object]) -> None:
 def test_several_answers_are_not_served() -> None:
     refused("UNIMPLEMENTED", "sampling_params.n", lambda: params(n=2))
     assert params(n=1).n == 1
+
+
+def test_penalties_are_canonical() -> None:
+    given = params(repetition_penalty=1.1, presence_penalty=-0.3, frequency_penalty=0.7)
+    penalties = (given.repetition_penalty, given.presence_penalty, given.frequency_penalty)
+    assert penalties == (float32(1.1), float32(-0.3), float32(0.7))
+    assert given.penalized
+    assert not params(repetition_penalty=1.0, presence_penalty=0.0).penalized
+    assert params() == params(repetition_penalty=1.0, presence_penalty=0.0, frequency_penalty=0.0)
 
 
 def test_absent_values_come_from_the_model() -> None:

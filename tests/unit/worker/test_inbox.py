@@ -104,7 +104,11 @@ def test_an_empty_group_passes_with_its_serial() -> None:
             record(1, params=params(stop_token_sequences=[wpb.TokenIds()])),
             r"params.stop_token_sequences\[0\] has 0 ids",
         ),
-        (record(1, params=params(presence_penalty=0.5)), "params.presence_penalty is not served"),
+        (
+            record(1, params=params(presence_penalty=2.5)),
+            "params.presence_penalty is 2.5; valid: a number from -2 to 2",
+        ),
+        (record(1, params=params(frequency_penalty=-3.0)), "params.frequency_penalty is -3"),
         (record(1, cache_salt=b"x"), "cache_salt is not served"),
     ],
 )
@@ -121,14 +125,14 @@ def test_a_bad_sequence_is_refused_alone(bad: wpb.SubmitSequence, message: str) 
     assert re.match(message, refusal.message)
 
 
-@pytest.mark.parametrize(("value", "problem"), [(1.25, "is not served by this version"), (0.0, "is 0.0")])
-def test_repetition_penalty_must_be_one(value: float, problem: str) -> None:
+@pytest.mark.parametrize("value", [0.0, -1.0, 101.0])
+def test_repetition_penalty_must_be_in_range(value: float) -> None:
     box = inbox()
     bad = record(1)
     bad.params.repetition_penalty = value
     box.submit(submit(1, bad, record(2)).submit, 0.0)
     assert rids(box.take_groups()) == [(1, [2])]
-    assert box.take_refusals()[0].message.startswith(f"params.repetition_penalty {problem}")
+    assert box.take_refusals()[0].message.startswith(f"params.repetition_penalty is {value}")
 
 
 def test_a_prompt_that_grows_too_long_is_refused_and_its_tokens_forgotten() -> None:

@@ -11,17 +11,13 @@ from google.protobuf.descriptor import FieldDescriptor
 
 from common.errors import UnservedFieldError
 from common.rpc.unserved import field_paths, refuse_unserved
+from common.sampling_params import SamplingParams
 from worker import served
 
 # What later issues will serve. A field that is new in the protos belongs here, or in `served`.
 NOT_SERVED = {
-    "SubmitSequence": {
-        "cache_salt",
-        "params.repetition_penalty",
-        "params.presence_penalty",
-        "params.frequency_penalty",
-    },
-    "GenerateRequest": {"params.repetition_penalty", "params.presence_penalty", "params.frequency_penalty"},
+    "SubmitSequence": {"cache_salt"},
+    "GenerateRequest": set[str](),
     "SessionRequest": {"hello.live", "hello.live.rid", "hello.live.have", "hello.kv_seq"},
     "DrainRequest": set[str](),
     "GetWorkerRequest": set[str](),
@@ -64,6 +60,27 @@ def set_path(message: Any, path: str) -> None:
         setattr(message, name, value)
 
 
+def test_every_parameter_arrives() -> None:
+    """All fields of the proto's SamplingParams, each with a value of its own."""
+    values: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "repetition_penalty": 1.25,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.75,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [5, 6],
+    }
+    assert {*values, "stop_token_sequences"} == set(wpb.SamplingParams.DESCRIPTOR.fields_by_name)
+    message = wpb.SamplingParams(**values, stop_token_sequences=[wpb.TokenIds(ids=[7, 8])])
+    expected = {**values, "stop_token_ids": (5, 6), "stop_token_sequences": ((7, 8),)}
+    assert served.sampling_params(message, 10) == SamplingParams(**expected)
+
+
 def test_all_requests_are_listed() -> None:
     service = wpb.DESCRIPTOR.services_by_name["WorkerService"]
     assert {method.input_type.name for method in service.methods} | {"SubmitSequence"} == REQUESTS.keys()
@@ -82,10 +99,10 @@ def test_a_field_is_refused_by_name_unless_it_is_served(name: str, path: str) ->
     message = kind()
     set_path(message, path)
     if path not in NOT_SERVED[name]:
-        refuse_unserved(message, listed, served.NEUTRAL)
+        refuse_unserved(message, listed)
         return
     with pytest.raises(UnservedFieldError) as raised:
-        refuse_unserved(message, listed, served.NEUTRAL)
+        refuse_unserved(message, listed)
     assert raised.value.code is grpc.StatusCode.UNIMPLEMENTED
     named = raised.value.violations[0].path
     assert path == named or path.startswith(f"{named}.")

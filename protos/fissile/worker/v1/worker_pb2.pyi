@@ -134,15 +134,15 @@ class SamplingParams(_message.Message):
     min_p: _builtins.float
     """In [0, 1]; 0 is off."""
     repetition_penalty: _builtins.float
-    """> 0; 1 is off."""
+    """In (0, 100]; 1 is off. Concerns tokens of prompt and output."""
     presence_penalty: _builtins.float
-    """0 is off."""
+    """In [-2, 2]; 0 is off. Concerns tokens of the output."""
     frequency_penalty: _builtins.float
-    """0 is off."""
+    """In [-2, 2]; 0 is off. Likewise, per occurrence."""
     max_tokens: _builtins.int
     """Most tokens to generate, >= 1."""
     min_tokens: _builtins.int
-    """Fewest tokens to generate."""
+    """Fewest tokens to generate; before that, tokens that would end the generation are masked."""
     ignore_eos: _builtins.bool
     """Goes on past the model's end-of-sequence tokens."""
     @_builtins.property

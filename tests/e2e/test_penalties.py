@@ -1,0 +1,109 @@
+"""Penalties and min_tokens through router and worker: greedy streams are those of transformers, all in one batch."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fissile.v1 import inference_pb2 as pb
+
+from tests.checkpoints import make_checkpoint
+from tests.e2e.service import Answer, Service, generate, running_service
+
+NEW_TOKENS = 24
+EARLY = 3
+
+
+def prompt(length: int) -> list[int]:
+    rnd = random.Random(length)
+    return [rnd.randrange(5, 384) for _ in range(length)]
+
+
+class OutputPenalties:
+    """Presence and frequency penalty as a LogitsProcessor of transformers, which has none."""
+
+    def __init__(self, prompt_len: int, presence: float, frequency: float) -> None:
+        self.prompt_len, self.presence, self.frequency = prompt_len, presence, frequency
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores = scores.clone()
+        for token, count in Counter(input_ids[0, self.prompt_len :].tolist()).items():
+            scores[0, token] = scores[0, token] - self.presence - self.frequency * count
+        return scores
+
+
+class Reference:
+    """The model in transformers."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+
+        model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.model = model.eval()
+
+    def stream(self, length: int, **options: Any) -> list[int]:
+        """Greedy continuation of `prompt(length)`."""
+        with torch.inference_mode():
+            out = self.model.generate(
+                torch.tensor([prompt(length)]), **{"max_new_tokens": NEW_TOKENS, **options}, do_sample=False
+            )
+        stream: list[int] = out[0, length:].tolist()
+        return stream
+
+
+def cases(reference: Reference) -> list[tuple[int, dict[str, Any], list[int]]]:
+    """Prompt length, parameters and the expected tokens."""
+    plain = reference.stream(50)
+    stopper = plain[EARLY]
+    ending: dict[str, Any] = {"eos_token_id": stopper, "pad_token_id": 0}
+    return [
+        (50, {}, plain),
+        (50, {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}, plain),
+        (30, {"repetition_penalty": 1.5}, reference.stream(30, repetition_penalty=1.5)),
+        (200, {"repetition_penalty": 0.75}, reference.stream(200, repetition_penalty=0.75)),
+        (
+            30,
+            {"presence_penalty": 2.0, "frequency_penalty": 0.5},
+            reference.stream(30, logits_processor=[OutputPenalties(30, 2.0, 0.5)]),
+        ),
+        (
+            17,
+            {"frequency_penalty": -2.0},
+            reference.stream(17, logits_processor=[OutputPenalties(17, 0.0, -2.0)]),
+        ),
+        (50, {"stop_token_ids": [stopper]}, plain[: plain.index(stopper) + 1]),
+        (50, {"stop_token_ids": [stopper], "min_tokens": 9}, reference.stream(50, min_new_tokens=9, **ending)),
+    ]
+
+
+def ask(service: Service, length: int, fields: dict[str, Any]) -> Answer:
+    request = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=prompt(length)),
+        sampling_params=pb.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, **fields),
+        output_options=pb.OutputOptions(return_token_ids=True),
+    )
+    return generate(service.stub, request)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+def test_streams_are_those_of_transformers(checkpoint: Path, tmp_path: Path) -> None:
+    expected = cases(Reference(checkpoint))
+    assert len({tuple(stream) for _, _, stream in expected}) == len(expected) - 1, "every field must have an effect"
+    with running_service(tmp_path, checkpoint, worker_options=["--dtype", "float32"]) as service:
+        with ThreadPoolExecutor(len(expected)) as pool:
+            answers = list(pool.map(lambda case: ask(service, case[0], case[1]), expected))
+        for (length, fields, stream), answer in zip(expected, answers, strict=True):
+            assert answer.token_ids == stream, f"prompt of {length} tokens with {fields}"
+    for answer in answers[-2:]:
+        assert answer.finish is not None
+        ended = answer.finish.reason == pb.FINISH_REASON_STOP
+        assert ended == (len(answer.token_ids) < NEW_TOKENS)
