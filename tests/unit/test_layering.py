@@ -27,7 +27,18 @@ TORCH = frozenset({"torch", "transformers", "safetensors"})
 WITHOUT_TORCH = frozenset({"fissile", "common", "router"})
 # The engine's deciding code, which runs without PyTorch too.
 PURE_WORKER_MODULES = frozenset(
-    {"sequence", "batch", "scheduler", "block_manager", "outbox", "inbox", "simulated", "model_config"}
+    {
+        "sequence",
+        "batch",
+        "scheduler",
+        "block_manager",
+        "outbox",
+        "inbox",
+        "simulated",
+        "cost_model",
+        "presets",
+        "model_config",
+    }
 )
 
 
