@@ -35,11 +35,13 @@ from common.rpc.server import GrpcServer, PortTakenError
 from common.telemetry.logs import LEVELS, setup_logging
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError, files_sha256, tokenizer_files
+from worker.cost_model import CostModel
 from worker.engine_config import with_special_tokens
 from worker.engine_core import EngineCore
 from worker.engine_loop import EngineLoop
 from worker.facts import WorkerFacts
 from worker.model_config import ModelConfig, ModelError
+from worker.presets import cost_model
 from worker.progress import Progress
 from worker.service import SERVICE, WorkerService
 from worker.simulated_engine import build_simulated_engine
@@ -61,8 +63,7 @@ class WorkerOptions:
         worker_id: stable name; empty takes host name and port.
         threads: of the model's arithmetic; None leaves it to PyTorch.
         drain_timeout_s: how long sequences may go on after SIGTERM.
-        simulated: run no model.
-        simulated_step_s: duration of a simulated step.
+        simulate: duration of steps without a model; None runs the model.
     """
 
     config: Config
@@ -72,8 +73,7 @@ class WorkerOptions:
     worker_id: str = ""
     threads: int | None = None
     drain_timeout_s: float = DRAIN_TIMEOUT_S
-    simulated: bool = False
-    simulated_step_s: float = 0.0
+    simulate: CostModel | None = None
 
 
 class Worker:
@@ -183,9 +183,10 @@ class Worker:
     def _build(self) -> EngineCore:
         """Makes the engine; runs on the engine thread."""
         options = self._options
-        if options.simulated:
-            step_s = options.simulated_step_s
-            core, self._loaded = build_simulated_engine(self._config, self._model_config, self._loaded, step_s)
+        if options.simulate is not None:
+            core, self._loaded = build_simulated_engine(
+                self._config, self._model_config, self._loaded, options.simulate
+            )
             return core
         progress = Progress()
         progress.stage("loading PyTorch")
@@ -204,7 +205,7 @@ class Worker:
         config = self._config
         return {
             "model": config.model,
-            "simulated": self._options.simulated,
+            "simulated": self._options.simulate is not None,
             "prefix_caching": config.enable_prefix_caching,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "max_num_seqs": config.max_num_seqs,
@@ -342,10 +343,9 @@ class ByteSize(click.ParamType[int]):
     help="Seconds that sequences may go on after SIGTERM.",
 )  # fmt: skip
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
-@option("--simulated", envvar="FISSILE_SIMULATED", is_flag=True, default=False, help="Make up tokens: no model.")
 @option(
-    "--simulated-step", envvar="FISSILE_SIMULATED_STEP", type=click.FloatRange(min=0), default=0.002,
-    help="Seconds of a simulated step.",
+    "--simulate", envvar="FISSILE_SIMULATE", metavar="PRESET",
+    help="Make up tokens, no model, at a preset's speed: instant, fixed:5ms, mi300x-llama-8b, ...",
 )  # fmt: skip
 def worker(log_level: str, **given: Any) -> int:
     """Run one worker: an engine with its model, for routers.
@@ -371,7 +371,7 @@ def _options(
     dtype: str,
     kernels: str,
     drain_timeout: float,
-    simulated_step: float,
+    simulate: str | None,
     **others: Any,
 ) -> WorkerOptions:
     """The options as the classes take them."""
@@ -389,12 +389,13 @@ def _options(
             kernels=kernels,
             hash_seed=hash_seed,
         )
+        cost = None if simulate is None else cost_model(simulate)
     except ApiError as error:
         raise CommandError(str(error)) from None
     return WorkerOptions(
         config=config,
         model_name=model_name or Path(model).resolve().name,
         drain_timeout_s=drain_timeout,
-        simulated_step_s=simulated_step,
+        simulate=cost,
         **others,
     )

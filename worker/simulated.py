@@ -2,7 +2,7 @@
 
 It keeps a KV cache of numbers: each slot holds the state after its token, made from the state before it. A sequence
 that is given a block computed under another prefix, a block that someone else overwrote, or a position out of turn does
-not merely get wrong tokens here: it raises.
+not merely get wrong tokens here: it raises. How long a step takes is up to a cost model.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from mmap import mmap
 
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.cost_model import INSTANT, CostModel, StepWork
 
 _MASK = (1 << 64) - 1
 _START = 0x243F6A8885A308D3
@@ -20,13 +21,6 @@ _START = 0x243F6A8885A308D3
 
 class InconsistentBatchError(Exception):
     """The scheduler or the block manager has made a batch that no model could run."""
-
-
-class _Slot(NamedTuple):
-    """KV of one token: the state before it and after it."""
-
-    before: int
-    after: int
 
 
 def mix(state: int, value: int) -> int:
@@ -40,15 +34,20 @@ def mix(state: int, value: int) -> int:
 class SimulatedRunner:
     """Implements Runner with arithmetic instead of a model (no torch).
 
+    Its own work counts as part of the step on a real clock, so a step takes what the cost model says while that is
+    longer. A KV slot takes 16 bytes once it is written.
+
     Args:
         vocab_size: tokens are in [0, vocab_size).
         eos_token_id: the end-of-sequence id; None for none.
-        step_s: duration of a step, seconds.
-        token_s: duration added per computed token, seconds.
+        cost: duration of the steps.
         eos_every: about one token in so many is `eos_token_id`; 0 never samples it.
         block_size: tokens per KV block.
-        num_blocks: blocks in the pool; 0 does not check block ids.
-        sleep: waits for the given seconds; a virtual clock in simulations.
+        num_blocks: blocks in the pool.
+        check_contexts: whether every step compares all blocks of all its sequences, which takes time in proportion to
+            their contexts. Without it a sequence goes on from its last slot, as a model does: right if it is right.
+        clock: seconds; a virtual clock in simulations, with its `sleep`.
+        sleep: waits for the given seconds.
 
     Raises:
         ValueError: the vocabulary has no id but `eos_token_id`.
@@ -58,26 +57,30 @@ class SimulatedRunner:
         self,
         vocab_size: int,
         eos_token_id: int | None,
-        step_s: float = 0.0,
+        cost: CostModel = INSTANT,
         *,
-        token_s: float = 0.0,
         eos_every: int = 0,
         block_size: int = 16,
-        num_blocks: int = 0,
+        num_blocks: int = 4096,
+        check_contexts: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if vocab_size < 2:
             raise ValueError(f"vocab_size is {vocab_size}; at least 2")
         self.vocab_size = vocab_size
         self.eos_token_id = eos_token_id
-        self.step_s = step_s
-        self.token_s = token_s
+        self.cost = cost
         self.eos_every = eos_every if eos_token_id is not None else 0
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.check_contexts = check_contexts
         self.num_forwards = 0
+        self._clock = clock
         self._sleep = sleep
-        self._kv: dict[int, _Slot] = {}
+        # Per slot the state before its token and after it; 0 is not written. Pages appear when they are written to.
+        self._before = memoryview(mmap(-1, 8 * block_size * num_blocks)).cast("Q")
+        self._after = memoryview(mmap(-1, 8 * block_size * num_blocks)).cast("Q")
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Computes one step.
@@ -86,14 +89,16 @@ class SimulatedRunner:
             InconsistentBatchError: lengths disagree, a block table is too short, a block is written by one sequence
                 and used by another, or what the block table points to was not computed from this sequence's tokens.
         """
-        self._check_sharing(batch)
+        start = self._clock()
+        if self.check_contexts:
+            self._check_sharing(batch)
         sampled: dict[int, tuple[int, ...]] = {}
         for i, seq_id in enumerate(batch.req_ids):
             state = self._compute(batch, i)
             if batch.is_final[i]:
                 sampled[seq_id] = (self._sample(state, batch.seeds[i], batch.context_lens[i], batch.choices[i]),)
         self.num_forwards += 1
-        self._pause(batch.total_tokens_num)
+        self._pause_until(start + self.cost.step_s(StepWork.of(batch)))
         return ScheduledBatchOutput(sampled)
 
     def reference(self, token_ids: Sequence[int], num_tokens: int, seed: int = 0, choice: int = 0) -> list[int]:
@@ -114,12 +119,15 @@ class SimulatedRunner:
             raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: {len(tokens)} tokens for [{start}, {end})")
         if len(table) * self.block_size < end:
             raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: {len(table)} blocks for {end} tokens")
-        if self.num_blocks and not all(0 <= b < self.num_blocks for b in table):
-            raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: a block outside the pool in {table}")
-        state = self._read_context(batch.req_ids[i], table, start)
+        if self.check_contexts:
+            if not all(0 <= b < self.num_blocks for b in table):
+                raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: a block outside the pool in {table}")
+            state = self._read_context(batch.req_ids[i], table, start)
+        else:
+            state = self._after[self._slot(table, start - 1)] if start else _START
         for slot, token in zip(self._slots(table, start, end), tokens, strict=True):
-            before, state = state, mix(state, token)
-            self._kv[slot] = _Slot(before, state)
+            self._before[slot] = state
+            state = self._after[slot] = mix(state, token)
         return state
 
     def _read_context(self, seq_id: int, table: list[int], length: int) -> int:
@@ -127,24 +135,25 @@ class SimulatedRunner:
         state, size = _START, self.block_size
         partial = length - length % size
         for block in table[: length // size]:
-            self._after(seq_id, block * size, state)
-            last = self._kv.get(block * size + size - 1)
-            if last is None:
+            self._continue(seq_id, block * size, state)
+            state = self._after[block * size + size - 1]
+            if not state:
                 raise InconsistentBatchError(f"sequence {seq_id}: block {block} is not full")
-            state = last.after
         for slot in self._slots(table, partial, length):
-            state = self._after(seq_id, slot, state)
+            state = self._continue(seq_id, slot, state)
         return state
 
-    def _after(self, seq_id: int, slot: int, before: int) -> int:
-        kv = self._kv.get(slot)
-        if kv is None or kv.before != before:
+    def _continue(self, seq_id: int, slot: int, before: int) -> int:
+        if self._before[slot] != before:
             raise InconsistentBatchError(f"sequence {seq_id}: its block table points to KV of another prefix")
-        return kv.after
+        return self._after[slot]
 
     def _slots(self, table: list[int], start: int, end: int) -> Iterator[int]:
+        return (self._slot(table, position) for position in range(start, end))
+
+    def _slot(self, table: list[int], position: int) -> int:
         size = self.block_size
-        return (table[p // size] * size + p % size for p in range(start, end))
+        return table[position // size] * size + position % size
 
     def _check_sharing(self, batch: ScheduledBatch) -> None:
         used = Counter(block for table in batch.block_tables for block in table)
@@ -161,7 +170,7 @@ class SimulatedRunner:
         token = x % self.vocab_size
         return token if token != self.eos_token_id else (token + 1) % self.vocab_size
 
-    def _pause(self, num_tokens: int) -> None:
-        seconds = self.step_s + self.token_s * num_tokens
+    def _pause_until(self, end: float) -> None:
+        seconds = end - self._clock()
         if seconds > 0:
             self._sleep(seconds)

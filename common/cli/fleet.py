@@ -33,7 +33,7 @@ class Fleet:
         log_level: of all processes.
         router_options: further options of the router, by name without dashes.
         worker_options: further options of every worker, by name without dashes.
-        simulated: workers run no model.
+        simulate: preset of workers that run no model; empty runs the model.
     """
 
     model: str
@@ -48,7 +48,7 @@ class Fleet:
     log_level: str
     router_options: Mapping[str, object]
     worker_options: Mapping[str, object]
-    simulated: bool = False
+    simulate: str = ""
 
     @property
     def address(self) -> str:
@@ -85,8 +85,8 @@ class Fleet:
         yield "--prefix-caching" if self.prefix_caching else "--no-prefix-caching"
         if self.kv_cache_memory:
             yield from ("--kv-cache-memory", self.kv_cache_memory)
-        if self.simulated:
-            yield "--simulated"
+        if self.simulate:
+            yield from ("--simulate", self.simulate)
         yield from self._common_arguments()
         yield from _given(self.worker_options)
 
@@ -96,8 +96,9 @@ class Fleet:
     def describe(self, version: str, kv_memory: str) -> str:
         """The block that `serve` prints at start."""
         workers = f"{len(self.worker_ports)}: {', '.join(self.worker_addresses)}"
+        simulated = f" (simulated: {self.simulate}, no weights)" if self.simulate else ""
         rows = {
-            "model": f"{self.model_name} from {self.model}" + (" (simulated: no weights)" if self.simulated else ""),
+            "model": f"{self.model_name} from {self.model}{simulated}",
             "router": f"{self.host}:{self.port}",
             "workers": workers,
             "prefix caching": "on" if self.prefix_caching else "off",

@@ -222,7 +222,7 @@ def make_fleet(
     kv_cache_memory: str | None,
     drain_timeout: float,
     log_level: str,
-    simulated: bool,
+    simulate: str | None,
     delay_factor: float | None,
     threads: int | None,
     **worker_options: Any,
@@ -234,7 +234,7 @@ def make_fleet(
     """
     if model is None and not DEMO_MODEL.is_dir():
         raise CommandError(f"there is no demo model at {DEMO_MODEL}: name a checkpoint folder with --model")
-    if not simulated and importlib.util.find_spec("torch") is None:
+    if not simulate and importlib.util.find_spec("torch") is None:
         raise missing_extra("serve", "torch")
     folder = Path(model) if model is not None else DEMO_MODEL
     # Both may be 0: one call, so that all are different.
@@ -247,12 +247,12 @@ def make_fleet(
         worker_ports=worker_ports,
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_caching=prefix_caching,
-        kv_cache_memory=kv_cache_memory or kv_memory_per_worker(workers, free_memory()),
+        kv_cache_memory=kv_cache_memory or ("" if simulate else kv_memory_per_worker(workers, free_memory())),
         drain_timeout_s=drain_timeout,
         log_level=log_level,
         router_options={"delay_factor": delay_factor},
         worker_options={"threads": threads or threads_per_worker(workers), **worker_options},
-        simulated=simulated,
+        simulate=simulate or "",
     )
 
 
@@ -260,6 +260,8 @@ def describe_kv_memory(fleet: Fleet) -> str:
     """What the KV caches may take, in words."""
     if fleet.kv_cache_memory:
         return f"{fleet.kv_cache_memory} per worker"
+    if fleet.simulate:
+        return "the preset's"
     return f"a quarter of the free memory ({free_memory() / KV_SHARE / GIB:.1f} GiB)"
 
 
@@ -298,8 +300,9 @@ def describe_kv_memory(fleet: Fleet) -> str:
 )
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", type=click.Choice(LEVELS), default="info", help="Of all.")
 @option(
-    "--simulated", envvar="FISSILE_SIMULATED", is_flag=True, default=False, help="Workers make up tokens: no model."
-)
+    "--simulate", envvar="FISSILE_SIMULATE", metavar="PRESET",
+    help="Workers make up tokens, no model, at a preset's speed: instant, fixed:5ms, mi300x-llama-8b, ...",
+)  # fmt: skip
 def serve(ask: bool, prompt: str, once: bool, **options: Any) -> int:
     """Serve a model on this machine: one router and its workers, until Ctrl-C.
 

@@ -32,7 +32,7 @@ CONFIG = {
     "bos_token_id": None,
     "torch_dtype": "float32",
 }
-OPTIONS = ["--simulated", "--simulated-step", "0.005"]
+OPTIONS = ["--simulate", "fixed:5ms"]
 
 
 def simulated_model(folder: Path) -> Path:

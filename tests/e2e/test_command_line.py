@@ -150,7 +150,7 @@ def test_once_serves_streams_one_answer_and_ends(serve: Callable[..., Serve], si
 
 
 def test_a_whole_visit(serve: Callable[..., Serve], simulated: str) -> None:
-    run = serve("--model", simulated, "--simulated", "--workers", "2", "--no-ask", "--model-name", "mine")
+    run = serve("--model", simulated, "--simulate", "fixed:2ms", "--workers", "2", "--no-ask", "--model-name", "mine")
     run.wait_for_line(f"serving on {run.address}")
     assert run.output == []
     at = ("--address", run.address)
@@ -188,7 +188,7 @@ def test_a_whole_visit(serve: Callable[..., Serve], simulated: str) -> None:
 
 @pytest.mark.skipif(not BUF.exists(), reason="buf is not installed: make setup brings it where npm is there")
 def test_a_generic_tool_needs_no_protos(serve: Callable[..., Serve], simulated: str) -> None:
-    run = serve("--model", simulated, "--simulated", "--no-ask")
+    run = serve("--model", simulated, "--simulate", "fixed:2ms", "--no-ask")
     run.wait_for_line(f"serving on {run.address}")
     base = [str(BUF), "curl", "--protocol", "grpc", "--http2-prior-knowledge"]
     url = f"http://{run.address}"
@@ -201,7 +201,7 @@ def test_a_generic_tool_needs_no_protos(serve: Callable[..., Serve], simulated: 
 
 
 def test_ctrl_c_lets_a_running_answer_finish(serve: Callable[..., Serve], simulated: str) -> None:
-    run = serve("--model", simulated, "--simulated", "--no-ask", FISSILE_SIMULATED_STEP="0.01")
+    run = serve("--model", simulated, "--simulate", "fixed:10ms", "--no-ask")
     run.wait_for_line(f"serving on {run.address}")
     command = ["generate", "--address", run.address, "--text", "--max-tokens", "200", "--ignore-eos", "hello"]
     asking = subprocess.Popen(
@@ -230,7 +230,7 @@ def test_ctrl_c_during_the_start_ends_it(serve: Callable[..., Serve], simulated:
 
 
 def test_a_dead_worker_is_started_again_and_three_deaths_end_it(serve: Callable[..., Serve], simulated: str) -> None:
-    run = serve("--model", simulated, "--simulated", "--no-ask")
+    run = serve("--model", simulated, "--simulate", "fixed:2ms", "--no-ask")
     run.wait_for_line(f"serving on {run.address}")
     run.kill_worker()
     run.wait_for_line("worker-0 died (killed by SIGKILL); starting it again in 0.5 s")
@@ -252,7 +252,7 @@ def test_a_dead_worker_is_started_again_and_three_deaths_end_it(serve: Callable[
 
 
 def test_no_child_survives_a_killed_serve(serve: Callable[..., Serve], simulated: str) -> None:
-    run = serve("--model", simulated, "--simulated", "--no-ask")
+    run = serve("--model", simulated, "--simulate", "fixed:2ms", "--no-ask")
     run.wait_for_line(f"serving on {run.address}")
     assert len(run.processes()) == 3
     run.process.kill()
@@ -265,7 +265,7 @@ def test_a_taken_port_ends_it_with_one_line(serve: Callable[..., Serve], simulat
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = int(taken.getsockname()[1])
-        run = serve("--model", simulated, "--simulated", port=port)
+        run = serve("--model", simulated, "--simulate", "fixed:2ms", port=port)
         assert run.wait() == 2
     assert run.errors[-1].startswith(f"error: port {port} on 127.0.0.1 is in use")
     assert sum("in use" in line for line in run.errors) == 1
@@ -320,7 +320,7 @@ def test_a_model_that_is_not_there_is_named(serve: Callable[..., Serve], tmp_pat
 
 def test_a_model_without_a_chat_template_serves_generate_only(serve: Callable[..., Serve], tmp_path: Path) -> None:
     folder = make_checkpoint(tmp_path / "plain", chat_template=False)
-    run = serve("--model", str(folder), "--simulated")
+    run = serve("--model", str(folder), "--simulate", "fixed:2ms")
     # The first request finds out by itself that the model has no template.
     run.wait_for_line(f"serving on {run.address}")
     assert any(FIGURES.search(line) for line in run.errors)

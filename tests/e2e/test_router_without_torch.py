@@ -55,7 +55,17 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def worker(model: Path, tmp_path: Path) -> Iterator[Process]:
     """A worker that makes up its tokens, in the tests' own environment."""
     port = free_port()
-    arguments = ["worker", "--simulated", "--model", str(model), "--model-name", "test", "--port", str(port)]
+    arguments = [
+        "worker",
+        "--simulate",
+        "fixed:2ms",
+        "--model",
+        str(model),
+        "--model-name",
+        "test",
+        "--port",
+        str(port),
+    ]
     process = Process("worker", arguments, port, tmp_path / "worker.log")
     process.start()
     try:

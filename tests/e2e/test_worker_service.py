@@ -28,6 +28,7 @@ from common.config import Config
 from tests.e2e.worker_client import EOS_ID, VOCAB_SIZE, RouterEnd, make_model_folder, sequence
 from worker.app import Worker, WorkerOptions, run_worker
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.cost_model import INSTANT, FixedCost
 from worker.engine_core import EngineCore
 from worker.simulated import SimulatedRunner
 
@@ -48,7 +49,7 @@ def options(folder: Path, **changes: Any) -> WorkerOptions:
     config = Config(model=str(folder), max_num_seqs=64, max_num_batched_tokens=512, enable_prefix_caching=True)
     # 1024 blocks of 16 tokens, 2 layers, 2 heads of 16 numbers, K and V in 4 bytes each.
     config = replace(config, kv_cache_memory=NUM_BLOCKS * 16 * 2 * 2 * 16 * 2 * 4)
-    made = WorkerOptions(config, "tiny", port=0, worker_id="w0", simulated=True, simulated_step_s=0.001)
+    made = WorkerOptions(config, "tiny", port=0, worker_id="w0", simulate=FixedCost(0.001))
     return replace(made, **changes)
 
 
@@ -313,7 +314,7 @@ async def test_the_newest_stream_of_a_router_fences_its_older_one(site: Site) ->
 
 
 async def test_a_reader_that_pauses_gets_merged_frames(folder: Path) -> None:
-    async with running(Worker(options(folder, simulated_step_s=0.0))) as site:
+    async with running(Worker(options(folder, simulate=INSTANT))) as site:
         # A small window, so that the worker's write blocks.
         window = [("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 2048)]
         async with grpc.aio.insecure_channel(site.worker.server.address, options=window) as channel:
@@ -505,14 +506,24 @@ async def test_the_length_is_lowered_to_what_the_cache_holds(folder: Path) -> No
 
 
 class Process:
-    """`python -m worker --simulated` on a free port."""
+    """`python -m worker --simulate fixed:2ms` on a free port."""
 
     def __init__(self, folder: Path, log: Path, *arguments: str) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             self.port = int(probe.getsockname()[1])
         self.log = log
-        command = [sys.executable, "-m", "worker", "--model", str(folder), "--port", str(self.port), "--simulated"]
+        command = [
+            sys.executable,
+            "-m",
+            "worker",
+            "--model",
+            str(folder),
+            "--port",
+            str(self.port),
+            "--simulate",
+            "fixed:2ms",
+        ]
         with log.open("wb") as stream:
             self.child = subprocess.Popen([*command, *arguments], cwd=ROOT, stdout=stream, stderr=stream)
 
@@ -582,7 +593,17 @@ async def test_a_second_signal_ends_at_once(process: Process) -> None:
 
 
 def test_a_refused_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "worker", "--simulated", "--model", str(tmp_path / "nowhere"), "--port", "0"]
+    command = [
+        sys.executable,
+        "-m",
+        "worker",
+        "--simulate",
+        "fixed:2ms",
+        "--model",
+        str(tmp_path / "nowhere"),
+        "--port",
+        "0",
+    ]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     assert run.returncode == 2
     assert run.stdout == ""
@@ -599,7 +620,7 @@ def test_a_refused_start_is_one_line_and_exit_code_2(tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_option_is_one_line_and_exit_code_2(folder: Path, arguments: list[str], message: str) -> None:
-    command = [sys.executable, "-m", "worker", "--simulated", "--model", str(folder), *arguments]
+    command = [sys.executable, "-m", "worker", "--simulate=fixed:2ms", "--model", str(folder), *arguments]
     run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30, check=False)
     assert run.returncode == 2
     [line] = run.stderr.splitlines()

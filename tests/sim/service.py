@@ -27,6 +27,7 @@ from router.placement import RoundRobin
 from router.session import Session
 from router.tokenizer_store import TokenizerStore
 from tests.sim.virtual_time import VirtualLoop
+from worker.cost_model import FixedCost
 from worker.engine_core import EngineCore, LoadReport
 from worker.engine_turns import Cancel, Command, Deliveries, EngineTurns, Listener, Submit
 from worker.facts import WorkerFacts
@@ -40,6 +41,8 @@ VOCAB_SIZE = 97
 EOS_ID = 1
 MAX_MODEL_LEN = 256
 BLOCK_SIZE = 16
+# A step takes 4 ms and 50 us per token.
+COST = FixedCost(0.004, 0.00005)
 
 
 class Wire:
@@ -100,11 +103,11 @@ class SimWorker:
         self.runner = SimulatedRunner(
             VOCAB_SIZE,
             EOS_ID,
-            step_s=0.004,
-            token_s=0.00005,
+            COST,
             eos_every=150,
             block_size=config.kv_cache_block_size,
             num_blocks=config.num_kvcache_blocks,
+            clock=loop.time,
             sleep=loop.advance,
         )
         self.core = EngineCore(config, self.runner, loop.time)

@@ -42,6 +42,8 @@ PURE_WORKER_MODULES = frozenset(
         "engine_turns",
         "fleet_lanes",
         "simulated",
+        "cost_model",
+        "presets",
         "model_config",
     }
 )

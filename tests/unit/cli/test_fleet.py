@@ -42,9 +42,9 @@ def test_command_lines() -> None:
 
 
 def test_command_lines_of_the_other_choices() -> None:
-    fleet = dataclasses.replace(FLEET, prefix_caching=False, kv_cache_memory="2GiB", simulated=True)
+    fleet = dataclasses.replace(FLEET, prefix_caching=False, kv_cache_memory="2GiB", simulate="fixed:2ms")
     arguments = " ".join(fleet.children()[1].arguments)
-    assert "--no-prefix-caching --kv-cache-memory 2GiB --simulated" in arguments
+    assert "--no-prefix-caching --kv-cache-memory 2GiB --simulate fixed:2ms" in arguments
 
 
 def test_clients_on_this_machine_reach_a_router_that_listens_everywhere() -> None:

@@ -10,6 +10,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.block_hash import hash_chain
 from common.config import Config
+from worker.cost_model import FixedCost
 from worker.engine_core import EngineCore, LoadReport
 from worker.engine_turns import Cancel, Command, Deliveries, EndAll, EngineTurns, Listener, Submit
 from worker.facts import WorkerFacts
@@ -57,7 +58,7 @@ def simulated_core(
 
 def simulated_runner(config: Config = CONFIG, step_s: float = 0.0) -> SimulatedRunner:
     """The runner of `simulated_core`."""
-    return SimulatedRunner(VOCAB_SIZE, None, step_s, num_blocks=config.num_kvcache_blocks)
+    return SimulatedRunner(VOCAB_SIZE, None, FixedCost(step_s), num_blocks=config.num_kvcache_blocks)
 
 
 def params(max_tokens: int = 4, **fields: object) -> wpb.SamplingParams:

@@ -13,6 +13,7 @@ from common.config import Config
 from common.errors import PromptTooLongError
 from common.sampling_params import SamplingParams
 from worker.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput
+from worker.cost_model import FixedCost
 from worker.engine_core import EngineCore, EngineDeadError
 from worker.sequence import EndReason, Sequence, SequenceStatus
 from worker.simulated import SimulatedRunner
@@ -144,7 +145,7 @@ def test_load_follows_the_steps() -> None:
     def sleep(seconds: float) -> None:
         clock.now += seconds
 
-    runner.runner = SimulatedRunner(VOCAB, EOS, step_s=0.5, block_size=SIZE, sleep=sleep)
+    runner.runner = SimulatedRunner(VOCAB, EOS, FixedCost(0.5), block_size=SIZE, clock=clock, sleep=sleep)
     core.add_group([Sequence([1] * 20, SIZE)])
     assert core.load().waiting_tokens == 20
     core.step()

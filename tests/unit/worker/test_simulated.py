@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from worker.batch import ScheduledBatch
+from worker.cost_model import FixedCost
 from worker.sequence import Sequence
 from worker.simulated import InconsistentBatchError, SimulatedRunner
 
@@ -88,3 +89,34 @@ def test_malformed_batches_are_refused() -> None:
             step(runner(), (seq, count))
     with pytest.raises(InconsistentBatchError, match="writes a block"):
         step(runner(), (sequence([1], [0]), 1), (sequence([2], [0]), 1))
+
+
+def test_without_checks_the_tokens_are_the_same_and_errors_are_not_seen() -> None:
+    sim = SimulatedRunner(50, 0, block_size=SIZE, num_blocks=8, check_contexts=False)
+    first, second = sequence([1, 2, 3, 4, 5], [0, 1]), sequence([1, 2, 3, 4, 6, 7], [0, 2])
+    step(sim, (first, 3))
+    step(sim, (first, 2))
+    second.num_computed_tokens = 4  # shares the first block
+    step(sim, (first, 1), (second, 2))
+    step(sim, (first, 1), (second, 1))
+    assert first.output_tokens == sim.reference([1, 2, 3, 4, 5], 3)
+    assert second.output_tokens == sim.reference([1, 2, 3, 4, 6, 7], 2)
+    wrong = sequence([2, 2, 2, 2, 5], [0, 3])
+    wrong.num_computed_tokens = 4
+    step(sim, (wrong, 1))
+    assert wrong.output_tokens == sim.reference([1, 2, 3, 4, 5], 1)
+
+
+def test_a_step_takes_what_the_cost_model_says_its_own_work_included() -> None:
+    now, waited = [100.0], list[float]()
+
+    def clock() -> float:
+        now[0] += 0.25  # each look at the clock, so the work between two takes as long
+        return now[0]
+
+    sim = SimulatedRunner(50, 0, FixedCost(1.0, 0.5), block_size=SIZE, clock=clock, sleep=waited.append)
+    step(sim, (sequence([1, 2, 3], [0]), 3), (sequence([4], [1]), 1))
+    assert waited == [pytest.approx(1.0 + 4 * 0.5 - 0.25)]
+    quick = SimulatedRunner(50, 0, FixedCost(0.1), block_size=SIZE, clock=clock, sleep=waited.append)
+    step(quick, (sequence([1], [0]), 1))
+    assert len(waited) == 1
