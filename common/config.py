@@ -6,8 +6,13 @@ Frozen: what becomes known later (pool size, end-of-sequence ids) is filled in w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Final
 
 from common.errors import InvalidFieldError
+
+PREFILL_FIRST: Final = "prefill_first"
+MIXED: Final = "mixed"
+SCHEDULING_POLICIES: Final = (PREFILL_FIRST, MIXED)
 
 
 @dataclass(frozen=True)
@@ -29,6 +34,9 @@ class Config:
         num_kvcache_blocks: blocks in the pool; 0 until the pool has been sized.
         enable_prefix_caching: share full blocks between sequences with equal prefixes.
         scheduler_delay_factor: the delay gate of requests that come without a router; 0 is off.
+        scheduling_policy: `prefill_first` computes prompts, or else one token of every running sequence; `mixed` packs
+            both into one step, decodes first and prompt chunks into what is left of the budget (seed 004).
+        max_consecutive_prefill_steps: under `prefill_first`, after so many steps of prompts running sequences get one.
         gpu_memory_utilization: fraction of a GPU's memory to use.
         kv_cache_memory: bytes for the KV cache on CPU; 0 takes a quarter of the free memory.
         max_model_len: longest prompt plus output in tokens; 0 takes the model's own length.
@@ -52,6 +60,8 @@ class Config:
     num_kvcache_blocks: int = 0
     enable_prefix_caching: bool = False
     scheduler_delay_factor: float = 0.0
+    scheduling_policy: str = PREFILL_FIRST
+    max_consecutive_prefill_steps: int = 4
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int = 0
     max_model_len: int = 0
@@ -70,6 +80,9 @@ class Config:
         _require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")
         _require(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", self.max_num_batched_tokens, "at least 1")
         _require(self.scheduler_delay_factor >= 0, "scheduler_delay_factor", self.scheduler_delay_factor, "0 or more")
+        policy, steps = self.scheduling_policy, self.max_consecutive_prefill_steps
+        _require(policy in SCHEDULING_POLICIES, "scheduling_policy", policy, " or ".join(SCHEDULING_POLICIES))
+        _require(steps >= 1, "max_consecutive_prefill_steps", steps, "at least 1")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "(0, 1]")
 
     @property

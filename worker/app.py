@@ -22,7 +22,7 @@ from fissile.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_serve
 
 from common.cli.failure import CommandError
 from common.cli.options import option
-from common.config import Config
+from common.config import SCHEDULING_POLICIES, Config
 from common.errors import ApiError
 from common.limits import (
     CPU_MAX_NUM_BATCHED_TOKENS,
@@ -206,6 +206,7 @@ class Worker:
         return {
             "model": config.model,
             "simulated": self._options.simulate is not None,
+            "scheduling_policy": config.scheduling_policy,
             "prefix_caching": config.enable_prefix_caching,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "max_num_seqs": config.max_num_seqs,
@@ -328,6 +329,11 @@ class ByteSize(click.ParamType[int]):
     "--block-size", envvar="FISSILE_BLOCK_SIZE", type=int, default=Config.kv_cache_block_size,
     help="Tokens per KV block; 1 or a multiple of 16.",
 )  # fmt: skip
+@option(
+    "--scheduling-policy", envvar="FISSILE_SCHEDULING_POLICY", type=click.Choice(SCHEDULING_POLICIES),
+    default=Config.scheduling_policy,
+    help="prefill_first: prompts go before running answers; mixed: both share each step.",
+)  # fmt: skip
 @option("--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.")
 @option(
     "--scheduler-delay-factor", envvar="FISSILE_SCHEDULER_DELAY_FACTOR", type=click.FloatRange(min=0), default=0.0,
@@ -365,6 +371,7 @@ def _options(
     max_num_batched_tokens: int,
     kv_cache_memory: int | None,
     block_size: int,
+    scheduling_policy: str,
     prefix_caching: bool,
     scheduler_delay_factor: float,
     hash_seed: int,
@@ -381,6 +388,7 @@ def _options(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_block_size=block_size,
+            scheduling_policy=scheduling_policy,
             enable_prefix_caching=prefix_caching,
             scheduler_delay_factor=scheduler_delay_factor,
             kv_cache_memory=kv_cache_memory or 0,

@@ -1,13 +1,18 @@
 """Decides what every step computes (seed 001 sections 1 and 5; engine-notes section 2 where the seed is wrong).
 
-One number drives everything: `num_computed_tokens` of each sequence moves toward `num_tokens`. Policy `prefill_first`:
-a step computes prompts, or else one token of every running sequence, never both.
+One number drives everything: `num_computed_tokens` of each sequence moves toward `num_tokens`. Under the policy
+`prefill_first` a step computes prompts, or else one token of every running sequence, never both; after
+`max_consecutive_prefill_steps` the running sequences get a step, or long prompts would freeze them (T8). Under `mixed`
+(seed 004) a step computes one token of every running sequence and fills its budget up with chunks of prompts.
 
 Invariants, checked by `check_integrity`:
 - a live sequence is in exactly one of `gated`, `waiting`, `running`, and only running ones hold blocks;
 - at most `max_num_seqs` run (T7), and a step computes at most `max_num_batched_tokens`;
 - admission is first come, first served: a prompt that finds no blocks blocks those behind it (T10). Preempted sequences
   go to the front, newest victim first, so the order of arrival survives (T30);
+- all blocks of a prompt are reserved when it is admitted, so that its chunks can not run out of them, and those of a
+  decode before it enters the batch (seed 004 section 5.4 B); nobody is admitted in a step that preempts, else a
+  newcomer would get the victim's blocks (T9);
 - while anything is unfinished `schedule` finds work: the pool holds a sequence of `max_model_len` (T6), the oldest
   running sequence is never preempted, and with nothing running the first waiting one fits.
 """
@@ -18,7 +23,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Protocol
 
-from common.config import Config
+from common.config import MIXED, Config
 from common.delay_gate import DelayGate
 from common.errors import InvalidFieldError, PromptTooLongError
 from worker.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput
@@ -50,6 +55,7 @@ class _Step:
         self.num_prefill_tokens = 0
         # Hashes of the blocks that the step's prefills compute.
         self.computing: set[int] = set()
+        self.has_preempted = False
 
     def add(self, seq: Sequence, num_tokens: int, kind: SequenceType) -> None:
         """Lets the step compute the next `num_tokens` of `seq`."""
@@ -96,6 +102,8 @@ class Scheduler:
         self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.block_manager = BlockManager(config)
+        self.mixes = config.scheduling_policy == MIXED
+        self.max_consecutive_prefill_steps = config.max_consecutive_prefill_steps
         self.gate = DelayGate(config.scheduler_delay_factor)
         self.stop_rules = StopRules(config, self.max_model_len)
         self.gated = SequenceQueue()
@@ -106,7 +114,7 @@ class Scheduler:
         self.num_preemptions = 0
         # Those of `running` whose prompt is not computed to its end.
         self._prefilling: dict[int, Sequence] = {}
-        self._prefilled_last = False
+        self._num_prefill_steps = 0
         self._live: dict[int, Sequence] = {}
         self._outputs: list[RequestOutput] = []
 
@@ -182,14 +190,11 @@ class Scheduler:
         """The next step's batch and its sequences; None when there is no work."""
         self._open_gate(now)
         step = _Step(self.max_num_batched_tokens)
-        prefill_first = not self._decodes_are_due()
-        if prefill_first:
-            self._fill_prefill(step)
-        if not step.seqs:
+        if self.mixes:
             self._fill_decode(step)
-        if not step.seqs and not prefill_first:
             self._fill_prefill(step)
-        self._prefilled_last = step.num_prefill_seqs > 0
+        else:
+            self._fill_one_kind(step)
         if not step.seqs:
             return None
         for seq in step.seqs.values():
@@ -311,15 +316,21 @@ class Scheduler:
             while self.gated:
                 self.waiting.append(self.gated.popleft())
 
-    def _decodes_are_due(self) -> bool:
-        """Between two chunks of a long prompt the running sequences get a step, or it would freeze them (T8)."""
-        return self._prefilled_last and bool(self._prefilling) and self.num_decoding > 0
+    def _fill_one_kind(self, step: _Step) -> None:
+        """Prompts, or else decodes; after `max_consecutive_prefill_steps` the other way round."""
+        fills = [self._fill_prefill, self._fill_decode]
+        if self._num_prefill_steps >= self.max_consecutive_prefill_steps:
+            fills.reverse()
+        for fill in fills:
+            if not step.seqs:
+                fill(step)
+        self._num_prefill_steps = self._num_prefill_steps + 1 if step.num_prefill_seqs else 0
 
     def _fill_prefill(self, step: _Step) -> None:
         for seq in self._prefilling.values():
             if step.budget > 0:
                 self._add_prefill(step, seq, min(seq.num_tokens - seq.num_computed_tokens, step.budget))
-        if self.waiting:
+        if self.waiting and not step.has_preempted:
             self._admit(step)
 
     def _admit(self, step: _Step) -> None:
@@ -342,10 +353,11 @@ class Scheduler:
             self.waiting.appendleft(seq)
 
     def _chunk(self, remaining: int, step: _Step) -> int:
-        """How many of `remaining` prompt tokens fit the step. Only a prompt longer than a whole step is cut (T4)."""
+        """How many of `remaining` prompt tokens fit the step. Steps without decodes are cut to whole prompts, but for
+        prompts that are longer than any step (T4)."""
         if remaining <= step.budget:
             return remaining
-        return step.budget if remaining > self.max_num_batched_tokens else 0
+        return step.budget if self.mixes or remaining > self.max_num_batched_tokens else 0
 
     def _start(self, seq: Sequence, cached: list[int]) -> None:
         self.waiting.remove(seq)
@@ -370,15 +382,16 @@ class Scheduler:
     def _fill_decode(self, step: _Step) -> None:
         for seq in list(self.running.values()):
             # Victims are taken from the end, so none of them is in the step already (T30).
-            if seq.status is SequenceStatus.RUNNING and seq.id not in self._prefilling and self._make_room(seq):
+            if seq.status is SequenceStatus.RUNNING and seq.id not in self._prefilling and self._make_room(seq, step):
                 self.block_manager.may_append(seq)
                 step.add(seq, 1, SequenceType.DECODE)
 
-    def _make_room(self, seq: Sequence) -> bool:
+    def _make_room(self, seq: Sequence, step: _Step) -> bool:
         """Preempts the newest sequences until `seq` can go on; False when it was itself the newest."""
         while not self.block_manager.can_append(seq):
             victim = next(reversed(self.running.values()))
             self.preempt(victim)
+            step.has_preempted = True
             if victim is seq:
                 return False
         return True

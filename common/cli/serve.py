@@ -28,6 +28,7 @@ from common.cli.group import CHECKOUT, missing_extra
 from common.cli.options import option
 from common.cli.supervisor import REFUSED, Supervisor
 from common.cli.version import fissile_version
+from common.config import SCHEDULING_POLICIES
 from common.limits import CPU_MAX_NUM_BATCHED_TOKENS, DRAIN_TIMEOUT_S
 from common.telemetry.logs import FORMAT_VARIABLE, LEVELS
 
@@ -289,6 +290,10 @@ def describe_kv_memory(fleet: Fleet) -> str:
 @option(
     "--max-num-seqs", envvar="FISSILE_MAX_NUM_SEQS", type=int, help="Running at once; absent: the worker's default."
 )
+@option(
+    "--scheduling-policy", envvar="FISSILE_SCHEDULING_POLICY", type=click.Choice(SCHEDULING_POLICIES),
+    help="prefill_first: prompts go before running answers; mixed: both share each step; absent: the worker's default.",
+)  # fmt: skip
 @option("--dtype", envvar="FISSILE_DTYPE", help="Absent: the checkpoint's, as far as this CPU computes in it.")
 @option("--kernels", envvar="FISSILE_KERNELS", help="Kernel back end; absent: the worker chooses.")
 @option(

@@ -9,7 +9,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from common.config import Config
+from common.config import PREFILL_FIRST, SCHEDULING_POLICIES, Config
 from common.errors import PromptTooLongError
 from common.sampling_params import SamplingParams
 from worker.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput
@@ -184,6 +184,8 @@ class EngineMachine(RuleBasedStateMachine):
             max_num_seqs=draw(st.integers(1, 6)),
             max_num_batched_tokens=draw(st.sampled_from([1, 7, 24, 64, 500])),
             scheduler_delay_factor=draw(st.sampled_from([0.0, 0.5])),
+            scheduling_policy=draw(st.sampled_from(SCHEDULING_POLICIES)),
+            max_consecutive_prefill_steps=draw(st.sampled_from([1, 4])),
         )
         self.seqs: dict[int, Sequence] = {}
         self.streams: dict[int, list[int]] = {}
@@ -261,7 +263,8 @@ class EngineMachine(RuleBasedStateMachine):
         config = self.core.config
         assert 0 < batch.total_tokens_num == sum(batch.num_scheduled_tokens) <= config.max_num_batched_tokens
         assert 0 < batch.total_seqs_num <= config.max_num_seqs
-        assert (batch.total_seqs_num_prefill == 0) != (batch.total_seqs_num_decode == 0)  # never mixed
+        if config.scheduling_policy == PREFILL_FIRST:
+            assert (batch.total_seqs_num_prefill == 0) != (batch.total_seqs_num_decode == 0)
         started = [i for i in batch.req_ids if i in waiting or i in gated]
         live = [i for i in waiting + gated if i not in self.ends or i in started]
         if self.caching:  # a follower of a prefix that is being computed is held, so others may pass it

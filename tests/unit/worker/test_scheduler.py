@@ -82,13 +82,21 @@ class TestAdmission:
         assert batch.context_lens == [40, 40]
 
     def test_a_long_prompt_is_chunked_and_the_running_are_not_frozen(self) -> None:  # T4, T8, T31
-        sched = scheduler(max_num_batched_tokens=16)
+        sched = scheduler(max_num_batched_tokens=16, max_consecutive_prefill_steps=1)
         sched.add(prompt(5))
         step(sched)
         long = prompt(40, 200)
         sched.add_group([long, prompt(3, 300)])
-        assert kinds(sched, 7) == "PDPDPDD"  # the short prompt shares the last chunk's step
-        assert long.num_completion_tokens == 3  # nothing was sampled from its first two chunks
+        assert kinds(sched, 7) == "DPDPDPD"  # the short prompt shares the last chunk's step
+        assert long.num_completion_tokens == 2  # nothing was sampled from its first two chunks
+
+    @pytest.mark.parametrize(("most", "trace"), [(1, "DPDPDPDPDPD"), (2, "PDPPDPPDDDD"), (4, "PPPDPPDDDDD")])
+    def test_running_sequences_get_a_step_after_so_many_of_prompts(self, most: int, trace: str) -> None:  # T8
+        sched = scheduler(max_num_batched_tokens=16, max_consecutive_prefill_steps=most)
+        sched.add(prompt(5))
+        step(sched)
+        sched.add_group([prompt(80, 200)])
+        assert kinds(sched, 11) == trace
 
     def test_alone_a_long_prompt_takes_every_step(self) -> None:
         sched = scheduler(max_num_batched_tokens=16)
@@ -154,6 +162,74 @@ class TestAdmission:
         sched.add(seq)
         assert step(sched).req_ids == [0]
         assert sched.abort(0, now=0.0)
+
+
+class TestMixed:
+    def mixed(self, **options: Any) -> Scheduler:
+        return scheduler(scheduling_policy="mixed", **options)
+
+    def test_decodes_go_first_and_chunks_fill_the_budget(self) -> None:
+        sched = self.mixed(max_num_batched_tokens=16)
+        first, long, short = prompt(5), prompt(40, 200), prompt(3, 300)
+        sched.add(first)
+        step(sched)
+        sched.add_group([long, short])
+        batches = [step(sched) for _ in range(4)]
+        assert [batch.num_scheduled_tokens for batch in batches] == [[1, 15], [1, 15], [1, 10, 3], [1, 1, 1]]
+        assert [batch.req_ids[1] for batch in batches[:2]] == [long.id, long.id]
+        batch = batches[2]
+        assert (batch.total_seqs_num_decode, batch.total_seqs_num_prefill) == (1, 2)
+        assert (batch.total_tokens_num_decode, batch.total_tokens_num_prefill) == (1, 13)
+
+    def test_a_prompt_that_does_not_fit_what_is_left_is_cut(self) -> None:
+        sched = self.mixed(max_num_batched_tokens=32)
+        sched.add_group([prompt(20), prompt(20, 200)])
+        assert step(sched).num_scheduled_tokens == [20, 12]
+        assert step(sched).num_scheduled_tokens == [1, 8]
+
+    def test_a_newcomer_gets_no_blocks_of_a_victim_of_the_same_step(self) -> None:  # T9
+        sched = self.mixed(num_kvcache_blocks=5, enable_prefix_caching=False)
+        old, victim, newcomer = prompt(30), prompt(31, 200), prompt(2, 300, max_tokens=2)
+        sched.add_group([old, victim])
+        while not sched.num_preemptions:
+            if not sched.num_waiting and sched.block_manager.num_free_blocks == 0:
+                sched.add_group([newcomer])
+            batch = step(sched)
+        assert newcomer.id not in batch.req_ids
+        assert sched.block_manager.num_free_blocks >= 1
+        assert [s.id for s in sched.waiting] == [victim.id, newcomer.id]
+
+    def test_a_partly_prefilled_sequence_can_be_the_victim(self) -> None:
+        sched = self.mixed(num_kvcache_blocks=6, max_num_batched_tokens=17, enable_prefix_caching=False)
+        old, partial = prompt(31, max_tokens=40), prompt(62, 200, max_tokens=2)
+        sched.add_group([old])
+        step(sched)
+        step(sched)
+        sched.add_group([partial])
+        batch = step(sched)
+        assert batch.req_ids == [old.id]  # its blocks are not all there, so none is taken
+        sched.abort(old.id, now=0.0)
+        other = prompt(16, 500, max_tokens=60)
+        sched.add_group([other])
+        sched.waiting.remove(other)
+        sched.waiting.appendleft(other)
+        step(sched)
+        step(sched)
+        assert 0 < partial.num_computed_tokens < partial.num_tokens
+        sched.preempt(partial)
+        sched.check_integrity()
+        assert (partial.status, partial.num_computed_tokens, partial.block_table) == (SequenceStatus.WAITING, 0, [])
+
+    def test_both_policies_give_the_running_their_step(self) -> None:
+        sched = self.mixed(max_num_batched_tokens=4, max_num_seqs=4)
+        sched.add_group([prompt(3, 100 * i, max_tokens=9) for i in range(1, 4)])
+        sched.add_group([prompt(30, 700, max_tokens=2)])
+        while sched.has_unfinished():
+            running = [s.id for s in sched.running.values() if s.num_completion_tokens]
+            batch = step(sched)
+            assert batch.req_ids[: len(running)] == running
+            assert batch.total_tokens_num <= 4
+            sched.take_outputs()
 
 
 class TestGate:
