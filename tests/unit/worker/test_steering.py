@@ -117,8 +117,8 @@ def test_min_tokens_equals_transformers(num_output: int) -> None:
     assert np.array_equal(steered(logits, [seq]), expected.numpy())
 
 
-def test_rows_of_different_length_punish_no_padding() -> None:
-    """Seed 004 pads its `prev_ids` with 0, which punishes token 0 in the shorter row."""
+def test_pitfall_6_rows_of_different_length_punish_no_padding() -> None:
+    """Seed 004 pads its `prev_ids` with 0, which punishes token 0 in the shorter row; here nothing is padded."""
     seqs = [sequence([5], [], repetition_penalty=2.0), sequence([6, 7, 8, 9], [6], repetition_penalty=2.0)]
     changed = steered(np.ones((2, VOCAB), np.float32), seqs)
     assert np.flatnonzero(changed[0] != 1).tolist() == [5]
