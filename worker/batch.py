@@ -42,8 +42,7 @@ class ScheduledBatch:
 
     Sequence i computes `scheduled_tokens[i]` = `token_ids[num_computed_tokens[i] : context_lens[i]]`, with
     `context_lens[i] = num_computed_tokens[i] + num_scheduled_tokens[i]`. `is_final[i]` says that the step reaches the
-    sequence's last token, so that its logits row is sampled; the rows of other chunks are not (T31). `histories` has
-    the token history of those sampled sequences whose logits it changes, by their index i, and nothing of others.
+    sequence's last token, so that its logits row is sampled; the rows of other chunks are not (T31).
     """
 
     def __init__(
@@ -77,6 +76,7 @@ class ScheduledBatch:
         self.min_ps = [s.sampling_params.min_p for s in rows]
         self.seeds = [s.seed for s in rows]
         self.choices = [s.choice for s in rows]
+        # By index i, of those sampled sequences whose logits it changes; nothing is copied of others.
         self.histories = {
             i: TokenHistory.of(s) for i, s in enumerate(rows) if len(s.token_ids) < s.steered_until and self.is_final[i]
         }

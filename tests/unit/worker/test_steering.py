@@ -21,6 +21,7 @@ from kernels.sampling import penalize, sample
 from tests.checkpoints import make_checkpoint
 from worker.batch import ScheduledBatch, TokenHistory
 from worker.llm_engine import LLMEngine
+from worker.model_runner import ModelRunner
 from worker.sequence import Sequence
 from worker.steering import masked_ids, penalties
 
@@ -116,8 +117,8 @@ def test_min_tokens_equals_transformers(num_output: int) -> None:
     assert np.array_equal(steered(logits, [seq]), expected.numpy())
 
 
-def test_rows_of_different_length_punish_no_padding() -> None:
-    """Seed 004 pads its `prev_ids` with 0, which punishes token 0 in the shorter row."""
+def test_pitfall_6_rows_of_different_length_punish_no_padding() -> None:
+    """Seed 004 pads its `prev_ids` with 0, which punishes token 0 in the shorter row; here nothing is padded."""
     seqs = [sequence([5], [], repetition_penalty=2.0), sequence([6, 7, 8, 9], [6], repetition_penalty=2.0)]
     changed = steered(np.ones((2, VOCAB), np.float32), seqs)
     assert np.flatnonzero(changed[0] != 1).tolist() == [5]
@@ -269,6 +270,27 @@ def test_a_resumed_sequence_goes_on_with_its_penalties(
         while engine.core.has_unfinished():
             engine.core.step()
         assert seq.completion_token_ids == whole["token_ids"]
+
+
+def test_rows_are_those_of_sampled_sequences(engine: LLMEngine) -> None:
+    """A chunk in front has no row of logits, so the masked sequence's index in the batch is not its row."""
+    runner = engine.core.runner
+    assert isinstance(runner, ModelRunner)
+    prompt = prompts()[2]
+    greedy = SamplingParams(temperature=0)
+    (best,) = engine.generate([prompt], replace(greedy, max_tokens=1))[0]["token_ids"]
+    masked = replace(greedy, min_tokens=1, stop_token_ids=(best,))
+    seqs = [Sequence(tokens, BLOCK, params) for tokens, params in ((prompt * 2, masked), (prompt, masked))]
+    for i, seq in enumerate(seqs):
+        seq.block_table = [2 * i, 2 * i + 1]
+    plain = Sequence(prompt, BLOCK, greedy)
+    plain.block_table = [4]
+    batch = ScheduledBatch({seq.id: seq for seq in [*seqs, plain]}, [20, 16, 16], 52)
+    with runner.scratch_kv_cache(5):
+        found = runner.forward(batch).token_ids
+    assert list(found) == [seqs[1].id, plain.id]
+    assert found[plain.id] == (best,)
+    assert found[seqs[1].id] != (best,)
 
 
 @pytest.fixture(scope="module")
