@@ -74,6 +74,8 @@ class ModelRunner:
     """
 
     def __init__(self, config: Config, model_config: ModelConfig, progress: Progress = no_progress) -> None:
+        if config.speculative_config is not None:
+            raise ModelError("speculative_config: no draft model is built yet; leave it None")
         self.config = config
         self.model_config = model_config
         self.dtype = resolve_dtype(config.dtype, model_config)
