@@ -1,25 +1,43 @@
-"""Engine configuration with the scheduling guide's defaults (seed 001, "Key config defaults").
+"""The engine's configuration with the scheduling guide's defaults (seed 001, "Key config defaults"), validated.
 
-Frozen: what becomes known later (pool size, end-of-sequence ids) is filled in with `dataclasses.replace`.
+Fields that a later version gives a meaning have one allowed value so far, their default; others are refused, so that
+no option is without effect. Frozen: what becomes known later (pool size, end-of-sequence ids) is filled in with
+`dataclasses.replace`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, field
 from typing import Final
 
-from common.errors import InvalidFieldError
+from common.checks import require as _require
+from common.checks import require_one_of, require_types
+from common.config_parts import (
+    CompilationConfig,
+    LayerQuantConfig,
+    ParallelConfig,
+    QuantizationConfig,
+    SpeculativeConfig,
+)
+
+__all__ = [
+    "DTYPES",
+    "MIXED",
+    "PREFILL_FIRST",
+    "SCHEDULING_POLICIES",
+    "CompilationConfig",
+    "Config",
+    "LayerQuantConfig",
+    "ParallelConfig",
+    "QuantizationConfig",
+    "SpeculativeConfig",
+]
 
 PREFILL_FIRST: Final = "prefill_first"
 MIXED: Final = "mixed"
 SCHEDULING_POLICIES: Final = (PREFILL_FIRST, MIXED)
-
-
-@dataclass(frozen=True)
-class SpeculativeConfig:
-    """Speculative decoding: how many draft tokens are verified per step."""
-
-    num_speculative_tokens: int = 1
+DTYPES: Final = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -42,7 +60,11 @@ class Config:
         max_model_len: longest prompt plus output in tokens; 0 takes the model's own length.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         kernels: `auto` or the name of a back end.
-        tensor_parallel_size: ranks that share the model.
+        tensor_parallel_size: ranks that share the model; 1 so far.
+        enable_expert_parallel: whether experts are spread over the ranks; False so far.
+        parallel_config: engines that share the requests; one so far.
+        compilation_config: nothing is compiled or captured so far.
+        quant_config: nothing is quantized so far.
         hash_seed: fleet-wide seed of the block hashes.
         bos_token_id: beginning-of-sequence id, None when the model has none.
         eos_token_id: the model's first end-of-sequence id, None when it has none.
@@ -50,7 +72,8 @@ class Config:
         speculative_config: None when speculation is off.
 
     Raises:
-        InvalidFieldError: a value is out of range.
+        InvalidFieldError: a value is out of range, or no version so far does what it says. Names the field, the value
+            and what is allowed.
     """
 
     model: str = ""
@@ -68,6 +91,10 @@ class Config:
     dtype: str = "auto"
     kernels: str = "auto"
     tensor_parallel_size: int = 1
+    enable_expert_parallel: bool = False
+    parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
+    compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
+    quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
     hash_seed: int = 0
     bos_token_id: int | None = None
     eos_token_id: int | None = None
@@ -75,23 +102,45 @@ class Config:
     speculative_config: SpeculativeConfig | None = None
 
     def __post_init__(self) -> None:
+        require_types(self)
         size = self.kv_cache_block_size
         _require(size == 1 or (size > 0 and size % 16 == 0), "kv_cache_block_size", size, "1 or a multiple of 16")
         _require(self.max_num_seqs >= 1, "max_num_seqs", self.max_num_seqs, "at least 1")
         _require(self.max_num_batched_tokens >= 1, "max_num_batched_tokens", self.max_num_batched_tokens, "at least 1")
         _require(self.scheduler_delay_factor >= 0, "scheduler_delay_factor", self.scheduler_delay_factor, "0 or more")
-        policy, steps = self.scheduling_policy, self.max_consecutive_prefill_steps
-        _require(policy in SCHEDULING_POLICIES, "scheduling_policy", policy, " or ".join(SCHEDULING_POLICIES))
+        require_one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
+        steps = self.max_consecutive_prefill_steps
         _require(steps >= 1, "max_consecutive_prefill_steps", steps, "at least 1")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "(0, 1]")
+        delay = self.scheduler_delay_factor
+        _require(math.isfinite(delay), "scheduler_delay_factor", delay, "a finite number")
+        for name in ("num_kvcache_blocks", "kv_cache_memory", "max_model_len"):
+            _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        require_one_of("dtype", self.dtype, ("auto", *DTYPES))
+        _require(0 <= self.hash_seed < 1 << 64, "hash_seed", self.hash_seed, "an unsigned 64-bit number")
+        for name in ("bos_token_id", "eos_token_id"):
+            token_id = getattr(self, name)
+            _require(token_id is None or token_id >= 0, name, token_id, "None, or 0 or more")
+        _require(all(token >= 0 for token in self.stop_token_ids), "stop_token_ids", self.stop_token_ids, "0 or more")
+        self._refuse_unbuilt()
+
+    def _refuse_unbuilt(self) -> None:
+        """Refuses what no code acts on yet."""
+        size, engines = self.tensor_parallel_size, self.parallel_config.data_parallel_size
+        _require(size == 1, "tensor_parallel_size", size, "1: tensor parallelism is not built yet")
+        experts = self.enable_expert_parallel
+        _require(not experts, "enable_expert_parallel", experts, "False: expert parallelism is not built yet")
+        name = "parallel_config.data_parallel_size"
+        _require(engines == 1, name, engines, "1: run more workers; data parallelism within one is not built yet")
+        level, sizes = self.compilation_config.level, self.compilation_config.cudagraph_capture_sizes
+        _require(level == 0, "compilation_config.level", level, "0: compilation is not built yet")
+        name = "compilation_config.cudagraph_capture_sizes"
+        _require(not sizes, name, sizes, "(): capture into graphs is not built yet")
+        neutral = self.quant_config == QuantizationConfig()
+        _require(neutral, "quant_config", self.quant_config, "QuantizationConfig(): quantization is not built yet")
 
     @property
     def eos_token_ids(self) -> frozenset[int]:
         """Every end-of-sequence id of the generation config."""
         first = () if self.eos_token_id is None else (self.eos_token_id,)
         return frozenset(first + self.stop_token_ids)
-
-
-def _require(ok: bool, field: str, value: object, valid: str) -> None:
-    if not ok:
-        raise InvalidFieldError(field, f"is {value}", valid)

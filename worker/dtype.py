@@ -5,7 +5,7 @@ from __future__ import annotations
 import structlog
 import torch
 
-from worker.model_config import DTYPES, ModelConfig, ModelError
+from worker.model_config import ModelConfig
 
 _log = structlog.get_logger(__name__)
 
@@ -14,16 +14,10 @@ AUTO = "auto"
 
 
 def resolve_dtype(name: str, model_config: ModelConfig) -> torch.dtype:
-    """The dtype for `Config.dtype`: `auto` is the checkpoint's, or float32 where the CPU computes that one slowly.
-
-    Raises:
-        ModelError: the name is not known.
-    """
+    """The dtype for `Config.dtype`: `auto` is the checkpoint's, or float32 where the CPU computes that one slowly."""
     if name == AUTO:
         own = _BY_NAME[model_config.dtype]
         return own if _is_fast(own) else torch.float32
-    if name not in _BY_NAME:
-        raise ModelError(f"dtype {name!r} is not known; choose one of: {', '.join((AUTO, *DTYPES))}")
     return _BY_NAME[name]
 
 

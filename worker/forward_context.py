@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from types import MappingProxyType
 
 import torch
 
@@ -23,6 +24,7 @@ __all__ = [
     "get_forward_context",
     "reset_forward_context",
     "set_forward_context",
+    "set_kv_cache_data",
 ]
 
 
@@ -60,21 +62,29 @@ class ForwardContext:
     attn_metadata: AttentionMetaData
     atom_config: Config
     context: Context
-    kv_cache_data: Mapping[str, KVCacheTensor] = field(default_factory=dict)
+    kv_cache_data: Mapping[str, KVCacheTensor]
 
 
 class _Current(threading.local):
     context: ForwardContext | None = None
+    kv_cache_data: Mapping[str, KVCacheTensor] = MappingProxyType({})
 
 
 _current = _Current()
 
 
-def set_forward_context(
-    attn_metadata: AttentionMetaData, atom_config: Config, context: Context, kv_cache_data: Mapping[str, KVCacheTensor]
-) -> None:
-    """Sets this thread's context for one forward pass; `kv_cache_data` stays the runner's own."""
-    _current.context = ForwardContext(attn_metadata, atom_config, context, kv_cache_data)
+def set_kv_cache_data(kv_cache_data: Mapping[str, KVCacheTensor]) -> None:
+    """Registers the KV cache that this thread's coming forward passes read and write.
+
+    A runner does it before each of its passes, not once as in the seed: it may have been made on another thread, and
+    another runner may have had a pass on this one.
+    """
+    _current.kv_cache_data = kv_cache_data
+
+
+def set_forward_context(attn_metadata: AttentionMetaData, atom_config: Config, context: Context) -> None:
+    """Sets this thread's context for one forward pass, with the registered KV cache."""
+    _current.context = ForwardContext(attn_metadata, atom_config, context, _current.kv_cache_data)
 
 
 def get_forward_context() -> ForwardContext:
@@ -89,5 +99,5 @@ def get_forward_context() -> ForwardContext:
 
 
 def reset_forward_context() -> None:
-    """Ends the forward pass."""
+    """Ends the forward pass; the KV cache stays registered."""
     _current.context = None

@@ -10,16 +10,16 @@ from __future__ import annotations
 import contextlib
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import structlog
 
 from common.config import Config
-from common.errors import InvalidFieldError, NoTokenizerError
+from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError
 from common.limits import CPU_MAX_NUM_BATCHED_TOKENS
 from common.sampling_params import SamplingParams
 from common.seed import derive_seed
@@ -28,7 +28,7 @@ from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer
 from worker.batch import RequestOutput, Runner
 from worker.engine_config import available_memory, with_pool, with_special_tokens
-from worker.engine_core import EngineCore
+from worker.engine_core import EngineCore, EngineDeadError
 from worker.model_config import ModelConfig
 from worker.model_runner import ModelRunner
 from worker.sequence import EndReason, Sequence
@@ -40,10 +40,38 @@ Prompt = str | Seq[int]
 Given = SamplingParams | Mapping[str, Any] | None
 
 
+@dataclass(frozen=True, slots=True)
+class StreamOutput:
+    """What one step added to one answer; seed 001's RequestOutput with the text and the caller's own request id.
+
+    The `text` of all parts together is the answer's text. Text that may still become a stop string or part of a
+    character comes with a later part.
+
+    Attributes:
+        request_id: of the request.
+        index: of the answer among the request's `n`.
+        output_tokens: new token ids.
+        text: new text.
+        finished: whether this is the answer's last part.
+        finish_reason: the guide's string, or `stop_string`; None before the last part.
+    """
+
+    request_id: str
+    index: int
+    output_tokens: list[int]
+    text: str
+    finished: bool
+    finish_reason: str | None
+
+
+StreamCallback = Callable[[StreamOutput], None]
+
+
 class Answer:
     """One answer as it grows: tokens, text, stop strings.
 
     Attributes:
+        stream_callback: gets every part; None when nobody listens.
         request_id: of the request, shared by its `n` answers.
         seq: the engine's side of it.
         token_ids: what counts of the output; tokens behind a stop string do not.
@@ -51,13 +79,21 @@ class Answer:
         finish_reason: the guide's string, or `stop_string`; None while it grows.
     """
 
-    def __init__(self, request_id: str, seq: Sequence, detokenizer: Detokenizer | None) -> None:
+    def __init__(
+        self,
+        request_id: str,
+        seq: Sequence,
+        detokenizer: Detokenizer | None,
+        stream_callback: StreamCallback | None = None,
+    ) -> None:
         params = seq.sampling_params
+        self.stream_callback = stream_callback
         self.request_id = request_id
         self.seq = seq
         self.token_ids: list[int] = []
         self.text = ""
         self.finish_reason: str | None = None
+        self._num_streamed = (0, 0)
         self._detokenizer = detokenizer
         self._stop_strings = StopStrings(params.stop_strings, params.include_stop_string)
 
@@ -73,6 +109,19 @@ class Answer:
         if output.finished and self.finish_reason is None:
             self._flush()
             self.finish_reason = self.finish_reason or output.finish_reason
+
+    def next_part(self) -> StreamOutput:
+        """What has come since the last part."""
+        tokens, characters = self._num_streamed
+        self._num_streamed = (len(self.token_ids), len(self.text))
+        return StreamOutput(
+            self.request_id,
+            self.seq.choice,
+            self.token_ids[tokens:],
+            self.text[characters:],
+            self.finish_reason is not None,
+            self.finish_reason,
+        )
 
     def _decode(self, token_ids: list[int]) -> None:
         if self._detokenizer is None:
@@ -120,7 +169,14 @@ class InputOutputProcessor:
         """
         return given if isinstance(given, SamplingParams) else replace(self._defaults(), **(given or {}))
 
-    def preprocess(self, prompt: Prompt, params: SamplingParams, request_id: str, arrive_time: float) -> list[Answer]:
+    def preprocess(
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        request_id: str,
+        arrive_time: float,
+        stream_callback: StreamCallback | None = None,
+    ) -> list[Answer]:
         """One answer with its sequence for each of the `n` that `params` asks for.
 
         Raises:
@@ -136,6 +192,7 @@ class InputOutputProcessor:
                 request_id,
                 Sequence(token_ids, self.block_size, params, seed=seed, choice=choice, arrive_time=arrive_time),
                 None if self.tokenizer is None else self.tokenizer.decode_stream(),
+                stream_callback,
             )
             for choice in range(params.n)
         ]
@@ -184,7 +241,10 @@ class InputOutputProcessor:
 
 
 class LLMEngine:
-    """A model in this process.
+    """A model in this process, by the same objects as the service's workers.
+
+    Either `generate` a list of prompts, or `add_request` at any time and `step` while `has_unfinished`, or both.
+    One thread owns an LLMEngine.
 
     Args:
         model: a checkpoint folder, run with prefix caching and a step size for CPUs, or a Config whose `model` is one.
@@ -213,6 +273,56 @@ class LLMEngine:
         self.core = EngineCore(config, runner, clock)
         self.io = InputOutputProcessor(tokenizer, model_config, config.kv_cache_block_size)
         self._clock = clock
+        # The same live answers by sequence and by request.
+        self._live: dict[int, Answer] = {}
+        self._requests: dict[str, list[Answer]] = {}
+        self._finished: list[Answer] = []
+
+    def add_request(
+        self,
+        prompt: Prompt,
+        sampling_params: Given = None,
+        *,
+        request_id: str | None = None,
+        stream_callback: StreamCallback | None = None,
+    ) -> str:
+        """Takes one request, which the coming steps compute. Returns its id.
+
+        Args:
+            prompt: text or token ids.
+            sampling_params: a mapping gives some parameters, the model's `generation_config.json` the others.
+            request_id: what the seed derives from when there is none in the parameters; random when None.
+            stream_callback: called within `step` with every part of the request's answers.
+
+        Raises:
+            ApiError: the prompt, a parameter or the id is not valid; nothing has been taken.
+        """
+        answers = self._preprocess(prompt, sampling_params, request_id or uuid.uuid4().hex, stream_callback)
+        for answer in answers:
+            self.core.validate(answer.seq)
+        for answer in answers:
+            self.core.add_request(answer.seq)
+        self._begin(answers)
+        return answers[0].request_id
+
+    def step(self) -> list[dict[str, Any]]:
+        """Computes one batch. Returns the answers that have ended, as `InputOutputProcessor.postprocess` makes them.
+
+        Raises:
+            EngineDeadError: the model failed; every request is lost, and this engine is of no use any more.
+            Exception: what a callback raised, after all others have been called; its request is aborted.
+        """
+        self._step()
+        finished, self._finished = self._finished, []
+        return [self.io.postprocess(answer) for answer in finished]
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has answers to compute or to return."""
+        return bool(self._live or self._finished)
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request now; its answers come with the next `step`. False when it is not live."""
+        return sum(self.core.abort(answer.seq.id) for answer in self._requests.get(request_id, ())) > 0
 
     def generate(
         self,
@@ -220,6 +330,7 @@ class LLMEngine:
         sampling_params: Given | Seq[Given] = None,
         *,
         request_ids: Seq[str] | None = None,
+        stream_callback: StreamCallback | None = None,
     ) -> list[dict[str, Any]]:
         """Answers all prompts, batched; one dictionary each (`InputOutputProcessor.postprocess`), `n` for `n` > 1.
 
@@ -228,39 +339,109 @@ class LLMEngine:
             sampling_params: for all prompts, or one for each. A mapping gives some parameters, the model's
                 `generation_config.json` the others.
             request_ids: what the seeds derive from when there is none in the parameters; random when None.
+            stream_callback: called with every part of every answer, while they come.
 
         Raises:
-            ApiError: a prompt or a parameter is not valid; nothing has run.
+            ApiError: a prompt, a parameter or an id is not valid; nothing has run.
             EngineDeadError: the model failed; this engine is of no use any more.
+            Exception: what the callback raised; all these requests are aborted.
         """
         every = _for_each(sampling_params, len(prompts))
         ids = [uuid.uuid4().hex for _ in prompts] if request_ids is None else request_ids
-        answers: dict[int, Answer] = {}
-        for prompt, given, request_id in zip(prompts, every, ids, strict=True):
-            params = self.io.sampling_params(given)
-            for answer in self.io.preprocess(prompt, params, request_id, self._clock()):
-                answers[answer.seq.id] = answer
+        _refuse_twice(ids)
+        answers = [
+            answer
+            for prompt, given, request_id in zip(prompts, every, ids, strict=True)
+            for answer in self._preprocess(prompt, given, request_id, stream_callback)
+        ]
         self._run(answers)
-        return [self.io.postprocess(answer) for answer in answers.values()]
+        return [self.io.postprocess(answer) for answer in answers]
 
-    def _run(self, answers: dict[int, Answer]) -> None:
-        self.core.add_group(answer.seq for answer in answers.values())
+    def _preprocess(
+        self, prompt: Prompt, given: Given, request_id: str, stream_callback: StreamCallback | None
+    ) -> list[Answer]:
+        if request_id in self._requests:
+            raise DuplicateRequestError(request_id)
+        params = self.io.sampling_params(given)
+        return self.io.preprocess(prompt, params, request_id, self._clock(), stream_callback)
+
+    def _run(self, answers: list[Answer]) -> None:
+        self.core.add_group(answer.seq for answer in answers)
+        self._begin(answers)
         try:
-            while self.core.has_unfinished():
-                for output in self.core.step().outputs:
-                    self._take(answers, output)
+            for answer in answers:
+                while answer.finish_reason is None:
+                    self._step()
         finally:
-            # Interrupted, by Ctrl-C for example: nothing goes on in the next call.
-            for seq_id in answers:
-                self.core.abort(seq_id)
+            # Interrupted, by Ctrl-C for example: nothing goes on in the next call. `step` returns only what it was
+            # asked for.
+            for answer in answers:
+                self.core.abort(answer.seq.id)
+                self._end(answer)
+            mine = {answer.seq.id for answer in answers}
+            self._finished = [answer for answer in self._finished if answer.seq.id not in mine]
 
-    def _take(self, answers: dict[int, Answer], output: RequestOutput) -> None:
-        answer = answers.get(output.request_id)
-        if answer is None:
+    def _begin(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            self._live[answer.seq.id] = answer
+            self._requests.setdefault(answer.request_id, []).append(answer)
+
+    def _end(self, answer: Answer) -> None:
+        """Forgets a live answer; does nothing with another."""
+        if self._live.pop(answer.seq.id, None) is None:
             return
+        siblings = self._requests[answer.request_id]
+        siblings.remove(answer)
+        if not siblings:
+            del self._requests[answer.request_id]
+
+    def _step(self) -> None:
+        try:
+            outputs = self.core.step().outputs
+        except EngineDeadError:
+            for answer in list(self._live.values()):
+                self.core.abort(answer.seq.id)
+                self._end(answer)
+            raise
+        # Of sequences that a stop string has ended there is one more output, for nobody.
+        grown = [(self._live[out.request_id], out) for out in outputs if out.request_id in self._live]
+        for answer, output in grown:
+            self._take(answer, output)
+        _stream([answer for answer, _ in grown], self._abort)
+
+    def _take(self, answer: Answer, output: RequestOutput) -> None:
         answer.take(output)
         if answer.finish_reason is not None:
-            self.core.abort(output.request_id)
+            self._end(answer)
+            self._finished.append(answer)
+            self.core.abort(answer.seq.id)
+
+    def _abort(self, answer: Answer) -> None:
+        self.core.abort(answer.seq.id)
+
+
+def _refuse_twice(request_ids: Seq[str]) -> None:
+    seen: set[str] = set()
+    for request_id in request_ids:
+        if request_id in seen:
+            raise DuplicateRequestError(request_id)
+        seen.add(request_id)
+
+
+def _stream(answers: Iterable[Answer], on_error: Callable[[Answer], None]) -> None:
+    """Calls the callbacks, all of them even if one raises, and raises the first error."""
+    errors: list[Exception] = []
+    for answer in answers:
+        if answer.stream_callback is None:
+            continue
+        try:
+            answer.stream_callback(answer.next_part())
+        except Exception as error:
+            answer.stream_callback = None
+            on_error(answer)
+            errors.append(error)
+    if errors:
+        raise errors[0]
 
 
 def default_config(folder: str | Path) -> Config:

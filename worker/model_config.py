@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from common.config import DTYPES
+
 SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 class ModelError(Exception):

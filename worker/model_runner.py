@@ -21,7 +21,7 @@ from kernels.interface import AttentionMetaData, KVCache, SampleParams
 from kernels.select import select_backend
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.dtype import log_dtype, resolve_dtype
-from worker.forward_context import Context, KVCacheTensor, reset_forward_context, set_forward_context
+from worker.forward_context import Context, KVCacheTensor, reset_forward_context, set_forward_context, set_kv_cache_data
 from worker.loader import Progress, load_weights, no_progress
 from worker.model_config import ModelConfig, ModelError
 from worker.models.llama import LlamaForCausalLM
@@ -75,6 +75,8 @@ class ModelRunner:
     """
 
     def __init__(self, config: Config, model_config: ModelConfig, progress: Progress = no_progress) -> None:
+        if config.speculative_config is not None:
+            raise ModelError("speculative_config: no draft model is built yet; leave it None")
         self.config = config
         self.model_config = model_config
         self.dtype = resolve_dtype(config.dtype, model_config)
@@ -167,7 +169,8 @@ class ModelRunner:
     @torch.inference_mode()
     def run_model(self, step: ModelInput) -> torch.Tensor:
         """float32 logits [F, V] of the final rows; -inf for ids that the tokenizer does not have."""
-        set_forward_context(step.metadata, self.config, step.context, self._kv_cache_data)
+        set_kv_cache_data(self._kv_cache_data)
+        set_forward_context(step.metadata, self.config, step.context)
         try:
             hidden = self.model.forward(step.token_ids, step.context.positions)
         finally:

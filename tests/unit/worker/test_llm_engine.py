@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 
 from common.config import Config
-from common.errors import InvalidFieldError, NoTokenizerError, PromptTooLongError
+from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError, PromptTooLongError
 from common.sampling_params import SamplingParams
 from common.seed import derive_seed
 from tests.checkpoints import make_checkpoint
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.cost_model import FixedCost
 from worker.engine_core import EngineDeadError
-from worker.llm_engine import LLMEngine, default_config
+from worker.llm_engine import LLMEngine, StreamOutput, default_config
 from worker.simulated import SimulatedRunner
 
 PROMPTS = [[7 + i, 300, 40 + i] * (1 + 3 * i) for i in range(6)]
@@ -205,3 +206,148 @@ def test_the_pool_and_the_length_come_from_the_memory(folder: Path) -> None:
     assert (engine.config.num_kvcache_blocks, engine.config.max_model_len) == (5, 80)
     (answer,) = engine.generate(["hello"], GREEDY)
     assert answer["num_tokens_output"] == 12
+
+
+def run_to_the_end(engine: LLMEngine) -> dict[tuple[str, int], dict[str, Any]]:
+    answers: dict[tuple[str, int], dict[str, Any]] = {}
+    while engine.has_unfinished():
+        for answer in engine.step():
+            assert (answer["request_id"], answer["index"]) not in answers
+            answers[answer["request_id"], answer["index"]] = answer
+    return answers
+
+
+class TestRequestsAndSteps:
+    def test_requests_that_come_at_any_time_get_what_generate_gives(self, folder: Path) -> None:
+        params = {"temperature": 1, "max_tokens": 9, "n": 2, "ignore_eos": True}
+        ids = [f"r{i}" for i in range(len(PROMPTS))]
+        expected = simulated(folder).generate(PROMPTS, params, request_ids=ids)
+        engine, answers = simulated(folder), dict[tuple[str, int], dict[str, Any]]()
+        for prompt, request_id in zip(PROMPTS, ids, strict=True):
+            assert engine.add_request(prompt, params, request_id=request_id) == request_id
+            answers |= {(answer["request_id"], answer["index"]): answer for answer in engine.step()}
+        answers |= run_to_the_end(engine)
+        assert len(answers) == len(expected)
+        for wanted in expected:
+            got = answers[wanted["request_id"], wanted["index"]]
+            assert (got["token_ids"], got["text"]) == (wanted["token_ids"], wanted["text"])
+        assert engine.core.load().free_blocks == 64
+        assert engine.step() == []
+
+    def test_parts_together_are_the_answer(self, folder: Path) -> None:
+        engine = simulated(folder)
+        whole = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=40, seed=1))[0]["text"]
+        parts: list[StreamOutput] = []
+        params = SamplingParams(max_tokens=40, seed=1, n=2, stop_strings=(whole[20:23],))
+        request_id = engine.add_request([5, 6, 7], params, stream_callback=parts.append)
+        silent = engine.add_request([5, 6, 7], params)
+        answers = run_to_the_end(engine)
+        for index in range(2):
+            mine = [part for part in parts if part.index == index]
+            answer = answers[request_id, index]
+            assert {part.request_id for part in mine} == {request_id}
+            assert "".join(part.text for part in mine) == answer["text"] == answers[silent, index]["text"]
+            assert [token for part in mine for token in part.output_tokens] == answer["token_ids"]
+            assert [part.finished for part in mine] == [False] * (len(mine) - 1) + [True]
+            assert [part.finish_reason for part in mine][-2:] == [None, answer["finish_reason"]]
+        assert answers[request_id, 0]["finish_reason"] == "stop_string"
+
+    def test_generate_streams_and_leaves_other_requests_theirs(self, folder: Path) -> None:
+        engine, parts = simulated(folder), list[StreamOutput]()
+        before = engine.add_request([1, 2], GREEDY)
+        (answer,) = engine.generate([[3, 4] * 9], {"max_tokens": 20, "ignore_eos": True}, stream_callback=parts.append)
+        assert "".join(part.text for part in parts) == answer["text"]
+        assert run_to_the_end(engine).keys() == {(before, 0)}
+
+    def test_ttft_and_tpot_of_each_request(self, folder: Path) -> None:
+        now = [10.0]
+
+        def sleep(seconds: float) -> None:
+            now[0] += seconds
+
+        runner = SimulatedRunner(400, None, FixedCost(0.5), num_blocks=64, clock=lambda: now[0], sleep=sleep)
+        config = Config(model=str(folder), num_kvcache_blocks=64)
+        engine = LLMEngine(config, runner=runner, clock=lambda: now[0])
+        first = engine.add_request([1, 2], {"max_tokens": 5, "ignore_eos": True})
+        engine.step()
+        now[0] += 0.25
+        second = engine.add_request([1, 2], {"max_tokens": 2, "ignore_eos": True})
+        now[0] += 0.25
+        answers = run_to_the_end(engine)
+        # Steps: first's prompt; a pause of 0.5; second's prompt, which first waits for; decodes.
+        times = ("ttft", "tpot", "latency")
+        assert [answers[first, 0][name] for name in times] == [0.5, (0.5 + 0.5 + 4 * 0.5) / 4, 3.5]
+        assert [answers[second, 0][name] for name in times] == [0.75, 0.5, 1.25]
+
+    def test_abort(self, folder: Path) -> None:
+        engine, parts = simulated(folder), list[StreamOutput]()
+        aborted = engine.add_request([1, 2], GREEDY, stream_callback=parts.append)
+        other = engine.add_request([3, 4], GREEDY)
+        engine.step()
+        assert engine.abort(aborted)
+        assert not engine.abort(aborted)
+        answers = run_to_the_end(engine)
+        assert (answers[aborted, 0]["finish_reason"], answers[aborted, 0]["num_tokens_output"]) == ("aborted", 1)
+        assert parts[-1].finish_reason == "aborted"
+        assert answers[other, 0]["num_tokens_output"] == 12
+        assert not engine.abort("unknown")
+
+    def test_a_live_id_is_refused(self, folder: Path) -> None:
+        engine = simulated(folder)
+        engine.add_request([1, 2], GREEDY, request_id="x")
+        with pytest.raises(DuplicateRequestError):
+            engine.add_request([1, 2], GREEDY, request_id="x")
+        with pytest.raises(DuplicateRequestError):
+            engine.generate([[1], [2]], GREEDY, request_ids=["y", "x"])
+        with pytest.raises(DuplicateRequestError):
+            engine.generate([[1], [2]], GREEDY, request_ids=["y", "y"])
+        assert run_to_the_end(engine).keys() == {("x", 0)}
+        engine.add_request([1, 2], GREEDY, request_id="x")
+
+    def test_a_refused_request_leaves_nothing(self, folder: Path) -> None:
+        engine = simulated(folder, max_model_len=64)
+        for prompt in ([5] * 64, [], [10_000]):
+            with pytest.raises((InvalidFieldError, PromptTooLongError)):
+                engine.add_request(prompt, {"n": 3})
+        assert not engine.has_unfinished()
+
+    def test_a_callback_that_raises_ends_its_request_only(self, folder: Path) -> None:
+        engine, parts = simulated(folder), list[StreamOutput]()
+
+        def fails(part: StreamOutput) -> None:
+            raise ValueError("from the callback")
+
+        failing = engine.add_request([1, 2], GREEDY, stream_callback=fails)
+        other = engine.add_request([3, 4], GREEDY, stream_callback=parts.append)
+        with pytest.raises(ValueError, match="from the callback"):
+            engine.step()
+        answers = run_to_the_end(engine)
+        assert answers[failing, 0]["finish_reason"] == "aborted"
+        assert answers[other, 0]["token_ids"] == [token for part in parts for token in part.output_tokens]
+        assert len(answers[other, 0]["token_ids"]) == 12
+        with pytest.raises(ValueError, match="from the callback"):
+            engine.generate([[1, 2], [3, 4]], GREEDY, stream_callback=fails)
+        assert not engine.has_unfinished()
+        assert engine.core.load().free_blocks == 64
+
+    def test_a_callback_may_add_and_abort(self, folder: Path) -> None:
+        engine = simulated(folder)
+
+        def on_part(part: StreamOutput) -> None:
+            if not part.finished:
+                engine.add_request([9, 9], GREEDY, request_id="added")
+                assert engine.abort(part.request_id)
+
+        first = engine.add_request([1, 2], GREEDY, stream_callback=on_part)
+        answers = run_to_the_end(engine)
+        assert answers[first, 0]["finish_reason"] == "aborted"
+        assert answers["added", 0]["num_tokens_output"] == 12
+
+    def test_a_dead_engine_holds_nothing(self, folder: Path) -> None:
+        engine = simulated(folder)
+        engine.core.runner = Interrupts(2)
+        engine.add_request([1, 2], GREEDY)
+        engine.step()
+        with pytest.raises(EngineDeadError):
+            engine.step()
+        assert not engine.has_unfinished()

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.config import Config
+from common.config import Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from worker import dtype as dtypes
@@ -124,8 +124,8 @@ def test_progress_reaches_the_end(folder: Path) -> None:
 
 def test_bad_names_are_one_line(folder: Path) -> None:
     model_config = ModelConfig.from_folder(folder)
-    with pytest.raises(ModelError, match="dtype 'int4' is not known; choose one of: auto, float32, bfloat16, float16"):
-        ModelRunner(Config(model=str(folder), dtype="int4"), model_config)
+    with pytest.raises(ModelError, match="speculative_config: no draft model is built yet"):
+        ModelRunner(Config(model=str(folder), speculative_config=SpeculativeConfig()), model_config)
     with pytest.raises(ModelError, match="kernels 'x' is not known; choose one of: auto, torch"):
         ModelRunner(Config(model=str(folder), kernels="x"), model_config)
 

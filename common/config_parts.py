@@ -1,0 +1,115 @@
+"""The parts of Config (seed 003, `atom/config.py`): what may be said. What this version runs of it, Config says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Final
+
+from common.checks import require, require_one_of, require_types
+
+# The granularity of the scales of quantized weights.
+QUANT_TYPES: Final = ("no", "per_tensor", "per_token", "per_1x32", "per_1x128", "per_128x128")
+QUANT_DTYPES: Final = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4x2", "int4x2")
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many engines share one model's requests, each with a copy of the dense layers.
+
+    Raises:
+        InvalidFieldError: a value is out of range.
+    """
+
+    data_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        require_types(self, "parallel_config.")
+        require(
+            self.data_parallel_size >= 1, "parallel_config.data_parallel_size", self.data_parallel_size, "at least 1"
+        )
+
+
+@dataclass(frozen=True)
+class CompilationConfig:
+    """How the forward pass is compiled and captured.
+
+    Attributes:
+        level: 0 runs it as it is; 1 to 3 are PyTorch's compiler as is, once, and piecewise.
+        cudagraph_capture_sizes: numbers of sequences whose decode step is captured into a graph; empty captures none.
+
+    Raises:
+        InvalidFieldError: a value is out of range.
+    """
+
+    level: int = 0
+    cudagraph_capture_sizes: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_types(self, "compilation_config.")
+        require_one_of("compilation_config.level", self.level, (0, 1, 2, 3))
+        sizes = self.cudagraph_capture_sizes
+        require(
+            all(size >= 1 for size in sizes), "compilation_config.cudagraph_capture_sizes", sizes, "sizes of at least 1"
+        )
+
+
+@dataclass(frozen=True)
+class LayerQuantConfig:
+    """How the weights of a layer are quantized.
+
+    Attributes:
+        quant_type: granularity of the scales, one of QUANT_TYPES.
+        quant_dtype: of the weights, one of QUANT_DTYPES.
+        is_dynamic: whether the scales of activations are computed in the step.
+        quant_method: name of the method that made the checkpoint.
+
+    Raises:
+        InvalidFieldError: a value is not known.
+    """
+
+    quant_type: str = "no"
+    quant_dtype: str = "bfloat16"
+    is_dynamic: bool = True
+    quant_method: str = ""
+
+    def __post_init__(self) -> None:
+        require_types(self, "quant_config.")
+        require_one_of("quant_config.quant_type", self.quant_type, QUANT_TYPES)
+        require_one_of("quant_config.quant_dtype", self.quant_dtype, QUANT_DTYPES)
+
+
+@dataclass(frozen=True)
+class QuantizationConfig:
+    """How the model's weights are quantized.
+
+    Attributes:
+        global_quant_config: of every layer that is not named below.
+        layer_quant_configs: (pattern of names, with `*`; its layers' quantization), the first that fits counts.
+        exclude_layers: names of layers that are not quantized.
+
+    Raises:
+        InvalidFieldError: a value is of another type.
+    """
+
+    global_quant_config: LayerQuantConfig = field(default_factory=LayerQuantConfig)
+    layer_quant_configs: tuple[tuple[str, LayerQuantConfig], ...] = ()
+    exclude_layers: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        require_types(self, "quant_config.")
+
+
+@dataclass(frozen=True)
+class SpeculativeConfig:
+    """Speculative decoding: how many draft tokens are verified per step, for any number (the guide allows only 1).
+
+    Raises:
+        InvalidFieldError: the number is out of range.
+    """
+
+    num_speculative_tokens: int = 1
+
+    def __post_init__(self) -> None:
+        require_types(self, "speculative_config.")
+        count = self.num_speculative_tokens
+        require(count >= 1, "speculative_config.num_speculative_tokens", count, "at least 1")
