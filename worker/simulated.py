@@ -48,6 +48,8 @@ class SimulatedRunner:
         eos_every: about one token in so many is `eos_token_id`; 0 never samples it.
         block_size: tokens per KV block.
         num_blocks: blocks in the pool; 0 does not check block ids.
+        num_drafts: draft tokens per step, as a draft model would give them.
+        draft_errors: about one draft in so many is wrong; 0 is never wrong.
         sleep: waits for the given seconds; a virtual clock in simulations.
 
     Raises:
@@ -64,6 +66,8 @@ class SimulatedRunner:
         eos_every: int = 0,
         block_size: int = 16,
         num_blocks: int = 0,
+        num_drafts: int = 0,
+        draft_errors: int = 3,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         if vocab_size < 2:
@@ -75,7 +79,10 @@ class SimulatedRunner:
         self.eos_every = eos_every if eos_token_id is not None else 0
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.num_drafts = num_drafts
+        self.draft_errors = draft_errors
         self.num_forwards = 0
+        self._last_output = ScheduledBatchOutput({})
         self._sleep = sleep
         self._kv: dict[int, _Slot] = {}
 
@@ -87,14 +94,19 @@ class SimulatedRunner:
                 and used by another, or what the block table points to was not computed from this sequence's tokens.
         """
         self._check_sharing(batch)
+        inputs = batch.input_tokens(self._last_output)
         sampled: dict[int, tuple[int, ...]] = {}
+        drafts: dict[int, list[int]] = {}
         for i, seq_id in enumerate(batch.req_ids):
-            state = self._compute(batch, i)
+            states = self._compute(batch, i, inputs[i])
             if batch.is_final[i]:
-                sampled[seq_id] = (self._sample(state, batch.seeds[i], batch.context_lens[i], batch.choices[i]),)
+                sampled[seq_id], state = self._verify(batch, i, states)
+                if self.num_drafts:
+                    drafts[seq_id] = self._draft(batch, i, state, len(sampled[seq_id]))
         self.num_forwards += 1
         self._pause(batch.total_tokens_num)
-        return ScheduledBatchOutput(sampled)
+        self._last_output = ScheduledBatchOutput(sampled, drafts or None)
+        return self._last_output
 
     def reference(self, token_ids: Sequence[int], num_tokens: int, seed: int = 0, choice: int = 0) -> list[int]:
         """The `num_tokens` tokens that must follow `token_ids`, whatever the batch, the cache and the chunks."""
@@ -107,9 +119,31 @@ class SimulatedRunner:
             state = mix(state, out[-1])
         return out
 
-    def _compute(self, batch: ScheduledBatch, i: int) -> int:
+    def _verify(self, batch: ScheduledBatch, i: int, states: list[int]) -> tuple[tuple[int, ...], int]:
+        """The tokens that follow, the last one behind the drafts that are equal to them; and the state after all."""
+        drafts = batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])
+        first = batch.context_lens[i] - len(drafts)
+        tokens: list[int] = []
+        for state, draft in zip(states[-1 - len(drafts) :], [*drafts, None], strict=True):
+            tokens.append(self._sample(state, batch.seeds[i], first + len(tokens), batch.choices[i]))
+            if tokens[-1] != draft:
+                break
+        return tuple(tokens), mix(states[len(states) - len(drafts) + len(tokens) - 2], tokens[-1])
+
+    def _draft(self, batch: ScheduledBatch, i: int, state: int, num_new: int) -> list[int]:
+        """What a draft model would propose behind the newest token: the model's own tokens, some of them wrong."""
+        position = batch.context_lens[i] - len(batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])) + num_new
+        drafts: list[int] = []
+        while len(drafts) < self.num_drafts:
+            token = self._sample(state, batch.seeds[i], position + len(drafts), batch.choices[i])
+            state = mix(state, token)
+            wrong = self.draft_errors and (state >> 40) % self.draft_errors == 0
+            drafts.append((token + 1) % self.vocab_size if wrong else token)
+        return drafts
+
+    def _compute(self, batch: ScheduledBatch, i: int, tokens: list[int]) -> list[int]:
+        """The states after each of a sequence's tokens."""
         start, end, table = batch.num_computed_tokens[i], batch.context_lens[i], batch.block_tables[i]
-        tokens = batch.scheduled_tokens[i]
         if not tokens or len(tokens) != batch.num_scheduled_tokens[i] or end - start != len(tokens):
             raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: {len(tokens)} tokens for [{start}, {end})")
         if len(table) * self.block_size < end:
@@ -117,10 +151,12 @@ class SimulatedRunner:
         if self.num_blocks and not all(0 <= b < self.num_blocks for b in table):
             raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: a block outside the pool in {table}")
         state = self._read_context(batch.req_ids[i], table, start)
+        states: list[int] = []
         for slot, token in zip(self._slots(table, start, end), tokens, strict=True):
             before, state = state, mix(state, token)
             self._kv[slot] = _Slot(before, state)
-        return state
+            states.append(state)
+        return states
 
     def _read_context(self, seq_id: int, table: list[int], length: int) -> int:
         """State after `length` tokens. Compares at the borders of full blocks and at every token of a partial one."""
