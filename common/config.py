@@ -58,6 +58,7 @@ class Config:
         gpu_memory_utilization: fraction of a GPU's memory to use.
         kv_cache_memory: bytes for the KV cache on CPU; 0 takes a quarter of the free memory.
         max_model_len: longest prompt plus output in tokens; 0 takes the model's own length.
+        deferred_output: schedule a step before the tokens of the one before it have come.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         kernels: `auto` or the name of a back end.
         tensor_parallel_size: ranks that share the model; 1 so far.
@@ -88,6 +89,7 @@ class Config:
     gpu_memory_utilization: float = 0.9
     kv_cache_memory: int = 0
     max_model_len: int = 0
+    deferred_output: bool = False
     dtype: str = "auto"
     kernels: str = "auto"
     tensor_parallel_size: int = 1

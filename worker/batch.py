@@ -43,6 +43,10 @@ class ScheduledBatch:
     Sequence i computes `scheduled_tokens[i]` = `token_ids[num_computed_tokens[i] : context_lens[i]]`, with
     `context_lens[i] = num_computed_tokens[i] + num_scheduled_tokens[i]`. `is_final[i]` says that the step reaches the
     sequence's last token, so that its logits row is sampled; the rows of other chunks are not (T31).
+
+    Draft tokens to be verified follow the last token, in `scheduled_tokens` too. Deferred output: a row with
+    `from_last_output[i]` was scheduled before its one token was there; `scheduled_tokens[i]` is empty, and the runner
+    takes the token from its last output (`input_tokens`). `num_computed_tokens` regards steps in flight as done.
     """
 
     def __init__(
@@ -62,11 +66,18 @@ class ScheduledBatch:
         rows = list(seqs.values())
         self.req_ids = list(seqs)
         self.num_scheduled_tokens = list(num_scheduled_tokens)
-        self.num_computed_tokens = [s.num_computed_tokens for s in rows]
-        self.context_lens = [s.num_computed_tokens + n for s, n in zip(rows, num_scheduled_tokens, strict=True)]
+        self.scheduled_spec_decode_tokens = dict(scheduled_spec_decode_tokens or {})
+        self.num_computed_tokens = [s.num_computed_tokens + s.num_inflight_tokens for s in rows]
+        self.context_lens = [start + n for start, n in zip(self.num_computed_tokens, num_scheduled_tokens, strict=True)]
         ends = list(zip(rows, self.context_lens, strict=True))
-        self.scheduled_tokens = [s.token_ids[s.num_computed_tokens : end] for s, end in ends]
-        self.is_final = [end == len(s.token_ids) for s, end in ends]
+        starts = list(zip(rows, self.num_computed_tokens, strict=True))
+        self.scheduled_tokens = [
+            s.token_ids[start:end] for (s, start), end in zip(starts, self.context_lens, strict=True)
+        ]
+        for seq_id, drafts in self.scheduled_spec_decode_tokens.items():
+            self.scheduled_tokens[self.req_ids.index(seq_id)] += drafts
+        self.from_last_output = [start >= len(s.token_ids) for s, start in starts]
+        self.is_final = [end >= len(s.token_ids) + s.num_placeholder for s, end in ends]
         self.last_block_num_tokens = [(end - 1) % s.block_size + 1 for s, end in ends]
         self.block_tables = [list(s.block_table) for s in rows]
         self.num_cached_tokens = [s.num_cached_tokens for s in rows]
@@ -88,14 +99,22 @@ class ScheduledBatch:
         self.total_seqs_num_decode = total_seqs_num_decode
         self.is_dummy_run = is_dummy_run
         self.num_spec_step = num_spec_step
-        self.scheduled_spec_decode_tokens = dict(scheduled_spec_decode_tokens or {})
+
+    def input_tokens(self, last_output: ScheduledBatchOutput) -> list[list[int]]:
+        """`scheduled_tokens` with the tokens that the runner's last step has sampled where they were missing."""
+        if not any(self.from_last_output):
+            return self.scheduled_tokens
+        rows = zip(self.req_ids, self.scheduled_tokens, self.from_last_output, strict=True)
+        return [[last_output.token_ids[seq_id][-1]] if late else tokens for seq_id, tokens, late in rows]
 
 
 @dataclass
 class ScheduledBatchOutput:
     """Sampled tokens of one step: for each sequence with a final row, the accepted tokens, in batch order.
 
-    `is_deferred_out` replaces the seed's key -1 (T29).
+    Of n drafts that were verified a sequence has accepted those in front of the last token: 0 to n. `draft_token_ids`
+    are for its next step. `is_deferred_out` says that the next step was scheduled before this one's tokens had come;
+    it replaces the seed's key -1 (T29).
     """
 
     token_ids: dict[int, tuple[int, ...]]
@@ -134,7 +153,7 @@ class StepResult:
 
 
 class Runner(Protocol):
-    """Executes batches: the model, or a simulation of it."""
+    """Executes batches: the model, or a simulation of it. Keeps its last output for `ScheduledBatch.input_tokens`."""
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Computes one step."""

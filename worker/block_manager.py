@@ -185,9 +185,9 @@ class BlockManager:
         return self._blocks_needed(seq, num_new_tokens) <= len(self.free_block_ids)
 
     def may_append(self, seq: Sequence, num_new_tokens: int = 1) -> None:
-        """Extends the block table so that the next `num_new_tokens` after `num_computed_tokens` have slots.
+        """Extends the block table so that the next `num_new_tokens` from `next_position` on have slots.
 
-        For a plain decode `num_computed_tokens` is `num_tokens - 1`: the newest token has no KV yet.
+        For a plain decode that position is `num_tokens - 1`: the newest token has no KV yet.
 
         Raises:
             OutOfBlocksError: there are too few; nothing has changed.
@@ -303,7 +303,7 @@ class BlockManager:
 
     def _blocks_needed(self, seq: Sequence, num_new_tokens: int) -> int:
         # The one place that decides it, for the check and for the act (T15, T16).
-        missing = seq.num_computed_tokens + num_new_tokens - len(seq.block_table) * self.block_size
+        missing = seq.next_position + num_new_tokens - len(seq.block_table) * self.block_size
         return -(-missing // self.block_size) if missing > 0 else 0
 
     def _hittable(self, seq: Sequence) -> int:

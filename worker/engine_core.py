@@ -1,6 +1,9 @@
 """Scheduler and runner put together: the surface of the L5 lesson, with abort and deadlines (seed 004 section 5.2).
 
 Not thread-safe: one thread owns an EngineCore. Every sequence taken in ends in exactly one finished output.
+
+With `Config.deferred_output` the runner has a thread of its own, and a step is scheduled before the tokens of the one
+before it have come: `step` then submits batch N + 1, waits for batch N and takes in what it brought.
 """
 
 from __future__ import annotations
@@ -8,11 +11,14 @@ from __future__ import annotations
 import heapq
 import itertools
 import time
+from collections import deque
 from collections.abc import Callable, Iterable
+from concurrent.futures import Future
 from dataclasses import dataclass
 
 from common.config import Config
-from worker.batch import RequestOutput, Runner, StepResult
+from worker.batch import RequestOutput, Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
+from worker.executor import Executed, Executor, InlineExecutor, ThreadExecutor
 from worker.scheduler import Scheduler
 from worker.sequence import EndReason, Sequence
 
@@ -46,6 +52,15 @@ class LoadReport:
     total_blocks: int
     last_prompt_latency_s: float
     prefill_rate: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that has been submitted."""
+
+    batch: ScheduledBatch
+    seqs: dict[int, Sequence]
+    result: Future[Executed]
 
 
 class _Deadlines:
@@ -92,6 +107,8 @@ class EngineCore:
         self.runner = runner
         self.scheduler = Scheduler(config)
         self.num_steps = 0
+        self.executor: Executor = (ThreadExecutor if config.deferred_output else InlineExecutor)(self._forward, clock)
+        self._flights: deque[_Flight] = deque()
         self._clock = clock
         self._deadlines = _Deadlines()
         self._dead = False
@@ -139,11 +156,13 @@ class EngineCore:
         )
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to do: sequences, or last outputs of aborted ones."""
-        return self.scheduler.has_unfinished()
+        """Whether `step` has something to do: sequences, last outputs of aborted ones, or steps in flight."""
+        return self.scheduler.has_unfinished() or bool(self._flights)
 
     def step(self) -> StepResult:
         """Schedules, computes and takes in one batch. With nothing to compute it only hands out last outputs.
+
+        With deferred output the batch taken in is the one before: the first step of a burst has no tokens.
 
         Raises:
             EngineDeadError: the runner failed, now or before.
@@ -156,17 +175,33 @@ class EngineCore:
         scheduled = self.scheduler.schedule(now)
         if scheduled is not None:
             batch, seqs = scheduled
-            start = self._clock()
-            try:
-                output = self.runner.forward(batch)
-            except Exception as error:
-                self._dead = True
-                raise EngineDeadError(f"{type(error).__name__}: {error}") from error
-            end = self._clock()
-            self.scheduler.record_step(batch, end - start)
-            self.scheduler.postprocess(seqs.values(), output, batch=batch, now=end)
+            self._flights.append(_Flight(batch, seqs, self.executor.submit(batch)))
             self.num_steps += 1
+        stay = 1 if scheduled is not None and self.config.deferred_output else 0
+        while len(self._flights) > stay:
+            self._land(self._flights[0])
+            self._flights.popleft()
         return _step_result(self.scheduler.take_outputs())
+
+    def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        return self.runner.forward(batch)
+
+    def _land(self, flight: _Flight) -> None:
+        """Waits for a step and takes in its output. An interrupted wait can be repeated, an interrupted step not."""
+        try:
+            output, duration_s = flight.result.result()
+        except Exception as error:
+            self._dead = True
+            self._flights.clear()
+            raise EngineDeadError(f"{type(error).__name__}: {error}") from error
+        except BaseException:
+            if flight.result.done() and flight.result.exception() is not None:
+                self._flights.popleft()
+                self.scheduler.discard(flight.seqs.values(), flight.batch)
+            raise
+        output.is_deferred_out = self.config.deferred_output
+        self.scheduler.record_step(flight.batch, duration_s)
+        self.scheduler.postprocess(flight.seqs.values(), output, batch=flight.batch, now=self._clock())
 
     def load(self) -> LoadReport:
         """The load at this moment; O(1) but for unfinished prefills."""

@@ -91,6 +91,7 @@ class ModelRunner:
         with torch.inference_mode():
             self.model = model_class(model_config, self.kernels, weights, self.dtype, self.max_model_len)
         self._sampled_ids = _sampled_ids(config.model, model_config)
+        self._last_output = ScheduledBatchOutput({})
         self._kv_cache: KVCache = None
         self._kv_cache_data: dict[str, KVCacheTensor] = {}
 
@@ -136,7 +137,8 @@ class ModelRunner:
         """Computes one step; only sequences whose last token is reached get a token (T31)."""
         if not batch.req_ids:
             return ScheduledBatchOutput({})
-        return self.postprocess(batch, self.run_model(self.prepare_model(batch)))
+        self._last_output = self.postprocess(batch, self.run_model(self.prepare_model(batch)))
+        return self._last_output
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
         """Turns the batch's lists into tensors, once per step.
@@ -162,7 +164,7 @@ class ModelRunner:
         multiple = self.kernels.row_multiple
         padded = -(-total // multiple) * multiple
         context = Context(_padded(positions, padded), total > len(lengths), len(lengths), padded)
-        token_ids = _padded(_flat(batch.scheduled_tokens, total), padded)
+        token_ids = _padded(_flat(batch.input_tokens(self._last_output), total), padded)
         final_rows = torch.from_numpy(ends[np.array(batch.is_final, np.bool_)] - 1)
         return ModelInput(token_ids, context, metadata, final_rows)
 

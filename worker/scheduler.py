@@ -8,18 +8,23 @@ One number drives everything: `num_computed_tokens` of each sequence moves towar
 Invariants, checked by `check_integrity`:
 - a live sequence is in exactly one of `gated`, `waiting`, `running`, and only running ones hold blocks;
 - at most `max_num_seqs` run (T7), and a step computes at most `max_num_batched_tokens`;
-- admission is first come, first served: a prompt that finds no blocks blocks those behind it (T10). Preempted sequences
-  go to the front, newest victim first, so the order of arrival survives (T30);
+- admission is first come, first served within a priority class, higher classes first: a prompt that finds no blocks
+  blocks those behind it (T10). Victims are the newest of the lowest class; preempted sequences go to the front of their
+  class, newest victim first, so the order of arrival survives (T30);
 - all blocks of a prompt are reserved when it is admitted, so that its chunks can not run out of them, and those of a
   decode before it enters the batch (seed 004 section 5.4 B); nobody is admitted in a step that preempts, else a
   newcomer would get the victim's blocks (T9);
+- deferred output: `schedule` may be called again before a batch's `postprocess`; batches are postprocessed in order.
+  What is in flight is counted on the sequence, and a preempted one is admitted again when nothing of it is (T25);
+- speculation: drafts follow the last token, with blocks for k + 1 tokens. How many are accepted decides where the next
+  step begins, so a sequence with drafts in flight waits for its output;
 - while anything is unfinished `schedule` finds work: the pool holds a sequence of `max_model_len` (T6), the oldest
-  running sequence is never preempted, and with nothing running the first waiting one fits.
+  running sequence of the highest class is never preempted, and with nothing running the first waiting one fits.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Iterable
 from typing import Protocol
 
@@ -29,7 +34,8 @@ from common.errors import InvalidFieldError, PromptTooLongError
 from worker.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput
 from worker.block_manager import BlockManager, IntegrityError
 from worker.sequence import EndReason, Sequence, SequenceStatus, SequenceType
-from worker.sequence_queue import SequenceQueue
+from worker.sequence_queue import SequenceQueue, SequenceSet
+from worker.spec_stats import SpecStats
 from worker.stop_rules import Stop, StopRules
 
 # Weight of the newest step in the mean prefill speed.
@@ -53,6 +59,7 @@ class _Step:
         self.num_scheduled_tokens: list[int] = []
         self.num_prefill_seqs = 0
         self.num_prefill_tokens = 0
+        self.drafts: dict[int, list[int]] = {}
         # Hashes of the blocks that the step's prefills compute.
         self.computing: set[int] = set()
         self.has_preempted = False
@@ -67,7 +74,7 @@ class _Step:
             self.num_prefill_seqs += 1
             self.num_prefill_tokens += num_tokens
 
-    def build(self) -> ScheduledBatch:
+    def build(self, num_spec_step: int) -> ScheduledBatch:
         """The batch, a copy of everything."""
         total = sum(self.num_scheduled_tokens)
         return ScheduledBatch(
@@ -79,6 +86,8 @@ class _Step:
             total_seqs_num=len(self.seqs),
             total_seqs_num_prefill=self.num_prefill_seqs,
             total_seqs_num_decode=len(self.seqs) - self.num_prefill_seqs,
+            num_spec_step=num_spec_step,
+            scheduled_spec_decode_tokens=self.drafts,
         )
 
 
@@ -98,8 +107,12 @@ class Scheduler:
                 f"is {config.num_kvcache_blocks}, which holds {pool_tokens} tokens",
                 f"enough for max_model_len {self.max_model_len}",
             )
-        # A decode takes a token of the budget, so more could never run in one step.
-        self.max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        spec = config.speculative_config
+        self.use_spec = spec is not None
+        self.mtp_k = spec.num_speculative_tokens if spec is not None else 0
+        self.spec_stats = SpecStats()
+        # A decode takes k + 1 tokens of the budget, so more could never run in one step.
+        self.max_num_seqs = max(1, min(config.max_num_seqs, config.max_num_batched_tokens // (self.mtp_k + 1)))
         self.max_num_batched_tokens = config.max_num_batched_tokens
         self.block_manager = BlockManager(config)
         self.mixes = config.scheduling_policy == MIXED
@@ -108,11 +121,13 @@ class Scheduler:
         self.stop_rules = StopRules(config, self.max_model_len)
         self.gated = SequenceQueue()
         self.waiting = SequenceQueue()
-        self.running: OrderedDict[int, Sequence] = OrderedDict()
+        self.running = SequenceSet()
         self.last_prompt_latency = 0.0
         self.prefill_rate = 0.0
         self.num_preemptions = 0
         # Those of `running` whose prompt is not computed to its end.
+        # Hashes that the steps in flight compute, oldest step first.
+        self._computing: deque[set[int]] = deque()
         self._prefilling: dict[int, Sequence] = {}
         self._num_prefill_steps = 0
         self._live: dict[int, Sequence] = {}
@@ -187,7 +202,7 @@ class Scheduler:
     # One step.
 
     def schedule(self, now: float) -> tuple[ScheduledBatch, dict[int, Sequence]] | None:
-        """The next step's batch and its sequences; None when there is no work."""
+        """The next step's batch and its sequences; None when there is no work, or it needs output in flight first."""
         self._open_gate(now)
         step = _Step(self.max_num_batched_tokens)
         if self.mixes:
@@ -197,10 +212,9 @@ class Scheduler:
             self._fill_one_kind(step)
         if not step.seqs:
             return None
-        for seq in step.seqs.values():
-            if seq.first_scheduled_time is None:
-                seq.first_scheduled_time = now
-        return step.build(), step.seqs
+        batch = step.build(self.mtp_k)
+        self._launch(step, batch, now)
+        return batch, step.seqs
 
     def record_step(self, batch: ScheduledBatch, duration_s: float) -> None:
         """Takes note of how long a batch took, which is what `last_prompt_latency` means (T12)."""
@@ -233,17 +247,39 @@ class Scheduler:
             The sequences that have ended, whose blocks are free.
         """
         finished: list[Sequence] = []
-        for seq, computed in zip(seqs, batch.context_lens, strict=True):
-            if seq.status is not SequenceStatus.RUNNING:
-                continue
-            seq.num_computed_tokens = computed
-            self.block_manager.publish(seq)
-            self._take_tokens(seq, fwd_output.token_ids.get(seq.id, ()), now)
+        self._computing.popleft()
+        drafts = fwd_output.draft_token_ids or {}
+        columns = zip(seqs, batch.num_scheduled_tokens, batch.context_lens, batch.is_final, strict=True)
+        for seq, num_scheduled, computed, final in columns:
             if seq.is_finished:
+                continue
+            seq.num_inflight_tokens -= num_scheduled
+            seq.num_placeholder -= final
+            token_ids = fwd_output.token_ids.get(seq.id, ())
+            taken, stop = self._append(seq, token_ids, now)
+            # A preempted sequence gets its late token (T25), but what was computed with it is gone.
+            if seq.status is SequenceStatus.RUNNING:
+                rejected = self._count_rejected(batch.scheduled_spec_decode_tokens.get(seq.id), token_ids)
+                seq.num_computed_tokens = min(computed - rejected, seq.num_tokens)
+                seq.spec_token_ids = drafts.get(seq.id, [])
+                self.block_manager.publish(seq)
+            if stop is not None:
+                self._end(seq, stop, now)
                 finished.append(seq)
+            if taken:
+                self._emit(seq, taken)
         if stream_output_queue is not None:
             stream_output_queue.put_nowait(self.take_outputs())
         return finished
+
+    def discard(self, seqs: Iterable[Sequence], batch: ScheduledBatch) -> None:
+        """Instead of `postprocess`, for a batch that was interrupted: what it should have computed is still to do."""
+        self._computing.popleft()
+        for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
+            seq.num_inflight_tokens -= num_scheduled
+            seq.num_placeholder -= final
+            if seq.status is SequenceStatus.RUNNING and seq.next_position < seq.num_tokens - 1:
+                self._prefilling[seq.id] = seq
 
     # Load figures.
 
@@ -260,7 +296,7 @@ class Scheduler:
     @property
     def waiting_tokens(self) -> int:
         """Tokens to compute before every sequence decodes, cache hits not foreseen."""
-        unfinished = sum(seq.num_tokens - seq.num_computed_tokens for seq in self._prefilling.values())
+        unfinished = sum(seq.num_tokens - seq.next_position for seq in self._prefilling.values())
         return self.gated.num_tokens + self.waiting.num_tokens + unfinished
 
     @property
@@ -280,18 +316,28 @@ class Scheduler:
             IntegrityError: one is broken.
         """
         queued = [*self.gated, *self.waiting]
-        everywhere = [seq.id for seq in [*queued, *self.running.values()]]
+        everywhere = [seq.id for seq in [*queued, *self.running]]
         _require(sorted(everywhere) == sorted(self._live), "a live sequence is in no queue, or in two")
         _require(len(self.running) <= self.max_num_seqs, f"{len(self.running)} sequences run")
         for seq in queued:
             _require(seq.status is SequenceStatus.WAITING and not seq.block_table, f"waiting sequence {seq.id}")
-        for seq in self.running.values():
-            _require(seq.status is SequenceStatus.RUNNING, f"running sequence {seq.id} is {seq.status}")
-            _require(0 <= seq.num_cached_tokens <= seq.num_computed_tokens < seq.num_tokens, f"lengths of {seq.id}")
-            _require(len(seq.block_table) * seq.block_size >= seq.num_computed_tokens, f"blocks of {seq.id}")
-            decodes = seq.num_computed_tokens == seq.num_tokens - 1 and seq.id not in self._prefilling
-            _require(decodes or seq.id in self._prefilling, f"sequence {seq.id} neither prefills nor decodes")
-        self.block_manager.check_integrity(self.running.values())
+            _require(seq.num_computed_tokens == 0 and not seq.spec_token_ids, f"waiting sequence {seq.id} has a past")
+        for seq in self.running:
+            self._check_running(seq)
+        _require(self.waiting.num_tokens == sum(seq.num_tokens for seq in self.waiting), "the count of waiting tokens")
+        self.block_manager.check_integrity(self.running)
+
+    def _check_running(self, seq: Sequence) -> None:
+        _require(seq.status is SequenceStatus.RUNNING, f"running sequence {seq.id} is {seq.status}")
+        _require(0 <= seq.num_cached_tokens <= seq.num_computed_tokens < seq.num_tokens, f"lengths of {seq.id}")
+        _require(len(seq.block_table) * seq.block_size >= seq.next_position, f"blocks of {seq.id}")
+        _require(bool(self._computing) or seq.num_inflight_tokens == 0, f"sequence {seq.id} is in no step in flight")
+        if seq.id in self._prefilling:
+            _require(seq.num_placeholder == 0 and seq.next_position < seq.num_tokens, f"prefill of {seq.id}")
+        else:
+            unknown = 0 if seq.num_inflight_tokens else seq.num_tokens - 1 - seq.num_computed_tokens
+            _require((seq.num_placeholder > 0) == (seq.num_inflight_tokens > 0), f"output in flight of {seq.id}")
+            _require(unknown == 0, f"sequence {seq.id} neither prefills nor decodes")
 
     # Admission.
 
@@ -311,8 +357,8 @@ class Scheduler:
         """Lets the gated sequences wait for a prefill, all or none; asked once per step (T11)."""
         if not self.gated:
             return
-        age = now - self.gated.first().arrive_time
-        if self.gate.is_open(age_s=age, last_prompt_latency_s=self.last_prompt_latency, decoding=bool(self.running)):
+        age, decoding = now - min(seq.arrive_time for seq in self.gated.heads()), len(self.running) > 0
+        if self.gate.is_open(age_s=age, last_prompt_latency_s=self.last_prompt_latency, decoding=decoding):
             while self.gated:
                 self.waiting.append(self.gated.popleft())
 
@@ -324,22 +370,37 @@ class Scheduler:
         for fill in fills:
             if not step.seqs:
                 fill(step)
-        self._num_prefill_steps = self._num_prefill_steps + 1 if step.num_prefill_seqs else 0
+        if step.seqs:
+            self._num_prefill_steps = self._num_prefill_steps + 1 if step.num_prefill_seqs else 0
+
+    def _launch(self, step: _Step, batch: ScheduledBatch, now: float) -> None:
+        """The batch is in flight: its sequences count what it computes, so that the next step goes on behind it."""
+        self._computing.append(step.computing)
+        for seq, num_tokens, final in zip(step.seqs.values(), batch.num_scheduled_tokens, batch.is_final, strict=True):
+            seq.num_inflight_tokens += num_tokens
+            if seq.first_scheduled_time is None:
+                seq.first_scheduled_time = now
+            if final:
+                seq.num_placeholder += 1
+                self._prefilling.pop(seq.id, None)
 
     def _fill_prefill(self, step: _Step) -> None:
         for seq in self._prefilling.values():
             if step.budget > 0:
-                self._add_prefill(step, seq, min(seq.num_tokens - seq.num_computed_tokens, step.budget))
+                self._add_prefill(step, seq, min(seq.num_tokens - seq.next_position, step.budget))
         if self.waiting and not step.has_preempted:
             self._admit(step)
 
     def _admit(self, step: _Step) -> None:
         held: list[Sequence] = []
-        reserve = sum(self._may_grow(seq) for seq in self.running.values())
+        reserve = sum(self._may_grow(seq) for seq in self.running)
         while self.waiting and step.budget > 0 and len(self.running) + len(held) < self.max_num_seqs:
             seq = self.waiting.first()
+            if seq.num_inflight_tokens:
+                # Preempted with a step in flight: its late token belongs to what has to be computed (T25).
+                break
             cached = self.block_manager.cached_blocks(seq)
-            if self.block_manager.next_hash(seq, cached) in step.computing:
+            if self._is_computing(self.block_manager.next_hash(seq, cached), step):
                 # This very step computes its next block: next step it hits instead of computing it again (T19).
                 held.append(self.waiting.popleft())
                 continue
@@ -352,6 +413,10 @@ class Scheduler:
         for seq in reversed(held):
             self.waiting.appendleft(seq)
 
+    def _is_computing(self, block_hash: int | None, step: _Step) -> bool:
+        """Whether the step in the making, or one in flight, computes a block."""
+        return block_hash in step.computing or any(block_hash in hashes for hashes in self._computing)
+
     def _chunk(self, remaining: int, step: _Step) -> int:
         """How many of `remaining` prompt tokens fit the step. Steps without decodes are cut to whole prompts, but for
         prompts that are longer than any step (T4)."""
@@ -363,33 +428,53 @@ class Scheduler:
         self.waiting.remove(seq)
         self.block_manager.allocate(seq, cached)
         seq.status = SequenceStatus.RUNNING
-        self.running[seq.id] = self._prefilling[seq.id] = seq
+        self.running.append(seq)
+        self._prefilling[seq.id] = seq
 
     def _add_prefill(self, step: _Step, seq: Sequence, num_tokens: int) -> None:
-        start = seq.num_computed_tokens
+        start = seq.next_position
         step.computing.update(self.block_manager.hashes_in(seq, start, start + num_tokens))
         step.add(seq, num_tokens, SequenceType.PREFILL)
 
     def _may_grow(self, seq: Sequence) -> bool:
         """Whether decoding may need a further block. One is kept free for each such sequence when others are admitted,
         else a preempted sequence would be admitted again only to be preempted again (T9)."""
-        longest = min(seq.num_prompt_tokens + seq.max_tokens, self.max_model_len)
-        # The last token's KV is never computed.
-        return longest - 1 > len(seq.block_table) * seq.block_size
+        # The last token's KV is never computed, but drafts want slots behind it.
+        longest = min(seq.num_prompt_tokens + seq.max_tokens - 1 + self.mtp_k, self.max_model_len)
+        return longest > len(seq.block_table) * seq.block_size
 
     # Decoding.
 
     def _fill_decode(self, step: _Step) -> None:
-        for seq in list(self.running.values()):
+        for seq in list(self.running):
             # Victims are taken from the end, so none of them is in the step already (T30).
-            if seq.status is SequenceStatus.RUNNING and seq.id not in self._prefilling and self._make_room(seq, step):
-                self.block_manager.may_append(seq)
-                step.add(seq, 1, SequenceType.DECODE)
+            if seq.status is SequenceStatus.RUNNING and seq.id not in self._prefilling and self._goes_on(seq):
+                # Slots for k drafts and the token before them, but never beyond the longest sequence (T6).
+                num_slots = min(self.mtp_k + 1, self.max_model_len - seq.next_position)
+                if self._make_room(seq, num_slots, step):
+                    self.block_manager.may_append(seq, num_slots)
+                    self._add_decode(step, seq)
 
-    def _make_room(self, seq: Sequence, step: _Step) -> bool:
-        """Preempts the newest sequences until `seq` can go on; False when it was itself the newest."""
-        while not self.block_manager.can_append(seq):
-            victim = next(reversed(self.running.values()))
+    def _goes_on(self, seq: Sequence) -> bool:
+        """Whether a decode can be scheduled before the output in flight is there."""
+        if not seq.num_placeholder:
+            return True
+        num_tokens = seq.num_tokens + seq.num_placeholder
+        ends = num_tokens - seq.num_prompt_tokens >= seq.max_tokens or num_tokens >= self.max_model_len
+        return not ends and not self.use_spec
+
+    def _add_decode(self, step: _Step, seq: Sequence) -> None:
+        """The newest token, and drafts as far as they can still be output."""
+        most = min(step.budget - 1, self.mtp_k, self.max_model_len - seq.num_tokens - 1)
+        drafts = seq.spec_token_ids[: max(0, min(most, seq.max_tokens - seq.num_completion_tokens - 1))]
+        if drafts:
+            step.drafts[seq.id] = drafts
+        step.add(seq, 1 + len(drafts), SequenceType.DECODE)
+
+    def _make_room(self, seq: Sequence, num_slots: int, step: _Step) -> bool:
+        """Preempts the newest sequences of the lowest class until `seq` can go on; False when it was itself the one."""
+        while not self.block_manager.can_append(seq, num_slots):
+            victim = self.running.last()
             self.preempt(victim)
             step.has_preempted = True
             if victim is seq:
@@ -403,25 +488,34 @@ class Scheduler:
         self.num_preemptions += 1
         seq.status = SequenceStatus.WAITING
         seq.num_cached_tokens = seq.num_computed_tokens = 0
+        seq.spec_token_ids = []
         self.waiting.appendleft(seq)
 
     # Ends.
 
-    def _take_tokens(self, seq: Sequence, token_ids: tuple[int, ...], now: float) -> None:
-        if not token_ids:
-            return
-        self._prefilling.pop(seq.id, None)
-        if seq.first_token_time is None:
+    def _count_rejected(self, drafts: list[int] | None, token_ids: tuple[int, ...]) -> int:
+        """How many of the drafts that a sequence's step has verified were not accepted."""
+        if not drafts:
+            return 0
+        accepted = len(token_ids) - 1
+        self.spec_stats.update(len(drafts), accepted)
+        return len(drafts) - accepted
+
+    def _append(self, seq: Sequence, token_ids: tuple[int, ...], now: float) -> tuple[list[int], Stop | None]:
+        """Appends tokens one by one up to a stop; those behind it count nowhere (T34). Those appended, and the stop."""
+        if token_ids and seq.first_token_time is None:
             seq.first_token_time = now
         taken: list[int] = []
+        stop = None
         for token_id in token_ids:
             seq.append_token(token_id)
             taken.append(token_id)
             stop = self.stop_rules.check(seq)
             if stop is not None:
-                self._end(seq, stop, now)
                 break
-        self._emit(seq, taken)
+        if seq.status is SequenceStatus.WAITING:
+            self.waiting.grew(len(taken))
+        return taken, stop
 
     def _end(self, seq: Sequence, stop: Stop, now: float) -> None:
         if seq.status is SequenceStatus.RUNNING:
@@ -436,7 +530,7 @@ class Scheduler:
 
     def _leave(self, seq: Sequence) -> None:
         """Takes a sequence out of the running set."""
-        del self.running[seq.id]
+        self.running.remove(seq)
         self._prefilling.pop(seq.id, None)
         self.block_manager.deallocate(seq)
 

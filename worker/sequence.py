@@ -26,6 +26,14 @@ class SequenceStatus(enum.Enum):
     EXIT_ENGINE = enum.auto()
 
 
+class Priority(enum.IntEnum):
+    """Class of a request: higher ones are computed first, lower ones are preempted first."""
+
+    LOW = 1
+    NORMAL = 2
+    HIGH = 3
+
+
 class SequenceType(enum.Enum):
     """What the sequence's last scheduled step was."""
 
@@ -53,8 +61,9 @@ class Sequence:
     decode and re-prefill are the same case. Invariants between steps: `0 <= num_cached_tokens <= num_computed_tokens
     < num_tokens` while unfinished, and `len(block_table) * block_size >= num_computed_tokens`.
 
-    `token_ids` holds real tokens only. Output in flight is the counter `num_placeholder`, never a fake token (T20, T25,
-    T27). `num_tokens`, `num_blocks` and `last_block_num_tokens` are derived, so they can not disagree with the tokens.
+    `token_ids` holds real tokens only. What steps in flight do is counted, never written down as a fake token (T20,
+    T25, T27): they compute `num_inflight_tokens` tokens and will bring output `num_placeholder` times. `num_tokens`,
+    `num_blocks` and `last_block_num_tokens` are derived, so they can not disagree with the tokens.
 
     Args:
         token_ids: the prompt, followed by what an earlier attempt has generated.
@@ -69,6 +78,7 @@ class Sequence:
         arrive_time: monotonic seconds on this machine (T13).
         deadline: monotonic seconds after which the sequence is dropped, None for never.
         hash_root: parent hash of the first block, None without salt and adapter (design-details section 6).
+        priority: its class.
         cache_salt: sequences of different salts share no blocks, even if their `hash_root` collides.
     """
 
@@ -88,6 +98,7 @@ class Sequence:
         deadline: float | None = None,
         hash_root: int | None = None,
         cache_salt: bytes = b"",
+        priority: Priority = Priority.NORMAL,
     ) -> None:
         params = sampling_params if sampling_params is not None else SamplingParams()
         self.id = next(_ids) if id is None else id
@@ -98,6 +109,7 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids) if num_prompt_tokens is None else num_prompt_tokens
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
+        self.num_inflight_tokens = 0
         self.num_placeholder = 0
         self.block_table: list[int] = []
         self.sampling_params = params
@@ -112,6 +124,7 @@ class Sequence:
         self.choice = choice
         self.hash_root = hash_root
         self.cache_salt = cache_salt
+        self.priority = priority
         self.arrive_time = arrive_time
         self.deadline = deadline
         self.first_scheduled_time: float | None = None
@@ -129,6 +142,11 @@ class Sequence:
     def num_tokens(self) -> int:
         """Prompt plus output, in tokens."""
         return len(self.token_ids)
+
+    @property
+    def next_position(self) -> int:
+        """The first position that no step computes or has computed."""
+        return self.num_computed_tokens + self.num_inflight_tokens
 
     @property
     def num_blocks(self) -> int:

@@ -44,6 +44,8 @@ class SimulatedRunner:
         eos_every: about one token in so many is `eos_token_id`; 0 never samples it.
         block_size: tokens per KV block.
         num_blocks: blocks in the pool.
+        num_drafts: draft tokens per step, as a draft model would give them.
+        draft_errors: about one draft in so many is wrong; 0 is never wrong.
         check_contexts: whether every step compares all blocks of all its sequences, which takes time in proportion to
             their contexts. Without it a sequence goes on from its last slot, as a model does: right if it is right.
         clock: seconds; a virtual clock in simulations, with its `sleep`.
@@ -62,6 +64,8 @@ class SimulatedRunner:
         eos_every: int = 0,
         block_size: int = 16,
         num_blocks: int = 4096,
+        num_drafts: int = 0,
+        draft_errors: int = 3,
         check_contexts: bool = True,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
@@ -74,8 +78,11 @@ class SimulatedRunner:
         self.eos_every = eos_every if eos_token_id is not None else 0
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.num_drafts = num_drafts
+        self.draft_errors = draft_errors
         self.check_contexts = check_contexts
         self.num_forwards = 0
+        self._last_output = ScheduledBatchOutput({})
         self._clock = clock
         self._sleep = sleep
         # Per slot the state before its token and after it; 0 is not written. Pages appear when they are written to.
@@ -92,14 +99,19 @@ class SimulatedRunner:
         start = self._clock()
         if self.check_contexts:
             self._check_sharing(batch)
+        inputs = batch.input_tokens(self._last_output)
         sampled: dict[int, tuple[int, ...]] = {}
+        drafts: dict[int, list[int]] = {}
         for i, seq_id in enumerate(batch.req_ids):
-            state = self._compute(batch, i)
+            states = self._compute(batch, i, inputs[i])
             if batch.is_final[i]:
-                sampled[seq_id] = (self._sample(state, batch.seeds[i], batch.context_lens[i], batch.choices[i]),)
+                sampled[seq_id], state = self._verify(batch, i, states)
+                if self.num_drafts:
+                    drafts[seq_id] = self._draft(batch, i, state, len(sampled[seq_id]))
         self.num_forwards += 1
         self._pause_until(start + self.cost.step_s(StepWork.of(batch)))
-        return ScheduledBatchOutput(sampled)
+        self._last_output = ScheduledBatchOutput(sampled, drafts or None)
+        return self._last_output
 
     def reference(self, token_ids: Sequence[int], num_tokens: int, seed: int = 0, choice: int = 0) -> list[int]:
         """The `num_tokens` tokens that must follow `token_ids`, whatever the batch, the cache and the chunks."""
@@ -112,9 +124,31 @@ class SimulatedRunner:
             state = mix(state, out[-1])
         return out
 
-    def _compute(self, batch: ScheduledBatch, i: int) -> int:
+    def _verify(self, batch: ScheduledBatch, i: int, states: list[int]) -> tuple[tuple[int, ...], int]:
+        """The tokens that follow, the last one behind the drafts that are equal to them; and the state after all."""
+        drafts = batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])
+        first = batch.context_lens[i] - len(drafts)
+        tokens: list[int] = []
+        for state, draft in zip(states[-1 - len(drafts) :], [*drafts, None], strict=True):
+            tokens.append(self._sample(state, batch.seeds[i], first + len(tokens), batch.choices[i]))
+            if tokens[-1] != draft:
+                break
+        return tuple(tokens), mix(states[len(states) - len(drafts) + len(tokens) - 2], tokens[-1])
+
+    def _draft(self, batch: ScheduledBatch, i: int, state: int, num_new: int) -> list[int]:
+        """What a draft model would propose behind the newest token: the model's own tokens, some of them wrong."""
+        position = batch.context_lens[i] - len(batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])) + num_new
+        drafts: list[int] = []
+        while len(drafts) < self.num_drafts:
+            token = self._sample(state, batch.seeds[i], position + len(drafts), batch.choices[i])
+            state = mix(state, token)
+            wrong = self.draft_errors and (state >> 40) % self.draft_errors == 0
+            drafts.append((token + 1) % self.vocab_size if wrong else token)
+        return drafts
+
+    def _compute(self, batch: ScheduledBatch, i: int, tokens: list[int]) -> list[int]:
+        """The states after each of a sequence's tokens."""
         start, end, table = batch.num_computed_tokens[i], batch.context_lens[i], batch.block_tables[i]
-        tokens = batch.scheduled_tokens[i]
         if not tokens or len(tokens) != batch.num_scheduled_tokens[i] or end - start != len(tokens):
             raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: {len(tokens)} tokens for [{start}, {end})")
         if len(table) * self.block_size < end:
@@ -125,10 +159,12 @@ class SimulatedRunner:
             state = self._read_context(batch.req_ids[i], table, start)
         else:
             state = self._after[self._slot(table, start - 1)] if start else _START
+        states: list[int] = []
         for slot, token in zip(self._slots(table, start, end), tokens, strict=True):
             self._before[slot] = state
             state = self._after[slot] = mix(state, token)
-        return state
+            states.append(state)
+        return states
 
     def _read_context(self, seq_id: int, table: list[int], length: int) -> int:
         """State after `length` tokens. Compares at the borders of full blocks and at every token of a partial one."""

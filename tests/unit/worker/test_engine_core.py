@@ -9,13 +9,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from common.config import PREFILL_FIRST, SCHEDULING_POLICIES, Config
+from common.config import PREFILL_FIRST, SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.errors import PromptTooLongError
 from common.sampling_params import SamplingParams
 from worker.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput
 from worker.cost_model import FixedCost
 from worker.engine_core import EngineCore, EngineDeadError
-from worker.sequence import EndReason, Sequence, SequenceStatus
+from worker.sequence import EndReason, Priority, Sequence, SequenceStatus
 from worker.simulated import SimulatedRunner
 
 VOCAB, EOS, SIZE = 40, 0, 16
@@ -44,11 +44,14 @@ class Clock:
         return self.now
 
 
-def engine(clock: Clock | None = None, eos_every: int = 0, **options: Any) -> tuple[EngineCore, Recorder]:
+def engine(clock: Clock | None = None, eos_every: int = 0, k: int = 0, **options: Any) -> tuple[EngineCore, Recorder]:
     settings: dict[str, Any] = {"num_kvcache_blocks": 16, "enable_prefix_caching": True, "eos_token_id": EOS}
+    if k:
+        settings["speculative_config"] = SpeculativeConfig(num_speculative_tokens=k)
     config = Config(**(settings | options))
     blocks, size = config.num_kvcache_blocks, config.kv_cache_block_size
-    runner = Recorder(SimulatedRunner(VOCAB, EOS, block_size=size, num_blocks=blocks, eos_every=eos_every))
+    simulated = SimulatedRunner(VOCAB, EOS, block_size=size, num_blocks=blocks, eos_every=eos_every, num_drafts=k)
+    runner = Recorder(simulated)
     return EngineCore(config, runner, clock or Clock()), runner
 
 
@@ -173,10 +176,13 @@ class EngineMachine(RuleBasedStateMachine):
         self.pool = draw(st.integers(3, 12)) * (16 // self.size)
         self.limit = draw(st.integers(20, self.pool * self.size))
         self.caching = draw(st.booleans())
+        self.deferred = draw(st.booleans())
         self.clock = Clock()
         self.core, self.runner = engine(
             self.clock,
             eos_every=30,
+            k=draw(st.sampled_from([0, 0, 1, 2, 5])),
+            deferred_output=self.deferred,
             kv_cache_block_size=self.size,
             num_kvcache_blocks=self.pool,
             max_model_len=self.limit,
@@ -211,6 +217,7 @@ class EngineMachine(RuleBasedStateMachine):
             arrive_time=self.clock.now,
             deadline=data.draw(st.sampled_from([None, None, self.clock.now + 5])),
             cache_salt=data.draw(st.sampled_from([b"", b"", b"salt"])),
+            priority=data.draw(st.sampled_from(Priority)),
         )
         self.seqs[seq.id] = seq
         return seq
@@ -243,14 +250,18 @@ class EngineMachine(RuleBasedStateMachine):
         scheduler = self.core.scheduler
         waiting = [seq.id for seq in scheduler.waiting]
         gated = [seq.id for seq in scheduler.gated]
-        batches = len(self.runner.batches)
+        steps = self.core.num_steps
         result = self.core.step()
         self.take(result.outputs)
         scheduler.check_integrity()
-        if len(self.runner.batches) > batches:
+        if self.core.num_steps > steps:
+            self.idle_steps = 0
+            self.core._flights and self.core._flights[-1].result.exception()
             self.check_batch(self.runner.batches[-1], waiting, gated)
         else:
-            assert scheduler.num_live == 0  # no step without progress
+            # No step without progress, but for one that only brings output.
+            self.idle_steps += 1
+            assert scheduler.num_live == 0 or (self.deferred and self.idle_steps == 1)
 
     def take(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -265,8 +276,9 @@ class EngineMachine(RuleBasedStateMachine):
         assert 0 < batch.total_seqs_num <= config.max_num_seqs
         if config.scheduling_policy == PREFILL_FIRST:
             assert (batch.total_seqs_num_prefill == 0) != (batch.total_seqs_num_decode == 0)
+        queue = sorted(waiting + gated, key=lambda i: -self.seqs[i].priority)
         started = [i for i in batch.req_ids if i in waiting or i in gated]
-        live = [i for i in waiting + gated if i not in self.ends or i in started]
+        live = [i for i in queue if i not in self.ends or i in started]
         if self.caching:  # a follower of a prefix that is being computed is held, so others may pass it
             assert started == [i for i in live if i in started]
         else:
@@ -289,6 +301,7 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.core.has_unfinished()
         assert self.core.load().free_blocks == self.pool
         assert self.core.scheduler.block_manager._chains == {}
+        assert not self.core.scheduler._computing
         for seq in self.seqs.values():
             self.check_stream(seq)
 

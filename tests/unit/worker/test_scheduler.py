@@ -225,7 +225,7 @@ class TestMixed:
         sched.add_group([prompt(3, 100 * i, max_tokens=9) for i in range(1, 4)])
         sched.add_group([prompt(30, 700, max_tokens=2)])
         while sched.has_unfinished():
-            running = [s.id for s in sched.running.values() if s.num_completion_tokens]
+            running = [s.id for s in sched.running if s.num_completion_tokens]
             batch = step(sched)
             assert batch.req_ids[: len(running)] == running
             assert batch.total_tokens_num <= 4
@@ -286,7 +286,7 @@ class TestPreemption:
         step(sched)
         while sched.num_waiting == 0 or len(sched.running) > 1:
             step(sched)
-        assert [s.id for s in sched.running.values()] == [seqs[0].id]
+        assert [s.id for s in sched.running] == [seqs[0].id]
         assert [s.id for s in sched.waiting] == [seqs[1].id, seqs[2].id]
         assert all(s.status is SequenceStatus.WAITING and s.num_computed_tokens == 0 for s in sched.waiting)
 

@@ -1,0 +1,65 @@
+"""Where batches are computed: on the caller's thread, or on one of their own (deferred output).
+
+Both compute one batch at a time, in the order in which they were submitted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple, Protocol
+
+from worker.batch import ScheduledBatch, ScheduledBatchOutput
+
+Forward = Callable[[ScheduledBatch], ScheduledBatchOutput]
+
+
+class Executed(NamedTuple):
+    """A step's output, and how long it took in seconds (T12)."""
+
+    output: ScheduledBatchOutput
+    duration_s: float
+
+
+class Executor(Protocol):
+    """Computes batches one after the other."""
+
+    def submit(self, batch: ScheduledBatch) -> Future[Executed]:
+        """Computes a batch after those submitted before; the future raises what the runner raises."""
+        ...
+
+
+class InlineExecutor:
+    """Computes at once, on the caller's thread."""
+
+    def __init__(self, forward: Forward, clock: Callable[[], float]) -> None:
+        self._forward = forward
+        self._clock = clock
+
+    def submit(self, batch: ScheduledBatch) -> Future[Executed]:
+        """The future is done, also after an interrupt."""
+        future: Future[Executed] = Future()
+        try:
+            future.set_result(_execute(self._forward, batch, self._clock))
+        except BaseException as error:
+            future.set_exception(error)
+        return future
+
+
+class ThreadExecutor:
+    """Computes on one thread of its own, so that the caller can schedule meanwhile."""
+
+    def __init__(self, forward: Forward, clock: Callable[[], float]) -> None:
+        self._forward = forward
+        self._clock = clock
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="runner")
+
+    def submit(self, batch: ScheduledBatch) -> Future[Executed]:
+        """Returns at once."""
+        return self._pool.submit(_execute, self._forward, batch, self._clock)
+
+
+def _execute(forward: Forward, batch: ScheduledBatch, clock: Callable[[], float]) -> Executed:
+    start = clock()
+    output = forward(batch)
+    return Executed(output, clock() - start)
