@@ -36,6 +36,10 @@ class TokenHistory:
         prompt_ids = seq.distinct_prompt_ids if repetition else np.empty(0, np.int64)
         return cls(seq.sampling_params, prompt_ids, seq.completion_token_ids)
 
+    def with_token(self, token_id: int) -> TokenHistory:
+        """The history one token later."""
+        return TokenHistory(self.params, self.prompt_ids, [*self.output_ids, token_id])
+
 
 class ScheduledBatch:
     """One step's work: copies of all that the model runner needs, so later changes of a sequence do not reach it (T18).
@@ -89,7 +93,9 @@ class ScheduledBatch:
         self.choices = [s.choice for s in rows]
         # By index i, of those sampled sequences whose logits it changes; nothing is copied of others.
         self.histories = {
-            i: TokenHistory.of(s) for i, s in enumerate(rows) if len(s.token_ids) < s.steered_until and self.is_final[i]
+            i: TokenHistory.of(s)
+            for i, s in enumerate(rows)
+            if len(s.token_ids) + s.num_placeholder < s.steered_until and self.is_final[i]
         }
         self.total_tokens_num = total_tokens_num
         self.total_tokens_num_prefill = total_tokens_num_prefill
@@ -106,6 +112,13 @@ class ScheduledBatch:
             return self.scheduled_tokens
         rows = zip(self.req_ids, self.scheduled_tokens, self.from_last_output, strict=True)
         return [[last_output.token_ids[seq_id][-1]] if late else tokens for seq_id, tokens, late in rows]
+
+    def token_histories(self, last_output: ScheduledBatchOutput) -> dict[int, TokenHistory]:
+        """`histories` with the tokens that the runner's last step has sampled where they were missing."""
+        return {
+            i: history.with_token(last_output.token_ids[self.req_ids[i]][-1]) if self.from_last_output[i] else history
+            for i, history in self.histories.items()
+        }
 
 
 @dataclass

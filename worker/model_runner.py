@@ -187,7 +187,8 @@ class ModelRunner:
         final = np.flatnonzero(np.array(batch.is_final, np.bool_))
         if not len(final):
             return ScheduledBatchOutput({})
-        histories = {row: batch.histories[i] for row, i in enumerate(final.tolist()) if i in batch.histories}
+        known = batch.token_histories(self._last_output)
+        histories = {row: known[i] for row, i in enumerate(final.tolist()) if i in known}
         params = SampleParams(
             temperature=np.array(batch.temperatures, np.float32)[final],
             top_k=np.array(batch.top_ks, np.int64)[final],

@@ -174,7 +174,7 @@ def test_a_penalty_that_overflows_leaves_the_other_rows_alone() -> None:
 # Whole streams.
 
 
-def make_engine(folder: Path) -> LLMEngine:
+def make_engine(folder: Path, **fields: Any) -> LLMEngine:
     """Blocks for two or three prompts, so that sequences are preempted; 16 tokens a step, so chunks too."""
     config = Config(
         model=str(folder),
@@ -183,6 +183,7 @@ def make_engine(folder: Path) -> LLMEngine:
         num_kvcache_blocks=6,
         max_model_len=96,
         max_num_batched_tokens=16,
+        **fields,
     )
     return LLMEngine(config)
 
@@ -252,6 +253,14 @@ def test_batch_preemption_and_chunks_change_nothing(engine: LLMEngine, temperatu
     for i, (prompt, one) in enumerate(zip(prompts(), params, strict=True)):
         (answer,) = engine.generate([prompt], one, request_ids=IDS_OF_REQUESTS[i : i + 1])
         assert answer["token_ids"] == together[i]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_deferred_output_changes_nothing(engine: LLMEngine, folder: Path, temperature: float) -> None:
+    """A row that was scheduled before its newest token had come is punished for that token too."""
+    params = [SamplingParams(temperature=temperature, max_tokens=40, **fields) for fields in MIXED]
+    deferred = make_engine(folder, deferred_output=True)
+    assert streams(deferred, prompts(), params) == streams(engine, prompts(), params)
 
 
 @pytest.mark.parametrize("fields", MIXED)
