@@ -172,14 +172,26 @@ def _facts(rng: random.Random) -> tuple[list[str], list[tuple[str, str]]]:
 
 
 def stories(rng: random.Random) -> Exchange:
-    """A tiny story of what four people do, and a question about one of them; the answer is one of its sentences."""
-    people, verbs = rng.sample(words.NAMES, 4), rng.sample(words.VERBS, 4)
-    colours, things = rng.sample(words.COLOURS, 4), rng.sample(words.THINGS, 4)
-    told = [f"{p} {v}s {c} {t}s." for p, v, c, t in zip(people, verbs, colours, things, strict=True)]
-    chosen = rng.randrange(4)
-    question = rng.choice(("What does {} do?", "Tell me about {}.", "And {}?")).format(people[chosen])
+    """A three-sentence story with one of everything in it, and a question about one of its facts."""
+    name, place, colour = rng.choice(words.NAMES), rng.choice(words.PLACES), rng.choice(words.COLOURS)
+    thing, animal, coins = rng.choice(words.THINGS), rng.choice(words.ANIMALS), rng.randint(2, LARGEST_NUMBER)
+    carried = f"{words.article(colour)} {colour} {thing}"
+    told = [
+        f"{name} walks to the {place} with {carried}.",
+        f"{words.article(animal).capitalize()} {animal} comes along.",
+        f"They find {coins} coins.",
+    ]
+    question, answer = rng.choice(
+        (
+            (f"Where is {name}?", f"{name} is in the {place}."),
+            (f"What does {name} carry?", f"{name} carries {carried}."),
+            (f"What colour is the {thing}?", f"The {thing} is {colour}."),
+            (f"Who comes along with {name}?", f"The {animal} comes along with {name}."),
+            ("How many coins do they find?", f"{name} and the {animal} find {coins} coins."),
+        )
+    )
     user = f"{' '.join(told)} {question}"
-    return Exchange("stories", f"story:{user}", user, told[chosen])
+    return Exchange("stories", f"story:{user}", user, answer)
 
 
 def lookups(rng: random.Random) -> Exchange:

@@ -83,7 +83,7 @@ class Stage:
 STAGES = (
     Stage(FIRST, steps=1600, horizon=2300, peak=2.5e-3),
     Stage(SECOND, steps=700, horizon=700, peak=1.5e-3),
-    Stage(THIRD, steps=400, horizon=400, peak=1.5e-3),
+    Stage(THIRD, steps=350, horizon=350, peak=1.5e-3),
 )
 
 

@@ -27,7 +27,6 @@ THINGS = (
     *("rope", "shell", "spoon", "scarf"),
 )
 COLOURS = ("red", "blue", "green", "yellow", "white", "black", "orange", "purple")
-VERBS = ("paint", "sell", "collect", "mend", "draw", "hide", "count", "need")
 PLACES = (
     *("garden", "kitchen", "forest", "market", "library", "harbour", "attic", "cellar", "barn", "meadow"),
     *("tower", "school"),
