@@ -78,8 +78,9 @@ class ScheduledBatch:
         self.scheduled_tokens = [
             s.token_ids[start:end] for (s, start), end in zip(starts, self.context_lens, strict=True)
         ]
-        for seq_id, drafts in self.scheduled_spec_decode_tokens.items():
-            self.scheduled_tokens[self.req_ids.index(seq_id)] += drafts
+        if self.scheduled_spec_decode_tokens:
+            drafts = [self.scheduled_spec_decode_tokens.get(seq_id, []) for seq_id in self.req_ids]
+            self.scheduled_tokens = [t + more for t, more in zip(self.scheduled_tokens, drafts, strict=True)]
         self.from_last_output = [start >= len(s.token_ids) for s, start in starts]
         self.is_final = [end >= len(s.token_ids) + s.num_placeholder for s, end in ends]
         self.last_block_num_tokens = [(end - 1) % s.block_size + 1 for s, end in ends]

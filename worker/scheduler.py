@@ -393,7 +393,8 @@ class Scheduler:
 
     def _admit(self, step: _Step) -> None:
         held: list[Sequence] = []
-        reserve = sum(self._may_grow(seq) for seq in self.running)
+        is_full = len(self.running) >= self.max_num_seqs
+        reserve = 0 if is_full else sum(self._may_grow(seq) for seq in self.running)
         while self.waiting and step.budget > 0 and len(self.running) + len(held) < self.max_num_seqs:
             seq = self.waiting.first()
             if seq.num_inflight_tokens:

@@ -1,12 +1,14 @@
-"""What a step costs the engine thread besides the model: schedule() and postprocess() at 256 running decodes.
+"""What a step costs the engine thread besides the model: schedule() and postprocess(), the batch's building included.
 
     python -m tests.bench.scheduler_cost
 
-Thread time, so that other processes on the machine count little. Figures: tests/bench/README.md.
+Microseconds per running sequence and step, with 10 000 sequences waiting and a pool of a million blocks; and what the
+pool takes to make. Thread time, so that other processes on the machine count little.
 """
 
 from __future__ import annotations
 
+import resource
 import statistics
 import time
 
@@ -16,21 +18,33 @@ from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 
-NUM_RUNNING = 256
+NUM_BLOCKS = 1_000_000
+NUM_WAITING = 10_000
+PROMPT_TOKENS = 32
 
 
-def make_scheduler(prompt_tokens: int, num_waiting: int) -> Scheduler:
-    """`NUM_RUNNING` sequences that run after a few steps, and others that wait for one of them to end."""
-    config = Config(num_kvcache_blocks=40_000, enable_prefix_caching=True, eos_token_id=0, max_num_seqs=NUM_RUNNING)
-    scheduler = Scheduler(config)
+def make_scheduler(num_running: int) -> Scheduler:
+    """A scheduler with a pool of a million blocks."""
+    return Scheduler(
+        Config(
+            num_kvcache_blocks=NUM_BLOCKS,
+            enable_prefix_caching=True,
+            eos_token_id=0,
+            max_num_seqs=num_running,
+            max_num_batched_tokens=max(num_running, 16384),
+        )
+    )
+
+
+def add_sequences(scheduler: Scheduler, count: int) -> None:
+    """Sequences that run until the benchmark ends."""
     params = SamplingParams(max_tokens=5000)
-    tail = [1 + i % 1000 for i in range(prompt_tokens - 1)]
-    scheduler.add_group(Sequence([i, *tail], 16, params) for i in range(NUM_RUNNING + num_waiting))
-    return scheduler
+    tail = [1 + i % 1000 for i in range(PROMPT_TOKENS - 1)]
+    scheduler.add_group(Sequence([i, *tail], 16, params) for i in range(count))
 
 
 def timed_step(scheduler: Scheduler) -> tuple[ScheduledBatch, float]:
-    """One step, and the milliseconds of schedule() and postprocess() together."""
+    """One step, and the microseconds of schedule() and postprocess() together."""
     start = time.thread_time()
     scheduled = scheduler.schedule(0.0)
     middle = time.thread_time()
@@ -40,20 +54,30 @@ def timed_step(scheduler: Scheduler) -> tuple[ScheduledBatch, float]:
     resumed = time.thread_time()
     scheduler.postprocess(seqs.values(), output, batch=batch, now=0.0)
     scheduler.take_outputs()
-    return batch, 1e3 * (time.thread_time() - resumed + middle - start)
+    return batch, 1e6 * (time.thread_time() - resumed + middle - start)
 
 
-def report(prompt_tokens: int, num_waiting: int) -> str:
-    """One line: median and 99th percentile of 400 steps in which all sequences decode."""
-    scheduler = make_scheduler(prompt_tokens, num_waiting)
-    while timed_step(scheduler)[0].total_seqs_num_decode < NUM_RUNNING:
+def report(num_running: int, num_steps: int) -> str:
+    """One line: median and 99th percentile over steps in which all sequences decode."""
+    scheduler = make_scheduler(num_running)
+    add_sequences(scheduler, num_running + NUM_WAITING)
+    while timed_step(scheduler)[0].total_seqs_num_decode < num_running:
         pass
-    times = sorted(timed_step(scheduler)[1] for _ in range(400))
+    times = sorted(timed_step(scheduler)[1] / num_running for _ in range(num_steps))
     median, p99 = statistics.median(times), times[int(0.99 * len(times))]
-    load = f"{NUM_RUNNING} decodes, prompts of {prompt_tokens}, {num_waiting} waiting"
-    return f"{load}: {median:.2f} ms a step, p99 {p99:.2f} ms"
+    return f"{num_running:5} decodes, {NUM_WAITING} waiting: {median:.2f} us per sequence and step, p99 {p99:.2f} us"
+
+
+def report_pool() -> str:
+    """One line: what a million blocks take to make, time and memory."""
+    before, start = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.thread_time()
+    scheduler = make_scheduler(16)
+    seconds = time.thread_time() - start
+    size = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    return f"{scheduler.block_manager.num_blocks} blocks: {seconds:.2f} s, {size:.0f} MiB"
 
 
 if __name__ == "__main__":
-    for prompt_tokens, num_waiting in ((32, 0), (512, 0), (512, 2000)):
-        print(report(prompt_tokens, num_waiting))
+    print(report_pool())
+    for num_running, num_steps in ((16, 400), (256, 200), (1024, 100), (4096, 40)):
+        print(report(num_running, num_steps))

@@ -276,7 +276,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert 0 < batch.total_seqs_num <= config.max_num_seqs
         if config.scheduling_policy == PREFILL_FIRST:
             assert (batch.total_seqs_num_prefill == 0) != (batch.total_seqs_num_decode == 0)
-        queue = sorted(waiting + gated, key=lambda i: -self.seqs[i].priority)
+        still_gated = {seq.id for seq in self.core.scheduler.gated}
+        queue = sorted([i for i in waiting + gated if i not in still_gated], key=lambda i: -self.seqs[i].priority)
         started = [i for i in batch.req_ids if i in waiting or i in gated]
         live = [i for i in queue if i not in self.ends or i in started]
         if self.caching:  # a follower of a prefix that is being computed is held, so others may pass it

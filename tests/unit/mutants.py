@@ -1,0 +1,142 @@
+"""Mutants: the engine with one rule replaced by the seed's, by editing the source of one function.
+
+`tests/unit/test_mutants.py` shows that the trap's test fails against each.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+from worker import stop_rules
+from worker.batch import ScheduledBatch
+from worker.block_manager import BlockManager
+from worker.scheduler import Scheduler
+from worker.sequence import Sequence
+from worker.stop_rules import StopRules
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """`old` in the source of `owner.name` becomes `new`."""
+
+    trap: str
+    owner: type | ModuleType
+    name: str
+    old: str
+    new: str
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The engine is the mutant as long as the block runs."""
+        original = inspect.getattr_static(self.owner, self.name)
+        setattr(self.owner, self.name, self._mutate(original))
+        try:
+            yield
+        finally:
+            setattr(self.owner, self.name, original)
+
+    def _mutate(self, original: Any) -> Any:
+        source = textwrap.dedent(inspect.getsource(original))
+        if source.count(self.old) != 1:
+            raise ValueError(f"{self.trap}: {self.old!r} is {source.count(self.old)} times in {self.name}")
+        found: dict[str, Any] = {}
+        code = "from __future__ import annotations\n" + source.replace(self.old, self.new)
+        exec(compile(code, f"<mutant {self.trap}>", "exec"), vars(sys.modules[original.__module__]), found)
+        return found[self.name]
+
+
+_STATUS = "seq.status = SequenceStatus.RUNNING"
+
+MUTANTS = [
+    Mutant("t01", Scheduler, "_admit", "seq.num_tokens - len(cached) * seq.block_size", "seq.num_tokens"),
+    Mutant("t02", BlockManager, "_hittable", "(seq.num_tokens - 1)", "seq.num_tokens"),
+    Mutant("t03", BlockManager, "can_allocate", "seq.num_blocks - in_use", "seq.num_blocks"),
+    Mutant("t03", BlockManager, "can_allocate", "seq.num_blocks - in_use", "seq.num_blocks - len(cached)"),
+    Mutant("t04", Scheduler, "_chunk", "return step.budget if", "return 0 if"),
+    Mutant("t05", Scheduler, "validate", "seq.num_prompt_tokens >= self.max_model_len", "False"),
+    Mutant("t06", Scheduler, "__init__", "pool_tokens < self.max_model_len", "False"),
+    Mutant("t07", Scheduler, "_admit", "len(self.running) + len(held) <", "len(step.seqs) <"),
+    Mutant(
+        "t08", Scheduler, "_fill_one_kind", "self._num_prefill_steps >= self.max_consecutive_prefill_steps", "False"
+    ),
+    Mutant("t09", Scheduler, "_fill_prefill", "self.waiting and not step.has_preempted", "self.waiting"),
+    Mutant(
+        "t10",
+        Scheduler,
+        "_admit",
+        "cached, reserve):\n            break",
+        "cached, reserve):\n            held.append(self.waiting.popleft())\n            continue",
+    ),
+    Mutant("t11", Scheduler, "_open_gate", "while self.gated:", "if self.gated:"),
+    Mutant("t12", Scheduler, "record_step", "batch.total_tokens_num_prefill == 0", "False"),
+    Mutant(
+        "t15",
+        BlockManager,
+        "can_append",
+        "self._blocks_needed(seq, num_new_tokens) <= len(self.free_block_ids)",
+        "len(self.free_block_ids) >= (len(seq) % self.block_size == 1)",
+    ),
+    Mutant(
+        "t16",
+        BlockManager,
+        "can_append",
+        "self._blocks_needed(seq, num_new_tokens) <= len(self.free_block_ids)",
+        "len(self.free_block_ids) >= (len(seq) % self.block_size == 1)",
+    ),
+    Mutant("t17", BlockManager, "_take", "del self.hash_to_block_id[block.hash]", "pass"),
+    Mutant("t18", ScheduledBatch, "__init__", "list(s.block_table)", "s.block_table"),
+    Mutant(
+        "t19",
+        Scheduler,
+        "_start",
+        _STATUS,
+        f"{_STATUS}; seq.num_computed_tokens = seq.num_tokens; self.block_manager.publish(seq); "
+        "seq.num_computed_tokens = seq.num_cached_tokens",
+    ),
+    Mutant("t20", BlockManager, "publish", "<= seq.num_computed_tokens", "<= seq.num_tokens"),
+    Mutant("t21", BlockManager, "_claim", "block.ref_count += 1", "block.ref_count += 1; block.reset()"),
+    Mutant("t22", BlockManager, "deallocate", "reversed(seq.block_table)", "seq.block_table"),
+    Mutant("t23", BlockManager, "_find", "block.parent == parent and ", ""),
+    Mutant("t24", Scheduler, "_admit", "seq.num_tokens - len(cached)", "seq.num_prompt_tokens - len(cached)"),
+    Mutant(
+        "t25",
+        Scheduler,
+        "postprocess",
+        "if seq.is_finished:\n            continue",
+        "if seq.status is not SequenceStatus.RUNNING:\n            continue",
+    ),
+    Mutant("t26", Scheduler, "_launch", "seq.num_placeholder += 1", "seq.num_placeholder += 1; seq.append_token(2)"),
+    Mutant(
+        "t27",
+        Scheduler,
+        "_append",
+        "seq.append_token(token_id)",
+        "seq.last_token == 2 and seq.token_ids.pop(); seq.append_token(token_id)",
+    ),
+    Mutant(
+        "t28",
+        Scheduler,
+        "_launch",
+        "seq.num_placeholder += 1",
+        "seq.num_placeholder += seq.type is SequenceType.DECODE",
+    ),
+    Mutant("t30", Scheduler, "_make_room", "self.running.last()", "self.running.first()"),
+    Mutant("t31", ScheduledBatch, "__init__", "end >= len(s.token_ids) + s.num_placeholder", "True"),
+    Mutant("t32", Sequence, "__init__", "next(_ids) if id is None else id", "id or next(_ids)"),
+    Mutant("t33", Scheduler, "_count_rejected", "len(token_ids) - 1", "len(token_ids) - len(drafts)"),
+    Mutant("t34", Scheduler, "_append", "stop is not None", "False"),
+    Mutant("t35", stop_rules, "_sequence_stop", "0 < len(stop) <= num_output and", "0 < len(stop) and"),
+    Mutant("t36", StopRules, "_token_stop", "in params.stop_token_ids", "in () if params.ignore_eos else ()"),
+    Mutant("t38", Scheduler, "_append", "if token_ids and", "if len(token_ids) == 1 and"),
+    Mutant(
+        "t41", Scheduler, "postprocess", "if seq.is_finished:\n            continue", "if False:\n            continue"
+    ),
+    Mutant("t44", Scheduler, "abort", "self._emit(seq, [])", "pass"),
+]
