@@ -36,7 +36,7 @@ class StepWork:
 
     Attributes:
         tokens: rows of the matrix products; a decode is one.
-        sampled: rows whose logits are computed.
+        sampled: rows whose logits are computed: the last one of a sequence, and those of its draft tokens.
         context_tokens: KV cache entries read, summed over the sequences.
         pairs: (query, key) pairs of the causal attention, summed over the sequences.
     """
@@ -50,7 +50,8 @@ class StepWork:
     def of(cls, batch: ScheduledBatch) -> StepWork:
         """The work of a scheduled batch."""
         rows = zip(batch.num_computed_tokens, batch.num_scheduled_tokens, strict=True)
-        return cls.of_rows(rows, sum(batch.is_final))
+        num_drafts = sum(map(len, batch.scheduled_spec_decode_tokens.values()))
+        return cls.of_rows(rows, sum(batch.is_final) + num_drafts)
 
     @classmethod
     def of_rows(cls, rows: Iterable[tuple[int, int]], sampled: int) -> StepWork:

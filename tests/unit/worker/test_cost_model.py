@@ -29,6 +29,9 @@ def test_the_work_of_a_batch() -> None:
     work = StepWork.of(ScheduledBatch({s.id: s for s in (prompt, chunk, decode)}, [5, 8, 1], 14))
     # The chunk ends before the prompt does, so it is not sampled. Pairs: 1+..+5, 17+..+24, 10.
     assert work == StepWork(tokens=14, sampled=2, context_tokens=5 + 24 + 10, pairs=15 + sum(range(17, 25)) + 10)
+    decode.num_computed_tokens = 8
+    drafts = ScheduledBatch({decode.id: decode}, [2], 2, scheduled_spec_decode_tokens={decode.id: [7]})
+    assert StepWork.of(drafts) == StepWork(tokens=2, sampled=2, context_tokens=10, pairs=9 + 10)
     assert StepWork.decode([10]) == StepWork(1, 1, 10, 10)
     assert StepWork.prefill(8, computed=16) == StepWork(8, 1, 24, sum(range(17, 25)))
 

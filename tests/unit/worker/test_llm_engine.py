@@ -234,6 +234,17 @@ class TestRequestsAndSteps:
         assert engine.core.load().free_blocks == 64
         assert engine.step() == []
 
+    def test_deferred_output_and_mixed_steps_change_nothing(self, folder: Path) -> None:
+        params, ids = {"max_tokens": 9, "n": 2, "ignore_eos": True}, [f"r{i}" for i in range(len(PROMPTS))]
+        expected = simulated(folder).generate(PROMPTS, params, request_ids=ids)
+        for options in ({"deferred_output": True}, {"scheduling_policy": "mixed", "max_num_batched_tokens": 16}):
+            engine = simulated(folder, **options)
+            for prompt, request_id in zip(PROMPTS, ids, strict=True):
+                engine.add_request(prompt, params, request_id=request_id)
+            answers = run_to_the_end(engine)
+            for wanted in expected:
+                assert answers[wanted["request_id"], wanted["index"]]["token_ids"] == wanted["token_ids"]
+
     def test_parts_together_are_the_answer(self, folder: Path) -> None:
         engine = simulated(folder)
         whole = engine.generate([[5, 6, 7]], SamplingParams(max_tokens=40, seed=1))[0]["text"]
