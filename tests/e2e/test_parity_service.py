@@ -23,6 +23,20 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 4,
         "tie_word_embeddings": False,
     },
+    "llama-gqa-tied": {
+        "architecture": "llama",
+        "hidden_size": 96,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 3,
+        "head_dim": 16,
+    },
+    "qwen3-one-kv-head-untied": {
+        "architecture": "qwen3",
+        "num_attention_heads": 5,
+        "num_key_value_heads": 1,
+        "head_dim": 32,
+        "tie_word_embeddings": False,
+    },
 }
 SERVICES = {
     "prefix-caching": ["--prefix-caching"],
