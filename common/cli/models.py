@@ -13,6 +13,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from google.protobuf.json_format import MessageToDict
 
 from common.cli.client import call_failed, open_channel
+from common.cli.failure import CommandError
 from common.cli.options import address_option, json_option, timeout_option
 
 _HEADINGS = ("MODEL", "ARCHITECTURE", "LENGTH", "VOCABULARY", "CHAT", "WORKERS", "WEIGHTS", "TOKENIZER")
@@ -34,7 +35,13 @@ async def list_models(address: str, timeout_s: float) -> Sequence[pb.Model]:
 
 
 def as_table(models: Sequence[pb.Model]) -> str:
-    """The models as aligned columns with headings."""
+    """The models as aligned columns with headings.
+
+    Raises:
+        CommandError: there are none (exit code 3).
+    """
+    if not models:
+        raise CommandError("no model is served yet: no worker has come up", 3)
     rows = [_HEADINGS, *(_row(model) for model in models)]
     widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
     return "\n".join(

@@ -163,6 +163,12 @@ async def test_models_as_a_table() -> None:
     assert row.split() == ["demo", "Qwen3ForCausalLM", "512", "1024", "yes", "0"]
 
 
+def test_no_models_are_no_empty_table() -> None:
+    with pytest.raises(CommandError, match="no worker has come up") as it:
+        as_table([])
+    assert it.value.exit_code == 3
+
+
 async def generated(router: ScriptedRouter, *arguments: str) -> tuple[int | None, str, str]:
     """Exit code, standard output and standard error of `fissile generate`."""
     server, address = await serve(router)
