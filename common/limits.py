@@ -9,6 +9,9 @@ TOKENIZER_CHUNK_BYTES = 512 * 1024
 MAX_END_MESSAGE_BYTES = 512
 # Tokens of prompts whose last Extend has not come, per Session.
 MAX_ASSEMBLING_TOKENS = 1 << 24
+# Ended sequences that a worker keeps per router after they were sent, in case the frame is lost.
+MAX_TAILS = 1024
+MAX_TAIL_TOKENS = 1 << 18
 MIN_LEASE_S = 0.1
 MAX_LEASE_S = 60.0
 

@@ -32,6 +32,7 @@ from worker.engine_core import EngineCore, LoadReport
 from worker.engine_turns import Cancel, Command, Deliveries, EngineTurns, Listener, Submit
 from worker.facts import WorkerFacts
 from worker.fleet_lanes import FleetLanes
+from worker.router_sequences import RouterSequences
 from worker.sequence import Sequence
 from worker.session_state import SessionState, check_hello
 from worker.simulated import SimulatedRunner
@@ -208,6 +209,7 @@ class Connection(Session):
         self._down.cut()
         if self._state is not None:
             self._state.close()
+            self._sequences.end()
         if self._is_up:
             self._fleet.session_down(self, "the wire was cut")
 
@@ -240,7 +242,10 @@ class Connection(Session):
         if self._state is None:
             hello = check_hello(frame)
             worker = self._worker
-            self._state = SessionState(hello, worker.facts, worker, worker.lanes, Tracing(), now, self._worker_wakes)
+            self._sequences = RouterSequences(hello.router_id, worker.facts, worker, Tracing())
+            self._state = SessionState(
+                hello, self._sequences, worker.facts, worker, worker.lanes, now, self._worker_wakes
+            )
         else:
             assert self._state.lease_left(now) > 0, f"no frame for {LEASE_S} s"
             self._state.receive(frame, now)
