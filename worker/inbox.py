@@ -267,6 +267,7 @@ class Inbox:
             choice=record.choice,
             arrive_time=draft.arrived,
             deadline=draft.deadline,
+            may_return=not record.keep,
         )
 
 

@@ -80,6 +80,7 @@ class Sequence:
         hash_root: parent hash of the first block, None without salt and adapter (design-details section 6).
         priority: its class.
         cache_salt: sequences of different salts share no blocks, even if their `hash_root` collides.
+        may_return: whether it goes back to its router when it has to wait too long for its first step (rule S9).
     """
 
     def __init__(
@@ -99,6 +100,7 @@ class Sequence:
         hash_root: int | None = None,
         cache_salt: bytes = b"",
         priority: Priority = Priority.NORMAL,
+        may_return: bool = False,
     ) -> None:
         params = sampling_params if sampling_params is not None else SamplingParams()
         self.id = next(_ids) if id is None else id
@@ -125,6 +127,7 @@ class Sequence:
         self.hash_root = hash_root
         self.cache_salt = cache_salt
         self.priority = priority
+        self.may_return = may_return
         self.arrive_time = arrive_time
         self.deadline = deadline
         self.first_scheduled_time: float | None = None

@@ -57,6 +57,7 @@ SEQUENCE: Final = frozenset(
         "traceparent",
         "tracestate",
         "chain_hash",
+        "keep",
     }
 ) | _below("params", _PARAMS)
 # Paths in GenerateRequest.

@@ -341,6 +341,24 @@ def test_a_draining_worker_gives_new_work_back_and_finishes_the_old() -> None:
     assert sorted(router.returned) == [2, 3, 4]
 
 
+def test_what_waits_too_long_for_its_first_step_goes_back_unless_it_must_stay() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, *(record(rid, [rid], max_tokens=400) for rid in range(1, 33))))
+    run(world, router, steps=2)
+    router.write(submit(2, record(50), record(51, keep=True), record(52)))
+    run(world, router, steps=23)
+    assert router.returned == []
+    run(world, router, steps=4)
+    assert router.returned == [50, 52]
+    assert router.reasons() == {}
+    run(world, router, steps=400)
+    assert router.reasons()[51] == wpb.END_REASON_LENGTH
+    assert len(router.reasons()) == 33
+    assert not world.engine.deliveries
+    assert world.tracing.open_spans() == 0
+
+
 def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_is_cancelled() -> None:
     world = World()
     router = world.router()
