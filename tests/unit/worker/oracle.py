@@ -186,6 +186,16 @@ class Oracle:
             (self._gated if life.gated else self._queues[life.seq.priority]).remove(life)
         self._expect_end(life, outputs, [], "aborted", reason)
 
+    def preempted(self, life: Life) -> None:
+        """`preempt` was called between two steps. What is in flight still brings its tokens (T25)."""
+        assert life.seq.status is SequenceStatus.WAITING
+        self.num_preemptions += 1
+        self._wait_in_front(life)
+
+    def _wait_in_front(self, life: Life) -> None:
+        life.computed, life.table, life.drafts, life.prefilling = None, [], [], False
+        self._queues[life.seq.priority].insert(0, life)
+
     def _expect_end(
         self, life: Life, outputs: list[RequestOutput], tokens: list[int], finish: str, reason: EndReason
     ) -> None:
@@ -259,8 +269,7 @@ class Oracle:
             )
             self._check_need(victims[0], survivors)
         for life in reversed(victims):
-            life.computed, life.table, life.drafts, life.prefilling = None, [], [], False
-            self._queues[life.seq.priority].insert(0, life)
+            self._wait_in_front(life)
         return victims
 
     def _check_need(self, last: Life, survivors: list[Life]) -> None:
@@ -328,6 +337,7 @@ class Oracle:
         """It computes known tokens and drafts, and has as many blocks as it may need, no more (T15)."""
         life, known = row.life, row.end - len(row.drafts)
         assert known <= life.known, f"sequence {life.seq.id}: computes {known} of {life.known} tokens"
+        assert not self._ends_foreseeably(life), f"sequence {life.seq.id}: computes behind its end"
         num_slots = len(row.table) * self.size
         assert num_slots >= row.end, f"sequence {life.seq.id}: {num_slots} slots for {row.end} tokens"
         most = max(life.known, row.start + self.k + 1)
@@ -595,9 +605,10 @@ class Oracle:
         for row in flight.rows:
             life = row.life
             life.num_inflight -= 1
-            if not life.ended:
-                life.computed, life.known, life.drafts, was_prefilling = row.was
-                life.prefilling = was_prefilling and life.computed < life.known - 1
+            start, life.known, drafts, was_prefilling = row.was
+            if life.computed is not None:
+                life.computed, life.drafts = start, drafts
+                life.prefilling = was_prefilling and start < life.known - 1
 
     # At any time, and at the end.
 

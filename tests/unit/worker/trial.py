@@ -70,6 +70,15 @@ class Trial:
             if life.seq.deadline is not None and life.seq.deadline <= self.now:
                 self.abort(life.seq.id, EndReason.DEADLINE)
 
+    def preempt(self, life: Life) -> None:
+        """Of any sequence that runs, in flight or not."""
+        self.scheduler.preempt(life.seq)
+        self.oracle.preempted(life)
+
+    def running(self) -> list[Life]:
+        """Those that can be preempted."""
+        return [life for life in self.oracle.lives.values() if life.computed is not None]
+
     def schedule(self) -> bool:
         """One more step in flight, if there is work for it."""
         self.oracle.before_schedule(self.now)
@@ -198,15 +207,17 @@ def run_workload(number: int, *, weak_hashes: bool = False) -> Trial:
 
 
 def _happen(rnd: random.Random, trial: Trial) -> None:
-    """Something happens to the engine, then it works on for a while."""
+    """Something happens to the engine, then it works on for a while, perhaps up to the middle of a step."""
     event = rnd.random()
     if event < 0.55:
         trial.add_group([random_sequence(rnd, trial) for _ in range(rnd.choice([1, 2, 4]))])
     elif event < 0.75:
         for _ in range(rnd.choice([1, 3])):
             trial.add(random_sequence(rnd, trial))
-    elif event < 0.9 and trial.lives:
+    elif event < 0.87 and trial.lives:
         trial.abort(rnd.choice(trial.lives).seq.id)
+    elif event < 0.93 and trial.running():
+        trial.preempt(rnd.choice(trial.running()))
     elif len(trial.oracle.flights) == 1:
         trial.discard()
     for _ in range(rnd.choice([0, 0, 0, 1, 3])):
