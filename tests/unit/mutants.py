@@ -20,6 +20,7 @@ from worker.batch import ScheduledBatch
 from worker.block_manager import BlockManager
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
+from worker.sequence_queue import SequenceQueue, SequenceSet
 from worker.stop_rules import StopRules
 
 
@@ -142,4 +143,24 @@ MUTANTS = [
     Mutant("t38", Scheduler, "_append", "if token_ids and", "if len(token_ids) == 1 and"),
     Mutant("t41", Scheduler, "_land", "if seq.is_finished:", "if False:"),
     Mutant("t44", Scheduler, "abort", "self._emit(seq, [])", "pass"),
+]
+
+# Faults that no seed has, for the oracle (tests/unit/worker/test_oracle.py).
+FAULTS = [
+    Mutant("preempted-to-the-back", Scheduler, "preempt", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
+    Mutant("admitted-in-flight", Scheduler, "_admit", "if seq.num_inflight_tokens:", "if False:"),
+    Mutant("no-followers", BlockManager, "next_hash", "return self._hashes(seq)[len(cached)]", "return None"),
+    Mutant("salts-ignored", BlockManager, "_root", "if not seq.cache_salt:", "if True:"),
+    Mutant("blocks-lost", BlockManager, "deallocate", "reversed(seq.block_table)", "reversed(seq.block_table[1:])"),
+    Mutant("over-budget", Scheduler, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
+    Mutant("drafts-in-flight", Scheduler, "_goes_on", "not ends and not self.use_spec", "not ends"),
+    Mutant("end-not-foreseen", Scheduler, "_goes_on", "not ends and not self.use_spec", "not self.use_spec"),
+    Mutant("rejected-kept", Scheduler, "postprocess", "computed - rejected", "computed"),
+    Mutant("discarded-kept", Scheduler, "discard", "seq.num_inflight_tokens -= num_scheduled", "pass"),
+    Mutant("equal-block-not-held", BlockManager, "_go_on_with", "self._claim(present)", "pass"),
+    Mutant("drafts-forgotten", BlockManager, "_blocks_needed", "num_new_tokens - len", "1 - len"),
+    Mutant("preempted-for-nothing", BlockManager, "can_append", "<= len(", "< len("),
+    Mutant("never-cached", BlockManager, "publish", "not self.enable_prefix_caching", "True"),
+    Mutant("passed-by-others", SequenceQueue, "appendleft", "last=False", "last=True"),
+    Mutant("lowest-class-first", SequenceSet, "first", "self.heads()[0]", "self.heads()[-1]"),
 ]
