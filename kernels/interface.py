@@ -22,6 +22,24 @@ KVCache = Any
 AttentionPlan = Any
 
 
+@dataclass(frozen=True)
+class KVSpec:
+    """What one layer of the KV cache keeps of a token.
+
+    Attributes:
+        num_kv_heads: Hkv of this rank.
+        head_dim: D of keys and values.
+    """
+
+    num_kv_heads: int
+    head_dim: int
+
+    @property
+    def values_per_token(self) -> int:
+        """Numbers that a token takes in one layer."""
+        return 2 * self.num_kv_heads * self.head_dim
+
+
 @dataclass
 class AttentionMetaData:
     """What one step's attention needs (seed 003 section 4, kernel-notes section 6).
@@ -156,7 +174,7 @@ class KernelBackend(Protocol):
         ...
 
     def allocate_kv(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> KVCache:
         """A zeroed KV cache of `num_blocks` blocks of `block_size` tokens."""
         ...

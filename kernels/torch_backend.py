@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from kernels import elementwise, paged_attention, sampling
-from kernels.interface import AttentionMetaData, SampleParams
+from kernels.interface import AttentionMetaData, KVSpec, SampleParams
 from kernels.paged_attention import AttentionPlan, PagedKVCache
 
 # Rows per matrix product. 16 costs a single decode little and runs at two thirds of MKL's best rate on AVX2.
@@ -92,10 +92,10 @@ class TorchBackend:
         return elementwise.silu(gate).to(x.dtype).mul_(up)
 
     def allocate_kv(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> PagedKVCache:
         """See KernelBackend."""
-        return PagedKVCache(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype)
+        return PagedKVCache(num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
 
     def plan_attention(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> AttentionPlan:
         """See KernelBackend."""

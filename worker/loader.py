@@ -29,6 +29,7 @@ DIGEST_WINDOW_BYTES = 64 << 10
 # How many tensor names an error spells out.
 _NAMES_SHOWN = 5
 _HEADER_LENGTH_BYTES = 8
+_ALL = slice(None)
 
 
 def no_progress(done_bytes: int, total_bytes: int) -> None:
@@ -62,12 +63,16 @@ class Weights:
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def take(self, name: str) -> torch.Tensor:
-        """A mapped tensor in the checkpoint's dtype, to be copied by the caller: it is neither aligned nor private."""
+    def take(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> torch.Tensor:
+        """A tensor, or a part of its first and its last dimension, of which nothing else is read.
+
+        It is in the checkpoint's dtype and to be copied by the caller: it is neither aligned nor private.
+        """
         entry = self._entries[name]
         if entry.file not in self._open:
             self._open[entry.file] = safe_open(entry.file, framework="pt")
-        tensor: torch.Tensor = self._open[entry.file].get_tensor(name)
+        stored = self._open[entry.file].get_slice(name)
+        tensor: torch.Tensor = stored[(rows,)] if columns == _ALL else stored[rows, ..., columns]
         if name not in self._taken:
             self._taken.add(name)
             self._done += entry.num_bytes

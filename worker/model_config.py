@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from common.config import DTYPES
+from worker.models.registry import support_model_arch_dict
 
-SUPPORTED_ARCHITECTURES = ("Qwen3ForCausalLM", "LlamaForCausalLM")
+SUPPORTED_ARCHITECTURES = tuple(support_model_arch_dict)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
 
 
@@ -45,6 +46,7 @@ class ModelConfig:
         dtype: the checkpoint's own dtype, one of DTYPES.
         eos_token_ids: every end-of-sequence id, generation_config.json before config.json.
         temperature, top_k, top_p: the checkpoint's generation defaults, None where it has none.
+        source: config.json as it is, for what only one architecture knows.
         The others are named as in config.json.
     """
 
@@ -68,6 +70,7 @@ class ModelConfig:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     @classmethod
     def from_folder(cls, path: Path | str) -> ModelConfig:
@@ -135,6 +138,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         temperature=_optional(float, generation.get("temperature")),
         top_k=_optional(int, generation.get("top_k")),
         top_p=_optional(float, generation.get("top_p")),
+        source=config,
     )
 
 

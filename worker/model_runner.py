@@ -22,17 +22,15 @@ from kernels.select import select_backend
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.dtype import log_dtype, resolve_dtype
 from worker.forward_context import Context, KVCacheTensor, reset_forward_context, set_forward_context, set_kv_cache_data
+from worker.layers.build import Build
 from worker.loader import Progress, load_weights, no_progress
 from worker.model_config import ModelConfig, ModelError
-from worker.models.llama import LlamaForCausalLM
-from worker.models.qwen3 import Qwen3ForCausalLM
+from worker.models.registry import model_class, support_model_arch_dict
+from worker.parallel import Shard, length
 from worker.sequence import Sequence
 from worker.steering import masked_ids, penalties
 
-support_model_arch_dict: dict[str, type[LlamaForCausalLM]] = {
-    "Qwen3ForCausalLM": Qwen3ForCausalLM,
-    "LlamaForCausalLM": LlamaForCausalLM,
-}
+__all__ = ["ModelInput", "ModelRunner", "kv_block_bytes", "support_model_arch_dict"]
 
 _WARMUP_TOKENS = 33
 
@@ -56,9 +54,10 @@ class ModelInput:
     final_rows: torch.Tensor
 
 
-def kv_block_bytes(model_config: ModelConfig, config: Config) -> int:
-    """Bytes of one KV block: keys and values of all layers and heads."""
-    values = 2 * model_config.num_hidden_layers * model_config.num_key_value_heads * model_config.head_dim
+def kv_block_bytes(model_config: ModelConfig, config: Config, shard: Shard | None = None) -> int:
+    """Bytes of one KV block on one rank: what all layers keep of its tokens."""
+    spec = model_class(model_config.architecture).kv_spec(model_config, shard or Shard())
+    values = model_config.num_hidden_layers * spec.values_per_token
     return values * config.kv_cache_block_size * resolve_dtype(config.dtype, model_config).itemsize
 
 
@@ -69,12 +68,19 @@ class ModelRunner:
         config: `model` is the checkpoint folder; `dtype`, `kernels`, `max_model_len`, `kv_cache_block_size` count.
         model_config: from the same folder.
         progress: called with (bytes loaded, bytes in all) for each tensor.
+        shard: the part of the model that this rank holds; all of it when None.
 
     Raises:
         ModelError: the model can not be served; one line.
     """
 
-    def __init__(self, config: Config, model_config: ModelConfig, progress: Progress = no_progress) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        progress: Progress = no_progress,
+        shard: Shard | None = None,
+    ) -> None:
         if config.speculative_config is not None:
             raise ModelError("speculative_config: no draft model is built yet; leave it None")
         self.config = config
@@ -86,10 +92,14 @@ class ModelRunner:
             self.kernels = select_backend(config.kernels)
         except ValueError as error:
             raise ModelError(str(error)) from error
-        model_class = support_model_arch_dict[model_config.architecture]
-        weights = load_weights(config.model, model_class.tensor_shapes(model_config), progress)
+        self.shard = shard or Shard()
+        architecture = model_class(model_config.architecture)
+        weights = load_weights(config.model, architecture.tensor_shapes(model_config), progress)
+        self._kv_spec = architecture.kv_spec(model_config, self.shard)
+        self._num_heads = length(self.shard.part(model_config.num_attention_heads, "num_attention_heads"))
+        build = Build(model_config, self.kernels, weights, self.dtype, self.max_model_len, self.shard)
         with torch.inference_mode():
-            self.model = model_class(model_config, self.kernels, weights, self.dtype, self.max_model_len)
+            self.model = architecture(build)
         self._sampled_ids = _sampled_ids(config.model, model_config)
         self._last_output = ScheduledBatchOutput({})
         self._kv_cache: KVCache = None
@@ -97,22 +107,15 @@ class ModelRunner:
 
     def num_blocks_for(self, kv_bytes: int) -> int:
         """How many KV blocks fit into `kv_bytes`."""
-        return kv_bytes // kv_block_bytes(self.model_config, self.config)
+        return kv_bytes // kv_block_bytes(self.model_config, self.config, self.shard)
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Makes the KV pool; earlier content is lost."""
-        model, config = self.model_config, self.config
+        layers = self.model_config.num_hidden_layers
         self._kv_cache = self.kernels.allocate_kv(
-            model.num_hidden_layers,
-            num_blocks,
-            config.kv_cache_block_size,
-            model.num_key_value_heads,
-            model.head_dim,
-            self.dtype,
+            self._kv_spec, layers, num_blocks, self.config.kv_cache_block_size, self.dtype
         )
-        self._kv_cache_data = {
-            f"layers.{layer}": KVCacheTensor(layer, self._kv_cache) for layer in range(model.num_hidden_layers)
-        }
+        self._kv_cache_data = {f"layers.{layer}": KVCacheTensor(layer, self._kv_cache) for layer in range(layers)}
 
     @contextmanager
     def scratch_kv_cache(self, num_blocks: int) -> Iterator[None]:
@@ -160,7 +163,7 @@ class ModelRunner:
             block_tables=tables,
             slot_mapping=tables[rows, blocks] * self.config.kv_cache_block_size + offsets,
         )
-        metadata.plan = self.kernels.plan_attention(metadata, self._kv_cache, self.model_config.num_attention_heads)
+        metadata.plan = self.kernels.plan_attention(metadata, self._kv_cache, self._num_heads)
         multiple = self.kernels.row_multiple
         padded = -(-total // multiple) * multiple
         context = Context(_padded(positions, padded), total > len(lengths), len(lengths), padded)

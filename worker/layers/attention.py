@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import torch
 
-from kernels.interface import KernelBackend
 from worker.forward_context import get_forward_context
+from worker.layers.build import Build
 
 
 class Attention:
-    """Stores the step's keys and values, then attends to the cache: also rows of this step are read back from it."""
+    """Stores the step's keys and values, then attends to the cache: also rows of this step are read back from it.
 
-    def __init__(self, kernels: KernelBackend, layer: int, head_dim: int) -> None:
-        self._kernels = kernels
+    Args:
+        build: what layers are made with.
+        layer: index of the layer.
+        scale: of the scores.
+    """
+
+    def __init__(self, build: Build, layer: int, scale: float) -> None:
+        self._kernels = build.kernels
         self._name = f"layers.{layer}"
-        self._scale = head_dim**-0.5
+        self._scale = scale
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]"""

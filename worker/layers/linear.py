@@ -1,41 +1,69 @@
-"""Linear layers, packed by the kernel back end."""
+"""Linear layers, packed by the kernel back end, whole or split over the ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from kernels.interface import KernelBackend
-from worker.loader import Weights
+from worker.layers.build import Build
+
+# All rows or columns of a tensor.
+WHOLE = slice(None)
 
 
-class Linear:
+class ColumnLinear:
     """One product for one or several projections of the same input, whose outputs stand side by side.
 
     Args:
-        kernels: the back end.
-        weights: the checkpoint.
-        names: projections, each with `{name}.weight` [N_i, K] and, with `bias`, `{name}.bias` [N_i].
+        build: what layers are made with.
+        parts: projections, each with `{name}.weight` [N_i, K] and, with `bias`, `{name}.bias` [N_i], and the rows of
+            it that this rank computes; WHOLE for all of them on every rank.
         bias: whether the projections have biases.
-        dtype: of weights and activations.
     """
 
-    def __init__(
-        self, kernels: KernelBackend, weights: Weights, names: list[str], bias: bool, dtype: torch.dtype
-    ) -> None:
-        self._kernels = kernels
-        self._packed = kernels.pack_linear(
-            _joined(weights, names, "weight", dtype), _joined(weights, names, "bias", dtype) if bias else None, dtype
+    def __init__(self, build: Build, parts: Mapping[str, slice], bias: bool = False) -> None:
+        self._kernels = build.kernels
+        self._packed = build.kernels.pack_linear(
+            _joined(build, parts, "weight"), _joined(build, parts, "bias") if bias else None, build.dtype
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, K] -> [T, sum of N_i]"""
+        """[T, K] -> [T, sum of this rank's N_i]"""
         return self._kernels.linear(x, self._packed)
 
 
-def _joined(weights: Weights, names: list[str], kind: str, dtype: torch.dtype) -> torch.Tensor:
-    """Copied and converted once: nothing may refer to the mapped file when serving begins."""
-    parts = [weights.take(f"{name}.{kind}") for name in names]
-    joined = torch.empty(sum(part.shape[0] for part in parts), *parts[0].shape[1:], dtype=dtype)
-    for part, place in zip(parts, torch.split(joined, [part.shape[0] for part in parts]), strict=True):
+class RowLinear:
+    """A projection whose input is split over the ranks, and whose output is the sum of theirs.
+
+    Args:
+        build: what layers are made with.
+        name: projection with `{name}.weight` [N, K] and, with `bias`, `{name}.bias` [N].
+        part: the columns of it that this rank has the input of.
+        bias: whether it has a bias; the first rank adds it, so that it is added once.
+    """
+
+    def __init__(self, build: Build, name: str, part: slice, bias: bool = False) -> None:
+        self._kernels = build.kernels
+        self._collectives = build.shard.collectives
+        weight = _copied(build.weights.take(f"{name}.weight", columns=part), build.dtype)
+        own_bias = build.weights.take(f"{name}.bias").to(build.dtype, copy=True) if bias else None
+        self._packed = build.kernels.pack_linear(weight, own_bias if build.shard.rank == 0 else None, build.dtype)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, this rank's K] -> [T, N], the same on every rank"""
+        return self._collectives.all_reduce(self._kernels.linear(x, self._packed))
+
+
+def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Contiguous, in memory of its own: nothing may refer to the mapped file when serving begins."""
+    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
+
+
+def _joined(build: Build, parts: Mapping[str, slice], kind: str) -> torch.Tensor:
+    """Copied and converted once, row by row of the result."""
+    taken = [build.weights.take(f"{name}.{kind}", rows=part) for name, part in parts.items()]
+    joined = torch.empty(sum(part.shape[0] for part in taken), *taken[0].shape[1:], dtype=build.dtype)
+    for part, place in zip(taken, torch.split(joined, [part.shape[0] for part in taken]), strict=True):
         place.copy_(part)
     return joined

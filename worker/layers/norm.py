@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from kernels.interface import KernelBackend
-from worker.loader import Weights
+from worker.layers.build import Build
 
 
 class RMSNorm:
     """RMSNorm with the weight `{name}.weight`, alone or fused with the residual addition before it."""
 
-    def __init__(self, kernels: KernelBackend, weights: Weights, name: str, eps: float, dtype: torch.dtype) -> None:
-        self._kernels = kernels
+    def __init__(self, build: Build, name: str) -> None:
+        self._kernels = build.kernels
         # A copy: the mapped file must not be needed after loading.
-        self._weight = weights.take(f"{name}.weight").to(dtype, copy=True)
-        self._eps = eps
+        self._weight = build.weights.take(f"{name}.weight").to(build.dtype, copy=True)
+        self._eps = build.config.rms_norm_eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]"""

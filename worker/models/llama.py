@@ -2,37 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
-from kernels.interface import KernelBackend
+from kernels.interface import KVSpec
 from worker.layers.attention import Attention
+from worker.layers.build import Build
 from worker.layers.embedding import Embedding, LMHead
-from worker.layers.linear import Linear
+from worker.layers.linear import ColumnLinear, RowLinear
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
-from worker.loader import Shape, Weights
+from worker.loader import Shape
 from worker.model_config import ModelConfig
+from worker.parallel import Shard, length, times
+
+CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class LlamaAttention:
-    """Grouped-query attention with rotary positions."""
+    """Grouped-query attention with rotary positions; heads are split over the ranks."""
 
-    def __init__(
-        self, config: ModelConfig, kernels: KernelBackend, weights: Weights, prefix: str, layer: int, dtype: torch.dtype
-    ) -> None:
-        self._kernels = kernels
-        self._heads = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+    def __init__(self, build: Build, prefix: str, layer: int) -> None:
+        config = build.config
+        self._kernels = build.kernels
         self._head_dim = config.head_dim
-        projections = [f"{prefix}.{name}_proj" for name in "qkv"]
-        self._qkv = Linear(kernels, weights, projections, config.attention_bias, dtype)
-        self._out = Linear(kernels, weights, [f"{prefix}.o_proj"], config.attention_bias, dtype)
-        self._attention = Attention(kernels, layer, config.head_dim)
+        queries = build.shard.part(config.num_attention_heads, "num_attention_heads")
+        keys = build.shard.kv_part(config.num_key_value_heads)
+        self._heads = [length(queries), length(keys), length(keys)]
+        rows, kv_rows = times(queries, config.head_dim), times(keys, config.head_dim)
+        parts = {f"{prefix}.q_proj": rows, f"{prefix}.k_proj": kv_rows, f"{prefix}.v_proj": kv_rows}
+        self._qkv = ColumnLinear(build, parts, config.attention_bias)
+        self._out = RowLinear(build, f"{prefix}.o_proj", rows, config.attention_bias)
+        self._attention = Attention(build, layer, config.head_dim**-0.5)
 
     def normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What happens to queries and keys before the rotation: nothing in Llama."""
         return q, k
 
-    def __call__(self, x: torch.Tensor, cos_sin: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    def __call__(self, x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         """[T, H] -> [T, H]"""
         heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
         q, k, v = heads.split_with_sizes(self._heads, dim=1)
@@ -41,15 +49,13 @@ class LlamaAttention:
 
 
 class LlamaMLP:
-    """Gated feed-forward network."""
+    """Gated feed-forward network of `inner` units, which are split over the ranks."""
 
-    def __init__(
-        self, config: ModelConfig, kernels: KernelBackend, weights: Weights, prefix: str, dtype: torch.dtype
-    ) -> None:
-        self._kernels = kernels
-        names = [f"{prefix}.gate_proj", f"{prefix}.up_proj"]
-        self._gate_up = Linear(kernels, weights, names, config.mlp_bias, dtype)
-        self._down = Linear(kernels, weights, [f"{prefix}.down_proj"], config.mlp_bias, dtype)
+    def __init__(self, build: Build, prefix: str, inner: int, bias: bool = False) -> None:
+        self._kernels = build.kernels
+        part = build.shard.part(inner, "intermediate_size")
+        self._gate_up = ColumnLinear(build, {f"{prefix}.gate_proj": part, f"{prefix}.up_proj": part}, bias)
+        self._down = RowLinear(build, f"{prefix}.down_proj", part, bias)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]"""
@@ -57,26 +63,30 @@ class LlamaMLP:
 
 
 class LlamaDecoderLayer:
-    """Attention and feed-forward, each behind a norm and beside a residual connection."""
+    """Attention and feed-forward, each behind a norm and beside a residual connection.
+
+    Args:
+        build: what layers are made with.
+        layer: its index.
+        attention: [T, H] and cosines and sines -> [T, H].
+        mlp: [T, H] -> [T, H].
+    """
 
     def __init__(
         self,
-        config: ModelConfig,
-        kernels: KernelBackend,
-        weights: Weights,
+        build: Build,
         layer: int,
-        dtype: torch.dtype,
-        attention: type[LlamaAttention],
+        attention: Callable[[torch.Tensor, CosSin], torch.Tensor],
+        mlp: Callable[[torch.Tensor], torch.Tensor],
     ) -> None:
         prefix = f"model.layers.{layer}"
-        eps = config.rms_norm_eps
-        self._input_norm = RMSNorm(kernels, weights, f"{prefix}.input_layernorm", eps, dtype)
-        self._attention = attention(config, kernels, weights, f"{prefix}.self_attn", layer, dtype)
-        self._post_norm = RMSNorm(kernels, weights, f"{prefix}.post_attention_layernorm", eps, dtype)
-        self._mlp = LlamaMLP(config, kernels, weights, f"{prefix}.mlp", dtype)
+        self._input_norm = RMSNorm(build, f"{prefix}.input_layernorm")
+        self._attention = attention
+        self._post_norm = RMSNorm(build, f"{prefix}.post_attention_layernorm")
+        self._mlp = mlp
 
     def __call__(
-        self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: tuple[torch.Tensor, torch.Tensor]
+        self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: CosSin
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(layer output, residual), both [T, H]; their sum is the residual stream."""
         if residual is None:
@@ -90,28 +100,40 @@ class LlamaDecoderLayer:
 class LlamaForCausalLM:
     """Llama 2 and 3: every projection may have a bias, embeddings may be tied.
 
+    Relatives override `make_attention`, `make_mlp` and `layer_shapes`.
+
     Args:
-        config: the shape.
-        kernels: the back end.
-        weights: the checkpoint, with the tensors of `tensor_shapes`.
-        dtype: of weights and activations.
-        max_position: positions that rotary tables are made for.
+        build: what layers are made with; its weights are those of `tensor_shapes`.
     """
 
-    attention = LlamaAttention
+    attention: type[LlamaAttention] = LlamaAttention
 
-    def __init__(
-        self, config: ModelConfig, kernels: KernelBackend, weights: Weights, dtype: torch.dtype, max_position: int
-    ) -> None:
-        self._embedding = Embedding(weights, "model.embed_tokens", dtype)
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, max_position)
-        self._layers = [
-            LlamaDecoderLayer(config, kernels, weights, layer, dtype, self.attention)
-            for layer in range(config.num_hidden_layers)
-        ]
-        self._norm = RMSNorm(kernels, weights, "model.norm", config.rms_norm_eps, dtype)
-        head = self._embedding if config.tie_word_embeddings else Embedding(weights, "lm_head", dtype)
-        self._head = LMHead(kernels, head.weight)
+    def __init__(self, build: Build) -> None:
+        config = build.config
+        self._embedding = Embedding(build, "model.embed_tokens")
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, build.max_position)
+        self._layers = [self.make_layer(build, layer) for layer in range(config.num_hidden_layers)]
+        self._norm = RMSNorm(build, "model.norm")
+        self._head = LMHead(build, self._embedding if config.tie_word_embeddings else Embedding(build, "lm_head"))
+
+    def make_layer(self, build: Build, layer: int) -> LlamaDecoderLayer:
+        """One decoder layer."""
+        prefix = f"model.layers.{layer}"
+        attention = self.make_attention(build, f"{prefix}.self_attn", layer)
+        return LlamaDecoderLayer(build, layer, attention, self.make_mlp(build, f"{prefix}.mlp", layer))
+
+    def make_attention(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor, CosSin], torch.Tensor]:
+        """The attention of one layer."""
+        return self.attention(build, prefix, layer)
+
+    def make_mlp(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The feed-forward network of one layer."""
+        return LlamaMLP(build, prefix, build.config.intermediate_size, build.config.mlp_bias)
+
+    @classmethod
+    def kv_spec(cls, config: ModelConfig, shard: Shard) -> KVSpec:
+        """Keys and values of this rank's heads."""
+        return KVSpec(length(shard.kv_part(config.num_key_value_heads)), config.head_dim)
 
     @classmethod
     def tensor_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
@@ -123,12 +145,12 @@ class LlamaForCausalLM:
         if not config.tie_word_embeddings:
             shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
         for layer in range(config.num_hidden_layers):
-            for name, shape in cls.layer_shapes(config).items():
+            for name, shape in cls.layer_shapes(config, layer).items():
                 shapes[f"model.layers.{layer}.{name}"] = shape
         return shapes
 
     @classmethod
-    def layer_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+    def layer_shapes(cls, config: ModelConfig, layer: int) -> dict[str, Shape]:
         """Name and shape of every tensor of one layer."""
         hidden, inner = config.hidden_size, config.intermediate_size
         queries = config.num_attention_heads * config.head_dim

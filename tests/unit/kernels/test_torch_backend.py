@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels import paged_attention
+from kernels.interface import KVSpec
 from kernels.torch_backend import TorchBackend
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks, stored
 
@@ -80,7 +81,7 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, block_size: in
     dim, lengths, counts = 24, [1, 70, 64, 129, 200], [1, 3, 64, 1, 66]
     num_blocks = sum(-(-length // block_size) for length in lengths) + 1
     blocks = scattered_blocks(lengths, block_size, num_blocks, seed=heads)
-    cache = BACKEND.allocate_kv(2, num_blocks, block_size, kv_heads, dim, dtype)
+    cache = BACKEND.allocate_kv(KVSpec(kv_heads, dim), 2, num_blocks, block_size, dtype)
     cache.data[:, :, :-1] = torch.nan
     rows = [Rows(0, length, table) for length, table in zip(lengths, blocks, strict=True)]
     fill = metadata(rows, block_size)
@@ -105,7 +106,7 @@ def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, block_size: in
 
 
 def test_panels_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache = BACKEND.allocate_kv(1, 40, 16, 2, 16, torch.float32)
+    cache = BACKEND.allocate_kv(KVSpec(2, 16), 1, 40, 16, torch.float32)
     cache.data[:, :, :-1].normal_()
     step = metadata([Rows(100, 300, list(range(19))), Rows(7, 20, [20, 21])], 16)
     q = torch.randn(213, 4, 16)
@@ -120,6 +121,6 @@ def test_panels_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_cache_size_is_what_was_asked_for() -> None:
-    cache = BACKEND.allocate_kv(3, 10, 16, 2, 8, torch.bfloat16)
+    cache = BACKEND.allocate_kv(KVSpec(2, 8), 3, 10, 16, torch.bfloat16)
     # One block more than asked: the zeros for positions past a sequence's end.
     assert cache.data.nbytes == 2 * 3 * (10 + 1) * 16 * 2 * 8 * 2

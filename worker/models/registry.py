@@ -1,0 +1,56 @@
+"""The architectures that can be served. Adding one takes a file in worker/models and a line here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.interface import KVSpec
+    from worker.layers.build import Build
+    from worker.loader import Shape
+    from worker.model_config import ModelConfig
+    from worker.parallel import Shard
+
+# `architectures` entry of config.json -> module:class (seed 003). Names, so that PyTorch is not needed to read them.
+support_model_arch_dict: dict[str, str] = {
+    "Qwen3ForCausalLM": "worker.models.qwen3:Qwen3ForCausalLM",
+    "LlamaForCausalLM": "worker.models.llama:LlamaForCausalLM",
+}
+
+
+class CausalModel(Protocol):
+    """A decoder: what the model runner needs of an architecture."""
+
+    def __init__(self, build: Build) -> None: ...
+
+    @classmethod
+    def tensor_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """Name and shape of every tensor of the (unquantized) checkpoint, whole.
+
+        Raises:
+            ModelError: config.json asks for what this architecture's file does not do.
+        """
+        ...
+
+    @classmethod
+    def kv_spec(cls, config: ModelConfig, shard: Shard) -> KVSpec:
+        """What one layer of this rank keeps of a token."""
+        ...
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, H] after the last norm, for token ids and positions int64 [T]."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [S, V] of hidden states [S, H]."""
+        ...
+
+
+def model_class(architecture: str) -> type[CausalModel]:
+    """The class of a supported architecture. Imports PyTorch."""
+    module, name = support_model_arch_dict[architecture].split(":")
+    found: Any = getattr(import_module(module), name)
+    return found  # type: ignore[no-any-return]

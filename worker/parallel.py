@@ -1,0 +1,85 @@
+"""Which part of a model this rank holds, and how ranks join their results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from worker.model_config import ModelError
+
+
+class Collectives(Protocol):
+    """What the ranks of a tensor-parallel group do together. Every rank calls the same operations in the same order."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`, on every rank; may reuse `x`."""
+        ...
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' `x` [..., N], side by side along the last dimension in the order of ranks."""
+        ...
+
+
+class Alone:
+    """Collectives of a group of one."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`."""
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """`x`."""
+        return x
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One rank's part of a model.
+
+    Attributes:
+        rank: of `size`.
+        size: ranks that share the model.
+        collectives: of those ranks.
+    """
+
+    rank: int = 0
+    size: int = 1
+    collectives: Collectives = field(default_factory=Alone)
+
+    def part(self, count: int, what: str) -> slice:
+        """This rank's equal share of `count` things in a row.
+
+        Raises:
+            ModelError: they can not be shared out evenly; `what` names them.
+        """
+        if count % self.size:
+            raise ModelError(f"{what} {count} is not a multiple of tensor_parallel_size {self.size}")
+        share = count // self.size
+        return slice(self.rank * share, (self.rank + 1) * share)
+
+    def kv_part(self, num_kv_heads: int) -> slice:
+        """This rank's key/value heads: an equal share, or, where ranks outnumber heads, one that others hold too.
+
+        Raises:
+            ModelError: neither of the two numbers is a multiple of the other.
+        """
+        if num_kv_heads >= self.size:
+            return self.part(num_kv_heads, "num_key_value_heads")
+        if self.size % num_kv_heads:
+            raise ModelError(
+                f"tensor_parallel_size {self.size} is not a multiple of num_key_value_heads {num_kv_heads}"
+            )
+        head = self.rank // (self.size // num_kv_heads)
+        return slice(head, head + 1)
+
+
+def times(part: slice, width: int) -> slice:
+    """The rows of a part whose things have `width` rows each."""
+    return slice(part.start * width, part.stop * width)
+
+
+def length(part: slice) -> int:
+    """How many things a part has."""
+    return int(part.stop - part.start)
