@@ -23,6 +23,7 @@ from common.config import MIXED, PREFILL_FIRST, SCHEDULING_POLICIES, Config
 from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from deploy.demo.questions import questions
+from kernels.interface import KVSpec
 from kernels.paged_attention import PagedKVCache
 from kernels.torch_backend import TorchBackend
 from tests.unit.mutants import Mutant
@@ -137,9 +138,9 @@ class PoisonedBackend(TorchBackend):
     """A KV cache of NaN but for the block that stands for what is past a sequence's end."""
 
     def allocate_kv(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> PagedKVCache:
-        made = super().allocate_kv(num_layers, num_blocks, block_size, num_kv_heads, head_dim, dtype)
+        made = super().allocate_kv(spec, num_layers, num_blocks, block_size, dtype)
         made.data[:, :, :-1] = torch.nan
         return made
 
