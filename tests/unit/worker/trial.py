@@ -167,11 +167,12 @@ def random_sequence(rnd: random.Random, trial: Trial) -> Sequence:
         stop_token_sequences=rnd.choice([(), (), ((5, 6), (7,))]),
         repetition_penalty=rnd.choice([1.0, 1.0, 1.0, 1.2]),
     )
+    new_id = trial.new_id()
     seq = Sequence(
         prompt[: limit - 1],
         trial.config.kv_cache_block_size,
         params,
-        id=trial.new_id(),
+        id=new_id,
         seed=rnd.randrange(3),
         choice=rnd.randrange(2),
         arrive_time=trial.now,
@@ -181,6 +182,7 @@ def random_sequence(rnd: random.Random, trial: Trial) -> Sequence:
         cache_salt=salt,
         priority=rnd.choice([*Priority, Priority.NORMAL]),
     )
+    assert seq.id == new_id
     if rnd.random() < 0.1:
         truth = Truth(seq, trial.model, limit, trial.config)
         seq.token_ids = truth.tokens[: rnd.randint(seq.num_prompt_tokens, truth.end)]
