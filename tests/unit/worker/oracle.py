@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -23,6 +24,26 @@ from tests.unit.worker.truth import TokenModel, Truth, fold
 from worker.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput, TokenHistory
 from worker.scheduler import Scheduler
 from worker.sequence import EndReason, Priority, Sequence, SequenceStatus
+
+# What a batch shows, row by row.
+COLUMNS = (
+    "req_ids",
+    "num_scheduled_tokens",
+    "num_computed_tokens",
+    "context_lens",
+    "scheduled_tokens",
+    "from_last_output",
+    "is_final",
+    "last_block_num_tokens",
+    "block_tables",
+    "num_cached_tokens",
+    "temperatures",
+    "top_ks",
+    "top_ps",
+    "min_ps",
+    "seeds",
+    "choices",
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -83,9 +104,10 @@ class Row:
 
 @dataclass(slots=True)
 class Flight:
-    """A step that is scheduled and not landed."""
+    """A step that is scheduled and not landed; `shown` is what it was when it was scheduled."""
 
     batch: ScheduledBatch
+    shown: ScheduledBatch
     seqs: dict[int, Sequence]
     rows: list[Row]
     computing: set[int]
@@ -237,12 +259,13 @@ class Oracle:
             assert not self._decodable(), "a decode is left out"
             self._check_diligence(self.config.max_num_batched_tokens, None, bool(victims))
             return None
-        batch, seqs = step
+        # The step itself makes its columns when it is asked, which is later.
+        batch, seqs = copy(step[0]), step[1]
         self._check_columns(batch, seqs)
         newcomers = self._admitted()
         assert not (victims and newcomers), "a newcomer in a step that preempts (T9)"
         decoding = self._decodable()
-        flight = Flight(batch, seqs, [], set(), self.last_output, ScheduledBatchOutput({}))
+        flight = Flight(step[0], batch, seqs, [], set(), self.last_output, ScheduledBatchOutput({}))
         for i, seq_id in enumerate(batch.req_ids):
             self._add_row(flight, i, self.lives[seq_id])
         self._check_order(flight, newcomers)
@@ -310,10 +333,10 @@ class Oracle:
         assert batch.num_spec_step == self.k
 
     def _add_row(self, flight: Flight, i: int, life: Life) -> None:
-        batch, seq = flight.batch, life.seq
+        batch, seq = flight.shown, life.seq
         start, count, end = batch.num_computed_tokens[i], batch.num_scheduled_tokens[i], batch.context_lens[i]
-        table = list(batch.block_tables[i])
-        assert table == seq.block_table, f"sequence {seq.id}: a table of its own in the batch"
+        table, shown = list(seq.block_table), -(-end // self.size)
+        assert list(batch.block_tables[i]) == table[:shown], f"sequence {seq.id}: other blocks in the batch"
         if life.computed is None:
             self._admit(flight, life, batch.num_cached_tokens[i], table)
             life.first_scheduled = self._now if life.first_scheduled is None else life.first_scheduled
@@ -353,7 +376,7 @@ class Oracle:
         assert life.known + len(drafts) < most, f"sequence {life.seq.id}: drafts behind its end"
 
     def _check_tokens(self, flight: Flight, i: int, row: Row) -> None:
-        batch, truth = flight.batch, row.life.truth
+        batch, truth = flight.shown, row.life.truth
         expected = truth.tokens[row.start : row.end - len(row.drafts)] + row.drafts
         given = list(batch.scheduled_tokens[i])
         if batch.from_last_output[i]:
@@ -489,7 +512,7 @@ class Oracle:
 
     def _execute(self, flight: Flight) -> None:
         """All reads see the steps before this one only: KV that the step itself writes is no cache hit (T19)."""
-        histories = flight.batch.token_histories(self.last_output)
+        histories = flight.shown.token_histories(self.last_output)
         for i, row in enumerate(flight.rows):
             self._read(row)
             self._check_history(row, histories.get(i))
@@ -545,6 +568,12 @@ class Oracle:
 
     # Landing.
 
+    def before_landing(self) -> None:
+        """Call before `postprocess`: a runner may have asked the oldest flight as late as now (T18)."""
+        flight = self.flights[0]
+        for name in COLUMNS:
+            assert getattr(flight.batch, name) == getattr(flight.shown, name), f"{name} of a step in flight has changed"
+
     def landed(self, now: float, finished: list[Sequence], outputs: list[RequestOutput]) -> None:
         """The oldest flight was postprocessed at `now`, which returned `finished` and left `outputs`."""
         flight, self._now = self.flights.popleft(), now
@@ -552,8 +581,6 @@ class Oracle:
         expected = [row.life for row in flight.rows if self._land_row(row, given)]
         assert [out.request_id for out in outputs] == [life.seq.id for life in expected], f"outputs of {[*given]}"
         assert finished == [life.seq for life in expected if life.ended]
-        for table, row in zip(flight.batch.block_tables, flight.rows, strict=True):
-            assert list(table) == row.table, "a batch that is in flight has changed (T18)"
 
     def _land_row(self, row: Row, given: dict[int, RequestOutput]) -> bool:
         """Whether the row's sequence has to have an output, with what and why."""

@@ -94,6 +94,7 @@ class Trial:
         self.scheduler.record_step(flight.batch, duration)
         if flight.batch.total_tokens_num_prefill:
             self.oracle.last_prompt_latency = duration
+        self.oracle.before_landing()
         seqs = list(flight.seqs.values())
         finished = self.scheduler.postprocess(seqs, flight.output, batch=flight.batch, now=self.now)
         self.oracle.landed(self.now, finished, self.scheduler.take_outputs())
