@@ -201,6 +201,8 @@ FAULTS = [
     Mutant("drafts-forgotten", BlockManager, "_blocks_needed", "num_new_tokens - seq", "1 - seq"),
     Mutant("preempted-for-nothing", BlockManager, "can_append", "<= len(", "< len("),
     Mutant("never-cached", BlockManager, "publish", "self._publish_next(seq, chain)", "break"),
+    Mutant("newest-evicted", BlockManager, "_take", "popitem(last=False)", "popitem(last=True)"),
+    Mutant("cached-before-vacant", BlockManager, "_release", "block.hash is None", "False"),
     Mutant("passed-by-others", SequenceQueue, "appendleft", "last=False", "last=True"),
     Mutant("lowest-class-first", SequenceSet, "first", "self.heads()[0]", "self.heads()[-1]"),
 ]

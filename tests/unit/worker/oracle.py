@@ -37,10 +37,6 @@ COLUMNS = (
     "last_block_num_tokens",
     "block_tables",
     "num_cached_tokens",
-    "temperatures",
-    "top_ks",
-    "top_ps",
-    "min_ps",
     "seeds",
     "choices",
 )
@@ -130,6 +126,9 @@ class Cache:
             found += 1
         return found
 
+    def __contains__(self, block: int) -> bool:
+        return block in self._entry_of
+
     def block(self, state: int) -> int | None:
         """Where a prefix is."""
         return self._block_of.get(state)
@@ -178,6 +177,11 @@ class Oracle:
         self.num_batches = self.num_prefill_steps = self.num_preemptions = self.num_admissions = 0
         self.num_drafts = self.num_accepted = 0
         self._now = 0.0
+        self._preempts = False
+        self._held: set[int] = set()
+        # When the last holder of a block has left, in no unit.
+        self._released: dict[int, int] = {}
+        self._num_releases = 0
         self._gated: list[Life] = []
         self._places: dict[int, int] = {}
         self._queues: dict[Priority, list[Life]] = {p: [] for p in sorted(Priority, reverse=True)}
@@ -215,8 +219,14 @@ class Oracle:
         self._wait_in_front(life)
 
     def _wait_in_front(self, life: Life) -> None:
+        self._release(life.table)
         life.computed, life.table, life.drafts, life.prefilling = None, [], [], False
         self._queues[life.seq.priority].insert(0, life)
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        self._num_releases += 1
+        for block in blocks:
+            self._released[block] = self._num_releases
 
     def _expect_end(
         self, life: Life, outputs: list[RequestOutput], tokens: list[int], finish: str, reason: EndReason
@@ -253,6 +263,7 @@ class Oracle:
     def scheduled(self, step: tuple[ScheduledBatch, dict[int, Sequence]] | None) -> Flight | None:
         """`schedule` has returned `step`: checks every decision, then executes the batch."""
         victims = self._take_victims()
+        self._preempts = bool(victims)
         if step is None:
             assert self.flights or not self.lives, "there is work, and no step"
             assert not self._admitted(), "a sequence is admitted to no step"
@@ -415,10 +426,22 @@ class Oracle:
     def _grow(self, life: Life, table: list[int]) -> None:
         held = len(life.table)
         assert table[:held] == life.table, f"sequence {life.seq.id}: its blocks have changed"
-        if self.cache is not None:
-            for block in table[held:]:
+        life.table = table[:held]
+        for block in table[held:]:
+            if self.cache is not None:
+                self._check_eviction(self.cache, block)
                 self.cache.take(block)
-        life.table = list(table)
+            life.table.append(block)
+
+    def _check_eviction(self, cache: Cache, block: int) -> None:
+        """Blocks that hold nothing are taken first, then those whose holders left longest ago (T22). In a step that
+        preempts, what was free at the moment is not known."""
+        if block in cache and not self._preempts:
+            tables = (life.table for life in self.lives.values() if life.computed is not None)
+            free = set(range(self.pool)).difference(chain.from_iterable(tables))
+            assert all(other in cache for other in free), f"block {block} is evicted while others hold nothing"
+            oldest = min(self._released[other] for other in free)
+            assert self._released[block] == oldest, f"block {block} is evicted before older ones"
 
     def _blocks_in(self, life: Life, start: int, end: int) -> Iterable[int]:
         """Hashes of the full blocks that a row computes, wholly or in part."""
@@ -657,6 +680,8 @@ class Oracle:
             if life.prefilling or life.computed is None:
                 ahead += life.delivered - (life.computed or 0)
         assert sched.block_manager.num_free_blocks == self.pool - len(held), "a block is lost"
+        self._release(self._held - held)
+        self._held = held
         assert sched.live_ids() == list(self.lives)
         assert (sched.num_live, sched.num_decoding) == (len(self.lives), num_decoding)
         assert sched.num_waiting == len(self.lives) - num_running
