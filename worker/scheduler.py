@@ -285,6 +285,7 @@ class Scheduler:
         outputs, token_ids, running = self._outputs, fwd_output.token_ids, SequenceStatus.RUNNING
         for seq in seqs:
             sampled = token_ids.get(seq.id, ())
+            # A prompt's last token that was discarded alone comes as a decode, and brings the first token.
             if seq.status is not running or len(sampled) != 1 or seq.first_token_time is None:
                 self._land(seq, 1, True, sampled, None, finished, now)
                 continue

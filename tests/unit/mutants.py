@@ -42,16 +42,14 @@ class Mutant:
     def applied(self) -> Iterator[None]:
         """The engine is the mutant as long as the block runs."""
         original = inspect.getattr_static(self.owner, self.name)
-        is_property = isinstance(original, property)
-        mutated = self._mutate(original.fget if is_property else original)
-        setattr(self.owner, self.name, mutated)
+        setattr(self.owner, self.name, self._mutate(original))
         try:
             yield
         finally:
             setattr(self.owner, self.name, original)
 
     def _mutate(self, original: Any) -> Any:
-        function = original.func if isinstance(original, cached_property) else original
+        function = _function(original)
         source = textwrap.dedent(inspect.getsource(function))
         if self.old not in source:
             raise ValueError(f"{self.trap}: {self.old!r} is not in {self.name}")
@@ -62,6 +60,13 @@ class Mutant:
         if isinstance(mutant, cached_property):
             mutant.attrname = self.name
         return mutant
+
+
+def _function(original: Any) -> Any:
+    """What a property calls."""
+    if isinstance(original, cached_property):
+        return original.func
+    return original.fget if isinstance(original, property) else original
 
 
 _STATUS = "seq.status = SequenceStatus.RUNNING"
@@ -147,8 +152,8 @@ MUTANTS = [
         "t29",
         Scheduler,
         "postprocess",
-        "token_ids = fwd_output.token_ids.get(seq.id, ())",
-        "token_ids = fwd_output.token_ids[seq.id] if seq.id in fwd_output.req_ids else ()",
+        "fwd_output.token_ids.get(seq.id, ())",
+        "fwd_output.token_ids[seq.id] if seq.id in fwd_output.req_ids else ()",
     ),
     Mutant("t30", Scheduler, "_make_room", "self.running.last()", "self.running.first()"),
     Mutant("t31", ScheduledBatch, "_take_rows", "end >= len(s.token_ids) + s.num_placeholder", "True"),
@@ -159,7 +164,6 @@ MUTANTS = [
     Mutant("t36", StopRules, "_token_stop", "in params.stop_token_ids", "in () if params.ignore_eos else ()"),
     Mutant("t37", StopRules, "_token_stop", "EndReason.EOS, token", "EndReason.STOP_TOKEN, token"),
     Mutant("t38", Scheduler, "_append", "if token_ids and", "if len(token_ids) == 1 and"),
-    Mutant("t41", Scheduler, "_land", "if seq.is_finished:", "if False:"),
     Mutant("t39", sampling, "_sample_unfiltered", "counter[rows] for", "counter[rows][:1] for"),
     Mutant(
         "t40",
@@ -168,6 +172,7 @@ MUTANTS = [
         'self._utf8.decode(b"".join(self._piece(id) for id in ids if id not in self._skip))',
         '"".join(self._piece(id).decode("utf-8", "replace") for id in ids if id not in self._skip)',
     ),
+    Mutant("t41", Scheduler, "_land", "if seq.is_finished:", "if False:"),
     Mutant("t42", ThreadExecutor, "__init__", "max_workers=1", "max_workers=2"),
     Mutant(
         "t43",
@@ -189,10 +194,8 @@ FAULTS = [
     Mutant("blocks-lost", BlockManager, "deallocate", "reversed(seq.block_table)", "reversed(seq.block_table[1:])"),
     Mutant("over-budget", Scheduler, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
     Mutant("drafts-in-flight", Scheduler, "_goes_on", "not self.use_spec and ", ""),
-    Mutant(
-        "end-not-foreseen", Scheduler, "_goes_on", "len(seq.token_ids) + seq.num_placeholder < seq.length_limit", "True"
-    ),
-    Mutant("rejected-kept", Scheduler, "_land", "- self._count_rejected(verified, token_ids)", ""),
+    Mutant("end-not-foreseen", Scheduler, "_goes_on", "< seq.length_limit", "< seq.length_limit + 1"),
+    Mutant("rejected-kept", Scheduler, "_land", " - self._count_rejected(verified, token_ids)", ""),
     Mutant("growth-missed", Scheduler, "_fill_plain_decode", ">= seq.num_slots", "> seq.num_slots"),
     Mutant("stop-missed", Scheduler, "_land_decodes", "token_id in seq.stopping_ids or ", ""),
     Mutant("length-missed", Scheduler, "_land_decodes", " or len(tokens) >= seq.length_limit", ""),
@@ -208,7 +211,9 @@ FAULTS = [
     Mutant("equal-block-not-held", BlockManager, "_go_on_with", "self._claim(present)", "pass"),
     Mutant("drafts-forgotten", BlockManager, "_blocks_needed", "num_new_tokens - seq", "1 - seq"),
     Mutant("preempted-for-nothing", BlockManager, "can_append", "<= len(", "< len("),
-    Mutant("never-cached", BlockManager, "publish", "seq.num_computed_tokens < seq.publish_at", "True"),
+    Mutant("never-cached", BlockManager, "publish", "self._publish_next(seq, chain)", "break"),
+    Mutant("newest-evicted", BlockManager, "_take", "popitem(last=False)", "popitem(last=True)"),
+    Mutant("cached-before-vacant", BlockManager, "_release", "block.hash is None", "False"),
     Mutant("passed-by-others", SequenceQueue, "appendleft", "last=False", "last=True"),
     Mutant("lowest-class-first", SequenceSet, "first", "self.heads()[0]", "self.heads()[-1]"),
 ]

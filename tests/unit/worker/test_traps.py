@@ -49,7 +49,10 @@ def test_t01_the_budget_counts_what_the_cache_lacks() -> None:
     sched.add(prompt(40))
     step(sched, EOS)
     sched.add_group([prompt(40), prompt(40, 200)])
-    assert step(sched).num_scheduled_tokens == [8, 40]
+    batch = step(sched)
+    assert (batch.num_cached_tokens, batch.num_scheduled_tokens) == ([32, 0], [8, 40])
+    assert [len(tokens) for tokens in batch.scheduled_tokens] == [8, 40]
+    assert batch.context_lens == [40, 40]
 
 
 def test_t02_of_a_fully_cached_prompt_a_block_is_computed() -> None:
@@ -91,12 +94,14 @@ def test_t06_the_pool_holds_the_longest_sequence() -> None:
         scheduler(num_kvcache_blocks=2, max_model_len=33)
 
 
-def test_t07_the_running_set_is_bounded() -> None:
+def test_t07_the_running_set_is_bounded_and_nobody_in_it_stalls() -> None:
     sched = scheduler(max_num_seqs=2)
-    sched.add_group([prompt(3, 100 * i) for i in range(1, 7)])
+    seqs = [prompt(3, 100 * i, max_tokens=2) for i in range(1, 7)]
+    sched.add_group(seqs)
     for _ in range(6):
         step(sched)
         assert len(sched.running) <= 2
+    assert all(seq.is_finished for seq in seqs)
 
 
 @pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
@@ -203,10 +208,14 @@ def test_t17_eviction_drops_the_index_entry() -> None:
 
 def test_t18_a_batch_is_a_copy() -> None:
     sched = scheduler()
-    sched.add(prompt(16))
-    batch = step(sched)
+    seq = prompt(16)
+    sched.add(seq)
+    flight = launch(sched)
+    table = list(seq.block_table)
+    land(sched, flight, 50)
     step(sched)
-    assert [len(table) for table in batch.block_tables] == [1]
+    sched.abort(seq.id, now=0.0)
+    assert flight[0].block_tables == [table]
 
 
 def test_t19_a_block_is_published_when_it_is_written() -> None:
@@ -320,13 +329,14 @@ def test_t29_an_output_has_only_ids_of_sequences_and_no_list_of_them_is_searched
     assert seq.output_tokens == [5]
 
 
-def test_t30_the_victim_is_the_newest() -> None:
-    sched = scheduler(num_kvcache_blocks=5, enable_prefix_caching=False)
-    old, new = prompt(32), prompt(32, 200)
-    sched.add_group([old, new])
-    step(sched)
-    step(sched)
-    assert ([seq.id for seq in sched.running], [seq.id for seq in sched.waiting]) == ([old.id], [new.id])
+def test_t30_victims_are_the_newest_and_keep_their_order() -> None:
+    sched = scheduler(num_kvcache_blocks=6, enable_prefix_caching=False)
+    seqs = [prompt(16, 100 * i) for i in range(1, 4)]
+    sched.add_group(seqs)
+    while sched.num_preemptions < 2:
+        step(sched)
+    assert [seq.id for seq in sched.running] == [seqs[0].id]
+    assert [seq.id for seq in sched.waiting] == [seqs[1].id, seqs[2].id]
 
 
 def test_t31_only_the_last_chunk_is_sampled() -> None:
@@ -336,7 +346,10 @@ def test_t31_only_the_last_chunk_is_sampled() -> None:
 
 
 def test_t32_zero_is_an_id() -> None:
-    assert Sequence([1], SIZE, id=0).id == 0
+    sched = scheduler()
+    sched.add(Sequence([1, 4], SIZE, id=0))
+    assert step(sched).req_ids == [0]
+    assert sched.abort(0, now=0.0)
 
 
 def test_t33_accepted_is_one_less_than_the_tokens() -> None:
@@ -414,14 +427,15 @@ def test_t38_the_first_token_time_with_several_tokens() -> None:
 
 def test_t41_a_token_that_comes_after_the_abort_is_dropped() -> None:
     sched = scheduler()
-    seq = prompt(3)
-    sched.add(seq)
+    seq, other = prompt(3), prompt(3, 200)
+    sched.add_group([seq, other])
     batch, seqs = launch(sched)
     assert sched.abort(seq.id, now=0.0)
     assert not sched.abort(seq.id, now=0.0)
-    sched.postprocess(seqs.values(), ScheduledBatchOutput({seq.id: (5,)}), batch=batch, now=0.0)
-    assert seq.output_tokens == []
-    assert sched.block_manager.num_free_blocks == 16
+    output = ScheduledBatchOutput({seq.id: (5,), other.id: (6,)})
+    sched.postprocess(seqs.values(), output, batch=batch, now=0.0)
+    assert (seq.output_tokens, other.output_tokens) == ([], [6])
+    assert sched.block_manager.num_free_blocks == 15
 
 
 def test_t42_blocks_that_are_freed_in_flight_are_written_after_that_step() -> None:
