@@ -10,13 +10,13 @@ Where PyTorch's bits could depend on the batch, and what is done (measured with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels import elementwise, paged_attention, sampling
+from kernels import elementwise, paged_attention, sampling, token_selection
 from kernels.interface import AttentionMetaData, KVSpec, SampleParams
 from kernels.paged_attention import AttentionPlan, PagedKVCache
 
@@ -39,6 +39,17 @@ class PackedLinear:
     bias: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class PackedHeads:
+    """A matrix for each head.
+
+    Attributes:
+        weights_t: [Hq, K, N], a transposed view of contiguous [Hq, N, K].
+    """
+
+    weights_t: torch.Tensor
+
+
 class TorchBackend:
     """KernelBackend on PyTorch's CPU operations."""
 
@@ -48,6 +59,7 @@ class TorchBackend:
 
     def __init__(self) -> None:
         self._attention = paged_attention.PagedAttention()
+        self._selector = token_selection.TokenSelector()
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
         """See KernelBackend."""
@@ -67,6 +79,20 @@ class TorchBackend:
                 torch.addmm(packed.bias, tile, packed.weight_t, out=out_tile)
         return out[:rows]
 
+    def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
+        """See KernelBackend."""
+        return PackedHeads(_aligned(weight, dtype).transpose(1, 2))
+
+    def head_linear(self, x: torch.Tensor, packed: PackedHeads) -> torch.Tensor:
+        """See KernelBackend: one fixed-shape batched product per tile of ROW_TILE rows."""
+        rows, heads, width = x.shape
+        tiles = _padded_rows(x.reshape(rows, heads * width)).view(-1, ROW_TILE, heads, width)
+        by_head = tiles.transpose(1, 2).contiguous()
+        out = x.new_empty(len(by_head), heads, ROW_TILE, packed.weights_t.shape[2])
+        for tile, out_tile in zip(by_head, out, strict=True):
+            torch.bmm(tile, packed.weights_t, out=out_tile)
+        return out.transpose(1, 2).reshape(-1, heads, out.shape[3])[:rows]
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See KernelBackend."""
         wide = x.float()
@@ -79,6 +105,13 @@ class TorchBackend:
         """See KernelBackend."""
         total = x + residual
         return self.rms_norm(total, weight, eps), total
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        """See KernelBackend."""
+        wide = x.float()
+        centred = wide - wide.mean(-1, keepdim=True)
+        variance = (centred * centred).mean(-1, keepdim=True)
+        return centred.mul_(torch.rsqrt(variance.add_(eps))).mul_(weight).add_(bias).to(x.dtype)
 
     def rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -95,25 +128,54 @@ class TorchBackend:
         self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> PagedKVCache:
         """See KernelBackend."""
-        return PagedKVCache(num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
+        return PagedKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype)
 
     def plan_attention(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> AttentionPlan:
         """See KernelBackend."""
-        return paged_attention.plan(metadata, cache, num_heads)
+        selection = token_selection.plan(metadata, cache, num_heads)
+        return replace(paged_attention.plan(metadata, cache, num_heads), selection=selection)
 
     def write_kv(
-        self, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
+        self,
+        cache: PagedKVCache,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        metadata: AttentionMetaData,
     ) -> None:
         """See KernelBackend."""
         plan: AttentionPlan = metadata.plan
         tokens = metadata.num_tokens
-        cache.write(layer, plan.slot_rows, k[:tokens], v[:tokens])
+        cache.write(layer, plan.slot_rows, k[:tokens], None if v is None else v[:tokens])
+
+    def write_index(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        """See KernelBackend. The cache has one head, so index keys lie in the same rows as keys."""
+        plan: AttentionPlan = metadata.plan
+        assert cache.index is not None
+        cache.index.write(layer, plan.slot_rows, k[: metadata.num_tokens], None)
+
+    def select_tokens(
+        self, q: torch.Tensor, weights: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData
+    ) -> AttentionPlan | None:
+        """See KernelBackend."""
+        plan: AttentionPlan = metadata.plan
+        if plan.selection is None:
+            return None
+        return self._selector.select(q, weights, cache, layer, metadata, plan.selection)
 
     def attention(
-        self, q: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData, scale: float
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        selection: AttentionPlan | None = None,
     ) -> torch.Tensor:
         """See KernelBackend."""
-        return self._attention.attend(q, cache, layer, metadata.plan, scale)
+        if selection is None:
+            return self._attention.attend(q, cache, layer, metadata.plan, scale)
+        return self._attention.attend(q, cache.by_token(), layer, selection, scale)
 
     def sample(
         self,
