@@ -200,7 +200,10 @@ class KernelBackend(Protocol):
     def rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotates q [T, Hq, D] and k [T, Hkv, D], half-split pairs; cos and sin are float32 [T, 1, D/2] per row."""
+        """Rotates the first R of D dimensions of q [T, Hq, D] and k [T, Hkv, D], half-split pairs; the rest stays.
+
+        cos and sin are float32 [T, 1, R/2] per row.
+        """
         ...
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:

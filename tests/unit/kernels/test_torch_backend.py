@@ -74,6 +74,14 @@ def test_rope_rotates_half_split_pairs() -> None:
         close(out, torch.cat((turned.real, turned.imag), -1))
 
 
+def test_rope_of_a_part_of_the_head_leaves_the_rest() -> None:
+    q, k, angles = torch.randn(3, 4, 12), torch.randn(3, 2, 12), torch.randn(3, 1, 3)
+    cos, sin = angles.cos(), angles.sin()
+    rotated = BACKEND.rope(q[..., :6].contiguous(), k[..., :6].contiguous(), cos, sin)
+    for x, part, out in zip((q, k), rotated, BACKEND.rope(q, k, cos, sin), strict=True):
+        assert torch.equal(out, torch.cat((part, x[..., 6:]), -1))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (3, 1), (16, 1)])
 @pytest.mark.parametrize("block_size", [1, 16, 48, 128])
