@@ -10,8 +10,9 @@ section 3). A back end that can not promise it says so in `batch_invariant`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -19,6 +20,7 @@ import torch
 
 PackedLinear = Any
 PackedHeads = Any
+PackedExperts = Any
 KVCache = Any
 AttentionPlan = Any
 TokenSelection = Any
@@ -146,6 +148,52 @@ class SampleParams:
     masked: MaskedIds | None = None
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How a row chooses its experts by their logits.
+
+    Attributes:
+        top_k: experts of a row.
+        scoring: `softmax` over all experts, `sigmoid` of each, or `topk_softmax` over the chosen ones.
+        renormalize: whether the weights of the chosen add up to 1; not for `topk_softmax`, whose do.
+        num_groups: groups of neighbouring experts; 1 for none.
+        top_groups: groups that experts are chosen from, by the sum of their two best.
+        scale: of the weights, at last.
+    """
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid", "topk_softmax"] = "softmax"
+    renormalize: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """gpt-oss's activation: gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit`, up within +-`limit`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One expert's feed-forward network, or a rank's I of its inner units, in any float dtype.
+
+    Attributes:
+        gate_up: [2I, H], all gates, then all ups.
+        down: [H, I].
+        gate_up_bias: [2I] or None.
+        down_bias: [H] or None.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
 class KernelBackend(Protocol):
     """The operations. None writes to its inputs, except `write_kv` to the cache and `sample` to the logits."""
 
@@ -208,6 +256,34 @@ class KernelBackend(Protocol):
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu(x[:, :I]) * x[:, I:] for x [T, 2I]: [T, I]."""
+        ...
+
+    def route(
+        self, logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chooses experts by float32 logits [T, E]: ids int64 [T, k] and weights float32 [T, k].
+
+        The best comes first, of equals the lower id. `correction_bias` float32 [E] is added to the scores to choose by,
+        not to the weights.
+        """
+        ...
+
+    def pack_experts(
+        self, weights: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
+    ) -> PackedExperts:
+        """Brings a rank's experts, ids `first`, `first` + 1, ..., into the back end's layout, in `dtype`.
+
+        They are silu(gate) * up inside, or as `clamp` says. The result may share the weights' memory.
+        """
+        ...
+
+    def moe(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts
+    ) -> torch.Tensor:
+        """Weighted sum over the k slots of x [T, H] through the chosen experts: [T, H] in the model dtype.
+
+        Ids outside the packed ones are another rank's and add nothing. Summed in float32, in the order of slots.
+        """
         ...
 
     def allocate_kv(

@@ -1,8 +1,7 @@
 """The reference back end: plain PyTorch, batch-invariant on a CPU.
 
 Where PyTorch's bits could depend on the batch, and what is done (measured with MKL 2024.2; tests/unit/kernels):
-- Matrix products: MKL picks kernels by M. Every product here is one fixed call shape: `ROW_TILE` rows, zero-padded,
-  out of fresh or step-wide contiguous tensors, so each tile is 64-byte aligned. A row's place in its tile is free.
+- Matrix products: kernels/row_tiles.py. Experts: kernels/experts.py.
 - Batched products in attention: a fixed number of items per call, 8 n rows per item (6 rows differ by batch size).
 - Elementwise functions with an exp in them: kernels/elementwise.py. Sums along a contiguous row, softmax, rsqrt and
   arithmetic are row by row already.
@@ -10,44 +9,18 @@ Where PyTorch's bits could depend on the batch, and what is done (measured with 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels import elementwise, paged_attention, sampling, token_selection
-from kernels.interface import AttentionMetaData, KVSpec, SampleParams
+from kernels import experts, paged_attention, row_tiles, sampling, token_selection
+from kernels.experts import PackedExperts
+from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
 from kernels.paged_attention import AttentionPlan, PagedKVCache
-
-# Rows per matrix product. 16 costs a single decode little and runs at two thirds of MKL's best rate on AVX2.
-ROW_TILE = 16
-# PyTorch's allocator gives this to every tensor; a view may begin anywhere, and MKL's bits may depend on it.
-_ALIGNMENT = 64
-
-
-@dataclass(frozen=True)
-class PackedLinear:
-    """A weight in aligned memory, transposed for `x @ weight_t`.
-
-    Attributes:
-        weight_t: [K, N], a transposed view of contiguous [N, K].
-        bias: [N] or None.
-    """
-
-    weight_t: torch.Tensor
-    bias: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class PackedHeads:
-    """A matrix for each head.
-
-    Attributes:
-        weights_t: [Hq, K, N], a transposed view of contiguous [Hq, N, K].
-    """
-
-    weights_t: torch.Tensor
+from kernels.row_tiles import ROW_TILE, PackedHeads, PackedLinear
 
 
 class TorchBackend:
@@ -63,35 +36,19 @@ class TorchBackend:
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
         """See KernelBackend."""
-        return PackedLinear(_aligned(weight, dtype).t(), None if bias is None else _aligned(bias, dtype))
+        return row_tiles.pack(weight, bias, dtype)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """See KernelBackend: one fixed-shape product per tile of ROW_TILE rows."""
-        rows = x.shape[0]
-        tiles = _padded_rows(x)
-        out = x.new_empty(tiles.shape[0], packed.weight_t.shape[1])
-        pairs = zip(_row_tiles(tiles), _row_tiles(out), strict=True)
-        if packed.bias is None:
-            for tile, out_tile in pairs:
-                torch.mm(tile, packed.weight_t, out=out_tile)
-        else:
-            for tile, out_tile in pairs:
-                torch.addmm(packed.bias, tile, packed.weight_t, out=out_tile)
-        return out[:rows]
+        return row_tiles.linear(x, packed)
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
         """See KernelBackend."""
-        return PackedHeads(_aligned(weight, dtype).transpose(1, 2))
+        return row_tiles.pack_heads(weight, dtype)
 
     def head_linear(self, x: torch.Tensor, packed: PackedHeads) -> torch.Tensor:
         """See KernelBackend: one fixed-shape batched product per tile of ROW_TILE rows."""
-        rows, heads, width = x.shape
-        tiles = _padded_rows(x.reshape(rows, heads * width)).view(-1, ROW_TILE, heads, width)
-        by_head = tiles.transpose(1, 2).contiguous()
-        out = x.new_empty(len(by_head), heads, ROW_TILE, packed.weights_t.shape[2])
-        for tile, out_tile in zip(by_head, out, strict=True):
-            torch.bmm(tile, packed.weights_t, out=out_tile)
-        return out.transpose(1, 2).reshape(-1, heads, out.shape[3])[:rows]
+        return row_tiles.head_linear(x, packed)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See KernelBackend."""
@@ -121,8 +78,25 @@ class TorchBackend:
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """See KernelBackend; silu is rounded to the model dtype before the product."""
-        gate, up = x.chunk(2, dim=-1)
-        return elementwise.silu(gate).to(x.dtype).mul_(up)
+        return experts.silu_and_mul(x)
+
+    def route(
+        self, logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See KernelBackend."""
+        return experts.route(logits, routing, correction_bias)
+
+    def pack_experts(
+        self, weights: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
+    ) -> PackedExperts:
+        """See KernelBackend."""
+        return experts.pack(weights, first, clamp, dtype)
+
+    def moe(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts
+    ) -> torch.Tensor:
+        """See KernelBackend."""
+        return experts.moe(x, topk_ids, topk_weights, packed)
 
     def allocate_kv(
         self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
@@ -187,28 +161,6 @@ class TorchBackend:
     ) -> torch.Tensor:
         """See KernelBackend."""
         return torch.from_numpy(sampling.sample(logits.numpy(), params, seeds, positions, choices))
-
-
-def _aligned(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`tensor` as it is if it is contiguous `dtype` in 64-byte aligned memory, else a copy that is."""
-    if tensor.dtype == dtype and tensor.is_contiguous() and tensor.data_ptr() % _ALIGNMENT == 0:
-        return tensor
-    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
-
-
-def _padded_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, K] with zero rows up to a multiple of ROW_TILE, contiguous; x itself when it is that already."""
-    rows, width = x.shape
-    padded = -(-rows // ROW_TILE) * ROW_TILE
-    if rows == padded and x.is_contiguous() and x.data_ptr() % _ALIGNMENT == 0:
-        return x
-    tiles = x.new_zeros(padded, width)
-    tiles[:rows] = x
-    return tiles
-
-
-def _row_tiles(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    return x.view(-1, ROW_TILE, x.shape[1]).unbind()
 
 
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -110,6 +110,42 @@ class ModelConfig:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ModelError(f"{folder / 'config.json'} can not be used: {what}") from error
 
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of config.json, for what only one architecture knows; `default` where it has none.
+
+        Raises:
+            ModelError: it is missing without a default, or not a whole number of at least `least`.
+        """
+        value = self.source.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ModelError(f"config.json: {key} is {value!r}; it must be an integer of at least {least}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A real number of config.json.
+
+        Raises:
+            ModelError: it is not one.
+        """
+        value = self.source.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ModelError(f"config.json: {key} is {value!r}; it must be a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A truth value of config.json.
+
+        Raises:
+            ModelError: it is not one.
+        """
+        value = self.source.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ModelError(f"config.json: {key} is {value!r}; it must be true or false")
+        return value
+
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:

@@ -57,6 +57,10 @@ class LlamaMLP:
         self._gate_up = ColumnLinear(build, {f"{prefix}.gate_proj": part, f"{prefix}.up_proj": part}, bias)
         self._down = RowLinear(build, f"{prefix}.down_proj", part, bias)
 
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H], this rank's summand"""
+        return self._down.partial(self._kernels.silu_and_mul(self._gate_up(x)))
+
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]"""
         return self._down(self._kernels.silu_and_mul(self._gate_up(x)))

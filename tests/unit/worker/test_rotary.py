@@ -65,4 +65,5 @@ def test_spellings_of_older_checkpoints() -> None:
         "rope_scaling": {"type": "yarn", "factor": 8.0},
         "original_max_position_embeddings": 256,
     }
-    assert rope_config(old) == rope_config({"rope_parameters": PARAMETERS["yarn-partial"], "max_position_embeddings": 2048})
+    new = {"rope_parameters": PARAMETERS["yarn-partial"], "max_position_embeddings": 2048}
+    assert rope_config(old) == rope_config(new)
