@@ -110,23 +110,29 @@ class TorchBackend:
         return replace(paged_attention.plan(metadata, cache, num_heads), selection=selection)
 
     def write_kv(
-        self,
-        cache: PagedKVCache,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        metadata: AttentionMetaData,
+        self, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
     ) -> None:
         """See KernelBackend."""
         plan: AttentionPlan = metadata.plan
         tokens = metadata.num_tokens
-        cache.write(layer, plan.slot_rows, k[:tokens], None if v is None else v[:tokens])
+        cache.write(layer, plan.slot_rows, k[:tokens], v[:tokens])
+
+    def attention(
+        self, q: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData, scale: float
+    ) -> torch.Tensor:
+        """See KernelBackend."""
+        return self._attention.attend(q, cache, layer, metadata.plan, scale)
+
+    def write_latent(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        """See KernelBackend."""
+        plan: AttentionPlan = metadata.plan
+        cache.write(layer, plan.slot_rows, k[: metadata.num_tokens])
 
     def write_index(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
         """See KernelBackend. The cache has one head, so index keys lie in the same rows as keys."""
         plan: AttentionPlan = metadata.plan
         assert cache.index is not None
-        cache.index.write(layer, plan.slot_rows, k[: metadata.num_tokens], None)
+        cache.index.write(layer, plan.slot_rows, k[: metadata.num_tokens])
 
     def select_tokens(
         self, q: torch.Tensor, weights: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData
@@ -137,14 +143,14 @@ class TorchBackend:
             return None
         return self._selector.select(q, weights, cache, layer, metadata, plan.selection)
 
-    def attention(
+    def latent_attention(
         self,
         q: torch.Tensor,
         cache: PagedKVCache,
         layer: int,
         metadata: AttentionMetaData,
         scale: float,
-        selection: AttentionPlan | None = None,
+        selection: AttentionPlan | None,
     ) -> torch.Tensor:
         """See KernelBackend."""
         if selection is None:

@@ -14,6 +14,7 @@ from worker.models.registry import support_model_arch_dict
 
 SUPPORTED_ARCHITECTURES = tuple(support_model_arch_dict)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_FULL, _INDEXED = "full_attention", "indexed_attention"
 
 
 class ModelError(Exception):
@@ -213,7 +214,8 @@ def _refuse_unsupported(config: Mapping[str, Any]) -> None:
         raise ModelError("quantized checkpoints are not supported; give the float32, bfloat16 or float16 checkpoint")
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
-    if config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}:
+    # Of DeepSeek-V3.2, `transformers` says that its layers are `indexed_attention`.
+    if config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {_FULL, _INDEXED}:
         raise ModelError("sliding window attention is not supported; give a checkpoint with full attention")
 
 

@@ -104,7 +104,7 @@ class LlamaDecoderLayer:
 class LlamaForCausalLM:
     """Llama 2 and 3: every projection may have a bias, embeddings may be tied.
 
-    Relatives override `check`, `make_attention`, `make_mlp` and `layer_shapes`.
+    Relatives override `check`, `make_rotary`, `make_attention`, `make_mlp` and `layer_shapes`.
 
     Args:
         build: what layers are made with; its weights are those of `tensor_shapes`.
@@ -115,7 +115,7 @@ class LlamaForCausalLM:
     def __init__(self, build: Build) -> None:
         config = build.config
         self._embedding = Embedding(build, "model.embed_tokens")
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, build.max_position)
+        self._rotary = self.make_rotary(build)
         self._layers = [self.make_layer(build, layer) for layer in range(config.num_hidden_layers)]
         self._norm = RMSNorm(build, "model.norm")
         self._head = LMHead(build, self._embedding if config.tie_word_embeddings else Embedding(build, "lm_head"))
@@ -125,6 +125,10 @@ class LlamaForCausalLM:
         prefix = f"model.layers.{layer}"
         attention = self.make_attention(build, f"{prefix}.self_attn", layer)
         return LlamaDecoderLayer(build, layer, attention, self.make_mlp(build, f"{prefix}.mlp", layer))
+
+    def make_rotary(self, build: Build) -> RotaryEmbedding:
+        """The rotary embedding of all layers."""
+        return RotaryEmbedding(build.config.rope, build.config.head_dim, build.max_position)
 
     def make_attention(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor, CosSin], torch.Tensor]:
         """The attention of one layer."""

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 support_model_arch_dict: dict[str, str] = {
     "Qwen3ForCausalLM": "worker.models.qwen3:Qwen3ForCausalLM",
     "LlamaForCausalLM": "worker.models.llama:LlamaForCausalLM",
+    "DeepseekV3ForCausalLM": "worker.models.deepseek_v3:DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM": "worker.models.deepseek_v32:DeepseekV32ForCausalLM",
 }
 
 
