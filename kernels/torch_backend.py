@@ -18,7 +18,7 @@ import torch
 from kernels import experts, paged_attention, row_tiles, sampling
 from kernels.experts import PackedExperts
 from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
-from kernels.paged_attention import AttentionPlan, PagedKVCache
+from kernels.paged_attention import PagedKVCache, StepPlan
 from kernels.row_tiles import ROW_TILE, PackedLinear
 
 
@@ -87,23 +87,31 @@ class TorchBackend:
         """See KernelBackend."""
         return PagedKVCache(num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
 
-    def plan_attention(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> AttentionPlan:
+    def plan_attention(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> StepPlan:
         """See KernelBackend."""
-        return paged_attention.plan(metadata, cache, num_heads)
+        return StepPlan(metadata, cache, num_heads)
 
     def write_kv(
         self, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
     ) -> None:
         """See KernelBackend."""
-        plan: AttentionPlan = metadata.plan
+        plan: StepPlan = metadata.plan
         tokens = metadata.num_tokens
         cache.write(layer, plan.slot_rows, k[:tokens], v[:tokens])
 
     def attention(
-        self, q: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData, scale: float
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See KernelBackend."""
-        return self._attention.attend(q, cache, layer, metadata.plan, scale)
+        plan: StepPlan = metadata.plan
+        return self._attention.attend(q, cache, layer, plan.attention(window), scale, sinks)
 
     def sample(
         self,
