@@ -19,9 +19,26 @@ import numpy.typing as npt
 import torch
 
 PackedLinear = Any
+PackedHeads = Any
 PackedExperts = Any
 KVCache = Any
 AttentionPlan = Any
+TokenSelection = Any
+
+
+@dataclass(frozen=True)
+class IndexSpec:
+    """The indexer of sparse attention: which tokens a query attends to (DeepSeek-V3.2).
+
+    Attributes:
+        num_heads: Hi, index queries per token.
+        head_dim: Di of index queries and of a token's one index key.
+        topk: tokens that a query attends to, at most.
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
 
 
 @dataclass(frozen=True)
@@ -29,17 +46,22 @@ class KVSpec:
     """What one layer of the KV cache keeps of a token.
 
     Attributes:
-        num_kv_heads: Hkv of this rank.
-        head_dim: D of keys and values.
+        num_kv_heads: Hkv of this rank; 1 where there is an indexer.
+        head_dim: D of keys, and of values that are stored beside them.
+        latent_value_dim: 0, or the width Dv of values that are not stored, being the first Dv numbers of their key.
+        index: the sparse-attention indexer, which keeps a key of its own; None for full attention.
     """
 
     num_kv_heads: int
     head_dim: int
+    latent_value_dim: int = 0
+    index: IndexSpec | None = None
 
     @property
     def values_per_token(self) -> int:
         """Numbers that a token takes in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim
+        stored = self.num_kv_heads * self.head_dim * (1 if self.latent_value_dim else 2)
+        return stored + (0 if self.index is None else self.index.head_dim)
 
 
 @dataclass
@@ -201,6 +223,14 @@ class KernelBackend(Protocol):
         """x [T, K] times the packed weight, plus its bias: [T, N] in the model dtype."""
         ...
 
+    def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
+        """Brings a matrix for each head, [Hq, N, K], into the back end's layout, in `dtype`."""
+        ...
+
+    def head_linear(self, x: torch.Tensor, packed: PackedHeads) -> torch.Tensor:
+        """Each head of x [T, Hq, K] times its own matrix: [T, Hq, N] in the model dtype."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root mean square norm over the last dimension, in float32, rounded to x's dtype before the weight."""
         ...
@@ -209,6 +239,10 @@ class KernelBackend(Protocol):
         self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """(rms_norm(x + residual), x + residual); the sum is rounded to the model dtype first."""
+        ...
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        """(x - mean) / standard deviation * weight + bias over the last dimension, in float32, in x's dtype."""
         ...
 
     def rope(
@@ -263,9 +297,27 @@ class KernelBackend(Protocol):
         ...
 
     def write_kv(
-        self, cache: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
+        self, cache: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor | None, metadata: AttentionMetaData
     ) -> None:
-        """Stores the rows of k and v [T, Hkv, D] in the slots of `metadata`; padding rows are not stored."""
+        """Stores the rows of k and v [T, Hkv, D] in the slots of `metadata`; padding rows are not stored.
+
+        v is None exactly where values are part of the keys (`KVSpec.latent_value_dim`).
+        """
+        ...
+
+    def write_index(self, cache: KVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        """Stores the index keys k [T, Di] in the slots of `metadata`; padding rows are not stored."""
+        ...
+
+    def select_tokens(
+        self, q: torch.Tensor, weights: torch.Tensor, cache: KVCache, layer: int, metadata: AttentionMetaData
+    ) -> TokenSelection | None:
+        """The tokens that each row attends to, by index queries q [T, Hi, Di] and weights float32 [T, Hi].
+
+        A row selects, among the tokens up to its own, `topk` with the highest scores, all when there are no more. The
+        score of a token with index key k is the sum over heads h of weights[h] * relu(q[h] . k), in float32; of equal
+        scores the earlier token wins. None means that every row attends to all.
+        """
         ...
 
     def attention(
@@ -275,14 +327,16 @@ class KernelBackend(Protocol):
         layer: int,
         metadata: AttentionMetaData,
         scale: float,
+        selection: TokenSelection | None = None,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Causal attention of q [T, Hq, D] over the cache, which holds this step's keys already: [T, Hq, D].
+        """Causal attention of q [T, Hq, D] over the cache, which holds this step's keys already: [T, Hq, Dv].
 
-        One path for every number of rows: a decode is a prefill of one row. Padding rows come back as zeros. A row sees
-        the last `window` keys, its own included, or all. `sinks` [Hq] are scores that take part in a head's softmax
-        without a value.
+        One path for every number of rows: a decode is a prefill of one row. Padding rows come back as zeros. Dv is D,
+        or that of `KVSpec.latent_value_dim`. With a `selection`, rows attend to its tokens only; with a `window`, to
+        the last so many, their own included. `sinks` [Hq] are scores that take part in a head's softmax without a
+        value.
         """
         ...
 

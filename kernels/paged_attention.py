@@ -19,13 +19,17 @@ import functools
 import math
 import mmap
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kernels.elementwise import exp2_, padded_length
-from kernels.interface import AttentionMetaData
+from kernels.interface import AttentionMetaData, IndexSpec, KVSpec
+
+if TYPE_CHECKING:
+    from kernels.token_selection import SelectionPlan
 
 # Keys per tile.
 KV_TILE = 64
@@ -43,36 +47,67 @@ Ints = npt.NDArray[np.int64]
 
 
 class PagedKVCache:
-    """Keys and values of all layers: [layers, 2, blocks + 1, Hkv, block_size, D] in the model dtype, zeroed.
+    """Keys and values of all layers: [layers, 2, blocks + 1, Hkv, block_size, D] in the model dtype.
 
     The block is the outermost dimension inside a layer, so that blocks can be copied without knowing heads. The last
-    block is never written: it stands for the positions past a sequence's end.
+    block is never written: it stands for the positions past a sequence's end. A latent cache is
+    [layers, 1, blocks + 1, Hkv, block_size, D]: its values are the first `value_dim` numbers of its keys.
+
+    Args:
+        data: zeros of that shape.
+        value_dim: D, or the width of a latent cache's values.
+        index_spec: the sparse-attention indexer; None for full attention.
+        index: its keys for the same blocks, a latent cache of one head.
     """
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype
+        self,
+        data: torch.Tensor,
+        value_dim: int,
+        index_spec: IndexSpec | None = None,
+        index: PagedKVCache | None = None,
     ) -> None:
-        self.num_blocks = num_blocks
-        self.block_size = block_size
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
+        layers, sides, blocks, self.num_kv_heads, self.block_size, self.head_dim = data.shape
+        self.num_blocks = blocks - 1
+        self.value_dim = value_dim
+        self.latent = sides == 1
+        self.index_spec = index_spec
+        self.index = index
         # Keys that lie together both in a block and in a tile.
-        self.granule = math.gcd(block_size, KV_TILE)
-        shape = (num_layers, 2, num_blocks + 1, num_kv_heads, block_size, head_dim)
-        self.data = _lazily_zeroed(math.prod(shape), dtype).view(shape)
-        self._slots = [layer.view(2, -1, head_dim) for layer in self.data]
-        self._granules = [layer.view(2, -1, self.granule * head_dim) for layer in self.data]
+        self.granule = math.gcd(self.block_size, KV_TILE)
+        self.data = data
+        self._slots = data.view(layers, sides, -1, self.head_dim)
+        self._granules = data.view(layers, sides, -1, self.granule * self.head_dim)
 
-    def write(self, layer: int, slot_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """Stores k and v [tokens, Hkv, D] in the rows `slot_rows` int64 [tokens * Hkv]."""
-        keys, values = self._slots[layer]
-        keys.index_copy_(0, slot_rows, k.reshape(-1, self.head_dim))
-        values.index_copy_(0, slot_rows, v.reshape(-1, self.head_dim))
+    @classmethod
+    def allocate(
+        cls, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> PagedKVCache:
+        """A zeroed cache of `num_blocks` blocks that can be written."""
+        sides = 1 if spec.latent_value_dim else 2
+        shape = (num_layers, sides, num_blocks + 1, spec.num_kv_heads, block_size, spec.head_dim)
+        index = None
+        if spec.index is not None:
+            keys = KVSpec(1, spec.index.head_dim, latent_value_dim=spec.index.head_dim)
+            index = cls.allocate(keys, num_layers, num_blocks, block_size, dtype)
+        data = _lazily_zeroed(math.prod(shape), dtype).view(shape)
+        return cls(data, spec.latent_value_dim or spec.head_dim, spec.index, index)
+
+    def by_token(self) -> PagedKVCache:
+        """The same memory of a cache of one head as blocks of one token each: block id is slot."""
+        layers, sides, blocks, _, block_size, head_dim = self.data.shape
+        slots = self.data.view(layers, sides, blocks * block_size, 1, 1, head_dim)
+        return PagedKVCache(slots, self.value_dim)
+
+    def write(self, layer: int, slot_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
+        """Stores k and v [tokens, Hkv, D] in the rows `slot_rows` int64 [tokens * Hkv]; a latent cache takes no v."""
+        for side, rows in zip(self._slots[layer], (k,) if v is None else (k, v), strict=True):
+            side.index_copy_(0, slot_rows, rows.reshape(-1, self.head_dim))
 
     def granules(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as [granules, granule * D], ordered by block, head, place in the block."""
-        keys, values = self._granules[layer]
-        return keys, values
+        """Keys and values as [granules, granule * D], by block, head, place in the block; the same if latent."""
+        sides = self._granules[layer]
+        return sides[0], sides[-1]
 
 
 def _lazily_zeroed(count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -147,9 +182,13 @@ class StepPlan:
 
     Attributes:
         slot_rows: int64 [tokens * Hkv], where keys and values are written.
+        selection: how rows select the tokens that they attend to; None when they attend to all.
     """
 
-    def __init__(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> None:
+    def __init__(
+        self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int, selection: SelectionPlan | None = None
+    ) -> None:
+        self.selection = selection
         self.slot_rows = _slot_rows(metadata.slot_mapping, cache)
         self._step = metadata, cache, num_heads
         self._plans: dict[int | None, AttentionPlan] = {}
@@ -375,18 +414,21 @@ class PagedAttention:
         scale: float,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attention of q [T, Hq, D] by `plan`, with `sinks` [Hq]: [T, Hq, D]; rows past the plan's tokens are zeros."""
+        """Attention of q [T, Hq, D] by `plan`: [T, Hq, value width]; rows past the plan's tokens are zeros.
+
+        `sinks` are scores [Hq] that take part in a head's softmax without a value.
+        """
         tokens = len(plan.token_places)
-        queries = _tiled_queries(q, tokens, cache.num_kv_heads, plan, scale)
+        queries = tiled_queries(q, tokens, cache.num_kv_heads, plan, scale)
         row_sinks = None if sinks is None else _row_sinks(sinks, cache.num_kv_heads, plan)
         results = [self._panel(queries, cache, layer, plan, panel, row_sinks) for panel in plan.panels]
         tiled = results[0] if len(results) == 1 else torch.cat(results)
-        _, num_heads, head_dim = q.shape
-        head_group = num_heads // cache.num_kv_heads
+        rows, num_heads, _ = q.shape
+        head_group, width = num_heads // cache.num_kv_heads, cache.value_dim
         used = tiled[:, :, : plan.tokens_per_tile * head_group]
-        by_token = used.reshape(-1, cache.num_kv_heads, plan.tokens_per_tile, head_group, head_dim).transpose(1, 2)
-        out = q.new_zeros(q.shape)
-        out[:tokens] = by_token.reshape(-1, num_heads, head_dim).index_select(0, plan.token_places)
+        by_token = used.reshape(-1, cache.num_kv_heads, plan.tokens_per_tile, head_group, width).transpose(1, 2)
+        out = q.new_zeros(rows, num_heads, width)
+        out[:tokens] = by_token.reshape(-1, num_heads, width).index_select(0, plan.token_places)
         return out
 
     def _panel(
@@ -398,13 +440,13 @@ class PagedAttention:
         panel: Panel,
         sinks: torch.Tensor | None,
     ) -> torch.Tensor:
-        """[query tiles of the panel, Hkv, rows, D]"""
+        """[query tiles of the panel, Hkv, rows, value width]"""
         heads, size = cache.num_kv_heads, plan.group_size
         items = len(panel.item_tiles)
         padded = -(-items // size) * size
         maxima = self._workspace.get("maxima", (padded, heads, plan.rows, 1))
         peaks = self._workspace.get("peaks", (padded, heads, plan.rows, 1))
-        values = self._workspace.get("values", (padded, heads, plan.rows, cache.head_dim))
+        values = self._workspace.get("values", (padded, heads, plan.rows, cache.value_dim))
         kernel = self._kernel(cache, plan)
         keys_values = cache.granules(layer)
         for group in panel.groups:
@@ -427,13 +469,14 @@ class PagedAttention:
         return difference
 
     def _kernel(self, cache: PagedKVCache, plan: AttentionPlan) -> _GroupKernel:
-        key = (plan.group_size, cache.num_kv_heads, plan.rows, cache.head_dim, cache.granule, cache.data.dtype)
+        shape = (cache.num_kv_heads, cache.head_dim, cache.value_dim, cache.latent, cache.granule)
+        key = (plan.group_size, plan.rows, cache.data.dtype, *shape)
         if key not in self._groups:
             self._groups[key] = _GroupKernel(plan.group_size, cache, plan.rows)
         return self._groups[key]
 
 
-def _tiled_queries(q: torch.Tensor, tokens: int, num_kv_heads: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
+def tiled_queries(q: torch.Tensor, tokens: int, num_kv_heads: int, plan: AttentionPlan, scale: float) -> torch.Tensor:
     """Scaled float32 queries as [query tiles, Hkv, rows, D], zeros in the places past a sequence's rows."""
     _, num_heads, head_dim = q.shape
     head_group = num_heads // num_kv_heads
@@ -458,8 +501,8 @@ class _GroupKernel:
         heads, dim = cache.num_kv_heads, cache.head_dim
         batch = size * heads
         self._q = torch.zeros(size, heads, rows, dim)
-        self._k = _Gathered(size, cache)
-        self._v = _Gathered(size, cache)
+        self._k = Gathered(size, cache)
+        self._v = None if cache.latent else Gathered(size, cache)
         self._scores = torch.zeros(size, heads, rows, KV_TILE)
         self._probabilities = torch.zeros(size, heads, rows, KV_TILE)
         self._bias = torch.zeros(size, 1, rows, KV_TILE)
@@ -467,7 +510,9 @@ class _GroupKernel:
         self._biases = visibility_biases()
         self._q_product = self._q.view(batch, rows, dim)
         self._k_product = self._k.wide.view(batch, KV_TILE, dim).transpose(1, 2)
-        self._v_product = self._v.wide.view(batch, KV_TILE, dim)
+        values = self._k if self._v is None else self._v
+        self._v_product = values.wide.view(batch, KV_TILE, dim)[:, :, : cache.value_dim]
+        self._values_shape = (batch, rows, cache.value_dim)
         self._scores_product = self._scores.view(batch, rows, KV_TILE)
         self._probabilities_product = self._probabilities.view(batch, rows, KV_TILE)
 
@@ -484,7 +529,8 @@ class _GroupKernel:
         n = group.count
         torch.index_select(queries, 0, group.query_tiles, out=self._q[:n])
         self._k.gather(keys_values[0], group)
-        self._v.gather(keys_values[1], group)
+        if self._v is not None:
+            self._v.gather(keys_values[1], group)
         torch.bmm(self._q_product, self._k_product, out=self._scores_product)
         scores = self._scores[:n]
         if group.visible is not None:
@@ -494,7 +540,7 @@ class _GroupKernel:
         torch.amax(scores, -1, keepdim=True, out=maxima[:n])
         torch.softmax(scores, -1, out=probabilities)
         torch.amax(probabilities, -1, keepdim=True, out=peaks[:n])
-        torch.bmm(self._probabilities_product, self._v_product, out=values.view(self._q_product.shape))
+        torch.bmm(self._probabilities_product, self._v_product, out=values.view(self._values_shape))
 
 
 @functools.cache
@@ -506,7 +552,7 @@ def visibility_biases() -> torch.Tensor:
     return torch.where(before[:, None] | past[None], LOWEST, 0.0).view(-1, KV_TILE)
 
 
-class _Gathered:
+class Gathered:
     """Keys or values of a group: gathered from the cache, zeroed where nothing is written, widened to float32."""
 
     def __init__(self, size: int, cache: PagedKVCache) -> None:

@@ -30,6 +30,17 @@ class PackedLinear:
     bias: torch.Tensor | None
 
 
+@dataclass(frozen=True)
+class PackedHeads:
+    """A weight for each head, in aligned memory.
+
+    Attributes:
+        weights_t: [Hq, K, N], a transposed view of contiguous [Hq, N, K].
+    """
+
+    weights_t: torch.Tensor
+
+
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
     """Packs a weight [N, K] and a bias [N]; may share their memory."""
     return PackedLinear(_aligned(weight, dtype).t(), None if bias is None else _aligned(bias, dtype))
@@ -41,6 +52,22 @@ def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
     out = x.new_empty(tiles.shape[0], packed.weight_t.shape[1])
     multiply(tiles, out, [packed] * (len(tiles) // ROW_TILE))
     return out[: x.shape[0]]
+
+
+def pack_heads(weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
+    """Packs weights [Hq, N, K]; may share their memory."""
+    return PackedHeads(_aligned(weight, dtype).transpose(1, 2))
+
+
+def head_linear(x: torch.Tensor, packed: PackedHeads) -> torch.Tensor:
+    """Each head of x [T, Hq, K] times its weight: [T, Hq, N]; the heads of a tile of rows are one batched product."""
+    rows, heads, width = x.shape
+    tiles = _padded_rows(x.reshape(rows, heads * width)).view(-1, ROW_TILE, heads, width)
+    by_head = tiles.transpose(1, 2).contiguous()
+    out = x.new_empty(len(by_head), heads, ROW_TILE, packed.weights_t.shape[2])
+    for tile, out_tile in zip(by_head, out, strict=True):
+        torch.bmm(tile, packed.weights_t, out=out_tile)
+    return out.transpose(1, 2).reshape(-1, heads, out.shape[3])[:rows]
 
 
 def multiply(x: torch.Tensor, out: torch.Tensor, weights: Sequence[PackedLinear]) -> None:

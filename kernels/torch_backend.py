@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels import experts, paged_attention, row_tiles, sampling
+from kernels import experts, paged_attention, row_tiles, sampling, token_selection
 from kernels.experts import PackedExperts
 from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
-from kernels.paged_attention import PagedKVCache, StepPlan
-from kernels.row_tiles import ROW_TILE, PackedLinear
+from kernels.paged_attention import AttentionPlan, PagedKVCache, StepPlan
+from kernels.row_tiles import ROW_TILE, PackedHeads, PackedLinear
 
 
 class TorchBackend:
@@ -31,6 +31,7 @@ class TorchBackend:
 
     def __init__(self) -> None:
         self._attention = paged_attention.PagedAttention()
+        self._selector = token_selection.TokenSelector()
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
         """See KernelBackend."""
@@ -39,6 +40,14 @@ class TorchBackend:
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """See KernelBackend: one fixed-shape product per tile of ROW_TILE rows."""
         return row_tiles.linear(x, packed)
+
+    def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
+        """See KernelBackend."""
+        return row_tiles.pack_heads(weight, dtype)
+
+    def head_linear(self, x: torch.Tensor, packed: PackedHeads) -> torch.Tensor:
+        """See KernelBackend: one fixed-shape batched product per tile of ROW_TILE rows."""
+        return row_tiles.head_linear(x, packed)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See KernelBackend."""
@@ -52,6 +61,13 @@ class TorchBackend:
         """See KernelBackend."""
         total = x + residual
         return self.rms_norm(total, weight, eps), total
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        """See KernelBackend."""
+        wide = x.float()
+        centred = wide - wide.mean(-1, keepdim=True)
+        variance = (centred * centred).mean(-1, keepdim=True)
+        return centred.mul_(torch.rsqrt(variance.add_(eps))).mul_(weight).add_(bias).to(x.dtype)
 
     def rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
@@ -85,19 +101,39 @@ class TorchBackend:
         self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> PagedKVCache:
         """See KernelBackend."""
-        return PagedKVCache(num_layers, num_blocks, block_size, spec.num_kv_heads, spec.head_dim, dtype)
+        return PagedKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype)
 
     def plan_attention(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> StepPlan:
         """See KernelBackend."""
-        return StepPlan(metadata, cache, num_heads)
+        return StepPlan(metadata, cache, num_heads, token_selection.plan(metadata, cache, num_heads))
 
     def write_kv(
-        self, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
+        self,
+        cache: PagedKVCache,
+        layer: int,
+        k: torch.Tensor,
+        v: torch.Tensor | None,
+        metadata: AttentionMetaData,
     ) -> None:
         """See KernelBackend."""
         plan: StepPlan = metadata.plan
         tokens = metadata.num_tokens
-        cache.write(layer, plan.slot_rows, k[:tokens], v[:tokens])
+        cache.write(layer, plan.slot_rows, k[:tokens], None if v is None else v[:tokens])
+
+    def write_index(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        """See KernelBackend. The cache has one head, so index keys lie in the same rows as keys."""
+        plan: StepPlan = metadata.plan
+        assert cache.index is not None
+        cache.index.write(layer, plan.slot_rows, k[: metadata.num_tokens], None)
+
+    def select_tokens(
+        self, q: torch.Tensor, weights: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData
+    ) -> AttentionPlan | None:
+        """See KernelBackend."""
+        plan: StepPlan = metadata.plan
+        if plan.selection is None:
+            return None
+        return self._selector.select(q, weights, cache, layer, metadata, plan.selection)
 
     def attention(
         self,
@@ -106,10 +142,13 @@ class TorchBackend:
         layer: int,
         metadata: AttentionMetaData,
         scale: float,
+        selection: AttentionPlan | None = None,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See KernelBackend."""
+        if selection is not None:
+            return self._attention.attend(q, cache.by_token(), layer, selection, scale, sinks)
         plan: StepPlan = metadata.plan
         return self._attention.attend(q, cache, layer, plan.attention(window), scale, sinks)
 

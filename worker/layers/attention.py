@@ -34,5 +34,7 @@ class Attention:
         kv = context.kv_cache_data[self._name]
         self._kernels.write_kv(kv.cache, kv.layer_num, k, v, context.attn_metadata)
         metadata = context.attn_metadata
-        out = self._kernels.attention(q, kv.cache, kv.layer_num, metadata, self._scale, self._window, self._sinks)
+        out = self._kernels.attention(
+            q, kv.cache, kv.layer_num, metadata, self._scale, window=self._window, sinks=self._sinks
+        )
         return out.flatten(1)

@@ -136,7 +136,7 @@ def check_attention(
     step.plan = BACKEND.plan_attention(step, cache, heads)
     padded = sum(counts) + 5
     q = torch.randn(padded, heads, dim).to(dtype)
-    out = BACKEND.attention(q, cache, 1, step, dim**-0.5, window, sinks)
+    out = BACKEND.attention(q, cache, 1, step, dim**-0.5, window=window, sinks=sinks)
     begin = 0
     for row in step_rows:
         keys, values = stored(cache, 1, row.blocks, row.end)
@@ -158,7 +158,7 @@ def test_panels_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, window: int 
     for panel_bytes in (32 << 20, 20_000, 1):
         monkeypatch.setattr(paged_attention, "PANEL_BYTES", panel_bytes)
         step.plan = BACKEND.plan_attention(step, cache, 4)
-        outputs.append(BACKEND.attention(q, cache, 0, step, 0.25, window, torch.ones(4)))
+        outputs.append(BACKEND.attention(q, cache, 0, step, 0.25, window=window, sinks=torch.ones(4)))
     assert len(step.plan.attention(window).panels) > 10
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
@@ -172,7 +172,7 @@ def test_chunks_do_not_change_bits_in_a_window_with_sinks(window: int) -> None:
     def attend(start: int, end: int) -> torch.Tensor:
         step = metadata([Rows(start, end, blocks)], 16)
         step.plan = BACKEND.plan_attention(step, cache, 6)
-        return BACKEND.attention(q[start:end], cache, 1, step, 0.25, window, sinks)
+        return BACKEND.attention(q[start:end], cache, 1, step, 0.25, window=window, sinks=sinks)
 
     whole = attend(0, 300)
     for start, end in pairwise((0, 1, 2, 37, 64, 65, 128, 190, 299, 300)):
