@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from worker.model_config import ModelError
+from worker.safetensors_file import Entry, MappedFile, Shape, header_bytes, read_entries
+
+__all__ = ["Progress", "Shape", "Weights", "load_weights", "no_progress", "weights_digest"]
 
 Progress = Callable[[int, int], None]
-Shape = tuple[int, ...]
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
@@ -28,7 +27,6 @@ DIGEST_SAMPLES = 256
 DIGEST_WINDOW_BYTES = 64 << 10
 # How many tensor names an error spells out.
 _NAMES_SHOWN = 5
-_HEADER_LENGTH_BYTES = 8
 _ALL = slice(None)
 
 
@@ -36,66 +34,123 @@ def no_progress(done_bytes: int, total_bytes: int) -> None:
     """Progress for nobody."""
 
 
-@dataclass(frozen=True)
-class _Entry:
-    file: Path
-    dtype: str
-    shape: Shape
-    num_bytes: int
-
-
 class Weights:
-    """The tensors of a checkpoint, mapped; a tensor's pages are read when it is copied.
+    """The tensors of a checkpoint, of which each rank reads its parts, in pieces that leave no pages behind.
 
     Args:
         entries: where each expected tensor is.
-        progress: called with (bytes taken, bytes of all) after each `take`.
+        progress: called with (bytes read, bytes that this rank will have read) after each tensor or part. How much of
+            the coming tensors this rank reads is estimated from the share that it has read of the earlier ones.
     """
 
-    def __init__(self, entries: Mapping[str, _Entry], progress: Progress) -> None:
+    def __init__(self, entries: Mapping[str, Entry], progress: Progress) -> None:
         self._entries = entries
         self._progress = progress
-        self._total = sum(entry.num_bytes for entry in entries.values())
-        self._taken: set[str] = set()
-        self._done = 0
-        self._open: dict[Path, Any] = {}
+        self._whole_bytes = sum(entry.num_bytes for entry in entries.values())
+        # Of the tensors that were touched: their bytes, and those of the parts that were read.
+        self._touched: set[str] = set()
+        self._touched_bytes = 0
+        self._read_bytes = 0
+        self._files: dict[Path, MappedFile] = {}
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries
 
-    def take(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> torch.Tensor:
-        """A tensor, or a part of its first and its last dimension, of which nothing else is read.
+    def shape(self, name: str) -> Shape:
+        """The shape of a whole tensor."""
+        return self._entries[name].shape
 
-        It is in the checkpoint's dtype and to be copied by the caller: it is neither aligned nor private.
+    def take(self, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL) -> torch.Tensor:
+        """A tensor or a part of it, of which nothing else is read, in the checkpoint's float dtype.
+
+        Args:
+            name: of the tensor.
+            rows: part of its first dimension.
+            columns: part of its last dimension, where that is not the first.
+            middle: part of the second of three dimensions.
         """
+        stored = self._stored(name, rows, columns, middle)
+        out = torch.empty(stored.shape, dtype=stored.dtype)
+        self._copy(name, stored, out)
+        return out
+
+    def copy_to(
+        self, out: torch.Tensor, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL
+    ) -> None:
+        """Like `take`, into memory that is there already, of any float dtype: nothing is held twice.
+
+        Raises:
+            ValueError: `out` has not the part's shape.
+        """
+        stored = self._stored(name, rows, columns, middle)
+        if out.shape != stored.shape:
+            raise ValueError(f"{name}: the part is {list(stored.shape)}, the place for it {list(out.shape)}")
+        self._copy(name, stored, out)
+
+    def part_shape(self, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL) -> Shape:
+        """The shape of what `take` would give."""
+        shape = self.shape(name)
+        index = _index(shape, rows, columns, middle)
+        return tuple(len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True))
+
+    def _stored(self, name: str, rows: slice, columns: slice, middle: slice) -> torch.Tensor:
         entry = self._entries[name]
-        if entry.file not in self._open:
-            self._open[entry.file] = safe_open(entry.file, framework="pt")
-        stored = self._open[entry.file].get_slice(name)
-        tensor: torch.Tensor = stored[(rows,)] if columns == _ALL else stored[rows, ..., columns]
-        if name not in self._taken:
-            self._taken.add(name)
-            self._done += entry.num_bytes
-            self._progress(self._done, self._total)
-        return tensor
+        return self._file(entry).tensor(entry)[_index(entry.shape, rows, columns, middle)]
+
+    def _copy(self, name: str, stored: torch.Tensor, out: torch.Tensor) -> None:
+        entry = self._entries[name]
+        self._file(entry).copy(stored, out)
+        self._count(name, entry.num_bytes, stored.nbytes)
+
+    def _file(self, entry: Entry) -> MappedFile:
+        if entry.file not in self._files:
+            self._files[entry.file] = MappedFile(entry.file)
+        return self._files[entry.file]
+
+    def _count(self, name: str, whole_bytes: int, read_bytes: int) -> None:
+        if name not in self._touched:
+            self._touched.add(name)
+            self._touched_bytes += whole_bytes
+        self._read_bytes += read_bytes
+        expected = self._whole_bytes * self._read_bytes // max(1, self._touched_bytes)
+        self._progress(self._read_bytes, max(expected, self._read_bytes))
 
 
-def load_weights(folder: Path | str, expected: Mapping[str, Shape], progress: Progress = no_progress) -> Weights:
+def _index(shape: Shape, rows: slice, columns: slice, middle: slice) -> tuple[slice, ...]:
+    """The parts of every dimension.
+
+    Raises:
+        ValueError: a part of a dimension that the tensor does not have.
+    """
+    if (middle != _ALL and len(shape) != 3) or (columns != _ALL and len(shape) < 2):
+        raise ValueError(f"a tensor {list(shape)} has no such dimension")
+    inner = {0: (), 1: (), 2: (columns,), 3: (middle, columns)}[len(shape)]
+    return (rows, *inner) if shape else ()
+
+
+def load_weights(
+    folder: Path | str,
+    expected: Mapping[str, Shape],
+    progress: Progress = no_progress,
+    *,
+    kept: tuple[str, ...] = (),
+) -> Weights:
     """Finds every expected tensor of a checkpoint, reading headers only.
 
     Args:
         folder: checkpoint folder with safetensors.
         expected: name and shape of every tensor of the model.
         progress: see Weights.
+        kept: beginnings of names of further tensors that may be there and are left alone, such as MTP layers.
 
     Raises:
         ModelError: there are no safetensors, a file is damaged, or tensors are missing, surplus, of another shape or
             not in floating point; the message names them.
     """
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, Entry] = {}
     for file in _files(Path(folder)):
-        entries.update(_read_entries(file))
-    _check(entries, expected)
+        entries.update(read_entries(file))
+    _check(entries, expected, kept)
     return Weights({name: entries[name] for name in expected}, progress)
 
 
@@ -115,7 +170,7 @@ def weights_digest(folder: Path | str) -> str:
             if size <= DIGEST_WHOLE_BYTES:
                 digest.update(stream.read())
                 continue
-            digest.update(stream.read(_HEADER_LENGTH_BYTES + _header_length(file)))
+            digest.update(stream.read(header_bytes(file)))
             for sample in range(DIGEST_SAMPLES):
                 stream.seek((size - DIGEST_WINDOW_BYTES) * sample // (DIGEST_SAMPLES - 1))
                 digest.update(stream.read(DIGEST_WINDOW_BYTES))
@@ -148,34 +203,13 @@ def _weight_map(index: Path) -> dict[str, str]:
         raise ModelError(f"{index} can not be read; download the checkpoint again") from error
 
 
-def _header_length(file: Path) -> int:
-    with file.open("rb") as stream:
-        return int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
-
-
-def _read_entries(file: Path) -> dict[str, _Entry]:
-    entries = {}
-    try:
-        # Checks header, offsets and size; what follows can rely on them.
-        with safe_open(file, framework="pt"), file.open("rb") as stream:
-            stream.seek(_HEADER_LENGTH_BYTES)
-            header = json.loads(stream.read(_header_length(file)))
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{file} is damaged ({reason}); download the checkpoint again") from error
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            begin, end = tensor["data_offsets"]
-            entries[name] = _Entry(file, tensor["dtype"], tuple(tensor["shape"]), end - begin)
-    return entries
-
-
-def _check(entries: Mapping[str, _Entry], expected: Mapping[str, Shape]) -> None:
+def _check(entries: Mapping[str, Entry], expected: Mapping[str, Shape], kept: tuple[str, ...]) -> None:
     problems = []
     missing = sorted(expected.keys() - entries.keys())
     if missing:
         problems.append(f"missing {_some(missing)}")
     surplus = sorted(name for name in entries.keys() - expected.keys() if not name.endswith(DERIVED_SUFFIXES))
+    surplus = [name for name in surplus if not name.startswith(kept)]
     # Some checkpoints with tied embeddings store the head again.
     if surplus and surplus != ["lm_head.weight"]:
         problems.append(f"surplus {_some(surplus)}")

@@ -94,7 +94,12 @@ class ModelRunner:
             raise ModelError(str(error)) from error
         self.shard = shard or Shard()
         architecture = model_class(model_config.architecture)
-        weights = load_weights(config.model, architecture.tensor_shapes(model_config), progress)
+        weights = load_weights(
+            config.model,
+            architecture.tensor_shapes(model_config),
+            progress,
+            kept=architecture.kept_tensors(model_config),
+        )
         self._kv_spec = architecture.kv_spec(model_config, self.shard)
         self._num_heads = length(self.shard.part(model_config.num_attention_heads, "num_attention_heads"))
         build = Build(model_config, self.kernels, weights, self.dtype, self.max_model_len, self.shard)

@@ -136,6 +136,11 @@ class LlamaForCausalLM:
         return KVSpec(length(shard.kv_part(config.num_key_value_heads)), config.head_dim)
 
     @classmethod
+    def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    @classmethod
     def tensor_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
         """Name and shape of every tensor of the checkpoint."""
         shapes: dict[str, Shape] = {
