@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
 
+from common.config_parts import QuantizationConfig
+from worker.checkpoint_index import CheckpointIndex, some
 from worker.model_config import ModelError
-from worker.safetensors_file import Entry, MappedFile, Shape, header_bytes, read_entries
+from worker.safetensors_file import Entry, Shape, header_bytes, read_entries
+from worker.stored_tensors import Files, Index, StoredTensor
 
 __all__ = ["Progress", "Shape", "Weights", "load_weights", "no_progress", "weights_digest"]
 
@@ -18,16 +22,12 @@ Progress = Callable[[int, int], None]
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-FLOAT_DTYPES = frozenset({"F32", "F16", "BF16"})
-# Buffers that older transformers wrote and that follow from config.json.
-DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 # Files up to this size are hashed whole; of larger ones, DIGEST_SAMPLES windows.
 DIGEST_WHOLE_BYTES = 64 << 20
 DIGEST_SAMPLES = 256
 DIGEST_WINDOW_BYTES = 64 << 10
-# How many tensor names an error spells out.
-_NAMES_SHOWN = 5
 _ALL = slice(None)
+_UNQUANTIZED = QuantizationConfig()
 
 
 def no_progress(done_bytes: int, total_bytes: int) -> None:
@@ -37,41 +37,50 @@ def no_progress(done_bytes: int, total_bytes: int) -> None:
 class Weights:
     """The tensors of a checkpoint, of which each rank reads its parts, in pieces that leave no pages behind.
 
+    Quantized tensors look like others: what is read is dequantized.
+
     Args:
-        entries: where each expected tensor is.
+        tensors: where each expected tensor is.
         progress: called with (bytes read, bytes that this rank will have read) after each tensor or part. How much of
             the coming tensors this rank reads is estimated from the share that it has read of the earlier ones.
     """
 
-    def __init__(self, entries: Mapping[str, Entry], progress: Progress) -> None:
-        self._entries = entries
+    def __init__(self, tensors: Mapping[str, StoredTensor], progress: Progress) -> None:
+        self._tensors = tensors
         self._progress = progress
-        self._whole_bytes = sum(entry.num_bytes for entry in entries.values())
+        self._whole_bytes = sum(tensor.num_bytes for tensor in tensors.values())
         # Of the tensors that were touched: their bytes, and those of the parts that were read.
         self._touched: set[str] = set()
         self._touched_bytes = 0
         self._read_bytes = 0
-        self._files: dict[Path, MappedFile] = {}
+        self._files = Files()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._tensors
 
     def shape(self, name: str) -> Shape:
         """The shape of a whole tensor."""
-        return self._entries[name].shape
+        return self._tensors[name].shape
+
+    def part_shape(self, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL) -> Shape:
+        """The shape of what `take` would give."""
+        return tuple(part.stop - part.start for part in _index(self.shape(name), rows, columns, middle))
 
     def take(self, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL) -> torch.Tensor:
-        """A tensor or a part of it, of which nothing else is read, in the checkpoint's float dtype.
+        """A tensor or a part of it, of which nothing else is read, in a float dtype that loses nothing.
 
         Args:
             name: of the tensor.
             rows: part of its first dimension.
             columns: part of its last dimension, where that is not the first.
             middle: part of the second of three dimensions.
+
+        Returns:
+            The tensor, contiguous and the caller's own; float32 where the checkpoint's is quantized.
         """
-        stored = self._stored(name, rows, columns, middle)
-        out = torch.empty(stored.shape, dtype=stored.dtype)
-        self._copy(name, stored, out)
+        shape = self.part_shape(name, rows, columns, middle)
+        out = torch.empty(shape, dtype=self._tensors[name].dtype)
+        self.copy_to(out, name, rows, columns, middle)
         return out
 
     def copy_to(
@@ -82,50 +91,33 @@ class Weights:
         Raises:
             ValueError: `out` has not the part's shape.
         """
-        stored = self._stored(name, rows, columns, middle)
-        if out.shape != stored.shape:
-            raise ValueError(f"{name}: the part is {list(stored.shape)}, the place for it {list(out.shape)}")
-        self._copy(name, stored, out)
+        tensor = self._tensors[name]
+        index = _index(tensor.shape, rows, columns, middle)
+        shape = [part.stop - part.start for part in index]
+        if list(out.shape) != shape:
+            raise ValueError(f"{name}: the part is {shape}, the place for it {list(out.shape)}")
+        tensor.copy(self._files, index, out)
+        self._count(name, tensor.num_bytes * math.prod(shape) // max(1, math.prod(tensor.shape)))
 
-    def part_shape(self, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL) -> Shape:
-        """The shape of what `take` would give."""
-        shape = self.shape(name)
-        index = _index(shape, rows, columns, middle)
-        return tuple(len(range(*part.indices(size))) for part, size in zip(index, shape, strict=True))
-
-    def _stored(self, name: str, rows: slice, columns: slice, middle: slice) -> torch.Tensor:
-        entry = self._entries[name]
-        return self._file(entry).tensor(entry)[_index(entry.shape, rows, columns, middle)]
-
-    def _copy(self, name: str, stored: torch.Tensor, out: torch.Tensor) -> None:
-        entry = self._entries[name]
-        self._file(entry).copy(stored, out)
-        self._count(name, entry.num_bytes, stored.nbytes)
-
-    def _file(self, entry: Entry) -> MappedFile:
-        if entry.file not in self._files:
-            self._files[entry.file] = MappedFile(entry.file)
-        return self._files[entry.file]
-
-    def _count(self, name: str, whole_bytes: int, read_bytes: int) -> None:
+    def _count(self, name: str, read_bytes: int) -> None:
         if name not in self._touched:
             self._touched.add(name)
-            self._touched_bytes += whole_bytes
+            self._touched_bytes += self._tensors[name].num_bytes
         self._read_bytes += read_bytes
         expected = self._whole_bytes * self._read_bytes // max(1, self._touched_bytes)
         self._progress(self._read_bytes, max(expected, self._read_bytes))
 
 
-def _index(shape: Shape, rows: slice, columns: slice, middle: slice) -> tuple[slice, ...]:
-    """The parts of every dimension.
+def _index(shape: Shape, rows: slice, columns: slice, middle: slice) -> Index:
+    """A slice with bounds for each dimension.
 
     Raises:
         ValueError: a part of a dimension that the tensor does not have.
     """
     if (middle != _ALL and len(shape) != 3) or (columns != _ALL and len(shape) < 2):
         raise ValueError(f"a tensor {list(shape)} has no such dimension")
-    inner = {0: (), 1: (), 2: (columns,), 3: (middle, columns)}[len(shape)]
-    return (rows, *inner) if shape else ()
+    parts = ((), (rows,), (rows, columns), (rows, middle, columns))[len(shape)]
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(parts, shape, strict=True))
 
 
 def load_weights(
@@ -134,6 +126,7 @@ def load_weights(
     progress: Progress = no_progress,
     *,
     kept: tuple[str, ...] = (),
+    quantization: QuantizationConfig = _UNQUANTIZED,
 ) -> Weights:
     """Finds every expected tensor of a checkpoint, reading headers only.
 
@@ -142,16 +135,16 @@ def load_weights(
         expected: name and shape of every tensor of the model.
         progress: see Weights.
         kept: beginnings of names of further tensors that may be there and are left alone, such as MTP layers.
+        quantization: how the checkpoint's weights are quantized.
 
     Raises:
-        ModelError: there are no safetensors, a file is damaged, or tensors are missing, surplus, of another shape or
-            not in floating point; the message names them.
+        ModelError: there are no safetensors, a file is damaged, or tensors are missing, surplus, or of another shape
+            or dtype; the message names them.
     """
     entries: dict[str, Entry] = {}
     for file in _files(Path(folder)):
         entries.update(read_entries(file))
-    _check(entries, expected, kept)
-    return Weights({name: entries[name] for name in expected}, progress)
+    return Weights(CheckpointIndex(entries, quantization).find(expected, kept), progress)
 
 
 def weights_digest(folder: Path | str) -> str:
@@ -183,7 +176,7 @@ def _files(folder: Path) -> list[Path]:
         names = sorted(set(_weight_map(index).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise ModelError(f"{folder} lacks {_some(missing)}, named in {INDEX_FILE}; download the checkpoint again")
+            raise ModelError(f"{folder} lacks {some(missing)}, named in {INDEX_FILE}; download the checkpoint again")
         return [folder / name for name in names]
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
@@ -201,29 +194,3 @@ def _weight_map(index: Path) -> dict[str, str]:
         return {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} can not be read; download the checkpoint again") from error
-
-
-def _check(entries: Mapping[str, Entry], expected: Mapping[str, Shape], kept: tuple[str, ...]) -> None:
-    problems = []
-    missing = sorted(expected.keys() - entries.keys())
-    if missing:
-        problems.append(f"missing {_some(missing)}")
-    surplus = sorted(name for name in entries.keys() - expected.keys() if not name.endswith(DERIVED_SUFFIXES))
-    surplus = [name for name in surplus if not name.startswith(kept)]
-    # Some checkpoints with tied embeddings store the head again.
-    if surplus and surplus != ["lm_head.weight"]:
-        problems.append(f"surplus {_some(surplus)}")
-    common = [(name, entries[name], shape) for name, shape in sorted(expected.items()) if name in entries]
-    shapes = [f"{name} is {list(e.shape)}, expected {list(shape)}" for name, e, shape in common if e.shape != shape]
-    if shapes:
-        problems.append(_some(shapes))
-    dtypes = [f"{name} is {e.dtype}" for name, e, _ in common if e.dtype not in FLOAT_DTYPES]
-    if dtypes:
-        problems.append(f"not float32, bfloat16 or float16: {_some(dtypes)}")
-    if problems:
-        raise ModelError(f"the weights do not fit config.json: {'; '.join(problems)}")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more
