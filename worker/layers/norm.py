@@ -12,8 +12,7 @@ class RMSNorm:
 
     def __init__(self, build: Build, name: str) -> None:
         self._kernels = build.kernels
-        # A copy: the mapped file must not be needed after loading.
-        self._weight = build.weights.take(f"{name}.weight").to(build.dtype, copy=True)
+        self._weight = build.weights.take(f"{name}.weight").to(build.dtype)
         self._eps = build.config.rms_norm_eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
