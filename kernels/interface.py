@@ -303,11 +303,20 @@ class KernelBackend(Protocol):
         ...
 
     def attention(
-        self, q: torch.Tensor, cache: KVCache, layer: int, metadata: AttentionMetaData, scale: float
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of q [T, Hq, D] over the cache, which holds this step's keys already: [T, Hq, D].
 
-        One path for every number of rows: a decode is a prefill of one row. Padding rows come back as zeros.
+        One path for every number of rows: a decode is a prefill of one row. Padding rows come back as zeros. With a
+        `window`, rows attend to the last so many tokens, their own included. `sinks` [Hq] are scores that take part in
+        a head's softmax without a value.
         """
         ...
 

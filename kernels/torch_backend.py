@@ -10,7 +10,6 @@ Where PyTorch's bits could depend on the batch, and what is done (measured with 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +18,7 @@ import torch
 from kernels import experts, paged_attention, row_tiles, sampling, token_selection
 from kernels.experts import PackedExperts
 from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
-from kernels.paged_attention import AttentionPlan, PagedKVCache
+from kernels.paged_attention import AttentionPlan, PagedKVCache, StepPlan
 from kernels.row_tiles import ROW_TILE, PackedHeads, PackedLinear
 
 
@@ -104,33 +103,40 @@ class TorchBackend:
         """See KernelBackend."""
         return PagedKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype)
 
-    def plan_attention(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> AttentionPlan:
+    def plan_attention(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> StepPlan:
         """See KernelBackend."""
-        selection = token_selection.plan(metadata, cache, num_heads)
-        return replace(paged_attention.plan(metadata, cache, num_heads), selection=selection)
+        return StepPlan(metadata, cache, num_heads, token_selection.plan(metadata, cache, num_heads))
 
     def write_kv(
         self, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
     ) -> None:
         """See KernelBackend."""
-        plan: AttentionPlan = metadata.plan
+        plan: StepPlan = metadata.plan
         tokens = metadata.num_tokens
         cache.write(layer, plan.slot_rows, k[:tokens], v[:tokens])
 
     def attention(
-        self, q: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData, scale: float
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See KernelBackend."""
-        return self._attention.attend(q, cache, layer, metadata.plan, scale)
+        plan: StepPlan = metadata.plan
+        return self._attention.attend(q, cache, layer, plan.attention(window), scale, sinks)
 
     def write_latent(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
         """See KernelBackend."""
-        plan: AttentionPlan = metadata.plan
+        plan: StepPlan = metadata.plan
         cache.write(layer, plan.slot_rows, k[: metadata.num_tokens])
 
     def write_index(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
         """See KernelBackend. The cache has one head, so index keys lie in the same rows as keys."""
-        plan: AttentionPlan = metadata.plan
+        plan: StepPlan = metadata.plan
         assert cache.index is not None
         cache.index.write(layer, plan.slot_rows, k[: metadata.num_tokens])
 
@@ -138,7 +144,7 @@ class TorchBackend:
         self, q: torch.Tensor, weights: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData
     ) -> AttentionPlan | None:
         """See KernelBackend."""
-        plan: AttentionPlan = metadata.plan
+        plan: StepPlan = metadata.plan
         if plan.selection is None:
             return None
         return self._selector.select(q, weights, cache, layer, metadata, plan.selection)
@@ -153,9 +159,10 @@ class TorchBackend:
         selection: AttentionPlan | None,
     ) -> torch.Tensor:
         """See KernelBackend."""
-        if selection is None:
-            return self._attention.attend(q, cache, layer, metadata.plan, scale)
-        return self._attention.attend(q, cache.by_token(), layer, selection, scale)
+        if selection is not None:
+            return self._attention.attend(q, cache.by_token(), layer, selection, scale)
+        plan: StepPlan = metadata.plan
+        return self._attention.attend(q, cache, layer, plan.attention(None), scale)
 
     def sample(
         self,

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.config import DTYPES
+from common.config import DTYPES, QuantizationConfig
 from worker.models.registry import support_model_arch_dict
+from worker.quantization import parse_quantization
 
 SUPPORTED_ARCHITECTURES = tuple(support_model_arch_dict)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
@@ -65,6 +66,7 @@ class ModelConfig:
         dtype: the checkpoint's own dtype, one of DTYPES.
         eos_token_ids: every end-of-sequence id, generation_config.json before config.json.
         temperature, top_k, top_p: the checkpoint's generation defaults, None where it has none.
+        quant_config: how the checkpoint's weights are quantized.
         source: config.json as it is, for what only one architecture knows.
         The others are named as in config.json.
     """
@@ -89,6 +91,7 @@ class ModelConfig:
     temperature: float | None = None
     top_k: int | None = None
     top_p: float | None = None
+    quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     @classmethod
@@ -195,6 +198,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         temperature=_optional(float, generation.get("temperature")),
         top_k=_optional(int, generation.get("top_k")),
         top_p=_optional(float, generation.get("top_p")),
+        quant_config=parse_quantization(config),
         source=config,
     )
 
@@ -210,8 +214,6 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
     """Settings that would change the numbers if they were ignored."""
-    if config.get("quantization_config"):
-        raise ModelError("quantized checkpoints are not supported; give the float32, bfloat16 or float16 checkpoint")
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
     # Of DeepSeek-V3.2, `transformers` says that its layers are `indexed_attention`.

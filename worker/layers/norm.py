@@ -18,8 +18,7 @@ class RMSNorm:
 
     def __init__(self, build: Build, name: str, eps: float | None = None) -> None:
         self._kernels = build.kernels
-        # A copy: the mapped file must not be needed after loading.
-        self._weight = build.weights.take(f"{name}.weight").to(build.dtype, copy=True)
+        self._weight = build.weights.take(f"{name}.weight").to(build.dtype)
         self._eps = build.config.rms_norm_eps if eps is None else eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -36,9 +35,7 @@ class LayerNorm:
 
     def __init__(self, build: Build, name: str, eps: float) -> None:
         self._kernels = build.kernels
-        self._weight, self._bias = (
-            build.weights.take(f"{name}.{kind}").to(build.dtype, copy=True) for kind in ("weight", "bias")
-        )
+        self._weight, self._bias = (build.weights.take(f"{name}.{kind}").to(build.dtype) for kind in ("weight", "bias"))
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -154,6 +154,11 @@ class LlamaForCausalLM:
             raise ModelError(f"partial_rotary_factor is not supported for {config.architecture}; leave it out")
 
     @classmethod
+    def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    @classmethod
     def tensor_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
         """Name and shape of every tensor of the checkpoint.
 

@@ -38,6 +38,11 @@ class CausalModel(Protocol):
         ...
 
     @classmethod
+    def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
+        """Beginnings of names of tensors that the checkpoint may have and that are not loaded, such as MTP layers."""
+        ...
+
+    @classmethod
     def kv_spec(cls, config: ModelConfig, shard: Shard) -> KVSpec:
         """What one layer of this rank keeps of a token."""
         ...
