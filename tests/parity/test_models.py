@@ -17,6 +17,7 @@ from tests.checkpoints import make_checkpoint
 from worker.batch import ScheduledBatch
 from worker.model_config import ModelConfig
 from worker.model_runner import ModelRunner
+from worker.parallel import Shard
 from worker.sequence import Sequence
 
 BLOCK_SIZE = 16
@@ -135,10 +136,14 @@ def load_models(folder: Path) -> Models:
     from transformers import AutoModelForCausalLM
 
     reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return Models(folder, reference.eval(), make_runner(folder))
+
+
+def make_runner(folder: Path, shard: Shard | None = None) -> ModelRunner:
     config = Config(model=str(folder), dtype="float32", kv_cache_block_size=BLOCK_SIZE, max_model_len=1024)
-    runner = ModelRunner(config, ModelConfig.from_folder(folder))
+    runner = ModelRunner(config, ModelConfig.from_folder(folder), shard=shard)
     runner.allocate_kv_cache(POOL)
-    return Models(folder, reference.eval(), runner)
+    return runner
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

@@ -21,6 +21,7 @@ class DeepseekV3ForCausalLM(LlamaForCausalLM):
     """DeepSeek-V3 and R1. MTP layers of the checkpoint are kept for speculation."""
 
     indexer = False
+    layer_type = "full_attention"
 
     @classmethod
     def check(cls, config: ModelConfig) -> None:
@@ -29,6 +30,11 @@ class DeepseekV3ForCausalLM(LlamaForCausalLM):
             raise ModelError(f"partial_rotary_factor is not supported for {config.architecture}; leave it out")
         if config.source.get("moe_layer_freq", 1) != 1:
             raise ModelError(f"moe_layer_freq {config.source['moe_layer_freq']} is not supported; supported: 1")
+        if config.mlp_bias:
+            raise ModelError(f"mlp_bias is not supported for {config.architecture}; leave it out")
+        if set(config.source.get("layer_types") or (cls.layer_type,)) != {cls.layer_type}:
+            types = f"layer_types {config.source['layer_types']} is not supported for {config.architecture}"
+            raise ModelError(f"{types}; supported: {cls.layer_type} for each layer")
 
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
