@@ -47,7 +47,7 @@ class MoEConfig:
         size, rest = divmod(self.num_experts, routing.num_groups)
         if rest or size < 2:
             raise ModelError(
-                f"n_group {routing.num_groups} does not split {self.num_experts} experts into equal groups"
+                f"n_group {routing.num_groups} does not split {self.num_experts} experts into equal groups of two or more"
             )
         if not routing.top_k <= routing.top_groups * size <= self.num_experts:
             raise ModelError(
