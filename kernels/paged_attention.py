@@ -99,10 +99,10 @@ class PagedKVCache:
         slots = self.data.view(layers, sides, blocks * block_size, 1, 1, head_dim)
         return PagedKVCache(slots, self.value_dim)
 
-    def write(self, layer: int, slot_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        """Stores k and v [tokens, Hkv, D] in the rows `slot_rows` int64 [tokens * Hkv]; a latent cache takes no v."""
-        for side, rows in zip(self._slots[layer], (k,) if v is None else (k, v), strict=True):
-            side.index_copy_(0, slot_rows, rows.reshape(-1, self.head_dim))
+    def write(self, layer: int, slot_rows: torch.Tensor, *rows: torch.Tensor) -> None:
+        """Stores k and v [tokens, Hkv, D], or a latent cache's k, in the rows `slot_rows` int64 [tokens * Hkv]."""
+        for side, new in zip(self._slots[layer], rows, strict=True):
+            side.index_copy_(0, slot_rows, new.reshape(-1, self.head_dim))
 
     def granules(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values as [granules, granule * D], by block, head, place in the block; the same if latent."""

@@ -38,6 +38,22 @@ DEFAULT_SHAPE: dict[str, Any] = {
     "eos_token_id": EOS_ID,
     "pad_token_id": PAD_ID,
 }
+LATENT_SHAPE: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "num_nextn_predict_layers": 0,
+}
 # transformers' prefix of an architecture's classes, and what its configuration has beside or other than DEFAULT_SHAPE.
 ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3": ("Qwen3", {}),
@@ -75,6 +91,10 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "deepseek_v3": ("DeepseekV3", LATENT_SHAPE),
+    # With few index heads many scores are exactly 0, and which of them `transformers` takes changes with the length of
+    # the context.
+    "deepseek_v32": ("DeepseekV32", {**LATENT_SHAPE, "index_n_heads": 24, "index_head_dim": 16, "index_topk": 24}),
 }
 # How strongly a layer changes the residual stream; below about 2 tied checkpoints repeat their last token.
 LAYER_GAIN = 3.0
@@ -118,7 +138,10 @@ def make_checkpoint(
     model_class: Any = getattr(transformers, f"{prefix}ForCausalLM")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = config_class(**{**DEFAULT_SHAPE, **own_shape, **shape})
+    entries = {**DEFAULT_SHAPE, **own_shape, **shape}
+    if "qk_rope_head_dim" in entries:
+        entries["head_dim"] = entries["qk_rope_head_dim"]
+    config = config_class(**entries)
     model = model_class(config).to(torch.float32)
     _draw_weights(model, seed)
     defaults = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, IM_END_ID], "pad_token_id": PAD_ID}
@@ -193,7 +216,7 @@ def _draw_weights(model: Any, seed: int) -> None:
                 weight.copy_(normal(weight.shape, 2.0 / math.sqrt(weight.shape[1])))
                 weight[: len(SPECIAL_TOKENS)] = 0.0
             else:
-                inputs = weight.shape[1 if weight.dim() == 2 or model.config.model_type == "gpt_oss" else 2]
+                inputs = weight.shape[1 if model.config.model_type == "gpt_oss" else -1]
                 weight.copy_(normal(weight.shape, LAYER_GAIN / math.sqrt(inputs)))
 
 

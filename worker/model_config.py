@@ -24,6 +24,8 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
 }
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
+# What `transformers` calls DeepSeek-V3.2's layers, which need not be told from others.
+INDEXED_ATTENTION = "indexed_attention"
 
 
 class ModelError(Exception):

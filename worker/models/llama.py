@@ -14,7 +14,7 @@ from worker.layers.linear import ColumnLinear, RowLinear
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
 from worker.loader import Shape
-from worker.model_config import FULL_ATTENTION, ModelConfig, ModelError
+from worker.model_config import FULL_ATTENTION, INDEXED_ATTENTION, ModelConfig, ModelError
 from worker.parallel import Shard, length, times
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -118,7 +118,7 @@ class LlamaDecoderLayer:
 class LlamaForCausalLM:
     """Llama 2 and 3: every projection may have a bias, embeddings may be tied.
 
-    Relatives override `check`, `window`, `make_attention`, `make_mlp`, `attention_shapes` and `mlp_shapes`.
+    Relatives override `check`, `window`, `make_rotary`, `make_attention`, `make_mlp`, `attention_shapes`, `mlp_shapes`.
 
     Args:
         build: what layers are made with; its weights are those of `tensor_shapes`.
@@ -129,7 +129,7 @@ class LlamaForCausalLM:
     def __init__(self, build: Build) -> None:
         config = build.config
         self._embedding = Embedding(build, "model.embed_tokens")
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, build.max_position)
+        self._rotary = self.make_rotary(build)
         self._layers = [self.make_layer(build, layer) for layer in range(config.num_hidden_layers)]
         self._norm = RMSNorm(build, "model.norm")
         self._head = LMHead(build, self._embedding if config.tie_word_embeddings else Embedding(build, "lm_head"))
@@ -139,6 +139,10 @@ class LlamaForCausalLM:
         prefix = f"model.layers.{layer}"
         attention = self.make_attention(build, f"{prefix}.self_attn", layer)
         return LlamaDecoderLayer(build, layer, attention, self.make_mlp(build, f"{prefix}.mlp", layer))
+
+    def make_rotary(self, build: Build) -> RotaryEmbedding:
+        """The rotary embedding of all layers."""
+        return RotaryEmbedding(build.config.rope, build.config.head_dim, build.max_position)
 
     def make_attention(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor, CosSin], torch.Tensor]:
         """The attention of one layer."""
@@ -266,6 +270,6 @@ def refuse_windows(config: ModelConfig) -> None:
     Raises:
         ModelError: config.json asks for a window.
     """
-    sliding = set(config.source.get("layer_types") or ()) - {FULL_ATTENTION}
+    sliding = set(config.source.get("layer_types") or ()) - {FULL_ATTENTION, INDEXED_ATTENTION}
     if config.source.get("use_sliding_window") or sliding:
         raise ModelError(f"sliding window attention is not supported for {config.architecture}")

@@ -22,6 +22,8 @@ support_model_arch_dict: dict[str, str] = {
     "MixtralForCausalLM": "worker.models.mixtral:MixtralForCausalLM",
     "GptOssForCausalLM": "worker.models.gpt_oss:GptOssForCausalLM",
     "Glm4MoeForCausalLM": "worker.models.glm4_moe:Glm4MoeForCausalLM",
+    "DeepseekV3ForCausalLM": "worker.models.deepseek_v3:DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM": "worker.models.deepseek_v32:DeepseekV32ForCausalLM",
 }
 
 
