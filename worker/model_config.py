@@ -15,7 +15,17 @@ from worker.quantization import parse_quantization
 
 SUPPORTED_ARCHITECTURES = tuple(support_model_arch_dict)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
-_FULL, _INDEXED = "full_attention", "indexed_attention"
+
+# What transformers takes for granted where config.json is silent, if it is not what it does for Llama.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "Glm4MoeForCausalLM": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "GptOssForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True},
+}
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+# What `transformers` calls DeepSeek-V3.2's layers, which need not be told from others.
+INDEXED_ATTENTION = "indexed_attention"
 
 
 class ModelError(Exception):
@@ -126,6 +136,21 @@ class ModelConfig:
             raise ModelError(f"config.json: {key} is {value!r}; it must be an integer of at least {least}")
         return value
 
+    def slides(self, layer: int, by_default: bool) -> bool:
+        """Whether `layer_types` gives a layer a sliding window; `by_default` where there are no types.
+
+        Raises:
+            ModelError: there is not one type per layer, or one of another kind.
+        """
+        types = self.source.get("layer_types")
+        if types is None:
+            return by_default
+        if not isinstance(types, list) or len(types) != self.num_hidden_layers:
+            raise ModelError(f"config.json: layer_types must list {self.num_hidden_layers} layers")
+        if types[layer] not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise ModelError(f"layer type {types[layer]!r} is not supported: {FULL_ATTENTION}, {SLIDING_ATTENTION}")
+        return bool(types[layer] == SLIDING_ATTENTION)
+
     def number(self, key: str, default: float) -> float:
         """A real number of config.json.
 
@@ -166,6 +191,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     architecture = _architecture(config)
+    config = {**_DEFAULTS.get(architecture, {}), **config}
     _refuse_unsupported(config)
     hidden_size = _count(config, "hidden_size")
     heads = _count(config, "num_attention_heads")
@@ -213,12 +239,9 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Settings that would change the numbers if they were ignored."""
+    """Settings that would change the numbers if they were ignored; others are an architecture's own to refuse."""
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
-    # Of DeepSeek-V3.2, `transformers` says that its layers are `indexed_attention`.
-    if config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {_FULL, _INDEXED}:
-        raise ModelError("sliding window attention is not supported; give a checkpoint with full attention")
 
 
 def rope_config(config: Mapping[str, Any]) -> RopeConfig:
