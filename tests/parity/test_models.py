@@ -30,6 +30,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3-gqa-tied": {"architecture": "qwen3"},
     "qwen3-sharded-untied": {
@@ -60,6 +61,20 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama-rope-linear": {
         "architecture": "llama",
         "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
+    },
+    "llama-rope-yarn": {"architecture": "llama", "head_dim": 64, "rope_parameters": YARN},
+    "llama-rope-yarn-mscale": {
+        "architecture": "llama",
+        "num_key_value_heads": 1,
+        "head_dim": 96,
+        "rope_parameters": {
+            **YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "truncate": False,
+        },
     },
 }
 
