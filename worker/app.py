@@ -210,6 +210,7 @@ class Worker:
             "prefix_caching": config.enable_prefix_caching,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "max_num_seqs": config.max_num_seqs,
+            "kv_cache_dtype": config.kv_cache_dtype,
         }
 
 
@@ -308,6 +309,10 @@ class ByteSize(click.ParamType[int]):
 @option("--port", envvar="FISSILE_WORKER_PORT", default=50061, type=click.IntRange(0, 65535), help="Port; 0 takes any.")
 @option("--worker-id", envvar="FISSILE_WORKER_ID", default="", help="Stable name; absent: host name and port.")
 @option("--dtype", envvar="FISSILE_DTYPE", default="auto", help="auto, float32, bfloat16 or float16.")
+@option(
+    "--kv-cache-dtype", envvar="FISSILE_KV_CACHE_DTYPE", default="auto",
+    help="Of the KV cache: auto (the model's), bfloat16, float16 or fp8.",
+)  # fmt: skip
 @option("--kernels", envvar="FISSILE_KERNELS", default="auto", help="Kernel back end.")
 @option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
@@ -376,6 +381,7 @@ def _options(
     scheduler_delay_factor: float,
     hash_seed: int,
     dtype: str,
+    kv_cache_dtype: str,
     kernels: str,
     drain_timeout: float,
     simulate: str | None,
@@ -394,6 +400,7 @@ def _options(
             kv_cache_memory=kv_cache_memory or 0,
             max_model_len=max_model_len or 0,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             kernels=kernels,
             hash_seed=hash_seed,
         )

@@ -295,6 +295,10 @@ def describe_kv_memory(fleet: Fleet) -> str:
     help="prefill_first: prompts go before running answers; mixed: both share each step; absent: the worker's default.",
 )  # fmt: skip
 @option("--dtype", envvar="FISSILE_DTYPE", help="Absent: the checkpoint's, as far as this CPU computes in it.")
+@option(
+    "--kv-cache-dtype", envvar="FISSILE_KV_CACHE_DTYPE",
+    help="Of the KV cache: bfloat16, float16 or fp8; absent: the model's.",
+)  # fmt: skip
 @option("--kernels", envvar="FISSILE_KERNELS", help="Kernel back end; absent: the worker chooses.")
 @option(
     "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1), help="Per worker; absent: all cores together."
