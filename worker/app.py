@@ -12,7 +12,6 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
-from pathlib import Path
 from typing import Any, ClassVar
 
 import click
@@ -24,6 +23,7 @@ from common.cli.failure import CommandError
 from common.cli.options import option
 from common.config import SCHEDULING_POLICIES, Config
 from common.errors import ApiError
+from common.hub import HubError, default_model_name, model_folder
 from common.limits import (
     CPU_MAX_NUM_BATCHED_TOKENS,
     DRAIN_TIMEOUT_S,
@@ -303,8 +303,11 @@ class ByteSize(click.ParamType[int]):
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@option("--model", envvar="FISSILE_MODEL", required=True, metavar="FOLDER", help="Hugging Face checkpoint.")
-@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's name.")
+@option(
+    "--model", envvar="FISSILE_MODEL", required=True, metavar="MODEL",
+    help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub.",
+)  # fmt: skip
+@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's or repository's.")
 @option("--host", envvar="FISSILE_WORKER_HOST", default="127.0.0.1", help="Address to listen on.")
 @option("--port", envvar="FISSILE_WORKER_PORT", default=50061, type=click.IntRange(0, 65535), help="Port; 0 takes any.")
 @option("--worker-id", envvar="FISSILE_WORKER_ID", default="", help="Stable name; absent: host name and port.")
@@ -389,8 +392,9 @@ def _options(
 ) -> WorkerOptions:
     """The options as the classes take them."""
     try:
+        folder = model_folder(model, weights=simulate is None)
         config = Config(
-            model=model,
+            model=str(folder),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_block_size=block_size,
@@ -405,11 +409,11 @@ def _options(
             hash_seed=hash_seed,
         )
         cost = None if simulate is None else cost_model(simulate)
-    except ApiError as error:
+    except (ApiError, HubError) as error:
         raise CommandError(str(error)) from None
     return WorkerOptions(
         config=config,
-        model_name=model_name or Path(model).resolve().name,
+        model_name=model_name or default_model_name(model),
         drain_timeout_s=drain_timeout,
         simulate=cost,
         **others,
