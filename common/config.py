@@ -61,7 +61,7 @@ class Config:
         deferred_output: schedule a step before the tokens of the one before it have come.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
         kernels: `auto` or the name of a back end.
-        tensor_parallel_size: ranks that share the model; 1 so far.
+        tensor_parallel_size: ranks that share the model, each a process of its own when there are several.
         enable_expert_parallel: whether experts are spread over the ranks; False so far.
         parallel_config: engines that share the requests; one so far.
         compilation_config: nothing is compiled or captured so far.
@@ -113,6 +113,8 @@ class Config:
         require_one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         steps = self.max_consecutive_prefill_steps
         _require(steps >= 1, "max_consecutive_prefill_steps", steps, "at least 1")
+        ranks = self.tensor_parallel_size
+        _require(ranks >= 1, "tensor_parallel_size", ranks, "at least 1")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "(0, 1]")
         delay = self.scheduler_delay_factor
         _require(math.isfinite(delay), "scheduler_delay_factor", delay, "a finite number")
@@ -128,8 +130,7 @@ class Config:
 
     def _refuse_unbuilt(self) -> None:
         """Refuses what no code acts on yet."""
-        size, engines = self.tensor_parallel_size, self.parallel_config.data_parallel_size
-        _require(size == 1, "tensor_parallel_size", size, "1: tensor parallelism is not built yet")
+        engines = self.parallel_config.data_parallel_size
         experts = self.enable_expert_parallel
         _require(not experts, "enable_expert_parallel", experts, "False: expert parallelism is not built yet")
         name = "parallel_config.data_parallel_size"

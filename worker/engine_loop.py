@@ -95,13 +95,14 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            turns = EngineTurns(self._build(), self._clock)
-            # What has been built stays, so no collection needs to look at it (a full pass takes 150 ms).
-            gc.collect()
-            gc.freeze()
-            self._started(turns.core.load())
-            while self._turn(turns):
-                pass
+            with contextlib.closing(self._build()) as core:
+                # What has been built stays, so no collection needs to look at it (a full pass takes 150 ms).
+                gc.collect()
+                gc.freeze()
+                self._started(core.load())
+                turns = EngineTurns(core, self._clock)
+                while self._turn(turns):
+                    pass
         except Exception as error:
             self._failed(error)
 
@@ -147,20 +148,25 @@ class EngineLoop:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.state = EngineState.STARTING
-        self.load: LoadReport | None = None
-        self.num_steps = 0
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._started: asyncio.Future[None] = self._loop.create_future()
-        self._failed: asyncio.Future[str] = self._loop.create_future()
+        self._reset()
         self._idle = asyncio.Event()
         self._idle.set()
         self._deliveries = Deliveries()
         self._thread: EngineThread | None = None
 
+    def _reset(self) -> None:
+        self.state = EngineState.STARTING
+        self.load: LoadReport | None = None
+        self.num_steps = 0
+        self._started: asyncio.Future[None] = self._loop.create_future()
+        self._failed: asyncio.Future[str] = self._loop.create_future()
+
     def start(self, build: Callable[[], EngineCore]) -> None:
-        """Starts the thread, which builds the engine."""
+        """Starts the thread, which builds the engine; after a failure, a new thread with a new engine."""
+        if self.state is EngineState.FAILED:
+            self._reset()
         self._thread = EngineThread(
             build,
             started=lambda load: self._post(self._on_started, load),

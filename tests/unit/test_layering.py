@@ -45,6 +45,11 @@ PURE_WORKER_MODULES = frozenset(
         "cost_model",
         "presets",
         "model_config",
+        "frames",
+        "topology",
+        "rank_group",
+        "rank_engine",
+        "node",
     }
 )
 # Code that decides does no I/O and reads no clock: `now` comes in, decisions go out.
