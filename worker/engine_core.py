@@ -211,6 +211,12 @@ class EngineCore:
         self.scheduler.record_step(flight.batch, duration_s)
         self.scheduler.postprocess(flight.seqs.values(), output, batch=flight.batch, now=self._clock())
 
+    def check(self) -> None:
+        """Raises EngineDeadError when what computes the steps is lost, which an idle engine would not find out."""
+        if (error := self.executor.failure()) is not None:
+            self._dead = True
+            raise EngineDeadError(f"{type(error).__name__}: {error}")
+
     def close(self) -> None:
         """Ends the runner's thread or its ranks."""
         self.executor.close()

@@ -29,6 +29,10 @@ class Executor(Protocol):
         """Computes a batch after those submitted before; the future raises what the runner raises."""
         ...
 
+    def failure(self) -> Exception | None:
+        """Why no batch can be computed any more; None when nothing is wrong."""
+        ...
+
     def close(self) -> None:
         """Ends what was started for it. May be called twice."""
         ...
@@ -50,6 +54,10 @@ class InlineExecutor:
             future.set_exception(error)
         return future
 
+    def failure(self) -> Exception | None:
+        """Nothing fails by itself here."""
+        return None
+
     def close(self) -> None:
         """Nothing was started."""
 
@@ -65,6 +73,10 @@ class ThreadExecutor:
     def submit(self, batch: ScheduledBatch) -> Future[Executed]:
         """Returns at once."""
         return self._pool.submit(_execute, self._forward, batch, self._clock)
+
+    def failure(self) -> Exception | None:
+        """Nothing fails by itself here."""
+        return None
 
     def close(self) -> None:
         """Lets the thread end after the batch that it is in."""

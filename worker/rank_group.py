@@ -177,6 +177,10 @@ class RankGroup:
         """
         return self.submit(batch).result().output
 
+    def failure(self) -> Exception | None:
+        """Why the ranks are lost; None while they are there."""
+        return self._error
+
     def close(self) -> None:
         """Ends the ranks; waits for their end. May be called twice."""
         self._fail(RankLostError("the engine has ended its ranks"))

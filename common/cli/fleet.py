@@ -28,7 +28,7 @@ class Fleet:
         worker_ports: one per worker, distinct.
         max_num_batched_tokens: token budget of a worker's step.
         prefix_caching: whether workers share equal prefixes.
-        kv_cache_memory: per worker, as `--kv-cache-memory` takes it; empty leaves it to the worker.
+        kv_cache_memory: per rank of a worker, as `--kv-cache-memory` takes it; empty leaves it to the worker.
         drain_timeout_s: how long running requests may take after SIGTERM.
         log_level: of all processes.
         router_options: further options of the router, by name without dashes.
@@ -121,8 +121,8 @@ def threads_per_worker(workers: int, cores: int | None = None) -> int | None:
     return max(1, (cores or len(os.sched_getaffinity(0))) // workers)
 
 
-def kv_memory_per_worker(workers: int, free_bytes: int) -> str:
-    """What each of several workers gets of a quarter of the free memory; empty leaves that to one worker itself."""
+def kv_memory_per_rank(workers: int, ranks: int, free_bytes: int) -> str:
+    """What each rank of several workers gets of a quarter of the free memory; empty leaves that to a single worker."""
     if workers == 1:
         return ""
-    return f"{free_bytes // KV_SHARE // workers // MIB}MiB"
+    return f"{free_bytes // KV_SHARE // (workers * ranks) // MIB}MiB"

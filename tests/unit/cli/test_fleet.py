@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from common.cli.fleet import Fleet, kv_memory_per_worker, threads_per_worker
+from common.cli.fleet import Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.serve import free_memory, free_ports
 
 FLEET = Fleet(
@@ -64,8 +64,9 @@ def test_workers_share_the_cores(workers: int, cores: int, threads: int | None) 
 
 
 def test_workers_share_a_quarter_of_the_memory() -> None:
-    assert kv_memory_per_worker(1, 8 << 30) == ""
-    assert kv_memory_per_worker(4, 8 << 30) == "512MiB"
+    assert kv_memory_per_rank(1, 2, 8 << 30) == ""
+    assert kv_memory_per_rank(4, 1, 8 << 30) == "512MiB"
+    assert kv_memory_per_rank(4, 2, 8 << 30) == "256MiB"
 
 
 def test_ports_are_free_and_distinct() -> None:
