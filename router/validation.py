@@ -18,6 +18,7 @@ from google.protobuf.json_format import MessageToDict, SerializeToJsonError
 
 from common.errors import ApiError, FieldViolation, InvalidFieldError, PromptTooLongError, UnservedFieldError
 from common.limits import (
+    MAX_CACHE_SALT_BYTES,
     MAX_CHAT_MESSAGES,
     MAX_PROMPT_TEXT_BYTES,
     MAX_REQUEST_ID_BYTES,
@@ -51,7 +52,15 @@ _SAMPLING = (
     "n",
 )
 _COMMON = frozenset(
-    ("model", "request_id", "priority", "output_options", "output_options.return_token_ids", "sampling_params")
+    (
+        "model",
+        "request_id",
+        "priority",
+        "cache_salt",
+        "output_options",
+        "output_options.return_token_ids",
+        "sampling_params",
+    )
 ) | {f"sampling_params.{name}" for name in _SAMPLING}
 GENERATE_SERVED = _COMMON | {"text", "token_ids", "token_ids.ids"}
 CHAT_SERVED = _COMMON | {"messages", "messages.role", "messages.content", "template_arguments"}
@@ -93,13 +102,13 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_generate(request: pb.GenerateRequest) -> None:
-    """Checks what needs no model: served fields, priority, and that there is a prompt of a sane size.
+    """Checks what needs no model: served fields, the salt, and that there is a prompt of a sane size.
 
     Raises:
         ApiError: a field is not served, or invalid.
     """
     refuse_unserved(request, GENERATE_SERVED)
-    _check_priority(request.priority)
+    _check_cache_salt(request.cache_salt)
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidFieldError("prompt", "is missing", "one of text, token_ids")
@@ -110,13 +119,13 @@ def check_generate(request: pb.GenerateRequest) -> None:
 
 
 def check_chat(request: pb.ChatRequest) -> None:
-    """Checks what needs no model: served fields, priority, and that there are messages of a sane size.
+    """Checks what needs no model: served fields, the salt, and that there are messages of a sane size.
 
     Raises:
         ApiError: a field is not served, or invalid.
     """
     refuse_unserved(request, CHAT_SERVED)
-    _check_priority(request.priority)
+    _check_cache_salt(request.cache_salt)
     if not 1 <= len(request.messages) <= MAX_CHAT_MESSAGES:
         valid = f"1 to {MAX_CHAT_MESSAGES} messages"
         raise InvalidFieldError("messages", f"has {len(request.messages)} entries", valid)
@@ -227,9 +236,10 @@ def clip_to_length(params: SamplingParams, prompt_tokens: int, max_model_len: in
     return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
-def _check_priority(priority: int) -> None:
-    if priority not in (pb.PRIORITY_UNSPECIFIED, pb.PRIORITY_NORMAL):
-        raise UnservedFieldError("priority")
+def _check_cache_salt(cache_salt: str) -> None:
+    size = len(cache_salt.encode())
+    if size > MAX_CACHE_SALT_BYTES:
+        raise InvalidFieldError("cache_salt", f"has {size} bytes", f"at most {MAX_CACHE_SALT_BYTES} bytes of UTF-8")
 
 
 def _check_n(message: pb.SamplingParams) -> None:

@@ -25,11 +25,11 @@ from common.config_parts import (
 )
 from common.limits import MAX_RANK_FRAME_BYTES
 from common.sampling_params import SamplingParams
-from worker.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
+from worker.batch import ScheduledBatchOutput, TokenHistory
 
 _LENGTH: Final = struct.Struct("<I")
 _RECEIVE_BYTES: Final = 1 << 18
-_DATACLASS, _BATCH, _ARRAY = 1, 2, 3
+_DATACLASS, _ARRAY = 1, 2
 _CLASSES: Final[dict[str, Any]] = {
     each.__name__: each
     for each in (
@@ -112,8 +112,6 @@ def receive(sock: socket.socket, reader: FrameReader) -> Iterator[Any]:
 
 
 def _pack(value: Any) -> msgpack.ExtType:
-    if isinstance(value, ScheduledBatch):
-        return msgpack.ExtType(_BATCH, msgpack.packb(vars(value), default=_pack))
     if type(value).__name__ in _CLASSES:
         values = [getattr(value, field.name) for field in fields(value)]
         return msgpack.ExtType(_DATACLASS, msgpack.packb([type(value).__name__, *values], default=_pack))
@@ -124,10 +122,6 @@ def _pack(value: Any) -> msgpack.ExtType:
 
 def _unpack(code: int, data: bytes) -> Any:
     content = decode(data)
-    if code == _BATCH:
-        batch = ScheduledBatch.__new__(ScheduledBatch)
-        vars(batch).update(content)
-        return batch
     if code == _ARRAY:
         dtype, shape, values = content
         return np.frombuffer(values, dtype).reshape(shape)

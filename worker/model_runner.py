@@ -167,7 +167,7 @@ class ModelRunner:
         multiple = self.kernels.row_multiple
         padded = -(-total // multiple) * multiple
         context = Context(_padded(positions, padded), total > len(lengths), len(lengths), padded)
-        token_ids = _padded(_flat(batch.input_tokens(self._last_output), total), padded)
+        token_ids = _padded(np.array(batch.input_token_ids(self._last_output), np.int64), padded)
         final_rows = torch.from_numpy(ends[np.array(batch.is_final, np.bool_)] - 1)
         return ModelInput(token_ids, context, metadata, final_rows)
 

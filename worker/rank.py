@@ -24,7 +24,7 @@ from common.config import Config
 from common.errors import ApiError
 from common.limits import RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
 from common.telemetry.logs import setup_logging
-from worker.batch import ScheduledBatch
+from worker.batch_delta import BatchDecoder
 from worker.engine_config import available_memory
 from worker.frames import FrameReader, encode, receive
 from worker.model_config import ModelConfig, ModelError
@@ -93,7 +93,7 @@ class Rank:
         self._progress_sent = 0.0
         self._collectives: Collectives | None = None
         self._store: Any = None
-        self._config = Config()
+        self._decoder = BatchDecoder()
         self._runner: ModelRunner | None = None
 
     @property
@@ -155,8 +155,9 @@ class Rank:
             "dtype": str(self.runner.dtype).removeprefix("torch."),
         }
 
-    def forward(self, batch: ScheduledBatch) -> Any:
-        """Computes one step. Rank 0 answers with its output and how long it took, seconds."""
+    def forward(self, *sent: Any) -> Any:
+        """Computes one step (BatchEncoder). Rank 0 answers with its output and how long it took, seconds."""
+        batch = self._decoder.decode(*sent)
         begin = time.perf_counter()
         output = self.runner.forward(batch)
         return (output, time.perf_counter() - begin) if self._rank == 0 else None

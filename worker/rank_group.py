@@ -38,6 +38,7 @@ from common.limits import (
     STEP_TIMEOUT_S,
 )
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.batch_delta import BatchEncoder
 from worker.executor import Executed
 from worker.frames import FrameError, FrameReader, encode, receive
 from worker.model_config import ModelError
@@ -105,6 +106,7 @@ class RankGroup:
         self._clock = clock
         self._peers: dict[int, _Peer] = {}
         self._loaded: dict[int, tuple[int, int]] = {}
+        self._encoder = BatchEncoder()
         self._calls: deque[_Call] = deque()
         self._serial = 0
         self._error: Exception | None = None
@@ -164,7 +166,7 @@ class RankGroup:
 
     def submit(self, batch: ScheduledBatch) -> Future[Executed]:
         """Computes a batch after those submitted before; its duration is what rank 0 measures."""
-        answered = self._send("forward", dict.fromkeys(self._peers, (batch,)), {0})
+        answered = self._send("forward", dict.fromkeys(self._peers, self._encoder.encode(batch)), {0})
         result: Future[Executed] = Future()
         answered.add_done_callback(lambda done: _pass_on(done, result))
         return result

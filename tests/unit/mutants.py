@@ -11,6 +11,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
@@ -19,6 +20,7 @@ from worker.batch import ScheduledBatch
 from worker.block_manager import BlockManager
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
+from worker.sequence_queue import SequenceQueue, SequenceSet
 from worker.stop_rules import StopRules
 
 
@@ -43,13 +45,17 @@ class Mutant:
             setattr(self.owner, self.name, original)
 
     def _mutate(self, original: Any) -> Any:
-        source = textwrap.dedent(inspect.getsource(original))
-        if source.count(self.old) != 1:
-            raise ValueError(f"{self.trap}: {self.old!r} is {source.count(self.old)} times in {self.name}")
+        function = original.func if isinstance(original, cached_property) else original
+        source = textwrap.dedent(inspect.getsource(function))
+        if self.old not in source:
+            raise ValueError(f"{self.trap}: {self.old!r} is not in {self.name}")
         found: dict[str, Any] = {}
         code = "from __future__ import annotations\n" + source.replace(self.old, self.new)
-        exec(compile(code, f"<mutant {self.trap}>", "exec"), vars(sys.modules[original.__module__]), found)
-        return found[self.name]
+        exec(compile(code, f"<mutant {self.trap}>", "exec"), vars(sys.modules[function.__module__]), found)
+        mutant = found[self.name]
+        if isinstance(mutant, cached_property):
+            mutant.attrname = self.name
+        return mutant
 
 
 _STATUS = "seq.status = SequenceStatus.RUNNING"
@@ -71,8 +77,8 @@ MUTANTS = [
         "t10",
         Scheduler,
         "_admit",
-        "cached, reserve):\n            break",
-        "cached, reserve):\n            held.append(self.waiting.popleft())\n            continue",
+        "self._num_growing):\n            break",
+        "self._num_growing):\n            held.append(self.waiting.popleft())\n            continue",
     ),
     Mutant("t11", Scheduler, "_open_gate", "while self.gated:", "if self.gated:"),
     Mutant("t12", Scheduler, "record_step", "batch.total_tokens_num_prefill == 0", "False"),
@@ -91,7 +97,7 @@ MUTANTS = [
         "len(self.free_block_ids) >= (len(seq) % self.block_size == 1)",
     ),
     Mutant("t17", BlockManager, "_take", "del self.hash_to_block_id[block.hash]", "pass"),
-    Mutant("t18", ScheduledBatch, "__init__", "list(s.block_table)", "s.block_table"),
+    Mutant("t18", ScheduledBatch, "block_tables", "table[: -(-end // size)]", "table"),
     Mutant(
         "t19",
         Scheduler,
@@ -100,7 +106,7 @@ MUTANTS = [
         f"{_STATUS}; seq.num_computed_tokens = seq.num_tokens; self.block_manager.publish(seq); "
         "seq.num_computed_tokens = seq.num_cached_tokens",
     ),
-    Mutant("t20", BlockManager, "publish", "<= seq.num_computed_tokens", "<= seq.num_tokens"),
+    Mutant("t20", BlockManager, "publish", "seq.num_computed_tokens", "seq.num_tokens"),
     Mutant("t21", BlockManager, "_claim", "block.ref_count += 1", "block.ref_count += 1; block.reset()"),
     Mutant("t22", BlockManager, "deallocate", "reversed(seq.block_table)", "seq.block_table"),
     Mutant("t23", BlockManager, "_find", "block.parent == parent and ", ""),
@@ -108,9 +114,9 @@ MUTANTS = [
     Mutant(
         "t25",
         Scheduler,
-        "postprocess",
-        "if seq.is_finished:\n            continue",
-        "if seq.status is not SequenceStatus.RUNNING:\n            continue",
+        "_land",
+        "if seq.is_finished:\n        return",
+        "if seq.status is not SequenceStatus.RUNNING:\n        return",
     ),
     Mutant("t26", Scheduler, "_launch", "seq.num_placeholder += 1", "seq.num_placeholder += 1; seq.append_token(2)"),
     Mutant(
@@ -128,15 +134,33 @@ MUTANTS = [
         "seq.num_placeholder += seq.type is SequenceType.DECODE",
     ),
     Mutant("t30", Scheduler, "_make_room", "self.running.last()", "self.running.first()"),
-    Mutant("t31", ScheduledBatch, "__init__", "end >= len(s.token_ids) + s.num_placeholder", "True"),
+    Mutant("t31", ScheduledBatch, "_take_rows", "end >= len(s.token_ids) + s.num_placeholder", "True"),
     Mutant("t32", Sequence, "__init__", "next(_ids) if id is None else id", "id or next(_ids)"),
     Mutant("t33", Scheduler, "_count_rejected", "len(token_ids) - 1", "len(token_ids) - len(drafts)"),
     Mutant("t34", Scheduler, "_append", "stop is not None", "False"),
     Mutant("t35", stop_rules, "_sequence_stop", "0 < len(stop) <= num_output and", "0 < len(stop) and"),
     Mutant("t36", StopRules, "_token_stop", "in params.stop_token_ids", "in () if params.ignore_eos else ()"),
     Mutant("t38", Scheduler, "_append", "if token_ids and", "if len(token_ids) == 1 and"),
-    Mutant(
-        "t41", Scheduler, "postprocess", "if seq.is_finished:\n            continue", "if False:\n            continue"
-    ),
+    Mutant("t41", Scheduler, "_land", "if seq.is_finished:", "if False:"),
     Mutant("t44", Scheduler, "abort", "self._emit(seq, [])", "pass"),
+]
+
+# Faults that no seed has, for the oracle (tests/unit/worker/test_oracle.py).
+FAULTS = [
+    Mutant("preempted-to-the-back", Scheduler, "preempt", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
+    Mutant("admitted-in-flight", Scheduler, "_admit", "if seq.num_inflight_tokens:", "if False:"),
+    Mutant("no-followers", BlockManager, "next_hash", "return self._hashes(seq)[len(cached)]", "return None"),
+    Mutant("salts-ignored", BlockManager, "_root", "if not seq.cache_salt:", "if True:"),
+    Mutant("blocks-lost", BlockManager, "deallocate", "reversed(seq.block_table)", "reversed(seq.block_table[1:])"),
+    Mutant("over-budget", Scheduler, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
+    Mutant("drafts-in-flight", Scheduler, "_goes_on", "not ends and not self.use_spec", "not ends"),
+    Mutant("end-not-foreseen", Scheduler, "_goes_on", "not ends and not self.use_spec", "not self.use_spec"),
+    Mutant("rejected-kept", Scheduler, "postprocess", "computed - rejected", "computed"),
+    Mutant("discarded-kept", Scheduler, "discard", "seq.num_inflight_tokens -= num_scheduled", "pass"),
+    Mutant("equal-block-not-held", BlockManager, "_go_on_with", "self._claim(present)", "pass"),
+    Mutant("drafts-forgotten", BlockManager, "_blocks_needed", "num_new_tokens - len", "1 - len"),
+    Mutant("preempted-for-nothing", BlockManager, "can_append", "<= len(", "< len("),
+    Mutant("never-cached", BlockManager, "publish", "not self.enable_prefix_caching", "True"),
+    Mutant("passed-by-others", SequenceQueue, "appendleft", "last=False", "last=True"),
+    Mutant("lowest-class-first", SequenceSet, "first", "self.heads()[0]", "self.heads()[-1]"),
 ]

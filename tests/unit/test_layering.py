@@ -45,6 +45,7 @@ PURE_WORKER_MODULES = frozenset(
         "cost_model",
         "presets",
         "model_config",
+        "batch_delta",
         "frames",
         "topology",
         "rank_group",

@@ -318,7 +318,9 @@ class GenerateRequest(_message.Message):
     session_id: _builtins.str
     """Requests of one session are sent to the same worker where possible, so that they share its prefix cache."""
     cache_salt: _builtins.str
-    """Requests share cached prefixes only with requests of the same salt."""
+    """Requests share cached prefixes only with requests of the same salt. At most 128 bytes; empty is a salt like any
+    other. What is generated does not depend on it.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""

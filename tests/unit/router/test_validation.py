@@ -157,14 +157,16 @@ def test_request_id_is_measured_in_bytes() -> None:
     refused("INVALID_ARGUMENT", "request_id", lambda: check_request_id("é" * 65))
 
 
-@pytest.mark.parametrize("priority", [pb.PRIORITY_UNSPECIFIED, pb.PRIORITY_NORMAL])
-def test_served_priorities(priority: pb.Priority.ValueType) -> None:
+@pytest.mark.parametrize("priority", pb.Priority.values())
+def test_every_priority_is_served(priority: pb.Priority.ValueType) -> None:
     check_generate(pb.GenerateRequest(text="x", priority=priority))
 
 
-@pytest.mark.parametrize("priority", [pb.PRIORITY_LOW, pb.PRIORITY_HIGH])
-def test_other_priorities(priority: pb.Priority.ValueType) -> None:
-    refused("UNIMPLEMENTED", "priority", lambda: check_generate(pb.GenerateRequest(text="x", priority=priority)))
+def test_a_salt_is_measured_in_bytes() -> None:
+    check_generate(pb.GenerateRequest(text="x", cache_salt="é" * 64))
+    refused("INVALID_ARGUMENT", "cache_salt", lambda: check_generate(pb.GenerateRequest(text="x", cache_salt="é" * 65)))
+    chat = pb.ChatRequest(messages=[message()], cache_salt="e" * 129)
+    refused("INVALID_ARGUMENT", "cache_salt", lambda: check_chat(chat))
 
 
 def test_token_ids() -> None:

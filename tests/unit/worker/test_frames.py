@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from common.config import Config
 from common.limits import MAX_RANK_FRAME_BYTES
 from common.sampling_params import SamplingParams
-from worker.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.batch import ScheduledBatchOutput, TokenHistory
 from worker.frames import FrameError, FrameReader, encode
 from worker.sequence import Sequence
 
@@ -43,39 +43,13 @@ def test_messages_survive_any_cut(messages: list[Any], cuts: list[int]) -> None:
     assert found == messages
 
 
-def batch() -> ScheduledBatch:
-    params = SamplingParams(
-        temperature=0.7,
-        repetition_penalty=1.2,
-        min_tokens=2,
-        stop_token_ids=(4,),
-        stop_token_sequences=((1, 2),),
-    )
-    steered = Sequence([5, 6, 7, 6], 16, params, seed=2**64 - 1, num_prompt_tokens=3)
-    plain = Sequence(list(range(40)), 16)
-    steered.block_table, plain.block_table = [3], [1, 2, 9]
-    return ScheduledBatch({s.id: s for s in (steered, plain)}, [4, 20], 24, is_dummy_run=True)
-
-
-def test_a_batch_arrives_whole() -> None:
-    sent = batch()
-    found = arrived(encode(("forward", sent)))[1]
-    assert isinstance(found, ScheduledBatch)
-    assert vars(found).keys() == vars(sent).keys()
-    for name, value in vars(sent).items():
-        if name != "histories":
-            assert as_tuples(vars(found)[name]) == as_tuples(value), name
-    (mine,), (its,) = sent.histories.values(), found.histories.values()
-    assert its.params == mine.params
-    assert its.prompt_ids.dtype == np.int64
-    assert its.prompt_ids.tolist() == mine.prompt_ids.tolist() == [5, 6, 7]
-    assert list(its.output_ids) == mine.output_ids == [6]
-
-
-def as_tuples(value: Any) -> Any:
-    if isinstance(value, list | tuple):
-        return tuple(map(as_tuples, value))
-    return {key: as_tuples(each) for key, each in value.items()} if isinstance(value, dict) else value
+def test_histories_arrive_equal() -> None:
+    params = SamplingParams(temperature=0.7, min_tokens=2, stop_token_ids=(4,), stop_token_sequences=((1, 2),))
+    found = arrived(encode(TokenHistory(params, np.array([5, 6, 7]), [6, 6])))
+    assert found.params == params
+    assert found.prompt_ids.dtype == np.int64
+    assert found.prompt_ids.tolist() == [5, 6, 7]
+    assert list(found.output_ids) == [6, 6]
 
 
 def test_configs_and_outputs_arrive_equal() -> None:
