@@ -1,8 +1,8 @@
 """One rank's process: a shard of the model, and the calls of the engine that it executes (seed 003, AsyncIOProc).
 
-`python -m worker.rank PARENT RANK fd:N|HOST:PORT MODEL`. Ranks never schedule: every rank gets the same calls in the
-same order and computes the same tokens; rank 0's answer counts. A rank ends with its engine, in whatever way that
-ended: its parent's death kills it, and a connection without a reader ends it.
+`python -m common.cli.child PARENT worker.rank RANK fd:N|HOST:PORT MODEL`. Ranks never schedule: every rank gets the
+same calls in the same order and computes the same tokens; rank 0's answer counts. A rank ends with its engine, in
+whatever way that ended: its parent's death kills it, and a connection without a reader ends it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from common.cli.child import die_with
 from common.config import Config
 from common.errors import ApiError
 from common.limits import RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
@@ -213,8 +212,7 @@ def _connect(target: str) -> socket.socket:
 
 def main() -> None:
     """Runs one rank until its engine ends."""
-    parent, rank, target, model = sys.argv[1:]
-    die_with(int(parent))
+    rank, target, model = sys.argv[1:]
     # A terminal's Ctrl-C and an init system's SIGTERM go to all processes; the engine drains and then ends its ranks.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -348,7 +348,8 @@ def spawn_rank(
     rank: int, target: str, model: str, threads: int, pass_fds: tuple[int, ...] = ()
 ) -> subprocess.Popen[bytes]:
     """Starts the process of a rank, bound to this thread."""
-    command = [sys.executable, "-m", "worker.rank", str(os.getpid()), str(rank), target, model]
+    own = str(os.getpid())
+    command = [sys.executable, "-m", "common.cli.child", own, "worker.rank", str(rank), target, model]
     environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "GLOO_LOG_LEVEL": "ERROR"}
     return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=pass_fds, env=environment)
 

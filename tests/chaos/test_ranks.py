@@ -47,9 +47,16 @@ def rank_pids(worker: Process) -> dict[int, int]:
             command = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"worker.rank" in command and command[3] == str(worker.running.pid).encode():
-            found[int(command[4])] = int(folder.name)
+        if b"worker.rank" in command and parent_of(folder) == worker.running.pid:
+            found[int(command[command.index(b"worker.rank") + 1])] = int(folder.name)
     return found
+
+
+def parent_of(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
 
 
 def description(worker: Process) -> wpb.GetWorkerResponse:
@@ -57,7 +64,7 @@ def description(worker: Process) -> wpb.GetWorkerResponse:
         return WorkerServiceStub(channel).GetWorker(wpb.GetWorkerRequest(), timeout=5)
 
 
-def ended(pids: list[int], within_s: float) -> bool:
+def ended(pids: list[int], within_s: float = 5.0) -> bool:
     """Whether none of the processes is left."""
     end = time.monotonic() + within_s
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
@@ -113,7 +120,7 @@ def test_a_lost_rank_ends_its_requests_and_the_worker_comes_back(service: Servic
     assert set(pids) == {0, 1}
     outcomes = lose(service, sig)
     assert all(code is grpc.StatusCode.INTERNAL and 0 < tokens < LONG for code, tokens in outcomes)
-    assert ended(list(pids.values()), 2.0)
+    assert ended(list(pids.values()))
     recover(service, before)
     assert generate(service.stub, request(5, 32)).token_ids == expected
     lines = [line for line in worker.log.read_text().splitlines() if "engine failed" in line]
@@ -144,7 +151,7 @@ def test_ranks_end_with_a_worker_that_drains(service: Service) -> None:
             time.sleep(0.02)
         assert worker.stop(signal.SIGTERM) == 0
         assert [each.result() for each in running] == [(grpc.StatusCode.OK, 100)] * 2
-    assert ended(pids, 2.0)
+    assert ended(pids)
 
 
 def test_ranks_end_with_a_worker_that_is_killed(service: Service) -> None:
@@ -155,4 +162,4 @@ def test_ranks_end_with_a_worker_that_is_killed(service: Service) -> None:
         assert time.monotonic() < end
         time.sleep(0.05)
     worker.stop(signal.SIGKILL)
-    assert ended(list(pids.values()), 2.0)
+    assert ended(list(pids.values()))

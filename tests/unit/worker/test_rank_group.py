@@ -187,7 +187,7 @@ def test_a_rank_that_does_not_read_holds_nobody_for_ever(group: Group) -> None:
     began = time.monotonic()
     group.submit(large)
     with pytest.raises(RankLostError, match="rank 1 has been silent"):
-        group.submit(batch())
+        group.forward(batch())
     assert time.monotonic() - began < 10.0
 
 
