@@ -1,6 +1,6 @@
 """Small random checkpoints in the real Hugging Face layout, written by `transformers` itself.
 
-`make_checkpoint(folder, architecture="qwen3"|"llama", **shape)` or `python -m tests.checkpoints OUT [key=value ...]`.
+`make_checkpoint(folder, architecture="qwen3", **shape)` or `python -m tests.checkpoints OUT [key=value ...]`.
 
 The weights are scaled so that greedy streams differ between prompts and do not loop; tests/parity asserts it. The rows
 of the special ids give a logit of 0, so greedy decoding never meets an end-of-sequence id by chance.
@@ -37,6 +37,28 @@ DEFAULT_SHAPE: dict[str, Any] = {
     "eos_token_id": EOS_ID,
     "pad_token_id": PAD_ID,
 }
+LATENT_SHAPE: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "num_nextn_predict_layers": 0,
+}
+# Entries of config.json over DEFAULT_SHAPE, by architecture. With few index heads many scores are exactly 0, and which
+# of them `transformers` takes changes with the length of the context.
+SHAPES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": LATENT_SHAPE,
+    "deepseek_v32": {**LATENT_SHAPE, "index_n_heads": 24, "index_head_dim": 16, "index_topk": 24},
+}
 # How strongly a layer changes the residual stream; below about 2 tied checkpoints repeat their last token.
 LAYER_GAIN = 3.0
 # Weight of q_norm and k_norm; with 1 attention is almost even over a long prompt, and streams depend on the last token.
@@ -59,26 +81,28 @@ def make_checkpoint(
 
     Args:
         folder: made if it is not there.
-        architecture: `qwen3` or `llama`.
+        architecture: `qwen3`, `llama`, `deepseek_v3` or `deepseek_v32`.
         dtype: `float32`, `bfloat16` or `float16`; weights are drawn in float32 and rounded.
         seed: of the weights.
         max_shard_size: as in `save_pretrained`; small values give sharded safetensors.
         tokenizer: whether to save the tokenizer beside the model.
         chat_template: whether the tokenizer has a (ChatML) chat template.
         generation: entries of generation_config.json over the defaults.
-        **shape: entries of config.json over DEFAULT_SHAPE.
+        **shape: entries of config.json over DEFAULT_SHAPE and SHAPES.
 
     Returns:
         The folder.
     """
     import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    from transformers import GenerationConfig
 
-    configs: dict[str, Any] = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
-    config_class, model_class = configs[architecture]
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = config_class(**{**DEFAULT_SHAPE, **shape})
+    config_class, model_class = _classes(architecture)
+    entries = {**DEFAULT_SHAPE, **SHAPES.get(architecture, {}), **shape}
+    if "qk_rope_head_dim" in entries:
+        entries["head_dim"] = entries["qk_rope_head_dim"]
+    config = config_class(**entries)
     model = model_class(config).to(torch.float32)
     _draw_weights(model, seed)
     defaults = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, IM_END_ID], "pad_token_id": PAD_ID}
@@ -88,6 +112,14 @@ def make_checkpoint(
     if tokenizer:
         write_tokenizer(folder, config.vocab_size, chat_template=chat_template)
     return folder
+
+
+def _classes(architecture: str) -> tuple[Any, Any]:
+    import transformers
+
+    names = {"qwen3": "Qwen3", "llama": "Llama", "deepseek_v3": "DeepseekV3", "deepseek_v32": "DeepseekV32"}
+    name = names[architecture]
+    return getattr(transformers, f"{name}Config"), getattr(transformers, f"{name}ForCausalLM")
 
 
 def write_tokenizer(folder: Path | str, vocab_size: int, *, chat_template: bool = True) -> None:
@@ -149,14 +181,17 @@ def _draw_weights(model: Any, seed: int) -> None:
                 weight.copy_(normal(weight.shape, 2.0 / math.sqrt(weight.shape[1])))
                 weight[: len(SPECIAL_TOKENS)] = 0.0
             else:
-                weight.copy_(normal(weight.shape, LAYER_GAIN / math.sqrt(weight.shape[1])))
+                weight.copy_(normal(weight.shape, LAYER_GAIN / math.sqrt(weight.shape[-1])))
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.copy_(normal(buffer.shape, 0.3))
 
 
 def main() -> None:
     """`python -m tests.checkpoints OUT [--architecture llama] [--dtype bfloat16] [hidden_size=256 ...]`."""
     parser = argparse.ArgumentParser(description="Writes a small random checkpoint with a byte-level tokenizer.")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--architecture", choices=("qwen3", "llama"), default="qwen3")
+    parser.add_argument("--architecture", choices=("qwen3", "llama", "deepseek_v3", "deepseek_v32"), default="qwen3")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("shape", nargs="*", help="entries of config.json, as key=value with a JSON value")

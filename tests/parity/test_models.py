@@ -17,6 +17,7 @@ from tests.checkpoints import make_checkpoint
 from worker.batch import ScheduledBatch
 from worker.model_config import ModelConfig
 from worker.model_runner import ModelRunner
+from worker.parallel import Shard
 from worker.sequence import Sequence
 
 BLOCK_SIZE = 16
@@ -30,6 +31,7 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 64}
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "qwen3-gqa-tied": {"architecture": "qwen3"},
     "qwen3-sharded-untied": {
@@ -61,6 +63,20 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
         "architecture": "llama",
         "rope_parameters": {"rope_type": "linear", "rope_theta": 5000.0, "factor": 3.0},
     },
+    "llama-rope-yarn": {"architecture": "llama", "head_dim": 64, "rope_parameters": YARN},
+    "llama-rope-yarn-mscale": {
+        "architecture": "llama",
+        "num_key_value_heads": 1,
+        "head_dim": 96,
+        "rope_parameters": {
+            **YARN,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.8,
+            "beta_fast": 16.0,
+            "beta_slow": 2.0,
+            "truncate": False,
+        },
+    },
 }
 
 
@@ -90,16 +106,16 @@ class Models:
         batch = ScheduledBatch({seq.id: seq}, [len(tokens) - start], len(tokens) - start)
         return self.runner.run_model(self.runner.prepare_model(batch))[0]
 
-    def greedy(self, prompts: list[list[int]], **given: Any) -> list[list[int]]:
-        """Streams of NEW_TOKENS, all prompts in one batch, the first half of each prompt in a chunk of its own."""
+    def greedy(self, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, **given: Any) -> list[list[int]]:
+        """Streams of `new_tokens`, all prompts in one batch, the first half of each prompt in a chunk of its own."""
         params = SamplingParams(temperature=0.0, **given)
         seqs = [Sequence(prompt, BLOCK_SIZE, params) for prompt in prompts]
         free = list(range(POOL))
         for seq in seqs:
-            seq.block_table = [free.pop() for _ in range(-(-(seq.num_tokens + NEW_TOKENS) // BLOCK_SIZE))]
+            seq.block_table = [free.pop() for _ in range(-(-(seq.num_tokens + new_tokens) // BLOCK_SIZE))]
         self._step({seq: max(1, seq.num_tokens // 2) for seq in seqs})
-        for _ in range(NEW_TOKENS):
-            self._step({s: s.num_tokens - s.num_computed_tokens for s in seqs if s.num_completion_tokens < NEW_TOKENS})
+        for _ in range(new_tokens):
+            self._step({s: s.num_tokens - s.num_computed_tokens for s in seqs if s.num_completion_tokens < new_tokens})
         return [seq.completion_token_ids for seq in seqs]
 
     def _step(self, scheduled: dict[Sequence, int]) -> None:
@@ -113,14 +129,21 @@ class Models:
 
 @pytest.fixture(scope="module", params=list(CHECKPOINTS))
 def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
+    return load_models(make_checkpoint(tmp_path_factory.mktemp(request.param), **CHECKPOINTS[request.param]))
+
+
+def load_models(folder: Path) -> Models:
     from transformers import AutoModelForCausalLM
 
-    folder = make_checkpoint(tmp_path_factory.mktemp(request.param), **CHECKPOINTS[request.param])
     reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return Models(folder, reference.eval(), make_runner(folder))
+
+
+def make_runner(folder: Path, shard: Shard | None = None) -> ModelRunner:
     config = Config(model=str(folder), dtype="float32", kv_cache_block_size=BLOCK_SIZE, max_model_len=1024)
-    runner = ModelRunner(config, ModelConfig.from_folder(folder))
+    runner = ModelRunner(config, ModelConfig.from_folder(folder), shard=shard)
     runner.allocate_kv_cache(POOL)
-    return Models(folder, reference.eval(), runner)
+    return runner
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

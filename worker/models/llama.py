@@ -14,7 +14,7 @@ from worker.layers.linear import ColumnLinear, RowLinear
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
 from worker.loader import Shape
-from worker.model_config import ModelConfig
+from worker.model_config import ModelConfig, ModelError
 from worker.parallel import Shard, length, times
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
@@ -56,6 +56,10 @@ class LlamaMLP:
         part = build.shard.part(inner, "intermediate_size")
         self._gate_up = ColumnLinear(build, {f"{prefix}.gate_proj": part, f"{prefix}.up_proj": part}, bias)
         self._down = RowLinear(build, f"{prefix}.down_proj", part, bias)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H], this rank's summand"""
+        return self._down.partial(self._kernels.silu_and_mul(self._gate_up(x)))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]"""
@@ -100,7 +104,7 @@ class LlamaDecoderLayer:
 class LlamaForCausalLM:
     """Llama 2 and 3: every projection may have a bias, embeddings may be tied.
 
-    Relatives override `make_attention`, `make_mlp` and `layer_shapes`.
+    Relatives override `check`, `make_rotary`, `make_attention`, `make_mlp` and `layer_shapes`.
 
     Args:
         build: what layers are made with; its weights are those of `tensor_shapes`.
@@ -111,7 +115,7 @@ class LlamaForCausalLM:
     def __init__(self, build: Build) -> None:
         config = build.config
         self._embedding = Embedding(build, "model.embed_tokens")
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, build.max_position)
+        self._rotary = self.make_rotary(build)
         self._layers = [self.make_layer(build, layer) for layer in range(config.num_hidden_layers)]
         self._norm = RMSNorm(build, "model.norm")
         self._head = LMHead(build, self._embedding if config.tie_word_embeddings else Embedding(build, "lm_head"))
@@ -121,6 +125,10 @@ class LlamaForCausalLM:
         prefix = f"model.layers.{layer}"
         attention = self.make_attention(build, f"{prefix}.self_attn", layer)
         return LlamaDecoderLayer(build, layer, attention, self.make_mlp(build, f"{prefix}.mlp", layer))
+
+    def make_rotary(self, build: Build) -> RotaryEmbedding:
+        """The rotary embedding of all layers."""
+        return RotaryEmbedding(build.config.rope, build.config.head_dim, build.max_position)
 
     def make_attention(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor, CosSin], torch.Tensor]:
         """The attention of one layer."""
@@ -136,8 +144,28 @@ class LlamaForCausalLM:
         return KVSpec(length(shard.kv_part(config.num_key_value_heads)), config.head_dim)
 
     @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Refuses settings of config.json that would change the numbers if they were ignored.
+
+        Raises:
+            ModelError: there is one that this architecture does not do.
+        """
+        if config.rope.partial_rotary_factor != 1.0:
+            raise ModelError(f"partial_rotary_factor is not supported for {config.architecture}; leave it out")
+
+    @classmethod
+    def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    @classmethod
     def tensor_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
-        """Name and shape of every tensor of the checkpoint."""
+        """Name and shape of every tensor of the checkpoint.
+
+        Raises:
+            ModelError: see `check`.
+        """
+        cls.check(config)
         shapes: dict[str, Shape] = {
             "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
             "model.norm.weight": (config.hidden_size,),

@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 support_model_arch_dict: dict[str, str] = {
     "Qwen3ForCausalLM": "worker.models.qwen3:Qwen3ForCausalLM",
     "LlamaForCausalLM": "worker.models.llama:LlamaForCausalLM",
+    "DeepseekV3ForCausalLM": "worker.models.deepseek_v3:DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM": "worker.models.deepseek_v32:DeepseekV32ForCausalLM",
 }
 
 
@@ -33,6 +35,11 @@ class CausalModel(Protocol):
         Raises:
             ModelError: config.json asks for what this architecture's file does not do.
         """
+        ...
+
+    @classmethod
+    def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
+        """Beginnings of names of tensors that the checkpoint may have and that are not loaded, such as MTP layers."""
         ...
 
     @classmethod

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from worker.model_config import ModelConfig, ModelError, RopeConfig
+from worker.models.registry import model_class
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -74,11 +75,12 @@ def test_rope_spellings(tmp_path: Path) -> None:
         ),
         ({"architectures": None}, "architecture not supported: none named"),
         (
-            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
-            "rope scaling 'yarn' is not supported; supported: def",
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope scaling 'longrope' is not supported; supported: def",
         ),
         ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
-        ({"quantization_config": {"quant_method": "awq"}}, "quantized checkpoints are not supported"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not supported; supported: fp8"),
+        ({"quantization_config": {"quant_method": "quark"}}, "'global_quant_config' is missing"),
         ({"use_sliding_window": True}, "sliding window attention is not supported"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window attention is not supported"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
@@ -86,8 +88,9 @@ def test_rope_spellings(tmp_path: Path) -> None:
         ({"hidden_size": None}, "'hidden_size' is missing"),
         ({"vocab_size": "many"}, "vocab_size is 'many'; it must be a positive integer"),
         ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
-        ({"head_dim": 15}, "head_dim 15 is odd"),
-        ({"rope_scaling": {"rope_type": "default", "partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ({"head_dim": 15}, "head_dim 15, of which 15 are rotated: rotary embeddings need an even number"),
+        ({"head_dim": 20, "partial_rotary_factor": 0.25}, "head_dim 20, of which 5 are rotated"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be above 0 and at most 1"),
     ],
 )
 def test_refusals_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
@@ -95,6 +98,12 @@ def test_refusals_are_one_line(tmp_path: Path, changes: dict[str, Any], message:
         ModelConfig.from_folder(write(tmp_path, **changes))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_what_one_architecture_does_not_do(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(write(tmp_path, partial_rotary_factor=0.5))
+    with pytest.raises(ModelError, match="partial_rotary_factor is not supported for LlamaForCausalLM"):
+        model_class(config.architecture).tensor_shapes(config)
 
 
 def test_missing_and_malformed_files(tmp_path: Path) -> None:
