@@ -420,6 +420,10 @@ class ByteSize(click.ParamType[int]):
     "heads and feed-forward units must be divisible by it; key/value heads may also divide it.",
 )  # fmt: skip
 @option(
+    "--enable-expert-parallel/--no-enable-expert-parallel", envvar="FISSILE_ENABLE_EXPERT_PARALLEL", default=False,
+    help="Mixtures of experts: each rank holds some experts whole, instead of a part of each.",
+)  # fmt: skip
+@option(
     "--nnodes", envvar="FISSILE_NNODES", type=click.IntRange(min=1), default=1,
     help="Machines that the ranks are spread over, as many on each. Run this command on all of them with the same "
     "--tp-size, --nnodes, --dist-init and --model, and with --node-rank 0, 1, ...: machine 0 serves requests, the "
@@ -479,6 +483,7 @@ def _options(
     drain_timeout: float,
     simulate: str | None,
     tp_size: int,
+    enable_expert_parallel: bool,
     nnodes: int,
     node_rank: int,
     dist_init: str,
@@ -504,6 +509,7 @@ def _options(
             kernels=kernels,
             hash_seed=hash_seed,
             tensor_parallel_size=tp_size,
+            enable_expert_parallel=enable_expert_parallel,
         )
         cost = None if simulate is None else cost_model(simulate)
     except ApiError as error:

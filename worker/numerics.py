@@ -36,6 +36,7 @@ def numerics_digest(runner: ModelRunner) -> str:
         torch.backends.cpu.get_cpu_capability(),
         torch.get_num_threads(),
         runner.shard.size,
+        runner.shard.expert_parallel,
     )
     digest.update(repr(facts).encode())
     decodes = min(_DECODES, (runner.max_model_len - 1) // 2)

@@ -126,7 +126,7 @@ class Rank:
         torch.set_num_threads(threads)
         assert self._collectives is not None, "load before join"
         config = replace(config, model=self._model)
-        shard = Shard(self._rank, config.tensor_parallel_size, self._collectives)
+        shard = Shard(self._rank, config.tensor_parallel_size, self._collectives, config.enable_expert_parallel)
         model_config = ModelConfig.from_folder(self._model)
         self._runner = ModelRunner(config, model_config, self._progress, shard)
         return kv_block_bytes(model_config, config, shard)

@@ -34,6 +34,7 @@ class Fleet:
         router_options: further options of the router, by name without dashes.
         worker_options: further options of every worker, by name without dashes.
         simulate: preset of workers that run no model; empty runs the model.
+        expert_parallel: whether the ranks of a worker hold experts whole.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Fleet:
     router_options: Mapping[str, object]
     worker_options: Mapping[str, object]
     simulate: str = ""
+    expert_parallel: bool = False
 
     @property
     def address(self) -> str:
@@ -87,6 +89,8 @@ class Fleet:
             yield from ("--kv-cache-memory", self.kv_cache_memory)
         if self.simulate:
             yield from ("--simulate", self.simulate)
+        if self.expert_parallel:
+            yield "--enable-expert-parallel"
         yield from self._common_arguments()
         yield from _given(self.worker_options)
 

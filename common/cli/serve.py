@@ -227,6 +227,7 @@ def make_fleet(
     delay_factor: float | None,
     threads: int | None,
     tp_size: int,
+    enable_expert_parallel: bool,
     **worker_options: Any,
 ) -> Fleet:
     """Fills in what depends on this machine: free ports, and each worker's share of cores and memory.
@@ -255,6 +256,7 @@ def make_fleet(
         router_options={"delay_factor": delay_factor},
         worker_options={"threads": threads or threads_per_worker(workers), "tp_size": tp_size, **worker_options},
         simulate=simulate or "",
+        expert_parallel=enable_expert_parallel,
     )
 
 
@@ -305,6 +307,10 @@ def describe_kv_memory(fleet: Fleet) -> str:
 @option(
     "--tp-size", envvar="FISSILE_TP_SIZE", type=click.IntRange(min=1), default=1,
     help="Tensor parallel: ranks of each worker, each a process with its slice of the weights.",
+)  # fmt: skip
+@option(
+    "--enable-expert-parallel/--no-enable-expert-parallel", envvar="FISSILE_ENABLE_EXPERT_PARALLEL", default=False,
+    help="Mixtures of experts: each rank holds some experts whole, instead of a part of each.",
 )  # fmt: skip
 @option(
     "--step-timeout", envvar="FISSILE_STEP_TIMEOUT", type=click.FloatRange(min=0, min_open=True),

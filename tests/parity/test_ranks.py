@@ -39,6 +39,7 @@ class Shape:
 
     ranks: int
     checkpoint: dict[str, Any]
+    expert_parallel: bool = False
 
 
 # Head counts and widths are divisible by the ranks; key/value heads may be fewer, vocabularies may be odd.
@@ -61,6 +62,9 @@ SHAPES = {
     "llama-biases": Shape(
         2, {"architecture": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
     ),
+    "deepseek-v3": Shape(2, {"architecture": "deepseek_v3"}),
+    "deepseek-v3-experts": Shape(2, {"architecture": "deepseek_v3", "n_routed_experts": 12}, expert_parallel=True),
+    "deepseek-v32-experts": Shape(2, {"architecture": "deepseek_v32"}, expert_parallel=True),
     "llama-two-kv-heads-on-4": Shape(4, {"architecture": "llama", "head_dim": 20, "vocab_size": MIN_VOCAB_SIZE + 41}),
 }
 
@@ -82,7 +86,11 @@ class Ranks:
         )
 
         def load(rank: int) -> ModelRunner:
-            shard = Shard() if size == 1 else Shard(rank, size, join(store, rank, size, "127.0.0.1", 60.0))
+            if size == 1:
+                shard = Shard()
+            else:
+                collectives = join(store, rank, size, "127.0.0.1", 60.0)
+                shard = Shard(rank, size, collectives, made.enable_expert_parallel)
             runner = ModelRunner(made, ModelConfig.from_folder(folder), shard=shard)
             runner.allocate_kv_cache(POOL)
             return runner
@@ -130,7 +138,7 @@ def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The model on one rank and on several."""
     shape = SHAPES[request.param]
     folder = make_checkpoint(tmp_path_factory.mktemp(request.param), **shape.checkpoint)
-    made = Ranks(folder, 1), Ranks(folder, shape.ranks)
+    made = Ranks(folder, 1), Ranks(folder, shape.ranks, enable_expert_parallel=shape.expert_parallel)
     yield made
     for each in made:
         each.close()
@@ -195,6 +203,13 @@ def test_a_sum_has_one_order(dtype: torch.dtype) -> None:
     with ThreadPoolExecutor(size) as pool:
         for found in pool.map(reduce, range(size)):
             assert all(torch.equal(part, expected[: len(part)]) for part in found)
+
+
+def test_experts_are_spread_only_where_there_are_some(tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3")
+    config = Config(model=str(folder), tensor_parallel_size=2, enable_expert_parallel=True)
+    with pytest.raises(ModelError, match="enable_expert_parallel: Qwen3ForCausalLM has no experts"):
+        ModelRunner(config, ModelConfig.from_folder(folder), shard=Shard(0, 2))
 
 
 def test_what_can_not_be_shared_out_is_named(tmp_path: Path) -> None:

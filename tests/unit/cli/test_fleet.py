@@ -42,9 +42,11 @@ def test_command_lines() -> None:
 
 
 def test_command_lines_of_the_other_choices() -> None:
-    fleet = dataclasses.replace(FLEET, prefix_caching=False, kv_cache_memory="2GiB", simulate="fixed:2ms")
+    fleet = dataclasses.replace(
+        FLEET, prefix_caching=False, kv_cache_memory="2GiB", simulate="fixed:2ms", expert_parallel=True
+    )
     arguments = " ".join(fleet.children()[1].arguments)
-    assert "--no-prefix-caching --kv-cache-memory 2GiB --simulate fixed:2ms" in arguments
+    assert "--no-prefix-caching --kv-cache-memory 2GiB --simulate fixed:2ms --enable-expert-parallel" in arguments
 
 
 def test_clients_on_this_machine_reach_a_router_that_listens_everywhere() -> None:
