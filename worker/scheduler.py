@@ -70,6 +70,8 @@ class _Step:
         """Lets the step compute the next `num_tokens` of `seq`."""
         seq.type = kind
         if self.columns is not None:
+            for decoding in self.columns.rows:
+                decoding.type = SequenceType.DECODE
             self.columns, self.seqs = None, dict(self.seqs)
         self.seqs[seq.id] = seq
         self.num_scheduled_tokens.append(num_tokens)
@@ -285,7 +287,8 @@ class Scheduler:
         outputs, token_ids, running = self._outputs, fwd_output.token_ids, SequenceStatus.RUNNING
         for seq in seqs:
             sampled = token_ids.get(seq.id, ())
-            if seq.status is not running or len(sampled) != 1:
+            # A prompt's last token that was discarded alone comes as a decode, and brings the first token.
+            if seq.status is not running or len(sampled) != 1 or seq.first_token_time is None:
                 self._land(seq, 1, True, sampled, None, finished, now)
                 continue
             token_id = sampled[0]

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import threading
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,16 +12,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.checkpoints import DEFAULT_SHAPE, SHAPES, make_checkpoint
-from tests.parity.test_models import POOL, Models, close, load_models, make_runner
+from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE, make_checkpoint
+from tests.parity.test_models import NEW_TOKENS, POOL, Models, close, load_models, make_runner
 from worker.loader import load_weights
 from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import kv_block_bytes
 from worker.models.deepseek_v3 import DeepseekV3ForCausalLM
 from worker.models.deepseek_v32 import DeepseekV32ForCausalLM
-from worker.parallel import Collectives, Shard
 
-NEW_TOKENS = 64
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -136,7 +132,7 @@ def test_chunked_prefill_and_decode_logits(models: Models) -> None:
 def test_greedy_streams(models: Models) -> None:
     """The reference's best token at every place of our stream is our next one: so its greedy stream is the same."""
     prompts = models.random_prompts([1, 2, 17, 64, 130, 300], seed=2)
-    streams = models.greedy(prompts, NEW_TOKENS)
+    streams = models.greedy(prompts)
     for prompt, stream in zip(prompts, streams, strict=True):
         best = models.reference_logits(prompt + stream[:-1])[len(prompt) - 1 :].argmax(-1)
         assert stream == best.tolist(), f"prompt of {len(prompt)} tokens"
@@ -149,53 +145,6 @@ def test_block_bytes_are_what_a_block_takes(models: Models) -> None:
     pools = [runner._kv_cache, runner._kv_cache.index]
     nbytes = sum(pool.data[:, :, :POOL].nbytes for pool in pools if pool is not None)
     assert nbytes == POOL * kv_block_bytes(runner.model_config, runner.config)
-
-
-class Pair:
-    """Collectives of two ranks on two threads of this process."""
-
-    def __init__(self) -> None:
-        self._barrier = threading.Barrier(2)
-        self._given: dict[int, torch.Tensor] = {}
-
-    def of(self, rank: int) -> Collectives:
-        return _Member(self, rank)
-
-    def exchange(self, rank: int, x: torch.Tensor) -> list[torch.Tensor]:
-        self._given[rank] = x.clone()
-        self._barrier.wait(20)
-        both = [self._given[0], self._given[1]]
-        self._barrier.wait(20)
-        return both
-
-
-@dataclass(frozen=True)
-class _Member:
-    pair: Pair
-    rank: int
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        first, second = self.pair.exchange(self.rank, x)
-        return first + second
-
-    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.cat(self.pair.exchange(self.rank, x), dim=-1)
-
-
-@pytest.mark.parametrize("architecture", ["deepseek_v3", "deepseek_v32"])
-@pytest.mark.parametrize("expert_parallel", [False, True])
-def test_two_ranks(architecture: str, expert_parallel: bool, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, architecture, n_routed_experts=7, n_group=1, topk_group=1, vocab_size=381)
-    whole = load_models(folder)
-    pair = Pair()
-    halves = [make_runner(folder, Shard(rank, 2, pair.of(rank), expert_parallel)) for rank in (0, 1)]
-    ranks = [replace(whole, runner=runner) for runner in halves]
-    prompt = whole.random_prompts([100], seed=4)[0]
-    with ThreadPoolExecutor(2) as threads:
-        for start, end in pairwise([0, 1, 50, 98, 99, 100]):
-            both = list(threads.map(lambda rank, n=end, i=start: rank.logits(prompt[:n], i), ranks))
-            assert torch.equal(both[0], both[1])
-            close(both[0], whole.logits(prompt[:end], start))
 
 
 def test_mtp_layers_are_kept_for_speculation(tmp_path: Path) -> None:
@@ -231,7 +180,12 @@ def test_mtp_layers_are_kept_for_speculation(tmp_path: Path) -> None:
 def test_settings_that_would_change_the_numbers_are_refused(
     entries: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    config = {**DEFAULT_SHAPE, **SHAPES["deepseek_v32"], "architectures": ["DeepseekV32ForCausalLM"], **entries}
+    config = {
+        **DEFAULT_SHAPE,
+        **ARCHITECTURES["deepseek_v32"][1],
+        "architectures": ["DeepseekV32ForCausalLM"],
+        **entries,
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ModelError, match=message):
         DeepseekV32ForCausalLM.tensor_shapes(ModelConfig.from_folder(tmp_path))

@@ -1,4 +1,4 @@
-"""Mutants: the engine with one rule replaced by the seed's, by editing the source of one function.
+"""Mutants: the service with one rule replaced by the seed's, by editing the source of one function.
 
 `tests/unit/test_mutants.py` shows that the trap's test fails against each.
 """
@@ -15,9 +15,13 @@ from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-from worker import stop_rules
-from worker.batch import ScheduledBatch
+from common.text.detokenizer import Detokenizer
+from kernels import sampling
+from worker import model_runner, stop_rules
+from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.block_manager import BlockManager
+from worker.executor import ThreadExecutor
+from worker.inbox import Inbox
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 from worker.sequence_queue import SequenceQueue, SequenceSet
@@ -45,7 +49,7 @@ class Mutant:
             setattr(self.owner, self.name, original)
 
     def _mutate(self, original: Any) -> Any:
-        function = original.func if isinstance(original, cached_property) else original
+        function = _function(original)
         source = textwrap.dedent(inspect.getsource(function))
         if self.old not in source:
             raise ValueError(f"{self.trap}: {self.old!r} is not in {self.name}")
@@ -56,6 +60,13 @@ class Mutant:
         if isinstance(mutant, cached_property):
             mutant.attrname = self.name
         return mutant
+
+
+def _function(original: Any) -> Any:
+    """What a property calls."""
+    if isinstance(original, cached_property):
+        return original.func
+    return original.fget if isinstance(original, property) else original
 
 
 _STATUS = "seq.status = SequenceStatus.RUNNING"
@@ -82,6 +93,9 @@ MUTANTS = [
     ),
     Mutant("t11", Scheduler, "_open_gate", "while self.gated:", "if self.gated:"),
     Mutant("t12", Scheduler, "record_step", "batch.total_tokens_num_prefill == 0", "False"),
+    Mutant("t13", Inbox, "_draft", "record.more, now, deadline", "record.more, now + 10.0, deadline"),
+    Mutant("t14", Scheduler, "add_group", "self._enter(seq, self.waiting)", "self._enter(seq, self.gated)"),
+    Mutant("t14", Scheduler, "_end", "(self.waiting if seq in self.waiting else self.gated).remove(seq)", "pass"),
     Mutant(
         "t15",
         BlockManager,
@@ -133,6 +147,14 @@ MUTANTS = [
         "seq.num_placeholder += 1",
         "seq.num_placeholder += seq.type is SequenceType.DECODE",
     ),
+    Mutant("t29", ScheduledBatchOutput, "req_ids", "list(self.token_ids)", "[*self.token_ids, -1]"),
+    Mutant(
+        "t29",
+        Scheduler,
+        "postprocess",
+        "fwd_output.token_ids.get(seq.id, ())",
+        "fwd_output.token_ids[seq.id] if seq.id in fwd_output.req_ids else ()",
+    ),
     Mutant("t30", Scheduler, "_make_room", "self.running.last()", "self.running.first()"),
     Mutant("t31", ScheduledBatch, "_take_rows", "end >= len(s.token_ids) + s.num_placeholder", "True"),
     Mutant("t32", Sequence, "__init__", "next(_ids) if id is None else id", "id or next(_ids)"),
@@ -140,9 +162,27 @@ MUTANTS = [
     Mutant("t34", Scheduler, "_append", "stop is not None", "False"),
     Mutant("t35", stop_rules, "_sequence_stop", "0 < len(stop) <= num_output and", "0 < len(stop) and"),
     Mutant("t36", StopRules, "_token_stop", "in params.stop_token_ids", "in () if params.ignore_eos else ()"),
+    Mutant("t37", StopRules, "_token_stop", "EndReason.EOS, token", "EndReason.STOP_TOKEN, token"),
     Mutant("t38", Scheduler, "_append", "if token_ids and", "if len(token_ids) == 1 and"),
+    Mutant("t39", sampling, "_sample_unfiltered", "counter[rows] for", "counter[rows][:1] for"),
+    Mutant(
+        "t40",
+        Detokenizer,
+        "push",
+        'self._utf8.decode(b"".join(self._piece(id) for id in ids if id not in self._skip))',
+        '"".join(self._piece(id).decode("utf-8", "replace") for id in ids if id not in self._skip)',
+    ),
     Mutant("t41", Scheduler, "_land", "if seq.is_finished:", "if False:"),
+    Mutant("t42", ThreadExecutor, "__init__", "max_workers=1", "max_workers=2"),
+    Mutant(
+        "t43",
+        SequenceSet,
+        "__iter__",
+        "chain.from_iterable(seqs.values() for seqs in self._classes.values())",
+        "iter(set(chain.from_iterable(seqs.values() for seqs in self._classes.values())))",
+    ),
     Mutant("t44", Scheduler, "abort", "self._emit(seq, [])", "pass"),
+    Mutant("t45", model_runner, "_padded", "np.zeros(length, np.int64)", "np.full(length, -1)"),
 ]
 
 # Faults that no seed has, for the oracle (tests/unit/worker/test_oracle.py).
@@ -153,14 +193,27 @@ FAULTS = [
     Mutant("salts-ignored", BlockManager, "_root", "if not seq.cache_salt:", "if True:"),
     Mutant("blocks-lost", BlockManager, "deallocate", "reversed(seq.block_table)", "reversed(seq.block_table[1:])"),
     Mutant("over-budget", Scheduler, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
-    Mutant("drafts-in-flight", Scheduler, "_goes_on", "not ends and not self.use_spec", "not ends"),
-    Mutant("end-not-foreseen", Scheduler, "_goes_on", "not ends and not self.use_spec", "not self.use_spec"),
-    Mutant("rejected-kept", Scheduler, "postprocess", "computed - rejected", "computed"),
+    Mutant("drafts-in-flight", Scheduler, "_goes_on", "not self.use_spec and ", ""),
+    Mutant("end-not-foreseen", Scheduler, "_goes_on", "< seq.length_limit", "< seq.length_limit + 1"),
+    Mutant("rejected-kept", Scheduler, "_land", " - self._count_rejected(verified, token_ids)", ""),
+    Mutant("growth-missed", Scheduler, "_fill_plain_decode", ">= seq.num_slots", "> seq.num_slots"),
+    Mutant("stop-missed", Scheduler, "_land_decodes", "token_id in seq.stopping_ids or ", ""),
+    Mutant("length-missed", Scheduler, "_land_decodes", " or len(tokens) >= seq.length_limit", ""),
+    Mutant("columns-kept", Scheduler, "_leave", "self._decoding = None", "pass"),
+    Mutant(
+        "table-changed",
+        BlockManager,
+        "_go_on_with",
+        "seq.block_table = [*seq.block_table[:i], present, *seq.block_table[i + 1 :]]",
+        "seq.block_table[i] = present",
+    ),
     Mutant("discarded-kept", Scheduler, "discard", "seq.num_inflight_tokens -= num_scheduled", "pass"),
     Mutant("equal-block-not-held", BlockManager, "_go_on_with", "self._claim(present)", "pass"),
-    Mutant("drafts-forgotten", BlockManager, "_blocks_needed", "num_new_tokens - len", "1 - len"),
+    Mutant("drafts-forgotten", BlockManager, "_blocks_needed", "num_new_tokens - seq", "1 - seq"),
     Mutant("preempted-for-nothing", BlockManager, "can_append", "<= len(", "< len("),
-    Mutant("never-cached", BlockManager, "publish", "not self.enable_prefix_caching", "True"),
+    Mutant("never-cached", BlockManager, "publish", "self._publish_next(seq, chain)", "break"),
+    Mutant("newest-evicted", BlockManager, "_take", "popitem(last=False)", "popitem(last=True)"),
+    Mutant("cached-before-vacant", BlockManager, "_release", "block.hash is None", "False"),
     Mutant("passed-by-others", SequenceQueue, "appendleft", "last=False", "last=True"),
     Mutant("lowest-class-first", SequenceSet, "first", "self.heads()[0]", "self.heads()[-1]"),
 ]

@@ -46,9 +46,8 @@ class MoEConfig:
             return
         size, rest = divmod(self.num_experts, routing.num_groups)
         if rest or size < 2:
-            raise ModelError(
-                f"n_group {routing.num_groups} does not split {self.num_experts} experts into equal groups"
-            )
+            groups = f"{self.num_experts} experts into equal groups of two or more"
+            raise ModelError(f"n_group {routing.num_groups} does not split {groups}")
         if not routing.top_k <= routing.top_groups * size <= self.num_experts:
             raise ModelError(
                 f"topk_group {routing.top_groups} of n_group {routing.num_groups} groups of {size} experts"

@@ -37,6 +37,9 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "float32",
         {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 50, "intermediate_size": 75},
     ),
+    "qwen3-moe-bfloat16": ("qwen3_moe", "bfloat16", {}),
+    "glm4-moe-float32": ("glm4_moe", "float32", {}),
+    "gpt-oss-float32": ("gpt_oss", "float32", {}),
     "deepseek-v3-float32": ("deepseek_v3", "float32", {}),
     # Prompts on both sides of index_topk: a row's selection must not depend on whether others need one.
     "deepseek-v32-float32": ("deepseek_v32", "float32", {"index_topk": 33}),

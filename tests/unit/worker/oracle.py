@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -23,6 +24,22 @@ from tests.unit.worker.truth import TokenModel, Truth, fold
 from worker.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput, TokenHistory
 from worker.scheduler import Scheduler
 from worker.sequence import EndReason, Priority, Sequence, SequenceStatus
+
+# What a batch shows, row by row.
+COLUMNS = (
+    "req_ids",
+    "num_scheduled_tokens",
+    "num_computed_tokens",
+    "context_lens",
+    "scheduled_tokens",
+    "from_last_output",
+    "is_final",
+    "last_block_num_tokens",
+    "block_tables",
+    "num_cached_tokens",
+    "seeds",
+    "choices",
+)
 
 
 @dataclass(eq=False, slots=True)
@@ -83,9 +100,10 @@ class Row:
 
 @dataclass(slots=True)
 class Flight:
-    """A step that is scheduled and not landed."""
+    """A step that is scheduled and not landed; `shown` is what it was when it was scheduled."""
 
     batch: ScheduledBatch
+    shown: ScheduledBatch
     seqs: dict[int, Sequence]
     rows: list[Row]
     computing: set[int]
@@ -107,6 +125,9 @@ class Cache:
         while found < (life.known - 1) // size and states[(found + 1) * size - 1] in self._block_of:
             found += 1
         return found
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._entry_of
 
     def block(self, state: int) -> int | None:
         """Where a prefix is."""
@@ -156,6 +177,11 @@ class Oracle:
         self.num_batches = self.num_prefill_steps = self.num_preemptions = self.num_admissions = 0
         self.num_drafts = self.num_accepted = 0
         self._now = 0.0
+        self._preempts = False
+        self._held: set[int] = set()
+        # When the last holder of a block has left, in no unit.
+        self._released: dict[int, int] = {}
+        self._num_releases = 0
         self._gated: list[Life] = []
         self._places: dict[int, int] = {}
         self._queues: dict[Priority, list[Life]] = {p: [] for p in sorted(Priority, reverse=True)}
@@ -193,8 +219,14 @@ class Oracle:
         self._wait_in_front(life)
 
     def _wait_in_front(self, life: Life) -> None:
+        self._release(life.table)
         life.computed, life.table, life.drafts, life.prefilling = None, [], [], False
         self._queues[life.seq.priority].insert(0, life)
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        self._num_releases += 1
+        for block in blocks:
+            self._released[block] = self._num_releases
 
     def _expect_end(
         self, life: Life, outputs: list[RequestOutput], tokens: list[int], finish: str, reason: EndReason
@@ -231,18 +263,20 @@ class Oracle:
     def scheduled(self, step: tuple[ScheduledBatch, dict[int, Sequence]] | None) -> Flight | None:
         """`schedule` has returned `step`: checks every decision, then executes the batch."""
         victims = self._take_victims()
+        self._preempts = bool(victims)
         if step is None:
             assert self.flights or not self.lives, "there is work, and no step"
             assert not self._admitted(), "a sequence is admitted to no step"
             assert not self._decodable(), "a decode is left out"
             self._check_diligence(self.config.max_num_batched_tokens, None, bool(victims))
             return None
-        batch, seqs = step
+        # The step itself makes its columns when it is asked, which is later.
+        batch, seqs = copy(step[0]), step[1]
         self._check_columns(batch, seqs)
         newcomers = self._admitted()
         assert not (victims and newcomers), "a newcomer in a step that preempts (T9)"
         decoding = self._decodable()
-        flight = Flight(batch, seqs, [], set(), self.last_output, ScheduledBatchOutput({}))
+        flight = Flight(step[0], batch, seqs, [], set(), self.last_output, ScheduledBatchOutput({}))
         for i, seq_id in enumerate(batch.req_ids):
             self._add_row(flight, i, self.lives[seq_id])
         self._check_order(flight, newcomers)
@@ -310,10 +344,10 @@ class Oracle:
         assert batch.num_spec_step == self.k
 
     def _add_row(self, flight: Flight, i: int, life: Life) -> None:
-        batch, seq = flight.batch, life.seq
+        batch, seq = flight.shown, life.seq
         start, count, end = batch.num_computed_tokens[i], batch.num_scheduled_tokens[i], batch.context_lens[i]
-        table = list(batch.block_tables[i])
-        assert table == seq.block_table, f"sequence {seq.id}: a table of its own in the batch"
+        table, shown = list(seq.block_table), -(-end // self.size)
+        assert list(batch.block_tables[i]) == table[:shown], f"sequence {seq.id}: other blocks in the batch"
         if life.computed is None:
             self._admit(flight, life, batch.num_cached_tokens[i], table)
             life.first_scheduled = self._now if life.first_scheduled is None else life.first_scheduled
@@ -353,7 +387,7 @@ class Oracle:
         assert life.known + len(drafts) < most, f"sequence {life.seq.id}: drafts behind its end"
 
     def _check_tokens(self, flight: Flight, i: int, row: Row) -> None:
-        batch, truth = flight.batch, row.life.truth
+        batch, truth = flight.shown, row.life.truth
         expected = truth.tokens[row.start : row.end - len(row.drafts)] + row.drafts
         given = list(batch.scheduled_tokens[i])
         if batch.from_last_output[i]:
@@ -392,10 +426,22 @@ class Oracle:
     def _grow(self, life: Life, table: list[int]) -> None:
         held = len(life.table)
         assert table[:held] == life.table, f"sequence {life.seq.id}: its blocks have changed"
-        if self.cache is not None:
-            for block in table[held:]:
+        life.table = table[:held]
+        for block in table[held:]:
+            if self.cache is not None:
+                self._check_eviction(self.cache, block)
                 self.cache.take(block)
-        life.table = list(table)
+            life.table.append(block)
+
+    def _check_eviction(self, cache: Cache, block: int) -> None:
+        """Blocks that hold nothing are taken first, then those whose holders left longest ago (T22). In a step that
+        preempts, what was free at the moment is not known."""
+        if block in cache and not self._preempts:
+            tables = (life.table for life in self.lives.values() if life.computed is not None)
+            free = set(range(self.pool)).difference(chain.from_iterable(tables))
+            assert all(other in cache for other in free), f"block {block} is evicted while others hold nothing"
+            oldest = min(self._released[other] for other in free)
+            assert self._released[block] == oldest, f"block {block} is evicted before older ones"
 
     def _blocks_in(self, life: Life, start: int, end: int) -> Iterable[int]:
         """Hashes of the full blocks that a row computes, wholly or in part."""
@@ -489,7 +535,7 @@ class Oracle:
 
     def _execute(self, flight: Flight) -> None:
         """All reads see the steps before this one only: KV that the step itself writes is no cache hit (T19)."""
-        histories = flight.batch.token_histories(self.last_output)
+        histories = flight.shown.token_histories(self.last_output)
         for i, row in enumerate(flight.rows):
             self._read(row)
             self._check_history(row, histories.get(i))
@@ -545,6 +591,12 @@ class Oracle:
 
     # Landing.
 
+    def before_landing(self) -> None:
+        """Call before `postprocess`: a runner may have asked the oldest flight as late as now (T18)."""
+        flight = self.flights[0]
+        for name in COLUMNS:
+            assert getattr(flight.batch, name) == getattr(flight.shown, name), f"{name} of a step in flight has changed"
+
     def landed(self, now: float, finished: list[Sequence], outputs: list[RequestOutput]) -> None:
         """The oldest flight was postprocessed at `now`, which returned `finished` and left `outputs`."""
         flight, self._now = self.flights.popleft(), now
@@ -552,8 +604,6 @@ class Oracle:
         expected = [row.life for row in flight.rows if self._land_row(row, given)]
         assert [out.request_id for out in outputs] == [life.seq.id for life in expected], f"outputs of {[*given]}"
         assert finished == [life.seq for life in expected if life.ended]
-        for table, row in zip(flight.batch.block_tables, flight.rows, strict=True):
-            assert list(table) == row.table, "a batch that is in flight has changed (T18)"
 
     def _land_row(self, row: Row, given: dict[int, RequestOutput]) -> bool:
         """Whether the row's sequence has to have an output, with what and why."""
@@ -630,6 +680,8 @@ class Oracle:
             if life.prefilling or life.computed is None:
                 ahead += life.delivered - (life.computed or 0)
         assert sched.block_manager.num_free_blocks == self.pool - len(held), "a block is lost"
+        self._release(self._held - held)
+        self._held = held
         assert sched.live_ids() == list(self.lives)
         assert (sched.num_live, sched.num_decoding) == (len(self.lives), num_decoding)
         assert sched.num_waiting == len(self.lives) - num_running

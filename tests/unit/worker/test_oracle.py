@@ -8,8 +8,8 @@ from tests.unit.mutants import FAULTS, MUTANTS, Mutant
 from tests.unit.worker.trial import run_workload
 
 MOST_WORKLOADS = 400
-# What a configuration or a sequence must be refused for, which workloads do not try, and a first output of two tokens.
-_UNTRIED = {"t05", "t06", "t38"}
+# Not in workloads: what must be refused, other parts of the service, what has no effect, a first output of two tokens.
+_UNTRIED = {"t05", "t06", "t13", "t29", "t38", "t39", "t40", "t42", "t43", "t45"}
 
 
 def run_workloads() -> None:

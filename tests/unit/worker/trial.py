@@ -63,6 +63,7 @@ class Trial:
         """Of any sequence, live or not."""
         done = self.scheduler.abort(seq_id, now=self.now, reason=reason)
         self.oracle.aborted(seq_id, done, self.scheduler.take_outputs(), reason)
+        self.oracle.check()
 
     def expire(self) -> None:
         """Ends those whose deadline has passed, as EngineCore does before a step."""
@@ -74,6 +75,7 @@ class Trial:
         """Of any sequence that runs, in flight or not."""
         self.scheduler.preempt(life.seq)
         self.oracle.preempted(life)
+        self.oracle.check()
 
     def running(self) -> list[Life]:
         """Those that can be preempted."""
@@ -94,6 +96,7 @@ class Trial:
         self.scheduler.record_step(flight.batch, duration)
         if flight.batch.total_tokens_num_prefill:
             self.oracle.last_prompt_latency = duration
+        self.oracle.before_landing()
         seqs = list(flight.seqs.values())
         finished = self.scheduler.postprocess(seqs, flight.output, batch=flight.batch, now=self.now)
         self.oracle.landed(self.now, finished, self.scheduler.take_outputs())
@@ -167,11 +170,12 @@ def random_sequence(rnd: random.Random, trial: Trial) -> Sequence:
         stop_token_sequences=rnd.choice([(), (), ((5, 6), (7,))]),
         repetition_penalty=rnd.choice([1.0, 1.0, 1.0, 1.2]),
     )
+    new_id = trial.new_id()
     seq = Sequence(
         prompt[: limit - 1],
         trial.config.kv_cache_block_size,
         params,
-        id=trial.new_id(),
+        id=new_id,
         seed=rnd.randrange(3),
         choice=rnd.randrange(2),
         arrive_time=trial.now,
@@ -181,6 +185,7 @@ def random_sequence(rnd: random.Random, trial: Trial) -> Sequence:
         cache_salt=salt,
         priority=rnd.choice([*Priority, Priority.NORMAL]),
     )
+    assert seq.id == new_id
     if rnd.random() < 0.1:
         truth = Truth(seq, trial.model, limit, trial.config)
         seq.token_ids = truth.tokens[: rnd.randint(seq.num_prompt_tokens, truth.end)]
