@@ -62,6 +62,22 @@ SHAPES = {
     "llama-biases": Shape(
         2, {"architecture": "llama", "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": False}
     ),
+    "qwen3-moe": Shape(2, {"architecture": "qwen3_moe", "decoder_sparse_step": 2}),
+    "qwen3-moe-experts": Shape(2, {"architecture": "qwen3_moe"}, expert_parallel=True),
+    "mixtral-experts-3": Shape(
+        3,
+        {
+            "architecture": "mixtral",
+            "num_attention_heads": 6,
+            "num_key_value_heads": 3,
+            "intermediate_size": 162,
+            "sliding_window": 30,
+        },
+        expert_parallel=True,
+    ),
+    "glm4-moe-experts": Shape(2, {"architecture": "glm4_moe", "attention_bias": True}, expert_parallel=True),
+    "gpt-oss": Shape(2, {"architecture": "gpt_oss"}),
+    "gpt-oss-experts": Shape(2, {"architecture": "gpt_oss"}, expert_parallel=True),
     "deepseek-v3": Shape(2, {"architecture": "deepseek_v3"}),
     "deepseek-v3-experts": Shape(2, {"architecture": "deepseek_v3", "n_routed_experts": 12}, expert_parallel=True),
     "deepseek-v32-experts": Shape(2, {"architecture": "deepseek_v32"}, expert_parallel=True),
