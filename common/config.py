@@ -14,11 +14,13 @@ from typing import Final
 from common.checks import require as _require
 from common.checks import require_one_of, require_types
 from common.config_parts import (
+    WEIGHT_FORMATS,
     CompilationConfig,
     LayerQuantConfig,
     ParallelConfig,
     QuantizationConfig,
     SpeculativeConfig,
+    weight_formats,
 )
 
 __all__ = [
@@ -65,7 +67,8 @@ class Config:
         enable_expert_parallel: whether experts are spread over the ranks; False so far.
         parallel_config: engines that share the requests; one so far.
         compilation_config: nothing is compiled or captured so far.
-        quant_config: nothing is quantized so far.
+        quant_config: how the weights of a checkpoint are quantized whose config.json does not say so. They are
+            brought to `dtype` when they are loaded.
         hash_seed: fleet-wide seed of the block hashes.
         bos_token_id: beginning-of-sequence id, None when the model has none.
         eos_token_id: the model's first end-of-sequence id, None when it has none.
@@ -138,8 +141,9 @@ class Config:
         _require(level == 0, "compilation_config.level", level, "0: compilation is not built yet")
         name = "compilation_config.cudagraph_capture_sizes"
         _require(not sizes, name, sizes, "(): capture into graphs is not built yet")
-        neutral = self.quant_config == QuantizationConfig()
-        _require(neutral, "quant_config", self.quant_config, "QuantizationConfig(): quantization is not built yet")
+        for layer in self.quant_config.layer_configs:
+            known = layer.quant_type == "no" or layer.quant_type in WEIGHT_FORMATS.get(layer.quant_dtype, ())
+            _require(known, "quant_config", layer, weight_formats())
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

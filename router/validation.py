@@ -6,9 +6,8 @@ Every refusal names the field by its path and says what would be valid. Fields t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import grpc
@@ -64,30 +63,6 @@ _COMMON = frozenset(
 ) | {f"sampling_params.{name}" for name in _SAMPLING}
 GENERATE_SERVED = _COMMON | {"text", "token_ids", "token_ids.ids"}
 CHAT_SERVED = _COMMON | {"messages", "messages.role", "messages.content", "template_arguments"}
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """The model's `generation_config.json`, as far as it stands in for absent sampling parameters.
-
-    An absent file or value means 1.0 / off / off. `do_sample` plays no part: a request that wants greedy says
-    `temperature` 0, whatever the model's file says (design.md, "The contract").
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> GenerationDefaults:
-        """Takes the values that are there and valid; a checkpoint's odd value must not fail every request."""
-        valid: dict[str, Any] = {}
-        for name, kind in (("temperature", int | float), ("top_k", int), ("top_p", int | float)):
-            with contextlib.suppress(InvalidFieldError):
-                given: dict[str, Any] = {name: config.get(name)}
-                if isinstance(given[name], kind):
-                    valid[name] = getattr(replace(SamplingParams(), **given), name)
-        return cls(**valid)
 
 
 def check_request_id(request_id: str) -> None:
@@ -204,17 +179,17 @@ def check_prompt_length(path: str, prompt_tokens: int, max_model_len: int) -> No
         raise PromptTooLongError(path, prompt_tokens, max_model_len)
 
 
-def sampling_params(message: pb.SamplingParams, defaults: GenerationDefaults, vocab_size: int) -> SamplingParams:
-    """The canonical parameters with every default filled in.
+def sampling_params(message: pb.SamplingParams, defaults: SamplingParams, vocab_size: int) -> SamplingParams:
+    """The canonical parameters with every default, those of the model first, filled in.
 
     Raises:
         ApiError: a value is out of range or not served; names the field and what would be valid.
     """
     _check_n(message)
     given: dict[str, Any] = {name: getattr(message, name) for name in _GIVEN if message.HasField(name)}
-    fallback = {"temperature": defaults.temperature, "top_k": defaults.top_k, "top_p": defaults.top_p}
-    params = SamplingParams(
-        **{**fallback, **given},
+    params = replace(
+        defaults,
+        **given,
         stop_strings=tuple(message.stop_strings),
         include_stop_string=message.include_stop_string,
         stop_token_ids=tuple(message.stop_token_ids),

@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.config import Config
+from common.config import Config, QuantizationConfig
 from common.text.tokenizer import Tokenizer, TokenizerError
 from kernels.interface import AttentionMetaData, KVCache, SampleParams
 from kernels.select import select_backend
@@ -94,7 +94,13 @@ class ModelRunner:
             raise ModelError(str(error)) from error
         self.shard = shard or Shard()
         architecture = model_class(model_config.architecture)
-        weights = load_weights(config.model, architecture.tensor_shapes(model_config), progress)
+        weights = load_weights(
+            config.model,
+            architecture.tensor_shapes(model_config),
+            progress,
+            kept=architecture.kept_tensors(model_config),
+            quantization=_quantization(config, model_config),
+        )
         self._kv_spec = architecture.kv_spec(model_config, self.shard)
         self._num_heads = length(self.shard.part(model_config.num_attention_heads, "num_attention_heads"))
         build = Build(model_config, self.kernels, weights, self.dtype, self.max_model_len, self.shard)
@@ -166,7 +172,7 @@ class ModelRunner:
         metadata.plan = self.kernels.plan_attention(metadata, self._kv_cache, self._num_heads)
         multiple = self.kernels.row_multiple
         padded = -(-total // multiple) * multiple
-        context = Context(_padded(positions, padded), total > len(lengths), len(lengths), padded)
+        context = Context(_padded(positions, padded), batch.total_seqs_num_prefill, len(lengths), padded)
         token_ids = _padded(np.array(batch.input_token_ids(self._last_output), np.int64), padded)
         final_rows = torch.from_numpy(ends[np.array(batch.is_final, np.bool_)] - 1)
         return ModelInput(token_ids, context, metadata, final_rows)
@@ -208,6 +214,13 @@ class ModelRunner:
             choices=np.array(batch.choices, np.int64)[final],
         ).tolist()
         return ScheduledBatchOutput({batch.req_ids[i]: (token,) for i, token in zip(final.tolist(), ids, strict=True)})
+
+
+def _quantization(config: Config, model_config: ModelConfig) -> QuantizationConfig:
+    given, own = config.quant_config, model_config.quant_config
+    if QuantizationConfig() not in (given, own) and given != own:
+        raise ModelError("quant_config differs from the checkpoint's own in config.json; leave it at its default")
+    return own if given == QuantizationConfig() else given
 
 
 def _sampled_ids(folder: str, model_config: ModelConfig) -> int:

@@ -42,11 +42,13 @@ class Shard:
         rank: of `size`.
         size: ranks that share the model.
         collectives: of those ranks.
+        expert_parallel: whether ranks hold whole experts of a mixture, instead of a part of each.
     """
 
     rank: int = 0
     size: int = 1
     collectives: Collectives = field(default_factory=Alone)
+    expert_parallel: bool = False
 
     def part(self, count: int, what: str) -> slice:
         """This rank's equal share of `count` things in a row.
@@ -58,6 +60,10 @@ class Shard:
             raise ModelError(f"{what} {count} is not a multiple of tensor_parallel_size {self.size}")
         share = count // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
+
+    def expert_part(self, num_experts: int) -> slice:
+        """This rank's experts with expert parallelism; shares differ by at most one, and may be empty."""
+        return slice(self.rank * num_experts // self.size, (self.rank + 1) * num_experts // self.size)
 
     def kv_part(self, num_kv_heads: int) -> slice:
         """This rank's key/value heads: an equal share, or, where ranks outnumber heads, one that others hold too.

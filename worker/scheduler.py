@@ -70,6 +70,8 @@ class _Step:
         """Lets the step compute the next `num_tokens` of `seq`."""
         seq.type = kind
         if self.columns is not None:
+            for decoding in self.columns.rows:
+                decoding.type = SequenceType.DECODE
             self.columns, self.seqs = None, dict(self.seqs)
         self.seqs[seq.id] = seq
         self.num_scheduled_tokens.append(num_tokens)

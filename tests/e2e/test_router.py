@@ -350,11 +350,13 @@ async def test_every_served_field_has_its_effect() -> None:
 
 
 async def test_absent_parameters_come_from_the_generation_config() -> None:
-    files = tokenizer_files(generation={"temperature": 0.5, "top_k": 20, "top_p": 0.75, "do_sample": False})
-    async with bench(FakeWorker(files)) as b:
+    own = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.125, "repetition_penalty": 1.25}
+    async with bench(FakeWorker(tokenizer_files(generation={**own, "do_sample": False}))) as b:
         await collect(b.stub.Generate(request()))
-        params = b.workers[0].submitted[0].params
-        assert (params.temperature, params.top_k, params.top_p) == (0.5, 20, 0.75)
+        await collect(b.stub.Generate(request(params={"repetition_penalty": 1, "min_p": 0})))
+        absent, given = (submitted.params for submitted in b.workers[0].submitted)
+        assert {name: getattr(absent, name) for name in own} == own
+        assert (given.repetition_penalty, given.min_p, given.temperature) == (1.0, 0.0, 0.5)
 
 
 async def test_max_tokens_is_clipped_to_the_models_length() -> None:

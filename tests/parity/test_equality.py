@@ -26,10 +26,10 @@ from deploy.demo.questions import questions
 from kernels.interface import KVSpec
 from kernels.paged_attention import PagedKVCache
 from kernels.torch_backend import TorchBackend
+from tests.unit.mutants import MUTANTS as TRAPS
 from tests.unit.mutants import Mutant
 from worker import model_runner
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.block_manager import BlockManager
 from worker.llm_engine import LLMEngine
 from worker.model_config import ModelConfig
 from worker.model_runner import ModelRunner
@@ -101,7 +101,7 @@ def workload(number: int) -> dict[str, Request]:
     """Requests by id: prompts with common beginnings, every kind of sampling, arrivals while others run, aborts."""
     rnd = random.Random(number)
     beginnings = [[], *(rnd.choice(texts())[:n] for n in (16, 37, 48))]
-    return {f"{number}-{i}": _request(rnd, rnd.choice(beginnings)) for i in range(6)}
+    return {f"{number}-{i}": _request(rnd, rnd.choice(beginnings)) for i in range(5)}
 
 
 def _request(rnd: random.Random, beginning: list[int]) -> Request:
@@ -286,11 +286,10 @@ MUTANTS = [
            "choices=final * 0"),
     Mutant("positions off by one when a prompt goes on", ModelRunner, "prepare_model", _PADDED,
            f"{_PADDED} + _padded(np.repeat((starts > 0) & (lengths > 1), lengths), padded)"),
-    Mutant("the neighbour's token", ScheduledBatch, "input_tokens", "last_output.token_ids[seq_id][-1]",
+    Mutant("the neighbour's token", ScheduledBatch, "input_token_ids", "last_output.token_ids[seq_id][-1]",
            "next(iter(last_output.token_ids.values()))[-1]"),
-    Mutant("a block found before its last slot is written", BlockManager, "publish", "<= seq.num_computed_tokens",
-           "<= seq.num_tokens"),
-    Mutant("a chunk's token", ScheduledBatch, "__init__", "end >= len(s.token_ids) + s.num_placeholder", "True"),
+    # A block that can be found before its last slot is written, and the token of a chunk's last row.
+    *(mutant for mutant in TRAPS if mutant.trap in ("t20", "t31")),
 ]  # fmt: skip
 
 

@@ -93,10 +93,14 @@ def test_numbers_that_are_no_numbers_of_that_kind() -> None:
         ),
         (
             "quant_config",
-            QuantizationConfig(LayerQuantConfig("per_token", "fp8")),
-            "quant_config is .*'per_token'.*; valid: .* not built yet",
+            QuantizationConfig(LayerQuantConfig("per_token", "int4x2")),
+            "quant_config is .*'int4x2'.*; valid: fp8 per_tensor, per_token, .*; int8 .*; fp4x2 per_1x32",
         ),
-        ("quant_config", QuantizationConfig(exclude_layers=("lm_head",)), "quant_config is .*lm_head.* not built yet"),
+        (
+            "quant_config",
+            QuantizationConfig(layer_quant_configs=(("*.mlp.*", LayerQuantConfig("per_1x32", "fp8")),)),
+            "quant_config is .*'per_1x32'.*; valid: fp8 per_tensor",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused(field: str, value: Any, problem: str) -> None:

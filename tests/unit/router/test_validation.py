@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from common.errors import ApiError, InvalidFieldError
 from common.limits import MAX_CHAT_MESSAGES, MAX_PROMPT_TEXT_BYTES
-from common.sampling_params import SamplingParams, float32
+from common.sampling_params import SamplingParams, float32, model_defaults
 from router.validation import (
-    GenerationDefaults,
     check_chat,
     check_generate,
     check_prompt_length,
@@ -30,7 +29,7 @@ VOCAB = 300
 
 
 def params(**fields: object) -> SamplingParams:
-    return sampling_params(pb.SamplingParams(**fields), GenerationDefaults(), VOCAB)  # type: ignore[arg-type]
+    return sampling_params(pb.SamplingParams(**fields), SamplingParams(), VOCAB)  # type: ignore[arg-type]
 
 
 def refused(code: str, path: str, act: Callable[[], object]) -> ApiError:
@@ -89,17 +88,14 @@ def test_penalties_are_canonical() -> None:
 
 
 def test_absent_values_come_from_the_model() -> None:
-    defaults = GenerationDefaults.from_config({"temperature": 0.7, "top_k": 20, "top_p": 0.8, "do_sample": False})
+    own = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.05}
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    defaults = model_defaults({**own, "do_sample": False, "max_new_tokens": 7, "presence_penalty": 1.0})
     absent = sampling_params(pb.SamplingParams(), defaults, VOCAB)
-    assert (absent.temperature, absent.top_k, absent.top_p) == (float32(0.7), 20, float32(0.8))
-    assert absent == sampling_params(pb.SamplingParams(temperature=0.7, top_k=20, top_p=0.8), defaults, VOCAB)
-    given = sampling_params(pb.SamplingParams(temperature=0, top_k=0, top_p=1), defaults, VOCAB)
-    assert (given.temperature, given.top_k, given.top_p) == (0.0, 0, 1.0)
-
-
-def test_odd_values_of_a_model_are_left_out() -> None:
-    odd = {"temperature": -1, "top_k": None, "top_p": "much"}
-    assert GenerationDefaults.from_config(odd) == GenerationDefaults(1.0, 0, 1.0)
+    assert absent == SamplingParams(**own)  # type: ignore[arg-type]
+    assert absent == sampling_params(pb.SamplingParams(**own), defaults, VOCAB)  # type: ignore[arg-type]
+    given = sampling_params(pb.SamplingParams(**neutral), defaults, VOCAB)  # type: ignore[arg-type]
+    assert given == SamplingParams()
 
 
 @settings(max_examples=200, deadline=None)
