@@ -8,7 +8,6 @@ import torch
 
 from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
 from worker.layers.build import Build
-from worker.layers.linear import taken
 from worker.layers.moe import ExpertShare, MoE, MoEConfig, Router
 from worker.loader import Shape
 from worker.model_config import ModelConfig, ModelError
@@ -21,7 +20,7 @@ class GptOssAttention(LlamaAttention):
 
     def sinks(self, build: Build, prefix: str, heads: slice) -> torch.Tensor | None:
         """`{prefix}.sinks` of this rank's heads."""
-        return taken(build, f"{prefix}.sinks", torch.float32, rows=heads)
+        return build.weights.take(f"{prefix}.sinks", rows=heads, dtype=torch.float32)
 
 
 class GptOssForCausalLM(LlamaForCausalLM):
@@ -79,16 +78,18 @@ def _experts(build: Build, prefix: str, config: MoEConfig) -> Iterator[ExpertWei
     """This rank's share, one expert at a time: weights stand [inputs, outputs], gates and ups alternate."""
     share = ExpertShare.of(build.shard, config)
     both = times(share.inner, 2)
+    # Ranks that each have a part of an expert add its bias once.
     adds_down_bias = build.shard.expert_parallel or build.shard.rank == 0
+    take, dtype = build.weights.take, build.dtype
     for expert in share.ids:
         one = slice(expert, expert + 1)
-        gate_up = taken(build, f"{prefix}.gate_up_proj", build.dtype, rows=one, columns=both)[0]
-        gate_up_bias = taken(build, f"{prefix}.gate_up_proj_bias", build.dtype, rows=one, columns=both)[0]
-        down = taken(build, f"{prefix}.down_proj", build.dtype, rows=one, middle=share.inner)[0]
-        down_bias = taken(build, f"{prefix}.down_proj_bias", build.dtype, rows=one)[0] if adds_down_bias else None
+        gate_up = take(f"{prefix}.gate_up_proj", rows=one, columns=both, dtype=dtype)[0]
+        gate_up_bias = take(f"{prefix}.gate_up_proj_bias", rows=one, columns=both, dtype=dtype)[0]
+        down = take(f"{prefix}.down_proj", rows=one, middle=share.inner, dtype=dtype)[0]
+        down_bias = take(f"{prefix}.down_proj_bias", rows=one, dtype=dtype)[0]
         yield ExpertWeights(
             gate_up=torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), dim=1).t(),
             down=down.t(),
             gate_up_bias=torch.cat((gate_up_bias[0::2], gate_up_bias[1::2])),
-            down_bias=down_bias,
+            down_bias=down_bias if adds_down_bias else None,
         )
