@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from tests.checkpoints import make_checkpoint
-from tests.parity.test_models import Models, close, load_models
+from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE, make_checkpoint
+from tests.parity.test_models import NEW_TOKENS, POOL, Models, close, load_models, make_runner
+from worker.loader import load_weights
+from worker.model_config import ModelConfig, ModelError
+from worker.model_runner import kv_block_bytes
+from worker.models.deepseek_v3 import DeepseekV3ForCausalLM
+from worker.models.deepseek_v32 import DeepseekV32ForCausalLM
 
-NEW_TOKENS = 64
 YARN = {
     "rope_type": "yarn",
     "rope_theta": 10000.0,
@@ -20,6 +29,15 @@ YARN = {
     "beta_slow": 1,
     "mscale": 0.7,
     "mscale_all_dim": 1.2,
+}
+# What an MTP layer has beside a decoder layer's tensors, in the published checkpoints.
+MTP = {
+    "eh_proj.weight": (64, 128),
+    "enorm.weight": (64,),
+    "hnorm.weight": (64,),
+    "embed_tokens.weight": (384, 64),
+    "shared_head.norm.weight": (64,),
+    "shared_head.head.weight": (384, 64),
 }
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "v3-tied": {"architecture": "deepseek_v3"},
@@ -114,9 +132,60 @@ def test_chunked_prefill_and_decode_logits(models: Models) -> None:
 def test_greedy_streams(models: Models) -> None:
     """The reference's best token at every place of our stream is our next one: so its greedy stream is the same."""
     prompts = models.random_prompts([1, 2, 17, 64, 130, 300], seed=2)
-    streams = models.greedy(prompts, NEW_TOKENS)
+    streams = models.greedy(prompts)
     for prompt, stream in zip(prompts, streams, strict=True):
         best = models.reference_logits(prompt + stream[:-1])[len(prompt) - 1 :].argmax(-1)
         assert stream == best.tolist(), f"prompt of {len(prompt)} tokens"
     assert len({tuple(stream) for stream in streams}) == len(streams), "streams do not tell prompts apart"
     assert all(len(set(stream)) > NEW_TOKENS // 4 for stream in streams), "streams loop"
+
+
+def test_block_bytes_are_what_a_block_takes(models: Models) -> None:
+    runner = models.runner
+    pools = [runner._kv_cache, runner._kv_cache.index]
+    nbytes = sum(pool.data[:, :, :POOL].nbytes for pool in pools if pool is not None)
+    assert nbytes == POOL * kv_block_bytes(runner.model_config, runner.config)
+
+
+def test_mtp_layers_are_kept_for_speculation(tmp_path: Path) -> None:
+    """They change nothing, and a draft model finds them in the same folder; without the entry they are surplus."""
+    folder = make_checkpoint(tmp_path, "deepseek_v3", num_nextn_predict_layers=1)
+    prompt = list(range(5, 40))
+    models = load_models(folder)
+    before = models.logits(prompt, 0)
+    layer = DeepseekV3ForCausalLM.layer_shapes(ModelConfig.from_folder(folder), 2)
+    drafts = {f"model.layers.3.{name}": shape for name, shape in {**layer, **MTP}.items()}
+    save_file({name: torch.randn(shape) for name, shape in drafts.items()}, folder / "mtp.safetensors")
+    (folder / "model.safetensors").rename(folder / "main.safetensors")
+    assert torch.equal(replace(models, runner=make_runner(folder)).logits(prompt, 0), before)
+    kept = load_weights(folder, drafts, kept=("model.", "lm_head."))
+    assert kept.take("model.layers.3.eh_proj.weight").shape == (64, 128)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_nextn_predict_layers": 0}))
+    with pytest.raises(ModelError, match=r"surplus model\.layers\.3\.eh_proj\.weight"):
+        make_runner(folder)
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ({"moe_layer_freq": 2}, "moe_layer_freq 2 is not supported; supported: 1"),
+        ({"scoring_func": "softmax"}, "scoring_func is 'softmax'; supported: sigmoid"),
+        ({"first_k_dense_replace": -1}, "first_k_dense_replace is -1; it must be an integer of at least 0"),
+        ({"mlp_layer_types": ["dense", "moe", "dense"]}, "mlp_layer_types must say dense or sparse for each layer"),
+        ({"layer_types": ["full_attention"] * 3}, "layer_types .* is not supported for DeepseekV32ForCausalLM"),
+        ({"mlp_bias": True}, "mlp_bias is not supported for DeepseekV32ForCausalLM"),
+    ],
+)
+def test_settings_that_would_change_the_numbers_are_refused(
+    entries: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    config = {
+        **DEFAULT_SHAPE,
+        **ARCHITECTURES["deepseek_v32"][1],
+        "architectures": ["DeepseekV32ForCausalLM"],
+        **entries,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ModelError, match=message):
+        DeepseekV32ForCausalLM.tensor_shapes(ModelConfig.from_folder(tmp_path))

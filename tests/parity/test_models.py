@@ -192,16 +192,16 @@ class Models:
         batch = ScheduledBatch({seq.id: seq}, [len(tokens) - start], len(tokens) - start)
         return self.runner.run_model(self.runner.prepare_model(batch))[0]
 
-    def greedy(self, prompts: list[list[int]], new_tokens: int = NEW_TOKENS, **given: Any) -> list[list[int]]:
-        """Streams of `new_tokens`, all prompts in one batch, the first half of each prompt in a chunk of its own."""
+    def greedy(self, prompts: list[list[int]], **given: Any) -> list[list[int]]:
+        """Streams of NEW_TOKENS, all prompts in one batch, the first half of each prompt in a chunk of its own."""
         params = SamplingParams(temperature=0.0, **given)
         seqs = [Sequence(prompt, BLOCK_SIZE, params) for prompt in prompts]
         free = list(range(POOL))
         for seq in seqs:
-            seq.block_table = [free.pop() for _ in range(-(-(seq.num_tokens + new_tokens) // BLOCK_SIZE))]
+            seq.block_table = [free.pop() for _ in range(-(-(seq.num_tokens + NEW_TOKENS) // BLOCK_SIZE))]
         self._step({seq: max(1, seq.num_tokens // 2) for seq in seqs})
-        for _ in range(new_tokens):
-            self._step({s: s.num_tokens - s.num_computed_tokens for s in seqs if s.num_completion_tokens < new_tokens})
+        for _ in range(NEW_TOKENS):
+            self._step({s: s.num_tokens - s.num_computed_tokens for s in seqs if s.num_completion_tokens < NEW_TOKENS})
         return [seq.completion_token_ids for seq in seqs]
 
     def _step(self, scheduled: dict[Sequence, int]) -> None:
@@ -222,10 +222,14 @@ def load_models(folder: Path) -> Models:
     from transformers import AutoModelForCausalLM
 
     reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return Models(folder, reference.eval(), make_runner(folder))
+
+
+def make_runner(folder: Path) -> ModelRunner:
     config = Config(model=str(folder), dtype="float32", kv_cache_block_size=BLOCK_SIZE, max_model_len=1024)
     runner = ModelRunner(config, ModelConfig.from_folder(folder))
     runner.allocate_kv_cache(POOL)
-    return Models(folder, reference.eval(), runner)
+    return runner
 
 
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:

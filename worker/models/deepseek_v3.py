@@ -20,6 +20,7 @@ class DeepseekV3ForCausalLM(GroupedMoEForCausalLM):
     """DeepSeek-V3 and R1."""
 
     indexer = False
+    layer_type = "full_attention"
     dense_layers = 3
 
     @classmethod
@@ -28,6 +29,11 @@ class DeepseekV3ForCausalLM(GroupedMoEForCausalLM):
         super().check(config)
         if config.source.get("moe_layer_freq", 1) != 1:
             raise ModelError(f"moe_layer_freq {config.source['moe_layer_freq']} is not supported; supported: 1")
+        if config.mlp_bias:
+            raise ModelError(f"mlp_bias is not supported for {config.architecture}; leave it out")
+        if set(config.source.get("layer_types") or (cls.layer_type,)) != {cls.layer_type}:
+            types = f"layer_types {config.source['layer_types']} is not supported for {config.architecture}"
+            raise ModelError(f"{types}; supported: {cls.layer_type} for each layer")
 
     def make_rotary(self, build: Build) -> RotaryEmbedding:
         """Of the rotated part of a head."""

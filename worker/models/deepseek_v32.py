@@ -10,6 +10,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     """DeepSeek-V3.2. Up to `index_topk` tokens of context its attention is that of DeepSeek-V3."""
 
     indexer = True
+    layer_type = "indexed_attention"
 
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
