@@ -297,12 +297,31 @@ class KernelBackend(Protocol):
         ...
 
     def write_kv(
-        self, cache: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor | None, metadata: AttentionMetaData
+        self, cache: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
     ) -> None:
-        """Stores the rows of k and v [T, Hkv, D] in the slots of `metadata`; padding rows are not stored.
+        """Stores the rows of k and v [T, Hkv, D] in the slots of `metadata`; padding rows are not stored."""
+        ...
 
-        v is None exactly where values are part of the keys (`KVSpec.latent_value_dim`).
+    def attention(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Causal attention of q [T, Hq, D] over the cache, which holds this step's keys already: [T, Hq, D].
+
+        One path for every number of rows: a decode is a prefill of one row. Padding rows come back as zeros. With a
+        `window`, rows attend to the last so many tokens, their own included. `sinks` [Hq] are scores that take part in
+        a head's softmax without a value.
         """
+        ...
+
+    def write_latent(self, cache: KVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        """Like `write_kv`, k [T, D] into a cache whose values are part of its keys (`KVSpec.latent_value_dim`)."""
         ...
 
     def write_index(self, cache: KVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
@@ -320,23 +339,18 @@ class KernelBackend(Protocol):
         """
         ...
 
-    def attention(
+    def latent_attention(
         self,
         q: torch.Tensor,
         cache: KVCache,
         layer: int,
         metadata: AttentionMetaData,
         scale: float,
-        selection: TokenSelection | None = None,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
+        selection: TokenSelection | None,
     ) -> torch.Tensor:
-        """Causal attention of q [T, Hq, D] over the cache, which holds this step's keys already: [T, Hq, Dv].
+        """Like `attention`, over a latent cache: [T, Hq, Dv], Dv being `KVSpec.latent_value_dim`.
 
-        One path for every number of rows: a decode is a prefill of one row. Padding rows come back as zeros. Dv is D,
-        or that of `KVSpec.latent_value_dim`. With a `selection`, rows attend to its tokens only; with a `window`, to
-        the last so many, their own included. `sinks` [Hq] are scores that take part in a head's softmax without a
-        value.
+        With a `selection`, rows attend to its tokens only.
         """
         ...
 

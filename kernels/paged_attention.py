@@ -101,13 +101,13 @@ class PagedKVCache:
         slots = self.data.view(layers, sides, blocks * block_size, 1, 1, head_dim)
         return PagedKVCache(slots, self.value_dim)
 
-    def write(self, layer: int, slot_rows: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None) -> None:
-        """Stores k and v [tokens, Hkv, D] in the rows `slot_rows` int64 [tokens * Hkv]; a latent cache takes no v.
+    def write(self, layer: int, slot_rows: torch.Tensor, *rows: torch.Tensor) -> None:
+        """Stores k and v [tokens, Hkv, D], or a latent cache's k, in the rows `slot_rows` int64 [tokens * Hkv].
 
-        Both are rounded to the cache's dtype; numbers beyond its range become the largest.
+        They are rounded to the cache's dtype; numbers beyond its range become the largest.
         """
-        for side, rows in zip(self._slots[layer], (k,) if v is None else (k, v), strict=True):
-            stored = float8.saturated(rows.reshape(-1, self.head_dim), self.data.dtype)
+        for side, new in zip(self._slots[layer], rows, strict=True):
+            stored = float8.saturated(new.reshape(-1, self.head_dim), self.data.dtype)
             side.index_copy_(0, slot_rows, float8.raw(stored))
 
     def granules(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

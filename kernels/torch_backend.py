@@ -108,23 +108,37 @@ class TorchBackend:
         return StepPlan(metadata, cache, num_heads, token_selection.plan(metadata, cache, num_heads))
 
     def write_kv(
-        self,
-        cache: PagedKVCache,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        metadata: AttentionMetaData,
+        self, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
     ) -> None:
         """See KernelBackend."""
         plan: StepPlan = metadata.plan
         tokens = metadata.num_tokens
-        cache.write(layer, plan.slot_rows, k[:tokens], None if v is None else v[:tokens])
+        cache.write(layer, plan.slot_rows, k[:tokens], v[:tokens])
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See KernelBackend."""
+        plan: StepPlan = metadata.plan
+        return self._attention.attend(q, cache, layer, plan.attention(window), scale, sinks)
+
+    def write_latent(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        """See KernelBackend."""
+        plan: StepPlan = metadata.plan
+        cache.write(layer, plan.slot_rows, k[: metadata.num_tokens])
 
     def write_index(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
         """See KernelBackend. The cache has one head, so index keys lie in the same rows as keys."""
         plan: StepPlan = metadata.plan
         assert cache.index is not None
-        cache.index.write(layer, plan.slot_rows, k[: metadata.num_tokens], None)
+        cache.index.write(layer, plan.slot_rows, k[: metadata.num_tokens])
 
     def select_tokens(
         self, q: torch.Tensor, weights: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData
@@ -135,22 +149,20 @@ class TorchBackend:
             return None
         return self._selector.select(q, weights, cache, layer, metadata, plan.selection)
 
-    def attention(
+    def latent_attention(
         self,
         q: torch.Tensor,
         cache: PagedKVCache,
         layer: int,
         metadata: AttentionMetaData,
         scale: float,
-        selection: AttentionPlan | None = None,
-        window: int | None = None,
-        sinks: torch.Tensor | None = None,
+        selection: AttentionPlan | None,
     ) -> torch.Tensor:
         """See KernelBackend."""
         if selection is not None:
-            return self._attention.attend(q, cache.by_token(), layer, selection, scale, sinks)
+            return self._attention.attend(q, cache.by_token(), layer, selection, scale)
         plan: StepPlan = metadata.plan
-        return self._attention.attend(q, cache, layer, plan.attention(window), scale, sinks)
+        return self._attention.attend(q, cache, layer, plan.attention(None), scale)
 
     def sample(
         self,

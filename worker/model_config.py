@@ -10,11 +10,23 @@ from pathlib import Path
 from typing import Any
 
 from common.config import DTYPES, QuantizationConfig
+from common.sampling_params import SamplingParams, model_defaults
 from worker.models.registry import support_model_arch_dict
 from worker.quantization import parse_quantization
 
 SUPPORTED_ARCHITECTURES = tuple(support_model_arch_dict)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+# What transformers takes for granted where config.json is silent, if it is not what it does for Llama.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "Glm4MoeForCausalLM": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "GptOssForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True},
+}
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+# What `transformers` calls DeepSeek-V3.2's layers, which need not be told from others.
+INDEXED_ATTENTION = "indexed_attention"
 
 
 class ModelError(Exception):
@@ -64,7 +76,7 @@ class ModelConfig:
     Attributes:
         dtype: the checkpoint's own dtype, one of DTYPES.
         eos_token_ids: every end-of-sequence id, generation_config.json before config.json.
-        temperature, top_k, top_p: the checkpoint's generation defaults, None where it has none.
+        sampling_defaults: what generation_config.json says for parameters that a request leaves out.
         quant_config: how the checkpoint's weights are quantized.
         source: config.json as it is, for what only one architecture knows.
         The others are named as in config.json.
@@ -87,9 +99,7 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
     quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
@@ -124,6 +134,21 @@ class ModelConfig:
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ModelError(f"config.json: {key} is {value!r}; it must be an integer of at least {least}")
         return value
+
+    def slides(self, layer: int, by_default: bool) -> bool:
+        """Whether `layer_types` gives a layer a sliding window; `by_default` where there are no types.
+
+        Raises:
+            ModelError: there is not one type per layer, or one of another kind.
+        """
+        types = self.source.get("layer_types")
+        if types is None:
+            return by_default
+        if not isinstance(types, list) or len(types) != self.num_hidden_layers:
+            raise ModelError(f"config.json: layer_types must list {self.num_hidden_layers} layers")
+        if types[layer] not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise ModelError(f"layer type {types[layer]!r} is not supported: {FULL_ATTENTION}, {SLIDING_ATTENTION}")
+        return bool(types[layer] == SLIDING_ATTENTION)
 
     def number(self, key: str, default: float) -> float:
         """A real number of config.json.
@@ -165,6 +190,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     architecture = _architecture(config)
+    config = {**_DEFAULTS.get(architecture, {}), **config}
     _refuse_unsupported(config)
     hidden_size = _count(config, "hidden_size")
     heads = _count(config, "num_attention_heads")
@@ -194,9 +220,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         dtype=_dtype(config),
         bos_token_id=_optional(int, _first(generation, config, "bos_token_id")),
         eos_token_ids=_token_ids(_first(generation, config, "eos_token_id")),
-        temperature=_optional(float, generation.get("temperature")),
-        top_k=_optional(int, generation.get("top_k")),
-        top_p=_optional(float, generation.get("top_p")),
+        sampling_defaults=model_defaults(generation),
         quant_config=parse_quantization(config),
         source=config,
     )
@@ -212,11 +236,9 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Settings that would change the numbers if they were ignored."""
+    """Settings that would change the numbers if they were ignored; others are an architecture's own to refuse."""
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
-    if config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise ModelError("sliding window attention is not supported; give a checkpoint with full attention")
 
 
 def rope_config(config: Mapping[str, Any]) -> RopeConfig:

@@ -19,7 +19,7 @@ from deploy.demo.evaluate import NEEDED_OVERALL
 from deploy.demo.families import Exchange
 from deploy.demo.questions import questions
 from kernels.interface import AttentionMetaData
-from kernels.paged_attention import AttentionPlan, PagedKVCache
+from kernels.paged_attention import PagedKVCache
 from kernels.torch_backend import TorchBackend
 from worker import model_runner
 from worker.llm_engine import LLMEngine
@@ -38,13 +38,12 @@ class WrongHeadGroups(TorchBackend):
         layer: int,
         metadata: AttentionMetaData,
         scale: float,
-        selection: AttentionPlan | None = None,
         window: int | None = None,
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads = q.shape[1]
         order = torch.arange(heads).view(-1, cache.num_kv_heads).t().reshape(-1)
-        out = super().attention(q[:, order].contiguous(), cache, layer, metadata, scale, selection, window, sinks)
+        out = super().attention(q[:, order].contiguous(), cache, layer, metadata, scale, window, sinks)
         return out[:, torch.argsort(order)].contiguous()
 
 
@@ -79,14 +78,8 @@ class LastSlotLost(TorchBackend):
     """Does not store the last token of each block."""
 
     def write_kv(
-        self,
-        cache: PagedKVCache,
-        layer: int,
-        k: torch.Tensor,
-        v: torch.Tensor | None,
-        metadata: AttentionMetaData,
+        self, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
     ) -> None:
-        assert v is not None
         lost = torch.from_numpy(metadata.slot_mapping % cache.block_size == cache.block_size - 1)
         k, v = k.clone(), v.clone()
         k[: len(lost)][lost] = 0

@@ -12,13 +12,8 @@ from worker.layers.build import Build
 WHOLE = slice(None)
 
 
-def copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What `Weights.take` gave, in `dtype`: itself if it has that already."""
-    return tensor.to(dtype)
-
-
 def joined(build: Build, parts: Mapping[str, slice], kind: str) -> torch.Tensor:
-    """Parts of `{name}.{kind}` below each other, read and converted once."""
+    """Rows of `{name}.{kind}` below each other, read and converted once, into the rows of the result."""
     shapes = [build.weights.part_shape(f"{name}.{kind}", rows=part) for name, part in parts.items()]
     joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=build.dtype)
     places = torch.split(joined, [shape[0] for shape in shapes])

@@ -13,7 +13,7 @@ import torch
 
 from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
 from worker.layers.build import Build
-from worker.layers.linear import WHOLE, copied, joined
+from worker.layers.linear import joined
 from worker.loader import Shape
 from worker.model_config import ModelConfig, ModelError
 from worker.parallel import Shard
@@ -46,9 +46,8 @@ class MoEConfig:
             return
         size, rest = divmod(self.num_experts, routing.num_groups)
         if rest or size < 2:
-            raise ModelError(
-                f"n_group {routing.num_groups} does not split {self.num_experts} experts into equal groups"
-            )
+            groups = f"{self.num_experts} experts into equal groups of two or more"
+            raise ModelError(f"n_group {routing.num_groups} does not split {groups}")
         if not routing.top_k <= routing.top_groups * size <= self.num_experts:
             raise ModelError(
                 f"topk_group {routing.top_groups} of n_group {routing.num_groups} groups of {size} experts"
@@ -99,11 +98,11 @@ class Router:
     def __init__(self, build: Build, name: str, routing: Routing, bias: bool = False, correction: bool = False) -> None:
         self._kernels = build.kernels
         self._routing = routing
-        own_bias = copied(build.weights.take(f"{name}.bias"), torch.float32) if bias else None
-        weight = copied(build.weights.take(f"{name}.weight"), torch.float32)
+        own_bias = build.weights.take(f"{name}.bias", dtype=torch.float32) if bias else None
+        weight = build.weights.take(f"{name}.weight", dtype=torch.float32)
         self._packed = build.kernels.pack_linear(weight, own_bias, torch.float32)
         name = f"{name}.e_score_correction_bias"
-        self._correction = copied(build.weights.take(name), torch.float32) if correction else None
+        self._correction = build.weights.take(name, dtype=torch.float32) if correction else None
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, H] -> ids int64 [T, k] and weights float32 [T, k]"""
@@ -168,8 +167,8 @@ class ExpertNames:
         share = ExpertShare.of(build.shard, config)
         for expert in share.ids:
             parts = {f"{prefix}.{expert}.{name}": share.inner for name in (self.gate, self.up)}
-            down = build.weights.take(f"{prefix}.{expert}.{self.down}.weight", rows=WHOLE, columns=share.inner)
-            yield ExpertWeights(joined(build, parts, "weight"), copied(down, build.dtype))
+            down = build.weights.take(f"{prefix}.{expert}.{self.down}.weight", columns=share.inner, dtype=build.dtype)
+            yield ExpertWeights(joined(build, parts, "weight"), down)
 
 
 def grouped_moe_config(config: ModelConfig) -> MoEConfig:

@@ -39,6 +39,13 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "float32",
         {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 50, "intermediate_size": 75},
     ),
+    "qwen3-moe-bfloat16": ("qwen3_moe", "bfloat16", {}),
+    "glm4-moe-float32": ("glm4_moe", "float32", {}),
+    "gpt-oss-float32": ("gpt_oss", "float32", {}),
+    "deepseek-v3-float32": ("deepseek_v3", "float32", {}),
+    # Prompts on both sides of index_topk: a row's selection must not depend on whether others need one.
+    "deepseek-v32-float32": ("deepseek_v32", "float32", {"index_topk": 33}),
+    "deepseek-v32-bfloat16": ("deepseek_v32", "bfloat16", {"num_attention_heads": 3, "num_key_value_heads": 3}),
 }
 
 
@@ -193,9 +200,12 @@ def test_logits_of_many_decodes(model: Model) -> None:
 def test_stale_blocks_do_not_show(model: Model) -> None:
     """What an earlier sequence left in a block, even NaN, changes nothing."""
     cache = model.runner._kv_cache
-    kept = cache.data.clone()
-    cache.data[:, :, :-1] = torch.nan
+    pools = [cache.data] if cache.index is None else [cache.data, cache.index.data]
+    kept = [pool.clone() for pool in pools]
+    for pool in pools:
+        pool[:, :, :-1] = torch.nan
     logits = model.step([(model.prompts[3], 0, 65, [9, 4, 7, 2, 5]), (model.prompts[1], 0, 17, [50, 51])])
-    cache.data.copy_(kept)
+    for pool, content in zip(pools, kept, strict=True):
+        pool.copy_(content)
     assert torch.equal(logits[0], model.alone[3][64])
     assert torch.equal(logits[1], model.alone[1][16])

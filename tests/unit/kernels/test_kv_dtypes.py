@@ -60,7 +60,10 @@ def test_attention_over_what_was_stored(dtype: torch.dtype, model_dtype: torch.d
         # What an earlier sequence may have left.
         float8.raw(cache.data)[:, :, :-1] = 0x7F if cache_dtype.itemsize == 1 else torch.nan
         step.plan = BACKEND.plan_attention(step, cache, q.shape[1])
-        BACKEND.write_kv(cache, 0, k, None if latent else v, step)
+        if latent:
+            BACKEND.write_latent(cache, 0, k[:, 0], step)
+            return BACKEND.latent_attention(q, cache, 0, step, 0.2, None)
+        BACKEND.write_kv(cache, 0, k, v, step)
         return BACKEND.attention(q, cache, 0, step, 0.2)
 
     actual = attention(dtype, k.to(model_dtype), v.to(model_dtype))

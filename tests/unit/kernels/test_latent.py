@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
@@ -27,6 +28,15 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual.double(), expected.double(), atol=tolerance, rtol=tolerance)
 
 
+@pytest.fixture(params=[1, 3], ids=lambda n: f"{n}-threads")
+def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("heads", "n", "k"), [(1, 16, 8), (3, 20, 33), (16, 48, 24)])
 def test_head_linear(dtype: torch.dtype, heads: int, n: int, k: int) -> None:
@@ -65,10 +75,10 @@ class Step:
         self.blocks = scattered_blocks(LENGTHS, self.block_size, num_blocks, seed=self.heads)
         self.cache: PagedKVCache = BACKEND.allocate_kv(self.spec, 2, num_blocks, self.block_size, self.dtype)
         self.cache.data[:, :, :-1] = torch.nan
-        self.keys = [torch.randn(length, 1, self.spec.head_dim).to(self.dtype) for length in LENGTHS]
+        self.keys = [torch.randn(length, self.spec.head_dim).to(self.dtype) for length in LENGTHS]
         fill = metadata([Rows(0, len(k), b) for k, b in zip(self.keys, self.blocks, strict=True)], self.block_size)
         fill.plan = BACKEND.plan_attention(fill, self.cache, self.heads)
-        BACKEND.write_kv(self.cache, 1, torch.cat(self.keys), None, fill)
+        BACKEND.write_latent(self.cache, 1, torch.cat(self.keys), fill)
         if self.spec.index is not None:
             assert self.cache.index is not None
             self.cache.index.data[:, :, :-1] = torch.nan
@@ -88,7 +98,7 @@ class Step:
         if self.spec.index is not None:
             queries, weights = self._rows(self.index_queries, work), self._rows(self.index_weights, work)
             selection = BACKEND.select_tokens(queries, weights, self.cache, 1, step)
-        out = BACKEND.attention(self._rows(self.queries, work), self.cache, 1, step, 0.2, selection)
+        out = BACKEND.latent_attention(self._rows(self.queries, work), self.cache, 1, step, 0.2, selection)
         assert not out[-5:].any()
         return list(out[:-5].split_with_sizes([end - start for _, start, end in work]))
 
@@ -100,7 +110,7 @@ class Step:
         """The same in float64, each row by itself."""
         outs = []
         for p in range(start, end):
-            keys = self.keys[i][: p + 1].transpose(0, 1)[:, self._chosen(i, p)]
+            keys = self.keys[i][None, self._chosen(i, p)]
             values = keys[:, :, : self.spec.latent_value_dim]
             outs.append(reference_attention(self.queries[i][p][None], keys, values, keys.shape[1] - 1, 0.2))
         return torch.cat(outs)
@@ -138,6 +148,7 @@ def test_selection_at_borders(topk: int, index_heads: int) -> None:
         close(out, step.naive(i, start, end))
 
 
+@pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("index", [None, INDEX])
 def test_bits_do_not_depend_on_the_step(index: IndexSpec | None) -> None:
     step = Step(KVSpec(1, 28, 20, index), 3, 16, torch.float32)
