@@ -61,7 +61,7 @@ def test_attention_over_what_was_stored(dtype: torch.dtype, model_dtype: torch.d
         float8.raw(cache.data)[:, :, :-1] = 0x7F if cache_dtype.itemsize == 1 else torch.nan
         step.plan = BACKEND.plan_attention(step, cache, q.shape[1])
         if latent:
-            BACKEND.write_latent(cache, 0, k[:, 0], step)
+            BACKEND.write_latent(cache, 0, k, step)
             return BACKEND.latent_attention(q, cache, 0, step, 0.2, None)
         BACKEND.write_kv(cache, 0, k, v, step)
         return BACKEND.attention(q, cache, 0, step, 0.2)
