@@ -32,7 +32,9 @@ from common.limits import (
     TELEMETRY_SHUTDOWN_S,
 )
 from common.rpc.server import GrpcServer, PortTakenError
+from common.telemetry import names
 from common.telemetry.logs import LEVELS, setup_logging
+from common.telemetry.metrics import setup_metrics
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError, files_sha256, tokenizer_files
 from worker.cost_model import CostModel
@@ -96,6 +98,7 @@ class Worker:
         files = tokenizer_files(options.config.model)
         self._loaded = _first_facts(options, self._model_config, files)
         self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id)
+        self._metrics = setup_metrics("fissile-worker", self._loaded.instance_id)
         self.server = GrpcServer(options.host, options.port, [SERVICE])
         self.engine = EngineLoop()
         self.service = WorkerService(self._loaded, files, self.engine, self._tracing)
@@ -111,6 +114,8 @@ class Worker:
         worker_id = self._options.worker_id or f"{socket.gethostname()}-{self.server.port}"
         self._loaded = self.service.facts = replace(self._loaded, worker_id=worker_id)
         log.info("worker listening", address=self.server.address, worker_id=worker_id, **self._settings())
+        labels = {names.REQUEST_MODEL: self._loaded.model, names.WORKER_ID: worker_id}
+        self._metrics.observe_engine(lambda: self.engine.figures, labels)
         self.engine.start(self._build)
 
     async def wait_ready(self) -> None:
@@ -158,7 +163,10 @@ class Worker:
         """Ends everything at once. May be called at any time, twice too."""
         self.engine.stop()
         await self.server.stop(0)
-        await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
+        await asyncio.gather(
+            asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S),
+            asyncio.to_thread(self._metrics.shutdown, TELEMETRY_SHUTDOWN_S),
+        )
         log.info("worker stopped")
 
     async def _drain(self) -> int:

@@ -181,7 +181,7 @@ class EngineCore:
         while len(self._flights) > stay:
             self._land(self._flights[0])
             self._flights.popleft()
-        return _step_result(self.scheduler.take_outputs())
+        return StepResult(self.scheduler.take_outputs())
 
     def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         return self.runner.forward(batch)
@@ -217,11 +217,3 @@ class EngineCore:
             last_prompt_latency_s=scheduler.last_prompt_latency,
             prefill_rate=scheduler.prefill_rate,
         )
-
-
-def _step_result(outputs: list[RequestOutput]) -> StepResult:
-    return StepResult(
-        new_tokens={out.request_id: tuple(out.output_tokens) for out in outputs if out.output_tokens},
-        finished=[out.request_id for out in outputs if out.finished],
-        outputs=outputs,
-    )

@@ -19,6 +19,7 @@ from collections.abc import Sequence as Many
 
 import structlog
 
+from common.telemetry.metrics import EngineFigures
 from worker.engine_core import EngineCore, LoadReport
 from worker.engine_turns import Cancel, Command, Deliveries, EndAll, EngineTurns, Listener, Submit, Turn
 from worker.sequence import Sequence
@@ -50,7 +51,7 @@ class EngineThread:
         self,
         build: Callable[[], EngineCore],
         *,
-        started: Callable[[LoadReport], None],
+        started: Callable[[Turn], None],
         turned: Callable[[Turn], None],
         failed: Callable[[Exception], None],
         clock: Callable[[], float],
@@ -99,7 +100,7 @@ class EngineThread:
             # What has been built stays, so no collection needs to look at it (a full pass takes 150 ms).
             gc.collect()
             gc.freeze()
-            self._started(turns.core.load())
+            self._started(turns.report())
             while self._turn(turns):
                 pass
         except Exception as error:
@@ -144,12 +145,14 @@ class EngineLoop:
         state: starting, running or failed.
         load: as of the last turn; None before the start.
         num_steps: engine steps since the start.
+        figures: for metrics, as of the last turn; replaced, never changed, so any thread may read them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.state = EngineState.STARTING
         self.load: LoadReport | None = None
         self.num_steps = 0
+        self.figures: EngineFigures | None = None
         self._clock = clock
         self._loop = asyncio.get_running_loop()
         self._started: asyncio.Future[None] = self._loop.create_future()
@@ -163,7 +166,7 @@ class EngineLoop:
         """Starts the thread, which builds the engine."""
         self._thread = EngineThread(
             build,
-            started=lambda load: self._post(self._on_started, load),
+            started=lambda turn: self._post(self._on_started, turn),
             turned=lambda turn: self._post(self._on_turn, turn),
             failed=lambda error: self._post(self._on_failed, error),
             clock=self._clock,
@@ -233,12 +236,12 @@ class EngineLoop:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(handle, event)
 
-    def _on_started(self, load: LoadReport) -> None:
-        self.state, self.load = EngineState.RUNNING, load
+    def _on_started(self, turn: Turn) -> None:
+        self.state, self.load, self.figures = EngineState.RUNNING, turn.load, turn.figures
         self._started.set_result(None)
 
     def _on_turn(self, turn: Turn) -> None:
-        self.load, self.num_steps = turn.load, turn.step
+        self.load, self.num_steps, self.figures = turn.load, turn.step, turn.figures
         self._deliveries.deliver(turn)
         if not self._deliveries:
             self._idle.set()

@@ -40,7 +40,9 @@ class WorkerFacts:
     @property
     def engine_limits(self) -> EngineLimits:
         """What sequences are checked against."""
-        return EngineLimits(self.vocab_size, self.max_model_len, self.block_size, self.hash_seed)
+        return EngineLimits(
+            self.vocab_size, self.max_model_len, self.block_size, self.hash_seed, weights_digest=self.weights_digest
+        )
 
     def limits_proto(self) -> wpb.Limits:
         """What the worker can take."""

@@ -34,17 +34,23 @@ class Context:
 
     Attributes:
         positions: int64 [T], absolute positions; 0 for padding rows.
-        is_prefill: whether a sequence computes more than one token.
+        num_prefill_seqs: sequences that compute a prompt, or a chunk of one.
         batch_size: sequences.
         graph_bs: rows, padding included.
         is_draft: whether a draft model runs.
     """
 
     positions: torch.Tensor
-    is_prefill: bool
+    num_prefill_seqs: int
     batch_size: int
     graph_bs: int
     is_draft: bool = False
+
+    @property
+    def is_prefill(self) -> bool:
+        """Whether all sequences compute prompts. Of a mixed step one boolean says nothing (seed 004), so no layer and
+        no kernel may ask: every sequence attends by its own lengths."""
+        return self.num_prefill_seqs == self.batch_size
 
 
 @dataclass(frozen=True)

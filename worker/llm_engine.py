@@ -7,7 +7,6 @@ counted but is not part of the text.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -168,7 +167,11 @@ class InputOutputProcessor:
             InvalidFieldError: a value is out of range.
             TypeError: a mapping names an unknown parameter.
         """
-        return given if isinstance(given, SamplingParams) else replace(self._defaults(), **(given or {}))
+        return (
+            given
+            if isinstance(given, SamplingParams)
+            else replace(self.model_config.sampling_defaults, **(given or {}))
+        )
 
     def preprocess(
         self,
@@ -230,15 +233,6 @@ class InputOutputProcessor:
             if not 0 <= token_id < vocab_size:
                 raise InvalidFieldError(f"token_ids[{i}]", f"is {token_id}", f"an id from 0 to {vocab_size - 1}")
         return list(prompt)
-
-    def _defaults(self) -> SamplingParams:
-        params = SamplingParams()
-        for name in ("temperature", "top_k", "top_p"):
-            value = getattr(self.model_config, name)
-            # A checkpoint's odd value must not fail every request.
-            with contextlib.suppress(InvalidFieldError):
-                params = params if value is None else replace(params, **{name: value})
-        return params
 
 
 class LLMEngine:

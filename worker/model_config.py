@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from common.config import DTYPES, QuantizationConfig
+from common.sampling_params import SamplingParams, model_defaults
 from worker.models.registry import support_model_arch_dict
 from worker.quantization import parse_quantization
 
@@ -75,7 +76,7 @@ class ModelConfig:
     Attributes:
         dtype: the checkpoint's own dtype, one of DTYPES.
         eos_token_ids: every end-of-sequence id, generation_config.json before config.json.
-        temperature, top_k, top_p: the checkpoint's generation defaults, None where it has none.
+        sampling_defaults: what generation_config.json says for parameters that a request leaves out.
         quant_config: how the checkpoint's weights are quantized.
         source: config.json as it is, for what only one architecture knows.
         The others are named as in config.json.
@@ -98,9 +99,7 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
     quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
@@ -221,9 +220,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         dtype=_dtype(config),
         bos_token_id=_optional(int, _first(generation, config, "bos_token_id")),
         eos_token_ids=_token_ids(_first(generation, config, "eos_token_id")),
-        temperature=_optional(float, generation.get("temperature")),
-        top_k=_optional(int, generation.get("top_k")),
-        top_p=_optional(float, generation.get("top_p")),
+        sampling_defaults=model_defaults(generation),
         quant_config=parse_quantization(config),
         source=config,
     )

@@ -175,8 +175,8 @@ class ModelRunner:
         metadata.plan = self.kernels.plan_attention(metadata, self._kv_cache, self._num_heads)
         multiple = self.kernels.row_multiple
         padded = -(-total // multiple) * multiple
-        context = Context(_padded(positions, padded), total > len(lengths), len(lengths), padded)
-        token_ids = _padded(_flat(batch.input_tokens(self._last_output), total), padded)
+        context = Context(_padded(positions, padded), batch.total_seqs_num_prefill, len(lengths), padded)
+        token_ids = _padded(np.array(batch.input_token_ids(self._last_output), np.int64), padded)
         final_rows = torch.from_numpy(ends[np.array(batch.is_final, np.bool_)] - 1)
         return ModelInput(token_ids, context, metadata, final_rows)
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from common.sampling_params import SamplingParams
 from worker.model_config import ModelConfig, ModelError, RopeConfig
 from worker.models.registry import model_class
 
@@ -41,14 +42,14 @@ def test_defaults_of_an_older_checkpoint(tmp_path: Path) -> None:
     assert config.dtype == "bfloat16"
     assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
     assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False, False, False)
-    assert (config.temperature, config.top_k, config.top_p) == (None, None, None)
+    assert config.sampling_defaults == SamplingParams()
 
 
 def test_generation_config_wins(tmp_path: Path) -> None:
     generation = {"eos_token_id": [7, 8], "bos_token_id": None, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
     config = ModelConfig.from_folder(write(tmp_path, generation))
     assert (config.bos_token_id, config.eos_token_ids) == (1, (7, 8))
-    assert (config.temperature, config.top_k, config.top_p) == (0.6, 20, 0.95)
+    assert config.sampling_defaults == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
 
 
 def test_rope_spellings(tmp_path: Path) -> None:

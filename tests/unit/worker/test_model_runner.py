@@ -9,13 +9,14 @@ from common.config import Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from worker import dtype as dtypes
-from worker.batch import ScheduledBatch
+from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.dtype import resolve_dtype
-from worker.forward_context import get_forward_context
+from worker.engine_core import EngineCore
+from worker.forward_context import Context, get_forward_context
 from worker.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, ModelError
 from worker.model_runner import ModelRunner, kv_block_bytes, support_model_arch_dict
 from worker.numerics import numerics_digest
-from worker.sequence import Sequence
+from worker.sequence import Sequence, SequenceType
 
 
 @pytest.fixture(scope="module")
@@ -70,6 +71,68 @@ def test_sampling_follows_seed_and_position_not_batch(runner: ModelRunner) -> No
     alone = {seq.id: runner.forward(batch_of((seq, 40))).token_ids[seq.id] for seq in reversed(seqs)}
     assert together == alone
     assert len(set(together.values())) > 1
+
+
+class Watching:
+    """A runner that notes of each step what its sequences compute, and what its context says."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.core = EngineCore(MIXED_CONFIG, self)
+        self.steps: list[tuple[set[SequenceType], bool]] = []
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        live = {seq.id: seq for seq in self.core.scheduler.running}
+        kinds = {live[seq_id].type for seq_id in batch.req_ids}
+        self.steps.append((kinds, self.runner.prepare_model(batch).context.is_prefill))
+        return self.runner.forward(batch)
+
+
+MIXED_CONFIG = Config(num_kvcache_blocks=32, scheduling_policy="mixed", max_num_batched_tokens=24)
+
+
+def run_mixed(watching: Watching) -> dict[int, list[int]]:
+    """Prompts that come while others decode: one of a single token, one that is computed in chunks."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompts = [[7], list(range(40)), [9, 8, 7], [5]]
+    seqs = [Sequence(prompt, 16, params, id=i) for i, prompt in enumerate(prompts, 1)]
+    streams: dict[int, list[int]] = {seq.id: [] for seq in seqs}
+    while seqs or watching.core.has_unfinished():
+        if seqs:
+            watching.core.add_request(seqs.pop(0))
+        for seq_id, tokens in watching.core.step().new_tokens.items():
+            streams[seq_id] += tokens
+    return streams
+
+
+def test_is_prefill_says_that_all_rows_are_prefill(runner: ModelRunner) -> None:
+    watching = Watching(runner)
+    run_mixed(watching)
+    prefill, decode = {SequenceType.PREFILL}, {SequenceType.DECODE}
+    assert watching.steps[0] == (prefill, True), "a prompt of one token is a prefill"
+    assert [kinds for kinds, _ in watching.steps].count(prefill | decode) > 2
+    assert [kinds for kinds, _ in watching.steps].count(decode) > 0
+    assert all(said == (kinds == prefill) for kinds, said in watching.steps)
+
+
+def test_no_layer_and_no_kernel_branches_on_is_prefill(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run_mixed(Watching(runner))
+
+    class Plain:
+        def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+            return runner.forward(batch)
+
+    def asked(context: Context) -> bool:
+        raise AssertionError("is_prefill was asked for")
+
+    monkeypatch.setattr(Context, "is_prefill", property(asked))
+    watching = Watching(runner)
+    watching.core = EngineCore(MIXED_CONFIG, Plain())
+    assert run_mixed(watching) == expected
+    root = Path(__file__).resolve().parents[3]
+    sources = [path for room in ("kernels", "worker/layers", "worker/models") for path in (root / room).rglob("*.py")]
+    assert len(sources) > 10
+    assert [str(path) for path in sources if "is_prefill" in path.read_text()] == []
 
 
 def test_an_empty_batch_is_no_work(runner: ModelRunner) -> None:
