@@ -67,8 +67,8 @@ class Config:
         kv_cache_dtype: of the KV cache: `auto`, the model's; or `bfloat16`, `float16` or `fp8` (E4M3 with a scale of
             1): numbers beyond its range become the largest.
         kernels: `auto` or the name of a back end.
-        tensor_parallel_size: ranks that share the model; 1 so far.
-        enable_expert_parallel: whether experts are spread over the ranks; False so far.
+        tensor_parallel_size: ranks that share the model, each a process of its own when there are several.
+        enable_expert_parallel: whether each rank holds some experts of a mixture whole, instead of a part of each.
         parallel_config: engines that share the requests; one so far.
         compilation_config: nothing is compiled or captured so far.
         quant_config: how the weights of a checkpoint are quantized whose config.json does not say so. They are
@@ -121,6 +121,10 @@ class Config:
         require_one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         steps = self.max_consecutive_prefill_steps
         _require(steps >= 1, "max_consecutive_prefill_steps", steps, "at least 1")
+        ranks = self.tensor_parallel_size
+        _require(ranks >= 1, "tensor_parallel_size", ranks, "at least 1")
+        experts = self.enable_expert_parallel
+        _require(not experts or ranks > 1, "enable_expert_parallel", experts, "False with one rank")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "(0, 1]")
         delay = self.scheduler_delay_factor
         _require(math.isfinite(delay), "scheduler_delay_factor", delay, "a finite number")
@@ -137,10 +141,7 @@ class Config:
 
     def _refuse_unbuilt(self) -> None:
         """Refuses what no code acts on yet."""
-        size, engines = self.tensor_parallel_size, self.parallel_config.data_parallel_size
-        _require(size == 1, "tensor_parallel_size", size, "1: tensor parallelism is not built yet")
-        experts = self.enable_expert_parallel
-        _require(not experts, "enable_expert_parallel", experts, "False: expert parallelism is not built yet")
+        engines = self.parallel_config.data_parallel_size
         name = "parallel_config.data_parallel_size"
         _require(engines == 1, name, engines, "1: run more workers; data parallelism within one is not built yet")
         level, sizes = self.compilation_config.level, self.compilation_config.cudagraph_capture_sizes

@@ -8,8 +8,9 @@ import re
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from typing import Any, ClassVar
@@ -21,6 +22,7 @@ from fissile.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_serve
 
 from common.cli.failure import CommandError
 from common.cli.options import option
+from common.cli.restart_policy import GiveUp, RestartPolicy
 from common.config import SCHEDULING_POLICIES, Config
 from common.errors import ApiError
 from common.hub import HubError, default_model_name, model_folder
@@ -29,6 +31,7 @@ from common.limits import (
     DRAIN_TIMEOUT_S,
     ENGINE_JOIN_S,
     SESSION_FLUSH_S,
+    STEP_TIMEOUT_S,
     TELEMETRY_SHUTDOWN_S,
 )
 from common.rpc.server import GrpcServer, PortTakenError
@@ -43,10 +46,14 @@ from worker.engine_core import EngineCore
 from worker.engine_loop import EngineLoop
 from worker.facts import WorkerFacts
 from worker.model_config import ModelConfig, ModelError
+from worker.node import run_node
 from worker.presets import cost_model
 from worker.progress import Progress
+from worker.rank_engine import build_rank_engine
+from worker.rank_group import RankGroup, RankLostError
 from worker.service import SERVICE, WorkerService
 from worker.simulated_engine import build_simulated_engine
+from worker.topology import Topology, threads_per_rank
 
 log = structlog.get_logger(__name__)
 
@@ -63,9 +70,12 @@ class WorkerOptions:
         host: address to listen on.
         port: TCP port; 0 takes any.
         worker_id: stable name; empty takes host name and port.
-        threads: of the model's arithmetic; None leaves it to PyTorch.
+        threads: of the model's arithmetic on this machine, all ranks together; None leaves it to PyTorch, and gives
+            ranks one core after the other.
         drain_timeout_s: how long sequences may go on after SIGTERM.
         simulate: duration of steps without a model; None runs the model.
+        topology: the ranks that share the model.
+        step_timeout_s: after which a step of several ranks counts as hung.
     """
 
     config: Config
@@ -76,6 +86,8 @@ class WorkerOptions:
     threads: int | None = None
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     simulate: CostModel | None = None
+    topology: Topology = field(default_factory=Topology)
+    step_timeout_s: float = STEP_TIMEOUT_S
 
 
 class Worker:
@@ -96,10 +108,11 @@ class Worker:
         self._model_config = ModelConfig.from_folder(options.config.model)
         self._config = with_special_tokens(options.config, self._model_config)
         files = tokenizer_files(options.config.model)
-        self._loaded = _first_facts(options, self._model_config, files)
+        self._loaded = self._first_facts = _first_facts(options, self._model_config, files)
         self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id)
         self._metrics = setup_metrics("fissile-worker", self._loaded.instance_id)
         self.server = GrpcServer(options.host, options.port, [SERVICE])
+        self._policy = RestartPolicy()
         self.engine = EngineLoop()
         self.service = WorkerService(self._loaded, files, self.engine, self._tracing)
 
@@ -112,7 +125,7 @@ class Worker:
         add_WorkerServiceServicer_to_server(self.service, self.server.server)
         await self.server.start()
         worker_id = self._options.worker_id or f"{socket.gethostname()}-{self.server.port}"
-        self._loaded = self.service.facts = replace(self._loaded, worker_id=worker_id)
+        self._loaded = self._first_facts = self.service.facts = replace(self._loaded, worker_id=worker_id)
         log.info("worker listening", address=self.server.address, worker_id=worker_id, **self._settings())
         labels = {names.REQUEST_MODEL: self._loaded.model, names.WORKER_ID: worker_id}
         self._metrics.observe_engine(lambda: self.engine.figures, labels)
@@ -144,20 +157,44 @@ class Worker:
     async def serve(self, stop: asyncio.Event) -> int:
         """Serves until `stop`, the Drain RPC or a failure, then ends. Returns the exit code.
 
+        An engine on ranks that fails is replaced by a new one, under a new instance id: its cache is empty, and what it
+        ran has ended. Ranks that go on dying end the worker.
+
         Raises:
             ModelError, ApiError: as `wait_ready`.
         """
         try:
-            if await _first(stop.wait(), self.wait_ready()) == 0:
-                return 0
-            ended_by = await _first(self.engine.wait_failed(), stop.wait(), _wait(self.service.drain_wanted))
-            if ended_by == 0:
-                await self.server.set_serving(False)
-                await self.service.finish(SESSION_FLUSH_S)
-                return _FAILED
-            return await self._drain()
+            while (code := await self._serve_engine(stop)) is None:
+                self._loaded = self.service.facts = replace(self._first_facts, instance_id=_instance_id())
+                self.engine.start(self._build)
+            return code
         finally:
             await self.stop()
+
+    async def _serve_engine(self, stop: asyncio.Event) -> int | None:
+        """Serves with one engine. Returns the exit code, None to go on with another engine."""
+        try:
+            if await _first(stop.wait(), self.wait_ready()) == 0:
+                return 0
+        except RankLostError as error:
+            return await self._after_failure(stop, str(error))
+        ended_by = await _first(self.engine.wait_failed(), stop.wait(), _wait(self.service.drain_wanted))
+        if ended_by != 0:
+            return await self._drain()
+        await self.server.set_serving(False)
+        await self.service.finish(SESSION_FLUSH_S)
+        return await self._after_failure(stop, await self.engine.wait_failed())
+
+    async def _after_failure(self, stop: asyncio.Event, why: str) -> int | None:
+        """Waits before another engine is made. Returns the exit code, None to go on."""
+        if self._options.topology.tp_size == 1:
+            return _FAILED
+        decision = self._policy.died(time.monotonic())
+        if isinstance(decision, GiveUp):
+            log.error("ranks are lost again and again", times=decision.deaths, why=why)
+            return _FAILED
+        log.warning("starting ranks again", after_s=decision.delay_s, why=why)
+        return 0 if await _first(stop.wait(), asyncio.sleep(decision.delay_s)) == 0 else None
 
     async def stop(self) -> None:
         """Ends everything at once. May be called at any time, twice too."""
@@ -197,6 +234,8 @@ class Worker:
             )
             return core
         progress = Progress()
+        if options.topology.tp_size > 1:
+            return self._build_on_ranks(progress)
         progress.stage("loading PyTorch")
         # A simulated worker runs where PyTorch is not installed.
         from worker.model_engine import build_model_engine  # noqa: PLC0415
@@ -205,6 +244,16 @@ class Worker:
             core, self._loaded = build_model_engine(
                 self._config, self._model_config, self._loaded, options.threads, progress
             )
+        finally:
+            progress.done()
+        return core
+
+    def _build_on_ranks(self, progress: Progress) -> EngineCore:
+        options, topology = self._options, self._options.topology
+        threads = threads_per_rank(options.threads, topology.ranks_per_node)
+        group = RankGroup(topology, options.config.model, threads, progress.bytes, options.step_timeout_s)
+        try:
+            core, self._loaded = build_rank_engine(group, self._config, self._model_config, self._loaded, progress)
         finally:
             progress.done()
         return core
@@ -219,6 +268,7 @@ class Worker:
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "max_num_seqs": config.max_num_seqs,
             "kv_cache_dtype": config.kv_cache_dtype,
+            "tp_size": config.tensor_parallel_size,
         }
 
 
@@ -227,7 +277,7 @@ def _first_facts(options: WorkerOptions, model_config: ModelConfig, files: Mappi
     config = options.config
     return WorkerFacts(
         worker_id=options.worker_id,
-        instance_id=secrets.token_hex(8),
+        instance_id=_instance_id(),
         model=options.model_name,
         architecture=model_config.architecture,
         tokenizer_sha256=files_sha256(files),
@@ -238,6 +288,10 @@ def _first_facts(options: WorkerOptions, model_config: ModelConfig, files: Mappi
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
+
+
+def _instance_id() -> str:
+    return secrets.token_hex(8)
 
 
 def _version() -> str:
@@ -268,6 +322,8 @@ async def _first(*work: Awaitable[Any]) -> int:
 async def run_worker(options: WorkerOptions) -> int:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once. Returns the exit code.
 
+    On a machine that is not the first of several, serves ranks only, without draining.
+
     Raises:
         CommandError: something must be changed; one line.
     """
@@ -280,6 +336,9 @@ async def run_worker(options: WorkerOptions) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    if options.topology.node_rank > 0:
+        threads = threads_per_rank(options.threads, options.topology.ranks_per_node)
+        return await run_node(options.topology, options.config.model, threads, stop)
     try:
         worker = Worker(options)
         await worker.start()
@@ -339,7 +398,7 @@ class ByteSize(click.ParamType[int]):
 )  # fmt: skip
 @option(
     "--kv-cache-memory", envvar="FISSILE_KV_CACHE_MEMORY", type=ByteSize(),
-    help="Memory of the KV cache, e.g. 2GiB; absent: a quarter of the free memory.",
+    help="Memory of the KV cache of each rank, e.g. 2GiB; absent: a quarter of the free memory for all.",
 )  # fmt: skip
 @option(
     "--block-size", envvar="FISSILE_BLOCK_SIZE", type=int, default=Config.kv_cache_block_size,
@@ -359,7 +418,40 @@ class ByteSize(click.ParamType[int]):
     "--hash-seed", envvar="FISSILE_HASH_SEED", type=click.IntRange(0, 2**64 - 1), default=0,
     help="Seed of the block hashes, the same for the whole fleet.",
 )  # fmt: skip
-@option("--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1), help="Absent: PyTorch's default.")
+@option(
+    "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1),
+    help="Threads of arithmetic, shared out to the ranks of this machine; absent: all cores.",
+)  # fmt: skip
+@option(
+    "--tp-size", envvar="FISSILE_TP_SIZE", type=click.IntRange(min=1), default=1,
+    help="Tensor parallel: so many ranks, each a process with its slice of the weights. Attention heads, key/value "
+    "heads and feed-forward units must be divisible by it; key/value heads may also divide it.",
+)  # fmt: skip
+@option(
+    "--enable-expert-parallel/--no-enable-expert-parallel", envvar="FISSILE_ENABLE_EXPERT_PARALLEL", default=False,
+    help="Mixtures of experts: each rank holds some experts whole, instead of a part of each.",
+)  # fmt: skip
+@option(
+    "--nnodes", envvar="FISSILE_NNODES", type=click.IntRange(min=1), default=1,
+    help="Machines that the ranks are spread over, as many on each. Run this command on all of them with the same "
+    "--tp-size, --nnodes, --dist-init and --model, and with --node-rank 0, 1, ...: machine 0 serves requests, the "
+    "others serve ranks only and need no other option.",
+)  # fmt: skip
+@option(
+    "--node-rank", envvar="FISSILE_NODE_RANK", type=click.IntRange(min=0), default=0,
+    help="Number of this machine, from 0.",
+)  # fmt: skip
+@option(
+    "--dist-init", envvar="FISSILE_DIST_INIT", default="", metavar="tcp://HOST:PORT",
+    help="With --nnodes: an address of machine 0 that it listens on for the others' ranks. Ranks also open ports of "
+    "their own among each other, unencrypted: use a private network.",
+)  # fmt: skip
+@option(
+    "--step-timeout", envvar="FISSILE_STEP_TIMEOUT", type=click.FloatRange(min=0, min_open=True),
+    default=STEP_TIMEOUT_S,
+    help="Seconds after which a step of several ranks counts as hung: its requests end with an error, and the ranks "
+    "are started again. To be longer than the longest prefill step.",
+)  # fmt: skip
 @option(
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", type=click.FloatRange(min=0), default=DRAIN_TIMEOUT_S,
     help="Seconds that sequences may go on after SIGTERM.",
@@ -371,6 +463,9 @@ class ByteSize(click.ParamType[int]):
 )  # fmt: skip
 def worker(log_level: str, **given: Any) -> int:
     """Run one worker: an engine with its model, for routers.
+
+    With --tp-size the model is split over several processes, on this machine or on several (--nnodes). When one of them
+    dies or hangs, running requests end with an error, health says NOT_SERVING, and all ranks are started again.
 
     Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, running sequences finish, exit code 0.
     """
@@ -396,11 +491,20 @@ def _options(
     kernels: str,
     drain_timeout: float,
     simulate: str | None,
+    tp_size: int,
+    enable_expert_parallel: bool,
+    nnodes: int,
+    node_rank: int,
+    dist_init: str,
+    step_timeout: float,
     **others: Any,
 ) -> WorkerOptions:
     """The options as the classes take them."""
+    if simulate is not None and tp_size > 1:
+        raise CommandError("--simulate runs no ranks: leave --tp-size away, and name a preset with -tpN")
     try:
         folder = model_folder(model, weights=simulate is None)
+        topology = Topology(tp_size, nnodes, node_rank, dist_init)
         config = Config(
             model=str(folder),
             max_num_seqs=max_num_seqs,
@@ -415,6 +519,8 @@ def _options(
             kv_cache_dtype=kv_cache_dtype,
             kernels=kernels,
             hash_seed=hash_seed,
+            tensor_parallel_size=tp_size,
+            enable_expert_parallel=enable_expert_parallel,
         )
         cost = None if simulate is None else cost_model(simulate)
     except (ApiError, HubError) as error:
@@ -424,5 +530,7 @@ def _options(
         model_name=model_name or default_model_name(model),
         drain_timeout_s=drain_timeout,
         simulate=cost,
+        topology=topology,
+        step_timeout_s=step_timeout,
         **others,
     )

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import chain
 from operator import add
-from typing import Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -44,6 +44,18 @@ class TokenHistory:
         return TokenHistory(self.params, self.prompt_ids, [*self.output_ids, token_id])
 
 
+_COLUMNS: Final = (
+    "ids",
+    "num_cached_tokens",
+    "temperatures",
+    "top_ks",
+    "top_ps",
+    "min_ps",
+    "seeds",
+    "choices",
+)
+
+
 class SequenceColumns:
     """What does not change of some sequences while they run, a column each, most of them made when asked for: the same
     sequences come step after step, and share these."""
@@ -54,6 +66,17 @@ class SequenceColumns:
         self.by_id = dict(zip(self.ids, rows, strict=True))
         # Fixed from admission to the end of the run, for which columns are kept.
         self.num_cached_tokens = [s.num_cached_tokens for s in rows]
+
+    def values(self) -> dict[str, Any]:
+        """Every column, by name."""
+        return {name: getattr(self, name) for name in _COLUMNS}
+
+    @classmethod
+    def restored(cls, values: dict[str, Any]) -> SequenceColumns:
+        """The columns with these values, in another process, which has no sequences."""
+        columns = cls([])
+        vars(columns).update(values)
+        return columns
 
     @cached_property
     def temperatures(self) -> list[float]:
@@ -89,6 +112,26 @@ class SequenceColumns:
     def steered(self) -> list[tuple[int, Sequence]]:
         """Places of the rows whose logits penalties or masks may change."""
         return [(i, s) for i, s in enumerate(self.rows) if s.steered_until > s.num_prompt_tokens]
+
+
+_FIELDS: Final = (
+    "num_scheduled_tokens",
+    "num_computed_tokens",
+    "is_plain_decode",
+    "from_last_output",
+    "is_final",
+    "histories",
+    "total_tokens_num",
+    "total_tokens_num_prefill",
+    "total_tokens_num_decode",
+    "total_seqs_num",
+    "total_seqs_num_prefill",
+    "total_seqs_num_decode",
+    "is_dummy_run",
+    "num_spec_step",
+    "scheduled_spec_decode_tokens",
+    "_block_size",
+)
 
 
 class ScheduledBatch:
@@ -158,6 +201,35 @@ class ScheduledBatch:
         self.total_seqs_num_decode = total_seqs_num_decode
         self.is_dummy_run = is_dummy_run
         self.num_spec_step = num_spec_step
+
+    @property
+    def columns(self) -> SequenceColumns:
+        """What does not change of the sequences; the same object while they are the same."""
+        return self._columns
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return self._block_size
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The sequences' own block tables, which may be longer than what the step needs, and may still grow."""
+        return self._tables
+
+    def fields(self) -> dict[str, Any]:
+        """All of the snapshot but columns and tables, as lists, numbers and histories."""
+        tokens = "_last_tokens" if self.is_plain_decode else "scheduled_tokens"
+        return {name: getattr(self, name) for name in (tokens, *_FIELDS)}
+
+    @classmethod
+    def restored(cls, columns: SequenceColumns, tables: list[list[int]], fields: dict[str, Any]) -> ScheduledBatch:
+        """The batch that these were taken of, in another process."""
+        batch = cls.__new__(cls)
+        vars(batch).update(fields)
+        batch._columns, batch._tables = columns, tables
+        batch.req_ids, batch.num_cached_tokens = columns.ids, columns.num_cached_tokens
+        return batch
 
     def _take_decodes(self, rows: list[Sequence]) -> None:
         """The newest token of each row, unless that is in flight."""

@@ -97,17 +97,25 @@ class EngineCore:
         config: with the pool's size.
         runner: executes batches.
         clock: monotonic seconds; a virtual one in simulations.
+        executor: of the runner's own; None runs it in this process, on a thread of its own with deferred output.
 
     Raises:
         InvalidFieldError: see Scheduler.
     """
 
-    def __init__(self, config: Config, runner: Runner, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        config: Config,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
+    ) -> None:
         self.config = config
         self.runner = runner
         self.scheduler = Scheduler(config)
         self.num_steps = 0
-        self.executor: Executor = (ThreadExecutor if config.deferred_output else InlineExecutor)(self._forward, clock)
+        in_process = ThreadExecutor if config.deferred_output else InlineExecutor
+        self.executor: Executor = executor or in_process(self._forward, clock)
         self._flights: deque[_Flight] = deque()
         self._clock = clock
         self._deadlines = _Deadlines()
@@ -202,6 +210,16 @@ class EngineCore:
         output.is_deferred_out = self.config.deferred_output
         self.scheduler.record_step(flight.batch, duration_s)
         self.scheduler.postprocess(flight.seqs.values(), output, batch=flight.batch, now=self._clock())
+
+    def check(self) -> None:
+        """Raises EngineDeadError when what computes the steps is lost, which an idle engine would not find out."""
+        if (error := self.executor.failure()) is not None:
+            self._dead = True
+            raise EngineDeadError(f"{type(error).__name__}: {error}")
+
+    def close(self) -> None:
+        """Ends the runner's thread or its ranks."""
+        self.executor.close()
 
     def load(self) -> LoadReport:
         """The load at this moment; O(1) but for unfinished prefills."""

@@ -28,6 +28,8 @@ log = structlog.get_logger(__name__)
 
 # How long the engine thread waits when it has unfinished sequences but no work: the delay gate holds them all.
 _GATED_WAIT_S = 0.001
+# How often an idle engine looks whether its ranks are there.
+_IDLE_CHECK_S = 0.5
 
 
 class EngineState(enum.Enum):
@@ -96,19 +98,22 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            turns = EngineTurns(self._build(), self._clock)
-            # What has been built stays, so no collection needs to look at it (a full pass takes 150 ms).
-            gc.collect()
-            gc.freeze()
-            self._started(turns.report())
-            while self._turn(turns):
-                pass
+            with contextlib.closing(self._build()) as core:
+                turns = EngineTurns(core, self._clock)
+                # What has been built stays, so no collection needs to look at it (a full pass takes 150 ms).
+                gc.collect()
+                gc.freeze()
+                self._started(turns.report())
+                while self._turn(turns):
+                    pass
         except Exception as error:
             self._failed(error)
 
     def _turn(self, turns: EngineTurns) -> bool:
         """Waits for something to do and does it. False when the thread must end."""
-        commands = self._take(idle=not turns.has_work)
+        if not turns.has_work:
+            self._wait_idle(turns.core)
+        commands = self._take()
         if commands is None:
             return False
         steps = turns.core.num_steps
@@ -121,10 +126,13 @@ class EngineThread:
             self._wait(_GATED_WAIT_S)
         return True
 
-    def _take(self, *, idle: bool) -> list[Command] | None:
-        """All commands; waits for one when the engine is idle. None when the thread must end."""
-        if idle:
-            self._wait(None)
+    def _wait_idle(self, core: EngineCore) -> None:
+        """Waits until there is something to do; raises when what computes the steps is lost meanwhile."""
+        while not self._wait(_IDLE_CHECK_S):
+            core.check()
+
+    def _take(self) -> list[Command] | None:
+        """All commands. None when the thread must end."""
         with self._condition:
             if self._stopping:
                 return None
@@ -132,10 +140,10 @@ class EngineThread:
             self._commands.clear()
             return commands
 
-    def _wait(self, timeout_s: float | None) -> None:
-        """Waits until there is something to do."""
+    def _wait(self, timeout_s: float) -> bool:
+        """Waits until there is something to do. False when nothing came."""
         with self._condition:
-            self._condition.wait_for(lambda: self._commands or self._stopping, timeout_s)
+            return self._condition.wait_for(lambda: bool(self._commands) or self._stopping, timeout_s)
 
 
 class EngineLoop:
@@ -149,21 +157,26 @@ class EngineLoop:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.state = EngineState.STARTING
-        self.load: LoadReport | None = None
-        self.num_steps = 0
-        self.figures: EngineFigures | None = None
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._started: asyncio.Future[None] = self._loop.create_future()
-        self._failed: asyncio.Future[str] = self._loop.create_future()
+        self._reset()
         self._idle = asyncio.Event()
         self._idle.set()
         self._deliveries = Deliveries()
         self._thread: EngineThread | None = None
 
+    def _reset(self) -> None:
+        self.state = EngineState.STARTING
+        self.load: LoadReport | None = None
+        self.num_steps = 0
+        self.figures: EngineFigures | None = None
+        self._started: asyncio.Future[None] = self._loop.create_future()
+        self._failed: asyncio.Future[str] = self._loop.create_future()
+
     def start(self, build: Callable[[], EngineCore]) -> None:
-        """Starts the thread, which builds the engine."""
+        """Starts the thread, which builds the engine; after a failure, a new thread with a new engine."""
+        if self.state is EngineState.FAILED:
+            self._reset()
         self._thread = EngineThread(
             build,
             started=lambda turn: self._post(self._on_started, turn),

@@ -36,6 +36,7 @@ class WorkerFacts:
     numerics: str = ""
     kernels: str = ""
     dtype: str = ""
+    tp_size: int = 1
 
     @property
     def engine_limits(self) -> EngineLimits:
@@ -71,7 +72,7 @@ class WorkerFacts:
             total_blocks=self.total_blocks,
             kernels=self.kernels,
             dtype=self.dtype,
-            tp_size=1,
+            tp_size=self.tp_size,
             version=self.version,
         )
 

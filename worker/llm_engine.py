@@ -31,7 +31,11 @@ from worker.engine_config import available_memory, with_pool, with_special_token
 from worker.engine_core import EngineCore, EngineDeadError
 from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import ModelRunner
+from worker.progress import Progress
+from worker.rank_engine import load_ranks
+from worker.rank_group import RankGroup
 from worker.sequence import EndReason, Sequence
+from worker.topology import Topology, threads_per_rank
 
 log = structlog.get_logger(__name__)
 
@@ -236,7 +240,9 @@ class InputOutputProcessor:
 
 
 class LLMEngine:
-    """A model in this process, by the same objects as the service's workers.
+    """A model in this process, by the same objects as the service's workers; with `tensor_parallel_size` in ranks.
+
+    Ranks are processes, which end with `close`, or with the thread that made the engine.
 
     Either `generate` a list of prompts, or `add_request` at any time and `step` while `has_unfinished`, or both.
     One thread owns an LLMEngine.
@@ -251,6 +257,7 @@ class LLMEngine:
         ModelError: the checkpoint can not be had from the Hub, or can not be served.
         TokenizerError: it has a tokenizer that can not be used.
         InvalidFieldError: the Config does not fit the model or the memory.
+        RankLostError: a rank has ended while it loaded.
     """
 
     def __init__(
@@ -260,20 +267,28 @@ class LLMEngine:
         config = replace(config, model=_folder(config.model, weights=runner is None))
         model_config = ModelConfig.from_folder(config.model)
         config = with_special_tokens(config, model_config)
-        if runner is None:
+        ranks: RankGroup | None = None
+        if runner is None and config.tensor_parallel_size > 1:
+            config, ranks = _load_ranks(config, model_config)
+            runner = ranks
+        elif runner is None:
             config, runner = _load_model(config, model_config)
         else:
             config = with_pool(config, model_config.max_position_embeddings, lambda _: 0, 0)
         has_tokenizer = (Path(config.model) / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(config.model) if has_tokenizer else None
         self.config = config
-        self.core = EngineCore(config, runner, clock)
+        self.core = EngineCore(config, runner, clock, ranks)
         self.io = InputOutputProcessor(tokenizer, model_config, config.kv_cache_block_size)
         self._clock = clock
         # The same live answers by sequence and by request.
         self._live: dict[int, Answer] = {}
         self._requests: dict[str, list[Answer]] = {}
         self._finished: list[Answer] = []
+
+    def close(self) -> None:
+        """Ends the ranks, if there are any; the engine can not be used after that. May be called twice."""
+        self.core.close()
 
     def add_request(
         self,
@@ -451,6 +466,16 @@ def _folder(model: str, *, weights: bool) -> str:
         return str(model_folder(model, weights=weights))
     except HubError as error:
         raise ModelError(str(error)) from None
+
+
+def _load_ranks(config: Config, model_config: ModelConfig) -> tuple[Config, RankGroup]:
+    topology, progress = Topology(config.tensor_parallel_size), Progress()
+    group = RankGroup(topology, config.model, threads_per_rank(None, len(topology.local_ranks)), progress.bytes)
+    try:
+        config, _ = load_ranks(group, config, model_config, progress)
+    finally:
+        progress.done()
+    return config, group
 
 
 def _load_model(config: Config, model_config: ModelConfig) -> tuple[Config, Runner]:

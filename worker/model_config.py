@@ -123,6 +123,11 @@ class ModelConfig:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ModelError(f"{folder / 'config.json'} can not be used: {what}") from error
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers are mixtures of experts."""
+        return any(self.source.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A whole number of config.json, for what only one architecture knows; `default` where it has none.
 

@@ -96,6 +96,10 @@ class ModelRunner:
         except ValueError as error:
             raise ModelError(str(error)) from error
         self.shard = shard or Shard()
+        if config.enable_expert_parallel and not model_config.has_experts:
+            raise ModelError(
+                f"enable_expert_parallel: {model_config.architecture} has no experts to spread; leave it out"
+            )
         architecture = model_class(model_config.architecture)
         weights = load_weights(
             config.model,

@@ -23,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.cli.client import Question, ask
 from common.cli.console import Console
 from common.cli.failure import CommandError
-from common.cli.fleet import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_worker, threads_per_worker
+from common.cli.fleet import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.group import CHECKOUT, missing_extra
 from common.cli.options import option
 from common.cli.supervisor import REFUSED, Supervisor
@@ -227,6 +227,8 @@ def make_fleet(
     simulate: str | None,
     delay_factor: float | None,
     threads: int | None,
+    tp_size: int,
+    enable_expert_parallel: bool,
     **worker_options: Any,
 ) -> Fleet:
     """Fills in what depends on this machine: free ports, and each worker's share of cores and memory.
@@ -248,12 +250,13 @@ def make_fleet(
         worker_ports=worker_ports,
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_caching=prefix_caching,
-        kv_cache_memory=kv_cache_memory or ("" if simulate else kv_memory_per_worker(workers, free_memory())),
+        kv_cache_memory=kv_cache_memory or ("" if simulate else kv_memory_per_rank(workers, tp_size, free_memory())),
         drain_timeout_s=drain_timeout,
         log_level=log_level,
         router_options={"delay_factor": delay_factor},
-        worker_options={"threads": threads or threads_per_worker(workers), **worker_options},
+        worker_options={"threads": threads or threads_per_worker(workers), "tp_size": tp_size, **worker_options},
         simulate=simulate or "",
+        expert_parallel=enable_expert_parallel,
     )
 
 
@@ -273,7 +276,7 @@ def with_model_folder(fleet: Fleet) -> Fleet:
 def describe_kv_memory(fleet: Fleet) -> str:
     """What the KV caches may take, in words."""
     if fleet.kv_cache_memory:
-        return f"{fleet.kv_cache_memory} per worker"
+        return f"{fleet.kv_cache_memory} per rank"
     if fleet.simulate:
         return "the preset's"
     return f"a quarter of the free memory ({free_memory() / KV_SHARE / GIB:.1f} GiB)"
@@ -300,7 +303,9 @@ def describe_kv_memory(fleet: Fleet) -> str:
 )
 @option("--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.")
 @option(
-    "--kv-cache-memory", envvar="FISSILE_KV_CACHE_MEMORY", help="Per worker, e.g. 2GiB; absent: 1/4 of free memory."
+    "--kv-cache-memory",
+    envvar="FISSILE_KV_CACHE_MEMORY",
+    help="Of each rank, e.g. 2GiB; absent: 1/4 of free memory for all.",
 )
 @option("--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=int, help="Prompt and answer; absent: the model's.")
 @option(
@@ -319,6 +324,18 @@ def describe_kv_memory(fleet: Fleet) -> str:
 @option(
     "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1), help="Per worker; absent: all cores together."
 )
+@option(
+    "--tp-size", envvar="FISSILE_TP_SIZE", type=click.IntRange(min=1), default=1,
+    help="Tensor parallel: ranks of each worker, each a process with its slice of the weights.",
+)  # fmt: skip
+@option(
+    "--enable-expert-parallel/--no-enable-expert-parallel", envvar="FISSILE_ENABLE_EXPERT_PARALLEL", default=False,
+    help="Mixtures of experts: each rank holds some experts whole, instead of a part of each.",
+)  # fmt: skip
+@option(
+    "--step-timeout", envvar="FISSILE_STEP_TIMEOUT", type=click.FloatRange(min=0, min_open=True),
+    help="Seconds after which a step of several ranks counts as hung; absent: the worker's default.",
+)  # fmt: skip
 @option("--delay-factor", envvar="FISSILE_DELAY_FACTOR", type=float, help="Of the router's delay gate; absent: 0.")
 @option(
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=DRAIN_TIMEOUT_S, help="Seconds for running requests."

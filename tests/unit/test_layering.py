@@ -45,6 +45,12 @@ PURE_WORKER_MODULES = frozenset(
         "cost_model",
         "presets",
         "model_config",
+        "batch_delta",
+        "frames",
+        "topology",
+        "rank_group",
+        "rank_engine",
+        "node",
         "quantization",
     }
 )

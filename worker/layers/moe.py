@@ -101,8 +101,9 @@ class Router:
         own_bias = build.weights.take(f"{name}.bias", dtype=torch.float32) if bias else None
         weight = build.weights.take(f"{name}.weight", dtype=torch.float32)
         self._packed = build.kernels.pack_linear(weight, own_bias, torch.float32)
-        name = f"{name}.e_score_correction_bias"
-        self._correction = build.weights.take(name, dtype=torch.float32) if correction else None
+        self._correction = (
+            build.weights.take(f"{name}.e_score_correction_bias", dtype=torch.float32) if correction else None
+        )
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, H] -> ids int64 [T, k] and weights float32 [T, k]"""

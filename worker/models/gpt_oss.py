@@ -78,18 +78,18 @@ def _experts(build: Build, prefix: str, config: MoEConfig) -> Iterator[ExpertWei
     """This rank's share, one expert at a time: weights stand [inputs, outputs], gates and ups alternate."""
     share = ExpertShare.of(build.shard, config)
     both = times(share.inner, 2)
-    # Ranks that each have a part of an expert add its bias once.
     adds_down_bias = build.shard.expert_parallel or build.shard.rank == 0
-    take, dtype = build.weights.take, build.dtype
     for expert in share.ids:
         one = slice(expert, expert + 1)
-        gate_up = take(f"{prefix}.gate_up_proj", rows=one, columns=both, dtype=dtype)[0]
-        gate_up_bias = take(f"{prefix}.gate_up_proj_bias", rows=one, columns=both, dtype=dtype)[0]
-        down = take(f"{prefix}.down_proj", rows=one, middle=share.inner, dtype=dtype)[0]
-        down_bias = take(f"{prefix}.down_proj_bias", rows=one, dtype=dtype)[0]
+        gate_up = build.weights.take(f"{prefix}.gate_up_proj", rows=one, columns=both, dtype=build.dtype)[0]
+        gate_up_bias = build.weights.take(f"{prefix}.gate_up_proj_bias", rows=one, columns=both, dtype=build.dtype)[0]
+        down = build.weights.take(f"{prefix}.down_proj", rows=one, middle=share.inner, dtype=build.dtype)[0]
+        down_bias = (
+            build.weights.take(f"{prefix}.down_proj_bias", rows=one, dtype=build.dtype)[0] if adds_down_bias else None
+        )
         yield ExpertWeights(
             gate_up=torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), dim=1).t(),
             down=down.t(),
             gate_up_bias=torch.cat((gate_up_bias[0::2], gate_up_bias[1::2])),
-            down_bias=down_bias if adds_down_bias else None,
+            down_bias=down_bias,
         )
