@@ -25,6 +25,7 @@ from common.config_parts import (
 
 __all__ = [
     "DTYPES",
+    "KV_CACHE_DTYPES",
     "MIXED",
     "PREFILL_FIRST",
     "SCHEDULING_POLICIES",
@@ -40,6 +41,7 @@ PREFILL_FIRST: Final = "prefill_first"
 MIXED: Final = "mixed"
 SCHEDULING_POLICIES: Final = (PREFILL_FIRST, MIXED)
 DTYPES: Final = ("float32", "bfloat16", "float16")
+KV_CACHE_DTYPES: Final = ("bfloat16", "float16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,8 @@ class Config:
         max_model_len: longest prompt plus output in tokens; 0 takes the model's own length.
         deferred_output: schedule a step before the tokens of the one before it have come.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        kv_cache_dtype: of the KV cache: `auto`, the model's; or `bfloat16`, `float16` or `fp8` (E4M3 with a scale of
+            1): numbers beyond its range become the largest.
         kernels: `auto` or the name of a back end.
         tensor_parallel_size: ranks that share the model, each a process of its own when there are several.
         enable_expert_parallel: whether each rank holds some experts of a mixture whole, instead of a part of each.
@@ -94,6 +98,7 @@ class Config:
     max_model_len: int = 0
     deferred_output: bool = False
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     kernels: str = "auto"
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
@@ -128,6 +133,7 @@ class Config:
         for name in ("num_kvcache_blocks", "kv_cache_memory", "max_model_len"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         require_one_of("dtype", self.dtype, ("auto", *DTYPES))
+        require_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
         _require(0 <= self.hash_seed < 1 << 64, "hash_seed", self.hash_seed, "an unsigned 64-bit number")
         for name in ("bos_token_id", "eos_token_id"):
             token_id = getattr(self, name)

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from kernels import float8
 from kernels.elementwise import exp2_, padded_length
 from kernels.interface import AttentionMetaData, IndexSpec, KVSpec
 
@@ -47,7 +48,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class PagedKVCache:
-    """Keys and values of all layers: [layers, 2, blocks + 1, Hkv, block_size, D] in the model dtype.
+    """Keys and values of all layers: [layers, 2, blocks + 1, Hkv, block_size, D] in any float dtype, FP8 too.
 
     The block is the outermost dimension inside a layer, so that blocks can be copied without knowing heads. The last
     block is never written: it stands for the positions past a sequence's end. A latent cache is
@@ -76,8 +77,9 @@ class PagedKVCache:
         # Keys that lie together both in a block and in a tile.
         self.granule = math.gcd(self.block_size, KV_TILE)
         self.data = data
-        self._slots = data.view(layers, sides, -1, self.head_dim)
-        self._granules = data.view(layers, sides, -1, self.granule * self.head_dim)
+        indexed = float8.raw(data)
+        self._slots = indexed.view(layers, sides, -1, self.head_dim)
+        self._granules = indexed.view(layers, sides, -1, self.granule * self.head_dim)
 
     @classmethod
     def allocate(
@@ -100,12 +102,16 @@ class PagedKVCache:
         return PagedKVCache(slots, self.value_dim)
 
     def write(self, layer: int, slot_rows: torch.Tensor, *rows: torch.Tensor) -> None:
-        """Stores k and v [tokens, Hkv, D], or a latent cache's k, in the rows `slot_rows` int64 [tokens * Hkv]."""
+        """Stores k and v [tokens, Hkv, D], or a latent cache's k, in the rows `slot_rows` int64 [tokens * Hkv].
+
+        They are rounded to the cache's dtype; numbers beyond its range become the largest.
+        """
         for side, new in zip(self._slots[layer], rows, strict=True):
-            side.index_copy_(0, slot_rows, new.reshape(-1, self.head_dim))
+            stored = float8.saturated(new.reshape(-1, self.head_dim), self.data.dtype)
+            side.index_copy_(0, slot_rows, float8.raw(stored))
 
     def granules(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as [granules, granule * D], by block, head, place in the block; the same if latent."""
+        """Keys and values as `float8.raw` [granules, granule * D]: by block, head, place in it; the same if latent."""
         sides = self._granules[layer]
         return sides[0], sides[-1]
 
@@ -559,16 +565,16 @@ class Gathered:
         shape = (size, cache.num_kv_heads, KV_TILE, cache.head_dim)
         self.wide = torch.zeros(shape)
         self._narrow = self.wide if cache.data.dtype == torch.float32 else torch.zeros(shape, dtype=cache.data.dtype)
-        self._rows = self._narrow.view(-1, cache.head_dim)
-        self._granules = self._narrow.view(-1, cache.granule * cache.head_dim)
+        self._rows = float8.raw(self._narrow).view(-1, cache.head_dim)
+        self._granules = float8.raw(self._narrow).view(-1, cache.granule * cache.head_dim)
 
     def gather(self, source: torch.Tensor, group: Group) -> None:
         """Fills the group's items; unwritten slots may hold anything, and 0 * NaN is NaN."""
         torch.index_select(source, 0, group.granule_rows, out=self._granules[: len(group.granule_rows)])
         if group.unwritten is not None:
-            self._rows.index_fill_(0, group.unwritten, 0.0)
+            self._rows.index_fill_(0, group.unwritten, 0)
         if self._narrow is not self.wide:
-            self.wide[: group.count].copy_(self._narrow[: group.count])
+            float8.widen(self._narrow[: group.count], self.wide[: group.count])
 
 
 def _row_sinks(sinks: torch.Tensor, num_kv_heads: int, plan: AttentionPlan) -> torch.Tensor:

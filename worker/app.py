@@ -13,7 +13,6 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
-from pathlib import Path
 from typing import Any, ClassVar
 
 import click
@@ -26,6 +25,7 @@ from common.cli.options import option
 from common.cli.restart_policy import GiveUp, RestartPolicy
 from common.config import SCHEDULING_POLICIES, Config, ParallelConfig
 from common.errors import ApiError
+from common.hub import HubError, default_model_name, model_folder
 from common.limits import (
     CPU_MAX_NUM_BATCHED_TOKENS,
     DRAIN_TIMEOUT_S,
@@ -280,6 +280,7 @@ class Worker:
             "prefix_caching": config.enable_prefix_caching,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "max_num_seqs": config.max_num_seqs,
+            "kv_cache_dtype": config.kv_cache_dtype,
             "tp_size": config.tensor_parallel_size,
             "dp_rank": f"{self._options.topology.dp_rank} of {self._options.topology.dp_size}",
         }
@@ -383,12 +384,19 @@ class ByteSize(click.ParamType[int]):
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@option("--model", envvar="FISSILE_MODEL", required=True, metavar="FOLDER", help="Hugging Face checkpoint.")
-@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's name.")
+@option(
+    "--model", envvar="FISSILE_MODEL", required=True, metavar="MODEL",
+    help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub.",
+)  # fmt: skip
+@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's or repository's.")
 @option("--host", envvar="FISSILE_WORKER_HOST", default="127.0.0.1", help="Address to listen on.")
 @option("--port", envvar="FISSILE_WORKER_PORT", default=50061, type=click.IntRange(0, 65535), help="Port; 0 takes any.")
 @option("--worker-id", envvar="FISSILE_WORKER_ID", default="", help="Stable name; absent: host name and port.")
 @option("--dtype", envvar="FISSILE_DTYPE", default="auto", help="auto, float32, bfloat16 or float16.")
+@option(
+    "--kv-cache-dtype", envvar="FISSILE_KV_CACHE_DTYPE", default="auto",
+    help="Of the KV cache: auto (the model's), bfloat16, float16 or fp8.",
+)  # fmt: skip
 @option("--kernels", envvar="FISSILE_KERNELS", default="auto", help="Kernel back end.")
 @option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
@@ -503,6 +511,7 @@ def _options(
     scheduler_delay_factor: float,
     hash_seed: int,
     dtype: str,
+    kv_cache_dtype: str,
     kernels: str,
     drain_timeout: float,
     simulate: str | None,
@@ -521,8 +530,9 @@ def _options(
         raise CommandError("--simulate runs no ranks: leave --tp-size and --dp-size away, and name a preset with -tpN")
     try:
         topology = Topology(tp_size, nnodes, node_rank, dist_init, dp_size, dp_rank)
+        folder = model_folder(model, weights=simulate is None)
         config = Config(
-            model=model,
+            model=str(folder),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_block_size=block_size,
@@ -532,6 +542,7 @@ def _options(
             kv_cache_memory=kv_cache_memory or 0,
             max_model_len=max_model_len or 0,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             kernels=kernels,
             hash_seed=hash_seed,
             tensor_parallel_size=tp_size,
@@ -539,11 +550,11 @@ def _options(
             parallel_config=ParallelConfig(dp_size, dp_rank),
         )
         cost = None if simulate is None else cost_model(simulate)
-    except ApiError as error:
+    except (ApiError, HubError) as error:
         raise CommandError(str(error)) from None
     return WorkerOptions(
         config=config,
-        model_name=model_name or Path(model).resolve().name,
+        model_name=model_name or default_model_name(model),
         drain_timeout_s=drain_timeout,
         simulate=cost,
         topology=topology,

@@ -19,6 +19,7 @@ import structlog
 
 from common.config import Config
 from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError
+from common.hub import HubError, model_folder
 from common.limits import CPU_MAX_NUM_BATCHED_TOKENS
 from common.sampling_params import SamplingParams
 from common.seed import derive_seed
@@ -28,7 +29,7 @@ from common.text.tokenizer import Tokenizer
 from worker.batch import RequestOutput, Runner
 from worker.engine_config import available_memory, with_pool, with_special_tokens
 from worker.engine_core import EngineCore, EngineDeadError
-from worker.model_config import ModelConfig
+from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import ModelRunner
 from worker.progress import Progress
 from worker.rank_engine import load_ranks
@@ -247,12 +248,13 @@ class LLMEngine:
     One thread owns an LLMEngine.
 
     Args:
-        model: a checkpoint folder, run with prefix caching and a step size for CPUs, or a Config whose `model` is one.
+        model: a checkpoint folder or `org/name[@revision]` on the Hugging Face Hub, run with prefix caching and a step
+            size for CPUs; or a Config whose `model` is one.
         runner: executes batches instead of the model, for tests; the Config must then have `num_kvcache_blocks`.
         clock: monotonic seconds.
 
     Raises:
-        ModelError: the checkpoint can not be served.
+        ModelError: the checkpoint can not be had from the Hub, or can not be served.
         TokenizerError: it has a tokenizer that can not be used.
         InvalidFieldError: the Config does not fit the model or the memory.
         RankLostError: a rank has ended while it loaded.
@@ -262,6 +264,7 @@ class LLMEngine:
         self, model: str | Path | Config, *, runner: Runner | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         config = model if isinstance(model, Config) else default_config(model)
+        config = replace(config, model=_folder(config.model, weights=runner is None))
         model_config = ModelConfig.from_folder(config.model)
         config = with_special_tokens(config, model_config)
         engines = config.parallel_config.data_parallel_size
@@ -459,6 +462,13 @@ def _stream(answers: Iterable[Answer], on_error: Callable[[Answer], None]) -> No
 def default_config(folder: str | Path) -> Config:
     """How a checkpoint is run when nothing else is said."""
     return Config(model=str(folder), enable_prefix_caching=True, max_num_batched_tokens=CPU_MAX_NUM_BATCHED_TOKENS)
+
+
+def _folder(model: str, *, weights: bool) -> str:
+    try:
+        return str(model_folder(model, weights=weights))
+    except HubError as error:
+        raise ModelError(str(error)) from None
 
 
 def _load_ranks(config: Config, model_config: ModelConfig) -> tuple[Config, RankGroup]:

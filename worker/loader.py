@@ -66,20 +66,28 @@ class Weights:
         """The shape of what `take` would give."""
         return tuple(part.stop - part.start for part in _index(self.shape(name), rows, columns, middle))
 
-    def take(self, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL) -> torch.Tensor:
-        """A tensor or a part of it, of which nothing else is read, in a float dtype that loses nothing.
+    def take(
+        self,
+        name: str,
+        rows: slice = _ALL,
+        columns: slice = _ALL,
+        middle: slice = _ALL,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A tensor or a part of it, of which nothing else is read.
 
         Args:
             name: of the tensor.
             rows: part of its first dimension.
             columns: part of its last dimension, where that is not the first.
             middle: part of the second of three dimensions.
+            dtype: any float dtype; None takes one that loses nothing, float32 where the checkpoint is quantized.
 
         Returns:
-            The tensor, contiguous and the caller's own; float32 where the checkpoint's is quantized.
+            The tensor, contiguous and the caller's own.
         """
         shape = self.part_shape(name, rows, columns, middle)
-        out = torch.empty(shape, dtype=self._tensors[name].dtype)
+        out = torch.empty(shape, dtype=dtype or self._tensors[name].dtype)
         self.copy_to(out, name, rows, columns, middle)
         return out
 

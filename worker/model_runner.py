@@ -20,7 +20,7 @@ from common.text.tokenizer import Tokenizer, TokenizerError
 from kernels.interface import AttentionMetaData, KVCache, SampleParams
 from kernels.select import select_backend
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.dtype import log_dtype, resolve_dtype
+from worker.dtype import log_dtype, resolve_dtype, resolve_kv_dtype
 from worker.forward_context import (
     Context,
     DPMetadata,
@@ -65,14 +65,16 @@ def kv_block_bytes(model_config: ModelConfig, config: Config, shard: Shard | Non
     """Bytes of one KV block on one rank: what all layers keep of its tokens."""
     spec = model_class(model_config.architecture).kv_spec(model_config, shard or Shard())
     values = model_config.num_hidden_layers * spec.values_per_token
-    return values * config.kv_cache_block_size * resolve_dtype(config.dtype, model_config).itemsize
+    dtype = resolve_kv_dtype(config.kv_cache_dtype, resolve_dtype(config.dtype, model_config))
+    return values * config.kv_cache_block_size * dtype.itemsize
 
 
 class ModelRunner:
     """A loaded model and its KV cache; implements worker.batch.Runner. Not for two threads at a time.
 
     Args:
-        config: `model` is the checkpoint folder; `dtype`, `kernels`, `max_model_len`, `kv_cache_block_size` count.
+        config: `model` is the checkpoint folder; `dtype`, `kv_cache_dtype`, `kernels`, `max_model_len`,
+            `kv_cache_block_size` and `quant_config` count.
         model_config: from the same folder.
         progress: called with (bytes loaded, bytes in all) for each tensor.
         shard: the part of the model that this rank holds; all of it when None.
@@ -94,6 +96,7 @@ class ModelRunner:
         self.model_config = model_config
         self.dtype = resolve_dtype(config.dtype, model_config)
         log_dtype(config.dtype, model_config, self.dtype)
+        self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
         self.max_model_len = config.max_model_len or model_config.max_position_embeddings
         try:
             self.kernels = select_backend(config.kernels)
@@ -130,7 +133,7 @@ class ModelRunner:
         """Makes the KV pool; earlier content is lost."""
         layers = self.model_config.num_hidden_layers
         self._kv_cache = self.kernels.allocate_kv(
-            self._kv_spec, layers, num_blocks, self.config.kv_cache_block_size, self.dtype
+            self._kv_spec, layers, num_blocks, self.config.kv_cache_block_size, self.kv_dtype
         )
         self._kv_cache_data = {f"layers.{layer}": KVCacheTensor(layer, self._kv_cache) for layer in range(layers)}
 

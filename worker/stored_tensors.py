@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from kernels import float8
 from worker.safetensors_file import DTYPES, Entry, MappedFile, Shape
 
 Index = tuple[slice, ...]
@@ -160,7 +161,8 @@ class QuantizedTensor:
         """The columns of some rows, unscaled, float32, in memory of their own."""
         if not self.packed:
             stored = values[:, columns]
-            numbers = torch.empty(stored.shape).copy_(stored)
+            numbers = torch.empty(stored.shape)
+            float8.widen(stored, numbers)
         else:
             stored = values[:, columns.start // 2 : -(-columns.stop // 2)]
             pairs = _FP4_PAIRS.index_select(0, stored.int().flatten()).view(stored.shape[0], -1)

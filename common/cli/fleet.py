@@ -21,7 +21,7 @@ class Fleet:
     """One router and its workers.
 
     Attributes:
-        model: checkpoint folder.
+        model: checkpoint folder, or a name on the Hub before it has been downloaded.
         model_name: name of the model in requests.
         host: address the router listens on; workers always listen on loopback.
         port: port of the router.

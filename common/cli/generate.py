@@ -126,7 +126,7 @@ async def ask_router(address: str, question: Question, timeout_s: float, *, as_j
 @with_sampling_options
 @timeout_option
 @json_option
-@option("--offline", envvar="FISSILE_OFFLINE", metavar="FOLDER", help="Checkpoint to run in this process; no router.")
+@option("--offline", envvar="FISSILE_OFFLINE", metavar="MODEL", help="Checkpoint to run in this process; no router.")
 def generate(
     prompt: str | None,
     address: str,

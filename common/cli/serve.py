@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +29,9 @@ from common.cli.options import option
 from common.cli.supervisor import REFUSED, Supervisor
 from common.cli.version import fissile_version
 from common.config import SCHEDULING_POLICIES
+from common.hub import HubError, default_model_name, model_folder
 from common.limits import CPU_MAX_NUM_BATCHED_TOKENS, DRAIN_TIMEOUT_S
-from common.telemetry.logs import FORMAT_VARIABLE, LEVELS
+from common.telemetry.logs import FORMAT_VARIABLE, LEVELS, setup_logging
 
 DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
 DEMO_NAME = "demo"
@@ -239,12 +240,11 @@ def make_fleet(
         raise CommandError(f"there is no demo model at {DEMO_MODEL}: name a checkpoint folder with --model")
     if not simulate and importlib.util.find_spec("torch") is None:
         raise missing_extra("serve", "torch")
-    folder = Path(model) if model is not None else DEMO_MODEL
     # Both may be 0: one call, so that all are different.
     router_port, *worker_ports = free_ports(workers + 1)
     return Fleet(
-        model=str(folder),
-        model_name=model_name or (DEMO_NAME if model is None else folder.resolve().name),
+        model=model or str(DEMO_MODEL),
+        model_name=model_name or (default_model_name(model) if model else DEMO_NAME),
         host=host,
         port=port or router_port,
         worker_ports=worker_ports,
@@ -260,6 +260,19 @@ def make_fleet(
     )
 
 
+def with_model_folder(fleet: Fleet) -> Fleet:
+    """`fleet` on a checkpoint folder: one download for all workers if its model is one of the Hub.
+
+    Raises:
+        CommandError: it can not be had.
+    """
+    setup_logging(fleet.log_level, service="serve")
+    try:
+        return replace(fleet, model=str(model_folder(fleet.model, weights=not fleet.simulate)))
+    except HubError as error:
+        raise CommandError(str(error)) from None
+
+
 def describe_kv_memory(fleet: Fleet) -> str:
     """What the KV caches may take, in words."""
     if fleet.kv_cache_memory:
@@ -270,8 +283,11 @@ def describe_kv_memory(fleet: Fleet) -> str:
 
 
 @click.command()
-@option("--model", envvar="FISSILE_MODEL", metavar="FOLDER", help="Hugging Face checkpoint; absent: the demo model.")
-@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's name.")
+@option(
+    "--model", envvar="FISSILE_MODEL", metavar="MODEL",
+    help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub; absent: the demo model.",
+)  # fmt: skip
+@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's or repository's.")
 @option("--workers", envvar="FISSILE_NUM_WORKERS", type=click.IntRange(1, 64), default=1, help="Worker processes.")
 @option("--host", envvar="FISSILE_HOST", default=LOOPBACK, help="Address that the router listens on.")
 @option("--port", envvar="FISSILE_PORT", type=click.IntRange(0, 65535), default=50051, help="Router's port; 0: any.")
@@ -300,6 +316,10 @@ def describe_kv_memory(fleet: Fleet) -> str:
     help="prefill_first: prompts go before running answers; mixed: both share each step; absent: the worker's default.",
 )  # fmt: skip
 @option("--dtype", envvar="FISSILE_DTYPE", help="Absent: the checkpoint's, as far as this CPU computes in it.")
+@option(
+    "--kv-cache-dtype", envvar="FISSILE_KV_CACHE_DTYPE",
+    help="Of the KV cache: bfloat16, float16 or fp8; absent: the model's.",
+)  # fmt: skip
 @option("--kernels", envvar="FISSILE_KERNELS", help="Kernel back end; absent: the worker chooses.")
 @option(
     "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1), help="Per worker; absent: all cores together."
@@ -332,6 +352,6 @@ def serve(ask: bool, prompt: str, once: bool, **options: Any) -> int:
     router and workers can be set by their environment variables (`fissile router --help`, `fissile worker --help`).
     """
     console = Console()
-    fleet = make_fleet(**options)
+    fleet = with_model_folder(make_fleet(**options))
     console.line(fleet.describe(fissile_version(), describe_kv_memory(fleet)))
     return asyncio.run(Service(fleet, FirstQuestion(ask or once, prompt, once), console).run())

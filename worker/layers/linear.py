@@ -12,20 +12,6 @@ from worker.layers.build import Build
 WHOLE = slice(None)
 
 
-def taken(
-    build: Build,
-    name: str,
-    dtype: torch.dtype,
-    rows: slice = WHOLE,
-    columns: slice = WHOLE,
-    middle: slice = WHOLE,
-) -> torch.Tensor:
-    """A tensor or a part of it (see Weights.take), converted as it is read."""
-    out = torch.empty(build.weights.part_shape(name, rows, columns, middle), dtype=dtype)
-    build.weights.copy_to(out, name, rows, columns, middle)
-    return out
-
-
 def joined(build: Build, parts: Mapping[str, slice], kind: str) -> torch.Tensor:
     """Rows of `{name}.{kind}` below each other, read and converted once, into the rows of the result."""
     shapes = [build.weights.part_shape(f"{name}.{kind}", rows=part) for name, part in parts.items()]
@@ -70,7 +56,7 @@ class RowLinear:
     def __init__(self, build: Build, name: str, part: slice, bias: bool = False) -> None:
         self._kernels = build.kernels
         self._collectives = build.shard.collectives
-        weight = taken(build, f"{name}.weight", build.dtype, columns=part)
+        weight = build.weights.take(f"{name}.weight", columns=part, dtype=build.dtype)
         own_bias = build.weights.take(f"{name}.bias") if bias else None
         self._packed = build.kernels.pack_linear(weight, own_bias if build.shard.rank == 0 else None, build.dtype)
 

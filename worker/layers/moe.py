@@ -15,7 +15,7 @@ import torch
 from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
 from worker.forward_context import get_forward_context
 from worker.layers.build import Build
-from worker.layers.linear import joined, taken
+from worker.layers.linear import joined
 from worker.loader import Shape
 from worker.model_config import ModelConfig, ModelError
 from worker.parallel import DataParallel, Shard
@@ -103,10 +103,12 @@ class Router:
     def __init__(self, build: Build, name: str, routing: Routing, bias: bool = False, correction: bool = False) -> None:
         self._kernels = build.kernels
         self._routing = routing
-        own_bias = taken(build, f"{name}.bias", torch.float32) if bias else None
-        weight = taken(build, f"{name}.weight", torch.float32)
+        own_bias = build.weights.take(f"{name}.bias", dtype=torch.float32) if bias else None
+        weight = build.weights.take(f"{name}.weight", dtype=torch.float32)
         self._packed = build.kernels.pack_linear(weight, own_bias, torch.float32)
-        self._correction = taken(build, f"{name}.e_score_correction_bias", torch.float32) if correction else None
+        self._correction = (
+            build.weights.take(f"{name}.e_score_correction_bias", dtype=torch.float32) if correction else None
+        )
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, H] -> ids int64 [T, k] and weights float32 [T, k]"""
@@ -191,7 +193,7 @@ class ExpertNames:
         share = ExpertShare.of(build.shard, config)
         for expert in share.ids:
             parts = {f"{prefix}.{expert}.{name}": share.inner for name in (self.gate, self.up)}
-            down = taken(build, f"{prefix}.{expert}.{self.down}.weight", build.dtype, columns=share.inner)
+            down = build.weights.take(f"{prefix}.{expert}.{self.down}.weight", columns=share.inner, dtype=build.dtype)
             yield ExpertWeights(joined(build, parts, "weight"), down)
 
 

@@ -8,7 +8,6 @@ import torch
 
 from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
 from worker.layers.build import Build
-from worker.layers.linear import taken
 from worker.layers.moe import ExpertShare, MoE, MoEConfig, Router
 from worker.loader import Shape
 from worker.model_config import ModelConfig, ModelError
@@ -21,7 +20,7 @@ class GptOssAttention(LlamaAttention):
 
     def sinks(self, build: Build, prefix: str, heads: slice) -> torch.Tensor | None:
         """`{prefix}.sinks` of this rank's heads."""
-        return taken(build, f"{prefix}.sinks", torch.float32, rows=heads)
+        return build.weights.take(f"{prefix}.sinks", rows=heads, dtype=torch.float32)
 
 
 class GptOssForCausalLM(LlamaForCausalLM):
@@ -82,10 +81,12 @@ def _experts(build: Build, prefix: str, config: MoEConfig) -> Iterator[ExpertWei
     adds_down_bias = build.shard.expert_parallel or build.shard.rank == 0
     for expert in share.ids:
         one = slice(expert, expert + 1)
-        gate_up = taken(build, f"{prefix}.gate_up_proj", build.dtype, rows=one, columns=both)[0]
-        gate_up_bias = taken(build, f"{prefix}.gate_up_proj_bias", build.dtype, rows=one, columns=both)[0]
-        down = taken(build, f"{prefix}.down_proj", build.dtype, rows=one, middle=share.inner)[0]
-        down_bias = taken(build, f"{prefix}.down_proj_bias", build.dtype, rows=one)[0] if adds_down_bias else None
+        gate_up = build.weights.take(f"{prefix}.gate_up_proj", rows=one, columns=both, dtype=build.dtype)[0]
+        gate_up_bias = build.weights.take(f"{prefix}.gate_up_proj_bias", rows=one, columns=both, dtype=build.dtype)[0]
+        down = build.weights.take(f"{prefix}.down_proj", rows=one, middle=share.inner, dtype=build.dtype)[0]
+        down_bias = (
+            build.weights.take(f"{prefix}.down_proj_bias", rows=one, dtype=build.dtype)[0] if adds_down_bias else None
+        )
         yield ExpertWeights(
             gate_up=torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), dim=1).t(),
             down=down.t(),

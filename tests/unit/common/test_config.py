@@ -47,6 +47,7 @@ def test_defaults_are_the_guides() -> None:
         ("gpu_memory_utilization", 0.0, r"\(0, 1\]"),
         ("gpu_memory_utilization", 1.5, r"\(0, 1\]"),
         ("dtype", "int4", "auto, float32, bfloat16, float16"),
+        ("kv_cache_dtype", "float32", "auto, bfloat16, float16, fp8"),
         ("hash_seed", 1 << 64, "an unsigned 64-bit number"),
         ("hash_seed", -1, "an unsigned 64-bit number"),
         ("bos_token_id", -1, "None, or 0 or more"),

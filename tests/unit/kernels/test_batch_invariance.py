@@ -31,6 +31,8 @@ LENGTHS = (1, 17, 40, 65, 130)
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-float32": ("qwen3", "float32", {}),
     "qwen3-bfloat16": ("qwen3", "bfloat16", {}),
+    "qwen3-float32-kv-fp8": ("qwen3", "float32", {}),
+    "qwen3-bfloat16-kv-float16": ("qwen3", "bfloat16", {}),
     "llama-mha-float32": ("llama", "float32", {"num_key_value_heads": 4, "attention_bias": True, "head_dim": 16}),
     "qwen3-odd-float32": (
         "qwen3",
@@ -47,6 +49,7 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
+KV_DTYPES = {"qwen3-float32-kv-fp8": "fp8", "qwen3-bfloat16-kv-float16": "float16"}
 ALWAYS = ("qwen3-float32", "qwen3-bfloat16")
 # Threads are crossed with dtypes; odd shapes run on one thread.
 CASES = [(shape, threads) for shape in SHAPES for threads in (1, 2, 3) if threads == 1 or shape in ALWAYS]
@@ -109,9 +112,15 @@ def test_exp2_of_an_element_does_not_depend_on_its_place() -> None:
 class Model:
     """A runner and, for each of some sequences, the logits after every position, computed alone, token by token."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, dtype: str, kv_cache_dtype: str) -> None:
         model_config = ModelConfig.from_folder(folder)
-        config = Config(model=str(folder), dtype=dtype, kv_cache_block_size=BLOCK_SIZE, max_model_len=512)
+        config = Config(
+            model=str(folder),
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_block_size=BLOCK_SIZE,
+            max_model_len=512,
+        )
         self.runner = ModelRunner(config, model_config)
         self.runner.allocate_kv_cache(POOL)
         rnd = random.Random(1)
@@ -145,7 +154,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     architecture, dtype, shape = SHAPES[name]
     folder = make_checkpoint(tmp_path_factory.mktemp(name), architecture, num_hidden_layers=2, tokenizer=False, **shape)
     with torch_threads(count):
-        yield Model(folder, dtype)
+        yield Model(folder, dtype, KV_DTYPES.get(name, "auto"))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -644,7 +644,9 @@ class Oracle:
             if present is None:
                 self.cache.publish(state, parent, life.table[j])
             else:
+                # Also if the sequence ends at once: then the block is released anew.
                 life.table[j] = present
+                self._held.add(present)
             life.published += 1
 
     def discarded(self) -> None:

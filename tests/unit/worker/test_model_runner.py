@@ -24,8 +24,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2, dtype="bfloat16")
 
 
-def make_runner(folder: Path, dtype: str = "float32", max_model_len: int = 512) -> ModelRunner:
-    config = Config(model=str(folder), dtype=dtype, max_model_len=max_model_len)
+def make_runner(
+    folder: Path, dtype: str = "float32", max_model_len: int = 512, kv_cache_dtype: str = "auto"
+) -> ModelRunner:
+    config = Config(model=str(folder), dtype=dtype, max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype)
     return ModelRunner(config, ModelConfig.from_folder(folder))
 
 
@@ -155,14 +157,48 @@ def test_probe_and_warmup_leave_the_pool_alone(runner: ModelRunner) -> None:
     assert torch.equal(runner._kv_cache.data, before)
 
 
-def test_block_bytes_are_what_a_block_takes(folder: Path) -> None:
-    runner = make_runner(folder)
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "itemsize"),
+    [
+        ("float32", "auto", 4),
+        ("bfloat16", "auto", 2),
+        ("float32", "float16", 2),
+        ("float32", "fp8", 1),
+        ("bfloat16", "fp8", 1),
+    ],
+)
+def test_block_bytes_are_what_a_block_takes(folder: Path, dtype: str, kv_cache_dtype: str, itemsize: int) -> None:
+    runner = make_runner(folder, dtype, kv_cache_dtype=kv_cache_dtype)
     runner.allocate_kv_cache(10)
     size = kv_block_bytes(runner.model_config, runner.config)
     assert runner._kv_cache.data[:, :, :10].nbytes == 10 * size
     assert runner.num_blocks_for(10 * size + size - 1) == 10
-    narrow = Config(model=str(folder), dtype="bfloat16")
-    assert kv_block_bytes(runner.model_config, narrow) == size // 2
+    values_per_token = 2 * 2 * 2 * 24
+    assert size == values_per_token * 16 * itemsize
+
+
+# How far logits may be from those of a float32 cache, as a share of their size: a few times the rounding of one number
+# (2**-9, 2**-12, 2**-4), which random weights enlarge.
+KV_ERROR = {"bfloat16": 2**-6, "float16": 2**-9, "fp8": 2**-2}
+
+
+@pytest.mark.parametrize("kv_cache_dtype", KV_ERROR)
+def test_a_narrow_kv_cache_costs_what_its_rounding_does(folder: Path, kv_cache_dtype: str) -> None:
+    tokens = list(range(5, 305))
+    results = []
+    for name in ("auto", kv_cache_dtype):
+        runner = make_runner(folder, kv_cache_dtype=name)
+        runner.allocate_kv_cache(20)
+        blocks = list(range(19))
+        logits = [runner.run_model(runner.prepare_model(batch_of((sequence(tokens[:290], blocks), 290))))]
+        for length in range(291, 301):
+            seq = sequence(tokens[:length], blocks, computed=length - 1)
+            logits.append(runner.run_model(runner.prepare_model(batch_of((seq, 1)))))
+        results.append(torch.cat(logits))
+    exact, narrow = results
+    errors = (narrow - exact).norm(dim=1) / exact.norm(dim=1)
+    assert (errors > 0).all()
+    assert (errors < KV_ERROR[kv_cache_dtype]).all()
 
 
 def test_ids_beyond_the_tokenizer_are_masked(tmp_path: Path) -> None:
@@ -211,6 +247,7 @@ def test_digest_is_stable_and_tells_classes_apart(folder: Path, tmp_path: Path) 
     other = make_checkpoint(tmp_path, num_hidden_layers=2, dtype="bfloat16", seed=1)
     assert numerics_digest(make_runner(other)) != digests[0]
     assert numerics_digest(make_runner(folder, "bfloat16")) != digests[0]
+    assert numerics_digest(make_runner(folder, kv_cache_dtype="fp8")) != digests[0]
 
 
 @pytest.mark.parametrize("max_model_len", [2, 40, 64])

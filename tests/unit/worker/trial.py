@@ -153,7 +153,7 @@ def random_setting(rnd: random.Random) -> tuple[Config, TokenModel, Sizes]:
         deferred_output=rnd.random() < 0.4,
         speculative_config=SpeculativeConfig(num_speculative_tokens=k) if k else None,
     )
-    return config, TokenModel(draft_errors=rnd.choice([0, 1, 3, 8])), rnd.choice([(1, 3, 8), (4, 20), (24,)])
+    return config, TokenModel(draft_errors=rnd.choice([0, 1, 3, 8])), rnd.choice([(1, 3, 8), (3, 16), (20,)])
 
 
 def random_sequence(rnd: random.Random, trial: Trial) -> Sequence:
