@@ -26,9 +26,10 @@ from common.telemetry.tracing import RequestSpan, Tracing
 from common.text.stop_strings import StopStrings
 from router.assembly import StreamAssembly
 from router.call import Call, Context
-from router.fleet import Fleet, RequestStream, RoutedRequest
+from router.fleet import Fleet
 from router.model_registry import ModelRegistry, ServedModel
 from router.prompts import Prompt, PromptEncoder
+from router.request_stream import RequestStream, RoutedRequest
 from router.responses import describe_model, response_fields, time_to_first_token_s
 from router.validation import (
     check_chat,
@@ -164,6 +165,7 @@ class InferenceService(InferenceServiceServicer):
                 remaining = context.time_remaining()
                 routed = RoutedRequest(
                     model=model.name,
+                    identity=model.identity,
                     token_ids=prompt.token_ids,
                     params=params,
                     seed=derive_seed(request_id) if params.seed is None else params.seed,

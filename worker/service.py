@@ -25,9 +25,10 @@ from worker.direct_call import DirectCall
 from worker.engine_loop import EngineLoop, EngineState
 from worker.facts import WorkerFacts
 from worker.fleet_lanes import FleetLanes
+from worker.router_sequences import Live, RouterSequences
 from worker.sequence import Sequence
-from worker.session import Context, SessionStream
-from worker.session_state import Live, check_bounds, check_hello
+from worker.session import Context, Ending, SessionStream
+from worker.session_state import check_bounds, check_hello
 
 SERVICE = "fissile.worker.v1.WorkerService"
 
@@ -67,6 +68,8 @@ class WorkerService(WorkerServiceServicer):
         self._clock = clock
         self._lanes = FleetLanes()
         self._sessions: dict[str, SessionStream] = {}
+        # Of every router with a stream, and of those that may come back for their sequences.
+        self._routers: dict[str, RouterSequences] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._calls = 0
@@ -106,9 +109,7 @@ class WorkerService(WorkerServiceServicer):
             try:
                 await session.run(context)
             finally:
-                if self._sessions.get(session.state.router_id) is session:
-                    del self._sessions[session.state.router_id]
-                log.info("session ended", router=session.state.router_id)
+                self._close_session(session)
 
     async def Generate(self, request: wpb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Answers one prompt."""
@@ -189,14 +190,37 @@ class WorkerService(WorkerServiceServicer):
         check_bounds(frame)
         hello = check_hello(frame)
         self._require_serving()
-        session = SessionStream(hello, self.facts, self._engine, self._lanes, self._tracing, self._clock)
-        older = self._sessions.get(hello.router_id)
-        if older is not None:
-            message = f"router {hello.router_id} has opened a newer session"
-            older.end(ApiError(grpc.StatusCode.ABORTED, message, reason="FENCED"))
+        sequences = self._routers.get(hello.router_id)
+        if sequences is None:
+            sequences = RouterSequences(hello.router_id, self.facts, self._engine, self._tracing)
+            self._routers[hello.router_id] = sequences
+        if (older := self._sessions.get(hello.router_id)) is not None:
+            older.fence()
+        session = SessionStream(hello, sequences, self.facts, self._engine, self._lanes, self._clock)
         self._sessions[hello.router_id] = session
-        log.info("session opened", router=hello.router_id, peer=context.peer())
+        log.info("session opened", router=hello.router_id, peer=context.peer(), live=len(hello.live))
         return session
+
+    def _close_session(self, session: SessionStream) -> None:
+        """Lets the router's sequences go, or keeps them for what is left of the lease (S6)."""
+        router_id = session.state.router_id
+        log.info("session ended", router=router_id, how=session.ending.name.lower())
+        if session.ending is Ending.FENCED:
+            return
+        del self._sessions[router_id]
+        left = session.state.lease_left(self._clock())
+        if session.ending is Ending.OVER or left <= 0 or self._routers[router_id].is_empty:
+            self._routers.pop(router_id).end()
+            return
+        self._routers[router_id].detach(self._clock() + left)
+        asyncio.get_running_loop().call_later(left, self._end_lease, router_id)
+
+    def _end_lease(self, router_id: str) -> None:
+        sequences = self._routers.get(router_id)
+        # It may have come back, and gone again, meanwhile.
+        if sequences is not None and sequences.lease_end is not None and sequences.lease_end <= self._clock():
+            log.info("lease ended", router=router_id)
+            self._routers.pop(router_id).end()
 
     def _direct_sequence(self, request: wpb.GenerateRequest, context: Context) -> Sequence:
         refuse_unserved(request, served.GENERATE)
