@@ -183,6 +183,7 @@ class InferenceService(InferenceServiceServicer):
                     await self._send(kind, request_id, stream, context, span)
                 finally:
                     self._fleet.close(stream)
+                    self._trace_attempts(span, stream)
 
     async def _send(
         self, kind: _Kind, request_id: str, stream: RequestStream, context: Context, span: RequestSpan
@@ -218,6 +219,19 @@ class InferenceService(InferenceServiceServicer):
             ttft_ms=round(time_to_first_token_s(stream) * 1000, 1),
             worker_id=finish.worker_id,
         )
+
+    def _trace_attempts(self, span: RequestSpan, stream: RequestStream) -> None:
+        """Says in the trace where a request has been that needed more than one worker."""
+        attempts = stream.attempts.all
+        for number, attempt in enumerate(attempts if len(attempts) > 1 else (), start=1):
+            span.attempt(
+                number,
+                attempt.worker_id,
+                began=attempt.began,
+                ended=self._clock() if attempt.ended is None else attempt.ended,
+                tokens=attempt.tokens,
+                loss="" if attempt.loss is None else attempt.loss.value,
+            )
 
     def _assembly(self, request: RoutedRequest, model: ServedModel, return_token_ids: bool) -> StreamAssembly:
         params, tokenizer = request.params, model.text.tokenizer

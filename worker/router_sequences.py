@@ -133,6 +133,11 @@ class RouterSequences:
         """Whether there is nothing that the router could come back for."""
         return not self._live and not self.outbox.rids
 
+    @property
+    def rids(self) -> set[int]:
+        """The sequences that run here, or whose output is still kept."""
+        return {*self._seq_ids, *self.outbox.rids}
+
     def attach(self, live: Iterable[wpb.LiveSequence], wake: Callable[[], None]) -> list[int]:
         """A stream begins with this Hello (S4): drops what it does not name, and goes on with the rest from there.
 
@@ -148,7 +153,7 @@ class RouterSequences:
         self._serials.clear()
         self.outbox.begin_stream()
         have = {sequence.rid: sequence.have for sequence in live}
-        self._drop([rid for rid in {*self._seq_ids, *self.outbox.rids} if rid not in have])
+        self._drop([rid for rid in self.rids if rid not in have])
         return [rid for rid, tokens in have.items() if not self._take_up(rid, tokens)]
 
     def detach(self, lease_end: float) -> None:

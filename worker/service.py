@@ -74,6 +74,7 @@ class WorkerService(WorkerServiceServicer):
         self._idle.set()
         self._calls = 0
         self._draining = False
+        self._refuses_calls = False
 
     @property
     def state(self) -> wpb.WorkerState.ValueType:
@@ -86,10 +87,14 @@ class WorkerService(WorkerServiceServicer):
         return wpb.WORKER_STATE_STARTING if starting else wpb.WORKER_STATE_SERVING
 
     def drain(self, timeout_s: float) -> None:
-        """Takes no new work from now on, and tells the routers."""
+        """Takes no new work of routers from now on, and tells them; direct calls are still taken."""
         self._draining = True
         for session in self._sessions.values():
             session.state.drain(self._clock() + timeout_s)
+
+    def refuse_calls(self) -> None:
+        """Takes no direct calls either, from now on."""
+        self._refuses_calls = True
 
     async def finish(self, timeout_s: float) -> None:
         """Ends the Sessions when all has been written; waits for them and for direct calls at most `timeout_s`."""
@@ -114,7 +119,8 @@ class WorkerService(WorkerServiceServicer):
     async def Generate(self, request: wpb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Answers one prompt."""
         async with self._call(context):
-            self._require_serving()
+            if self.state != wpb.WORKER_STATE_DRAINING or self._refuses_calls:
+                self._require_serving()
             seq = self._direct_sequence(request, context)
             call = DirectCall(self._direct_live(seq, request.request_id, context))
             self._engine.submit(call, seq)

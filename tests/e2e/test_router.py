@@ -873,6 +873,32 @@ async def test_spans_end_with_the_status_of_their_call(monkeypatch: pytest.Monke
         assert not any("say" in str(s.attributes) for s in spans)
 
 
+async def test_the_trace_shows_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319d"
+    metadata = (("traceparent", f"00-{trace}-b7ad6b7169203331-01"),)
+    with OtlpReceiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(2)]
+        async with bench(*workers) as b:
+            call = b.stub.Generate(request(params={"max_tokens": 400}), metadata=metadata)
+            await call.read()
+            (lost,) = [worker for worker in workers if worker.submitted]
+            await lost.stop()
+            parts = await collect(call)
+            assert (await collect(b.stub.Generate(request())))[-1].finish.attempts == 1
+            await until(lambda: b.router._tracing.open_spans() == 0)
+        (request_span, _) = sorted(
+            receiver.wait_for("fissile.v1.InferenceService/Generate", 2), key=lambda s: s.trace_id != trace
+        )
+        spans = sorted(receiver.wait_for("attempt", 2), key=lambda s: s.start_ns)
+        assert {(s.trace_id, s.parent_id) for s in spans} == {(trace, request_span.span_id)}
+        assert [s.attributes["fissile.worker.id"] for s in spans] == [lost.worker_id, parts[-1].finish.worker_id]
+        assert [s.attributes.get("fissile.attempt.loss") for s in spans] == ["died", None]
+        assert sum(int(s.attributes["fissile.attempt.tokens"]) for s in spans) == 400
+        assert spans[0].end_ns <= spans[1].start_ns <= spans[1].end_ns <= request_span.end_ns + 5_000_000
+        assert request_span.events == ("submitted", "first_token", "submitted")
+
+
 async def test_storm_leaves_every_table_empty() -> None:
     workers = [FakeWorker(FILES, worker_id=f"w{i}", room_seqs=8) for i in range(2)]
     rnd = random.Random(11)

@@ -75,6 +75,7 @@ class Wire:
         self._written = written
         self._busy = False
         self._cut = False
+        self._swallows = False
 
     @property
     def is_free(self) -> bool:
@@ -85,14 +86,21 @@ class Wire:
         """Loses what is on its way, and all that comes later."""
         self._cut = True
 
+    def swallow(self) -> None:
+        """Takes frames from now on, and delivers none: the other end of the connection is gone unnoticed."""
+        self._swallows = True
+        self._busy = False
+
     def write(self, frame: Message) -> None:
         """Sends one frame."""
         assert self.is_free
+        if self._swallows:
+            return
         self._busy = True
         self._loop.call_later(self._rnd.uniform(0, self._slowest), self._arrive, type(frame), frame.SerializeToString())
 
     def _arrive(self, kind: type[Message], data: bytes) -> None:
-        if self._cut:
+        if self._cut or self._swallows:
             return
         self._busy = False
         self._deliver(kind.FromString(data))
@@ -150,6 +158,7 @@ class SimWorker:
         if (older := self._streams.get(router_id)) is not None:
             older.close()
         state = SessionState(hello, sequences, self.facts, self, self.lanes, self._loop.time(), wake)
+        assert sequences.rids <= {live.rid for live in hello.live}, "orphans are kept"
         self._streams[router_id] = state
         return state
 
@@ -264,9 +273,13 @@ class Connection(Session):
 
     def break_off(self, fault: Fault = Fault.BROKEN) -> None:
         """Loses the stream with whatever is in flight: each end finds out by itself."""
-        self._up.cut()
-        self._down.cut()
-        self._loop.call_later(self._site.rnd.uniform(0, 0.05), self._worker_loses)
+        # Half open: the worker does not notice, and still reads what is on its way.
+        if self._site.rnd.random() < 0.3:
+            self._down.swallow()
+        else:
+            self._up.cut()
+            self._down.cut()
+            self._loop.call_later(self._site.rnd.uniform(0, 0.05), self._worker_loses)
         self._loop.call_later(self._site.rnd.uniform(0, 0.05), self.end, fault)
 
     def end(self, fault: Fault) -> None:
@@ -274,11 +287,16 @@ class Connection(Session):
         if self.is_over:
             return
         self.is_over = True
-        self._up.cut()
-        self._down.cut()
         if self._is_up:
             self._site.fleet.session_down(self, fault, "the wire was cut")
         self._site.fleet.session_closed(self, fault)
+
+    def orphan(self) -> None:
+        """The router's process is gone."""
+        self.is_over = True
+        self._up.cut()
+        self._down.cut()
+        self._loop.call_later(self._site.rnd.uniform(0, 0.05), self._worker_loses)
 
     def _worker_loses(self) -> None:
         if self._state is not None and not self._state.is_closed:
@@ -442,16 +460,27 @@ class SimService:
         made.dial()
         return made
 
+    def kill_router(self) -> None:
+        """The router is gone and does not come back."""
+        for connection in self.connections:
+            connection.orphan()
+
     def check_nothing_left(self) -> None:
-        """Asserts that no trace of any request is left anywhere."""
+        """Asserts that no trace of any request is left anywhere, and that no stream had a gap."""
+        assert self.gaps == 0, "gap"
         assert self.fleet.in_flight == 0
         assert len(self.dispatcher) == 0
         assert not self.fleet._running
         assert not self.fleet._held
         assert all(not connection.link.live for connection in self.connections)
+        self.check_workers_idle()
+
+    def check_workers_idle(self) -> None:
+        """Asserts that nothing runs on any worker, and no block is in use."""
         for worker in self.workers:
             load = worker.core.load()
-            assert worker.num_live == 0
+            assert worker.num_live == 0, "leak"
+            assert all(sequences.outbox.is_empty for sequences in worker.routers.values())
             assert (load.decoding_seqs, load.waiting_seqs) == (0, 0)
             assert load.free_blocks == load.total_blocks
             worker.core.scheduler.check_integrity()
