@@ -126,7 +126,7 @@ def test_killed_router_leaves_nothing_on_the_workers(model: Path, tmp_path: Path
             service.router.stop(signal.SIGKILL)
             assert {f.result()[0] for f in running} == {grpc.StatusCode.UNAVAILABLE}
         for index in range(2):
-            load = service.wait_idle(index, timeout=2.0)
+            load = service.wait_idle(index, timeout=7.0)
             assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
         service.router.start()
         service.router.wait_serving()
