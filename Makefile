@@ -24,7 +24,7 @@ help: ## Explain the targets (the default)
 	@echo
 	@sed -nE 's/^([a-z-]+):.*## (.*)$$/  make \1|\2/p' $(MAKEFILE_LIST) | awk -F'|' '{printf "%-20s %s\n", $$1, $$2}'
 	@echo
-	@echo "  make run MODEL=/path/to/checkpoint   serves a Hugging Face checkpoint folder (Qwen3 or Llama)"
+	@echo "  make run MODEL=/path/to/checkpoint   serves a Hugging Face checkpoint folder (docs/models.md: which)"
 	@echo "  make run ARGS=--once                 ends after the first answer"
 	@echo "  make setup PYTHON=python3.12         makes .venv with that interpreter (3.11 or newer)"
 

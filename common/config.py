@@ -14,15 +14,18 @@ from typing import Final
 from common.checks import require as _require
 from common.checks import require_one_of, require_types
 from common.config_parts import (
+    WEIGHT_FORMATS,
     CompilationConfig,
     LayerQuantConfig,
     ParallelConfig,
     QuantizationConfig,
     SpeculativeConfig,
+    weight_formats,
 )
 
 __all__ = [
     "DTYPES",
+    "KV_CACHE_DTYPES",
     "MIXED",
     "PREFILL_FIRST",
     "SCHEDULING_POLICIES",
@@ -38,6 +41,7 @@ PREFILL_FIRST: Final = "prefill_first"
 MIXED: Final = "mixed"
 SCHEDULING_POLICIES: Final = (PREFILL_FIRST, MIXED)
 DTYPES: Final = ("float32", "bfloat16", "float16")
+KV_CACHE_DTYPES: Final = ("bfloat16", "float16", "fp8")
 
 
 @dataclass(frozen=True)
@@ -60,12 +64,15 @@ class Config:
         max_model_len: longest prompt plus output in tokens; 0 takes the model's own length.
         deferred_output: schedule a step before the tokens of the one before it have come.
         dtype: `auto`, `float32`, `bfloat16` or `float16`.
+        kv_cache_dtype: of the KV cache: `auto`, the model's; or `bfloat16`, `float16` or `fp8` (E4M3 with a scale of
+            1): numbers beyond its range become the largest.
         kernels: `auto` or the name of a back end.
-        tensor_parallel_size: ranks that share the model; 1 so far.
-        enable_expert_parallel: whether experts are spread over the ranks; False so far.
-        parallel_config: engines that share the requests; one so far.
+        tensor_parallel_size: ranks that share the model, each a process of its own when there are several.
+        enable_expert_parallel: whether each rank holds some experts of a mixture whole, instead of a part of each.
+        parallel_config: engines in lockstep, whose ranks share the experts.
         compilation_config: nothing is compiled or captured so far.
-        quant_config: nothing is quantized so far.
+        quant_config: how the weights of a checkpoint are quantized whose config.json does not say so. They are
+            brought to `dtype` when they are loaded.
         hash_seed: fleet-wide seed of the block hashes.
         bos_token_id: beginning-of-sequence id, None when the model has none.
         eos_token_id: the model's first end-of-sequence id, None when it has none.
@@ -91,6 +98,7 @@ class Config:
     max_model_len: int = 0
     deferred_output: bool = False
     dtype: str = "auto"
+    kv_cache_dtype: str = "auto"
     kernels: str = "auto"
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
@@ -113,12 +121,19 @@ class Config:
         require_one_of("scheduling_policy", self.scheduling_policy, SCHEDULING_POLICIES)
         steps = self.max_consecutive_prefill_steps
         _require(steps >= 1, "max_consecutive_prefill_steps", steps, "at least 1")
+        ranks = self.tensor_parallel_size
+        _require(ranks >= 1, "tensor_parallel_size", ranks, "at least 1")
+        engines, experts = self.parallel_config.data_parallel_size, self.enable_expert_parallel
+        _require(not experts or ranks * engines > 1, "enable_expert_parallel", experts, "False with one rank")
+        name = "parallel_config.data_parallel_size"
+        _require(experts or engines == 1, name, engines, "1 without enable_expert_parallel: run more workers instead")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "(0, 1]")
         delay = self.scheduler_delay_factor
         _require(math.isfinite(delay), "scheduler_delay_factor", delay, "a finite number")
         for name in ("num_kvcache_blocks", "kv_cache_memory", "max_model_len"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         require_one_of("dtype", self.dtype, ("auto", *DTYPES))
+        require_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
         _require(0 <= self.hash_seed < 1 << 64, "hash_seed", self.hash_seed, "an unsigned 64-bit number")
         for name in ("bos_token_id", "eos_token_id"):
             token_id = getattr(self, name)
@@ -128,18 +143,13 @@ class Config:
 
     def _refuse_unbuilt(self) -> None:
         """Refuses what no code acts on yet."""
-        size, engines = self.tensor_parallel_size, self.parallel_config.data_parallel_size
-        _require(size == 1, "tensor_parallel_size", size, "1: tensor parallelism is not built yet")
-        experts = self.enable_expert_parallel
-        _require(not experts, "enable_expert_parallel", experts, "False: expert parallelism is not built yet")
-        name = "parallel_config.data_parallel_size"
-        _require(engines == 1, name, engines, "1: run more workers; data parallelism within one is not built yet")
         level, sizes = self.compilation_config.level, self.compilation_config.cudagraph_capture_sizes
         _require(level == 0, "compilation_config.level", level, "0: compilation is not built yet")
         name = "compilation_config.cudagraph_capture_sizes"
         _require(not sizes, name, sizes, "(): capture into graphs is not built yet")
-        neutral = self.quant_config == QuantizationConfig()
-        _require(neutral, "quant_config", self.quant_config, "QuantizationConfig(): quantization is not built yet")
+        for layer in self.quant_config.layer_configs:
+            known = layer.quant_type == "no" or layer.quant_type in WEIGHT_FORMATS.get(layer.quant_dtype, ())
+            _require(known, "quant_config", layer, weight_formats())
 
     @property
     def eos_token_ids(self) -> frozenset[int]:

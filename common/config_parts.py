@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -10,23 +11,36 @@ from common.checks import require, require_one_of, require_types
 # The granularity of the scales of quantized weights.
 QUANT_TYPES: Final = ("no", "per_tensor", "per_token", "per_1x32", "per_1x128", "per_128x128")
 QUANT_DTYPES: Final = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4x2", "int4x2")
+# Begins names of layers that are regular expressions.
+REGEX: Final = "re:"
+# What the loader reads: dtype of quantized weights -> granularities. `per_token` is one scale per row of the weight.
+WEIGHT_FORMATS: Final = {
+    "fp8": ("per_tensor", "per_token", "per_1x128", "per_128x128"),
+    "int8": ("per_tensor", "per_token", "per_1x128", "per_128x128"),
+    "fp4x2": ("per_1x32",),
+}
 
 
 @dataclass(frozen=True)
 class ParallelConfig:
     """How many engines share one model's requests, each with a copy of the dense layers.
 
+    Attributes:
+        data_parallel_size: engines in lockstep, whose ranks share the experts of a mixture.
+        data_parallel_rank: of this engine.
+
     Raises:
         InvalidFieldError: a value is out of range.
     """
 
     data_parallel_size: int = 1
+    data_parallel_rank: int = 0
 
     def __post_init__(self) -> None:
         require_types(self, "parallel_config.")
-        require(
-            self.data_parallel_size >= 1, "parallel_config.data_parallel_size", self.data_parallel_size, "at least 1"
-        )
+        size, rank = self.data_parallel_size, self.data_parallel_rank
+        require(size >= 1, "parallel_config.data_parallel_size", size, "at least 1")
+        require(0 <= rank < size, "parallel_config.data_parallel_rank", rank, f"0 to {size - 1}")
 
 
 @dataclass(frozen=True)
@@ -82,13 +96,16 @@ class LayerQuantConfig:
 class QuantizationConfig:
     """How the model's weights are quantized.
 
+    A name fits a layer that is called so, lies below it or ends with it, whole components each; `*` stands for any
+    text, and a name that begins with `re:` is a regular expression of the beginning of a layer's name.
+
     Attributes:
         global_quant_config: of every layer that is not named below.
-        layer_quant_configs: (pattern of names, with `*`; its layers' quantization), the first that fits counts.
-        exclude_layers: names of layers that are not quantized.
+        layer_quant_configs: (name, its layers' quantization); the first that fits counts.
+        exclude_layers: names of layers that are not quantized, whatever stands above.
 
     Raises:
-        InvalidFieldError: a value is of another type.
+        InvalidFieldError: a value is of another type, or a name is no regular expression.
     """
 
     global_quant_config: LayerQuantConfig = field(default_factory=LayerQuantConfig)
@@ -97,6 +114,40 @@ class QuantizationConfig:
 
     def __post_init__(self) -> None:
         require_types(self, "quant_config.")
+        for name in (*self.exclude_layers, *(name for name, _ in self.layer_quant_configs)):
+            require(_is_pattern(name), "quant_config", name, "a regular expression after `re:`")
+
+    @property
+    def layer_configs(self) -> tuple[LayerQuantConfig, ...]:
+        """The quantization of every group of layers."""
+        return (self.global_quant_config, *(config for _, config in self.layer_quant_configs))
+
+    def of_layer(self, layer: str) -> LayerQuantConfig:
+        """The quantization of a layer, such as `model.layers.0.mlp.up_proj`."""
+        if any(_fits(name, layer) for name in self.exclude_layers):
+            return LayerQuantConfig()
+        named = (config for name, config in self.layer_quant_configs if _fits(name, layer))
+        return next(named, self.global_quant_config)
+
+
+def weight_formats() -> str:
+    """The quantized weights that can be loaded, in words."""
+    return "; ".join(f"{dtype} {', '.join(types)}" for dtype, types in WEIGHT_FORMATS.items())
+
+
+def _fits(name: str, layer: str) -> bool:
+    if name.startswith(REGEX):
+        return re.match(name.removeprefix(REGEX), layer) is not None
+    text = ".*".join(map(re.escape, name.split("*")))
+    return re.fullmatch(rf"(?:.*\.)?{text}(?:\..*)?", layer) is not None
+
+
+def _is_pattern(name: str) -> bool:
+    try:
+        re.compile(name.removeprefix(REGEX) if name.startswith(REGEX) else "")
+    except re.error:
+        return False
+    return True
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ MAX_LEASE_S = 60.0
 MAX_REQUEST_BYTES = 16 * MIB
 MAX_PROMPT_TEXT_BYTES = 8 * MIB
 MAX_REQUEST_ID_BYTES = 128
+MAX_CACHE_SALT_BYTES = 128
 MAX_STOP_STRINGS = 16
 MAX_STOP_STRING_BYTES = 256
 MAX_STOP_TOKEN_IDS = 64
@@ -61,6 +62,18 @@ MAX_CACHE_SALTS = 4096
 MAX_KV_BLOCKS = 1 << 20
 # A GPU computes 16384 tokens in the time a CPU takes for this many.
 CPU_MAX_NUM_BATCHED_TOKENS = 2048
+
+# Ranks of a tensor-parallel worker. A rank that is silent for so many heartbeats is given up; while it loads, Python
+# may be inside of one call for long.
+RANK_HEARTBEAT_S = 0.5
+RANK_MISSED_HEARTBEATS = 8
+RANK_MISSED_HEARTBEATS_LOADING = 120
+STEP_TIMEOUT_S = 30.0
+# How long a rank may take to end by itself.
+RANK_END_S = 2.0
+MAX_RANK_FRAME_BYTES = 256 * MIB
+# A host that is gone without a word, seconds.
+RANK_TCP_TIMEOUT_S = 8.0
 
 # Shutdown. Between health's NOT_SERVING and the first refusal, balancers get time to learn of it.
 DRAIN_PROPAGATION_S = 0.25

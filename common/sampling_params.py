@@ -6,10 +6,13 @@ same request must sample the same tokens through gRPC and through LLMEngine (des
 
 from __future__ import annotations
 
+import contextlib
 import math
 import struct
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import UnionType
+from typing import Any
 
 from common.errors import InvalidFieldError
 from common.limits import MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
@@ -81,6 +84,29 @@ class SamplingParams:
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
+def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
+    """What stands in for absent parameters: the model's `generation_config.json`, else the defaults above.
+
+    The sampling parameters that transformers and vLLM take from that file, but for its lengths. `do_sample` plays no
+    part: a request that wants greedy says `temperature` 0 (design.md, "The contract"). A value that is not valid is
+    left out: a checkpoint's odd value must not fail every request.
+    """
+    params = SamplingParams()
+    for name, kind in _OF_THE_MODEL.items():
+        given: dict[str, Any] = {name: generation_config.get(name)}
+        if isinstance(given[name], kind) and not isinstance(given[name], bool):
+            with contextlib.suppress(InvalidFieldError):
+                params = replace(params, **given)
+    return params
+
+
+_OF_THE_MODEL: dict[str, type | UnionType] = {
+    "temperature": int | float,
+    "top_k": int,
+    "top_p": int | float,
+    "min_p": int | float,
+    "repetition_penalty": int | float,
+}
 _Range = tuple[str, Callable[[float], bool]]
 # A comparison with NaN is false, so NaN is refused by every row.
 _REAL_RANGES: dict[str, _Range] = {

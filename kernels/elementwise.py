@@ -22,13 +22,27 @@ def padded_length(count: int) -> int:
 
 def silu(x: torch.Tensor) -> torch.Tensor:
     """x / (1 + exp(-x)) in float32, of x in any shape and float dtype."""
+    flat = _flat_copy(x)
+    for start in range(0, len(flat), CHUNK):
+        torch.nn.functional.silu(flat[start : start + CHUNK], inplace=True)
+    return flat[: x.numel()].view(x.shape)
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """1 / (1 + exp(-x)) in float32, of x in any shape and float dtype."""
+    flat = _flat_copy(x)
+    for start in range(0, len(flat), CHUNK):
+        flat[start : start + CHUNK].sigmoid_()
+    return flat[: x.numel()].view(x.shape)
+
+
+def _flat_copy(x: torch.Tensor) -> torch.Tensor:
+    """float32 of a `padded_length`: x, then zeros."""
     count = x.numel()
     flat = torch.empty(padded_length(count), dtype=torch.float32)
     flat[count:] = 0.0
-    values = flat[:count].view(x.shape).copy_(x)
-    for start in range(0, len(flat), CHUNK):
-        torch.nn.functional.silu(flat[start : start + CHUNK], inplace=True)
-    return values
+    flat[:count].view(x.shape).copy_(x)
+    return flat
 
 
 def exp2_(flat: torch.Tensor) -> None:

@@ -10,16 +10,35 @@ section 3). A back end that can not promise it says so in `batch_invariant`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 PackedLinear = Any
+PackedHeads = Any
+PackedExperts = Any
 KVCache = Any
 AttentionPlan = Any
+TokenSelection = Any
+
+
+@dataclass(frozen=True)
+class IndexSpec:
+    """The indexer of sparse attention: which tokens a query attends to (DeepSeek-V3.2).
+
+    Attributes:
+        num_heads: Hi, index queries per token.
+        head_dim: Di of index queries and of a token's one index key.
+        topk: tokens that a query attends to, at most.
+    """
+
+    num_heads: int
+    head_dim: int
+    topk: int
 
 
 @dataclass(frozen=True)
@@ -27,17 +46,22 @@ class KVSpec:
     """What one layer of the KV cache keeps of a token.
 
     Attributes:
-        num_kv_heads: Hkv of this rank.
-        head_dim: D of keys and values.
+        num_kv_heads: Hkv of this rank; 1 where there is an indexer.
+        head_dim: D of keys, and of values that are stored beside them.
+        latent_value_dim: 0, or the width Dv of values that are not stored, being the first Dv numbers of their key.
+        index: the sparse-attention indexer, which keeps a key of its own; None for full attention.
     """
 
     num_kv_heads: int
     head_dim: int
+    latent_value_dim: int = 0
+    index: IndexSpec | None = None
 
     @property
     def values_per_token(self) -> int:
         """Numbers that a token takes in one layer."""
-        return 2 * self.num_kv_heads * self.head_dim
+        stored = self.num_kv_heads * self.head_dim * (1 if self.latent_value_dim else 2)
+        return stored + (0 if self.index is None else self.index.head_dim)
 
 
 @dataclass
@@ -124,6 +148,52 @@ class SampleParams:
     masked: MaskedIds | None = None
 
 
+@dataclass(frozen=True)
+class Routing:
+    """How a row chooses its experts by their logits.
+
+    Attributes:
+        top_k: experts of a row.
+        scoring: `softmax` over all experts, `sigmoid` of each, or `topk_softmax` over the chosen ones.
+        renormalize: whether the weights of the chosen add up to 1; not for `topk_softmax`, whose do.
+        num_groups: groups of neighbouring experts; 1 for none.
+        top_groups: groups that experts are chosen from, by the sum of their two best.
+        scale: of the weights, at last.
+    """
+
+    top_k: int
+    scoring: Literal["softmax", "sigmoid", "topk_softmax"] = "softmax"
+    renormalize: bool = False
+    num_groups: int = 1
+    top_groups: int = 1
+    scale: float = 1.0
+
+
+@dataclass(frozen=True)
+class ClampedSwiglu:
+    """gpt-oss's activation: gate * sigmoid(alpha * gate) * (up + 1), gate at most `limit`, up within +-`limit`."""
+
+    alpha: float
+    limit: float
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """One expert's feed-forward network, or a rank's I of its inner units, in any float dtype.
+
+    Attributes:
+        gate_up: [2I, H], all gates, then all ups.
+        down: [H, I].
+        gate_up_bias: [2I] or None.
+        down_bias: [H] or None.
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None = None
+    down_bias: torch.Tensor | None = None
+
+
 class KernelBackend(Protocol):
     """The operations. None writes to its inputs, except `write_kv` to the cache and `sample` to the logits."""
 
@@ -153,6 +223,14 @@ class KernelBackend(Protocol):
         """x [T, K] times the packed weight, plus its bias: [T, N] in the model dtype."""
         ...
 
+    def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
+        """Brings a matrix for each head, [Hq, N, K], into the back end's layout, in `dtype`."""
+        ...
+
+    def head_linear(self, x: torch.Tensor, packed: PackedHeads) -> torch.Tensor:
+        """Each head of x [T, Hq, K] times its own matrix: [T, Hq, N] in the model dtype."""
+        ...
+
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root mean square norm over the last dimension, in float32, rounded to x's dtype before the weight."""
         ...
@@ -163,20 +241,59 @@ class KernelBackend(Protocol):
         """(rms_norm(x + residual), x + residual); the sum is rounded to the model dtype first."""
         ...
 
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        """(x - mean) / standard deviation * weight + bias over the last dimension, in float32, in x's dtype."""
+        ...
+
     def rope(
         self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotates q [T, Hq, D] and k [T, Hkv, D], half-split pairs; cos and sin are float32 [T, 1, D/2] per row."""
+        """Rotates the first R of D dimensions of q [T, Hq, D] and k [T, Hkv, D], half-split pairs; the rest stays.
+
+        cos and sin are float32 [T, 1, R/2] per row.
+        """
         ...
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
         """silu(x[:, :I]) * x[:, I:] for x [T, 2I]: [T, I]."""
         ...
 
+    def route(
+        self, logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Chooses experts by float32 logits [T, E]: ids int64 [T, k] and weights float32 [T, k].
+
+        The best comes first, of equals the lower id. `correction_bias` float32 [E] is added to the scores to choose by,
+        not to the weights.
+        """
+        ...
+
+    def pack_experts(
+        self, weights: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
+    ) -> PackedExperts:
+        """Brings a rank's experts, ids `first`, `first` + 1, ..., into the back end's layout, in `dtype`.
+
+        They are silu(gate) * up inside, or as `clamp` says. The result may share the weights' memory.
+        """
+        ...
+
+    def moe(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts
+    ) -> torch.Tensor:
+        """Weighted sum over the k slots of x [T, H] through the chosen experts: [T, H] in the model dtype.
+
+        Ids outside the packed ones are another rank's and add nothing. Summed in float32, in the order of slots.
+        """
+        ...
+
     def allocate_kv(
         self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> KVCache:
-        """A zeroed KV cache of `num_blocks` blocks of `block_size` tokens."""
+        """A zeroed KV cache of `num_blocks` blocks of `block_size` tokens.
+
+        `dtype` may be narrower than the model's, FP8 (E4M3) too: what is written is rounded, beyond its range to the
+        largest number, and read back exactly.
+        """
         ...
 
     def plan_attention(self, metadata: AttentionMetaData, cache: KVCache, num_heads: int) -> AttentionPlan:
@@ -190,11 +307,54 @@ class KernelBackend(Protocol):
         ...
 
     def attention(
-        self, q: torch.Tensor, cache: KVCache, layer: int, metadata: AttentionMetaData, scale: float
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Causal attention of q [T, Hq, D] over the cache, which holds this step's keys already: [T, Hq, D].
 
-        One path for every number of rows: a decode is a prefill of one row. Padding rows come back as zeros.
+        One path for every number of rows: a decode is a prefill of one row. Padding rows come back as zeros. With a
+        `window`, rows attend to the last so many tokens, their own included. `sinks` [Hq] are scores that take part in
+        a head's softmax without a value.
+        """
+        ...
+
+    def write_latent(self, cache: KVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        """Like `write_kv`, k [T, D] into a cache whose values are part of its keys (`KVSpec.latent_value_dim`)."""
+        ...
+
+    def write_index(self, cache: KVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        """Stores the index keys k [T, Di] in the slots of `metadata`; padding rows are not stored."""
+        ...
+
+    def select_tokens(
+        self, q: torch.Tensor, weights: torch.Tensor, cache: KVCache, layer: int, metadata: AttentionMetaData
+    ) -> TokenSelection | None:
+        """The tokens that each row attends to, by index queries q [T, Hi, Di] and weights float32 [T, Hi].
+
+        A row selects, among the tokens up to its own, `topk` with the highest scores, all when there are no more. The
+        score of a token with index key k is the sum over heads h of weights[h] * relu(q[h] . k), in float32; of equal
+        scores the earlier token wins. None means that every row attends to all.
+        """
+        ...
+
+    def latent_attention(
+        self,
+        q: torch.Tensor,
+        cache: KVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        selection: TokenSelection | None,
+    ) -> torch.Tensor:
+        """Like `attention`, over a latent cache: [T, Hq, Dv], Dv being `KVSpec.latent_value_dim`.
+
+        With a `selection`, rows attend to its tokens only.
         """
         ...
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass, field, replace
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import InvalidFieldError, NoWorkerError, UnknownModelError
+from common.sampling_params import SamplingParams, model_defaults
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer, read_json
-from router.validation import GenerationDefaults
 
 
 class WorkerRefusedError(Exception):
@@ -28,7 +28,7 @@ class TextAssets:
 
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
-    defaults: GenerationDefaults = field(default_factory=GenerationDefaults)
+    defaults: SamplingParams = field(default_factory=SamplingParams)
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> TextAssets:
@@ -37,7 +37,7 @@ class TextAssets:
         Raises:
             TokenizerError: a file can not be used.
         """
-        defaults = GenerationDefaults.from_config(read_json(files, "generation_config.json"))
+        defaults = model_defaults(read_json(files, "generation_config.json"))
         return cls(Tokenizer.from_files(files), ChatTemplate.from_files(files), defaults)
 
 

@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from fissile.v1 import inference_pb2 as pb
 
-from common.block_hash import hash_chain
+from common.block_hash import hash_chain, salt_root
 from common.errors import InvalidFieldError, NoChatTemplateError, NoTokenizerError, QueueFullError
 from common.limits import MAX_QUEUED_REQUESTS, TOKENIZE_THREADS
 from common.text.tokenizer import Tokenizer, TokenizerError
@@ -50,14 +50,15 @@ class PromptEncoder:
         Raises:
             ApiError: token ids outside the vocabulary, a prompt too long, no tokenizer, or too many requests wait.
         """
+        salt = request.cache_salt
         if request.WhichOneof("prompt") == "text":
             tokenizer = _tokenizer_of(model)
-            return await self._run(lambda: _prompt("text", _encode("text", tokenizer, request.text), model))
+            return await self._run(lambda: _prompt("text", _encode("text", tokenizer, request.text), model, salt))
         ids = request.token_ids.ids
         check_prompt_length("token_ids.ids", len(ids), model.max_model_len)
         if len(ids) <= _INLINE_TOKENS:
-            return _given_prompt(ids, model)
-        return await self._run(lambda: _given_prompt(ids, model))
+            return _given_prompt(ids, model, salt)
+        return await self._run(lambda: _given_prompt(ids, model, salt))
 
     async def for_chat(self, request: pb.ChatRequest, model: ServedModel) -> Prompt:
         """The prompt of a conversation that `validation.check_chat` let pass.
@@ -73,7 +74,8 @@ class PromptEncoder:
 
         def work() -> Prompt:
             text = template.render(messages, **arguments)
-            return _prompt("messages", _encode("messages", tokenizer, text, allow_special=True), model)
+            ids = _encode("messages", tokenizer, text, allow_special=True)
+            return _prompt("messages", ids, model, request.cache_salt)
 
         return await self._run(work)
 
@@ -128,12 +130,13 @@ def _encode(path: str, tokenizer: Tokenizer, text: str, *, allow_special: bool =
         raise InvalidFieldError(path, f"can not be tokenized: {error}", "other text, or token_ids") from None
 
 
-def _prompt(path: str, token_ids: Sequence[int], model: ServedModel) -> Prompt:
+def _prompt(path: str, token_ids: Sequence[int], model: ServedModel, cache_salt: str) -> Prompt:
     check_prompt_length(path, len(token_ids), model.max_model_len)
-    chain = hash_chain(token_ids, model.block_size, seed=model.hash_seed)
+    root = salt_root(model.weights_digest.encode(), cache_salt=cache_salt.encode(), seed=model.hash_seed)
+    chain = hash_chain(token_ids, model.block_size, root=root, seed=model.hash_seed)
     return Prompt(token_ids, chain[-1] if chain else 0)
 
 
-def _given_prompt(token_ids: Sequence[int], model: ServedModel) -> Prompt:
+def _given_prompt(token_ids: Sequence[int], model: ServedModel, cache_salt: str) -> Prompt:
     check_token_ids("token_ids.ids", token_ids, model.vocab_size)
-    return _prompt("token_ids.ids", token_ids, model)
+    return _prompt("token_ids.ids", token_ids, model, cache_salt)

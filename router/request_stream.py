@@ -28,6 +28,8 @@ class RoutedRequest:
         params: canonical parameters.
         seed: seed in force (uint64).
         chain_hash: hash of the prompt's last full block, 0 when it has none.
+        cache_salt: of the prefix cache; requests of different salts share nothing.
+        priority: its class in the worker's scheduler; the same numbers in both protos.
         arrival: monotonic seconds of its arrival at the router.
         deadline: monotonic seconds of the client's deadline, None for none.
         traceparent: W3C trace context of the router's span, "" for none.
@@ -41,6 +43,8 @@ class RoutedRequest:
     seed: int
     chain_hash: int
     arrival: float
+    cache_salt: bytes = b""
+    priority: int = wpb.PRIORITY_NORMAL
     deadline: float | None = None
     traceparent: str = ""
     tracestate: str = ""
@@ -69,6 +73,8 @@ class RoutedRequest:
             traceparent=self.traceparent,
             tracestate=self.tracestate,
             chain_hash=self.chain_hash,
+            cache_salt=self.cache_salt,
+            priority=wpb.Priority.ValueType(self.priority),
             keep=keep,
         )
 

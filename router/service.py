@@ -170,6 +170,8 @@ class InferenceService(InferenceServiceServicer):
                     params=params,
                     seed=derive_seed(request_id) if params.seed is None else params.seed,
                     chain_hash=prompt.chain_hash,
+                    cache_salt=request.cache_salt.encode(),
+                    priority=request.priority or pb.PRIORITY_NORMAL,
                     arrival=arrival,
                     deadline=None if remaining is None else self._clock() + remaining,
                     traceparent=span.traceparent,

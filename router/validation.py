@@ -6,9 +6,8 @@ Every refusal names the field by its path and says what would be valid. Fields t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Final
 
 import grpc
@@ -18,6 +17,7 @@ from google.protobuf.json_format import MessageToDict, SerializeToJsonError
 
 from common.errors import ApiError, FieldViolation, InvalidFieldError, PromptTooLongError, UnservedFieldError
 from common.limits import (
+    MAX_CACHE_SALT_BYTES,
     MAX_CHAT_MESSAGES,
     MAX_PROMPT_TEXT_BYTES,
     MAX_REQUEST_ID_BYTES,
@@ -51,34 +51,18 @@ _SAMPLING = (
     "n",
 )
 _COMMON = frozenset(
-    ("model", "request_id", "priority", "output_options", "output_options.return_token_ids", "sampling_params")
+    (
+        "model",
+        "request_id",
+        "priority",
+        "cache_salt",
+        "output_options",
+        "output_options.return_token_ids",
+        "sampling_params",
+    )
 ) | {f"sampling_params.{name}" for name in _SAMPLING}
 GENERATE_SERVED = _COMMON | {"text", "token_ids", "token_ids.ids"}
 CHAT_SERVED = _COMMON | {"messages", "messages.role", "messages.content", "template_arguments"}
-
-
-@dataclass(frozen=True, slots=True)
-class GenerationDefaults:
-    """The model's `generation_config.json`, as far as it stands in for absent sampling parameters.
-
-    An absent file or value means 1.0 / off / off. `do_sample` plays no part: a request that wants greedy says
-    `temperature` 0, whatever the model's file says (design.md, "The contract").
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    @classmethod
-    def from_config(cls, config: dict[str, Any]) -> GenerationDefaults:
-        """Takes the values that are there and valid; a checkpoint's odd value must not fail every request."""
-        valid: dict[str, Any] = {}
-        for name, kind in (("temperature", int | float), ("top_k", int), ("top_p", int | float)):
-            with contextlib.suppress(InvalidFieldError):
-                given: dict[str, Any] = {name: config.get(name)}
-                if isinstance(given[name], kind):
-                    valid[name] = getattr(replace(SamplingParams(), **given), name)
-        return cls(**valid)
 
 
 def check_request_id(request_id: str) -> None:
@@ -93,13 +77,13 @@ def check_request_id(request_id: str) -> None:
 
 
 def check_generate(request: pb.GenerateRequest) -> None:
-    """Checks what needs no model: served fields, priority, and that there is a prompt of a sane size.
+    """Checks what needs no model: served fields, the salt, and that there is a prompt of a sane size.
 
     Raises:
         ApiError: a field is not served, or invalid.
     """
     refuse_unserved(request, GENERATE_SERVED)
-    _check_priority(request.priority)
+    _check_cache_salt(request.cache_salt)
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidFieldError("prompt", "is missing", "one of text, token_ids")
@@ -110,13 +94,13 @@ def check_generate(request: pb.GenerateRequest) -> None:
 
 
 def check_chat(request: pb.ChatRequest) -> None:
-    """Checks what needs no model: served fields, priority, and that there are messages of a sane size.
+    """Checks what needs no model: served fields, the salt, and that there are messages of a sane size.
 
     Raises:
         ApiError: a field is not served, or invalid.
     """
     refuse_unserved(request, CHAT_SERVED)
-    _check_priority(request.priority)
+    _check_cache_salt(request.cache_salt)
     if not 1 <= len(request.messages) <= MAX_CHAT_MESSAGES:
         valid = f"1 to {MAX_CHAT_MESSAGES} messages"
         raise InvalidFieldError("messages", f"has {len(request.messages)} entries", valid)
@@ -195,17 +179,17 @@ def check_prompt_length(path: str, prompt_tokens: int, max_model_len: int) -> No
         raise PromptTooLongError(path, prompt_tokens, max_model_len)
 
 
-def sampling_params(message: pb.SamplingParams, defaults: GenerationDefaults, vocab_size: int) -> SamplingParams:
-    """The canonical parameters with every default filled in.
+def sampling_params(message: pb.SamplingParams, defaults: SamplingParams, vocab_size: int) -> SamplingParams:
+    """The canonical parameters with every default, those of the model first, filled in.
 
     Raises:
         ApiError: a value is out of range or not served; names the field and what would be valid.
     """
     _check_n(message)
     given: dict[str, Any] = {name: getattr(message, name) for name in _GIVEN if message.HasField(name)}
-    fallback = {"temperature": defaults.temperature, "top_k": defaults.top_k, "top_p": defaults.top_p}
-    params = SamplingParams(
-        **{**fallback, **given},
+    params = replace(
+        defaults,
+        **given,
         stop_strings=tuple(message.stop_strings),
         include_stop_string=message.include_stop_string,
         stop_token_ids=tuple(message.stop_token_ids),
@@ -227,9 +211,10 @@ def clip_to_length(params: SamplingParams, prompt_tokens: int, max_model_len: in
     return replace(params, max_tokens=room, min_tokens=min(params.min_tokens, room))
 
 
-def _check_priority(priority: int) -> None:
-    if priority not in (pb.PRIORITY_UNSPECIFIED, pb.PRIORITY_NORMAL):
-        raise UnservedFieldError("priority")
+def _check_cache_salt(cache_salt: str) -> None:
+    size = len(cache_salt.encode())
+    if size > MAX_CACHE_SALT_BYTES:
+        raise InvalidFieldError("cache_salt", f"has {size} bytes", f"at most {MAX_CACHE_SALT_BYTES} bytes of UTF-8")
 
 
 def _check_n(message: pb.SamplingParams) -> None:

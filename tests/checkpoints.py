@@ -1,6 +1,7 @@
 """Small random checkpoints in the real Hugging Face layout, written by `transformers` itself.
 
-`make_checkpoint(folder, architecture="qwen3"|"llama", **shape)` or `python -m tests.checkpoints OUT [key=value ...]`.
+`make_checkpoint(folder, architecture="qwen3", **shape)`, with one of ARCHITECTURES, or
+`python -m tests.checkpoints OUT [key=value ...]`.
 
 The weights are scaled so that greedy streams differ between prompts and do not loop; tests/parity asserts it. The rows
 of the special ids give a logit of 0, so greedy decoding never meets an end-of-sequence id by chance.
@@ -37,6 +38,64 @@ DEFAULT_SHAPE: dict[str, Any] = {
     "eos_token_id": EOS_ID,
     "pad_token_id": PAD_ID,
 }
+LATENT_SHAPE: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 48,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "n_group": 4,
+    "topk_group": 2,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 40,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 20,
+    "num_nextn_predict_layers": 0,
+}
+# transformers' prefix of an architecture's classes, and what its configuration has beside or other than DEFAULT_SHAPE.
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen3": ("Qwen3", {}),
+    "llama": ("Llama", {}),
+    "qwen3_moe": (
+        "Qwen3Moe",
+        {"num_experts": 7, "num_experts_per_tok": 3, "moe_intermediate_size": 40, "norm_topk_prob": True},
+    ),
+    "mixtral": ("Mixtral", {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 80}),
+    "glm4_moe": (
+        "Glm4Moe",
+        {
+            "n_routed_experts": 8,
+            "num_experts_per_tok": 3,
+            "moe_intermediate_size": 40,
+            "n_group": 4,
+            "topk_group": 2,
+            "routed_scaling_factor": 1.5,
+            "use_qk_norm": True,
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "num_local_experts": 5,
+            "num_experts_per_tok": 2,
+            "intermediate_size": 64,
+            "sliding_window": 40,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 10000.0,
+                "factor": 8.0,
+                "original_max_position_embeddings": 256,
+                "truncate": False,
+            },
+        },
+    ),
+    "deepseek_v3": ("DeepseekV3", LATENT_SHAPE),
+    # With few index heads many scores are exactly 0, and which of them `transformers` takes changes with the length of
+    # the context.
+    "deepseek_v32": ("DeepseekV32", {**LATENT_SHAPE, "index_n_heads": 24, "index_head_dim": 16, "index_topk": 24}),
+}
 # How strongly a layer changes the residual stream; below about 2 tied checkpoints repeat their last token.
 LAYER_GAIN = 3.0
 # Weight of q_norm and k_norm; with 1 attention is almost even over a long prompt, and streams depend on the last token.
@@ -59,30 +118,34 @@ def make_checkpoint(
 
     Args:
         folder: made if it is not there.
-        architecture: `qwen3` or `llama`.
+        architecture: one of ARCHITECTURES.
         dtype: `float32`, `bfloat16` or `float16`; weights are drawn in float32 and rounded.
         seed: of the weights.
         max_shard_size: as in `save_pretrained`; small values give sharded safetensors.
         tokenizer: whether to save the tokenizer beside the model.
         chat_template: whether the tokenizer has a (ChatML) chat template.
         generation: entries of generation_config.json over the defaults.
-        **shape: entries of config.json over DEFAULT_SHAPE.
+        **shape: entries of config.json over the architecture's and DEFAULT_SHAPE.
 
     Returns:
         The folder.
     """
     import torch
-    from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+    import transformers
 
-    configs: dict[str, Any] = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "llama": (LlamaConfig, LlamaForCausalLM)}
-    config_class, model_class = configs[architecture]
+    prefix, own_shape = ARCHITECTURES[architecture]
+    config_class: Any = getattr(transformers, f"{prefix}Config")
+    model_class: Any = getattr(transformers, f"{prefix}ForCausalLM")
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
-    config = config_class(**{**DEFAULT_SHAPE, **shape})
+    entries = {**DEFAULT_SHAPE, **own_shape, **shape}
+    if "qk_rope_head_dim" in entries:
+        entries["head_dim"] = entries["qk_rope_head_dim"]
+    config = config_class(**entries)
     model = model_class(config).to(torch.float32)
     _draw_weights(model, seed)
     defaults = {"bos_token_id": BOS_ID, "eos_token_id": [EOS_ID, IM_END_ID], "pad_token_id": PAD_ID}
-    generation_class: Any = GenerationConfig
+    generation_class: Any = transformers.GenerationConfig
     model.generation_config = generation_class(**{**defaults, **(generation or {})})
     model.to(getattr(torch, dtype)).save_pretrained(folder, max_shard_size=max_shard_size)
     if tokenizer:
@@ -130,7 +193,10 @@ def _merges(count: int) -> list[tuple[str, str]]:
 
 
 def _draw_weights(model: Any, seed: int) -> None:
-    """Normal weights with std gain / sqrt(fan in), norms around a constant; output rows of special ids are zero."""
+    """Normal weights with std gain / sqrt(fan in), norms around a constant; output rows of special ids are zero.
+
+    Tensors of all experts are [E, outputs, inputs], in gpt-oss [E, inputs, outputs].
+    """
     import torch
 
     generator = torch.Generator().manual_seed(seed)
@@ -139,24 +205,26 @@ def _draw_weights(model: Any, seed: int) -> None:
         return torch.randn(shape, generator=generator) * std
 
     with torch.no_grad():
-        for name, weight in model.named_parameters():
+        corrections = ((n, b) for n, b in model.named_buffers() if n.endswith("e_score_correction_bias"))
+        for name, weight in (*model.named_parameters(), *corrections):
             if name.endswith("norm.weight"):
                 mean = HEAD_NORM if name.endswith(("q_norm.weight", "k_norm.weight")) else 1.0
                 weight.copy_(mean + normal(weight.shape, 0.2))
-            elif name.endswith("bias"):
+            elif name.endswith(("bias", "sinks")):
                 weight.copy_(normal(weight.shape, 0.3))
             elif "embed_tokens" in name or "lm_head" in name:
                 weight.copy_(normal(weight.shape, 2.0 / math.sqrt(weight.shape[1])))
                 weight[: len(SPECIAL_TOKENS)] = 0.0
             else:
-                weight.copy_(normal(weight.shape, LAYER_GAIN / math.sqrt(weight.shape[1])))
+                inputs = weight.shape[1 if model.config.model_type == "gpt_oss" else -1]
+                weight.copy_(normal(weight.shape, LAYER_GAIN / math.sqrt(inputs)))
 
 
 def main() -> None:
     """`python -m tests.checkpoints OUT [--architecture llama] [--dtype bfloat16] [hidden_size=256 ...]`."""
     parser = argparse.ArgumentParser(description="Writes a small random checkpoint with a byte-level tokenizer.")
     parser.add_argument("out", type=Path, help="folder to write")
-    parser.add_argument("--architecture", choices=("qwen3", "llama"), default="qwen3")
+    parser.add_argument("--architecture", choices=tuple(ARCHITECTURES), default="qwen3")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("shape", nargs="*", help="entries of config.json, as key=value with a JSON value")

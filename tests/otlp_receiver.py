@@ -1,22 +1,26 @@
-"""A trace collector in this process: OTLP/gRPC on a real socket, for tests of what really goes over the wire.
+"""A collector of traces and metrics in this process: OTLP/gRPC on a real socket, for what really goes over the wire.
 
 with OtlpReceiver() as receiver:
     environ["OTEL_EXPORTER_OTLP_ENDPOINT"] = receiver.endpoint
     ...
     span = receiver.wait_for("worker.generate")[0]
+    running = receiver.wait_for_metric("fissile.engine.sequences.running", lambda points: points[-1].value == 0)
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass
 from typing import Any, Self
 
 import grpc
+from opentelemetry.proto.collector.metrics.v1 import metrics_service_pb2, metrics_service_pb2_grpc
 from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from opentelemetry.proto.common.v1 import common_pb2
+from opentelemetry.proto.metrics.v1 import metrics_pb2
 from opentelemetry.proto.trace.v1 import trace_pb2
 
 KINDS = {1: "INTERNAL", 2: "SERVER", 3: "CLIENT", 4: "PRODUCER", 5: "CONSUMER"}
@@ -43,14 +47,41 @@ class ReceivedSpan:
     events: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class ReceivedPoint:
+    """One value of a metric as the collector got it; `kind` is `gauge` or `sum` (monotonic, cumulative)."""
+
+    service: str
+    instance: str
+    name: str
+    unit: str
+    kind: str
+    value: float
+    attributes: dict[str, Any]
+
+
+class _MetricsServicer(metrics_service_pb2_grpc.MetricsServiceServicer):
+    def __init__(self, take: Callable[[metrics_service_pb2.ExportMetricsServiceRequest], None]) -> None:
+        self._take = take
+
+    def Export(
+        self, request: metrics_service_pb2.ExportMetricsServiceRequest, context: grpc.ServicerContext
+    ) -> metrics_service_pb2.ExportMetricsServiceResponse:
+        self._take(request)
+        return metrics_service_pb2.ExportMetricsServiceResponse()
+
+
 class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
-    """Collects spans while it is open. Runs in threads of its own, so a blocked event loop does not stop it."""
+    """Collects spans and metrics while it is open, in threads of its own: a blocked event loop does not stop it."""
 
     def __init__(self) -> None:
         self._arrived = threading.Condition()
         self._spans: list[ReceivedSpan] = []
+        self._points: list[ReceivedPoint] = []
         self._server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
         trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self._server)  # type: ignore[no-untyped-call]
+        metrics = _MetricsServicer(self._take_metrics)
+        metrics_service_pb2_grpc.add_MetricsServiceServicer_to_server(metrics, self._server)  # type: ignore[no-untyped-call]
         self.endpoint = f"http://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
 
     def __enter__(self) -> Self:
@@ -67,6 +98,27 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
             self._spans.extend(_spans(request))
             self._arrived.notify_all()
         return trace_service_pb2.ExportTraceServiceResponse()
+
+    def _take_metrics(self, request: metrics_service_pb2.ExportMetricsServiceRequest) -> None:
+        with self._arrived:
+            self._points.extend(_points(request))
+            self._arrived.notify_all()
+
+    @property
+    def points(self) -> list[ReceivedPoint]:
+        with self._arrived:
+            return list(self._points)
+
+    def wait_for_metric(
+        self, name: str, ready: Callable[[list[ReceivedPoint]], bool] = bool, timeout_s: float = 10.0
+    ) -> list[ReceivedPoint]:
+        """All points of this name in the order of their coming, as soon as they are `ready`."""
+        deadline = time.monotonic() + timeout_s
+        with self._arrived:
+            while not (found := [point for point in self._points if point.name == name]) or not ready(found):
+                if not self._arrived.wait(deadline - time.monotonic()):
+                    raise TimeoutError(f"metric {name!r} after {timeout_s} s: {found[-3:]}")
+        return found
 
     @property
     def spans(self) -> list[ReceivedSpan]:
@@ -113,6 +165,31 @@ def _received(span: trace_pb2.Span, resource: dict[str, Any]) -> ReceivedSpan:
         attributes=_values(span.attributes),
         events=tuple(event.name for event in span.events),
     )
+
+
+def _points(request: metrics_service_pb2.ExportMetricsServiceRequest) -> Iterator[ReceivedPoint]:
+    for resource in request.resource_metrics:
+        owner = _values(resource.resource.attributes)
+        for scope in resource.scope_metrics:
+            for metric in scope.metrics:
+                yield from _points_of(metric, owner)
+
+
+def _points_of(metric: metrics_pb2.Metric, owner: dict[str, Any]) -> Iterator[ReceivedPoint]:
+    kind = metric.WhichOneof("data") or ""
+    if kind == "sum":
+        assert metric.sum.is_monotonic
+        assert metric.sum.aggregation_temporality == metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE
+    for point in getattr(metric, kind).data_points:
+        yield ReceivedPoint(
+            service=owner.get("service.name", ""),
+            instance=owner.get("service.instance.id", ""),
+            name=metric.name,
+            unit=metric.unit,
+            kind=kind,
+            value=getattr(point, point.WhichOneof("value")),
+            attributes=_values(point.attributes),
+        )
 
 
 def _values(attributes: Any) -> dict[str, Any]:

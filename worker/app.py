@@ -8,11 +8,11 @@ import re
 import secrets
 import signal
 import socket
+import time
 from collections.abc import Awaitable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
-from pathlib import Path
 from typing import Any, ClassVar
 
 import click
@@ -22,18 +22,23 @@ from fissile.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_serve
 
 from common.cli.failure import CommandError
 from common.cli.options import option
-from common.config import SCHEDULING_POLICIES, Config
+from common.cli.restart_policy import GiveUp, RestartPolicy
+from common.config import SCHEDULING_POLICIES, Config, ParallelConfig
 from common.errors import ApiError
+from common.hub import HubError, default_model_name, model_folder
 from common.limits import (
     CPU_MAX_NUM_BATCHED_TOKENS,
     DRAIN_PROPAGATION_S,
     DRAIN_TIMEOUT_S,
     ENGINE_JOIN_S,
     SESSION_FLUSH_S,
+    STEP_TIMEOUT_S,
     TELEMETRY_SHUTDOWN_S,
 )
 from common.rpc.server import GrpcServer, PortTakenError
+from common.telemetry import names
 from common.telemetry.logs import LEVELS, setup_logging
+from common.telemetry.metrics import setup_metrics
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError, files_sha256, tokenizer_files
 from worker.cost_model import CostModel
@@ -42,14 +47,19 @@ from worker.engine_core import EngineCore
 from worker.engine_loop import EngineLoop
 from worker.facts import WorkerFacts
 from worker.model_config import ModelConfig, ModelError
+from worker.node import run_node
 from worker.presets import cost_model
 from worker.progress import Progress
+from worker.rank_engine import build_rank_engine
+from worker.rank_group import RankGroup, RankLostError
 from worker.service import SERVICE, WorkerService
 from worker.simulated_engine import build_simulated_engine
+from worker.topology import Topology, threads_per_rank
 
 log = structlog.get_logger(__name__)
 
 _FAILED = 1
+_OTHERS_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,9 +72,12 @@ class WorkerOptions:
         host: address to listen on.
         port: TCP port; 0 takes any.
         worker_id: stable name; empty takes host name and port.
-        threads: of the model's arithmetic; None leaves it to PyTorch.
+        threads: of the model's arithmetic on this machine, all ranks together; None leaves it to PyTorch, and gives
+            ranks one core after the other.
         drain_timeout_s: how long sequences may go on after SIGTERM.
         simulate: duration of steps without a model; None runs the model.
+        topology: the ranks that share the model.
+        step_timeout_s: after which a step of several ranks counts as hung.
     """
 
     config: Config
@@ -75,6 +88,8 @@ class WorkerOptions:
     threads: int | None = None
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     simulate: CostModel | None = None
+    topology: Topology = field(default_factory=Topology)
+    step_timeout_s: float = STEP_TIMEOUT_S
 
 
 class Worker:
@@ -95,9 +110,12 @@ class Worker:
         self._model_config = ModelConfig.from_folder(options.config.model)
         self._config = with_special_tokens(options.config, self._model_config)
         files = tokenizer_files(options.config.model)
-        self._loaded = _first_facts(options, self._model_config, files)
+        self._loaded = self._first_facts = _first_facts(options, self._model_config, files)
         self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id)
+        self._metrics = setup_metrics("fissile-worker", self._loaded.instance_id)
         self.server = GrpcServer(options.host, options.port, [SERVICE])
+        self._policy = RestartPolicy()
+        self._core: EngineCore | None = None
         self.engine = EngineLoop()
         self.service = WorkerService(self._loaded, files, self.engine, self._tracing)
 
@@ -110,8 +128,10 @@ class Worker:
         add_WorkerServiceServicer_to_server(self.service, self.server.server)
         await self.server.start()
         worker_id = self._options.worker_id or f"{socket.gethostname()}-{self.server.port}"
-        self._loaded = self.service.facts = replace(self._loaded, worker_id=worker_id)
+        self._loaded = self._first_facts = self.service.facts = replace(self._loaded, worker_id=worker_id)
         log.info("worker listening", address=self.server.address, worker_id=worker_id, **self._settings())
+        labels = {names.REQUEST_MODEL: self._loaded.model, names.WORKER_ID: worker_id}
+        self._metrics.observe_engine(lambda: self.engine.figures, labels)
         self.engine.start(self._build)
 
     async def wait_ready(self) -> None:
@@ -140,26 +160,53 @@ class Worker:
     async def serve(self, stop: asyncio.Event) -> int:
         """Serves until `stop`, the Drain RPC or a failure, then ends. Returns the exit code.
 
+        An engine on ranks that fails is replaced by a new one, under a new instance id: its cache is empty, and what it
+        ran has ended. Ranks that go on dying end the worker.
+
         Raises:
             ModelError, ApiError: as `wait_ready`.
         """
         try:
-            if await _first(stop.wait(), self.wait_ready()) == 0:
-                return 0
-            ended_by = await _first(self.engine.wait_failed(), stop.wait(), _wait(self.service.drain_wanted))
-            if ended_by == 0:
-                await self.server.set_serving(False)
-                await self.service.finish(SESSION_FLUSH_S)
-                return _FAILED
-            return await self._drain()
+            while (code := await self._serve_engine(stop)) is None:
+                self._loaded = self.service.facts = replace(self._first_facts, instance_id=_instance_id())
+                self.engine.start(self._build)
+            return code
         finally:
             await self.stop()
+
+    async def _serve_engine(self, stop: asyncio.Event) -> int | None:
+        """Serves with one engine. Returns the exit code, None to go on with another engine."""
+        try:
+            if await _first(stop.wait(), self.wait_ready()) == 0:
+                return 0
+        except RankLostError as error:
+            return await self._after_failure(stop, str(error))
+        ended_by = await _first(self.engine.wait_failed(), stop.wait(), _wait(self.service.drain_wanted))
+        if ended_by != 0:
+            return await self._drain()
+        await self.server.set_serving(False)
+        await self.service.finish(SESSION_FLUSH_S)
+        return await self._after_failure(stop, await self.engine.wait_failed())
+
+    async def _after_failure(self, stop: asyncio.Event, why: str) -> int | None:
+        """Waits before another engine is made. Returns the exit code, None to go on."""
+        if not self._options.topology.has_ranks:
+            return _FAILED
+        decision = self._policy.died(time.monotonic())
+        if isinstance(decision, GiveUp):
+            log.error("ranks are lost again and again", times=decision.deaths, why=why)
+            return _FAILED
+        log.warning("starting ranks again", after_s=decision.delay_s, why=why)
+        return 0 if await _first(stop.wait(), asyncio.sleep(decision.delay_s)) == 0 else None
 
     async def stop(self) -> None:
         """Ends everything at once. May be called at any time, twice too."""
         self.engine.stop()
         await self.server.stop(0)
-        await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
+        await asyncio.gather(
+            asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S),
+            asyncio.to_thread(self._metrics.shutdown, TELEMETRY_SHUTDOWN_S),
+        )
         log.info("worker stopped")
 
     async def _drain(self) -> int:
@@ -176,7 +223,7 @@ class Worker:
             async with asyncio.timeout(timeout_s):
                 await asyncio.sleep(DRAIN_PROPAGATION_S)
                 self.service.refuse_calls()
-                failed = await _first(self.engine.wait_failed(), self.engine.wait_idle()) == 0
+                failed = await _first(self.engine.wait_failed(), self._wait_idle()) == 0
         except TimeoutError:
             log.warning("drain timeout", sequences=self.engine.num_live)
             self.engine.end_all("the worker was drained and the sequence did not end in time")
@@ -186,8 +233,19 @@ class Worker:
         await self.service.finish(SESSION_FLUSH_S)
         return _FAILED if failed else 0
 
+    async def _wait_idle(self) -> None:
+        """Waits until no sequence is live, here and on engines that need this one's steps."""
+        await self.engine.wait_idle()
+        # The engine thread knows, and says nothing while it has no outputs.
+        while self._core is not None and self._core.others_have_work:  # noqa: ASYNC110
+            await asyncio.sleep(_OTHERS_LOOK_S)
+
     def _build(self) -> EngineCore:
         """Makes the engine; runs on the engine thread."""
+        self._core = self._make_engine()
+        return self._core
+
+    def _make_engine(self) -> EngineCore:
         options = self._options
         if options.simulate is not None:
             core, self._loaded = build_simulated_engine(
@@ -195,6 +253,8 @@ class Worker:
             )
             return core
         progress = Progress()
+        if options.topology.has_ranks:
+            return self._build_on_ranks(progress)
         progress.stage("loading PyTorch")
         # A simulated worker runs where PyTorch is not installed.
         from worker.model_engine import build_model_engine  # noqa: PLC0415
@@ -203,6 +263,16 @@ class Worker:
             core, self._loaded = build_model_engine(
                 self._config, self._model_config, self._loaded, options.threads, progress
             )
+        finally:
+            progress.done()
+        return core
+
+    def _build_on_ranks(self, progress: Progress) -> EngineCore:
+        options, topology = self._options, self._options.topology
+        threads = threads_per_rank(options.threads, topology.ranks_per_node)
+        group = RankGroup(topology, options.config.model, threads, progress.bytes, options.step_timeout_s)
+        try:
+            core, self._loaded = build_rank_engine(group, self._config, self._model_config, self._loaded, progress)
         finally:
             progress.done()
         return core
@@ -216,6 +286,9 @@ class Worker:
             "prefix_caching": config.enable_prefix_caching,
             "max_num_batched_tokens": config.max_num_batched_tokens,
             "max_num_seqs": config.max_num_seqs,
+            "kv_cache_dtype": config.kv_cache_dtype,
+            "tp_size": config.tensor_parallel_size,
+            "dp_rank": f"{self._options.topology.dp_rank} of {self._options.topology.dp_size}",
         }
 
 
@@ -224,7 +297,7 @@ def _first_facts(options: WorkerOptions, model_config: ModelConfig, files: Mappi
     config = options.config
     return WorkerFacts(
         worker_id=options.worker_id,
-        instance_id=secrets.token_hex(8),
+        instance_id=_instance_id(),
         model=options.model_name,
         architecture=model_config.architecture,
         tokenizer_sha256=files_sha256(files),
@@ -235,6 +308,10 @@ def _first_facts(options: WorkerOptions, model_config: ModelConfig, files: Mappi
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
     )
+
+
+def _instance_id() -> str:
+    return secrets.token_hex(8)
 
 
 def _version() -> str:
@@ -265,6 +342,8 @@ async def _first(*work: Awaitable[Any]) -> int:
 async def run_worker(options: WorkerOptions) -> int:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the process at once. Returns the exit code.
 
+    On a machine that is not the first of several, serves ranks only, without draining.
+
     Raises:
         CommandError: something must be changed; one line.
     """
@@ -277,6 +356,9 @@ async def run_worker(options: WorkerOptions) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal, number)
+    if options.topology.node_rank > 0:
+        threads = threads_per_rank(options.threads, options.topology.ranks_per_node)
+        return await run_node(options.topology, options.config.model, threads, stop)
     try:
         worker = Worker(options)
         await worker.start()
@@ -308,12 +390,19 @@ class ByteSize(click.ParamType[int]):
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@option("--model", envvar="FISSILE_MODEL", required=True, metavar="FOLDER", help="Hugging Face checkpoint.")
-@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's name.")
+@option(
+    "--model", envvar="FISSILE_MODEL", required=True, metavar="MODEL",
+    help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub.",
+)  # fmt: skip
+@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's or repository's.")
 @option("--host", envvar="FISSILE_WORKER_HOST", default="127.0.0.1", help="Address to listen on.")
 @option("--port", envvar="FISSILE_WORKER_PORT", default=50061, type=click.IntRange(0, 65535), help="Port; 0 takes any.")
 @option("--worker-id", envvar="FISSILE_WORKER_ID", default="", help="Stable name; absent: host name and port.")
 @option("--dtype", envvar="FISSILE_DTYPE", default="auto", help="auto, float32, bfloat16 or float16.")
+@option(
+    "--kv-cache-dtype", envvar="FISSILE_KV_CACHE_DTYPE", default="auto",
+    help="Of the KV cache: auto (the model's), bfloat16, float16 or fp8.",
+)  # fmt: skip
 @option("--kernels", envvar="FISSILE_KERNELS", default="auto", help="Kernel back end.")
 @option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
@@ -329,7 +418,7 @@ class ByteSize(click.ParamType[int]):
 )  # fmt: skip
 @option(
     "--kv-cache-memory", envvar="FISSILE_KV_CACHE_MEMORY", type=ByteSize(),
-    help="Memory of the KV cache, e.g. 2GiB; absent: a quarter of the free memory.",
+    help="Memory of the KV cache of each rank, e.g. 2GiB; absent: a quarter of the free memory for all.",
 )  # fmt: skip
 @option(
     "--block-size", envvar="FISSILE_BLOCK_SIZE", type=int, default=Config.kv_cache_block_size,
@@ -349,7 +438,50 @@ class ByteSize(click.ParamType[int]):
     "--hash-seed", envvar="FISSILE_HASH_SEED", type=click.IntRange(0, 2**64 - 1), default=0,
     help="Seed of the block hashes, the same for the whole fleet.",
 )  # fmt: skip
-@option("--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1), help="Absent: PyTorch's default.")
+@option(
+    "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1),
+    help="Threads of arithmetic, shared out to the ranks of this machine; absent: all cores.",
+)  # fmt: skip
+@option(
+    "--tp-size", envvar="FISSILE_TP_SIZE", type=click.IntRange(min=1), default=1,
+    help="Tensor parallel: so many ranks, each a process with its slice of the weights. Attention heads, key/value "
+    "heads and feed-forward units must be divisible by it; key/value heads may also divide it.",
+)  # fmt: skip
+@option(
+    "--enable-expert-parallel/--no-enable-expert-parallel", envvar="FISSILE_ENABLE_EXPERT_PARALLEL", default=False,
+    help="Mixtures of experts: each rank holds some experts whole, instead of a part of each.",
+)  # fmt: skip
+@option(
+    "--dp-size", envvar="FISSILE_DP_SIZE", type=click.IntRange(min=1), default=1,
+    help="Data parallel in lockstep, for mixtures of experts with --enable-expert-parallel: so many workers, each with "
+    "its own requests and cache, share the experts. Start them with the same options but --port and --dp-rank 0, 1, "
+    "...; all of them serve, or none. Without --enable-expert-parallel run independent workers instead.",
+)  # fmt: skip
+@option(
+    "--dp-rank", envvar="FISSILE_DP_RANK", type=click.IntRange(min=0), default=0,
+    help="Number of this worker among those of --dp-size, from 0.",
+)  # fmt: skip
+@option(
+    "--nnodes", envvar="FISSILE_NNODES", type=click.IntRange(min=1), default=1,
+    help="Machines that the ranks are spread over, as many on each. Run this command on all of them with the same "
+    "--tp-size, --nnodes, --dist-init and --model, and with --node-rank 0, 1, ...: machine 0 serves requests, the "
+    "others serve ranks only and need no other option.",
+)  # fmt: skip
+@option(
+    "--node-rank", envvar="FISSILE_NODE_RANK", type=click.IntRange(min=0), default=0,
+    help="Number of this machine, from 0.",
+)  # fmt: skip
+@option(
+    "--dist-init", envvar="FISSILE_DIST_INIT", default="", metavar="tcp://HOST:PORT",
+    help="With --nnodes or --dp-size: an address of machine 0, or of worker 0, where it waits for the others' ranks. "
+    "Ranks also open ports of their own among each other, unencrypted: use a private network.",
+)  # fmt: skip
+@option(
+    "--step-timeout", envvar="FISSILE_STEP_TIMEOUT", type=click.FloatRange(min=0, min_open=True),
+    default=STEP_TIMEOUT_S,
+    help="Seconds after which a step of several ranks counts as hung: its requests end with an error, and the ranks "
+    "are started again. To be longer than the longest prefill step.",
+)  # fmt: skip
 @option(
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", type=click.FloatRange(min=0), default=DRAIN_TIMEOUT_S,
     help="Seconds that sequences may go on after SIGTERM.",
@@ -361,6 +493,9 @@ class ByteSize(click.ParamType[int]):
 )  # fmt: skip
 def worker(log_level: str, **given: Any) -> int:
     """Run one worker: an engine with its model, for routers.
+
+    With --tp-size the model is split over several processes, on this machine or on several (--nnodes). When one of them
+    dies or hangs, running requests end with an error, health says NOT_SERVING, and all ranks are started again.
 
     Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, routers move running answers to other workers of the same
     numerics class, those that nobody can take finish, exit code 0. The Drain RPC asks for the same.
@@ -383,15 +518,28 @@ def _options(
     scheduler_delay_factor: float,
     hash_seed: int,
     dtype: str,
+    kv_cache_dtype: str,
     kernels: str,
     drain_timeout: float,
     simulate: str | None,
+    tp_size: int,
+    enable_expert_parallel: bool,
+    nnodes: int,
+    node_rank: int,
+    dist_init: str,
+    dp_size: int,
+    dp_rank: int,
+    step_timeout: float,
     **others: Any,
 ) -> WorkerOptions:
     """The options as the classes take them."""
+    if simulate is not None and max(tp_size, dp_size) > 1:
+        raise CommandError("--simulate runs no ranks: leave --tp-size and --dp-size away, and name a preset with -tpN")
     try:
+        topology = Topology(tp_size, nnodes, node_rank, dist_init, dp_size, dp_rank)
+        folder = model_folder(model, weights=simulate is None)
         config = Config(
-            model=model,
+            model=str(folder),
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_block_size=block_size,
@@ -401,16 +549,22 @@ def _options(
             kv_cache_memory=kv_cache_memory or 0,
             max_model_len=max_model_len or 0,
             dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
             kernels=kernels,
             hash_seed=hash_seed,
+            tensor_parallel_size=tp_size,
+            enable_expert_parallel=enable_expert_parallel,
+            parallel_config=ParallelConfig(dp_size, dp_rank),
         )
         cost = None if simulate is None else cost_model(simulate)
-    except ApiError as error:
+    except (ApiError, HubError) as error:
         raise CommandError(str(error)) from None
     return WorkerOptions(
         config=config,
-        model_name=model_name or Path(model).resolve().name,
+        model_name=model_name or default_model_name(model),
         drain_timeout_s=drain_timeout,
         simulate=cost,
+        topology=topology,
+        step_timeout_s=step_timeout,
         **others,
     )

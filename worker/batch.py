@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from functools import cached_property
+from itertools import chain
+from operator import add
+from typing import Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -41,8 +44,99 @@ class TokenHistory:
         return TokenHistory(self.params, self.prompt_ids, [*self.output_ids, token_id])
 
 
+_COLUMNS: Final = (
+    "ids",
+    "num_cached_tokens",
+    "temperatures",
+    "top_ks",
+    "top_ps",
+    "min_ps",
+    "seeds",
+    "choices",
+)
+
+
+class SequenceColumns:
+    """What does not change of some sequences while they run, a column each, most of them made when asked for: the same
+    sequences come step after step, and share these."""
+
+    def __init__(self, rows: list[Sequence]) -> None:
+        self.rows = rows
+        self.ids = [s.id for s in rows]
+        self.by_id = dict(zip(self.ids, rows, strict=True))
+        # Fixed from admission to the end of the run, for which columns are kept.
+        self.num_cached_tokens = [s.num_cached_tokens for s in rows]
+
+    def values(self) -> dict[str, Any]:
+        """Every column, by name."""
+        return {name: getattr(self, name) for name in _COLUMNS}
+
+    @classmethod
+    def restored(cls, values: dict[str, Any]) -> SequenceColumns:
+        """The columns with these values, in another process, which has no sequences."""
+        columns = cls([])
+        vars(columns).update(values)
+        return columns
+
+    @cached_property
+    def temperatures(self) -> list[float]:
+        """Sampling temperatures; 0 is greedy."""
+        return [s.sampling_params.temperature for s in self.rows]
+
+    @cached_property
+    def top_ks(self) -> list[int]:
+        """How many ids may be sampled; 0 for all."""
+        return [s.sampling_params.top_k for s in self.rows]
+
+    @cached_property
+    def top_ps(self) -> list[float]:
+        """Nucleus masses."""
+        return [s.sampling_params.top_p for s in self.rows]
+
+    @cached_property
+    def min_ps(self) -> list[float]:
+        """Smallest probabilities, relative to the largest."""
+        return [s.sampling_params.min_p for s in self.rows]
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        """Seeds of the random numbers."""
+        return [s.seed for s in self.rows]
+
+    @cached_property
+    def choices(self) -> list[int]:
+        """Indices of the answers."""
+        return [s.choice for s in self.rows]
+
+    @cached_property
+    def steered(self) -> list[tuple[int, Sequence]]:
+        """Places of the rows whose logits penalties or masks may change."""
+        return [(i, s) for i, s in enumerate(self.rows) if s.steered_until > s.num_prompt_tokens]
+
+
+_FIELDS: Final = (
+    "num_scheduled_tokens",
+    "num_computed_tokens",
+    "is_plain_decode",
+    "from_last_output",
+    "is_final",
+    "histories",
+    "total_tokens_num",
+    "total_tokens_num_prefill",
+    "total_tokens_num_decode",
+    "total_seqs_num",
+    "total_seqs_num_prefill",
+    "total_seqs_num_decode",
+    "is_dummy_run",
+    "num_spec_step",
+    "scheduled_spec_decode_tokens",
+    "_block_size",
+)
+
+
 class ScheduledBatch:
-    """One step's work: copies of all that the model runner needs, so later changes of a sequence do not reach it (T18).
+    """One step's work: a snapshot of all that the model runner needs, so later changes of a sequence do not reach it
+    (T18).
 
     Sequence i computes `scheduled_tokens[i]` = `token_ids[num_computed_tokens[i] : context_lens[i]]`, with
     `context_lens[i] = num_computed_tokens[i] + num_scheduled_tokens[i]`. `is_final[i]` says that the step reaches the
@@ -51,6 +145,16 @@ class ScheduledBatch:
     Draft tokens to be verified follow the last token, in `scheduled_tokens` too. Deferred output: a row with
     `from_last_output[i]` was scheduled before its one token was there; `scheduled_tokens[i]` is empty, and the runner
     takes the token from its last output (`input_tokens`). `num_computed_tokens` regards steps in flight as done.
+
+    Making one costs a few list comprehensions, whatever the contexts: columns that derive from these, or that never
+    change, are made when a runner asks for them. A block table is kept as it is: it only ever grows at its end, and is
+    replaced when it changes otherwise, so that the part the step needs is a snapshot too.
+
+    Args:
+        seqs: by id, in batch order.
+        num_scheduled_tokens: of each; the batch keeps the list.
+        columns: of these sequences, if they are known.
+        The others are named as in the guide.
     """
 
     def __init__(
@@ -66,36 +170,27 @@ class ScheduledBatch:
         is_dummy_run: bool = False,
         num_spec_step: int = 0,
         scheduled_spec_decode_tokens: dict[int, list[int]] | None = None,
+        columns: SequenceColumns | None = None,
     ) -> None:
-        rows = list(seqs.values())
-        self.req_ids = list(seqs)
-        self.num_scheduled_tokens = list(num_scheduled_tokens)
-        self.scheduled_spec_decode_tokens = dict(scheduled_spec_decode_tokens or {})
+        self._columns = SequenceColumns(list(seqs.values())) if columns is None else columns
+        rows = self._columns.rows
+        self.req_ids = self._columns.ids
+        self.num_scheduled_tokens = num_scheduled_tokens
+        self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
         self.num_computed_tokens = [s.num_computed_tokens + s.num_inflight_tokens for s in rows]
-        self.context_lens = [start + n for start, n in zip(self.num_computed_tokens, num_scheduled_tokens, strict=True)]
-        ends = list(zip(rows, self.context_lens, strict=True))
-        starts = list(zip(rows, self.num_computed_tokens, strict=True))
-        self.scheduled_tokens = [
-            s.token_ids[start:end] for (s, start), end in zip(starts, self.context_lens, strict=True)
-        ]
-        if self.scheduled_spec_decode_tokens:
-            drafts = [self.scheduled_spec_decode_tokens.get(seq_id, []) for seq_id in self.req_ids]
-            self.scheduled_tokens = [t + more for t, more in zip(self.scheduled_tokens, drafts, strict=True)]
-        self.from_last_output = [start >= len(s.token_ids) for s, start in starts]
-        self.is_final = [end >= len(s.token_ids) + s.num_placeholder for s, end in ends]
-        self.last_block_num_tokens = [(end - 1) % s.block_size + 1 for s, end in ends]
-        self.block_tables = [list(s.block_table) for s in rows]
-        self.num_cached_tokens = [s.num_cached_tokens for s in rows]
-        self.temperatures = [s.sampling_params.temperature for s in rows]
-        self.top_ks = [s.sampling_params.top_k for s in rows]
-        self.top_ps = [s.sampling_params.top_p for s in rows]
-        self.min_ps = [s.sampling_params.min_p for s in rows]
-        self.seeds = [s.seed for s in rows]
-        self.choices = [s.choice for s in rows]
+        # Whether every row is one decoded token, without speculation.
+        self.is_plain_decode = total_seqs_num_decode == len(rows) == total_tokens_num and num_spec_step == 0
+        if self.is_plain_decode:
+            self._take_decodes(rows)
+        else:
+            self._take_rows(rows)
+        self._tables = [s.block_table for s in rows]
+        self._block_size = rows[0].block_size if rows else 1
+        self.num_cached_tokens = self._columns.num_cached_tokens
         # By index i, of those sampled sequences whose logits it changes; nothing is copied of others.
         self.histories = {
             i: TokenHistory.of(s)
-            for i, s in enumerate(rows)
+            for i, s in self._columns.steered
             if len(s.token_ids) + s.num_placeholder < s.steered_until and self.is_final[i]
         }
         self.total_tokens_num = total_tokens_num
@@ -106,6 +201,110 @@ class ScheduledBatch:
         self.total_seqs_num_decode = total_seqs_num_decode
         self.is_dummy_run = is_dummy_run
         self.num_spec_step = num_spec_step
+
+    @property
+    def columns(self) -> SequenceColumns:
+        """What does not change of the sequences; the same object while they are the same."""
+        return self._columns
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return self._block_size
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The sequences' own block tables, which may be longer than what the step needs, and may still grow."""
+        return self._tables
+
+    def fields(self) -> dict[str, Any]:
+        """All of the snapshot but columns and tables, as lists, numbers and histories."""
+        tokens = "_last_tokens" if self.is_plain_decode else "scheduled_tokens"
+        return {name: getattr(self, name) for name in (tokens, *_FIELDS)}
+
+    @classmethod
+    def restored(cls, columns: SequenceColumns, tables: list[list[int]], fields: dict[str, Any]) -> ScheduledBatch:
+        """The batch that these were taken of, in another process."""
+        batch = cls.__new__(cls)
+        vars(batch).update(fields)
+        batch._columns, batch._tables = columns, tables
+        batch.req_ids, batch.num_cached_tokens = columns.ids, columns.num_cached_tokens
+        return batch
+
+    def _take_decodes(self, rows: list[Sequence]) -> None:
+        """The newest token of each row, unless that is in flight."""
+        self.is_final = [True] * len(rows)
+        self._last_tokens = [s.token_ids[-1] for s in rows]
+        self.from_last_output = [s.num_placeholder > 0 for s in rows]
+
+    def _take_rows(self, rows: list[Sequence]) -> None:
+        """Any number of tokens of each row, and its drafts."""
+        spans = list(zip(rows, self.num_computed_tokens, self.context_lens, strict=True))
+        drafts = self.scheduled_spec_decode_tokens
+        self.scheduled_tokens = [s.token_ids[start:end] + drafts.get(s.id, []) for s, start, end in spans]
+        self.from_last_output = [start >= len(s.token_ids) for s, start, _ in spans]
+        self.is_final = [end >= len(s.token_ids) + s.num_placeholder for s, _, end in spans]
+
+    @cached_property
+    def context_lens(self) -> list[int]:
+        """Tokens that each row's last one sees, itself included."""
+        return list(map(add, self.num_computed_tokens, self.num_scheduled_tokens))
+
+    @cached_property
+    def scheduled_tokens(self) -> list[list[int]]:
+        """What each row computes, without a token that is in flight."""
+        return [[] if late else [t] for t, late in zip(self._last_tokens, self.from_last_output, strict=True)]
+
+    @cached_property
+    def last_block_num_tokens(self) -> list[int]:
+        """Tokens in the last block of each context."""
+        return [(end - 1) % self._block_size + 1 for end in self.context_lens]
+
+    @cached_property
+    def block_tables(self) -> list[list[int]]:
+        """The blocks of each context, in order."""
+        size = self._block_size
+        return [table[: -(-end // size)] for table, end in zip(self._tables, self.context_lens, strict=True)]
+
+    @property
+    def temperatures(self) -> list[float]:
+        """Of each row; 0 is greedy."""
+        return self._columns.temperatures
+
+    @property
+    def top_ks(self) -> list[int]:
+        """Of each row; 0 is off."""
+        return self._columns.top_ks
+
+    @property
+    def top_ps(self) -> list[float]:
+        """Of each row; 1 is off."""
+        return self._columns.top_ps
+
+    @property
+    def min_ps(self) -> list[float]:
+        """Of each row; 0 is off."""
+        return self._columns.min_ps
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of each row's random numbers."""
+        return self._columns.seeds
+
+    @property
+    def choices(self) -> list[int]:
+        """Index of each row's answer."""
+        return self._columns.choices
+
+    def input_token_ids(self, last_output: ScheduledBatchOutput) -> list[int]:
+        """All rows' tokens, one after the other, with those that the runner's last step has sampled where they were
+        missing."""
+        if not self.is_plain_decode:
+            return list(chain.from_iterable(self.input_tokens(last_output)))
+        if not any(self.from_last_output):
+            return self._last_tokens
+        rows = zip(self.req_ids, self._last_tokens, self.from_last_output, strict=True)
+        return [last_output.token_ids[seq_id][-1] if late else token for seq_id, token, late in rows]
 
     def input_tokens(self, last_output: ScheduledBatchOutput) -> list[list[int]]:
         """`scheduled_tokens` with the tokens that the runner's last step has sampled where they were missing."""
@@ -161,9 +360,17 @@ class RequestOutput:
 class StepResult:
     """What one engine step produced (seed 004 section 5.2), with the typed outputs beside it."""
 
-    new_tokens: dict[int, tuple[int, ...]] = field(default_factory=dict)
-    finished: list[int] = field(default_factory=list)
     outputs: list[RequestOutput] = field(default_factory=list)
+
+    @cached_property
+    def new_tokens(self) -> dict[int, tuple[int, ...]]:
+        """New tokens of the sequences that have any."""
+        return {out.request_id: tuple(out.output_tokens) for out in self.outputs if out.output_tokens}
+
+    @cached_property
+    def finished(self) -> list[int]:
+        """Ids of the sequences that have ended."""
+        return [out.request_id for out in self.outputs if out.finished]
 
 
 class Runner(Protocol):

@@ -17,6 +17,7 @@ Invariants, checked by `check_integrity`:
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -78,7 +79,6 @@ class _Chain:
     hashes: list[int] = field(default_factory=list)
     num_published: int = 0
     node: int = _UNSALTED_ROOT
-    collided: bool = False
 
 
 class BlockManager:
@@ -166,18 +166,21 @@ class BlockManager:
         for block_id in cached:
             self._claim(block_id)
         seq.block_table = cached + [self._take() for _ in range(seq.num_blocks - len(cached))]
+        seq.num_slots = len(seq.block_table) * self.block_size
         seq.num_cached_tokens = seq.num_computed_tokens = len(cached) * self.block_size
         if self.enable_prefix_caching:
             chain = self._chain(seq)
             chain.num_published = len(cached)
             node = self.blocks[cached[-1]].node if cached else None
             chain.node = self._root(seq) if node is None else node
+            seq.publish_at = (len(cached) + 1) * self.block_size
 
     def deallocate(self, seq: Sequence) -> None:
         """Takes back all blocks of `seq`, the last first, and forgets its hashes. It need not have any."""
         for block_id in reversed(seq.block_table):
             self._release(block_id)
         seq.block_table = []
+        seq.num_slots, seq.publish_at = 0, math.inf
         self._chains.pop(seq.id, None)
 
     def can_append(self, seq: Sequence, num_new_tokens: int = 1) -> bool:
@@ -197,13 +200,14 @@ class BlockManager:
             raise OutOfBlocksError(f"sequence {seq.id}: {needed} more blocks, {self.num_free_blocks} free")
         for _ in range(needed):
             seq.block_table.append(self._take())
+        seq.num_slots += needed * self.block_size
 
     def publish(self, seq: Sequence) -> None:
         """Makes the blocks that are full up to `num_computed_tokens` findable; call when their KV has been written."""
-        if not self.enable_prefix_caching:
+        if seq.num_computed_tokens < seq.publish_at:
             return
         chain = self._chains[seq.id]
-        while not chain.collided and (chain.num_published + 1) * self.block_size <= seq.num_computed_tokens:
+        while seq.publish_at <= seq.num_computed_tokens:
             self._publish_next(seq, chain)
 
     def check_integrity(self, seqs: Iterable[Sequence]) -> None:
@@ -224,6 +228,7 @@ class BlockManager:
         self._check_tree()
         for seq in seqs:
             chain = self._chains.get(seq.id, _Chain())
+            _require(seq.num_slots == len(seq.block_table) * self.block_size, f"slots of sequence {seq.id}")
             own = [self.blocks[b] for b in seq.block_table[chain.num_published :]]
             _require(
                 all(b.ref_count == 1 and b.hash is None for b in own), f"sequence {seq.id} shares unwritten blocks"
@@ -255,19 +260,23 @@ class BlockManager:
             found = self._find(block_hash, tokens, chain.node)
             if found is None:
                 # Another prefix owns the key: neither this block nor what follows it can be found (section 6).
-                chain.collided = True
+                seq.publish_at = math.inf
                 return
             block = found
             self._go_on_with(seq, i, block.block_id)
         chain.num_published = i + 1
+        seq.publish_at = (i + 2) * self.block_size
         if block.node is not None:
             chain.node = block.node
 
     def _go_on_with(self, seq: Sequence, i: int, present: int) -> None:
-        """Swaps a block for the one that was published with the same content before; the tree stays closed thereby."""
+        """Swaps a block for the one that was published with the same content before; the tree stays closed thereby.
+
+        In a new table: batches in flight hold the old one.
+        """
         self._claim(present)
         self._release(seq.block_table[i])
-        seq.block_table[i] = present
+        seq.block_table = [*seq.block_table[:i], present, *seq.block_table[i + 1 :]]
 
     def _find(self, block_hash: int, tokens: tuple[int, ...], parent: int) -> Block | None:
         block_id = self.hash_to_block_id.get(block_hash)
@@ -303,7 +312,7 @@ class BlockManager:
 
     def _blocks_needed(self, seq: Sequence, num_new_tokens: int) -> int:
         # The one place that decides it, for the check and for the act (T15, T16).
-        missing = seq.next_position + num_new_tokens - len(seq.block_table) * self.block_size
+        missing = seq.next_position + num_new_tokens - seq.num_slots
         return -(-missing // self.block_size) if missing > 0 else 0
 
     def _hittable(self, seq: Sequence) -> int:

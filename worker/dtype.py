@@ -1,4 +1,4 @@
-"""Which dtype weights, activations and the KV cache have."""
+"""Which dtype weights and activations have, and which the KV cache."""
 
 from __future__ import annotations
 
@@ -9,7 +9,12 @@ from worker.model_config import ModelConfig
 
 _log = structlog.get_logger(__name__)
 
-_BY_NAME = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_BY_NAME = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
 AUTO = "auto"
 
 
@@ -19,6 +24,11 @@ def resolve_dtype(name: str, model_config: ModelConfig) -> torch.dtype:
         own = _BY_NAME[model_config.dtype]
         return own if _is_fast(own) else torch.float32
     return _BY_NAME[name]
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV cache for `Config.kv_cache_dtype`: `auto` is the model's."""
+    return dtype if name == AUTO else _BY_NAME[name]
 
 
 def log_dtype(name: str, model_config: ModelConfig, dtype: torch.dtype) -> None:

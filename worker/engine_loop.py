@@ -19,6 +19,7 @@ from collections.abc import Sequence as Many
 
 import structlog
 
+from common.telemetry.metrics import EngineFigures
 from worker.engine_core import EngineCore, LoadReport
 from worker.engine_turns import Cancel, Command, Deliveries, EndAll, EngineTurns, Listener, Submit, Turn
 from worker.sequence import Sequence
@@ -50,7 +51,7 @@ class EngineThread:
         self,
         build: Callable[[], EngineCore],
         *,
-        started: Callable[[LoadReport], None],
+        started: Callable[[Turn], None],
         turned: Callable[[Turn], None],
         failed: Callable[[Exception], None],
         clock: Callable[[], float],
@@ -95,19 +96,22 @@ class EngineThread:
 
     def _run(self) -> None:
         try:
-            turns = EngineTurns(self._build(), self._clock)
-            # What has been built stays, so no collection needs to look at it (a full pass takes 150 ms).
-            gc.collect()
-            gc.freeze()
-            self._started(turns.core.load())
-            while self._turn(turns):
-                pass
+            with contextlib.closing(self._build()) as core:
+                turns = EngineTurns(core, self._clock)
+                # What has been built stays, so no collection needs to look at it (a full pass takes 150 ms).
+                gc.collect()
+                gc.freeze()
+                self._started(turns.report())
+                while self._turn(turns):
+                    pass
         except Exception as error:
             self._failed(error)
 
     def _turn(self, turns: EngineTurns) -> bool:
         """Waits for something to do and does it. False when the thread must end."""
-        commands = self._take(idle=not turns.has_work)
+        if not turns.has_work:
+            self._wait_idle(turns.core)
+        commands = self._take()
         if commands is None:
             return False
         steps = turns.core.num_steps
@@ -120,10 +124,13 @@ class EngineThread:
             self._wait(_GATED_WAIT_S)
         return True
 
-    def _take(self, *, idle: bool) -> list[Command] | None:
-        """All commands; waits for one when the engine is idle. None when the thread must end."""
-        if idle:
-            self._wait(None)
+    def _wait_idle(self, core: EngineCore) -> None:
+        """Waits until there is something to do; raises when what computes the steps is lost meanwhile."""
+        while not self._wait(core.idle_check_s) and not core.check():
+            pass
+
+    def _take(self) -> list[Command] | None:
+        """All commands. None when the thread must end."""
         with self._condition:
             if self._stopping:
                 return None
@@ -131,10 +138,10 @@ class EngineThread:
             self._commands.clear()
             return commands
 
-    def _wait(self, timeout_s: float | None) -> None:
-        """Waits until there is something to do."""
+    def _wait(self, timeout_s: float) -> bool:
+        """Waits until there is something to do. False when nothing came."""
         with self._condition:
-            self._condition.wait_for(lambda: self._commands or self._stopping, timeout_s)
+            return self._condition.wait_for(lambda: bool(self._commands) or self._stopping, timeout_s)
 
 
 class EngineLoop:
@@ -144,26 +151,33 @@ class EngineLoop:
         state: starting, running or failed.
         load: as of the last turn; None before the start.
         num_steps: engine steps since the start.
+        figures: for metrics, as of the last turn; replaced, never changed, so any thread may read them.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.state = EngineState.STARTING
-        self.load: LoadReport | None = None
-        self.num_steps = 0
         self._clock = clock
         self._loop = asyncio.get_running_loop()
-        self._started: asyncio.Future[None] = self._loop.create_future()
-        self._failed: asyncio.Future[str] = self._loop.create_future()
+        self._reset()
         self._idle = asyncio.Event()
         self._idle.set()
         self._deliveries = Deliveries()
         self._thread: EngineThread | None = None
 
+    def _reset(self) -> None:
+        self.state = EngineState.STARTING
+        self.load: LoadReport | None = None
+        self.num_steps = 0
+        self.figures: EngineFigures | None = None
+        self._started: asyncio.Future[None] = self._loop.create_future()
+        self._failed: asyncio.Future[str] = self._loop.create_future()
+
     def start(self, build: Callable[[], EngineCore]) -> None:
-        """Starts the thread, which builds the engine."""
+        """Starts the thread, which builds the engine; after a failure, a new thread with a new engine."""
+        if self.state is EngineState.FAILED:
+            self._reset()
         self._thread = EngineThread(
             build,
-            started=lambda load: self._post(self._on_started, load),
+            started=lambda turn: self._post(self._on_started, turn),
             turned=lambda turn: self._post(self._on_turn, turn),
             failed=lambda error: self._post(self._on_failed, error),
             clock=self._clock,
@@ -233,12 +247,12 @@ class EngineLoop:
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(handle, event)
 
-    def _on_started(self, load: LoadReport) -> None:
-        self.state, self.load = EngineState.RUNNING, load
+    def _on_started(self, turn: Turn) -> None:
+        self.state, self.load, self.figures = EngineState.RUNNING, turn.load, turn.figures
         self._started.set_result(None)
 
     def _on_turn(self, turn: Turn) -> None:
-        self.load, self.num_steps = turn.load, turn.step
+        self.load, self.num_steps, self.figures = turn.load, turn.step, turn.figures
         self._deliveries.deliver(turn)
         if not self._deliveries:
             self._idle.set()

@@ -7,6 +7,7 @@ one sequence come in order; nothing of a live sequence is read on two threads.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from typing import Final, Protocol
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError
+from common.telemetry.metrics import EngineFigures
 from common.telemetry.tracing import SequenceTimes
 from worker.batch import RequestOutput
 from worker.engine_core import EngineCore, LoadReport
@@ -70,6 +72,7 @@ class Turn:
     load: LoadReport
     outputs: list[SequenceOutput] = field(default_factory=list)
     seen: list[tuple[Listener, int]] = field(default_factory=list)
+    figures: EngineFigures = field(default_factory=EngineFigures)
 
 
 @dataclass(slots=True)
@@ -95,13 +98,38 @@ def _start(seq: Sequence) -> Start:
     """What is known at the first token, read on the engine thread."""
     scheduled = seq.arrive_time if seq.first_scheduled_time is None else seq.first_scheduled_time
     first_token = scheduled if seq.first_token_time is None else seq.first_token_time
-    return Start(seq.num_cached_tokens, scheduled - seq.arrive_time, first_token - scheduled)
+    return Start(seq.num_prompt_tokens, seq.num_cached_tokens, scheduled - seq.arrive_time, first_token - scheduled)
 
 
 def sequence_times(seq: Sequence) -> SequenceTimes:
     """Timestamps of a sequence that has ended."""
     ended = seq.arrive_time if seq.leave_time is None else seq.leave_time
     return SequenceTimes(seq.arrive_time, seq.first_scheduled_time, seq.first_token_time, ended)
+
+
+class _Totals:
+    """What the outputs add up to since the start; `ended` by reason."""
+
+    def __init__(self) -> None:
+        self.prompt_tokens = 0
+        self.cached_tokens = 0
+        self.generated_tokens = 0
+        self.ended: Counter[str] = Counter()
+
+    def count(self, outputs: Iterable[SequenceOutput]) -> None:
+        """Adds a turn's."""
+        for output in outputs:
+            self.generated_tokens += len(output.token_ids)
+            if output.start is not None:
+                self.prompt_tokens += output.start.prompt_tokens
+                self.cached_tokens += output.start.cached_tokens
+            if output.end is not None:
+                self.ended[_reason(output.end)] += 1
+
+
+def _reason(end: End) -> str:
+    """In lower case, without the enum's prefix: `eos`, `length`, `cancelled`."""
+    return wpb.EndReason.Name(end.reason).removeprefix("END_REASON_").lower()
 
 
 class EngineTurns:
@@ -116,6 +144,7 @@ class EngineTurns:
         self.core = core
         self._clock = clock
         self._tracked: dict[int, _Tracked] = {}
+        self._totals = _Totals()
 
     @property
     def has_work(self) -> bool:
@@ -145,7 +174,33 @@ class EngineTurns:
             outputs += [self._output(out) for out in self.core.step().outputs]
             # After the step, which has had its chance to take them.
             outputs += [self._output(out, _OVERLOAD) for out in self.core.return_overdue(self._clock())]
-        return Turn(self.core.num_steps, self.core.load(), outputs, seen)
+        self._totals.count(outputs)
+        return self.report(outputs, seen)
+
+    def report(
+        self, outputs: list[SequenceOutput] | None = None, seen: list[tuple[Listener, int]] | None = None
+    ) -> Turn:
+        """What the engine is like now, with what a turn has produced."""
+        load = self.core.load()
+        return Turn(self.core.num_steps, load, outputs or [], seen or [], self._figures(load))
+
+    def _figures(self, load: LoadReport) -> EngineFigures:
+        scheduler, totals = self.core.scheduler, self._totals
+        return EngineFigures(
+            running=len(scheduler.running),
+            waiting=load.waiting_seqs,
+            free_blocks=load.free_blocks,
+            total_blocks=load.total_blocks,
+            block_size=self.core.config.kv_cache_block_size,
+            steps=self.core.num_steps,
+            preemptions=scheduler.num_preemptions,
+            prompt_tokens=totals.prompt_tokens,
+            cached_tokens=totals.cached_tokens,
+            generated_tokens=totals.generated_tokens,
+            draft_tokens=scheduler.spec_stats.total_draft_tokens,
+            accepted_tokens=scheduler.spec_stats.total_accepted_tokens,
+            ended=dict(totals.ended),
+        )
 
     def _submit(self, seqs: Many[Sequence], *, gated: bool) -> list[SequenceOutput]:
         """Gives the engine those that it can run; the outputs end the others."""

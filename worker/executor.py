@@ -1,6 +1,7 @@
 """Where batches are computed: on the caller's thread, or on one of their own (deferred output).
 
-Both compute one batch at a time, in the order in which they were submitted.
+Processes of their own, the ranks, are in worker.rank_group. All compute one batch at a time, in the order in which they
+were submitted.
 """
 
 from __future__ import annotations
@@ -28,6 +29,14 @@ class Executor(Protocol):
         """Computes a batch after those submitted before; the future raises what the runner raises."""
         ...
 
+    def failure(self) -> Exception | None:
+        """Why no batch can be computed any more; None when nothing is wrong."""
+        ...
+
+    def close(self) -> None:
+        """Ends what was started for it. May be called twice."""
+        ...
+
 
 class InlineExecutor:
     """Computes at once, on the caller's thread."""
@@ -45,6 +54,13 @@ class InlineExecutor:
             future.set_exception(error)
         return future
 
+    def failure(self) -> Exception | None:
+        """Nothing fails by itself here."""
+        return None
+
+    def close(self) -> None:
+        """Nothing was started."""
+
 
 class ThreadExecutor:
     """Computes on one thread of its own, so that the caller can schedule meanwhile."""
@@ -57,6 +73,14 @@ class ThreadExecutor:
     def submit(self, batch: ScheduledBatch) -> Future[Executed]:
         """Returns at once."""
         return self._pool.submit(_execute, self._forward, batch, self._clock)
+
+    def failure(self) -> Exception | None:
+        """Nothing fails by itself here."""
+        return None
+
+    def close(self) -> None:
+        """Lets the thread end after the batch that it is in."""
+        self._pool.shutdown(wait=False)
 
 
 def _execute(forward: Forward, batch: ScheduledBatch, clock: Callable[[], float]) -> Executed:

@@ -36,11 +36,14 @@ class WorkerFacts:
     numerics: str = ""
     kernels: str = ""
     dtype: str = ""
+    tp_size: int = 1
 
     @property
     def engine_limits(self) -> EngineLimits:
         """What sequences are checked against."""
-        return EngineLimits(self.vocab_size, self.max_model_len, self.block_size, self.hash_seed)
+        return EngineLimits(
+            self.vocab_size, self.max_model_len, self.block_size, self.hash_seed, weights_digest=self.weights_digest
+        )
 
     def limits_proto(self) -> wpb.Limits:
         """What the worker can take."""
@@ -69,7 +72,7 @@ class WorkerFacts:
             total_blocks=self.total_blocks,
             kernels=self.kernels,
             dtype=self.dtype,
-            tp_size=1,
+            tp_size=self.tp_size,
             version=self.version,
         )
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.block_hash import hash_chain
+from common.block_hash import hash_chain, salt_root
 from common.errors import ApiError, InvalidFieldError, PromptTooLongError
 from common.limits import MAX_ASSEMBLING_TOKENS
 from common.rpc.unserved import refuse_unserved
@@ -35,12 +35,18 @@ class EngineLimits:
         max_model_len: longest prompt plus answer, in tokens.
         block_size: tokens per KV block.
         hash_seed: seed of the block hashes.
+        weights_digest: of the model, part of the hashes of salted prompts.
     """
 
     vocab_size: int
     max_model_len: int
     block_size: int
     hash_seed: int
+    weights_digest: str = ""
+
+    def hash_root(self, cache_salt: bytes) -> int | None:
+        """Parent hash of the first block of a prompt with this salt, as the router computes it; None without one."""
+        return salt_root(self.weights_digest.encode(), cache_salt=cache_salt, seed=self.hash_seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +212,7 @@ class Inbox:
         token_ids = list(record.token_ids)
         served.check_token_ids("token_ids", token_ids, self._limits.vocab_size)
         self._check_length(len(token_ids))
+        served.check_cache_salt(record.cache_salt)
         params = served.sampling_params(record.params, self._limits.vocab_size)
         deadline = now + record.deadline_left_ms / 1000 if record.deadline_left_ms else None
         return _Draft(record, params, token_ids, record.more, now, deadline)
@@ -257,7 +264,8 @@ class Inbox:
             raise InvalidFieldError("prompt_len", f"is {record.prompt_len}", f"1 to {len(draft.token_ids)}")
         if record.prompt_len >= limits.max_model_len:
             raise PromptTooLongError("token_ids", record.prompt_len, limits.max_model_len)
-        check_chain_hash(draft.token_ids[: record.prompt_len], record.chain_hash, limits)
+        root = limits.hash_root(record.cache_salt)
+        check_chain_hash(draft.token_ids[: record.prompt_len], record.chain_hash, limits, root)
         return Sequence(
             draft.token_ids,
             limits.block_size,
@@ -267,17 +275,20 @@ class Inbox:
             choice=record.choice,
             arrive_time=draft.arrived,
             deadline=draft.deadline,
+            hash_root=root,
+            cache_salt=record.cache_salt,
+            priority=served.priority(record.priority),
             may_return=not record.keep,
         )
 
 
-def check_chain_hash(prompt: Many[int], chain_hash: int, limits: EngineLimits) -> None:
+def check_chain_hash(prompt: Many[int], chain_hash: int, limits: EngineLimits, root: int | None) -> None:
     """Checks that the router hashes blocks as this worker does (design-details section 6).
 
     Raises:
         InvalidFieldError: hash seed, block size or tokens differ.
     """
-    chain = hash_chain(prompt, limits.block_size, seed=limits.hash_seed)
+    chain = hash_chain(prompt, limits.block_size, root=root, seed=limits.hash_seed)
     expected = chain[-1] if chain else 0
     if chain_hash != expected:
         raise InvalidFieldError(

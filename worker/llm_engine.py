@@ -7,7 +7,6 @@ counted but is not part of the text.
 
 from __future__ import annotations
 
-import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -20,6 +19,7 @@ import structlog
 
 from common.config import Config
 from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError
+from common.hub import HubError, model_folder
 from common.limits import CPU_MAX_NUM_BATCHED_TOKENS
 from common.sampling_params import SamplingParams
 from common.seed import derive_seed
@@ -29,9 +29,13 @@ from common.text.tokenizer import Tokenizer
 from worker.batch import RequestOutput, Runner
 from worker.engine_config import available_memory, with_pool, with_special_tokens
 from worker.engine_core import EngineCore, EngineDeadError
-from worker.model_config import ModelConfig
+from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import ModelRunner
+from worker.progress import Progress
+from worker.rank_engine import load_ranks
+from worker.rank_group import RankGroup
 from worker.sequence import EndReason, Sequence
+from worker.topology import Topology, threads_per_rank
 
 log = structlog.get_logger(__name__)
 
@@ -167,7 +171,11 @@ class InputOutputProcessor:
             InvalidFieldError: a value is out of range.
             TypeError: a mapping names an unknown parameter.
         """
-        return given if isinstance(given, SamplingParams) else replace(self._defaults(), **(given or {}))
+        return (
+            given
+            if isinstance(given, SamplingParams)
+            else replace(self.model_config.sampling_defaults, **(given or {}))
+        )
 
     def preprocess(
         self,
@@ -230,53 +238,60 @@ class InputOutputProcessor:
                 raise InvalidFieldError(f"token_ids[{i}]", f"is {token_id}", f"an id from 0 to {vocab_size - 1}")
         return list(prompt)
 
-    def _defaults(self) -> SamplingParams:
-        params = SamplingParams()
-        for name in ("temperature", "top_k", "top_p"):
-            value = getattr(self.model_config, name)
-            # A checkpoint's odd value must not fail every request.
-            with contextlib.suppress(InvalidFieldError):
-                params = params if value is None else replace(params, **{name: value})
-        return params
-
 
 class LLMEngine:
-    """A model in this process, by the same objects as the service's workers.
+    """A model in this process, by the same objects as the service's workers; with `tensor_parallel_size` in ranks.
+
+    Ranks are processes, which end with `close`, or with the thread that made the engine.
 
     Either `generate` a list of prompts, or `add_request` at any time and `step` while `has_unfinished`, or both.
     One thread owns an LLMEngine.
 
     Args:
-        model: a checkpoint folder, run with prefix caching and a step size for CPUs, or a Config whose `model` is one.
+        model: a checkpoint folder or `org/name[@revision]` on the Hugging Face Hub, run with prefix caching and a step
+            size for CPUs; or a Config whose `model` is one.
         runner: executes batches instead of the model, for tests; the Config must then have `num_kvcache_blocks`.
         clock: monotonic seconds.
 
     Raises:
-        ModelError: the checkpoint can not be served.
+        ModelError: the checkpoint can not be had from the Hub, or can not be served.
         TokenizerError: it has a tokenizer that can not be used.
         InvalidFieldError: the Config does not fit the model or the memory.
+        RankLostError: a rank has ended while it loaded.
     """
 
     def __init__(
         self, model: str | Path | Config, *, runner: Runner | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         config = model if isinstance(model, Config) else default_config(model)
+        config = replace(config, model=_folder(config.model, weights=runner is None))
         model_config = ModelConfig.from_folder(config.model)
         config = with_special_tokens(config, model_config)
-        if runner is None:
+        engines = config.parallel_config.data_parallel_size
+        if engines > 1:
+            raise InvalidFieldError("parallel_config.data_parallel_size", f"is {engines}", "1 here: run workers")
+        ranks: RankGroup | None = None
+        if runner is None and config.tensor_parallel_size > 1:
+            config, ranks = _load_ranks(config, model_config)
+            runner = ranks
+        elif runner is None:
             config, runner = _load_model(config, model_config)
         else:
             config = with_pool(config, model_config.max_position_embeddings, lambda _: 0, 0)
         has_tokenizer = (Path(config.model) / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(config.model) if has_tokenizer else None
         self.config = config
-        self.core = EngineCore(config, runner, clock)
+        self.core = EngineCore(config, runner, clock, ranks)
         self.io = InputOutputProcessor(tokenizer, model_config, config.kv_cache_block_size)
         self._clock = clock
         # The same live answers by sequence and by request.
         self._live: dict[int, Answer] = {}
         self._requests: dict[str, list[Answer]] = {}
         self._finished: list[Answer] = []
+
+    def close(self) -> None:
+        """Ends the ranks, if there are any; the engine can not be used after that. May be called twice."""
+        self.core.close()
 
     def add_request(
         self,
@@ -447,6 +462,23 @@ def _stream(answers: Iterable[Answer], on_error: Callable[[Answer], None]) -> No
 def default_config(folder: str | Path) -> Config:
     """How a checkpoint is run when nothing else is said."""
     return Config(model=str(folder), enable_prefix_caching=True, max_num_batched_tokens=CPU_MAX_NUM_BATCHED_TOKENS)
+
+
+def _folder(model: str, *, weights: bool) -> str:
+    try:
+        return str(model_folder(model, weights=weights))
+    except HubError as error:
+        raise ModelError(str(error)) from None
+
+
+def _load_ranks(config: Config, model_config: ModelConfig) -> tuple[Config, RankGroup]:
+    topology, progress = Topology(config.tensor_parallel_size), Progress()
+    group = RankGroup(topology, config.model, threads_per_rank(None, len(topology.local_ranks)), progress.bytes)
+    try:
+        config, _ = load_ranks(group, config, model_config, progress)
+    finally:
+        progress.done()
+    return config, group
 
 
 def _load_model(config: Config, model_config: ModelConfig) -> tuple[Config, Runner]:

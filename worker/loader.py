@@ -4,99 +4,155 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from common.config_parts import QuantizationConfig
+from worker.checkpoint_index import CheckpointIndex, some
 from worker.model_config import ModelError
+from worker.safetensors_file import Entry, Shape, header_bytes, read_entries
+from worker.stored_tensors import Files, Index, StoredTensor
+
+__all__ = ["Progress", "Shape", "Weights", "load_weights", "no_progress", "weights_digest"]
 
 Progress = Callable[[int, int], None]
-Shape = tuple[int, ...]
 
 INDEX_FILE = "model.safetensors.index.json"
 SINGLE_FILE = "model.safetensors"
-FLOAT_DTYPES = frozenset({"F32", "F16", "BF16"})
-# Buffers that older transformers wrote and that follow from config.json.
-DERIVED_SUFFIXES = (".rotary_emb.inv_freq",)
 # Files up to this size are hashed whole; of larger ones, DIGEST_SAMPLES windows.
 DIGEST_WHOLE_BYTES = 64 << 20
 DIGEST_SAMPLES = 256
 DIGEST_WINDOW_BYTES = 64 << 10
-# How many tensor names an error spells out.
-_NAMES_SHOWN = 5
-_HEADER_LENGTH_BYTES = 8
 _ALL = slice(None)
+_UNQUANTIZED = QuantizationConfig()
 
 
 def no_progress(done_bytes: int, total_bytes: int) -> None:
     """Progress for nobody."""
 
 
-@dataclass(frozen=True)
-class _Entry:
-    file: Path
-    dtype: str
-    shape: Shape
-    num_bytes: int
-
-
 class Weights:
-    """The tensors of a checkpoint, mapped; a tensor's pages are read when it is copied.
+    """The tensors of a checkpoint, of which each rank reads its parts, in pieces that leave no pages behind.
+
+    Quantized tensors look like others: what is read is dequantized.
 
     Args:
-        entries: where each expected tensor is.
-        progress: called with (bytes taken, bytes of all) after each `take`.
+        tensors: where each expected tensor is.
+        progress: called with (bytes read, bytes that this rank will have read) after each tensor or part. How much of
+            the coming tensors this rank reads is estimated from the share that it has read of the earlier ones.
     """
 
-    def __init__(self, entries: Mapping[str, _Entry], progress: Progress) -> None:
-        self._entries = entries
+    def __init__(self, tensors: Mapping[str, StoredTensor], progress: Progress) -> None:
+        self._tensors = tensors
         self._progress = progress
-        self._total = sum(entry.num_bytes for entry in entries.values())
-        self._taken: set[str] = set()
-        self._done = 0
-        self._open: dict[Path, Any] = {}
+        self._whole_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+        # Of the tensors that were touched: their bytes, and those of the parts that were read.
+        self._touched: set[str] = set()
+        self._touched_bytes = 0
+        self._read_bytes = 0
+        self._files = Files()
 
     def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return name in self._tensors
 
-    def take(self, name: str, rows: slice = _ALL, columns: slice = _ALL) -> torch.Tensor:
-        """A tensor, or a part of its first and its last dimension, of which nothing else is read.
+    def shape(self, name: str) -> Shape:
+        """The shape of a whole tensor."""
+        return self._tensors[name].shape
 
-        It is in the checkpoint's dtype and to be copied by the caller: it is neither aligned nor private.
+    def part_shape(self, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL) -> Shape:
+        """The shape of what `take` would give."""
+        return tuple(part.stop - part.start for part in _index(self.shape(name), rows, columns, middle))
+
+    def take(
+        self,
+        name: str,
+        rows: slice = _ALL,
+        columns: slice = _ALL,
+        middle: slice = _ALL,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A tensor or a part of it, of which nothing else is read.
+
+        Args:
+            name: of the tensor.
+            rows: part of its first dimension.
+            columns: part of its last dimension, where that is not the first.
+            middle: part of the second of three dimensions.
+            dtype: any float dtype; None takes one that loses nothing, float32 where the checkpoint is quantized.
+
+        Returns:
+            The tensor, contiguous and the caller's own.
         """
-        entry = self._entries[name]
-        if entry.file not in self._open:
-            self._open[entry.file] = safe_open(entry.file, framework="pt")
-        stored = self._open[entry.file].get_slice(name)
-        tensor: torch.Tensor = stored[(rows,)] if columns == _ALL else stored[rows, ..., columns]
-        if name not in self._taken:
-            self._taken.add(name)
-            self._done += entry.num_bytes
-            self._progress(self._done, self._total)
-        return tensor
+        shape = self.part_shape(name, rows, columns, middle)
+        out = torch.empty(shape, dtype=dtype or self._tensors[name].dtype)
+        self.copy_to(out, name, rows, columns, middle)
+        return out
+
+    def copy_to(
+        self, out: torch.Tensor, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL
+    ) -> None:
+        """Like `take`, into memory that is there already, of any float dtype: nothing is held twice.
+
+        Raises:
+            ValueError: `out` has not the part's shape.
+        """
+        tensor = self._tensors[name]
+        index = _index(tensor.shape, rows, columns, middle)
+        shape = [part.stop - part.start for part in index]
+        if list(out.shape) != shape:
+            raise ValueError(f"{name}: the part is {shape}, the place for it {list(out.shape)}")
+        tensor.copy(self._files, index, out)
+        self._count(name, tensor.num_bytes * math.prod(shape) // max(1, math.prod(tensor.shape)))
+
+    def _count(self, name: str, read_bytes: int) -> None:
+        if name not in self._touched:
+            self._touched.add(name)
+            self._touched_bytes += self._tensors[name].num_bytes
+        self._read_bytes += read_bytes
+        expected = self._whole_bytes * self._read_bytes // max(1, self._touched_bytes)
+        self._progress(self._read_bytes, max(expected, self._read_bytes))
 
 
-def load_weights(folder: Path | str, expected: Mapping[str, Shape], progress: Progress = no_progress) -> Weights:
+def _index(shape: Shape, rows: slice, columns: slice, middle: slice) -> Index:
+    """A slice with bounds for each dimension.
+
+    Raises:
+        ValueError: a part of a dimension that the tensor does not have.
+    """
+    if (middle != _ALL and len(shape) != 3) or (columns != _ALL and len(shape) < 2):
+        raise ValueError(f"a tensor {list(shape)} has no such dimension")
+    parts = ((), (rows,), (rows, columns), (rows, middle, columns))[len(shape)]
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(parts, shape, strict=True))
+
+
+def load_weights(
+    folder: Path | str,
+    expected: Mapping[str, Shape],
+    progress: Progress = no_progress,
+    *,
+    kept: tuple[str, ...] = (),
+    quantization: QuantizationConfig = _UNQUANTIZED,
+) -> Weights:
     """Finds every expected tensor of a checkpoint, reading headers only.
 
     Args:
         folder: checkpoint folder with safetensors.
         expected: name and shape of every tensor of the model.
         progress: see Weights.
+        kept: beginnings of names of further tensors that may be there and are left alone, such as MTP layers.
+        quantization: how the checkpoint's weights are quantized.
 
     Raises:
-        ModelError: there are no safetensors, a file is damaged, or tensors are missing, surplus, of another shape or
-            not in floating point; the message names them.
+        ModelError: there are no safetensors, a file is damaged, or tensors are missing, surplus, or of another shape
+            or dtype; the message names them.
     """
-    entries: dict[str, _Entry] = {}
+    entries: dict[str, Entry] = {}
     for file in _files(Path(folder)):
-        entries.update(_read_entries(file))
-    _check(entries, expected)
-    return Weights({name: entries[name] for name in expected}, progress)
+        entries.update(read_entries(file))
+    return Weights(CheckpointIndex(entries, quantization).find(expected, kept), progress)
 
 
 def weights_digest(folder: Path | str) -> str:
@@ -115,7 +171,7 @@ def weights_digest(folder: Path | str) -> str:
             if size <= DIGEST_WHOLE_BYTES:
                 digest.update(stream.read())
                 continue
-            digest.update(stream.read(_HEADER_LENGTH_BYTES + _header_length(file)))
+            digest.update(stream.read(header_bytes(file)))
             for sample in range(DIGEST_SAMPLES):
                 stream.seek((size - DIGEST_WINDOW_BYTES) * sample // (DIGEST_SAMPLES - 1))
                 digest.update(stream.read(DIGEST_WINDOW_BYTES))
@@ -128,7 +184,7 @@ def _files(folder: Path) -> list[Path]:
         names = sorted(set(_weight_map(index).values()))
         missing = [name for name in names if not (folder / name).is_file()]
         if missing:
-            raise ModelError(f"{folder} lacks {_some(missing)}, named in {INDEX_FILE}; download the checkpoint again")
+            raise ModelError(f"{folder} lacks {some(missing)}, named in {INDEX_FILE}; download the checkpoint again")
         return [folder / name for name in names]
     if (folder / SINGLE_FILE).is_file():
         return [folder / SINGLE_FILE]
@@ -146,50 +202,3 @@ def _weight_map(index: Path) -> dict[str, str]:
         return {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ModelError(f"{index} can not be read; download the checkpoint again") from error
-
-
-def _header_length(file: Path) -> int:
-    with file.open("rb") as stream:
-        return int.from_bytes(stream.read(_HEADER_LENGTH_BYTES), "little")
-
-
-def _read_entries(file: Path) -> dict[str, _Entry]:
-    entries = {}
-    try:
-        # Checks header, offsets and size; what follows can rely on them.
-        with safe_open(file, framework="pt"), file.open("rb") as stream:
-            stream.seek(_HEADER_LENGTH_BYTES)
-            header = json.loads(stream.read(_header_length(file)))
-    except (SafetensorError, OSError, ValueError) as error:
-        reason = " ".join(str(error).split())
-        raise ModelError(f"{file} is damaged ({reason}); download the checkpoint again") from error
-    for name, tensor in header.items():
-        if name != "__metadata__":
-            begin, end = tensor["data_offsets"]
-            entries[name] = _Entry(file, tensor["dtype"], tuple(tensor["shape"]), end - begin)
-    return entries
-
-
-def _check(entries: Mapping[str, _Entry], expected: Mapping[str, Shape]) -> None:
-    problems = []
-    missing = sorted(expected.keys() - entries.keys())
-    if missing:
-        problems.append(f"missing {_some(missing)}")
-    surplus = sorted(name for name in entries.keys() - expected.keys() if not name.endswith(DERIVED_SUFFIXES))
-    # Some checkpoints with tied embeddings store the head again.
-    if surplus and surplus != ["lm_head.weight"]:
-        problems.append(f"surplus {_some(surplus)}")
-    common = [(name, entries[name], shape) for name, shape in sorted(expected.items()) if name in entries]
-    shapes = [f"{name} is {list(e.shape)}, expected {list(shape)}" for name, e, shape in common if e.shape != shape]
-    if shapes:
-        problems.append(_some(shapes))
-    dtypes = [f"{name} is {e.dtype}" for name, e, _ in common if e.dtype not in FLOAT_DTYPES]
-    if dtypes:
-        problems.append(f"not float32, bfloat16 or float16: {_some(dtypes)}")
-    if problems:
-        raise ModelError(f"the weights do not fit config.json: {'; '.join(problems)}")
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
-    return ", ".join(names[:_NAMES_SHOWN]) + more

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from common.config import DTYPES
+from common.config import DTYPES, QuantizationConfig
+from common.sampling_params import SamplingParams, model_defaults
 from worker.models.registry import support_model_arch_dict
+from worker.quantization import parse_quantization
 
 SUPPORTED_ARCHITECTURES = tuple(support_model_arch_dict)
-SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3")
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+# What transformers takes for granted where config.json is silent, if it is not what it does for Llama.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "MixtralForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    "Glm4MoeForCausalLM": {"rms_norm_eps": 1e-5, "partial_rotary_factor": 0.5},
+    "GptOssForCausalLM": {"rms_norm_eps": 1e-5, "rope_theta": 150000.0, "attention_bias": True},
+}
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+# What `transformers` calls DeepSeek-V3.2's layers, which need not be told from others.
+INDEXED_ATTENTION = "indexed_attention"
 
 
 class ModelError(Exception):
@@ -25,9 +39,16 @@ class RopeConfig:
 
     Attributes:
         theta: base of the wavelengths.
-        type: `default`, `linear` or `llama3`.
+        type: `default`, `linear`, `llama3` or `yarn` (arXiv:2309.00071).
         factor: how far positions are stretched; 1 for `default`.
-        low_freq_factor, high_freq_factor, original_max_position_embeddings: `llama3` only.
+        low_freq_factor, high_freq_factor: `llama3` only.
+        original_max_position_embeddings: `llama3` and `yarn`.
+        attention_factor: what cosines and sines are multiplied by; 1 but for `yarn`.
+        beta_fast, beta_slow: `yarn` only: rotations over the original length above which a wavelength is kept, and
+            below which it is stretched in full.
+        truncate: `yarn` only: whether the borders between the two are rounded to whole dimensions.
+        mscale_all_dim: `yarn` only: what DeepSeek's attention scales its scores by; 0 is off.
+        partial_rotary_factor: the part of a head, from its first dimension on, that is rotated.
     """
 
     theta: float = 10000.0
@@ -36,6 +57,16 @@ class RopeConfig:
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale_all_dim: float = 0.0
+    partial_rotary_factor: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many of a head's dimensions are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
 
 
 @dataclass(frozen=True)
@@ -45,7 +76,8 @@ class ModelConfig:
     Attributes:
         dtype: the checkpoint's own dtype, one of DTYPES.
         eos_token_ids: every end-of-sequence id, generation_config.json before config.json.
-        temperature, top_k, top_p: the checkpoint's generation defaults, None where it has none.
+        sampling_defaults: what generation_config.json says for parameters that a request leaves out.
+        quant_config: how the checkpoint's weights are quantized.
         source: config.json as it is, for what only one architecture knows.
         The others are named as in config.json.
     """
@@ -67,9 +99,8 @@ class ModelConfig:
     dtype: str
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
-    temperature: float | None = None
-    top_k: int | None = None
-    top_p: float | None = None
+    sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
+    quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     @classmethod
@@ -92,6 +123,62 @@ class ModelConfig:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ModelError(f"{folder / 'config.json'} can not be used: {what}") from error
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers are mixtures of experts."""
+        return any(self.source.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of config.json, for what only one architecture knows; `default` where it has none.
+
+        Raises:
+            ModelError: it is missing without a default, or not a whole number of at least `least`.
+        """
+        value = self.source.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ModelError(f"config.json: {key} is {value!r}; it must be an integer of at least {least}")
+        return value
+
+    def slides(self, layer: int, by_default: bool) -> bool:
+        """Whether `layer_types` gives a layer a sliding window; `by_default` where there are no types.
+
+        Raises:
+            ModelError: there is not one type per layer, or one of another kind.
+        """
+        types = self.source.get("layer_types")
+        if types is None:
+            return by_default
+        if not isinstance(types, list) or len(types) != self.num_hidden_layers:
+            raise ModelError(f"config.json: layer_types must list {self.num_hidden_layers} layers")
+        if types[layer] not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise ModelError(f"layer type {types[layer]!r} is not supported: {FULL_ATTENTION}, {SLIDING_ATTENTION}")
+        return bool(types[layer] == SLIDING_ATTENTION)
+
+    def number(self, key: str, default: float) -> float:
+        """A real number of config.json.
+
+        Raises:
+            ModelError: it is not one.
+        """
+        value = self.source.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ModelError(f"config.json: {key} is {value!r}; it must be a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A truth value of config.json.
+
+        Raises:
+            ModelError: it is not one.
+        """
+        value = self.source.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ModelError(f"config.json: {key} is {value!r}; it must be true or false")
+        return value
+
 
 def _read_json(path: Path) -> dict[str, Any] | None:
     try:
@@ -108,6 +195,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
     architecture = _architecture(config)
+    config = {**_DEFAULTS.get(architecture, {}), **config}
     _refuse_unsupported(config)
     hidden_size = _count(config, "hidden_size")
     heads = _count(config, "num_attention_heads")
@@ -115,8 +203,10 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     head_dim = _count(config, "head_dim", hidden_size // heads)
     if heads % kv_heads:
         raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
-    if head_dim % 2:
-        raise ModelError(f"head_dim {head_dim} is odd; rotary embeddings need an even one")
+    rope = rope_config(config)
+    if not rope.rotary_dim(head_dim) or rope.rotary_dim(head_dim) % 2:
+        rotary = f"head_dim {head_dim}, of which {rope.rotary_dim(head_dim)} are rotated"
+        raise ModelError(f"{rotary}: rotary embeddings need an even number")
     return ModelConfig(
         architecture=architecture,
         hidden_size=hidden_size,
@@ -127,7 +217,7 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         intermediate_size=_count(config, "intermediate_size"),
         vocab_size=_count(config, "vocab_size"),
         rms_norm_eps=float(config.get("rms_norm_eps", 1e-6)),
-        rope=_rope(config),
+        rope=rope,
         tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
         attention_bias=bool(config.get("attention_bias", False)),
         mlp_bias=bool(config.get("mlp_bias", False)),
@@ -135,9 +225,8 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
         dtype=_dtype(config),
         bos_token_id=_optional(int, _first(generation, config, "bos_token_id")),
         eos_token_ids=_token_ids(_first(generation, config, "eos_token_id")),
-        temperature=_optional(float, generation.get("temperature")),
-        top_k=_optional(int, generation.get("top_k")),
-        top_p=_optional(float, generation.get("top_p")),
+        sampling_defaults=model_defaults(generation),
+        quant_config=parse_quantization(config),
         source=config,
     )
 
@@ -152,36 +241,66 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:
-    """Settings that would change the numbers if they were ignored."""
-    if config.get("quantization_config"):
-        raise ModelError("quantized checkpoints are not supported; give the float32, bfloat16 or float16 checkpoint")
+    """Settings that would change the numbers if they were ignored; others are an architecture's own to refuse."""
     if config.get("hidden_act", "silu") != "silu":
         raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
-    if config.get("use_sliding_window") or set(config.get("layer_types") or ()) - {"full_attention"}:
-        raise ModelError("sliding window attention is not supported; give a checkpoint with full attention")
 
 
-def _rope(config: Mapping[str, Any]) -> RopeConfig:
+def rope_config(config: Mapping[str, Any]) -> RopeConfig:
     """transformers 5 writes `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`."""
     parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
     kind = str(parameters.get("rope_type", parameters.get("type", "default")))
     if kind not in SUPPORTED_ROPE_TYPES:
         raise ModelError(f"rope scaling {kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
-    if parameters.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
-        raise ModelError("partial_rotary_factor is not supported; give a checkpoint with full rotary embeddings")
-    theta = float(parameters.get("rope_theta", config.get("rope_theta", RopeConfig.theta)))
-    if kind == "default":
-        return RopeConfig(theta)
-    if kind == "linear":
-        return RopeConfig(theta, kind, float(parameters["factor"]))
-    return RopeConfig(
-        theta,
-        kind,
-        float(parameters["factor"]),
-        float(parameters["low_freq_factor"]),
-        float(parameters["high_freq_factor"]),
-        int(parameters["original_max_position_embeddings"]),
+    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rope = RopeConfig(
+        theta=float(parameters.get("rope_theta", config.get("rope_theta", RopeConfig.theta))),
+        type=kind,
+        partial_rotary_factor=1.0 if partial is None else float(partial),
     )
+    if not 0.0 < rope.partial_rotary_factor <= 1.0:
+        raise ValueError(f"partial_rotary_factor is {partial!r}; it must be above 0 and at most 1")
+    if kind == "linear":
+        return replace(rope, factor=float(parameters["factor"]))
+    if kind == "llama3":
+        return replace(
+            rope,
+            factor=float(parameters["factor"]),
+            low_freq_factor=float(parameters["low_freq_factor"]),
+            high_freq_factor=float(parameters["high_freq_factor"]),
+            original_max_position_embeddings=int(parameters["original_max_position_embeddings"]),
+        )
+    return _yarn(rope, parameters, config) if kind == "yarn" else rope
+
+
+def _yarn(rope: RopeConfig, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> RopeConfig:
+    """As transformers reads it: without `factor` the two lengths say it, without `attention_factor` the mscales do."""
+    given = config.get("original_max_position_embeddings", parameters.get("original_max_position_embeddings"))
+    longest = _count(config, "max_position_embeddings", 2048)
+    original = longest if given is None else int(given)
+    factor = parameters.get("factor")
+    factor = longest / original if factor is None else float(factor)
+    all_dim = float(parameters.get("mscale_all_dim") or 0.0)
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        mscale = float(parameters.get("mscale") or 0.0)
+        whole = yarn_mscale(factor)
+        attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if mscale and all_dim else whole
+    return replace(
+        rope,
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=float(attention_factor),
+        beta_fast=float(parameters.get("beta_fast") or RopeConfig.beta_fast),
+        beta_slow=float(parameters.get("beta_slow") or RopeConfig.beta_slow),
+        truncate=bool(parameters.get("truncate", True)),
+        mscale_all_dim=all_dim,
+    )
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """How much attention is sharpened when positions are stretched by `factor` (arXiv:2309.00071, section 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 
 def _dtype(config: Mapping[str, Any]) -> str:

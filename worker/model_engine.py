@@ -32,7 +32,7 @@ def build_model_engine(
     runner = ModelRunner(config, model_config, progress.bytes)
     model_len = model_config.max_position_embeddings
     config = with_pool(config, model_len, runner.num_blocks_for, available_memory())
-    _allocate(runner, config.num_kvcache_blocks)
+    allocate(runner, config.num_kvcache_blocks)
     progress.stage("warming up")
     runner.warmup()
     facts = replace(
@@ -47,7 +47,12 @@ def build_model_engine(
     return EngineCore(config, runner), facts
 
 
-def _allocate(runner: ModelRunner, num_blocks: int) -> None:
+def allocate(runner: ModelRunner, num_blocks: int) -> None:
+    """Makes the KV pool.
+
+    Raises:
+        ModelError: it does not fit into memory.
+    """
     try:
         runner.allocate_kv_cache(num_blocks)
     except (RuntimeError, MemoryError, OSError):

@@ -15,13 +15,20 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.config import Config
+from common.config import Config, QuantizationConfig
 from common.text.tokenizer import Tokenizer, TokenizerError
 from kernels.interface import AttentionMetaData, KVCache, SampleParams
 from kernels.select import select_backend
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.dtype import log_dtype, resolve_dtype
-from worker.forward_context import Context, KVCacheTensor, reset_forward_context, set_forward_context, set_kv_cache_data
+from worker.dtype import log_dtype, resolve_dtype, resolve_kv_dtype
+from worker.forward_context import (
+    Context,
+    DPMetadata,
+    KVCacheTensor,
+    reset_forward_context,
+    set_forward_context,
+    set_kv_cache_data,
+)
 from worker.layers.build import Build
 from worker.loader import Progress, load_weights, no_progress
 from worker.model_config import ModelConfig, ModelError
@@ -58,14 +65,16 @@ def kv_block_bytes(model_config: ModelConfig, config: Config, shard: Shard | Non
     """Bytes of one KV block on one rank: what all layers keep of its tokens."""
     spec = model_class(model_config.architecture).kv_spec(model_config, shard or Shard())
     values = model_config.num_hidden_layers * spec.values_per_token
-    return values * config.kv_cache_block_size * resolve_dtype(config.dtype, model_config).itemsize
+    dtype = resolve_kv_dtype(config.kv_cache_dtype, resolve_dtype(config.dtype, model_config))
+    return values * config.kv_cache_block_size * dtype.itemsize
 
 
 class ModelRunner:
     """A loaded model and its KV cache; implements worker.batch.Runner. Not for two threads at a time.
 
     Args:
-        config: `model` is the checkpoint folder; `dtype`, `kernels`, `max_model_len`, `kv_cache_block_size` count.
+        config: `model` is the checkpoint folder; `dtype`, `kv_cache_dtype`, `kernels`, `max_model_len`,
+            `kv_cache_block_size` and `quant_config` count.
         model_config: from the same folder.
         progress: called with (bytes loaded, bytes in all) for each tensor.
         shard: the part of the model that this rank holds; all of it when None.
@@ -87,14 +96,25 @@ class ModelRunner:
         self.model_config = model_config
         self.dtype = resolve_dtype(config.dtype, model_config)
         log_dtype(config.dtype, model_config, self.dtype)
+        self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
         self.max_model_len = config.max_model_len or model_config.max_position_embeddings
         try:
             self.kernels = select_backend(config.kernels)
         except ValueError as error:
             raise ModelError(str(error)) from error
         self.shard = shard or Shard()
+        if config.enable_expert_parallel and not model_config.has_experts:
+            raise ModelError(
+                f"enable_expert_parallel: {model_config.architecture} has no experts to spread; leave it out"
+            )
         architecture = model_class(model_config.architecture)
-        weights = load_weights(config.model, architecture.tensor_shapes(model_config), progress)
+        weights = load_weights(
+            config.model,
+            architecture.tensor_shapes(model_config),
+            progress,
+            kept=architecture.kept_tensors(model_config),
+            quantization=_quantization(config, model_config),
+        )
         self._kv_spec = architecture.kv_spec(model_config, self.shard)
         self._num_heads = length(self.shard.part(model_config.num_attention_heads, "num_attention_heads"))
         build = Build(model_config, self.kernels, weights, self.dtype, self.max_model_len, self.shard)
@@ -113,7 +133,7 @@ class ModelRunner:
         """Makes the KV pool; earlier content is lost."""
         layers = self.model_config.num_hidden_layers
         self._kv_cache = self.kernels.allocate_kv(
-            self._kv_spec, layers, num_blocks, self.config.kv_cache_block_size, self.dtype
+            self._kv_spec, layers, num_blocks, self.config.kv_cache_block_size, self.kv_dtype
         )
         self._kv_cache_data = {f"layers.{layer}": KVCacheTensor(layer, self._kv_cache) for layer in range(layers)}
 
@@ -138,6 +158,8 @@ class ModelRunner:
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Computes one step; only sequences whose last token is reached get a token (T31)."""
+        if batch.is_dummy_run:
+            self.dummy_run()
         if not batch.req_ids:
             return ScheduledBatchOutput({})
         self._last_output = self.postprocess(batch, self.run_model(self.prepare_model(batch)))
@@ -166,8 +188,8 @@ class ModelRunner:
         metadata.plan = self.kernels.plan_attention(metadata, self._kv_cache, self._num_heads)
         multiple = self.kernels.row_multiple
         padded = -(-total // multiple) * multiple
-        context = Context(_padded(positions, padded), total > len(lengths), len(lengths), padded)
-        token_ids = _padded(_flat(batch.input_tokens(self._last_output), total), padded)
+        context = Context(_padded(positions, padded), batch.total_seqs_num_prefill, len(lengths), padded)
+        token_ids = _padded(np.array(batch.input_token_ids(self._last_output), np.int64), padded)
         final_rows = torch.from_numpy(ends[np.array(batch.is_final, np.bool_)] - 1)
         return ModelInput(token_ids, context, metadata, final_rows)
 
@@ -175,7 +197,7 @@ class ModelRunner:
     def run_model(self, step: ModelInput) -> torch.Tensor:
         """float32 logits [F, V] of the final rows; -inf for ids that the tokenizer does not have."""
         set_kv_cache_data(self._kv_cache_data)
-        set_forward_context(step.metadata, self.config, step.context)
+        set_forward_context(step.metadata, self.config, step.context, self._dp_metadata(step.context.graph_bs))
         try:
             hidden = self.model.forward(step.token_ids, step.context.positions)
         finally:
@@ -183,6 +205,17 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden.index_select(0, step.final_rows))
         logits[:, self._sampled_ids :] = -torch.inf
         return logits
+
+    def _dp_metadata(self, num_rows: int) -> DPMetadata | None:
+        data = self.shard.data
+        return None if data is None else DPMetadata.make(DPMetadata.num_tokens_across_dp(num_rows, data))
+
+    def dummy_run(self) -> None:
+        """A step on a row that nobody asked for, in a KV pool of its own: this engine's part of the others' experts."""
+        seq = Sequence([0], self.config.kv_cache_block_size)
+        seq.block_table = [0]
+        with self.scratch_kv_cache(1):
+            self.run_model(self.prepare_model(ScheduledBatch({seq.id: seq}, [1], 1)))
 
     @torch.inference_mode()
     def postprocess(self, batch: ScheduledBatch, logits: torch.Tensor) -> ScheduledBatchOutput:
@@ -208,6 +241,13 @@ class ModelRunner:
             choices=np.array(batch.choices, np.int64)[final],
         ).tolist()
         return ScheduledBatchOutput({batch.req_ids[i]: (token,) for i, token in zip(final.tolist(), ids, strict=True)})
+
+
+def _quantization(config: Config, model_config: ModelConfig) -> QuantizationConfig:
+    given, own = config.quant_config, model_config.quant_config
+    if QuantizationConfig() not in (given, own) and given != own:
+        raise ModelError("quant_config differs from the checkpoint's own in config.json; leave it at its default")
+    return own if given == QuantizationConfig() else given
 
 
 def _sampled_ids(folder: str, model_config: ModelConfig) -> int:

@@ -26,6 +26,7 @@ PROTO_REASONS: Final = {
 class Start:
     """What is known about a sequence at its first token; durations in seconds."""
 
+    prompt_tokens: int
     cached_tokens: int
     queue_s: float
     prefill_s: float

@@ -31,7 +31,7 @@ from typing import Protocol
 from common.config import MIXED, Config
 from common.delay_gate import DelayGate
 from common.errors import InvalidFieldError, PromptTooLongError
-from worker.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput
+from worker.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput, SequenceColumns
 from worker.block_manager import BlockManager, IntegrityError
 from worker.sequence import EndReason, Sequence, SequenceStatus, SequenceType
 from worker.sequence_queue import SequenceQueue, SequenceSet
@@ -57,6 +57,8 @@ class _Step:
         self.budget = budget
         self.seqs: dict[int, Sequence] = {}
         self.num_scheduled_tokens: list[int] = []
+        # Of all rows, when they are those of the last step.
+        self.columns: SequenceColumns | None = None
         self.num_prefill_seqs = 0
         self.num_prefill_tokens = 0
         self.drafts: dict[int, list[int]] = {}
@@ -67,6 +69,10 @@ class _Step:
     def add(self, seq: Sequence, num_tokens: int, kind: SequenceType) -> None:
         """Lets the step compute the next `num_tokens` of `seq`."""
         seq.type = kind
+        if self.columns is not None:
+            for decoding in self.columns.rows:
+                decoding.type = SequenceType.DECODE
+            self.columns, self.seqs = None, dict(self.seqs)
         self.seqs[seq.id] = seq
         self.num_scheduled_tokens.append(num_tokens)
         self.budget -= num_tokens
@@ -74,8 +80,15 @@ class _Step:
             self.num_prefill_seqs += 1
             self.num_prefill_tokens += num_tokens
 
+    def add_decodes(self, columns: SequenceColumns) -> None:
+        """Lets a step that is empty so far compute one token of each."""
+        self.columns = columns
+        self.seqs = columns.by_id
+        self.num_scheduled_tokens = [1] * len(columns.rows)
+        self.budget -= len(columns.rows)
+
     def build(self, num_spec_step: int) -> ScheduledBatch:
-        """The batch, a copy of everything."""
+        """The batch, a snapshot of everything."""
         total = sum(self.num_scheduled_tokens)
         return ScheduledBatch(
             self.seqs,
@@ -88,6 +101,7 @@ class _Step:
             total_seqs_num_decode=len(self.seqs) - self.num_prefill_seqs,
             num_spec_step=num_spec_step,
             scheduled_spec_decode_tokens=self.drafts,
+            columns=self.columns,
         )
 
 
@@ -125,10 +139,14 @@ class Scheduler:
         self.last_prompt_latency = 0.0
         self.prefill_rate = 0.0
         self.num_preemptions = 0
-        # Those of `running` whose prompt is not computed to its end.
         # Hashes that the steps in flight compute, oldest step first.
         self._computing: deque[set[int]] = deque()
+        # Those of `running` whose prompt is not computed to its end.
         self._prefilling: dict[int, Sequence] = {}
+        # The others, in the order of `running`; None when they have to be looked up anew.
+        self._decoding: SequenceColumns | None = None
+        # How many of `running` may need more blocks than they have.
+        self._num_growing = 0
         self._num_prefill_steps = 0
         self._live: dict[int, Sequence] = {}
         self._outputs: list[RequestOutput] = []
@@ -263,29 +281,78 @@ class Scheduler:
         """
         finished: list[Sequence] = []
         self._computing.popleft()
-        drafts = fwd_output.draft_token_ids or {}
-        columns = zip(seqs, batch.num_scheduled_tokens, batch.context_lens, batch.is_final, strict=True)
-        for seq, num_scheduled, computed, final in columns:
-            if seq.is_finished:
-                continue
-            seq.num_inflight_tokens -= num_scheduled
-            seq.num_placeholder -= final
-            token_ids = fwd_output.token_ids.get(seq.id, ())
-            taken, stop = self._append(seq, token_ids, now)
-            # A preempted sequence gets its late token (T25), but what was computed with it is gone.
-            if seq.status is SequenceStatus.RUNNING:
-                rejected = self._count_rejected(batch.scheduled_spec_decode_tokens.get(seq.id), token_ids)
-                seq.num_computed_tokens = min(computed - rejected, seq.num_tokens)
-                seq.spec_token_ids = drafts.get(seq.id, [])
-                self.block_manager.publish(seq)
-            if stop is not None:
-                self._end(seq, stop, now)
-                finished.append(seq)
-            if taken:
-                self._emit(seq, taken)
+        if batch.is_plain_decode:
+            self._land_decodes(seqs, fwd_output, finished, now)
+        else:
+            drafts = fwd_output.draft_token_ids or {}
+            for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
+                verified = batch.scheduled_spec_decode_tokens.get(seq.id)
+                token_ids = fwd_output.token_ids.get(seq.id, ())
+                self._land(seq, num_scheduled, final, token_ids, verified, finished, now)
+                if seq.status is SequenceStatus.RUNNING:
+                    seq.spec_token_ids = drafts.get(seq.id, [])
         if stream_output_queue is not None:
             stream_output_queue.put_nowait(self.take_outputs())
         return finished
+
+    def _land_decodes(
+        self, seqs: Iterable[Sequence], fwd_output: ScheduledBatchOutput, finished: list[Sequence], now: float
+    ) -> None:
+        """`_land` for a step of single decoded tokens, whose plain cases are written out: they are nearly all."""
+        outputs, token_ids, running = self._outputs, fwd_output.token_ids, SequenceStatus.RUNNING
+        for seq in seqs:
+            sampled = token_ids.get(seq.id, ())
+            # A prompt's last token that was discarded alone comes as a decode, and brings the first token.
+            if seq.status is not running or len(sampled) != 1 or seq.first_token_time is None:
+                self._land(seq, 1, True, sampled, None, finished, now)
+                continue
+            token_id = sampled[0]
+            seq.num_inflight_tokens -= 1
+            seq.num_placeholder -= 1
+            tokens = seq.token_ids
+            tokens.append(token_id)
+            seq.output_tokens.append(token_id)
+            seq.num_computed_tokens += 1
+            if seq.num_computed_tokens >= seq.publish_at:
+                self.block_manager.publish(seq)
+            if token_id in seq.stopping_ids or seq.stop_token_sequences or len(tokens) >= seq.length_limit:
+                stop = self.stop_rules.check(seq)
+                if stop is not None:
+                    self._end(seq, stop, now)
+                    finished.append(seq)
+                    self._emit(seq, [token_id])
+                    continue
+            output = RequestOutput(seq.id, [token_id])
+            outputs.append(output)
+            if seq.stream_callback is not None:
+                seq.stream_callback(output)
+
+    def _land(
+        self,
+        seq: Sequence,
+        num_scheduled: int,
+        final: bool,
+        token_ids: tuple[int, ...],
+        verified: list[int] | None,
+        finished: list[Sequence],
+        now: float,
+    ) -> None:
+        """Takes what a step has computed of one sequence, with the drafts that it has verified."""
+        if seq.is_finished:
+            return
+        seq.num_inflight_tokens -= num_scheduled
+        seq.num_placeholder -= final
+        taken, stop = self._append(seq, token_ids, now)
+        # A preempted sequence gets its late token (T25), but what was computed with it is gone.
+        if seq.status is SequenceStatus.RUNNING:
+            computed = seq.num_computed_tokens + num_scheduled - self._count_rejected(verified, token_ids)
+            seq.num_computed_tokens = min(computed, seq.num_tokens)
+            self.block_manager.publish(seq)
+        if stop is not None:
+            self._end(seq, stop, now)
+            finished.append(seq)
+        if taken:
+            self._emit(seq, taken)
 
     def discard(self, seqs: Iterable[Sequence], batch: ScheduledBatch) -> None:
         """Instead of `postprocess`, for a batch that was interrupted: what it should have computed is still to do."""
@@ -295,6 +362,7 @@ class Scheduler:
             seq.num_placeholder -= final
             if seq.status is SequenceStatus.RUNNING and seq.next_position < seq.num_tokens - 1:
                 self._prefilling[seq.id] = seq
+                self._decoding = None
 
     # Load figures.
 
@@ -339,6 +407,7 @@ class Scheduler:
             _require(seq.num_computed_tokens == 0 and not seq.spec_token_ids, f"waiting sequence {seq.id} has a past")
         for seq in self.running:
             self._check_running(seq)
+        _require(self._num_growing == sum(seq.may_grow for seq in self.running), "the count of growing sequences")
         _require(self.waiting.num_tokens == sum(seq.num_tokens for seq in self.waiting), "the count of waiting tokens")
         self.block_manager.check_integrity(self.running)
 
@@ -360,6 +429,7 @@ class Scheduler:
         if seq.id in self._live:
             return False
         self._live[seq.id] = seq
+        self.stop_rules.prepare(seq)
         queue.append(seq)
         # What an earlier attempt has delivered may have ended the stream already (rule S5).
         stop = self.stop_rules.check(seq)
@@ -391,13 +461,21 @@ class Scheduler:
     def _launch(self, step: _Step, batch: ScheduledBatch, now: float) -> None:
         """The batch is in flight: its sequences count what it computes, so that the next step goes on behind it."""
         self._computing.append(step.computing)
+        if step.columns is not None:
+            decode = SequenceType.DECODE
+            for seq in step.columns.rows:
+                seq.num_inflight_tokens += 1
+                seq.num_placeholder += 1
+                seq.type = decode
+            return
         for seq, num_tokens, final in zip(step.seqs.values(), batch.num_scheduled_tokens, batch.is_final, strict=True):
             seq.num_inflight_tokens += num_tokens
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = now
             if final:
                 seq.num_placeholder += 1
-                self._prefilling.pop(seq.id, None)
+                if self._prefilling.pop(seq.id, None) is not None:
+                    self._decoding = None
 
     def _fill_prefill(self, step: _Step) -> None:
         for seq in self._prefilling.values():
@@ -408,8 +486,8 @@ class Scheduler:
 
     def _admit(self, step: _Step) -> None:
         held: list[Sequence] = []
-        is_full = len(self.running) >= self.max_num_seqs
-        reserve = 0 if is_full else sum(self._may_grow(seq) for seq in self.running)
+        # One block is kept free for each sequence that may need a further one, else a preempted sequence would be
+        # admitted again only to be preempted again (T9).
         while self.waiting and step.budget > 0 and len(self.running) + len(held) < self.max_num_seqs:
             seq = self.waiting.first()
             if seq.num_inflight_tokens:
@@ -421,11 +499,10 @@ class Scheduler:
                 held.append(self.waiting.popleft())
                 continue
             num_tokens = self._chunk(seq.num_tokens - len(cached) * seq.block_size, step)
-            if num_tokens == 0 or not self.block_manager.can_allocate(seq, cached, reserve):
+            if num_tokens == 0 or not self.block_manager.can_allocate(seq, cached, self._num_growing):
                 break
             self._start(seq, cached)
             self._add_prefill(step, seq, num_tokens)
-            reserve += self._may_grow(seq)
         for seq in reversed(held):
             self.waiting.appendleft(seq)
 
@@ -446,38 +523,60 @@ class Scheduler:
         seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
         self._prefilling[seq.id] = seq
+        self._note_growth(seq)
 
     def _add_prefill(self, step: _Step, seq: Sequence, num_tokens: int) -> None:
         start = seq.next_position
         step.computing.update(self.block_manager.hashes_in(seq, start, start + num_tokens))
         step.add(seq, num_tokens, SequenceType.PREFILL)
 
-    def _may_grow(self, seq: Sequence) -> bool:
-        """Whether decoding may need a further block. One is kept free for each such sequence when others are admitted,
-        else a preempted sequence would be admitted again only to be preempted again (T9)."""
+    def _note_growth(self, seq: Sequence) -> None:
+        """Counts whether decoding may need a further block than the sequence has now."""
         # The last token's KV is never computed, but drafts want slots behind it.
-        longest = min(seq.num_prompt_tokens + seq.max_tokens - 1 + self.mtp_k, self.max_model_len)
-        return longest > len(seq.block_table) * seq.block_size
+        longest = min(seq.length_limit - 1 + self.mtp_k, self.max_model_len)
+        grows = seq.status is SequenceStatus.RUNNING and longest > seq.num_slots
+        self._num_growing += grows - seq.may_grow
+        seq.may_grow = grows
 
     # Decoding.
 
     def _fill_decode(self, step: _Step) -> None:
-        for seq in list(self.running):
-            # Victims are taken from the end, so none of them is in the step already (T30).
-            if seq.status is SequenceStatus.RUNNING and seq.id not in self._prefilling and self._goes_on(seq):
-                # Slots for k drafts and the token before them, but never beyond the longest sequence (T6).
-                num_slots = min(self.mtp_k + 1, self.max_model_len - seq.next_position)
-                if self._make_room(seq, num_slots, step):
-                    self.block_manager.may_append(seq, num_slots)
-                    self._add_decode(step, seq)
+        if self.use_spec or not self._fill_plain_decode(step):
+            for seq in list(self.running):
+                # Victims are taken from the end, so none of them is in the step already (T30).
+                if seq.status is SequenceStatus.RUNNING and seq.id not in self._prefilling and self._goes_on(seq):
+                    self._try_decode(step, seq)
+
+    def _fill_plain_decode(self, step: _Step) -> bool:
+        """One token of every sequence that can go on, if no one must be preempted for it; else nothing, and False."""
+        if self._decoding is None:
+            self._decoding = SequenceColumns([seq for seq in self.running if seq.id not in self._prefilling])
+        columns = self._decoding
+        if self._computing and any(seq.num_placeholder for seq in columns.rows):
+            columns = SequenceColumns([seq for seq in columns.rows if self._goes_on(seq)])
+        growing = [seq for seq in columns.rows if seq.num_computed_tokens + seq.num_inflight_tokens >= seq.num_slots]
+        if len(growing) > self.block_manager.num_free_blocks:
+            return False
+        for seq in growing:
+            self.block_manager.may_append(seq)
+            self._note_growth(seq)
+        if columns.rows:
+            step.add_decodes(columns)
+        return True
+
+    def _try_decode(self, step: _Step, seq: Sequence) -> None:
+        # Slots for k drafts and the token before them, but never beyond the longest sequence (T6).
+        num_slots = min(self.mtp_k + 1, self.max_model_len - seq.next_position)
+        if self._make_room(seq, num_slots, step):
+            self.block_manager.may_append(seq, num_slots)
+            self._note_growth(seq)
+            self._add_decode(step, seq)
 
     def _goes_on(self, seq: Sequence) -> bool:
         """Whether a decode can be scheduled before the output in flight is there."""
         if not seq.num_placeholder:
             return True
-        num_tokens = seq.num_tokens + seq.num_placeholder
-        ends = num_tokens - seq.num_prompt_tokens >= seq.max_tokens or num_tokens >= self.max_model_len
-        return not ends and not self.use_spec
+        return not self.use_spec and len(seq.token_ids) + seq.num_placeholder < seq.length_limit
 
     def _add_decode(self, step: _Step, seq: Sequence) -> None:
         """The newest token, and drafts as far as they can still be output."""
@@ -548,7 +647,10 @@ class Scheduler:
         """Takes a sequence out of the running set."""
         self.running.remove(seq)
         self._prefilling.pop(seq.id, None)
+        self._decoding = None
         self.block_manager.deallocate(seq)
+        self._num_growing -= seq.may_grow
+        seq.may_grow = False
 
     def _emit(self, seq: Sequence, token_ids: list[int]) -> None:
         output = RequestOutput(seq.id, token_ids)

@@ -6,7 +6,6 @@ import enum
 import itertools
 import math
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -65,6 +64,10 @@ class Sequence:
     T25, T27): they compute `num_inflight_tokens` tokens and will bring output `num_placeholder` times. `num_tokens`,
     `num_blocks` and `last_block_num_tokens` are derived, so they can not disagree with the tokens.
 
+    The scheduler looks at every running sequence in every step, so what it asks then is kept, not derived: `num_slots`
+    by the block manager with the block table, `publish_at` with what is published, `length_limit`, `stopping_ids` and
+    `may_grow` by the scheduler from the time it takes the sequence.
+
     Args:
         token_ids: the prompt, followed by what an earlier attempt has generated.
         block_size: tokens per KV block.
@@ -82,6 +85,48 @@ class Sequence:
         cache_salt: sequences of different salts share no blocks, even if their `hash_root` collides.
         may_return: whether it goes back to its router when it has to wait too long for its first step (rule S9).
     """
+
+    __slots__ = (
+        "_distinct_prompt_ids",
+        "arrive_time",
+        "block_size",
+        "block_table",
+        "cache_salt",
+        "choice",
+        "deadline",
+        "end_reason",
+        "first_scheduled_time",
+        "first_token_time",
+        "hash_root",
+        "id",
+        "leave_reason",
+        "leave_time",
+        "length_limit",
+        "may_grow",
+        "may_return",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_inflight_tokens",
+        "num_placeholder",
+        "num_prompt_tokens",
+        "num_slots",
+        "output_tokens",
+        "priority",
+        "publish_at",
+        "sampling_params",
+        "seed",
+        "spec_token_ids",
+        "status",
+        "steered_until",
+        "stop_strings",
+        "stop_token_id",
+        "stop_token_sequence",
+        "stop_token_sequences",
+        "stopping_ids",
+        "stream_callback",
+        "token_ids",
+        "type",
+    )
 
     def __init__(
         self,
@@ -114,6 +159,16 @@ class Sequence:
         self.num_inflight_tokens = 0
         self.num_placeholder = 0
         self.block_table: list[int] = []
+        # Tokens that the block table holds.
+        self.num_slots = 0
+        # The next number of computed tokens at which a block is full and can be published.
+        self.publish_at = math.inf
+        # The number of tokens, prompt included, at which it ends at the latest.
+        self.length_limit = self.num_prompt_tokens + params.max_tokens
+        # Newest tokens that may end it; the stop rules then say whether they do.
+        self.stopping_ids = frozenset(params.stop_token_ids)
+        # Whether it runs and may need more blocks than it has.
+        self.may_grow = False
         self.sampling_params = params
         # While it has fewer tokens than this, penalties or the min_tokens mask change its logits.
         self.steered_until = math.inf if params.penalized else self.num_prompt_tokens + params.min_tokens
@@ -137,6 +192,7 @@ class Sequence:
         self.end_reason: EndReason | None = None
         self.stop_token_id: int | None = None
         self.stop_token_sequence: list[int] | None = None
+        self._distinct_prompt_ids: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -191,10 +247,12 @@ class Sequence:
         """The prompt."""
         return self.token_ids[: self.num_prompt_tokens]
 
-    @cached_property
+    @property
     def distinct_prompt_ids(self) -> npt.NDArray[np.int64]:
         """The prompt's token ids, each once, ascending; computed once, as a prompt may be long."""
-        return np.unique(np.array(self.prompt_token_ids, np.int64))
+        if self._distinct_prompt_ids is None:
+            self._distinct_prompt_ids = np.unique(np.array(self.prompt_token_ids, np.int64))
+        return self._distinct_prompt_ids
 
     @property
     def completion_token_ids(self) -> list[int]:

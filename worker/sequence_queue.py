@@ -17,9 +17,10 @@ class SequenceSet:
 
     def __init__(self) -> None:
         self._classes: dict[Priority, OrderedDict[int, Sequence]] = {p: OrderedDict() for p in reversed(Priority)}
+        self._size = 0
 
     def __len__(self) -> int:
-        return sum(map(len, self._classes.values()))
+        return self._size
 
     def __iter__(self) -> Iterator[Sequence]:
         return chain.from_iterable(seqs.values() for seqs in self._classes.values())
@@ -30,10 +31,12 @@ class SequenceSet:
     def append(self, seq: Sequence) -> None:
         """Adds at the end of its class."""
         self._classes[seq.priority][seq.id] = seq
+        self._size += 1
 
     def remove(self, seq: Sequence) -> None:
         """Removes an entry from wherever it is."""
         del self._classes[seq.priority][seq.id]
+        self._size -= 1
 
     def heads(self) -> list[Sequence]:
         """The first entry of each class that has any."""

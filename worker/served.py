@@ -10,8 +10,9 @@ from typing import Final
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import InvalidFieldError
-from common.limits import MAX_STOP_TOKEN_SEQUENCE, MAX_STOP_TOKEN_SEQUENCES
+from common.limits import MAX_CACHE_SALT_BYTES, MAX_STOP_TOKEN_SEQUENCE, MAX_STOP_TOKEN_SEQUENCES
 from common.sampling_params import SamplingParams
+from worker.sequence import Priority
 
 _PARAMS: Final = frozenset(
     {
@@ -57,11 +58,13 @@ SEQUENCE: Final = frozenset(
         "traceparent",
         "tracestate",
         "chain_hash",
+        "cache_salt",
+        "priority",
         "keep",
     }
 ) | _below("params", _PARAMS)
 # Paths in GenerateRequest.
-GENERATE: Final = frozenset({"request_id", "token_ids", "seed"}) | _below("params", _PARAMS)
+GENERATE: Final = frozenset({"request_id", "token_ids", "seed", "cache_salt", "priority"}) | _below("params", _PARAMS)
 DRAIN: Final = frozenset({"deadline_ms"})
 
 
@@ -74,6 +77,21 @@ def check_token_ids(path: str, token_ids: list[int], vocab_size: int) -> None:
     if token_ids and max(token_ids) >= vocab_size:
         at = next(i for i, token in enumerate(token_ids) if token >= vocab_size)
         raise InvalidFieldError(f"{path}[{at}]", f"is {token_ids[at]}", f"0 to {vocab_size - 1}")
+
+
+def check_cache_salt(cache_salt: bytes) -> None:
+    """Checks the length of a salt.
+
+    Raises:
+        InvalidFieldError: it is too long.
+    """
+    if len(cache_salt) > MAX_CACHE_SALT_BYTES:
+        raise InvalidFieldError("cache_salt", f"has {len(cache_salt)} bytes", f"at most {MAX_CACHE_SALT_BYTES}")
+
+
+def priority(given: wpb.Priority.ValueType) -> Priority:
+    """The class of a sequence; `refuse_unserved` has let only known values pass."""
+    return Priority(given) if given else Priority.NORMAL
 
 
 def sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingParams:

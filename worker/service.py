@@ -246,6 +246,7 @@ class WorkerService(WorkerServiceServicer):
         served.check_token_ids("token_ids", token_ids, facts.vocab_size)
         if len(token_ids) >= facts.max_model_len:
             raise PromptTooLongError("token_ids", len(token_ids), facts.max_model_len)
+        served.check_cache_salt(request.cache_salt)
         params = served.sampling_params(request.params, facts.vocab_size)
         now, left = self._clock(), context.time_remaining()
         return Sequence(
@@ -255,6 +256,9 @@ class WorkerService(WorkerServiceServicer):
             seed=request.seed,
             arrive_time=now,
             deadline=None if left is None else now + left,
+            hash_root=facts.engine_limits.hash_root(request.cache_salt),
+            cache_salt=request.cache_salt,
+            priority=served.priority(request.priority),
         )
 
     def _direct_live(self, seq: Sequence, request_id: str, context: Context) -> Live:

@@ -31,6 +31,13 @@ class StopRules:
         self.eos_token_ids = config.eos_token_ids
         self.max_model_len = max_model_len
 
+    def prepare(self, seq: Sequence) -> None:
+        """Notes on `seq` when `check` needs to be asked: at `length_limit` tokens, and for `stopping_ids`."""
+        params = seq.sampling_params
+        seq.length_limit = min(seq.num_prompt_tokens + params.max_tokens, self.max_model_len)
+        ended_by = frozenset() if params.ignore_eos else self.eos_token_ids
+        seq.stopping_ids = ended_by.union(params.stop_token_ids) if params.stop_token_ids else ended_by
+
     def check(self, seq: Sequence) -> Stop | None:
         """The rule that the newest output token of `seq` meets; call after every single token (T34).
 
@@ -45,7 +52,7 @@ class StopRules:
             stop = _sequence_stop(seq, num_output) or self._token_stop(seq)
             if stop is not None:
                 return stop
-        if num_output >= params.max_tokens or num_tokens >= self.max_model_len:
+        if num_tokens >= seq.length_limit:
             return Stop("max_tokens", EndReason.LENGTH)
         return None
 

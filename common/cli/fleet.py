@@ -21,19 +21,20 @@ class Fleet:
     """One router and its workers.
 
     Attributes:
-        model: checkpoint folder.
+        model: checkpoint folder, or a name on the Hub before it has been downloaded.
         model_name: name of the model in requests.
         host: address the router listens on; workers always listen on loopback.
         port: port of the router.
         worker_ports: one per worker, distinct.
         max_num_batched_tokens: token budget of a worker's step.
         prefix_caching: whether workers share equal prefixes.
-        kv_cache_memory: per worker, as `--kv-cache-memory` takes it; empty leaves it to the worker.
+        kv_cache_memory: per rank of a worker, as `--kv-cache-memory` takes it; empty leaves it to the worker.
         drain_timeout_s: how long running requests may take after SIGTERM.
         log_level: of all processes.
         router_options: further options of the router, by name without dashes.
         worker_options: further options of every worker, by name without dashes.
         simulate: preset of workers that run no model; empty runs the model.
+        expert_parallel: whether the ranks of a worker hold experts whole.
     """
 
     model: str
@@ -49,6 +50,7 @@ class Fleet:
     router_options: Mapping[str, object]
     worker_options: Mapping[str, object]
     simulate: str = ""
+    expert_parallel: bool = False
 
     @property
     def address(self) -> str:
@@ -87,6 +89,8 @@ class Fleet:
             yield from ("--kv-cache-memory", self.kv_cache_memory)
         if self.simulate:
             yield from ("--simulate", self.simulate)
+        if self.expert_parallel:
+            yield "--enable-expert-parallel"
         yield from self._common_arguments()
         yield from _given(self.worker_options)
 
@@ -121,8 +125,8 @@ def threads_per_worker(workers: int, cores: int | None = None) -> int | None:
     return max(1, (cores or len(os.sched_getaffinity(0))) // workers)
 
 
-def kv_memory_per_worker(workers: int, free_bytes: int) -> str:
-    """What each of several workers gets of a quarter of the free memory; empty leaves that to one worker itself."""
+def kv_memory_per_rank(workers: int, ranks: int, free_bytes: int) -> str:
+    """What each rank of several workers gets of a quarter of the free memory; empty leaves that to a single worker."""
     if workers == 1:
         return ""
-    return f"{free_bytes // KV_SHARE // workers // MIB}MiB"
+    return f"{free_bytes // KV_SHARE // (workers * ranks) // MIB}MiB"

@@ -28,12 +28,17 @@ SAMPLING_OPTIONS = (
     option("--temperature", envvar="FISSILE_TEMPERATURE", type=float, help="0 is greedy; absent: the model's, or 1."),
     option("--top-k", envvar="FISSILE_TOP_K", type=int, help="0 is off; absent: the model's, or off."),
     option("--top-p", envvar="FISSILE_TOP_P", type=float, help="In (0, 1]; absent: the model's, or 1 (off)."),
-    option("--min-p", envvar="FISSILE_MIN_P", type=float, help="In [0, 1], of the best one's share; absent: 0 (off)."),
+    option(
+        "--min-p",
+        envvar="FISSILE_MIN_P",
+        type=float,
+        help="In [0, 1], of the best one's share; absent: the model's, or 0 (off).",
+    ),
     option(
         "--repetition-penalty",
         envvar="FISSILE_REPETITION_PENALTY",
         type=float,
-        help="Divides logits of tokens in prompt and answer; absent: 1 (off).",
+        help="Divides logits of tokens in prompt and answer; absent: the model's, or 1.",
     ),
     option(
         "--presence-penalty",
@@ -121,7 +126,7 @@ async def ask_router(address: str, question: Question, timeout_s: float, *, as_j
 @with_sampling_options
 @timeout_option
 @json_option
-@option("--offline", envvar="FISSILE_OFFLINE", metavar="FOLDER", help="Checkpoint to run in this process; no router.")
+@option("--offline", envvar="FISSILE_OFFLINE", metavar="MODEL", help="Checkpoint to run in this process; no router.")
 def generate(
     prompt: str | None,
     address: str,

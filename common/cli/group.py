@@ -37,6 +37,7 @@ SUMMARIES = {
 EXTRA_OF = {
     "torch": "worker,cpu",
     "safetensors": "worker,cpu",
+    "huggingface_hub": "worker,cpu",
     "tokenizers": "router",
     "jinja2": "router",
 }

@@ -12,7 +12,7 @@ import socket
 import sys
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +23,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from common.cli.client import Question, ask
 from common.cli.console import Console
 from common.cli.failure import CommandError
-from common.cli.fleet import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_worker, threads_per_worker
+from common.cli.fleet import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.group import CHECKOUT, missing_extra
 from common.cli.options import option
 from common.cli.supervisor import REFUSED, Supervisor
 from common.cli.version import fissile_version
 from common.config import SCHEDULING_POLICIES
+from common.hub import HubError, default_model_name, model_folder
 from common.limits import CPU_MAX_NUM_BATCHED_TOKENS, DRAIN_TIMEOUT_S
-from common.telemetry.logs import FORMAT_VARIABLE, LEVELS
+from common.telemetry.logs import FORMAT_VARIABLE, LEVELS, setup_logging
 
 DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
 DEMO_NAME = "demo"
@@ -226,6 +227,8 @@ def make_fleet(
     simulate: str | None,
     delay_factor: float | None,
     threads: int | None,
+    tp_size: int,
+    enable_expert_parallel: bool,
     **worker_options: Any,
 ) -> Fleet:
     """Fills in what depends on this machine: free ports, and each worker's share of cores and memory.
@@ -237,38 +240,54 @@ def make_fleet(
         raise CommandError(f"there is no demo model at {DEMO_MODEL}: name a checkpoint folder with --model")
     if not simulate and importlib.util.find_spec("torch") is None:
         raise missing_extra("serve", "torch")
-    folder = Path(model) if model is not None else DEMO_MODEL
     # Both may be 0: one call, so that all are different.
     router_port, *worker_ports = free_ports(workers + 1)
     return Fleet(
-        model=str(folder),
-        model_name=model_name or (DEMO_NAME if model is None else folder.resolve().name),
+        model=model or str(DEMO_MODEL),
+        model_name=model_name or (default_model_name(model) if model else DEMO_NAME),
         host=host,
         port=port or router_port,
         worker_ports=worker_ports,
         max_num_batched_tokens=max_num_batched_tokens,
         prefix_caching=prefix_caching,
-        kv_cache_memory=kv_cache_memory or ("" if simulate else kv_memory_per_worker(workers, free_memory())),
+        kv_cache_memory=kv_cache_memory or ("" if simulate else kv_memory_per_rank(workers, tp_size, free_memory())),
         drain_timeout_s=drain_timeout,
         log_level=log_level,
         router_options={"delay_factor": delay_factor},
-        worker_options={"threads": threads or threads_per_worker(workers), **worker_options},
+        worker_options={"threads": threads or threads_per_worker(workers), "tp_size": tp_size, **worker_options},
         simulate=simulate or "",
+        expert_parallel=enable_expert_parallel,
     )
+
+
+def with_model_folder(fleet: Fleet) -> Fleet:
+    """`fleet` on a checkpoint folder: one download for all workers if its model is one of the Hub.
+
+    Raises:
+        CommandError: it can not be had.
+    """
+    setup_logging(fleet.log_level, service="serve")
+    try:
+        return replace(fleet, model=str(model_folder(fleet.model, weights=not fleet.simulate)))
+    except HubError as error:
+        raise CommandError(str(error)) from None
 
 
 def describe_kv_memory(fleet: Fleet) -> str:
     """What the KV caches may take, in words."""
     if fleet.kv_cache_memory:
-        return f"{fleet.kv_cache_memory} per worker"
+        return f"{fleet.kv_cache_memory} per rank"
     if fleet.simulate:
         return "the preset's"
     return f"a quarter of the free memory ({free_memory() / KV_SHARE / GIB:.1f} GiB)"
 
 
 @click.command()
-@option("--model", envvar="FISSILE_MODEL", metavar="FOLDER", help="Hugging Face checkpoint; absent: the demo model.")
-@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's name.")
+@option(
+    "--model", envvar="FISSILE_MODEL", metavar="MODEL",
+    help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub; absent: the demo model.",
+)  # fmt: skip
+@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's or repository's.")
 @option("--workers", envvar="FISSILE_NUM_WORKERS", type=click.IntRange(1, 64), default=1, help="Worker processes.")
 @option("--host", envvar="FISSILE_HOST", default=LOOPBACK, help="Address that the router listens on.")
 @option("--port", envvar="FISSILE_PORT", type=click.IntRange(0, 65535), default=50051, help="Router's port; 0: any.")
@@ -284,7 +303,9 @@ def describe_kv_memory(fleet: Fleet) -> str:
 )
 @option("--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.")
 @option(
-    "--kv-cache-memory", envvar="FISSILE_KV_CACHE_MEMORY", help="Per worker, e.g. 2GiB; absent: 1/4 of free memory."
+    "--kv-cache-memory",
+    envvar="FISSILE_KV_CACHE_MEMORY",
+    help="Of each rank, e.g. 2GiB; absent: 1/4 of free memory for all.",
 )
 @option("--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=int, help="Prompt and answer; absent: the model's.")
 @option(
@@ -295,10 +316,26 @@ def describe_kv_memory(fleet: Fleet) -> str:
     help="prefill_first: prompts go before running answers; mixed: both share each step; absent: the worker's default.",
 )  # fmt: skip
 @option("--dtype", envvar="FISSILE_DTYPE", help="Absent: the checkpoint's, as far as this CPU computes in it.")
+@option(
+    "--kv-cache-dtype", envvar="FISSILE_KV_CACHE_DTYPE",
+    help="Of the KV cache: bfloat16, float16 or fp8; absent: the model's.",
+)  # fmt: skip
 @option("--kernels", envvar="FISSILE_KERNELS", help="Kernel back end; absent: the worker chooses.")
 @option(
     "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1), help="Per worker; absent: all cores together."
 )
+@option(
+    "--tp-size", envvar="FISSILE_TP_SIZE", type=click.IntRange(min=1), default=1,
+    help="Tensor parallel: ranks of each worker, each a process with its slice of the weights.",
+)  # fmt: skip
+@option(
+    "--enable-expert-parallel/--no-enable-expert-parallel", envvar="FISSILE_ENABLE_EXPERT_PARALLEL", default=False,
+    help="Mixtures of experts: each rank holds some experts whole, instead of a part of each.",
+)  # fmt: skip
+@option(
+    "--step-timeout", envvar="FISSILE_STEP_TIMEOUT", type=click.FloatRange(min=0, min_open=True),
+    help="Seconds after which a step of several ranks counts as hung; absent: the worker's default.",
+)  # fmt: skip
 @option("--delay-factor", envvar="FISSILE_DELAY_FACTOR", type=float, help="Of the router's delay gate; absent: 0.")
 @option(
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=DRAIN_TIMEOUT_S, help="Seconds for running requests."
@@ -315,6 +352,6 @@ def serve(ask: bool, prompt: str, once: bool, **options: Any) -> int:
     router and workers can be set by their environment variables (`fissile router --help`, `fissile worker --help`).
     """
     console = Console()
-    fleet = make_fleet(**options)
+    fleet = with_model_folder(make_fleet(**options))
     console.line(fleet.describe(fissile_version(), describe_kv_memory(fleet)))
     return asyncio.run(Service(fleet, FirstQuestion(ask or once, prompt, once), console).run())

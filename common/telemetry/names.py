@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Final
 
 TRACER: Final = "fissile"
+METER: Final = "fissile"
 
 # Metadata keys. The first two are W3C Trace Context; `traceresponse` is its response header (level 2 draft), which the
 # router sends as trailing metadata: `00-<trace id>-<span id>-<flags>`.
@@ -65,3 +66,20 @@ ATTEMPT_NUMBER: Final = "fissile.attempt.number"
 ATTEMPT_TOKENS: Final = "fissile.attempt.tokens"
 ATTEMPT_LOSS: Final = "fissile.attempt.loss"
 ERROR_REASON: Final = "fissile.error.reason"
+END_REASON: Final = "fissile.end_reason"
+
+# Metrics of a worker's engine. The Gateway API Inference Extension asks a model server for the first three
+# (TotalRunningRequests, TotalQueuedRequests, KVCacheUtilization), may ask for two more (NumGPUBlocks, BlockSize).
+ENGINE_RUNNING: Final = "fissile.engine.sequences.running"
+ENGINE_WAITING: Final = "fissile.engine.sequences.waiting"
+ENGINE_KV_USAGE: Final = "fissile.engine.kv_cache.usage"
+ENGINE_KV_BLOCKS: Final = "fissile.engine.kv_cache.blocks"
+ENGINE_KV_BLOCK_SIZE: Final = "fissile.engine.kv_cache.block_size"
+ENGINE_STEPS: Final = "fissile.engine.steps"
+ENGINE_ENDED: Final = "fissile.engine.sequences.ended"
+ENGINE_PREEMPTIONS: Final = "fissile.engine.preemptions"
+ENGINE_PROMPT_TOKENS: Final = "fissile.engine.tokens.prompt"
+ENGINE_CACHED_TOKENS: Final = "fissile.engine.tokens.prompt_cached"
+ENGINE_GENERATED_TOKENS: Final = "fissile.engine.tokens.generated"
+ENGINE_DRAFT_TOKENS: Final = "fissile.engine.tokens.draft"
+ENGINE_ACCEPTED_TOKENS: Final = "fissile.engine.tokens.draft_accepted"

@@ -89,7 +89,7 @@ def setup_tracing(service_name: str, instance_id: str) -> Tracing:
     """
     if not exporter.endpoint():
         return Tracing()
-    export = exporter.Export(service_name, instance_id)
+    export = exporter.TraceExport(service_name, instance_id)
     return Tracing(export.provider, export)
 
 

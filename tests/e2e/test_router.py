@@ -25,7 +25,7 @@ from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
-from common.block_hash import hash_chain
+from common.block_hash import hash_chain, salt_root
 from common.limits import MAX_FRAME_TOKENS
 from common.rpc.unserved import field_paths
 from common.seed import derive_seed
@@ -255,7 +255,7 @@ async def test_tokenize_detokenize_and_models() -> None:
         ("INVALID_ARGUMENT", "sampling_params.stop_token_ids[0]", request(params={"stop_token_ids": [400]})),
         ("INVALID_ARGUMENT", "request_id", request(request_id="x" * 129)),
         ("INVALID_ARGUMENT", "priority", request(priority=17)),
-        ("UNIMPLEMENTED", "priority", request(priority=pb.PRIORITY_HIGH)),
+        ("INVALID_ARGUMENT", "cache_salt", request(cache_salt="x" * 129)),
         ("UNIMPLEMENTED", "sampling_params.n", request(params={"n": 2})),
     ],
 )
@@ -353,11 +353,13 @@ async def test_every_served_field_has_its_effect() -> None:
 
 
 async def test_absent_parameters_come_from_the_generation_config() -> None:
-    files = tokenizer_files(generation={"temperature": 0.5, "top_k": 20, "top_p": 0.75, "do_sample": False})
-    async with bench(FakeWorker(files)) as b:
+    own = {"temperature": 0.5, "top_k": 20, "top_p": 0.75, "min_p": 0.125, "repetition_penalty": 1.25}
+    async with bench(FakeWorker(tokenizer_files(generation={**own, "do_sample": False}))) as b:
         await collect(b.stub.Generate(request()))
-        params = b.workers[0].submitted[0].params
-        assert (params.temperature, params.top_k, params.top_p) == (0.5, 20, 0.75)
+        await collect(b.stub.Generate(request(params={"repetition_penalty": 1, "min_p": 0})))
+        absent, given = (submitted.params for submitted in b.workers[0].submitted)
+        assert {name: getattr(absent, name) for name in own} == own
+        assert (given.repetition_penalty, given.min_p, given.temperature) == (1.0, 0.0, 0.5)
 
 
 async def test_max_tokens_is_clipped_to_the_models_length() -> None:
@@ -375,6 +377,24 @@ async def test_long_prompts_come_in_extend_frames_with_the_hash_of_their_chain()
         (submitted,) = b.workers[0].submitted
         assert list(submitted.token_ids) == prompt
         assert submitted.chain_hash == hash_chain(prompt, 16)[-1]
+
+
+async def test_salt_and_class_go_to_the_worker() -> None:
+    prompt = list(range(40))
+    root = salt_root(b"ww", cache_salt="naïve".encode())
+    async with bench(FakeWorker(FILES, answer=short)) as b:
+        for given in ({"cache_salt": "naïve", "priority": pb.PRIORITY_HIGH}, {"priority": pb.PRIORITY_LOW}, {}):
+            await collect(b.stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt), **given)))
+        chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")], priority=pb.PRIORITY_HIGH)
+        await collect(b.stub.Chat(chat))
+        submitted = b.workers[0].submitted
+        assert [record.cache_salt.decode() for record in submitted] == ["naïve", "", "", ""]
+        assert [record.chain_hash for record in submitted[:3]] == [
+            hash_chain(prompt, 16, root=root)[-1],
+            *[hash_chain(prompt, 16)[-1]] * 2,
+        ]
+        classes = [wpb.PRIORITY_HIGH, wpb.PRIORITY_LOW, wpb.PRIORITY_NORMAL, wpb.PRIORITY_HIGH]
+        assert [record.priority for record in submitted] == classes
 
 
 async def test_stop_string_at_the_router_cancels_the_worker_and_is_not_billed() -> None:

@@ -32,11 +32,18 @@ class WrongHeadGroups(TorchBackend):
     """Gives query head h the key head h % Hkv instead of h // group."""
 
     def attention(
-        self, q: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData, scale: float
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         heads = q.shape[1]
         order = torch.arange(heads).view(-1, cache.num_kv_heads).t().reshape(-1)
-        out = super().attention(q[:, order].contiguous(), cache, layer, metadata, scale)
+        out = super().attention(q[:, order].contiguous(), cache, layer, metadata, scale, window, sinks)
         return out[:, torch.argsort(order)].contiguous()
 
 

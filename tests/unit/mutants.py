@@ -1,4 +1,4 @@
-"""Mutants: the engine with one rule replaced by the seed's, by editing the source of one function.
+"""Mutants: the service with one rule replaced by the seed's, by editing the source of one function.
 
 `tests/unit/test_mutants.py` shows that the trap's test fails against each.
 """
@@ -11,14 +11,20 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from types import ModuleType
 from typing import Any
 
-from worker import stop_rules
-from worker.batch import ScheduledBatch
+from common.text.detokenizer import Detokenizer
+from kernels import sampling
+from worker import model_runner, stop_rules
+from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.block_manager import BlockManager
+from worker.executor import ThreadExecutor
+from worker.inbox import Inbox
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
+from worker.sequence_queue import SequenceQueue, SequenceSet
 from worker.stop_rules import StopRules
 
 
@@ -43,13 +49,24 @@ class Mutant:
             setattr(self.owner, self.name, original)
 
     def _mutate(self, original: Any) -> Any:
-        source = textwrap.dedent(inspect.getsource(original))
-        if source.count(self.old) != 1:
-            raise ValueError(f"{self.trap}: {self.old!r} is {source.count(self.old)} times in {self.name}")
+        function = _function(original)
+        source = textwrap.dedent(inspect.getsource(function))
+        if self.old not in source:
+            raise ValueError(f"{self.trap}: {self.old!r} is not in {self.name}")
         found: dict[str, Any] = {}
         code = "from __future__ import annotations\n" + source.replace(self.old, self.new)
-        exec(compile(code, f"<mutant {self.trap}>", "exec"), vars(sys.modules[original.__module__]), found)
-        return found[self.name]
+        exec(compile(code, f"<mutant {self.trap}>", "exec"), vars(sys.modules[function.__module__]), found)
+        mutant = found[self.name]
+        if isinstance(mutant, cached_property):
+            mutant.attrname = self.name
+        return mutant
+
+
+def _function(original: Any) -> Any:
+    """What a property calls."""
+    if isinstance(original, cached_property):
+        return original.func
+    return original.fget if isinstance(original, property) else original
 
 
 _STATUS = "seq.status = SequenceStatus.RUNNING"
@@ -71,11 +88,14 @@ MUTANTS = [
         "t10",
         Scheduler,
         "_admit",
-        "cached, reserve):\n            break",
-        "cached, reserve):\n            held.append(self.waiting.popleft())\n            continue",
+        "self._num_growing):\n            break",
+        "self._num_growing):\n            held.append(self.waiting.popleft())\n            continue",
     ),
     Mutant("t11", Scheduler, "_open_gate", "while self.gated:", "if self.gated:"),
     Mutant("t12", Scheduler, "record_step", "batch.total_tokens_num_prefill == 0", "False"),
+    Mutant("t13", Inbox, "_draft", "record.more, now, deadline", "record.more, now + 10.0, deadline"),
+    Mutant("t14", Scheduler, "add_group", "self._enter(seq, self.waiting)", "self._enter(seq, self.gated)"),
+    Mutant("t14", Scheduler, "_end", "(self.waiting if seq in self.waiting else self.gated).remove(seq)", "pass"),
     Mutant(
         "t15",
         BlockManager,
@@ -91,7 +111,7 @@ MUTANTS = [
         "len(self.free_block_ids) >= (len(seq) % self.block_size == 1)",
     ),
     Mutant("t17", BlockManager, "_take", "del self.hash_to_block_id[block.hash]", "pass"),
-    Mutant("t18", ScheduledBatch, "__init__", "list(s.block_table)", "s.block_table"),
+    Mutant("t18", ScheduledBatch, "block_tables", "table[: -(-end // size)]", "table"),
     Mutant(
         "t19",
         Scheduler,
@@ -100,7 +120,7 @@ MUTANTS = [
         f"{_STATUS}; seq.num_computed_tokens = seq.num_tokens; self.block_manager.publish(seq); "
         "seq.num_computed_tokens = seq.num_cached_tokens",
     ),
-    Mutant("t20", BlockManager, "publish", "<= seq.num_computed_tokens", "<= seq.num_tokens"),
+    Mutant("t20", BlockManager, "publish", "seq.num_computed_tokens", "seq.num_tokens"),
     Mutant("t21", BlockManager, "_claim", "block.ref_count += 1", "block.ref_count += 1; block.reset()"),
     Mutant("t22", BlockManager, "deallocate", "reversed(seq.block_table)", "seq.block_table"),
     Mutant("t23", BlockManager, "_find", "block.parent == parent and ", ""),
@@ -108,9 +128,9 @@ MUTANTS = [
     Mutant(
         "t25",
         Scheduler,
-        "postprocess",
-        "if seq.is_finished:\n            continue",
-        "if seq.status is not SequenceStatus.RUNNING:\n            continue",
+        "_land",
+        "if seq.is_finished:\n        return",
+        "if seq.status is not SequenceStatus.RUNNING:\n        return",
     ),
     Mutant("t26", Scheduler, "_launch", "seq.num_placeholder += 1", "seq.num_placeholder += 1; seq.append_token(2)"),
     Mutant(
@@ -127,16 +147,73 @@ MUTANTS = [
         "seq.num_placeholder += 1",
         "seq.num_placeholder += seq.type is SequenceType.DECODE",
     ),
+    Mutant("t29", ScheduledBatchOutput, "req_ids", "list(self.token_ids)", "[*self.token_ids, -1]"),
+    Mutant(
+        "t29",
+        Scheduler,
+        "postprocess",
+        "fwd_output.token_ids.get(seq.id, ())",
+        "fwd_output.token_ids[seq.id] if seq.id in fwd_output.req_ids else ()",
+    ),
     Mutant("t30", Scheduler, "_make_room", "self.running.last()", "self.running.first()"),
-    Mutant("t31", ScheduledBatch, "__init__", "end >= len(s.token_ids) + s.num_placeholder", "True"),
+    Mutant("t31", ScheduledBatch, "_take_rows", "end >= len(s.token_ids) + s.num_placeholder", "True"),
     Mutant("t32", Sequence, "__init__", "next(_ids) if id is None else id", "id or next(_ids)"),
     Mutant("t33", Scheduler, "_count_rejected", "len(token_ids) - 1", "len(token_ids) - len(drafts)"),
     Mutant("t34", Scheduler, "_append", "stop is not None", "False"),
     Mutant("t35", stop_rules, "_sequence_stop", "0 < len(stop) <= num_output and", "0 < len(stop) and"),
     Mutant("t36", StopRules, "_token_stop", "in params.stop_token_ids", "in () if params.ignore_eos else ()"),
+    Mutant("t37", StopRules, "_token_stop", "EndReason.EOS, token", "EndReason.STOP_TOKEN, token"),
     Mutant("t38", Scheduler, "_append", "if token_ids and", "if len(token_ids) == 1 and"),
+    Mutant("t39", sampling, "_sample_unfiltered", "counter[rows] for", "counter[rows][:1] for"),
     Mutant(
-        "t41", Scheduler, "postprocess", "if seq.is_finished:\n            continue", "if False:\n            continue"
+        "t40",
+        Detokenizer,
+        "push",
+        'self._utf8.decode(b"".join(self._piece(id) for id in ids if id not in self._skip))',
+        '"".join(self._piece(id).decode("utf-8", "replace") for id in ids if id not in self._skip)',
+    ),
+    Mutant("t41", Scheduler, "_land", "if seq.is_finished:", "if False:"),
+    Mutant("t42", ThreadExecutor, "__init__", "max_workers=1", "max_workers=2"),
+    Mutant(
+        "t43",
+        SequenceSet,
+        "__iter__",
+        "chain.from_iterable(seqs.values() for seqs in self._classes.values())",
+        "iter(set(chain.from_iterable(seqs.values() for seqs in self._classes.values())))",
     ),
     Mutant("t44", Scheduler, "abort", "self._emit(seq, [])", "pass"),
+    Mutant("t45", model_runner, "_padded", "np.zeros(length, np.int64)", "np.full(length, -1)"),
+]
+
+# Faults that no seed has, for the oracle (tests/unit/worker/test_oracle.py).
+FAULTS = [
+    Mutant("preempted-to-the-back", Scheduler, "preempt", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
+    Mutant("admitted-in-flight", Scheduler, "_admit", "if seq.num_inflight_tokens:", "if False:"),
+    Mutant("no-followers", BlockManager, "next_hash", "return self._hashes(seq)[len(cached)]", "return None"),
+    Mutant("salts-ignored", BlockManager, "_root", "if not seq.cache_salt:", "if True:"),
+    Mutant("blocks-lost", BlockManager, "deallocate", "reversed(seq.block_table)", "reversed(seq.block_table[1:])"),
+    Mutant("over-budget", Scheduler, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
+    Mutant("drafts-in-flight", Scheduler, "_goes_on", "not self.use_spec and ", ""),
+    Mutant("end-not-foreseen", Scheduler, "_goes_on", "< seq.length_limit", "< seq.length_limit + 1"),
+    Mutant("rejected-kept", Scheduler, "_land", " - self._count_rejected(verified, token_ids)", ""),
+    Mutant("growth-missed", Scheduler, "_fill_plain_decode", ">= seq.num_slots", "> seq.num_slots"),
+    Mutant("stop-missed", Scheduler, "_land_decodes", "token_id in seq.stopping_ids or ", ""),
+    Mutant("length-missed", Scheduler, "_land_decodes", " or len(tokens) >= seq.length_limit", ""),
+    Mutant("columns-kept", Scheduler, "_leave", "self._decoding = None", "pass"),
+    Mutant(
+        "table-changed",
+        BlockManager,
+        "_go_on_with",
+        "seq.block_table = [*seq.block_table[:i], present, *seq.block_table[i + 1 :]]",
+        "seq.block_table[i] = present",
+    ),
+    Mutant("discarded-kept", Scheduler, "discard", "seq.num_inflight_tokens -= num_scheduled", "pass"),
+    Mutant("equal-block-not-held", BlockManager, "_go_on_with", "self._claim(present)", "pass"),
+    Mutant("drafts-forgotten", BlockManager, "_blocks_needed", "num_new_tokens - seq", "1 - seq"),
+    Mutant("preempted-for-nothing", BlockManager, "can_append", "<= len(", "< len("),
+    Mutant("never-cached", BlockManager, "publish", "self._publish_next(seq, chain)", "break"),
+    Mutant("newest-evicted", BlockManager, "_take", "popitem(last=False)", "popitem(last=True)"),
+    Mutant("cached-before-vacant", BlockManager, "_release", "block.hash is None", "False"),
+    Mutant("passed-by-others", SequenceQueue, "appendleft", "last=False", "last=True"),
+    Mutant("lowest-class-first", SequenceSet, "first", "self.heads()[0]", "self.heads()[-1]"),
 ]

@@ -45,6 +45,13 @@ PURE_WORKER_MODULES = frozenset(
         "cost_model",
         "presets",
         "model_config",
+        "batch_delta",
+        "frames",
+        "topology",
+        "rank_group",
+        "rank_engine",
+        "node",
+        "quantization",
     }
 )
 # Code that decides does no I/O and reads no clock: `now` comes in, decisions go out.
@@ -73,6 +80,7 @@ DECIDING_MODULES = (
     "worker/session_state",
     "worker/engine_turns",
     "worker/fleet_lanes",
+    "worker/quantization",
 )
 WORLD = frozenset({"asyncio", "os", "random", "selectors", "socket", "subprocess", "threading", "time"})
 

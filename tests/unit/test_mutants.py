@@ -7,26 +7,32 @@ from collections.abc import Callable
 
 import pytest
 
+from tests.checkpoints import make_checkpoint
 from tests.unit.mutants import MUTANTS, Mutant
-from tests.unit.worker import test_traps
+from tests.unit.worker import test_model_traps, test_traps
+from worker.model_runner import ModelRunner
 
-# The mutant of "the batch flags deferred output by a key" would be another class.
-_WITHOUT_MUTANT = {"t29"}
 _ARGUMENTS = {"t08": ("prefill_first",), "t15": (3,)}
 
 
 def trap_tests() -> dict[str, Callable[..., None]]:
-    return {n[5:8]: f for n, f in inspect.getmembers(test_traps, inspect.isfunction) if n.startswith("test_t")}
+    modules = [*vars(test_traps).items(), *vars(test_model_traps).items()]
+    return {name[5:8]: f for name, f in modules if name.startswith("test_t") and inspect.isfunction(f)}
 
 
 def test_every_trap_has_a_mutant() -> None:
-    assert {mutant.trap for mutant in MUTANTS} | _WITHOUT_MUTANT == set(trap_tests())
+    assert {mutant.trap for mutant in MUTANTS} == set(trap_tests())
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelRunner:
+    return test_model_traps.make_runner(make_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=1))
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: f"{m.trap}-{m.name}")
-def test_it_fails_against_the_seeds_rule(mutant: Mutant) -> None:
+def test_it_fails_against_the_seeds_rule(mutant: Mutant, model: ModelRunner) -> None:
     test = trap_tests()[mutant.trap]
-    arguments = _ARGUMENTS.get(mutant.trap, ())
+    arguments = (model,) if mutant.trap == "t45" else _ARGUMENTS.get(mutant.trap, ())
     test(*arguments)
     with mutant.applied(), pytest.raises(BaseException):  # noqa: B017, PT011 - an assertion, or what the mutant breaks
         test(*arguments)

@@ -15,16 +15,26 @@ class Attention:
         build: what layers are made with.
         layer: index of the layer.
         scale: of the scores.
+        window: how many keys a row sees, its own included; None for all before it.
+        sinks: [Hq], scores that take part in a head's softmax without a value.
     """
 
-    def __init__(self, build: Build, layer: int, scale: float) -> None:
+    def __init__(
+        self, build: Build, layer: int, scale: float, window: int | None = None, sinks: torch.Tensor | None = None
+    ) -> None:
         self._kernels = build.kernels
         self._name = f"layers.{layer}"
         self._scale = scale
+        self._window = window
+        self._sinks = sinks
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]"""
         context = get_forward_context()
         kv = context.kv_cache_data[self._name]
         self._kernels.write_kv(kv.cache, kv.layer_num, k, v, context.attn_metadata)
-        return self._kernels.attention(q, kv.cache, kv.layer_num, context.attn_metadata, self._scale).flatten(1)
+        metadata = context.attn_metadata
+        out = self._kernels.attention(
+            q, kv.cache, kv.layer_num, metadata, self._scale, window=self._window, sinks=self._sinks
+        )
+        return out.flatten(1)

@@ -18,8 +18,9 @@ class Embedding:
         self._collectives = shard.collectives
         self._whole = shard.size == 1
         # Equal shapes on every rank, so that logits can be gathered; the rows past the vocabulary are zero.
-        self.weight = torch.zeros(share, build.config.hidden_size, dtype=build.dtype)
-        self.weight[: rows.stop - rows.start] = build.weights.take(f"{name}.weight", rows=rows)
+        self.weight = torch.empty(share, build.config.hidden_size, dtype=build.dtype)
+        self.weight[rows.stop - rows.start :] = 0.0
+        build.weights.copy_to(self.weight[: rows.stop - rows.start], f"{name}.weight", rows=rows)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, H]"""

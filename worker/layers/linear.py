@@ -12,6 +12,16 @@ from worker.layers.build import Build
 WHOLE = slice(None)
 
 
+def joined(build: Build, parts: Mapping[str, slice], kind: str) -> torch.Tensor:
+    """Rows of `{name}.{kind}` below each other, read and converted once, into the rows of the result."""
+    shapes = [build.weights.part_shape(f"{name}.{kind}", rows=part) for name, part in parts.items()]
+    joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=build.dtype)
+    places = torch.split(joined, [shape[0] for shape in shapes])
+    for (name, part), place in zip(parts.items(), places, strict=True):
+        build.weights.copy_to(place, f"{name}.{kind}", rows=part)
+    return joined
+
+
 class ColumnLinear:
     """One product for one or several projections of the same input, whose outputs stand side by side.
 
@@ -25,7 +35,7 @@ class ColumnLinear:
     def __init__(self, build: Build, parts: Mapping[str, slice], bias: bool = False) -> None:
         self._kernels = build.kernels
         self._packed = build.kernels.pack_linear(
-            _joined(build, parts, "weight"), _joined(build, parts, "bias") if bias else None, build.dtype
+            joined(build, parts, "weight"), joined(build, parts, "bias") if bias else None, build.dtype
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,24 +56,14 @@ class RowLinear:
     def __init__(self, build: Build, name: str, part: slice, bias: bool = False) -> None:
         self._kernels = build.kernels
         self._collectives = build.shard.collectives
-        weight = _copied(build.weights.take(f"{name}.weight", columns=part), build.dtype)
-        own_bias = build.weights.take(f"{name}.bias").to(build.dtype, copy=True) if bias else None
+        weight = build.weights.take(f"{name}.weight", columns=part, dtype=build.dtype)
+        own_bias = build.weights.take(f"{name}.bias") if bias else None
         self._packed = build.kernels.pack_linear(weight, own_bias if build.shard.rank == 0 else None, build.dtype)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, this rank's K] -> [T, N], this rank's summand"""
+        return self._kernels.linear(x, self._packed)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's K] -> [T, N], the same on every rank"""
-        return self._collectives.all_reduce(self._kernels.linear(x, self._packed))
-
-
-def _copied(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Contiguous, in memory of its own: nothing may refer to the mapped file when serving begins."""
-    return torch.empty(tensor.shape, dtype=dtype).copy_(tensor)
-
-
-def _joined(build: Build, parts: Mapping[str, slice], kind: str) -> torch.Tensor:
-    """Copied and converted once, row by row of the result."""
-    taken = [build.weights.take(f"{name}.{kind}", rows=part) for name, part in parts.items()]
-    joined = torch.empty(sum(part.shape[0] for part in taken), *taken[0].shape[1:], dtype=build.dtype)
-    for part, place in zip(taken, torch.split(joined, [part.shape[0] for part in taken]), strict=True):
-        place.copy_(part)
-    return joined
+        return self._collectives.all_reduce(self.partial(x))

@@ -1,4 +1,4 @@
-"""Root mean square norms."""
+"""Norms over the last dimension."""
 
 from __future__ import annotations
 
@@ -8,13 +8,18 @@ from worker.layers.build import Build
 
 
 class RMSNorm:
-    """RMSNorm with the weight `{name}.weight`, alone or fused with the residual addition before it."""
+    """RMSNorm with the weight `{name}.weight`, alone or fused with the residual addition before it.
 
-    def __init__(self, build: Build, name: str) -> None:
+    Args:
+        build: what layers are made with.
+        name: of the norm.
+        eps: the model's rms_norm_eps when None.
+    """
+
+    def __init__(self, build: Build, name: str, eps: float | None = None) -> None:
         self._kernels = build.kernels
-        # A copy: the mapped file must not be needed after loading.
-        self._weight = build.weights.take(f"{name}.weight").to(build.dtype, copy=True)
-        self._eps = build.config.rms_norm_eps
+        self._weight = build.weights.take(f"{name}.weight", dtype=build.dtype)
+        self._eps = build.config.rms_norm_eps if eps is None else eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]"""
@@ -23,3 +28,18 @@ class RMSNorm:
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual)"""
         return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
+
+
+class LayerNorm:
+    """LayerNorm with `{name}.weight` and `{name}.bias`."""
+
+    def __init__(self, build: Build, name: str, eps: float) -> None:
+        self._kernels = build.kernels
+        self._weight, self._bias = (
+            build.weights.take(f"{name}.{kind}", dtype=build.dtype) for kind in ("weight", "bias")
+        )
+        self._eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H] -> [..., H]"""
+        return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)

@@ -10,8 +10,11 @@ from worker.model_config import RopeConfig
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
-    """float32 [head_dim / 2], rounded where transformers rounds, so that the angles of far positions agree."""
-    exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim
+    """float32 [rotary_dim / 2], rounded where transformers rounds, so that the angles of far positions agree."""
+    rotary_dim = rope.rotary_dim(head_dim)
+    exponents = torch.arange(0, rotary_dim, 2, dtype=torch.int64).to(torch.float32) / rotary_dim
+    if rope.type == "yarn":
+        return _yarn(rope.theta**exponents, rope, rotary_dim)
     frequencies = 1.0 / (rope.theta**exponents)
     if rope.type == "linear":
         return frequencies / rope.factor
@@ -33,18 +36,43 @@ def _llama3(frequencies: torch.Tensor, rope: RopeConfig) -> torch.Tensor:
     return torch.where(between, blended, stretched)
 
 
+def _yarn(wavelengths: torch.Tensor, rope: RopeConfig, rotary_dim: int) -> torch.Tensor:
+    """Keeps what turns often within the original length, stretches what turns seldom, and blends in between.
+
+    `wavelengths` are by theta alone and lack their factor of 2 pi (arXiv:2309.00071, section 3.2).
+    """
+    low, high = (_dim_of(rotations, rope, rotary_dim) for rotations in (rope.beta_fast, rope.beta_slow))
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, rotary_dim - 1)
+    places = torch.arange(rotary_dim // 2, dtype=torch.float32)
+    stretched = ((places - low) / (high - low if high != low else 0.001)).clamp(0, 1)
+    return (1.0 / (rope.factor * wavelengths)) * stretched + (1.0 / wavelengths) * (1 - stretched)
+
+
+def _dim_of(rotations: float, rope: RopeConfig, rotary_dim: int) -> float:
+    """The pair of dimensions that turns so often within the original length."""
+    longest = rope.original_max_position_embeddings / (rotations * 2 * math.pi)
+    return rotary_dim * math.log(longest) / (2 * math.log(rope.theta))
+
+
 class RotaryEmbedding:
     """Tables for positions 0 to max_position - 1.
 
     The angle is rounded to float32 as in transformers, its cosine and sine are taken in float64.
+
+    Args:
+        rope: which wavelengths, and whether only the first part of a head is rotated.
+        head_dim: of the heads that are rotated.
+        max_position: positions of the tables.
     """
 
     def __init__(self, rope: RopeConfig, head_dim: int, max_position: int) -> None:
         positions = torch.arange(max_position, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(rope, head_dim)).double()
-        self._cos = angles.cos().to(torch.float32).unsqueeze(1)
-        self._sin = angles.sin().to(torch.float32).unsqueeze(1)
+        self._cos = (angles.cos() * rope.attention_factor).to(torch.float32).unsqueeze(1)
+        self._sin = (angles.sin() * rope.attention_factor).to(torch.float32).unsqueeze(1)
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cosines and sines float32 [T, 1, head_dim / 2] of positions int64 [T]."""
+        """Cosines and sines float32 [T, 1, rotary_dim / 2] of positions int64 [T]."""
         return self._cos.index_select(0, positions), self._sin.index_select(0, positions)

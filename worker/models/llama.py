@@ -14,16 +14,26 @@ from worker.layers.linear import ColumnLinear, RowLinear
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
 from worker.loader import Shape
-from worker.model_config import ModelConfig
+from worker.model_config import FULL_ATTENTION, INDEXED_ATTENTION, ModelConfig, ModelError
 from worker.parallel import Shard, length, times
 
 CosSin = tuple[torch.Tensor, torch.Tensor]
 
 
 class LlamaAttention:
-    """Grouped-query attention with rotary positions; heads are split over the ranks."""
+    """Grouped-query attention with rotary positions; heads are split over the ranks.
 
-    def __init__(self, build: Build, prefix: str, layer: int) -> None:
+    Args:
+        build: what layers are made with.
+        prefix: of the layer's attention tensors.
+        layer: its index.
+        window: how many keys a row sees, its own included; None for all before it.
+    """
+
+    # Whether the output projection has a bias where the others have one.
+    output_bias = True
+
+    def __init__(self, build: Build, prefix: str, layer: int, window: int | None = None) -> None:
         config = build.config
         self._kernels = build.kernels
         self._head_dim = config.head_dim
@@ -33,8 +43,12 @@ class LlamaAttention:
         rows, kv_rows = times(queries, config.head_dim), times(keys, config.head_dim)
         parts = {f"{prefix}.q_proj": rows, f"{prefix}.k_proj": kv_rows, f"{prefix}.v_proj": kv_rows}
         self._qkv = ColumnLinear(build, parts, config.attention_bias)
-        self._out = RowLinear(build, f"{prefix}.o_proj", rows, config.attention_bias)
-        self._attention = Attention(build, layer, config.head_dim**-0.5)
+        self._out = RowLinear(build, f"{prefix}.o_proj", rows, config.attention_bias and self.output_bias)
+        self._attention = Attention(build, layer, config.head_dim**-0.5, window, self.sinks(build, prefix, queries))
+
+    def sinks(self, build: Build, prefix: str, heads: slice) -> torch.Tensor | None:
+        """Scores [Hq] that take part in the softmax of this rank's `heads` without a value: none in Llama."""
+        return None
 
     def normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """What happens to queries and keys before the rotation: nothing in Llama."""
@@ -56,6 +70,10 @@ class LlamaMLP:
         part = build.shard.part(inner, "intermediate_size")
         self._gate_up = ColumnLinear(build, {f"{prefix}.gate_proj": part, f"{prefix}.up_proj": part}, bias)
         self._down = RowLinear(build, f"{prefix}.down_proj", part, bias)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H], this rank's summand"""
+        return self._down.partial(self._kernels.silu_and_mul(self._gate_up(x)))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]"""
@@ -100,7 +118,7 @@ class LlamaDecoderLayer:
 class LlamaForCausalLM:
     """Llama 2 and 3: every projection may have a bias, embeddings may be tied.
 
-    Relatives override `make_attention`, `make_mlp` and `layer_shapes`.
+    Relatives override `check`, `window`, `make_rotary`, `make_attention`, `make_mlp`, `attention_shapes`, `mlp_shapes`.
 
     Args:
         build: what layers are made with; its weights are those of `tensor_shapes`.
@@ -111,7 +129,7 @@ class LlamaForCausalLM:
     def __init__(self, build: Build) -> None:
         config = build.config
         self._embedding = Embedding(build, "model.embed_tokens")
-        self._rotary = RotaryEmbedding(config.rope, config.head_dim, build.max_position)
+        self._rotary = self.make_rotary(build)
         self._layers = [self.make_layer(build, layer) for layer in range(config.num_hidden_layers)]
         self._norm = RMSNorm(build, "model.norm")
         self._head = LMHead(build, self._embedding if config.tie_word_embeddings else Embedding(build, "lm_head"))
@@ -122,9 +140,13 @@ class LlamaForCausalLM:
         attention = self.make_attention(build, f"{prefix}.self_attn", layer)
         return LlamaDecoderLayer(build, layer, attention, self.make_mlp(build, f"{prefix}.mlp", layer))
 
+    def make_rotary(self, build: Build) -> RotaryEmbedding:
+        """The rotary embedding of all layers."""
+        return RotaryEmbedding(build.config.rope, build.config.head_dim, build.max_position)
+
     def make_attention(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor, CosSin], torch.Tensor]:
         """The attention of one layer."""
-        return self.attention(build, prefix, layer)
+        return self.attention(build, prefix, layer, self.window(build.config, layer))
 
     def make_mlp(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
         """The feed-forward network of one layer."""
@@ -136,8 +158,37 @@ class LlamaForCausalLM:
         return KVSpec(length(shard.kv_part(config.num_key_value_heads)), config.head_dim)
 
     @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Refuses settings of config.json that would change the numbers if they were ignored.
+
+        Raises:
+            ModelError: there is one that this architecture does not do.
+        """
+        refuse_partial_rotary(config)
+        refuse_windows(config)
+
+    @classmethod
+    def window(cls, config: ModelConfig, layer: int) -> int | None:
+        """How many keys a row of a layer sees, its own included; None for all before it.
+
+        Raises:
+            ModelError: config.json contradicts itself.
+        """
+        return None
+
+    @classmethod
+    def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    @classmethod
     def tensor_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
-        """Name and shape of every tensor of the checkpoint."""
+        """Name and shape of every tensor of the checkpoint.
+
+        Raises:
+            ModelError: see `check`.
+        """
+        cls.check(config)
         shapes: dict[str, Shape] = {
             "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
             "model.norm.weight": (config.hidden_size,),
@@ -152,24 +203,27 @@ class LlamaForCausalLM:
     @classmethod
     def layer_shapes(cls, config: ModelConfig, layer: int) -> dict[str, Shape]:
         """Name and shape of every tensor of one layer."""
-        hidden, inner = config.hidden_size, config.intermediate_size
+        norm = (config.hidden_size,)
+        norms: dict[str, Shape] = {"input_layernorm.weight": norm, "post_attention_layernorm.weight": norm}
+        return norms | cls.attention_shapes(config) | cls.mlp_shapes(config, layer)
+
+    @classmethod
+    def attention_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """Name and shape of every tensor of a layer's attention."""
+        hidden, bias = config.hidden_size, config.attention_bias
         queries = config.num_attention_heads * config.head_dim
         keys = config.num_key_value_heads * config.head_dim
-        projections = {
-            "self_attn.q_proj": (queries, hidden, config.attention_bias),
-            "self_attn.k_proj": (keys, hidden, config.attention_bias),
-            "self_attn.v_proj": (keys, hidden, config.attention_bias),
-            "self_attn.o_proj": (hidden, queries, config.attention_bias),
-            "mlp.gate_proj": (inner, hidden, config.mlp_bias),
-            "mlp.up_proj": (inner, hidden, config.mlp_bias),
-            "mlp.down_proj": (hidden, inner, config.mlp_bias),
-        }
-        shapes: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
-        for name, (outputs, inputs, bias) in projections.items():
-            shapes[f"{name}.weight"] = (outputs, inputs)
-            if bias:
-                shapes[f"{name}.bias"] = (outputs,)
-        return shapes
+        return (
+            linear_shapes("self_attn.q_proj", queries, hidden, bias)
+            | linear_shapes("self_attn.k_proj", keys, hidden, bias)
+            | linear_shapes("self_attn.v_proj", keys, hidden, bias)
+            | linear_shapes("self_attn.o_proj", hidden, queries, bias and cls.attention.output_bias)
+        )
+
+    @classmethod
+    def mlp_shapes(cls, config: ModelConfig, layer: int) -> dict[str, Shape]:
+        """Name and shape of every tensor of a layer's feed-forward network."""
+        return dense_shapes("mlp", config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Hidden states [T, H] after the last norm, for token ids and positions int64 [T]."""
@@ -183,3 +237,39 @@ class LlamaForCausalLM:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [S, V] of hidden states [S, H]."""
         return self._head(hidden)
+
+
+def linear_shapes(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape]:
+    """Tensors of one projection."""
+    weight: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
+    return weight | {f"{name}.bias": (outputs,)} if bias else weight
+
+
+def dense_shapes(prefix: str, hidden: int, inner: int, bias: bool = False) -> dict[str, Shape]:
+    """Tensors of one LlamaMLP."""
+    return (
+        linear_shapes(f"{prefix}.gate_proj", inner, hidden, bias)
+        | linear_shapes(f"{prefix}.up_proj", inner, hidden, bias)
+        | linear_shapes(f"{prefix}.down_proj", hidden, inner, bias)
+    )
+
+
+def refuse_partial_rotary(config: ModelConfig) -> None:
+    """For architectures that rotate whole heads.
+
+    Raises:
+        ModelError: config.json asks for less.
+    """
+    if config.rope.partial_rotary_factor != 1.0:
+        raise ModelError(f"partial_rotary_factor is not supported for {config.architecture}; leave it out")
+
+
+def refuse_windows(config: ModelConfig) -> None:
+    """For architectures whose attention is full.
+
+    Raises:
+        ModelError: config.json asks for a window.
+    """
+    sliding = set(config.source.get("layer_types") or ()) - {FULL_ATTENTION, INDEXED_ATTENTION}
+    if config.source.get("use_sliding_window") or sliding:
+        raise ModelError(f"sliding window attention is not supported for {config.architecture}")

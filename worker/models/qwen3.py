@@ -7,15 +7,15 @@ import torch
 from worker.layers.build import Build
 from worker.layers.norm import RMSNorm
 from worker.loader import Shape
-from worker.model_config import ModelConfig
-from worker.models.llama import LlamaAttention, LlamaForCausalLM
+from worker.model_config import ModelConfig, ModelError
+from worker.models.llama import LlamaAttention, LlamaForCausalLM, refuse_partial_rotary
 
 
 class Qwen3Attention(LlamaAttention):
     """Attention with q_norm and k_norm."""
 
-    def __init__(self, build: Build, prefix: str, layer: int) -> None:
-        super().__init__(build, prefix, layer)
+    def __init__(self, build: Build, prefix: str, layer: int, window: int | None = None) -> None:
+        super().__init__(build, prefix, layer, window)
         self._q_norm = RMSNorm(build, f"{prefix}.q_norm")
         self._k_norm = RMSNorm(build, f"{prefix}.k_norm")
 
@@ -30,10 +30,27 @@ class Qwen3ForCausalLM(LlamaForCausalLM):
     attention = Qwen3Attention
 
     @classmethod
-    def layer_shapes(cls, config: ModelConfig, layer: int) -> dict[str, Shape]:
+    def check(cls, config: ModelConfig) -> None:
+        """See LlamaForCausalLM."""
+        refuse_partial_rotary(config)
+        for layer in range(config.num_hidden_layers):
+            cls.window(config, layer)
+
+    @classmethod
+    def window(cls, config: ModelConfig, layer: int) -> int | None:
+        """With `use_sliding_window`, from layer `max_window_layers` on, unless `layer_types` says otherwise."""
+        used = config.flag("use_sliding_window", False)
+        if not config.slides(layer, used and layer >= config.count("max_window_layers", 28, least=0)):
+            return None
+        if not used:
+            raise ModelError("layer_types has sliding_attention, but use_sliding_window is not true")
+        return config.count("sliding_window", 4096)
+
+    @classmethod
+    def attention_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
         """Llama's tensors and the two norms."""
         norms: dict[str, Shape] = {
             "self_attn.q_norm.weight": (config.head_dim,),
             "self_attn.k_norm.weight": (config.head_dim,),
         }
-        return super().layer_shapes(config, layer) | norms
+        return super().attention_shapes(config) | norms

@@ -17,7 +17,13 @@ if TYPE_CHECKING:
 # `architectures` entry of config.json -> module:class (seed 003). Names, so that PyTorch is not needed to read them.
 support_model_arch_dict: dict[str, str] = {
     "Qwen3ForCausalLM": "worker.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "worker.models.qwen3_moe:Qwen3MoeForCausalLM",
     "LlamaForCausalLM": "worker.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "worker.models.mixtral:MixtralForCausalLM",
+    "GptOssForCausalLM": "worker.models.gpt_oss:GptOssForCausalLM",
+    "Glm4MoeForCausalLM": "worker.models.glm4_moe:Glm4MoeForCausalLM",
+    "DeepseekV3ForCausalLM": "worker.models.deepseek_v3:DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM": "worker.models.deepseek_v32:DeepseekV32ForCausalLM",
 }
 
 
@@ -33,6 +39,11 @@ class CausalModel(Protocol):
         Raises:
             ModelError: config.json asks for what this architecture's file does not do.
         """
+        ...
+
+    @classmethod
+    def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
+        """Beginnings of names of tensors that the checkpoint may have and that are not loaded, such as MTP layers."""
         ...
 
     @classmethod

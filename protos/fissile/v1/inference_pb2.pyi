@@ -111,7 +111,8 @@ Global___TokenIds: _TypeAlias = TokenIds  # noqa: Y015
 @_typing.final
 class SamplingParams(_message.Message):
     """How tokens are chosen and when generation stops. Every field is optional; an absent field means the default named
-    with it. Absent temperature, top_k and top_p come from the model's `generation_config.json` where it has them.
+    with it. Absent temperature, top_k, top_p, min_p and repetition_penalty come from the model's `generation_config.json`
+    where it has them.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -141,10 +142,10 @@ class SamplingParams(_message.Message):
     Default: the model's, else 1.0 (off).
     """
     min_p: _builtins.float
-    """Keeps tokens at least min_p times as likely as the most likely one. In [0, 1]. Default 0 (off)."""
+    """Keeps tokens at least min_p times as likely as the most likely one. In [0, 1]. Default: the model's, else 0 (off)."""
     repetition_penalty: _builtins.float
-    """Divides positive logits of tokens already in prompt or output, multiplies their negative ones. In (0, 100]. Default
-    1.0 (off).
+    """Divides positive logits of tokens already in prompt or output, multiplies their negative ones. In (0, 100].
+    Default: the model's, else 1.0 (off).
     """
     presence_penalty: _builtins.float
     """Subtracted once from the logits of tokens already in the output. In [-2, 2]. Default 0 (off)."""
@@ -318,7 +319,9 @@ class GenerateRequest(_message.Message):
     session_id: _builtins.str
     """Requests of one session are sent to the same worker where possible, so that they share its prefix cache."""
     cache_salt: _builtins.str
-    """Requests share cached prefixes only with requests of the same salt."""
+    """Requests share cached prefixes only with requests of the same salt. At most 128 bytes; empty is a salt like any
+    other. What is generated does not depend on it.
+    """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
         """Token ids, used as they are."""

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from common.cli.fleet import Fleet, kv_memory_per_worker, threads_per_worker
+from common.cli.fleet import Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.serve import free_memory, free_ports
 
 FLEET = Fleet(
@@ -42,9 +42,11 @@ def test_command_lines() -> None:
 
 
 def test_command_lines_of_the_other_choices() -> None:
-    fleet = dataclasses.replace(FLEET, prefix_caching=False, kv_cache_memory="2GiB", simulate="fixed:2ms")
+    fleet = dataclasses.replace(
+        FLEET, prefix_caching=False, kv_cache_memory="2GiB", simulate="fixed:2ms", expert_parallel=True
+    )
     arguments = " ".join(fleet.children()[1].arguments)
-    assert "--no-prefix-caching --kv-cache-memory 2GiB --simulate fixed:2ms" in arguments
+    assert "--no-prefix-caching --kv-cache-memory 2GiB --simulate fixed:2ms --enable-expert-parallel" in arguments
 
 
 def test_clients_on_this_machine_reach_a_router_that_listens_everywhere() -> None:
@@ -64,8 +66,9 @@ def test_workers_share_the_cores(workers: int, cores: int, threads: int | None) 
 
 
 def test_workers_share_a_quarter_of_the_memory() -> None:
-    assert kv_memory_per_worker(1, 8 << 30) == ""
-    assert kv_memory_per_worker(4, 8 << 30) == "512MiB"
+    assert kv_memory_per_rank(1, 2, 8 << 30) == ""
+    assert kv_memory_per_rank(4, 1, 8 << 30) == "512MiB"
+    assert kv_memory_per_rank(4, 2, 8 << 30) == "256MiB"
 
 
 def test_ports_are_free_and_distinct() -> None:

@@ -47,6 +47,7 @@ def test_defaults_are_the_guides() -> None:
         ("gpu_memory_utilization", 0.0, r"\(0, 1\]"),
         ("gpu_memory_utilization", 1.5, r"\(0, 1\]"),
         ("dtype", "int4", "auto, float32, bfloat16, float16"),
+        ("kv_cache_dtype", "float32", "auto, bfloat16, float16, fp8"),
         ("hash_seed", 1 << 64, "an unsigned 64-bit number"),
         ("hash_seed", -1, "an unsigned 64-bit number"),
         ("bos_token_id", -1, "None, or 0 or more"),
@@ -81,10 +82,13 @@ def test_numbers_that_are_no_numbers_of_that_kind() -> None:
 @pytest.mark.parametrize(
     ("field", "value", "problem"),
     [
-        ("tensor_parallel_size", 2, "tensor_parallel_size is 2; valid: 1: .* not built yet"),
-        ("tensor_parallel_size", 0, "tensor_parallel_size is 0; valid: 1"),
-        ("enable_expert_parallel", True, "enable_expert_parallel is True; valid: False: .* not built yet"),
-        ("parallel_config", ParallelConfig(2), "parallel_config.data_parallel_size is 2; valid: 1: run more workers"),
+        ("tensor_parallel_size", 0, "tensor_parallel_size is 0; valid: at least 1"),
+        ("enable_expert_parallel", True, "enable_expert_parallel is True; valid: False with one rank"),
+        (
+            "parallel_config",
+            ParallelConfig(2),
+            "data_parallel_size is 2; valid: 1 without enable_expert_parallel",
+        ),
         ("compilation_config", CompilationConfig(3), "compilation_config.level is 3; valid: 0: .* not built yet"),
         (
             "compilation_config",
@@ -93,10 +97,14 @@ def test_numbers_that_are_no_numbers_of_that_kind() -> None:
         ),
         (
             "quant_config",
-            QuantizationConfig(LayerQuantConfig("per_token", "fp8")),
-            "quant_config is .*'per_token'.*; valid: .* not built yet",
+            QuantizationConfig(LayerQuantConfig("per_token", "int4x2")),
+            "quant_config is .*'int4x2'.*; valid: fp8 per_tensor, per_token, .*; int8 .*; fp4x2 per_1x32",
         ),
-        ("quant_config", QuantizationConfig(exclude_layers=("lm_head",)), "quant_config is .*lm_head.* not built yet"),
+        (
+            "quant_config",
+            QuantizationConfig(layer_quant_configs=(("*.mlp.*", LayerQuantConfig("per_1x32", "fp8")),)),
+            "quant_config is .*'per_1x32'.*; valid: fp8 per_tensor",
+        ),
     ],
 )
 def test_what_is_not_built_is_refused(field: str, value: Any, problem: str) -> None:

@@ -51,12 +51,23 @@ def stored(cache: PagedKVCache, layer: int, blocks: list[int], length: int) -> t
 
 
 def reference_attention(
-    q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, start: int, scale: float
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    start: int,
+    scale: float,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """q [rows, Hq, D] at positions from `start`, in float64: [rows, Hq, D]."""
+    """q [rows, Hq, D] at positions from `start`, in float64: [rows, Hq, D]; see KernelBackend.attention."""
     group = q.shape[1] // keys.shape[0]
     k, v = (x.double().repeat_interleave(group, 0) for x in (keys, values))
     scores = torch.einsum("thd,hkd->htk", q.double(), k) * scale
     positions = torch.arange(start, start + len(q))
     scores.masked_fill_(torch.arange(k.shape[1]) > positions[:, None], -torch.inf)
-    return torch.einsum("htk,hkd->thd", scores.softmax(-1), v)
+    if window is not None:
+        scores.masked_fill_(torch.arange(k.shape[1]) <= positions[:, None] - window, -torch.inf)
+    if sinks is not None:
+        own = sinks.double()[:, None, None].expand(-1, len(q), 1)
+        scores = torch.cat((scores, own), -1)
+    return torch.einsum("htk,hkd->thd", scores.softmax(-1)[..., : k.shape[1]], v)

@@ -31,15 +31,25 @@ LENGTHS = (1, 17, 40, 65, 130)
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3-float32": ("qwen3", "float32", {}),
     "qwen3-bfloat16": ("qwen3", "bfloat16", {}),
+    "qwen3-float32-kv-fp8": ("qwen3", "float32", {}),
+    "qwen3-bfloat16-kv-float16": ("qwen3", "bfloat16", {}),
     "llama-mha-float32": ("llama", "float32", {"num_key_value_heads": 4, "attention_bias": True, "head_dim": 16}),
     "qwen3-odd-float32": (
         "qwen3",
         "float32",
         {"num_attention_heads": 6, "num_key_value_heads": 2, "hidden_size": 50, "intermediate_size": 75},
     ),
+    "qwen3-moe-bfloat16": ("qwen3_moe", "bfloat16", {}),
+    "glm4-moe-float32": ("glm4_moe", "float32", {}),
+    "gpt-oss-float32": ("gpt_oss", "float32", {}),
+    "deepseek-v3-float32": ("deepseek_v3", "float32", {}),
+    # Prompts on both sides of index_topk: a row's selection must not depend on whether others need one.
+    "deepseek-v32-float32": ("deepseek_v32", "float32", {"index_topk": 33}),
+    "deepseek-v32-bfloat16": ("deepseek_v32", "bfloat16", {"num_attention_heads": 3, "num_key_value_heads": 3}),
 }
 
 
+KV_DTYPES = {"qwen3-float32-kv-fp8": "fp8", "qwen3-bfloat16-kv-float16": "float16"}
 ALWAYS = ("qwen3-float32", "qwen3-bfloat16")
 # Threads are crossed with dtypes; odd shapes run on one thread.
 CASES = [(shape, threads) for shape in SHAPES for threads in (1, 2, 3) if threads == 1 or shape in ALWAYS]
@@ -102,9 +112,15 @@ def test_exp2_of_an_element_does_not_depend_on_its_place() -> None:
 class Model:
     """A runner and, for each of some sequences, the logits after every position, computed alone, token by token."""
 
-    def __init__(self, folder: Path, dtype: str) -> None:
+    def __init__(self, folder: Path, dtype: str, kv_cache_dtype: str) -> None:
         model_config = ModelConfig.from_folder(folder)
-        config = Config(model=str(folder), dtype=dtype, kv_cache_block_size=BLOCK_SIZE, max_model_len=512)
+        config = Config(
+            model=str(folder),
+            dtype=dtype,
+            kv_cache_dtype=kv_cache_dtype,
+            kv_cache_block_size=BLOCK_SIZE,
+            max_model_len=512,
+        )
         self.runner = ModelRunner(config, model_config)
         self.runner.allocate_kv_cache(POOL)
         rnd = random.Random(1)
@@ -138,7 +154,7 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     architecture, dtype, shape = SHAPES[name]
     folder = make_checkpoint(tmp_path_factory.mktemp(name), architecture, num_hidden_layers=2, tokenizer=False, **shape)
     with torch_threads(count):
-        yield Model(folder, dtype)
+        yield Model(folder, dtype, KV_DTYPES.get(name, "auto"))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -184,9 +200,12 @@ def test_logits_of_many_decodes(model: Model) -> None:
 def test_stale_blocks_do_not_show(model: Model) -> None:
     """What an earlier sequence left in a block, even NaN, changes nothing."""
     cache = model.runner._kv_cache
-    kept = cache.data.clone()
-    cache.data[:, :, :-1] = torch.nan
+    pools = [cache.data] if cache.index is None else [cache.data, cache.index.data]
+    kept = [pool.clone() for pool in pools]
+    for pool in pools:
+        pool[:, :, :-1] = torch.nan
     logits = model.step([(model.prompts[3], 0, 65, [9, 4, 7, 2, 5]), (model.prompts[1], 0, 17, [50, 51])])
-    cache.data.copy_(kept)
+    for pool, content in zip(pools, kept, strict=True):
+        pool.copy_(content)
     assert torch.equal(logits[0], model.alone[3][64])
     assert torch.equal(logits[1], model.alone[1][16])

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 
 from kernels import paged_attention
 from kernels.interface import KVSpec
+from kernels.paged_attention import PagedKVCache
 from kernels.torch_backend import TorchBackend
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks, stored
 
@@ -74,38 +77,79 @@ def test_rope_rotates_half_split_pairs() -> None:
         close(out, torch.cat((turned.real, turned.imag), -1))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (3, 1), (16, 1)])
-@pytest.mark.parametrize("block_size", [1, 16, 48, 128])
-def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, block_size: int) -> None:
-    dim, lengths, counts = 24, [1, 70, 64, 129, 200], [1, 3, 64, 1, 66]
+def test_rope_of_a_part_of_the_head_leaves_the_rest() -> None:
+    q, k, angles = torch.randn(3, 4, 12), torch.randn(3, 2, 12), torch.randn(3, 1, 3)
+    cos, sin = angles.cos(), angles.sin()
+    rotated = BACKEND.rope(q[..., :6].contiguous(), k[..., :6].contiguous(), cos, sin)
+    for x, part, out in zip((q, k), rotated, BACKEND.rope(q, k, cos, sin), strict=True):
+        assert torch.equal(out, torch.cat((part, x[..., 6:]), -1))
+
+
+def filled_cache(
+    lengths: list[int], shape: tuple[int, int, int], block_size: int, dtype: torch.dtype
+) -> tuple[PagedKVCache, list[list[int]]]:
+    """A cache for (heads, kv_heads, dim) with random keys in layer 1, and each sequence's blocks; NaN elsewhere."""
+    heads, kv_heads, dim = shape
     num_blocks = sum(-(-length // block_size) for length in lengths) + 1
     blocks = scattered_blocks(lengths, block_size, num_blocks, seed=heads)
     cache = BACKEND.allocate_kv(KVSpec(kv_heads, dim), 2, num_blocks, block_size, dtype)
     cache.data[:, :, :-1] = torch.nan
-    rows = [Rows(0, length, table) for length, table in zip(lengths, blocks, strict=True)]
-    fill = metadata(rows, block_size)
+    fill = metadata([Rows(0, length, table) for length, table in zip(lengths, blocks, strict=True)], block_size)
     fill.plan = BACKEND.plan_attention(fill, cache, heads)
     k, v = (torch.randn(sum(lengths), kv_heads, dim).to(dtype) for _ in range(2))
     BACKEND.write_kv(cache, 1, k, v, fill)
+    return cache, blocks
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (8, 2), (6, 2), (3, 1), (16, 1)])
+@pytest.mark.parametrize("block_size", [1, 16, 48, 128])
+def test_attention(dtype: torch.dtype, heads: int, kv_heads: int, block_size: int) -> None:
+    check_attention((heads, kv_heads, 24), block_size, dtype)
+
+
+@pytest.mark.parametrize("window", [1, 5, 64, 100, 1000])
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (16, 1)])
+def test_attention_with_a_window_and_sinks(window: int, with_sinks: bool, heads: int, kv_heads: int) -> None:
+    sinks = torch.linspace(-3.0, 3.0, heads) if with_sinks else None
+    check_attention((heads, kv_heads, 16), 16, torch.float32, window, sinks)
+
+
+def test_attention_with_sinks_alone_far_above_and_far_below_the_scores() -> None:
+    sinks = torch.tensor([-1e4, 0.0, 30.0, 1e4])
+    check_attention((4, 2, 16), 16, torch.float32, sinks=sinks)
+
+
+def check_attention(
+    shape: tuple[int, int, int],
+    block_size: int,
+    dtype: torch.dtype,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> None:
+    heads, _, dim = shape
+    lengths, counts = [1, 70, 64, 129, 200], [1, 3, 64, 1, 66]
+    cache, blocks = filled_cache(lengths, shape, block_size, dtype)
     step_rows = [Rows(length - n, length, table) for length, n, table in zip(lengths, counts, blocks, strict=True)]
     step = metadata(step_rows, block_size)
     step.plan = BACKEND.plan_attention(step, cache, heads)
     padded = sum(counts) + 5
     q = torch.randn(padded, heads, dim).to(dtype)
-    out = BACKEND.attention(q, cache, 1, step, dim**-0.5)
+    out = BACKEND.attention(q, cache, 1, step, dim**-0.5, window=window, sinks=sinks)
     begin = 0
     for row in step_rows:
         keys, values = stored(cache, 1, row.blocks, row.end)
         part = slice(begin, begin + row.count)
-        close(out[part], reference_attention(q[part], keys, values, row.start, dim**-0.5))
+        close(out[part], reference_attention(q[part], keys, values, row.start, dim**-0.5, window, sinks))
         begin += row.count
     assert not out[begin:].any()
     assert cache.data[0, :, :-1].isnan().all(), "another layer was written"
     assert not cache.data[:, :, -1].any(), "the zero block was written"
 
 
-def test_panels_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [None, 70])
+def test_panels_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     cache = BACKEND.allocate_kv(KVSpec(2, 16), 1, 40, 16, torch.float32)
     cache.data[:, :, :-1].normal_()
     step = metadata([Rows(100, 300, list(range(19))), Rows(7, 20, [20, 21])], 16)
@@ -114,10 +158,34 @@ def test_panels_do_not_change_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     for panel_bytes in (32 << 20, 20_000, 1):
         monkeypatch.setattr(paged_attention, "PANEL_BYTES", panel_bytes)
         step.plan = BACKEND.plan_attention(step, cache, 4)
-        outputs.append(BACKEND.attention(q, cache, 0, step, 0.25))
-    assert len(step.plan.panels) > 10
+        outputs.append(BACKEND.attention(q, cache, 0, step, 0.25, window=window, sinks=torch.ones(4)))
+    assert len(step.plan.attention(window).panels) > 10
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
+
+
+@pytest.mark.parametrize("window", [1, 30, 64, 130])
+def test_chunks_do_not_change_bits_in_a_window_with_sinks(window: int) -> None:
+    cache, (blocks,) = filled_cache([300], (6, 2, 16), 16, torch.float32)
+    q, sinks = torch.randn(300, 6, 16), torch.randn(6)
+
+    def attend(start: int, end: int) -> torch.Tensor:
+        step = metadata([Rows(start, end, blocks)], 16)
+        step.plan = BACKEND.plan_attention(step, cache, 6)
+        return BACKEND.attention(q[start:end], cache, 1, step, 0.25, window=window, sinks=sinks)
+
+    whole = attend(0, 300)
+    for start, end in pairwise((0, 1, 2, 37, 64, 65, 128, 190, 299, 300)):
+        assert torch.equal(attend(start, end), whole[start:end]), f"rows {start} to {end}"
+
+
+def test_a_window_skips_the_tiles_before_it() -> None:
+    cache = BACKEND.allocate_kv(KVSpec(1, 8), 1, 70, 16, torch.float32)
+    step = metadata([Rows(1000, 1001, list(range(63)))], 16)
+    plan = BACKEND.plan_attention(step, cache, 8)
+    assert sum(plan.attention(None).panels[0].tile_counts) == 16
+    assert sum(plan.attention(64).panels[0].tile_counts) == 2
+    assert sum(plan.attention(41).panels[0].tile_counts) == 1
 
 
 def test_cache_size_is_what_was_asked_for() -> None:

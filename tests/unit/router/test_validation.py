@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from common.errors import ApiError, InvalidFieldError
 from common.limits import MAX_CHAT_MESSAGES, MAX_PROMPT_TEXT_BYTES
-from common.sampling_params import SamplingParams, float32
+from common.sampling_params import SamplingParams, float32, model_defaults
 from router.validation import (
-    GenerationDefaults,
     check_chat,
     check_generate,
     check_prompt_length,
@@ -30,7 +29,7 @@ VOCAB = 300
 
 
 def params(**fields: object) -> SamplingParams:
-    return sampling_params(pb.SamplingParams(**fields), GenerationDefaults(), VOCAB)  # type: ignore[arg-type]
+    return sampling_params(pb.SamplingParams(**fields), SamplingParams(), VOCAB)  # type: ignore[arg-type]
 
 
 def refused(code: str, path: str, act: Callable[[], object]) -> ApiError:
@@ -89,17 +88,14 @@ def test_penalties_are_canonical() -> None:
 
 
 def test_absent_values_come_from_the_model() -> None:
-    defaults = GenerationDefaults.from_config({"temperature": 0.7, "top_k": 20, "top_p": 0.8, "do_sample": False})
+    own = {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05, "repetition_penalty": 1.05}
+    neutral = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0}
+    defaults = model_defaults({**own, "do_sample": False, "max_new_tokens": 7, "presence_penalty": 1.0})
     absent = sampling_params(pb.SamplingParams(), defaults, VOCAB)
-    assert (absent.temperature, absent.top_k, absent.top_p) == (float32(0.7), 20, float32(0.8))
-    assert absent == sampling_params(pb.SamplingParams(temperature=0.7, top_k=20, top_p=0.8), defaults, VOCAB)
-    given = sampling_params(pb.SamplingParams(temperature=0, top_k=0, top_p=1), defaults, VOCAB)
-    assert (given.temperature, given.top_k, given.top_p) == (0.0, 0, 1.0)
-
-
-def test_odd_values_of_a_model_are_left_out() -> None:
-    odd = {"temperature": -1, "top_k": None, "top_p": "much"}
-    assert GenerationDefaults.from_config(odd) == GenerationDefaults(1.0, 0, 1.0)
+    assert absent == SamplingParams(**own)  # type: ignore[arg-type]
+    assert absent == sampling_params(pb.SamplingParams(**own), defaults, VOCAB)  # type: ignore[arg-type]
+    given = sampling_params(pb.SamplingParams(**neutral), defaults, VOCAB)  # type: ignore[arg-type]
+    assert given == SamplingParams()
 
 
 @settings(max_examples=200, deadline=None)
@@ -157,14 +153,16 @@ def test_request_id_is_measured_in_bytes() -> None:
     refused("INVALID_ARGUMENT", "request_id", lambda: check_request_id("é" * 65))
 
 
-@pytest.mark.parametrize("priority", [pb.PRIORITY_UNSPECIFIED, pb.PRIORITY_NORMAL])
-def test_served_priorities(priority: pb.Priority.ValueType) -> None:
+@pytest.mark.parametrize("priority", pb.Priority.values())
+def test_every_priority_is_served(priority: pb.Priority.ValueType) -> None:
     check_generate(pb.GenerateRequest(text="x", priority=priority))
 
 
-@pytest.mark.parametrize("priority", [pb.PRIORITY_LOW, pb.PRIORITY_HIGH])
-def test_other_priorities(priority: pb.Priority.ValueType) -> None:
-    refused("UNIMPLEMENTED", "priority", lambda: check_generate(pb.GenerateRequest(text="x", priority=priority)))
+def test_a_salt_is_measured_in_bytes() -> None:
+    check_generate(pb.GenerateRequest(text="x", cache_salt="é" * 64))
+    refused("INVALID_ARGUMENT", "cache_salt", lambda: check_generate(pb.GenerateRequest(text="x", cache_salt="é" * 65)))
+    chat = pb.ChatRequest(messages=[message()], cache_salt="e" * 129)
+    refused("INVALID_ARGUMENT", "cache_salt", lambda: check_chat(chat))
 
 
 def test_token_ids() -> None:

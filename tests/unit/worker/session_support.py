@@ -22,7 +22,7 @@ VOCAB_SIZE = 1000
 BLOCK_SIZE = 16
 NUM_BLOCKS = 256
 MAX_MODEL_LEN = 1024
-LIMITS = EngineLimits(VOCAB_SIZE, MAX_MODEL_LEN, BLOCK_SIZE, hash_seed=7)
+LIMITS = EngineLimits(VOCAB_SIZE, MAX_MODEL_LEN, BLOCK_SIZE, hash_seed=7, weights_digest="d")
 CONFIG = Config(
     max_num_seqs=32,
     max_num_batched_tokens=512,

@@ -13,10 +13,12 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.sampling_params import SamplingParams
 from tests.unit.worker.session_support import BLOCK_SIZE, CONFIG, NUM_BLOCKS, simulated_runner
+from worker import engine_core
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine_core import EngineCore
 from worker.engine_loop import EngineLoop, EngineState
 from worker.engine_turns import Turn
+from worker.executor import InlineExecutor
 from worker.outputs import SequenceOutput
 from worker.sequence import Sequence
 from worker.simulated import SimulatedRunner
@@ -230,6 +232,47 @@ async def test_a_failed_engine_ends_everything_then_and_later(site: Site) -> Non
     assert set(site.listener.ends.values()) == {wpb.END_REASON_ERROR}
     assert len(site.listener.ends) == 6
     assert site.engine.state is EngineState.FAILED
+
+
+async def test_after_a_failure_another_engine_can_be_started(site: Site) -> None:
+    site.runner.fail = True
+    site.engine.submit(site.listener, sequence())
+    await asyncio.wait_for(site.engine.wait_failed(), 10)
+    await site.idle()
+    site.runner.fail = False
+    site.engine.start(lambda: EngineCore(CONFIG, site.runner))
+    assert (site.engine.state, site.engine.load, site.engine.num_steps) == (EngineState.STARTING, None, 0)
+    await asyncio.wait_for(site.engine.wait_started(), 10)
+    seq = sequence()
+    site.engine.submit(site.listener, seq)
+    await site.idle()
+    assert site.listener.ends[seq.id] == wpb.END_REASON_LENGTH
+    assert site.engine.state is EngineState.RUNNING
+
+
+class LostExecutor(InlineExecutor):
+    """Computes in this process, until it is lost."""
+
+    lost = False
+    closed = False
+
+    def failure(self) -> Exception | None:
+        return RuntimeError("rank 1 is gone") if self.lost else None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_an_idle_engine_notices_that_its_ranks_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine_core, "_IDLE_CHECK_S", 0.02)
+    engine, runner = EngineLoop(), simulated_runner()
+    executor = LostExecutor(runner.forward, time.monotonic)
+    engine.start(lambda: EngineCore(CONFIG, runner, executor=executor))
+    await asyncio.wait_for(engine.wait_started(), 10)
+    executor.lost = True
+    assert await asyncio.wait_for(engine.wait_failed(), 10) == "RuntimeError: rank 1 is gone"
+    assert engine.state is EngineState.FAILED
+    assert executor.closed
 
 
 async def test_a_direct_sequence_passes_the_delay_gate() -> None:

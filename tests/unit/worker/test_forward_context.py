@@ -21,7 +21,7 @@ from worker.forward_context import (
 
 NONE = np.zeros(1, np.int64)
 METADATA = AttentionMetaData(NONE, NONE, NONE.reshape(1, 1), NONE)
-CONTEXT = Context(torch.zeros(1, dtype=torch.int64), is_prefill=False, batch_size=1, graph_bs=1)
+CONTEXT = Context(torch.zeros(1, dtype=torch.int64), num_prefill_seqs=0, batch_size=1, graph_bs=1)
 
 
 def test_a_pass_has_the_registered_cache() -> None:

@@ -10,9 +10,11 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.block_hash import hash_chain, salt_root
 from common.errors import ApiError
 from tests.unit.worker.session_support import LIMITS, MAX_MODEL_LEN, VOCAB_SIZE, long_prompt, params, record, submit
 from worker.inbox import EngineLimits, Group, Inbox
+from worker.sequence import Priority
 
 
 def inbox(limits: EngineLimits = LIMITS) -> Inbox:
@@ -36,6 +38,18 @@ def test_a_group_of_one_frame() -> None:
     assert (seq.token_ids, seq.num_prompt_tokens, seq.seed, seq.choice) == (list(range(40)), 40, 2**64 - 1, 3)
     assert (seq.arrive_time, seq.deadline, second.seq.deadline) == (100.0, 101.5, None)
     assert box.is_empty
+
+
+def test_salt_and_class_reach_the_sequence() -> None:
+    box = inbox()
+    salted = record(1, range(40), cache_salt=b"x", priority=wpb.PRIORITY_HIGH)
+    root = salt_root(LIMITS.weights_digest.encode(), cache_salt=b"x", seed=LIMITS.hash_seed)
+    salted.chain_hash = hash_chain(range(40), LIMITS.block_size, root=root, seed=LIMITS.hash_seed)[-1]
+    box.submit(submit(1, salted, record(2, priority=wpb.PRIORITY_LOW), record(3)).submit, 0.0)
+    [group] = box.take_groups()
+    seqs = [arrival.seq for arrival in group.arrivals]
+    assert [(seq.cache_salt, seq.hash_root) for seq in seqs] == [(b"x", root), (b"", None), (b"", None)]
+    assert [seq.priority for seq in seqs] == [Priority.HIGH, Priority.LOW, Priority.NORMAL]
 
 
 def test_a_resumed_sequence_keeps_its_border() -> None:
@@ -109,7 +123,9 @@ def test_an_empty_group_passes_with_its_serial() -> None:
             "params.presence_penalty is 2.5; valid: a number from -2 to 2",
         ),
         (record(1, params=params(frequency_penalty=-3.0)), "params.frequency_penalty is -3"),
-        (record(1, cache_salt=b"x"), "cache_salt is not served"),
+        (record(1, cache_salt=b"x" * 129), "cache_salt has 129 bytes; valid: at most 128"),
+        (record(1, range(16), cache_salt=b"x"), "chain_hash is 0x"),
+        (record(1, priority=17), "priority is 17; valid: PRIORITY_LOW, PRIORITY_NORMAL, PRIORITY_HIGH"),
     ],
 )
 def test_a_bad_sequence_is_refused_alone(bad: wpb.SubmitSequence, message: str) -> None:

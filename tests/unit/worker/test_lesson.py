@@ -1,7 +1,8 @@
 """The scheduling lesson (seed 004): its trace, its nine pitfalls, its acceptance criteria.
 
-The runner here is arithmetic that raises when a batch is inconsistent; that one sequence alone gives the model's own
-tokens is in tests/parity, and that a kernel reads no block behind a sequence's end is in tests/unit/kernels.
+The runner here is arithmetic that raises when a batch is inconsistent. What needs a model is elsewhere: pitfalls 6 and
+8 in test_model_traps.py, that one sequence alone gives the model's own tokens in tests/parity, and that a kernel reads
+no block behind a sequence's end in tests/unit/kernels.
 """
 
 from __future__ import annotations
@@ -63,6 +64,12 @@ def three() -> tuple[Lesson, list[Sequence], list[dict[int, int]]]:
     return lesson, seqs, steps
 
 
+def slots_of(batch: ScheduledBatch) -> list[int]:
+    """Every slot that the step writes."""
+    rows = zip(batch.block_tables, batch.num_computed_tokens, batch.context_lens, strict=True)
+    return [table[p // SIZE] * SIZE + p % SIZE for table, start, end in rows for p in range(start, end)]
+
+
 def test_the_trace() -> None:
     _, _, steps = three()
     assert steps == [{A: 8}, {A: 1, B: 32}, {A: 1, B: 1, C: 5}, {A: 1, B: 1, C: 1}]
@@ -76,12 +83,32 @@ def test_acceptance_a_alone_it_is_the_reference() -> None:
     assert lesson.streams[A] == lesson.runner.reference(seq.prompt_token_ids, 20)
 
 
+def test_the_trace_when_the_arrivals_are_those_of_the_lesson() -> None:
+    """A at step 0, B at step 10, C at step 15: whoever decodes goes on in every step."""
+    lesson = Lesson()
+    lesson.add(A, 8, max_tokens=40)
+    steps = [lesson.trace() for _ in range(10)]
+    lesson.add(B, 32, max_tokens=40)
+    steps += [lesson.trace() for _ in range(5)]
+    lesson.add(C, 5, max_tokens=40)
+    steps += [lesson.trace() for _ in range(3)]
+    assert steps == [
+        {A: 8},
+        *[{A: 1}] * 9,
+        {A: 1, B: 32},
+        *[{A: 1, B: 1}] * 4,
+        {A: 1, B: 1, C: 5},
+        *[{A: 1, B: 1, C: 1}] * 2,
+    ]
+
+
 def test_acceptance_b_and_c_together_each_has_its_own_tokens_and_a_step_was_mixed() -> None:
     lesson, seqs, _ = three()
     while lesson.core.has_unfinished():
         lesson.step()
     for seq in seqs:
         assert lesson.streams[seq.id] == lesson.runner.reference(seq.prompt_token_ids, 8)
+        assert seq.leave_reason == "max_tokens"
     assert any(batch.total_seqs_num_decode and batch.total_seqs_num_prefill for batch in lesson.batches)
 
 
@@ -111,16 +138,33 @@ def test_pitfall_3_a_prefill_consumes_the_next_chunk_of_the_prompt() -> None:
 
 def test_pitfall_4_block_tables_are_not_padded() -> None:
     lesson, seqs, _ = three()
-    batch = lesson.batches[-1]
-    assert [len(table) for table in batch.block_tables] == [-(-length // SIZE) for length in batch.context_lens]
-    assert batch.block_tables == [seq.block_table for seq in seqs]
+    assert lesson.batches[-1].block_tables == [seq.block_table for seq in seqs]
+    for batch in lesson.batches:
+        assert [len(table) for table in batch.block_tables] == [-(-length // SIZE) for length in batch.context_lens]
+        blocks = [block for table in batch.block_tables for block in table]
+        assert len(blocks) == len(set(blocks))
 
 
-def test_pitfall_5_no_sequence_is_in_a_step_twice() -> None:
-    lesson, _, _ = three()
+def test_pitfall_5_no_slot_is_written_twice() -> None:
+    lesson, seqs, _ = three()
+    while lesson.core.has_unfinished():
+        lesson.step()
+    written = [slot for batch in lesson.batches for slot in slots_of(batch)]
+    assert len(written) == len(set(written)) == sum(seq.num_tokens - 1 for seq in seqs)
     for batch in lesson.batches:
         assert len(set(batch.req_ids)) == len(batch.req_ids)
-    assert len(lesson.core.scheduler.running) == 3
+
+
+def test_pitfall_6_every_row_has_its_own_history() -> None:
+    lesson = Lesson()
+    params = SamplingParams(max_tokens=8, repetition_penalty=1.5)
+    seqs = [Sequence(list(range(1, n + 1)), SIZE, params, id=i) for i, n in ((A, 8), (B, 32), (C, 5))]
+    for seq in seqs:
+        lesson.core.add_request(seq)
+    lesson.step()
+    known = [(seq.prompt_token_ids, seq.completion_token_ids) for seq in seqs]
+    histories = lesson.step().histories
+    assert [(h.prompt_ids.tolist(), h.output_ids) for _, h in sorted(histories.items())] == known
 
 
 def test_pitfall_7_an_end_of_sequence_id_is_no_padding() -> None:
@@ -135,12 +179,20 @@ def test_pitfall_7_an_end_of_sequence_id_is_no_padding() -> None:
 
 def test_pitfall_8_every_row_is_sampled() -> None:
     lesson, seqs, _ = three()
+    assert [batch.is_final for batch in lesson.batches] == [[True], [True] * 2, [True] * 3, [True] * 3]
     assert [len(lesson.streams[seq.id]) for seq in seqs] == [4, 3, 2]
 
 
 @pytest.mark.parametrize("length", [1, 16, 17, 32])
 def test_pitfall_9_a_fresh_prompt_has_blocks_for_all_it_computes(length: int) -> None:
     lesson = Lesson(budget=12)
-    seq = lesson.add(A, length, max_tokens=1)
+    seq = lesson.add(A, length, max_tokens=2)
     batch = lesson.step()
-    assert len(batch.block_tables[0]) == seq.num_blocks == -(-length // SIZE)
+    assert len(seq.block_table) == -(-length // SIZE)
+    assert batch.block_tables[0] == seq.block_table[: -(-batch.context_lens[0] // SIZE)]
+
+
+def test_pitfall_9_a_decode_has_a_slot_for_its_token() -> None:
+    lesson = Lesson()
+    lesson.add(A, 15, max_tokens=4)
+    assert [len(lesson.step().block_tables[0]) for _ in range(4)] == [1, 1, 2, 2]

@@ -26,7 +26,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    generation = {"temperature": 0.5, "top_k": 40, "top_p": 0.0, "do_sample": True}
+    generation = {"temperature": 0.5, "top_k": 40, "repetition_penalty": 1.25, "top_p": 0.0, "do_sample": True}
     return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", generation=generation, num_hidden_layers=2)
 
 
@@ -54,15 +54,19 @@ def simulated(folder: Path, **options: Any) -> LLMEngine:
     return LLMEngine(config, runner=SimulatedRunner(400, None, block_size=16, num_blocks=64))
 
 
-def test_greedy_tokens_are_those_of_transformers(folder: Path, greedy: list[dict[str, Any]]) -> None:
+def test_greedy_tokens_are_those_of_transformers(folder: Path, engine: LLMEngine, greedy: list[dict[str, Any]]) -> None:
     import torch
     from transformers import Qwen3ForCausalLM
 
     model: Any = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
     model.generation_config.eos_token_id = None  # as ignore_eos
-    for prompt, answer in zip(PROMPTS, greedy, strict=True):
-        out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False)
-        assert answer["token_ids"] == out[0, len(prompt) :].tolist()
+    # Both take the repetition penalty of the checkpoint's generation_config.json unless told otherwise.
+    own = engine.generate(PROMPTS, {"temperature": 0, "max_tokens": 12, "ignore_eos": True})
+    for answers, given in [(greedy, {"repetition_penalty": 1.0}), (own, {})]:
+        for prompt, answer in zip(PROMPTS, answers, strict=True):
+            out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, **given)
+            assert answer["token_ids"] == out[0, len(prompt) :].tolist()
+    assert [answer["token_ids"] for answer in own] != [answer["token_ids"] for answer in greedy]
     assert len({tuple(answer["token_ids"]) for answer in greedy}) == len(PROMPTS)
 
 
@@ -96,7 +100,8 @@ def test_a_seed_comes_from_the_request_id(engine: LLMEngine) -> None:
 
 def test_defaults_come_from_the_checkpoint(engine: LLMEngine) -> None:
     params = engine.io.sampling_params(None)
-    assert (params.temperature, params.top_k, params.top_p) == (0.5, 40, 1.0)  # top_p 0 is not valid: left out
+    # top_p 0 is not valid: left out
+    assert params == SamplingParams(temperature=0.5, top_k=40, top_p=1.0, repetition_penalty=1.25)
     given = engine.io.sampling_params({"temperature": 0, "max_tokens": 3})
     assert (given.temperature, given.top_k, given.max_tokens) == (0.0, 40, 3)
     assert engine.io.sampling_params(GREEDY) is GREEDY

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from tests.checkpoints import make_checkpoint
 from worker.loader import load_weights, weights_digest
 from worker.model_config import ModelConfig, ModelError
 from worker.models.qwen3 import Qwen3ForCausalLM
+from worker.safetensors_file import pieces
 
 
 def make(folder: Path, **shape: object) -> tuple[Path, dict[str, tuple[int, ...]]]:
@@ -33,13 +36,99 @@ def test_every_tensor_with_progress(tmp_path: Path, max_shard_size: str) -> None
     stored = {name: tensor for file in files for name, tensor in load_file(file).items()}
     seen: list[tuple[int, int]] = []
     weights = load_weights(folder, shapes, lambda done, total: seen.append((done, total)))
-    for name in shapes:
+    for name, shape in shapes.items():
+        assert weights.shape(name) == shape
         assert torch.equal(weights.take(name), stored[name])
-        weights.take(name)
     total = sum(tensor.nbytes for tensor in stored.values())
     assert len(seen) == len(shapes)
     assert seen == sorted(seen)
     assert seen[-1] == (total, total)
+
+
+PARTS = (slice(None), slice(0, 0), slice(1, 2), slice(3, 11), slice(5, None))
+
+
+@pytest.fixture
+def tensors(tmp_path: Path) -> dict[str, torch.Tensor]:
+    """Written to `tmp_path`: one tensor each of no, one, two and three dimensions."""
+    generator = torch.Generator().manual_seed(0)
+    shapes: list[tuple[int, ...]] = [(), (13,), (12, 17), (7, 12, 13)]
+    made = {f"{len(shape)}d": torch.randn(shape, generator=generator).to(torch.bfloat16) for shape in shapes}
+    save_file(made, tmp_path / "model.safetensors")
+    return made
+
+
+@pytest.mark.parametrize("piece_bytes", [1, 40, 1000, 4 << 20])
+def test_parts_of_tensors(
+    tmp_path: Path, tensors: dict[str, torch.Tensor], piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "__defaults__", (piece_bytes,))
+    weights = load_weights(tmp_path, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    assert torch.equal(weights.take("0d"), tensors["0d"])
+    for rows, columns, middle in product(PARTS, PARTS, PARTS):
+        expected: dict[str, tuple[torch.Tensor, dict[str, Any]]] = {
+            "1d": (tensors["1d"][rows], {"rows": rows}),
+            "2d": (tensors["2d"][rows, columns], {"rows": rows, "columns": columns}),
+            "3d": (tensors["3d"][rows, middle, columns], {"rows": rows, "columns": columns, "middle": middle}),
+        }
+        for name, (part, given) in expected.items():
+            taken = weights.take(name, **given)
+            assert taken.dtype == torch.bfloat16
+            assert weights.part_shape(name, **given) == taken.shape
+            assert torch.equal(taken, part), (name, given)
+            wide = torch.full(part.shape, torch.nan)
+            weights.copy_to(wide, name, **given)
+            assert torch.equal(wide, part.float())
+
+
+def test_parts_that_do_not_exist(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    weights = load_weights(tmp_path, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    with pytest.raises(ValueError, match="has no such dimension"):
+        weights.take("1d", columns=slice(1))
+    with pytest.raises(ValueError, match="has no such dimension"):
+        weights.take("2d", middle=slice(1))
+    with pytest.raises(ValueError, match=r"2d: the part is \[12, 2\], the place for it \[12, 1\]"):
+        weights.copy_to(torch.empty(12, 1), "2d", columns=slice(2))
+
+
+def test_progress_counts_what_this_rank_reads(tmp_path: Path) -> None:
+    folder, shapes = make(tmp_path)
+    seen: list[tuple[int, int]] = []
+    weights = load_weights(folder, shapes, lambda done, total: seen.append((done, total)))
+    parts = [weights.take(name, rows=slice(weights.shape(name)[0] // 2)) for name in shapes]
+    read = sum(part.nbytes for part in parts)
+    assert seen[-1] == (read, read)
+    shares = [done / total for done, total in seen]
+    assert shares == sorted(shares)
+    assert all(abs(total - read) < 0.01 * read for _, total in seen)
+
+
+def test_no_page_of_the_file_stays_resident(tmp_path: Path) -> None:
+    shape = (64 << 10, 256)
+    save_file({"a": torch.ones(shape), "b": torch.ones(shape)}, tmp_path / "model.safetensors")
+    resident: list[int] = []
+    weights = load_weights(tmp_path, {"a": shape, "b": shape}, lambda done, total: resident.append(_resident_file()))
+    before = _resident_file()
+    weights.take("a")
+    for start in range(0, 256, 64):
+        weights.take("b", columns=slice(start, start + 64))
+    # 64 MiB have been read; the last piece of 4 MiB may still be there.
+    assert max(resident) - before < 8 << 20
+
+
+def _resident_file() -> int:
+    """Bytes of mapped files in this process's memory."""
+    status = Path("/proc/self/status").read_text("ascii")
+    return int(status.split("RssFile:")[1].split()[0]) << 10
+
+
+def test_tensors_that_are_kept_for_later(tmp_path: Path) -> None:
+    folder, shapes = make(tmp_path)
+    change(folder, **{"model.layers.1.eh_proj.weight": torch.zeros(2), "model.layers.10.a": torch.zeros(2)})
+    with pytest.raises(ModelError) as error:
+        load_weights(folder, shapes, kept=("model.layers.1.",))
+    assert str(error.value).endswith("surplus model.layers.10.a")
+    load_weights(folder, shapes, kept=("model.layers.1.", "model.layers.10."))
 
 
 def test_surplus_that_is_known_to_be_harmless(tmp_path: Path) -> None:

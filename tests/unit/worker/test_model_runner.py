@@ -9,13 +9,14 @@ from common.config import Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from worker import dtype as dtypes
-from worker.batch import ScheduledBatch
+from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.dtype import resolve_dtype
-from worker.forward_context import get_forward_context
+from worker.engine_core import EngineCore
+from worker.forward_context import Context, get_forward_context
 from worker.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, ModelError
 from worker.model_runner import ModelRunner, kv_block_bytes, support_model_arch_dict
 from worker.numerics import numerics_digest
-from worker.sequence import Sequence
+from worker.sequence import Sequence, SequenceType
 
 
 @pytest.fixture(scope="module")
@@ -23,8 +24,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2, dtype="bfloat16")
 
 
-def make_runner(folder: Path, dtype: str = "float32", max_model_len: int = 512) -> ModelRunner:
-    config = Config(model=str(folder), dtype=dtype, max_model_len=max_model_len)
+def make_runner(
+    folder: Path, dtype: str = "float32", max_model_len: int = 512, kv_cache_dtype: str = "auto"
+) -> ModelRunner:
+    config = Config(model=str(folder), dtype=dtype, max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype)
     return ModelRunner(config, ModelConfig.from_folder(folder))
 
 
@@ -70,6 +73,68 @@ def test_sampling_follows_seed_and_position_not_batch(runner: ModelRunner) -> No
     assert len(set(together.values())) > 1
 
 
+class Watching:
+    """A runner that notes of each step what its sequences compute, and what its context says."""
+
+    def __init__(self, runner: ModelRunner) -> None:
+        self.runner = runner
+        self.core = EngineCore(MIXED_CONFIG, self)
+        self.steps: list[tuple[set[SequenceType], bool]] = []
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        live = {seq.id: seq for seq in self.core.scheduler.running}
+        kinds = {live[seq_id].type for seq_id in batch.req_ids}
+        self.steps.append((kinds, self.runner.prepare_model(batch).context.is_prefill))
+        return self.runner.forward(batch)
+
+
+MIXED_CONFIG = Config(num_kvcache_blocks=32, scheduling_policy="mixed", max_num_batched_tokens=24)
+
+
+def run_mixed(watching: Watching) -> dict[int, list[int]]:
+    """Prompts that come while others decode: one of a single token, one that is computed in chunks."""
+    params = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
+    prompts = [[7], list(range(40)), [9, 8, 7], [5]]
+    seqs = [Sequence(prompt, 16, params, id=i) for i, prompt in enumerate(prompts, 1)]
+    streams: dict[int, list[int]] = {seq.id: [] for seq in seqs}
+    while seqs or watching.core.has_unfinished():
+        if seqs:
+            watching.core.add_request(seqs.pop(0))
+        for seq_id, tokens in watching.core.step().new_tokens.items():
+            streams[seq_id] += tokens
+    return streams
+
+
+def test_is_prefill_says_that_all_rows_are_prefill(runner: ModelRunner) -> None:
+    watching = Watching(runner)
+    run_mixed(watching)
+    prefill, decode = {SequenceType.PREFILL}, {SequenceType.DECODE}
+    assert watching.steps[0] == (prefill, True), "a prompt of one token is a prefill"
+    assert [kinds for kinds, _ in watching.steps].count(prefill | decode) > 2
+    assert [kinds for kinds, _ in watching.steps].count(decode) > 0
+    assert all(said == (kinds == prefill) for kinds, said in watching.steps)
+
+
+def test_no_layer_and_no_kernel_branches_on_is_prefill(runner: ModelRunner, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = run_mixed(Watching(runner))
+
+    class Plain:
+        def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+            return runner.forward(batch)
+
+    def asked(context: Context) -> bool:
+        raise AssertionError("is_prefill was asked for")
+
+    monkeypatch.setattr(Context, "is_prefill", property(asked))
+    watching = Watching(runner)
+    watching.core = EngineCore(MIXED_CONFIG, Plain())
+    assert run_mixed(watching) == expected
+    root = Path(__file__).resolve().parents[3]
+    sources = [path for room in ("kernels", "worker/layers", "worker/models") for path in (root / room).rglob("*.py")]
+    assert len(sources) > 10
+    assert [str(path) for path in sources if "is_prefill" in path.read_text()] == []
+
+
 def test_an_empty_batch_is_no_work(runner: ModelRunner) -> None:
     assert runner.forward(ScheduledBatch({}, [], 0)).token_ids == {}
 
@@ -92,14 +157,48 @@ def test_probe_and_warmup_leave_the_pool_alone(runner: ModelRunner) -> None:
     assert torch.equal(runner._kv_cache.data, before)
 
 
-def test_block_bytes_are_what_a_block_takes(folder: Path) -> None:
-    runner = make_runner(folder)
+@pytest.mark.parametrize(
+    ("dtype", "kv_cache_dtype", "itemsize"),
+    [
+        ("float32", "auto", 4),
+        ("bfloat16", "auto", 2),
+        ("float32", "float16", 2),
+        ("float32", "fp8", 1),
+        ("bfloat16", "fp8", 1),
+    ],
+)
+def test_block_bytes_are_what_a_block_takes(folder: Path, dtype: str, kv_cache_dtype: str, itemsize: int) -> None:
+    runner = make_runner(folder, dtype, kv_cache_dtype=kv_cache_dtype)
     runner.allocate_kv_cache(10)
     size = kv_block_bytes(runner.model_config, runner.config)
     assert runner._kv_cache.data[:, :, :10].nbytes == 10 * size
     assert runner.num_blocks_for(10 * size + size - 1) == 10
-    narrow = Config(model=str(folder), dtype="bfloat16")
-    assert kv_block_bytes(runner.model_config, narrow) == size // 2
+    values_per_token = 2 * 2 * 2 * 24
+    assert size == values_per_token * 16 * itemsize
+
+
+# How far logits may be from those of a float32 cache, as a share of their size: a few times the rounding of one number
+# (2**-9, 2**-12, 2**-4), which random weights enlarge.
+KV_ERROR = {"bfloat16": 2**-6, "float16": 2**-9, "fp8": 2**-2}
+
+
+@pytest.mark.parametrize("kv_cache_dtype", KV_ERROR)
+def test_a_narrow_kv_cache_costs_what_its_rounding_does(folder: Path, kv_cache_dtype: str) -> None:
+    tokens = list(range(5, 305))
+    results = []
+    for name in ("auto", kv_cache_dtype):
+        runner = make_runner(folder, kv_cache_dtype=name)
+        runner.allocate_kv_cache(20)
+        blocks = list(range(19))
+        logits = [runner.run_model(runner.prepare_model(batch_of((sequence(tokens[:290], blocks), 290))))]
+        for length in range(291, 301):
+            seq = sequence(tokens[:length], blocks, computed=length - 1)
+            logits.append(runner.run_model(runner.prepare_model(batch_of((seq, 1)))))
+        results.append(torch.cat(logits))
+    exact, narrow = results
+    errors = (narrow - exact).norm(dim=1) / exact.norm(dim=1)
+    assert (errors > 0).all()
+    assert (errors < KV_ERROR[kv_cache_dtype]).all()
 
 
 def test_ids_beyond_the_tokenizer_are_masked(tmp_path: Path) -> None:
@@ -148,6 +247,7 @@ def test_digest_is_stable_and_tells_classes_apart(folder: Path, tmp_path: Path) 
     other = make_checkpoint(tmp_path, num_hidden_layers=2, dtype="bfloat16", seed=1)
     assert numerics_digest(make_runner(other)) != digests[0]
     assert numerics_digest(make_runner(folder, "bfloat16")) != digests[0]
+    assert numerics_digest(make_runner(folder, kv_cache_dtype="fp8")) != digests[0]
 
 
 @pytest.mark.parametrize("max_model_len", [2, 40, 64])

@@ -14,7 +14,7 @@ from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_TAIL_TOKENS, MA
 from worker.outbox import Outbox
 from worker.outputs import End, SequenceOutput, Start
 
-START = Start(cached_tokens=2**32 - 1, queue_s=1e6, prefill_s=1e6)
+START = Start(prompt_tokens=1, cached_tokens=2**32 - 1, queue_s=1e6, prefill_s=1e6)
 
 
 def output(first_pos: int, tokens: list[int], *, start: bool = False, end: bool = False) -> SequenceOutput:

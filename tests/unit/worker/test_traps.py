@@ -1,19 +1,26 @@
-"""The traps of engine-notes section 2 that concern scheduler, block manager and sequence: what the seeds get wrong.
+"""The traps of engine-notes section 2: what the seeds get wrong. Those of model and text are in test_model_traps.py.
 
-Each test is shown to fail against the seed's rule (tests/unit/mutants.py, tests/unit/test_mutants.py). Traps of the
-gate are in tests/unit/common/test_delay_gate.py, of text and transport in the tests of router and worker service.
+Each test is shown to fail against the seed's rule (tests/unit/mutants.py, tests/unit/test_mutants.py).
 """
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
+from common.config import Config
 from common.errors import InvalidFieldError, PromptTooLongError
 from common.sampling_params import SamplingParams
-from tests.unit.worker.test_deferred import SIZE, land, launch, prompt, scheduler
+from tests.unit.worker.session_support import LIMITS, record, submit
+from tests.unit.worker.test_deferred import SIZE, Flight, land, launch, prompt, scheduler
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine_core import EngineCore
+from worker.inbox import Inbox
+from worker.outputs import PROTO_REASONS
 from worker.scheduler import Scheduler
 from worker.sequence import EndReason, Priority, Sequence
+from worker.simulated import SimulatedRunner
 
 EOS = 2
 
@@ -25,12 +32,27 @@ def step(sched: Scheduler, token: int = 50, drafts: list[int] | None = None) -> 
     return flight[0]
 
 
+def decoding_for(last_prompt_latency: float) -> Scheduler:
+    """With a gate of half the latency; sequence 0 decodes. Steps may be scheduled and forgotten."""
+    sched = scheduler(scheduler_delay_factor=0.5)
+    sched.add(prompt(3, id=0))
+    sched.record_step(step(sched), last_prompt_latency)
+    return sched
+
+
+def ids(scheduled: Flight | None) -> list[int]:
+    return scheduled[0].req_ids if scheduled is not None else []
+
+
 def test_t01_the_budget_counts_what_the_cache_lacks() -> None:
     sched = scheduler(max_num_batched_tokens=48)
     sched.add(prompt(40))
     step(sched, EOS)
     sched.add_group([prompt(40), prompt(40, 200)])
-    assert step(sched).num_scheduled_tokens == [8, 40]
+    batch = step(sched)
+    assert (batch.num_cached_tokens, batch.num_scheduled_tokens) == ([32, 0], [8, 40])
+    assert [len(tokens) for tokens in batch.scheduled_tokens] == [8, 40]
+    assert batch.context_lens == [40, 40]
 
 
 def test_t02_of_a_fully_cached_prompt_a_block_is_computed() -> None:
@@ -72,12 +94,14 @@ def test_t06_the_pool_holds_the_longest_sequence() -> None:
         scheduler(num_kvcache_blocks=2, max_model_len=33)
 
 
-def test_t07_the_running_set_is_bounded() -> None:
+def test_t07_the_running_set_is_bounded_and_nobody_in_it_stalls() -> None:
     sched = scheduler(max_num_seqs=2)
-    sched.add_group([prompt(3, 100 * i) for i in range(1, 7)])
+    seqs = [prompt(3, 100 * i, max_tokens=2) for i in range(1, 7)]
+    sched.add_group(seqs)
     for _ in range(6):
         step(sched)
         assert len(sched.running) <= 2
+    assert all(seq.is_finished for seq in seqs)
 
 
 @pytest.mark.parametrize("policy", ["prefill_first", "mixed"])
@@ -129,6 +153,28 @@ def test_t12_the_latency_is_that_of_steps_with_prompts() -> None:
     assert sched.last_prompt_latency == 0.1
 
 
+def test_t13_a_prompt_arrives_when_the_worker_receives_it() -> None:
+    box = Inbox(LIMITS, is_live=lambda rid: False)
+    box.submit(submit(1, record(10, deadline_left_ms=1500)).submit, 100.0)
+    [group] = box.take_groups()
+    seq = group.arrivals[0].seq
+    assert (seq.arrive_time, seq.deadline) == (100.0, 101.5)
+    sched = decoding_for(0.1)
+    sched.add(seq)
+    assert [ids(sched.schedule(now)) for now in (100.04, 100.06)] == [[0], [seq.id]]
+
+
+def test_t14_who_has_left_opens_no_gate_and_a_group_of_the_router_passes_it() -> None:
+    sched = decoding_for(0.1)
+    gone, waits, released = prompt(3, 200), prompt(3, 300, arrive_time=9.0), prompt(3, 400, arrive_time=9.0)
+    sched.add(gone)
+    sched.add(waits)
+    sched.abort(gone.id, now=9.0)
+    sched.add_group([released])
+    assert [ids(sched.schedule(now)) for now in (9.01, 9.06)] == [[released.id], [waits.id]]
+    assert sched.last_prompt_latency == 0.1
+
+
 @pytest.mark.parametrize("k", [1, 3, 7])
 def test_t15_check_and_act_agree_with_drafts(k: int) -> None:
     sched = scheduler(k=k, num_kvcache_blocks=3)
@@ -162,10 +208,14 @@ def test_t17_eviction_drops_the_index_entry() -> None:
 
 def test_t18_a_batch_is_a_copy() -> None:
     sched = scheduler()
-    sched.add(prompt(16))
-    batch = step(sched)
+    seq = prompt(16)
+    sched.add(seq)
+    flight = launch(sched)
+    table = list(seq.block_table)
+    land(sched, flight, 50)
     step(sched)
-    assert [len(table) for table in batch.block_tables] == [1]
+    sched.abort(seq.id, now=0.0)
+    assert flight[0].block_tables == [table]
 
 
 def test_t19_a_block_is_published_when_it_is_written() -> None:
@@ -263,17 +313,30 @@ def test_t28_a_prompt_of_one_chunk_has_its_output_in_flight() -> None:
     assert seq.num_placeholder == 0
 
 
-def test_t29_an_output_has_only_ids_of_sequences() -> None:
+def test_t29_an_output_has_only_ids_of_sequences_and_no_list_of_them_is_searched() -> None:
+    class Unlisted(ScheduledBatchOutput):
+        @property
+        def req_ids(self) -> list[int]:
+            raise AssertionError("a search in a list for every sequence")
+
     assert ScheduledBatchOutput({7: (1,)}, is_deferred_out=True).req_ids == [7]
+    sched = scheduler()
+    seq = prompt(3)
+    sched.add(seq)
+    batch, seqs = launch(sched)
+    output = Unlisted({seq.id: (5,)}, is_deferred_out=True)
+    sched.postprocess(seqs.values(), output, batch=batch, now=0.0)
+    assert seq.output_tokens == [5]
 
 
-def test_t30_the_victim_is_the_newest() -> None:
-    sched = scheduler(num_kvcache_blocks=5, enable_prefix_caching=False)
-    old, new = prompt(32), prompt(32, 200)
-    sched.add_group([old, new])
-    step(sched)
-    step(sched)
-    assert ([seq.id for seq in sched.running], [seq.id for seq in sched.waiting]) == ([old.id], [new.id])
+def test_t30_victims_are_the_newest_and_keep_their_order() -> None:
+    sched = scheduler(num_kvcache_blocks=6, enable_prefix_caching=False)
+    seqs = [prompt(16, 100 * i) for i in range(1, 4)]
+    sched.add_group(seqs)
+    while sched.num_preemptions < 2:
+        step(sched)
+    assert [seq.id for seq in sched.running] == [seqs[0].id]
+    assert [seq.id for seq in sched.waiting] == [seqs[1].id, seqs[2].id]
 
 
 def test_t31_only_the_last_chunk_is_sampled() -> None:
@@ -283,7 +346,10 @@ def test_t31_only_the_last_chunk_is_sampled() -> None:
 
 
 def test_t32_zero_is_an_id() -> None:
-    assert Sequence([1], SIZE, id=0).id == 0
+    sched = scheduler()
+    sched.add(Sequence([1, 4], SIZE, id=0))
+    assert step(sched).req_ids == [0]
+    assert sched.abort(0, now=0.0)
 
 
 def test_t33_accepted_is_one_less_than_the_tokens() -> None:
@@ -324,6 +390,32 @@ def test_t36_ignore_eos_leaves_the_requests_own_ids() -> None:
     assert (seq.leave_reason, seq.end_reason) == ("stop_7", EndReason.STOP_TOKEN)
 
 
+def test_t37_an_end_is_typed_and_names_what_stopped_it() -> None:
+    sched = scheduler(stop_token_ids=(9,))
+    found = []
+    for tokens, params in [
+        ([EOS], SamplingParams(max_tokens=9)),
+        ([9], SamplingParams(max_tokens=9)),
+        ([7], SamplingParams(max_tokens=9, stop_token_ids=(7,))),
+        ([5, 6], SamplingParams(max_tokens=9, stop_token_sequences=((5, 6),))),
+        ([5], SamplingParams(max_tokens=1)),
+    ]:
+        sched.add(Sequence([11], SIZE, params))
+        for token in tokens:
+            step(sched, token)
+        out = sched.take_outputs()[-1]
+        found.append((out.finish_reason, out.end_reason, out.stop_token_id, out.stop_token_sequence))
+    assert found == [
+        ("eos", EndReason.EOS, EOS, None),
+        ("stop_9", EndReason.EOS, 9, None),
+        ("stop_7", EndReason.STOP_TOKEN, 7, None),
+        ("stop_sequence", EndReason.STOP_SEQUENCE, None, [5, 6]),
+        ("max_tokens", EndReason.LENGTH, None, None),
+    ]
+    assert set(PROTO_REASONS) == set(EndReason)
+    assert len(set(PROTO_REASONS.values())) == len(EndReason)
+
+
 def test_t38_the_first_token_time_with_several_tokens() -> None:
     sched = scheduler()
     seq = prompt(3)
@@ -335,14 +427,54 @@ def test_t38_the_first_token_time_with_several_tokens() -> None:
 
 def test_t41_a_token_that_comes_after_the_abort_is_dropped() -> None:
     sched = scheduler()
-    seq = prompt(3)
-    sched.add(seq)
+    seq, other = prompt(3), prompt(3, 200)
+    sched.add_group([seq, other])
     batch, seqs = launch(sched)
     assert sched.abort(seq.id, now=0.0)
     assert not sched.abort(seq.id, now=0.0)
-    sched.postprocess(seqs.values(), ScheduledBatchOutput({seq.id: (5,)}), batch=batch, now=0.0)
-    assert seq.output_tokens == []
-    assert sched.block_manager.num_free_blocks == 16
+    output = ScheduledBatchOutput({seq.id: (5,), other.id: (6,)})
+    sched.postprocess(seqs.values(), output, batch=batch, now=0.0)
+    assert (seq.output_tokens, other.output_tokens) == ([], [6])
+    assert sched.block_manager.num_free_blocks == 15
+
+
+def test_t42_blocks_that_are_freed_in_flight_are_written_after_that_step() -> None:
+    running: list[int] = []
+    overlapped = threading.Event()
+
+    class Slow(SimulatedRunner):
+        def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+            if running:
+                overlapped.set()
+            running.append(1)
+            if not self.num_forwards:
+                overlapped.wait(0.3)
+            output = super().forward(batch)
+            running.pop()
+            return output
+
+    config = Config(num_kvcache_blocks=2, deferred_output=True)
+    core = EngineCore(config, Slow(50, EOS, num_blocks=2))
+    first, second = prompt(30, 10), prompt(30, 15, max_tokens=2)
+    core.add_request(first)
+    core.step()
+    table = list(first.block_table)
+    core.abort(first.id)
+    core.add_request(second)
+    core.step()
+    assert set(second.block_table) == set(table)
+    while core.has_unfinished():
+        core.step()
+    assert not overlapped.is_set()
+    assert second.output_tokens == SimulatedRunner(50, EOS).reference(second.prompt_token_ids, 2)
+
+
+def test_t43_rows_are_in_the_order_of_admission() -> None:
+    sched = scheduler(num_kvcache_blocks=80)
+    seqs = [prompt(3, 100 * i) for i in range(1, 33)]
+    sched.add_group(seqs)
+    for _ in range(3):
+        assert step(sched).req_ids == [seq.id for seq in seqs]
 
 
 def test_t44_every_sequence_ends_in_one_output() -> None:

@@ -29,6 +29,34 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _Priority:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
+    """Same as PRIORITY_NORMAL."""
+    PRIORITY_LOW: _Priority.ValueType  # 1
+    """Started when nothing else waits, and preempted first."""
+    PRIORITY_NORMAL: _Priority.ValueType  # 2
+    """The default."""
+    PRIORITY_HIGH: _Priority.ValueType  # 3
+    """Started before the others, and preempted last."""
+
+class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper):
+    """Which sequences go first: into the running set, and last out of it when blocks run out."""
+
+PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
+"""Same as PRIORITY_NORMAL."""
+PRIORITY_LOW: Priority.ValueType  # 1
+"""Started when nothing else waits, and preempted first."""
+PRIORITY_NORMAL: Priority.ValueType  # 2
+"""The default."""
+PRIORITY_HIGH: Priority.ValueType  # 3
+"""Started before the others, and preempted last."""
+Global___Priority: _TypeAlias = Priority  # noqa: Y015
+
 class _EndReason:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -371,6 +399,7 @@ class SubmitSequence(_message.Message):
     TRACESTATE_FIELD_NUMBER: _builtins.int
     CHAIN_HASH_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
     rid: _builtins.int
     """Id of the attempt: 64 bits, unique over the life of the router."""
@@ -393,7 +422,9 @@ class SubmitSequence(_message.Message):
     worker refuses a mismatch: hash seed, block size or tokenizer differ.
     """
     cache_salt: _builtins.bytes
-    """Prefix-cache salt; sequences of different salts share nothing."""
+    """Prefix-cache salt, at most 128 bytes; sequences of different salts share nothing. Empty is a salt like any other."""
+    priority: Global___Priority.ValueType
+    """Its class in the worker's queue and running set."""
     keep: _builtins.bool
     """Whether the sequence stays even if it has to wait long, instead of going back in `StepOutput.returned`: it has been
     returned before, or there is no other worker for it. A draining worker returns it all the same.
@@ -421,11 +452,12 @@ class SubmitSequence(_message.Message):
         tracestate: _builtins.str = ...,
         chain_hash: _builtins.int = ...,
         cache_salt: _builtins.bytes = ...,
+        priority: Global___Priority.ValueType = ...,
         keep: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "more", b"more", "params", b"params", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "more", b"more", "params", b"params", "priority", b"priority", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -929,10 +961,16 @@ class GenerateRequest(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     PARAMS_FIELD_NUMBER: _builtins.int
     SEED_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """Id for logs and traces; minted when empty."""
     seed: _builtins.int
     """Seed of the random numbers."""
+    cache_salt: _builtins.bytes
+    """As in SubmitSequence."""
+    priority: Global___Priority.ValueType
+    """As in SubmitSequence."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The prompt; at least one token."""
@@ -948,10 +986,12 @@ class GenerateRequest(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         params: Global___SamplingParams | None = ...,
         seed: _builtins.int = ...,
+        cache_salt: _builtins.bytes = ...,
+        priority: Global___Priority.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["params", b"params", "request_id", b"request_id", "seed", b"seed", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "params", b"params", "priority", b"priority", "request_id", b"request_id", "seed", b"seed", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

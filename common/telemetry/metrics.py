@@ -1,0 +1,158 @@
+"""A worker's engine in figures: a pure snapshot, and OpenTelemetry's observable instruments that read it.
+
+Nothing is counted here and nothing runs on the engine's thread: the exporting thread reads the snapshot that the
+engine's last turn has left, which is never changed, only replaced. Off unless an OTLP endpoint is set, like tracing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, Protocol
+
+from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.sdk.metrics import MeterProvider
+
+from common.limits import TELEMETRY_SHUTDOWN_S
+from common.telemetry import exporter, names
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFigures:
+    """An engine at one moment; totals are since its start.
+
+    Attributes:
+        running: sequences in the running set.
+        waiting: sequences that wait for a step.
+        free_blocks: KV blocks that are free or can be evicted.
+        total_blocks: KV blocks in all.
+        block_size: tokens per KV block.
+        steps: steps computed.
+        preemptions: sequences put back for want of blocks.
+        prompt_tokens: prompt tokens of the sequences that have begun to answer.
+        cached_tokens: those of them that were found in the prefix cache, as of the first token: what a sequence that
+            is preempted later finds again does not count (engine-notes T24).
+        generated_tokens: tokens delivered.
+        draft_tokens: drafts that were verified.
+        accepted_tokens: those of them that were the model's own tokens.
+        ended: sequences by the reason of their end.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    free_blocks: int = 0
+    total_blocks: int = 0
+    block_size: int = 0
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    ended: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def kv_usage(self) -> float:
+        """Part of the KV blocks that sequences hold, 0 to 1."""
+        return 1 - self.free_blocks / self.total_blocks if self.total_blocks else 0.0
+
+
+Labels = Mapping[str, str]
+ReadFigures = Callable[[], EngineFigures | None]
+
+
+class _Instrument(NamedTuple):
+    name: str
+    unit: str
+    description: str
+    value: Callable[[EngineFigures], float]
+
+
+_GAUGES: Final = (
+    _Instrument(names.ENGINE_RUNNING, "{sequence}", "Sequences in the running set", lambda f: f.running),
+    _Instrument(names.ENGINE_WAITING, "{sequence}", "Sequences that wait for a step", lambda f: f.waiting),
+    _Instrument(names.ENGINE_KV_USAGE, "1", "Part of the KV blocks that sequences hold", lambda f: f.kv_usage),
+    _Instrument(names.ENGINE_KV_BLOCKS, "{block}", "KV blocks in all", lambda f: f.total_blocks),
+    _Instrument(names.ENGINE_KV_BLOCK_SIZE, "{token}", "Tokens per KV block", lambda f: f.block_size),
+)
+_COUNTERS: Final = (
+    _Instrument(names.ENGINE_STEPS, "{step}", "Steps computed", lambda f: f.steps),
+    _Instrument(names.ENGINE_PREEMPTIONS, "{preemption}", "Sequences put back for blocks", lambda f: f.preemptions),
+    _Instrument(names.ENGINE_PROMPT_TOKENS, "{token}", "Prompt tokens", lambda f: f.prompt_tokens),
+    _Instrument(names.ENGINE_CACHED_TOKENS, "{token}", "Prompt tokens found in the cache", lambda f: f.cached_tokens),
+    _Instrument(names.ENGINE_GENERATED_TOKENS, "{token}", "Tokens delivered", lambda f: f.generated_tokens),
+    _Instrument(names.ENGINE_DRAFT_TOKENS, "{token}", "Draft tokens verified", lambda f: f.draft_tokens),
+    _Instrument(names.ENGINE_ACCEPTED_TOKENS, "{token}", "Draft tokens accepted", lambda f: f.accepted_tokens),
+)  # fmt: skip
+
+
+def setup_metrics(service_name: str, instance_id: str) -> Metrics:
+    """Metrics as the environment asks for them: off unless OTEL_EXPORTER_OTLP_ENDPOINT is set.
+
+    Args:
+        service_name: `service.name`, unless OTEL_SERVICE_NAME says otherwise.
+        instance_id: `service.instance.id`, unique per process start.
+    """
+    if not exporter.endpoint("metrics"):
+        return Metrics()
+    export = exporter.MetricExport(service_name, instance_id)
+    return Metrics(export.provider, export)
+
+
+class _Shutdown(Protocol):
+    def shutdown(self, timeout_s: float) -> None: ...
+
+
+class Metrics:
+    """The instruments of one process. Without a provider there are none."""
+
+    def __init__(self, provider: MeterProvider | None = None, export: _Shutdown | None = None) -> None:
+        self._meter = provider.get_meter(names.METER) if provider is not None else None
+        self._export = export
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is exported."""
+        return self._meter is not None
+
+    def observe_engine(self, read: ReadFigures, labels: Labels) -> None:
+        """Exports an engine's figures from now on.
+
+        Args:
+            read: the newest figures, None before the engine has started; called on the exporting thread.
+            labels: attributes of every figure: few values, and always the same (`names.REQUEST_MODEL`, ...).
+        """
+        if self._meter is None:
+            return
+        for one in _GAUGES:
+            self._meter.create_observable_gauge(one.name, [_callback(read, one, labels)], one.unit, one.description)
+        for one in _COUNTERS:
+            self._meter.create_observable_counter(one.name, [_callback(read, one, labels)], one.unit, one.description)
+        self._meter.create_observable_counter(
+            names.ENGINE_ENDED, [_ended(read, labels)], "{sequence}", "Sequences that have ended, by the reason"
+        )
+
+    def shutdown(self, timeout_s: float = TELEMETRY_SHUTDOWN_S) -> None:
+        """Sends the last figures, within `timeout_s` seconds."""
+        if self._export is not None:
+            self._export.shutdown(timeout_s)
+
+
+_Callback = Callable[[CallbackOptions], Iterable[Observation]]
+
+
+def _callback(read: ReadFigures, one: _Instrument, labels: Labels) -> _Callback:
+    def observe(_: CallbackOptions) -> Iterable[Observation]:
+        figures = read()
+        return [] if figures is None else [Observation(one.value(figures), labels)]
+
+    return observe
+
+
+def _ended(read: ReadFigures, labels: Labels) -> _Callback:
+    def observe(_: CallbackOptions) -> Iterable[Observation]:
+        figures = read() or EngineFigures()
+        return [Observation(count, {**labels, names.END_REASON: why}) for why, count in figures.ended.items()]
+
+    return observe

@@ -1,0 +1,165 @@
+"""Ranks of a tensor-parallel worker that are killed and frozen while they compute: real processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
+from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
+
+from tests.checkpoints import make_checkpoint
+from tests.e2e.service import Process, Service, generate, running_service
+from tests.e2e.simulated import outcome, request, wait_workers
+from worker.llm_engine import LLMEngine, default_config
+
+OPTIONS = ["--tp-size", "2", "--kv-cache-memory", "16MiB", "--max-model-len", "1024", "--dtype", "float32"]
+# A step of two ranks takes milliseconds here, so this is some seconds.
+LONG = 900
+NOTICED_S = 6.0
+RECOVERED_S = 60.0
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+@pytest.fixture(scope="module")
+def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with running_service(tmp_path_factory.mktemp("ranks"), model, worker_options=OPTIONS) as running:
+        wait_workers(running, 1)
+        yield running
+
+
+def rank_pids(worker: Process) -> dict[int, int]:
+    """Process ids of the worker's ranks, by rank."""
+    found = {}
+    for folder in Path("/proc").iterdir():
+        try:
+            command = (folder / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        if b"worker.rank" in command and parent_of(folder) == worker.running.pid:
+            found[int(command[command.index(b"worker.rank") + 1])] = int(folder.name)
+    return found
+
+
+def parent_of(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def description(worker: Process) -> wpb.GetWorkerResponse:
+    with grpc.insecure_channel(worker.address) as channel:
+        return WorkerServiceStub(channel).GetWorker(wpb.GetWorkerRequest(), timeout=5)
+
+
+def ended(pids: list[int], within_s: float = 5.0) -> bool:
+    """Whether none of the processes is left."""
+    end = time.monotonic() + within_s
+    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+        if time.monotonic() > end:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def streams(service: Service, pool: ThreadPoolExecutor) -> list[Future[tuple[grpc.StatusCode, int]]]:
+    """Three long streams that have begun."""
+    running = [pool.submit(outcome, service.stub, i, LONG) for i in range(3)]
+    end = time.monotonic() + 20
+    while service.worker_load().decoding_seqs < 3:
+        assert time.monotonic() < end, "the streams have not begun"
+    return running
+
+
+def recover(service: Service, lost: wpb.GetWorkerResponse) -> None:
+    """The worker serves again, as another instance with an empty cache, in the same numerics class."""
+    worker = service.workers[0]
+    worker.wait_serving()
+    wait_workers(service, 1)
+    found = description(worker)
+    assert found.worker_id == lost.worker_id
+    assert found.instance_id != lost.instance_id
+    assert (found.state, found.tp_size, found.numerics) == (wpb.WORKER_STATE_SERVING, 2, lost.numerics)
+    load = service.wait_idle()
+    assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
+
+
+def lose(service: Service, sig: signal.Signals) -> list[tuple[grpc.StatusCode, int]]:
+    """Sends a signal to rank 1 in the middle of three streams; how these end, and that health changes at once."""
+    worker = service.workers[0]
+    with ThreadPoolExecutor(3) as pool:
+        running = streams(service, pool)
+        os.kill(rank_pids(worker)[1], sig)
+        began = time.monotonic()
+        outcomes = [each.result() for each in running]
+        assert time.monotonic() - began < NOTICED_S
+    assert not worker.is_serving()
+    assert worker.is_serving("liveness")
+    assert description(worker).state != wpb.WORKER_STATE_SERVING
+    return outcomes
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_lost_rank_ends_its_requests_and_the_worker_comes_back(service: Service, sig: signal.Signals) -> None:
+    worker = service.workers[0]
+    before = description(worker)
+    expected = generate(service.stub, request(5, 32)).token_ids
+    pids = rank_pids(worker)
+    assert set(pids) == {0, 1}
+    outcomes = lose(service, sig)
+    assert all(code is grpc.StatusCode.INTERNAL and 0 < tokens < LONG for code, tokens in outcomes)
+    assert ended(list(pids.values()))
+    recover(service, before)
+    assert generate(service.stub, request(5, 32)).token_ids == expected
+    lines = [line for line in worker.log.read_text().splitlines() if "engine failed" in line]
+    how = "rank 1 (process" if sig is signal.SIGKILL else "rank 1 has been silent"
+    assert how in lines[-1]
+
+
+def test_two_ranks_give_the_tokens_of_one(service: Service, model: Path) -> None:
+    engine = LLMEngine(default_config(model))
+    for i in range(3):
+        answer = generate(service.stub, greedy(i))
+        alone = engine.generate([list(greedy(i).token_ids.ids)], {"temperature": 0.0, "max_tokens": 64})
+        assert answer.token_ids == alone[0]["token_ids"]
+
+
+def greedy(i: int) -> pb.GenerateRequest:
+    made = request(i, 64)
+    made.sampling_params.temperature = 0.0
+    return made
+
+
+def test_ranks_end_with_a_worker_that_drains(service: Service) -> None:
+    worker = service.workers[0]
+    pids = list(rank_pids(worker).values())
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(outcome, service.stub, i, 100) for i in range(2)]
+        while service.worker_load().decoding_seqs < 2:
+            time.sleep(0.02)
+        assert worker.stop(signal.SIGTERM) == 0
+        assert [each.result() for each in running] == [(grpc.StatusCode.OK, 100)] * 2
+    assert ended(pids)
+
+
+def test_ranks_end_with_a_worker_that_is_killed(service: Service) -> None:
+    worker = service.workers[0]
+    worker.start()
+    end = time.monotonic() + 20
+    while len(pids := rank_pids(worker)) < 2:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    worker.stop(signal.SIGKILL)
+    assert ended(list(pids.values()))

@@ -1,0 +1,96 @@
+"""Cache salts and priority classes through router and worker processes: who shares a cache, and who goes first."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import grpc
+import pytest
+from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
+from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
+
+from tests.e2e.service import Answer, Service, generate, running_service
+from tests.e2e.simulated import simulated_model, wait_workers
+
+# Of the 8 blocks of 16 tokens, 512 bytes each, a long prompt and its answer take all; a short prompt fills 2.
+LONG, SHORT, HITS = 100, 33, 32
+OPTIONS = ["--simulate", "fixed:10ms", "--kv-cache-memory", "64KiB", "--max-model-len", "128"]
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    model = simulated_model(tmp_path_factory.mktemp("model"))
+    with running_service(tmp_path_factory.mktemp("service"), model, worker_options=OPTIONS) as running:
+        wait_workers(running, 1)
+        yield running
+
+
+def request(content: int, length: int, max_tokens: int = 3, **fields: Any) -> pb.GenerateRequest:
+    """A prompt that `content` decides."""
+    rnd = random.Random(content)
+    return pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=[rnd.randrange(256) for _ in range(length)]),
+        sampling_params=pb.SamplingParams(max_tokens=max_tokens, seed=1, ignore_eos=True),
+        output_options=pb.OutputOptions(return_token_ids=True),
+        **fields,
+    )
+
+
+def cached(answer: Answer) -> int:
+    assert answer.finish is not None
+    return answer.finish.usage.cached_tokens
+
+
+def test_tenants_share_a_prefix_with_their_own_salt_only(service: Service) -> None:
+    salts = ["a", "a", "b", "", "", "b", "a"]
+    answers = [generate(service.stub, request(1, SHORT, cache_salt=salt)) for salt in salts]
+    assert [cached(answer) for answer in answers] == [0, HITS, 0, 0, HITS, HITS, HITS]
+    assert len({tuple(answer.token_ids) for answer in answers}) == 1
+
+
+def test_a_higher_class_overtakes_what_waits_for_blocks(service: Service) -> None:
+    ended: list[str] = []
+
+    def ask(name: str, content: int, **fields: Any) -> None:
+        generate(service.stub, request(content, LONG, **fields))
+        ended.append(name)
+
+    first = service.stub.Generate(request(2, LONG, max_tokens=28))
+    next(iter(first))
+    asked = [("low", pb.PRIORITY_LOW), ("normal", pb.PRIORITY_NORMAL), ("unset", 0), ("high", pb.PRIORITY_HIGH)]
+    threads = [
+        threading.Thread(target=ask, args=(name, 10 + i), kwargs={"priority": priority})
+        for i, (name, priority) in enumerate(asked)
+    ]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.02)
+    assert service.worker_load().waiting_seqs == len(asked)
+    list(first)
+    for thread in threads:
+        thread.join()
+    assert ended == ["high", "normal", "unset", "low"]
+
+
+def test_a_direct_call_has_both_too(service: Service) -> None:
+    with grpc.insecure_channel(service.workers[0].address) as channel:
+        stub = WorkerServiceStub(channel)
+
+        def hits(**fields: Any) -> int:
+            given = wpb.GenerateRequest(
+                token_ids=request(3, SHORT).token_ids.ids,
+                params=wpb.SamplingParams(top_p=1, repetition_penalty=1, max_tokens=2, ignore_eos=True),
+                **fields,
+            )
+            return int(next(iter(stub.Generate(given))).start.cached_tokens)
+
+        assert [hits(cache_salt=salt) for salt in (b"a", b"a", b"b")] == [0, HITS, 0]
+        assert hits(cache_salt=b"b", priority=wpb.PRIORITY_HIGH) == HITS
+        with pytest.raises(grpc.RpcError) as caught:
+            hits(cache_salt=b"x" * 129)
+        assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT

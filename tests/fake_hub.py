@@ -1,0 +1,137 @@
+"""The part of the Hugging Face Hub's HTTP interface that `snapshot_download` uses, on loopback."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+REPO = r"(?P<repo>[^/]+/[^/]+)"
+INFO = re.compile(rf"/api/models/{REPO}(?:/revision/(?P<revision>[^/]+))?")
+TREE = re.compile(rf"/api/models/{REPO}/tree/(?P<revision>[^/]+)")
+FILE = re.compile(rf"/{REPO}/resolve/(?P<revision>[^/]+)/(?P<path>.+)")
+
+
+@dataclass
+class FakeRepo:
+    """Files of a repository by revision; `gated` ones need a token."""
+
+    revisions: Mapping[str, Mapping[str, bytes]]
+    gated: bool = False
+
+    def commit(self, revision: str) -> str | None:
+        """The commit of a branch, or the commit itself; None if there is none."""
+        commits = {name: hashlib.sha1(name.encode()).hexdigest() for name in self.revisions}
+        return commits.get(revision) or (revision if revision in commits.values() else None)
+
+    def files(self, commit: str) -> Mapping[str, bytes]:
+        """The files of a commit."""
+        return next(files for name, files in self.revisions.items() if self.commit(name) == commit)
+
+
+@dataclass
+class FakeHub:
+    """A hub that serves; `requested` has the method and path of every request, `broken` answers all with 500."""
+
+    endpoint: str = ""
+    token: str = "hf_right"
+    repos: dict[str, FakeRepo] = field(default_factory=dict)
+    requested: list[str] = field(default_factory=list)
+    broken: bool = False
+
+    def downloaded(self) -> set[str]:
+        """Paths of files that were read."""
+        matches = (FILE.fullmatch(line.removeprefix("GET ")) for line in self.requested if line.startswith("GET "))
+        return {match["path"] for match in matches if match}
+
+
+@contextmanager
+def fake_hub() -> Iterator[FakeHub]:
+    """Serves until the block ends."""
+    hub = FakeHub()
+
+    class Handler(_Handler):
+        served = hub
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    hub.endpoint = f"http://127.0.0.1:{server.server_port}"
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    try:
+        yield hub
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    served: FakeHub
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self._answer(body=True)
+
+    def do_HEAD(self) -> None:
+        self._answer(body=False)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Not on standard error."""
+
+    def _answer(self, body: bool) -> None:
+        path = unquote(urlsplit(self.path).path)
+        self.served.requested.append(f"{self.command} {path}")
+        if self.served.broken:
+            self._send(500, b"", {}, body)
+            return
+        for form, answer in ((TREE, self._tree), (INFO, self._info), (FILE, self._file)):
+            if match := form.fullmatch(path):
+                self._send(*self._checked(match, answer), body)
+                return
+        self._send(404, b"", {}, body)
+
+    def _checked(self, match: re.Match[str], answer: Any) -> tuple[int, bytes, dict[str, str]]:
+        repo = self.served.repos.get(match["repo"])
+        if repo is None:
+            return 401, b"{}", {"X-Error-Code": "RepoNotFound"}
+        commit = repo.commit(match["revision"] or "main")
+        if commit is None:
+            return 404, b"{}", {"X-Error-Code": "RevisionNotFound"}
+        result: tuple[int, bytes, dict[str, str]] = answer(repo, commit, match)
+        return result
+
+    def _info(self, repo: FakeRepo, commit: str, match: re.Match[str]) -> tuple[int, bytes, dict[str, str]]:
+        siblings = [{"rfilename": path} for path in repo.files(commit)]
+        info = {"id": match["repo"], "modelId": match["repo"], "sha": commit, "siblings": siblings, "private": False}
+        return 200, json.dumps(info).encode(), {"Content-Type": "application/json"}
+
+    def _tree(self, repo: FakeRepo, commit: str, match: re.Match[str]) -> tuple[int, bytes, dict[str, str]]:
+        files = [
+            {"type": "file", "path": path, "size": len(content), "oid": hashlib.sha1(content).hexdigest()}
+            for path, content in repo.files(commit).items()
+        ]
+        return 200, json.dumps(files).encode(), {"Content-Type": "application/json"}
+
+    def _file(self, repo: FakeRepo, commit: str, match: re.Match[str]) -> tuple[int, bytes, dict[str, str]]:
+        if repo.gated and self.headers["Authorization"] != f"Bearer {self.served.token}":
+            return 403, b"", {"X-Error-Code": "GatedRepo"}
+        content = repo.files(commit).get(match["path"])
+        if content is None:
+            return 404, b"", {"X-Error-Code": "EntryNotFound"}
+        return 200, content, {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": commit}
+
+    def _send(self, status: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        if body:
+            self.wfile.write(content)

@@ -1,0 +1,318 @@
+"""One request, one answer: on the demo model every stream is that of the sequence computed alone (design.md, "The
+promise"), whatever the policy, the cache, the size of the chunks, deferred output, the pool and the other requests.
+
+float32, batch-invariant `torch` back end, a KV cache that begins full of NaN: a slot that is read before it is written
+shows. A workload that fails is repeated with `check(its number, its setting)`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.config import MIXED, PREFILL_FIRST, SCHEDULING_POLICIES, Config
+from common.sampling_params import SamplingParams
+from common.text.tokenizer import Tokenizer
+from deploy.demo.questions import questions
+from kernels.interface import KVSpec
+from kernels.paged_attention import PagedKVCache
+from kernels.torch_backend import TorchBackend
+from tests.unit.mutants import MUTANTS as TRAPS
+from tests.unit.mutants import Mutant
+from worker import model_runner
+from worker.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.llm_engine import LLMEngine
+from worker.model_config import ModelConfig
+from worker.model_runner import ModelRunner
+
+DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "checkpoint"
+MODEL_LEN = 128
+NUM_WORKLOADS, NUM_LONG = 4, 60
+MAX_STEPS = 3_000
+# Chunks that end anywhere in a block; chunks of several sequences; whole prompts.
+BUDGETS = (20, 48, 512)
+# One for each combination of switches; every second pool is tight, and small blocks fill it best.
+BLOCK_SIZES = (16, 1, 32, 16, 32, 1, 16, 1)
+
+Key = tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How an engine runs; none of it may show in a stream. A tight pool holds just one longest sequence."""
+
+    policy: str = PREFILL_FIRST
+    budget: int = 512
+    caching: bool = False
+    deferred: bool = False
+    tight: bool = False
+    block_size: int = 16
+    max_num_seqs: int = 8
+
+    @property
+    def config(self) -> Config:
+        return Config(
+            model=str(DEMO),
+            dtype="float32",
+            kernels="torch",
+            max_model_len=MODEL_LEN,
+            scheduling_policy=self.policy,
+            max_num_batched_tokens=self.budget,
+            enable_prefix_caching=self.caching,
+            deferred_output=self.deferred,
+            num_kvcache_blocks=MODEL_LEN // self.block_size * (1 if self.tight else 12),
+            kv_cache_block_size=self.block_size,
+            max_num_seqs=self.max_num_seqs,
+        )
+
+
+ALONE = Setting(max_num_seqs=1)
+TIGHT = Setting(tight=True, block_size=1)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One request of a workload: when it comes, and when it is aborted, in steps."""
+
+    prompt: list[int]
+    params: SamplingParams
+    arrives: int
+    leaves: int | None
+
+
+@cache
+def texts() -> list[list[int]]:
+    """What people say to the demo model, as token ids of several exchanges in a row."""
+    tokenizer, asked = Tokenizer.from_folder(DEMO), questions()
+    lines = [f"{one.user} {one.assistant} " for one in asked]
+    return [tokenizer.encode("".join(lines[i : i + 8])) for i in range(0, len(lines), 8)]
+
+
+def workload(number: int) -> dict[str, Request]:
+    """Requests by id: prompts with common beginnings, every kind of sampling, arrivals while others run, aborts."""
+    rnd = random.Random(number)
+    beginnings = [[], *(rnd.choice(texts())[:n] for n in (16, 37, 48))]
+    return {f"{number}-{i}": _request(rnd, rnd.choice(beginnings)) for i in range(5)}
+
+
+def _request(rnd: random.Random, beginning: list[int]) -> Request:
+    prompt = beginning + rnd.choice(texts())[: rnd.randint(1, 36)]
+    arrives = rnd.choice([0, 0, rnd.randint(0, 30)])
+    leaves = arrives + rnd.randint(0, 15) if rnd.random() < 0.1 else None
+    max_tokens = rnd.randint(1, 28)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        min_tokens=rnd.choice([0, max_tokens // 2]),
+        ignore_eos=rnd.random() < 0.6,
+        stop_token_ids=tuple(rnd.sample(range(5, 1000), rnd.choice([0, 0, 60]))),
+        **_sampling(rnd),
+    )
+    return Request(prompt, params, arrives, leaves)
+
+
+def _sampling(rnd: random.Random) -> dict[str, Any]:
+    """Greedy or seeded, with or without filters and penalties."""
+    given: dict[str, Any] = {"temperature": rnd.choice([0.0, 0.7, 1.0, 1.5]), "n": rnd.choice([1, 1, 1, 3])}
+    optional = {
+        "seed": rnd.randrange(2**64),
+        "top_k": rnd.randint(2, 50),
+        "top_p": rnd.uniform(0.5, 1.0),
+        "min_p": rnd.uniform(0.0, 0.1),
+        "repetition_penalty": rnd.uniform(0.8, 1.5),
+        "presence_penalty": rnd.uniform(-1, 1),
+        "frequency_penalty": rnd.uniform(-1, 1),
+    }
+    return given | {name: value for name, value in optional.items() if rnd.random() < 0.4}
+
+
+class PoisonedBackend(TorchBackend):
+    """A KV cache of NaN but for the block that stands for what is past a sequence's end."""
+
+    def allocate_kv(
+        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> PagedKVCache:
+        made = super().allocate_kv(spec, num_layers, num_blocks, block_size, dtype)
+        made.data[:, :, :-1] = torch.nan
+        return made
+
+
+@dataclass
+class Watched:
+    """The model's runner, and what the batches were like: proof that a setting does what it is there for."""
+
+    runner: ModelRunner
+    seen: Counter[str] = field(default_factory=Counter)
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        self.seen["prompts and decodes in one step"] += 0 < batch.total_seqs_num_prefill < batch.total_seqs_num
+        self.seen["chunks"] += batch.is_final.count(False)
+        self.seen["hits"] += sum(n > 0 for n in batch.num_cached_tokens)
+        self.seen["rows before their token"] += sum(batch.from_last_output)
+        return self.runner.forward(batch)
+
+
+@cache
+def loaded(block_size: int) -> ModelRunner:
+    """The model, loaded once for each block size."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(model_runner, "select_backend", lambda name: PoisonedBackend())
+        return ModelRunner(Setting(block_size=block_size).config, ModelConfig.from_folder(DEMO))
+
+
+def make_engine(setting: Setting, watched: Watched) -> LLMEngine:
+    watched.runner.allocate_kv_cache(setting.config.num_kvcache_blocks)
+    return LLMEngine(setting.config, runner=watched)
+
+
+@cache
+def alone(number: int) -> dict[Key, dict[str, Any]]:
+    """Every answer of a workload, each sequence computed when the one before it has ended."""
+    engine, requests = make_engine(ALONE, Watched(loaded(ALONE.block_size))), workload(number)
+    answers = [
+        answer
+        for request_id, request in requests.items()
+        for answer in engine.generate([request.prompt], request.params, request_ids=[request_id])
+    ]
+    return {(answer["request_id"], answer["index"]): answer for answer in answers}
+
+
+def together(number: int, setting: Setting, watched: Watched) -> dict[Key, dict[str, Any]]:
+    """The same requests as they come, the answers by request and choice."""
+    engine, requests = make_engine(setting, watched), workload(number)
+    answers: dict[Key, dict[str, Any]] = {}
+    for step in range(MAX_STEPS):
+        for request_id, request in requests.items():
+            if request.arrives == step:
+                engine.add_request(request.prompt, request.params, request_id=request_id)
+            if request.leaves == step:
+                engine.abort(request_id)
+        for answer in engine.step():
+            assert (answer["request_id"], answer["index"]) not in answers
+            answers[answer["request_id"], answer["index"]] = answer
+        if step > max(request.arrives for request in requests.values()) and not engine.core.has_unfinished():
+            break
+    engine.core.scheduler.check_integrity()
+    assert engine.core.load().free_blocks == setting.config.num_kvcache_blocks
+    watched.seen["preemptions"] += engine.core.scheduler.num_preemptions
+    return answers
+
+
+def check(number: int, setting: Setting, runner: ModelRunner | None = None) -> Counter[str]:
+    """Compares a workload with its sequences computed alone. What the batches were like."""
+    expected = alone(number)
+    watched = Watched(runner or loaded(setting.block_size))
+    answers = together(number, setting, watched)
+    assert answers.keys() == expected.keys()
+    for key, answer in answers.items():
+        if answer["finish_reason"] == "aborted":
+            whole = expected[key]["token_ids"]
+            assert answer["token_ids"] == whole[: len(answer["token_ids"])], (number, setting, key)
+            watched.seen["aborted"] += 1
+        else:
+            names = ("token_ids", "text", "finish_reason")
+            assert [answer[name] for name in names] == [expected[key][name] for name in names], (number, setting, key)
+    return watched.seen
+
+
+def settings(policy: str, budget: int) -> Iterator[Setting]:
+    switches = itertools.product([False, True], repeat=3)
+    for (caching, deferred, tight), block_size in zip(switches, BLOCK_SIZES, strict=True):
+        yield Setting(policy, budget, caching, deferred, tight, block_size)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+def test_streams_are_those_of_each_sequence_alone(policy: str, budget: int) -> None:
+    numbers, seen, preempted, hits, late = itertools.cycle(range(NUM_WORKLOADS)), Counter[str](), 0, 0, 0
+    for setting in settings(policy, budget):
+        one = check(next(numbers), setting)
+        preempted += one["preemptions"] if setting.tight else 0
+        hits += one["hits"] if setting.caching else 0
+        late += one["rows before their token"] if setting.deferred else 0
+        seen += one
+    assert preempted > 0
+    assert hits > 0
+    assert late > 0
+    assert seen["aborted"] > 0
+    assert (seen["prompts and decodes in one step"] > 0) == (policy == MIXED)
+    assert (seen["chunks"] > 0) == (budget < MODEL_LEN)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("number", range(NUM_WORKLOADS, NUM_LONG))
+def test_many_workloads_under_every_setting(number: int) -> None:
+    for policy, budget in itertools.product(SCHEDULING_POLICIES, BUDGETS):
+        for setting in settings(policy, budget):
+            check(number, setting)
+
+
+def test_the_workloads_tell_requests_apart() -> None:
+    answers = [answer for number in range(NUM_WORKLOADS) for answer in alone(number).values()]
+    streams = {tuple(answer["token_ids"]) for answer in answers if len(answer["token_ids"]) > 4}
+    assert len(streams) > len(answers) // 2
+    assert {answer["finish_reason"].partition("_")[0] for answer in answers} >= {"stop", "max"}
+
+
+class RemembersTables(ModelRunner):
+    """Keeps each sequence's block table and extends it only, so that after a preemption it reads blocks of others."""
+
+    def __init__(self) -> None:
+        super().__init__(TIGHT.config, ModelConfig.from_folder(DEMO))
+        self.tables: dict[int, list[int]] = {}
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        for i, (seq_id, table) in enumerate(zip(batch.req_ids, batch.block_tables, strict=True)):
+            known = self.tables.setdefault(seq_id, [])
+            known += table[len(known) :]
+            batch.block_tables[i] = known[: len(table)]
+        return super().forward(batch)
+
+
+_PADDED = "_padded(positions, padded)"
+_SAMPLED_AT = "positions=np.array(batch.context_lens, np.int64)[final]"
+MUTANTS = [
+    Mutant("noise by the step", ModelRunner, "postprocess", _SAMPLED_AT,
+           "positions=final * 0 + batch.total_tokens_num"),
+    Mutant("noise without the choice", ModelRunner, "postprocess", "choices=np.array(batch.choices, np.int64)[final]",
+           "choices=final * 0"),
+    Mutant("positions off by one when a prompt goes on", ModelRunner, "prepare_model", _PADDED,
+           f"{_PADDED} + _padded(np.repeat((starts > 0) & (lengths > 1), lengths), padded)"),
+    Mutant("the neighbour's token", ScheduledBatch, "input_token_ids", "last_output.token_ids[seq_id][-1]",
+           "next(iter(last_output.token_ids.values()))[-1]"),
+    # A block that can be found before its last slot is written, and the token of a chunk's last row.
+    *(mutant for mutant in TRAPS if mutant.trap in ("t20", "t31")),
+]  # fmt: skip
+
+
+def fails(tried: Iterable[Setting], runner: ModelRunner | None = None) -> bool:
+    """Whether any of the workloads tells that something is wrong."""
+    try:
+        for number, setting in zip(itertools.cycle(range(NUM_WORKLOADS)), tried, strict=False):
+            check(number, setting, runner)
+    except Exception:  # an assertion, or what the mutant breaks
+        return True
+    return False
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.trap)
+def test_a_fault_shows(mutant: Mutant) -> None:
+    for number in range(NUM_WORKLOADS):
+        alone(number)
+    each = itertools.chain.from_iterable(itertools.starmap(settings, itertools.product(SCHEDULING_POLICIES, BUDGETS)))
+    with mutant.applied():
+        assert fails(each)
+
+
+def test_a_stale_block_table_shows() -> None:
+    for number in range(NUM_WORKLOADS):
+        check(number, TIGHT)
+    assert fails([TIGHT] * NUM_WORKLOADS, RemembersTables())

@@ -1,0 +1,146 @@
+"""Figures become instruments that an OTLP collector gets over the wire; off without an endpoint."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import fields
+
+import pytest
+from structlog.testing import capture_logs
+
+from common.limits import TELEMETRY_SHUTDOWN_S
+from common.telemetry import exporter, names
+from common.telemetry.metrics import EngineFigures, setup_metrics
+from common.telemetry.tracing import setup_tracing
+from tests.otlp_receiver import OtlpReceiver, ReceivedPoint
+
+LABELS = {names.REQUEST_MODEL: "m", names.WORKER_ID: "w0"}
+# A value of its own for each figure.
+FIGURES = EngineFigures(
+    running=3,
+    waiting=5,
+    free_blocks=30,
+    total_blocks=40,
+    block_size=16,
+    steps=7,
+    preemptions=2,
+    prompt_tokens=1000,
+    cached_tokens=640,
+    generated_tokens=333,
+    draft_tokens=90,
+    accepted_tokens=61,
+    ended={"eos": 4, "cancelled": 1},
+)
+EXPECTED = {
+    ("gauge", names.ENGINE_RUNNING): 3,
+    ("gauge", names.ENGINE_WAITING): 5,
+    ("gauge", names.ENGINE_KV_USAGE): 0.25,
+    ("gauge", names.ENGINE_KV_BLOCKS): 40,
+    ("gauge", names.ENGINE_KV_BLOCK_SIZE): 16,
+    ("sum", names.ENGINE_STEPS): 7,
+    ("sum", names.ENGINE_PREEMPTIONS): 2,
+    ("sum", names.ENGINE_PROMPT_TOKENS): 1000,
+    ("sum", names.ENGINE_CACHED_TOKENS): 640,
+    ("sum", names.ENGINE_GENERATED_TOKENS): 333,
+    ("sum", names.ENGINE_DRAFT_TOKENS): 90,
+    ("sum", names.ENGINE_ACCEPTED_TOKENS): 61,
+}
+
+
+@pytest.fixture
+def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+    with OtlpReceiver() as opened:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", opened.endpoint)
+        yield opened
+
+
+def newest(receiver: OtlpReceiver) -> dict[tuple[str, str], ReceivedPoint]:
+    return {(point.kind, point.name): point for point in receiver.points if point.name != names.ENGINE_ENDED}
+
+
+def test_every_figure_reaches_the_collector(receiver: OtlpReceiver) -> None:
+    metrics = setup_metrics("fissile-worker", "w1")
+    assert metrics.enabled
+    metrics.observe_engine(lambda: FIGURES, LABELS)
+    metrics.shutdown()
+    points = newest(receiver)
+    assert {key: point.value for key, point in points.items()} == EXPECTED
+    assert len(EXPECTED) + 1 == len(fields(EngineFigures)), "a figure without a metric, or free and total blocks as two"
+    for point in points.values():
+        assert (point.service, point.instance, point.attributes) == ("fissile-worker", "w1", LABELS)
+        assert point.unit
+    ended = [point for point in receiver.points if point.name == names.ENGINE_ENDED]
+    reasons = {point.attributes.pop(names.END_REASON): point.value for point in ended}
+    assert reasons == FIGURES.ended
+    assert all(point.attributes == LABELS for point in ended)
+
+
+def test_the_newest_figures_go_out_and_none_before_there_are_any(receiver: OtlpReceiver) -> None:
+    now: list[EngineFigures | None] = [None]
+    metrics = setup_metrics("fissile-worker", "w1")
+    metrics.observe_engine(lambda: now[0], LABELS)
+    time.sleep(0.15)
+    assert receiver.points == []
+    now[0] = EngineFigures(running=1, steps=1)
+    receiver.wait_for_metric(names.ENGINE_RUNNING, lambda points: points[-1].value == 1)
+    now[0] = EngineFigures(running=0, steps=9)
+    receiver.wait_for_metric(names.ENGINE_RUNNING, lambda points: points[-1].value == 0)
+    metrics.shutdown()
+    steps = [point.value for point in receiver.wait_for_metric(names.ENGINE_STEPS)]
+    assert sorted(set(steps)) == [1, 9] == sorted(set(steps), key=steps.index)
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {},
+        {"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "http://127.0.0.1:9"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_SDK_DISABLED": "true"},
+        {"OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", "OTEL_METRICS_EXPORTER": "none"},
+    ],
+)
+def test_off(variables: dict[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_METRICS_ENDPOINT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    metrics = setup_metrics("fissile-worker", "w1")
+    assert not metrics.enabled
+    metrics.observe_engine(lambda: pytest.fail("nobody asked"), LABELS)
+    metrics.shutdown()
+
+
+def test_one_signal_can_be_off_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "none")
+    assert (exporter.endpoint("traces"), exporter.endpoint("metrics")) == ("", "http://127.0.0.1:9")
+    assert not setup_tracing("w", "1").enabled
+
+
+def test_usage_of_an_engine_without_blocks_is_zero() -> None:
+    assert EngineFigures().kv_usage == 0.0
+
+
+def test_a_dead_collector_costs_one_warning_for_both_signals(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        endpoint = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", endpoint)
+        monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+        monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        tracing, metrics = setup_tracing("w", "1"), setup_metrics("w", "1")
+        metrics.observe_engine(lambda: FIGURES, LABELS)
+        with capture_logs() as lines:
+            with tracing.request_span("s/M"):
+                time.sleep(0.2)
+            start = time.monotonic()
+            tracing.shutdown()
+            metrics.shutdown()
+            took = time.monotonic() - start
+            time.sleep(0.1)
+    assert took <= 2 * TELEMETRY_SHUTDOWN_S + 0.5
+    assert Counter((line["log_level"], line["endpoint"]) for line in lines) == {("warning", endpoint): 1}

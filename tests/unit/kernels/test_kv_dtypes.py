@@ -1,0 +1,79 @@
+"""KV caches in dtypes narrower than the model's: what is stored, and that it is read back as it is stored."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from kernels import float8
+from kernels.interface import KVSpec
+from kernels.torch_backend import TorchBackend
+from tests.quantizers import fp8_table, nearest
+from tests.unit.kernels.steps import Rows, metadata, scattered_blocks
+
+BACKEND = TorchBackend()
+NARROW = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(("dtype", "fnuz"), [(torch.float8_e4m3fn, False), (torch.float8_e4m3fnuz, True)])
+def test_every_byte_is_widened_to_its_value(dtype: torch.dtype, fnuz: bool) -> None:
+    out = torch.empty(16, 16)
+    float8.widen(torch.arange(256, dtype=torch.uint8).view(16, 16).view(dtype), out)
+    assert np.array_equal(out.numpy().ravel(), fp8_table(fnuz), equal_nan=True)
+
+
+def test_fp8_is_the_nearest_number_and_never_infinite() -> None:
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(20_000, generator=generator) * torch.logspace(-4, 3, 20_000)
+    values[:6] = torch.tensor([448.0, 464.1, 1e9, -torch.inf, torch.inf, -449.0])
+    out = torch.empty(20_000)
+    float8.widen(float8.saturated(values, torch.float8_e4m3fn), out)
+    table = fp8_table()
+    best = np.abs(table[nearest(values.numpy(), table)] - np.clip(values.numpy(), -448, 448))
+    assert np.array_equal(np.abs(out.numpy() - np.clip(values.numpy(), -448, 448)), best)
+    assert out[:6].tolist() == [448.0, 448.0, 448.0, -448.0, 448.0, -448.0]
+    assert torch.isnan(float8.saturated(torch.tensor([torch.nan]), torch.float8_e4m3fn).float()).all()
+
+
+@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16])
+def test_float16_is_never_infinite(model_dtype: torch.dtype) -> None:
+    stored = float8.saturated(torch.tensor([1e9, -1e9, 1.0]).to(model_dtype), torch.float16)
+    assert stored.tolist() == [65504.0, -65504.0, 1.0]
+
+
+def test_a_cache_may_be_wider_than_the_model() -> None:
+    numbers = torch.tensor([65504.0, -1.5], dtype=torch.float16)
+    assert float8.saturated(numbers, torch.bfloat16).tolist() == [65536.0, -1.5]
+    assert float8.saturated(numbers, torch.float32).tolist() == [65504.0, -1.5]
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("latent", [False, True])
+def test_attention_over_what_was_stored(dtype: torch.dtype, model_dtype: torch.dtype, latent: bool) -> None:
+    """Equal bits, with a float32 cache that was given the numbers as the narrow one rounds them."""
+    heads, dim, block_size, lengths = 1 if latent else 2, 24, 16, [5, 64, 150]
+    spec = KVSpec(heads, dim, latent_value_dim=16 if latent else 0)
+    blocks = scattered_blocks(lengths, block_size, 20, seed=1)
+    step = metadata([Rows(0, n, b) for n, b in zip(lengths, blocks, strict=True)], block_size)
+    generator = torch.Generator().manual_seed(2)
+    q = torch.randn(sum(lengths), 4, dim, generator=generator).to(model_dtype)
+    k, v = (torch.randn(sum(lengths), heads, dim, generator=generator) * 3 for _ in range(2))
+    k[::7] *= 1000.0
+
+    def attention(cache_dtype: torch.dtype, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        cache = BACKEND.allocate_kv(spec, 1, 20, block_size, cache_dtype)
+        # What an earlier sequence may have left.
+        float8.raw(cache.data)[:, :, :-1] = 0x7F if cache_dtype.itemsize == 1 else torch.nan
+        step.plan = BACKEND.plan_attention(step, cache, q.shape[1])
+        if latent:
+            BACKEND.write_latent(cache, 0, k[:, 0], step)
+            return BACKEND.latent_attention(q, cache, 0, step, 0.2, None)
+        BACKEND.write_kv(cache, 0, k, v, step)
+        return BACKEND.attention(q, cache, 0, step, 0.2)
+
+    actual = attention(dtype, k.to(model_dtype), v.to(model_dtype))
+    rounded = [float8.saturated(x.to(model_dtype), dtype).float() for x in (k, v)]
+    assert torch.equal(actual, attention(torch.float32, *rounded))
+    assert torch.isfinite(actual).all()

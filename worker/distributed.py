@@ -1,0 +1,104 @@
+"""What ranks compute together, on torch.distributed: gloo between CPUs, NCCL (RCCL on ROCm) between GPUs.
+
+A sum has one order, that of the ranks, whatever the size of the tensor and the number of ranks: gloo's own all_reduce
+cuts a tensor into chunks by its size and starts each at another rank, so that a row's bits depend on the batch
+(design-details section 1: 3 patterns with 3 ranks, 5 with 8). So every rank gathers all parts and adds them itself.
+"""
+
+from __future__ import annotations
+
+import datetime
+import socket
+from typing import Any
+
+import torch
+import torch.distributed
+
+# Which library carries tensors of a device; torch names RCCL "nccl" too. What is needed of them has no stubs.
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+_dist: Any = torch.distributed
+# How long ranks wait for others, which may load a large model or may not have been started yet.
+_PATIENCE = datetime.timedelta(days=1)
+
+
+def open_store(host: str, port: int = 0) -> tuple[Any, int]:
+    """A store where ranks find each other, which this rank holds, and the port that it got."""
+    store = _dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+    return store, int(store.port)
+
+
+def reach_store(host: str, port: int) -> Any:
+    """The store that another rank holds, as soon as it is there."""
+    return _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+
+
+def part_of_store(name: str, store: Any) -> Any:
+    """A part of the store for one group of several."""
+    return _dist.PrefixStore(name, store)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine from which it reaches `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Sends nothing; only looks up the route.
+        probe.connect((socket.gethostbyname(host), 9))
+        return str(probe.getsockname()[0])
+
+
+def join(store: Any, rank: int, size: int, address: str, timeout_s: float, device: str = "cpu") -> GroupCollectives:
+    """The collectives of `size` ranks; returns when all have joined.
+
+    Args:
+        store: the one that all of them use.
+        rank: of this process.
+        size: ranks in all.
+        address: an address of this machine that the other ranks reach; gloo listens there.
+        timeout_s: after which an operation that a rank does not take part in fails.
+        device: type of the tensors, a key of BACKENDS.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    if BACKENDS[device] == "gloo":
+        options = _dist.ProcessGroupGloo._Options()
+        # Without an address gloo takes the one of the host's name, which other machines may not reach.
+        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=socket.gethostbyname(address))]
+        options._timeout = timeout
+        return GroupCollectives(_dist.ProcessGroupGloo(store, rank, size, options))
+    options = _dist.ProcessGroupNCCL.Options()
+    options._timeout = timeout
+    return GroupCollectives(_dist.ProcessGroupNCCL(store, rank, size, options))
+
+
+class PeerLostError(Exception):
+    """A rank of the group is gone, or the network between them broke."""
+
+
+class GroupCollectives:
+    """Collectives of a process group; every rank gets the same bits.
+
+    Raises:
+        PeerLostError: from every operation.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`, added in float32 from rank 0 on and rounded once."""
+        first, *others = self._parts(x)
+        total = first.to(torch.float32)
+        for other in others:
+            total = total + other
+        return total.to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' `x` [..., N], side by side along the last dimension in the order of ranks."""
+        return torch.cat(self._parts(x), dim=-1)
+
+    def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        own = x.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self._group.size())]
+        try:
+            self._group.allgather([parts], [own]).wait()
+        except RuntimeError as error:
+            raise PeerLostError("a rank that it computes with is gone") from error
+        return parts

@@ -1,0 +1,261 @@
+"""One rank's process: a shard of the model, and the calls of the engine that it executes (seed 003, AsyncIOProc).
+
+`python -m common.cli.child PARENT worker.rank RANK fd:N|HOST:PORT MODEL`. Ranks never schedule: every rank gets the
+same calls in the same order and computes the same tokens; rank 0's answer counts. A rank ends with its engine, in
+whatever way that ended: its parent's death kills it, and a connection without a reader ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final
+
+from common.config import Config
+from common.errors import ApiError
+from common.limits import RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
+from common.telemetry.logs import setup_logging
+from worker.batch_delta import BatchDecoder
+from worker.engine_config import available_memory
+from worker.frames import FrameReader, encode, receive
+from worker.model_config import ModelConfig, ModelError
+
+if TYPE_CHECKING:
+    from worker.model_runner import ModelRunner
+    from worker.parallel import Collectives, DataParallel
+
+_RECONNECT_S: Final = 0.5
+_PROGRESS_INTERVAL_S: Final = 0.1
+# Of the collectives; the engine ends ranks that hang long before.
+_COLLECTIVE_TIMEOUT_S: Final = 3600.0
+_ENGINE_GONE: Final = 3
+
+
+class Link:
+    """The rank's end of the connection with its engine. Two threads send: what a call answers, and heartbeats."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader = FrameReader()
+        self._received: deque[Any] = deque()
+        self._lock = threading.Lock()
+        # After the engine's death no call comes any more, and this process may hang in a collective: so it ends here.
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    @property
+    def own_address(self) -> str:
+        """An address of this machine that the engine's machine reaches."""
+        return str(self._sock.getsockname()[0]) if self._sock.family != socket.AF_UNIX else "127.0.0.1"
+
+    def send(self, *message: object) -> None:
+        """Sends a frame; ends the process when the engine is gone."""
+        frame = encode(message)
+        try:
+            with self._lock:
+                self._sock.sendall(frame)
+        except OSError:
+            os._exit(_ENGINE_GONE)
+
+    def messages(self) -> Iterator[Any]:
+        """What the engine sends, to its end."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                yield from receive(self._sock, self._reader)
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(RANK_HEARTBEAT_S)
+            self.send("beat")
+
+
+class Rank:
+    """Executes the engine's calls; each public method is one.
+
+    Args:
+        rank: of this process.
+        link: to the engine.
+        model: the checkpoint's folder on this machine.
+    """
+
+    def __init__(self, rank: int, link: Link, model: str) -> None:
+        self._rank = rank
+        self._link = link
+        self._model = model
+        self._progress_sent = 0.0
+        self._collectives: Collectives | None = None
+        self._store: Any = None
+        self._engines_store: Any = None
+        self._data: DataParallel | None = None
+        self._decoder = BatchDecoder()
+        self._runner: ModelRunner | None = None
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The loaded shard."""
+        assert self._runner is not None, "a call before load"
+        return self._runner
+
+    def open_store(self, host: str) -> int:
+        """Opens the store where the ranks find each other; its port. Rank 0 only."""
+        from worker.distributed import open_store  # noqa: PLC0415
+
+        self._store, port = open_store(host)
+        return port
+
+    def join(self, host: str, port: int, size: int, address: str) -> None:
+        """Joins the others. `address` is this machine's own where the connection does not say it."""
+        from worker.distributed import join, reach_store  # noqa: PLC0415
+
+        if size > 1:
+            store = self._store or reach_store(host, port)
+            own = address or self._link.own_address
+            self._collectives = join(store, self._rank, size, own, _COLLECTIVE_TIMEOUT_S)
+
+    def join_engines(self, host: str, port: int, tp_size: int, dp_rank: int, dp_size: int) -> None:
+        """Joins the ranks of the other engines, whose first rank holds the store at `host` and `port`."""
+        from worker.distributed import (  # noqa: PLC0415
+            address_towards,
+            join,
+            open_store,
+            part_of_store,
+            reach_store,
+        )
+        from worker.parallel import DataParallel  # noqa: PLC0415
+
+        own, place = address_towards(host), dp_rank * tp_size + self._rank
+        self._engines_store = open_store(host, port)[0] if place == 0 else reach_store(host, port)
+        alike, everyone = (part_of_store(name, self._engines_store) for name in (f"rank-{self._rank}", "experts"))
+        self._data = DataParallel(
+            dp_rank,
+            dp_size,
+            join(alike, dp_rank, dp_size, own, _COLLECTIVE_TIMEOUT_S),
+            join(everyone, place, dp_size * tp_size, own, _COLLECTIVE_TIMEOUT_S),
+        )
+
+    def any_has_work(self, has_work: bool) -> bool:
+        """Whether any of the engines in lockstep has work. Rank 0 only."""
+        import torch  # noqa: PLC0415
+
+        assert self._data is not None, "any_has_work before join_engines"
+        return bool(self._data.collectives.all_reduce(torch.tensor([float(has_work)])).item())
+
+    def load(self, config: Config, threads: int) -> int:
+        """Loads this rank's part of the model; bytes of one KV block on this rank."""
+        import torch  # noqa: PLC0415
+
+        from worker.model_runner import ModelRunner, kv_block_bytes  # noqa: PLC0415
+        from worker.parallel import Alone, Shard  # noqa: PLC0415
+
+        torch.set_num_threads(threads)
+        config = replace(config, model=self._model)
+        collectives = self._collectives or Alone()
+        shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)
+        model_config = ModelConfig.from_folder(self._model)
+        self._runner = ModelRunner(config, model_config, self._progress, shard)
+        return kv_block_bytes(model_config, config, shard)
+
+    def free_memory(self) -> int:
+        """Bytes that this machine has left, now that its ranks have loaded."""
+        return available_memory()
+
+    def allocate(self, num_blocks: int) -> None:
+        """Makes the KV pool."""
+        from worker.model_engine import allocate  # noqa: PLC0415
+
+        allocate(self.runner, num_blocks)
+
+    def prepare(self) -> dict[str, str]:
+        """Warms up; facts of the model, which are the same on every rank."""
+        from worker.loader import weights_digest  # noqa: PLC0415
+        from worker.numerics import numerics_digest  # noqa: PLC0415
+
+        self.runner.warmup()
+        return {
+            "weights_digest": weights_digest(self._model),
+            "numerics": numerics_digest(self.runner),
+            "kernels": self.runner.kernels.name,
+            "dtype": str(self.runner.dtype).removeprefix("torch."),
+        }
+
+    def forward(self, *sent: Any) -> Any:
+        """Computes one step (BatchEncoder). Rank 0 answers with its output and how long it took, seconds."""
+        batch = self._decoder.decode(*sent)
+        begin = time.perf_counter()
+        output = self.runner.forward(batch)
+        return (output, time.perf_counter() - begin) if self._rank == 0 else None
+
+    def _progress(self, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == total or now - self._progress_sent >= _PROGRESS_INTERVAL_S:
+            self._progress_sent = now
+            self._link.send("progress", done, total)
+
+
+def serve(rank: Rank, link: Link) -> None:
+    """Executes calls until the engine ends the connection. A call that fails is answered, and is the last."""
+    calls: dict[str, Callable[..., Any]] = {
+        each.__name__: each
+        for each in (
+            rank.open_store,
+            rank.join,
+            rank.join_engines,
+            rank.any_has_work,
+            rank.load,
+            rank.free_memory,
+            rank.allocate,
+            rank.prepare,
+            rank.forward,
+        )
+    }
+    for serial, name, *arguments in link.messages():
+        try:
+            result = calls[name](*arguments)
+        except Exception as error:
+            kind = "model" if isinstance(error, ModelError | ApiError) else type(error).__name__
+            link.send("failed", serial, kind, " ".join(str(error).split()))
+            return
+        if result is not None or name != "forward":
+            link.send("done", serial, result)
+
+
+def _connect(target: str) -> socket.socket:
+    """The connection that was inherited, or one to the engine's machine, as soon as it listens."""
+    if target.startswith("fd:"):
+        return socket.socket(fileno=int(target.removeprefix("fd:")))
+    host, _, port = target.rpartition(":")
+    while True:
+        try:
+            sock = socket.create_connection((host.strip("[]"), int(port)), RANK_TCP_TIMEOUT_S)
+        except OSError:
+            time.sleep(_RECONNECT_S)
+            continue
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(RANK_TCP_TIMEOUT_S * 1000))
+        return sock
+
+
+def main() -> None:
+    """Runs one rank until its engine ends."""
+    rank, target, model = sys.argv[1:]
+    # A terminal's Ctrl-C and an init system's SIGTERM go to all processes; the engine drains and then ends its ranks.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    setup_logging(service=f"rank-{rank}")
+    link = Link(_connect(target))
+    link.send("hello", int(rank), os.getpid())
+    serve(Rank(int(rank), link, model), link)
+    # Without the interpreter's end: other threads may be inside of a collective.
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
