@@ -17,6 +17,8 @@ from pathlib import Path
 
 import grpc
 import pytest
+from fissile.admin.v1 import admin_pb2 as apb
+from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -163,6 +165,31 @@ def test_f2_rolling_restart_costs_no_request(fleet: Service) -> None:
     assert len(outcomes) > 10
     assert set(outcomes) == {(grpc.StatusCode.OK, 60)}
     assert_same(results, answers(fleet, long_again(long)))
+
+
+def test_f2_drain_by_the_admin_service(model: Path, tmp_path: Path) -> None:
+    """F2: DrainWorker does what SIGTERM does: the streams go on elsewhere, and the worker ends with exit code 0."""
+    port = free_port()
+    options = ["--admin-port", str(port)]
+    with running_service(tmp_path, model, workers=2, worker_options=OPTIONS, router_options=options) as service:
+        wait_workers(service, 2)
+        asked = [seeded(i, 250) for i in range(6)]
+        undisturbed = answers(service, long_again(asked))
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            admin = AdminServiceStub(channel)
+
+            def drain() -> None:
+                before = admin.ListWorkers(apb.ListWorkersRequest(), timeout=5).workers
+                assert {w.worker_id: w.draining for w in before} == {"worker-0": False, "worker-1": False}
+                assert sum(w.running for w in before) == 6
+                assert admin.DrainWorker(apb.DrainWorkerRequest(worker_id="worker-0"), timeout=5).sequences == 3
+
+            assert_same(disturbed(service, asked, 0.5, drain), undisturbed)
+            assert service.workers[0].running.wait(5) == 0
+            (left,) = admin.ListWorkers(apb.ListWorkersRequest(), timeout=5).workers
+            assert (left.worker_id, left.running) == ("worker-1", 0)
+            with pytest.raises(grpc.RpcError, match="no worker is called 'worker-0'; workers: worker-1"):
+                admin.DrainWorker(apb.DrainWorkerRequest(worker_id="worker-0"), timeout=5)
 
 
 def long_again(requests: Sequence[pb.GenerateRequest]) -> list[pb.GenerateRequest]:

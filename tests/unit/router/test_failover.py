@@ -16,9 +16,7 @@ LIVES = st.lists(
 
 
 @given(lives=LIVES, policy=st.sampled_from(FailoverPolicy))
-def test_attempts_against_a_plain_count(
-    lives: list[tuple[Loss | None, int, str]], policy: FailoverPolicy
-) -> None:
+def test_attempts_against_a_plain_count(lives: list[tuple[Loss | None, int, str]], policy: FailoverPolicy) -> None:
     """A loss of None is a sequence that was given back."""
     attempts, have, deaths, kept = Attempts(), 10, 0, 0
     classes: list[str] = []
