@@ -12,6 +12,8 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
+from common.limits import MAX_DEATHS
+
 DOMAIN = "fissile"
 
 
@@ -186,6 +188,18 @@ class WorkerLostError(ApiError):
             f"worker {worker_id} was lost after {tokens_sent} tokens; the text so far is partial",
             reason="WORKER_LOST",
             metadata={"worker_id": worker_id, "tokens_sent": str(tokens_sent)},
+        )
+
+
+class PoisonRequestError(ApiError):
+    """INTERNAL: workers died while they ran this request; it is not given to another."""
+
+    def __init__(self, attempts: int) -> None:
+        super().__init__(
+            grpc.StatusCode.INTERNAL,
+            f"{MAX_DEATHS} workers died while they ran this request; do not repeat it",
+            reason="POISON_REQUEST",
+            metadata={"attempts": str(attempts)},
         )
 
 

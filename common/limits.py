@@ -9,6 +9,9 @@ TOKENIZER_CHUNK_BYTES = 512 * 1024
 MAX_END_MESSAGE_BYTES = 512
 # Tokens of prompts whose last Extend has not come, per Session.
 MAX_ASSEMBLING_TOKENS = 1 << 24
+# Ended sequences that a worker keeps per router after they were sent, in case the frame is lost.
+MAX_TAILS = 1024
+MAX_TAIL_TOKENS = 1 << 18
 MIN_LEASE_S = 0.1
 MAX_LEASE_S = 60.0
 
@@ -39,6 +42,20 @@ LEASE_S = 5.0
 HEARTBEAT_S = 0.5
 MISSED_HEARTBEATS = 3
 CONNECT_TIMEOUT_S = 1.0
+# A stream that breaks is taken up again within this time, or its requests go on elsewhere (rule S7).
+RECONNECT_S = 1.0
+# A step is stalled when it takes longer than this, and than so many of the longest prefill steps.
+STALL_TIMEOUT_S = 30.0
+STALL_PREFILLS = 10
+# A Session that broke the protocol is taken up again once in this time.
+VIOLATION_MEMORY_S = 10.0
+SESSION_GOODBYE_S = 0.25
+
+# Failover. Workers that a request may be given to, and workers that may die with it.
+MAX_ATTEMPTS = 8
+MAX_DEATHS = 2
+# How long a request waits for a worker when there is none for it.
+WORKER_WAIT_S = 5.0
 
 # Engine.
 MAX_CACHE_SALTS = 4096

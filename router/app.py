@@ -7,7 +7,7 @@ import re
 import secrets
 import signal
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import click
@@ -21,10 +21,15 @@ from common.delay_gate import DelayGate
 from common.limits import (
     DRAIN_PROPAGATION_S,
     DRAIN_TIMEOUT_S,
+    HEARTBEAT_S,
+    LEASE_S,
     MAX_HOLD_S,
+    MAX_LEASE_S,
     MAX_QUEUED_REQUESTS,
     MAX_UNREAD_TOKENS,
+    STALL_TIMEOUT_S,
     TELEMETRY_SHUTDOWN_S,
+    WORKER_WAIT_S,
 )
 from common.rpc.server import GrpcServer, PortTakenError
 from common.telemetry.logs import LEVELS, setup_logging
@@ -33,7 +38,8 @@ from common.text.tokenizer import TokenizerError
 from router.call import SERVICE
 from router.discovery import AddressError, static_workers
 from router.dispatcher import Dispatcher
-from router.fleet import Fleet
+from router.failover import FailoverPolicy
+from router.fleet import FailoverOptions, Fleet
 from router.model_registry import ModelRegistry
 from router.placement import PLACEMENTS
 from router.prompts import PromptEncoder
@@ -58,6 +64,7 @@ class RouterOptions:
         tokenizer: folder to take tokenizer and template from, None to ask the workers.
         drain_timeout_s: how long streams may go on after SIGTERM.
         max_unread_tokens: a client that leaves more unread is dropped.
+        failover: what happens to requests whose worker is lost.
     """
 
     workers: Sequence[str]
@@ -70,6 +77,7 @@ class RouterOptions:
     tokenizer: Path | None = None
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     max_unread_tokens: int = MAX_UNREAD_TOKENS
+    failover: FailoverOptions = field(default_factory=FailoverOptions)
 
 
 class Router:
@@ -92,8 +100,9 @@ class Router:
         self.server = GrpcServer(options.host, options.port, [SERVICE])
         self.registry = ModelRegistry()
         gate = DelayGate(options.delay_factor, options.max_hold_s)
-        dispatcher = Dispatcher(gate, PLACEMENTS[options.placement](), options.queue_size)
-        self.fleet = Fleet(dispatcher, self.registry, self._store, self._serving.set)
+        failover, placement = options.failover, PLACEMENTS[options.placement]()
+        dispatcher = Dispatcher(gate, placement, options.queue_size, failover.worker_wait_s)
+        self.fleet = Fleet(dispatcher, self.registry, self._store, self._serving.set, failover=failover)
         self.service = InferenceService(
             self.fleet, self.registry, self._encoder, self._tracing, max_unread_tokens=options.max_unread_tokens
         )
@@ -189,6 +198,19 @@ class Duration(click.ParamType[float]):
         return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
+class Lease(Duration):
+    """Seconds that workers take as a lease, and that its renewal in the rhythm of heartbeats can keep."""
+
+    name = "lease"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Reads the text of an option."""
+        seconds = super().convert(value, param, ctx)
+        if not 2 * HEARTBEAT_S <= seconds <= MAX_LEASE_S:
+            self.fail(f"{value} is out of range; use {2 * HEARTBEAT_S:g}s to {MAX_LEASE_S:g}s", param, ctx)
+        return seconds
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @option(
     "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="HOST:PORT",
@@ -210,6 +232,24 @@ class Duration(click.ParamType[float]):
     help="How requests are spread over the workers.",
 )  # fmt: skip
 @option(
+    "--failover", envvar="FISSILE_FAILOVER", default=FailoverPolicy.EXACT.value,
+    type=click.Choice([policy.value for policy in FailoverPolicy]),
+    help="Where an answer that has begun goes on when its worker is lost. exact: on workers of the same numerics "
+    "class, with exactly the tokens it would have had; any: on any worker of the same weights.",
+)  # fmt: skip
+@option(
+    "--worker-wait", envvar="FISSILE_WORKER_WAIT", default=f"{WORKER_WAIT_S:g}s", type=Duration(),
+    help="How long a request waits for a worker when there is none for it.",
+)  # fmt: skip
+@option(
+    "--stall-timeout", envvar="FISSILE_STALL_TIMEOUT", default=f"{STALL_TIMEOUT_S:g}s", type=Duration(),
+    help="A worker whose engine step takes longer is given up; long prefills get more.",
+)  # fmt: skip
+@option(
+    "--lease", envvar="FISSILE_LEASE", default=f"{LEASE_S:g}s", type=Lease(),
+    help="How long workers keep this router's requests when they do not hear from it.",
+)  # fmt: skip
+@option(
     "--tokenizer", envvar="FISSILE_TOKENIZER", default=None, type=click.Path(path_type=Path), metavar="FOLDER",
     help="Take tokenizer and chat template from this folder instead of from the workers.",
 )  # fmt: skip
@@ -226,6 +266,10 @@ def router(
     max_hold: float,
     queue_size: int,
     placement: str,
+    failover: str,
+    worker_wait: float,
+    stall_timeout: float,
+    lease: float,
     tokenizer: Path | None,
     drain_timeout: float,
     log_level: str,
@@ -251,6 +295,7 @@ def router(
                 placement=placement,
                 tokenizer=tokenizer,
                 drain_timeout_s=drain_timeout,
+                failover=FailoverOptions(FailoverPolicy(failover), worker_wait, stall_timeout, lease),
             )
         )
     )

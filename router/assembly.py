@@ -8,10 +8,12 @@ Invariants:
     dropped and not counted.
   * Exactly one part has a finish, it is the last, and a stream that fails has none.
   * What the client has not read is one merged part, bounded by `max_unread_tokens`.
+  * `token_ids` are the delivered tokens: behind the prompt they are what another worker needs to go on (rule S5).
 """
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,7 +72,7 @@ class StreamAssembly:
         return_token_ids: whether parts carry token ids.
         max_unread_tokens: a client that leaves more unread is dropped.
 
-    `worker_id` is set when the request is submitted to a worker.
+    `worker_id` is set when the request is submitted to a worker, anew for each attempt.
     """
 
     def __init__(
@@ -84,7 +86,7 @@ class StreamAssembly:
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
     ) -> None:
         self.prompt_tokens = prompt_tokens
-        self.delivered = 0
+        self.token_ids = array("I")
         self.worker_id = ""
         self.start = Start()
         self.first_token_time: float | None = None
@@ -102,6 +104,11 @@ class StreamAssembly:
         self._error: ApiError | None = None
 
     @property
+    def delivered(self) -> int:
+        """Number of tokens that the client gets, or has got."""
+        return len(self.token_ids)
+
+    @property
     def have(self) -> int:
         """Number of tokens, prompt included; the position of the next one."""
         return self.prompt_tokens + self.delivered
@@ -112,8 +119,9 @@ class StreamAssembly:
         return self._ending is not None or self._error is not None
 
     def begin(self, start: Start) -> None:
-        """Notes what the worker said with the first token."""
-        self.start = start
+        """Notes what the worker said with the first token. A later attempt's first token is not the stream's."""
+        if not self.delivered:
+            self.start = start
 
     def append(self, first_pos: int, token_ids: Sequence[int], now: float, end: wpb.SequenceEnd | None = None) -> None:
         """Appends a run of tokens, and the end that came with the last of them.
@@ -140,7 +148,7 @@ class StreamAssembly:
             self.finish(end)
 
     def finish(self, end: wpb.SequenceEnd) -> None:
-        """Ends the stream as the worker says.
+        """Ends the stream as the worker says; not for the ends of `router.link.LOSSES`, which end an attempt only.
 
         Raises:
             GapError: the end names another number of tokens.
@@ -151,8 +159,6 @@ class StreamAssembly:
             if end.end_pos != self.have:
                 raise GapError(f"an end at {end.end_pos} tokens where {self.have} arrived")
             self._close(_ending_of(end))
-        elif end.reason == wpb.END_REASON_CANCELLED:
-            self.lose_worker(f"worker {self.worker_id} ended the request before it had finished")
         else:
             self.fail(_error_of(end))
 
@@ -226,7 +232,7 @@ class StreamAssembly:
         self._ending = ending
 
     def _count(self, token_ids: Sequence[int]) -> None:
-        self.delivered += len(token_ids)
+        self.token_ids.extend(token_ids)
         self._unread += len(token_ids)
         if self._return_token_ids:
             self._ids.extend(token_ids)

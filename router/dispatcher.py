@@ -3,17 +3,18 @@
 Pure: events and `now` (monotonic seconds) come in, decisions go out. `decide` implements design-details section 5 with
 the placement as a policy object. Invariants, checked by the property test:
   * A request is waiting, or released, or gone; it is released at most once per arrival or return.
-  * Every waiting request is bound to exactly one ready lane of its model.
+  * Every waiting request is bound to exactly one ready lane of its model and numerics class, or parked while there is
+    none; it is parked for at most `worker_wait_s`.
   * Nothing waits while its lane is idle.
 """
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 from common.delay_gate import DelayGate
-from common.errors import NoWorkerError
-from common.limits import MAX_QUEUED_REQUESTS
+from common.limits import MAX_QUEUED_REQUESTS, WORKER_WAIT_S
 from router.lane import Lane, LaneRecord, LoadReport
 from router.placement import Placement
 from router.queue import QueuedRequest, RequestQueue
@@ -32,70 +33,95 @@ class Release:
 
 
 class Dispatcher:
-    """The requests that wait at this router, and the lanes of the workers."""
+    """The requests that wait at this router, and the lanes of the workers.
 
-    def __init__(self, gate: DelayGate, placement: Placement, capacity: int = MAX_QUEUED_REQUESTS) -> None:
+    Args:
+        gate: the delay gate of all lanes.
+        placement: chooses among the lanes that could serve a request.
+        capacity: most requests that wait.
+        worker_wait_s: how long a request waits while there is no worker for it, seconds.
+    """
+
+    def __init__(
+        self,
+        gate: DelayGate,
+        placement: Placement,
+        capacity: int = MAX_QUEUED_REQUESTS,
+        worker_wait_s: float = WORKER_WAIT_S,
+    ) -> None:
         self._gate = gate
         self._placement = placement
         self._queue = RequestQueue(capacity)
+        self._worker_wait_s = worker_wait_s
         self._lanes: dict[str, Lane] = {}
         self._ready: dict[str, list[Lane]] = {}
+        # Waiting requests without a lane, the longest parked first.
+        self._parked: dict[int, QueuedRequest] = {}
 
     def __len__(self) -> int:
         return len(self._queue)
 
-    def arrive(self, request: QueuedRequest) -> None:
+    def arrive(self, request: QueuedRequest, now: float) -> None:
         """Takes a request in.
 
         Raises:
-            NoWorkerError: no worker that takes work serves its model.
             QueueFullError: too many requests wait.
         """
-        lanes = self._require_lanes(request.model)
         self._queue.push(request)
-        self._placement.choose(request, lanes).bind(request)
+        self._place(request, now)
 
-    def requeue(self, request: QueuedRequest) -> None:
-        """Takes back, at the head, a request that a worker returned without having computed anything (rule S9).
+    def requeue(self, request: QueuedRequest, now: float, *, avoid: str = "") -> None:
+        """Takes back, at the head, a request that a worker returned (rule S9) or was lost with.
 
-        Raises:
-            NoWorkerError: no worker that takes work serves its model.
+        Args:
+            request: the request.
+            now: monotonic seconds.
+            avoid: a worker that it does not go to if there is another.
         """
-        lanes = self._require_lanes(request.model)
         self._queue.push_front(request)
-        self._placement.choose(request, lanes).bind(request, first=True)
+        self._place(request, now, first=True, avoid=avoid)
 
     def cancel(self, key: int) -> bool:
         """Drops a waiting request; False when it does not wait."""
         request = self._queue.remove(key)
         if request is None:
             return False
-        self._lane_of(request).unbind(request)
+        self._displace(request)
         return True
 
     def expire(self, now: float) -> list[int]:
         """Drops the waiting requests whose deadline has passed and returns their keys."""
         expired = self._queue.pop_expired(now)
         for request in expired:
-            self._lane_of(request).unbind(request)
+            self._displace(request)
         return [request.key for request in expired]
 
-    def lane_up(self, worker: str, model: str, report: LoadReport) -> None:
-        """A worker takes work: a clean lane, and what waits for its model is spread anew."""
-        self._lanes[worker] = Lane(worker, model, report)
-        self._spread(model)
+    def abandon(self, now: float) -> list[int]:
+        """Drops the requests for which there has been no worker for too long and returns their keys."""
+        abandoned: list[int] = []
+        for request in self._parked.values():
+            if self._parked_until(request) > now:
+                break
+            abandoned.append(request.key)
+        for key in abandoned:
+            self.cancel(key)
+        return abandoned
 
-    def lane_draining(self, worker: str) -> list[int]:
-        """A worker takes no more work. Returns the keys of the requests that no other worker can serve, now dropped."""
+    def lane_up(self, worker: str, model: str, report: LoadReport, now: float, numerics: str = "") -> None:
+        """A worker takes work: a clean lane, and what waits for its model is spread anew."""
+        self._lanes[worker] = Lane(worker, model, report, numerics)
+        self._spread(model, now)
+
+    def lane_draining(self, worker: str, now: float) -> None:
+        """A worker takes no more work; what waits for it goes to others, or is parked."""
         lane = self._lanes[worker]
         lane.ready = False
-        return self._spread(lane.model)
+        self._spread(lane.model, now)
 
-    def lane_down(self, worker: str) -> list[int]:
-        """A worker is gone. Returns the keys of the requests that no other worker can serve, now dropped."""
-        dropped = self.lane_draining(worker)
+    def lane_down(self, worker: str, now: float) -> None:
+        """A worker is gone."""
+        self.lane_draining(worker, now)
         del self._lanes[worker]
-        return dropped
 
     def report(self, worker: str, load: LoadReport) -> None:
         """A worker's load after a step, or its heartbeat."""
@@ -118,39 +144,56 @@ class Dispatcher:
         """When `expire` and `decide` must run again if no event comes before; None when only events matter."""
         opens = [now + wait for lane in self._lanes.values() if len(lane) and (wait := lane.opens_in(now, self._gate))]
         deadline = self._queue.next_deadline()
-        return min([*opens, *([] if deadline is None else [deadline])], default=None)
+        parked = [self._parked_until(request) for request in itertools.islice(self._parked.values(), 1)]
+        return min([*opens, *parked, *([] if deadline is None else [deadline])], default=None)
 
     def lane_record(self, worker: str) -> LaneRecord:
         """What waits for a worker."""
         return self._lanes[worker].record()
 
-    def ready_lanes(self, model: str) -> int:
-        """Number of workers that take work for a model."""
-        return len(self._ready.get(model, ()))
+    def can_serve(self, model: str, numerics: str | None, *, but: str = "") -> bool:
+        """Whether a worker, another one than `but`, takes work for a model in a numerics class (None: in any)."""
+        return any(lane.worker != but for lane in self._lanes_for(model, numerics))
 
-    def _require_lanes(self, model: str) -> list[Lane]:
-        lanes = self._ready.get(model)
-        if not lanes:
-            raise NoWorkerError(f"no worker serves model {model!r} now")
-        return lanes
+    def _lanes_for(self, model: str, numerics: str | None) -> list[Lane]:
+        lanes = self._ready.get(model, [])
+        return lanes if numerics is None else [lane for lane in lanes if lane.numerics == numerics]
 
-    def _lane_of(self, request: QueuedRequest) -> Lane:
+    def _place(self, request: QueuedRequest, now: float, *, first: bool = False, avoid: str = "") -> None:
+        """Binds a waiting request to a lane, or parks it."""
+        lanes = self._lanes_for(request.model, request.numerics)
+        if lanes:
+            others = [lane for lane in lanes if lane.worker != avoid]
+            request.parked = None
+            self._placement.choose(request, others or lanes).bind(request, first=first)
+            return
+        request.parked = now
+        self._parked[request.key] = request
+
+    def _displace(self, request: QueuedRequest) -> None:
+        """Takes a request off its lane, or out of the parked ones."""
         if request.lane is None:
-            raise ValueError(f"request {request.key} waits for no lane")
-        return self._lanes[request.lane]
+            del self._parked[request.key]
+        else:
+            self._lanes[request.lane].unbind(request)
 
-    def _spread(self, model: str) -> list[int]:
-        """Binds what waits for `model` anew after its lanes changed; returns the keys that had to be dropped."""
-        waiting = [request for request in self._queue if request.model == model]
-        for request in waiting:
-            self._lane_of(request).unbind(request)
+    def _parked_until(self, request: QueuedRequest) -> float:
+        assert request.parked is not None
+        return request.parked + self._worker_wait_s
+
+    def _spread(self, model: str, now: float) -> None:
+        """Binds what waits for `model` anew after its lanes changed."""
         lanes = [lane for lane in self._lanes.values() if lane.model == model and lane.ready]
         if lanes:
             self._ready[model] = lanes
-            for request in waiting:
-                self._placement.choose(request, lanes).bind(request)
-            return []
-        self._ready.pop(model, None)
-        for request in waiting:
-            self._queue.remove(request.key)
-        return [request.key for request in waiting]
+        else:
+            self._ready.pop(model, None)
+        moving = [
+            request
+            for request in self._queue
+            if request.model == model and (request.lane is not None or self._lanes_for(model, request.numerics))
+        ]
+        for request in moving:
+            self._displace(request)
+        for request in moving:
+            self._place(request, now)

@@ -1,144 +1,71 @@
 """The workers and the requests on their way: Dispatcher, Sessions and streams wired together on one event loop.
 
-Everything a request leaves behind is removed by `close`, on every path. Invariants:
+A stream that breaks ends nothing: its sequences are held until the next stream to the same instance takes them up again
+(rules S4, S7), or go on elsewhere from the tokens that have come. Everything a request leaves behind is removed by
+`close`, on every path. Invariants:
   * `_streams` holds exactly the requests whose handler has not closed them.
   * A stream is queued in the dispatcher, or runs under one rid on one session, or its assembly is closed.
+  * `_held` has the session, at most one per address, whose sequences wait for the next stream.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.errors import ApiError, DeadlineError, NoWorkerError, QueueFullError
-from common.sampling_params import SamplingParams
-from router.assembly import Part, StreamAssembly
+from common.errors import DeadlineError, PoisonRequestError, QueueFullError
+from common.limits import (
+    LEASE_S,
+    RECONNECT_S,
+    SESSION_GOODBYE_S,
+    STALL_TIMEOUT_S,
+    VIOLATION_MEMORY_S,
+    WORKER_WAIT_S,
+)
+from router.assembly import StreamAssembly
 from router.dispatcher import Dispatcher, Release
+from router.failover import FailoverPolicy, Loss, Verdict, stall_bound_s
 from router.lane import LaneRecord, LoadReport
 from router.link import Submission
 from router.model_registry import ModelRegistry, WorkerRefusedError
 from router.queue import QueuedRequest
-from router.session import Session, keep_connected
+from router.request_stream import RequestStream, RoutedRequest
+from router.session import Fault, Session, SessionLostError, keep_connected
 from router.tokenizer_store import TokenizerStore
 
 # A rid is the router's incarnation above a counter: unique over the life of the worker too (rule S1).
 _COUNTER_BITS = 40
 _NOTHING_WAITS = LaneRecord(None, 0, 0)
+# Faults after which the worker may still have the sequences, so that the next stream takes them up.
+_RESUMABLE = frozenset({Fault.BROKEN, Fault.VIOLATION})
+_LOSSES = {Fault.SILENT: Loss.SILENT, Fault.STALLED: Loss.STALLED, Fault.VIOLATION: Loss.VIOLATED}
 
 log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class RoutedRequest:
-    """A request that has passed validation.
+class FailoverOptions:
+    """What happens to requests whose worker is lost; times in seconds.
 
     Attributes:
-        model: name of its model.
-        token_ids: the prompt.
-        params: canonical parameters.
-        seed: seed in force (uint64).
-        chain_hash: hash of the prompt's last full block, 0 when it has none.
-        cache_salt: of the prefix cache; requests of different salts share nothing.
-        priority: its class in the worker's scheduler; the same numbers in both protos.
-        arrival: monotonic seconds of its arrival at the router.
-        deadline: monotonic seconds of the client's deadline, None for none.
-        traceparent: W3C trace context of the router's span, "" for none.
-        tracestate: W3C trace state.
+        policy: where a request that has tokens may go on.
+        worker_wait_s: how long a request waits while there is no worker for it.
+        stall_timeout_s: an engine step that runs longer counts as stalled.
+        lease_s: how long workers keep the sequences of a stream that broke.
     """
 
-    model: str
-    token_ids: Sequence[int]
-    params: SamplingParams
-    seed: int
-    chain_hash: int
-    arrival: float
-    cache_salt: bytes = b""
-    priority: int = wpb.PRIORITY_NORMAL
-    deadline: float | None = None
-    traceparent: str = ""
-    tracestate: str = ""
-
-    def to_record(self, rid: int) -> wpb.SubmitSequence:
-        """The request as the worker gets it, without what depends on the frame."""
-        params = self.params
-        return wpb.SubmitSequence(
-            rid=rid,
-            prompt_len=len(self.token_ids),
-            params=wpb.SamplingParams(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                repetition_penalty=params.repetition_penalty,
-                presence_penalty=params.presence_penalty,
-                frequency_penalty=params.frequency_penalty,
-                max_tokens=params.max_tokens,
-                min_tokens=params.min_tokens,
-                ignore_eos=params.ignore_eos,
-                stop_token_ids=params.stop_token_ids,
-                stop_token_sequences=[wpb.TokenIds(ids=ids) for ids in params.stop_token_sequences],
-            ),
-            seed=self.seed,
-            traceparent=self.traceparent,
-            tracestate=self.tracestate,
-            chain_hash=self.chain_hash,
-            cache_salt=self.cache_salt,
-            priority=wpb.Priority.ValueType(self.priority),
-        )
-
-
-class RequestStream:
-    """A request on its way, as its RPC handler sees it.
-
-    Attributes:
-        on_submit: told the worker's id at every submission.
-        submitted: monotonic seconds of its submission to the worker, None while it is queued.
-        attempts: number of workers it was submitted to.
-    """
-
-    def __init__(
-        self,
-        queued: QueuedRequest,
-        request: RoutedRequest,
-        assembly: StreamAssembly,
-        on_submit: Callable[[str], None],
-    ) -> None:
-        self.queued = queued
-        self.request = request
-        self.assembly = assembly
-        self.on_submit = on_submit
-        self.session: Session | None = None
-        self.rid = 0
-        self.submitted: float | None = None
-        self.attempts = 0
-        self._changed = asyncio.Event()
-
-    async def next(self) -> Part:
-        """Waits for the next part of the answer.
-
-        Raises:
-            ApiError: the request has failed.
-        """
-        while (part := self.assembly.take()) is None:
-            self._changed.clear()
-            await self._changed.wait()
-        return part
-
-    def wake(self) -> None:
-        """The assembly has changed."""
-        self._changed.set()
-
-    def fail(self, error: ApiError) -> None:
-        """Ends the stream with a status."""
-        self.assembly.fail(error)
-        self.wake()
+    policy: FailoverPolicy = FailoverPolicy.EXACT
+    worker_wait_s: float = WORKER_WAIT_S
+    stall_timeout_s: float = STALL_TIMEOUT_S
+    lease_s: float = LEASE_S
 
 
 class Fleet:
@@ -150,6 +77,7 @@ class Fleet:
         store: fetches their tokenizers.
         serving_changed: called when a first worker serves, and when the last one is gone.
         clock: monotonic seconds.
+        failover: what happens to requests whose worker is lost.
     """
 
     def __init__(
@@ -159,22 +87,29 @@ class Fleet:
         store: TokenizerStore,
         serving_changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
+        failover: FailoverOptions = FailoverOptions(),
     ) -> None:
         self._dispatcher = dispatcher
         self._registry = registry
         self._store = store
         self._serving_changed = serving_changed
         self._clock = clock
+        self._failover = failover
         self._router_id = secrets.token_hex(8)
         self._incarnation = secrets.randbits(64 - _COUNTER_BITS) << _COUNTER_BITS
         self._counter = itertools.count(1)
         self._sessions: dict[str, Session] = {}
         # Who holds which instance, from before the Hello to the end.
         self._instances: dict[str, Session] = {}
+        self._held: dict[str, Session] = {}
+        self._give_up_timers: dict[str, asyncio.TimerHandle] = {}
+        self._violated: dict[str, float] = {}
+        self._draining: set[Session] = set()
         self._announced: dict[str, LaneRecord] = {}
         self._streams: dict[int, RequestStream] = {}
         self._running: dict[int, RequestStream] = {}
         self._tasks: list[asyncio.Task[None]] = []
+        self._none_up = asyncio.Event()
         self._pump_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
 
@@ -190,10 +125,16 @@ class Fleet:
 
     async def stop(self) -> None:
         """Ends all sessions; the workers drop what still runs there."""
+        for session in self._sessions.values():
+            session.leave()
+        if self._sessions:
+            self._none_up.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._none_up.wait(), SESSION_GOODBYE_S)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for handle in (self._pump_due, self._timer):
+        for handle in (self._pump_due, self._timer, *self._give_up_timers.values()):
             if handle is not None:
                 handle.cancel()
 
@@ -201,20 +142,19 @@ class Fleet:
         """Sends a request on its way. The caller closes the stream on every path.
 
         Raises:
-            NoWorkerError: no worker serves its model.
             QueueFullError: too many requests wait.
         """
         key = next(self._counter)
-        queued = QueuedRequest(key, request.model, len(request.token_ids), request.arrival, request.deadline)
+        queued = QueuedRequest(key, request.identity, len(request.token_ids), request.arrival, request.deadline)
         try:
-            self._dispatcher.arrive(queued)
+            self._dispatcher.arrive(queued, self._clock())
         except QueueFullError:
             # What is about to be released does not count: the queue is full only if it is full after that.
             if self._pump_due is None:
                 raise
             self._pump_due.cancel()
             self._pump()
-            self._dispatcher.arrive(queued)
+            self._dispatcher.arrive(queued, self._clock())
         stream = self._streams[key] = RequestStream(queued, request, assembly, on_submit)
         self._pump_soon()
         return stream
@@ -226,82 +166,219 @@ class Fleet:
             self._pump_soon()
         self._detach(stream)
 
+    # Sessions (`SessionEvents`).
+
     def session_opening(self, session: Session) -> None:
-        """Refuses a second session with one worker (`SessionEvents`)."""
+        """Refuses a second session with one worker; hands over what an earlier stream has left."""
         holder = self._instances.setdefault(session.instance_id, session)
         if holder is not session:
             raise WorkerRefusedError(f"is the worker at {holder.address} by another address")
+        held = self._held.get(session.address)
+        if held is None:
+            return
+        if held.instance_id != session.instance_id:
+            self._give_up(session.address, "it was restarted")
+            return
+        session.link.resume(held.link)
+        for rid in held.link.live:
+            self._running[rid].session = session
+        self._held[session.address] = session
 
-    def session_closed(self, session: Session) -> None:
-        """Lets another session have the worker (`SessionEvents`)."""
+    def session_closed(self, session: Session, fault: Fault) -> None:
+        """Lets another session have the worker."""
         if self._instances.get(session.instance_id) is session:
             del self._instances[session.instance_id]
+        # It can not be there any more, or does not want to be; otherwise the next dial may succeed.
+        if fault not in _RESUMABLE:
+            self._give_up(session.address, f"it is {fault.name.lower()}", _LOSSES.get(fault, Loss.DIED))
 
     def session_up(self, session: Session, welcome: wpb.Welcome) -> None:
-        """Counts the worker in (`SessionEvents`)."""
+        """Counts the worker in."""
         if session.model is None:
             raise WorkerRefusedError("it serves no model")
         limits = welcome.limits or wpb.Limits()
-        model = replace(session.model, max_model_len=limits.max_model_len or session.model.max_model_len)
+        session.model = replace(session.model, max_model_len=limits.max_model_len or session.model.max_model_len)
+        session.step_tokens = limits.max_num_batched_tokens
+        self._check_stall(session, welcome.busy_ms, welcome.load.prefill_rate)
         was_serving = self._registry.serving
-        self._registry.admit(session.address, model)
+        self._registry.admit(session.address, session.model)
         self._sessions[session.address] = session
         self._announced[session.address] = _NOTHING_WAITS
-        self._dispatcher.lane_up(session.address, model.name, self._load_report(welcome.load, 0))
-        log.info("worker up", worker=session.address, worker_id=session.worker_id, model=model.name)
+        resumed = len(session.link.live)
+        now, load = self._clock(), self._load_report(welcome.load, 0)
+        self._dispatcher.lane_up(session.address, session.model.identity, load, now, session.model.numerics)
+        self._forget(session, welcome.unknown)
+        log.info(
+            "worker up",
+            worker=session.address,
+            worker_id=session.worker_id,
+            model=session.model.name,
+            resumed=resumed,
+            unknown=len(welcome.unknown),
+        )
+        for draining in self._draining:
+            self._hand_over(draining)
         if not was_serving:
             self._serving_changed()
         self._pump_soon()
 
     def step_output(self, session: Session, step: wpb.StepOutput) -> None:
-        """Hands tokens to their streams (`SessionEvents`)."""
+        """Hands tokens to their streams."""
         effects = session.link.apply(step, self._clock())
+        losses = dict(effects.lost)
         for rid in effects.touched:
             stream = self._running[rid]
+            if rid in losses:
+                continue
             if rid not in session.link.live:
                 self._detach(stream)
             stream.wake()
         session.notify()
         for rid in reversed(effects.returned):
-            self._requeue(self._running[rid])
+            self._take_back(self._running[rid], session.address)
+        self._move([(self._running[rid], loss) for rid, loss in effects.lost], "ended the request")
         if step.HasField("load"):
             self._dispatcher.report(session.address, self._load_report(step.load, step.submit_seen))
             self._pump_soon()
 
     def heartbeat(self, session: Session, heartbeat: wpb.Heartbeat) -> None:
-        """Takes the load (`SessionEvents`)."""
+        """Takes the load."""
+        self._check_stall(session, heartbeat.busy_ms, heartbeat.load.prefill_rate)
         self._dispatcher.report(session.address, self._load_report(heartbeat.load, heartbeat.submit_seen))
         self._pump_soon()
 
     def renew_lease(self, session: Session) -> None:
-        """Sends a Lane frame (`SessionEvents`)."""
+        """Sends a Lane frame."""
         session.link.announce(self._dispatcher.lane_record(session.address))
         session.notify()
 
     def draining(self, session: Session) -> None:
-        """Sends the worker nothing more (`SessionEvents`)."""
+        """Sends the worker nothing more, and hands over what others can take."""
         log.info("worker draining", worker=session.address, worker_id=session.worker_id)
-        self._leave(session, self._dispatcher.lane_draining(session.address))
+        self._dispatcher.lane_draining(session.address, self._clock())
+        self._leave(session)
+        self._draining.add(session)
+        self._hand_over(session)
 
-    def session_down(self, session: Session, why: str) -> None:
-        """Ends what ran on the worker (`SessionEvents`)."""
+    def session_down(self, session: Session, fault: Fault, why: str) -> None:
+        """Holds what ran on the worker if it may still be there, moves it if not."""
+        now = self._clock()
         del self._sessions[session.address]
         del self._announced[session.address]
-        self._leave(session, self._dispatcher.lane_down(session.address))
-        for stream in [stream for stream in self._running.values() if stream.session is session]:
-            stream.assembly.lose_worker(f"worker {session.worker_id} was lost: {why}")
-            self._detach(stream)
-            stream.wake()
+        if not self._sessions:
+            self._none_up.set()
+        self._draining.discard(session)
+        self._dispatcher.lane_down(session.address, now)
+        self._leave(session)
+        if fault is Fault.SHUTDOWN or not session.link.live:
+            return
+        self._held[session.address] = session
+        if fault not in _RESUMABLE or self._violates_again(session, fault, now):
+            self._give_up(session.address, why, _LOSSES.get(fault, Loss.DIED))
+            return
+        loop = asyncio.get_running_loop()
+        self._give_up_timers[session.address] = loop.call_later(RECONNECT_S, self._give_up, session.address, why)
 
     async def _connect(self, address: str) -> None:
-        await keep_connected(lambda: Session(address, self._router_id, self._clock), self._store, self)
+        def open_session() -> Session:
+            return Session(address, self._router_id, self._clock, self._failover.lease_s)
 
-    def _leave(self, session: Session, dropped: list[int]) -> None:
-        """The worker takes no more work: `dropped` are the keys of queued requests that nobody else can serve."""
+        await keep_connected(open_session, self._store, self)
+
+    # Failover.
+
+    def _check_stall(self, session: Session, busy_ms: int, prefill_rate: float) -> None:
+        bound_s = stall_bound_s(self._failover.stall_timeout_s, session.step_tokens, prefill_rate)
+        if busy_ms / 1000 > bound_s:
+            raise SessionLostError(Fault.STALLED, f"its engine step takes longer than {bound_s:g} s")
+
+    def _violates_again(self, session: Session, fault: Fault, now: float) -> bool:
+        """Whether an instance breaks the protocol a second time: resuming does not mend it."""
+        if fault is not Fault.VIOLATION:
+            return False
+        before = self._violated.get(session.address)
+        self._violated[session.address] = now
+        return before is not None and now - before < VIOLATION_MEMORY_S
+
+    def _release_held(self, address: str) -> Session | None:
+        """The session whose sequences wait for the next stream; they wait no more."""
+        if (timer := self._give_up_timers.pop(address, None)) is not None:
+            timer.cancel()
+        return self._held.pop(address, None)
+
+    def _give_up(self, address: str, why: str, loss: Loss = Loss.DIED) -> None:
+        """Nobody takes up the sequences of a broken stream: they go on elsewhere (rule S7)."""
+        held = self._release_held(address)
+        if held is not None:
+            self._move([(self._running[rid], loss) for rid in held.link.live], why)
+
+    def _forget(self, session: Session, unknown: Iterable[int]) -> None:
+        """The stream is taken up again; the worker has let these sequences go."""
+        self._release_held(session.address)
+        lost = [self._running[rid] for rid in unknown if rid in session.link.live]
+        for stream in lost:
+            session.link.forget(stream.rid)
+        self._move([(stream, Loss.FORGOTTEN) for stream in lost], "the worker has let it go")
+
+    def _hand_over(self, session: Session) -> None:
+        """Moves what runs on a draining worker to those who can go on with it."""
+        begun: list[tuple[RequestStream, Loss]] = []
+        for rid in reversed(list(session.link.live)):
+            stream = self._running[rid]
+            wanted = stream.attempts.numerics_wanted(self._failover.policy, stream.assembly.have)
+            if not self._dispatcher.can_serve(stream.queued.model, wanted):
+                continue
+            if stream.attempts.has_begun(stream.assembly.have):
+                begun.append((stream, Loss.DRAINED))
+            else:
+                self._take_back(stream, session.address)
+        self._move(begun, "it drains")
+
+    def _move(self, lost: list[tuple[RequestStream, Loss]], why: str) -> None:
+        """Sends streams whose attempt is over on another one, ahead of what waits and in their order, or ends them."""
+        for stream, loss in sorted(lost, key=lambda pair: pair[0].queued.key, reverse=True):
+            stream.attempts.end(stream.assembly.have, self._clock(), loss)
+            self._detach(stream)
+            log.info(
+                "attempt lost",
+                worker_id=stream.assembly.worker_id,
+                loss=loss.value,
+                attempt=len(stream.attempts),
+                tokens=stream.assembly.delivered,
+            )
+            self._go_on(stream, why)
+            stream.wake()
+        if lost:
+            self._pump_soon()
+
+    def _go_on(self, stream: RequestStream, why: str) -> None:
+        """Queues a stream for its next attempt, unless there must be none."""
+        now, verdict = self._clock(), stream.attempts.verdict()
+        if stream.assembly.is_closed:
+            return
+        if stream.queued.deadline is not None and stream.queued.deadline <= now:
+            stream.fail(DeadlineError("when its worker was lost"))
+        elif verdict is Verdict.POISON:
+            stream.fail(PoisonRequestError(len(stream.attempts)))
+        elif verdict is Verdict.GIVE_UP:
+            stream.assembly.lose_worker(f"{len(stream.attempts)} workers were lost; the last one: {why}")
+        else:
+            stream.queued.tokens = stream.assembly.have
+            wanted = stream.attempts.numerics_wanted(self._failover.policy, stream.assembly.have)
+            stream.queued.numerics = wanted
+            self._dispatcher.requeue(stream.queued, now)
+
+    def _take_back(self, stream: RequestStream, worker: str) -> None:
+        """Routes a request again that its worker gave back; that does not count as an attempt (rule S9)."""
+        self._detach(stream)
+        stream.attempts.give_back()
+        stream.returned = True
+        self._dispatcher.requeue(stream.queued, self._clock(), avoid=worker)
+
+    def _leave(self, session: Session) -> None:
+        """The worker takes no more work."""
         was_serving = self._registry.serving
         self._registry.release(session.address)
-        for key in dropped:
-            self._streams[key].fail(NoWorkerError("the last worker of the model is gone"))
         if was_serving and not self._registry.serving:
             self._serving_changed()
         self._pump_soon()
@@ -311,18 +388,12 @@ class Fleet:
         session, stream.session = stream.session, None
         if session is None:
             return
+        stream.attempts.end(stream.assembly.have, self._clock())
         del self._running[stream.rid]
         session.link.cancel(stream.rid)
         session.notify()
 
-    def _requeue(self, stream: RequestStream) -> None:
-        """Routes a request again that its worker gave back; that does not count as an attempt (rule S9)."""
-        self._detach(stream)
-        stream.attempts -= 1
-        try:
-            self._dispatcher.requeue(stream.queued)
-        except NoWorkerError as error:
-            stream.fail(error)
+    # Dispatching.
 
     def _pump_soon(self) -> None:
         """Decides once for all events of this turn of the loop."""
@@ -334,27 +405,33 @@ class Fleet:
         now = self._clock()
         for key in self._dispatcher.expire(now):
             self._streams[key].fail(DeadlineError("in the router's queue"))
+        for key in self._dispatcher.abandon(now):
+            self._lose(self._streams[key])
         for release in self._dispatcher.decide(now):
             self._submit(release, now)
         for address in self._sessions:
             self._announce(address)
         self._set_timer(now)
 
+    def _lose(self, stream: RequestStream) -> None:
+        """Ends a request for which there has been no worker for too long."""
+        wait_s, numerics = self._failover.worker_wait_s, stream.queued.numerics
+        wanted = "" if numerics is None else f" of numerics class {numerics or 'unknown'}"
+        stream.assembly.lose_worker(f"no worker{wanted} serves model {stream.request.model!r}, for {wait_s:g} s now")
+        stream.wake()
+
     def _submit(self, release: Release, now: float) -> None:
         session = self._sessions[release.worker]
+        assert session.model is not None
+        numerics = session.model.numerics
         group: list[Submission] = []
         for queued in release.requests:
             stream = self._streams[queued.key]
-            stream.rid = self._incarnation | next(self._counter)
-            stream.session = session
-            stream.submitted = now
-            stream.attempts += 1
-            stream.assembly.worker_id = session.worker_id
-            stream.on_submit(session.worker_id)
-            self._running[stream.rid] = stream
-            request = stream.request
-            record = request.to_record(stream.rid)
-            group.append(Submission(record, request.token_ids, stream.assembly, request.deadline))
+            # A request goes back once at most: a fleet that is full everywhere would pass it around for ever.
+            others = self._dispatcher.can_serve(queued.model, queued.numerics, but=release.worker)
+            rid = self._incarnation | next(self._counter)
+            self._running[rid] = stream
+            group.append(stream.begin(session, numerics, rid, now, keep=stream.returned or not others))
         session.link.submit(release.serial, group)
         session.notify()
 

@@ -57,13 +57,15 @@ class Lane:
 
     Args:
         worker: the worker's address or id, unique in the fleet.
-        model: the model it serves.
+        model: identity of the model it serves.
         report: its load when it said Welcome.
+        numerics: its numerics class.
     """
 
-    def __init__(self, worker: str, model: str, report: LoadReport) -> None:
+    def __init__(self, worker: str, model: str, report: LoadReport, numerics: str = "") -> None:
         self.worker = worker
         self.model = model
+        self.numerics = numerics
         self.ready = True
         self.last_report = report
         self.bound_tokens = 0

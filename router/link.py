@@ -4,6 +4,8 @@ Invariants (design-details section 2):
   * A frame is at most 1 MiB and holds at most 16,384 token ids; control frames go before the next Extend (S8).
   * A sequence that is dropped here without an end from the worker is cancelled there exactly once; what still comes for
     it is ignored. A rid that this router never submitted is cancelled once (S2).
+  * `resume` takes over what an earlier stream has left; Hello then names it, with what has arrived of each (S4).
+  * An end that is none of the request (the worker goes, its engine has failed) ends the attempt only.
   * A group's serial number reaches the worker even if all its sequences were cancelled before they were written: the
     dispatcher counts the group as on its way until the worker echoes its number.
 """
@@ -13,11 +15,13 @@ from __future__ import annotations
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Final
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
 from router.assembly import Start, StreamAssembly
+from router.failover import Loss
 from router.lane import LaneRecord
 
 # Room for the frame's own fields and for five bytes per token id, the most that a uint32 takes.
@@ -25,6 +29,8 @@ _FRAME_OVERHEAD_BYTES = 1024
 _TOKEN_BYTES = 5
 _CANCELS_PER_FRAME = 8192
 _MAX_ALIENS = 1024
+# Ends with which a worker gives a sequence up: the request goes on elsewhere.
+LOSSES: Final = {wpb.END_REASON_CANCELLED: Loss.DRAINED, wpb.END_REASON_ERROR: Loss.ENGINE_FAILED}
 
 
 class ProtocolError(Exception):
@@ -50,10 +56,11 @@ class Submission:
 
 @dataclass(slots=True)
 class StepEffects:
-    """What a StepOutput did, by rid: streams that have something new, and sequences given back by the worker."""
+    """What a StepOutput did, by rid: streams that have something new, sequences given back, and attempts lost."""
 
     touched: list[int] = field(default_factory=list)
     returned: list[int] = field(default_factory=list)
+    lost: list[tuple[int, Loss]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -86,6 +93,15 @@ class Link:
         self._first_rid: int | None = None
         self._aliens: set[int] = set()
 
+    def resume(self, earlier: Link) -> None:
+        """Takes over the sequences of an earlier stream with the same worker. To be called before the first frame."""
+        self.live = earlier.live
+        self._first_rid, self._submitted_below = earlier._first_rid, earlier._submitted_below
+
+    def forget(self, rid: int) -> None:
+        """Drops a sequence that the worker does not have."""
+        self.live.pop(rid, None)
+
     def submit(self, serial: int, group: Sequence[Submission]) -> None:
         """Queues a group of new sequences; their rids must be above all earlier ones."""
         for submission in group:
@@ -115,8 +131,9 @@ class Link:
     def next_frame(self, now: float) -> wpb.SessionRequest | None:
         """The frame to write next, None when there is nothing to write."""
         if self._hello is not None:
-            frame, self._hello = wpb.SessionRequest(hello=self._hello), None
-            return frame
+            hello, self._hello = self._hello, None
+            hello.live.extend(wpb.LiveSequence(rid=rid, have=kept.have) for rid, kept in self.live.items())
+            return wpb.SessionRequest(hello=hello)
         if self._cancels:
             rids, self._cancels = self._cancels[:_CANCELS_PER_FRAME], self._cancels[_CANCELS_PER_FRAME:]
             return wpb.SessionRequest(cancel=wpb.Cancel(rids=rids))
@@ -139,10 +156,14 @@ class Link:
         ends = {end.rid: end for end in step.ends}
         touched = self._apply_runs(step, ends, now)
         for rid, end in ends.items():
-            if assembly := self.live.get(rid):
+            if (assembly := self.live.get(rid)) is None:
+                continue
+            if end.reason not in LOSSES:
                 assembly.finish(end)
-                del self.live[rid]
-                touched[rid] = None
+            elif not assembly.is_closed:
+                effects.lost.append((rid, LOSSES[end.reason]))
+            del self.live[rid]
+            touched[rid] = None
         for rid in step.returned:
             if self.live.pop(rid, None) is not None:
                 effects.returned.append(rid)
@@ -167,7 +188,8 @@ class Link:
                 self._refuse_alien(rid)
                 continue
             end = ends.get(rid)
-            assembly.append(first_pos, run, now, end if end is not None and end.end_pos == first_pos + n else None)
+            with_last = end is not None and end.end_pos == first_pos + n and end.reason not in LOSSES
+            assembly.append(first_pos, run, now, end if with_last else None)
             touched[rid] = None
         return touched
 

@@ -43,7 +43,7 @@ class TextAssets:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model. Lengths in tokens; `max_model_len` is the shortest of its ready workers."""
+    """One model on one worker, or of all its ready workers: then `max_model_len` (tokens) is the shortest."""
 
     name: str
     architecture: str
@@ -54,6 +54,13 @@ class ServedModel:
     block_size: int
     hash_seed: int
     text: TextAssets
+    numerics: str = ""
+
+    @property
+    def identity(self) -> str:
+        """Equal for workers that a prompt made for one of them can be given to, and that hold the same weights."""
+        parts = (self.name, self.weights_digest, self.tokenizer_sha256, self.block_size, self.hash_seed)
+        return "/".join(map(str, parts))
 
     def disagreement(self, other: ServedModel) -> str:
         """In what `other` differs from this, "" when they can be served under one name."""
@@ -74,6 +81,7 @@ def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedMode
         block_size=description.block_size,
         hash_seed=description.hash_seed,
         text=text,
+        numerics=description.numerics,
     )
 
 

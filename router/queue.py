@@ -1,7 +1,8 @@
 """Requests that no worker has yet: one bounded FIFO.
 
 Invariants: a key is in the queue at most once; the number of waiting requests never exceeds `capacity`, except by
-requests that a worker has returned, because those were accepted before. Classes and tenants come with a later issue.
+requests that have come back from a worker, because those were accepted before. Classes and tenants come with a later
+issue.
 """
 
 from __future__ import annotations
@@ -24,11 +25,13 @@ class QueuedRequest:
 
     Attributes:
         key: number of the request in this router.
-        model: name of the model that must serve it.
-        tokens: prompt tokens to compute.
+        model: identity of the model that must serve it.
+        tokens: tokens to compute before the next one: the prompt, and what an earlier attempt has generated.
         arrival: monotonic seconds of its arrival.
         deadline: monotonic seconds after which it is dropped, None for never.
-        lane: the worker it will go to as things stand; nothing is promised before its release.
+        lane: the worker it will go to as things stand, None when there is none; nothing is promised before its release.
+        numerics: class that the worker must be of, None for any.
+        parked: monotonic seconds since when there has been no worker for it, None while there is one.
     """
 
     key: int
@@ -37,6 +40,8 @@ class QueuedRequest:
     arrival: float
     deadline: float | None = None
     lane: str | None = None
+    numerics: str | None = None
+    parked: float | None = None
 
 
 class RequestQueue:
@@ -68,7 +73,7 @@ class RequestQueue:
         self._note_deadline(request)
 
     def push_front(self, request: QueuedRequest) -> None:
-        """Puts back a request that had been accepted and released (rule S9)."""
+        """Puts back a request that had been accepted and released: returned (rule S9), or its worker was lost."""
         self._requests[request.key] = request
         self._requests.move_to_end(request.key, last=False)
         self._note_deadline(request)

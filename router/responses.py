@@ -8,8 +8,8 @@ from fissile.v1 import inference_pb2 as pb
 from google.protobuf.duration_pb2 import Duration
 
 from router.assembly import Ending, Part
-from router.fleet import RequestStream
 from router.model_registry import ModelRegistry, ServedModel
+from router.request_stream import RequestStream
 
 
 class ResponseFields(TypedDict):
@@ -74,8 +74,8 @@ def _finish(ending: Ending, stream: RequestStream, now: float) -> pb.Finish:
         ),
         timings=_timings(stream, now),
         worker_id=assembly.worker_id,
-        attempts=stream.attempts,
-        exact=True,
+        attempts=len(stream.attempts),
+        exact=stream.attempts.exact,
     )
 
 

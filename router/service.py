@@ -26,9 +26,10 @@ from common.telemetry.tracing import RequestSpan, Tracing
 from common.text.stop_strings import StopStrings
 from router.assembly import StreamAssembly
 from router.call import Call, Context
-from router.fleet import Fleet, RequestStream, RoutedRequest
+from router.fleet import Fleet
 from router.model_registry import ModelRegistry, ServedModel
 from router.prompts import Prompt, PromptEncoder
+from router.request_stream import RequestStream, RoutedRequest
 from router.responses import describe_model, response_fields, time_to_first_token_s
 from router.validation import (
     check_chat,
@@ -164,6 +165,7 @@ class InferenceService(InferenceServiceServicer):
                 remaining = context.time_remaining()
                 routed = RoutedRequest(
                     model=model.name,
+                    identity=model.identity,
                     token_ids=prompt.token_ids,
                     params=params,
                     seed=derive_seed(request_id) if params.seed is None else params.seed,
@@ -181,6 +183,7 @@ class InferenceService(InferenceServiceServicer):
                     await self._send(kind, request_id, stream, context, span)
                 finally:
                     self._fleet.close(stream)
+                    self._trace_attempts(span, stream)
 
     async def _send(
         self, kind: _Kind, request_id: str, stream: RequestStream, context: Context, span: RequestSpan
@@ -216,6 +219,19 @@ class InferenceService(InferenceServiceServicer):
             ttft_ms=round(time_to_first_token_s(stream) * 1000, 1),
             worker_id=finish.worker_id,
         )
+
+    def _trace_attempts(self, span: RequestSpan, stream: RequestStream) -> None:
+        """Says in the trace where a request has been that needed more than one worker."""
+        attempts = stream.attempts.all
+        for number, attempt in enumerate(attempts if len(attempts) > 1 else (), start=1):
+            span.attempt(
+                number,
+                attempt.worker_id,
+                began=attempt.began,
+                ended=self._clock() if attempt.ended is None else attempt.ended,
+                tokens=attempt.tokens,
+                loss="" if attempt.loss is None else attempt.loss.value,
+            )
 
     def _assembly(self, request: RoutedRequest, model: ServedModel, return_token_ids: bool) -> StreamAssembly:
         params, tokenizer = request.params, model.text.tokenizer

@@ -1,13 +1,14 @@
 """The Session with one worker: the shell that dials, writes frames and reads them (design-details section 2).
 
-One writer task and one reader task per stream: two writers on one call would end it. In this version a broken stream
-ends its requests; the rules that reconcile them come with failover. `Link` decides what is written; `SessionEvents`
-takes what is read.
+One writer task and one reader task per stream: two writers on one call would end it. `Link` decides what is written;
+`SessionEvents` takes what is read, and is told how a stream ended (`Fault`): that decides whether its sequences are
+taken up again by the next stream (rules S4, S7) or go on elsewhere.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
@@ -37,27 +38,55 @@ _CHANNEL_OPTIONS = (
 )
 
 
+class Fault(enum.Enum):
+    """Why a Session has ended, or could not begin."""
+
+    BROKEN = enum.auto()
+    """The stream broke; the worker may be well (rule S7)."""
+    VIOLATION = enum.auto()
+    """The worker sent what the protocol does not allow, or tokens that do not continue."""
+    REFUSED = enum.auto()
+    """Nothing listens at the address."""
+    UNREADY = enum.auto()
+    """The worker says itself that it takes no work now, or may not be used."""
+    SILENT = enum.auto()
+    """No frame for several heartbeats (rule S10)."""
+    STALLED = enum.auto()
+    """The worker's engine step has been running for too long (rule S10)."""
+    SHUTDOWN = enum.auto()
+    """This router ends."""
+
+
 class SessionLostError(Exception):
     """The Session has ended, or could not begin; the message says why in one line."""
 
-
-class WorkerNotReadyError(SessionLostError):
-    """The worker answers, and says itself that it takes no work now: nothing is wrong."""
+    def __init__(self, fault: Fault, why: str) -> None:
+        super().__init__(why)
+        self.fault = fault
 
 
 class SessionEvents(Protocol):
     """Who takes what a Session reads. Called on the event loop, never concurrently."""
 
     def session_opening(self, session: Session) -> None:
-        """The worker has been described. Raises WorkerRefusedError when it must not get a Hello."""
+        """The worker has been described; gives the link what an earlier stream has left behind.
+
+        Raises:
+            WorkerRefusedError: it must not get a Hello.
+        """
         ...
 
-    def session_closed(self, session: Session) -> None:
+    def session_closed(self, session: Session, fault: Fault) -> None:
         """The session's life is over, whatever came of it. Called exactly once."""
         ...
 
     def session_up(self, session: Session, welcome: wpb.Welcome) -> None:
-        """The worker takes work. Raises WorkerRefusedError when it can not be used."""
+        """The worker takes work.
+
+        Raises:
+            WorkerRefusedError: it can not be used.
+            SessionLostError: it is stalled.
+        """
         ...
 
     def step_output(self, session: Session, step: wpb.StepOutput) -> None:
@@ -65,7 +94,7 @@ class SessionEvents(Protocol):
         ...
 
     def heartbeat(self, session: Session, heartbeat: wpb.Heartbeat) -> None:
-        """The load, from a worker that had nothing else to say."""
+        """The load, from a worker that had nothing else to say. Raises SessionLostError when it is stalled."""
         ...
 
     def renew_lease(self, session: Session) -> None:
@@ -76,7 +105,7 @@ class SessionEvents(Protocol):
         """The worker takes no new work."""
         ...
 
-    def session_down(self, session: Session, why: str) -> None:
+    def session_down(self, session: Session, fault: Fault, why: str) -> None:
         """The stream has ended. Called exactly once for each `session_up` that returned."""
         ...
 
@@ -91,22 +120,32 @@ class Session:
         worker_id: the worker's own name.
         instance_id: the worker's process.
         served: whether the worker has taken work in this life.
+        step_tokens: most tokens in one step of the worker, 0 before it said so.
+        lease_s: how long the worker keeps this router's sequences without hearing from it.
     """
 
-    def __init__(self, address: str, router_id: str, clock: Callable[[], float]) -> None:
+    def __init__(self, address: str, router_id: str, clock: Callable[[], float], lease_s: float = LEASE_S) -> None:
         self.address = address
-        self.link = Link(router_id, LEASE_S)
+        self.lease_s = lease_s
+        self.link = Link(router_id, lease_s)
         self.worker_id = ""
         self.instance_id = ""
         self.model: ServedModel | None = None
         self.served = False
+        self.step_tokens = 0
         self._clock = clock
         self._to_write = asyncio.Event()
+        self._leaving = False
         self._frames_read = 0
         self._announced = 0.0
 
     def notify(self) -> None:
         """Wakes the writer: `link` has something to write."""
+        self._to_write.set()
+
+    def leave(self) -> None:
+        """Closes the stream when all is written, so that the worker does not wait for this router to come back."""
+        self._leaving = True
         self._to_write.set()
 
     async def run(self, store: TokenizerStore, events: SessionEvents) -> NoReturn:
@@ -115,22 +154,26 @@ class Session:
         Raises:
             SessionLostError: always, with the reason.
         """
+        fault = Fault.SHUTDOWN
         async with grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
             try:
                 await self._dial(WorkerServiceStub(channel), store, events)
-            except grpc.aio.AioRpcError as error:
-                raise SessionLostError(f"{error.code().name}: {error.details()}") from None
-            except (WorkerRefusedError, GapError, ProtocolError) as error:
-                raise SessionLostError(str(error)) from None
+            except (SessionLostError, grpc.aio.AioRpcError, WorkerRefusedError, GapError, ProtocolError) as error:
+                lost = _lost(error)
+                fault = lost.fault
+                raise lost from None
+            except Exception:
+                fault = Fault.VIOLATION
+                raise
             finally:
-                events.session_closed(self)
-        raise SessionLostError("the worker closed the session")
+                events.session_closed(self, fault)
+        raise AssertionError("a Session ends with an error")
 
     async def _dial(self, stub: WorkerServiceAsyncStub, store: TokenizerStore, events: SessionEvents) -> None:
         description = await stub.GetWorker(wpb.GetWorkerRequest(), timeout=CONNECT_TIMEOUT_S)
         if description.state != wpb.WORKER_STATE_SERVING:
             state = wpb.WorkerState.Name(description.state).removeprefix("WORKER_STATE_").lower()
-            raise WorkerNotReadyError(f"the worker is {state}")
+            raise SessionLostError(Fault.UNREADY, f"the worker is {state}")
         self.worker_id, self.instance_id = description.worker_id, description.instance_id
         # Before the Hello: a second one of this router would end the stream that the first one opened.
         events.session_opening(self)
@@ -139,7 +182,7 @@ class Session:
         try:
             welcome = await self._greet(call)
             if welcome.instance_id != self.instance_id:
-                raise SessionLostError("the worker was restarted meanwhile")
+                raise SessionLostError(Fault.BROKEN, "the worker was restarted meanwhile")
             events.session_up(self, welcome)
             self.served = True
             await self._serve(call, events)
@@ -155,24 +198,26 @@ class Session:
                 await call.write(hello)
                 first = await call.read()
         except TimeoutError:
-            raise SessionLostError("no Welcome in time") from None
+            raise SessionLostError(Fault.BROKEN, "no Welcome in time") from None
         if not isinstance(first, wpb.SessionResponse) or first.WhichOneof("frame") != "welcome":
-            raise SessionLostError("the first frame is not a Welcome")
+            raise SessionLostError(Fault.BROKEN, "the first frame is not a Welcome")
         return first.welcome
 
     async def _serve(self, call: _SessionCall, events: SessionEvents) -> None:
-        why = "the router is shutting down"
+        lost = SessionLostError(Fault.SHUTDOWN, "the router is shutting down")
         try:
             await _first_of(self._read(call, events), self._write(call), self._watch(events))
-            why = "the worker closed the session"
-        except grpc.aio.AioRpcError as error:
-            why = f"{error.code().name}: {error.details()}"
+            if not self._leaving:
+                lost = SessionLostError(Fault.BROKEN, "the worker closed the session")
+            raise lost
+        except (SessionLostError, grpc.aio.AioRpcError, GapError, ProtocolError) as error:
+            lost = _lost(error)
             raise
-        except (SessionLostError, GapError, ProtocolError) as error:
-            why = str(error)
+        except Exception:
+            lost = SessionLostError(Fault.VIOLATION, "session failed")
             raise
         finally:
-            events.session_down(self, why)
+            events.session_down(self, lost.fault, str(lost))
 
     async def _read(self, call: _SessionCall, events: SessionEvents) -> None:
         # `read`, not `async for`: gRPC forbids a call to mix the two, and the Welcome was read alone.
@@ -195,6 +240,10 @@ class Session:
                 if frame.WhichOneof("frame") == "lane":
                     self._announced = self._clock()
                 await call.write(frame)
+            if self._leaving:
+                # The worker ends the stream, and the reader finds out.
+                await call.done_writing()
+                self._to_write.clear()
             await self._to_write.wait()
 
     async def _watch(self, events: SessionEvents) -> None:
@@ -207,9 +256,9 @@ class Session:
             await asyncio.sleep(HEARTBEAT_S)
             silent = silent + 1 if self._frames_read == seen else 0
             seen = self._frames_read
-            if self._clock() - self._announced >= LEASE_S / 3:
+            if self._clock() - self._announced >= self.lease_s / 3:
                 events.renew_lease(self)
-        raise SessionLostError(f"no frame for {silent * HEARTBEAT_S} s")
+        raise SessionLostError(Fault.SILENT, f"no frame for {silent * HEARTBEAT_S} s")
 
 
 async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
@@ -225,23 +274,33 @@ async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
+def _lost(error: Exception) -> SessionLostError:
+    """What an error says about the Session."""
+    if isinstance(error, SessionLostError):
+        return error
+    if isinstance(error, grpc.aio.AioRpcError):
+        details = error.details() or ""
+        refused = error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in details.lower()
+        return SessionLostError(Fault.REFUSED if refused else Fault.BROKEN, f"{error.code().name}: {details}")
+    return SessionLostError(Fault.UNREADY if isinstance(error, WorkerRefusedError) else Fault.VIOLATION, str(error))
+
+
 async def keep_connected(open_session: Callable[[], Session], store: TokenizerStore, events: SessionEvents) -> NoReturn:
-    """Dials a worker for ever, every 250 ms while it can not be used; logs changes only."""
+    """Dials a worker for ever: at once when a stream broke, else every 250 ms; logs changes only."""
     last = ""
     while True:
-        session = open_session()
-        tell = log.warning
+        session, began = open_session(), asyncio.get_running_loop().time()
+        fault, why = Fault.VIOLATION, "session failed"
         try:
             await session.run(store, events)
-        except WorkerNotReadyError as error:
-            why, tell = str(error), log.info
         except SessionLostError as error:
-            why = str(error)
+            fault, why = error.fault, str(error)
         # A bug in handling one worker must not take the others' requests with it.
         except Exception:
             log.exception("session failed", worker=session.address)
-            why = "session failed"
         if session.served or why != last:
+            tell = log.info if fault is Fault.UNREADY else log.warning
             tell("worker not usable", worker=session.address, why=why)
         last = why
-        await asyncio.sleep(REDIAL_S)
+        if fault is not Fault.BROKEN or asyncio.get_running_loop().time() - began < REDIAL_S:
+            await asyncio.sleep(REDIAL_S)

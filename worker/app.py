@@ -28,6 +28,7 @@ from common.errors import ApiError
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import (
     CPU_MAX_NUM_BATCHED_TOKENS,
+    DRAIN_PROPAGATION_S,
     DRAIN_TIMEOUT_S,
     ENGINE_JOIN_S,
     SESSION_FLUSH_S,
@@ -209,7 +210,10 @@ class Worker:
         log.info("worker stopped")
 
     async def _drain(self) -> int:
-        """Takes no new work, lets sequences finish within the drain timeout, then ends the rest."""
+        """Takes no new work, and lets routers move their sequences or the sequences finish; then ends the rest.
+
+        Balancers need a while to learn that health says NOT_SERVING: until then direct calls are still taken.
+        """
         wanted = self.service.drain_wanted
         timeout_s = (wanted.result() if wanted.done() else None) or self._options.drain_timeout_s
         log.info("draining", sequences=self.engine.num_live, timeout_s=timeout_s)
@@ -217,6 +221,8 @@ class Worker:
         await self.server.set_serving(False)
         try:
             async with asyncio.timeout(timeout_s):
+                await asyncio.sleep(DRAIN_PROPAGATION_S)
+                self.service.refuse_calls()
                 failed = await _first(self.engine.wait_failed(), self._wait_idle()) == 0
         except TimeoutError:
             log.warning("drain timeout", sequences=self.engine.num_live)
@@ -491,7 +497,8 @@ def worker(log_level: str, **given: Any) -> int:
     With --tp-size the model is split over several processes, on this machine or on several (--nnodes). When one of them
     dies or hangs, running requests end with an error, health says NOT_SERVING, and all ranks are started again.
 
-    Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, running sequences finish, exit code 0.
+    Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, routers move running answers to other workers of the same
+    numerics class, those that nobody can take finish, exit code 0. The Drain RPC asks for the same.
     """
     setup_logging(log_level, service="worker")
     return uvloop.run(run_worker(_options(**given)))

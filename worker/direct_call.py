@@ -9,7 +9,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError
 from worker.outputs import End, SequenceOutput, Start
-from worker.session_state import Live, failure
+from worker.router_sequences import Live, failure
 
 # Ends with which the call is OK.
 _FINISHES = frozenset(

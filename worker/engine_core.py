@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Final, NoReturn, Protocol
 
 from common.config import Config
+from common.limits import MAX_HOLD_S
 from worker.batch import RequestOutput, Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
 from worker.executor import Executed, Executor, InlineExecutor, ThreadExecutor
 from worker.scheduler import Scheduler
@@ -161,6 +162,20 @@ class EngineCore:
         for seq_id in self.scheduler.live_ids():
             self.scheduler.abort(seq_id, now=now, reason=reason)
         return self.scheduler.take_outputs()
+
+    def return_overdue(self, now: float) -> list[RequestOutput]:
+        """Ends what has waited so long for its first step that another worker may be faster (rule S9).
+
+        That is MAX_HOLD_S, or four prefills where those take longer, because prompts and decodes take turns.
+
+        Returns:
+            Their last outputs.
+        """
+        max_wait_s = max(MAX_HOLD_S, 4 * self.scheduler.last_prompt_latency)
+        overdue = self.scheduler.overdue(now, max_wait_s)
+        for seq in overdue:
+            self.scheduler.abort(seq.id, now=now)
+        return self.scheduler.take_outputs() if overdue else []
 
     def expire(self, now: float) -> int:
         """Ends the sequences whose deadline has passed; their number. `step` does it by itself."""

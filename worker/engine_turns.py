@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Final, Protocol
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
@@ -22,6 +22,8 @@ from worker.batch import RequestOutput
 from worker.engine_core import EngineCore, LoadReport
 from worker.outputs import PROTO_REASONS, End, SequenceOutput, Start
 from worker.sequence import EndReason, Sequence
+
+_OVERLOAD: Final = "the worker has no room for it"
 
 
 class Listener(Protocol):
@@ -170,6 +172,8 @@ class EngineTurns:
                     outputs += [self._output(out, message) for out in self.core.abort_all(EndReason.CANCELLED)]
         if self.core.has_unfinished():
             outputs += [self._output(out) for out in self.core.step().outputs]
+            # After the step, which has had its chance to take them.
+            outputs += [self._output(out, _OVERLOAD) for out in self.core.return_overdue(self._clock())]
         self._totals.count(outputs)
         return self.report(outputs, seen)
 

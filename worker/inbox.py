@@ -278,6 +278,7 @@ class Inbox:
             hash_root=root,
             cache_salt=record.cache_salt,
             priority=served.priority(record.priority),
+            may_return=not record.keep,
         )
 
 

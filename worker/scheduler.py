@@ -199,6 +199,21 @@ class Scheduler:
         self._emit(seq, [])
         return True
 
+    def overdue(self, now: float, max_wait_s: float) -> list[Sequence]:
+        """Sequences that may go back to their router and have waited longer than `max_wait_s` for their first step.
+
+        Looks no further than the first that has not waited so long: within a class they wait in the order of arrival.
+        """
+        found: list[Sequence] = []
+        for seq in self.waiting:
+            if seq.first_scheduled_time is not None:
+                continue
+            if now - seq.arrive_time <= max_wait_s:
+                break
+            if seq.may_return:
+                found.append(seq)
+        return found
+
     def take_outputs(self) -> list[RequestOutput]:
         """What happened since the last call: exactly one finished output for every sequence that has ended."""
         outputs, self._outputs = self._outputs, []

@@ -83,6 +83,7 @@ class Sequence:
         hash_root: parent hash of the first block, None without salt and adapter (design-details section 6).
         priority: its class.
         cache_salt: sequences of different salts share no blocks, even if their `hash_root` collides.
+        may_return: whether it goes back to its router when it has to wait too long for its first step (rule S9).
     """
 
     __slots__ = (
@@ -102,6 +103,7 @@ class Sequence:
         "leave_time",
         "length_limit",
         "may_grow",
+        "may_return",
         "num_cached_tokens",
         "num_computed_tokens",
         "num_inflight_tokens",
@@ -143,6 +145,7 @@ class Sequence:
         hash_root: int | None = None,
         cache_salt: bytes = b"",
         priority: Priority = Priority.NORMAL,
+        may_return: bool = False,
     ) -> None:
         params = sampling_params if sampling_params is not None else SamplingParams()
         self.id = next(_ids) if id is None else id
@@ -179,6 +182,7 @@ class Sequence:
         self.hash_root = hash_root
         self.cache_salt = cache_salt
         self.priority = priority
+        self.may_return = may_return
         self.arrive_time = arrive_time
         self.deadline = deadline
         self.first_scheduled_time: float | None = None

@@ -25,9 +25,10 @@ from worker.direct_call import DirectCall
 from worker.engine_loop import EngineLoop, EngineState
 from worker.facts import WorkerFacts
 from worker.fleet_lanes import FleetLanes
+from worker.router_sequences import Live, RouterSequences
 from worker.sequence import Sequence
-from worker.session import Context, SessionStream
-from worker.session_state import Live, check_bounds, check_hello
+from worker.session import Context, Ending, SessionStream
+from worker.session_state import check_bounds, check_hello
 
 SERVICE = "fissile.worker.v1.WorkerService"
 
@@ -67,10 +68,13 @@ class WorkerService(WorkerServiceServicer):
         self._clock = clock
         self._lanes = FleetLanes()
         self._sessions: dict[str, SessionStream] = {}
+        # Of every router with a stream, and of those that may come back for their sequences.
+        self._routers: dict[str, RouterSequences] = {}
         self._idle = asyncio.Event()
         self._idle.set()
         self._calls = 0
         self._draining = False
+        self._refuses_calls = False
 
     @property
     def state(self) -> wpb.WorkerState.ValueType:
@@ -83,10 +87,14 @@ class WorkerService(WorkerServiceServicer):
         return wpb.WORKER_STATE_STARTING if starting else wpb.WORKER_STATE_SERVING
 
     def drain(self, timeout_s: float) -> None:
-        """Takes no new work from now on, and tells the routers."""
+        """Takes no new work of routers from now on, and tells them; direct calls are still taken."""
         self._draining = True
         for session in self._sessions.values():
             session.state.drain(self._clock() + timeout_s)
+
+    def refuse_calls(self) -> None:
+        """Takes no direct calls either, from now on."""
+        self._refuses_calls = True
 
     async def finish(self, timeout_s: float) -> None:
         """Ends the Sessions when all has been written; waits for them and for direct calls at most `timeout_s`."""
@@ -106,14 +114,13 @@ class WorkerService(WorkerServiceServicer):
             try:
                 await session.run(context)
             finally:
-                if self._sessions.get(session.state.router_id) is session:
-                    del self._sessions[session.state.router_id]
-                log.info("session ended", router=session.state.router_id)
+                self._close_session(session)
 
     async def Generate(self, request: wpb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Answers one prompt."""
         async with self._call(context):
-            self._require_serving()
+            if self.state != wpb.WORKER_STATE_DRAINING or self._refuses_calls:
+                self._require_serving()
             seq = self._direct_sequence(request, context)
             call = DirectCall(self._direct_live(seq, request.request_id, context))
             self._engine.submit(call, seq)
@@ -189,14 +196,44 @@ class WorkerService(WorkerServiceServicer):
         check_bounds(frame)
         hello = check_hello(frame)
         self._require_serving()
-        session = SessionStream(hello, self.facts, self._engine, self._lanes, self._tracing, self._clock)
-        older = self._sessions.get(hello.router_id)
-        if older is not None:
-            message = f"router {hello.router_id} has opened a newer session"
-            older.end(ApiError(grpc.StatusCode.ABORTED, message, reason="FENCED"))
+        sequences = self._routers.get(hello.router_id)
+        if sequences is None:
+            sequences = RouterSequences(hello.router_id, self.facts, self._engine, self._tracing)
+            self._routers[hello.router_id] = sequences
+        if (older := self._sessions.get(hello.router_id)) is not None:
+            older.fence()
+        session = SessionStream(hello, sequences, self.facts, self._engine, self._lanes, self._clock)
         self._sessions[hello.router_id] = session
-        log.info("session opened", router=hello.router_id, peer=context.peer())
+        log.info("session opened", router=hello.router_id, peer=context.peer(), live=len(hello.live))
         return session
+
+    def _close_session(self, session: SessionStream) -> None:
+        """Lets the router's sequences go, or keeps them for what is left of the lease (S6)."""
+        router_id = session.state.router_id
+        log.info("session ended", router=router_id, how=session.ending.name.lower())
+        if session.ending is Ending.FENCED:
+            return
+        del self._sessions[router_id]
+        left = session.state.lease_left(self._clock())
+        if session.ending is Ending.OVER or left <= 0 or self._routers[router_id].is_empty:
+            self._routers.pop(router_id).end()
+            return
+        self._routers[router_id].detach(self._clock() + left)
+        self._end_lease(router_id)
+
+    def _end_lease(self, router_id: str) -> None:
+        """Lets a router's sequences go when its lease is over, and comes back until then."""
+        sequences = self._routers.get(router_id)
+        # The router may have come back meanwhile.
+        if sequences is None or sequences.lease_end is None:
+            return
+        left = sequences.lease_end - self._clock()
+        if left > 0:
+            # A timer may be early by its resolution, so it decides nothing by itself.
+            asyncio.get_running_loop().call_later(left, self._end_lease, router_id)
+            return
+        log.info("lease ended", router=router_id)
+        self._routers.pop(router_id).end()
 
     def _direct_sequence(self, request: wpb.GenerateRequest, context: Context) -> Sequence:
         refuse_unserved(request, served.GENERATE)

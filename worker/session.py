@@ -1,12 +1,14 @@
 """The Session's shell: one task reads frames, one writes them, one watches the lease.
 
-What happens is decided in SessionState. A break of the stream, for whatever reason, cancels the router's sequences.
+What happens is decided in SessionState. What becomes of the router's sequences when the stream has ended depends on
+how: a router that closes it says goodbye, a stream that breaks is taken up again (`Ending`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -15,15 +17,27 @@ import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError
-from common.telemetry.tracing import Tracing
 from worker.facts import WorkerFacts
 from worker.fleet_lanes import FleetLanes
-from worker.session_state import Engine, SessionState
+from worker.router_sequences import Engine, RouterSequences
+from worker.session_state import SessionState
 
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 # After a pause of this process itself, what the router has sent is there but not read yet.
 _LEASE_GRACE_S = 0.05
+_GOODBYE_GRACE_S = 0.05
+
+
+class Ending(enum.Enum):
+    """How a stream ended."""
+
+    OVER = enum.auto()
+    """The router closed it, broke the protocol or let its lease end, or the worker has finished: nothing is kept."""
+    BREAK = enum.auto()
+    """Anything else: the router may come back for its sequences within the lease (S4)."""
+    FENCED = enum.auto()
+    """A newer stream of the router has taken its place, and the sequences with it."""
 
 
 class SessionStream:
@@ -31,35 +45,42 @@ class SessionStream:
 
     Attributes:
         state: what decides.
+        ending: how it ended; BREAK until it has.
     """
 
     def __init__(
         self,
         hello: wpb.Hello,
+        sequences: RouterSequences,
         facts: WorkerFacts,
         engine: Engine,
         lanes: FleetLanes,
-        tracing: Tracing,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._to_write = asyncio.Event()
         self._finishing = False
-        self._ending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.state = SessionState(hello, facts, engine, lanes, tracing, clock(), self._to_write.set)
+        self._fenced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.ending = Ending.BREAK
+        self.state = SessionState(hello, sequences, facts, engine, lanes, clock(), self._to_write.set)
 
     async def run(self, context: Context) -> None:
-        """Serves until the router ends the stream, `finish` or `end`.
+        """Serves until the router ends the stream, `finish` or `fence`.
 
         Raises:
             ApiError: the status that the stream must end with.
         """
-        work = (self._read(context), self._write(context), self._watch_lease(), self._ending)
+        work = (self._read(context), self._write(context), self._watch_lease(), self._fenced)
         tasks = [asyncio.ensure_future(each) for each in work]
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
+            self.ending = Ending.OVER
+        except ApiError:
+            if self.ending is Ending.BREAK:
+                self.ending = Ending.OVER
+            raise
         finally:
             self.state.close()
             for task in tasks:
@@ -71,14 +92,19 @@ class SessionStream:
         self._finishing = True
         self._to_write.set()
 
-    def end(self, error: ApiError) -> None:
-        """Ends the stream with an error."""
-        if not self._ending.done():
-            self._ending.set_exception(error)
+    def fence(self) -> None:
+        """Ends the stream: a newer one of its router is there. From now on it reads and writes nothing (S4)."""
+        self.ending = Ending.FENCED
+        self.state.close()
+        if not self._fenced.done():
+            message = f"router {self.state.router_id} has opened a newer session"
+            self._fenced.set_exception(ApiError(grpc.StatusCode.ABORTED, message, reason="FENCED"))
 
     async def _read(self, context: Context) -> None:
         while (frame := await context.read()) is not grpc.aio.EOF:
             self.state.receive(frame, self._clock())
+        # A connection that breaks may look like a router's goodbye at first; then this task is cancelled.
+        await asyncio.sleep(_GOODBYE_GRACE_S)
 
     async def _write(self, context: Context) -> None:
         while True:
@@ -87,7 +113,7 @@ class SessionStream:
             frame = self.state.next_frame(now)
             if frame is not None:
                 await context.write(frame)
-            elif self._finishing:
+            elif self._finishing or self.state.is_closed:
                 return
             else:
                 with contextlib.suppress(TimeoutError):

@@ -1,8 +1,9 @@
-"""One router's Session without its I/O: frames and outputs come in, frames go out (design-details section 2).
+"""One stream of a Session without its I/O: frames and outputs come in, frames go out (design-details section 2).
 
-Invariants:
-  * The first frame out is Welcome. Every rid submitted here gets exactly one end, or is given back.
-  * After `close` nothing of this router is left in the engine, and what the engine still says about it is not kept.
+The sequences belong to RouterSequences, which outlives the stream. Invariants:
+  * The first frame out is Welcome. Every rid submitted here gets exactly one end, is given back, or is unknown to a
+    later stream of the router.
+  * After `close` the stream reads and writes nothing more: it has ended, or a newer one of its router has fenced it.
   * A bad sequence costs no other sequence anything; a bad frame closes the Session (ApiError).
 """
 
@@ -10,15 +11,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from collections.abc import Sequence as Many
-from dataclasses import dataclass
-from typing import Protocol
 
 import grpc
-import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.errors import ApiError, DeadlineError, EngineError, InvalidFieldError
+from common.errors import ApiError, InvalidFieldError
 from common.limits import (
     HEARTBEAT_S,
     MAX_FRAME_BYTES,
@@ -28,87 +25,13 @@ from common.limits import (
     MIN_LEASE_S,
 )
 from common.rpc.unserved import refuse_unserved
-from common.telemetry.tracing import SequenceSpan, SequenceTimes, Tracing, trace_id_of
 from worker import served
-from worker.engine_core import LoadReport
-from worker.engine_turns import Listener
 from worker.facts import PROTO_MINOR, WorkerFacts, load_proto
 from worker.fleet_lanes import FleetLanes
-from worker.inbox import Arrival, Group, Inbox, Refusal
-from worker.outbox import Outbox
-from worker.outputs import End, SequenceOutput
-from worker.sequence import Sequence
-
-log = structlog.get_logger(__name__)
+from worker.inbox import Inbox
+from worker.router_sequences import Engine, RouterSequences
 
 _session_numbers = itertools.count()
-# Ends that are no failure of the sequence.
-_STOPS = frozenset({wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_STOP_SEQUENCE, wpb.END_REASON_LENGTH})
-
-
-class Engine(Protocol):
-    """What a Session needs of the engine."""
-
-    @property
-    def load(self) -> LoadReport | None:
-        """The newest load."""
-        ...
-
-    @property
-    def num_steps(self) -> int:
-        """Steps since the start."""
-        ...
-
-    def busy_s(self, now: float) -> float:
-        """For how long the current step has been running, seconds."""
-        ...
-
-    def submit_group(self, listener: Listener, serial: int, seqs: Many[Sequence]) -> None:
-        """Takes a group whole; `listener` gets its outputs."""
-        ...
-
-    def cancel(self, seq_ids: Iterable[int]) -> None:
-        """Ends sequences; unknown ids are ignored."""
-        ...
-
-
-@dataclass(slots=True)
-class Live:
-    """A sequence in the engine, with its span and what its end must report."""
-
-    seq_id: int
-    rid: int
-    prompt_tokens: int
-    span: SequenceSpan
-    trace_id: str
-    cached_tokens: int = 0
-
-    def end(self, end: End, times: SequenceTimes) -> None:
-        """Ends the span and writes the log line."""
-        output_tokens = max(0, end.end_pos - self.prompt_tokens)
-        reason = wpb.EndReason.Name(end.reason).removeprefix("END_REASON_").lower()
-        counts = {
-            "input_tokens": self.prompt_tokens,
-            "output_tokens": output_tokens,
-            "cached_tokens": self.cached_tokens,
-        }
-        if end.reason in _STOPS:
-            self.span.finish(times, reason=reason, **counts)
-        else:
-            self.span.fail(failure(end), times, **counts)
-        log.debug("sequence ended", rid=self.rid, reason=reason, trace_id=self.trace_id or None, **counts)
-
-
-def failure(end: End) -> ApiError | grpc.StatusCode:
-    """The status of a sequence that did not end by itself."""
-    if end.reason == wpb.END_REASON_CANCELLED:
-        lost = ApiError(grpc.StatusCode.ABORTED, end.message, reason="WORKER_LOST")
-        return lost if end.message else grpc.StatusCode.CANCELLED
-    if end.reason == wpb.END_REASON_DEADLINE:
-        return DeadlineError("in the engine")
-    if end.reason == wpb.END_REASON_INVALID:
-        return ApiError(grpc.StatusCode.INVALID_ARGUMENT, end.message)
-    return EngineError(end.message)
 
 
 def check_hello(frame: wpb.SessionRequest) -> wpb.Hello:
@@ -136,14 +59,14 @@ def check_hello(frame: wpb.SessionRequest) -> wpb.Hello:
 
 
 class SessionState:
-    """The worker's end of one Session.
+    """The worker's end of one stream.
 
     Args:
         hello: the stream's first frame, checked.
+        sequences: of the router; what `hello` says is reconciled with them.
         facts: the worker's description.
         engine: runs the sequences.
         lanes: what waits at all routers.
-        tracing: makes the sequences' spans.
         now: monotonic seconds.
         wake: told when there may be something to write.
 
@@ -156,10 +79,10 @@ class SessionState:
     def __init__(
         self,
         hello: wpb.Hello,
+        sequences: RouterSequences,
         facts: WorkerFacts,
         engine: Engine,
         lanes: FleetLanes,
-        tracing: Tracing,
         now: float,
         wake: Callable[[], None],
     ) -> None:
@@ -167,15 +90,13 @@ class SessionState:
         self.lease_s = hello.lease_ms / 1000
         self.is_closed = False
         self._number = next(_session_numbers)
+        self._sequences = sequences
         self._facts = facts
         self._engine = engine
         self._lanes = lanes
-        self._tracing = tracing
         self._wake = wake
-        self._outbox = Outbox()
-        self._inbox = Inbox(facts.engine_limits, lambda rid: rid in self._seq_ids or self._outbox.holds(rid))
-        self._live: dict[int, Live] = {}
-        self._seq_ids: dict[int, int] = {}
+        self._inbox = Inbox(facts.engine_limits, sequences.knows)
+        self._unknown = sequences.attach(hello.live, wake)
         self._heard = now
         self._spoke = now
         self._welcomed = False
@@ -190,6 +111,8 @@ class SessionState:
         Raises:
             ApiError: the Session must be closed with this status.
         """
+        if self.is_closed:
+            return
         self._heard = now
         self._wake()
         check_bounds(frame)
@@ -215,34 +138,12 @@ class SessionState:
         """Seconds until the router counts as gone."""
         return self._heard + self.lease_s - now
 
-    # The engine's outputs (Listener).
-
-    def on_output(self, output: SequenceOutput) -> None:
-        """Takes one sequence's tokens."""
-        live = self._live[output.seq_id]
-        if output.start is not None:
-            live.cached_tokens = output.start.cached_tokens
-        if output.end is not None:
-            assert output.times is not None
-            del self._live[output.seq_id]
-            del self._seq_ids[live.rid]
-            live.end(output.end, output.times)
-        if self.is_closed:
-            return
-        if self._is_unbegun(output):
-            self._outbox.give_back(live.rid)
-        else:
-            self._outbox.add(live.rid, output)
-
-    def on_step(self, step: int, submit_seen: int | None) -> None:
-        """A step that concerned this Session has passed."""
-        self._outbox.on_step(step, submit_seen)
-        self._wake()
-
     # Writing.
 
     def next_frame(self, now: float) -> wpb.SessionResponse | None:
         """The frame to write next; None when there is nothing to say."""
+        if self.is_closed:
+            return None
         self._inbox.expire(now)
         self._move_on()
         frame = self._news(now)
@@ -260,16 +161,13 @@ class SessionState:
         """Takes no new work; what runs goes on until `until`, monotonic seconds."""
         self._drain_until = until
         for rid in self._inbox.give_up():
-            self._outbox.give_back(rid)
+            self._sequences.outbox.give_back(rid)
         self._wake()
 
     def close(self) -> None:
-        """Ends everything of this router."""
-        if self.is_closed:
-            return
+        """The stream is over; the sequences stay (`RouterSequences.detach`, `end`)."""
         self.is_closed = True
         self._lanes.remove(self._number)
-        self._engine.cancel(list(self._live))
 
     def _news(self, now: float) -> wpb.SessionResponse | None:
         if not self._welcomed:
@@ -279,7 +177,7 @@ class SessionState:
             self._drain_told = True
             left_ms = max(0, round((self._drain_until - now) * 1000))
             return wpb.SessionResponse(draining=wpb.Draining(left_ms=left_ms))
-        step = self._outbox.take()
+        step = self._sequences.outbox.take()
         if step is None:
             return None
         step.load.CopyFrom(self._load(now))
@@ -292,7 +190,9 @@ class SessionState:
             proto_minor=PROTO_MINOR,
             numerics=self._facts.numerics,
             limits=self._facts.limits_proto(),
+            unknown=self._unknown,
             load=self._load(now),
+            busy_ms=round(self._engine.busy_s(now) * 1000),
         )
 
     def _heartbeat(self, now: float) -> wpb.Heartbeat:
@@ -300,7 +200,7 @@ class SessionState:
             load=self._load(now),
             busy_ms=round(self._engine.busy_s(now) * 1000),
             steps=self._engine.num_steps,
-            submit_seen=self._outbox.submit_seen,
+            submit_seen=self._sequences.outbox.submit_seen,
         )
 
     def _load(self, now: float) -> wpb.Load:
@@ -312,57 +212,22 @@ class SessionState:
                 refuse_unserved(frame, served.SESSION, prefix="submit.")
         if self._drain_until is not None:
             for record in frame.seqs:
-                if record.rid not in self._seq_ids:
-                    self._outbox.give_back(record.rid)
+                if not self._sequences.knows(record.rid):
+                    self._sequences.outbox.give_back(record.rid)
             return
         self._inbox.submit(frame, now)
         self._move_on()
 
     def _cancel(self, rids: Iterable[int]) -> None:
-        running = [self._seq_ids[rid] for rid in rids if not self._inbox.cancel(rid) and rid in self._seq_ids]
-        self._engine.cancel(running)
+        self._sequences.cancel([rid for rid in rids if not self._inbox.cancel(rid)])
         self._move_on()
 
     def _move_on(self) -> None:
         """Hands complete groups to the engine, and ends what the inbox refused."""
         for refusal in self._inbox.take_refusals():
-            self._end_refused(refusal)
+            self._sequences.refuse(refusal)
         for group in self._inbox.take_groups():
-            self._start(group)
-
-    def _start(self, group: Group) -> None:
-        for arrival in group.arrivals:
-            seq = arrival.seq
-            self._live[seq.id] = self._make_live(arrival)
-            self._seq_ids[arrival.rid] = seq.id
-        self._engine.submit_group(self, group.serial, [arrival.seq for arrival in group.arrivals])
-
-    def _make_live(self, arrival: Arrival) -> Live:
-        seq = arrival.seq
-        span = self._tracing.sequence_span(
-            arrival.traceparent,
-            arrival.tracestate,
-            arrived=seq.arrive_time,
-            model=self._facts.model,
-            request_id=f"{arrival.rid:x}",
-            worker_id=self._facts.worker_id,
-        )
-        return Live(seq.id, arrival.rid, seq.num_prompt_tokens, span, trace_id_of(arrival.traceparent))
-
-    def _end_refused(self, refusal: Refusal) -> None:
-        log.debug("sequence refused", rid=refusal.rid, why=refusal.message)
-        end = End(refusal.end_pos, refusal.reason, message=refusal.message)
-        self._outbox.add(refusal.rid, SequenceOutput(-1, refusal.end_pos, [], end=end))
-
-    def _is_unbegun(self, output: SequenceOutput) -> bool:
-        """Whether the drain's time ran out before the sequence's first step (S9)."""
-        ended = output.end is not None and output.end.reason == wpb.END_REASON_CANCELLED
-        return (
-            ended
-            and self._drain_until is not None
-            and output.times is not None
-            and output.times.first_scheduled is None
-        )
+            self._sequences.start(group)
 
 
 def check_bounds(frame: wpb.SessionRequest) -> None:

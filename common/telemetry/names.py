@@ -18,6 +18,7 @@ TRACERESPONSE: Final = "traceresponse"
 
 # Spans. The router's span has the name of its RPC (`fissile.v1.InferenceService/Generate`).
 WORKER_SPAN: Final = "worker.generate"
+ATTEMPT_SPAN: Final = "attempt"
 QUEUE_SPAN: Final = "queue"
 PREFILL_SPAN: Final = "prefill"
 DECODE_SPAN: Final = "decode"
@@ -61,6 +62,9 @@ CACHED_TOKENS: Final = "gen_ai.usage.cache_read.input_tokens"
 # Our own.
 WORKER_ID: Final = "fissile.worker.id"
 ATTEMPTS: Final = "fissile.attempts"
+ATTEMPT_NUMBER: Final = "fissile.attempt.number"
+ATTEMPT_TOKENS: Final = "fissile.attempt.tokens"
+ATTEMPT_LOSS: Final = "fissile.attempt.loss"
 ERROR_REASON: Final = "fissile.error.reason"
 END_REASON: Final = "fissile.end_reason"
 

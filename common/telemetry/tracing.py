@@ -2,6 +2,7 @@
 
     client's span
       fissile.v1.InferenceService/Generate   SERVER, router; events `submitted`, `first_token`
+        attempt                              CLIENT, router: one per worker, when a request needed more than one
         worker.generate                      SERVER, worker: the router waits for its result, so it is no CONSUMER
           queue, prefill, decode             INTERNAL, made at the end from the sequence's timestamps
 
@@ -136,7 +137,7 @@ class Tracing:
         if operation:
             attributes |= {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_FISSILE}
         span = self._tracer.start_span(method, context, SpanKind.SERVER, attributes)
-        return _RecordedRequestSpan(_OpenSpan(span, context, self._open))
+        return _RecordedRequestSpan(_OpenSpan(span, context, self._open), self._tracer)
 
     def sequence_span(
         self,
@@ -238,6 +239,10 @@ class RequestSpan:
     def submitted(self, worker_id: str) -> None:
         """The request has been given to a worker."""
 
+    def attempt(self, number: int, worker_id: str, *, began: float, ended: float, tokens: int, loss: str = "") -> None:
+        """One of several workers that the request was given to; made when all is over, because a worker that died
+        sends no span of its own. Times in monotonic seconds; `loss` says why it did not finish the request."""
+
     def first_token(self, ttft_s: float) -> None:
         """The first token is ready to send, `ttft_s` seconds after the request's arrival."""
 
@@ -276,9 +281,10 @@ class RequestSpan:
 
 
 class _RecordedRequestSpan(RequestSpan):
-    def __init__(self, open_span: _OpenSpan) -> None:
+    def __init__(self, open_span: _OpenSpan, tracer: trace.Tracer) -> None:
         super().__init__(*inject(open_span.context))
         self._open = open_span
+        self._tracer = tracer
 
     def request(self, *, model: str, request_id: str, params: SamplingParams) -> None:
         self._open.span.set_attributes(
@@ -292,6 +298,22 @@ class _RecordedRequestSpan(RequestSpan):
 
     def submitted(self, worker_id: str) -> None:
         self._open.span.add_event(names.SUBMITTED_EVENT, {names.WORKER_ID: worker_id})
+
+    def attempt(self, number: int, worker_id: str, *, began: float, ended: float, tokens: int, loss: str = "") -> None:
+        attributes: dict[str, AttributeValue] = {
+            names.WORKER_ID: worker_id,
+            names.ATTEMPT_NUMBER: number,
+            names.ATTEMPT_TOKENS: tokens,
+        }
+        offset_ns = _wall_offset_ns()
+        start_ns, end_ns = offset_ns + _ns(began), offset_ns + _ns(ended)
+        span = self._tracer.start_span(
+            names.ATTEMPT_SPAN, self._open.context, SpanKind.CLIENT, attributes, start_time=start_ns
+        )
+        if loss:
+            span.set_attribute(names.ATTEMPT_LOSS, loss)
+            span.set_status(Status(StatusCode.ERROR, loss))
+        span.end(end_ns)
 
     def first_token(self, ttft_s: float) -> None:
         self._open.span.set_attribute(names.RESPONSE_TIME_TO_FIRST_CHUNK, ttft_s)

@@ -35,6 +35,7 @@ class _Running:
     submitted: wpb.SubmitSequence
     answer: list[int]
     sent: int = 0
+    begun: bool = False
 
 
 @dataclass
@@ -42,7 +43,8 @@ class FakeWorker(WorkerServiceServicer):
     """One worker; change its attributes while it runs to make it behave.
 
     `tokens_per_step` tokens of every sequence go out each `step_s` seconds. `silent` stops all frames but keeps the
-    stream. `description` overrides fields of GetWorker's answer.
+    stream. `description` overrides fields of GetWorker's answer. What runs ends with its stream; a later stream knows
+    nothing of it.
     """
 
     files: dict[str, bytes]
@@ -55,6 +57,7 @@ class FakeWorker(WorkerServiceServicer):
     decoding: int | None = None
     latency_us: int = 1000
     silent: bool = False
+    busy_ms: int = 0
     give_back: bool = False
     end_with: wpb.SequenceEnd | None = None
     description: dict[str, Any] = field(default_factory=dict)
@@ -117,13 +120,24 @@ class FakeWorker(WorkerServiceServicer):
         hello = (await context.read()).hello
         assert hello.router_id
         limits = wpb.Limits(max_model_len=self.max_model_len, max_num_seqs=64, max_num_batched_tokens=2048)
-        welcome = wpb.Welcome(worker_id=self.worker_id, instance_id=self.instance_id, limits=limits, load=self._load())
+        unknown = [live.rid for live in hello.live]
+        welcome = wpb.Welcome(
+            worker_id=self.worker_id,
+            instance_id=self.instance_id,
+            limits=limits,
+            load=self._load(),
+            unknown=unknown,
+            busy_ms=self.busy_ms,
+        )
         await context.write(wpb.SessionResponse(welcome=welcome))
         self.calls.append(context)
         reader = asyncio.create_task(self._read(context))
+        runner = asyncio.create_task(self._run(context))
         try:
-            await self._run(context)
+            # It ends when the router closes the stream.
+            await asyncio.wait([reader, runner], return_when=asyncio.FIRST_COMPLETED)
         finally:
+            runner.cancel()
             reader.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await reader
@@ -166,7 +180,8 @@ class FakeWorker(WorkerServiceServicer):
     def _begin(self, sequence: wpb.SubmitSequence) -> None:
         assert sequence.rid not in self.running
         self.submitted.append(sequence)
-        self.running[sequence.rid] = _Running(sequence, self.answer(sequence))
+        done = len(sequence.token_ids) - sequence.prompt_len
+        self.running[sequence.rid] = _Running(sequence, self.answer(sequence), done)
 
     async def _run(self, context: Any) -> None:
         loop = asyncio.get_running_loop()
@@ -175,18 +190,18 @@ class FakeWorker(WorkerServiceServicer):
             await asyncio.sleep(self.step_s)
             if self.silent:
                 continue
-            if self.running:
+            if self.running and not self.busy_ms:
                 await context.write(wpb.SessionResponse(step_output=self._step()))
                 last = loop.time()
             elif loop.time() - last > HEARTBEAT_S / 5:
-                beat = wpb.Heartbeat(load=self._load(), submit_seen=self._serial)
+                beat = wpb.Heartbeat(load=self._load(), submit_seen=self._serial, busy_ms=self.busy_ms)
                 await context.write(wpb.SessionResponse(heartbeat=beat))
                 last = loop.time()
 
     def _step(self) -> wpb.StepOutput:
         step = wpb.StepOutput(submit_seen=self._serial)
         for rid, sequence in list(self.running.items()):
-            if self.give_back and not sequence.sent:
+            if self.give_back and not sequence.begun:
                 step.returned.append(rid)
                 del self.running[rid]
             else:
@@ -203,7 +218,8 @@ class FakeWorker(WorkerServiceServicer):
         step.first_pos.append(position)
         step.n.append(len(new))
         step.token_ids.extend(new)
-        if not sequence.sent:
+        if not sequence.begun:
+            sequence.begun = True
             step.starts.add(rid=rid, cached_tokens=3, queue_us=1000, prefill_us=2000)
         sequence.sent += len(new)
         end = None

@@ -30,6 +30,8 @@ from common.limits import MAX_FRAME_TOKENS
 from common.rpc.unserved import field_paths
 from common.seed import derive_seed
 from router.app import Router, RouterOptions
+from router.failover import FailoverPolicy
+from router.fleet import FailoverOptions
 from router.validation import CHAT_SERVED, GENERATE_SERVED
 from tests.e2e.fake_worker import FakeWorker, short
 from tests.otlp_receiver import OtlpReceiver
@@ -142,7 +144,8 @@ async def collect(call: Any) -> list[Any]:
 
 async def error_of(call: Any) -> grpc.aio.AioRpcError:
     try:
-        result = await (collect(call) if hasattr(call, "read") else call)
+        async with asyncio.timeout(20):
+            result = await (collect(call) if hasattr(call, "read") else call)
     except grpc.aio.AioRpcError as error:
         return error
     raise AssertionError(f"the call succeeded: {result}")
@@ -414,7 +417,8 @@ async def test_not_serving_until_a_worker_comes_up_and_ready_within_a_second() -
     worker = FakeWorker(FILES)
     await worker.start()
     await worker.stop()
-    router = Router(RouterOptions(workers=[f"127.0.0.1:{worker.port}"], port=0))
+    failover = FailoverOptions(worker_wait_s=0.2)
+    router = Router(RouterOptions(workers=[f"127.0.0.1:{worker.port}"], port=0, failover=failover))
     await router.start()
     async with grpc.aio.insecure_channel(router.server.address) as channel:
         b = Bench(router, [worker], channel)
@@ -436,7 +440,7 @@ async def test_not_serving_until_a_worker_comes_up_and_ready_within_a_second() -
 
 async def test_restarted_worker_starts_with_a_clean_lane() -> None:
     worker = FakeWorker(FILES, room_seqs=1)
-    async with bench(worker) as b:
+    async with bench(worker, failover=FailoverOptions(worker_wait_s=0.1)) as b:
         slow = b.stub.Generate(request(params={"max_tokens": 4000}))
         await slow.read()
         await worker.stop()
@@ -450,36 +454,180 @@ async def test_restarted_worker_starts_with_a_clean_lane() -> None:
         await again.stop()
 
 
-async def test_lost_worker_ends_its_streams_by_what_the_client_has() -> None:
+async def test_lost_worker_costs_no_stream_a_token() -> None:
     one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
     async with bench(one, two) as b:
+        calls = [b.stub.Generate(request(params={"max_tokens": 700, "stop_strings": ["never"]})) for _ in range(6)]
+        firsts = [await call.read() for call in calls]
+        await one.stop()
+        for first, call in zip(firsts, calls, strict=True):
+            parts = [first, *await collect(call)]
+            ids = [i for part in parts for i in part.token_ids]
+            assert ids == one.answer(one.submitted[0])[:700]
+            assert "".join(part.text for part in parts) == TOKENIZER.decode(ids)
+            finish = parts[-1].finish
+            assert (finish.usage.completion_tokens, finish.worker_id, finish.exact) == (700, "w1", True)
+            assert finish.usage.prompt_tokens == 3
+            assert finish.usage.cached_tokens == parts[0].prompt_info.cached_tokens
+        moved = [s for s in two.submitted if len(s.token_ids) > 3]
+        assert len(moved) == 3
+        assert {(s.prompt_len, tuple(s.token_ids[:3])) for s in moved} == {(3, tuple(TOKENIZER.encode("say")))}
+        first_seeds = {s.seed for s in one.submitted}
+        assert {s.seed for s in moved} == first_seeds
+        assert not {s.rid for s in moved} & {s.rid for s in one.submitted}
+        await b.empty()
+
+
+async def test_without_a_worker_streams_end_after_a_bounded_wait_by_what_the_client_has() -> None:
+    worker = FakeWorker(FILES)
+    async with bench(worker, failover=FailoverOptions(worker_wait_s=0.4)) as b:
         begun = b.stub.Generate(request(params={"max_tokens": 4000}))
-        assert await begun.read() is not grpc.aio.EOF
-        worker = one if one.submitted else two
-        survivor = b.stub.Generate(request(params={"max_tokens": 300}))
-        await until(lambda: one.submitted and two.submitted)
-        worker.silent = True
+        await begun.read()
+        worker.step_s = 60.0
         waiting = b.stub.Generate(request(params={"max_tokens": 4000}))
         await until(lambda: len(worker.submitted) == 2)
         await worker.stop()
+        begin = asyncio.get_running_loop().time()
         error = await error_of(begun)
         assert error.code() is grpc.StatusCode.ABORTED
         assert detail(error, error_details_pb2.ErrorInfo).reason == "WORKER_LOST"
         error = await error_of(waiting)
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert detail(error, error_details_pb2.RetryInfo).retry_delay.seconds == 1
-        assert (await collect(survivor))[-1].finish.usage.completion_tokens == 300
+        error = await error_of(b.stub.Generate(request()))
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert "for 0.4 s now" in (error.details() or "")
+        assert 0.7 < asyncio.get_running_loop().time() - begin < 2.0
         await until(lambda: leftovers(b.router) == [0] * 8)
 
 
-async def test_silent_worker_is_given_up() -> None:
+async def test_recovery_within_a_second_of_a_workers_return() -> None:
     worker = FakeWorker(FILES)
     async with bench(worker) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 700}))
+        first = await call.read()
+        await worker.stop()
+        fresh = b.stub.Generate(request(params={"max_tokens": 5}))
+        await asyncio.sleep(0.5)
+        b.workers[0] = again = FakeWorker(FILES, worker_id="w9", port=worker.port, instance_id="second")
+        await again.start()
+        begin = asyncio.get_running_loop().time()
+        await until(lambda: len(again.submitted) == 2)
+        assert asyncio.get_running_loop().time() - begin < 1.0
+        parts = [first, *await collect(call)]
+        assert [i for part in parts for i in part.token_ids] == worker.answer(worker.submitted[0])[:700]
+        assert (parts[-1].finish.worker_id, parts[-1].finish.attempts) == ("w9", 2)
+        assert (await collect(fresh))[-1].finish.attempts == 1
+        await again.stop()
+
+
+@pytest.mark.parametrize("policy", list(FailoverPolicy))
+async def test_numerics_classes(policy: FailoverPolicy) -> None:
+    workers = [FakeWorker(FILES, worker_id=c, description={"numerics": c}) for c in "xy"]
+    async with bench(*workers, failover=FailoverOptions(policy, worker_wait_s=0.3)) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 400}))
+        first = await call.read()
+        (lost,) = [worker for worker in workers if worker.submitted]
+        await lost.stop()
+        if policy is FailoverPolicy.EXACT:
+            assert (await error_of(call)).code() is grpc.StatusCode.ABORTED
+        else:
+            parts = [first, *await collect(call)]
+            finish = parts[-1].finish
+            assert (finish.usage.completion_tokens, finish.attempts, finish.exact) == (400, 2, False)
+        # What has no token yet may go anywhere.
+        assert (await collect(b.stub.Generate(request())))[-1].finish.exact
+
+
+async def test_other_weights_take_over_nothing() -> None:
+    worker = FakeWorker(FILES)
+    async with bench(worker, failover=FailoverOptions(FailoverPolicy.ANY, worker_wait_s=1.0)) as b:
         call = b.stub.Generate(request(params={"max_tokens": 4000}))
         await call.read()
-        worker.silent = True
+        await worker.stop()
+        swapped = FakeWorker(FILES, port=worker.port, instance_id="second", description={"weights_digest": "other"})
+        b.workers[0] = swapped
+        await swapped.start()
+        await until(lambda: swapped.calls and b.ready_workers() == 1)
+        assert (await collect(b.stub.Generate(request())))[-1].HasField("finish")
         assert (await error_of(call)).code() is grpc.StatusCode.ABORTED
-        worker.silent = False
+        assert len(swapped.submitted) == 1
+        await swapped.stop()
+
+
+async def test_a_request_that_two_workers_died_of_is_not_given_a_third() -> None:
+    workers = [FakeWorker(FILES, worker_id=f"w{i}", answer=short) for i in range(3)]
+    async with bench(*workers) as b:
+        for worker in workers:
+            worker.answer = lambda _: []
+        call = b.stub.Generate(request(params={"max_tokens": 4000}))
+        for _ in range(2):
+            await until(lambda: any(worker.running for worker in workers))
+            (ill,) = [worker for worker in workers if worker.running]
+            await ill.stop()
+            await until(lambda: not ill.running)  # noqa: B023
+        error = await error_of(call)
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "POISON_REQUEST"
+        assert sum(len(worker.submitted) for worker in workers) == 2
+        await until(lambda: b.ready_workers() == 1)
+        (well,) = [worker for worker in workers if not worker.submitted]
+        well.answer = short
+        assert (await collect(b.stub.Generate(request())))[-1].finish.attempts == 1
+
+
+async def test_silent_worker_is_given_up_and_its_streams_go_on() -> None:
+    one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
+    async with bench(one, two) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 800}))
+        first = await call.read()
+        (silent,) = [worker for worker in (one, two) if worker.submitted]
+        silent.silent = True
+        begin = asyncio.get_running_loop().time()
+        parts = [first, *await collect(call)]
+        assert asyncio.get_running_loop().time() - begin < 15
+        assert [i for part in parts for i in part.token_ids] == one.answer(silent.submitted[0])[:800]
+        assert parts[-1].finish.attempts == 2
+        silent.silent = False
+        await b.ready(2)
+
+
+async def test_a_stalled_step_is_given_up_and_a_long_prefill_is_not() -> None:
+    one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
+    async with bench(one, two, failover=FailoverOptions(stall_timeout_s=1.0)) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 900}))
+        await call.read()
+        (busy,) = [worker for worker in (one, two) if worker.submitted]
+        # 2048 tokens at 10 000 a second: ten of the longest prefills take 2.05 s.
+        busy.busy_ms = 1900
+        await asyncio.sleep(0.5)
+        assert (b.ready_workers(), len(one.submitted) + len(two.submitted)) == (2, 1)
+        busy.busy_ms = 2100
+        parts = await collect(call)
+        assert (parts[-1].finish.attempts, parts[-1].finish.usage.completion_tokens) == (2, 900)
+        await asyncio.sleep(0.6)
+        assert b.ready_workers() == 1
+        busy.busy_ms = 0
+        await b.ready(2)
+
+
+async def test_an_aborted_request_is_not_submitted_again() -> None:
+    worker = FakeWorker(FILES)
+    async with bench(worker) as b:
+        calls = [b.stub.Generate(request(params={"max_tokens": 4000}), timeout=t) for t in (20, 1.0)]
+        for call in calls:
+            await call.read()
+        await worker.stop()
+        calls[0].cancel()
+        assert (await error_of(calls[1])).code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        again = FakeWorker(FILES, port=worker.port, instance_id="second")
+        b.workers[0] = again
+        await again.start()
+        await b.ready()
+        await asyncio.sleep(0.2)
+        assert again.submitted == []
+        await b.empty()
+        await again.stop()
 
 
 async def test_cancel_and_deadline_reach_the_worker() -> None:
@@ -640,10 +788,9 @@ async def test_protocol_violation_closes_the_session_only() -> None:
 @pytest.mark.parametrize(
     ("reason", "code"),
     [
-        (wpb.END_REASON_ERROR, grpc.StatusCode.INTERNAL),
         (wpb.END_REASON_INVALID, grpc.StatusCode.INTERNAL),
         (wpb.END_REASON_DEADLINE, grpc.StatusCode.DEADLINE_EXCEEDED),
-        (wpb.END_REASON_CANCELLED, grpc.StatusCode.ABORTED),
+        (wpb.END_REASON_ERROR, grpc.StatusCode.INTERNAL),
     ],
 )
 async def test_failures_at_the_worker(reason: wpb.EndReason.ValueType, code: grpc.StatusCode) -> None:
@@ -654,7 +801,22 @@ async def test_failures_at_the_worker(reason: wpb.EndReason.ValueType, code: grp
         worker.end_with = wpb.SequenceEnd(reason=reason, message="engine: boom")
         error = await error_of(call)
         assert error.code() is code
+        # An engine that fails is a death, and this request met two.
+        assert len(worker.submitted) == (2 if reason == wpb.END_REASON_ERROR else 1)
         await b.empty()
+
+
+async def test_what_a_worker_gives_up_goes_on_elsewhere() -> None:
+    one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
+    async with bench(one, two) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 500}))
+        first = await call.read()
+        (leaving,) = [worker for worker in (one, two) if worker.submitted]
+        leaving.end_with = wpb.SequenceEnd(reason=wpb.END_REASON_CANCELLED, message="drained")
+        await until(lambda: not leaving.running)
+        leaving.end_with = None
+        parts = [first, *await collect(call)]
+        assert [i for part in parts for i in part.token_ids] == one.answer(leaving.submitted[0])[:500]
 
 
 async def test_no_initial_metadata_before_the_first_token() -> None:
@@ -709,6 +871,32 @@ async def test_spans_end_with_the_status_of_their_call(monkeypatch: pytest.Monke
         assert worker.submitted[0].traceparent == f"00-{trace}-{done.span_id}-01"
         assert worker.submitted[0].tracestate == "k=v"
         assert not any("say" in str(s.attributes) for s in spans)
+
+
+async def test_the_trace_shows_every_attempt(monkeypatch: pytest.MonkeyPatch) -> None:
+    trace = "0af7651916cd43dd8448eb211c80319d"
+    metadata = (("traceparent", f"00-{trace}-b7ad6b7169203331-01"),)
+    with OtlpReceiver() as receiver:
+        monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
+        workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(2)]
+        async with bench(*workers) as b:
+            call = b.stub.Generate(request(params={"max_tokens": 400}), metadata=metadata)
+            await call.read()
+            (lost,) = [worker for worker in workers if worker.submitted]
+            await lost.stop()
+            parts = await collect(call)
+            assert (await collect(b.stub.Generate(request())))[-1].finish.attempts == 1
+            await until(lambda: b.router._tracing.open_spans() == 0)
+        (request_span, _) = sorted(
+            receiver.wait_for("fissile.v1.InferenceService/Generate", 2), key=lambda s: s.trace_id != trace
+        )
+        spans = sorted(receiver.wait_for("attempt", 2), key=lambda s: s.start_ns)
+        assert {(s.trace_id, s.parent_id) for s in spans} == {(trace, request_span.span_id)}
+        assert [s.attributes["fissile.worker.id"] for s in spans] == [lost.worker_id, parts[-1].finish.worker_id]
+        assert [s.attributes.get("fissile.attempt.loss") for s in spans] == ["died", None]
+        assert sum(int(s.attributes["fissile.attempt.tokens"]) for s in spans) == 400
+        assert spans[0].end_ns <= spans[1].start_ns <= spans[1].end_ns <= request_span.end_ns + 5_000_000
+        assert request_span.events == ("submitted", "first_token", "submitted")
 
 
 async def test_storm_leaves_every_table_empty() -> None:

@@ -288,18 +288,42 @@ async def test_lanes_renew_the_lease(site: Site) -> None:
     assert router.reasons() == {1: wpb.END_REASON_CANCELLED}
 
 
-@pytest.mark.parametrize("how", ["cancel", "half-close"])
-async def test_a_broken_stream_cancels_its_sequences(site: Site, how: str) -> None:
+async def test_a_stream_that_its_router_closes_ends_its_sequences_at_once(site: Site) -> None:
     router = await site.router()
     await router.submit(1, *(sequence(rid, max_tokens=ENDLESS) for rid in range(1, 9)))
     await router.read_until(lambda: len(router.tokens[8]) > 5)
-    if how == "cancel":
-        router.call.cancel()
-    else:
-        await router.call.done_writing()
-        assert await router.read_to_end() is grpc.StatusCode.OK
+    await router.call.done_writing()
+    assert await router.read_to_end() is grpc.StatusCode.OK
     await site.until_free()
     assert site.worker.engine.num_live == 0
+
+
+async def test_the_sequences_of_a_broken_stream_run_on_for_a_lease(site: Site) -> None:
+    router = await site.router(lease_ms=600)
+    await router.submit(1, *(sequence(rid, max_tokens=ENDLESS) for rid in range(1, 9)))
+    await router.read_until(lambda: len(router.tokens[8]) > 5)
+    router.call.cancel()
+    await asyncio.sleep(0.3)
+    assert site.worker.engine.num_live == 8
+    await asyncio.sleep(0.5)
+    assert site.worker.engine.num_live == 0
+    await site.until_free()
+
+
+async def test_a_router_that_comes_back_goes_on_where_it_was(site: Site) -> None:
+    router = await site.router("back")
+    await router.submit(1, *(sequence(rid, [rid], 300) for rid in range(1, 5)))
+    await router.read_until(lambda: len(router.tokens[4]) > 20)
+    router.call.cancel()
+    await asyncio.sleep(0.2)
+    again = RouterEnd(site.channel, "back", live={rid: len(router.tokens[rid]) for rid in (1, 2)} | {77: 3})
+    again.tokens = {rid: router.tokens[rid] for rid in (1, 2)}
+    assert list((await again.open()).unknown) == [77]
+    await again.read_until(lambda: len(again.ends) == 2)
+    for rid in (1, 2):
+        assert again.tokens[rid][1:] == REFERENCE.reference([rid], 300, seed=rid)
+    assert site.worker.engine.num_live == 0
+    await site.until_free()
 
 
 async def test_the_newest_stream_of_a_router_fences_its_older_one(site: Site) -> None:
@@ -366,12 +390,11 @@ async def test_a_bad_frame_ends_its_session_only(site: Site, frame: wpb.SessionR
 
 async def test_a_hello_that_can_not_be_served(site: Site) -> None:
     call = site.stub.Session()
-    live = [wpb.LiveSequence(rid=1)]
-    await call.write(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=5000, live=live)))
+    await call.write(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=5000, kv_seq=1)))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call.read()
     assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "hello.live" in str(raised.value.details())
+    assert "hello.kv_seq" in str(raised.value.details())
 
 
 # Direct calls.

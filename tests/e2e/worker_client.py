@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,7 +60,13 @@ def sequence(
 class RouterEnd:
     """One Session. Checks that tokens continue, that ends are right, and that no rid ends twice."""
 
-    def __init__(self, channel: grpc.aio.Channel, router_id: str = "r", lease_ms: int = 5000) -> None:
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        router_id: str = "r",
+        lease_ms: int = 5000,
+        live: Mapping[int, int] | None = None,
+    ) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.ends: dict[int, wpb.SequenceEnd] = {}
         self.returned: list[int] = []
@@ -69,7 +75,8 @@ class RouterEnd:
         self.load = wpb.Load()
         self.submit_seen = 0
         self.call: grpc.aio.StreamStreamCall[Any, Any] = WorkerServiceStub(channel).Session()
-        self._hello = wpb.Hello(router_id=router_id, lease_ms=lease_ms)
+        kept = [wpb.LiveSequence(rid=rid, have=have) for rid, have in (live or {}).items()]
+        self._hello = wpb.Hello(router_id=router_id, lease_ms=lease_ms, live=kept)
 
     async def open(self) -> wpb.Welcome:
         """Says Hello."""

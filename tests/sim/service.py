@@ -7,6 +7,7 @@ time in each direction, breaks) and the model.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -18,13 +19,15 @@ from google.protobuf.message import Message
 
 from common.config import Config
 from common.delay_gate import DelayGate
-from common.limits import HEARTBEAT_S, LEASE_S
+from common.limits import HEARTBEAT_S, LEASE_S, WORKER_WAIT_S
 from common.telemetry.tracing import Tracing
+from router.assembly import GapError
 from router.dispatcher import Dispatcher
-from router.fleet import Fleet
+from router.fleet import FailoverOptions, Fleet
+from router.link import ProtocolError
 from router.model_registry import ModelRegistry, TextAssets, describe
 from router.placement import RoundRobin
-from router.session import Session
+from router.session import Fault, Session
 from router.tokenizer_store import TokenizerStore
 from tests.sim.virtual_time import VirtualLoop
 from worker.cost_model import FixedCost
@@ -32,6 +35,7 @@ from worker.engine_core import EngineCore, LoadReport
 from worker.engine_turns import Cancel, Command, Deliveries, EngineTurns, Listener, Submit
 from worker.facts import WorkerFacts
 from worker.fleet_lanes import FleetLanes
+from worker.router_sequences import RouterSequences
 from worker.sequence import Sequence
 from worker.session_state import SessionState, check_hello
 from worker.simulated import SimulatedRunner
@@ -71,6 +75,7 @@ class Wire:
         self._written = written
         self._busy = False
         self._cut = False
+        self._swallows = False
 
     @property
     def is_free(self) -> bool:
@@ -81,14 +86,21 @@ class Wire:
         """Loses what is on its way, and all that comes later."""
         self._cut = True
 
+    def swallow(self) -> None:
+        """Takes frames from now on, and delivers none: the other end of the connection is gone unnoticed."""
+        self._swallows = True
+        self._busy = False
+
     def write(self, frame: Message) -> None:
         """Sends one frame."""
         assert self.is_free
+        if self._swallows:
+            return
         self._busy = True
         self._loop.call_later(self._rnd.uniform(0, self._slowest), self._arrive, type(frame), frame.SerializeToString())
 
     def _arrive(self, kind: type[Message], data: bytes) -> None:
-        if self._cut:
+        if self._cut or self._swallows:
             return
         self._busy = False
         self._deliver(kind.FromString(data))
@@ -98,7 +110,7 @@ class Wire:
 class SimWorker:
     """A worker: engine turns on the virtual loop, and one SessionState per connection. Implements `Engine`."""
 
-    def __init__(self, loop: VirtualLoop, name: str, config: Config) -> None:
+    def __init__(self, loop: VirtualLoop, name: str, config: Config, incarnation: int = 1) -> None:
         self.name = name
         self.runner = SimulatedRunner(
             VOCAB_SIZE,
@@ -114,7 +126,7 @@ class SimWorker:
         self.lanes = FleetLanes()
         self.facts = WorkerFacts(
             worker_id=name,
-            instance_id=f"{name}-1",
+            instance_id=f"{name}-{incarnation}",
             model=MODEL,
             architecture="Simulated",
             tokenizer_sha256="",
@@ -127,11 +139,56 @@ class SimWorker:
             max_model_len=config.max_model_len,
             total_blocks=config.num_kvcache_blocks,
         )
+        self.is_dead = self.is_frozen = False
+        self.thaw_calls: list[Callable[[], None]] = []
+        self.routers: dict[str, RouterSequences] = {}
+        self._streams: dict[str, SessionState] = {}
         self._loop = loop
         self._turns = EngineTurns(self.core, loop.time)
         self._deliveries = Deliveries()
         self._commands: deque[Command] = deque()
         self._turn_due = False
+
+    def open(self, hello: wpb.Hello, wake: Callable[[], None]) -> SessionState:
+        """A router's stream begins; it fences an older one (S4), as WorkerService does."""
+        router_id = hello.router_id
+        sequences = self.routers.get(router_id)
+        if sequences is None:
+            sequences = self.routers[router_id] = RouterSequences(router_id, self.facts, self, Tracing())
+        if (older := self._streams.get(router_id)) is not None:
+            older.close()
+        state = SessionState(hello, sequences, self.facts, self, self.lanes, self._loop.time(), wake)
+        assert sequences.rids <= {live.rid for live in hello.live}, "orphans are kept"
+        self._streams[router_id] = state
+        return state
+
+    def lose(self, router_id: str, lease_left: float) -> None:
+        """A router's stream is gone; its sequences stay for the lease (S6)."""
+        end = self._loop.time() + lease_left
+        self.routers[router_id].detach(end)
+        self._loop.call_later(lease_left, self._end_lease, router_id)
+
+    def _end_lease(self, router_id: str) -> None:
+        sequences = self.routers.get(router_id)
+        if sequences is not None and sequences.lease_end is not None and sequences.lease_end <= self._loop.time():
+            self.routers.pop(router_id).end()
+
+    def crash(self) -> None:
+        """The process is gone."""
+        self.is_dead = True
+
+    def freeze(self, seconds: float) -> None:
+        """Nothing happens here for a while; what comes meanwhile is there afterwards."""
+        if not self.is_frozen:
+            self.is_frozen = True
+            self._loop.call_later(seconds, self._thaw)
+
+    def _thaw(self) -> None:
+        self.is_frozen = False
+        calls, self.thaw_calls = self.thaw_calls, []
+        for call in calls:
+            call()
+        self._turn_soon()
 
     @property
     def load(self) -> LoadReport | None:
@@ -172,6 +229,8 @@ class SimWorker:
 
     def _turn(self) -> None:
         self._turn_due = False
+        if self.is_dead or self.is_frozen:
+            return
         commands = list(self._commands)
         self._commands.clear()
         turn = self._turns.run(commands)
@@ -182,19 +241,29 @@ class SimWorker:
 
 
 class Connection(Session):
-    """The stream between the router and one worker: a router Session whose shell is simulated."""
+    """One stream between a router and a worker: a router Session whose shell is simulated.
 
-    def __init__(self, loop: VirtualLoop, rnd: random.Random, fleet: Fleet, worker: SimWorker, slowest: float) -> None:
-        super().__init__(worker.name, "router", loop.time)
+    Both ends find out about a break by themselves, each after a while. An address of which nobody answers is
+    ended by the caller.
+    """
+
+    def __init__(self, site: SimService, worker: SimWorker) -> None:
+        super().__init__(worker.name, site.fleet._router_id, site.loop.time, lease_s=site.lease_s)
         self.worker_id = worker.name
+        self.instance_id = worker.facts.instance_id
         self.model = describe(worker.facts.to_proto(wpb.WORKER_STATE_SERVING), TextAssets())
-        self._loop = loop
-        self._fleet = fleet
+        self.is_over = False
+        self._site = site
+        self._loop = site.loop
         self._worker = worker
         self._state: SessionState | None = None
         self._is_up = False
-        self._up = Wire(loop, rnd, slowest, self._worker_reads, self._router_writes)
-        self._down = Wire(loop, rnd, slowest, self._router_reads, self._worker_writes)
+        self._up = Wire(site.loop, site.rnd, site.slowest, self._worker_reads, self._router_writes)
+        self._down = Wire(site.loop, site.rnd, site.slowest, self._router_reads, self._worker_writes)
+
+    def dial(self) -> None:
+        """Says Hello."""
+        self._site.fleet.session_opening(self)
         self._router_writes()
         self._beat()
 
@@ -202,59 +271,94 @@ class Connection(Session):
         """The link has something to write."""
         self._loop.call_soon(self._router_writes)
 
-    def break_off(self) -> None:
+    def break_off(self, fault: Fault = Fault.BROKEN) -> None:
         """Loses the stream with whatever is in flight: each end finds out by itself."""
+        # Half open: the worker does not notice, and still reads what is on its way.
+        if self._site.rnd.random() < 0.3:
+            self._down.swallow()
+        else:
+            self._up.cut()
+            self._down.cut()
+            self._loop.call_later(self._site.rnd.uniform(0, 0.05), self._worker_loses)
+        self._loop.call_later(self._site.rnd.uniform(0, 0.05), self.end, fault)
+
+    def end(self, fault: Fault) -> None:
+        """The router's end is over."""
+        if self.is_over:
+            return
+        self.is_over = True
+        if self._is_up:
+            self._site.fleet.session_down(self, fault, "the wire was cut")
+        self._site.fleet.session_closed(self, fault)
+
+    def orphan(self) -> None:
+        """The router's process is gone."""
+        self.is_over = True
         self._up.cut()
         self._down.cut()
-        if self._state is not None:
+        self._loop.call_later(self._site.rnd.uniform(0, 0.05), self._worker_loses)
+
+    def _worker_loses(self) -> None:
+        if self._state is not None and not self._state.is_closed:
             self._state.close()
-        if self._is_up:
-            self._fleet.session_down(self, "the wire was cut")
+            self._worker.lose(self._state.router_id, self._state.lease_left(self._loop.time()))
 
     def _worker_wakes(self) -> None:
         self._loop.call_soon(self._worker_writes)
 
     def _worker_writes(self) -> None:
-        if self._state is not None and self._down.is_free:
+        if self._state is not None and self._down.is_free and not self._worker.is_frozen:
             frame = self._state.next_frame(self._loop.time())
             if frame is not None:
                 self._down.write(frame)
 
     def _beat(self) -> None:
         """What the shells do by the clock: heartbeats down, lease renewals up."""
-        if not (self._up.is_free or self._down.is_free) and self._state is None:
+        if self.is_over:
             return
         self._worker_writes()
         if self._is_up:
-            self._fleet.renew_lease(self)
+            self._site.fleet.renew_lease(self)
         self._loop.call_later(HEARTBEAT_S, self._beat)
 
     def _router_writes(self) -> None:
-        if self._up.is_free:
+        if self._up.is_free and not self.is_over:
             frame = self.link.next_frame(self._loop.time())
             if frame is not None:
                 self._up.write(frame)
 
     def _worker_reads(self, frame: wpb.SessionRequest) -> None:
         now = self._loop.time()
+        if self._worker.is_frozen:
+            self._worker.thaw_calls.append(lambda: self._worker_reads(frame))
+            return
+        if self._worker.is_dead:
+            return
         if self._state is None:
-            hello = check_hello(frame)
-            worker = self._worker
-            self._state = SessionState(hello, worker.facts, worker, worker.lanes, Tracing(), now, self._worker_wakes)
+            self._state = self._worker.open(check_hello(frame), self._worker_wakes)
         else:
-            assert self._state.lease_left(now) > 0, f"no frame for {LEASE_S} s"
             self._state.receive(frame, now)
         self._worker_writes()
 
     def _router_reads(self, frame: wpb.SessionResponse) -> None:
+        if self.is_over:
+            return
         kind = frame.WhichOneof("frame")
-        if kind == "welcome":
-            self._is_up = True
-            self._fleet.session_up(self, frame.welcome)
-        elif kind == "step_output":
-            self._fleet.step_output(self, frame.step_output)
-        elif kind == "heartbeat":
-            self._fleet.heartbeat(self, frame.heartbeat)
+        fleet = self._site.fleet
+        try:
+            if kind == "welcome":
+                fleet.session_up(self, frame.welcome)
+                self._is_up = True
+            elif kind == "step_output":
+                fleet.step_output(self, frame.step_output)
+            elif kind == "heartbeat":
+                fleet.heartbeat(self, frame.heartbeat)
+            elif kind == "draining":
+                fleet.draining(self)
+        except (GapError, ProtocolError):
+            self._site.gaps += 1
+            self.end(Fault.VIOLATION)
+            self._loop.call_later(0.01, self._worker_loses)
 
 
 class SimService:
@@ -267,6 +371,8 @@ class SimService:
         num_blocks: KV blocks of each worker.
         delay_factor: of the router's gate.
         slowest: longest delay of a frame, seconds.
+        lease_s: how long workers keep the sequences of a broken stream.
+        worker_wait_s: how long a request waits for a worker.
     """
 
     def __init__(
@@ -278,6 +384,8 @@ class SimService:
         num_blocks: int = 40,
         delay_factor: float = 0.0,
         slowest: float = 0.02,
+        lease_s: float = LEASE_S,
+        worker_wait_s: float = WORKER_WAIT_S,
     ) -> None:
         config = Config(
             max_num_seqs=8,
@@ -288,30 +396,91 @@ class SimService:
             max_model_len=MAX_MODEL_LEN,
             eos_token_id=EOS_ID,
         )
-        self._loop = loop
-        self._rnd = rnd
-        self._slowest = slowest
+        self.loop = loop
+        self.rnd = rnd
+        self.slowest = slowest
+        self.lease_s = lease_s
+        self.gaps = 0
+        self._config = config
+        self._incarnations = itertools.count(2)
         self.workers = [SimWorker(loop, f"worker-{i}", config) for i in range(num_workers)]
-        self.dispatcher = Dispatcher(DelayGate(delay_factor), RoundRobin())
-        self.fleet = Fleet(self.dispatcher, ModelRegistry(), TokenizerStore(), lambda: None, clock=loop.time)
+        options = FailoverOptions(worker_wait_s=worker_wait_s)
+        self.dispatcher = Dispatcher(DelayGate(delay_factor), RoundRobin(), worker_wait_s=worker_wait_s)
+        self.fleet = Fleet(
+            self.dispatcher, ModelRegistry(), TokenizerStore(), lambda: None, clock=loop.time, failover=options
+        )
         self.connections = [self._connect(worker) for worker in self.workers]
 
+    @property
+    def identity(self) -> str:
+        """Of the one model that all workers serve."""
+        model = self.connections[0].model
+        assert model is not None
+        return model.identity
+
     def break_connection(self, i: int) -> None:
-        """Breaks the stream to worker `i` and dials again."""
+        """Breaks the stream to worker `i` and dials again, at once or after a while."""
         self.connections[i].break_off()
-        self.connections[i] = self._connect(self.workers[i])
+        self.loop.call_later(0.05 + self.rnd.choice([0.0, 0.3, 1.5]), self._redial, i)
+
+    def crash(self, i: int) -> None:
+        """Worker `i` dies and starts anew."""
+        self.workers[i].crash()
+        self.connections[i].break_off()
+        self.loop.call_later(0.06, self._refuse, i)
+        self.loop.call_later(self.rnd.uniform(0.1, 2.0), self._restart, i)
+
+    def freeze(self, i: int) -> None:
+        """Worker `i` stops for a while: for too long, sometimes."""
+        seconds = self.rnd.choice([0.3, 1.0, 4.0])
+        self.workers[i].freeze(seconds)
+        if seconds > 2:
+            connection = self.connections[i]
+            self.loop.call_later(2.0, connection.break_off, Fault.SILENT)
+            self.loop.call_later(seconds + 0.1, self._redial, i)
+
+    def _refuse(self, i: int) -> None:
+        """A dial meets a closed port."""
+        if self.workers[i].is_dead:
+            refused = Session(self.workers[i].name, "", self.loop.time)
+            self.fleet.session_closed(refused, Fault.REFUSED)
+
+    def _restart(self, i: int) -> None:
+        if self.workers[i].is_dead:
+            self.workers[i] = SimWorker(self.loop, self.workers[i].name, self._config, next(self._incarnations))
+            self._redial(i)
+
+    def _redial(self, i: int) -> None:
+        worker = self.workers[i]
+        if self.connections[i].is_over and not worker.is_dead:
+            self.connections[i] = self._connect(worker)
 
     def _connect(self, worker: SimWorker) -> Connection:
-        return Connection(self._loop, self._rnd, self.fleet, worker, self._slowest)
+        made = Connection(self, worker)
+        made.dial()
+        return made
+
+    def kill_router(self) -> None:
+        """The router is gone and does not come back."""
+        for connection in self.connections:
+            connection.orphan()
 
     def check_nothing_left(self) -> None:
-        """Asserts that no trace of any request is left anywhere."""
+        """Asserts that no trace of any request is left anywhere, and that no stream had a gap."""
+        assert self.gaps == 0, "gap"
         assert self.fleet.in_flight == 0
         assert len(self.dispatcher) == 0
+        assert not self.fleet._running
+        assert not self.fleet._held
         assert all(not connection.link.live for connection in self.connections)
+        self.check_workers_idle()
+
+    def check_workers_idle(self) -> None:
+        """Asserts that nothing runs on any worker, and no block is in use."""
         for worker in self.workers:
             load = worker.core.load()
-            assert worker.num_live == 0
+            assert worker.num_live == 0, "leak"
+            assert all(sequences.outbox.is_empty for sequences in worker.routers.values())
             assert (load.decoding_seqs, load.waiting_seqs) == (0, 0)
             assert load.free_blocks == load.total_blocks
             worker.core.scheduler.check_integrity()

@@ -10,10 +10,11 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 
 from common.block_hash import hash_chain
-from common.errors import ApiError, DeadlineError, NoWorkerError, WorkerLostError
+from common.errors import ApiError, DeadlineError, PoisonRequestError
+from common.limits import LEASE_S
 from common.sampling_params import SamplingParams
 from router.assembly import StreamAssembly
-from router.fleet import RoutedRequest
+from router.request_stream import RoutedRequest
 from tests.sim.service import BLOCK_SIZE, EOS_ID, MAX_MODEL_LEN, MODEL, VOCAB_SIZE, SimService
 from tests.sim.virtual_time import VirtualLoop, run
 
@@ -41,12 +42,25 @@ class Outcome:
 class Scenario:
     """One life of a service and its clients."""
 
-    def __init__(self, seed: int, *, delay_factor: float = 0.0, breaks: bool = False, deadlines: bool = False) -> None:
+    def __init__(
+        self,
+        seed: int,
+        *,
+        delay_factor: float = 0.0,
+        breaks: int = 0,
+        crashes: int = 0,
+        freezes: int = 0,
+        deadlines: bool = False,
+        lease_s: float = LEASE_S,
+    ) -> None:
         self.rnd = random.Random(seed)
         self.loop = VirtualLoop()
         self.delay_factor = delay_factor
         self.breaks = breaks
+        self.crashes = crashes
+        self.freezes = freezes
         self.deadlines = deadlines
+        self.lease_s = lease_s
         self.prefixes = [self.tokens(self.rnd.randrange(16, 120)) for _ in range(4)]
         self.outcomes: list[Outcome] = []
 
@@ -54,19 +68,23 @@ class Scenario:
         return [self.rnd.randrange(2, VOCAB_SIZE) for _ in range(count)]
 
     async def live(self) -> SimService:
-        service = SimService(self.loop, self.rnd, delay_factor=self.delay_factor)
+        service = SimService(
+            self.loop, self.rnd, delay_factor=self.delay_factor, lease_s=self.lease_s, worker_wait_s=20.0
+        )
         await asyncio.sleep(0.2)
         clients = [asyncio.create_task(self.client(service, i)) for i in range(NUM_REQUESTS)]
         cancels = [self.loop.call_later(self.rnd.uniform(0, 3), client.cancel) for client in clients[::3]]
-        if self.breaks:
-            for _ in range(4):
-                self.loop.call_later(self.rnd.uniform(0.2, 2), service.break_connection, self.rnd.randrange(2))
-        await asyncio.wait(clients)
+        faults = [service.break_connection] * self.breaks + [service.crash] * self.crashes
+        for fault in [*faults, *[service.freeze] * self.freezes]:
+            self.loop.call_later(self.rnd.uniform(0.2, 2.5), fault, self.rnd.randrange(2))
+        _, hanging = await asyncio.wait(clients, timeout=60)
+        assert not hanging, "hang"
         for cancel in cancels:
             cancel.cancel()
         for client in clients:
             assert client.cancelled() or client.exception() is None, client.exception()
-        await asyncio.sleep(2)
+        # Longer than any freeze, restart and lease.
+        await asyncio.sleep(12)
         service.check_nothing_left()
         return service
 
@@ -90,6 +108,7 @@ class Scenario:
         chain = hash_chain(outcome.prompt, BLOCK_SIZE)
         request = RoutedRequest(
             model=MODEL,
+            identity=service.identity,
             token_ids=outcome.prompt,
             params=outcome.params,
             seed=outcome.seed,
@@ -149,15 +168,21 @@ def test_deadlines(seed: int) -> None:
     assert all(isinstance(error, DeadlineError) for error in errors)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_broken_streams_end_their_requests_and_no_others(seed: int) -> None:
-    outcomes = lived(Scenario(seed, breaks=True))
+@pytest.mark.parametrize("seed", range(8))
+def test_streams_that_break_cost_no_request_anything(seed: int) -> None:
+    scenario = Scenario(seed, breaks=8, lease_s=LEASE_S if seed % 2 else 1.0)
+    outcomes = lived(scenario)
+    assert all(outcome.error is None for outcome in outcomes)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_workers_that_die_or_freeze_cost_no_request_anything(seed: int) -> None:
+    """But for those that met two deaths."""
+    outcomes = lived(Scenario(seed, breaks=3, crashes=1 + seed % 3, freezes=seed % 2))
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-    assert errors
-    assert all(isinstance(error, WorkerLostError | NoWorkerError) for error in errors)
-    for outcome in outcomes:
-        if isinstance(outcome.error, NoWorkerError):
-            assert not outcome.token_ids, "UNAVAILABLE only while nothing has been sent"
+    assert all(isinstance(error, PoisonRequestError) for error in errors)
+    if seed % 3 == 0 and seed % 2 == 0:
+        assert not errors
 
 
 def test_the_scenario_preempts() -> None:

@@ -185,7 +185,6 @@ def test_worker_lost_before_and_after_the_first_part() -> None:
         (wpb.END_REASON_DEADLINE, DeadlineError),
         (wpb.END_REASON_INVALID, EngineError),
         (wpb.END_REASON_ERROR, EngineError),
-        (wpb.END_REASON_CANCELLED, NoWorkerError),
     ],
 )
 def test_ends_that_are_failures(reason: wpb.EndReason.ValueType, error: type[Exception]) -> None:

@@ -7,8 +7,10 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.errors import NoWorkerError
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
 from router.assembly import GapError, StreamAssembly
+from router.failover import Loss
 from router.lane import LaneRecord
 from router.link import Link, ProtocolError, Submission
 from tests.unit.router.support import end
@@ -203,6 +205,47 @@ def test_gap_leaves_the_stream_live_for_the_session_to_end_it() -> None:
     with pytest.raises(GapError):
         made.apply(wrong_end, 0.0)
     assert list(made.live) == [1]
+
+
+@pytest.mark.parametrize(
+    ("reason", "loss"), [(wpb.END_REASON_CANCELLED, Loss.DRAINED), (wpb.END_REASON_ERROR, Loss.ENGINE_FAILED)]
+)
+def test_a_worker_that_gives_a_sequence_up_ends_the_attempt_and_not_the_stream(
+    reason: wpb.EndReason.ValueType, loss: Loss
+) -> None:
+    made = link()
+    one, closed = submission(1, 3), submission(2, 3)
+    made.submit(1, [one, closed])
+    closed.assembly.fail(NoWorkerError("gone"))
+    output = step(rid=[1], first_pos=[3], n=[2], token_ids=[8, 9])
+    output.ends.extend([end(1, 5, reason), end(2, 3, reason)])
+    effects = made.apply(output, 0.0)
+    assert effects.lost == [(1, loss)]
+    assert effects.touched == [1, 2]
+    assert not made.live
+    assert not one.assembly.is_closed
+    assert list(one.assembly.token_ids) == [8, 9]
+
+
+def test_the_next_stream_takes_over_and_says_what_has_arrived() -> None:
+    earlier = link()
+    earlier.submit(1, [submission(4, 3), submission(5, 3), submission(6, 3)])
+    earlier.apply(step(rid=[4], first_pos=[3], n=[2], token_ids=[8, 9]), 0.0)
+    earlier.cancel(5)
+    made = Link("r1", lease_s=5.0)
+    made.resume(earlier)
+    hello = made.next_frame(1.0)
+    assert hello is not None
+    assert [(kept.rid, kept.have) for kept in hello.hello.live] == [(4, 5), (6, 3)]
+    made.forget(6)
+    assert frames(made) == []
+    # Late output of what was dropped on the earlier stream is no stranger's.
+    made.apply(step(rid=[5, 6], first_pos=[3, 3], n=[1, 1], token_ids=[1, 1]), 1.0)
+    assert frames(made) == []
+    made.apply(step(rid=[4], first_pos=[5], n=[1], token_ids=[7]), 1.0)
+    assert list(made.live[4].token_ids) == [8, 9, 7]
+    with pytest.raises(ValueError, match="S1"):
+        made.submit(1, [submission(6, 1)])
 
 
 def test_returned_sequences_leave_the_link() -> None:

@@ -10,7 +10,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
+from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_TAIL_TOKENS, MAX_TAILS
 from worker.outbox import Outbox
 from worker.outputs import End, SequenceOutput, Start
 
@@ -86,6 +86,75 @@ def test_every_interleaving_delivers_every_token_once_in_order(seed: int, num_se
     assert {rid: reader.have.get(rid, []) for rid in sent} == sent
     assert reader.ended == set(sent)
     assert reader.started == {rid for rid, tokens in sent.items() if tokens}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32))
+def test_streams_that_break_lose_frames_and_no_tokens(seed: int) -> None:
+    """Frames are lost from some point on; the next stream rewinds to what the router has, as its Hello says."""
+    random = Random(seed)
+    outbox = Outbox()
+    sent: dict[int, list[int]] = {rid: [] for rid in range(8)}
+    have: dict[int, list[int]] = {rid: [] for rid in sent}
+    ended: dict[int, int] = {}
+    live = list(sent)
+    for _ in range(12):
+        reader = Reader(have={rid: list(tokens) for rid, tokens in have.items()}, ended=set(ended))
+        lost_after = random.randrange(6)
+        for i in range(8):
+            for rid in random.sample(live, min(len(live), 3)):
+                tokens = [random.randrange(2**32) for _ in range(random.randrange(4))]
+                end = random.random() < 0.1
+                outbox.add(rid, output(10 + len(sent[rid]), tokens, start=bool(tokens) and not sent[rid], end=end))
+                sent[rid] += tokens
+                if end:
+                    live.remove(rid)
+            outbox.on_step(i, i)
+            frame = outbox.take()
+            if frame is not None and i < lost_after:
+                reader.read(frame)
+        have = reader.have
+        ended |= {rid: len(have.get(rid, [])) for rid in reader.ended}
+        outbox.begin_stream()
+        assert outbox.submit_seen == 0
+        for rid, tokens in sent.items():
+            if rid in ended:
+                outbox.forget(rid)
+            elif outbox.holds(rid):
+                assert outbox.rewind(rid, 10 + len(have.get(rid, [])))
+                assert not outbox.rewind(rid, 9)
+                assert not outbox.rewind(rid, 11 + len(tokens))
+    reader = Reader(have={rid: list(tokens) for rid, tokens in have.items()}, ended=set(ended))
+    while (frame := outbox.take()) is not None:
+        reader.read(frame)
+    assert {rid: reader.have.get(rid, []) for rid in sent} == sent
+    assert reader.ended == set(sent) - set(live)
+
+
+def test_tails_are_bounded_and_the_oldest_goes_first() -> None:
+    outbox = Outbox()
+    for rid in range(MAX_TAILS + 10):
+        outbox.add(rid, output(10, [1, 2], end=True))
+    while outbox.take() is not None:
+        pass
+    assert (outbox.num_tails, len(outbox.rids)) == (MAX_TAILS, MAX_TAILS)
+    assert [outbox.rewind(rid, 10) for rid in (9, 10)] == [False, True]
+    outbox.add(9999, output(10, [7] * MAX_TAIL_TOKENS, end=True))
+    while outbox.take() is not None:
+        pass
+    assert outbox.num_tails == 1
+    outbox.acknowledge(9999)
+    assert (outbox.num_tails, outbox.rids) == (0, [])
+
+
+def test_a_cancelled_sequence_leaves_no_tail() -> None:
+    outbox = Outbox()
+    outbox.add(1, SequenceOutput(0, 10, [4], START, End(11, wpb.END_REASON_CANCELLED)))
+    outbox.acknowledge(1)
+    frame = outbox.take()
+    assert frame is not None
+    assert len(frame.ends) == 1
+    assert outbox.rids == []
 
 
 def test_an_end_rides_with_the_last_token_of_a_cut_run() -> None:

@@ -18,7 +18,7 @@ from worker import served
 NOT_SERVED = {
     "SubmitSequence": set[str](),
     "GenerateRequest": set[str](),
-    "SessionRequest": {"hello.live", "hello.live.rid", "hello.live.have", "hello.kv_seq"},
+    "SessionRequest": {"hello.kv_seq"},
     "DrainRequest": set[str](),
     "GetWorkerRequest": set[str](),
     "GetTokenizerRequest": set[str](),

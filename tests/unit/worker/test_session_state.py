@@ -27,6 +27,7 @@ from tests.unit.worker.session_support import (
     submit,
 )
 from worker.fleet_lanes import FleetLanes
+from worker.router_sequences import RouterSequences
 from worker.session_state import SessionState, check_hello
 
 
@@ -61,14 +62,22 @@ class Router:
     streams: dict[int, Stream] = field(default_factory=dict)
     returned: list[int] = field(default_factory=list)
     frames: list[str] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)
     submit_seen: int = 0
     load: wpb.Load = field(default_factory=wpb.Load)
     wakes: int = 0
 
     def __post_init__(self) -> None:
-        hello = check_hello(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=self.lease_ms)))
+        self.sequences = RouterSequences("r", FACTS, self.world.engine, self.world.tracing)
+        self.dial({})
+
+    def dial(self, live: dict[int, int]) -> None:
+        """Begins a stream; `live` is what Hello says."""
+        kept = [wpb.LiveSequence(rid=rid, have=have) for rid, have in live.items()]
+        hello = check_hello(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=self.lease_ms, live=kept)))
         world = self.world
-        self.state = SessionState(hello, FACTS, world.engine, world.lanes, world.tracing, world.now, self.wake)
+        self.frames.clear()
+        self.state = SessionState(hello, self.sequences, FACTS, world.engine, world.lanes, world.now, self.wake)
 
     def wake(self) -> None:
         self.wakes += 1
@@ -89,6 +98,8 @@ class Router:
             assert kind is not None
             self.frames.append(kind)
             assert (kind == "welcome") == (len(self.frames) == 1)
+            if kind == "welcome":
+                self.unknown = list(frame.welcome.unknown)
             if kind == "step_output":
                 self._read_step(frame.step_output)
             elif kind in ("heartbeat", "welcome"):
@@ -235,7 +246,7 @@ def test_closing_cancels_everything_and_tells_nothing() -> None:
     run(world, gone, other, steps=3)
     assert other.load.fleet_tokens == 70
     gone.state.close()
-    gone.state.close()
+    gone.sequences.end()
     assert world.tracing.open_spans() == 2
     run(world, other)
     assert not world.engine.deliveries
@@ -245,6 +256,59 @@ def test_closing_cancels_everything_and_tells_nothing() -> None:
     world.now += 1
     other.read()
     assert (other.load.fleet_tokens, other.load.fleet_oldest_age_ms) == (0, 0)
+
+
+def test_a_new_stream_goes_on_from_what_the_router_has() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(5, *(record(rid, [rid], max_tokens=20) for rid in range(1, 6)), record(6, [6], max_tokens=2)))
+    run(world, router, steps=4)
+    assert router.reasons() == {6: wpb.END_REASON_LENGTH}
+    old = router.state
+    lost = router.streams.pop(5)
+    # The end of 6 did not arrive after all, and a token of 1 neither.
+    del router.streams[1].tokens[-1]
+    router.streams[6].tokens.pop()
+    router.streams[6].end = None
+    for rid in (1, 6):
+        router.streams[rid].start = None if len(router.streams[rid].tokens) == 1 else router.streams[rid].start
+    old.close()
+    router.sequences.detach(world.now + 5)
+    router.dial({rid: len(stream.tokens) for rid, stream in router.streams.items()} | {99: 4})
+    old.receive(wpb.SessionRequest(cancel=wpb.Cancel(rids=[1, 2, 3])), world.now)
+    assert old.next_frame(world.now + 9) is None
+    router.write(submit(1, record(7, [7], max_tokens=3), record(6, [6])))
+    run(world, router)
+    assert router.unknown == [99]
+    assert router.submit_seen == 1
+    assert lost.end is None
+    runner = simulated_runner()
+    for rid, count in {1: 20, 2: 20, 3: 20, 4: 20, 6: 2, 7: 3}.items():
+        assert router.streams[rid].tokens[1:] == runner.reference([rid], count, seed=rid)
+        assert router.reasons()[rid] == wpb.END_REASON_LENGTH
+    assert not world.engine.deliveries
+    assert world.tracing.open_spans() == 0
+    # Ended and sent: only a Hello, a Cancel or the end of the lease lets them go (S6).
+    assert router.sequences.knows(1)
+    router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[1])))
+    assert not router.sequences.knows(1)
+    router.dial({})
+    assert router.sequences.is_empty
+
+
+def test_what_the_worker_can_not_go_on_with_is_unknown_and_ends() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, record(1, [1], max_tokens=50), record(2, [2], max_tokens=50)))
+    run(world, router, steps=3)
+    router.dial({1: 400, 2: 1})
+    router.streams[2] = Stream([2])
+    run(world, router)
+    assert router.unknown == [1]
+    made = router.streams[2].tokens[1:]
+    assert len(made) > 30
+    assert made == simulated_runner().reference([2], len(made), seed=2)
+    assert world.engine.core.load().decoding_seqs == 1
 
 
 def test_the_fleets_oldest_age_grows_with_time() -> None:
@@ -275,6 +339,24 @@ def test_a_draining_worker_gives_new_work_back_and_finishes_the_old() -> None:
     assert router.frames[1] == "draining"
     assert router.reasons() == {1: wpb.END_REASON_LENGTH}
     assert sorted(router.returned) == [2, 3, 4]
+
+
+def test_what_waits_too_long_for_its_first_step_goes_back_unless_it_must_stay() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, *(record(rid, [rid], max_tokens=400) for rid in range(1, 33))))
+    run(world, router, steps=2)
+    router.write(submit(2, record(50), record(51, keep=True), record(52)))
+    run(world, router, steps=23)
+    assert router.returned == []
+    run(world, router, steps=4)
+    assert router.returned == [50, 52]
+    assert router.reasons() == {}
+    run(world, router, steps=400)
+    assert router.reasons()[51] == wpb.END_REASON_LENGTH
+    assert len(router.reasons()) == 33
+    assert not world.engine.deliveries
+    assert world.tracing.open_spans() == 0
 
 
 def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_is_cancelled() -> None:
@@ -335,11 +417,6 @@ def test_a_bad_frame_closes_the_session(frame: wpb.SessionRequest, code: grpc.St
         (wpb.Hello(router_id="r", lease_ms=10**6), grpc.StatusCode.INVALID_ARGUMENT, "hello.lease_ms"),
         (wpb.Hello(router_id="r", lease_ms=1000, proto_minor=2), grpc.StatusCode.FAILED_PRECONDITION, ""),
         (wpb.Hello(router_id="r", lease_ms=1000, kv_seq=1), grpc.StatusCode.UNIMPLEMENTED, "hello.kv_seq"),
-        (
-            wpb.Hello(router_id="r", lease_ms=1000, live=[wpb.LiveSequence(rid=1)]),
-            grpc.StatusCode.UNIMPLEMENTED,
-            "hello.live",
-        ),
     ],
 )
 def test_a_bad_hello_is_refused(hello: wpb.Hello, code: grpc.StatusCode, field: str) -> None:

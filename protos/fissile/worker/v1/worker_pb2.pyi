@@ -8,6 +8,8 @@ details); the ones that a reader of this file needs:
   S1 `rid` is minted by the router, once per attempt, and never used twice.
   S2 A token is (rid, absolute position, id). The router appends it iff the position continues what it has.
   S3 A finish travels in the same StepOutput as its last token.
+  S4 A stream that breaks ends nothing: the next Hello says what the router has, and the worker goes on from there.
+  S6 A router that is not heard of for a lease, or that ends its stream itself, loses its sequences.
   S8 A frame is at most 1 MiB and holds at most 16,384 token ids; longer prompts continue in Extend frames.
 """
 
@@ -300,7 +302,9 @@ class Hello(_message.Message):
     """Last KV event the router has seen."""
     @_builtins.property
     def live(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveSequence]:
-        """Sequences that an earlier stream of this router left behind, and how many tokens of each arrived."""
+        """Sequences that an earlier stream of this router left behind, and how many tokens of each arrived. The worker cancels
+        this router's other sequences, names in `Welcome.unknown` those it lacks, and goes on with the rest from there (S4).
+        """
 
     def __init__(
         self,
@@ -396,6 +400,7 @@ class SubmitSequence(_message.Message):
     CHAIN_HASH_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    KEEP_FIELD_NUMBER: _builtins.int
     rid: _builtins.int
     """Id of the attempt: 64 bits, unique over the life of the router."""
     prompt_len: _builtins.int
@@ -420,6 +425,10 @@ class SubmitSequence(_message.Message):
     """Prefix-cache salt, at most 128 bytes; sequences of different salts share nothing. Empty is a salt like any other."""
     priority: Global___Priority.ValueType
     """Its class in the worker's queue and running set."""
+    keep: _builtins.bool
+    """Whether the sequence stays even if it has to wait long, instead of going back in `StepOutput.returned`: it has been
+    returned before, or there is no other worker for it. A draining worker returns it all the same.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and tokens generated so far, at most 16,384 in this frame."""
@@ -444,10 +453,11 @@ class SubmitSequence(_message.Message):
         chain_hash: _builtins.int = ...,
         cache_salt: _builtins.bytes = ...,
         priority: Global___Priority.ValueType = ...,
+        keep: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "more", b"more", "params", b"params", "priority", b"priority", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "more", b"more", "params", b"params", "priority", b"priority", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -596,6 +606,7 @@ class Welcome(_message.Message):
     LIMITS_FIELD_NUMBER: _builtins.int
     UNKNOWN_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
+    BUSY_MS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker."""
     instance_id: _builtins.str
@@ -604,6 +615,8 @@ class Welcome(_message.Message):
     """Minor version of this protocol that the worker speaks."""
     numerics: _builtins.str
     """Digest of the numerics class."""
+    busy_ms: _builtins.int
+    """For how long the current engine step has been running, milliseconds; 0 when idle."""
     @_builtins.property
     def limits(self) -> Global___Limits:
         """What the worker can take."""
@@ -626,10 +639,11 @@ class Welcome(_message.Message):
         limits: Global___Limits | None = ...,
         unknown: _abc.Iterable[_builtins.int] | None = ...,
         load: Global___Load | None = ...,
+        busy_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["instance_id", b"instance_id", "limits", b"limits", "load", b"load", "numerics", b"numerics", "proto_minor", b"proto_minor", "unknown", b"unknown", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ms", b"busy_ms", "instance_id", b"instance_id", "limits", b"limits", "load", b"load", "numerics", b"numerics", "proto_minor", b"proto_minor", "unknown", b"unknown", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

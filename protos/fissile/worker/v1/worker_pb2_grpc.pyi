@@ -8,6 +8,8 @@ details); the ones that a reader of this file needs:
   S1 `rid` is minted by the router, once per attempt, and never used twice.
   S2 A token is (rid, absolute position, id). The router appends it iff the position continues what it has.
   S3 A finish travels in the same StepOutput as its last token.
+  S4 A stream that breaks ends nothing: the next Hello says what the router has, and the worker goes on from there.
+  S6 A router that is not heard of for a lease, or that ends its stream itself, loses its sequences.
   S8 A frame is at most 1 MiB and holds at most 16,384 token ids; longer prompts continue in Extend frames.
 """
 

@@ -1,0 +1,142 @@
+"""A request on its way: what was asked, where it is, and what its RPC handler reads."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.errors import ApiError
+from common.sampling_params import SamplingParams
+from router.assembly import Part, StreamAssembly
+from router.failover import Attempts
+from router.link import Submission
+from router.queue import QueuedRequest
+from router.session import Session
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """A request that has passed validation.
+
+    Attributes:
+        model: name of its model.
+        identity: `ServedModel.identity` of the model that the prompt was made for.
+        token_ids: the prompt.
+        params: canonical parameters.
+        seed: seed in force (uint64).
+        chain_hash: hash of the prompt's last full block, 0 when it has none.
+        cache_salt: of the prefix cache; requests of different salts share nothing.
+        priority: its class in the worker's scheduler; the same numbers in both protos.
+        arrival: monotonic seconds of its arrival at the router.
+        deadline: monotonic seconds of the client's deadline, None for none.
+        traceparent: W3C trace context of the router's span, "" for none.
+        tracestate: W3C trace state.
+    """
+
+    model: str
+    identity: str
+    token_ids: Sequence[int]
+    params: SamplingParams
+    seed: int
+    chain_hash: int
+    arrival: float
+    cache_salt: bytes = b""
+    priority: int = wpb.PRIORITY_NORMAL
+    deadline: float | None = None
+    traceparent: str = ""
+    tracestate: str = ""
+
+    def to_record(self, rid: int, *, keep: bool) -> wpb.SubmitSequence:
+        """The request as the worker gets it, without what depends on the frame."""
+        params = self.params
+        return wpb.SubmitSequence(
+            rid=rid,
+            prompt_len=len(self.token_ids),
+            params=wpb.SamplingParams(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                repetition_penalty=params.repetition_penalty,
+                presence_penalty=params.presence_penalty,
+                frequency_penalty=params.frequency_penalty,
+                max_tokens=params.max_tokens,
+                min_tokens=params.min_tokens,
+                ignore_eos=params.ignore_eos,
+                stop_token_ids=params.stop_token_ids,
+                stop_token_sequences=[wpb.TokenIds(ids=ids) for ids in params.stop_token_sequences],
+            ),
+            seed=self.seed,
+            traceparent=self.traceparent,
+            tracestate=self.tracestate,
+            chain_hash=self.chain_hash,
+            cache_salt=self.cache_salt,
+            priority=wpb.Priority.ValueType(self.priority),
+            keep=keep,
+        )
+
+
+class RequestStream:
+    """A request on its way, as its RPC handler sees it.
+
+    Attributes:
+        on_submit: told the worker's id at every submission.
+        session: where it runs, None while it is queued.
+        rid: of the attempt under way.
+        submitted: monotonic seconds of its first submission to a worker, None before.
+        attempts: the workers it was submitted to.
+        returned: whether a worker has given it back for lack of room.
+    """
+
+    def __init__(
+        self,
+        queued: QueuedRequest,
+        request: RoutedRequest,
+        assembly: StreamAssembly,
+        on_submit: Callable[[str], None],
+    ) -> None:
+        self.queued = queued
+        self.request = request
+        self.assembly = assembly
+        self.on_submit = on_submit
+        self.session: Session | None = None
+        self.rid = 0
+        self.submitted: float | None = None
+        self.attempts = Attempts()
+        self.returned = False
+        self._changed = asyncio.Event()
+
+    async def next(self) -> Part:
+        """Waits for the next part of the answer.
+
+        Raises:
+            ApiError: the request has failed.
+        """
+        while (part := self.assembly.take()) is None:
+            self._changed.clear()
+            await self._changed.wait()
+        return part
+
+    def wake(self) -> None:
+        """The assembly has changed."""
+        self._changed.set()
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the stream with a status."""
+        self.assembly.fail(error)
+        self.wake()
+
+    def begin(self, session: Session, numerics: str, rid: int, now: float, *, keep: bool) -> Submission:
+        """A new attempt on a worker: the prompt, and behind it what has come so far (rule S5)."""
+        self.session, self.rid = session, rid
+        if self.submitted is None:
+            self.submitted = now
+        self.attempts.begin(session.worker_id, numerics, self.assembly.have, now)
+        self.assembly.worker_id = session.worker_id
+        self.on_submit(session.worker_id)
+        request, generated = self.request, self.assembly.token_ids
+        token_ids = [*request.token_ids, *generated] if generated else request.token_ids
+        return Submission(request.to_record(rid, keep=keep), token_ids, self.assembly, request.deadline)

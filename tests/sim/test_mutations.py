@@ -1,0 +1,129 @@
+"""Every mutation of the protocol's random simulator, applied to our objects: the simulated service notices each.
+
+The mutations are those of `examples/protocol_sim.py` in the project's design papers. Two of them it found to be
+harmless (no acknowledgement kept, no instance id); they are harmless here too, which is tested the other way round. Two
+more can not happen on these wires, because a finish rides with its last token (S3) and a rewind goes exactly to what
+the router has (S4): the objects are asked directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.telemetry.tracing import Tracing
+from router.assembly import StreamAssembly
+from router.fleet import Fleet
+from tests.sim.service import SimService
+from tests.sim.test_scenario import Scenario, lived
+from tests.sim.virtual_time import run
+from tests.unit.mutants import Mutant
+from tests.unit.worker.session_support import FACTS, SteppedEngine, record, simulated_core, submit
+from worker.fleet_lanes import FleetLanes
+from worker.outbox import Outbox
+from worker.router_sequences import RouterSequences
+from worker.scheduler import Scheduler
+from worker.session_state import SessionState
+
+SEEDS = range(4)
+
+
+def breaking(seed: int) -> None:
+    lived(Scenario(seed, breaks=8, crashes=seed % 2, lease_s=1.0))
+
+
+def killed_router(seed: int) -> None:
+    """The router dies with everything running; the workers are empty a lease later."""
+    scenario = Scenario(seed)
+
+    async def life() -> None:
+        service = SimService(scenario.loop, scenario.rnd, lease_s=0.3)
+        await asyncio.sleep(0.2)
+        clients = [asyncio.create_task(scenario.client(service, i)) for i in range(60)]
+        await asyncio.sleep(1.0)
+        service.kill_router()
+        for client in clients:
+            client.cancel()
+        await asyncio.sleep(0.1)
+        assert any(worker.num_live for worker in service.workers)
+        await asyncio.sleep(0.4)
+        service.check_workers_idle()
+        assert not any(worker.routers for worker in service.workers), "leak"
+
+    run(scenario.loop, life())
+
+
+def ended_before(_: int) -> None:
+    """A stream that had ended is submitted again: it ends at once, without another token (S5)."""
+    now = 1000.0
+    engine = SteppedEngine(simulated_core(clock=lambda: now), lambda: now)
+    sequences = RouterSequences("r", FACTS, engine, Tracing())
+    hello = wpb.Hello(router_id="r", lease_ms=5000)
+    state = SessionState(hello, sequences, FACTS, engine, FleetLanes(), now, lambda: None)
+    resumed = record(1, [5, 6, 7], max_tokens=2)
+    resumed.token_ids.extend([8, 9])
+    state.receive(submit(1, resumed), now)
+    engine.step()
+    assert state.next_frame(now)
+    frame = state.next_frame(now)
+    assert frame is not None
+    assert not frame.step_output.token_ids
+    assert [(end.end_pos, end.reason) for end in frame.step_output.ends] == [(5, wpb.END_REASON_LENGTH)]
+
+
+def repeated(_: int) -> None:
+    """Tokens that the router has already are not appended again (S2)."""
+    assembly = StreamAssembly(3, detokenizer=None)
+    for first_pos, tokens in ((3, [1, 2]), (3, [1, 2]), (4, [2]), (5, [3])):
+        assembly.append(first_pos, tokens, 0.0)
+    assert list(assembly.token_ids) == [1, 2, 3]
+
+
+CAUGHT = [
+    (Mutant("reuserid", Fleet, "_submit", "next(self._counter)", "(next(self._counter) % 6)"), breaking),
+    (
+        Mutant("keeporphans", RouterSequences, "attach", "if rid not in have", "if False"),
+        breaking,
+    ),
+    (Mutant("nounknown", SessionState, "_welcome", "unknown=self._unknown", "unknown=[]"), breaking),
+    (Mutant("noresend", Outbox, "rewind", "run.sent = have - run.first_pos", "pass"), breaking),
+    (Mutant("nofence", SessionState, "close", "self.is_closed = True", "pass"), breaking),
+    (Mutant("nolease", RouterSequences, "end", "self._engine.cancel(list(self._live))", "pass"), killed_router),
+    (
+        Mutant("nostopcheck", Scheduler, "_enter", "stop = self.stop_rules.check(seq)", "stop = None"),
+        ended_before,
+    ),
+    (Mutant("nodedup", StreamAssembly, "append", "first_pos < self.have", "False"), repeated),
+]
+HARMLESS = [
+    Mutant("noack", Outbox, "_keep_tail", "run.end is not None and run.end.reason == wpb.END_REASON_CANCELLED", "True"),
+    Mutant("noinst", Fleet, "session_opening", "held.instance_id != session.instance_id", "False"),
+]
+
+
+@pytest.mark.parametrize("life", [breaking, killed_router, ended_before, repeated])
+def test_the_protocol_keeps_its_promises(life: object) -> None:
+    assert callable(life)
+    for seed in SEEDS:
+        life(seed)
+
+
+@pytest.mark.parametrize(("mutant", "life"), CAUGHT, ids=[mutant.trap for mutant, _ in CAUGHT])
+def test_a_mutation_is_noticed(mutant: Mutant, life: object) -> None:
+    assert callable(life)
+    with mutant.applied():
+        for seed in SEEDS:
+            try:
+                life(seed)
+            except Exception:
+                return
+    pytest.fail(f"{mutant.trap} goes unnoticed")
+
+
+@pytest.mark.parametrize("mutant", HARMLESS, ids=[mutant.trap for mutant in HARMLESS])
+def test_a_harmless_mutation_is_harmless(mutant: Mutant) -> None:
+    with mutant.applied():
+        for seed in SEEDS:
+            breaking(seed)
