@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import structlog
 import uvloop
+from fissile.admin.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 from common.cli.failure import CommandError
@@ -35,6 +36,7 @@ from common.rpc.server import GrpcServer, PortTakenError
 from common.telemetry.logs import LEVELS, setup_logging
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError
+from router import admin
 from router.call import SERVICE
 from router.discovery import AddressError, static_workers
 from router.dispatcher import Dispatcher
@@ -65,6 +67,8 @@ class RouterOptions:
         drain_timeout_s: how long streams may go on after SIGTERM.
         max_unread_tokens: a client that leaves more unread is dropped.
         failover: what happens to requests whose worker is lost.
+        admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
+        admin_host: address of AdminService.
     """
 
     workers: Sequence[str]
@@ -78,6 +82,8 @@ class RouterOptions:
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     max_unread_tokens: int = MAX_UNREAD_TOKENS
     failover: FailoverOptions = field(default_factory=FailoverOptions)
+    admin_port: int | None = None
+    admin_host: str = "127.0.0.1"
 
 
 class Router:
@@ -88,6 +94,7 @@ class Router:
         fleet: its workers and requests.
         registry: its models.
         service: its public service.
+        admin: the gRPC server of AdminService, None when it is off.
     """
 
     def __init__(self, options: RouterOptions) -> None:
@@ -107,6 +114,10 @@ class Router:
             self.fleet, self.registry, self._encoder, self._tracing, max_unread_tokens=options.max_unread_tokens
         )
 
+        self.admin: GrpcServer | None = None
+        if options.admin_port is not None:
+            self.admin = GrpcServer(options.admin_host, options.admin_port, [admin.SERVICE])
+
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
 
@@ -118,6 +129,11 @@ class Router:
             await self._store.read_folder(self._options.tokenizer)
         add_InferenceServiceServicer_to_server(self.service, self.server.server)
         await self.server.start()
+        if self.admin is not None:
+            add_AdminServiceServicer_to_server(admin.AdminService(self.fleet, self._tracing), self.admin.server)
+            await self.admin.start()
+            await self.admin.set_serving(True)
+            log.info("admin listening", address=self.admin.address)
         self._health = asyncio.create_task(self._follow_workers(), name="health")
         self.fleet.start(self._options.workers)
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
@@ -133,6 +149,8 @@ class Router:
         """Ends what still runs, and everything else. May be called at any time, twice too."""
         await self._leave_health()
         await self.server.stop(0)
+        if self.admin is not None:
+            await self.admin.stop(0)
         await self.fleet.stop()
         self._encoder.close()
         await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
@@ -257,6 +275,11 @@ class Lease(Duration):
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=f"{DRAIN_TIMEOUT_S:g}s", type=Duration(),
     help="How long streams may go on after SIGTERM.",
 )  # fmt: skip
+@option(
+    "--admin-port", envvar="FISSILE_ADMIN_PORT", default=None, type=click.IntRange(0, 65535),
+    help="Port of AdminService, which lists and drains workers; 0 takes any; absent: off.",
+)  # fmt: skip
+@option("--admin-host", envvar="FISSILE_ADMIN_HOST", default="127.0.0.1", help="Address of AdminService.")
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
 def router(
     workers: tuple[str, ...],
@@ -272,6 +295,8 @@ def router(
     lease: float,
     tokenizer: Path | None,
     drain_timeout: float,
+    admin_port: int | None,
+    admin_host: str,
     log_level: str,
 ) -> None:
     """Run one router: the public gRPC API in front of any number of workers.
@@ -296,6 +321,8 @@ def router(
                 tokenizer=tokenizer,
                 drain_timeout_s=drain_timeout,
                 failover=FailoverOptions(FailoverPolicy(failover), worker_wait, stall_timeout, lease),
+                admin_port=admin_port,
+                admin_host=admin_host,
             )
         )
     )

@@ -6,17 +6,20 @@ Each docstring begins with the code of its fault. Times are scaled down.
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import grpc
 import pytest
+from fissile.admin.v1 import admin_pb2 as apb
+from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -47,15 +50,20 @@ def answers(service: Service, requests: Sequence[pb.GenerateRequest]) -> list[An
         return list(pool.map(lambda asked: generate(service.stub, asked), requests))
 
 
-def disturbed(service: Service, requests: Sequence[pb.GenerateRequest], after_s: float, fault: object) -> list[Answer]:
-    """As `answers`, with a fault in the middle."""
-    assert callable(fault)
-    timer = threading.Timer(after_s, fault)
-    timer.start()
-    try:
-        return answers(service, requests)
-    finally:
-        timer.join()
+def disturbed(
+    service: Service, requests: Sequence[pb.GenerateRequest], after_s: float, fault: Callable[[], object]
+) -> list[Answer]:
+    """As `answers`, with a fault in the middle; raises what the fault raises."""
+
+    def disturb() -> None:
+        time.sleep(after_s)
+        fault()
+
+    with ThreadPoolExecutor(1) as pool:
+        disturbing = pool.submit(disturb)
+        got = answers(service, requests)
+        disturbing.result()
+    return got
 
 
 def restart(worker: Process) -> None:
@@ -163,6 +171,49 @@ def test_f2_rolling_restart_costs_no_request(fleet: Service) -> None:
     assert len(outcomes) > 10
     assert set(outcomes) == {(grpc.StatusCode.OK, 60)}
     assert_same(results, answers(fleet, long_again(long)))
+
+
+def test_f2_drain_by_the_admin_service(model: Path, tmp_path: Path) -> None:
+    """F2: DrainWorker does what SIGTERM does: the streams go on elsewhere, and the worker ends with exit code 0."""
+    port = free_port()
+    options = ["--admin-port", str(port)]
+    with running_service(tmp_path, model, workers=2, worker_options=OPTIONS, router_options=options) as service:
+        wait_workers(service, 2)
+        asked = [seeded(i, 250) for i in range(6)]
+        undisturbed = answers(service, long_again(asked))
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            admin = AdminServiceStub(channel)
+
+            def drain() -> None:
+                before = admin.ListWorkers(apb.ListWorkersRequest(), timeout=5).workers
+                assert {w.worker_id: w.draining for w in before} == {"worker-0": False, "worker-1": False}
+                assert sum(w.running for w in before) == 6
+                assert admin.DrainWorker(apb.DrainWorkerRequest(worker_id="worker-0"), timeout=5).sequences == 3
+
+            assert_same(disturbed(service, asked, 0.5, drain), undisturbed)
+            assert service.workers[0].running.wait(5) == 0
+            (left,) = admin.ListWorkers(apb.ListWorkersRequest(), timeout=5).workers
+            assert (left.worker_id, left.running) == ("worker-1", 0)
+            with pytest.raises(grpc.RpcError, match="no worker is called 'worker-0'; workers: worker-1"):
+                admin.DrainWorker(apb.DrainWorkerRequest(worker_id="worker-0"), timeout=5)
+
+
+def test_f2_a_draining_worker_hands_over_to_one_that_comes_up_meanwhile(model: Path, tmp_path: Path) -> None:
+    """F2: the last worker drains; when its successor serves, the streams move there and the old one ends."""
+    with running_service(tmp_path, model, workers=2, worker_options=OPTIONS) as service:
+        wait_workers(service, 2)
+        old, successor = service.workers
+        asked = [seeded(i, 600) for i in range(4)]
+        undisturbed = answers(service, long_again(asked))
+        successor.stop(signal.SIGKILL)
+        wait_workers(service, 1)
+
+        def replace() -> None:
+            old.running.send_signal(signal.SIGTERM)
+            restart(successor)
+            assert old.running.wait(2.0) == 0
+
+        assert_same(disturbed(service, asked, 0.2, replace), undisturbed)
 
 
 def long_again(requests: Sequence[pb.GenerateRequest]) -> list[pb.GenerateRequest]:
@@ -331,6 +382,19 @@ def test_c1_and_c2_cancel_storm_while_workers_come_and_go(fleet: Service) -> Non
         load = fleet.wait_idle(index)
         assert (load.decoding_seqs, load.waiting_seqs, load.free_blocks) == (0, 0, load.total_blocks)
     assert "Traceback" not in fleet.router.log.read_text()
+
+
+def test_c4_abandoned_calls_end_on_the_workers(fleet: Service) -> None:
+    """C4: a client that drops its call objects without cancelling them leaves nothing behind."""
+    calls = [fleet.stub.Generate(seeded(i, 1500)) for i in range(9)]
+    for call in calls:
+        next(iter(call))
+    del call
+    calls.clear()
+    gc.collect()
+    for index in range(3):
+        load = fleet.wait_idle(index)
+        assert (load.decoding_seqs, load.free_blocks) == (0, load.total_blocks)
 
 
 def test_c3_deadlines_while_there_is_no_worker(model: Path, tmp_path: Path) -> None:
