@@ -162,14 +162,39 @@ class NoTokenizerError(ApiError):
 
 
 class QueueFullError(ApiError):
-    """RESOURCE_EXHAUSTED: the router's queue is full."""
+    """RESOURCE_EXHAUSTED: the router's queue, or that of one class of it, is full."""
 
-    def __init__(self, queued: int, retry_after_s: float) -> None:
+    def __init__(self, queued: int, retry_after_s: float, priority: str = "") -> None:
         super().__init__(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"the queue is full ({queued} requests)",
+            f"the queue is full ({queued} requests{f' of priority {priority}' if priority else ''})",
             retry_after_s=retry_after_s,
             reason="QUEUE_FULL",
+        )
+
+
+class HopelessDeadlineError(ApiError):
+    """RESOURCE_EXHAUSTED: by what waits before it, the request would pass its deadline in the queue."""
+
+    def __init__(self, needed_s: float, left_s: float, retry_after_s: float) -> None:
+        super().__init__(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"the prompt would be computed in {needed_s:.3g} s at the earliest, its deadline is in {left_s:.3g} s",
+            retry_after_s=retry_after_s,
+            reason="DEADLINE_HOPELESS",
+        )
+
+
+class TenantLimitError(ApiError):
+    """RESOURCE_EXHAUSTED: the tenant has as many requests in flight as it may have."""
+
+    def __init__(self, tenant: str, limit: int, retry_after_s: float) -> None:
+        super().__init__(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"tenant {tenant!r} has {limit} requests in flight, the most that it may have",
+            retry_after_s=retry_after_s,
+            reason="TENANT_LIMIT",
+            metadata={"tenant": tenant},
         )
 
 

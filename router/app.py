@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import secrets
 import signal
@@ -41,11 +42,13 @@ from router.call import SERVICE
 from router.discovery import AddressError, static_workers
 from router.dispatcher import Dispatcher
 from router.failover import FailoverPolicy
+from router.fair_queue import TenantShares
 from router.fleet import FailoverOptions, Fleet
 from router.model_registry import ModelRegistry
 from router.placement import PLACEMENTS
 from router.prompts import PromptEncoder
 from router.service import InferenceService
+from router.tenants import TENANT_KEY, TenantPolicy
 from router.tokenizer_store import TokenizerStore
 
 log = structlog.get_logger(__name__)
@@ -69,6 +72,7 @@ class RouterOptions:
         failover: what happens to requests whose worker is lost.
         admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
         admin_host: address of AdminService.
+        tenants: what tenants get.
     """
 
     workers: Sequence[str]
@@ -84,6 +88,7 @@ class RouterOptions:
     failover: FailoverOptions = field(default_factory=FailoverOptions)
     admin_port: int | None = None
     admin_host: str = "127.0.0.1"
+    tenants: TenantPolicy = field(default_factory=TenantPolicy)
 
 
 class Router:
@@ -108,10 +113,16 @@ class Router:
         self.registry = ModelRegistry()
         gate = DelayGate(options.delay_factor, options.max_hold_s)
         failover, placement = options.failover, PLACEMENTS[options.placement]()
-        dispatcher = Dispatcher(gate, placement, options.queue_size, failover.worker_wait_s)
+        shares = TenantShares(options.tenants.weights)
+        dispatcher = Dispatcher(gate, placement, options.queue_size, failover.worker_wait_s, shares)
         self.fleet = Fleet(dispatcher, self.registry, self._store, self._serving.set, failover=failover)
         self.service = InferenceService(
-            self.fleet, self.registry, self._encoder, self._tracing, max_unread_tokens=options.max_unread_tokens
+            self.fleet,
+            self.registry,
+            self._encoder,
+            self._tracing,
+            max_unread_tokens=options.max_unread_tokens,
+            tenants=options.tenants,
         )
 
         self.admin: GrpcServer | None = None
@@ -229,6 +240,43 @@ class Lease(Duration):
         return seconds
 
 
+class MetadataKey(click.ParamType[str]):
+    """The name of a text metadata entry of gRPC."""
+
+    name = "key"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Reads the text of an option."""
+        text = str(value).lower()
+        if re.fullmatch(r"[0-9a-z_.-]+", text) is None or text.endswith("-bin") or text.startswith("grpc-"):
+            self.fail(f"{value!r} is no name of text metadata; use letters, digits, - _ and .", param, ctx)
+        return text
+
+
+class PerTenant(click.ParamType[tuple[str, float]]):
+    """`TENANT=NUMBER`, or a whole number alone, which is for the tenants that have none of their own."""
+
+    name = "tenant"
+
+    def __init__(self, kind: type[int] | type[float]) -> None:
+        self._kind = kind
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, float]:
+        """Reads the text of an option; the name is "" when there is none."""
+        if isinstance(value, tuple):
+            return value
+        name, named, number = str(value).rpartition("=")
+        whole = self._kind is int
+        try:
+            read = self._kind(number)
+        except ValueError:
+            self.fail(f"{value!r} is not {'[TENANT=]N' if whole else 'TENANT=WEIGHT'}", param, ctx)
+        if not (read >= 0 if whole else 0 < read < math.inf) or (not name and (named or not whole)):
+            allowed = "0 or more, after TENANT= or alone" if whole else "more than 0, after TENANT="
+            self.fail(f"{value!r} is out of range; use a number {allowed}", param, ctx)
+        return name, read
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @option(
     "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="HOST:PORT",
@@ -243,7 +291,20 @@ class Lease(Duration):
 @option("--max-hold", envvar="FISSILE_MAX_HOLD", default="250ms", type=Duration(), help="Longest such wait.")
 @option(
     "--queue-size", envvar="FISSILE_QUEUE_SIZE", default=MAX_QUEUED_REQUESTS, type=click.IntRange(1),
-    help="Most requests that wait for a worker; more are refused with RESOURCE_EXHAUSTED.",
+    help="Most requests of one priority class that wait for a worker; more are refused with RESOURCE_EXHAUSTED.",
+)  # fmt: skip
+@option(
+    "--tenant-key", envvar="FISSILE_TENANT_KEY", default=TENANT_KEY, type=MetadataKey(), metavar="NAME",
+    help="Metadata whose value says which tenant a call is for. Tenants share the queue fairly, by prompt tokens.",
+)  # fmt: skip
+@option(
+    "--tenant-weight", "tenant_weights", envvar="FISSILE_TENANT_WEIGHT", multiple=True, type=PerTenant(float),
+    metavar="TENANT=WEIGHT", help="A tenant's share in the queue; the others have 1. Repeat it for several tenants.",
+)  # fmt: skip
+@option(
+    "--tenant-concurrency", envvar="FISSILE_TENANT_CONCURRENCY", multiple=True, type=PerTenant(int),
+    metavar="[TENANT=]N",
+    help="Most requests that a tenant may have in flight; without a name, each of the others. 0 is no limit.",
 )  # fmt: skip
 @option(
     "--placement", envvar="FISSILE_PLACEMENT", default="round_robin", type=click.Choice(sorted(PLACEMENTS)),
@@ -288,6 +349,9 @@ def router(
     delay_factor: float,
     max_hold: float,
     queue_size: int,
+    tenant_key: str,
+    tenant_weights: tuple[tuple[str, float], ...],
+    tenant_concurrency: tuple[tuple[str, int], ...],
     placement: str,
     failover: str,
     worker_wait: float,
@@ -323,6 +387,11 @@ def router(
                 failover=FailoverOptions(FailoverPolicy(failover), worker_wait, stall_timeout, lease),
                 admin_port=admin_port,
                 admin_host=admin_host,
+                tenants=_tenants(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
             )
         )
     )
+
+
+def _tenants(key: str, weights: dict[str, float], concurrency: dict[str, int]) -> TenantPolicy:
+    return TenantPolicy(key, weights, concurrency.pop("", 0), concurrency)

@@ -6,6 +6,7 @@ the placement as a policy object. Invariants, checked by the property test:
   * Every waiting request is bound to exactly one ready lane of its model and numerics class, or parked while there is
     none; it is parked for at most `worker_wait_s`.
   * Nothing waits while its lane is idle.
+  * A lane releases in the order of service of `fair_queue`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import itertools
 from dataclasses import dataclass
 
 from common.delay_gate import DelayGate
-from common.limits import MAX_QUEUED_REQUESTS, WORKER_WAIT_S
+from common.errors import HopelessDeadlineError
+from common.limits import MAX_QUEUE_RETRY_S, MAX_QUEUED_REQUESTS, MIN_QUEUE_RETRY_S, WORKER_WAIT_S
+from router.fair_queue import TenantShares
 from router.lane import Lane, LaneRecord, LoadReport
 from router.placement import Placement
 from router.queue import QueuedRequest, RequestQueue
@@ -38,8 +41,9 @@ class Dispatcher:
     Args:
         gate: the delay gate of all lanes.
         placement: chooses among the lanes that could serve a request.
-        capacity: most requests that wait.
+        capacity: most requests of one class that wait.
         worker_wait_s: how long a request waits while there is no worker for it, seconds.
+        shares: the weights of the tenants.
     """
 
     def __init__(
@@ -48,13 +52,17 @@ class Dispatcher:
         placement: Placement,
         capacity: int = MAX_QUEUED_REQUESTS,
         worker_wait_s: float = WORKER_WAIT_S,
+        shares: TenantShares | None = None,
     ) -> None:
         self._gate = gate
         self._placement = placement
-        self._queue = RequestQueue(capacity)
+        self._shares = TenantShares() if shares is None else shares
+        self._queue = RequestQueue(capacity, self._shares)
         self._worker_wait_s = worker_wait_s
         self._lanes: dict[str, Lane] = {}
         self._ready: dict[str, list[Lane]] = {}
+        # The lanes for which something waits.
+        self._busy: dict[str, Lane] = {}
         # Waiting requests without a lane, the longest parked first.
         self._parked: dict[int, QueuedRequest] = {}
 
@@ -65,10 +73,15 @@ class Dispatcher:
         """Takes a request in.
 
         Raises:
-            QueueFullError: too many requests wait.
+            QueueFullError: too many requests of its class wait.
+            HopelessDeadlineError: its deadline would pass before its prompt is computed.
         """
+        self._queue.check_room(request.priority, now)
+        lane = self._choose(request)
+        if lane is not None:
+            _check_deadline(request, lane, now)
         self._queue.push(request)
-        self._place(request, now)
+        self._place(request, now, lane)
 
     def requeue(self, request: QueuedRequest, now: float, *, avoid: str = "") -> None:
         """Takes back, at the head, a request that a worker returned (rule S9) or was lost with.
@@ -79,7 +92,7 @@ class Dispatcher:
             avoid: a worker that it does not go to if there is another.
         """
         self._queue.push_front(request)
-        self._place(request, now, first=True, avoid=avoid)
+        self._place(request, now, self._choose(request, avoid), first=True)
 
     def cancel(self, key: int) -> bool:
         """Drops a waiting request; False when it does not wait."""
@@ -109,7 +122,7 @@ class Dispatcher:
 
     def lane_up(self, worker: str, model: str, report: LoadReport, now: float, numerics: str = "") -> None:
         """A worker takes work: a clean lane, and what waits for its model is spread anew."""
-        self._lanes[worker] = Lane(worker, model, report, numerics)
+        self._lanes[worker] = Lane(worker, model, report, numerics, self._shares)
         self._spread(model, now)
 
     def lane_draining(self, worker: str, now: float) -> None:
@@ -128,21 +141,23 @@ class Dispatcher:
         self._lanes[worker].take_report(load)
 
     def decide(self, now: float) -> list[Release]:
-        """Releases what may go now, lane by lane, in order of arrival."""
+        """Releases what may go now, lane by lane, in order of service."""
         releases: list[Release] = []
-        for lane in self._lanes.values():
-            if not len(lane) or not lane.is_open(now, self._gate):
+        for lane in list(self._busy.values()):
+            if not lane.is_open(now, self._gate):
                 continue
             group, serial = lane.release()
             for request in group:
                 self._queue.remove(request.key)
             if group:
+                self._queue.speed.departed(len(group), now)
                 releases.append(Release(lane.worker, serial, tuple(group)))
+            self._settle(lane)
         return releases
 
     def next_timer(self, now: float) -> float | None:
         """When `expire` and `decide` must run again if no event comes before; None when only events matter."""
-        opens = [now + wait for lane in self._lanes.values() if len(lane) and (wait := lane.opens_in(now, self._gate))]
+        opens = [now + wait for lane in self._busy.values() if (wait := lane.opens_in(now, self._gate))]
         deadline = self._queue.next_deadline()
         parked = [self._parked_until(request) for request in itertools.islice(self._parked.values(), 1)]
         return min([*opens, *parked, *([] if deadline is None else [deadline])], default=None)
@@ -159,13 +174,19 @@ class Dispatcher:
         lanes = self._ready.get(model, [])
         return lanes if numerics is None else [lane for lane in lanes if lane.numerics == numerics]
 
-    def _place(self, request: QueuedRequest, now: float, *, first: bool = False, avoid: str = "") -> None:
-        """Binds a waiting request to a lane, or parks it."""
+    def _choose(self, request: QueuedRequest, avoid: str = "") -> Lane | None:
+        """The lane for a request; None when there is none."""
         lanes = self._lanes_for(request.model, request.numerics)
-        if lanes:
-            others = [lane for lane in lanes if lane.worker != avoid]
+        if avoid:
+            lanes = [lane for lane in lanes if lane.worker != avoid] or lanes
+        return self._placement.choose(request, lanes) if lanes else None
+
+    def _place(self, request: QueuedRequest, now: float, lane: Lane | None, *, first: bool = False) -> None:
+        """Binds a waiting request to a lane, or parks it."""
+        if lane is not None:
             request.parked = None
-            self._placement.choose(request, others or lanes).bind(request, first=first)
+            lane.bind(request, first=first)
+            self._busy[lane.worker] = lane
             return
         request.parked = now
         self._parked[request.key] = request
@@ -174,8 +195,14 @@ class Dispatcher:
         """Takes a request off its lane, or out of the parked ones."""
         if request.lane is None:
             del self._parked[request.key]
-        else:
-            self._lanes[request.lane].unbind(request)
+            return
+        lane = self._lanes[request.lane]
+        lane.unbind(request)
+        self._settle(lane)
+
+    def _settle(self, lane: Lane) -> None:
+        if not len(lane):
+            self._busy.pop(lane.worker, None)
 
     def _parked_until(self, request: QueuedRequest) -> float:
         assert request.parked is not None
@@ -196,4 +223,13 @@ class Dispatcher:
         for request in moving:
             self._displace(request)
         for request in moving:
-            self._place(request, now)
+            self._place(request, now, self._choose(request))
+
+
+def _check_deadline(request: QueuedRequest, lane: Lane, now: float) -> None:
+    if request.deadline is None:
+        return
+    needed_s, left_s = lane.seconds_to_serve(request), request.deadline - now
+    if needed_s > left_s:
+        retry_s = min(max(needed_s - left_s, MIN_QUEUE_RETRY_S), MAX_QUEUE_RETRY_S)
+        raise HopelessDeadlineError(needed_s, left_s, retry_s)

@@ -156,9 +156,18 @@ class Fleet:
 
         Raises:
             QueueFullError: too many requests wait.
+            HopelessDeadlineError: its deadline would pass while it waits.
         """
         key = next(self._counter)
-        queued = QueuedRequest(key, request.identity, len(request.token_ids), request.arrival, request.deadline)
+        queued = QueuedRequest(
+            key,
+            request.identity,
+            len(request.token_ids),
+            request.arrival,
+            request.deadline,
+            tenant=request.tenant,
+            priority=request.priority,
+        )
         try:
             self._dispatcher.arrive(queued, self._clock())
         except QueueFullError:

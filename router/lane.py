@@ -6,13 +6,14 @@ over the groups whose serial number is above the last `submit_seen`, so room is 
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+import math
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.delay_gate import DelayGate
 from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS
-from router.queue import QueuedRequest
+from router.fair_queue import HIGH, FairQueue, QueuedRequest, TenantShares
 
 STALE_REPORT_S = MISSED_HEARTBEATS * HEARTBEAT_S
 # A request whose deadline is closer than its prefill plus this is not held.
@@ -60,18 +61,25 @@ class Lane:
         model: identity of the model it serves.
         report: its load when it said Welcome.
         numerics: its numerics class.
+        shares: what the tenants have had; every request that is bound has entered it.
     """
 
-    def __init__(self, worker: str, model: str, report: LoadReport, numerics: str = "") -> None:
+    def __init__(
+        self,
+        worker: str,
+        model: str,
+        report: LoadReport,
+        numerics: str = "",
+        shares: TenantShares | None = None,
+    ) -> None:
         self.worker = worker
         self.model = model
         self.numerics = numerics
         self.ready = True
         self.last_report = report
-        self.bound_tokens = 0
         self.unseen_tokens = 0
         self.unseen_seqs = 0
-        self._bound: OrderedDict[int, QueuedRequest] = OrderedDict()
+        self._bound = FairQueue(TenantShares() if shares is None else shares)
         self._unseen: deque[_Group] = deque()
         self._serial = 0
 
@@ -79,21 +87,32 @@ class Lane:
         return len(self._bound)
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        return iter(self._bound.values())
+        return iter(self._bound)
+
+    @property
+    def bound_tokens(self) -> int:
+        """Tokens of the requests that wait for this worker."""
+        return self._bound.tokens
 
     def bind(self, request: QueuedRequest, *, first: bool = False) -> None:
-        """Lets `request` wait for this worker, behind the others or before them."""
+        """Lets `request` wait for this worker; `first`: before others that have been with a worker."""
         request.lane = self.worker
-        self._bound[request.key] = request
-        self.bound_tokens += request.tokens
-        if first:
-            self._bound.move_to_end(request.key, last=False)
+        self._bound.push(request, first=first)
 
     def unbind(self, request: QueuedRequest) -> None:
         """Forgets a request that waits for this worker."""
-        del self._bound[request.key]
-        self.bound_tokens -= request.tokens
+        self._bound.remove(request)
         request.lane = None
+
+    def seconds_to_serve(self, request: QueuedRequest) -> float:
+        """Least seconds until the prompt of a new request is computed, if it waits here.
+
+        0 when nothing is before it, and at an unknown speed: a measurement that is wrong must not keep out the request
+        that would correct it.
+        """
+        before = self.last_report.waiting_tokens + self.unseen_tokens + self._bound.tokens_before(request)
+        rate = self.last_report.prefill_rate
+        return (before + request.tokens) / rate if before and rate > 0 else 0.0
 
     def take_report(self, report: LoadReport) -> None:
         """Replaces the load and drops the groups that it accounts for."""
@@ -104,6 +123,16 @@ class Lane:
             self.unseen_seqs -= group.seqs
 
     @property
+    def outstanding_tokens(self) -> int:
+        """Prompt tokens that wait at the worker, are on their way to it, or wait for it here."""
+        return self.last_report.waiting_tokens + self.unseen_tokens + self.bound_tokens
+
+    def seconds_for(self, tokens: int) -> float:
+        """Seconds until `tokens` more prompt tokens would be computed, behind all others; 0 at an unknown speed."""
+        rate = self.last_report.prefill_rate
+        return (self.outstanding_tokens + tokens) / rate if rate > 0 else 0.0
+
+    @property
     def idle(self) -> bool:
         """Whether the worker has nothing to do and nothing is on its way to it."""
         report = self.last_report
@@ -111,8 +140,7 @@ class Lane:
 
     def record(self) -> LaneRecord:
         """What waits here, for the worker's echo."""
-        oldest = next(iter(self), None)
-        return LaneRecord(oldest.arrival if oldest else None, self.bound_tokens, len(self._bound))
+        return LaneRecord(self._bound.oldest_arrival(), self.bound_tokens, len(self._bound))
 
     def is_open(self, now: float, gate: DelayGate) -> bool:
         """Whether what waits here may go now, room aside (design-details section 5)."""
@@ -121,7 +149,8 @@ class Lane:
             self._gate_open(now, gate)
             or self.bound_tokens >= report.room_tokens - self.unseen_tokens
             or now - report.time > STALE_REPORT_S
-            or any(r.deadline is not None and r.deadline - now <= self._hold_margin_s() for r in self)
+            or self._bound.has(HIGH)
+            or self._deadline_in(now) <= self._hold_margin_s()
         )
 
     def opens_in(self, now: float, gate: DelayGate) -> float:
@@ -136,9 +165,8 @@ class Lane:
             waiting_at_worker=self._work_waits(),
         )
         by_staleness = report.time + STALE_REPORT_S - now
-        margin = self._hold_margin_s()
-        by_deadline = (r.deadline - margin - now for r in self if r.deadline is not None)
-        return max(0.0, min(by_age, by_staleness, *by_deadline))
+        by_deadline = self._deadline_in(now) - self._hold_margin_s()
+        return max(0.0, min(by_age, by_staleness, by_deadline))
 
     def release(self) -> tuple[list[QueuedRequest], int]:
         """Takes the longest prefix of what waits that fits the worker's room.
@@ -152,17 +180,16 @@ class Lane:
         tokens, seqs = self._room()
         group: list[QueuedRequest] = []
         used = 0
-        for request in self:
+        while (request := self._bound.head()) is not None:
             fits = len(group) < seqs and (used + request.tokens <= tokens or (not group and tokens > 0))
             if not fits and (group or not self.idle):
                 break
-            group.append(request)
+            group.append(self._bound.pop())
+            request.lane = None
             used += request.tokens
         return (group, self._send(group, used)) if group else ([], 0)
 
     def _send(self, group: list[QueuedRequest], tokens: int) -> int:
-        for request in group:
-            self.unbind(request)
         self._serial += 1
         self._unseen.append(_Group(self._serial, tokens, len(group)))
         self.unseen_tokens += tokens
@@ -190,12 +217,16 @@ class Lane:
     def _age_s(self, now: float) -> float:
         """Age of the fleet's oldest request for this worker: this router's, or the one that the worker echoes."""
         report = self.last_report
-        own = max((now - r.arrival for r in [next(iter(self), None)] if r), default=0.0)
+        oldest = self._bound.oldest_arrival()
+        own = 0.0 if oldest is None else now - oldest
         echoed = report.fleet_oldest_age_s + now - report.time if report.fleet_oldest_age_s else 0.0
         return max(own, echoed)
 
+    def _deadline_in(self, now: float) -> float:
+        """Seconds until the first deadline of what waits here; infinite when there is none."""
+        deadline = self._bound.earliest_deadline()
+        return math.inf if deadline is None else deadline - now
+
     def _hold_margin_s(self) -> float:
         """How long before its deadline a request is no longer held: its prefill here, and a margin."""
-        report = self.last_report
-        ahead = report.waiting_tokens + self.unseen_tokens + self.bound_tokens
-        return DEADLINE_MARGIN_S + (ahead / report.prefill_rate if report.prefill_rate > 0 else 0.0)
+        return DEADLINE_MARGIN_S + self.seconds_for(0)

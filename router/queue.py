@@ -1,56 +1,81 @@
-"""Requests that no worker has yet: one bounded FIFO.
+"""Requests that no worker has yet, all lanes together: the bound, the deadlines, and how fast they go.
 
-Invariants: a key is in the queue at most once; the number of waiting requests never exceeds `capacity`, except by
-requests that have come back from a worker, because those were accepted before. Classes and tenants come with a later
-issue.
+Invariants: a key is in the queue at most once; the number of waiting requests of a class never exceeds `capacity`,
+except by requests that have come back from a worker, because those were accepted before.
 """
 
 from __future__ import annotations
 
-import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 from common.errors import QueueFullError
+from common.limits import MAX_QUEUE_RETRY_S, MIN_QUEUE_RETRY_S
+from router.earliest import Earliest
+from router.fair_queue import CLASS_NAMES, QueuedRequest, TenantShares
 
+__all__ = ["QUEUE_RETRY_S", "QueueSpeed", "QueuedRequest", "RequestQueue"]
+
+# What a refused client is told while no speed is known.
 QUEUE_RETRY_S = 1.0
-# Removed requests leave their entry in the heap of deadlines; it is rebuilt when that many are stale.
-_STALE_DEADLINES = 1024
+# Departures are forgotten with this time constant, seconds.
+_SPEED_MEMORY_S = 5.0
 
 
-@dataclass(slots=True)
-class QueuedRequest:
-    """What the dispatcher knows about a request.
+class QueueSpeed:
+    """How many requests leave the queue per second, and when those that it refused should ask again.
 
-    Attributes:
-        key: number of the request in this router.
-        model: identity of the model that must serve it.
-        tokens: tokens to compute before the next one: the prompt, and what an earlier attempt has generated.
-        arrival: monotonic seconds of its arrival.
-        deadline: monotonic seconds after which it is dropped, None for never.
-        lane: the worker it will go to as things stand, None when there is none; nothing is promised before its release.
-        numerics: class that the worker must be of, None for any.
-        parked: monotonic seconds since when there has been no worker for it, None while there is one.
+    Each refused client is given a place of its own in the time to come, one per expected departure: the sooner ones
+    first, so that they do not all come back at once for the one place that is free by then.
     """
 
-    key: int
-    model: str
-    tokens: int
-    arrival: float
-    deadline: float | None = None
-    lane: str | None = None
-    numerics: str | None = None
-    parked: float | None = None
+    def __init__(self) -> None:
+        self._count = 0.0
+        self._time = 0.0
+        self._began: float | None = None
+        self._promised = -math.inf
+
+    def departed(self, number: int, now: float) -> None:
+        """So many requests have left the queue."""
+        self._began = now if self._began is None else self._began
+        self._count = self._decayed(now) + number
+        self._time = now
+
+    def rate(self, now: float) -> float:
+        """Requests per second; 0 when not known."""
+        if self._began is None:
+            return 0.0
+        # Until the memory has filled, what it would have held is not counted.
+        seen = _SPEED_MEMORY_S * -math.expm1(-max(now - self._began, 0.1) / _SPEED_MEMORY_S)
+        return self._decayed(now) / seen
+
+    def retry_after_s(self, now: float) -> float:
+        """Seconds after which one more refused client should ask again."""
+        rate = self.rate(now)
+        if rate <= 0:
+            return QUEUE_RETRY_S
+        self._promised = min(max(self._promised, now) + 1 / rate, now + MAX_QUEUE_RETRY_S)
+        return max(self._promised - now, MIN_QUEUE_RETRY_S)
+
+    def _decayed(self, now: float) -> float:
+        return self._count * math.exp(-max(now - self._time, 0.0) / _SPEED_MEMORY_S)
 
 
 class RequestQueue:
-    """The waiting requests in order of service."""
+    """The waiting requests.
 
-    def __init__(self, capacity: int) -> None:
+    Args:
+        capacity: most requests of one class.
+        shares: told who begins and who ends to wait.
+    """
+
+    def __init__(self, capacity: int, shares: TenantShares | None = None) -> None:
         self._capacity = capacity
+        self._shares = TenantShares() if shares is None else shares
         self._requests: OrderedDict[int, QueuedRequest] = OrderedDict()
-        self._deadlines: list[tuple[float, int]] = []
+        self._deadlines = Earliest(self._requests)
+        self.speed = QueueSpeed()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -61,47 +86,50 @@ class RequestQueue:
     def __iter__(self) -> Iterator[QueuedRequest]:
         return iter(self._requests.values())
 
-    def push(self, request: QueuedRequest) -> None:
-        """Appends a request.
+    def check_room(self, priority: int, now: float) -> None:
+        """Refuses a request of a class whose queue is full.
 
         Raises:
-            QueueFullError: `capacity` requests wait already.
+            QueueFullError: `capacity` requests of the class wait already.
         """
-        if len(self._requests) >= self._capacity:
-            raise QueueFullError(len(self._requests), QUEUE_RETRY_S)
+        waiting = self._shares.waiting(priority)
+        if waiting >= self._capacity:
+            raise QueueFullError(waiting, self.speed.retry_after_s(now), CLASS_NAMES[priority])
+
+    def push(self, request: QueuedRequest) -> None:
+        """Appends a request, for which there is room."""
         self._requests[request.key] = request
-        self._note_deadline(request)
+        self._enter(request)
 
     def push_front(self, request: QueuedRequest) -> None:
         """Puts back a request that had been accepted and released: returned (rule S9), or its worker was lost."""
+        request.ahead = True
         self._requests[request.key] = request
         self._requests.move_to_end(request.key, last=False)
-        self._note_deadline(request)
+        self._enter(request)
 
     def remove(self, key: int) -> QueuedRequest | None:
         """Takes a request out; None when it does not wait."""
         request = self._requests.pop(key, None)
-        if len(self._deadlines) > len(self._requests) + _STALE_DEADLINES:
-            self._deadlines = [(r.deadline, r.key) for r in self if r.deadline is not None]
-            heapq.heapify(self._deadlines)
+        if request is not None:
+            self._shares.leave(request)
         return request
 
     def next_deadline(self) -> float | None:
         """The earliest deadline of a waiting request, monotonic seconds."""
-        self._drop_stale_deadlines()
-        return self._deadlines[0][0] if self._deadlines else None
+        top = self._deadlines.top()
+        return None if top is None else top[0]
 
     def pop_expired(self, now: float) -> list[QueuedRequest]:
         """Takes out the requests whose deadline has passed, earliest deadline first."""
         found: list[QueuedRequest] = []
-        while (deadline := self.next_deadline()) is not None and deadline <= now:
-            found.append(self._requests.pop(heapq.heappop(self._deadlines)[1]))
+        while (top := self._deadlines.top()) is not None and top[0] <= now:
+            request = self.remove(top[1])
+            assert request is not None
+            found.append(request)
         return found
 
-    def _note_deadline(self, request: QueuedRequest) -> None:
+    def _enter(self, request: QueuedRequest) -> None:
+        self._shares.enter(request)
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, request.key))
-
-    def _drop_stale_deadlines(self) -> None:
-        while self._deadlines and self._deadlines[0][1] not in self._requests:
-            heapq.heappop(self._deadlines)
+            self._deadlines.add(request.deadline, request.key)

@@ -29,7 +29,8 @@ class RoutedRequest:
         seed: seed in force (uint64).
         chain_hash: hash of the prompt's last full block, 0 when it has none.
         cache_salt: of the prefix cache; requests of different salts share nothing.
-        priority: its class in the worker's scheduler; the same numbers in both protos.
+        priority: its class, here and in the worker's scheduler; the same numbers in both protos.
+        tenant: who it is for; "" for nobody in particular.
         arrival: monotonic seconds of its arrival at the router.
         deadline: monotonic seconds of the client's deadline, None for none.
         traceparent: W3C trace context of the router's span, "" for none.
@@ -45,6 +46,7 @@ class RoutedRequest:
     arrival: float
     cache_salt: bytes = b""
     priority: int = wpb.PRIORITY_NORMAL
+    tenant: str = ""
     deadline: float | None = None
     traceparent: str = ""
     tracestate: str = ""

@@ -31,9 +31,11 @@ from router.model_registry import ModelRegistry, ServedModel
 from router.prompts import Prompt, PromptEncoder
 from router.request_stream import RequestStream, RoutedRequest
 from router.responses import describe_model, response_fields, time_to_first_token_s
+from router.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.validation import (
     check_chat,
     check_generate,
+    check_priority,
     check_request_id,
     check_text_bytes,
     clip_to_length,
@@ -72,6 +74,7 @@ class InferenceService(InferenceServiceServicer):
         tracing: makes a span per call.
         clock: monotonic seconds.
         max_unread_tokens: a client that leaves more unread is dropped.
+        tenants: what tenants get; None for all the same, without limits.
     """
 
     def __init__(
@@ -82,6 +85,7 @@ class InferenceService(InferenceServiceServicer):
         tracing: Tracing,
         clock: Callable[[], float] = time.monotonic,
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
+        tenants: TenantPolicy | None = None,
     ) -> None:
         self._fleet = fleet
         self._registry = registry
@@ -89,6 +93,9 @@ class InferenceService(InferenceServiceServicer):
         self._tracing = tracing
         self._clock = clock
         self._max_unread_tokens = max_unread_tokens
+        policy = TenantPolicy() if tenants is None else tenants
+        self._tenant_key = policy.key
+        self._tenant_limits = TenantLimits(policy)
         self._ids_in_flight: set[str] = set()
 
     @property
@@ -156,7 +163,8 @@ class InferenceService(InferenceServiceServicer):
         async with Call(self._tracing, context, kind.method, request_id, kind.operation) as span:
             check_request_id(request_id)
             check()
-            with self._claimed(request_id):
+            tenant = tenant_of(context.invocation_metadata(), self._tenant_key)
+            with self._claimed(request_id), self._tenant_limits.held(tenant, self._clock):
                 model = self._registry.get(request.model)
                 params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
                 prompt = await encode(model)
@@ -171,7 +179,8 @@ class InferenceService(InferenceServiceServicer):
                     seed=derive_seed(request_id) if params.seed is None else params.seed,
                     chain_hash=prompt.chain_hash,
                     cache_salt=request.cache_salt.encode(),
-                    priority=request.priority or pb.PRIORITY_NORMAL,
+                    priority=check_priority(request.priority),
+                    tenant=tenant,
                     arrival=arrival,
                     deadline=None if remaining is None else self._clock() + remaining,
                     traceparent=span.traceparent,

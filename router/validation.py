@@ -112,6 +112,18 @@ def check_chat(request: pb.ChatRequest) -> None:
         raise _too_many_bytes("messages", size)
 
 
+def check_priority(priority: int) -> int:
+    """The class of a request; PRIORITY_NORMAL when it names none.
+
+    Raises:
+        InvalidFieldError: a value that this version does not know (design-details section 8).
+    """
+    if priority not in pb.Priority.values():
+        names = ", ".join(name for name, value in pb.Priority.items() if value)
+        raise InvalidFieldError("priority", f"is {priority}", f"one of {names}")
+    return priority or pb.PRIORITY_NORMAL
+
+
 def check_text(path: str, text: str) -> None:
     """Refuses empty text, and text that is too long to be tokenized at all.
 

@@ -663,7 +663,7 @@ async def test_full_queue_says_when_to_come_back() -> None:
         await until(lambda: leftovers(b.router)[2] == 2)
         error = await error_of(b.stub.Generate(request()))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() == 1000
+        assert 50 <= detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() <= 30_000
         assert detail(error, error_details_pb2.ErrorInfo).reason == "QUEUE_FULL"
         running.cancel()
         for parts in await asyncio.gather(*(collect(call) for call in queued)):

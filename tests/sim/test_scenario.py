@@ -10,7 +10,7 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 
 from common.block_hash import hash_chain
-from common.errors import ApiError, DeadlineError, PoisonRequestError
+from common.errors import ApiError, DeadlineError, HopelessDeadlineError, PoisonRequestError
 from common.limits import LEASE_S
 from common.sampling_params import SamplingParams
 from router.assembly import StreamAssembly
@@ -165,7 +165,7 @@ def test_deadlines(seed: int) -> None:
     outcomes = lived(Scenario(seed, deadlines=True))
     errors = [outcome.error for outcome in outcomes if outcome.error is not None]
     assert errors
-    assert all(isinstance(error, DeadlineError) for error in errors)
+    assert all(isinstance(error, DeadlineError | HopelessDeadlineError) for error in errors)
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -1,0 +1,283 @@
+"""The order of service: classes by rank, and within a class the tenants by what they have had, divided by their weight.
+
+Start-time fair queueing (Goyal, Vin, Cheng 1996) with the tags at the tenants instead of at the requests, so that what
+is cancelled costs nothing and a request may change its lane. Invariants:
+  * Within a class and tenant requests go in the order in which they came to the queue.
+  * A request that has come back from a worker (`ahead`) goes before the others of its class, and is not charged again.
+  * Of two tenants of one class that both wait throughout, neither gets ahead of the other by more than one request:
+    |tokens_a / weight_a - tokens_b / weight_b| <= most_a / weight_a + most_b / weight_b.
+  * Nothing is kept of a class in which nothing waits, nor of more than MAX_TENANTS tenants that wait for nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+
+from common.limits import MAX_TENANTS
+from router.earliest import Earliest
+
+LOW: Final = 1
+NORMAL: Final = 2
+HIGH: Final = 3
+"""Classes, with the numbers of the protos' Priority; a higher one goes first."""
+CLASSES: Final = (HIGH, NORMAL, LOW)
+CLASS_NAMES: Final = {LOW: "low", NORMAL: "normal", HIGH: "high"}
+_SPARE = 64
+
+
+@dataclass(slots=True)
+class QueuedRequest:
+    """What the dispatcher knows about a request.
+
+    Attributes:
+        key: number of the request in this router.
+        model: identity of the model that must serve it.
+        tokens: tokens to compute before the next one: the prompt, and what an earlier attempt has generated.
+        arrival: monotonic seconds of its arrival.
+        deadline: monotonic seconds after which it is dropped, None for never.
+        lane: the worker it will go to as things stand, None when there is none; nothing is promised before its release.
+        numerics: class that the worker must be of, None for any.
+        parked: monotonic seconds since when there has been no worker for it, None while there is one.
+        tenant: who pays for it; "" for nobody in particular.
+        priority: LOW, NORMAL or HIGH.
+        ahead: whether it has been with a worker already.
+    """
+
+    key: int
+    model: str
+    tokens: int
+    arrival: float
+    deadline: float | None = None
+    lane: str | None = None
+    numerics: str | None = None
+    parked: float | None = None
+    tenant: str = ""
+    priority: int = NORMAL
+    ahead: bool = False
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a tenant has had in a class, in tokens per weight, and how many of its requests wait."""
+
+    start: float
+    waiting: int = 0
+
+
+@dataclass(slots=True)
+class _ClassAccounts:
+    virtual_time: float = 0.0
+    waiting: int = 0
+    tenants: dict[str, _Account] = field(default_factory=dict)
+
+
+class TenantShares:
+    """How far each tenant is served, over all lanes of a router.
+
+    Args:
+        weights: of tenants that are not like the others, > 0.
+        default_weight: of the others.
+    """
+
+    def __init__(self, weights: Mapping[str, float] | None = None, default_weight: float = 1.0) -> None:
+        self._weights = dict(weights or {})
+        self._default = default_weight
+        self._classes = {priority: _ClassAccounts() for priority in CLASSES}
+
+    def waiting(self, priority: int) -> int:
+        """Number of requests of a class that wait."""
+        return self._classes[priority].waiting
+
+    def enter(self, request: QueuedRequest) -> None:
+        """A request begins to wait. Nobody saves up service while he asks for none."""
+        accounts = self._classes[request.priority]
+        account = accounts.tenants.setdefault(request.tenant, _Account(accounts.virtual_time))
+        if not account.waiting:
+            account.start = max(account.start, accounts.virtual_time)
+        account.waiting += 1
+        accounts.waiting += 1
+
+    def leave(self, request: QueuedRequest) -> None:
+        """A request waits no more, served or not."""
+        accounts = self._classes[request.priority]
+        accounts.tenants[request.tenant].waiting -= 1
+        accounts.waiting -= 1
+        if not accounts.waiting:
+            self._classes[request.priority] = _ClassAccounts()
+        elif len(accounts.tenants) > MAX_TENANTS:
+            accounts.tenants = {name: account for name, account in accounts.tenants.items() if account.waiting}
+
+    def weight(self, tenant: str) -> float:
+        """Of a tenant."""
+        return self._weights.get(tenant, self._default)
+
+    def start(self, priority: int, tenant: str) -> float:
+        """What a tenant that waits has had; the one with the least goes first."""
+        return self._classes[priority].tenants[tenant].start
+
+    def charge(self, request: QueuedRequest) -> None:
+        """A request that waits is about to be served."""
+        if request.ahead:
+            return
+        accounts = self._classes[request.priority]
+        account = accounts.tenants[request.tenant]
+        accounts.virtual_time = max(accounts.virtual_time, account.start)
+        account.start += request.tokens / self.weight(request.tenant)
+
+
+class _ClassQueue:
+    """The requests of one class in one lane."""
+
+    def __init__(self, priority: int, shares: TenantShares) -> None:
+        self._priority = priority
+        self._shares = shares
+        self.ahead: OrderedDict[int, QueuedRequest] = OrderedDict()
+        self.tenants: dict[str, OrderedDict[int, QueuedRequest]] = {}
+        self.tokens = 0
+        self._tenant_tokens: dict[str, int] = {}
+        # A lower bound of (what the tenant has had, its first request) for each tenant here.
+        self._heap: list[tuple[float, int, str]] = []
+
+    def push(self, request: QueuedRequest, *, first: bool) -> None:
+        self.tokens += request.tokens
+        if request.ahead:
+            self.ahead[request.key] = request
+            if first:
+                self.ahead.move_to_end(request.key, last=False)
+            return
+        own = self.tenants.setdefault(request.tenant, OrderedDict())
+        own[request.key] = request
+        self._tenant_tokens[request.tenant] = self._tenant_tokens.get(request.tenant, 0) + request.tokens
+        if len(own) == 1:
+            heapq.heappush(self._heap, self._rank(request))
+
+    def remove(self, request: QueuedRequest) -> None:
+        self.tokens -= request.tokens
+        if request.ahead:
+            del self.ahead[request.key]
+            return
+        own = self.tenants[request.tenant]
+        was_first = next(iter(own)) == request.key
+        del own[request.key]
+        self._tenant_tokens[request.tenant] -= request.tokens
+        if not own:
+            del self.tenants[request.tenant], self._tenant_tokens[request.tenant]
+        elif was_first:
+            heapq.heappush(self._heap, self._rank(next(iter(own.values()))))
+            self._trim()
+
+    def tokens_before(self, tenant: str, tokens: int) -> float:
+        """Tokens that go before a new request of `tenant` with `tokens`; others get no more than their share."""
+        own = self._tenant_tokens.get(tenant, 0)
+        per_weight = (own + tokens) / self._shares.weight(tenant)
+        others = sum(
+            min(waiting, per_weight * self._shares.weight(other))
+            for other, waiting in self._tenant_tokens.items()
+            if other != tenant
+        )
+        return sum(request.tokens for request in self.ahead.values()) + own + others
+
+    def head(self) -> QueuedRequest | None:
+        if self.ahead:
+            return next(iter(self.ahead.values()))
+        while self._heap:
+            entry = self._heap[0]
+            own = self.tenants.get(entry[2])
+            if own is None:
+                heapq.heappop(self._heap)
+                continue
+            request = next(iter(own.values()))
+            if (rank := self._rank(request)) == entry:
+                return request
+            # The tenant has been served elsewhere, or its first request is another one by now.
+            heapq.heapreplace(self._heap, rank)
+        return None
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        yield from self.ahead.values()
+        for own in self.tenants.values():
+            yield from own.values()
+
+    def __bool__(self) -> bool:
+        return bool(self.ahead or self.tenants)
+
+    def _trim(self) -> None:
+        """Entries that are too low stay until they come up; here they are dropped when most are such."""
+        if len(self._heap) > 2 * len(self.tenants) + _SPARE:
+            self._heap = [self._rank(next(iter(own.values()))) for own in self.tenants.values()]
+            heapq.heapify(self._heap)
+
+    def _rank(self, request: QueuedRequest) -> tuple[float, int, str]:
+        return self._shares.start(self._priority, request.tenant), request.key, request.tenant
+
+
+class FairQueue:
+    """The requests that wait for one worker, in order of service. Each operation is O(log n), amortized."""
+
+    def __init__(self, shares: TenantShares) -> None:
+        self._shares = shares
+        self._classes = {priority: _ClassQueue(priority, shares) for priority in CLASSES}
+        self._requests: dict[int, QueuedRequest] = {}
+        self._arrivals = Earliest(self._requests)
+        self._deadlines = Earliest(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        """The requests: classes in order, tenants in none."""
+        for queue in self._classes.values():
+            yield from queue
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests here."""
+        return sum(queue.tokens for queue in self._classes.values())
+
+    def tokens_before(self, request: QueuedRequest) -> float:
+        """Tokens that would be served before a new request, by the order of service as it is now. O(tenants here)."""
+        higher = sum(self._classes[priority].tokens for priority in CLASSES if priority > request.priority)
+        return higher + self._classes[request.priority].tokens_before(request.tenant, request.tokens)
+
+    def push(self, request: QueuedRequest, *, first: bool = False) -> None:
+        """Adds a request that has entered the shares; `first`: before others that are `ahead` too."""
+        self._requests[request.key] = request
+        self._classes[request.priority].push(request, first=first)
+        self._arrivals.add(request.arrival, request.key)
+        if request.deadline is not None:
+            self._deadlines.add(request.deadline, request.key)
+
+    def remove(self, request: QueuedRequest) -> None:
+        """Takes out a request that is here."""
+        del self._requests[request.key]
+        self._classes[request.priority].remove(request)
+
+    def head(self) -> QueuedRequest | None:
+        """The request that goes next; None when there is none."""
+        return next((head for queue in self._classes.values() if (head := queue.head()) is not None), None)
+
+    def pop(self) -> QueuedRequest:
+        """Takes out the head and charges its tenant."""
+        request = self.head()
+        assert request is not None
+        self.remove(request)
+        self._shares.charge(request)
+        return request
+
+    def oldest_arrival(self) -> float | None:
+        """Monotonic seconds of the earliest arrival; None when nothing waits."""
+        top = self._arrivals.top()
+        return None if top is None else top[0]
+
+    def earliest_deadline(self) -> float | None:
+        """Monotonic seconds; None when no request has a deadline."""
+        top = self._deadlines.top()
+        return None if top is None else top[0]
+
+    def has(self, priority: int) -> bool:
+        """Whether a request of this class waits."""
+        return bool(self._classes[priority])
