@@ -13,6 +13,21 @@ outcome() {
   esac
 }
 
+# options PART: what only computes is spread over the cores, a file to each in turn, with one thread each; what waits for
+# processes and sockets has the machine to itself.
+options() {
+  case "$1" in
+  unit | parity) echo "-n $(($(nproc) < 4 ? $(nproc) : 4)) --dist loadfile" ;;
+  esac
+}
+# threads PART: of each PyTorch.
+threads() {
+  case "$1" in
+  unit | parity) echo 1 ;;
+  *) nproc ;;
+  esac
+}
+
 mark=${PYTEST_MARK:-not long}
 failed=0
 summary=()
@@ -20,7 +35,8 @@ for part in "$@"; do
   [ -n "$(find "tests/$part" -name 'test_*.py' -print -quit 2>/dev/null)" ] || continue
   echo "== tests/$part"
   started=$SECONDS
-  .venv/bin/python -m pytest -q --durations=10 -m "$mark" "tests/$part"
+  # shellcheck disable=SC2046 # options are words
+  OMP_NUM_THREADS=$(threads "$part") .venv/bin/python -m pytest -q --durations=10 -m "$mark" $(options "$part") "tests/$part"
   code=$?
   result=$(outcome "$code")
   [ "$result" != FAILED ] || failed=1

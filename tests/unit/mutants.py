@@ -200,13 +200,6 @@ FAULTS = [
     Mutant("stop-missed", Scheduler, "_land_decodes", "token_id in seq.stopping_ids or ", ""),
     Mutant("length-missed", Scheduler, "_land_decodes", " or len(tokens) >= seq.length_limit", ""),
     Mutant("columns-kept", Scheduler, "_leave", "self._decoding = None", "pass"),
-    Mutant(
-        "table-changed",
-        BlockManager,
-        "_go_on_with",
-        "seq.block_table = [*seq.block_table[:i], present, *seq.block_table[i + 1 :]]",
-        "seq.block_table[i] = present",
-    ),
     Mutant("discarded-kept", Scheduler, "discard", "seq.num_inflight_tokens -= num_scheduled", "pass"),
     Mutant("equal-block-not-held", BlockManager, "_go_on_with", "self._claim(present)", "pass"),
     Mutant("drafts-forgotten", BlockManager, "_blocks_needed", "num_new_tokens - seq", "1 - seq"),
