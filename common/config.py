@@ -69,7 +69,7 @@ class Config:
         kernels: `auto` or the name of a back end.
         tensor_parallel_size: ranks that share the model, each a process of its own when there are several.
         enable_expert_parallel: whether each rank holds some experts of a mixture whole, instead of a part of each.
-        parallel_config: engines that share the requests; one so far.
+        parallel_config: engines in lockstep, whose ranks share the experts.
         compilation_config: nothing is compiled or captured so far.
         quant_config: how the weights of a checkpoint are quantized whose config.json does not say so. They are
             brought to `dtype` when they are loaded.
@@ -123,8 +123,10 @@ class Config:
         _require(steps >= 1, "max_consecutive_prefill_steps", steps, "at least 1")
         ranks = self.tensor_parallel_size
         _require(ranks >= 1, "tensor_parallel_size", ranks, "at least 1")
-        experts = self.enable_expert_parallel
-        _require(not experts or ranks > 1, "enable_expert_parallel", experts, "False with one rank")
+        engines, experts = self.parallel_config.data_parallel_size, self.enable_expert_parallel
+        _require(not experts or ranks * engines > 1, "enable_expert_parallel", experts, "False with one rank")
+        name = "parallel_config.data_parallel_size"
+        _require(experts or engines == 1, name, engines, "1 without enable_expert_parallel: run more workers instead")
         _require(0 < self.gpu_memory_utilization <= 1, "gpu_memory_utilization", self.gpu_memory_utilization, "(0, 1]")
         delay = self.scheduler_delay_factor
         _require(math.isfinite(delay), "scheduler_delay_factor", delay, "a finite number")
@@ -141,9 +143,6 @@ class Config:
 
     def _refuse_unbuilt(self) -> None:
         """Refuses what no code acts on yet."""
-        engines = self.parallel_config.data_parallel_size
-        name = "parallel_config.data_parallel_size"
-        _require(engines == 1, name, engines, "1: run more workers; data parallelism within one is not built yet")
         level, sizes = self.compilation_config.level, self.compilation_config.cudagraph_capture_sizes
         _require(level == 0, "compilation_config.level", level, "0: compilation is not built yet")
         name = "compilation_config.cudagraph_capture_sizes"

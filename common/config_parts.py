@@ -25,17 +25,22 @@ WEIGHT_FORMATS: Final = {
 class ParallelConfig:
     """How many engines share one model's requests, each with a copy of the dense layers.
 
+    Attributes:
+        data_parallel_size: engines in lockstep, whose ranks share the experts of a mixture.
+        data_parallel_rank: of this engine.
+
     Raises:
         InvalidFieldError: a value is out of range.
     """
 
     data_parallel_size: int = 1
+    data_parallel_rank: int = 0
 
     def __post_init__(self) -> None:
         require_types(self, "parallel_config.")
-        require(
-            self.data_parallel_size >= 1, "parallel_config.data_parallel_size", self.data_parallel_size, "at least 1"
-        )
+        size, rank = self.data_parallel_size, self.data_parallel_rank
+        require(size >= 1, "parallel_config.data_parallel_size", size, "at least 1")
+        require(0 <= rank < size, "parallel_config.data_parallel_rank", rank, f"0 to {size - 1}")
 
 
 @dataclass(frozen=True)

@@ -116,6 +116,18 @@ class UnknownModelError(ApiError):
         )
 
 
+class UnknownWorkerError(ApiError):
+    """NOT_FOUND: the router is connected to no such worker."""
+
+    def __init__(self, worker_id: str, known: list[str]) -> None:
+        super().__init__(
+            grpc.StatusCode.NOT_FOUND,
+            f"no worker is called {worker_id!r}; workers: {', '.join(known) or 'none'}",
+            reason="UNKNOWN_WORKER",
+            metadata={"worker_id": worker_id},
+        )
+
+
 class DuplicateRequestError(ApiError):
     """ALREADY_EXISTS: a request with this id is in flight."""
 

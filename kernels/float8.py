@@ -29,4 +29,5 @@ def saturated(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     if tensor.dtype == dtype:
         return tensor
     largest = torch.finfo(dtype).max
-    return tensor.clamp(-largest, largest).to(dtype)
+    # In float32, since a narrow `tensor` may round the border itself: 65504 is 65536 in bfloat16.
+    return tensor.float().clamp(-largest, largest).to(dtype)

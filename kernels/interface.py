@@ -289,7 +289,11 @@ class KernelBackend(Protocol):
     def allocate_kv(
         self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> KVCache:
-        """A zeroed KV cache of `num_blocks` blocks of `block_size` tokens."""
+        """A zeroed KV cache of `num_blocks` blocks of `block_size` tokens.
+
+        `dtype` may be narrower than the model's, FP8 (E4M3) too: what is written is rounded, beyond its range to the
+        largest number, and read back exactly.
+        """
         ...
 
     def plan_attention(self, metadata: AttentionMetaData, cache: KVCache, num_heads: int) -> AttentionPlan:

@@ -38,13 +38,15 @@ class SelectionPlan:
     """What one step's selections do in every layer.
 
     Attributes:
-        scoring: items of the index queries over the index keys.
+        keys: the cache of index keys.
+        scoring: items of the index queries over them.
         topk: tokens that a row attends to, at most.
         num_heads: Hq of the attention that follows.
         visible: int64 [tokens], tokens up to each row's own.
         sequences: int64 [tokens], the sequence of each row.
     """
 
+    keys: PagedKVCache
     scoring: AttentionPlan
     topk: int
     num_heads: int
@@ -61,6 +63,7 @@ def plan(metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> Se
     sequences = np.repeat(np.arange(len(lengths)), lengths)
     position_0 = metadata.cu_seqlens_q[1:] - metadata.seq_lens
     return SelectionPlan(
+        keys=cache.index,
         scoring=paged_attention.plan(metadata, cache.index, spec.num_heads),
         topk=spec.topk,
         num_heads=num_heads,
@@ -100,7 +103,7 @@ class TokenSelector:
         plan: SelectionPlan,
     ) -> AttentionPlan:
         """The plan of attention to the selected tokens, over `cache.by_token()`; see KernelBackend.select_tokens."""
-        positions = self._positions(q, weights, cache, layer, plan)
+        positions = self._positions(q, weights, layer, plan)
         blocks, offsets = np.divmod(positions, cache.block_size)
         selected = AttentionMetaData(
             cu_seqlens_q=np.arange(len(plan.visible) + 1),
@@ -110,16 +113,13 @@ class TokenSelector:
         )
         return paged_attention.plan(selected, cache.by_token(), plan.num_heads)
 
-    def _positions(
-        self, q: torch.Tensor, weights: torch.Tensor, cache: PagedKVCache, layer: int, plan: SelectionPlan
-    ) -> Ints:
+    def _positions(self, q: torch.Tensor, weights: torch.Tensor, layer: int, plan: SelectionPlan) -> Ints:
         """[tokens, topk], each row's selected positions in ascending order, then zeros."""
-        assert cache.index is not None
         tokens = len(plan.visible)
         queries = tiled_queries(q, tokens, 1, plan.scoring, 1.0)
         row_weights = tiled_queries(weights.unsqueeze(-1), tokens, 1, plan.scoring, 1.0)
-        kernel = self._kernel(cache.index, plan.scoring, q.shape[1])
-        keys, _ = cache.index.granules(layer)
+        kernel = self._kernel(plan.keys, plan.scoring, q.shape[1])
+        keys, _ = plan.keys.granules(layer)
         positions = np.zeros((tokens, plan.topk), np.int64)
         for panel in plan.scoring.panels:
             rows = _rows(plan.scoring, panel)

@@ -14,6 +14,7 @@ from pathlib import Path
 import click
 import structlog
 import uvloop
+from fissile.admin.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
 from common.cli.failure import CommandError
@@ -36,6 +37,7 @@ from common.rpc.server import GrpcServer, PortTakenError
 from common.telemetry.logs import LEVELS, setup_logging
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError
+from router import admin
 from router.call import SERVICE
 from router.discovery import AddressError, static_workers
 from router.dispatcher import Dispatcher
@@ -69,6 +71,8 @@ class RouterOptions:
         max_unread_tokens: a client that leaves more unread is dropped.
         failover: what happens to requests whose worker is lost.
         tenants: what tenants get.
+        admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
+        admin_host: address of AdminService.
     """
 
     workers: Sequence[str]
@@ -77,12 +81,14 @@ class RouterOptions:
     delay_factor: float = 0.0
     max_hold_s: float = MAX_HOLD_S
     queue_size: int = MAX_QUEUED_REQUESTS
-    placement: str = "round_robin"
+    placement: str = "prefix_aware"
     tokenizer: Path | None = None
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     max_unread_tokens: int = MAX_UNREAD_TOKENS
     failover: FailoverOptions = field(default_factory=FailoverOptions)
     tenants: TenantPolicy = field(default_factory=TenantPolicy)
+    admin_port: int | None = None
+    admin_host: str = "127.0.0.1"
 
 
 class Router:
@@ -93,6 +99,7 @@ class Router:
         fleet: its workers and requests.
         registry: its models.
         service: its public service.
+        admin: the gRPC server of AdminService, None when it is off.
     """
 
     def __init__(self, options: RouterOptions) -> None:
@@ -105,7 +112,7 @@ class Router:
         self.server = GrpcServer(options.host, options.port, [SERVICE])
         self.registry = ModelRegistry()
         gate = DelayGate(options.delay_factor, options.max_hold_s)
-        failover, placement = options.failover, PLACEMENTS[options.placement]()
+        failover, placement = options.failover, PLACEMENTS[options.placement].make()
         shares = TenantShares(options.tenants.weights)
         dispatcher = Dispatcher(gate, placement, options.queue_size, failover.worker_wait_s, shares)
         self.fleet = Fleet(dispatcher, self.registry, self._store, self._serving.set, failover=failover)
@@ -118,6 +125,10 @@ class Router:
             tenants=options.tenants,
         )
 
+        self.admin: GrpcServer | None = None
+        if options.admin_port is not None:
+            self.admin = GrpcServer(options.admin_host, options.admin_port, [admin.SERVICE])
+
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
 
@@ -129,6 +140,11 @@ class Router:
             await self._store.read_folder(self._options.tokenizer)
         add_InferenceServiceServicer_to_server(self.service, self.server.server)
         await self.server.start()
+        if self.admin is not None:
+            add_AdminServiceServicer_to_server(admin.AdminService(self.fleet, self._tracing), self.admin.server)
+            await self.admin.start()
+            await self.admin.set_serving(True)
+            log.info("admin listening", address=self.admin.address)
         self._health = asyncio.create_task(self._follow_workers(), name="health")
         self.fleet.start(self._options.workers)
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
@@ -144,6 +160,8 @@ class Router:
         """Ends what still runs, and everything else. May be called at any time, twice too."""
         await self._leave_health()
         await self.server.stop(0)
+        if self.admin is not None:
+            await self.admin.stop(0)
         await self.fleet.stop()
         self._encoder.close()
         await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
@@ -289,8 +307,8 @@ class PerTenant(click.ParamType[tuple[str, float]]):
     help="Most requests that a tenant may have in flight; without a name, each of the others. 0 is no limit.",
 )  # fmt: skip
 @option(
-    "--placement", envvar="FISSILE_PLACEMENT", default="round_robin", type=click.Choice(sorted(PLACEMENTS)),
-    help="How requests are spread over the workers.",
+    "--placement", envvar="FISSILE_PLACEMENT", default="prefix_aware", type=click.Choice(list(PLACEMENTS)),
+    help="Which worker a request goes to. " + "; ".join(f"{name}: {p.what}" for name, p in PLACEMENTS.items()) + ".",
 )  # fmt: skip
 @option(
     "--failover", envvar="FISSILE_FAILOVER", default=FailoverPolicy.EXACT.value,
@@ -318,6 +336,11 @@ class PerTenant(click.ParamType[tuple[str, float]]):
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=f"{DRAIN_TIMEOUT_S:g}s", type=Duration(),
     help="How long streams may go on after SIGTERM.",
 )  # fmt: skip
+@option(
+    "--admin-port", envvar="FISSILE_ADMIN_PORT", default=None, type=click.IntRange(0, 65535),
+    help="Port of AdminService, which lists and drains workers; 0 takes any; absent: off.",
+)  # fmt: skip
+@option("--admin-host", envvar="FISSILE_ADMIN_HOST", default="127.0.0.1", help="Address of AdminService.")
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
 def router(
     workers: tuple[str, ...],
@@ -336,6 +359,8 @@ def router(
     lease: float,
     tokenizer: Path | None,
     drain_timeout: float,
+    admin_port: int | None,
+    admin_host: str,
     log_level: str,
 ) -> None:
     """Run one router: the public gRPC API in front of any number of workers.
@@ -361,6 +386,8 @@ def router(
                 drain_timeout_s=drain_timeout,
                 failover=FailoverOptions(FailoverPolicy(failover), worker_wait, stall_timeout, lease),
                 tenants=_tenants(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
+                admin_port=admin_port,
+                admin_host=admin_host,
             )
         )
     )

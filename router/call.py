@@ -38,16 +38,23 @@ class Call:
         method: name of the RPC.
         request_id: the request's id; one is minted for the metadata when it is empty.
         operation: `names.TEXT_COMPLETION` or `names.CHAT` for an RPC that generates.
+        service: full name of the RPC's service.
     """
 
     def __init__(
-        self, tracing: Tracing, context: Context, method: str, request_id: str = "", operation: str = ""
+        self,
+        tracing: Tracing,
+        context: Context,
+        method: str,
+        request_id: str = "",
+        operation: str = "",
+        service: str = SERVICE,
     ) -> None:
         self._context = context
         self._method = method
         self._request_id = quote(request_id or uuid.uuid4().hex, safe=_PRINTABLE)[:_MAX_ID_METADATA]
         metadata = context.invocation_metadata()
-        name = f"{SERVICE}/{method}"
+        name = f"{service}/{method}"
         self._span = tracing.request_span(name, metadata, operation=operation, peer=context.peer())
         self._trailing = ((REQUEST_ID, self._request_id), *self._span.trailing_metadata())
 

@@ -68,6 +68,19 @@ class FailoverOptions:
     lease_s: float = LEASE_S
 
 
+@dataclass(frozen=True, slots=True)
+class ConnectedWorker:
+    """A worker as operators see it; `running` counts the requests of this router there."""
+
+    address: str
+    worker_id: str
+    instance_id: str
+    model: str
+    numerics: str
+    draining: bool
+    running: int
+
+
 class Fleet:
     """All workers and all requests of this router.
 
@@ -154,6 +167,9 @@ class Fleet:
             request.deadline,
             tenant=request.tenant,
             priority=request.priority,
+            session=request.session_id,
+            granules=request.granules,
+            granule_tokens=request.granule_tokens,
         )
         try:
             self._dispatcher.arrive(queued, self._clock())
@@ -174,6 +190,22 @@ class Fleet:
         if self._dispatcher.cancel(stream.queued.key):
             self._pump_soon()
         self._detach(stream)
+
+    def workers(self) -> list[ConnectedWorker]:
+        """The workers that this router is connected to, in order of their addresses."""
+        return [
+            ConnectedWorker(
+                address=address,
+                worker_id=session.worker_id,
+                instance_id=session.instance_id,
+                model=session.model.name,
+                numerics=session.model.numerics,
+                draining=session in self._draining,
+                running=len(session.link.live),
+            )
+            for address, session in sorted(self._sessions.items())
+            if session.model is not None
+        ]
 
     # Sessions (`SessionEvents`).
 
@@ -472,4 +504,5 @@ class Fleet:
             fleet_oldest_age_s=load.fleet_oldest_age_ms / 1e3,
             fleet_tokens=load.fleet_tokens,
             submit_seen=submit_seen,
+            total_blocks=load.total_blocks,
         )

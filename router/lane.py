@@ -35,6 +35,7 @@ class LoadReport:
     fleet_oldest_age_s: float = 0.0
     fleet_tokens: int = 0
     submit_seen: int = 0
+    total_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +52,7 @@ class _Group:
     serial: int
     tokens: int
     seqs: int
+    work: int
 
 
 class Lane:
@@ -79,6 +81,8 @@ class Lane:
         self.last_report = report
         self.unseen_tokens = 0
         self.unseen_seqs = 0
+        # Prompt tokens to compute of what is bound, and of what is on its way.
+        self._work = 0
         self._bound = FairQueue(TenantShares() if shares is None else shares)
         self._unseen: deque[_Group] = deque()
         self._serial = 0
@@ -97,11 +101,13 @@ class Lane:
     def bind(self, request: QueuedRequest, *, first: bool = False) -> None:
         """Lets `request` wait for this worker; `first`: before others that have been with a worker."""
         request.lane = self.worker
+        self._work += request.work
         self._bound.push(request, first=first)
 
     def unbind(self, request: QueuedRequest) -> None:
         """Forgets a request that waits for this worker."""
         self._bound.remove(request)
+        self._work -= request.work
         request.lane = None
 
     def seconds_to_serve(self, request: QueuedRequest) -> float:
@@ -110,9 +116,10 @@ class Lane:
         0 when nothing is before it, and at an unknown speed: a measurement that is wrong must not keep out the request
         that would correct it.
         """
-        before = self.last_report.waiting_tokens + self.unseen_tokens + self._bound.tokens_before(request)
+        unseen_work = self._work - self._bound.work
+        before = self.last_report.waiting_tokens + unseen_work + self._bound.work_before(request)
         rate = self.last_report.prefill_rate
-        return (before + request.tokens) / rate if before and rate > 0 else 0.0
+        return (before + request.work) / rate if before and rate > 0 else 0.0
 
     def take_report(self, report: LoadReport) -> None:
         """Replaces the load and drops the groups that it accounts for."""
@@ -121,11 +128,12 @@ class Lane:
             group = self._unseen.popleft()
             self.unseen_tokens -= group.tokens
             self.unseen_seqs -= group.seqs
+            self._work -= group.work
 
     @property
     def outstanding_tokens(self) -> int:
-        """Prompt tokens that wait at the worker, are on their way to it, or wait for it here."""
-        return self.last_report.waiting_tokens + self.unseen_tokens + self.bound_tokens
+        """Prompt tokens to compute that wait at the worker, are on their way to it, or wait for it here."""
+        return self.last_report.waiting_tokens + self._work
 
     def seconds_for(self, tokens: int) -> float:
         """Seconds until `tokens` more prompt tokens would be computed, behind all others; 0 at an unknown speed."""
@@ -191,7 +199,7 @@ class Lane:
 
     def _send(self, group: list[QueuedRequest], tokens: int) -> int:
         self._serial += 1
-        self._unseen.append(_Group(self._serial, tokens, len(group)))
+        self._unseen.append(_Group(self._serial, tokens, len(group), sum(request.work for request in group)))
         self.unseen_tokens += tokens
         self.unseen_seqs += len(group)
         return self._serial

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -221,15 +222,22 @@ def write_safetensors(file: Path, tensors: Mapping[str, Stored]) -> None:
             stream.write(np.ascontiguousarray(array).tobytes())
 
 
+# Names of weights that published quantized checkpoints quantize: not embeddings, heads, routers, norms.
+PROJECTIONS = re.compile(r".*(_proj|_proj_with_mqa|\.w[123]|\.indexer\.w(q_b|k))\.weight")
+
+
 def quantize_checkpoint(folder: Path, scheme: Scheme) -> dict[str, Floats]:
-    """Quantizes the projections of a float32 checkpoint in place; every weight's worth by name."""
+    """Quantizes the projections of a float32 checkpoint in place; every weight's worth by name.
+
+    FP4 leaves weights alone whose rows are no whole groups, as quantizers do.
+    """
     from safetensors.numpy import load_file
 
     file = folder / "model.safetensors"
     tensors: dict[str, Stored] = {}
     worths: dict[str, Floats] = {}
     for name, weight in load_file(file).items():
-        if name.endswith("_proj.weight"):
+        if PROJECTIONS.fullmatch(name) and not (scheme.number == "fp4" and weight.shape[1] % 32):
             stored, worths[name] = scheme.quantize(name, weight)
             tensors |= stored
         else:

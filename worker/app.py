@@ -23,7 +23,7 @@ from fissile.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_serve
 from common.cli.failure import CommandError
 from common.cli.options import option
 from common.cli.restart_policy import GiveUp, RestartPolicy
-from common.config import SCHEDULING_POLICIES, Config
+from common.config import SCHEDULING_POLICIES, Config, ParallelConfig
 from common.errors import ApiError
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import (
@@ -59,6 +59,7 @@ from worker.topology import Topology, threads_per_rank
 log = structlog.get_logger(__name__)
 
 _FAILED = 1
+_OTHERS_LOOK_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,6 +115,7 @@ class Worker:
         self._metrics = setup_metrics("fissile-worker", self._loaded.instance_id)
         self.server = GrpcServer(options.host, options.port, [SERVICE])
         self._policy = RestartPolicy()
+        self._core: EngineCore | None = None
         self.engine = EngineLoop()
         self.service = WorkerService(self._loaded, files, self.engine, self._tracing)
 
@@ -188,7 +190,7 @@ class Worker:
 
     async def _after_failure(self, stop: asyncio.Event, why: str) -> int | None:
         """Waits before another engine is made. Returns the exit code, None to go on."""
-        if self._options.topology.tp_size == 1:
+        if not self._options.topology.has_ranks:
             return _FAILED
         decision = self._policy.died(time.monotonic())
         if isinstance(decision, GiveUp):
@@ -221,7 +223,7 @@ class Worker:
             async with asyncio.timeout(timeout_s):
                 await asyncio.sleep(DRAIN_PROPAGATION_S)
                 self.service.refuse_calls()
-                failed = await _first(self.engine.wait_failed(), self.engine.wait_idle()) == 0
+                failed = await _first(self.engine.wait_failed(), self._wait_idle()) == 0
         except TimeoutError:
             log.warning("drain timeout", sequences=self.engine.num_live)
             self.engine.end_all("the worker was drained and the sequence did not end in time")
@@ -231,8 +233,19 @@ class Worker:
         await self.service.finish(SESSION_FLUSH_S)
         return _FAILED if failed else 0
 
+    async def _wait_idle(self) -> None:
+        """Waits until no sequence is live, here and on engines that need this one's steps."""
+        await self.engine.wait_idle()
+        # The engine thread knows, and says nothing while it has no outputs.
+        while self._core is not None and self._core.others_have_work:  # noqa: ASYNC110
+            await asyncio.sleep(_OTHERS_LOOK_S)
+
     def _build(self) -> EngineCore:
         """Makes the engine; runs on the engine thread."""
+        self._core = self._make_engine()
+        return self._core
+
+    def _make_engine(self) -> EngineCore:
         options = self._options
         if options.simulate is not None:
             core, self._loaded = build_simulated_engine(
@@ -240,7 +253,7 @@ class Worker:
             )
             return core
         progress = Progress()
-        if options.topology.tp_size > 1:
+        if options.topology.has_ranks:
             return self._build_on_ranks(progress)
         progress.stage("loading PyTorch")
         # A simulated worker runs where PyTorch is not installed.
@@ -275,6 +288,7 @@ class Worker:
             "max_num_seqs": config.max_num_seqs,
             "kv_cache_dtype": config.kv_cache_dtype,
             "tp_size": config.tensor_parallel_size,
+            "dp_rank": f"{self._options.topology.dp_rank} of {self._options.topology.dp_size}",
         }
 
 
@@ -438,6 +452,16 @@ class ByteSize(click.ParamType[int]):
     help="Mixtures of experts: each rank holds some experts whole, instead of a part of each.",
 )  # fmt: skip
 @option(
+    "--dp-size", envvar="FISSILE_DP_SIZE", type=click.IntRange(min=1), default=1,
+    help="Data parallel in lockstep, for mixtures of experts with --enable-expert-parallel: so many workers, each with "
+    "its own requests and cache, share the experts. Start them with the same options but --port and --dp-rank 0, 1, "
+    "...; all of them serve, or none. Without --enable-expert-parallel run independent workers instead.",
+)  # fmt: skip
+@option(
+    "--dp-rank", envvar="FISSILE_DP_RANK", type=click.IntRange(min=0), default=0,
+    help="Number of this worker among those of --dp-size, from 0.",
+)  # fmt: skip
+@option(
     "--nnodes", envvar="FISSILE_NNODES", type=click.IntRange(min=1), default=1,
     help="Machines that the ranks are spread over, as many on each. Run this command on all of them with the same "
     "--tp-size, --nnodes, --dist-init and --model, and with --node-rank 0, 1, ...: machine 0 serves requests, the "
@@ -449,8 +473,8 @@ class ByteSize(click.ParamType[int]):
 )  # fmt: skip
 @option(
     "--dist-init", envvar="FISSILE_DIST_INIT", default="", metavar="tcp://HOST:PORT",
-    help="With --nnodes: an address of machine 0 that it listens on for the others' ranks. Ranks also open ports of "
-    "their own among each other, unencrypted: use a private network.",
+    help="With --nnodes or --dp-size: an address of machine 0, or of worker 0, where it waits for the others' ranks. "
+    "Ranks also open ports of their own among each other, unencrypted: use a private network.",
 )  # fmt: skip
 @option(
     "--step-timeout", envvar="FISSILE_STEP_TIMEOUT", type=click.FloatRange(min=0, min_open=True),
@@ -503,15 +527,17 @@ def _options(
     nnodes: int,
     node_rank: int,
     dist_init: str,
+    dp_size: int,
+    dp_rank: int,
     step_timeout: float,
     **others: Any,
 ) -> WorkerOptions:
     """The options as the classes take them."""
-    if simulate is not None and tp_size > 1:
-        raise CommandError("--simulate runs no ranks: leave --tp-size away, and name a preset with -tpN")
+    if simulate is not None and max(tp_size, dp_size) > 1:
+        raise CommandError("--simulate runs no ranks: leave --tp-size and --dp-size away, and name a preset with -tpN")
     try:
+        topology = Topology(tp_size, nnodes, node_rank, dist_init, dp_size, dp_rank)
         folder = model_folder(model, weights=simulate is None)
-        topology = Topology(tp_size, nnodes, node_rank, dist_init)
         config = Config(
             model=str(folder),
             max_num_seqs=max_num_seqs,
@@ -528,6 +554,7 @@ def _options(
             hash_seed=hash_seed,
             tensor_parallel_size=tp_size,
             enable_expert_parallel=enable_expert_parallel,
+            parallel_config=ParallelConfig(dp_size, dp_rank),
         )
         cost = None if simulate is None else cost_model(simulate)
     except (ApiError, HubError) as error:

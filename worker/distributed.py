@@ -17,17 +17,32 @@ import torch.distributed
 # Which library carries tensors of a device; torch names RCCL "nccl" too. What is needed of them has no stubs.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 _dist: Any = torch.distributed
+# How long ranks wait for others, which may load a large model or may not have been started yet.
+_PATIENCE = datetime.timedelta(days=1)
 
 
-def open_store(host: str) -> tuple[Any, int]:
+def open_store(host: str, port: int = 0) -> tuple[Any, int]:
     """A store where ranks find each other, which this rank holds, and the port that it got."""
-    store = _dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)
+    store = _dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
     return store, int(store.port)
 
 
 def reach_store(host: str, port: int) -> Any:
-    """The store that another rank holds."""
-    return _dist.TCPStore(host, port, is_master=False, wait_for_workers=False)
+    """The store that another rank holds, as soon as it is there."""
+    return _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+
+
+def part_of_store(name: str, store: Any) -> Any:
+    """A part of the store for one group of several."""
+    return _dist.PrefixStore(name, store)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine from which it reaches `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Sends nothing; only looks up the route.
+        probe.connect((socket.gethostbyname(host), 9))
+        return str(probe.getsockname()[0])
 
 
 def join(store: Any, rank: int, size: int, address: str, timeout_s: float, device: str = "cpu") -> GroupCollectives:
@@ -53,8 +68,16 @@ def join(store: Any, rank: int, size: int, address: str, timeout_s: float, devic
     return GroupCollectives(_dist.ProcessGroupNCCL(store, rank, size, options))
 
 
+class PeerLostError(Exception):
+    """A rank of the group is gone, or the network between them broke."""
+
+
 class GroupCollectives:
-    """Collectives of a process group; every rank gets the same bits."""
+    """Collectives of a process group; every rank gets the same bits.
+
+    Raises:
+        PeerLostError: from every operation.
+    """
 
     def __init__(self, group: Any) -> None:
         self._group = group
@@ -74,5 +97,8 @@ class GroupCollectives:
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
         own = x.contiguous()
         parts = [torch.empty_like(own) for _ in range(self._group.size())]
-        self._group.allgather([parts], [own]).wait()
+        try:
+            self._group.allgather([parts], [own]).wait()
+        except RuntimeError as error:
+            raise PeerLostError("a rank that it computes with is gone") from error
         return parts

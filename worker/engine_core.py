@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Final, NoReturn, Protocol
 
 from common.config import Config
 from common.limits import MAX_HOLD_S
@@ -22,6 +23,10 @@ from worker.batch import RequestOutput, Runner, ScheduledBatch, ScheduledBatchOu
 from worker.executor import Executed, Executor, InlineExecutor, ThreadExecutor
 from worker.scheduler import Scheduler
 from worker.sequence import EndReason, Sequence
+
+# How often an idle engine looks whether its ranks are there, and how often engines in lockstep ask each other for work.
+_IDLE_CHECK_S: Final = 0.5
+_LOCKSTEP_CHECK_S: Final = 0.02
 
 
 class EngineDeadError(Exception):
@@ -196,7 +201,9 @@ class EngineCore:
         self.expire(now)
         self._deadlines.compact(self.scheduler.num_live)
         scheduled = self.scheduler.schedule(now)
-        if scheduled is not None:
+        if scheduled is None:
+            self._nothing_scheduled()
+        else:
             batch, seqs = scheduled
             self._flights.append(_Flight(batch, seqs, self.executor.submit(batch)))
             self.num_steps += 1
@@ -205,6 +212,9 @@ class EngineCore:
             self._land(self._flights[0])
             self._flights.popleft()
         return StepResult(self.scheduler.take_outputs())
+
+    def _nothing_scheduled(self) -> None:
+        """A step without a batch."""
 
     def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         return self.runner.forward(batch)
@@ -226,11 +236,26 @@ class EngineCore:
         self.scheduler.record_step(flight.batch, duration_s)
         self.scheduler.postprocess(flight.seqs.values(), output, batch=flight.batch, now=self._clock())
 
-    def check(self) -> None:
-        """Raises EngineDeadError when what computes the steps is lost, which an idle engine would not find out."""
+    @property
+    def idle_check_s(self) -> float:
+        """How often `check` is to be called while there is nothing to do, seconds."""
+        return _IDLE_CHECK_S
+
+    @property
+    def others_have_work(self) -> bool:
+        """Whether another engine may need this one's steps."""
+        return False
+
+    def check(self) -> bool:
+        """Whether there is a step to make although nothing has come.
+
+        Raises:
+            EngineDeadError: what computes the steps is lost, which an idle engine would not find out.
+        """
         if (error := self.executor.failure()) is not None:
             self._dead = True
             raise EngineDeadError(f"{type(error).__name__}: {error}")
+        return False
 
     def close(self) -> None:
         """Ends the runner's thread or its ranks."""
@@ -250,3 +275,82 @@ class EngineCore:
             last_prompt_latency_s=scheduler.last_prompt_latency,
             prefill_rate=scheduler.prefill_rate,
         )
+
+
+class LockstepGroup(Runner, Executor, Protocol):
+    """Ranks that share experts with those of other engines."""
+
+    def any_has_work(self, has_work: bool) -> bool:
+        """Whether any engine has work. Returns when all have been asked.
+
+        Raises:
+            Exception: a rank is lost, of this engine or of another.
+        """
+        ...
+
+
+class DPEngineCoreProc(EngineCore):
+    """An engine in lockstep with others, each in its own worker, with its own requests and cache (seed 003 section 5).
+
+    Experts are spread over the ranks of all engines, so that a step of one needs the ranks of all. Time goes in rounds:
+    every engine says whether it has work (an all_reduce), and if any has, each makes exactly one step, a dummy one when
+    it has nothing to compute. While none has work they ask each other every 20 ms.
+
+    Args:
+        config: as EngineCore, as are the others.
+        group: runs the steps, and knows the other engines.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, config: Config, group: LockstepGroup, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(config, group, clock, group)
+        self._group = group
+        self._in_round = False
+        self._busy = False
+
+    @property
+    def idle_check_s(self) -> float:
+        """At once after a round in which any engine had work."""
+        return 0.0 if self._busy else _LOCKSTEP_CHECK_S
+
+    @property
+    def others_have_work(self) -> bool:
+        """Whether any had in the last round."""
+        return self._busy
+
+    def has_unfinished(self) -> bool:
+        """Also when another engine needs this one's ranks."""
+        return self._in_round or super().has_unfinished()
+
+    def check(self) -> bool:
+        """Asks the other engines."""
+        super().check()
+        self._open_round(has_work=False)
+        return self._in_round
+
+    def step(self) -> StepResult:
+        """One round."""
+        if not self._in_round:
+            self._open_round(has_work=True)
+        self._in_round = False
+        return super().step()
+
+    def dummy_prefill_execution(self) -> None:
+        """A step of this engine's ranks for the others (the guide's name)."""
+        try:
+            self.executor.submit(ScheduledBatch({}, [], 0, is_dummy_run=True)).result()
+        except Exception as error:
+            self._die(error)
+
+    def _nothing_scheduled(self) -> None:
+        self.dummy_prefill_execution()
+
+    def _open_round(self, *, has_work: bool) -> None:
+        try:
+            self._in_round = self._busy = self._group.any_has_work(has_work)
+        except Exception as error:
+            self._die(error)
+
+    def _die(self, error: Exception) -> NoReturn:
+        self._dead = True
+        raise EngineDeadError(f"{type(error).__name__}: {error}") from error

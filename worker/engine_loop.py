@@ -28,8 +28,6 @@ log = structlog.get_logger(__name__)
 
 # How long the engine thread waits when it has unfinished sequences but no work: the delay gate holds them all.
 _GATED_WAIT_S = 0.001
-# How often an idle engine looks whether its ranks are there.
-_IDLE_CHECK_S = 0.5
 
 
 class EngineState(enum.Enum):
@@ -128,8 +126,8 @@ class EngineThread:
 
     def _wait_idle(self, core: EngineCore) -> None:
         """Waits until there is something to do; raises when what computes the steps is lost meanwhile."""
-        while not self._wait(_IDLE_CHECK_S):
-            core.check()
+        while not self._wait(core.idle_check_s) and not core.check():
+            pass
 
     def _take(self) -> list[Command] | None:
         """All commands. None when the thread must end."""

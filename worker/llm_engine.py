@@ -267,6 +267,9 @@ class LLMEngine:
         config = replace(config, model=_folder(config.model, weights=runner is None))
         model_config = ModelConfig.from_folder(config.model)
         config = with_special_tokens(config, model_config)
+        engines = config.parallel_config.data_parallel_size
+        if engines > 1:
+            raise InvalidFieldError("parallel_config.data_parallel_size", f"is {engines}", "1 here: run workers")
         ranks: RankGroup | None = None
         if runner is None and config.tensor_parallel_size > 1:
             config, ranks = _load_ranks(config, model_config)

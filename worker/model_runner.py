@@ -21,7 +21,14 @@ from kernels.interface import AttentionMetaData, KVCache, SampleParams
 from kernels.select import select_backend
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.dtype import log_dtype, resolve_dtype, resolve_kv_dtype
-from worker.forward_context import Context, KVCacheTensor, reset_forward_context, set_forward_context, set_kv_cache_data
+from worker.forward_context import (
+    Context,
+    DPMetadata,
+    KVCacheTensor,
+    reset_forward_context,
+    set_forward_context,
+    set_kv_cache_data,
+)
 from worker.layers.build import Build
 from worker.loader import Progress, load_weights, no_progress
 from worker.model_config import ModelConfig, ModelError
@@ -151,6 +158,8 @@ class ModelRunner:
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Computes one step; only sequences whose last token is reached get a token (T31)."""
+        if batch.is_dummy_run:
+            self.dummy_run()
         if not batch.req_ids:
             return ScheduledBatchOutput({})
         self._last_output = self.postprocess(batch, self.run_model(self.prepare_model(batch)))
@@ -188,7 +197,7 @@ class ModelRunner:
     def run_model(self, step: ModelInput) -> torch.Tensor:
         """float32 logits [F, V] of the final rows; -inf for ids that the tokenizer does not have."""
         set_kv_cache_data(self._kv_cache_data)
-        set_forward_context(step.metadata, self.config, step.context)
+        set_forward_context(step.metadata, self.config, step.context, self._dp_metadata(step.context.graph_bs))
         try:
             hidden = self.model.forward(step.token_ids, step.context.positions)
         finally:
@@ -196,6 +205,17 @@ class ModelRunner:
         logits = self.model.compute_logits(hidden.index_select(0, step.final_rows))
         logits[:, self._sampled_ids :] = -torch.inf
         return logits
+
+    def _dp_metadata(self, num_rows: int) -> DPMetadata | None:
+        data = self.shard.data
+        return None if data is None else DPMetadata.make(DPMetadata.num_tokens_across_dp(num_rows, data))
+
+    def dummy_run(self) -> None:
+        """A step on a row that nobody asked for, in a KV pool of its own: this engine's part of the others' experts."""
+        seq = Sequence([0], self.config.kv_cache_block_size)
+        seq.block_table = [0]
+        with self.scratch_kv_cache(1):
+            self.run_model(self.prepare_model(ScheduledBatch({seq.id: seq}, [1], 1)))
 
     @torch.inference_mode()
     def postprocess(self, batch: ScheduledBatch, logits: torch.Tensor) -> ScheduledBatchOutput:

@@ -38,6 +38,7 @@ def numerics_digest(runner: ModelRunner) -> str:
         torch.get_num_threads(),
         runner.shard.size,
         runner.shard.expert_parallel,
+        1 if runner.shard.data is None else runner.shard.data.size,
     )
     digest.update(repr(facts).encode())
     decodes = min(_DECODES, (runner.max_model_len - 1) // 2)

@@ -35,6 +35,23 @@ class Alone:
 
 
 @dataclass(frozen=True)
+class DataParallel:
+    """The engines that are in lockstep with this one, to share the experts of a mixture (seed 003, DPEngineCoreProc).
+
+    Attributes:
+        rank: of this engine, of `size`.
+        size: engines.
+        collectives: of the ranks that have this rank's place in their engines.
+        experts: of all ranks of all engines, engine by engine.
+    """
+
+    rank: int
+    size: int
+    collectives: Collectives
+    experts: Collectives
+
+
+@dataclass(frozen=True)
 class Shard:
     """One rank's part of a model.
 
@@ -43,12 +60,14 @@ class Shard:
         size: ranks that share the model.
         collectives: of those ranks.
         expert_parallel: whether ranks hold whole experts of a mixture, instead of a part of each.
+        data: other engines that hold experts too; None when this one is alone.
     """
 
     rank: int = 0
     size: int = 1
     collectives: Collectives = field(default_factory=Alone)
     expert_parallel: bool = False
+    data: DataParallel | None = None
 
     def part(self, count: int, what: str) -> slice:
         """This rank's equal share of `count` things in a row.
@@ -63,7 +82,10 @@ class Shard:
 
     def expert_part(self, num_experts: int) -> slice:
         """This rank's experts with expert parallelism; shares differ by at most one, and may be empty."""
-        return slice(self.rank * num_experts // self.size, (self.rank + 1) * num_experts // self.size)
+        rank, size = self.rank, self.size
+        if self.data is not None:
+            rank, size = self.data.rank * size + rank, self.data.size * size
+        return slice(rank * num_experts // size, (rank + 1) * num_experts // size)
 
     def kv_part(self, num_kv_heads: int) -> slice:
         """This rank's key/value heads: an equal share, or, where ranks outnumber heads, one that others hold too.

@@ -30,7 +30,7 @@ from worker.model_config import ModelConfig, ModelError
 
 if TYPE_CHECKING:
     from worker.model_runner import ModelRunner
-    from worker.parallel import Collectives
+    from worker.parallel import Collectives, DataParallel
 
 _RECONNECT_S: Final = 0.5
 _PROGRESS_INTERVAL_S: Final = 0.1
@@ -92,6 +92,8 @@ class Rank:
         self._progress_sent = 0.0
         self._collectives: Collectives | None = None
         self._store: Any = None
+        self._engines_store: Any = None
+        self._data: DataParallel | None = None
         self._decoder = BatchDecoder()
         self._runner: ModelRunner | None = None
 
@@ -112,21 +114,50 @@ class Rank:
         """Joins the others. `address` is this machine's own where the connection does not say it."""
         from worker.distributed import join, reach_store  # noqa: PLC0415
 
-        store = self._store or reach_store(host, port)
-        own = address or self._link.own_address
-        self._collectives = join(store, self._rank, size, own, _COLLECTIVE_TIMEOUT_S)
+        if size > 1:
+            store = self._store or reach_store(host, port)
+            own = address or self._link.own_address
+            self._collectives = join(store, self._rank, size, own, _COLLECTIVE_TIMEOUT_S)
+
+    def join_engines(self, host: str, port: int, tp_size: int, dp_rank: int, dp_size: int) -> None:
+        """Joins the ranks of the other engines, whose first rank holds the store at `host` and `port`."""
+        from worker.distributed import (  # noqa: PLC0415
+            address_towards,
+            join,
+            open_store,
+            part_of_store,
+            reach_store,
+        )
+        from worker.parallel import DataParallel  # noqa: PLC0415
+
+        own, place = address_towards(host), dp_rank * tp_size + self._rank
+        self._engines_store = open_store(host, port)[0] if place == 0 else reach_store(host, port)
+        alike, everyone = (part_of_store(name, self._engines_store) for name in (f"rank-{self._rank}", "experts"))
+        self._data = DataParallel(
+            dp_rank,
+            dp_size,
+            join(alike, dp_rank, dp_size, own, _COLLECTIVE_TIMEOUT_S),
+            join(everyone, place, dp_size * tp_size, own, _COLLECTIVE_TIMEOUT_S),
+        )
+
+    def any_has_work(self, has_work: bool) -> bool:
+        """Whether any of the engines in lockstep has work. Rank 0 only."""
+        import torch  # noqa: PLC0415
+
+        assert self._data is not None, "any_has_work before join_engines"
+        return bool(self._data.collectives.all_reduce(torch.tensor([float(has_work)])).item())
 
     def load(self, config: Config, threads: int) -> int:
         """Loads this rank's part of the model; bytes of one KV block on this rank."""
         import torch  # noqa: PLC0415
 
         from worker.model_runner import ModelRunner, kv_block_bytes  # noqa: PLC0415
-        from worker.parallel import Shard  # noqa: PLC0415
+        from worker.parallel import Alone, Shard  # noqa: PLC0415
 
         torch.set_num_threads(threads)
-        assert self._collectives is not None, "load before join"
         config = replace(config, model=self._model)
-        shard = Shard(self._rank, config.tensor_parallel_size, self._collectives, config.enable_expert_parallel)
+        collectives = self._collectives or Alone()
+        shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)
         model_config = ModelConfig.from_folder(self._model)
         self._runner = ModelRunner(config, model_config, self._progress, shard)
         return kv_block_bytes(model_config, config, shard)
@@ -175,6 +206,8 @@ def serve(rank: Rank, link: Link) -> None:
         for each in (
             rank.open_store,
             rank.join,
+            rank.join_engines,
+            rank.any_has_work,
             rank.load,
             rank.free_memory,
             rank.allocate,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from common.config import Config
 from worker.engine_config import with_pool
-from worker.engine_core import EngineCore
+from worker.engine_core import DPEngineCoreProc, EngineCore
 from worker.facts import WorkerFacts
 from worker.model_config import ModelConfig, ModelError
 from worker.progress import Progress
@@ -40,6 +40,8 @@ def build_rank_engine(
         kernels=known["kernels"],
         dtype=known["dtype"],
     )
+    if group.topology.dp_size > 1:
+        return DPEngineCoreProc(config, group), facts
     return EngineCore(config, group, executor=group), facts
 
 

@@ -48,6 +48,9 @@ log = structlog.get_logger(__name__)
 
 _WAIT_LOG_S: Final = 10.0
 _ACCEPT_S: Final = 0.2
+_GONE_S: Final = 0.5
+# Calls that take as long as a step.
+_TIMED: Final = frozenset({"forward", "any_has_work"})
 
 
 class RankLostError(Exception):
@@ -139,16 +142,30 @@ class RankGroup:
             if self.topology.remote_ranks:
                 self._accept_remote()
             self._watcher.start()
-            host, _ = self.topology.meeting_point
-            port = self.call("open_store", host, only=0)[0]
-            local = host if self.topology.remote_ranks else ""
-            addresses = dict.fromkeys(self.topology.local_ranks, local)
-            self._call_each(
-                "join", {rank: (host, port, self.topology.tp_size, addresses.get(rank, "")) for rank in self._peers}
-            )
+            self._join()
         except BaseException:
             self.close()
             raise
+
+    def _join(self) -> None:
+        topology = self.topology
+        host, port = topology.meeting_point if topology.remote_ranks else ("127.0.0.1", 0)
+        port = self.call("open_store", host, only=0)[0]
+        local = host if topology.remote_ranks else ""
+        addresses = dict.fromkeys(topology.local_ranks, local)
+        self._call_each("join", {rank: (host, port, topology.tp_size, addresses.get(rank, "")) for rank in self._peers})
+        if topology.dp_size > 1:
+            log.info("waiting for the other engines", dp_rank=topology.dp_rank, dp_size=topology.dp_size)
+            host, port = topology.meeting_point
+            self.call("join_engines", host, port, topology.tp_size, topology.dp_rank, topology.dp_size)
+
+    def any_has_work(self, has_work: bool) -> bool:
+        """Whether any of the engines in lockstep has work.
+
+        Raises:
+            RankLostError: a rank is lost, of this engine or of another.
+        """
+        return bool(self.call("any_has_work", has_work, only=0)[0])
 
     def call(self, name: str, *arguments: object, only: int | None = None) -> dict[int, Any]:
         """Calls a method of every rank, or of one. The answers, by rank.
@@ -292,10 +309,27 @@ class RankGroup:
             if kind == "done":
                 self._answered(peer.rank, *content)
             elif kind == "failed":
-                raise _failure(peer.rank, *content)
+                raise self._failure(peer.rank, *content)
             elif kind == "progress":
                 self._loaded[peer.rank] = (content[0], content[1])
                 self._say_progress()
+
+    def _failure(self, rank: int, serial: int, kind: str, message: str) -> Exception:
+        if kind == "model":
+            return ModelError(f"rank {rank}: {message}" if rank else message)
+        # The survivors of a rank often speak before its own connection ends.
+        gone = self._gone() if kind == "PeerLostError" else None
+        return RankLostError(f"rank {rank} failed: {kind}: {message}" if gone is None else _how_lost(gone))
+
+    def _gone(self) -> _Peer | None:
+        """A rank of this machine whose process has ended, which may take a moment to show."""
+        end = self._clock() + _GONE_S
+        while self._clock() < end:
+            for peer in self._peers.values():
+                if peer.process is not None and peer.process.poll() is not None:
+                    return peer
+            time.sleep(0.01)
+        return None
 
     def _answered(self, rank: int, serial: int, answer: Any) -> None:
         with self._lock:
@@ -319,7 +353,7 @@ class RankGroup:
                 raise RankLostError(f"rank {peer.rank} has been silent for {peer.silent * RANK_HEARTBEAT_S:g} s")
         with self._lock:
             oldest = self._calls[0] if self._calls else None
-        if oldest is not None and oldest.name == "forward" and self._clock() - oldest.began > self._step_timeout_s:
+        if oldest is not None and oldest.name in _TIMED and self._clock() - oldest.began > self._step_timeout_s:
             raise RankLostError(f"a step took longer than --step-timeout {self._step_timeout_s:g} s: a rank hangs")
 
     def _say_progress(self) -> None:
@@ -360,12 +394,6 @@ def _pass_on(done: Future[dict[int, Any]], result: Future[Executed]) -> None:
         result.set_exception(error)
     else:
         result.set_result(Executed(*done.result()[0]))
-
-
-def _failure(rank: int, serial: int, kind: str, message: str) -> Exception:
-    if kind == "model":
-        return ModelError(f"rank {rank}: {message}" if rank else message)
-    return RankLostError(f"rank {rank} failed: {kind}: {message}")
 
 
 def _how_lost(peer: _Peer) -> str:

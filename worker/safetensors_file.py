@@ -32,6 +32,8 @@ DTYPES = {
 }
 # Bytes of the file that a copy maps at once.
 PIECE_BYTES = 4 << 20
+# The kernel maps neighbours of the pages that are read, up to a large page of them.
+AROUND_BYTES = 2 << 20
 _HEADER_LENGTH_BYTES = 8
 
 
@@ -96,9 +98,10 @@ class MappedFile:
         """Lets go of the pages of a part of this file that has been copied."""
         if not part.numel():
             return
-        begin = part.data_ptr() - self._bytes.data_ptr()
-        first = begin - begin % mmap.PAGESIZE
-        self._map.madvise(mmap.MADV_DONTNEED, first, begin + spanned_bytes(part) - first)
+        offset = part.data_ptr() - self._bytes.data_ptr()
+        begin = max(0, offset - AROUND_BYTES) // mmap.PAGESIZE * mmap.PAGESIZE
+        end = min(len(self._bytes), offset + spanned_bytes(part) + AROUND_BYTES)
+        self._map.madvise(mmap.MADV_DONTNEED, begin, end - begin)
 
     def copy(self, stored: torch.Tensor, out: torch.Tensor) -> None:
         """Copies a part of this file into `out` of the same shape and any float dtype."""

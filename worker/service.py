@@ -219,14 +219,21 @@ class WorkerService(WorkerServiceServicer):
             self._routers.pop(router_id).end()
             return
         self._routers[router_id].detach(self._clock() + left)
-        asyncio.get_running_loop().call_later(left, self._end_lease, router_id)
+        self._end_lease(router_id)
 
     def _end_lease(self, router_id: str) -> None:
+        """Lets a router's sequences go when its lease is over, and comes back until then."""
         sequences = self._routers.get(router_id)
-        # It may have come back, and gone again, meanwhile.
-        if sequences is not None and sequences.lease_end is not None and sequences.lease_end <= self._clock():
-            log.info("lease ended", router=router_id)
-            self._routers.pop(router_id).end()
+        # The router may have come back meanwhile.
+        if sequences is None or sequences.lease_end is None:
+            return
+        left = sequences.lease_end - self._clock()
+        if left > 0:
+            # A timer may be early by its resolution, so it decides nothing by itself.
+            asyncio.get_running_loop().call_later(left, self._end_lease, router_id)
+            return
+        log.info("lease ended", router=router_id)
+        self._routers.pop(router_id).end()
 
     def _direct_sequence(self, request: wpb.GenerateRequest, context: Context) -> Sequence:
         refuse_unserved(request, served.GENERATE)

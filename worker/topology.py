@@ -19,7 +19,10 @@ class Topology:
         tp_size: ranks that share the model.
         nnodes: machines.
         node_rank: of this machine; the engine is on machine 0.
-        dist_init: `tcp://HOST:PORT`, where machine 0 waits for the ranks of the others; empty on one machine.
+        dist_init: `tcp://HOST:PORT`, where machine 0 waits for the ranks of the others, or engine 0 for those of the
+            other engines; empty without others.
+        dp_size: engines in lockstep, each a worker of its own.
+        dp_rank: of this engine.
 
     Raises:
         InvalidFieldError: they do not fit together.
@@ -29,18 +32,28 @@ class Topology:
     nnodes: int = 1
     node_rank: int = 0
     dist_init: str = ""
+    dp_size: int = 1
+    dp_rank: int = 0
 
     def __post_init__(self) -> None:
         require(self.tp_size >= 1, "tp_size", self.tp_size, "at least 1")
         require(self.nnodes >= 1, "nnodes", self.nnodes, "at least 1")
         require(self.tp_size % self.nnodes == 0, "tp_size", self.tp_size, f"a multiple of nnodes {self.nnodes}")
         require(0 <= self.node_rank < self.nnodes, "node_rank", self.node_rank, f"0 to {self.nnodes - 1}")
-        valid = "tcp://HOST:PORT, where machine 0 is reached"
-        if self.nnodes > 1:
+        require(self.dp_size >= 1, "dp_size", self.dp_size, "at least 1")
+        require(0 <= self.dp_rank < self.dp_size, "dp_rank", self.dp_rank, f"0 to {self.dp_size - 1}")
+        require(self.nnodes == 1 or self.dp_size == 1, "dp_size", self.dp_size, "1 when nnodes is more than 1")
+        valid = "tcp://HOST:PORT, where machine 0 or engine 0 is reached"
+        if self.nnodes > 1 or self.dp_size > 1:
             match = _ADDRESS.fullmatch(self.dist_init)
             require(match is not None and 0 < int(match[2]) < 1 << 16, "dist_init", self.dist_init, valid)
         else:
-            require(not self.dist_init, "dist_init", self.dist_init, "nothing when nnodes is 1")
+            require(not self.dist_init, "dist_init", self.dist_init, "nothing with one machine and one engine")
+
+    @property
+    def has_ranks(self) -> bool:
+        """Whether the model runs in processes of its own."""
+        return self.tp_size > 1 or self.dp_size > 1
 
     @property
     def ranks_per_node(self) -> int:

@@ -14,6 +14,8 @@ from safetensors.torch import save_file
 
 from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE, make_checkpoint
 from tests.parity.test_models import NEW_TOKENS, POOL, Models, close, load_models, make_runner
+from tests.quantizers import SCHEMES as QUANTIZERS
+from tests.quantizers import quantize_checkpoint, write_safetensors
 from worker.loader import load_weights
 from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import kv_block_bytes
@@ -145,6 +147,23 @@ def test_block_bytes_are_what_a_block_takes(models: Models) -> None:
     pools = [runner._kv_cache, runner._kv_cache.index]
     nbytes = sum(pool.data[:, :, :POOL].nbytes for pool in pools if pool is not None)
     assert nbytes == POOL * kv_block_bytes(runner.model_config, runner.config)
+
+
+def test_a_checkpoint_in_blocks_of_fp8(tmp_path: Path) -> None:
+    """As DeepSeek publishes them: equal bits with a float checkpoint of the same worth."""
+    shape: dict[str, Any] = {
+        "num_attention_heads": 6,
+        "num_key_value_heads": 6,
+        "qk_nope_head_dim": 40,
+        "kv_lora_rank": 150,
+    }
+    folder = make_checkpoint(tmp_path / "a", "deepseek_v32", **shape)
+    other = make_checkpoint(tmp_path / "b", "deepseek_v32", **shape)
+    worths = quantize_checkpoint(folder, QUANTIZERS["deepseek"])
+    write_safetensors(other / "model.safetensors", {name: ("F32", worth) for name, worth in worths.items()})
+    tokens = list(range(5, 60))
+    actual, expected = (Models(each, None, make_runner(each)).logits(tokens, 0) for each in (folder, other))
+    assert torch.equal(actual, expected)
 
 
 def test_mtp_layers_are_kept_for_speculation(tmp_path: Path) -> None:

@@ -17,14 +17,15 @@ import pytest
 import torch
 import torch.distributed
 
-from common.config import Config
+from common.config import Config, ParallelConfig
 from common.sampling_params import SamplingParams
 from tests.checkpoints import MIN_VOCAB_SIZE, make_checkpoint
 from worker.batch import ScheduledBatch
-from worker.distributed import GroupCollectives, join
+from worker.distributed import GroupCollectives, join, part_of_store
+from worker.layers import moe
 from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import ModelRunner
-from worker.parallel import Shard
+from worker.parallel import Alone, Collectives, DataParallel, Shard
 from worker.sequence import Sequence
 
 BLOCK_SIZE = 16
@@ -201,6 +202,80 @@ def test_a_rows_bits_do_not_depend_on_the_batch(both: tuple[Ranks, Ranks]) -> No
     counts = [seq.num_tokens for seq in seqs]
     together = ranks.logits(ScheduledBatch({seq.id: seq for seq in seqs}, counts, sum(counts)))
     assert torch.equal(together[1], alone)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_engines_in_lockstep_give_the_tokens_of_one(
+    tmp_path: Path, tp_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of different sizes, in pieces, and dummy ones: a row's tokens know nothing of the other engine's."""
+    monkeypatch.setattr(moe, "_MAX_GATHERED_ROWS", 48)
+    folder = make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2)
+    prompts = random_prompts([130, 5, 40], 5)
+    alone = Ranks(folder, 1)
+    expected = alone.streams(prompts)
+    alone.close()
+    engines = Engines(folder, tp_size)
+    assert engines.streams([prompts[:1], prompts[1:]]) == [expected[:1], expected[1:]]
+    assert engines.streams([[], prompts]) == [[], expected]
+    assert engines.streams([prompts, []]) == [expected, []]
+
+
+class Engines:
+    """Two engines in lockstep, each of `tp_size` ranks; all ranks are threads."""
+
+    def __init__(self, folder: Path, tp_size: int) -> None:
+        self._tp_size = tp_size
+        self._pool = ThreadPoolExecutor(2 * tp_size)
+        config = Config(
+            model=str(folder),
+            dtype="float32",
+            kv_cache_block_size=BLOCK_SIZE,
+            max_model_len=1024,
+            tensor_parallel_size=tp_size,
+            enable_expert_parallel=True,
+            parallel_config=ParallelConfig(2),
+        )
+        store = torch.distributed.HashStore()  # type: ignore[attr-defined]  # missing in the stubs
+
+        def load(place: int) -> ModelRunner:
+            engine, rank = divmod(place, tp_size)
+
+            def group(name: str, own: int, size: int) -> Collectives:
+                return join(part_of_store(name, store), own, size, "127.0.0.1", 60.0) if size > 1 else Alone()
+
+            data = DataParallel(engine, 2, group(f"rank{rank}", engine, 2), group("all", place, 2 * tp_size))
+            shard = Shard(rank, tp_size, group(f"engine{engine}", rank, tp_size), True, data)
+            runner = ModelRunner(config, ModelConfig.from_folder(folder), shard=shard)
+            runner.allocate_kv_cache(POOL)
+            return runner
+
+        self._runners = list(self._pool.map(load, range(2 * tp_size)))
+
+    def streams(self, prompts: list[list[list[int]]]) -> list[list[list[int]]]:
+        """NEW_TOKENS greedy tokens of each engine's prompts."""
+        seqs = [[Sequence(each, BLOCK_SIZE, SamplingParams(temperature=0.0)) for each in own] for own in prompts]
+        for own in seqs:
+            for i, seq in enumerate(own):
+                seq.block_table = list(range(20 * i, 20 * i + 20))
+        for _ in range(NEW_TOKENS):
+            self._step(seqs)
+        return [[seq.completion_token_ids for seq in own] for own in seqs]
+
+    def _step(self, seqs: list[list[Sequence]]) -> None:
+        batches = [self._batch(own) for own in seqs]
+        forward = [runner.forward for runner in self._runners]
+        outputs = list(
+            self._pool.map(lambda place: forward[place](batches[place // self._tp_size]), range(len(forward)))
+        )
+        for own, output in zip(seqs, outputs[:: self._tp_size], strict=True):
+            for seq in own:
+                seq.num_computed_tokens = seq.num_tokens
+                seq.append_token(output.token_ids[seq.id][0])
+
+    def _batch(self, own: list[Sequence]) -> ScheduledBatch:
+        counts = [seq.num_tokens - seq.num_computed_tokens for seq in own]
+        return ScheduledBatch({seq.id: seq for seq in own}, counts, sum(counts), is_dummy_run=not own)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

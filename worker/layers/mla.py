@@ -139,7 +139,7 @@ class Indexer:
         self._keys = ColumnLinear(build, {f"{prefix}.wk": WHOLE})
         self._key_norm = LayerNorm(build, f"{prefix}.k_norm", _NORM_EPS)
         # In float32, whatever the model's dtype: the weights decide which of two near scores is higher.
-        weight = build.weights.take(f"{prefix}.weights_proj.weight").to(torch.float32)
+        weight = build.weights.take(f"{prefix}.weights_proj.weight", dtype=torch.float32)
         self._weights = build.kernels.pack_linear(weight, None, torch.float32)
         self._scale = (spec.num_heads * spec.head_dim) ** -0.5
 
@@ -216,7 +216,7 @@ def softmax_scale(config: ModelConfig, mla: MLAConfig) -> float:
 def _absorbed(build: Build, name: str, heads: slice, config: MLAConfig) -> tuple[object, object]:
     """Packed matrices of this rank's heads: W_UK^T [Hq, R, nope] and W_UV [Hq, v, R]."""
     width = config.qk_nope_head_dim + config.v_head_dim
-    weight = build.weights.take(f"{name}.weight", rows=times(heads, width)).to(build.dtype)
+    weight = build.weights.take(f"{name}.weight", rows=times(heads, width), dtype=build.dtype)
     keys, values = weight.view(length(heads), width, -1).split_with_sizes(
         [config.qk_nope_head_dim, config.v_head_dim], dim=1
     )

@@ -8,15 +8,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Final
 
 import torch
 
 from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
+from worker.forward_context import get_forward_context
 from worker.layers.build import Build
 from worker.layers.linear import joined
 from worker.loader import Shape
 from worker.model_config import ModelConfig, ModelError
-from worker.parallel import Shard
+from worker.parallel import DataParallel, Shard
+
+# Rows of each engine that are gathered at a time with data parallelism.
+_MAX_GATHERED_ROWS: Final = 1024
 
 
 @dataclass(frozen=True)
@@ -132,18 +137,38 @@ class MoE:
     ) -> None:
         self._kernels = build.kernels
         self._collectives = build.shard.collectives
+        self._data = build.shard.data
         self._router = router
         first = ExpertShare.of(build.shard, config).experts.start
         self._packed = build.kernels.pack_experts(experts, first, config.clamp, build.dtype)
         self._shared = shared
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, H] -> [T, H], the same on every rank"""
+        """[T, H] -> [T, H], the same on every rank of the engine"""
+        if self._data is None:
+            out = self._own_experts(x)
+            return self._collectives.all_reduce(out if self._shared is None else out + self._shared(x))
+        out = torch.cat([*self._over_engines(x, self._data)])
+        return out if self._shared is None else out + self._collectives.all_reduce(self._shared(x))
+
+    def _own_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand."""
         ids, weights = self._router(x)
-        out = self._kernels.moe(x, ids, weights, self._packed)
-        if self._shared is not None:
-            out = out + self._shared(x)
-        return self._collectives.all_reduce(out)
+        return self._kernels.moe(x, ids, weights, self._packed)
+
+    def _over_engines(self, x: torch.Tensor, data: DataParallel) -> Iterator[torch.Tensor]:
+        """The rows of all engines go to all experts, chunk by chunk; what is this engine's of the sums."""
+        metadata = get_forward_context().dp_metadata
+        assert metadata is not None, "data parallelism without DPMetadata"
+        for chunk in range(-(-metadata.max_tokens_across_dp // _MAX_GATHERED_ROWS)):
+            with metadata.chunked_sizes(_MAX_GATHERED_ROWS, chunk) as sizes:
+                first, most = chunk * _MAX_GATHERED_ROWS, max(sizes)
+                own = x.new_zeros(most, x.shape[1])
+                own[: sizes[data.rank]] = x[first : first + sizes[data.rank]]
+                # [most, engines, H]: rows stand side by side, and the filling of engines with fewer is not used.
+                rows = data.collectives.all_gather(own).view(most * data.size, -1)
+                out = data.experts.all_reduce(self._own_experts(rows))
+                yield out.view(most, data.size, -1)[: sizes[data.rank], data.rank]
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ class RMSNorm:
 
     def __init__(self, build: Build, name: str, eps: float | None = None) -> None:
         self._kernels = build.kernels
-        self._weight = build.weights.take(f"{name}.weight").to(build.dtype)
+        self._weight = build.weights.take(f"{name}.weight", dtype=build.dtype)
         self._eps = build.config.rms_norm_eps if eps is None else eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -35,7 +35,9 @@ class LayerNorm:
 
     def __init__(self, build: Build, name: str, eps: float) -> None:
         self._kernels = build.kernels
-        self._weight, self._bias = (build.weights.take(f"{name}.{kind}").to(build.dtype) for kind in ("weight", "bias"))
+        self._weight, self._bias = (
+            build.weights.take(f"{name}.{kind}", dtype=build.dtype) for kind in ("weight", "bias")
+        )
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

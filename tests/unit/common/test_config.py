@@ -84,7 +84,11 @@ def test_numbers_that_are_no_numbers_of_that_kind() -> None:
     [
         ("tensor_parallel_size", 0, "tensor_parallel_size is 0; valid: at least 1"),
         ("enable_expert_parallel", True, "enable_expert_parallel is True; valid: False with one rank"),
-        ("parallel_config", ParallelConfig(2), "parallel_config.data_parallel_size is 2; valid: 1: run more workers"),
+        (
+            "parallel_config",
+            ParallelConfig(2),
+            "data_parallel_size is 2; valid: 1 without enable_expert_parallel",
+        ),
         ("compilation_config", CompilationConfig(3), "compilation_config.level is 3; valid: 0: .* not built yet"),
         (
             "compilation_config",

@@ -36,9 +36,16 @@ def test_fp8_is_the_nearest_number_and_never_infinite() -> None:
     assert torch.isnan(float8.saturated(torch.tensor([torch.nan]), torch.float8_e4m3fn).float()).all()
 
 
-def test_float16_is_never_infinite() -> None:
-    stored = float8.saturated(torch.tensor([1e9, -1e9, 1.0]), torch.float16)
+@pytest.mark.parametrize("model_dtype", [torch.float32, torch.bfloat16])
+def test_float16_is_never_infinite(model_dtype: torch.dtype) -> None:
+    stored = float8.saturated(torch.tensor([1e9, -1e9, 1.0]).to(model_dtype), torch.float16)
     assert stored.tolist() == [65504.0, -65504.0, 1.0]
+
+
+def test_a_cache_may_be_wider_than_the_model() -> None:
+    numbers = torch.tensor([65504.0, -1.5], dtype=torch.float16)
+    assert float8.saturated(numbers, torch.bfloat16).tolist() == [65536.0, -1.5]
+    assert float8.saturated(numbers, torch.float32).tolist() == [65504.0, -1.5]
 
 
 @pytest.mark.parametrize("dtype", NARROW)
@@ -61,7 +68,7 @@ def test_attention_over_what_was_stored(dtype: torch.dtype, model_dtype: torch.d
         float8.raw(cache.data)[:, :, :-1] = 0x7F if cache_dtype.itemsize == 1 else torch.nan
         step.plan = BACKEND.plan_attention(step, cache, q.shape[1])
         if latent:
-            BACKEND.write_latent(cache, 0, k, step)
+            BACKEND.write_latent(cache, 0, k[:, 0], step)
             return BACKEND.latent_attention(q, cache, 0, step, 0.2, None)
         BACKEND.write_kv(cache, 0, k, v, step)
         return BACKEND.attention(q, cache, 0, step, 0.2)

@@ -69,13 +69,15 @@ class Step:
     heads: int
     block_size: int
     dtype: torch.dtype
+    cache_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         num_blocks = sum(-(-length // self.block_size) for length in LENGTHS) + 1
         self.blocks = scattered_blocks(LENGTHS, self.block_size, num_blocks, seed=self.heads)
-        self.cache: PagedKVCache = BACKEND.allocate_kv(self.spec, 2, num_blocks, self.block_size, self.dtype)
+        self.cache: PagedKVCache = BACKEND.allocate_kv(self.spec, 2, num_blocks, self.block_size, self.cache_dtype)
         self.cache.data[:, :, :-1] = torch.nan
-        self.keys = [torch.randn(length, self.spec.head_dim).to(self.dtype) for length in LENGTHS]
+        # Numbers that both dtypes have.
+        self.keys = [torch.randn(n, self.spec.head_dim).to(self.cache_dtype).to(self.dtype) for n in LENGTHS]
         fill = metadata([Rows(0, len(k), b) for k, b in zip(self.keys, self.blocks, strict=True)], self.block_size)
         fill.plan = BACKEND.plan_attention(fill, self.cache, self.heads)
         BACKEND.write_latent(self.cache, 1, torch.cat(self.keys), fill)
@@ -138,6 +140,14 @@ def test_attention(dtype: torch.dtype, heads: int, block_size: int, index: Index
         close(out, step.naive(i, start, end))
     assert step.cache.data[0, :, :-1].isnan().all(), "another layer was written"
     assert not step.cache.data[:, :, -1].any(), "the zero block was written"
+
+
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_narrow_caches(cache_dtype: torch.dtype) -> None:
+    """Index keys are stored in the cache's dtype, as latents are."""
+    step = Step(KVSpec(1, 28, 20, INDEX), 6, 16, torch.float32, cache_dtype)
+    for out, (i, start, end) in zip(step.run(WORK), WORK, strict=True):
+        close(out, step.naive(i, start, end))
 
 
 @pytest.mark.parametrize(("topk", "index_heads"), [(1, 2), (16, 64), (63, 1), (64, 3), (65, 5), (128, 8), (500, 2)])

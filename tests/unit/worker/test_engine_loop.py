@@ -13,7 +13,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.sampling_params import SamplingParams
 from tests.unit.worker.session_support import BLOCK_SIZE, CONFIG, NUM_BLOCKS, simulated_runner
-from worker import engine_loop
+from worker import engine_core
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine_core import EngineCore
 from worker.engine_loop import EngineLoop, EngineState
@@ -264,7 +264,7 @@ class LostExecutor(InlineExecutor):
 
 
 async def test_an_idle_engine_notices_that_its_ranks_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_loop, "_IDLE_CHECK_S", 0.02)
+    monkeypatch.setattr(engine_core, "_IDLE_CHECK_S", 0.02)
     engine, runner = EngineLoop(), simulated_runner()
     executor = LostExecutor(runner.forward, time.monotonic)
     engine.start(lambda: EngineCore(CONFIG, runner, executor=executor))

@@ -99,6 +99,29 @@ def test_logits(quantized: tuple[Scheme, Path, dict[str, Floats]], original: Pat
     assert 0 < error < LOGIT_ERROR[scheme.number]
 
 
+@pytest.mark.parametrize(
+    ("architecture", "name"),
+    [
+        ("deepseek_v3", "deepseek"),
+        ("deepseek_v32", "deepseek"),
+        ("qwen3_moe", "quark-mxfp4"),
+        ("mixtral", "compressed-tensors-fp8-channel"),
+        ("glm4_moe", "compressed-tensors-int8-channel"),
+    ],
+)
+def test_logits_of_other_architectures(tmp_path: Path, architecture: str, name: str) -> None:
+    """Those of a float checkpoint with the same worth, to the bit: latent attention, indexers, experts one by one."""
+    floats = make_checkpoint(tmp_path / "floats", architecture, tokenizer=False, num_hidden_layers=2)
+    folder = tmp_path / "quantized"
+    shutil.copytree(floats, folder)
+    worths = quantize_checkpoint(folder, SCHEMES[name])
+    expected = logits(floats)
+    write_safetensors(floats / "model.safetensors", {name: ("F32", worth) for name, worth in worths.items()})
+    actual = logits(folder)
+    assert torch.equal(actual, logits(floats))
+    assert not torch.equal(actual, expected)
+
+
 EXPERTS = "model.layers.0.mlp.experts.gate_up_proj"
 
 

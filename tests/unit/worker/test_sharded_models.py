@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from threading import Barrier
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from safetensors.numpy import load_file, save_file
 
 from common.config import Config
 from tests.checkpoints import make_checkpoint
+from tests.quantizers import Scheme, Stored, write_safetensors
 from worker.batch import ScheduledBatch
 from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import ModelRunner
@@ -20,6 +25,7 @@ from worker.parallel import Shard
 from worker.sequence import Sequence
 
 BLOCK_SIZE = 16
+MXFP4 = Scheme({}, (1, 32), "fp4", "U8", "_blocks", "_scales")
 PROMPT = list(range(7, 77))
 CHECKPOINTS: dict[str, dict[str, Any]] = {
     "llama": {"architecture": "llama", "attention_bias": True, "mlp_bias": True},
@@ -100,6 +106,38 @@ def test_two_ranks_equal_one(folder: Path, expert_parallel: bool) -> None:
     assert torch.equal(first, second), "the ranks disagree"
     error = (first - whole).abs().max() / whole.abs().max()
     assert error < 1e-4, f"relative error {error:.1e}"
+
+
+def in_mxfp4(folder: Path, worth_folder: Path) -> None:
+    """Quantizes a float32 gpt-oss in place, into the layout of the hub; its worth goes into the other folder."""
+    stored: dict[str, Stored] = {}
+    worths = load_file(folder / "model.safetensors")
+    for name, tensor in list(worths.items()):
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            stored[name] = ("F32", tensor)
+            continue
+        # [E, inputs, outputs] in float, [E, outputs, blocks of 32 inputs, 16 bytes] on the hub.
+        experts = [MXFP4.quantize("", np.ascontiguousarray(expert.T)) for expert in tensor]
+        blocks, scales = (np.stack([made[suffix][1] for made, _ in experts]) for suffix in ("_blocks", "_scales"))
+        stored[f"{name}_blocks"] = ("U8", blocks.reshape(*scales.shape, 16))
+        stored[f"{name}_scales"] = ("U8", scales)
+        worths[name] = np.ascontiguousarray(np.stack([worth for _, worth in experts]).transpose(0, 2, 1))
+    shutil.copytree(folder, worth_folder)
+    save_file(worths, worth_folder / "model.safetensors")
+    write_safetensors(folder / "model.safetensors", stored)
+    config = json.loads((folder / "config.json").read_text())
+    excluded = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    config["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": excluded}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize(("size", "expert_parallel"), [(1, False), (2, False), (2, True)])
+def test_gpt_oss_in_mxfp4_equals_its_worth_in_floats(tmp_path: Path, size: int, expert_parallel: bool) -> None:
+    folder = make_checkpoint(tmp_path / "quantized", "gpt_oss", tokenizer=False, num_hidden_layers=2)
+    in_mxfp4(folder, tmp_path / "worth")
+    expected = on_ranks(tmp_path / "worth", size, expert_parallel)
+    for actual, one in zip(on_ranks(folder, size, expert_parallel), expected, strict=True):
+        assert torch.equal(actual, one)
 
 
 def test_more_ranks_than_experts_and_than_kv_heads(tmp_path: Path) -> None:

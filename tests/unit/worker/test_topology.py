@@ -39,5 +39,18 @@ def test_what_does_not_fit_is_refused_by_name(given: tuple[int, int, int, str], 
     assert str(refused.value).startswith(f"{field} is ")
 
 
+def test_engines_of_one_machine_each() -> None:
+    engine = Topology(2, 1, 0, "tcp://10.0.0.1:4100", 2, 1)
+    assert engine.has_ranks
+    assert (engine.local_ranks, engine.remote_ranks) == (range(2), set())
+    assert Topology(1, 1, 0, "tcp://10.0.0.1:4100", 2, 0).has_ranks
+    assert not Topology().has_ranks
+    for given, field in (((1, 1, 0, "", 2, 0), "dist_init"), ((1, 1, 0, "tcp://a:1", 2, 2), "dp_rank")):
+        with pytest.raises(InvalidFieldError, match=f"^{field} is "):
+            Topology(*given)
+    with pytest.raises(InvalidFieldError, match=r"^dp_size is 2; valid: 1 when nnodes is more than 1"):
+        Topology(2, 2, 0, "tcp://a:1", 2, 0)
+
+
 def test_ranks_share_the_threads_of_their_machine() -> None:
     assert [threads_per_rank(8, ranks) for ranks in (1, 2, 3, 8, 9)] == [8, 4, 2, 1, 1]

@@ -1,0 +1,120 @@
+"""Two workers in lockstep that share the experts of one model: their tokens, and the loss of a rank of one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import grpc
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
+
+from tests.checkpoints import make_checkpoint
+from tests.e2e.service import Process, free_port
+from worker.llm_engine import LLMEngine, default_config
+
+PROMPTS = [[7 + i, 8, 9 + i, 10] * (3 + 5 * i) for i in range(6)]
+GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3_moe", num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]:
+    folder, meeting = tmp_path_factory.mktemp("logs"), f"tcp://127.0.0.1:{free_port()}"
+    made = []
+    for rank in range(2):
+        port = free_port()
+        options = ["worker", "--model", str(model), "--port", str(port), "--dtype", "float32", "--max-model-len", "512"]
+        options += ["--kv-cache-memory", "16MiB", "--enable-expert-parallel", "--dist-init", meeting]
+        options += ["--dp-size", "2", "--dp-rank", str(rank)]
+        made.append(Process(f"dp-{rank}", options, port, folder / f"dp-{rank}.log", {"OMP_NUM_THREADS": "1"}))
+    try:
+        for worker in made:
+            worker.start()
+        for worker in made:
+            worker.wait_serving()
+        yield made
+    finally:
+        for worker in made:
+            worker.running.kill()
+            worker.running.wait()
+
+
+@pytest.fixture(scope="module")
+def expected(model: Path) -> list[list[int]]:
+    return [answer["token_ids"] for answer in LLMEngine(default_config(model)).generate(PROMPTS, GREEDY)]
+
+
+def generate(worker: Process, prompt: list[int], max_tokens: int = 24) -> list[int]:
+    request = wpb.GenerateRequest(token_ids=prompt)
+    params = wpb.SamplingParams(temperature=0.0, top_p=1.0, repetition_penalty=1.0, ignore_eos=True)
+    params.max_tokens = max_tokens
+    request.params.CopyFrom(params)
+    tokens: list[int] = []
+    with grpc.insecure_channel(worker.address) as channel:
+        for part in WorkerServiceStub(channel).Generate(request, timeout=60):
+            tokens += part.token_ids
+    return tokens
+
+
+def instance(worker: Process) -> str:
+    with grpc.insecure_channel(worker.address) as channel:
+        return WorkerServiceStub(channel).GetWorker(wpb.GetWorkerRequest(), timeout=5).instance_id
+
+
+def test_one_that_has_work_and_one_that_has_none(workers: list[Process], expected: list[list[int]]) -> None:
+    """Worker 1 only makes dummy steps, then worker 0 does."""
+    assert generate(workers[0], PROMPTS[0]) == expected[0]
+    assert generate(workers[1], PROMPTS[3]) == expected[3]
+
+
+def test_both_at_once(workers: list[Process], expected: list[list[int]]) -> None:
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        running = [pool.submit(generate, workers[i % 2], prompt) for i, prompt in enumerate(PROMPTS)]
+        assert [each.result() for each in running] == expected
+
+
+def test_a_lost_rank_takes_the_whole_group_down_and_it_comes_back(
+    workers: list[Process], expected: list[list[int]]
+) -> None:
+    before = [instance(worker) for worker in workers]
+    with ThreadPoolExecutor(2) as pool:
+        running = [pool.submit(generate, worker, PROMPTS[0], 450) for worker in workers]
+        time.sleep(1.0)
+        (lost,) = ranks_of(workers[1])
+        os.kill(lost, signal.SIGKILL)
+        killed = time.monotonic()
+        for each in running:
+            error = each.exception()
+            assert isinstance(error, grpc.Call)
+            assert error.code() is grpc.StatusCode.INTERNAL
+            assert "RankLostError: rank 0" in (error.details() or "")
+        assert time.monotonic() - killed < 6.0
+    for worker in workers:
+        worker.wait_serving()
+    assert all(instance(worker) != old for worker, old in zip(workers, before, strict=True))
+    assert generate(workers[0], PROMPTS[1]) == expected[1]
+
+
+def test_the_first_that_has_drained_waits_for_the_other(workers: list[Process]) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(generate, workers[1], PROMPTS[0], 300)
+        time.sleep(0.5)
+        for worker in workers:
+            worker.running.send_signal(signal.SIGTERM)
+        assert len(running.result()) == 300
+    assert [worker.running.wait(10) for worker in workers] == [0, 0]
+
+
+def ranks_of(worker: Process) -> list[int]:
+    children = Path(f"/proc/{worker.running.pid}/task").glob("*/children")
+    return [int(child) for task in children for child in task.read_text().split()]
