@@ -70,9 +70,9 @@ class RouterOptions:
         drain_timeout_s: how long streams may go on after SIGTERM.
         max_unread_tokens: a client that leaves more unread is dropped.
         failover: what happens to requests whose worker is lost.
-        tenants: what tenants get.
         admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
         admin_host: address of AdminService.
+        tenants: what tenants get.
     """
 
     workers: Sequence[str]
@@ -86,9 +86,9 @@ class RouterOptions:
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     max_unread_tokens: int = MAX_UNREAD_TOKENS
     failover: FailoverOptions = field(default_factory=FailoverOptions)
-    tenants: TenantPolicy = field(default_factory=TenantPolicy)
     admin_port: int | None = None
     admin_host: str = "127.0.0.1"
+    tenants: TenantPolicy = field(default_factory=TenantPolicy)
 
 
 class Router:
@@ -385,9 +385,9 @@ def router(
                 tokenizer=tokenizer,
                 drain_timeout_s=drain_timeout,
                 failover=FailoverOptions(FailoverPolicy(failover), worker_wait, stall_timeout, lease),
-                tenants=_tenants(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
                 admin_port=admin_port,
                 admin_host=admin_host,
+                tenants=_tenants(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
             )
         )
     )

@@ -183,8 +183,12 @@ class RankGroup:
 
     def submit(self, batch: ScheduledBatch) -> Future[Executed]:
         """Computes a batch after those submitted before; its duration is what rank 0 measures."""
-        answered = self._send("forward", dict.fromkeys(self._peers, self._encoder.encode(batch)), {0})
         result: Future[Executed] = Future()
+        try:
+            answered = self._send("forward", dict.fromkeys(self._peers, self._encoder.encode(batch)), {0})
+        except (RankLostError, ModelError) as error:
+            result.set_exception(error)
+            return result
         answered.add_done_callback(lambda done: _pass_on(done, result))
         return result
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -18,7 +19,9 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import Process, Service, generate, running_service
 from tests.e2e.simulated import outcome, request, wait_workers
+from worker.engine_core import EngineDeadError
 from worker.llm_engine import LLMEngine, default_config
+from worker.rank_group import RankGroup
 
 OPTIONS = ["--tp-size", "2", "--kv-cache-memory", "16MiB", "--max-model-len", "1024", "--dtype", "float32"]
 # A step of two ranks takes milliseconds here, so this is some seconds.
@@ -134,6 +137,22 @@ def test_two_ranks_give_the_tokens_of_one(service: Service, model: Path) -> None
         answer = generate(service.stub, greedy(i))
         alone = engine.generate([list(greedy(i).token_ids.ids)], {"temperature": 0.0, "max_tokens": 64})
         assert answer.token_ids == alone[0]["token_ids"]
+
+
+def test_llm_engine_on_ranks(model: Path) -> None:
+    """With deferred output a rank takes the token that is in flight from its own last output."""
+    prompts = [[7, 8, 9] * n for n in (1, 9, 40)]
+    params = {"temperature": 0.7, "max_tokens": 24, "repetition_penalty": 1.2, "seed": 5, "ignore_eos": True}
+    expected = [answer["token_ids"] for answer in LLMEngine(default_config(model)).generate(prompts, params)]
+    config = replace(default_config(model), tensor_parallel_size=2, deferred_output=True)
+    engine = LLMEngine(config)
+    assert isinstance(engine.core.executor, RankGroup)
+    pids = list(engine.core.executor.pids.values())
+    assert [answer["token_ids"] for answer in engine.generate(prompts, params)] == expected
+    engine.close()
+    assert ended(pids)
+    with pytest.raises(EngineDeadError, match="the engine has ended its ranks"):
+        engine.generate(prompts, params)
 
 
 def greedy(i: int) -> pb.GenerateRequest:

@@ -27,7 +27,7 @@ from worker.router_sequences import RouterSequences
 from worker.scheduler import Scheduler
 from worker.session_state import SessionState
 
-SEEDS = range(4)
+SEEDS = range(3)
 
 
 def breaking(seed: int) -> None:

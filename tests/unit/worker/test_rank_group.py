@@ -149,7 +149,7 @@ def lost(group: Group, why: str, within_s: float = 3.0) -> None:
     assert not hanging
     assert {str(step.exception()) for step in done} == {str(group.failure())}
     with pytest.raises(RankLostError, match=why):
-        group.submit(batch())
+        group.forward(batch())
 
 
 def test_a_rank_that_ends_is_lost(group: Group) -> None:

@@ -344,7 +344,7 @@ def test_a_draining_worker_gives_new_work_back_and_finishes_the_old() -> None:
 def test_what_waits_too_long_for_its_first_step_goes_back_unless_it_must_stay() -> None:
     world = World()
     router = world.router()
-    router.write(submit(1, *(record(rid, [rid], max_tokens=400) for rid in range(1, 33))))
+    router.write(submit(1, *(record(rid, [rid], max_tokens=90) for rid in range(1, 33))))
     run(world, router, steps=2)
     router.write(submit(2, record(50), record(51, keep=True), record(52)))
     run(world, router, steps=23)
@@ -352,7 +352,7 @@ def test_what_waits_too_long_for_its_first_step_goes_back_unless_it_must_stay() 
     run(world, router, steps=4)
     assert router.returned == [50, 52]
     assert router.reasons() == {}
-    run(world, router, steps=400)
+    run(world, router, steps=100)
     assert router.reasons()[51] == wpb.END_REASON_LENGTH
     assert len(router.reasons()) == 33
     assert not world.engine.deliveries
