@@ -18,7 +18,7 @@ from common.delay_gate import DelayGate
 from common.errors import HopelessDeadlineError
 from common.limits import MAX_QUEUE_RETRY_S, MAX_QUEUED_REQUESTS, MIN_QUEUE_RETRY_S, WORKER_WAIT_S
 from router.fair_queue import TenantShares
-from router.lane import Lane, LaneRecord, LoadReport
+from router.lane import Lane, LaneLoad, LaneRecord, LoadReport
 from router.placement import Placement
 from router.queue import QueuedRequest, RequestQueue
 
@@ -170,6 +170,10 @@ class Dispatcher:
     def lane_record(self, worker: str) -> LaneRecord:
         """What waits for a worker."""
         return self._lanes[worker].record()
+
+    def lane_load(self, worker: str, now: float) -> LaneLoad:
+        """The load of a worker, for operators."""
+        return self._lanes[worker].load(now)
 
     def can_serve(self, model: str, numerics: str | None, *, but: str = "") -> bool:
         """Whether a worker, another one than `but`, takes work for a model in a numerics class (None: in any)."""

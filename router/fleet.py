@@ -33,7 +33,7 @@ from common.limits import (
 from router.assembly import StreamAssembly
 from router.dispatcher import Dispatcher, Release
 from router.failover import FailoverPolicy, Loss, Verdict, stall_bound_s
-from router.lane import LaneRecord, LoadReport
+from router.lane import LaneLoad, LaneRecord, LoadReport
 from router.link import Submission
 from router.model_registry import ModelRegistry, WorkerRefusedError
 from router.queue import QueuedRequest
@@ -79,6 +79,7 @@ class ConnectedWorker:
     numerics: str
     draining: bool
     running: int
+    load: LaneLoad
 
 
 class Fleet:
@@ -202,6 +203,7 @@ class Fleet:
                 numerics=session.model.numerics,
                 draining=session in self._draining,
                 running=len(session.link.live),
+                load=self._dispatcher.lane_load(address, self._clock()),
             )
             for address, session in sorted(self._sessions.items())
             if session.model is not None

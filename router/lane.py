@@ -48,6 +48,18 @@ class LaneRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneLoad:
+    """A lane as operators see it; fields as in the admin proto's Worker."""
+
+    queued: int
+    decoding_seqs: int
+    waiting_seqs: int
+    outstanding_tokens: int
+    prefill_rate: float
+    report_age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
     serial: int
     tokens: int
@@ -149,6 +161,18 @@ class Lane:
     def record(self) -> LaneRecord:
         """What waits here, for the worker's echo."""
         return LaneRecord(self._bound.oldest_arrival(), self.bound_tokens, len(self._bound))
+
+    def load(self, now: float) -> LaneLoad:
+        """What waits here and at the worker, for operators."""
+        report = self.last_report
+        return LaneLoad(
+            queued=len(self._bound),
+            decoding_seqs=report.decoding_seqs,
+            waiting_seqs=report.waiting_seqs,
+            outstanding_tokens=self.outstanding_tokens,
+            prefill_rate=report.prefill_rate,
+            report_age_ms=max(0, round(1000 * (now - report.time))),
+        )
 
     def is_open(self, now: float, gate: DelayGate) -> bool:
         """Whether what waits here may go now, room aside (design-details section 5)."""
