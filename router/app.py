@@ -17,6 +17,7 @@ import uvloop
 from fissile.admin.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
+from common.cli.config_file import config_option
 from common.cli.failure import CommandError
 from common.cli.options import option
 from common.delay_gate import DelayGate
@@ -278,6 +279,7 @@ class PerTenant(click.ParamType[tuple[str, float]]):
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@config_option("router")
 @option(
     "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="HOST:PORT",
     help="A worker's address; repeat it, or separate several by commas. Workers may start before or after the router.",
