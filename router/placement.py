@@ -18,7 +18,7 @@ from router.fair_queue import QueuedRequest
 from router.lane import Lane
 from router.prefix_index import GRANULE_BLOCKS, PrefixIndex
 
-# Stands in for the speed of a worker that has measured none, tokens per second.
+# Stands in for the speed of workers that have measured none, tokens per second.
 _ASSUMED_RATE = 10_000.0
 # What a sequence waits that finds no place in the running set: longer than a prefill, for another must end first.
 _NO_PLACE_S = 1.0
@@ -78,9 +78,12 @@ class RoundRobin:
         """Nothing to note."""
 
 
-def seconds_of_work(lane: Lane, tokens: int = 0) -> float:
-    """Seconds until a request that adds `tokens` to a lane would have its prompt computed."""
-    rate = lane.last_report.prefill_rate or _ASSUMED_RATE
+def seconds_of_work(lane: Lane, tokens: int = 0, rate: float = _ASSUMED_RATE) -> float:
+    """Seconds until a request that adds `tokens` to a lane would have its prompt computed.
+
+    At one speed for all lanes that are compared: a worker that gets small batches measures a low one, and would get
+    fewer still if its own counted. A worker that is slower has more waiting, which counts.
+    """
     places = lane.last_report.room_seqs - lane.unseen_seqs - len(lane)
     return (lane.outstanding_tokens + tokens) / rate + (_NO_PLACE_S if places <= 0 and not lane.idle else 0.0)
 
@@ -127,7 +130,7 @@ class LoadOrder:
 
 
 class LeastLoaded:
-    """The lane that would have computed the prompt first: by its prompt tokens that wait anywhere, and its speed."""
+    """The lane with the fewest prompt tokens waiting, there, under way or here; then the fewest sequences."""
 
     def __init__(self) -> None:
         self._orders: dict[str, LoadOrder] = {}
@@ -230,15 +233,16 @@ class PrefixAware(LeastLoaded):
             names = [*index.owners(request.granules), self._sessions.find(request)]
             candidates = {name: known[name] for name in names if name in known}
             candidates.update((lane.worker, lane) for lane in self.least(request.model))
-        best = min(candidates.values(), key=lambda lane: self.cost_s(request, lane))
+        rate = max(lane.last_report.prefill_rate for lane in candidates.values()) or _ASSUMED_RATE
+        best = min(candidates.values(), key=lambda lane: self.cost_s(request, lane, rate))
         self._sessions.note(request, best.worker)
         request.work = self._work(request, best)
         return best
 
-    def cost_s(self, request: QueuedRequest, lane: Lane) -> tuple[float, int]:
+    def cost_s(self, request: QueuedRequest, lane: Lane, rate: float) -> tuple[float, int]:
         """Seconds to the end of the request's prefill, and how many sequences it would run with there."""
         running = lane.last_report.decoding_seqs + lane.unseen_seqs + len(lane)
-        return seconds_of_work(lane, self._work(request, lane)), running
+        return seconds_of_work(lane, self._work(request, lane), rate), running
 
     def _work(self, request: QueuedRequest, lane: Lane) -> int:
         """Tokens that the worker would have to compute; the last one always."""

@@ -210,6 +210,13 @@ def test_a_hot_prefix_spreads_when_waiting_costs_more_than_computing() -> None:
     assert max(loads) < 2 * min(loads)
 
 
+def test_a_worker_that_has_measured_a_low_speed_is_not_starved() -> None:
+    d = fleet(PrefixAware(), "a", "b")
+    d.report("a", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=100.0))
+    workers = [send(d, request(key, tokens=50)) for key in range(10)]
+    assert workers.count("a") == 5
+
+
 def test_a_restarted_worker_has_nothing() -> None:
     d = fleet(PrefixAware(), "a", "b")
     hot = chain(*range(20))
@@ -288,9 +295,9 @@ class Counting(PrefixAware):
 
     looks = 0
 
-    def cost_s(self, request: QueuedRequest, lane: Lane) -> tuple[float, int]:
+    def cost_s(self, request: QueuedRequest, lane: Lane, rate: float) -> tuple[float, int]:
         self.looks += 1
-        return super().cost_s(request, lane)
+        return super().cost_s(request, lane, rate)
 
 
 def test_a_decision_looks_at_seven_lanes_at_most() -> None:
