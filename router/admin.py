@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 import grpc
@@ -48,6 +49,7 @@ class AdminService(AdminServiceServicer):
                     numerics=worker.numerics,
                     draining=worker.draining,
                     running=worker.running,
+                    **asdict(worker.load),
                 )
                 for worker in self._fleet.workers()
             ]

@@ -17,6 +17,7 @@ import uvloop
 from fissile.admin.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 
+from common.cli.config_file import config_option
 from common.cli.failure import CommandError
 from common.cli.options import option
 from common.delay_gate import DelayGate
@@ -81,7 +82,7 @@ class RouterOptions:
     delay_factor: float = 0.0
     max_hold_s: float = MAX_HOLD_S
     queue_size: int = MAX_QUEUED_REQUESTS
-    placement: str = "round_robin"
+    placement: str = "prefix_aware"
     tokenizer: Path | None = None
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     max_unread_tokens: int = MAX_UNREAD_TOKENS
@@ -112,7 +113,7 @@ class Router:
         self.server = GrpcServer(options.host, options.port, [SERVICE])
         self.registry = ModelRegistry()
         gate = DelayGate(options.delay_factor, options.max_hold_s)
-        failover, placement = options.failover, PLACEMENTS[options.placement]()
+        failover, placement = options.failover, PLACEMENTS[options.placement].make()
         shares = TenantShares(options.tenants.weights)
         dispatcher = Dispatcher(gate, placement, options.queue_size, failover.worker_wait_s, shares)
         self.fleet = Fleet(dispatcher, self.registry, self._store, self._serving.set, failover=failover)
@@ -278,6 +279,7 @@ class PerTenant(click.ParamType[tuple[str, float]]):
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@config_option("router")
 @option(
     "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="HOST:PORT",
     help="A worker's address; repeat it, or separate several by commas. Workers may start before or after the router.",
@@ -307,8 +309,8 @@ class PerTenant(click.ParamType[tuple[str, float]]):
     help="Most requests that a tenant may have in flight; without a name, each of the others. 0 is no limit.",
 )  # fmt: skip
 @option(
-    "--placement", envvar="FISSILE_PLACEMENT", default="round_robin", type=click.Choice(sorted(PLACEMENTS)),
-    help="How requests are spread over the workers.",
+    "--placement", envvar="FISSILE_PLACEMENT", default="prefix_aware", type=click.Choice(list(PLACEMENTS)),
+    help="Which worker a request goes to. " + "; ".join(f"{name}: {p.what}" for name, p in PLACEMENTS.items()) + ".",
 )  # fmt: skip
 @option(
     "--failover", envvar="FISSILE_FAILOVER", default=FailoverPolicy.EXACT.value,

@@ -18,7 +18,7 @@ from common.delay_gate import DelayGate
 from common.errors import HopelessDeadlineError
 from common.limits import MAX_QUEUE_RETRY_S, MAX_QUEUED_REQUESTS, MIN_QUEUE_RETRY_S, WORKER_WAIT_S
 from router.fair_queue import TenantShares
-from router.lane import Lane, LaneRecord, LoadReport
+from router.lane import Lane, LaneLoad, LaneRecord, LoadReport
 from router.placement import Placement
 from router.queue import QueuedRequest, RequestQueue
 
@@ -122,13 +122,15 @@ class Dispatcher:
 
     def lane_up(self, worker: str, model: str, report: LoadReport, now: float, numerics: str = "") -> None:
         """A worker takes work: a clean lane, and what waits for its model is spread anew."""
-        self._lanes[worker] = Lane(worker, model, report, numerics, self._shares)
+        lane = self._lanes[worker] = Lane(worker, model, report, numerics, self._shares)
+        self._placement.lane_up(lane)
         self._spread(model, now)
 
     def lane_draining(self, worker: str, now: float) -> None:
         """A worker takes no more work; what waits for it goes to others, or is parked."""
         lane = self._lanes[worker]
         lane.ready = False
+        self._placement.lane_down(lane)
         self._spread(lane.model, now)
 
     def lane_down(self, worker: str, now: float) -> None:
@@ -138,7 +140,9 @@ class Dispatcher:
 
     def report(self, worker: str, load: LoadReport) -> None:
         """A worker's load after a step, or its heartbeat."""
-        self._lanes[worker].take_report(load)
+        lane = self._lanes[worker]
+        lane.take_report(load)
+        self._placement.load_changed(lane)
 
     def decide(self, now: float) -> list[Release]:
         """Releases what may go now, lane by lane, in order of service."""
@@ -149,6 +153,7 @@ class Dispatcher:
             group, serial = lane.release()
             for request in group:
                 self._queue.remove(request.key)
+                self._placement.sent(request, lane)
             if group:
                 self._queue.speed.departed(len(group), now)
                 releases.append(Release(lane.worker, serial, tuple(group)))
@@ -166,6 +171,10 @@ class Dispatcher:
         """What waits for a worker."""
         return self._lanes[worker].record()
 
+    def lane_load(self, worker: str, now: float) -> LaneLoad:
+        """The load of a worker, for operators."""
+        return self._lanes[worker].load(now)
+
     def can_serve(self, model: str, numerics: str | None, *, but: str = "") -> bool:
         """Whether a worker, another one than `but`, takes work for a model in a numerics class (None: in any)."""
         return any(lane.worker != but for lane in self._lanes_for(model, numerics))
@@ -177,6 +186,7 @@ class Dispatcher:
     def _choose(self, request: QueuedRequest, avoid: str = "") -> Lane | None:
         """The lane for a request; None when there is none."""
         lanes = self._lanes_for(request.model, request.numerics)
+        request.work = request.tokens
         if avoid:
             lanes = [lane for lane in lanes if lane.worker != avoid] or lanes
         return self._placement.choose(request, lanes) if lanes else None
@@ -187,6 +197,7 @@ class Dispatcher:
             request.parked = None
             lane.bind(request, first=first)
             self._busy[lane.worker] = lane
+            self._placement.load_changed(lane)
             return
         request.parked = now
         self._parked[request.key] = request
@@ -201,6 +212,8 @@ class Dispatcher:
         self._settle(lane)
 
     def _settle(self, lane: Lane) -> None:
+        """What waits for a lane has become less."""
+        self._placement.load_changed(lane)
         if not len(lane):
             self._busy.pop(lane.worker, None)
 

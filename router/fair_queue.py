@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import heapq
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -45,6 +45,10 @@ class QueuedRequest:
         tenant: who pays for it; "" for nobody in particular.
         priority: LOW, NORMAL or HIGH.
         ahead: whether it has been with a worker already.
+        session: its session in the model, "" for none.
+        granules: names of the granules of its prompt, as in `prefix_index`.
+        granule_tokens: tokens of a granule.
+        work: `tokens` less what the worker that it was placed on is likely to have cached; fixed while it is on a lane.
     """
 
     key: int
@@ -58,6 +62,10 @@ class QueuedRequest:
     tenant: str = ""
     priority: int = NORMAL
     ahead: bool = False
+    session: str = ""
+    granules: Sequence[int] = ()
+    granule_tokens: int = 0
+    work: int = 0
 
 
 @dataclass(slots=True)
@@ -138,12 +146,14 @@ class _ClassQueue:
         self.ahead: OrderedDict[int, QueuedRequest] = OrderedDict()
         self.tenants: dict[str, OrderedDict[int, QueuedRequest]] = {}
         self.tokens = 0
-        self._tenant_tokens: dict[str, int] = {}
+        self.work = 0
+        self._tenant_work: dict[str, int] = {}
         # A lower bound of (what the tenant has had, its first request) for each tenant here.
         self._heap: list[tuple[float, int, str]] = []
 
     def push(self, request: QueuedRequest, *, first: bool) -> None:
         self.tokens += request.tokens
+        self.work += request.work
         if request.ahead:
             self.ahead[request.key] = request
             if first:
@@ -151,35 +161,35 @@ class _ClassQueue:
             return
         own = self.tenants.setdefault(request.tenant, OrderedDict())
         own[request.key] = request
-        self._tenant_tokens[request.tenant] = self._tenant_tokens.get(request.tenant, 0) + request.tokens
+        self._tenant_work[request.tenant] = self._tenant_work.get(request.tenant, 0) + request.work
         if len(own) == 1:
             heapq.heappush(self._heap, self._rank(request))
 
     def remove(self, request: QueuedRequest) -> None:
         self.tokens -= request.tokens
+        self.work -= request.work
         if request.ahead:
             del self.ahead[request.key]
             return
         own = self.tenants[request.tenant]
         was_first = next(iter(own)) == request.key
         del own[request.key]
-        self._tenant_tokens[request.tenant] -= request.tokens
+        self._tenant_work[request.tenant] -= request.work
         if not own:
-            del self.tenants[request.tenant], self._tenant_tokens[request.tenant]
+            del self.tenants[request.tenant], self._tenant_work[request.tenant]
         elif was_first:
             heapq.heappush(self._heap, self._rank(next(iter(own.values()))))
             self._trim()
 
-    def tokens_before(self, tenant: str, tokens: int) -> float:
-        """Tokens that go before a new request of `tenant` with `tokens`; others get no more than their share."""
-        own = self._tenant_tokens.get(tenant, 0)
-        per_weight = (own + tokens) / self._shares.weight(tenant)
+    def work_before(self, request: QueuedRequest) -> float:
+        own = self._tenant_work.get(request.tenant, 0)
+        per_weight = (own + request.work) / self._shares.weight(request.tenant)
         others = sum(
             min(waiting, per_weight * self._shares.weight(other))
-            for other, waiting in self._tenant_tokens.items()
-            if other != tenant
+            for other, waiting in self._tenant_work.items()
+            if other != request.tenant
         )
-        return sum(request.tokens for request in self.ahead.values()) + own + others
+        return sum(ahead.work for ahead in self.ahead.values()) + own + others
 
     def head(self) -> QueuedRequest | None:
         if self.ahead:
@@ -238,10 +248,18 @@ class FairQueue:
         """Of all requests here."""
         return sum(queue.tokens for queue in self._classes.values())
 
-    def tokens_before(self, request: QueuedRequest) -> float:
-        """Tokens that would be served before a new request, by the order of service as it is now. O(tenants here)."""
-        higher = sum(self._classes[priority].tokens for priority in CLASSES if priority > request.priority)
-        return higher + self._classes[request.priority].tokens_before(request.tenant, request.tokens)
+    @property
+    def work(self) -> int:
+        """Tokens to compute, of all requests here."""
+        return sum(queue.work for queue in self._classes.values())
+
+    def work_before(self, request: QueuedRequest) -> float:
+        """Tokens that would be computed before a new request, by the order of service as it is now.
+
+        Other tenants get no more than their share meanwhile. O(tenants here).
+        """
+        higher = sum(self._classes[priority].work for priority in CLASSES if priority > request.priority)
+        return higher + self._classes[request.priority].work_before(request)
 
     def push(self, request: QueuedRequest, *, first: bool = False) -> None:
         """Adds a request that has entered the shares; `first`: before others that are `ahead` too."""

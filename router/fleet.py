@@ -33,7 +33,7 @@ from common.limits import (
 from router.assembly import StreamAssembly
 from router.dispatcher import Dispatcher, Release
 from router.failover import FailoverPolicy, Loss, Verdict, stall_bound_s
-from router.lane import LaneRecord, LoadReport
+from router.lane import LaneLoad, LaneRecord, LoadReport
 from router.link import Submission
 from router.model_registry import ModelRegistry, WorkerRefusedError
 from router.queue import QueuedRequest
@@ -79,6 +79,7 @@ class ConnectedWorker:
     numerics: str
     draining: bool
     running: int
+    load: LaneLoad
 
 
 class Fleet:
@@ -167,6 +168,9 @@ class Fleet:
             request.deadline,
             tenant=request.tenant,
             priority=request.priority,
+            session=request.session_id,
+            granules=request.granules,
+            granule_tokens=request.granule_tokens,
         )
         try:
             self._dispatcher.arrive(queued, self._clock())
@@ -199,6 +203,7 @@ class Fleet:
                 numerics=session.model.numerics,
                 draining=session in self._draining,
                 running=len(session.link.live),
+                load=self._dispatcher.lane_load(address, self._clock()),
             )
             for address, session in sorted(self._sessions.items())
             if session.model is not None
@@ -501,4 +506,5 @@ class Fleet:
             fleet_oldest_age_s=load.fleet_oldest_age_ms / 1e3,
             fleet_tokens=load.fleet_tokens,
             submit_seen=submit_seen,
+            total_blocks=load.total_blocks,
         )

@@ -35,6 +35,7 @@ class LoadReport:
     fleet_oldest_age_s: float = 0.0
     fleet_tokens: int = 0
     submit_seen: int = 0
+    total_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,23 @@ class LaneRecord:
 
 
 @dataclass(frozen=True, slots=True)
+class LaneLoad:
+    """A lane as operators see it; fields as in the admin proto's Worker."""
+
+    queued: int
+    decoding_seqs: int
+    waiting_seqs: int
+    outstanding_tokens: int
+    prefill_rate: float
+    report_age_ms: int
+
+
+@dataclass(frozen=True, slots=True)
 class _Group:
     serial: int
     tokens: int
     seqs: int
+    work: int
 
 
 class Lane:
@@ -79,6 +93,8 @@ class Lane:
         self.last_report = report
         self.unseen_tokens = 0
         self.unseen_seqs = 0
+        # Prompt tokens to compute of what is bound, and of what is on its way.
+        self._work = 0
         self._bound = FairQueue(TenantShares() if shares is None else shares)
         self._unseen: deque[_Group] = deque()
         self._serial = 0
@@ -97,11 +113,13 @@ class Lane:
     def bind(self, request: QueuedRequest, *, first: bool = False) -> None:
         """Lets `request` wait for this worker; `first`: before others that have been with a worker."""
         request.lane = self.worker
+        self._work += request.work
         self._bound.push(request, first=first)
 
     def unbind(self, request: QueuedRequest) -> None:
         """Forgets a request that waits for this worker."""
         self._bound.remove(request)
+        self._work -= request.work
         request.lane = None
 
     def seconds_to_serve(self, request: QueuedRequest) -> float:
@@ -110,9 +128,10 @@ class Lane:
         0 when nothing is before it, and at an unknown speed: a measurement that is wrong must not keep out the request
         that would correct it.
         """
-        before = self.last_report.waiting_tokens + self.unseen_tokens + self._bound.tokens_before(request)
+        unseen_work = self._work - self._bound.work
+        before = self.last_report.waiting_tokens + unseen_work + self._bound.work_before(request)
         rate = self.last_report.prefill_rate
-        return (before + request.tokens) / rate if before and rate > 0 else 0.0
+        return (before + request.work) / rate if before and rate > 0 else 0.0
 
     def take_report(self, report: LoadReport) -> None:
         """Replaces the load and drops the groups that it accounts for."""
@@ -121,11 +140,12 @@ class Lane:
             group = self._unseen.popleft()
             self.unseen_tokens -= group.tokens
             self.unseen_seqs -= group.seqs
+            self._work -= group.work
 
     @property
     def outstanding_tokens(self) -> int:
-        """Prompt tokens that wait at the worker, are on their way to it, or wait for it here."""
-        return self.last_report.waiting_tokens + self.unseen_tokens + self.bound_tokens
+        """Prompt tokens to compute that wait at the worker, are on their way to it, or wait for it here."""
+        return self.last_report.waiting_tokens + self._work
 
     def seconds_for(self, tokens: int) -> float:
         """Seconds until `tokens` more prompt tokens would be computed, behind all others; 0 at an unknown speed."""
@@ -141,6 +161,18 @@ class Lane:
     def record(self) -> LaneRecord:
         """What waits here, for the worker's echo."""
         return LaneRecord(self._bound.oldest_arrival(), self.bound_tokens, len(self._bound))
+
+    def load(self, now: float) -> LaneLoad:
+        """What waits here and at the worker, for operators."""
+        report = self.last_report
+        return LaneLoad(
+            queued=len(self._bound),
+            decoding_seqs=report.decoding_seqs,
+            waiting_seqs=report.waiting_seqs,
+            outstanding_tokens=self.outstanding_tokens,
+            prefill_rate=report.prefill_rate,
+            report_age_ms=max(0, round(1000 * (now - report.time))),
+        )
 
     def is_open(self, now: float, gate: DelayGate) -> bool:
         """Whether what waits here may go now, room aside (design-details section 5)."""
@@ -191,7 +223,7 @@ class Lane:
 
     def _send(self, group: list[QueuedRequest], tokens: int) -> int:
         self._serial += 1
-        self._unseen.append(_Group(self._serial, tokens, len(group)))
+        self._unseen.append(_Group(self._serial, tokens, len(group), sum(request.work for request in group)))
         self.unseen_tokens += tokens
         self.unseen_seqs += len(group)
         return self._serial

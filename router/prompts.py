@@ -15,6 +15,7 @@ from common.errors import InvalidFieldError, NoChatTemplateError, NoTokenizerErr
 from common.limits import MAX_QUEUED_REQUESTS, TOKENIZE_THREADS
 from common.text.tokenizer import Tokenizer, TokenizerError
 from router.model_registry import ServedModel
+from router.prefix_index import GRANULE_BLOCKS
 from router.queue import QUEUE_RETRY_S
 from router.validation import check_prompt_length, check_token_ids, template_arguments
 
@@ -26,10 +27,11 @@ _INLINE_TOKENS = 2048
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, and the hash of the last full block of them (0 when there is none)."""
+    """Token ids, the hash of the last full block of them (0 when there is none), and the names of their granules."""
 
     token_ids: Sequence[int]
     chain_hash: int
+    granules: Sequence[int] = ()
 
 
 class PromptEncoder:
@@ -134,7 +136,7 @@ def _prompt(path: str, token_ids: Sequence[int], model: ServedModel, cache_salt:
     check_prompt_length(path, len(token_ids), model.max_model_len)
     root = salt_root(model.weights_digest.encode(), cache_salt=cache_salt.encode(), seed=model.hash_seed)
     chain = hash_chain(token_ids, model.block_size, root=root, seed=model.hash_seed)
-    return Prompt(token_ids, chain[-1] if chain else 0)
+    return Prompt(token_ids, chain[-1] if chain else 0, chain[GRANULE_BLOCKS - 1 :: GRANULE_BLOCKS])
 
 
 def _given_prompt(token_ids: Sequence[int], model: ServedModel, cache_salt: str) -> Prompt:

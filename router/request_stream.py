@@ -31,6 +31,8 @@ class RoutedRequest:
         cache_salt: of the prefix cache; requests of different salts share nothing.
         priority: its class, here and in the worker's scheduler; the same numbers in both protos.
         tenant: who it is for; "" for nobody in particular.
+        session_id: the client's session, "" for none.
+        granules: of the prompt, for the placement (`prefix_index`), of `granule_tokens` tokens each.
         arrival: monotonic seconds of its arrival at the router.
         deadline: monotonic seconds of the client's deadline, None for none.
         traceparent: W3C trace context of the router's span, "" for none.
@@ -47,6 +49,9 @@ class RoutedRequest:
     cache_salt: bytes = b""
     priority: int = wpb.PRIORITY_NORMAL
     tenant: str = ""
+    session_id: str = ""
+    granules: Sequence[int] = ()
+    granule_tokens: int = 0
     deadline: float | None = None
     traceparent: str = ""
     tracestate: str = ""

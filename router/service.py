@@ -28,6 +28,7 @@ from router.assembly import StreamAssembly
 from router.call import Call, Context
 from router.fleet import Fleet
 from router.model_registry import ModelRegistry, ServedModel
+from router.prefix_index import GRANULE_BLOCKS
 from router.prompts import Prompt, PromptEncoder
 from router.request_stream import RequestStream, RoutedRequest
 from router.responses import describe_model, response_fields, time_to_first_token_s
@@ -181,6 +182,9 @@ class InferenceService(InferenceServiceServicer):
                     cache_salt=request.cache_salt.encode(),
                     priority=check_priority(request.priority),
                     tenant=tenant,
+                    session_id=request.session_id,
+                    granules=prompt.granules,
+                    granule_tokens=GRANULE_BLOCKS * model.block_size,
                     arrival=arrival,
                     deadline=None if remaining is None else self._clock() + remaining,
                     traceparent=span.traceparent,

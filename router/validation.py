@@ -21,6 +21,7 @@ from common.limits import (
     MAX_CHAT_MESSAGES,
     MAX_PROMPT_TEXT_BYTES,
     MAX_REQUEST_ID_BYTES,
+    MAX_SESSION_ID_BYTES,
     MAX_STOP_TOKEN_SEQUENCE,
     MAX_STOP_TOKEN_SEQUENCES,
 )
@@ -55,6 +56,7 @@ _COMMON = frozenset(
         "model",
         "request_id",
         "priority",
+        "session_id",
         "cache_salt",
         "output_options",
         "output_options.return_token_ids",
@@ -84,6 +86,7 @@ def check_generate(request: pb.GenerateRequest) -> None:
     """
     refuse_unserved(request, GENERATE_SERVED)
     _check_cache_salt(request.cache_salt)
+    _check_session_id(request.session_id)
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidFieldError("prompt", "is missing", "one of text, token_ids")
@@ -101,6 +104,7 @@ def check_chat(request: pb.ChatRequest) -> None:
     """
     refuse_unserved(request, CHAT_SERVED)
     _check_cache_salt(request.cache_salt)
+    _check_session_id(request.session_id)
     if not 1 <= len(request.messages) <= MAX_CHAT_MESSAGES:
         valid = f"1 to {MAX_CHAT_MESSAGES} messages"
         raise InvalidFieldError("messages", f"has {len(request.messages)} entries", valid)
@@ -227,6 +231,12 @@ def _check_cache_salt(cache_salt: str) -> None:
     size = len(cache_salt.encode())
     if size > MAX_CACHE_SALT_BYTES:
         raise InvalidFieldError("cache_salt", f"has {size} bytes", f"at most {MAX_CACHE_SALT_BYTES} bytes of UTF-8")
+
+
+def _check_session_id(session_id: str) -> None:
+    size = len(session_id.encode())
+    if size > MAX_SESSION_ID_BYTES:
+        raise InvalidFieldError("session_id", f"has {size} bytes", f"at most {MAX_SESSION_ID_BYTES} bytes of UTF-8")
 
 
 def _check_n(message: pb.SamplingParams) -> None:

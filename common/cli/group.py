@@ -28,6 +28,8 @@ SUMMARIES = {
     "serve": "Serve a model on this machine: one router and its workers.",
     "generate": "Ask a running router, or a checkpoint folder with --offline.",
     "models": "List the models that a running router serves.",
+    "workers": "List the workers of a running router, with their load.",
+    "config": "Show the options in force, and where each value comes from.",
     "router": "Run one router.",
     "worker": "Run one worker.",
     "version": "Print the versions of Fissile and what it stands on.",

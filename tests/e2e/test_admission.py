@@ -11,6 +11,7 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
 
+from common.cli.workers import as_table, list_workers
 from router.tenants import TenantPolicy
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.test_router import FILES, bench, collect, detail, error_of, leftovers, until
@@ -126,3 +127,21 @@ async def test_unknown_priority_and_overlong_tenant(fields: dict[str, Any], prob
         error = await error_of(ask(b, **fields))
         assert error.code() is grpc.StatusCode.INVALID_ARGUMENT
         assert problem in (error.details() or "")
+
+
+async def test_the_workers_and_their_load_as_operators_see_them() -> None:
+    worker = OneByOne(FILES)
+    async with bench(worker, admin_port=0) as b:
+        worker.prefill_rate, worker.waiting_tokens = 100.0, 1000
+        running = await blocked(b)
+        assert b.router.admin is not None
+        waiting = ask(b, length=7)
+        await until(lambda: leftovers(b.router)[2] == 1)
+        (seen,) = await list_workers(b.router.admin.address, 5.0)
+        assert (seen.worker_id, seen.model, seen.running, seen.queued) == ("w0", "m", 1, 1)
+        assert (seen.decoding_seqs, seen.outstanding_tokens, seen.prefill_rate) == (1, 1007, 100.0)
+        assert seen.report_age_ms < 2000
+        assert as_table([seen]).splitlines()[1].split()[3] == "serving"
+        waiting.cancel()
+        running.cancel()
+        await b.empty()

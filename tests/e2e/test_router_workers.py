@@ -23,7 +23,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with running_service(tmp_path_factory.mktemp("fleet"), model, workers=3, worker_options=OPTIONS) as service:
+    folder, in_turn = tmp_path_factory.mktemp("fleet"), ["--placement", "round_robin"]
+    with running_service(folder, model, workers=3, worker_options=OPTIONS, router_options=in_turn) as service:
         wait_workers(service, 3)
         yield service
 

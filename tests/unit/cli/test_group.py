@@ -127,7 +127,8 @@ def test_environment_variables_set_options() -> None:
 @pytest.mark.parametrize("name", group.SUMMARIES)
 def test_every_option_has_a_help_text_and_an_environment_variable(name: str) -> None:
     command = group.find_entry_points(group.COMMANDS)[name].load()
-    options = [parameter for parameter in command.params if isinstance(parameter, click.Option)]
+    commands = command.commands.values() if isinstance(command, click.Group) else [command]
+    options = [parameter for each in commands for parameter in each.params if isinstance(parameter, click.Option)]
     assert options
     for option in options:
         assert option.help, option.name

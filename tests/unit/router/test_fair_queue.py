@@ -21,7 +21,16 @@ WEIGHTS = {"a": 1.0, "b": 2.0, "c": 0.5}
 
 
 def request(key: int, tenant: str = "", tokens: int = 10, priority: int = NORMAL, **fields: float) -> QueuedRequest:
-    return QueuedRequest(key, "m", tokens, float(key), tenant=tenant, priority=priority, **fields)  # type: ignore[arg-type]
+    return QueuedRequest(
+        key,
+        "m",
+        tokens,
+        float(key),
+        tenant=tenant,
+        priority=priority,
+        work=tokens,
+        **fields,  # type: ignore[arg-type]
+    )
 
 
 class Reference:
@@ -179,7 +188,7 @@ def test_a_flood_does_not_hold_up_the_others() -> None:
         queue.remove(lane.pop().key)
     queue.push(late := request(5000, "late"))
     lane.push(late)
-    assert lane.tokens_before(request(5001, "late")) == 10 + 20
+    assert lane.work_before(request(5001, "late")) == 10 + 20
     served = [lane.pop().key for _ in range(2)]
     assert late.key in served
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x66issile/admin/v1/admin.proto\x12\x10\x66issile.admin.v1\"\x14\n\x12ListWorkersRequest\"@\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.fissile.admin.v1.Worker\"\x85\x01\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08numerics\x18\x05 \x01(\t\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x0f\n\x07running\x18\x07 \x01(\r\"<\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"(\n\x13\x44rainWorkerResponse\x12\x11\n\tsequences\x18\x01 \x01(\r2\xc6\x01\n\x0c\x41\x64minService\x12Z\n\x0bListWorkers\x12$.fissile.admin.v1.ListWorkersRequest\x1a%.fissile.admin.v1.ListWorkersResponse\x12Z\n\x0b\x44rainWorker\x12$.fissile.admin.v1.DrainWorkerRequest\x1a%.fissile.admin.v1.DrainWorkerResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x66issile/admin/v1/admin.proto\x12\x10\x66issile.admin.v1\"\x14\n\x12ListWorkersRequest\"@\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.fissile.admin.v1.Worker\"\x8b\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08numerics\x18\x05 \x01(\t\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0e\n\x06queued\x18\x08 \x01(\r\x12\x15\n\rdecoding_seqs\x18\t \x01(\r\x12\x14\n\x0cwaiting_seqs\x18\n \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x0b \x01(\x04\x12\x14\n\x0cprefill_rate\x18\x0c \x01(\x02\x12\x15\n\rreport_age_ms\x18\r \x01(\r\"<\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"(\n\x13\x44rainWorkerResponse\x12\x11\n\tsequences\x18\x01 \x01(\r2\xc6\x01\n\x0c\x41\x64minService\x12Z\n\x0bListWorkers\x12$.fissile.admin.v1.ListWorkersRequest\x1a%.fissile.admin.v1.ListWorkersResponse\x12Z\n\x0b\x44rainWorker\x12$.fissile.admin.v1.DrainWorkerRequest\x1a%.fissile.admin.v1.DrainWorkerResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,11 +36,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTWORKERSRESPONSE']._serialized_start=72
   _globals['_LISTWORKERSRESPONSE']._serialized_end=136
   _globals['_WORKER']._serialized_start=139
-  _globals['_WORKER']._serialized_end=272
-  _globals['_DRAINWORKERREQUEST']._serialized_start=274
-  _globals['_DRAINWORKERREQUEST']._serialized_end=334
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=336
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=376
-  _globals['_ADMINSERVICE']._serialized_start=379
-  _globals['_ADMINSERVICE']._serialized_end=577
+  _globals['_WORKER']._serialized_end=406
+  _globals['_DRAINWORKERREQUEST']._serialized_start=408
+  _globals['_DRAINWORKERREQUEST']._serialized_end=468
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=470
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=510
+  _globals['_ADMINSERVICE']._serialized_start=513
+  _globals['_ADMINSERVICE']._serialized_end=711
 # @@protoc_insertion_point(module_scope)

@@ -72,6 +72,12 @@ class Worker(_message.Message):
     NUMERICS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
+    QUEUED_FIELD_NUMBER: _builtins.int
+    DECODING_SEQS_FIELD_NUMBER: _builtins.int
+    WAITING_SEQS_FIELD_NUMBER: _builtins.int
+    OUTSTANDING_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_RATE_FIELD_NUMBER: _builtins.int
+    REPORT_AGE_MS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its own name."""
     address: _builtins.str
@@ -86,6 +92,18 @@ class Worker(_message.Message):
     """Whether it drains."""
     running: _builtins.int
     """Requests of this router that run there."""
+    queued: _builtins.int
+    """Requests that wait in this router and will go there as things stand."""
+    decoding_seqs: _builtins.int
+    """By the worker's last report: sequences of all routers that decode there."""
+    waiting_seqs: _builtins.int
+    """By the worker's last report: sequences of all routers that wait for their first step there."""
+    outstanding_tokens: _builtins.int
+    """Prompt tokens to compute that wait in the worker, are on their way to it, or wait for it here."""
+    prefill_rate: _builtins.float
+    """By the worker's last report: prefill speed, tokens per second; 0 until the first prefill."""
+    report_age_ms: _builtins.int
+    """Age of the worker's last report, milliseconds."""
     def __init__(
         self,
         *,
@@ -96,10 +114,16 @@ class Worker(_message.Message):
         numerics: _builtins.str = ...,
         draining: _builtins.bool = ...,
         running: _builtins.int = ...,
+        queued: _builtins.int = ...,
+        decoding_seqs: _builtins.int = ...,
+        waiting_seqs: _builtins.int = ...,
+        outstanding_tokens: _builtins.int = ...,
+        prefill_rate: _builtins.float = ...,
+        report_age_ms: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "draining", b"draining", "instance_id", b"instance_id", "model", b"model", "numerics", b"numerics", "running", b"running", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decoding_seqs", b"decoding_seqs", "draining", b"draining", "instance_id", b"instance_id", "model", b"model", "numerics", b"numerics", "outstanding_tokens", b"outstanding_tokens", "prefill_rate", b"prefill_rate", "queued", b"queued", "report_age_ms", b"report_age_ms", "running", b"running", "waiting_seqs", b"waiting_seqs", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,75 @@
+"""`fissile config show`: the options in force for a command, and where each value comes from."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from common.cli.config_file import FILE
+from common.cli.failure import CommandError
+from common.cli.group import COMMANDS, find_entry_points
+from common.cli.options import json_option
+
+# The commands that take --config.
+CONFIGURABLE = ("router",)
+
+
+@click.group()
+def config() -> None:
+    """Look at the configuration."""
+
+
+@config.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+@json_option
+@click.argument("command", type=click.Choice(CONFIGURABLE))
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
+def show(as_json: bool, command: str, arguments: tuple[str, ...]) -> None:
+    """Show the options in force for COMMAND with ARGUMENTS, and the source of each: nothing is started.
+
+    The environment and the file of --config or FISSILE_CONFIG count as they would for COMMAND itself.
+    """
+    rows = in_force(find_entry_points(COMMANDS)[command].load(), command, arguments)
+    if as_json:
+        click.echo(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}))
+        return
+    width = [max(len(row[i]) for row in rows) for i in range(2)]
+    for name, value, source in rows:
+        click.echo(f"{name:<{width[0]}}  {value:<{width[1]}}  {source}")
+
+
+def in_force(command: click.Command, name: str, arguments: tuple[str, ...]) -> list[tuple[str, str, str]]:
+    """Option, value and source, in the order of the command's help.
+
+    Raises:
+        CommandError: a value is not allowed.
+    """
+    try:
+        context = command.make_context(name, list(arguments))
+    except click.UsageError as error:
+        raise CommandError(error.format_message()) from None
+    options = [param for param in command.params if isinstance(param, click.Option) and param.name in context.params]
+    return [
+        (param.opts[0].removeprefix("--"), _text(context.params[param.name or ""]), _source(context, param))
+        for param in options
+    ]
+
+
+def _source(context: click.Context, param: click.Option) -> str:
+    match context.get_parameter_source(param.name or ""):
+        case ParameterSource.COMMANDLINE:
+            return "command line"
+        case ParameterSource.ENVIRONMENT:
+            return f"environment {param.envvar}"
+        case ParameterSource.DEFAULT_MAP:
+            return f"--{FILE} file"
+        case _:
+            return "default"
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, tuple):
+        return ",".join("=".join(map(str, item)) if isinstance(item, tuple) else str(item) for item in value) or "-"
+    return "-" if value is None else str(value)

@@ -1,0 +1,86 @@
+"""Which value of an option counts, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from common.cli.config import in_force
+from common.cli.config_file import config_option
+from common.cli.failure import CommandError
+from common.cli.options import option
+from router.app import router
+
+
+@click.command()
+@config_option("made")
+@option("--number", envvar="MADE_NUMBER", default=1, type=int, help="A number.")
+@option("--name", "names", envvar="MADE_NAME", multiple=True, help="Names.")
+@option("--flag/--no-flag", envvar="MADE_FLAG", default=False, help="A flag.")
+def made(number: int, names: tuple[str, ...], flag: bool) -> None:
+    click.echo(json.dumps([number, names, flag]))
+
+
+def run(text: str, tmp_path: Path, *arguments: str, env: dict[str, str] | None = None) -> object:
+    (tmp_path / "c.yaml").write_text(text)
+    result = CliRunner().invoke(made, ["--config", str(tmp_path / "c.yaml"), *arguments], env=env)
+    if result.exception is not None:
+        raise result.exception
+    return json.loads(result.stdout)
+
+
+FULL = "made:\n  number: 5\n  name: [a, b]\n  flag: true\nother:\n  x: 1\n"
+
+
+def test_command_line_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    assert run("", tmp_path) == [1, [], False]
+    assert run("made:\n", tmp_path) == [1, [], False]
+    assert run(FULL, tmp_path) == [5, ["a", "b"], True]
+    assert run(FULL, tmp_path, env={"MADE_NUMBER": "6"}) == [6, ["a", "b"], True]
+    assert run(FULL, tmp_path, "--number", "7", "--no-flag", env={"MADE_NUMBER": "6"}) == [7, ["a", "b"], False]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("made:\n  nmber: 5\n", "made.nmber is no option of `made`; allowed: flag, name, number"),
+        ("made: 5\n", "made is no mapping"),
+        ("- made\n", "is no mapping"),
+        ("made: {\n", "is no YAML"),
+    ],
+)
+def test_a_bad_file_is_said_in_one_line(text: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"c\.yaml") as caught:
+        run(text, tmp_path)
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="can not be read: No such file"):
+        in_force(made, "made", ("--config", str(tmp_path / "none.yaml")))
+
+
+def test_show_names_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("router:\n  max-hold: 100ms\n  tenant-weight: [gold=4]\n  queue-size: 9\n  worker: [a:1, b:2]\n")
+    monkeypatch.setenv("FISSILE_QUEUE_SIZE", "11")
+    rows = in_force(router, "router", ("--config", str(path), "--delay-factor", "2"))
+    shown = {name: (value, source) for name, value, source in rows}
+    assert shown["delay-factor"] == ("2.0", "command line")
+    assert shown["queue-size"] == ("11", "environment FISSILE_QUEUE_SIZE")
+    assert shown["max-hold"] == ("0.1", "--config file")
+    assert shown["tenant-weight"] == ("gold=4.0", "--config file")
+    assert shown["worker"] == ("a:1,b:2", "--config file")
+    assert shown["placement"] == ("prefix_aware", "default")
+
+
+def test_show_refuses_what_the_command_would_refuse(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("router:\n  max-hold: soon\n")
+    with pytest.raises(CommandError, match="use for example 250ms"):
+        in_force(router, "router", ("--config", str(path)))

@@ -1,0 +1,311 @@
+"""The prefix index against dictionaries, the order of loads against sorting, and where the policies send requests."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+
+from common.delay_gate import DelayGate
+from common.limits import MAX_SESSIONS
+from router.dispatcher import Dispatcher
+from router.fair_queue import QueuedRequest
+from router.lane import Lane, LoadReport
+from router.placement import (
+    PLACEMENTS,
+    LeastLoaded,
+    LoadOrder,
+    Placement,
+    PrefixAware,
+    SessionAffinity,
+    seconds_of_work,
+)
+from router.prefix_index import BYTES_PER_ENTRY, PrefixIndex
+
+GRANULE = 128
+
+
+def chain(*parts: int) -> list[int]:
+    """Granules of a prompt: each names the whole prefix, as chain hashes do."""
+    rnd = random.Random(0)
+    named: list[int] = []
+    for part in parts:
+        rnd.seed(f"{named[-1] if named else None}/{part}")
+        named.append(rnd.getrandbits(64))
+    return named
+
+
+PROMPTS = st.lists(st.integers(0, 1), max_size=7).map(lambda parts: chain(*parts))
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """What each worker was given, as sets; caches of unknown size, so nothing is forgotten; at most 4 workers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(1 << 14)
+        self.holds: dict[str, set[int]] = {}
+
+    @rule(worker=st.sampled_from("abcd"))
+    def start(self, worker: str) -> None:
+        self.index.add_worker(worker, 0)
+        self.holds[worker] = set()
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.holds)))
+        self.index.remove_worker(worker)
+        del self.holds[worker]
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data(), prompt=PROMPTS)
+    def store(self, data: st.DataObject, prompt: list[int]) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.holds)))
+        self.index.store(worker, prompt)
+        self.holds[worker] |= set(prompt)
+
+    @rule(prompt=PROMPTS)
+    def look(self, prompt: list[int]) -> None:
+        depths = {w: next((i for i, g in enumerate(prompt) if g not in h), len(prompt)) for w, h in self.holds.items()}
+        assert {worker: self.index.depth(worker, prompt) for worker in self.holds} == depths
+        deepest = max(depths.values(), default=0)
+        owners = {worker for worker, depth in depths.items() if depth == deepest and depth}
+        assert set(self.index.owners(prompt)) == owners
+
+
+IndexMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestIndexMachine = IndexMachine.TestCase
+
+
+def test_the_index_is_bounded_and_never_invents() -> None:
+    index = PrefixIndex(1000)
+    assert (index.capacity, index.nbytes) == (1024, 1024 * BYTES_PER_ENTRY)
+    rnd = random.Random(1)
+    index.add_worker("a", 0)
+    index.add_worker("b", 0)
+    given_to: dict[str, set[int]] = {"a": set(), "b": set()}
+    prompts = [[rnd.getrandbits(64) for _ in range(4)] for _ in range(3000)]
+    for prompt in prompts:
+        worker = rnd.choice("ab")
+        index.store(worker, prompt)
+        given_to[worker] |= set(prompt)
+    for prompt in prompts:
+        for worker, granules in given_to.items():
+            assert index.depth(worker, prompt) == 0 or granules.issuperset(prompt[:1])
+    assert sum(index.depth("a", prompt) > 0 for prompt in prompts) > 50
+
+
+def test_a_worker_forgets_what_a_whole_cache_has_passed_over() -> None:
+    index = PrefixIndex(1 << 12)
+    index.add_worker("a", 160)
+    first = chain(1, 2, 3)
+    index.store("a", first)
+    for i in range(7):
+        index.store("a", chain(*range(100 * i + 10, 100 * i + 30)))
+    assert index.depth("a", first) == 3
+    index.store("a", first)
+    for i in range(7, 14):
+        index.store("a", chain(*range(100 * i + 10, 100 * i + 30)))
+    assert index.depth("a", first) == 3, "using it anew keeps it"
+    for i in range(14, 17):
+        index.store("a", chain(*range(100 * i + 10, 100 * i + 30)))
+    assert index.depth("a", first) == 0
+    assert index.owners(first) == []
+
+
+def test_the_latest_four_owners_count_and_numbers_are_used_once() -> None:
+    index = PrefixIndex(64)
+    prompt = chain(1)
+    for worker in "abcdef":
+        index.add_worker(worker, 0)
+        index.store(worker, prompt)
+    assert len(index.owners(prompt)) == 4
+    assert "f" in index.owners(prompt)
+    for _ in range(70_000):
+        index.add_worker("z", 0)
+    assert index.depth("z", prompt) == 0
+    index.store("z", prompt)
+    assert index.owners(prompt) == ["z"]
+    assert index.depth("a", prompt) == 0
+
+
+def lane(worker: str, model: str = "m", **load: float) -> Lane:
+    return Lane(worker, model, LoadReport(0.0, room_tokens=10_000, room_seqs=100, **load))  # type: ignore[arg-type]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0, 10, 20, 30, None])), max_size=150))
+def test_the_least_loaded_by_sorting(events: list[tuple[int, int | None]]) -> None:
+    order, lanes = LoadOrder(), [lane(f"w{i}") for i in range(6)]
+    up: dict[str, Lane] = {}
+    for number, tokens in events:
+        changed = lanes[number]
+        if tokens is None:
+            order.remove(changed)
+            up.pop(changed.worker, None)
+        else:
+            changed.take_report(LoadReport(0.0, waiting_tokens=tokens, prefill_rate=100.0, room_seqs=9))
+            order.update(changed)
+            up[changed.worker] = changed
+        expected = sorted(seconds_of_work(lane) for lane in up.values())[:2]
+        least = order.least(2)
+        assert [seconds_of_work(lane) for lane in least] == expected
+        assert len({lane.worker for lane in least}) == len(expected)
+    assert len(order._heap) <= 2 * 6 + 65
+
+
+def request(key: int, prompt: list[int] | None = None, session: str = "", tokens: int | None = None) -> QueuedRequest:
+    granules = prompt or []
+    size = GRANULE * len(granules) + 10 if tokens is None else tokens
+    return QueuedRequest(key, "m", size, 0.0, session=session, granules=granules, granule_tokens=GRANULE)
+
+
+def fleet(policy: Placement, *workers: str, rate: float = 10_000.0) -> Dispatcher:
+    d = Dispatcher(DelayGate(0.0), policy)
+    for worker in workers:
+        d.lane_up(worker, "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=rate, total_blocks=10_000), 0.0)
+    return d
+
+
+def send(d: Dispatcher, new: QueuedRequest) -> str:
+    d.arrive(new, 0.0)
+    (release,) = d.decide(0.0)
+    return release.worker
+
+
+def done(d: Dispatcher, *workers: str) -> None:
+    for worker in workers:
+        load = LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0, submit_seen=10**6, total_blocks=10_000)
+        d.report(worker, load)
+
+
+def test_equal_prefixes_to_their_owner_and_others_elsewhere() -> None:
+    d = fleet(PrefixAware(), "a", "b", "c")
+    prompts = [chain(i, *range(20)) for i in range(3)]
+    owners = []
+    for key, prompt in enumerate(prompts):
+        owners.append(send(d, request(key, prompt)))
+        done(d, "a", "b", "c")
+    assert sorted(owners) == ["a", "b", "c"]
+    for key in range(3, 30):
+        assert send(d, request(key, [*prompts[key % 3], key])) == owners[key % 3]
+        done(d, "a", "b", "c")
+
+
+def test_a_hot_prefix_spreads_when_waiting_costs_more_than_computing() -> None:
+    d = fleet(PrefixAware(), "a", "b", "c", "d")
+    hot = chain(*range(20))
+    owner = send(d, request(0, hot))
+    done(d, owner)
+    # Of 3 060 tokens the owner computes 500.
+    workers = [send(d, request(key, hot, tokens=20 * GRANULE + 500)) for key in range(1, 41)]
+    assert set(workers) == {"a", "b", "c", "d"}
+    loads = [lane.outstanding_tokens for lane in d._lanes.values()]
+    assert sum(loads) == 37 * 500 + 3 * 3060
+    assert workers[:4] == [owner] * 4
+    assert max(loads) < 2 * min(loads)
+
+
+def test_a_worker_that_has_measured_a_low_speed_is_not_starved() -> None:
+    d = fleet(PrefixAware(), "a", "b")
+    d.report("a", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=100.0))
+    workers = [send(d, request(key, tokens=50)) for key in range(10)]
+    assert workers.count("a") == 5
+
+
+def test_a_restarted_worker_has_nothing() -> None:
+    d = fleet(PrefixAware(), "a", "b")
+    hot = chain(*range(20))
+    owner = send(d, request(0, hot))
+    other = "b" if owner == "a" else "a"
+    done(d, owner)
+    d.lane_down(owner, 1.0)
+    assert send(d, request(1, hot)) == other
+    done(d, other)
+    d.lane_up(owner, "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0), 1.0)
+    assert send(d, request(2, hot)) == other
+
+
+def test_models_of_equal_prompts_have_indexes_of_their_own() -> None:
+    policy = PrefixAware()
+    d = fleet(policy, "a", "b")
+    d.lane_up("x", "other", LoadReport(0.0, 0, 0, 0, 100_000, 100), 0.0)
+    hot = chain(*range(20))
+    assert send(d, QueuedRequest(0, "other", 3000, 0.0, granules=hot, granule_tokens=GRANULE)) == "x"
+    assert send(d, request(1, hot)) in "ab"
+    d.lane_down("x", 0.0)
+    assert set(policy._indexes) == {"m"}
+
+
+def test_sessions_stay_and_are_bounded() -> None:
+    policy = SessionAffinity()
+    d = fleet(policy, "a", "b", "c")
+    homes = {f"s{i}": send(d, request(i, session=f"s{i}")) for i in range(9)}
+    assert len(set(homes.values())) == 3
+    for i in range(9, 36):
+        assert send(d, request(i, session=f"s{i % 9}")) == homes[f"s{i % 9}"]
+    d.lane_down(homes["s0"], 0.0)
+    assert (moved := send(d, request(50, session="s0"))) != homes["s0"]
+    assert send(d, request(51, session="s0")) == moved
+    for i in range(MAX_SESSIONS + 10):
+        policy._sessions.note(request(0, session=f"t{i}"), "a")
+    assert len(policy._sessions) == MAX_SESSIONS
+
+
+def test_least_loaded_counts_at_selection() -> None:
+    d = fleet(LeastLoaded(), "a", "b", "c")
+    big = send(d, request(0, tokens=10_000))
+    workers = [send(d, request(key, tokens=100)) for key in range(1, 9)]
+    assert big not in workers
+    assert workers.count("a") + workers.count("b") + workers.count("c") == 8
+    assert sorted(workers.count(w) for w in "abc") == [0, 4, 4]
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_policy_keeps_to_the_numerics_class_and_survives_coming_and_going(name: str) -> None:
+    rnd = random.Random(name)
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[name].make())
+    classes = {f"w{i}": "xy"[i % 2] for i in range(6)}
+    up: set[str] = set()
+    for key in range(400):
+        worker = rnd.choice(list(classes))
+        if rnd.random() < 0.1:
+            if worker in up:
+                up.discard(worker)
+                d.lane_down(worker, 0.0)
+            else:
+                up.add(worker)
+                d.lane_up(worker, "m", LoadReport(0.0, room_tokens=10**6, room_seqs=1000), 0.0, classes[worker])
+        new = request(key, chain(*[rnd.randrange(2) for _ in range(5)]), session=rnd.choice(["", "s", "t"]))
+        new.numerics = rnd.choice([None, None, "x", "y"])
+        d.arrive(new, 0.0)
+        for release in d.decide(0.0):
+            assert release.worker in up
+            assert all(r.numerics in (None, classes[release.worker]) for r in release.requests)
+        if rnd.random() < 0.3 and up:
+            d.report(rnd.choice(sorted(up)), LoadReport(0.0, 2, 0, rnd.randrange(99), 10**6, 1000, submit_seen=key))
+
+
+class Counting(PrefixAware):
+    """Counts the lanes that it looks at."""
+
+    looks = 0
+
+    def cost_s(self, request: QueuedRequest, lane: Lane, rate: float) -> tuple[float, int]:
+        self.looks += 1
+        return super().cost_s(request, lane, rate)
+
+
+def test_a_decision_looks_at_seven_lanes_at_most() -> None:
+    policy = Counting()
+    d = fleet(policy, *(f"w{i}" for i in range(300)))
+    hot = chain(*range(20))
+    for key in range(100):
+        policy.looks = 0
+        send(d, request(key, [*hot[: key % 20], *chain(key, 1)], session="s"))
+        assert 1 <= policy.looks <= 7
+    assert len(d._busy) == 0
