@@ -7,9 +7,10 @@ is not collision-resistant (T23), so nothing may rest on equal hashes alone.
 from __future__ import annotations
 
 import struct
+import sys
+from array import array
 from collections.abc import Sequence
 
-import numpy as np
 import xxhash
 
 _ROOT_DOMAIN = b"fissile.kv/1"
@@ -42,7 +43,7 @@ def hash_chain(token_ids: Sequence[int], block_size: int, *, root: int | None = 
         root: parent of the first block (`salt_root`, or the last hash of a chain that is being continued).
         seed: fleet-wide hash seed.
     """
-    data = memoryview(_little_endian(token_ids))
+    data = _little_endian(token_ids)
     width = 8 * block_size
     hashes: list[int] = []
     parent = root
@@ -65,12 +66,11 @@ def salt_root(model_digest: bytes, adapter_digest: bytes = b"", cache_salt: byte
 
 def _little_endian(token_ids: Sequence[int]) -> bytes:
     # The width is fixed: the guide's np.array(...).tobytes() depends on the platform's int (T23).
-    return np.asarray(token_ids, dtype="<i8").tobytes()
+    words = array("q", token_ids)
+    if sys.byteorder == "big":
+        words.byteswap()
+    return words.tobytes()
 
 
-def _hash(tokens: bytes | memoryview, prefix: int | None, seed: int) -> int:
-    digest = xxhash.xxh64(seed=seed)
-    if prefix is not None:
-        digest.update(prefix.to_bytes(8, "little"))
-    digest.update(tokens)
-    return digest.intdigest()
+def _hash(tokens: bytes, prefix: int | None, seed: int) -> int:
+    return xxhash.xxh64_intdigest(tokens if prefix is None else prefix.to_bytes(8, "little") + tokens, seed)

@@ -46,7 +46,7 @@ class LoadReport:
         free_blocks: KV blocks that are free or can be evicted.
         total_blocks: KV blocks in all.
         last_prompt_latency_s: duration of the last step that computed prompt tokens, seconds.
-        prefill_rate: prompt tokens per second, exponentially weighted mean; 0 until the first prefill.
+        prefill_rate: prompt tokens per second, weighted mean; 0 until a step has been large enough to tell.
     """
 
     decoding_seqs: int

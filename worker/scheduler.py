@@ -40,6 +40,9 @@ from worker.stop_rules import Stop, StopRules
 
 # Weight of the newest step in the mean prefill speed.
 _RATE_WEIGHT = 0.25
+# A step tells how fast prompts can be computed when it has this share of its budget or more: a smaller one is mostly
+# overhead, and a router that took its speed for the worker's would refuse what can well be served.
+_TELLING_SHARE = 1 / 8
 
 
 class OutputQueue(Protocol):
@@ -255,7 +258,13 @@ class Scheduler:
             return
         self.last_prompt_latency = duration_s
         if duration_s > 0:
-            rate = batch.total_tokens_num_prefill / duration_s
+            self._note_rate(batch.total_tokens_num_prefill, duration_s)
+
+    def _note_rate(self, num_tokens: int, duration_s: float) -> None:
+        """A small step may show that the worker is faster than was thought, but never that it is slower."""
+        rate = num_tokens / duration_s
+        is_telling = num_tokens >= _TELLING_SHARE * self.max_num_batched_tokens
+        if is_telling or 0 < self.prefill_rate < rate:
             self.prefill_rate += (rate - self.prefill_rate) * (_RATE_WEIGHT if self.prefill_rate else 1.0)
 
     def postprocess(
@@ -311,7 +320,6 @@ class Scheduler:
             seq.num_placeholder -= 1
             tokens = seq.token_ids
             tokens.append(token_id)
-            seq.output_tokens.append(token_id)
             seq.num_computed_tokens += 1
             if seq.num_computed_tokens >= seq.publish_at:
                 self.block_manager.publish(seq)

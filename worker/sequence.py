@@ -106,11 +106,11 @@ class Sequence:
         "may_return",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_given_tokens",
         "num_inflight_tokens",
         "num_placeholder",
         "num_prompt_tokens",
         "num_slots",
-        "output_tokens",
         "priority",
         "publish_at",
         "sampling_params",
@@ -175,7 +175,8 @@ class Sequence:
         self.stop_strings = params.stop_strings
         self.stop_token_sequences = stop_token_sequences or [list(s) for s in params.stop_token_sequences]
         self.stream_callback = stream_callback
-        self.output_tokens: list[int] = []
+        # What it came with: the prompt, and the output of earlier attempts.
+        self.num_given_tokens = len(self.token_ids)
         self.spec_token_ids: list[int] = []
         self.seed = seed
         self.choice = choice
@@ -260,6 +261,11 @@ class Sequence:
         return self.token_ids[self.num_prompt_tokens :]
 
     @property
+    def output_tokens(self) -> list[int]:
+        """The output of this attempt."""
+        return self.token_ids[self.num_given_tokens :]
+
+    @property
     def num_cached_blocks(self) -> int:
         """Blocks that came from the prefix cache."""
         return self.num_cached_tokens // self.block_size
@@ -272,4 +278,3 @@ class Sequence:
     def append_token(self, token_id: int) -> None:
         """Appends one sampled token."""
         self.token_ids.append(token_id)
-        self.output_tokens.append(token_id)

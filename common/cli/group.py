@@ -40,6 +40,7 @@ EXTRA_OF = {
     "torch": "worker,cpu",
     "safetensors": "worker,cpu",
     "huggingface_hub": "worker,cpu",
+    "msgpack": "worker,cpu",
     "tokenizers": "router",
     "jinja2": "router",
 }

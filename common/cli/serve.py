@@ -91,13 +91,18 @@ class Service:
         self._end = asyncio.Event()
         self._has_served = False
 
-    async def run(self) -> int:
-        """Runs until a signal, the first answer (with `once`), or a failure. Returns the exit code.
+    async def run(self, description: str) -> int:
+        """Prints the description, and runs until a signal, the first answer (with `once`), or a failure.
+
+        Returns:
+            The exit code.
 
         Raises:
             CommandError: a child was refused (exit code 2) or died too often, or the first question failed (1).
         """
         self._watch_signals()
+        # Only now: whoever reads it may end the service already.
+        self._console.line(description)
         keeping = asyncio.create_task(self._supervisor.run())
         serving = asyncio.create_task(self._serve())
         ending = asyncio.create_task(self._end.wait())
@@ -353,5 +358,5 @@ def serve(ask: bool, prompt: str, once: bool, **options: Any) -> int:
     """
     console = Console()
     fleet = with_model_folder(make_fleet(**options))
-    console.line(fleet.describe(fissile_version(), describe_kv_memory(fleet)))
-    return asyncio.run(Service(fleet, FirstQuestion(ask or once, prompt, once), console).run())
+    description = fleet.describe(fissile_version(), describe_kv_memory(fleet))
+    return asyncio.run(Service(fleet, FirstQuestion(ask or once, prompt, once), console).run(description))

@@ -158,6 +158,20 @@ def test_load_follows_the_steps() -> None:
     assert core.load().last_prompt_latency_s == 0.5
 
 
+def test_a_small_prefill_does_not_make_a_worker_slow() -> None:
+    clock = Clock()
+    core, runner = engine(clock, max_num_batched_tokens=64, num_kvcache_blocks=64)
+    runner.runner = SimulatedRunner(
+        VOCAB, EOS, FixedCost(0.5), num_blocks=64, clock=clock, sleep=lambda s: setattr(clock, "now", clock.now + s)
+    )
+    rates = []
+    for first, length in enumerate((2, 60, 2, 30, 60)):
+        core.add_request(Sequence([first] * length, SIZE, SamplingParams(max_tokens=1)))
+        core.step()
+        rates.append(core.load().prefill_rate)
+    assert rates == [0.0, 120.0, 120.0, 105.0, 108.75]
+
+
 def test_a_refused_group_leaves_nothing() -> None:
     core, _ = engine(max_model_len=32)
     with pytest.raises(PromptTooLongError):

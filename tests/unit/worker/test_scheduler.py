@@ -236,7 +236,9 @@ class TestGate:
         assert sched.num_waiting == 1
 
     def test_the_rate_is_that_of_steps_with_prompts(self) -> None:
-        sched, _ = self.gated()
+        sched = scheduler(max_num_batched_tokens=64)
+        sched.add(prompt(20))
+        sched.record_step(step(sched), 0.5)
         sched.record_step(step(sched), 9.0)
         assert sched.prefill_rate == pytest.approx(40)
 

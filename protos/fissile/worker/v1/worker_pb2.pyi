@@ -835,7 +835,7 @@ class Load(_message.Message):
     last_prompt_latency_us: _builtins.int
     """Duration of the last step that computed prompt tokens (`last_prompt_latency`), microseconds."""
     prefill_rate: _builtins.float
-    """Prefill speed, tokens per second, exponentially weighted mean; 0 until the first prefill."""
+    """Prefill speed, tokens per second, exponentially weighted mean; 0 until a step was large enough to tell."""
     fleet_oldest_age_ms: _builtins.int
     """Age of the oldest request that waits for this worker at any router, milliseconds."""
     fleet_tokens: _builtins.int
