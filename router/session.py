@@ -241,9 +241,9 @@ class Session:
                     self._announced = self._clock()
                 await call.write(frame)
             if self._leaving:
-                # The worker ends the stream, and the reader finds out.
+                # The worker ends the stream, and the reader finds out; nothing may be written any more.
                 await call.done_writing()
-                self._to_write.clear()
+                await asyncio.Event().wait()
             await self._to_write.wait()
 
     async def _watch(self, events: SessionEvents) -> None:

@@ -176,7 +176,8 @@ def test_f2_rolling_restart_costs_no_request(fleet: Service) -> None:
 def test_f2_drain_by_the_admin_service(model: Path, tmp_path: Path) -> None:
     """F2: DrainWorker does what SIGTERM does: the streams go on elsewhere, and the worker ends with exit code 0."""
     port = free_port()
-    options = ["--admin-port", str(port)]
+    # So that each worker has half of the streams.
+    options = ["--admin-port", str(port), "--placement", "round_robin"]
     with running_service(tmp_path, model, workers=2, worker_options=OPTIONS, router_options=options) as service:
         wait_workers(service, 2)
         asked = [seeded(i, 250) for i in range(6)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 from collections.abc import Coroutine
 from typing import Any, TypeVar
@@ -45,8 +46,14 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(loop: VirtualLoop, main: Coroutine[Any, Any, T]) -> T:
-    """Runs `main` to its end on `loop` and closes it."""
+    """Runs `main` to its end on `loop` and closes it. Tasks that a failure has left are cancelled first."""
     try:
         return loop.run_until_complete(main)
     finally:
+        left = asyncio.all_tasks(loop)
+        for task in left:
+            task.cancel()
+        with contextlib.suppress(StuckError):
+            if left:
+                loop.run_until_complete(asyncio.wait(left))
         loop.close()
