@@ -31,19 +31,22 @@ _CHANGE_THE_REQUEST = frozenset(
 _TRY_LATER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
 
-def call_failed(error: grpc.aio.AioRpcError, address: str, *, partial: bool = False) -> CommandError:
+def call_failed(
+    error: grpc.aio.AioRpcError, address: str, *, partial: bool = False, remedy: str = "`fissile serve` starts one"
+) -> CommandError:
     """Puts a failed call into words.
 
     Args:
         error: what the call raised.
         address: of the router that was called.
         partial: whether part of an answer had arrived.
+        remedy: what to do when nobody listens there.
     """
     code, details = error.code(), error.details() or ""
     # What gRPC itself reports has no details; a server of ours always sends some.
     if code is grpc.StatusCode.UNAVAILABLE and "grpc-status-details-bin" not in (error.trailing_metadata() or ()):
         reason = details.rpartition(": ")[2]
-        return CommandError(f"no router can be reached at {address} ({reason}); `fissile serve` starts one", 3)
+        return CommandError(f"no router can be reached at {address} ({reason}); {remedy}", 3)
     exit_code = 2 if code in _CHANGE_THE_REQUEST else 3 if code in _TRY_LATER else 1
     note = " (the text so far is partial)" if partial and "partial" not in details else ""
     return CommandError(f"{code.name}: {details}{note}", exit_code)

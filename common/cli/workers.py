@@ -18,6 +18,7 @@ from common.cli.options import json_option, option, timeout_option
 from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS
 
 DEFAULT_ADMIN = "127.0.0.1:50052"
+_REMEDY = "AdminService needs `fissile router --admin-port`; for `fissile serve` set FISSILE_ADMIN_PORT"
 _HEADINGS = ("WORKER", "ADDRESS", "MODEL", "STATE", "RUNNING", "QUEUED", "DECODING", "WAITING", "TOKENS", "TOKENS/S")
 _SILENT_MS = 1000 * MISSED_HEARTBEATS * HEARTBEAT_S
 
@@ -33,7 +34,7 @@ async def list_workers(address: str, timeout_s: float) -> Sequence[apb.Worker]:
         try:
             return (await stub.ListWorkers(apb.ListWorkersRequest(), timeout=timeout_s)).workers
         except grpc.aio.AioRpcError as error:
-            raise call_failed(error, address) from error
+            raise call_failed(error, address, remedy=_REMEDY) from error
 
 
 def as_table(workers: Sequence[apb.Worker]) -> str:
