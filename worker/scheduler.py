@@ -489,7 +489,7 @@ class Scheduler:
         for seq in self._prefilling.values():
             if step.budget > 0:
                 self._add_prefill(step, seq, min(seq.num_tokens - seq.next_position, step.budget))
-        if self.waiting and not step.has_preempted and len(self.running) < self.max_num_seqs:
+        if self.waiting and not step.has_preempted:
             self._admit(step)
 
     def _admit(self, step: _Step) -> None:
