@@ -11,6 +11,7 @@ from click.core import ParameterSource
 from common.cli.config_file import FILE
 from common.cli.failure import CommandError
 from common.cli.group import COMMANDS, find_entry_points
+from common.cli.listing import aligned
 from common.cli.options import json_option
 
 # The commands that take --config.
@@ -35,9 +36,7 @@ def show(as_json: bool, command: str, arguments: tuple[str, ...]) -> None:
     if as_json:
         click.echo(json.dumps({name: {"value": value, "source": source} for name, value, source in rows}))
         return
-    width = [max(len(row[i]) for row in rows) for i in range(2)]
-    for name, value, source in rows:
-        click.echo(f"{name:<{width[0]}}  {value:<{width[1]}}  {source}")
+    click.echo(aligned(rows))
 
 
 def in_force(command: click.Command, name: str, arguments: tuple[str, ...]) -> list[tuple[str, str, str]]:

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 
 import click
 import grpc
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
-from google.protobuf.json_format import MessageToDict
 
+from common.cli import listing
 from common.cli.client import call_failed, open_channel
 from common.cli.failure import CommandError
 from common.cli.options import address_option, json_option, timeout_option
@@ -42,11 +41,7 @@ def as_table(models: Sequence[pb.Model]) -> str:
     """
     if not models:
         raise CommandError("no model is served yet: no worker has come up", 3)
-    rows = [_HEADINGS, *(_row(model) for model in models)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return listing.aligned([_HEADINGS, *map(_row, models)])
 
 
 def _row(model: pb.Model) -> tuple[str, ...]:
@@ -69,11 +64,4 @@ def _row(model: pb.Model) -> tuple[str, ...]:
 def models(address: str, timeout: float, as_json: bool) -> None:
     """List the models that a running router serves."""
     found = asyncio.run(list_models(address, timeout))
-    if as_json:
-        fields = [
-            MessageToDict(model, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-            for model in found
-        ]
-        click.echo(json.dumps(fields, ensure_ascii=False))
-        return
-    click.echo(as_table(found))
+    click.echo(listing.as_json(found) if as_json else as_table(found))

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 
 import click
 import grpc
 from fissile.admin.v1 import admin_pb2 as apb
 from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
-from google.protobuf.json_format import MessageToDict
 
+from common.cli import listing
 from common.cli.client import call_failed, open_channel
 from common.cli.failure import CommandError
 from common.cli.options import json_option, option, timeout_option
@@ -45,11 +44,7 @@ def as_table(workers: Sequence[apb.Worker]) -> str:
     """
     if not workers:
         raise CommandError("the router is connected to no worker", 3)
-    rows = [_HEADINGS, *(_row(worker) for worker in workers)]
-    widths = [max(len(row[i]) for row in rows) for i in range(len(_HEADINGS))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    return listing.aligned([_HEADINGS, *map(_row, workers)])
 
 
 def _row(worker: apb.Worker) -> tuple[str, ...]:
@@ -78,11 +73,4 @@ def workers(admin_address: str, timeout: float, as_json: bool) -> None:
     TOKENS are prompt tokens still to compute, TOKENS/S is the speed of prefill.
     """
     found = asyncio.run(list_workers(admin_address, timeout))
-    if as_json:
-        fields = [
-            MessageToDict(worker, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-            for worker in found
-        ]
-        click.echo(json.dumps(fields, ensure_ascii=False))
-        return
-    click.echo(as_table(found))
+    click.echo(listing.as_json(found) if as_json else as_table(found))

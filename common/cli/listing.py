@@ -1,0 +1,26 @@
+"""Lists as people and programs read them: aligned columns, or JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+
+from google.protobuf.json_format import MessageToDict
+from google.protobuf.message import Message
+
+
+def aligned(rows: Sequence[Sequence[str]]) -> str:
+    """Rows of equal length as columns, each as wide as its widest cell; a line a row."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
+    )
+
+
+def as_json(messages: Iterable[Message]) -> str:
+    """Messages as a JSON list on one line, with the proto's field names, fields at their defaults included."""
+    fields = [
+        MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
+        for message in messages
+    ]
+    return json.dumps(fields, ensure_ascii=False)
