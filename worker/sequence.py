@@ -151,9 +151,34 @@ class Sequence:
         self.id = next(_ids) if id is None else id
         self.token_ids = list(token_ids)
         self.block_size = block_size
+        self.num_prompt_tokens = len(self.token_ids) if num_prompt_tokens is None else num_prompt_tokens
+        # The number of tokens, prompt included, at which it ends at the latest.
+        self.length_limit = self.num_prompt_tokens + params.max_tokens
+        # Newest tokens that may end it; the stop rules then say whether they do.
+        self.stopping_ids = frozenset(params.stop_token_ids)
+        self.sampling_params = params
+        # While it has fewer tokens than this, penalties or the min_tokens mask change its logits.
+        self.steered_until = math.inf if params.penalized else self.num_prompt_tokens + params.min_tokens
+        self.stop_strings = params.stop_strings
+        self.stop_token_sequences = stop_token_sequences or [list(s) for s in params.stop_token_sequences]
+        self.stream_callback = stream_callback
+        # What it came with: the prompt, and the output of earlier attempts.
+        self.num_given_tokens = len(self.token_ids)
+        self.seed = seed
+        self.choice = choice
+        self.hash_root = hash_root
+        self.cache_salt = cache_salt
+        self.priority = priority
+        self.may_return = may_return
+        self.arrive_time = arrive_time
+        self.deadline = deadline
+        self._distinct_prompt_ids: npt.NDArray[np.int64] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """What the engine fills in."""
         self.status = SequenceStatus.WAITING
         self.type = SequenceType.DUMMY
-        self.num_prompt_tokens = len(self.token_ids) if num_prompt_tokens is None else num_prompt_tokens
         self.num_cached_tokens = 0
         self.num_computed_tokens = 0
         self.num_inflight_tokens = 0
@@ -163,29 +188,9 @@ class Sequence:
         self.num_slots = 0
         # The next number of computed tokens at which a block is full and can be published.
         self.publish_at = math.inf
-        # The number of tokens, prompt included, at which it ends at the latest.
-        self.length_limit = self.num_prompt_tokens + params.max_tokens
-        # Newest tokens that may end it; the stop rules then say whether they do.
-        self.stopping_ids = frozenset(params.stop_token_ids)
         # Whether it runs and may need more blocks than it has.
         self.may_grow = False
-        self.sampling_params = params
-        # While it has fewer tokens than this, penalties or the min_tokens mask change its logits.
-        self.steered_until = math.inf if params.penalized else self.num_prompt_tokens + params.min_tokens
-        self.stop_strings = params.stop_strings
-        self.stop_token_sequences = stop_token_sequences or [list(s) for s in params.stop_token_sequences]
-        self.stream_callback = stream_callback
-        # What it came with: the prompt, and the output of earlier attempts.
-        self.num_given_tokens = len(self.token_ids)
         self.spec_token_ids: list[int] = []
-        self.seed = seed
-        self.choice = choice
-        self.hash_root = hash_root
-        self.cache_salt = cache_salt
-        self.priority = priority
-        self.may_return = may_return
-        self.arrive_time = arrive_time
-        self.deadline = deadline
         self.first_scheduled_time: float | None = None
         self.first_token_time: float | None = None
         self.leave_time: float | None = None
@@ -193,7 +198,6 @@ class Sequence:
         self.end_reason: EndReason | None = None
         self.stop_token_id: int | None = None
         self.stop_token_sequence: list[int] | None = None
-        self._distinct_prompt_ids: npt.NDArray[np.int64] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
