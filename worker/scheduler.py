@@ -560,7 +560,8 @@ class Scheduler:
         if self._decoding is None:
             self._decoding = SequenceColumns([seq for seq in self.running if seq.id not in self._prefilling])
         columns = self._decoding
-        if self._computing and any(seq.num_placeholder for seq in columns.rows):
+        # Kept while all go on: whoever has seen these columns need not look at them again.
+        if self._computing and not all(map(self._goes_on, columns.rows)):
             columns = SequenceColumns([seq for seq in columns.rows if self._goes_on(seq)])
         growing = [seq for seq in columns.rows if seq.num_computed_tokens + seq.num_inflight_tokens >= seq.num_slots]
         if len(growing) > self.block_manager.num_free_blocks:

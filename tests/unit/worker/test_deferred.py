@@ -49,6 +49,19 @@ def land(sched: Scheduler, flight: Flight, *tokens: int | tuple[int, ...], draft
     sched.check_integrity()
 
 
+def test_batches_of_the_same_sequences_share_what_does_not_change() -> None:
+    sched = scheduler()
+    for i in range(3):
+        sched.add(prompt(4, 100 * i, max_tokens=3 if i else 20))
+    flights = [launch(sched), launch(sched)]
+    for _ in range(2):
+        land(sched, flights[-2], 50, 50, 50)
+        flights.append(launch(sched))
+    decodes = [batch for batch, _ in flights[1:]]
+    assert [len(batch.req_ids) for batch in decodes] == [3, 3, 1]
+    assert decodes[0].columns is decodes[1].columns
+
+
 class TestInFlight:
     def test_the_next_step_is_scheduled_without_the_token(self) -> None:
         sched = scheduler()
