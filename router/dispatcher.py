@@ -19,7 +19,7 @@ from common.errors import HopelessDeadlineError
 from common.limits import MAX_QUEUE_RETRY_S, MAX_QUEUED_REQUESTS, MIN_QUEUE_RETRY_S, WORKER_WAIT_S
 from router.fair_queue import TenantShares
 from router.lane import Lane, LaneLoad, LaneRecord, LoadReport
-from router.placement import Placement
+from router.placement import CacheChange, Placement
 from router.queue import QueuedRequest, RequestQueue
 
 
@@ -77,7 +77,7 @@ class Dispatcher:
             HopelessDeadlineError: its deadline would pass before its prompt is computed.
         """
         self._queue.check_room(request.priority, now)
-        lane = self._choose(request)
+        lane = self._choose(request, now)
         if lane is not None:
             _check_deadline(request, lane, now)
         self._queue.push(request)
@@ -92,7 +92,7 @@ class Dispatcher:
             avoid: a worker that it does not go to if there is another.
         """
         self._queue.push_front(request)
-        self._place(request, now, self._choose(request, avoid), first=True)
+        self._place(request, now, self._choose(request, now, avoid), first=True)
 
     def cancel(self, key: int) -> bool:
         """Drops a waiting request; False when it does not wait."""
@@ -120,9 +120,19 @@ class Dispatcher:
             self.cancel(key)
         return abandoned
 
-    def lane_up(self, worker: str, model: str, report: LoadReport, now: float, numerics: str = "") -> None:
+    def lane_up(
+        self,
+        worker: str,
+        model: str,
+        report: LoadReport,
+        now: float,
+        numerics: str = "",
+        *,
+        caches_prefixes: bool = True,
+    ) -> None:
         """A worker takes work: a clean lane, and what waits for its model is spread anew."""
-        lane = self._lanes[worker] = Lane(worker, model, report, numerics, self._shares)
+        lane = Lane(worker, model, report, numerics, self._shares, caches_prefixes=caches_prefixes)
+        self._lanes[worker] = lane
         self._placement.lane_up(lane)
         self._spread(model, now)
 
@@ -144,6 +154,14 @@ class Dispatcher:
         lane.take_report(load)
         self._placement.load_changed(lane)
 
+    def cache_changed(self, worker: str, change: CacheChange) -> None:
+        """What a worker that has been up says of its prefix cache."""
+        self._placement.cache_changed(worker, change)
+
+    def cache_gone(self, worker: str) -> None:
+        """A worker does not come up again with the cache that it had; it may be unknown."""
+        self._placement.cache_gone(worker)
+
     def decide(self, now: float) -> list[Release]:
         """Releases what may go now, lane by lane, in order of service."""
         releases: list[Release] = []
@@ -153,7 +171,7 @@ class Dispatcher:
             group, serial = lane.release()
             for request in group:
                 self._queue.remove(request.key)
-                self._placement.sent(request, lane)
+                self._placement.sent(request, lane, now)
             if group:
                 self._queue.speed.departed(len(group), now)
                 releases.append(Release(lane.worker, serial, tuple(group)))
@@ -183,13 +201,13 @@ class Dispatcher:
         lanes = self._ready.get(model, [])
         return lanes if numerics is None else [lane for lane in lanes if lane.numerics == numerics]
 
-    def _choose(self, request: QueuedRequest, avoid: str = "") -> Lane | None:
+    def _choose(self, request: QueuedRequest, now: float, avoid: str = "") -> Lane | None:
         """The lane for a request; None when there is none."""
         lanes = self._lanes_for(request.model, request.numerics)
         request.work = request.tokens
         if avoid:
             lanes = [lane for lane in lanes if lane.worker != avoid] or lanes
-        return self._placement.choose(request, lanes) if lanes else None
+        return self._placement.choose(request, lanes, now) if lanes else None
 
     def _place(self, request: QueuedRequest, now: float, lane: Lane | None, *, first: bool = False) -> None:
         """Binds a waiting request to a lane, or parks it."""
@@ -236,7 +254,7 @@ class Dispatcher:
         for request in moving:
             self._displace(request)
         for request in moving:
-            self._place(request, now, self._choose(request))
+            self._place(request, now, self._choose(request, now))
 
 
 def _check_deadline(request: QueuedRequest, lane: Lane, now: float) -> None:

@@ -33,9 +33,11 @@ from common.limits import (
 from router.assembly import StreamAssembly
 from router.dispatcher import Dispatcher, Release
 from router.failover import FailoverPolicy, Loss, Verdict, stall_bound_s
+from router.kv_feed import KvFeed
 from router.lane import LaneLoad, LaneRecord, LoadReport
 from router.link import Submission
 from router.model_registry import ModelRegistry, WorkerRefusedError
+from router.placement import CacheChange
 from router.queue import QueuedRequest
 from router.request_stream import RequestStream, RoutedRequest
 from router.session import Fault, Session, SessionLostError, keep_connected
@@ -118,6 +120,8 @@ class Fleet:
         self._held: dict[str, Session] = {}
         self._give_up_timers: dict[str, asyncio.TimerHandle] = {}
         self._violated: dict[str, float] = {}
+        # How far the cache of each worker is known that is up or may come back to a stream that broke.
+        self._feeds: dict[str, KvFeed] = {}
         self._draining: set[Session] = set()
         self._announced: dict[str, LaneRecord] = {}
         self._streams: dict[int, RequestStream] = {}
@@ -216,6 +220,11 @@ class Fleet:
         holder = self._instances.setdefault(session.instance_id, session)
         if holder is not session:
             raise WorkerRefusedError(f"is the worker at {holder.address} by another address")
+        feed = self._feeds.get(session.address)
+        if feed is None or not feed.goes_on_with(session.instance_id):
+            self._dispatcher.cache_gone(session.address)
+            feed = self._feeds[session.address] = KvFeed(session.instance_id)
+        session.link.know_cache(feed.seq)
         held = self._held.get(session.address)
         if held is None:
             return
@@ -233,6 +242,8 @@ class Fleet:
             del self._instances[session.instance_id]
         # It can not be there any more, or does not want to be; otherwise the next dial may succeed.
         if fault not in _RESUMABLE:
+            self._feeds.pop(session.address, None)
+            self._dispatcher.cache_gone(session.address)
             self._give_up(session.address, f"it is {fault.name.lower()}", _LOSSES.get(fault, Loss.DIED))
 
     def session_up(self, session: Session, welcome: wpb.Welcome) -> None:
@@ -249,7 +260,14 @@ class Fleet:
         self._announced[session.address] = _NOTHING_WAITS
         resumed = len(session.link.live)
         now, load = self._clock(), self._load_report(welcome.load, 0)
-        self._dispatcher.lane_up(session.address, session.model.identity, load, now, session.model.numerics)
+        self._dispatcher.lane_up(
+            session.address,
+            session.model.identity,
+            load,
+            now,
+            session.model.numerics,
+            caches_prefixes=welcome.kv_events,
+        )
         self._forget(session, welcome.unknown)
         log.info(
             "worker up",
@@ -289,6 +307,12 @@ class Fleet:
         self._check_stall(session, heartbeat.busy_ms, heartbeat.load.prefill_rate)
         self._dispatcher.report(session.address, self._load_report(heartbeat.load, heartbeat.submit_seen))
         self._pump_soon()
+
+    def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
+        """Hands them to the placement."""
+        if not self._feeds[session.address].take(events):
+            raise SessionLostError(Fault.BROKEN, "KV events are missing")
+        self._dispatcher.cache_changed(session.address, CacheChange(events.stored, events.evicted, events.snapshot))
 
     def renew_lease(self, session: Session) -> None:
         """Sends a Lane frame."""

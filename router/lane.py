@@ -75,6 +75,7 @@ class Lane:
         model: identity of the model it serves.
         report: its load when it said Welcome.
         numerics: its numerics class.
+        caches_prefixes: whether it shares the KV of equal prefixes and says what it holds.
         shares: what the tenants have had; every request that is bound has entered it.
     """
 
@@ -85,7 +86,10 @@ class Lane:
         report: LoadReport,
         numerics: str = "",
         shares: TenantShares | None = None,
+        *,
+        caches_prefixes: bool = True,
     ) -> None:
+        self.caches_prefixes = caches_prefixes
         self.worker = worker
         self.model = model
         self.numerics = numerics

@@ -6,76 +6,79 @@ them only, however many there are. Loads are counted when a request is placed, n
 
 from __future__ import annotations
 
+import abc
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from common.limits import MAX_SESSIONS
 from router.fair_queue import QueuedRequest
 from router.lane import Lane
-from router.prefix_index import GRANULE_BLOCKS, PrefixIndex
+from router.prefix_index import PrefixIndex
 
 # Stands in for the speed of workers that have measured none, tokens per second.
 _ASSUMED_RATE = 10_000.0
 # What a sequence waits that finds no place in the running set: longer than a prefill, for another must end first.
 _NO_PLACE_S = 1.0
 _NUM_LEAST = 2
+_MAX_OWNERS = 4
 _SPARE = 64
 
 
-class Placement(Protocol):
-    """A policy."""
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """What has come to a worker's prefix cache and what has left it, in granules.
 
-    def choose(self, request: QueuedRequest, lanes: Sequence[Lane]) -> Lane:
+    `anew`: what was known of it before counts for nothing.
+    """
+
+    stored: Sequence[int] = ()
+    evicted: Sequence[int] = ()
+    anew: bool = False
+
+
+class Placement(abc.ABC):
+    """A policy. What it does not want to know of it need not take."""
+
+    @abc.abstractmethod
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The lane for `request` among `lanes`, which all serve its model, take work, and are at least one.
 
         Sets `request.work` where that is less than its tokens.
         """
-        ...
 
-    def lane_up(self, lane: Lane) -> None:
+    def lane_up(self, lane: Lane) -> None:  # noqa: B027
         """A worker takes work."""
-        ...
 
-    def lane_down(self, lane: Lane) -> None:
+    def lane_down(self, lane: Lane) -> None:  # noqa: B027
         """A worker takes no more work; may be said twice."""
-        ...
 
-    def load_changed(self, lane: Lane) -> None:
+    def load_changed(self, lane: Lane) -> None:  # noqa: B027
         """What waits for a lane has changed, or its worker's report."""
-        ...
 
-    def sent(self, request: QueuedRequest, lane: Lane) -> None:
+    def sent(self, request: QueuedRequest, lane: Lane, now: float) -> None:  # noqa: B027
         """A request was released to a lane's worker."""
-        ...
+
+    def cache_changed(self, worker: str, change: CacheChange) -> None:  # noqa: B027
+        """A worker that has been up says what its cache holds."""
+
+    def cache_gone(self, worker: str) -> None:  # noqa: B027
+        """Nothing is known any more of a worker's cache. Until this is said, it may come up again with what it had."""
 
 
-class RoundRobin:
+class RoundRobin(Placement):
     """One lane after the other, per model, whatever their load."""
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
 
-    def choose(self, request: QueuedRequest, lanes: Sequence[Lane]) -> Lane:
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The next lane in turn."""
         turn = self._turns.get(request.model, 0)
         self._turns[request.model] = turn + 1
         return lanes[turn % len(lanes)]
-
-    def lane_up(self, lane: Lane) -> None:
-        """Nothing to note."""
-
-    def lane_down(self, lane: Lane) -> None:
-        """Nothing to note."""
-
-    def load_changed(self, lane: Lane) -> None:
-        """Nothing to note."""
-
-    def sent(self, request: QueuedRequest, lane: Lane) -> None:
-        """Nothing to note."""
 
 
 def seconds_of_work(lane: Lane, tokens: int = 0, rate: float = _ASSUMED_RATE) -> float:
@@ -129,13 +132,13 @@ class LoadOrder:
         return [self.lanes[worker] for _, worker in entries]
 
 
-class LeastLoaded:
+class LeastLoaded(Placement):
     """The lane with the fewest prompt tokens waiting, there, under way or here; then the fewest sequences."""
 
     def __init__(self) -> None:
         self._orders: dict[str, LoadOrder] = {}
 
-    def choose(self, request: QueuedRequest, lanes: Sequence[Lane]) -> Lane:
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The least loaded lane."""
         order = self._orders[request.model]
         if len(lanes) == len(order.lanes):
@@ -159,9 +162,6 @@ class LeastLoaded:
         order = self._orders.get(lane.model)
         if order is not None and order.lanes.get(lane.worker) is lane:
             order.update(lane)
-
-    def sent(self, request: QueuedRequest, lane: Lane) -> None:
-        """Nothing to note."""
 
     def least(self, model: str) -> list[Lane]:
         """The two least loaded lanes of a model."""
@@ -201,71 +201,120 @@ class SessionAffinity(LeastLoaded):
         super().__init__()
         self._sessions = Sessions()
 
-    def choose(self, request: QueuedRequest, lanes: Sequence[Lane]) -> Lane:
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The session's lane."""
         known = self.lanes(request.model).get(self._sessions.find(request))
         subset = len(lanes) < len(self.lanes(request.model))
         if known is None or (subset and known not in lanes):
-            known = super().choose(request, lanes)
+            known = super().choose(request, lanes, now)
         self._sessions.note(request, known.worker)
         return known
 
 
 class PrefixAware(LeastLoaded):
-    """The lane that would have computed the prompt first, counting what it is likely to have in its prefix cache.
+    """The lane that would have computed the prompt first, counting what its worker has in its prefix cache.
 
     Affinity and load are in one unit, seconds (design-details section 5), so that a hot prefix spreads as soon as
     waiting for its owner takes longer than computing it again. Looks at up to 4 owners of the longest cached prefix,
-    the session's lane, and the two least loaded lanes, whatever the size of the fleet.
+    the session's lane, and the two least loaded lanes, whatever the size of the fleet. A worker that caches no prefixes
+    is judged by its load alone.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._indexes: dict[str, PrefixIndex] = {}
+        # The model of each worker whose cache is in an index; it may be away for a while.
+        self._models: dict[str, str] = {}
         self._sessions = Sessions()
 
-    def choose(self, request: QueuedRequest, lanes: Sequence[Lane]) -> Lane:
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The lane of least cost."""
-        known, index = self.lanes(request.model), self._indexes[request.model]
+        depth, owners = self._longest(request, now)
+        known = self.lanes(request.model)
         if len(lanes) < len(known):
             candidates = {lane.worker: lane for lane in lanes}
         else:
-            names = [*index.owners(request.granules), self._sessions.find(request)]
-            candidates = {name: known[name] for name in names if name in known}
+            owners = _some([name for name in owners if name in known], request.key)
+            candidates = {name: known[name] for name in (*owners, self._sessions.find(request)) if name in known}
             candidates.update((lane.worker, lane) for lane in self.least(request.model))
+        hits = self._hits(request, candidates, depth, owners, now)
         rate = max(lane.last_report.prefill_rate for lane in candidates.values()) or _ASSUMED_RATE
-        best = min(candidates.values(), key=lambda lane: self.cost_s(request, lane, rate))
+        best = min(candidates.values(), key=lambda lane: self.cost_s(request, lane, hits[lane.worker], rate))
         self._sessions.note(request, best.worker)
-        request.work = self._work(request, best)
+        request.work = _work(request, hits[best.worker])
         return best
 
-    def cost_s(self, request: QueuedRequest, lane: Lane, rate: float) -> tuple[float, int]:
+    def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, rate: float) -> tuple[float, int]:
         """Seconds to the end of the request's prefill, and how many sequences it would run with there."""
         running = lane.last_report.decoding_seqs + lane.unseen_seqs + len(lane)
-        return seconds_of_work(lane, self._work(request, lane), rate), running
+        return seconds_of_work(lane, _work(request, hit), rate), running
 
-    def _work(self, request: QueuedRequest, lane: Lane) -> int:
-        """Tokens that the worker would have to compute; the last one always."""
-        hit = self._indexes[request.model].depth(lane.worker, request.granules) * request.granule_tokens
-        return max(request.tokens - hit, 1)
+    def _longest(self, request: QueuedRequest, now: float) -> tuple[int, list[str]]:
+        """Granules of the longest cached prefix, and its owners."""
+        index = self._indexes.get(request.model)
+        return (0, []) if index is None else index.longest(request.granules, now)
+
+    def _hits(
+        self, request: QueuedRequest, workers: Iterable[str], longest: int, owners: Sequence[str], now: float
+    ) -> dict[str, int]:
+        """Granules of the prompt that each worker has."""
+        hits = dict.fromkeys(workers, 0)
+        if longest:
+            index, prefix = self._indexes[request.model], request.granules[:longest]
+            for worker in hits:
+                if worker in owners:
+                    hits[worker] = longest
+                elif self._models.get(worker) == request.model:
+                    hits[worker] = index.depth(worker, prefix, now)
+        return hits
 
     def lane_up(self, lane: Lane) -> None:
-        """Counts it, with an empty cache."""
+        """Counts it; its cache is empty unless it has been here."""
         super().lane_up(lane)
-        index = self._indexes.setdefault(lane.model, PrefixIndex())
-        index.add_worker(lane.worker, lane.last_report.total_blocks // GRANULE_BLOCKS)
+        if not lane.caches_prefixes:
+            self.cache_gone(lane.worker)
+        elif self._models.get(lane.worker) != lane.model:
+            self.cache_gone(lane.worker)
+            self._models[lane.worker] = lane.model
+            self._indexes.setdefault(lane.model, PrefixIndex()).add_worker(lane.worker)
 
-    def lane_down(self, lane: Lane) -> None:
-        """Forgets it and its cache."""
-        super().lane_down(lane)
-        if lane.model in self._indexes:
-            self._indexes[lane.model].remove_worker(lane.worker)
-            if lane.model not in self._orders:
-                del self._indexes[lane.model]
-
-    def sent(self, request: QueuedRequest, lane: Lane) -> None:
+    def sent(self, request: QueuedRequest, lane: Lane, now: float) -> None:
         """The worker will have the prompt in its cache."""
-        self._indexes[request.model].store(lane.worker, request.granules)
+        if lane.worker in self._models:
+            self._indexes[request.model].expect(lane.worker, request.granules, now)
+
+    def cache_changed(self, worker: str, change: CacheChange) -> None:
+        """Notes it."""
+        model = self._models.get(worker)
+        if model is None:
+            return
+        index = self._indexes[model]
+        if change.anew:
+            index.add_worker(worker)
+        index.store(worker, change.stored)
+        if change.evicted:
+            index.evict(worker, change.evicted)
+
+    def cache_gone(self, worker: str) -> None:
+        """Forgets it, and the model with its last worker."""
+        model = self._models.pop(worker, None)
+        if model is not None:
+            self._indexes[model].remove_worker(worker)
+            if not self._indexes[model].workers:
+                del self._indexes[model]
+
+
+def _work(request: QueuedRequest, hit: int) -> int:
+    """Tokens that a worker with `hit` granules of the prompt would have to compute; the last one always."""
+    return max(request.tokens - hit * request.granule_tokens, 1)
+
+
+def _some(owners: list[str], turn: int) -> list[str]:
+    """At most 4 of the owners, others at every turn."""
+    if len(owners) <= _MAX_OWNERS:
+        return owners
+    first = turn % len(owners)
+    return [*owners[first:], *owners[:first]][:_MAX_OWNERS]
 
 
 @dataclass(frozen=True, slots=True)

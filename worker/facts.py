@@ -37,6 +37,7 @@ class WorkerFacts:
     kernels: str = ""
     dtype: str = ""
     tp_size: int = 1
+    prefix_caching: bool = True
 
     @property
     def engine_limits(self) -> EngineLimits:

@@ -35,6 +35,7 @@ from worker.engine_core import EngineCore, LoadReport
 from worker.engine_turns import Cancel, Command, Deliveries, EngineTurns, Listener, Submit
 from worker.facts import WorkerFacts
 from worker.fleet_lanes import FleetLanes
+from worker.kv_log import KvLog
 from worker.router_sequences import RouterSequences
 from worker.sequence import Sequence
 from worker.session_state import SessionState, check_hello
@@ -124,6 +125,7 @@ class SimWorker:
         )
         self.core = EngineCore(config, self.runner, loop.time)
         self.lanes = FleetLanes()
+        self.kv_log = KvLog()
         self.facts = WorkerFacts(
             worker_id=name,
             instance_id=f"{name}-{incarnation}",
@@ -236,6 +238,7 @@ class SimWorker:
         turn = self._turns.run(commands)
         self.core.scheduler.check_integrity()
         self._deliveries.deliver(turn)
+        self.kv_log.append(turn.granules)
         if self._turns.has_work:
             self._turn_soon()
 

@@ -13,7 +13,7 @@ WORKLOAD = Workload(requests=160, rate=120.0, prefixes=16, prefix_tokens=1024, o
 
 
 def served(placement: str) -> Result:
-    return FleetRun(placement, 4, cost_model("mi300x-llama-8b"), num_blocks=400).run(WORKLOAD)
+    return FleetRun(placement, [cost_model("mi300x-llama-8b")] * 4, num_blocks=400).run(WORKLOAD)
 
 
 @pytest.mark.parametrize("placement", ["least_loaded", "session"])
