@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from common.limits import MAX_SESSIONS
+from common.limits import MAX_INDEX_ENTRIES, MAX_SESSIONS
 from router.fair_queue import QueuedRequest
 from router.lane import Lane
 from router.prefix_index import PrefixIndex
@@ -218,10 +218,14 @@ class PrefixAware(LeastLoaded):
     waiting for its owner takes longer than computing it again. Looks at up to 4 owners of the longest cached prefix,
     the session's lane, and the two least loaded lanes, whatever the size of the fleet. A worker that caches no prefixes
     is judged by its load alone.
+
+    Args:
+        capacity: most entries of a model's index.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = MAX_INDEX_ENTRIES) -> None:
         super().__init__()
+        self._capacity = capacity
         self._indexes: dict[str, PrefixIndex] = {}
         # The model of each worker whose cache is in an index; it may be away for a while.
         self._models: dict[str, str] = {}
@@ -276,7 +280,9 @@ class PrefixAware(LeastLoaded):
         elif self._models.get(lane.worker) != lane.model:
             self.cache_gone(lane.worker)
             self._models[lane.worker] = lane.model
-            self._indexes.setdefault(lane.model, PrefixIndex()).add_worker(lane.worker)
+            if lane.model not in self._indexes:
+                self._indexes[lane.model] = PrefixIndex(self._capacity)
+            self._indexes[lane.model].add_worker(lane.worker)
 
     def sent(self, request: QueuedRequest, lane: Lane, now: float) -> None:
         """The worker will have the prompt in its cache."""

@@ -96,9 +96,8 @@ class KvCursor:
         self._seq = seq
         self._wake = wake
         self._needs_snapshot = seq == 0 < log.seq
-        # Of a snapshot that has begun: what is left of it, and the change up to which it accounts.
+        # What is left of a snapshot that has begun.
         self._left: array[int] | None = None
-        self._left_seq = 0
         self._took = -math.inf
 
     def due_in(self, now: float) -> float:
@@ -114,7 +113,7 @@ class KvCursor:
             return None
         self._took = now
         if self._left is not None:
-            return self._take_piece(self._left)
+            return self._take_piece(self._left, after=self._seq)
         if self._needs_snapshot or not self._log.remembers(self._seq):
             return self._begin_snapshot()
         return self._take_changes()
@@ -129,17 +128,15 @@ class KvCursor:
 
     def _begin_snapshot(self) -> wpb.KvEvents:
         self._needs_snapshot = False
-        self._seq, self._left_seq = 0, self._log.seq
-        frame = self._take_piece(self._log.snapshot())
+        self._seq = self._log.seq
+        frame = self._take_piece(self._log.snapshot(), after=0)
         frame.snapshot = True
         return frame
 
-    def _take_piece(self, left: array[int]) -> wpb.KvEvents:
-        piece, rest = left[:MAX_KV_FRAME_CHANGES], left[MAX_KV_FRAME_CHANGES:]
+    def _take_piece(self, granules: array[int], after: int) -> wpb.KvEvents:
+        piece, rest = granules[:MAX_KV_FRAME_CHANGES], granules[MAX_KV_FRAME_CHANGES:]
         self._left = rest or None
-        if self._left is None:
-            self._seq = self._left_seq
-        return wpb.KvEvents(seq=self._seq, stored=piece)
+        return wpb.KvEvents(seq=self._seq, after=after, stored=piece, left=len(rest))
 
     def _take_changes(self) -> wpb.KvEvents:
         frame = wpb.KvEvents(after=self._seq)

@@ -925,14 +925,17 @@ class KvEvents(_message.Message):
     STORED_FIELD_NUMBER: _builtins.int
     EVICTED_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
-    """Number of the newest change that is accounted for by this frame and those before it; 0 while more of a snapshot is to
-    follow, and then what has come of it must not be relied on by a later `Hello.kv_seq`.
-    """
+    """Number of the newest change that is accounted for by this frame and those before it, of a snapshot when it is whole."""
     after: _builtins.int
     """The `seq` of the frame that this one continues. A router that has another one has missed something."""
     snapshot: _builtins.bool
     """Whether this frame begins a snapshot: what was known of the cache before counts for nothing. `after` is 0."""
+    left: _builtins.int
+    """Granules of the snapshot that are yet to come, in frames whose `after` is their `seq`. Until they have, the router
+    has nothing to go on from, and says 0 in `Hello.kv_seq`.
+    """
     @_builtins.property
     def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Granules that can be found now."""
@@ -949,10 +952,11 @@ class KvEvents(_message.Message):
         stored: _abc.Iterable[_builtins.int] | None = ...,
         evicted: _abc.Iterable[_builtins.int] | None = ...,
         snapshot: _builtins.bool = ...,
+        left: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "evicted", b"evicted", "seq", b"seq", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "evicted", b"evicted", "left", b"left", "seq", b"seq", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
