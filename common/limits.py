@@ -35,6 +35,10 @@ MIN_QUEUE_RETRY_S = 0.05
 MAX_QUEUE_RETRY_S = 30.0
 MAX_TENANTS = 4096
 MAX_SESSIONS = 65_536
+# Waiting requests whose lane is looked at again, and how often at most; and when a worker is idle meanwhile.
+MAX_REPLACED_REQUESTS = 256
+REPLACE_S = 0.02
+REPLACE_IDLE_S = 0.1
 # Of the prefix index, per model, 24 bytes each.
 MAX_INDEX_ENTRIES = 1 << 22
 # What has been sent counts as cached for so long before the worker says so.

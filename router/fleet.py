@@ -527,6 +527,7 @@ class Fleet:
             room_seqs=load.room_seqs,
             last_prompt_latency_s=load.last_prompt_latency_us / 1e6,
             prefill_rate=load.prefill_rate,
+            prefill_samples=load.prefill_samples,
             fleet_oldest_age_s=load.fleet_oldest_age_ms / 1e3,
             fleet_tokens=load.fleet_tokens,
             submit_seen=submit_seen,

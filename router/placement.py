@@ -10,11 +10,11 @@ import abc
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.limits import MAX_INDEX_ENTRIES, MAX_SESSIONS
-from router.fair_queue import QueuedRequest
+from router.fair_queue import Look, QueuedRequest
 from router.lane import Lane
 from router.prefix_index import PrefixIndex
 
@@ -25,6 +25,11 @@ _NO_PLACE_S = 1.0
 _NUM_LEAST = 2
 _MAX_OWNERS = 4
 _SPARE = 64
+# A waiting request changes its lane for no less: seconds, and part of what it would wait.
+_MIN_GAIN_S = 0.005
+_MIN_GAIN = 0.1
+# What is known of a waiting request's prefix is looked up anew when it has changed at its end, or after so long.
+_LOOK_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,14 @@ class CacheChange:
     anew: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Better:
+    """Where a waiting request had better go, and the tokens that would have to be computed there."""
+
+    lane: Lane
+    work: int
+
+
 class Placement(abc.ABC):
     """A policy. What it does not want to know of it need not take."""
 
@@ -48,6 +61,18 @@ class Placement(abc.ABC):
 
         Sets `request.work` where that is less than its tokens.
         """
+
+    def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
+        """Where a waiting request had better go: a lane that would serve it clearly sooner than its own, or its own lane
+        with other work than was thought; None when nothing has changed.
+
+        Args:
+            request: waits for `lane`.
+            lane: its lane.
+            ahead: tokens of work of the waiting requests before it, by worker.
+            now: monotonic seconds.
+        """
+        return None
 
     def lane_up(self, lane: Lane) -> None:  # noqa: B027
         """A worker takes work."""
@@ -84,17 +109,25 @@ class RoundRobin(Placement):
 def seconds_of_work(lane: Lane, tokens: int = 0, rate: float = _ASSUMED_RATE) -> float:
     """Seconds until a request that adds `tokens` to a lane would have its prompt computed.
 
-    At one speed for all lanes that are compared: a worker that gets small batches measures a low one, and would get
-    fewer still if its own counted. A worker that is slower has more waiting, which counts.
+    A worker whose running set is full counts as a second later: another sequence must end there first.
     """
-    places = lane.last_report.room_seqs - lane.unseen_seqs - len(lane)
-    return (lane.outstanding_tokens + tokens) / rate + (_NO_PLACE_S if places <= 0 and not lane.idle else 0.0)
+    return (lane.outstanding_tokens + tokens) / rate + _no_place_s(lane, len(lane))
+
+
+def _no_place_s(lane: Lane, waiting: int) -> float:
+    places = lane.last_report.room_seqs - lane.unseen_seqs - waiting
+    return _NO_PLACE_S if places <= 0 and not lane.idle else 0.0
 
 
 class LoadOrder:
-    """The lanes of one model, least loaded first; of equal ones the one whose load has been so for longest."""
+    """The lanes of one model, least loaded first; of equal ones the one whose load has been so for longest.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: the work before a new request on a lane.
+    """
+
+    def __init__(self, seconds: Callable[[Lane], float] = seconds_of_work) -> None:
+        self._seconds = seconds
         self.lanes: dict[str, Lane] = {}
         self._loads: dict[str, tuple[float, int, int]] = {}
         # Entries that `_loads` has no more are stale.
@@ -104,7 +137,7 @@ class LoadOrder:
     def update(self, lane: Lane) -> None:
         """Counts a lane with its load as it is: O(log n), amortized."""
         report = lane.last_report
-        load = seconds_of_work(lane), report.decoding_seqs + report.waiting_seqs + lane.unseen_seqs + len(lane)
+        load = self._seconds(lane), report.decoding_seqs + report.waiting_seqs + lane.unseen_seqs + len(lane)
         known = self._loads.get(lane.worker)
         if known is not None and known[:2] == load and self.lanes[lane.worker] is lane:
             return
@@ -147,7 +180,7 @@ class LeastLoaded(Placement):
 
     def lane_up(self, lane: Lane) -> None:
         """Counts it."""
-        self._orders.setdefault(lane.model, LoadOrder()).update(lane)
+        self._orders.setdefault(lane.model, LoadOrder(self._seconds)).update(lane)
 
     def lane_down(self, lane: Lane) -> None:
         """Forgets it, and its model with the last lane."""
@@ -162,6 +195,42 @@ class LeastLoaded(Placement):
         order = self._orders.get(lane.model)
         if order is not None and order.lanes.get(lane.worker) is lane:
             order.update(lane)
+
+    def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
+        """The lane of least cost, if that is less by more than 5 ms and 10 % of the cost here.
+
+        The candidates are those of `choose`, looked up again when what is known of the prefix has changed.
+        """
+
+        def cost_s(other: Lane, work: int) -> float:
+            speed = self._speed(other, now)
+            return other.waits_s(speed, ahead.get(other.worker, 0)) + work / speed + _no_place_s(other, 0)
+
+        hits, known = self._look_again(request, lane, now), self.lanes(request.model)
+        stays = Better(lane, _work(request, hits[lane.worker]) if lane.worker in hits else request.work)
+        here = cost_s(lane, stays.work)
+        bound = here - max(_MIN_GAIN_S, _MIN_GAIN * here)
+        names = dict.fromkeys([*hits, *(other.worker for other in self.least(request.model))])
+        others = [known[worker] for worker in names if worker in known and worker != lane.worker]
+        found = [
+            Better(other, _work(request, hits.get(other.worker, 0))) for other in others if _may_serve(request, other)
+        ]
+        best = min(found, key=lambda other: cost_s(other.lane, other.work), default=None)
+        if best is not None and cost_s(best.lane, best.work) < bound:
+            return best
+        return stays if stays.work != request.work else None
+
+    def _seconds(self, lane: Lane) -> float:
+        """The work before a new request on a lane."""
+        return seconds_of_work(lane)
+
+    def _speed(self, lane: Lane, now: float) -> float:
+        """At which a lane's prompts are computed, tokens per second."""
+        return _ASSUMED_RATE
+
+    def _look_again(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
+        """Granules of the prompt that the candidates have."""
+        return request.look.hits
 
     def least(self, model: str) -> list[Lane]:
         """The two least loaded lanes of a model."""
@@ -210,6 +279,10 @@ class SessionAffinity(LeastLoaded):
         self._sessions.note(request, known.worker)
         return known
 
+    def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
+        """As the least loaded lane, unless it has a session."""
+        return None if request.session else super().better(request, lane, ahead, now)
+
 
 class PrefixAware(LeastLoaded):
     """The lane that would have computed the prompt first, counting what its worker has in its prefix cache.
@@ -230,6 +303,7 @@ class PrefixAware(LeastLoaded):
         # The model of each worker whose cache is in an index; it may be away for a while.
         self._models: dict[str, str] = {}
         self._sessions = Sessions()
+        self._fastest: dict[str, float] = {}
 
     def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The lane of least cost."""
@@ -242,16 +316,51 @@ class PrefixAware(LeastLoaded):
             candidates = {name: known[name] for name in (*owners, self._sessions.find(request)) if name in known}
             candidates.update((lane.worker, lane) for lane in self.least(request.model))
         hits = self._hits(request, candidates, depth, owners, now)
-        rate = max(lane.last_report.prefill_rate for lane in candidates.values()) or _ASSUMED_RATE
-        best = min(candidates.values(), key=lambda lane: self.cost_s(request, lane, hits[lane.worker], rate))
+        request.look = Look(now, depth, hits)
+        best = min(candidates.values(), key=lambda lane: self.cost_s(request, lane, hits[lane.worker], now))
         self._sessions.note(request, best.worker)
         request.work = _work(request, hits[best.worker])
         return best
 
-    def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, rate: float) -> tuple[float, int]:
+    def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, now: float) -> tuple[float, int]:
         """Seconds to the end of the request's prefill, and how many sequences it would run with there."""
         running = lane.last_report.decoding_seqs + lane.unseen_seqs + len(lane)
-        return seconds_of_work(lane, _work(request, hit), rate), running
+        return seconds_of_work(lane, _work(request, hit), self._speed(lane, now)), running
+
+    def _seconds(self, lane: Lane) -> float:
+        return seconds_of_work(lane, rate=self._speed(lane, lane.last_report.time))
+
+    def _speed(self, lane: Lane, now: float) -> float:
+        return lane.speed(self._fastest.get(lane.model, _ASSUMED_RATE), now)
+
+    def _look_again(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
+        index, look, granules = self._indexes.get(request.model), request.look, request.granules
+        if index is None:
+            return {}
+        is_deeper = look.depth < len(granules) and index.knows(granules[look.depth], now)
+        is_gone = look.depth > 0 and not index.knows(granules[look.depth - 1], now)
+        if is_deeper or is_gone or now - look.time > _LOOK_S:
+            depth, owners = index.longest(granules, now)
+            names = [*_some(owners, request.key), *(other.worker for other in self.least(request.model)), lane.worker]
+            request.look = Look(now, depth, self._hits(request, names, depth, owners, now))
+        return request.look.hits
+
+    def _note_speed(self, lane: Lane) -> None:
+        """The fastest of a model stands for those that have not been measured, or not for long."""
+        rate = lane.last_report.prefill_rate
+        if rate > self._fastest.get(lane.model, 0.0):
+            self._fastest[lane.model] = rate
+
+    def load_changed(self, lane: Lane) -> None:
+        """Notes its load and its speed."""
+        self._note_speed(lane)
+        super().load_changed(lane)
+
+    def lane_down(self, lane: Lane) -> None:
+        """Forgets it, and its model with the last lane; its cache stays known until it is said to be gone."""
+        super().lane_down(lane)
+        if lane.model not in self._orders:
+            self._fastest.pop(lane.model, None)
 
     def _longest(self, request: QueuedRequest, now: float) -> tuple[int, list[str]]:
         """Granules of the longest cached prefix, and its owners."""
@@ -274,6 +383,7 @@ class PrefixAware(LeastLoaded):
 
     def lane_up(self, lane: Lane) -> None:
         """Counts it; its cache is empty unless it has been here."""
+        self._note_speed(lane)
         super().lane_up(lane)
         if not lane.caches_prefixes:
             self.cache_gone(lane.worker)
@@ -313,6 +423,11 @@ class PrefixAware(LeastLoaded):
 def _work(request: QueuedRequest, hit: int) -> int:
     """Tokens that a worker with `hit` granules of the prompt would have to compute; the last one always."""
     return max(request.tokens - hit * request.granule_tokens, 1)
+
+
+def _may_serve(request: QueuedRequest, lane: Lane) -> bool:
+    """Whether a waiting request may move to a lane."""
+    return request.numerics in (None, lane.numerics) and lane.worker != request.avoid
 
 
 def _some(owners: list[str], turn: int) -> list[str]:

@@ -92,6 +92,7 @@ def load_proto(report: LoadReport | None, fleet_oldest_age_s: float, fleet_token
     load.total_blocks = report.total_blocks
     load.last_prompt_latency_us = round(report.last_prompt_latency_s * 1e6)
     load.prefill_rate = report.prefill_rate
+    load.prefill_samples = report.prefill_samples
     return load
 
 

@@ -122,6 +122,7 @@ class _Worker:
             room_seqs=load.room_seqs,
             last_prompt_latency_s=load.last_prompt_latency_s,
             prefill_rate=load.prefill_rate,
+            prefill_samples=load.prefill_samples,
             submit_seen=self.seen[router],
             total_blocks=load.total_blocks,
         )

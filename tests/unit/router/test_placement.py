@@ -280,11 +280,147 @@ def test_a_hot_prefix_spreads_when_waiting_costs_more_than_computing() -> None:
     assert max(loads) < 2 * min(loads)
 
 
-def test_a_worker_that_has_measured_a_low_speed_is_not_starved() -> None:
-    d = fleet(PrefixAware(), "a", "b")
-    d.report("a", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=100.0))
-    workers = [send(d, request(key, tokens=50)) for key in range(10)]
-    assert workers.count("a") == 5
+def speeds(time: float, rate: float, samples: int, seen: int = 0) -> LoadReport:
+    return LoadReport(
+        time, 0, 0, 0, 100_000, 1000, prefill_rate=rate, total_blocks=10_000, prefill_samples=samples, submit_seen=seen
+    )
+
+
+def test_a_slower_worker_gets_less_in_proportion_and_one_that_looked_slow_is_tried_again() -> None:
+    d = Dispatcher(DelayGate(0.0), PrefixAware())
+    for worker, rate in (("a", 10_000.0), ("b", 10_000.0), ("c", 2_500.0)):
+        d.lane_up(worker, "m", speeds(0.0, rate, 5), 0.0)
+    workers = [send(d, request(key, tokens=500)) for key in range(90)]
+    assert workers.count("c") == pytest.approx(10, abs=2)
+    assert workers.count("a") == pytest.approx(40, abs=2)
+    for worker, rate in (("a", 10_000.0), ("b", 10_000.0), ("c", 2_500.0)):
+        d.report(worker, speeds(60.0, rate, 6 if worker < "c" else 5, seen=10**6))
+    later = []
+    for key in range(100, 130):
+        d.arrive(request(key, tokens=500), 60.0)
+        later += [release.worker for release in d.decide(60.0)]
+    assert later.count("c") == pytest.approx(10, abs=1)
+
+
+def test_a_worker_that_has_measured_nothing_counts_as_the_fastest() -> None:
+    d = Dispatcher(DelayGate(0.0), PrefixAware())
+    d.lane_up("a", "m", speeds(0.0, 50_000.0, 5), 0.0)
+    d.lane_up("b", "m", speeds(0.0, 0.0, 0), 0.0)
+    assert [send(d, request(key, tokens=500)) for key in range(10)].count("b") == 5
+
+
+def waiting_fleet(policy: Placement, loads: dict[str, int]) -> Dispatcher:
+    """Workers that have no room, and so many tokens before what comes."""
+    d = Dispatcher(DelayGate(0.0), policy)
+    for worker, tokens in loads.items():
+        d.lane_up(worker, "m", busy(tokens), 0.0)
+    return d
+
+
+def busy(tokens: int, time: float = 0.0) -> LoadReport:
+    return LoadReport(time, 4, 1, tokens, 0, 100, prefill_rate=10_000.0, prefill_samples=1)
+
+
+def bound(d: Dispatcher) -> dict[int, str]:
+    return {request.key: lane.worker for lane in d._lanes.values() for request in lane}
+
+
+@pytest.mark.parametrize("policy", [PrefixAware, LeastLoaded])
+def test_what_waits_moves_to_where_it_is_served_clearly_sooner(policy: type[LeastLoaded]) -> None:
+    d = waiting_fleet(policy(), {"a": 0, "b": 9000})
+    for key in range(4):
+        d.arrive(request(key, tokens=1000), 0.0)
+    assert set(bound(d).values()) == {"a"}
+    d.report("b", busy(3990, 0.1))
+    assert d.decide(0.1) == []
+    assert set(bound(d).values()) == {"a"}, "no gain of 10 %"
+    d.report("b", busy(0, 1.0))
+    assert d.decide(1.0) == []
+    assert sorted(bound(d).values()) == ["a", "a", "b", "b"]
+    for _ in range(3):
+        before = bound(d)
+        assert d.decide(2.0 + _) == []
+        assert bound(d) == before, "to and fro"
+
+
+def test_what_waits_follows_its_prefix() -> None:
+    d = waiting_fleet(PrefixAware(), {"a": 0, "b": 1000, "c": 20_000})
+    hot = chain(*range(40))
+    d.arrive(request(1, hot), 0.0)
+    assert bound(d) == {1: "a"}
+    d.cache_changed("b", CacheChange(stored=hot))
+    d.cache_changed("c", CacheChange(stored=hot))
+    assert d.decide(0.1) == []
+    assert bound(d) == {1: "b"}
+    assert next(iter(d._lanes["b"])).work == 10
+    d.cache_changed("b", CacheChange(evicted=hot))
+    assert d.decide(2.0) == []
+    assert bound(d) == {1: "a"}
+    assert next(iter(d._lanes["a"])).work == 40 * GRANULE + 10
+
+
+def test_who_moves_keeps_its_place_and_goes_neither_back_nor_out_of_its_class() -> None:
+    d = waiting_fleet(LeastLoaded(), {"a": 0, "b": 50_000})
+    for key in range(6):
+        d.arrive(request(key, tokens=1000), 0.0)
+    d.report("a", busy(30_000, 0.5))
+    d.report("b", busy(30_000, 0.5))
+    d.arrive(request(9, tokens=1000), 0.5)
+    d.decide(0.5)
+    d.report("a", LoadReport(1.0, 1, 0, 0, 10**6, 100, prefill_rate=10_000.0))
+    d.report("b", LoadReport(1.0, 1, 0, 0, 10**6, 100, prefill_rate=10_000.0))
+    for release in d.decide(1.0):
+        assert [r.key for r in release.requests] == sorted(r.key for r in release.requests)
+
+    d = waiting_fleet(LeastLoaded(), {"a": 50_000, "b": 50_000})
+    given_back, fixed = request(1, tokens=1000), request(2, tokens=1000)
+    fixed.numerics = "x"
+    d.requeue(given_back, 0.0, avoid="a")
+    d.lane_up("c", "m", busy(60_000), 0.0, "x")
+    d.arrive(fixed, 0.0)
+    assert bound(d) == {1: "b", 2: "c"}
+    d.report("a", busy(0, 1.0))
+    d.decide(1.0)
+    assert bound(d) == {1: "b", 2: "c"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 30), min_size=2, max_size=5),
+    st.lists(st.integers(1, 20), min_size=1, max_size=12),
+    st.lists(st.integers(0, 30), min_size=5, max_size=5),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=5),
+)
+def test_after_a_look_nobody_could_gain(
+    loads: list[int], sizes: list[int], then: list[int], caches: list[tuple[int, int]]
+) -> None:
+    """By brute force, each request against all workers; few enough that all of them are candidates."""
+    names = [f"w{i}" for i in range(len(loads))]
+    d = waiting_fleet(PrefixAware(), dict(zip(names, [100 * load for load in loads], strict=True)))
+    prompts = {key: chain(key, *range(size - 1)) for key, size in enumerate(sizes)}
+    for key, prompt in prompts.items():
+        d.arrive(request(key, prompt), 0.0)
+    holds: dict[tuple[str, int], int] = {}
+    for worker, key in caches[:2]:
+        if worker < len(names) and key in prompts:
+            d.cache_changed(names[worker], CacheChange(stored=prompts[key]))
+            holds[names[worker], key] = len(prompts[key])
+    now = {name: 100 * tokens for name, tokens in zip(names, then, strict=False)}
+    for name, tokens in now.items():
+        d.report(name, busy(tokens, 0.5))
+    d.decide(0.5)
+    where, ahead = bound(d), dict.fromkeys(names, 0)
+    for key, prompt in prompts.items():
+        costs = {
+            name: (now[name] + ahead[name] + len(prompt) * GRANULE + 10 - holds.get((name, key), 0) * GRANULE) / 10_000
+            for name in names
+        }
+        here = costs[where[key]]
+        candidates = [*sorted(names, key=lambda name: now[name])[: len(names) if len(names) <= 2 else 0]]
+        candidates += [name for name in names if (name, key) in holds]
+        for name in candidates:
+            assert costs[name] >= here - max(0.005, 0.1 * here) - 1e-9
+        ahead[where[key]] += len(prompt) * GRANULE + 10 - holds.get((where[key], key), 0) * GRANULE
 
 
 def test_a_restarted_worker_has_nothing() -> None:
@@ -402,9 +538,9 @@ class Counting(PrefixAware):
 
     looks = 0
 
-    def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, rate: float) -> tuple[float, int]:
+    def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, now: float) -> tuple[float, int]:
         self.looks += 1
-        return super().cost_s(request, lane, hit, rate)
+        return super().cost_s(request, lane, hit, now)
 
 
 def test_a_decision_looks_at_seven_lanes_at_most() -> None:

@@ -830,6 +830,7 @@ class Load(_message.Message):
     PREFILL_RATE_FIELD_NUMBER: _builtins.int
     FLEET_OLDEST_AGE_MS_FIELD_NUMBER: _builtins.int
     FLEET_TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_SAMPLES_FIELD_NUMBER: _builtins.int
     decoding_seqs: _builtins.int
     """Sequences in the running set that decode."""
     waiting_seqs: _builtins.int
@@ -852,6 +853,8 @@ class Load(_message.Message):
     """Age of the oldest request that waits for this worker at any router, milliseconds."""
     fleet_tokens: _builtins.int
     """Prompt tokens that wait for this worker at all routers."""
+    prefill_samples: _builtins.int
+    """How many steps have told the prefill speed; when it stays the same, `prefill_rate` grows old."""
     def __init__(
         self,
         *,
@@ -866,10 +869,11 @@ class Load(_message.Message):
         prefill_rate: _builtins.float = ...,
         fleet_oldest_age_ms: _builtins.int = ...,
         fleet_tokens: _builtins.int = ...,
+        prefill_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoding_seqs", b"decoding_seqs", "fleet_oldest_age_ms", b"fleet_oldest_age_ms", "fleet_tokens", b"fleet_tokens", "free_blocks", b"free_blocks", "last_prompt_latency_us", b"last_prompt_latency_us", "prefill_rate", b"prefill_rate", "room_seqs", b"room_seqs", "room_tokens", b"room_tokens", "total_blocks", b"total_blocks", "waiting_seqs", b"waiting_seqs", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoding_seqs", b"decoding_seqs", "fleet_oldest_age_ms", b"fleet_oldest_age_ms", "fleet_tokens", b"fleet_tokens", "free_blocks", b"free_blocks", "last_prompt_latency_us", b"last_prompt_latency_us", "prefill_rate", b"prefill_rate", "prefill_samples", b"prefill_samples", "room_seqs", b"room_seqs", "room_tokens", b"room_tokens", "total_blocks", b"total_blocks", "waiting_seqs", b"waiting_seqs", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
