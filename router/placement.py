@@ -63,7 +63,7 @@ class Placement(abc.ABC):
         """
 
     def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
-        """Where a waiting request had better go: a lane that would serve it clearly sooner than its own, or its own lane
+        """Where a waiting request had better go: a lane that would serve it clearly sooner than its own, or its own one
         with other work than was thought; None when nothing has changed.
 
         Args:
