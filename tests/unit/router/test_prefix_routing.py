@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import random
-import tracemalloc
 from collections import OrderedDict
+from pathlib import Path
 
 import numpy as np
 
@@ -75,27 +77,26 @@ def test_the_chosen_worker_is_the_one_of_an_lru_oracle() -> None:
     assert 100 < hits < 500
 
 
+def resident_bytes() -> int:
+    """Of this process."""
+    gc.collect()
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
 def test_the_index_is_bounded_under_a_million_prefixes() -> None:
     rnd, batch = np.random.default_rng(1), 4096
-    tracemalloc.start()
-    try:
-        index = PrefixIndex(1 << 16)
-        for i in range(16):
-            index.add_worker(f"w{i}")
-        empty, _ = tracemalloc.get_traced_memory()
-        for i in range(1_000_000 // batch + 1):
-            names = rnd.integers(1, 2**64, batch, np.uint64)
-            index.store(f"w{i % 16}", names)
-            for first in range(0, 100, 4):
-                index.expect(f"w{i % 16}", names[first : first + 4].tolist(), now=i / 100)
-        del names
-        now, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert index.nbytes == BYTES_PER_ENTRY << 16
-    assert len(index) == index.capacity == 1 << 16
-    assert empty < index.nbytes + MIB
-    # What is merely expected is kept in dictionaries, so many granules of 2 s at most.
+    before = resident_bytes()
+    index = PrefixIndex(1 << 17)
+    for i in range(16):
+        index.add_worker(f"w{i}")
+    for i in range(1_000_000 // batch + 1):
+        names = rnd.integers(1, 2**64, batch, np.uint64).tolist()
+        index.store(f"w{i % 16}", names)
+        for first in range(0, 100, 4):
+            index.expect(f"w{i % 16}", names[first : first + 4], now=i / 100)
+    assert index.nbytes == BYTES_PER_ENTRY << 17
+    assert len(index) == index.capacity == 1 << 17
+    # What is merely expected is kept in dictionaries: here what was sent in the last 2 s, 25 prompts in 10 ms.
     marks = sum(map(len, index._expected._until.values()))
     assert marks <= 201 * 25 * 4
-    assert now - empty < marks * 400 + MIB
+    assert resident_bytes() - before < index.nbytes + marks * 400 + 8 * MIB
