@@ -30,6 +30,7 @@ from common.limits import (
     VIOLATION_MEMORY_S,
     WORKER_WAIT_S,
 )
+from common.rpc.tls import Dialer
 from router.assembly import StreamAssembly
 from router.dispatcher import Dispatcher, Release
 from router.failover import FailoverPolicy, Loss, Verdict, stall_bound_s
@@ -85,6 +86,9 @@ class ConnectedWorker:
 class Fleet:
     """All workers and all requests of this router.
 
+    Attributes:
+        dialer: opens the channels to workers.
+
     Args:
         dispatcher: decides what goes where and when.
         registry: learns the models from the workers.
@@ -92,6 +96,7 @@ class Fleet:
         serving_changed: called when a first worker serves, and when the last one is gone.
         clock: monotonic seconds.
         failover: what happens to requests whose worker is lost.
+        dialer: opens the channels to workers; None in plain text.
     """
 
     def __init__(
@@ -102,6 +107,7 @@ class Fleet:
         serving_changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         failover: FailoverOptions = FailoverOptions(),
+        dialer: Dialer | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._registry = registry
@@ -109,6 +115,7 @@ class Fleet:
         self._serving_changed = serving_changed
         self._clock = clock
         self._failover = failover
+        self.dialer = Dialer() if dialer is None else dialer
         self._router_id = secrets.token_hex(8)
         self._incarnation = secrets.randbits(64 - _COUNTER_BITS) << _COUNTER_BITS
         self._counter = itertools.count(1)
@@ -324,7 +331,7 @@ class Fleet:
 
     async def _connect(self, address: str) -> None:
         def open_session() -> Session:
-            return Session(address, self._router_id, self._clock, self._failover.lease_s)
+            return Session(address, self._router_id, self._clock, self._failover.lease_s, self.dialer)
 
         await keep_connected(open_session, self._store, self)
 
