@@ -76,7 +76,7 @@ class RouterOptions:
         admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
         admin_host: address of AdminService.
         tenants: what tenants get.
-        security: TLS.
+        security: TLS and API keys.
     """
 
     workers: Sequence[str]
@@ -119,7 +119,7 @@ class Router:
         self._store = TokenizerStore()
         self._encoder = PromptEncoder()
         self._tracing = setup_tracing("fissile-router", secrets.token_hex(8))
-        self.server = GrpcServer(options.host, options.port, [SERVICE], tls=security.tls)
+        self.server = GrpcServer(options.host, options.port, [SERVICE], tls=security.tls, access=security.access)
         self.registry = ModelRegistry()
         gate = DelayGate(options.delay_factor, options.max_hold_s)
         failover, placement = options.failover, PLACEMENTS[options.placement].make()
@@ -137,7 +137,8 @@ class Router:
 
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
-            self.admin = GrpcServer(options.admin_host, options.admin_port, [admin.SERVICE], tls=security.admin_tls)
+            tls, access = security.admin_tls, security.access
+            self.admin = GrpcServer(options.admin_host, options.admin_port, [admin.SERVICE], tls=tls, access=access)
 
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.

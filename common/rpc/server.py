@@ -20,6 +20,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from common.limits import MAX_REQUEST_BYTES
+from common.rpc.access import Access, AccessInterceptor
 from common.rpc.tls import ServerTls, is_loopback
 
 log = structlog.get_logger(__name__)
@@ -93,6 +94,7 @@ class GrpcServer:
         services: full names of the services that are added, for health and reflection.
         max_message_bytes: longest message in either direction.
         tls: the server's certificate; None listens in plain text, which outside loopback is worth a warning.
+        access: decides about every call but those of health; None admits all.
 
     Attributes:
         server: for `add_...Servicer_to_server`.
@@ -108,8 +110,10 @@ class GrpcServer:
         *,
         max_message_bytes: int = MAX_REQUEST_BYTES,
         tls: ServerTls | None = None,
+        access: Access | None = None,
     ) -> None:
-        self.server = grpc.aio.server(options=server_options(max_message_bytes))
+        interceptors = [] if access is None else [AccessInterceptor(access)]
+        self.server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=interceptors)
         self.port = 0
         self.is_serving = False
         self._host = host
