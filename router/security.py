@@ -10,7 +10,7 @@ from typing import Any
 
 from common.cli.failure import CommandError
 from common.cli.options import option
-from common.cli.security import apply, client_tls, file_option, server_tls, server_tls_options
+from common.cli.security import apply, client_tls, file_option, health_port_option, server_tls, server_tls_options
 from common.rpc.access import Access, KeyAccess
 from common.rpc.key_store import KeyStore
 from common.rpc.keys import KeyFileError
@@ -26,12 +26,14 @@ class RouterSecurity:
         admin_tls: of AdminService's port.
         worker_tls: for calls of workers.
         access: decides about the calls of both ports; None admits all.
+        health_port: of health in plain text; 0 takes any, None is off.
     """
 
     tls: ServerTls | None = None
     admin_tls: ServerTls | None = None
     worker_tls: ClientTls | None = None
     access: Access | None = None
+    health_port: int | None = None
 
 
 _OPTIONS = apply(
@@ -59,6 +61,7 @@ _OPTIONS = apply(
         "--api-key-line", "api_key_lines", envvar="FISSILE_API_KEY_LINES", multiple=True, metavar="LINE",
         help="A line of --api-keys; repeat it, or separate several by spaces in the variable.",
     ),
+    health_port_option("FISSILE"),
 )  # fmt: skip
 
 
@@ -82,6 +85,7 @@ def with_security(command: Callable[..., Any]) -> Callable[..., Any]:
         worker_client_key: Path | None,
         api_keys: Path | None,
         api_key_lines: tuple[str, ...],
+        health_port: int | None,
         **kwargs: Any,
     ) -> Any:
         tls = server_tls(tls_cert, tls_key, tls_client_ca)
@@ -98,6 +102,7 @@ def with_security(command: Callable[..., Any]) -> Callable[..., Any]:
                 prefix="--worker-",
             ),
             access=_access(api_keys, api_key_lines),
+            health_port=health_port,
         )
         return command(*args, security=security, **kwargs)
 

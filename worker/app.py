@@ -24,7 +24,7 @@ from fissile.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_serve
 from common.cli.failure import CommandError
 from common.cli.options import option
 from common.cli.restart_policy import GiveUp, RestartPolicy
-from common.cli.security import server_tls, server_tls_options
+from common.cli.security import health_port_option, server_tls, server_tls_options
 from common.config import SCHEDULING_POLICIES, Config, ParallelConfig
 from common.errors import ApiError
 from common.hub import HubError, default_model_name, model_folder
@@ -84,6 +84,7 @@ class WorkerOptions:
         step_timeout_s: after which a step of several ranks counts as hung.
         tls: of its port; None is plain text.
         access: decides about every call; None admits all.
+        health_port: of health in plain text; 0 takes any, None is off.
     """
 
     config: Config
@@ -98,6 +99,7 @@ class WorkerOptions:
     step_timeout_s: float = STEP_TIMEOUT_S
     tls: ServerTls | None = None
     access: PeerAccess | None = None
+    health_port: int | None = None
 
 
 class Worker:
@@ -121,7 +123,14 @@ class Worker:
         self._loaded = self._first_facts = _first_facts(options, self._model_config, files)
         self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id)
         self._metrics = setup_metrics("fissile-worker", self._loaded.instance_id)
-        self.server = GrpcServer(options.host, options.port, [SERVICE], tls=options.tls, access=options.access)
+        self.server = GrpcServer(
+            options.host,
+            options.port,
+            [SERVICE],
+            tls=options.tls,
+            access=options.access,
+            health_port=options.health_port,
+        )
         self._policy = RestartPolicy()
         self._core: EngineCore | None = None
         self.engine = EngineLoop()
@@ -496,6 +505,7 @@ class ByteSize(click.ParamType[int]):
     help="Seconds that sequences may go on after SIGTERM.",
 )  # fmt: skip
 @server_tls_options("FISSILE_WORKER")
+@health_port_option("FISSILE_WORKER")
 @option(
     "--router-identity", "router_identities", envvar="FISSILE_ROUTER_IDENTITY", multiple=True, metavar="NAME",
     help="With --tls-client-ca: DNS name or URI (such as a SPIFFE id) in the certificates of routers. Anybody else is "
