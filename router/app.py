@@ -40,7 +40,7 @@ from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError
 from router import admin
 from router.call import SERVICE
-from router.discovery import AddressError, static_workers
+from router.discovery import Discovery, read_list
 from router.dispatcher import Dispatcher
 from router.failover import FailoverPolicy
 from router.fair_queue import TenantShares
@@ -49,6 +49,7 @@ from router.model_registry import ModelRegistry
 from router.placement import PLACEMENTS
 from router.prompts import PromptEncoder
 from router.service import InferenceService
+from router.targets import AddressError, FileTarget, parse_targets
 from router.tenants import TENANT_KEY, TenantPolicy
 from router.tokenizer_store import TokenizerStore
 
@@ -60,7 +61,7 @@ class RouterOptions:
     """What one router is started with; times in seconds.
 
     Attributes:
-        workers: addresses of the workers, host:port.
+        workers: the workers, in the forms of `targets`.
         host: address to listen on.
         port: TCP port; 0 takes any.
         delay_factor: of the delay gate; 0 is off.
@@ -98,6 +99,7 @@ class Router:
     Attributes:
         server: its gRPC server.
         fleet: its workers and requests.
+        discovery: finds the workers.
         registry: its models.
         service: its public service.
         admin: the gRPC server of AdminService, None when it is off.
@@ -116,7 +118,15 @@ class Router:
         failover, placement = options.failover, PLACEMENTS[options.placement].make()
         shares = TenantShares(options.tenants.weights)
         dispatcher = Dispatcher(gate, placement, options.queue_size, failover.worker_wait_s, shares)
-        self.fleet = Fleet(dispatcher, self.registry, self._store, self._serving.set, failover=failover)
+        self.fleet = Fleet(
+            dispatcher,
+            self.registry,
+            self._store,
+            self._serving.set,
+            failover=failover,
+            worker_lost=self._refresh,
+        )
+        self.discovery = Discovery(self.fleet.set_workers)
         self.service = InferenceService(
             self.fleet,
             self.registry,
@@ -147,7 +157,7 @@ class Router:
             await self.admin.set_serving(True)
             log.info("admin listening", address=self.admin.address)
         self._health = asyncio.create_task(self._follow_workers(), name="health")
-        self.fleet.start(self._options.workers)
+        self.discovery.follow(parse_targets(self._options.workers))
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
 
     async def drain(self) -> None:
@@ -163,10 +173,14 @@ class Router:
         await self.server.stop(0)
         if self.admin is not None:
             await self.admin.stop(0)
+        await self.discovery.stop()
         await self.fleet.stop()
         self._encoder.close()
         await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
         log.info("router stopped")
+
+    def _refresh(self) -> None:
+        self.discovery.refresh()
 
     async def _follow_workers(self) -> None:
         while True:
@@ -281,8 +295,10 @@ class PerTenant(click.ParamType[tuple[str, float]]):
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @config_option("router")
 @option(
-    "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="HOST:PORT",
-    help="A worker's address; repeat it, or separate several by commas. Workers may start before or after the router.",
+    "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="TARGET",
+    help="Where workers are: HOST:PORT; dns:///NAME:PORT for all addresses of a name, such as a headless Service, "
+    "asked again and again; file:PATH for those that a file lists, read again when it changes. Repeat it, or separate "
+    "several by commas. Workers may start before or after the router.",
 )  # fmt: skip
 @option("--host", envvar="FISSILE_HOST", default="127.0.0.1", help="Address to listen on.")
 @option("--port", envvar="FISSILE_PORT", default=50051, type=click.IntRange(0, 65535), help="Port; 0 takes any.")
@@ -371,13 +387,13 @@ def router(
     """
     setup_logging(log_level, service="router")
     try:
-        addresses = static_workers(workers)
+        _check_workers(workers)
     except AddressError as error:
         raise CommandError(str(error)) from None
     uvloop.run(
         run_router(
             RouterOptions(
-                workers=addresses,
+                workers=workers,
                 host=host,
                 port=port,
                 delay_factor=delay_factor,
@@ -393,6 +409,13 @@ def router(
             )
         )
     )
+
+
+def _check_workers(workers: Sequence[str]) -> None:
+    """Refuses what a mistake in the command is the likely reason for: no such form, no such file, no list in it."""
+    for target in parse_targets(workers):
+        if isinstance(target, FileTarget):
+            read_list(target.path)
 
 
 def _tenants(key: str, weights: dict[str, float], concurrency: dict[str, int]) -> TenantPolicy:

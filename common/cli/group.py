@@ -43,6 +43,7 @@ EXTRA_OF = {
     "msgpack": "worker,cpu",
     "tokenizers": "router",
     "jinja2": "router",
+    "dns": "router",
 }
 
 
