@@ -35,6 +35,7 @@ from common.limits import (
     WORKER_WAIT_S,
 )
 from common.rpc.server import GrpcServer, PortTakenError
+from common.rpc.tls import Dialer, TlsError
 from common.telemetry.logs import LEVELS, setup_logging
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError
@@ -48,6 +49,7 @@ from router.fleet import FailoverOptions, Fleet
 from router.model_registry import ModelRegistry
 from router.placement import PLACEMENTS
 from router.prompts import PromptEncoder
+from router.security import RouterSecurity, with_security
 from router.service import InferenceService
 from router.targets import AddressError, FileTarget, parse_targets
 from router.tenants import TENANT_KEY, TenantPolicy
@@ -75,6 +77,7 @@ class RouterOptions:
         admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
         admin_host: address of AdminService.
         tenants: what tenants get.
+        security: TLS.
     """
 
     workers: Sequence[str]
@@ -91,6 +94,7 @@ class RouterOptions:
     admin_port: int | None = None
     admin_host: str = "127.0.0.1"
     tenants: TenantPolicy = field(default_factory=TenantPolicy)
+    security: RouterSecurity = field(default_factory=RouterSecurity)
 
 
 class Router:
@@ -103,16 +107,21 @@ class Router:
         registry: its models.
         service: its public service.
         admin: the gRPC server of AdminService, None when it is off.
+
+    Raises:
+        TlsError: the certificate for workers can not be used.
     """
 
     def __init__(self, options: RouterOptions) -> None:
         self._options = options
+        security = options.security
+        dialer = Dialer(security.worker_tls)
         self._serving = asyncio.Event()
         self._health: asyncio.Task[None] | None = None
         self._store = TokenizerStore()
         self._encoder = PromptEncoder()
         self._tracing = setup_tracing("fissile-router", secrets.token_hex(8))
-        self.server = GrpcServer(options.host, options.port, [SERVICE])
+        self.server = GrpcServer(options.host, options.port, [SERVICE], tls=security.tls)
         self.registry = ModelRegistry()
         gate = DelayGate(options.delay_factor, options.max_hold_s)
         failover, placement = options.failover, PLACEMENTS[options.placement].make()
@@ -125,6 +134,7 @@ class Router:
             self._serving.set,
             failover=failover,
             worker_lost=self._refresh,
+            dialer=dialer,
         )
         self.discovery = Discovery(self.fleet.set_workers)
         self.service = InferenceService(
@@ -138,7 +148,7 @@ class Router:
 
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
-            self.admin = GrpcServer(options.admin_host, options.admin_port, [admin.SERVICE])
+            self.admin = GrpcServer(options.admin_host, options.admin_port, [admin.SERVICE], tls=security.admin_tls)
 
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
@@ -146,6 +156,7 @@ class Router:
         Raises:
             PortTakenError: the address can not be listened on.
             TokenizerError: the tokenizer folder can not be used.
+            TlsError: a certificate can not be used.
         """
         if self._options.tokenizer is not None:
             await self._store.read_folder(self._options.tokenizer)
@@ -207,10 +218,13 @@ async def run_router(options: RouterOptions) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    router = Router(options)
+    try:
+        router = Router(options)
+    except TlsError as error:
+        raise CommandError(str(error)) from None
     try:
         await router.start()
-    except (PortTakenError, TokenizerError) as error:
+    except (PortTakenError, TokenizerError, TlsError) as error:
         await router.stop()
         raise CommandError(str(error)) from None
     await ending.wait()
@@ -359,6 +373,7 @@ class PerTenant(click.ParamType[tuple[str, float]]):
     help="Port of AdminService, which lists and drains workers; 0 takes any; absent: off.",
 )  # fmt: skip
 @option("--admin-host", envvar="FISSILE_ADMIN_HOST", default="127.0.0.1", help="Address of AdminService.")
+@with_security
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
 def router(
     workers: tuple[str, ...],
@@ -379,6 +394,7 @@ def router(
     drain_timeout: float,
     admin_port: int | None,
     admin_host: str,
+    security: RouterSecurity,
     log_level: str,
 ) -> None:
     """Run one router: the public gRPC API in front of any number of workers.
@@ -406,6 +422,7 @@ def router(
                 admin_port=admin_port,
                 admin_host=admin_host,
                 tenants=_tenants(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
+                security=security,
             )
         )
     )

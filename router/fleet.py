@@ -32,6 +32,7 @@ from common.limits import (
     VIOLATION_MEMORY_S,
     WORKER_WAIT_S,
 )
+from common.rpc.tls import Dialer
 from router.assembly import StreamAssembly
 from router.dispatcher import Dispatcher, Release
 from router.failover import FailoverPolicy, Loss, Verdict, stall_bound_s
@@ -87,6 +88,9 @@ class ConnectedWorker:
 class Fleet:
     """All workers and all requests of this router.
 
+    Attributes:
+        dialer: opens the channels to workers.
+
     Args:
         dispatcher: decides what goes where and when.
         registry: learns the models from the workers.
@@ -95,6 +99,7 @@ class Fleet:
         clock: monotonic seconds.
         failover: what happens to requests whose worker is lost.
         worker_lost: called when a stream with a worker has broken.
+        dialer: opens the channels to workers; None in plain text.
     """
 
     def __init__(
@@ -106,6 +111,7 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         failover: FailoverOptions = FailoverOptions(),
         worker_lost: Callable[[], None] = lambda: None,
+        dialer: Dialer | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._registry = registry
@@ -114,6 +120,7 @@ class Fleet:
         self._clock = clock
         self._failover = failover
         self._worker_lost = worker_lost
+        self.dialer = Dialer() if dialer is None else dialer
         self._router_id = secrets.token_hex(8)
         self._incarnation = secrets.randbits(64 - _COUNTER_BITS) << _COUNTER_BITS
         self._counter = itertools.count(1)
@@ -374,7 +381,7 @@ class Fleet:
 
     async def _connect(self, address: str) -> None:
         def open_session() -> Session:
-            return Session(address, self._router_id, self._clock, self._failover.lease_s)
+            return Session(address, self._router_id, self._clock, self._failover.lease_s, self.dialer)
 
         try:
             await keep_connected(open_session, self._store, self, lambda: self._is_wanted(address))
