@@ -361,6 +361,10 @@ class PerTenant(click.ParamType[tuple[str, float]]):
     help="How long workers keep this router's requests when they do not hear from it.",
 )  # fmt: skip
 @option(
+    "--max-unread-tokens", envvar="FISSILE_MAX_UNREAD_TOKENS", default=MAX_UNREAD_TOKENS, type=click.IntRange(1),
+    help="A client that leaves more tokens of a stream unread is dropped with RESOURCE_EXHAUSTED.",
+)  # fmt: skip
+@option(
     "--tokenizer", envvar="FISSILE_TOKENIZER", default=None, type=click.Path(path_type=Path), metavar="FOLDER",
     help="Take tokenizer and chat template from this folder instead of from the workers.",
 )  # fmt: skip
@@ -390,6 +394,7 @@ def router(
     worker_wait: float,
     stall_timeout: float,
     lease: float,
+    max_unread_tokens: int,
     tokenizer: Path | None,
     drain_timeout: float,
     admin_port: int | None,
@@ -418,6 +423,7 @@ def router(
                 placement=placement,
                 tokenizer=tokenizer,
                 drain_timeout_s=drain_timeout,
+                max_unread_tokens=max_unread_tokens,
                 failover=FailoverOptions(FailoverPolicy(failover), worker_wait, stall_timeout, lease),
                 admin_port=admin_port,
                 admin_host=admin_host,
