@@ -41,7 +41,7 @@ from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError
 from router import admin
 from router.call import SERVICE
-from router.discovery import AddressError, static_workers
+from router.discovery import Discovery, read_list
 from router.dispatcher import Dispatcher
 from router.failover import FailoverPolicy
 from router.fair_queue import TenantShares
@@ -51,6 +51,7 @@ from router.placement import PLACEMENTS
 from router.prompts import PromptEncoder
 from router.security import RouterSecurity, with_security
 from router.service import InferenceService
+from router.targets import AddressError, FileTarget, parse_targets
 from router.tenants import TENANT_KEY, TenantPolicy
 from router.tokenizer_store import TokenizerStore
 
@@ -62,7 +63,7 @@ class RouterOptions:
     """What one router is started with; times in seconds.
 
     Attributes:
-        workers: addresses of the workers, host:port.
+        workers: the workers, in the forms of `targets`.
         host: address to listen on.
         port: TCP port; 0 takes any.
         delay_factor: of the delay gate; 0 is off.
@@ -104,6 +105,7 @@ class Router:
     Attributes:
         server: its gRPC server.
         fleet: its workers and requests.
+        discovery: finds the workers.
         registry: its models.
         service: its public service.
         admin: the gRPC server of AdminService, None when it is off.
@@ -135,7 +137,16 @@ class Router:
         failover, placement = options.failover, PLACEMENTS[options.placement].make()
         shares = TenantShares(options.tenants.weights)
         dispatcher = Dispatcher(gate, placement, options.queue_size, failover.worker_wait_s, shares)
-        self.fleet = Fleet(dispatcher, self.registry, self._store, self._serving.set, failover=failover, dialer=dialer)
+        self.fleet = Fleet(
+            dispatcher,
+            self.registry,
+            self._store,
+            self._serving.set,
+            failover=failover,
+            worker_lost=self._refresh,
+            dialer=dialer,
+        )
+        self.discovery = Discovery(self.fleet.set_workers)
         self.service = InferenceService(
             self.fleet,
             self.registry,
@@ -168,7 +179,7 @@ class Router:
             await self.admin.set_serving(True)
             log.info("admin listening", address=self.admin.address)
         self._health = asyncio.create_task(self._follow_workers(), name="health")
-        self.fleet.start(self._options.workers)
+        self.discovery.follow(parse_targets(self._options.workers))
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
 
     async def drain(self) -> None:
@@ -184,10 +195,14 @@ class Router:
         await self.server.stop(0)
         if self.admin is not None:
             await self.admin.stop(0)
+        await self.discovery.stop()
         await self.fleet.stop()
         self._encoder.close()
         await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
         log.info("router stopped")
+
+    def _refresh(self) -> None:
+        self.discovery.refresh()
 
     async def _follow_workers(self) -> None:
         while True:
@@ -305,8 +320,10 @@ class PerTenant(click.ParamType[tuple[str, float]]):
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @config_option("router")
 @option(
-    "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="HOST:PORT",
-    help="A worker's address; repeat it, or separate several by commas. Workers may start before or after the router.",
+    "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="TARGET",
+    help="Where workers are: HOST:PORT; dns:///NAME:PORT for all addresses of a name, such as a headless Service, "
+    "asked again and again; file:PATH for those that a file lists, read again when it changes. Repeat it, or separate "
+    "several by commas. Workers may start before or after the router.",
 )  # fmt: skip
 @option("--host", envvar="FISSILE_HOST", default="127.0.0.1", help="Address to listen on.")
 @option("--port", envvar="FISSILE_PORT", default=50051, type=click.IntRange(0, 65535), help="Port; 0 takes any.")
@@ -355,6 +372,10 @@ class PerTenant(click.ParamType[tuple[str, float]]):
     help="How long workers keep this router's requests when they do not hear from it.",
 )  # fmt: skip
 @option(
+    "--max-unread-tokens", envvar="FISSILE_MAX_UNREAD_TOKENS", default=MAX_UNREAD_TOKENS, type=click.IntRange(1),
+    help="A client that leaves more tokens of a stream unread is dropped with RESOURCE_EXHAUSTED.",
+)  # fmt: skip
+@option(
     "--tokenizer", envvar="FISSILE_TOKENIZER", default=None, type=click.Path(path_type=Path), metavar="FOLDER",
     help="Take tokenizer and chat template from this folder instead of from the workers.",
 )  # fmt: skip
@@ -389,6 +410,7 @@ def router(
     worker_wait: float,
     stall_timeout: float,
     lease: float,
+    max_unread_tokens: int,
     tokenizer: Path | None,
     drain_timeout: float,
     admin_port: int | None,
@@ -403,13 +425,13 @@ def router(
     """
     setup_logging(log_level, service="router")
     try:
-        addresses = static_workers(workers)
+        _check_workers(workers)
     except AddressError as error:
         raise CommandError(str(error)) from None
     uvloop.run(
         run_router(
             RouterOptions(
-                workers=addresses,
+                workers=workers,
                 host=host,
                 port=port,
                 delay_factor=delay_factor,
@@ -418,6 +440,7 @@ def router(
                 placement=placement,
                 tokenizer=tokenizer,
                 drain_timeout_s=drain_timeout,
+                max_unread_tokens=max_unread_tokens,
                 failover=FailoverOptions(FailoverPolicy(failover), worker_wait, stall_timeout, lease),
                 admin_port=admin_port,
                 admin_host=admin_host,
@@ -427,6 +450,13 @@ def router(
             )
         )
     )
+
+
+def _check_workers(workers: Sequence[str]) -> None:
+    """Refuses what a mistake in the command is the likely reason for: no such form, no such file, no list in it."""
+    for target in parse_targets(workers):
+        if isinstance(target, FileTarget):
+            read_list(target.path)
 
 
 def _tenants(key: str, weights: dict[str, float], concurrency: dict[str, int]) -> TenantPolicy:

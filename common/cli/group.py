@@ -30,6 +30,7 @@ SUMMARIES = {
     "models": "List the models that a running router serves.",
     "workers": "List the workers of a running router, with their load.",
     "keys": "Make API keys for the callers of a router.",
+    "health": "Say whether a router or worker serves, as an exit code.",
     "config": "Show the options in force, and where each value comes from.",
     "router": "Run one router.",
     "worker": "Run one worker.",
@@ -44,6 +45,7 @@ EXTRA_OF = {
     "msgpack": "worker,cpu",
     "tokenizers": "router",
     "jinja2": "router",
+    "dns": "router",
 }
 
 

@@ -43,11 +43,12 @@ class Process:
     # Of health in plain text, where the port itself speaks TLS.
     health_port: int | None = None
     child: subprocess.Popen[bytes] | None = None
+    host: str = "127.0.0.1"
 
     @property
     def address(self) -> str:
         """host:port of its gRPC server."""
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def start(self) -> None:
         """Starts the process."""
