@@ -218,6 +218,23 @@ def test_an_operator_drains_a_worker(service: SecureService) -> None:
     wait_workers(service, 3)
 
 
+def test_plain_text_outside_loopback_is_said_loudly(tmp_path: Path) -> None:
+    """mTLS: a router without it warns, once each, of its own ports and of workers that others can listen to."""
+    arguments = ["router", "--host", "0.0.0.0", "--admin-host", "0.0.0.0", "--admin-port", "0"]
+    for worker in ("192.0.2.1:1", "192.0.2.2:1"):
+        arguments += ["--worker", worker]
+    router = Process("router", [*arguments, "--port", "0"], 0, tmp_path / "router.log")
+    router.start()
+    end = time.monotonic() + 60
+    while "router listening" not in router.log.read_text() or "PLAIN TEXT to" not in router.log.read_text():
+        assert time.monotonic() < end, router.log.read_text()
+        time.sleep(0.05)
+    assert router.stop() == 0
+    warned = [line for line in router.log.read_text().splitlines() if "PLAIN TEXT" in line]
+    assert ["PLAIN TEXT to workers" in line for line in warned] == [False, False, True]
+    assert all('"level": "warning"' in line for line in warned)
+
+
 # S1.
 
 
