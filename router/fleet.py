@@ -40,6 +40,7 @@ from router.queue import QueuedRequest
 from router.request_stream import RequestStream, RoutedRequest
 from router.session import Fault, Session, SessionLostError, keep_connected
 from router.tokenizer_store import TokenizerStore
+from router.turns import Turns
 
 # A rid is the router's incarnation above a counter: unique over the life of the worker too (rule S1).
 _COUNTER_BITS = 40
@@ -122,6 +123,7 @@ class Fleet:
         self._announced: dict[str, LaneRecord] = {}
         self._streams: dict[int, RequestStream] = {}
         self._running: dict[int, RequestStream] = {}
+        self._turns = Turns()
         self._tasks: list[asyncio.Task[None]] = []
         self._none_up = asyncio.Event()
         self._pump_due: asyncio.Handle | None = None
@@ -181,7 +183,7 @@ class Fleet:
             self._pump_due.cancel()
             self._pump()
             self._dispatcher.arrive(queued, self._clock())
-        stream = self._streams[key] = RequestStream(queued, request, assembly, on_submit)
+        stream = self._streams[key] = RequestStream(queued, request, assembly, on_submit, self._turns)
         self._pump_soon()
         return stream
 
@@ -268,14 +270,11 @@ class Fleet:
     def step_output(self, session: Session, step: wpb.StepOutput) -> None:
         """Hands tokens to their streams."""
         effects = session.link.apply(step, self._clock())
-        losses = dict(effects.lost)
+        running = self._running
         for rid in effects.touched:
-            stream = self._running[rid]
-            if rid in losses:
-                continue
-            if rid not in session.link.live:
-                self._detach(stream)
-            stream.wake()
+            running[rid].wake()
+        for rid in effects.ended:
+            self._detach(running[rid])
         session.notify()
         for rid in reversed(effects.returned):
             self._take_back(self._running[rid], session.address)
