@@ -19,6 +19,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from common.errors import DuplicateRequestError, NoTokenizerError
 from common.limits import MAX_UNREAD_TOKENS
+from common.rpc.access import caller
 from common.rpc.unserved import refuse_unserved
 from common.seed import derive_seed
 from common.telemetry import names
@@ -164,7 +165,7 @@ class InferenceService(InferenceServiceServicer):
         async with Call(self._tracing, context, kind.method, request_id, kind.operation) as span:
             check_request_id(request_id)
             check()
-            tenant = tenant_of(context.invocation_metadata(), self._tenant_key)
+            tenant = tenant_of(context.invocation_metadata(), self._tenant_key, caller.get().tenant)
             with self._claimed(request_id), self._tenant_limits.held(tenant, self._clock):
                 model = self._registry.get(request.model)
                 params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
