@@ -46,6 +46,7 @@ from router.dispatcher import Dispatcher
 from router.failover import FailoverPolicy
 from router.fair_queue import TenantShares
 from router.fleet import FailoverOptions, Fleet
+from router.loop_lag import LoopLag
 from router.model_registry import ModelRegistry
 from router.placement import PLACEMENTS
 from router.prompts import PromptEncoder
@@ -109,6 +110,7 @@ class Router:
         registry: its models.
         service: its public service.
         admin: the gRPC server of AdminService, None when it is off.
+        loop_lag: how late the event loop is.
 
     Raises:
         TlsError: the certificate for workers can not be used.
@@ -156,6 +158,7 @@ class Router:
             tenants=options.tenants,
         )
 
+        self.loop_lag = LoopLag()
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
             tls, access = security.admin_tls, security.access
@@ -179,6 +182,7 @@ class Router:
             await self.admin.set_serving(True)
             log.info("admin listening", address=self.admin.address)
         self._health = asyncio.create_task(self._follow_workers(), name="health")
+        self.loop_lag.start()
         self.discovery.follow(parse_targets(self._options.workers))
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
 
@@ -198,6 +202,7 @@ class Router:
         await self.discovery.stop()
         await self.fleet.stop()
         self._encoder.close()
+        self.loop_lag.stop()
         await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
         log.info("router stopped")
 
