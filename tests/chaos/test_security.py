@@ -139,8 +139,8 @@ def test_commands_call_by_mtls_and_key(service: SecureService) -> None:
         (worker.name for worker in service.workers), key=lambda name: service.workers[int(name[-1])].address
     )
     for environment, code, message in [
-        ({"FISSILE_API_KEY": ""}, 1, "UNAUTHENTICATED: metadata authorization is missing"),
-        ({"FISSILE_API_KEY": "fsl_wrong"}, 1, "UNAUTHENTICATED: the API key is none that counts here"),
+        ({"FISSILE_API_KEY": ""}, 2, "UNAUTHENTICATED: metadata authorization is missing"),
+        ({"FISSILE_API_KEY": "fsl_wrong"}, 2, "UNAUTHENTICATED: the API key is none that counts here"),
         (
             {"FISSILE_API_KEY": service.keys["ops"]},
             1,
@@ -314,6 +314,11 @@ def test_s1_a_router_id_belongs_to_the_certificate_that_began_with_it(service: S
         assert session.code() is grpc.StatusCode.OK
 
 
+def spread(latencies: list[float]) -> str:
+    p99 = statistics.quantiles(latencies, n=100)[98]
+    return f"p50 {statistics.median(latencies):.1f} p99 {p99:.1f} n {len(latencies)}"
+
+
 def test_s1_a_flood_of_handshakes_disturbs_nobody(service: SecureService) -> None:
     """S1: during 200 connections that do not come about every healthy call succeeds, old and new connections alike."""
 
@@ -327,7 +332,8 @@ def test_s1_a_flood_of_handshakes_disturbs_nobody(service: SecureService) -> Non
         stub = InferenceServiceStub(channel)
         quiet = [took_ms(stub) for _ in range(100)]
         streams = pool.submit(asked_all, service, 4, 60)
-        flooded, made_anew = [], 0
+        flooded: list[float] = []
+        made_anew = 0
         with subprocess.Popen(intruders, cwd=REPOSITORY) as flood:
             while flood.poll() is None or len(flooded) < 100:
                 flooded.append(took_ms(stub))
@@ -337,11 +343,7 @@ def test_s1_a_flood_of_handshakes_disturbs_nobody(service: SecureService) -> Non
                         took_ms(InferenceServiceStub(fresh))
         assert flood.returncode == 0
         assert all(answer.finish is not None for answer in streams.result())
-    figures = [
-        f"p50 {statistics.median(each):.1f} p99 {statistics.quantiles(each, n=100)[98]:.1f}"
-        for each in (quiet, flooded)
-    ]
-    print(f"\nGetModel over TLS, ms: quiet {figures[0]}; during 200 bad handshakes {figures[1]} (n={len(flooded)})")
+    print(f"\nGetModel over TLS, ms: quiet {spread(quiet)}; during 200 bad handshakes {spread(flooded)}")
     assert made_anew == 10
     assert service.router.running.poll() is None
 
