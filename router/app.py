@@ -7,7 +7,7 @@ import math
 import re
 import secrets
 import signal
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -16,6 +16,7 @@ import structlog
 import uvloop
 from fissile.admin.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from grpc_channelz.v1 import channelz
 
 from common.cli.config_file import config_option
 from common.cli.failure import CommandError
@@ -48,12 +49,15 @@ from router.fleet import FailoverOptions, Fleet
 from router.model_registry import ModelRegistry
 from router.placement import PLACEMENTS
 from router.prompts import PromptEncoder
+from router.routing import Configuration, Reread, Routing, Settings
 from router.service import InferenceService
 from router.targets import AddressError, FileTarget, parse_targets
-from router.tenants import TENANT_KEY, TenantPolicy
+from router.tenants import TENANT_KEY, TenantPolicy, tenant_policy
 from router.tokenizer_store import TokenizerStore
 
 log = structlog.get_logger(__name__)
+
+_CHANNELZ = "grpc.channelz.v1.Channelz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +79,7 @@ class RouterOptions:
         admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
         admin_host: address of AdminService.
         tenants: what tenants get.
+        log_level: least to log.
     """
 
     workers: Sequence[str]
@@ -91,6 +96,25 @@ class RouterOptions:
     admin_port: int | None = None
     admin_host: str = "127.0.0.1"
     tenants: TenantPolicy = field(default_factory=TenantPolicy)
+    log_level: str = "info"
+
+    def settings(self) -> Settings:
+        """What may change while the router runs.
+
+        Raises:
+            InvalidFieldError: a value is out of range.
+            AddressError: a worker is none.
+        """
+        others = {"": self.tenants.concurrency} if self.tenants.concurrency else {}
+        routing = Routing(
+            self.placement,
+            self.delay_factor,
+            self.max_hold_s,
+            self.queue_size,
+            tenant_weight=dict(self.tenants.weights),
+            tenant_concurrency={**others, **self.tenants.concurrency_of},
+        )
+        return Settings(routing, tuple(self.workers), self.log_level)
 
 
 class Router:
@@ -103,9 +127,14 @@ class Router:
         registry: its models.
         service: its public service.
         admin: the gRPC server of AdminService, None when it is off.
+        configuration: what may change while the router runs.
+
+    Args:
+        options: at the start.
+        reread: reads what it was started with again.
     """
 
-    def __init__(self, options: RouterOptions) -> None:
+    def __init__(self, options: RouterOptions, reread: Callable[[], Reread] | None = None) -> None:
         self._options = options
         self._serving = asyncio.Event()
         self._health: asyncio.Task[None] | None = None
@@ -118,6 +147,7 @@ class Router:
         failover, placement = options.failover, PLACEMENTS[options.placement].make()
         shares = TenantShares(options.tenants.weights)
         dispatcher = Dispatcher(gate, placement, options.queue_size, failover.worker_wait_s, shares)
+        self._placement, self._log_level = options.placement, options.log_level
         self.fleet = Fleet(
             dispatcher,
             self.registry,
@@ -136,9 +166,11 @@ class Router:
             tenants=options.tenants,
         )
 
+        self.configuration = Configuration(options.settings(), self._apply, reread)
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
-            self.admin = GrpcServer(options.admin_host, options.admin_port, [admin.SERVICE])
+            services = [admin.SERVICE, _CHANNELZ]
+            self.admin = GrpcServer(options.admin_host, options.admin_port, services)
 
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
@@ -152,7 +184,9 @@ class Router:
         add_InferenceServiceServicer_to_server(self.service, self.server.server)
         await self.server.start()
         if self.admin is not None:
-            add_AdminServiceServicer_to_server(admin.AdminService(self.fleet, self._tracing), self.admin.server)
+            service = admin.AdminService(self.fleet, self.configuration, self._tracing)
+            add_AdminServiceServicer_to_server(service, self.admin.server)
+            channelz.add_channelz_servicer(self.admin.server)
             await self.admin.start()
             await self.admin.set_serving(True)
             log.info("admin listening", address=self.admin.address)
@@ -178,6 +212,20 @@ class Router:
         self._encoder.close()
         await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
         log.info("router stopped")
+
+    def _apply(self, settings: Settings) -> None:
+        """Takes settings into force, between two decisions."""
+        routing, weights = settings.routing, settings.routing.tenant_weight
+        placement = None if routing.placement == self._placement else PLACEMENTS[routing.placement].make()
+        self._placement = routing.placement
+        gate = DelayGate(routing.delay_factor, routing.max_hold_s)
+        self.fleet.configure(gate, placement, routing.queue_size, weights)
+        self.service.set_tenants(tenant_policy(self._options.tenants.key, weights, routing.tenant_concurrency))
+        if settings.log_level != self._log_level:
+            self._log_level = settings.log_level
+            setup_logging(settings.log_level, service="router")
+        self.discovery.follow(parse_targets(settings.workers))
+        log.info("configuration changed", version=self.configuration.version)
 
     def _refresh(self) -> None:
         self.discovery.refresh()
@@ -405,7 +453,8 @@ def router(
                 failover=FailoverOptions(FailoverPolicy(failover), worker_wait, stall_timeout, lease),
                 admin_port=admin_port,
                 admin_host=admin_host,
-                tenants=_tenants(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
+                tenants=tenant_policy(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
+                log_level=log_level,
             )
         )
     )
@@ -416,7 +465,3 @@ def _check_workers(workers: Sequence[str]) -> None:
     for target in parse_targets(workers):
         if isinstance(target, FileTarget):
             read_list(target.path)
-
-
-def _tenants(key: str, weights: dict[str, float], concurrency: dict[str, int]) -> TenantPolicy:
-    return TenantPolicy(key, weights, concurrency.pop("", 0), concurrency)

@@ -99,6 +99,10 @@ class InferenceService(InferenceServiceServicer):
         self._tenant_limits = TenantLimits(policy)
         self._ids_in_flight: set[str] = set()
 
+    def set_tenants(self, policy: TenantPolicy) -> None:
+        """Other limits from now on. The metadata key stays."""
+        self._tenant_limits.set_policy(policy)
+
     @property
     def in_flight(self) -> int:
         """Number of Generate and Chat requests that have not ended."""
