@@ -155,12 +155,12 @@ class AdminService(AdminServiceServicer):
     @contextlib.asynccontextmanager
     async def _asked(self, worker: KnownWorker) -> AsyncIterator[WorkerServiceAsyncStub]:
         """A worker's service; that it fails is the operator's business, and no failure of the router."""
-        options = [("grpc.enable_http_proxy", 0)]
-        async with grpc.aio.insecure_channel(worker.address, options=options) as channel:
+        async with self._fleet.dialer.channel(worker.address) as channel:
             try:
                 yield WorkerServiceStub(channel)
             except grpc.aio.AioRpcError as error:
-                raise NoWorkerError(f"the worker at {worker.address} does not answer: {error.details()}") from None
+                why = f"{error.code().name}: {error.details()}"
+                raise NoWorkerError(f"the worker at {worker.address} does not do it: {why}") from None
 
     async def _set_intake(self, worker_id: str, intake: wpb.Intake.ValueType) -> int:
         """Sequences that the worker has."""

@@ -7,9 +7,10 @@ import math
 import re
 import secrets
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import click
 import structlog
@@ -18,10 +19,11 @@ from fissile.admin.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from grpc_channelz.v1 import channelz
 
-from common.cli.config_file import config_option
+from common.cli.config_file import ConfigurableCommand, arguments_of, config_option
 from common.cli.failure import CommandError
-from common.cli.options import option
+from common.cli.options import Duration, option
 from common.delay_gate import DelayGate
+from common.errors import ApiError
 from common.limits import (
     DRAIN_PROPAGATION_S,
     DRAIN_TIMEOUT_S,
@@ -36,7 +38,9 @@ from common.limits import (
     WORKER_WAIT_S,
 )
 from common.rpc.server import GrpcServer, PortTakenError
+from common.rpc.tls import Dialer, TlsError
 from common.telemetry.logs import LEVELS, setup_logging
+from common.telemetry.metrics import setup_metrics
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError
 from router import admin
@@ -46,10 +50,12 @@ from router.dispatcher import Dispatcher
 from router.failover import FailoverPolicy
 from router.fair_queue import TenantShares
 from router.fleet import FailoverOptions, Fleet
+from router.metrics import RouterFigures, RouterMetrics
 from router.model_registry import ModelRegistry
 from router.placement import PLACEMENTS
 from router.prompts import PromptEncoder
 from router.routing import Configuration, Reread, Routing, Settings
+from router.security import RouterSecurity, with_security
 from router.service import InferenceService
 from router.targets import AddressError, FileTarget, parse_targets
 from router.tenants import TENANT_KEY, TenantPolicy, tenant_policy
@@ -57,6 +63,19 @@ from router.tokenizer_store import TokenizerStore
 
 log = structlog.get_logger(__name__)
 
+# Parameters of the command that a reload may change.
+_RELOADED = frozenset(
+    {
+        "workers",
+        "placement",
+        "delay_factor",
+        "max_hold",
+        "queue_size",
+        "tenant_weights",
+        "tenant_concurrency",
+        "log_level",
+    }
+)
 _CHANNELZ = "grpc.channelz.v1.Channelz"
 
 
@@ -79,6 +98,7 @@ class RouterOptions:
         admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
         admin_host: address of AdminService.
         tenants: what tenants get.
+        security: TLS.
         log_level: least to log.
     """
 
@@ -96,6 +116,7 @@ class RouterOptions:
     admin_port: int | None = None
     admin_host: str = "127.0.0.1"
     tenants: TenantPolicy = field(default_factory=TenantPolicy)
+    security: RouterSecurity = field(default_factory=RouterSecurity)
     log_level: str = "info"
 
     def settings(self) -> Settings:
@@ -132,16 +153,24 @@ class Router:
     Args:
         options: at the start.
         reread: reads what it was started with again.
+
+    Raises:
+        TlsError: the certificate for workers can not be used.
     """
 
     def __init__(self, options: RouterOptions, reread: Callable[[], Reread] | None = None) -> None:
         self._options = options
+        security = options.security
+        dialer = Dialer(security.worker_tls)
         self._serving = asyncio.Event()
         self._health: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._store = TokenizerStore()
         self._encoder = PromptEncoder()
-        self._tracing = setup_tracing("fissile-router", secrets.token_hex(8))
-        self.server = GrpcServer(options.host, options.port, [SERVICE])
+        instance = secrets.token_hex(8)
+        self._tracing = setup_tracing("fissile-router", instance)
+        self._metrics = RouterMetrics(setup_metrics("fissile-router", instance))
+        self.server = GrpcServer(options.host, options.port, [SERVICE], tls=security.tls)
         self.registry = ModelRegistry()
         gate = DelayGate(options.delay_factor, options.max_hold_s)
         failover, placement = options.failover, PLACEMENTS[options.placement].make()
@@ -155,6 +184,7 @@ class Router:
             self._serving.set,
             failover=failover,
             worker_lost=self._refresh,
+            dialer=dialer,
         )
         self.discovery = Discovery(self.fleet.set_workers)
         self.service = InferenceService(
@@ -164,13 +194,14 @@ class Router:
             self._tracing,
             max_unread_tokens=options.max_unread_tokens,
             tenants=options.tenants,
+            metrics=self._metrics,
         )
 
         self.configuration = Configuration(options.settings(), self._apply, reread)
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
             services = [admin.SERVICE, _CHANNELZ]
-            self.admin = GrpcServer(options.admin_host, options.admin_port, services)
+            self.admin = GrpcServer(options.admin_host, options.admin_port, services, tls=security.admin_tls)
 
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
@@ -178,6 +209,7 @@ class Router:
         Raises:
             PortTakenError: the address can not be listened on.
             TokenizerError: the tokenizer folder can not be used.
+            TlsError: a certificate can not be used.
         """
         if self._options.tokenizer is not None:
             await self._store.read_folder(self._options.tokenizer)
@@ -191,6 +223,7 @@ class Router:
             await self.admin.set_serving(True)
             log.info("admin listening", address=self.admin.address)
         self._health = asyncio.create_task(self._follow_workers(), name="health")
+        self._watch = asyncio.create_task(self._metrics.watch(self._figures), name="metrics")
         self.discovery.follow(parse_targets(self._options.workers))
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
 
@@ -210,8 +243,20 @@ class Router:
         await self.discovery.stop()
         await self.fleet.stop()
         self._encoder.close()
+        await self._stop_metrics()
         await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
         log.info("router stopped")
+
+    def reload(self) -> None:
+        """Reads the configuration again; what is wrong with it is logged, and changes nothing."""
+        try:
+            done = self.configuration.reload()
+        except CommandError as error:
+            log.error("configuration not reloaded", why=str(error))
+            return
+        log.info("configuration reloaded", version=done.version, changed=list(done.changed))
+        if done.needs_restart:
+            log.warning("a change of these options needs a restart", options=list(done.needs_restart))
 
     def _apply(self, settings: Settings) -> None:
         """Takes settings into force, between two decisions."""
@@ -225,7 +270,28 @@ class Router:
             self._log_level = settings.log_level
             setup_logging(settings.log_level, service="router")
         self.discovery.follow(parse_targets(settings.workers))
-        log.info("configuration changed", version=self.configuration.version)
+
+    def _figures(self) -> RouterFigures:
+        fleet = self.fleet
+        return RouterFigures(
+            in_flight=self.service.in_flight,
+            queues=tuple(fleet.waiting()),
+            lanes=fleet.lanes(),
+            workers=tuple(fleet.workers()),
+            tables={**fleet.tables(), **self.service.tables()},
+            lost=dict(fleet.lost),
+            releases=fleet.num_releases,
+            released=fleet.num_released,
+            failed=dict(self._metrics.failed),
+            config_version=self.configuration.version,
+        )
+
+    async def _stop_metrics(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        self._metrics.take(self._figures())
+        await asyncio.to_thread(self._metrics.shutdown, TELEMETRY_SHUTDOWN_S)
 
     def _refresh(self) -> None:
         self.discovery.refresh()
@@ -242,8 +308,12 @@ class Router:
             await asyncio.gather(self._health, return_exceptions=True)
 
 
-async def run_router(options: RouterOptions) -> None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the draining.
+async def run_router(options: RouterOptions, reread: Callable[[], Reread] | None = None) -> None:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the draining. SIGHUP reads the options again.
+
+    Args:
+        options: at the start.
+        reread: reads them again.
 
     Raises:
         CommandError: something must be changed; one line.
@@ -255,10 +325,14 @@ async def run_router(options: RouterOptions) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    router = Router(options)
+    try:
+        router = Router(options, reread)
+    except TlsError as error:
+        raise CommandError(str(error)) from None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.reload)
     try:
         await router.start()
-    except (PortTakenError, TokenizerError) as error:
+    except (PortTakenError, TokenizerError, TlsError) as error:
         await router.stop()
         raise CommandError(str(error)) from None
     await ending.wait()
@@ -272,22 +346,6 @@ async def run_router(options: RouterOptions) -> None:
     drained.cancel()
     await asyncio.gather(drained, return_exceptions=True)
     await router.stop()
-
-
-class Duration(click.ParamType[float]):
-    """Seconds, from `250ms`, `0.25s` or `0.25`."""
-
-    name = "duration"
-    _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|)")
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Reads the text of an option."""
-        if isinstance(value, float):
-            return value
-        match = self._FORM.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is no duration; use for example 250ms or 0.25s", param, ctx)
-        return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
 class Lease(Duration):
@@ -340,7 +398,7 @@ class PerTenant(click.ParamType[tuple[str, float]]):
         return name, read
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=ConfigurableCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option("router")
 @option(
     "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="TARGET",
@@ -395,6 +453,10 @@ class PerTenant(click.ParamType[tuple[str, float]]):
     help="How long workers keep this router's requests when they do not hear from it.",
 )  # fmt: skip
 @option(
+    "--max-unread-tokens", envvar="FISSILE_MAX_UNREAD_TOKENS", default=MAX_UNREAD_TOKENS, type=click.IntRange(1),
+    help="A client that leaves more tokens of a stream unread is dropped with RESOURCE_EXHAUSTED.",
+)  # fmt: skip
+@option(
     "--tokenizer", envvar="FISSILE_TOKENIZER", default=None, type=click.Path(path_type=Path), metavar="FOLDER",
     help="Take tokenizer and chat template from this folder instead of from the workers.",
 )  # fmt: skip
@@ -407,6 +469,7 @@ class PerTenant(click.ParamType[tuple[str, float]]):
     help="Port of AdminService, which lists and drains workers; 0 takes any; absent: off.",
 )  # fmt: skip
 @option("--admin-host", envvar="FISSILE_ADMIN_HOST", default="127.0.0.1", help="Address of AdminService.")
+@with_security
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
 def router(
     workers: tuple[str, ...],
@@ -423,10 +486,12 @@ def router(
     worker_wait: float,
     stall_timeout: float,
     lease: float,
+    max_unread_tokens: int,
     tokenizer: Path | None,
     drain_timeout: float,
     admin_port: int | None,
     admin_host: str,
+    security: RouterSecurity,
     log_level: str,
 ) -> None:
     """Run one router: the public gRPC API in front of any number of workers.
@@ -434,10 +499,8 @@ def router(
     Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, running streams finish, exit code 0.
     """
     setup_logging(log_level, service="router")
-    try:
-        _check_workers(workers)
-    except AddressError as error:
-        raise CommandError(str(error)) from None
+    context = click.get_current_context()
+    _settings(context.params)
     uvloop.run(
         run_router(
             RouterOptions(
@@ -450,14 +513,58 @@ def router(
                 placement=placement,
                 tokenizer=tokenizer,
                 drain_timeout_s=drain_timeout,
+                max_unread_tokens=max_unread_tokens,
                 failover=FailoverOptions(FailoverPolicy(failover), worker_wait, stall_timeout, lease),
                 admin_port=admin_port,
                 admin_host=admin_host,
                 tenants=tenant_policy(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
                 log_level=log_level,
-            )
+                security=security,
+            ),
+            _rereader(context),
         )
     )
+
+
+def _rereader(context: click.Context) -> Callable[[], Reread]:
+    """Reads the options of a router again that was called in `context`: its file has changed, perhaps.
+
+    Raises (what is returned):
+        CommandError: a value is not allowed.
+    """
+    arguments, started = arguments_of(context), dict(context.params)
+
+    def read() -> Reread:
+        try:
+            given = router.make_context("router", list(arguments)).params
+        except click.UsageError as error:
+            raise CommandError(error.format_message()) from None
+        settings = _settings(given)
+        fixed = [
+            param.opts[0].removeprefix("--")
+            for param in router.params
+            if param.name in given and param.name not in _RELOADED and given[param.name] != started[param.name]
+        ]
+        return Reread(settings, tuple(fixed))
+
+    return read
+
+
+def _settings(given: Mapping[str, Any]) -> Settings:
+    """Of the options that may change while the router runs, by the names of their parameters."""
+    try:
+        _check_workers(given["workers"])
+        routing = Routing(
+            given["placement"],
+            given["delay_factor"],
+            given["max_hold"],
+            given["queue_size"],
+            tenant_weight=dict(given["tenant_weights"]),
+            tenant_concurrency=dict(given["tenant_concurrency"]),
+        )
+        return Settings(routing, tuple(given["workers"]), given["log_level"])
+    except (AddressError, ApiError) as error:
+        raise CommandError(str(error)) from None
 
 
 def _check_workers(workers: Sequence[str]) -> None:

@@ -45,6 +45,15 @@ class ClassLoad:
     oldest_age_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class LaneCounts:
+    """Lanes for which nothing waits, those that release as far as there is room, and those that the gate holds."""
+
+    idle: int = 0
+    open: int = 0
+    held: int = 0
+
+
 class Dispatcher:
     """The requests that wait at this router, and the lanes of the workers.
 
@@ -225,6 +234,16 @@ class Dispatcher:
     def lane_load(self, worker: str, now: float) -> LaneLoad:
         """The load of a worker, for operators."""
         return self._lanes[worker].load(now)
+
+    def lane_counts(self, now: float) -> LaneCounts:
+        """How many lanes are in which state."""
+        opened = sum(lane.is_open(now, self._gate) for lane in self._busy.values())
+        return LaneCounts(len(self._lanes) - len(self._busy), opened, len(self._busy) - opened)
+
+    def tables(self) -> dict[str, int]:
+        """Entries of the tables that grow with requests, tenants and sessions."""
+        queue = {"queue": len(self._queue), "parked": len(self._parked), "tenants_waiting": len(self._shares)}
+        return {**queue, **self._placement.tables()}
 
     def can_serve(self, model: str, numerics: str | None, *, but: str = "") -> bool:
         """Whether a worker, another one than `but`, takes work for a model in a numerics class (None: in any)."""

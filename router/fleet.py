@@ -18,6 +18,7 @@ import enum
 import itertools
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -35,8 +36,9 @@ from common.limits import (
     VIOLATION_MEMORY_S,
     WORKER_WAIT_S,
 )
+from common.rpc.tls import Dialer
 from router.assembly import StreamAssembly
-from router.dispatcher import ClassLoad, Dispatcher, Release
+from router.dispatcher import ClassLoad, Dispatcher, LaneCounts, Release
 from router.failover import FailoverPolicy, Loss, Verdict, stall_bound_s
 from router.lane import LaneLoad, LaneRecord, LoadReport
 from router.link import Submission
@@ -113,6 +115,12 @@ class KnownWorker:
 class Fleet:
     """All workers and all requests of this router.
 
+    Attributes:
+        dialer: opens the channels to workers.
+        lost: attempts that ended before their request, by `Loss`.
+        num_releases: groups of requests that have gone to a worker.
+        num_released: requests in them.
+
     Args:
         dispatcher: decides what goes where and when.
         registry: learns the models from the workers.
@@ -121,6 +129,7 @@ class Fleet:
         clock: monotonic seconds.
         failover: what happens to requests whose worker is lost.
         worker_lost: called when a stream with a worker has broken.
+        dialer: opens the channels to workers; None in plain text.
     """
 
     def __init__(
@@ -132,6 +141,7 @@ class Fleet:
         clock: Callable[[], float] = time.monotonic,
         failover: FailoverOptions = FailoverOptions(),
         worker_lost: Callable[[], None] = lambda: None,
+        dialer: Dialer | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._registry = registry
@@ -140,6 +150,7 @@ class Fleet:
         self._clock = clock
         self._failover = failover
         self._worker_lost = worker_lost
+        self.dialer = Dialer() if dialer is None else dialer
         self._router_id = secrets.token_hex(8)
         self._incarnation = secrets.randbits(64 - _COUNTER_BITS) << _COUNTER_BITS
         self._counter = itertools.count(1)
@@ -157,6 +168,8 @@ class Fleet:
         self._parting: set[str] = set()
         # Why a worker that is wanted can not be used now.
         self._troubles: dict[str, str] = {}
+        self.lost: Counter[str] = Counter()
+        self.num_releases = self.num_released = 0
         self._none_up = asyncio.Event()
         self._pump_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -266,6 +279,20 @@ class Fleet:
     def waiting(self) -> list[ClassLoad]:
         """What waits, by priority class."""
         return self._dispatcher.waiting(self._clock())
+
+    def lanes(self) -> LaneCounts:
+        """How many lanes have something to do."""
+        return self._dispatcher.lane_counts(self._clock())
+
+    def tables(self) -> dict[str, int]:
+        """Entries of every table that grows with requests, tenants, sessions or workers."""
+        return {
+            "streams": len(self._streams),
+            "sequences": len(self._running),
+            "sessions_held": len(self._held),
+            "workers": len(self._tasks),
+            **self._dispatcher.tables(),
+        }
 
     def _known_worker(self, address: str) -> KnownWorker:
         session = self._sessions.get(address)
@@ -424,12 +451,15 @@ class Fleet:
 
     async def _connect(self, address: str) -> None:
         def open_session() -> Session:
-            return Session(address, self._router_id, self._clock, self._failover.lease_s)
+            return Session(address, self._router_id, self._clock, self._failover.lease_s, self.dialer)
 
         try:
             await keep_connected(open_session, self._store, self, lambda: self._is_wanted(address))
         finally:
             del self._tasks[address]
+            self._violated.pop(address, None)
+            if address in self._parting:
+                self._registry.forget(address)
             self._parting.discard(address)
             self._troubles.pop(address, None)
 
@@ -521,6 +551,7 @@ class Fleet:
 
     def _move(self, lost: list[tuple[RequestStream, Loss]], why: str) -> None:
         """Sends streams whose attempt is over on another one, ahead of what waits and in their order, or ends them."""
+        self.lost.update(loss.value for _, loss in lost)
         for stream, loss in sorted(lost, key=lambda pair: pair[0].queued.key, reverse=True):
             stream.attempts.end(stream.assembly.have, self._clock(), loss)
             self._detach(stream)
@@ -618,6 +649,8 @@ class Fleet:
             rid = self._incarnation | next(self._counter)
             self._running[rid] = stream
             group.append(stream.begin(session, numerics, rid, now, keep=stream.returned or not others))
+        self.num_releases += 1
+        self.num_released += len(group)
         session.link.submit(release.serial, group)
         session.notify()
 

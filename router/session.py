@@ -18,6 +18,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from common.limits import CONNECT_TIMEOUT_S, HEARTBEAT_S, LEASE_S, MISSED_HEARTBEATS, REDIAL_S
+from common.rpc.tls import Dialer
 from router.assembly import GapError
 from router.link import Link, ProtocolError
 from router.model_registry import ServedModel, WorkerRefusedError, describe
@@ -33,7 +34,6 @@ _SessionCall = grpc.aio.StreamStreamCall[wpb.SessionRequest, wpb.SessionResponse
 # A channel of its own per dial: no back-off of an earlier attempt delays a worker that has just come up.
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
 )
 
@@ -140,7 +140,14 @@ class Session:
         lease_s: how long the worker keeps this router's sequences without hearing from it.
     """
 
-    def __init__(self, address: str, router_id: str, clock: Callable[[], float], lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        router_id: str,
+        clock: Callable[[], float],
+        lease_s: float = LEASE_S,
+        dialer: Dialer | None = None,
+    ) -> None:
         self.address = address
         self.lease_s = lease_s
         self.link = Link(router_id, lease_s)
@@ -152,6 +159,7 @@ class Session:
         self.open = False
         self.step_tokens = 0
         self._clock = clock
+        self._dialer = Dialer() if dialer is None else dialer
         self._to_write = asyncio.Event()
         self._leaving = False
         self._frames_read = 0
@@ -178,7 +186,7 @@ class Session:
             SessionLostError: always, with the reason.
         """
         fault = Fault.SHUTDOWN
-        async with grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
+        async with self._dialer.channel(self.address, _CHANNEL_OPTIONS) as channel:
             try:
                 await self._dial(WorkerServiceStub(channel), store, events)
             except (SessionLostError, grpc.aio.AioRpcError, WorkerRefusedError, GapError, ProtocolError) as error:

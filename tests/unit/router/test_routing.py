@@ -46,7 +46,10 @@ class Site:
     def __init__(self) -> None:
         self.applied: list[Settings] = []
         self.read: Callable[[], Reread] = lambda: Reread(SETTINGS, ())
-        self.configuration = Configuration(SETTINGS, self.applied.append, lambda: self.read())
+        self.configuration = Configuration(SETTINGS, self.applied.append, self._read)
+
+    def _read(self) -> Reread:
+        return self.read()
 
 
 def test_a_change_counts_once_and_only_when_it_is_one() -> None:

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.errors import EngineError
 from common.sampling_params import SamplingParams
 from tests.unit.worker.session_support import BLOCK_SIZE, CONFIG, NUM_BLOCKS, simulated_runner
 from worker import engine_core
-from common.errors import EngineError
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine_core import EngineCore
 from worker.engine_loop import EngineLoop, EngineState
