@@ -47,8 +47,8 @@ test: $(ALL_STAMP) ## Run the tests: unit, sim, parity, e2e, clients, deploy, ch
 test-long: $(ALL_STAMP) ## Run the tests that take minutes each
 	@PYTEST_MARK=long scripts/test.sh unit sim parity e2e clients deploy chaos
 
-chaos: $(ALL_STAMP) ## Run the chaos tests alone
-	@scripts/test.sh chaos
+chaos: $(ALL_STAMP) ## Run the chaos tests alone, with full times and numbers, and print what they measured
+	@CHAOS_SCALE=full scripts/test.sh chaos
 
 lint: $(ALL_STAMP) ## Check style, format and types of everything
 	@$(BIN)/ruff check .

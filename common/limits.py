@@ -44,6 +44,12 @@ MAX_TOKENIZER_BYTES = 256 * MIB
 TOKENIZER_TIMEOUT_S = 30.0
 TOKENIZE_THREADS = 2
 REDIAL_S = 0.25
+# Discovery. DNS is asked again after its time to live, within these bounds; at once when a worker is lost.
+DNS_MIN_REFRESH_S = 0.5
+DNS_MAX_REFRESH_S = 10.0
+DNS_TIMEOUT_S = 3.0
+WORKER_LIST_POLL_S = 0.5
+MAX_WORKER_LIST_BYTES = MIB
 
 # Session timing (rules S6, S10).
 LEASE_S = 5.0

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError
@@ -115,6 +116,7 @@ class RequestStream:
         self.attempts = Attempts()
         self.returned = False
         self._changed = asyncio.Event()
+        self._writer: asyncio.Task[object] | None = None
 
     async def next(self) -> Part:
         """Waits for the next part of the answer.
@@ -127,9 +129,27 @@ class RequestStream:
             await self._changed.wait()
         return part
 
+    async def written(self, write: Awaitable[None]) -> None:
+        """Waits until a message has gone out, or the client is dropped: one that reads nothing would hold its handler,
+        and with it its request id and its tenant's place, for ever. `next` then raises."""
+        self._writer = asyncio.current_task()
+        try:
+            await write
+        except asyncio.CancelledError:
+            if self._writer is None or not self.assembly.is_dropped:
+                raise
+            self._writer.uncancel()
+        except grpc.aio.InternalError:
+            # What gRPC says when the client has gone while the write waited for it.
+            raise asyncio.CancelledError from None
+        finally:
+            self._writer = None
+
     def wake(self) -> None:
         """The assembly has changed."""
         self._changed.set()
+        if self._writer is not None and self.assembly.is_dropped:
+            self._writer.cancel()
 
     def fail(self, error: ApiError) -> None:
         """Ends the stream with a status."""

@@ -207,7 +207,7 @@ class InferenceService(InferenceServiceServicer):
             if part.start is not None:
                 span.first_token(time_to_first_token_s(stream))
             message = kind.response(**response_fields(request_id, part, stream, self._clock()))
-            await context.write(message)
+            await stream.written(context.write(message))
             if part.ending is not None:
                 self._finished(request_id, message, span, stream)
                 return

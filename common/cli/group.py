@@ -44,6 +44,7 @@ EXTRA_OF = {
     "msgpack": "worker,cpu",
     "tokenizers": "router",
     "jinja2": "router",
+    "dns": "router",
 }
 
 

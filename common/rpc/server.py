@@ -14,11 +14,15 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import grpc
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from common.limits import MAX_REQUEST_BYTES
+from common.rpc.tls import ServerTls, is_loopback
+
+log = structlog.get_logger(__name__)
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
@@ -88,6 +92,7 @@ class GrpcServer:
         port: TCP port; 0 for any free one.
         services: full names of the services that are added, for health and reflection.
         max_message_bytes: longest message in either direction.
+        tls: the server's certificate; None listens in plain text, which outside loopback is worth a warning.
 
     Attributes:
         server: for `add_...Servicer_to_server`.
@@ -96,7 +101,13 @@ class GrpcServer:
     """
 
     def __init__(
-        self, host: str, port: int, services: Sequence[str], *, max_message_bytes: int = MAX_REQUEST_BYTES
+        self,
+        host: str,
+        port: int,
+        services: Sequence[str],
+        *,
+        max_message_bytes: int = MAX_REQUEST_BYTES,
+        tls: ServerTls | None = None,
     ) -> None:
         self.server = grpc.aio.server(options=server_options(max_message_bytes))
         self.port = 0
@@ -104,6 +115,7 @@ class GrpcServer:
         self._host = host
         self._wanted_port = port
         self._services = tuple(services)
+        self._tls = tls
         self._health = _Health()
 
     @property
@@ -116,7 +128,9 @@ class GrpcServer:
 
         Raises:
             PortTakenError: the address is in use or is not one of this machine.
+            TlsError: the certificate can not be used.
         """
+        credentials = None if self._tls is None else self._tls.credentials()
         await self._health.set(LIVENESS, _SERVING)
         await self.set_serving(False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
@@ -124,9 +138,18 @@ class GrpcServer:
         reflection.enable_server_reflection(names, self.server)
         wanted = _join(self._host, self._wanted_port)
         try:
-            self.port = self.server.add_insecure_port(wanted)
+            if credentials is None:
+                self.port = self.server.add_insecure_port(wanted)
+            else:
+                self.port = self.server.add_secure_port(wanted, credentials)
         except RuntimeError:
             raise PortTakenError(_why_not(self._host, self._wanted_port)) from None
+        if credentials is None and not is_loopback(self._host):
+            log.warning(
+                "PLAIN TEXT outside loopback: everybody on the way reads prompts, answers and keys; use --tls-cert",
+                address=self.address,
+                services=self._services,
+            )
         await self.server.start()
 
     async def set_serving(self, serving: bool) -> None:

@@ -41,11 +41,12 @@ class Process:
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
     child: subprocess.Popen[bytes] | None = None
+    host: str = "127.0.0.1"
 
     @property
     def address(self) -> str:
         """host:port of its gRPC server."""
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def start(self) -> None:
         """Starts the process."""
