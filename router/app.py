@@ -46,6 +46,7 @@ from router.dispatcher import Dispatcher
 from router.failover import FailoverPolicy
 from router.fair_queue import TenantShares
 from router.fleet import FailoverOptions, Fleet
+from router.loop_lag import LoopLag
 from router.model_registry import ModelRegistry
 from router.placement import PLACEMENTS
 from router.prompts import PromptEncoder
@@ -77,7 +78,8 @@ class RouterOptions:
         admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
         admin_host: address of AdminService.
         tenants: what tenants get.
-        security: TLS.
+        security: TLS and API keys.
+        max_connection_age_s: after which clients must connect anew for new calls; 0 is never.
     """
 
     workers: Sequence[str]
@@ -95,6 +97,7 @@ class RouterOptions:
     admin_host: str = "127.0.0.1"
     tenants: TenantPolicy = field(default_factory=TenantPolicy)
     security: RouterSecurity = field(default_factory=RouterSecurity)
+    max_connection_age_s: float = 0.0
 
 
 class Router:
@@ -107,6 +110,7 @@ class Router:
         registry: its models.
         service: its public service.
         admin: the gRPC server of AdminService, None when it is off.
+        loop_lag: how late the event loop is.
 
     Raises:
         TlsError: the certificate for workers can not be used.
@@ -121,7 +125,15 @@ class Router:
         self._store = TokenizerStore()
         self._encoder = PromptEncoder()
         self._tracing = setup_tracing("fissile-router", secrets.token_hex(8))
-        self.server = GrpcServer(options.host, options.port, [SERVICE], tls=security.tls)
+        self.server = GrpcServer(
+            options.host,
+            options.port,
+            [SERVICE],
+            tls=security.tls,
+            access=security.access,
+            max_connection_age_s=options.max_connection_age_s,
+            health_port=security.health_port,
+        )
         self.registry = ModelRegistry()
         gate = DelayGate(options.delay_factor, options.max_hold_s)
         failover, placement = options.failover, PLACEMENTS[options.placement].make()
@@ -146,9 +158,11 @@ class Router:
             tenants=options.tenants,
         )
 
+        self.loop_lag = LoopLag()
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
-            self.admin = GrpcServer(options.admin_host, options.admin_port, [admin.SERVICE], tls=security.admin_tls)
+            tls, access = security.admin_tls, security.access
+            self.admin = GrpcServer(options.admin_host, options.admin_port, [admin.SERVICE], tls=tls, access=access)
 
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
@@ -168,6 +182,7 @@ class Router:
             await self.admin.set_serving(True)
             log.info("admin listening", address=self.admin.address)
         self._health = asyncio.create_task(self._follow_workers(), name="health")
+        self.loop_lag.start()
         self.discovery.follow(parse_targets(self._options.workers))
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
 
@@ -187,6 +202,7 @@ class Router:
         await self.discovery.stop()
         await self.fleet.stop()
         self._encoder.close()
+        self.loop_lag.stop()
         await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
         log.info("router stopped")
 
@@ -378,6 +394,11 @@ class PerTenant(click.ParamType[tuple[str, float]]):
 )  # fmt: skip
 @option("--admin-host", envvar="FISSILE_ADMIN_HOST", default="127.0.0.1", help="Address of AdminService.")
 @with_security
+@option(
+    "--max-connection-age", envvar="FISSILE_MAX_CONNECTION_AGE", default="0s", type=Duration(),
+    help="After about so long clients must connect anew for new calls, so that they find new routers; what runs goes "
+    "on. 0s is never.",
+)  # fmt: skip
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
 def router(
     workers: tuple[str, ...],
@@ -400,6 +421,7 @@ def router(
     admin_port: int | None,
     admin_host: str,
     security: RouterSecurity,
+    max_connection_age: float,
     log_level: str,
 ) -> None:
     """Run one router: the public gRPC API in front of any number of workers.
@@ -429,6 +451,7 @@ def router(
                 admin_host=admin_host,
                 tenants=_tenants(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
                 security=security,
+                max_connection_age_s=max_connection_age,
             )
         )
     )

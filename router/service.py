@@ -19,6 +19,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from common.errors import DuplicateRequestError, NoTokenizerError
 from common.limits import MAX_UNREAD_TOKENS
+from common.rpc.access import caller
 from common.rpc.unserved import refuse_unserved
 from common.seed import derive_seed
 from common.telemetry import names
@@ -31,7 +32,7 @@ from router.model_registry import ModelRegistry, ServedModel
 from router.prefix_index import GRANULE_BLOCKS
 from router.prompts import Prompt, PromptEncoder
 from router.request_stream import RequestStream, RoutedRequest
-from router.responses import describe_model, response_fields, time_to_first_token_s
+from router.responses import describe_model, fill_response, time_to_first_token_s
 from router.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.validation import (
     check_chat,
@@ -164,7 +165,7 @@ class InferenceService(InferenceServiceServicer):
         async with Call(self._tracing, context, kind.method, request_id, kind.operation) as span:
             check_request_id(request_id)
             check()
-            tenant = tenant_of(context.invocation_metadata(), self._tenant_key)
+            tenant = tenant_of(context.invocation_metadata(), self._tenant_key, caller.get().tenant)
             with self._claimed(request_id), self._tenant_limits.held(tenant, self._clock):
                 model = self._registry.get(request.model)
                 params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
@@ -202,11 +203,13 @@ class InferenceService(InferenceServiceServicer):
         self, kind: _Kind, request_id: str, stream: RequestStream, context: Context, span: RequestSpan
     ) -> None:
         """Writes parts as they come, as fast as the client reads; what comes meanwhile is merged."""
+        # One message for all parts: gRPC has made bytes of it when `write` returns.
+        message = kind.response(request_id=request_id)
         while True:
             part = await stream.next()
             if part.start is not None:
                 span.first_token(time_to_first_token_s(stream))
-            message = kind.response(**response_fields(request_id, part, stream, self._clock()))
+            fill_response(message, part, stream, self._clock)
             await stream.written(context.write(message))
             if part.ending is not None:
                 self._finished(request_id, message, span, stream)
