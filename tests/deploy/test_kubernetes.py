@@ -185,20 +185,10 @@ def test_every_variable_is_one_of_the_programs(variant: str, component: str) -> 
 
 def test_config_show_accepts_the_config_map(tmp_path: Path) -> None:
     (tmp_path / "router.yaml").write_text(router_configuration("base"))
-    command = [
-        sys.executable,
-        "-m",
-        "common.cli.main",
-        "config",
-        "show",
-        "router",
-        "--config",
-        tmp_path / "router.yaml",
-    ]
-    result = run(command)
+    show = ["-m", "common.cli.main", "config", "show", "--json", "router", "--config"]
+    result = run([sys.executable, *show, str(tmp_path / "router.yaml")])
     assert result.returncode == 0, result.stderr
-    shown = [line.split(maxsplit=2) for line in result.stdout.splitlines()]
-    from_file = {name for name, _, source in shown if source == "--config file"}
+    from_file = {n for n, option in json.loads(result.stdout).items() if option["source"] == "--config file"}
     assert from_file == yaml.safe_load(router_configuration("base"))["router"].keys()
 
 
