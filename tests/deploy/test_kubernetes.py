@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +25,7 @@ from common.limits import (
 )
 from common.rpc.server import LIVENESS, READINESS, GrpcServer
 from router.targets import DnsTarget, parse_targets
+from tests.certificates import Authority
 from tests.deploy.container_file import ContainerFile
 from tests.deploy.manifests import (
     KUBERNETES,
@@ -38,6 +41,8 @@ from tests.deploy.manifests import (
     workload,
 )
 from tests.deploy.tools import DEPLOY, ROOT, TOOLS, run, tool
+from tests.e2e.service import Process, free_port
+from tests.e2e.simulated import OPTIONS, simulated_model
 
 VERSIONS = ("1.30.0", "1.34.0", "1.37.0")
 COMPONENTS = ("router", "worker")
@@ -330,10 +335,40 @@ def test_certificates_come_from_a_secret(component: str, in_force: Any) -> None:
     assert options["tls_client_ca" if component == "worker" else "worker_ca"].name == "ca.crt"
 
 
-def test_routers_expect_the_name_of_the_workers_service(in_force: Any) -> None:
-    """They dial addresses, which are in no certificate."""
-    names = {service["metadata"]["name"] for service in objects("mtls", "Service")}
-    assert environment("mtls", "router")["FISSILE_WORKER_TLS_NAME"] in names
+@contextlib.contextmanager
+def started(component: str, folder: Path, environment_: dict[str, str], *arguments: str) -> Iterator[Process]:
+    """The program of a component, with health on a port of its own."""
+    port, health_port = free_port(), free_port()
+    listening = ["--port", str(port), "--health-port", str(health_port)]
+    log = folder / f"{component}.log"
+    process = Process(component, [component, *arguments, *listening], port, log, environment_, health_port)
+    process.start()
+    try:
+        yield process
+    finally:
+        process.running.kill()
+        process.running.wait()
+
+
+def test_routers_and_workers_of_the_mtls_variant_find_each_other(tmp_path: Path) -> None:
+    """With certificates that have the names which the kustomization says, and the variables of the manifests."""
+    authority = Authority(tmp_path)
+    variables = {}
+    for component in COMPONENTS:
+        folder = tmp_path / component
+        folder.mkdir()
+        pair = authority.issue(component, f"fissile-{component}")
+        for source, name in ((pair.cert, "tls.crt"), (pair.key, "tls.key"), (authority.cert, "ca.crt")):
+            shutil.copy(source, folder / name)
+        said = environment("mtls", component).items()
+        variables[component] = {name: value.replace("/etc/fissile-tls", str(folder)) for name, value in said}
+    model = ["--model", str(simulated_model(tmp_path / "model")), *OPTIONS]
+    with (
+        started("worker", tmp_path, variables["worker"], *model) as worker,
+        started("router", tmp_path, variables["router"], "--worker", worker.address) as router,
+    ):
+        worker.wait_serving(READINESS)
+        router.wait_serving(READINESS)
 
 
 def test_every_file_belongs_to_a_kustomization() -> None:
