@@ -60,6 +60,15 @@ DNS_TIMEOUT_S = 3.0
 WORKER_LIST_POLL_S = 0.5
 MAX_WORKER_LIST_BYTES = MIB
 
+# Metrics of a router: how often the loop's lag is looked at, and how often the figures are taken anew.
+LAG_TICK_S = 0.1
+FIGURES_EVERY_S = 0.5
+
+# AdminService.
+MIN_WATCH_INTERVAL_S = 0.1
+MAX_LOAD_WATCHES = 64
+FLUSH_TIMEOUT_S = 30.0
+
 # Session timing (rules S6, S10).
 LEASE_S = 5.0
 HEARTBEAT_S = 0.5

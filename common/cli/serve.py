@@ -22,6 +22,14 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.cli.client import Question, ask
+from common.cli.config_file import (
+    FILE_VARIABLE,
+    ConfigurableCommand,
+    config_option,
+    file_of,
+    read_text,
+    sections,
+)
 from common.cli.console import Console
 from common.cli.failure import CommandError
 from common.cli.fleet import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
@@ -84,11 +92,11 @@ class FirstQuestion:
 class Service:
     """A fleet that runs, from its start to its end."""
 
-    def __init__(self, fleet: Fleet, first: FirstQuestion, console: Console) -> None:
+    def __init__(self, fleet: Fleet, first: FirstQuestion, console: Console, config: Path | None = None) -> None:
         self._fleet = fleet
         self._first = first
         self._console = console
-        self._supervisor = Supervisor(fleet.children(), console, _child_environment(console))
+        self._supervisor = Supervisor(fleet.children(), console, _child_environment(console, config))
         self._ended_by: signal.Signals | None = None
         self._end = asyncio.Event()
         self._has_served = False
@@ -196,11 +204,12 @@ async def _is_serving(health: health_pb2_grpc.HealthStub) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _child_environment(console: Console) -> dict[str, str]:
-    """What children need besides their options: a plain checkout's modules, and logs fit for what shows them."""
+def _child_environment(console: Console, config: Path | None) -> dict[str, str]:
+    """What children need besides their options: a checkout's modules, the file, and logs fit for what shows them."""
     paths = [str(CHECKOUT), str(CHECKOUT / "protos"), *filter(None, [os.environ.get("PYTHONPATH")])]
     log_format = os.environ.get(FORMAT_VARIABLE, "console" if console.terminal else "auto")
-    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: log_format}
+    file = {} if config is None else {FILE_VARIABLE: str(config.resolve())}
+    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: log_format, **file}
 
 
 def next_steps(address: str, options: str = "") -> str:
@@ -233,6 +242,7 @@ def make_fleet(
     log_level: str,
     simulate: str | None,
     delay_factor: float | None,
+    admin_port: int | None,
     threads: int | None,
     tp_size: int,
     enable_expert_parallel: bool,
@@ -261,12 +271,29 @@ def make_fleet(
         kv_cache_memory=kv_cache_memory or ("" if simulate else kv_memory_per_rank(workers, tp_size, free_memory())),
         drain_timeout_s=drain_timeout,
         log_level=log_level,
-        router_options={"delay_factor": delay_factor, **router_options},
+        router_options={"delay_factor": delay_factor, "admin_port": admin_port, **router_options},
         worker_options={"threads": threads or threads_per_worker(workers), "tp_size": tp_size, **worker_options},
         simulate=simulate or "",
         expert_parallel=enable_expert_parallel,
         health_port=health_port if router_options.get("tls_cert") else 0,
     )
+
+
+def refuse_twice_said(fleet: Fleet, config: Path) -> None:
+    """Refuses options in the file's sections of children that `serve` gives them itself: they would do nothing.
+
+    Raises:
+        CommandError: there is one.
+    """
+    given = sections(read_text(config), config)
+    for child in fleet.children():
+        section = given.get(child.module)
+        names = section.keys() if isinstance(section, dict) else ()
+        for argument in child.arguments:
+            name = argument.removeprefix("--").removeprefix("no-") if argument.startswith("--") else ""
+            if name and name in names:
+                where = f"--config {config}: {child.module}.{name}"
+                raise CommandError(f"{where} is set by `fissile serve`: say it in its section, or leave it out")
 
 
 def with_model_folder(fleet: Fleet) -> Fleet:
@@ -291,7 +318,8 @@ def describe_kv_memory(fleet: Fleet) -> str:
     return f"a quarter of the free memory ({free_memory() / KV_SHARE / GIB:.1f} GiB)"
 
 
-@click.command()
+@click.command(cls=ConfigurableCommand)
+@config_option("serve")
 @option(
     "--model", envvar="FISSILE_MODEL", metavar="MODEL",
     help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub; absent: the demo model.",
@@ -347,6 +375,10 @@ def describe_kv_memory(fleet: Fleet) -> str:
 )  # fmt: skip
 @option("--delay-factor", envvar="FISSILE_DELAY_FACTOR", type=float, help="Of the router's delay gate; absent: 0.")
 @option(
+    "--admin-port", envvar="FISSILE_ADMIN_PORT", type=click.IntRange(0, 65535),
+    help="Port of the router's AdminService, for `fissile workers`, `cordon`, `routing` and others; absent: off.",
+)  # fmt: skip
+@option(
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=DRAIN_TIMEOUT_S, help="Seconds for running requests."
 )
 @server_tls_options("FISSILE")
@@ -370,7 +402,8 @@ def serve(
 
     Waits until the router's health says SERVING, sends a first request and streams the answer: not where the router
     wants TLS or a key, which this command has none of. Workers listen on loopback. Further options of router and
-    workers can be set by their environment variables (`fissile router --help`, `fissile worker --help`).
+    workers can be set by their environment variables (`fissile router --help`, `fissile worker --help`), and in the
+    file of --config, in the sections `router` and `worker`.
     """
     server_tls(tls_cert, tls_key, tls_client_ca)
     protection = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca, "api_keys": api_keys}
@@ -378,7 +411,10 @@ def serve(
     if once and is_protected:
         raise CommandError("--once asks in plain text and without a key: leave --tls-cert and --api-keys away")
     console = Console()
+    config = file_of(click.get_current_context())
     fleet = with_model_folder(make_fleet(router_options=protection, **options))
+    if config is not None:
+        refuse_twice_said(fleet, config)
     description = fleet.describe(fissile_version(), describe_kv_memory(fleet))
     first = FirstQuestion((ask or once) and not is_protected, prompt, once)
-    return asyncio.run(Service(fleet, first, console).run(description))
+    return asyncio.run(Service(fleet, first, console, config).run(description))
