@@ -27,6 +27,9 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_TOKEN_SEQUENCES = 16
 MAX_STOP_TOKEN_SEQUENCE = 64
 MAX_CHAT_MESSAGES = 4096
+MAX_TEMPLATE_ARGUMENT_BYTES = 64 * 1024
+# Entries of any list of messages: each is looked at in Python, which takes microseconds.
+MAX_LIST_ENTRIES = 65_536
 MAX_TEMPLATE_S = 2.0
 
 # Router.
