@@ -19,6 +19,7 @@ from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
 from common.limits import MAX_REQUEST_BYTES
+from common.rpc.requests import RequestReader
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
@@ -98,7 +99,7 @@ class GrpcServer:
     def __init__(
         self, host: str, port: int, services: Sequence[str], *, max_message_bytes: int = MAX_REQUEST_BYTES
     ) -> None:
-        self.server = grpc.aio.server(options=server_options(max_message_bytes))
+        self.server = grpc.aio.server(options=server_options(max_message_bytes), interceptors=[RequestReader()])
         self.port = 0
         self.is_serving = False
         self._host = host
