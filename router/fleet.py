@@ -269,6 +269,10 @@ class Fleet:
         """Hands tokens to their streams."""
         effects = session.link.apply(step, self._clock())
         losses = dict(effects.lost)
+        if Loss.ENGINE_FAILED in losses.values():
+            # It comes back as another instance. Until then nothing goes there, least of all what it has just lost.
+            self._dispatcher.lane_draining(session.address, self._clock())
+            self._leave(session)
         for rid in effects.touched:
             stream = self._running[rid]
             if rid in losses:
