@@ -37,6 +37,9 @@ MAX_QUEUED_REQUESTS = 4096
 MIN_QUEUE_RETRY_S = 0.05
 MAX_QUEUE_RETRY_S = 30.0
 MAX_TENANTS = 4096
+# A class that has waited for so long goes before higher ones, with at most this share of the tokens while those wait.
+PROMOTE_AFTER_S = 5.0
+PROMOTED_SHARE = 0.125
 MAX_SESSIONS = 65_536
 # Of the prefix index, per model, 24 bytes each.
 MAX_INDEX_ENTRIES = 1 << 20
