@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import re
 import secrets
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Final
 
 import click
 import structlog
@@ -52,6 +55,8 @@ from router.prompts import PromptEncoder
 from router.service import InferenceService
 from router.tenants import TENANT_KEY, TenantPolicy
 from router.tokenizer_store import TokenizerStore
+
+SWITCH_INTERVAL_S: Final = 0.0005
 
 log = structlog.get_logger(__name__)
 
@@ -183,6 +188,15 @@ class Router:
         if self._health is not None:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
+
+
+def run_on_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a router's work on the event loop that routers have, in a process that is set up for it."""
+    # A thread that makes a prompt keeps the interpreter for so long when the loop wants it; by default 5 ms, each time.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # What is there now stays: a full collection would go through it again and again, and hold the loop meanwhile.
+    gc.freeze()
+    uvloop.run(main)
 
 
 async def run_router(options: RouterOptions) -> None:
@@ -379,7 +393,7 @@ def router(
         addresses = static_workers(workers)
     except AddressError as error:
         raise CommandError(str(error)) from None
-    uvloop.run(
+    run_on_loop(
         run_router(
             RouterOptions(
                 workers=addresses,

@@ -1,8 +1,8 @@
 """How late the event loop is: what a request that arrives at a random moment waits before the loop looks at it.
 
-A timer of 10 ms notes by how much it is late. While the loop is held for longer than that, timers that should have fired
-meanwhile would have been late too: they are counted as well, so that one stall of 100 ms is not one late timer among
-thousands (coordinated omission). The clock of uvloop's timers has a resolution of 1 ms, and so has the result.
+A timer of 10 ms notes by how much it is late. While the loop is held for longer than that, timers that should have
+fired meanwhile would have been late too: they are counted as well, so that one stall of 100 ms is not one late timer
+among thousands (coordinated omission). The clock of uvloop's timers has a resolution of 1 ms, and so has the result.
 """
 
 from __future__ import annotations

@@ -10,11 +10,11 @@ import asyncio
 import itertools
 import json
 import random
-import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import uvloop
 from fissile.v1 import inference_pb2 as pb
@@ -44,7 +44,7 @@ class Plan:
         burst: requests of a burst.
         bursts_per_s: mean rate of bursts (Poisson).
         prompt: tokens of a prompt.
-        text: prompts as text (`texts` in turn) instead of token ids.
+        texts: a JSON file of prompts, used in turn; empty sends token ids, random ones.
         output: tokens of an answer.
         vocab: token ids are below.
         seed: of everything random.
@@ -60,12 +60,11 @@ class Plan:
     burst: int = 0
     bursts_per_s: float = 0.0
     prompt: int = 32
-    text: bool = False
     output: int = 64
     vocab: int = 256
     seed: int = 0
     token_ids: bool = True
-    texts: Sequence[str] = ()
+    texts: str = ""
 
 
 @dataclass(slots=True)
@@ -97,11 +96,12 @@ class Seen:
 
 def bodies(plan: Plan) -> Iterator[bytes]:
     """The requests, each with a prompt of its own."""
+    if plan.texts:
+        made = [_body(plan, [], text) for text in json.loads(Path(plan.texts).read_text("utf-8"))]
+        yield from itertools.cycle(made)
     rnd = random.Random(plan.seed)
-    for i in itertools.count():
-        ids = [] if plan.text else rnd.choices(range(plan.vocab), k=plan.prompt)
-        text = plan.texts[i % len(plan.texts)] if plan.text else ""
-        yield _body(plan, ids, text)
+    while True:
+        yield _body(plan, rnd.choices(range(plan.vocab), k=plan.prompt), "")
 
 
 def _body(plan: Plan, ids: Sequence[int], text: str) -> bytes:
@@ -113,7 +113,7 @@ def _body(plan: Plan, ids: Sequence[int], text: str) -> bytes:
     if plan.target == SMG:
         prompt = {"prompt": text, "max_tokens": plan.output, "ignore_eos": True, "stream": True, "model": "bench"}
         return json.dumps({**prompt, "stream_options": {"include_usage": True}}).encode()
-    request = pb.GenerateRequest(text=text) if plan.text else pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids))
+    request = pb.GenerateRequest(text=text) if text else pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids))
     request.sampling_params.max_tokens = plan.output
     request.sampling_params.ignore_eos = True
     request.output_options.return_token_ids = plan.token_ids
@@ -260,7 +260,7 @@ def main() -> None:
     """Runs the plan in the argument."""
     plan = Plan(**json.loads(sys.argv[1]))
     seen = uvloop.run(Load(plan).run())
-    print(json.dumps({**asdict(seen), "max_rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}), flush=True)
+    print(json.dumps(asdict(seen)), flush=True)
 
 
 if __name__ == "__main__":
