@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -211,7 +212,7 @@ def show(rows: Sequence[Row], *, as_json: bool, **more: object) -> None:
     """Prints rows of equal keys as a table with the machine's load, or everything as JSON."""
     machine = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     if as_json:
-        print(json.dumps({"rows": list(rows), **machine, **more}))
+        print(json.dumps({"rows": [_plain(row) for row in rows], **machine, **more}))
         return
     print(f"{machine['cores']} cores, load {machine['load']}" + "".join(f", {key} {more[key]}" for key in more))
     print("| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))
@@ -219,7 +220,14 @@ def show(rows: Sequence[Row], *, as_json: bool, **more: object) -> None:
         print("| " + " | ".join(_cell(value) for value in row.values()) + " |")
 
 
+def _plain(row: Row) -> Row:
+    """JSON knows no NaN."""
+    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
+
+
 def _cell(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
+    if math.isnan(value):
+        return ""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"
