@@ -41,14 +41,14 @@ setup: $(ALL_STAMP) ## Make .venv with everything in it: service, tests, linters
 run: $(RUN_STAMP) ## Serve the demo model (or MODEL=folder) with one router and one worker, and ask it something
 	@exec $(BIN)/fissile serve $(if $(MODEL),--model "$(MODEL)") --ask $(ARGS)
 
-test: $(ALL_STAMP) ## Run the tests: unit, sim, parity, e2e, clients, chaos
-	@scripts/test.sh unit sim parity e2e clients chaos
+test: $(ALL_STAMP) ## Run the tests: unit, sim, parity, e2e, clients, deploy, chaos
+	@scripts/test.sh unit sim parity e2e clients deploy chaos
 
 test-long: $(ALL_STAMP) ## Run the tests that take minutes each
-	@PYTEST_MARK=long scripts/test.sh unit sim parity e2e clients chaos
+	@PYTEST_MARK=long scripts/test.sh unit sim parity e2e clients deploy chaos
 
-chaos: $(ALL_STAMP) ## Run the chaos tests alone
-	@scripts/test.sh chaos
+chaos: $(ALL_STAMP) ## Run the chaos tests alone, with full times and numbers, and print what they measured
+	@CHAOS_SCALE=full scripts/test.sh chaos
 
 lint: $(ALL_STAMP) ## Check style, format and types of everything
 	@$(BIN)/ruff check .
@@ -69,5 +69,5 @@ check-fresh: ## Clone HEAD into a new folder, make a new .venv there, run `make 
 	@PYTHON="$(PYTHON)" scripts/check_fresh.sh
 
 clean: ## Remove everything that make has made
-	@rm -rf .venv .venv-protos build node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-protos .venv-deploy build node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

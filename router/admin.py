@@ -13,6 +13,7 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from common.errors import NoWorkerError, UnknownWorkerError
 from common.limits import CONNECT_TIMEOUT_S
+from common.rpc.tls import Dialer
 from common.rpc.unserved import refuse_unserved
 from common.telemetry.tracing import Tracing
 from router.call import Call, Context
@@ -62,11 +63,11 @@ class AdminService(AdminServiceServicer):
             workers = {worker.worker_id: worker.address for worker in self._fleet.workers()}
             if request.worker_id not in workers:
                 raise UnknownWorkerError(request.worker_id, sorted(workers))
-            return await _drain(workers[request.worker_id], request.deadline_ms)
+            return await _drain(self._fleet.dialer, workers[request.worker_id], request.deadline_ms)
 
 
-async def _drain(address: str, deadline_ms: int) -> apb.DrainWorkerResponse:
-    async with grpc.aio.insecure_channel(address, options=[("grpc.enable_http_proxy", 0)]) as channel:
+async def _drain(dialer: Dialer, address: str, deadline_ms: int) -> apb.DrainWorkerResponse:
+    async with dialer.channel(address) as channel:
         stub: WorkerServiceAsyncStub = WorkerServiceStub(channel)
         try:
             answer = await stub.Drain(wpb.DrainRequest(deadline_ms=deadline_ms), timeout=CONNECT_TIMEOUT_S)

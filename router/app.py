@@ -38,12 +38,13 @@ from common.limits import (
     WORKER_WAIT_S,
 )
 from common.rpc.server import GrpcServer, PortTakenError
+from common.rpc.tls import Dialer, TlsError
 from common.telemetry.logs import LEVELS, setup_logging
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError
 from router import admin
 from router.call import SERVICE
-from router.discovery import AddressError, static_workers
+from router.discovery import Discovery, read_list
 from router.dispatcher import Dispatcher
 from router.failover import FailoverPolicy
 from router.fair_queue import TenantShares
@@ -52,7 +53,9 @@ from router.loop_lag import LoopLag
 from router.model_registry import ModelRegistry
 from router.placement import PLACEMENTS
 from router.prompts import PromptEncoder
+from router.security import RouterSecurity, with_security
 from router.service import InferenceService
+from router.targets import AddressError, FileTarget, parse_targets
 from router.tenants import TENANT_KEY, TenantPolicy
 from router.tokenizer_store import TokenizerStore
 
@@ -66,7 +69,7 @@ class RouterOptions:
     """What one router is started with; times in seconds.
 
     Attributes:
-        workers: addresses of the workers, host:port.
+        workers: the workers, in the forms of `targets`.
         host: address to listen on.
         port: TCP port; 0 takes any.
         delay_factor: of the delay gate; 0 is off.
@@ -80,6 +83,8 @@ class RouterOptions:
         admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
         admin_host: address of AdminService.
         tenants: what tenants get.
+        security: TLS and API keys.
+        max_connection_age_s: after which clients must connect anew for new calls; 0 is never.
     """
 
     workers: Sequence[str]
@@ -96,6 +101,8 @@ class RouterOptions:
     admin_port: int | None = None
     admin_host: str = "127.0.0.1"
     tenants: TenantPolicy = field(default_factory=TenantPolicy)
+    security: RouterSecurity = field(default_factory=RouterSecurity)
+    max_connection_age_s: float = 0.0
 
 
 class Router:
@@ -104,26 +111,49 @@ class Router:
     Attributes:
         server: its gRPC server.
         fleet: its workers and requests.
+        discovery: finds the workers.
         registry: its models.
         service: its public service.
         admin: the gRPC server of AdminService, None when it is off.
         loop_lag: how late the event loop is.
+
+    Raises:
+        TlsError: the certificate for workers can not be used.
     """
 
     def __init__(self, options: RouterOptions) -> None:
         self._options = options
+        security = options.security
+        dialer = Dialer(security.worker_tls)
         self._serving = asyncio.Event()
         self._health: asyncio.Task[None] | None = None
         self._store = TokenizerStore()
         self._encoder = PromptEncoder()
         self._tracing = setup_tracing("fissile-router", secrets.token_hex(8))
-        self.server = GrpcServer(options.host, options.port, [SERVICE])
+        self.server = GrpcServer(
+            options.host,
+            options.port,
+            [SERVICE],
+            tls=security.tls,
+            access=security.access,
+            max_connection_age_s=options.max_connection_age_s,
+            health_port=security.health_port,
+        )
         self.registry = ModelRegistry()
         gate = DelayGate(options.delay_factor, options.max_hold_s)
         failover, placement = options.failover, PLACEMENTS[options.placement].make()
         shares = TenantShares(options.tenants.weights)
         dispatcher = Dispatcher(gate, placement, options.queue_size, failover.worker_wait_s, shares)
-        self.fleet = Fleet(dispatcher, self.registry, self._store, self._serving.set, failover=failover)
+        self.fleet = Fleet(
+            dispatcher,
+            self.registry,
+            self._store,
+            self._serving.set,
+            failover=failover,
+            worker_lost=self._refresh,
+            dialer=dialer,
+        )
+        self.discovery = Discovery(self.fleet.set_workers)
         self.service = InferenceService(
             self.fleet,
             self.registry,
@@ -136,7 +166,8 @@ class Router:
         self.loop_lag = LoopLag()
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
-            self.admin = GrpcServer(options.admin_host, options.admin_port, [admin.SERVICE])
+            tls, access = security.admin_tls, security.access
+            self.admin = GrpcServer(options.admin_host, options.admin_port, [admin.SERVICE], tls=tls, access=access)
 
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
@@ -144,6 +175,7 @@ class Router:
         Raises:
             PortTakenError: the address can not be listened on.
             TokenizerError: the tokenizer folder can not be used.
+            TlsError: a certificate can not be used.
         """
         if self._options.tokenizer is not None:
             await self._store.read_folder(self._options.tokenizer)
@@ -156,7 +188,7 @@ class Router:
             log.info("admin listening", address=self.admin.address)
         self._health = asyncio.create_task(self._follow_workers(), name="health")
         self.loop_lag.start()
-        self.fleet.start(self._options.workers)
+        self.discovery.follow(parse_targets(self._options.workers))
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
 
     async def drain(self) -> None:
@@ -172,11 +204,15 @@ class Router:
         await self.server.stop(0)
         if self.admin is not None:
             await self.admin.stop(0)
+        await self.discovery.stop()
         await self.fleet.stop()
         self._encoder.close()
         self.loop_lag.stop()
         await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
         log.info("router stopped")
+
+    def _refresh(self) -> None:
+        self.discovery.refresh()
 
     async def _follow_workers(self) -> None:
         while True:
@@ -212,10 +248,13 @@ async def run_router(options: RouterOptions) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    router = Router(options)
+    try:
+        router = Router(options)
+    except TlsError as error:
+        raise CommandError(str(error)) from None
     try:
         await router.start()
-    except (PortTakenError, TokenizerError) as error:
+    except (PortTakenError, TokenizerError, TlsError) as error:
         await router.stop()
         raise CommandError(str(error)) from None
     await ending.wait()
@@ -300,8 +339,10 @@ class PerTenant(click.ParamType[tuple[str, float]]):
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @config_option("router")
 @option(
-    "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="HOST:PORT",
-    help="A worker's address; repeat it, or separate several by commas. Workers may start before or after the router.",
+    "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="TARGET",
+    help="Where workers are: HOST:PORT; dns:///NAME:PORT for all addresses of a name, such as a headless Service, "
+    "asked again and again; file:PATH for those that a file lists, read again when it changes. Repeat it, or separate "
+    "several by commas. Workers may start before or after the router.",
 )  # fmt: skip
 @option("--host", envvar="FISSILE_HOST", default="127.0.0.1", help="Address to listen on.")
 @option("--port", envvar="FISSILE_PORT", default=50051, type=click.IntRange(0, 65535), help="Port; 0 takes any.")
@@ -350,6 +391,10 @@ class PerTenant(click.ParamType[tuple[str, float]]):
     help="How long workers keep this router's requests when they do not hear from it.",
 )  # fmt: skip
 @option(
+    "--max-unread-tokens", envvar="FISSILE_MAX_UNREAD_TOKENS", default=MAX_UNREAD_TOKENS, type=click.IntRange(1),
+    help="A client that leaves more tokens of a stream unread is dropped with RESOURCE_EXHAUSTED.",
+)  # fmt: skip
+@option(
     "--tokenizer", envvar="FISSILE_TOKENIZER", default=None, type=click.Path(path_type=Path), metavar="FOLDER",
     help="Take tokenizer and chat template from this folder instead of from the workers.",
 )  # fmt: skip
@@ -362,6 +407,12 @@ class PerTenant(click.ParamType[tuple[str, float]]):
     help="Port of AdminService, which lists and drains workers; 0 takes any; absent: off.",
 )  # fmt: skip
 @option("--admin-host", envvar="FISSILE_ADMIN_HOST", default="127.0.0.1", help="Address of AdminService.")
+@with_security
+@option(
+    "--max-connection-age", envvar="FISSILE_MAX_CONNECTION_AGE", default="0s", type=Duration(),
+    help="After about so long clients must connect anew for new calls, so that they find new routers; what runs goes "
+    "on. 0s is never.",
+)  # fmt: skip
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
 def router(
     workers: tuple[str, ...],
@@ -378,10 +429,13 @@ def router(
     worker_wait: float,
     stall_timeout: float,
     lease: float,
+    max_unread_tokens: int,
     tokenizer: Path | None,
     drain_timeout: float,
     admin_port: int | None,
     admin_host: str,
+    security: RouterSecurity,
+    max_connection_age: float,
     log_level: str,
 ) -> None:
     """Run one router: the public gRPC API in front of any number of workers.
@@ -390,13 +444,13 @@ def router(
     """
     setup_logging(log_level, service="router")
     try:
-        addresses = static_workers(workers)
+        _check_workers(workers)
     except AddressError as error:
         raise CommandError(str(error)) from None
     run_on_loop(
         run_router(
             RouterOptions(
-                workers=addresses,
+                workers=workers,
                 host=host,
                 port=port,
                 delay_factor=delay_factor,
@@ -405,13 +459,23 @@ def router(
                 placement=placement,
                 tokenizer=tokenizer,
                 drain_timeout_s=drain_timeout,
+                max_unread_tokens=max_unread_tokens,
                 failover=FailoverOptions(FailoverPolicy(failover), worker_wait, stall_timeout, lease),
                 admin_port=admin_port,
                 admin_host=admin_host,
                 tenants=_tenants(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
+                security=security,
+                max_connection_age_s=max_connection_age,
             )
         )
     )
+
+
+def _check_workers(workers: Sequence[str]) -> None:
+    """Refuses what a mistake in the command is the likely reason for: no such form, no such file, no list in it."""
+    for target in parse_targets(workers):
+        if isinstance(target, FileTarget):
+            read_list(target.path)
 
 
 def _tenants(key: str, weights: dict[str, float], concurrency: dict[str, int]) -> TenantPolicy:

@@ -115,6 +115,11 @@ class StreamAssembly:
         """Whether the stream takes no more tokens: it has an ending or has failed."""
         return self._ending is not None or self._error is not None
 
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the client has left too much unread; what it has not read is gone."""
+        return isinstance(self._error, SlowClientError)
+
     def begin(self, start: Start) -> None:
         """Notes what the worker said with the first token. A later attempt's first token is not the stream's."""
         if not self.delivered:

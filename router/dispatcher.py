@@ -133,6 +133,13 @@ class Dispatcher:
         self._placement.lane_down(lane)
         self._spread(lane.model, now)
 
+    def lane_ready(self, worker: str, now: float) -> None:
+        """A worker that took no more work takes it again; what waits for its model is spread anew."""
+        lane = self._lanes[worker]
+        lane.ready = True
+        self._placement.lane_up(lane)
+        self._spread(lane.model, now)
+
     def lane_down(self, worker: str, now: float) -> None:
         """A worker is gone."""
         self.lane_draining(worker, now)

@@ -6,6 +6,8 @@ A stream that breaks ends nothing: its sequences are held until the next stream 
   * `_streams` holds exactly the requests whose handler has not closed them.
   * A stream is queued in the dispatcher, or runs under one rid on one session, or its assembly is closed.
   * `_held` has the session, at most one per address, whose sequences wait for the next stream.
+  * A worker is dialled while it is wanted or something of it is left here; `_tasks` has those, `_parting` those of them
+    that are not wanted any more.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import contextlib
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 import structlog
@@ -30,6 +32,7 @@ from common.limits import (
     VIOLATION_MEMORY_S,
     WORKER_WAIT_S,
 )
+from common.rpc.tls import Dialer
 from router.assembly import StreamAssembly
 from router.dispatcher import Dispatcher, Release
 from router.failover import FailoverPolicy, Loss, Verdict, stall_bound_s
@@ -86,6 +89,9 @@ class ConnectedWorker:
 class Fleet:
     """All workers and all requests of this router.
 
+    Attributes:
+        dialer: opens the channels to workers.
+
     Args:
         dispatcher: decides what goes where and when.
         registry: learns the models from the workers.
@@ -93,6 +99,8 @@ class Fleet:
         serving_changed: called when a first worker serves, and when the last one is gone.
         clock: monotonic seconds.
         failover: what happens to requests whose worker is lost.
+        worker_lost: called when a stream with a worker has broken.
+        dialer: opens the channels to workers; None in plain text.
     """
 
     def __init__(
@@ -103,6 +111,8 @@ class Fleet:
         serving_changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         failover: FailoverOptions = FailoverOptions(),
+        worker_lost: Callable[[], None] = lambda: None,
+        dialer: Dialer | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._registry = registry
@@ -110,6 +120,8 @@ class Fleet:
         self._serving_changed = serving_changed
         self._clock = clock
         self._failover = failover
+        self._worker_lost = worker_lost
+        self.dialer = Dialer() if dialer is None else dialer
         self._router_id = secrets.token_hex(8)
         self._incarnation = secrets.randbits(64 - _COUNTER_BITS) << _COUNTER_BITS
         self._counter = itertools.count(1)
@@ -123,8 +135,11 @@ class Fleet:
         self._announced: dict[str, LaneRecord] = {}
         self._streams: dict[int, RequestStream] = {}
         self._running: dict[int, RequestStream] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._parting: set[str] = set()
+        # Why a worker that is wanted can not be used now.
+        self._troubles: dict[str, str] = {}
         self._turns = Turns()
-        self._tasks: list[asyncio.Task[None]] = []
         self._none_up = asyncio.Event()
         self._pump_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -134,10 +149,13 @@ class Fleet:
         """Number of requests that have not been closed."""
         return len(self._streams)
 
-    def start(self, addresses: Iterable[str]) -> None:
-        """Begins to dial the workers."""
+    def set_workers(self, addresses: Sequence[str]) -> None:
+        """Dials these workers from now on and takes leave of all others: they finish what runs, and get no more."""
+        wanted = set(addresses)
         for address in addresses:
-            self._tasks.append(asyncio.create_task(self._connect(address), name=f"worker {address}"))
+            self._join(address)
+        for address in self._tasks.keys() - self._parting - wanted:
+            self._part(address)
 
     async def stop(self) -> None:
         """Ends all sessions; the workers drop what still runs there."""
@@ -147,9 +165,10 @@ class Fleet:
             self._none_up.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._none_up.wait(), SESSION_GOODBYE_S)
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for handle in (self._pump_due, self._timer, *self._give_up_timers.values()):
             if handle is not None:
                 handle.cancel()
@@ -194,6 +213,30 @@ class Fleet:
             self._pump_soon()
         self._detach(stream)
 
+    def _join(self, address: str) -> None:
+        """Dials a worker, or takes it back that was about to be left."""
+        if address not in self._tasks:
+            self._tasks[address] = asyncio.create_task(self._connect(address), name=f"worker {address}")
+        elif address in self._parting:
+            self._parting.discard(address)
+            log.info("worker joined", worker=address)
+            if (session := self._sessions.get(address)) is not None:
+                self._follow_intake(session)
+
+    def _part(self, address: str) -> None:
+        """Gives a worker nothing new; the connection ends with the last of what runs there."""
+        self._parting.add(address)
+        self._troubles.pop(address, None)
+        session = self._sessions.get(address)
+        log.info("worker left", worker=address, running=0 if session is None else len(session.link.live))
+        if session is not None:
+            self._follow_intake(session)
+            self._leave_if_idle(session)
+
+    def _leave_if_idle(self, session: Session) -> None:
+        if session.address in self._parting and not session.link.live:
+            session.leave()
+
     def workers(self) -> list[ConnectedWorker]:
         """The workers that this router is connected to, in order of their addresses."""
         return [
@@ -215,6 +258,8 @@ class Fleet:
 
     def session_opening(self, session: Session) -> None:
         """Refuses a second session with one worker; hands over what an earlier stream has left."""
+        if not self._is_wanted(session.address):
+            raise WorkerRefusedError("is no worker of this router any more")
         holder = self._instances.setdefault(session.instance_id, session)
         if holder is not session:
             raise WorkerRefusedError(f"is the worker at {holder.address} by another address")
@@ -253,6 +298,9 @@ class Fleet:
         now, load = self._clock(), self._load_report(welcome.load, 0)
         self._dispatcher.lane_up(session.address, session.model.identity, load, now, session.model.numerics)
         self._forget(session, welcome.unknown)
+        session.open = True
+        self._troubles.pop(session.address, None)
+        self._follow_intake(session)
         log.info(
             "worker up",
             worker=session.address,
@@ -265,6 +313,7 @@ class Fleet:
             self._hand_over(draining)
         if not was_serving:
             self._serving_changed()
+        self._leave_if_idle(session)
         self._pump_soon()
 
     def step_output(self, session: Session, step: wpb.StepOutput) -> None:
@@ -279,6 +328,7 @@ class Fleet:
         for rid in reversed(effects.returned):
             self._take_back(self._running[rid], session.address)
         self._move([(self._running[rid], loss) for rid, loss in effects.lost], "ended the request")
+        self._leave_if_idle(session)
         if step.HasField("load"):
             self._dispatcher.report(session.address, self._load_report(step.load, step.submit_seen))
             self._pump_soon()
@@ -297,9 +347,8 @@ class Fleet:
     def draining(self, session: Session) -> None:
         """Sends the worker nothing more, and hands over what others can take."""
         log.info("worker draining", worker=session.address, worker_id=session.worker_id)
-        self._dispatcher.lane_draining(session.address, self._clock())
-        self._leave(session)
         self._draining.add(session)
+        self._follow_intake(session)
         self._hand_over(session)
 
     def session_down(self, session: Session, fault: Fault, why: str) -> None:
@@ -312,7 +361,10 @@ class Fleet:
         self._draining.discard(session)
         self._dispatcher.lane_down(session.address, now)
         self._leave(session)
-        if fault is Fault.SHUTDOWN or not session.link.live:
+        if fault is Fault.SHUTDOWN:
+            return
+        self._worker_lost()
+        if not session.link.live:
             return
         self._held[session.address] = session
         if fault not in _RESUMABLE or self._violates_again(session, fault, now):
@@ -321,11 +373,48 @@ class Fleet:
         loop = asyncio.get_running_loop()
         self._give_up_timers[session.address] = loop.call_later(RECONNECT_S, self._give_up, session.address, why)
 
+    def unusable(self, session: Session, why: str) -> None:
+        """Remembers the reason for those who ask."""
+        if session.address not in self._parting:
+            self._troubles[session.address] = why
+
     async def _connect(self, address: str) -> None:
         def open_session() -> Session:
-            return Session(address, self._router_id, self._clock, self._failover.lease_s)
+            return Session(address, self._router_id, self._clock, self._failover.lease_s, self.dialer)
 
-        await keep_connected(open_session, self._store, self)
+        try:
+            await keep_connected(open_session, self._store, self, lambda: self._is_wanted(address))
+        finally:
+            del self._tasks[address]
+            self._parting.discard(address)
+            self._troubles.pop(address, None)
+
+    def _is_wanted(self, address: str) -> bool:
+        """Whether a worker must be connected to: it is one of this router's, or sequences of this router are there."""
+        return address not in self._parting or address in self._held
+
+    def _follow_intake(self, session: Session) -> None:
+        """Lets the worker get new work, or no more, when either side has changed its mind about that."""
+        parting = session.address in self._parting or session.is_leaving
+        opens = session not in self._draining and not parting
+        if opens == session.open:
+            return
+        session.open = opens
+        now = self._clock()
+        if not opens:
+            self._dispatcher.lane_draining(session.address, now)
+            self._leave(session)
+            return
+        assert session.model is not None
+        was_serving = self._registry.serving
+        try:
+            self._registry.admit(session.address, session.model)
+        except WorkerRefusedError as error:
+            raise SessionLostError(Fault.UNREADY, str(error)) from None
+        self._dispatcher.lane_ready(session.address, now)
+        if not was_serving:
+            self._serving_changed()
+        self._pump_soon()
 
     # Failover.
 
@@ -434,6 +523,7 @@ class Fleet:
         del self._running[stream.rid]
         session.link.cancel(stream.rid)
         session.notify()
+        self._leave_if_idle(session)
 
     # Dispatching.
 

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 # Checking and hashing so many given token ids takes less time than a change of threads is worth.
 _INLINE_TOKENS = 2048
+_PIECE_TOKENS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +84,7 @@ class PromptEncoder:
 
         return await self._run(work)
 
-    async def tokenize(self, text: str, model: ServedModel) -> tuple[list[int], list[str]]:
+    async def tokenize(self, text: str, model: ServedModel) -> pb.TokenizeResponse:
         """Token ids of `text` as Generate would use them, and their vocabulary entries.
 
         Raises:
@@ -91,9 +92,15 @@ class PromptEncoder:
         """
         tokenizer = _tokenizer_of(model)
 
-        def work() -> tuple[list[int], list[str]]:
+        def work() -> pb.TokenizeResponse:
             ids = _encode("text", tokenizer, text)
-            return ids, tokenizer.token_strings(ids)
+            response = pb.TokenizeResponse()
+            # In pieces: while protobuf copies one, the event loop does not get the interpreter.
+            for start in range(0, len(ids), _PIECE_TOKENS):
+                piece = ids[start : start + _PIECE_TOKENS]
+                response.token_ids.extend(piece)
+                response.tokens.extend(tokenizer.token_strings(piece))
+            return response
 
         return await self._run(work)
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError
@@ -122,6 +123,7 @@ class RequestStream:
         self._turns = turns
         # Of the handler that waits for news, until it has been given its turn.
         self._waiter: asyncio.Future[None] | None = None
+        self._writer: asyncio.Task[object] | None = None
 
     async def next(self) -> Part:
         """Waits for the next part of the answer, and for this stream's turn to write it.
@@ -139,11 +141,29 @@ class RequestStream:
             await waiter
             has_turn = True
 
+    async def written(self, write: Awaitable[None]) -> None:
+        """Waits until a message has gone out, or the client is dropped: one that reads nothing would hold its handler,
+        and with it its request id and its tenant's place, for ever. `next` then raises."""
+        self._writer = asyncio.current_task()
+        try:
+            await write
+        except asyncio.CancelledError:
+            if self._writer is None or not self.assembly.is_dropped:
+                raise
+            self._writer.uncancel()
+        except grpc.aio.InternalError:
+            # What gRPC says when the client has gone while the write waited for it.
+            raise asyncio.CancelledError from None
+        finally:
+            self._writer = None
+
     def wake(self) -> None:
         """The assembly has changed."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
             self._turns.join(waiter)
+        if self._writer is not None and self.assembly.is_dropped:
+            self._writer.cancel()
 
     def fail(self, error: ApiError) -> None:
         """Ends the stream with a status."""

@@ -19,6 +19,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from common.errors import DuplicateRequestError, NoTokenizerError
 from common.limits import MAX_UNREAD_TOKENS
+from common.rpc.access import caller
 from common.rpc.unserved import refuse_unserved
 from common.seed import derive_seed
 from common.telemetry import names
@@ -125,8 +126,7 @@ class InferenceService(InferenceServiceServicer):
         async with Call(self._tracing, context, "Tokenize"):
             refuse_unserved(request, frozenset({"model", "text"}))
             check_text_bytes("text", request.text)
-            ids, tokens = await self._encoder.tokenize(request.text, self._registry.get(request.model))
-            return pb.TokenizeResponse(token_ids=ids, tokens=tokens)
+            return await self._encoder.tokenize(request.text, self._registry.get(request.model))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""
@@ -164,7 +164,7 @@ class InferenceService(InferenceServiceServicer):
         async with Call(self._tracing, context, kind.method, request_id, kind.operation) as span:
             check_request_id(request_id)
             check()
-            tenant = tenant_of(context.invocation_metadata(), self._tenant_key)
+            tenant = tenant_of(context.invocation_metadata(), self._tenant_key, caller.get().tenant)
             with self._claimed(request_id), self._tenant_limits.held(tenant, self._clock):
                 model = self._registry.get(request.model)
                 params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
@@ -209,7 +209,7 @@ class InferenceService(InferenceServiceServicer):
             if part.start is not None:
                 span.first_token(time_to_first_token_s(stream))
             fill_response(message, part, stream, self._clock)
-            await context.write(message)
+            await stream.written(context.write(message))
             if part.ending is not None:
                 self._finished(request_id, message, span, stream)
                 return

@@ -29,6 +29,8 @@ SUMMARIES = {
     "generate": "Ask a running router, or a checkpoint folder with --offline.",
     "models": "List the models that a running router serves.",
     "workers": "List the workers of a running router, with their load.",
+    "keys": "Make API keys for the callers of a router.",
+    "health": "Say whether a router or worker serves, as an exit code.",
     "config": "Show the options in force, and where each value comes from.",
     "router": "Run one router.",
     "worker": "Run one worker.",
@@ -43,6 +45,7 @@ EXTRA_OF = {
     "msgpack": "worker,cpu",
     "tokenizers": "router",
     "jinja2": "router",
+    "dns": "router",
 }
 
 

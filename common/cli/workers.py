@@ -11,9 +11,10 @@ from fissile.admin.v1 import admin_pb2 as apb
 from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
 
 from common.cli import listing
-from common.cli.client import call_failed, open_channel
+from common.cli.client import NO_CREDENTIALS, Credentials, call_failed, open_channel
 from common.cli.failure import CommandError
 from common.cli.options import json_option, option, timeout_option
+from common.cli.security import with_credentials
 from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS
 
 DEFAULT_ADMIN = "127.0.0.1:50052"
@@ -22,16 +23,19 @@ _HEADINGS = ("WORKER", "ADDRESS", "MODEL", "STATE", "RUNNING", "QUEUED", "DECODI
 _SILENT_MS = 1000 * MISSED_HEARTBEATS * HEARTBEAT_S
 
 
-async def list_workers(address: str, timeout_s: float) -> Sequence[apb.Worker]:
+async def list_workers(
+    address: str, timeout_s: float, credentials: Credentials = NO_CREDENTIALS
+) -> Sequence[apb.Worker]:
     """The workers of the router whose AdminService is at `address`.
 
     Raises:
         CommandError: the call failed.
     """
-    async with open_channel(address) as channel:
+    async with open_channel(address, credentials) as channel:
         stub = AdminServiceStub(channel)
         try:
-            return (await stub.ListWorkers(apb.ListWorkersRequest(), timeout=timeout_s)).workers
+            asked = apb.ListWorkersRequest()
+            return (await stub.ListWorkers(asked, timeout=timeout_s, metadata=credentials.metadata)).workers
         except grpc.aio.AioRpcError as error:
             raise call_failed(error, address, remedy=_REMEDY) from error
 
@@ -64,13 +68,14 @@ def _state(worker: apb.Worker) -> str:
     "--admin-address", envvar="FISSILE_ADMIN_ADDRESS", default=DEFAULT_ADMIN, metavar="HOST:PORT",
     help="AdminService of the router: the port that it was given by --admin-port.",
 )  # fmt: skip
+@with_credentials
 @timeout_option
 @json_option
-def workers(admin_address: str, timeout: float, as_json: bool) -> None:
+def workers(admin_address: str, credentials: Credentials, timeout: float, as_json: bool) -> None:
     """List the workers of a running router.
 
     RUNNING and QUEUED count requests of this router, DECODING and WAITING sequences of all routers at the worker;
     TOKENS are prompt tokens still to compute, TOKENS/S is the speed of prefill.
     """
-    found = asyncio.run(list_workers(admin_address, timeout))
+    found = asyncio.run(list_workers(admin_address, timeout, credentials))
     click.echo(listing.as_json(found) if as_json else as_table(found))
