@@ -278,6 +278,20 @@ class EngineError(ApiError):
         super().__init__(grpc.StatusCode.INTERNAL, message, reason="ENGINE_ERROR")
 
 
+class UnauthenticatedError(ApiError):
+    """UNAUTHENTICATED: the call shows no API key, or one that does not count. The message must not hold the key."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(grpc.StatusCode.UNAUTHENTICATED, message, reason=reason)
+
+
+class PermissionDeniedError(ApiError):
+    """PERMISSION_DENIED: it is known who calls, and that they may not."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(grpc.StatusCode.PERMISSION_DENIED, message, reason=reason)
+
+
 class DeadlineError(ApiError):
     """DEADLINE_EXCEEDED: the call's deadline passed."""
 

@@ -29,6 +29,15 @@ MAX_STOP_TOKEN_SEQUENCE = 64
 MAX_CHAT_MESSAGES = 4096
 MAX_TEMPLATE_S = 2.0
 
+# Connections. Of each: calls at a time, metadata of a call; how long TLS and HTTP/2 may take to begin.
+MAX_STREAMS_PER_CONNECTION = 4096
+MAX_METADATA_BYTES = 16 * 1024
+HANDSHAKE_TIMEOUT_S = 10.0
+
+# API keys, and how soon a change of their file counts.
+MAX_API_KEYS = 4096
+KEY_FILE_LOOK_S = 1.0
+
 # Router.
 MAX_QUEUED_REQUESTS = 4096
 MIN_QUEUE_RETRY_S = 0.05
@@ -51,8 +60,7 @@ DNS_TIMEOUT_S = 3.0
 WORKER_LIST_POLL_S = 0.5
 MAX_WORKER_LIST_BYTES = MIB
 
-# Metrics of a router: how often the loop's lag is looked at, and how often the figures are taken anew.
-LAG_TICK_S = 0.1
+# How often a router takes its figures for the metrics.
 FIGURES_EVERY_S = 0.5
 
 # AdminService.

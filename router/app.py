@@ -50,6 +50,7 @@ from router.dispatcher import Dispatcher
 from router.failover import FailoverPolicy
 from router.fair_queue import TenantShares
 from router.fleet import FailoverOptions, Fleet
+from router.loop_lag import LoopLag
 from router.metrics import RouterFigures, RouterMetrics
 from router.model_registry import ModelRegistry
 from router.placement import PLACEMENTS
@@ -98,7 +99,8 @@ class RouterOptions:
         admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
         admin_host: address of AdminService.
         tenants: what tenants get.
-        security: TLS.
+        security: TLS and API keys.
+        max_connection_age_s: after which clients must connect anew for new calls; 0 is never.
         log_level: least to log.
     """
 
@@ -117,6 +119,7 @@ class RouterOptions:
     admin_host: str = "127.0.0.1"
     tenants: TenantPolicy = field(default_factory=TenantPolicy)
     security: RouterSecurity = field(default_factory=RouterSecurity)
+    max_connection_age_s: float = 0.0
     log_level: str = "info"
 
     def settings(self) -> Settings:
@@ -148,6 +151,7 @@ class Router:
         registry: its models.
         service: its public service.
         admin: the gRPC server of AdminService, None when it is off.
+        loop_lag: how late the event loop is.
         configuration: what may change while the router runs.
 
     Args:
@@ -170,7 +174,15 @@ class Router:
         instance = secrets.token_hex(8)
         self._tracing = setup_tracing("fissile-router", instance)
         self._metrics = RouterMetrics(setup_metrics("fissile-router", instance))
-        self.server = GrpcServer(options.host, options.port, [SERVICE], tls=security.tls)
+        self.server = GrpcServer(
+            options.host,
+            options.port,
+            [SERVICE],
+            tls=security.tls,
+            access=security.access,
+            max_connection_age_s=options.max_connection_age_s,
+            health_port=security.health_port,
+        )
         self.registry = ModelRegistry()
         gate = DelayGate(options.delay_factor, options.max_hold_s)
         failover, placement = options.failover, PLACEMENTS[options.placement].make()
@@ -198,10 +210,11 @@ class Router:
         )
 
         self.configuration = Configuration(options.settings(), self._apply, reread)
+        self.loop_lag = LoopLag(on_lag=self._metrics.lag if self._metrics.enabled else None)
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
-            services = [admin.SERVICE, _CHANNELZ]
-            self.admin = GrpcServer(options.admin_host, options.admin_port, services, tls=security.admin_tls)
+            services, tls, access = [admin.SERVICE, _CHANNELZ], security.admin_tls, security.access
+            self.admin = GrpcServer(options.admin_host, options.admin_port, services, tls=tls, access=access)
 
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
@@ -223,6 +236,7 @@ class Router:
             await self.admin.set_serving(True)
             log.info("admin listening", address=self.admin.address)
         self._health = asyncio.create_task(self._follow_workers(), name="health")
+        self.loop_lag.start()
         self._watch = asyncio.create_task(self._metrics.watch(self._figures), name="metrics")
         self.discovery.follow(parse_targets(self._options.workers))
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
@@ -243,6 +257,7 @@ class Router:
         await self.discovery.stop()
         await self.fleet.stop()
         self._encoder.close()
+        self.loop_lag.stop()
         await self._stop_metrics()
         await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
         log.info("router stopped")
@@ -470,6 +485,11 @@ class PerTenant(click.ParamType[tuple[str, float]]):
 )  # fmt: skip
 @option("--admin-host", envvar="FISSILE_ADMIN_HOST", default="127.0.0.1", help="Address of AdminService.")
 @with_security
+@option(
+    "--max-connection-age", envvar="FISSILE_MAX_CONNECTION_AGE", default="0s", type=Duration(),
+    help="After about so long clients must connect anew for new calls, so that they find new routers; what runs goes "
+    "on. 0s is never.",
+)  # fmt: skip
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
 def router(
     workers: tuple[str, ...],
@@ -492,6 +512,7 @@ def router(
     admin_port: int | None,
     admin_host: str,
     security: RouterSecurity,
+    max_connection_age: float,
     log_level: str,
 ) -> None:
     """Run one router: the public gRPC API in front of any number of workers.
@@ -520,6 +541,7 @@ def router(
                 tenants=tenant_policy(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
                 log_level=log_level,
                 security=security,
+                max_connection_age_s=max_connection_age,
             ),
             _rereader(context),
         )

@@ -48,6 +48,7 @@ from router.queue import QueuedRequest
 from router.request_stream import RequestStream, RoutedRequest
 from router.session import Fault, Intake, Session, SessionLostError, keep_connected
 from router.tokenizer_store import TokenizerStore
+from router.turns import Turns
 
 # A rid is the router's incarnation above a counter: unique over the life of the worker too (rule S1).
 _COUNTER_BITS = 40
@@ -170,6 +171,7 @@ class Fleet:
         self._troubles: dict[str, str] = {}
         self.lost: Counter[str] = Counter()
         self.num_releases = self.num_released = 0
+        self._turns = Turns()
         self._none_up = asyncio.Event()
         self._pump_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -232,7 +234,7 @@ class Fleet:
             self._pump_due.cancel()
             self._pump()
             self._dispatcher.arrive(queued, self._clock())
-        stream = self._streams[key] = RequestStream(queued, request, assembly, on_submit)
+        stream = self._streams[key] = RequestStream(queued, request, assembly, on_submit, self._turns)
         self._pump_soon()
         return stream
 
@@ -385,14 +387,11 @@ class Fleet:
     def step_output(self, session: Session, step: wpb.StepOutput) -> None:
         """Hands tokens to their streams."""
         effects = session.link.apply(step, self._clock())
-        losses = dict(effects.lost)
+        running = self._running
         for rid in effects.touched:
-            stream = self._running[rid]
-            if rid in losses:
-                continue
-            if rid not in session.link.live:
-                self._detach(stream)
-            stream.wake()
+            running[rid].wake()
+        for rid in effects.ended:
+            self._detach(running[rid])
         session.notify()
         for rid in reversed(effects.returned):
             self._take_back(self._running[rid], session.address)

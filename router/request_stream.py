@@ -16,6 +16,7 @@ from router.failover import Attempts
 from router.link import Submission
 from router.queue import QueuedRequest
 from router.session import Session
+from router.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ class RequestStream:
         submitted: monotonic seconds of its first submission to a worker, None before.
         attempts: the workers it was submitted to.
         returned: whether a worker has given it back for lack of room.
+
+    One handler calls `next`, and nobody else.
     """
 
     def __init__(
@@ -105,6 +108,7 @@ class RequestStream:
         request: RoutedRequest,
         assembly: StreamAssembly,
         on_submit: Callable[[str], None],
+        turns: Turns,
     ) -> None:
         self.queued = queued
         self.request = request
@@ -115,19 +119,26 @@ class RequestStream:
         self.submitted: float | None = None
         self.attempts = Attempts()
         self.returned = False
-        self._changed = asyncio.Event()
+        self._turns = turns
+        # Of the handler that waits for news, until it has been given its turn.
+        self._waiter: asyncio.Future[None] | None = None
         self._writer: asyncio.Task[object] | None = None
 
     async def next(self) -> Part:
-        """Waits for the next part of the answer.
+        """Waits for the next part of the answer, and for this stream's turn to write it.
 
         Raises:
             ApiError: the request has failed.
         """
-        while (part := self.assembly.take()) is None:
-            self._changed.clear()
-            await self._changed.wait()
-        return part
+        has_turn = not self._turns
+        while True:
+            if has_turn and (part := self.assembly.take()) is not None:
+                return part
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
+            if not has_turn:
+                self.wake()
+            await waiter
+            has_turn = True
 
     async def written(self, write: Awaitable[None]) -> None:
         """Waits until a message has gone out, or the client is dropped: one that reads nothing would hold its handler,
@@ -147,7 +158,9 @@ class RequestStream:
 
     def wake(self) -> None:
         """The assembly has changed."""
-        self._changed.set()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            self._turns.join(waiter)
         if self._writer is not None and self.assembly.is_dropped:
             self._writer.cancel()
 

@@ -1,4 +1,4 @@
-"""How a router listens and dials: its options of TLS."""
+"""How a router is protected: its options of TLS and API keys."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from typing import Any
 
 from common.cli.failure import CommandError
 from common.cli.options import option
-from common.cli.security import apply, client_tls, file_option, server_tls, server_tls_options
+from common.cli.security import apply, client_tls, file_option, health_port_option, server_tls, server_tls_options
+from common.rpc.access import Access, KeyAccess
+from common.rpc.key_store import KeyStore
+from common.rpc.keys import KeyFileError
 from common.rpc.tls import ClientTls, ServerTls
 
 
@@ -22,11 +25,15 @@ class RouterSecurity:
         tls: of the public port; None is plain text.
         admin_tls: of AdminService's port.
         worker_tls: for calls of workers.
+        access: decides about the calls of both ports; None admits all.
+        health_port: of health in plain text; 0 takes any, None is off.
     """
 
     tls: ServerTls | None = None
     admin_tls: ServerTls | None = None
     worker_tls: ClientTls | None = None
+    access: Access | None = None
+    health_port: int | None = None
 
 
 _OPTIONS = apply(
@@ -45,6 +52,16 @@ _OPTIONS = apply(
         "Certificate chain that the router shows to workers, PEM (mTLS). It is read again when it changes.",
     ),
     file_option("--worker-client-key", "FISSILE_WORKER_CLIENT_KEY", "Its private key, PEM, not encrypted."),
+    file_option(
+        "--api-keys", "FISSILE_API_KEYS",
+        "API keys, hashed: a line each, as `fissile keys new` prints it. Then every call needs one, but for health. It "
+        "is read again when it changes.",
+    ),
+    option(
+        "--api-key-line", "api_key_lines", envvar="FISSILE_API_KEY_LINES", multiple=True, metavar="LINE",
+        help="A line of --api-keys; repeat it, or separate several by spaces in the variable.",
+    ),
+    health_port_option("FISSILE"),
 )  # fmt: skip
 
 
@@ -66,6 +83,9 @@ def with_security(command: Callable[..., Any]) -> Callable[..., Any]:
         worker_tls_name: str,
         worker_client_cert: Path | None,
         worker_client_key: Path | None,
+        api_keys: Path | None,
+        api_key_lines: tuple[str, ...],
+        health_port: int | None,
         **kwargs: Any,
     ) -> Any:
         tls = server_tls(tls_cert, tls_key, tls_client_ca)
@@ -81,7 +101,18 @@ def with_security(command: Callable[..., Any]) -> Callable[..., Any]:
                 name=worker_tls_name,
                 prefix="--worker-",
             ),
+            access=_access(api_keys, api_key_lines),
+            health_port=health_port,
         )
         return command(*args, security=security, **kwargs)
 
     return _OPTIONS(wrapped)
+
+
+def _access(file: Path | None, lines: tuple[str, ...]) -> KeyAccess | None:
+    if file is None and not lines:
+        return None
+    try:
+        return KeyAccess(KeyStore(file, lines))
+    except KeyFileError as error:
+        raise CommandError(str(error)) from None

@@ -19,6 +19,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from common.errors import DuplicateRequestError, NoTokenizerError
 from common.limits import MAX_UNREAD_TOKENS
+from common.rpc.access import caller
 from common.rpc.unserved import refuse_unserved
 from common.seed import derive_seed
 from common.telemetry import names
@@ -33,7 +34,7 @@ from router.model_registry import ModelRegistry, ServedModel
 from router.prefix_index import GRANULE_BLOCKS
 from router.prompts import Prompt, PromptEncoder
 from router.request_stream import RequestStream, RoutedRequest
-from router.responses import decode_s, describe_model, response_fields, time_to_first_token_s
+from router.responses import decode_s, describe_model, fill_response, time_to_first_token_s
 from router.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.validation import (
     check_chat,
@@ -174,44 +175,44 @@ class InferenceService(InferenceServiceServicer):
         """One Generate or Chat from its arrival to its end."""
         arrival = self._clock()
         request_id = request.request_id or uuid.uuid4().hex
-        async with Call(self._tracing, context, kind.method, request_id, kind.operation) as span:
-            with self._metrics.request(kind.operation, self._clock) as measure:
-                check_request_id(request_id)
-                check()
-                tenant = tenant_of(context.invocation_metadata(), self._tenant_key)
-                with self._claimed(request_id), self._tenant_limits.held(tenant, self._clock):
-                    model = self._registry.get(request.model)
-                    measure.model(model.name)
-                    params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
-                    prompt = await encode(model)
-                    params = clip_to_length(params, len(prompt.token_ids), model.max_model_len)
-                    span.request(model=model.name, request_id=request_id, params=params)
-                    remaining = context.time_remaining()
-                    routed = RoutedRequest(
-                        model=model.name,
-                        identity=model.identity,
-                        token_ids=prompt.token_ids,
-                        params=params,
-                        seed=derive_seed(request_id) if params.seed is None else params.seed,
-                        chain_hash=prompt.chain_hash,
-                        cache_salt=request.cache_salt.encode(),
-                        priority=check_priority(request.priority),
-                        tenant=tenant,
-                        session_id=request.session_id,
-                        granules=prompt.granules,
-                        granule_tokens=GRANULE_BLOCKS * model.block_size,
-                        arrival=arrival,
-                        deadline=None if remaining is None else self._clock() + remaining,
-                        traceparent=span.traceparent,
-                        tracestate=span.tracestate,
-                    )
-                    assembly = self._assembly(routed, model, request.output_options.return_token_ids)
-                    stream = self._fleet.open(routed, assembly, span.submitted)
-                    try:
-                        await self._send(kind, request_id, stream, context, span, measure)
-                    finally:
-                        self._fleet.close(stream)
-                        self._trace_attempts(span, stream)
+        call = Call(self._tracing, context, kind.method, request_id, kind.operation)
+        async with call as span, self._metrics.request(kind.operation, self._clock) as measure:
+            check_request_id(request_id)
+            check()
+            tenant = tenant_of(context.invocation_metadata(), self._tenant_key, caller.get().tenant)
+            with self._claimed(request_id), self._tenant_limits.held(tenant, self._clock):
+                model = self._registry.get(request.model)
+                measure.model(model.name)
+                params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
+                prompt = await encode(model)
+                params = clip_to_length(params, len(prompt.token_ids), model.max_model_len)
+                span.request(model=model.name, request_id=request_id, params=params)
+                remaining = context.time_remaining()
+                routed = RoutedRequest(
+                    model=model.name,
+                    identity=model.identity,
+                    token_ids=prompt.token_ids,
+                    params=params,
+                    seed=derive_seed(request_id) if params.seed is None else params.seed,
+                    chain_hash=prompt.chain_hash,
+                    cache_salt=request.cache_salt.encode(),
+                    priority=check_priority(request.priority),
+                    tenant=tenant,
+                    session_id=request.session_id,
+                    granules=prompt.granules,
+                    granule_tokens=GRANULE_BLOCKS * model.block_size,
+                    arrival=arrival,
+                    deadline=None if remaining is None else self._clock() + remaining,
+                    traceparent=span.traceparent,
+                    tracestate=span.tracestate,
+                )
+                assembly = self._assembly(routed, model, request.output_options.return_token_ids)
+                stream = self._fleet.open(routed, assembly, span.submitted)
+                try:
+                    await self._send(kind, request_id, stream, context, span, measure)
+                finally:
+                    self._fleet.close(stream)
+                    self._trace_attempts(span, stream)
 
     async def _send(
         self,
@@ -223,12 +224,14 @@ class InferenceService(InferenceServiceServicer):
         measure: RequestMeasure,
     ) -> None:
         """Writes parts as they come, as fast as the client reads; what comes meanwhile is merged."""
+        # One message for all parts: gRPC has made bytes of it when `write` returns.
+        message = kind.response(request_id=request_id)
         while True:
             part = await stream.next()
             if part.start is not None:
                 span.first_token(time_to_first_token_s(stream))
                 measure.first_token(time_to_first_token_s(stream))
-            message = kind.response(**response_fields(request_id, part, stream, self._clock()))
+            fill_response(message, part, stream, self._clock)
             await stream.written(context.write(message))
             if part.ending is not None:
                 self._finished(request_id, message, span, stream)

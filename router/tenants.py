@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from common.errors import InvalidFieldError, TenantLimitError
+from common.errors import InvalidFieldError, PermissionDeniedError, TenantLimitError
 from common.limits import MAX_QUEUE_RETRY_S, MAX_TENANT_BYTES, MIN_QUEUE_RETRY_S
 
 TENANT_KEY = "x-fissile-tenant"
@@ -42,17 +42,27 @@ def tenant_policy(key: str, weights: Mapping[str, float], concurrency: Mapping[s
     return TenantPolicy(key, weights, concurrency.get("", 0), named)
 
 
-def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None, key: str) -> str:
+def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None, key: str, bound: str = "") -> str:
     """The tenant of a call, "" when its metadata names none.
+
+    Args:
+        metadata: of the call.
+        key: name of the entry that says who the tenant is.
+        bound: tenant of the caller's API key, which its metadata can not change; empty for a key of no tenant.
 
     Raises:
         InvalidFieldError: the name is longer than MAX_TENANT_BYTES.
+        PermissionDeniedError: the metadata names another tenant than the key's.
     """
     value = next((value for name, value in metadata or () if name == key), "")
     text = value if isinstance(value, str) else value.decode("utf-8", "replace")
     if len(text.encode()) > MAX_TENANT_BYTES:
         raise InvalidFieldError(f"metadata {key}", f"has {len(text.encode())} bytes", f"at most {MAX_TENANT_BYTES}")
-    return text
+    if bound and text not in ("", bound):
+        raise PermissionDeniedError(
+            "TENANT_MISMATCH", f"metadata {key} is {text!r}; the API key is of tenant {bound!r}"
+        )
+    return bound or text
 
 
 @dataclass(slots=True)

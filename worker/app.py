@@ -25,7 +25,7 @@ from common.cli.config_file import ConfigurableCommand, config_option
 from common.cli.failure import CommandError
 from common.cli.options import option
 from common.cli.restart_policy import GiveUp, RestartPolicy
-from common.cli.security import server_tls, server_tls_options
+from common.cli.security import health_port_option, server_tls, server_tls_options
 from common.config import SCHEDULING_POLICIES, Config, ParallelConfig
 from common.errors import ApiError
 from common.hub import HubError, default_model_name, model_folder
@@ -38,6 +38,7 @@ from common.limits import (
     STEP_TIMEOUT_S,
     TELEMETRY_SHUTDOWN_S,
 )
+from common.rpc.access import PeerAccess
 from common.rpc.server import GrpcServer, PortTakenError
 from common.rpc.tls import ServerTls, TlsError
 from common.telemetry import names
@@ -83,6 +84,8 @@ class WorkerOptions:
         topology: the ranks that share the model.
         step_timeout_s: after which a step of several ranks counts as hung.
         tls: of its port; None is plain text.
+        access: decides about every call; None admits all.
+        health_port: of health in plain text; 0 takes any, None is off.
     """
 
     config: Config
@@ -96,6 +99,8 @@ class WorkerOptions:
     topology: Topology = field(default_factory=Topology)
     step_timeout_s: float = STEP_TIMEOUT_S
     tls: ServerTls | None = None
+    access: PeerAccess | None = None
+    health_port: int | None = None
 
 
 class Worker:
@@ -119,7 +124,14 @@ class Worker:
         self._loaded = self._first_facts = _first_facts(options, self._model_config, files)
         self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id)
         self._metrics = setup_metrics("fissile-worker", self._loaded.instance_id)
-        self.server = GrpcServer(options.host, options.port, [SERVICE], tls=options.tls)
+        self.server = GrpcServer(
+            options.host,
+            options.port,
+            [SERVICE],
+            tls=options.tls,
+            access=options.access,
+            health_port=options.health_port,
+        )
         self._policy = RestartPolicy()
         self._core: EngineCore | None = None
         self.engine = EngineLoop()
@@ -495,6 +507,12 @@ class ByteSize(click.ParamType[int]):
     help="Seconds that sequences may go on after SIGTERM.",
 )  # fmt: skip
 @server_tls_options("FISSILE_WORKER")
+@health_port_option("FISSILE_WORKER")
+@option(
+    "--router-identity", "router_identities", envvar="FISSILE_ROUTER_IDENTITY", multiple=True, metavar="NAME",
+    help="With --tls-client-ca: DNS name or URI (such as a SPIFFE id) in the certificates of routers. Anybody else is "
+    "refused, but for health. Repeatable; separated by spaces in the variable.",
+)  # fmt: skip
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
 @option(
     "--simulate", envvar="FISSILE_SIMULATE", metavar="PRESET",
@@ -542,6 +560,7 @@ def _options(
     tls_cert: Path | None,
     tls_key: Path | None,
     tls_client_ca: Path | None,
+    router_identities: tuple[str, ...],
     **others: Any,
 ) -> WorkerOptions:
     """The options as the classes take them."""
@@ -579,5 +598,16 @@ def _options(
         topology=topology,
         step_timeout_s=step_timeout,
         tls=server_tls(tls_cert, tls_key, tls_client_ca),
+        access=_access(tls_client_ca, router_identities),
         **others,
     )
+
+
+def _access(client_ca: Path | None, router_identities: tuple[str, ...]) -> PeerAccess | None:
+    if client_ca is None and not router_identities:
+        return None
+    if client_ca is None:
+        raise CommandError("--router-identity needs --tls-client-ca: without it nobody shows a certificate")
+    if not router_identities:
+        raise CommandError("--tls-client-ca needs --router-identity: the names in the certificates of routers")
+    return PeerAccess(router_identities)

@@ -16,6 +16,7 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceServicer
 
 from common.errors import ApiError, InvalidFieldError, NoTokenizerError, NoWorkerError, PromptTooLongError
 from common.limits import LEASE_S, MAX_REQUEST_ID_BYTES, TOKENIZER_CHUNK_BYTES
+from common.rpc.access import caller
 from common.rpc.errors import abort
 from common.rpc.unserved import refuse_unserved
 from common.telemetry import names
@@ -28,7 +29,7 @@ from worker.fleet_lanes import FleetLanes
 from worker.router_sequences import Live, RouterSequences
 from worker.sequence import Sequence
 from worker.session import Context, Ending, SessionStream
-from worker.session_state import check_bounds, check_hello
+from worker.session_state import check_bounds, check_hello, check_owner
 
 SERVICE = "fissile.worker.v1.WorkerService"
 
@@ -219,10 +220,11 @@ class WorkerService(WorkerServiceServicer):
         check_bounds(frame)
         hello = check_hello(frame)
         self._require_serving()
-        sequences = self._routers.get(hello.router_id)
+        sequences, identity = self._routers.get(hello.router_id), caller.get().identity
         if sequences is None:
-            sequences = RouterSequences(hello.router_id, self.facts, self._engine, self._tracing)
+            sequences = RouterSequences(hello.router_id, self.facts, self._engine, self._tracing, identity)
             self._routers[hello.router_id] = sequences
+        check_owner(hello.router_id, sequences.identity, identity)
         if (older := self._sessions.get(hello.router_id)) is not None:
             older.fence()
         session = SessionStream(hello, sequences, self.facts, self._engine, self._lanes, self._clock, self._intake)

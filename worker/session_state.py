@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.errors import ApiError, InvalidFieldError
+from common.errors import ApiError, InvalidFieldError, PermissionDeniedError
 from common.limits import (
     HEARTBEAT_S,
     MAX_FRAME_BYTES,
@@ -56,6 +56,21 @@ def check_hello(frame: wpb.SessionRequest) -> wpb.Hello:
             reason="PROTOCOL_VERSION",
         )
     return hello
+
+
+def check_owner(router_id: str, owner: str, identity: str) -> None:
+    """That a router's id is used by the certificate that it began with (rule S11).
+
+    Args:
+        router_id: what Hello says.
+        owner: name in the certificate of who has sequences or a stream here under this id.
+        identity: name in the certificate of who says it now; empty without mTLS.
+
+    Raises:
+        PermissionDeniedError: they differ; the other's stream and sequences stay as they are.
+    """
+    if identity != owner:
+        raise PermissionDeniedError("ROUTER_ID_TAKEN", f"router_id {router_id!r} is in use by another certificate")
 
 
 class SessionState:

@@ -35,6 +35,7 @@ SUMMARIES = {
     "flush": "Drop the prefix caches of workers.",
     "routing": "Show or change how a running router admits and places requests.",
     "reload": "Let a running router read its configuration again.",
+    "keys": "Make API keys for the callers of a router.",
     "health": "Say whether a router or worker serves, as an exit code.",
     "config": "Show the options in force, and where each value comes from.",
     "router": "Run one router.",

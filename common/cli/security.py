@@ -43,6 +43,15 @@ def server_tls_options(prefix: str) -> Callable[[_Command], _Command]:
     )  # fmt: skip
 
 
+def health_port_option(prefix: str) -> Callable[[_Command], _Command]:
+    """`--health-port`."""
+    return option(
+        "--health-port", envvar=f"{prefix}_HEALTH_PORT", default=None, type=click.IntRange(0, 65535),
+        help="Further port, with health alone and in plain text: for probes that speak no TLS, as those of Kubernetes. "
+        "0 takes any; absent: off.",
+    )  # fmt: skip
+
+
 def server_tls(cert: Path | None, key: Path | None, client_ca: Path | None) -> ServerTls | None:
     """The files of a server's port; None is plain text.
 

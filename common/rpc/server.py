@@ -19,7 +19,8 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from common.limits import MAX_REQUEST_BYTES
+from common.limits import HANDSHAKE_TIMEOUT_S, MAX_METADATA_BYTES, MAX_REQUEST_BYTES, MAX_STREAMS_PER_CONNECTION
+from common.rpc.access import Access, AccessInterceptor
 from common.rpc.tls import ServerTls, is_loopback
 
 log = structlog.get_logger(__name__)
@@ -35,22 +36,27 @@ class PortTakenError(Exception):
     """The address can not be listened on; the message is one line that says what to change."""
 
 
-def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Channel arguments of a server.
+def server_options(max_message_bytes: int, max_connection_age_s: float = 0.0) -> list[tuple[str, int]]:
+    """Channel arguments of a server. A connection that has its age takes no new calls; those that run go on.
 
     Without the ping arguments gRPC closes connections of clients that send keepalive pings on a quiet stream, which a
     queued request is (ecosystem-notes section 7). Without `so_reuseport` 0 two servers share one port silently.
     """
+    age = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))] if max_connection_age_s else []
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 0),
+        *age,
     ]
 
 
@@ -93,10 +99,14 @@ class GrpcServer:
         services: full names of the services that are added, for health and reflection.
         max_message_bytes: longest message in either direction.
         tls: the server's certificate; None listens in plain text, which outside loopback is worth a warning.
+        access: decides about every call but those of health; None admits all.
+        max_connection_age_s: after which clients must connect anew for new calls; 0 is never.
+        health_port: TCP port with health alone, in plain text, for probes that speak no TLS; 0 takes any, None is off.
 
     Attributes:
         server: for `add_...Servicer_to_server`.
         port: the port that is listened on; 0 before `start`.
+        health_port: that of health alone; 0 when it is off, and before `start`.
         is_serving: what health says.
     """
 
@@ -108,9 +118,16 @@ class GrpcServer:
         *,
         max_message_bytes: int = MAX_REQUEST_BYTES,
         tls: ServerTls | None = None,
+        access: Access | None = None,
+        max_connection_age_s: float = 0.0,
+        health_port: int | None = None,
     ) -> None:
-        self.server = grpc.aio.server(options=server_options(max_message_bytes))
-        self.port = 0
+        interceptors = [] if access is None else [AccessInterceptor(access)]
+        options = server_options(max_message_bytes, max_connection_age_s)
+        self.server = grpc.aio.server(options=options, interceptors=interceptors)
+        self._probed = None if health_port is None else grpc.aio.server(options=options)
+        self._wanted_health_port = health_port
+        self.port = self.health_port = 0
         self.is_serving = False
         self._host = host
         self._wanted_port = port
@@ -136,14 +153,11 @@ class GrpcServer:
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = (*self._services, _HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
-        wanted = _join(self._host, self._wanted_port)
-        try:
-            if credentials is None:
-                self.port = self.server.add_insecure_port(wanted)
-            else:
-                self.port = self.server.add_secure_port(wanted, credentials)
-        except RuntimeError:
-            raise PortTakenError(_why_not(self._host, self._wanted_port)) from None
+        self.port = _listen(self.server, self._host, self._wanted_port, credentials)
+        if self._probed is not None and self._wanted_health_port is not None:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
+            self.health_port = _listen(self._probed, self._host, self._wanted_health_port)
+            await self._probed.start()
         if credentials is None and not is_loopback(self._host):
             log.warning(
                 "PLAIN TEXT outside loopback: everybody on the way reads prompts, answers and keys; use --tls-cert",
@@ -176,6 +190,17 @@ class GrpcServer:
         """
         self._health.end_watches()
         await self.server.stop(grace_s)
+        if self._probed is not None:
+            await self._probed.stop(0)
+
+
+def _listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Returns the port; raises PortTakenError."""
+    wanted = _join(host, port)
+    try:
+        return server.add_insecure_port(wanted) if credentials is None else server.add_secure_port(wanted, credentials)
+    except RuntimeError:
+        raise PortTakenError(_why_not(host, port)) from None
 
 
 def _join(host: str, port: int) -> str:

@@ -40,6 +40,8 @@ class Process:
     port: int
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
+    # Of health in plain text, where the port itself speaks TLS.
+    health_port: int | None = None
     child: subprocess.Popen[bytes] | None = None
     host: str = "127.0.0.1"
 
@@ -75,7 +77,8 @@ class Process:
 
     def is_serving(self, service: str = "") -> bool:
         """Whether the health service says SERVING now."""
-        with grpc.insecure_channel(self.address) as channel:
+        port = self.port if self.health_port is None else self.health_port
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             try:
                 answer = health_pb2_grpc.HealthStub(channel).Check(
                     health_pb2.HealthCheckRequest(service=service), timeout=1

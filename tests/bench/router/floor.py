@@ -51,7 +51,7 @@ async def _serve(port: int, step_s: float) -> None:
     server = grpc.aio.server(options=server_options(MAX_REQUEST_BYTES))
     service = FloorService(step_s)
     handler = grpc.unary_stream_rpc_method_handler(
-        service.Generate,  # type: ignore[arg-type]  # the stubs know no coroutines
+        service.Generate,
         request_deserializer=pb.GenerateRequest.FromString,
         response_serializer=pb.GenerateResponse.SerializeToString,
     )
