@@ -36,7 +36,7 @@ from common.limits import (
     VIOLATION_MEMORY_S,
     WORKER_WAIT_S,
 )
-from common.rpc.tls import Dialer
+from common.rpc.tls import Dialer, is_loopback
 from router.assembly import StreamAssembly
 from router.dispatcher import ClassLoad, Dispatcher, LaneCounts, Release
 from router.failover import FailoverPolicy, Loss, Verdict, stall_bound_s
@@ -152,6 +152,7 @@ class Fleet:
         self._failover = failover
         self._worker_lost = worker_lost
         self.dialer = Dialer() if dialer is None else dialer
+        self._warned = False
         self._router_id = secrets.token_hex(8)
         self._incarnation = secrets.randbits(64 - _COUNTER_BITS) << _COUNTER_BITS
         self._counter = itertools.count(1)
@@ -449,6 +450,10 @@ class Fleet:
             self._troubles[session.address] = why
 
     async def _connect(self, address: str) -> None:
+        if self.dialer.tls is None and not is_loopback(address) and not self._warned:
+            self._warned = True
+            log.warning("PLAIN TEXT to workers outside loopback: everybody on the way reads it; use --worker-ca")
+
         def open_session() -> Session:
             return Session(address, self._router_id, self._clock, self._failover.lease_s, self.dialer)
 

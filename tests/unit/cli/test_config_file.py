@@ -103,8 +103,9 @@ def test_serve_refuses_what_it_would_overrule(tmp_path: Path) -> None:
     path = tmp_path / "fleet.yaml"
     path.write_text("serve: {workers: 2}\nworker: {step-timeout: 7}\nrouter: {placement: round_robin}\n")
     context = serve.make_context("serve", ["--config", str(path), "--simulate", "instant", "--admin-port", "5"])
-    options = {name: value for name, value in context.params.items() if name not in ("ask", "prompt", "once")}
-    fleet = make_fleet(**options)
+    own = {"ask", "prompt", "once", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
+    options = {name: value for name, value in context.params.items() if name not in own}
+    fleet = make_fleet(router_options={}, **options)
     assert len(fleet.worker_ports) == 2
     assert "--admin-port 5" in " ".join(fleet.children()[0].arguments)
     refuse_twice_said(fleet, path)
