@@ -66,8 +66,7 @@ DNS_TIMEOUT_S = 3.0
 WORKER_LIST_POLL_S = 0.5
 MAX_WORKER_LIST_BYTES = MIB
 
-# Metrics of a router: how often the loop's lag is looked at, and how often the figures are taken anew.
-LAG_TICK_S = 0.1
+# How often a router takes its figures for the metrics.
 FIGURES_EVERY_S = 0.5
 
 # AdminService.

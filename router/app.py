@@ -213,12 +213,11 @@ class Router:
             metrics=self._metrics,
         )
 
-        self.loop_lag = LoopLag()
         self.configuration = Configuration(options.settings(), self._apply, reread)
+        self.loop_lag = LoopLag(on_lag=self._metrics.lag if self._metrics.enabled else None)
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
-            tls, access = security.admin_tls, security.access
-            services = [admin.SERVICE, _CHANNELZ]
+            services, tls, access = [admin.SERVICE, _CHANNELZ], security.admin_tls, security.access
             self.admin = GrpcServer(options.admin_host, options.admin_port, services, tls=tls, access=access)
 
     async def start(self) -> None:

@@ -170,9 +170,9 @@ class Fleet:
         self._parting: set[str] = set()
         # Why a worker that is wanted can not be used now.
         self._troubles: dict[str, str] = {}
-        self._turns = Turns()
         self.lost: Counter[str] = Counter()
         self.num_releases = self.num_released = 0
+        self._turns = Turns()
         self._none_up = asyncio.Event()
         self._pump_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
