@@ -210,7 +210,7 @@ class Dispatcher:
         for lane in list(self._busy.values()):
             if not lane.is_open(now, self._gate):
                 continue
-            group, serial = lane.release()
+            group, serial = lane.release(now)
             for request in group:
                 self._queue.remove(request.key)
                 self._placement.sent(request, lane)

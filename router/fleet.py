@@ -170,9 +170,9 @@ class Fleet:
         self._parting: set[str] = set()
         # Why a worker that is wanted can not be used now.
         self._troubles: dict[str, str] = {}
-        self._turns = Turns()
         self.lost: Counter[str] = Counter()
         self.num_releases = self.num_released = 0
+        self._turns = Turns()
         self._none_up = asyncio.Event()
         self._pump_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -388,6 +388,10 @@ class Fleet:
     def step_output(self, session: Session, step: wpb.StepOutput) -> None:
         """Hands tokens to their streams."""
         effects = session.link.apply(step, self._clock())
+        if any(loss is Loss.ENGINE_FAILED for _, loss in effects.lost):
+            # It comes back as another instance. Until then nothing goes there, least of all what it has just lost.
+            self._dispatcher.lane_draining(session.address, self._clock())
+            self._leave(session)
         running = self._running
         for rid in effects.touched:
             running[rid].wake()

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
 from common.errors import ApiError
-from common.limits import FIGURES_EVERY_S, LAG_TICK_S
+from common.limits import FIGURES_EVERY_S
 from common.telemetry import names
 from common.telemetry.metrics import Labels, Metrics, Observed
 from router.dispatcher import ClassLoad, LaneCounts
@@ -108,8 +107,8 @@ class RouterMetrics:
         self._observe_gauges()
         self._observe_counters()
 
-    @contextlib.contextmanager
-    def request(self, operation: str, clock: Callable[[], float]) -> Iterator[RequestMeasure]:
+    @contextlib.asynccontextmanager
+    async def request(self, operation: str, clock: Callable[[], float]) -> AsyncIterator[RequestMeasure]:
         """Measures a request for as long as the block runs; what the block raises is counted as its failure."""
         began, labels = clock(), {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_FISSILE}
         measure = RequestMeasure(labels, self)
@@ -127,17 +126,20 @@ class RouterMetrics:
         """The newest figures, which are never changed, only replaced."""
         self._figures = figures
 
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is exported."""
+        return self._metrics.enabled
+
+    def lag(self, seconds: float) -> None:
+        """The event loop was late."""
+        self._lag(seconds, {})
+
     async def watch(self, read: Callable[[], RouterFigures]) -> None:
-        """Takes figures again and again, and looks how late the event loop is; not when nothing is exported."""
-        taken = time.monotonic()
-        while self._metrics.enabled:
-            due = time.monotonic() + LAG_TICK_S
-            await asyncio.sleep(LAG_TICK_S)
-            now = time.monotonic()
-            self._lag(max(0.0, now - due), {})
-            if now - taken >= FIGURES_EVERY_S:
-                taken = now
-                self.take(read())
+        """Takes figures again and again; not when nothing is exported."""
+        while self.enabled:
+            self.take(read())
+            await asyncio.sleep(FIGURES_EVERY_S)
 
     def shutdown(self, timeout_s: float) -> None:
         """Sends the last figures."""

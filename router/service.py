@@ -139,8 +139,7 @@ class InferenceService(InferenceServiceServicer):
         async with Call(self._tracing, context, "Tokenize"):
             refuse_unserved(request, frozenset({"model", "text"}))
             check_text_bytes("text", request.text)
-            ids, tokens = await self._encoder.tokenize(request.text, self._registry.get(request.model))
-            return pb.TokenizeResponse(token_ids=ids, tokens=tokens)
+            return await self._encoder.tokenize(request.text, self._registry.get(request.model))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""
@@ -175,44 +174,44 @@ class InferenceService(InferenceServiceServicer):
         """One Generate or Chat from its arrival to its end."""
         arrival = self._clock()
         request_id = request.request_id or uuid.uuid4().hex
-        async with Call(self._tracing, context, kind.method, request_id, kind.operation) as span:
-            with self._metrics.request(kind.operation, self._clock) as measure:
-                check_request_id(request_id)
-                check()
-                tenant = tenant_of(context.invocation_metadata(), self._tenant_key, caller.get().tenant)
-                with self._claimed(request_id), self._tenant_limits.held(tenant, self._clock):
-                    model = self._registry.get(request.model)
-                    measure.model(model.name)
-                    params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
-                    prompt = await encode(model)
-                    params = clip_to_length(params, len(prompt.token_ids), model.max_model_len)
-                    span.request(model=model.name, request_id=request_id, params=params)
-                    remaining = context.time_remaining()
-                    routed = RoutedRequest(
-                        model=model.name,
-                        identity=model.identity,
-                        token_ids=prompt.token_ids,
-                        params=params,
-                        seed=derive_seed(request_id) if params.seed is None else params.seed,
-                        chain_hash=prompt.chain_hash,
-                        cache_salt=request.cache_salt.encode(),
-                        priority=check_priority(request.priority),
-                        tenant=tenant,
-                        session_id=request.session_id,
-                        granules=prompt.granules,
-                        granule_tokens=GRANULE_BLOCKS * model.block_size,
-                        arrival=arrival,
-                        deadline=None if remaining is None else self._clock() + remaining,
-                        traceparent=span.traceparent,
-                        tracestate=span.tracestate,
-                    )
-                    assembly = self._assembly(routed, model, request.output_options.return_token_ids)
-                    stream = self._fleet.open(routed, assembly, span.submitted)
-                    try:
-                        await self._send(kind, request_id, stream, context, span, measure)
-                    finally:
-                        self._fleet.close(stream)
-                        self._trace_attempts(span, stream)
+        call = Call(self._tracing, context, kind.method, request_id, kind.operation)
+        async with call as span, self._metrics.request(kind.operation, self._clock) as measure:
+            check_request_id(request_id)
+            check()
+            tenant = tenant_of(context.invocation_metadata(), self._tenant_key, caller.get().tenant)
+            with self._claimed(request_id), self._tenant_limits.held(tenant, self._clock):
+                model = self._registry.get(request.model)
+                measure.model(model.name)
+                params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
+                prompt = await encode(model)
+                params = clip_to_length(params, len(prompt.token_ids), model.max_model_len)
+                span.request(model=model.name, request_id=request_id, params=params)
+                remaining = context.time_remaining()
+                routed = RoutedRequest(
+                    model=model.name,
+                    identity=model.identity,
+                    token_ids=prompt.token_ids,
+                    params=params,
+                    seed=derive_seed(request_id) if params.seed is None else params.seed,
+                    chain_hash=prompt.chain_hash,
+                    cache_salt=request.cache_salt.encode(),
+                    priority=check_priority(request.priority),
+                    tenant=tenant,
+                    session_id=request.session_id,
+                    granules=prompt.granules,
+                    granule_tokens=GRANULE_BLOCKS * model.block_size,
+                    arrival=arrival,
+                    deadline=None if remaining is None else self._clock() + remaining,
+                    traceparent=span.traceparent,
+                    tracestate=span.tracestate,
+                )
+                assembly = self._assembly(routed, model, request.output_options.return_token_ids)
+                stream = self._fleet.open(routed, assembly, span.submitted)
+                try:
+                    await self._send(kind, request_id, stream, context, span, measure)
+                finally:
+                    self._fleet.close(stream)
+                    self._trace_attempts(span, stream)
 
     async def _send(
         self,

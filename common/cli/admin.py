@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
@@ -74,11 +75,10 @@ class Admin:
 def admin_options(command: Callable[..., Any]) -> Callable[..., Any]:
     """Adds the options of the call, and hands them to the command as `admin`."""
 
+    @functools.wraps(command)
     def wrapped(*args: Any, admin_address: str, credentials: Credentials, timeout: float, **kwargs: Any) -> Any:
         return command(*args, admin=Admin(admin_address, credentials, timeout), **kwargs)
 
-    wrapped.__name__, wrapped.__doc__ = command.__name__, command.__doc__
-    wrapped.__click_params__ = list(vars(command).get("__click_params__", []))  # type: ignore[attr-defined]
     address = option(
         "--admin-address", envvar="FISSILE_ADMIN_ADDRESS", default=DEFAULT_ADMIN, metavar="HOST:PORT",
         help="AdminService of the router: the port that it was given by --admin-port.",

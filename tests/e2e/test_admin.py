@@ -25,6 +25,7 @@ from common.cli.failure import CommandError
 from common.cli.intake import cordon, drain, flush, uncordon
 from common.cli.routing import reload, routing
 from common.cli.workers import workers
+from common.limits import MAX_LOAD_WATCHES
 from tests.e2e.service import Process, Service, free_port, generate, running_service
 from tests.e2e.simulated import OPTIONS, outcome, request, simulated_model, wait_workers
 
@@ -175,6 +176,25 @@ def test_load_is_watched_until_the_client_has_enough(site: Site) -> None:
     call.cancel()
     with pytest.raises(grpc.RpcError, match="interval_ms is 99; valid: 0 or at least 100"):
         next(iter(site.stub.WatchLoad(apb.WatchLoadRequest(interval_ms=99), timeout=5)))
+
+
+def test_clients_that_watch_are_bounded(site: Site) -> None:
+    calls = [site.stub.WatchLoad(apb.WatchLoadRequest(), timeout=30) for _ in range(MAX_LOAD_WATCHES)]
+    for call in calls:
+        next(iter(call))
+    with pytest.raises(grpc.RpcError, match=f"{MAX_LOAD_WATCHES} clients watch the load, the most that may"):
+        next(iter(site.stub.WatchLoad(apb.WatchLoadRequest(), timeout=5)))
+    for call in calls:
+        call.cancel()
+
+    def watches() -> bool:
+        try:
+            return len(list(site.stub.WatchLoad(apb.WatchLoadRequest(count=1), timeout=5))) == 1
+        except grpc.RpcError:
+            return False
+
+    # Clients that have gone leave nothing behind.
+    site.until(watches)
 
 
 def test_routing_changes_at_once_and_as_a_whole(site: Site) -> None:

@@ -156,6 +156,12 @@ class Servicer(worker_pb2_grpc.WorkerServiceServicer):
         self.calls += 1
         return worker_pb2.DrainResponse()
 
+    async def SetIntake(self, request: Any, context: Any) -> worker_pb2.SetIntakeResponse:
+        return worker_pb2.SetIntakeResponse()
+
+    async def FlushCache(self, request: Any, context: Any) -> worker_pb2.FlushCacheResponse:
+        return worker_pb2.FlushCacheResponse()
+
 
 class Everybody(Access):
     """Admits who shows a name."""
