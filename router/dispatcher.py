@@ -157,10 +157,11 @@ class Dispatcher:
 
     def expire(self, now: float) -> list[int]:
         """Drops the waiting requests whose deadline has passed and returns their keys."""
-        expired = self._queue.pop_expired(now)
-        for request in expired:
+        expired: list[int] = []
+        while (request := self._queue.pop_expired(now)) is not None:
             self._displace(request)
-        return [request.key for request in expired]
+            expired.append(request.key)
+        return expired
 
     def abandon(self, now: float) -> list[int]:
         """Drops the requests for which there has been no worker for too long and returns their keys."""
