@@ -140,7 +140,7 @@ async def test_the_workers_and_their_load_as_operators_see_them() -> None:
         waiting = ask(b, length=7)
         await until(lambda: leftovers(b.router)[2] == 1)
         admin = Admin(b.router.admin.address)
-        (seen,) = (await admin.use(lambda stub: stub.ListWorkers(apb.ListWorkersRequest(), timeout=5))).workers
+        (seen,) = (await admin.use(lambda stub: stub.ListWorkers(apb.ListWorkersRequest()))).workers
         assert (seen.worker_id, seen.model, seen.running, seen.queued) == ("w0", "m", 1, 1)
         assert (seen.decoding_seqs, seen.outstanding_tokens, seen.prefill_rate) == (1, 1007, 100.0)
         assert seen.report_age_ms < 2000
