@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # A prerequisite that is never up to date.
 FORCE:
 
-.PHONY: help setup run test test-long chaos lint protos bench check-fresh clean
+.PHONY: help setup run test test-long chaos lint protos bench bench-router check-fresh clean
 
 # The interpreter that makes .venv; empty picks one (scripts/setup.sh says how).
 PYTHON ?=
@@ -61,6 +61,9 @@ protos: $(ALL_STAMP) ## Make the stubs anew from protos/**/*.proto
 bench: $(ALL_STAMP) ## Run the benchmarks (tests/bench/README.md has their figures)
 	@$(BIN)/python -m tests.bench.scheduler_cost
 	@$(BIN)/python -m tests.bench.decode_step
+
+bench-router: $(ALL_STAMP) ## Run the router's benchmarks (7 minutes, on a quiet machine)
+	@$(BIN)/python -m tests.bench.router.all
 
 check-fresh: ## Clone HEAD into a new folder, make a new .venv there, run `make run ARGS=--once` and `make test`
 	@PYTHON="$(PYTHON)" scripts/check_fresh.sh

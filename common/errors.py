@@ -88,6 +88,13 @@ class InvalidFieldError(ApiError):
         super().__init__(grpc.StatusCode.INVALID_ARGUMENT, str(violation), (violation,))
 
 
+class MalformedRequestError(ApiError):
+    """INVALID_ARGUMENT: the bytes of a call are not a message of its type, or not a whole one."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(grpc.StatusCode.INVALID_ARGUMENT, problem, reason="MALFORMED_REQUEST")
+
+
 class UnservedFieldError(ApiError):
     """UNIMPLEMENTED: a field that this version does not serve."""
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import re
 import secrets
 import signal
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import structlog
@@ -61,6 +63,8 @@ from router.service import InferenceService
 from router.targets import AddressError, FileTarget, parse_targets
 from router.tenants import TENANT_KEY, TenantPolicy, tenant_policy
 from router.tokenizer_store import TokenizerStore
+
+SWITCH_INTERVAL_S: Final = 0.0005
 
 log = structlog.get_logger(__name__)
 
@@ -323,6 +327,15 @@ class Router:
             await asyncio.gather(self._health, return_exceptions=True)
 
 
+def run_on_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a router's work on the event loop that routers have, in a process that is set up for it."""
+    # A thread that makes a prompt keeps the interpreter for so long when the loop wants it; by default 5 ms, each time.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # What is there now stays: a full collection would go through it again and again, and hold the loop meanwhile.
+    gc.freeze()
+    uvloop.run(main)
+
+
 async def run_router(options: RouterOptions, reread: Callable[[], Reread] | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the draining. SIGHUP reads the options again.
 
@@ -522,7 +535,7 @@ def router(
     setup_logging(log_level, service="router")
     context = click.get_current_context()
     _settings(context.params)
-    uvloop.run(
+    run_on_loop(
         run_router(
             RouterOptions(
                 workers=workers,

@@ -157,10 +157,11 @@ class Dispatcher:
 
     def expire(self, now: float) -> list[int]:
         """Drops the waiting requests whose deadline has passed and returns their keys."""
-        expired = self._queue.pop_expired(now)
-        for request in expired:
+        expired: list[int] = []
+        while (request := self._queue.pop_expired(now)) is not None:
             self._displace(request)
-        return [request.key for request in expired]
+            expired.append(request.key)
+        return expired
 
     def abandon(self, now: float) -> list[int]:
         """Drops the requests for which there has been no worker for too long and returns their keys."""
@@ -210,7 +211,7 @@ class Dispatcher:
         for lane in list(self._busy.values()):
             if not lane.is_open(now, self._gate):
                 continue
-            group, serial = lane.release()
+            group, serial = lane.release(now)
             for request in group:
                 self._queue.remove(request.key)
                 self._placement.sent(request, lane)

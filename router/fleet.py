@@ -388,6 +388,10 @@ class Fleet:
     def step_output(self, session: Session, step: wpb.StepOutput) -> None:
         """Hands tokens to their streams."""
         effects = session.link.apply(step, self._clock())
+        if any(loss is Loss.ENGINE_FAILED for _, loss in effects.lost):
+            # It comes back as another instance. Until then nothing goes there, least of all what it has just lost.
+            self._dispatcher.lane_draining(session.address, self._clock())
+            self._leave(session)
         running = self._running
         for rid in effects.touched:
             running[rid].wake()

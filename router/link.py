@@ -12,6 +12,7 @@ Invariants (design-details section 2):
 
 from __future__ import annotations
 
+from array import array
 from collections import OrderedDict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -43,13 +44,13 @@ class Submission:
 
     Attributes:
         record: everything but `token_ids`, `more` and `deadline_left_ms`, which depend on the frame.
-        token_ids: prompt and tokens generated so far.
+        token_ids: prompt and tokens generated so far, uint32.
         assembly: takes the tokens that come back.
         deadline: monotonic seconds, None for never.
     """
 
     record: wpb.SubmitSequence
-    token_ids: Sequence[int]
+    token_ids: array[int]
     assembly: StreamAssembly
     deadline: float | None = None
 
@@ -258,7 +259,7 @@ def _submit_frame(group: _Group, now: float) -> wpb.Submit:
 def _add_sequence(frame: wpb.Submit, submission: Submission, taken: int, now: float) -> None:
     sequence = frame.seqs.add()
     sequence.CopyFrom(submission.record)
-    sequence.token_ids.extend(submission.token_ids[:taken])
+    sequence.token_ids.extend(submission.token_ids[:taken].tolist())
     sequence.more = taken < len(submission.token_ids)
     if submission.deadline is not None:
         # 0 means no deadline, so one that has passed is sent as the shortest.
@@ -273,7 +274,7 @@ def _extend_frame(group: _Group) -> wpb.Extend:
         del group.rests[rid]
     else:
         group.rests[rid] = (submission, end)
-    return wpb.Extend(rid=rid, token_ids=submission.token_ids[done:end], more=end < len(submission.token_ids))
+    return wpb.Extend(rid=rid, token_ids=submission.token_ids[done:end].tolist(), more=end < len(submission.token_ids))
 
 
 def _lane_frame(record: LaneRecord, now: float) -> wpb.Lane:

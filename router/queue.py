@@ -122,14 +122,13 @@ class RequestQueue:
         top = self._deadlines.top()
         return None if top is None else top[0]
 
-    def pop_expired(self, now: float) -> list[QueuedRequest]:
-        """Takes out the requests whose deadline has passed, earliest deadline first."""
-        found: list[QueuedRequest] = []
-        while (top := self._deadlines.top()) is not None and top[0] <= now:
-            request = self.remove(top[1])
-            assert request is not None
-            found.append(request)
-        return found
+    def pop_expired(self, now: float) -> QueuedRequest | None:
+        """Takes out the request with the earliest deadline, if that has passed.
+
+        One by one: what is taken out is to leave its lane before the next one, which may be the last of its class.
+        """
+        top = self._deadlines.top()
+        return self.remove(top[1]) if top is not None and top[0] <= now else None
 
     def _enter(self, request: QueuedRequest) -> None:
         self._shares.enter(request)

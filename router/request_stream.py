@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
@@ -26,7 +27,7 @@ class RoutedRequest:
     Attributes:
         model: name of its model.
         identity: `ServedModel.identity` of the model that the prompt was made for.
-        token_ids: the prompt.
+        token_ids: the prompt, uint32.
         params: canonical parameters.
         seed: seed in force (uint64).
         chain_hash: hash of the prompt's last full block, 0 when it has none.
@@ -43,7 +44,7 @@ class RoutedRequest:
 
     model: str
     identity: str
-    token_ids: Sequence[int]
+    token_ids: array[int]
     params: SamplingParams
     seed: int
     chain_hash: int
@@ -178,5 +179,5 @@ class RequestStream:
         self.assembly.worker_id = session.worker_id
         self.on_submit(session.worker_id)
         request, generated = self.request, self.assembly.token_ids
-        token_ids = [*request.token_ids, *generated] if generated else request.token_ids
+        token_ids = request.token_ids + generated if generated else request.token_ids
         return Submission(request.to_record(rid, keep=keep), token_ids, self.assembly, request.deadline)

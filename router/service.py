@@ -139,8 +139,7 @@ class InferenceService(InferenceServiceServicer):
         async with Call(self._tracing, context, "Tokenize"):
             refuse_unserved(request, frozenset({"model", "text"}))
             check_text_bytes("text", request.text)
-            ids, tokens = await self._encoder.tokenize(request.text, self._registry.get(request.model))
-            return pb.TokenizeResponse(token_ids=ids, tokens=tokens)
+            return await self._encoder.tokenize(request.text, self._registry.get(request.model))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""

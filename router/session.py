@@ -270,7 +270,11 @@ class Session:
             while (frame := self.link.next_frame(self._clock())) is not None:
                 if frame.WhichOneof("frame") == "lane":
                     self._announced = self._clock()
-                await call.write(frame)
+                try:
+                    await call.write(frame)
+                except asyncio.InvalidStateError:
+                    # The worker has ended the stream; the reader finds out how.
+                    await asyncio.Event().wait()
             if self._leaving:
                 # The worker ends the stream, and the reader finds out; nothing may be written any more.
                 await call.done_writing()

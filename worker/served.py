@@ -111,11 +111,12 @@ def sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingPara
 
 
 def _sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingParams:
+    path = "sampling_params.stop_token_sequences"
+    if len(params.stop_token_sequences) > MAX_STOP_TOKEN_SEQUENCES:
+        count = len(params.stop_token_sequences)
+        raise InvalidFieldError(path, f"has {count} entries", f"at most {MAX_STOP_TOKEN_SEQUENCES}")
     stop_ids = list(params.stop_token_ids)
     stop_sequences = [list(sequence.ids) for sequence in params.stop_token_sequences]
-    path = "sampling_params.stop_token_sequences"
-    if len(stop_sequences) > MAX_STOP_TOKEN_SEQUENCES:
-        raise InvalidFieldError(path, f"has {len(stop_sequences)} entries", f"at most {MAX_STOP_TOKEN_SEQUENCES}")
     for i, sequence in enumerate(stop_sequences):
         if not 1 <= len(sequence) <= MAX_STOP_TOKEN_SEQUENCE:
             raise InvalidFieldError(f"{path}[{i}]", f"has {len(sequence)} ids", f"1 to {MAX_STOP_TOKEN_SEQUENCE}")

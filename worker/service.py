@@ -13,11 +13,20 @@ import grpc
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceServicer
+from google.protobuf.message import DecodeError
 
-from common.errors import ApiError, InvalidFieldError, NoTokenizerError, NoWorkerError, PromptTooLongError
+from common.errors import (
+    ApiError,
+    InvalidFieldError,
+    MalformedRequestError,
+    NoTokenizerError,
+    NoWorkerError,
+    PromptTooLongError,
+)
 from common.limits import LEASE_S, MAX_REQUEST_ID_BYTES, TOKENIZER_CHUNK_BYTES
 from common.rpc.access import caller
 from common.rpc.errors import abort
+from common.rpc.requests import NOT_A_MESSAGE
 from common.rpc.unserved import refuse_unserved
 from common.telemetry import names
 from common.telemetry.tracing import Tracing, trace_id_of
@@ -195,6 +204,12 @@ class WorkerService(WorkerServiceServicer):
         except ApiError as error:
             log.info("call refused", code=error.code.name, reason=error.reason or None)
             await abort(context, error)
+        except DecodeError:
+            log.info("call refused", code=grpc.StatusCode.INVALID_ARGUMENT.name, reason="MALFORMED_REQUEST")
+            await abort(context, MalformedRequestError(NOT_A_MESSAGE))
+        except grpc.aio.InternalError:
+            # What gRPC says when the peer has gone while a write, or a read, waited for it.
+            raise asyncio.CancelledError from None
         except Exception as error:
             log.error("call failed", exc_info=error)
             await abort(context, ApiError(grpc.StatusCode.INTERNAL, "the worker failed", reason="WORKER_ERROR"))

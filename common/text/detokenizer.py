@@ -13,6 +13,7 @@ only the invalid bytes become U+FFFD.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -86,10 +87,10 @@ class TokenBytes:
             return self._whole[id]
         except KeyError:
             pass
-        try:
-            text = self._whole[id] = self.inner(id).decode()
-        except UnicodeDecodeError:
-            text = self._whole[id] = None
+        text: str | None = None
+        with contextlib.suppress(UnicodeDecodeError):
+            text = self.inner(id).decode()
+        self._whole[id] = text
         return text
 
     def first(self, id: int) -> bytes:

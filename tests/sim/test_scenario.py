@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from dataclasses import dataclass, field
 
 import pytest
@@ -111,7 +112,7 @@ class Scenario:
         request = RoutedRequest(
             model=MODEL,
             identity=service.identity,
-            token_ids=outcome.prompt,
+            token_ids=array("I", outcome.prompt),
             params=outcome.params,
             seed=outcome.seed,
             chain_hash=chain[-1] if chain else 0,

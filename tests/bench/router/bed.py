@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -71,15 +72,21 @@ def _sources(which: slice) -> list[str]:
     return [file.read_text("utf-8", "replace") for file in files[which]]
 
 
-def prompts(model: Path, tokens: int, count: int) -> list[str]:
-    """`count` texts of about `tokens` tokens each, which differ from the beginning on."""
-    tokenizer = tokenizers.Tokenizer.from_file(str(model / "tokenizer.json"))
-    corpus = "".join(_sources(_PROMPT_FILES))
-    size = 8 * tokens
-    starts = [(i * 7919) % max(1, len(corpus) - size) for i in range(count)]
-    raw = [f"{i} {(corpus[start:] + corpus)[:size]}" for i, start in enumerate(starts)]
-    encoded = tokenizer.encode_batch(raw, add_special_tokens=False)
-    return [text[: made.offsets[tokens - 1][1]] for text, made in zip(raw, encoded, strict=True)]
+def prompts(tokens: int, count: int = 4) -> Path:
+    """A JSON file with `count` texts of about `tokens` tokens each, which differ from the beginning on."""
+    file = CACHE / f"prompts-{tokens}-{count}.json"
+    if not file.is_file():
+        tokenizer = tokenizers.Tokenizer.from_file(str(bench_model() / "tokenizer.json"))
+        corpus = "".join(_sources(_PROMPT_FILES))
+        size = 8 * tokens
+        starts = [(i * 7919) % max(1, len(corpus) - size) for i in range(count)]
+        raw = [f"{i} {(corpus[start:] + corpus)[:size]}" for i, start in enumerate(starts)]
+        encoded = tokenizer.encode_batch(raw, add_special_tokens=False)
+        texts = [text[: made.offsets[tokens - 1][1]] for text, made in zip(raw, encoded, strict=True)]
+        made = file.with_suffix(f".{os.getpid()}")
+        made.write_text(json.dumps(texts), "utf-8")
+        made.rename(file)
+    return file
 
 
 def _made(folder: Path) -> Path:
@@ -132,29 +139,52 @@ class Run:
         return 1e6 * self.cpu[process] / max(1, self.seen.tokens)
 
 
-def run_load(plan: Plan, processes: Mapping[str, Sequence[int]]) -> Run:
-    """Runs a load in a process of its own.
+class RunningLoad:
+    """A load in a process of its own."""
 
-    Raises:
-        RuntimeError: it failed.
-    """
-    child = subprocess.Popen(
-        [sys.executable, "-m", "tests.bench.router.load", json.dumps(asdict(plan))],
-        cwd=REPOSITORY,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    with child:
-        assert child.stdout is not None
-        marks: list[dict[str, float]] = []
-        line = ""
-        for line in child.stdout:
-            if line.strip() in ("begin", "end"):
-                marks.append({name: sum(map(cpu_s, pids)) for name, pids in processes.items()})
-    if child.returncode or len(marks) != 2:
-        raise RuntimeError(f"the load ended with {child.returncode}: {line}")
-    told = json.loads(line)
-    seen = Seen(**{key: value for key, value in told.items() if key in Seen.__slots__})
+    def __init__(self, plan: Plan) -> None:
+        self._child = subprocess.Popen(
+            [sys.executable, "-m", "tests.bench.router.load", json.dumps(asdict(plan))],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def wait_mark(self) -> None:
+        """Waits until the measured part begins, and the second time until it ends.
+
+        Raises:
+            RuntimeError: the load failed.
+        """
+        line = self._line()
+        if line not in ("begin", "end"):
+            raise RuntimeError(f"the load ended early: {line}")
+
+    def result(self) -> Seen:
+        """What it saw.
+
+        Raises:
+            RuntimeError: it failed.
+        """
+        with self._child:
+            line = self._line()
+        if self._child.returncode:
+            raise RuntimeError(f"the load ended with {self._child.returncode}: {line}")
+        return Seen(**json.loads(line))
+
+    def _line(self) -> str:
+        assert self._child.stdout is not None
+        return self._child.stdout.readline().strip()
+
+
+def run_load(plan: Plan, processes: Mapping[str, Sequence[int]]) -> Run:
+    """Runs a load from its beginning to its end."""
+    load = RunningLoad(plan)
+    marks: list[dict[str, float]] = []
+    for _ in range(2):
+        load.wait_mark()
+        marks.append({name: sum(map(cpu_s, pids)) for name, pids in processes.items()})
+    seen = load.result()
     cpu = {name: marks[1][name] - marks[0][name] for name in processes}
     rss = {name: sum(map(rss_mib, pids)) for name, pids in processes.items()}
     return Run(seen, {**cpu, "client": seen.cpu_s}, rss)
@@ -182,7 +212,7 @@ def show(rows: Sequence[Row], *, as_json: bool, **more: object) -> None:
     """Prints rows of equal keys as a table with the machine's load, or everything as JSON."""
     machine = {"cores": os.cpu_count(), "load": round(os.getloadavg()[0], 1)}
     if as_json:
-        print(json.dumps({"rows": list(rows), **machine, **more}))
+        print(json.dumps({"rows": [_plain(row) for row in rows], **machine, **more}))
         return
     print(f"{machine['cores']} cores, load {machine['load']}" + "".join(f", {key} {more[key]}" for key in more))
     print("| " + " | ".join(rows[0]) + " |\n|" + " --- |" * len(rows[0]))
@@ -190,7 +220,14 @@ def show(rows: Sequence[Row], *, as_json: bool, **more: object) -> None:
         print("| " + " | ".join(_cell(value) for value in row.values()) + " |")
 
 
+def _plain(row: Row) -> Row:
+    """JSON knows no NaN."""
+    return {key: None if isinstance(value, float) and math.isnan(value) else value for key, value in row.items()}
+
+
 def _cell(value: object) -> str:
     if not isinstance(value, float):
         return str(value)
+    if math.isnan(value):
+        return ""
     return f"{value:.0f}" if abs(value) >= 100 else f"{value:.3g}"

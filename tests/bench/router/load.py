@@ -10,11 +10,11 @@ import asyncio
 import itertools
 import json
 import random
-import resource
 import sys
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 import uvloop
 from fissile.v1 import inference_pb2 as pb
@@ -22,11 +22,12 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from tests.bench.router.wire import Connection, GrpcConnection, Reply, SseConnection
 
-ROUTER, WORKER, SMG = "router", "worker", "smg"
+ROUTER, WORKER, SMG, VLLM = "router", "worker", "smg", "vllm"
 _PATHS = {
     ROUTER: "/fissile.v1.InferenceService/Generate",
     WORKER: "/fissile.worker.v1.WorkerService/Generate",
     SMG: "/v1/completions",
+    VLLM: "/vllm.grpc.engine.VllmEngine/Generate",
 }
 
 
@@ -35,16 +36,17 @@ class Plan:
     """What a load process does.
 
     Attributes:
-        target: ROUTER, WORKER or SMG: what is spoken.
+        target: ROUTER, WORKER, SMG or VLLM (the peer's worker protocol): what is spoken.
         addresses: host:port, used in turn.
         connections: connections in all; SSE opens one per stream.
         streams: requests in flight; 0 sends bursts instead.
         warm_s: seconds before the measured part.
         measure_s: seconds of the measured part.
         burst: requests of a burst.
+        spacing_s: between the requests of a burst.
         bursts_per_s: mean rate of bursts (Poisson).
         prompt: tokens of a prompt.
-        text: prompts as text (`texts` in turn) instead of token ids.
+        texts: a JSON file of prompts, used in turn; empty sends token ids, random ones.
         output: tokens of an answer.
         vocab: token ids are below.
         seed: of everything random.
@@ -58,14 +60,14 @@ class Plan:
     warm_s: float = 1.0
     measure_s: float = 3.0
     burst: int = 0
+    spacing_s: float = 0.0
     bursts_per_s: float = 0.0
     prompt: int = 32
-    text: bool = False
     output: int = 64
     vocab: int = 256
     seed: int = 0
     token_ids: bool = True
-    texts: Sequence[str] = ()
+    texts: str = ""
 
 
 @dataclass(slots=True)
@@ -74,6 +76,7 @@ class Seen:
 
     Attributes:
         ttft: of requests that were sent in it and got their first token.
+        firsts: when the first tokens in it came, seconds of `time.perf_counter`.
         tpot: of requests that ended in it: mean time per token after the first.
         gaps: between messages of one stream.
         tokens: that came in it.
@@ -85,6 +88,7 @@ class Seen:
     """
 
     ttft: list[float] = field(default_factory=list)
+    firsts: list[float] = field(default_factory=list)
     tpot: list[float] = field(default_factory=list)
     gaps: list[float] = field(default_factory=list)
     tokens: int = 0
@@ -97,11 +101,12 @@ class Seen:
 
 def bodies(plan: Plan) -> Iterator[bytes]:
     """The requests, each with a prompt of its own."""
+    if plan.texts:
+        made = [_body(plan, [], text) for text in json.loads(Path(plan.texts).read_text("utf-8"))]
+        yield from itertools.cycle(made)
     rnd = random.Random(plan.seed)
-    for i in itertools.count():
-        ids = [] if plan.text else rnd.choices(range(plan.vocab), k=plan.prompt)
-        text = plan.texts[i % len(plan.texts)] if plan.text else ""
-        yield _body(plan, ids, text)
+    while True:
+        yield _body(plan, rnd.choices(range(plan.vocab), k=plan.prompt), "")
 
 
 def _body(plan: Plan, ids: Sequence[int], text: str) -> bytes:
@@ -110,14 +115,39 @@ def _body(plan: Plan, ids: Sequence[int], text: str) -> bytes:
             max_tokens=plan.output, top_p=1, temperature=1, repetition_penalty=1, ignore_eos=True
         )
         return wpb.GenerateRequest(token_ids=ids, params=params).SerializeToString()
+    if plan.target == VLLM:
+        return _vllm_request(ids, plan.output)
     if plan.target == SMG:
         prompt = {"prompt": text, "max_tokens": plan.output, "ignore_eos": True, "stream": True, "model": "bench"}
         return json.dumps({**prompt, "stream_options": {"include_usage": True}}).encode()
-    request = pb.GenerateRequest(text=text) if plan.text else pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids))
+    request = pb.GenerateRequest(text=text) if text else pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids))
     request.sampling_params.max_tokens = plan.output
     request.sampling_params.ignore_eos = True
     request.output_options.return_token_ids = plan.token_ids
     return request.SerializeToString()
+
+
+def _vllm_request(ids: Sequence[int], max_tokens: int) -> bytes:
+    """A GenerateRequest of vllm_engine.proto, written by hand: the peer's package is not in our environment."""
+    tokenized = _field(2, b"".join(map(_to_varint, ids)))
+    params = _number(2, 0) + _number(8, max_tokens) + _number(14, 1)
+    return _field(1, b"bench") + _field(2, tokenized) + _field(4, params) + _number(5, 1)
+
+
+def _field(number: int, data: bytes) -> bytes:
+    return _to_varint(number << 3 | 2) + _to_varint(len(data)) + data
+
+
+def _number(number: int, value: int) -> bytes:
+    return _to_varint(number << 3) + _to_varint(value)
+
+
+def _to_varint(value: int) -> bytes:
+    encoded = bytearray()
+    while value > 0x7F:
+        encoded.append(value & 0x7F | 0x80)
+        value >>= 7
+    return bytes([*encoded, value])
 
 
 def tokens_in_router_message(message: memoryview) -> int:
@@ -151,11 +181,22 @@ def _varint(data: memoryview, at: int) -> tuple[int, int]:
             return value, at
 
 
-def _no_tokens(message: memoryview) -> int:
-    return 0
+def tokens_in_event(message: memoryview) -> int:
+    """One for an event of `smg` with text: it sends an event per token, one for the end and one for the usage."""
+    return int(b'"finish_reason":null' in bytes(message))
 
 
-_COUNTERS = {ROUTER: tokens_in_router_message, WORKER: tokens_in_worker_message, SMG: _no_tokens}
+def tokens_in_vllm_message(message: memoryview) -> int:
+    """One for a GenerateStreamChunk: our double sends a token in each, and a GenerateComplete at the end."""
+    return int(message[0] == 0x0A)
+
+
+_COUNTERS = {
+    ROUTER: tokens_in_router_message,
+    WORKER: tokens_in_worker_message,
+    SMG: tokens_in_event,
+    VLLM: tokens_in_vllm_message,
+}
 
 
 def final_tokens(plan: Plan, reply: Reply) -> int | None:
@@ -163,6 +204,8 @@ def final_tokens(plan: Plan, reply: Reply) -> int | None:
     if plan.target == SMG:
         usage = json.loads(reply.last).get("usage") if reply.last.startswith(b"{") else None
         return int(usage["completion_tokens"]) if usage else None
+    if plan.target == VLLM:
+        return sum(reply.tokens) if reply.last[:1] == b"\x12" else None
     if plan.target == WORKER:
         answer = wpb.GenerateResponse.FromString(reply.last)
         return sum(reply.tokens) if answer.HasField("end") else None
@@ -180,7 +223,6 @@ class Load:
         self._turn = 0
         self._replies: list[Reply] = []
         self._running: dict[int, tuple[Connection, Reply]] = {}
-        self._ending = False
 
     async def run(self) -> Seen:
         """Warms up, measures, and gives up what still runs."""
@@ -197,7 +239,6 @@ class Load:
         await asyncio.sleep(plan.measure_s)
         end, cpu = time.perf_counter(), time.process_time() - cpu
         print("end", flush=True)
-        self._ending = True
         for task in work:
             task.cancel()
         await asyncio.gather(*work, return_exceptions=True)
@@ -220,11 +261,15 @@ class Load:
     async def _bursts(self) -> None:
         rnd = random.Random(self._plan.seed + 1)
         async with asyncio.TaskGroup() as group:
-            while not self._ending:
-                for _ in range(self._plan.burst):
-                    self._turn += 1
-                    group.create_task(self._request(self._connections[self._turn % len(self._connections)]))
+            while True:
+                group.create_task(self._burst(group))
                 await asyncio.sleep(rnd.expovariate(self._plan.bursts_per_s))
+
+    async def _burst(self, group: asyncio.TaskGroup) -> None:
+        for _ in range(self._plan.burst):
+            self._turn += 1
+            group.create_task(self._request(self._connections[self._turn % len(self._connections)]))
+            await asyncio.sleep(self._plan.spacing_s)
 
     async def _request(self, connection: Connection) -> None:
         reply = connection.start(_PATHS[self._plan.target], next(self._bodies))
@@ -244,14 +289,14 @@ class Load:
             seen.failed += 1
         if times and begin <= reply.began < end:
             seen.ttft.append(times[0] - reply.began)
+        if times and begin <= times[0] < end:
+            seen.firsts.append(times[0])
         inside = [begin <= at < end for at in times]
         seen.messages += sum(inside)
         seen.tokens += sum(count for count, within in zip(reply.tokens, inside, strict=True) if within)
         seen.gaps += [b - a for a, b, within in zip(times, times[1:], inside[1:], strict=False) if within]
         if whole and inside[-1]:
             seen.requests += 1
-            if self._plan.target == SMG:
-                seen.tokens += whole
             if whole > 1:
                 seen.tpot.append((times[-1] - times[0]) / (whole - 1))
 
@@ -260,7 +305,7 @@ def main() -> None:
     """Runs the plan in the argument."""
     plan = Plan(**json.loads(sys.argv[1]))
     seen = uvloop.run(Load(plan).run())
-    print(json.dumps({**asdict(seen), "max_rss_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss}), flush=True)
+    print(json.dumps(asdict(seen)), flush=True)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ _DEFAULT_WINDOW: Final = 65_535
 _DATA, _HEADERS, _RESET, _SETTINGS, _PING, _GOAWAY, _WINDOW, _CONTINUATION = 0, 1, 3, 4, 6, 7, 8, 9
 _ACK = _END_STREAM = 0x1
 _END_HEADERS: Final = 0x4
+_STATUS: Final = b"HTTP/1.1 "
 
 CountTokens = Callable[[memoryview], int]
 
@@ -229,11 +230,13 @@ class SseConnection(Connection):
     def __init__(self, count_tokens: CountTokens) -> None:
         super().__init__(count_tokens)
         self._reply: Reply | None = None
+        self._is_ok = False
 
     def start(self, path: str, body: bytes) -> Reply:
         """Sends a POST."""
         head = f"POST {path} HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
         self._to.write(f"{head}\r\n\r\n".encode() + body)
+        self._is_ok = False
         self._reply = Reply(time.perf_counter(), asyncio.get_running_loop().create_future())
         return self._reply
 
@@ -247,7 +250,17 @@ class SseConnection(Connection):
     def _take(self, data: bytes, now: float) -> int:
         """Events are lines that begin with `data: `; the chunks that they travel in do not matter."""
         reply, at = self._reply, 0
-        while reply is not None and (found := data.find(b"data: ", at)) >= 0:
+        if reply is None:
+            return len(data)
+        if not self._is_ok:
+            at = data.find(_STATUS)
+            if at < 0 or len(data) < at + len(_STATUS) + 3:
+                return max(at, 0)
+            self._is_ok = data.startswith(b"200", at + len(_STATUS))
+            if not self._is_ok:
+                self._fail(ConnectionError(data[at : at + 400].decode(errors="replace")))
+                return len(data)
+        while (found := data.find(b"data: ", at)) >= 0:
             end = data.find(b"\n\n", found)
             if end < 0:
                 return found
@@ -257,8 +270,6 @@ class SseConnection(Connection):
                 return len(data)
             self._message(reply, memoryview(data)[found + 6 : end], now)
             at = end + 2
-        if data.startswith(b"HTTP/1.1 ") and not data.startswith(b"HTTP/1.1 200"):
-            self._fail(ConnectionError(data[:400].decode(errors="replace")))
         return max(at, len(data) - 5)
 
     def _fail(self, error: Exception) -> None:

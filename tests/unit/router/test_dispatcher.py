@@ -153,6 +153,15 @@ def test_expiry_in_the_queue() -> None:
     assert len(d) == 1
 
 
+def test_all_of_a_tenant_expire_at_once() -> None:
+    d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1))
+    for key in range(3):
+        d.arrive(request(key, deadline=1.0), 0.0)
+    assert d.expire(1.0) == [0, 1, 2]
+    assert len(d) == 0
+    assert d.lane_record("a").seqs == 0
+
+
 def test_lanes_that_come_and_go_move_what_waits() -> None:
     d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1))
     for key in range(4):
