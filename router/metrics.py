@@ -108,14 +108,22 @@ class RouterMetrics:
         self._observe_counters()
 
     @contextlib.asynccontextmanager
-    async def request(self, operation: str, clock: Callable[[], float]) -> AsyncIterator[RequestMeasure]:
-        """Measures a request for as long as the block runs; what the block raises is counted as its failure."""
+    async def request(
+        self, operation: str, clock: Callable[[], float], is_late: Callable[[], bool]
+    ) -> AsyncIterator[RequestMeasure]:
+        """Measures a request for as long as the block runs; what the block raises is counted as its failure.
+
+        Args:
+            operation: `names.TEXT_COMPLETION` or `names.CHAT`.
+            clock: monotonic seconds.
+            is_late: whether the call's deadline has passed: that arrives as a cancellation too.
+        """
         began, labels = clock(), {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_FISSILE}
         measure = RequestMeasure(labels, self)
         try:
             yield measure
         except BaseException as error:
-            code, reason = _failure(error)
+            code, reason = _failure(error, is_late)
             self.failed[reason] += 1
             labels[names.ERROR_TYPE] = code
             raise
@@ -206,12 +214,14 @@ def _labelled(values: Mapping[str, int], name: str) -> list[tuple[float, Labels]
     return [(value, {name: key}) for key, value in values.items()]
 
 
-def _failure(error: BaseException) -> tuple[str, str]:
+def _failure(error: BaseException, is_late: Callable[[], bool]) -> tuple[str, str]:
     """The status that a request ends with, and the reason that it is counted under."""
     if isinstance(error, ApiError):
         return error.code.name, error.reason or error.code.name
-    # Deadlines of calls arrive as cancellations too.
-    return ("CANCELLED", "CANCELLED") if isinstance(error, asyncio.CancelledError) else ("INTERNAL", "ROUTER_ERROR")
+    if not isinstance(error, asyncio.CancelledError):
+        return "INTERNAL", "ROUTER_ERROR"
+    ended = "DEADLINE_EXCEEDED" if is_late() else "CANCELLED"
+    return ended, ended
 
 
 def _running(worker: KnownWorker) -> float:

@@ -175,7 +175,8 @@ class InferenceService(InferenceServiceServicer):
         arrival = self._clock()
         request_id = request.request_id or uuid.uuid4().hex
         call = Call(self._tracing, context, kind.method, request_id, kind.operation)
-        async with call as span, self._metrics.request(kind.operation, self._clock) as measure:
+        measured = self._metrics.request(kind.operation, self._clock, lambda: context.time_remaining() == 0)
+        async with call as span, measured as measure:
             check_request_id(request_id)
             check()
             tenant = tenant_of(context.invocation_metadata(), self._tenant_key, caller.get().tenant)

@@ -314,7 +314,7 @@ def _lost(error: Exception) -> SessionLostError:
     if isinstance(error, SessionLostError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):
-        details = error.details() or ""
+        details = (error.details() or "").removeprefix("failed to connect to all addresses; last error: ")
         refused = error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in details.lower()
         return SessionLostError(Fault.REFUSED if refused else Fault.BROKEN, f"{error.code().name}: {details}")
     return SessionLostError(Fault.UNREADY if isinstance(error, WorkerRefusedError) else Fault.VIOLATION, str(error))
