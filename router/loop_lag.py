@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import time
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 INTERVAL_S: Final = 0.01
@@ -18,6 +18,14 @@ INTERVAL_S: Final = 0.01
 BOUNDS_S: Final = tuple(1e-4 * 1.2**i for i in range(64))
 # A stall is counted up to here, so that a suspended process does not count for ever.
 _MAX_COUNTED_S: Final = 10.0
+
+
+def counted(lag_s: float) -> Iterator[float]:
+    """A lag, and those of the timers that should have fired within it."""
+    lag_s = min(lag_s, _MAX_COUNTED_S)
+    while lag_s >= 0:
+        yield lag_s
+        lag_s -= INTERVAL_S
 
 
 class LagHistogram:
@@ -32,10 +40,8 @@ class LagHistogram:
 
     def record(self, lag_s: float) -> None:
         """Counts a lag, and those of the timers that should have fired within it."""
-        lag_s = min(lag_s, _MAX_COUNTED_S)
-        while lag_s >= 0:
-            self.counts[bisect_left(BOUNDS_S, lag_s)] += 1
-            lag_s -= INTERVAL_S
+        for each in counted(lag_s):
+            self.counts[bisect_left(BOUNDS_S, each)] += 1
 
     def since(self, earlier: LagHistogram) -> LagHistogram:
         """What has come after `earlier`, a copy of this one's past."""
@@ -54,12 +60,19 @@ class LagHistogram:
 class LoopLag:
     """Watches the running event loop until `stop`.
 
+    Args:
+        clock: monotonic seconds.
+        on_lag: told every lag that is counted, in seconds; None for nobody.
+
     Attributes:
         histogram: what has been seen since the start.
     """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, clock: Callable[[], float] = time.monotonic, on_lag: Callable[[float], None] | None = None
+    ) -> None:
         self.histogram = LagHistogram()
+        self._on_lag = on_lag
         self._clock = clock
         self._due = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -76,5 +89,9 @@ class LoopLag:
             self._timer = None
 
     def _tick(self) -> None:
-        self.histogram.record(max(0.0, self._clock() - self._due))
+        lag_s = max(0.0, self._clock() - self._due)
+        self.histogram.record(lag_s)
+        if self._on_lag is not None:
+            for each in counted(lag_s):
+                self._on_lag(each)
         self.start()

@@ -42,6 +42,12 @@ def time_to_first_token_s(stream: RequestStream) -> float:
     return 0.0 if first is None else first - stream.request.arrival
 
 
+def decode_s(stream: RequestStream) -> float:
+    """From the first token's arrival to the last one's; 0 without any."""
+    first, last = stream.assembly.first_token_time, stream.assembly.last_token_time
+    return 0.0 if first is None or last is None else last - first
+
+
 def describe_model(model: ServedModel, registry: ModelRegistry) -> pb.Model:
     """The model for ListModels and GetModel."""
     return pb.Model(

@@ -10,7 +10,15 @@ from typing import Any
 
 from common.cli.failure import CommandError
 from common.cli.options import option
-from common.cli.security import apply, client_tls, file_option, health_port_option, server_tls, server_tls_options
+from common.cli.security import (
+    api_keys_option,
+    apply,
+    client_tls,
+    file_option,
+    health_port_option,
+    server_tls,
+    server_tls_options,
+)
 from common.rpc.access import Access, KeyAccess
 from common.rpc.key_store import KeyStore
 from common.rpc.keys import KeyFileError
@@ -52,11 +60,7 @@ _OPTIONS = apply(
         "Certificate chain that the router shows to workers, PEM (mTLS). It is read again when it changes.",
     ),
     file_option("--worker-client-key", "FISSILE_WORKER_CLIENT_KEY", "Its private key, PEM, not encrypted."),
-    file_option(
-        "--api-keys", "FISSILE_API_KEYS",
-        "API keys, hashed: a line each, as `fissile keys new` prints it. Then every call needs one, but for health. It "
-        "is read again when it changes.",
-    ),
+    api_keys_option,
     option(
         "--api-key-line", "api_key_lines", envvar="FISSILE_API_KEY_LINES", multiple=True, metavar="LINE",
         help="A line of --api-keys; repeat it, or separate several by spaces in the variable.",

@@ -57,6 +57,16 @@ class Fault(enum.Enum):
     """This router ends."""
 
 
+class Intake(enum.Enum):
+    """What a worker that serves says about new work."""
+
+    OPEN = enum.auto()
+    CORDONED = enum.auto()
+    """None; what runs goes on there."""
+    EVICTING = enum.auto()
+    """None, and what runs goes on elsewhere where it can."""
+
+
 class SessionLostError(Exception):
     """The Session has ended, or could not begin; the message says why in one line."""
 
@@ -124,7 +134,8 @@ class Session:
         worker_id: the worker's own name.
         instance_id: the worker's process.
         served: whether the worker has taken work in this life.
-        open: whether it gets new work.
+        intake: what the worker has last said about new work.
+        open: whether it gets any.
         step_tokens: most tokens in one step of the worker, 0 before it said so.
         lease_s: how long the worker keeps this router's sequences without hearing from it.
     """
@@ -144,6 +155,7 @@ class Session:
         self.instance_id = ""
         self.model: ServedModel | None = None
         self.served = False
+        self.intake = Intake.OPEN
         self.open = False
         self.step_tokens = 0
         self._clock = clock
@@ -258,7 +270,11 @@ class Session:
             while (frame := self.link.next_frame(self._clock())) is not None:
                 if frame.WhichOneof("frame") == "lane":
                     self._announced = self._clock()
-                await call.write(frame)
+                try:
+                    await call.write(frame)
+                except asyncio.InvalidStateError:
+                    # The worker has ended the stream; the reader finds out how.
+                    await asyncio.Event().wait()
             if self._leaving:
                 # The worker ends the stream, and the reader finds out; nothing may be written any more.
                 await call.done_writing()

@@ -36,6 +36,12 @@ class TenantPolicy:
     concurrency_of: Mapping[str, int] = field(default_factory=dict)
 
 
+def tenant_policy(key: str, weights: Mapping[str, float], concurrency: Mapping[str, int]) -> TenantPolicy:
+    """The policy from limits by tenant, of which "" is for each of the others."""
+    named = {tenant: limit for tenant, limit in concurrency.items() if tenant}
+    return TenantPolicy(key, weights, concurrency.get("", 0), named)
+
+
 def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None, key: str, bound: str = "") -> str:
     """The tenant of a call, "" when its metadata names none.
 
@@ -71,6 +77,10 @@ class TenantLimits:
     def __init__(self, policy: TenantPolicy) -> None:
         self._policy = policy
         self._tenants: dict[str, _InFlight] = {}
+
+    def set_policy(self, policy: TenantPolicy) -> None:
+        """Other limits from now on; requests in flight count, and none is ended."""
+        self._policy = policy
 
     def __len__(self) -> int:
         """Number of tenants with requests in flight."""

@@ -21,6 +21,7 @@ import structlog
 import uvloop
 from fissile.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 
+from common.cli.config_file import ConfigurableCommand, config_option
 from common.cli.failure import CommandError
 from common.cli.options import option
 from common.cli.restart_policy import GiveUp, RestartPolicy
@@ -407,7 +408,8 @@ class ByteSize(click.ParamType[int]):
         return size
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=ConfigurableCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@config_option("worker")
 @option(
     "--model", envvar="FISSILE_MODEL", required=True, metavar="MODEL",
     help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub.",

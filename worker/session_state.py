@@ -84,6 +84,7 @@ class SessionState:
         lanes: what waits at all routers.
         now: monotonic seconds.
         wake: told when there may be something to write.
+        intake: whether new work is wanted.
 
     Attributes:
         router_id: id of the router's process.
@@ -100,6 +101,7 @@ class SessionState:
         lanes: FleetLanes,
         now: float,
         wake: Callable[[], None],
+        intake: wpb.Intake.ValueType = wpb.INTAKE_OPEN,
     ) -> None:
         self.router_id = hello.router_id
         self.lease_s = hello.lease_ms / 1000
@@ -117,6 +119,8 @@ class SessionState:
         self._welcomed = False
         self._drain_until: float | None = None
         self._drain_told = False
+        self._intake = intake
+        self._intake_told = True
 
     # Reading.
 
@@ -162,7 +166,8 @@ class SessionState:
         self._inbox.expire(now)
         self._move_on()
         frame = self._news(now)
-        if frame is None and now - self._spoke >= HEARTBEAT_S:
+        if frame is None and (now - self._spoke >= HEARTBEAT_S or not self._intake_told):
+            self._intake_told = True
             frame = wpb.SessionResponse(heartbeat=self._heartbeat(now))
         if frame is not None:
             self._spoke = now
@@ -177,6 +182,11 @@ class SessionState:
         self._drain_until = until
         for rid in self._inbox.give_up():
             self._sequences.outbox.give_back(rid)
+        self._wake()
+
+    def set_intake(self, intake: wpb.Intake.ValueType) -> None:
+        """Tells the router whether new work is wanted; what is on its way is still taken."""
+        self._intake, self._intake_told = intake, False
         self._wake()
 
     def close(self) -> None:
@@ -219,7 +229,7 @@ class SessionState:
         )
 
     def _load(self, now: float) -> wpb.Load:
-        return load_proto(self._engine.load, self._lanes.oldest_age_s(now), self._lanes.num_tokens)
+        return load_proto(self._engine.load, self._lanes.oldest_age_s(now), self._lanes.num_tokens, self._intake)
 
     def _submit(self, frame: wpb.Submit, now: float) -> None:
         for field, _ in frame.ListFields():

@@ -27,7 +27,17 @@ _CHANGE_THE_REQUEST = frozenset(
         grpc.StatusCode.ALREADY_EXISTS,
         grpc.StatusCode.FAILED_PRECONDITION,
         grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
     }
+)
+# Part of what gRPC says -> what it means, and what to do.
+_TLS_TROUBLES = (
+    ("WRONG_VERSION_NUMBER", "it speaks plain text", "leave --tls and --tls-ca away"),
+    ("certificate has expired", "its certificate has expired", "renew it"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is of another CA", "--tls-ca names the right one"),
+    ("Hostname Verification", "its certificate has another name", "--tls-name says which it must have"),
+    ("Socket closed", "it closes the connection", "it may want TLS (--tls-ca) or a certificate (--client-cert)"),
 )
 _TRY_LATER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
@@ -46,7 +56,8 @@ def call_failed(
     code, details = error.code(), error.details() or ""
     # What gRPC itself reports has no details; a server of ours always sends some.
     if code is grpc.StatusCode.UNAVAILABLE and "grpc-status-details-bin" not in (error.trailing_metadata() or ()):
-        reason = details.rpartition(": ")[2]
+        reason, remedy = next((said for part, *said in _TLS_TROUBLES if part in details), ("", remedy))
+        reason = reason or details.rpartition(": ")[2]
         return CommandError(f"no router can be reached at {address} ({reason}); {remedy}", 3)
     exit_code = 2 if code in _CHANGE_THE_REQUEST else 3 if code in _TRY_LATER else 1
     note = " (the text so far is partial)" if partial and "partial" not in details else ""

@@ -43,6 +43,13 @@ def server_tls_options(prefix: str) -> Callable[[_Command], _Command]:
     )  # fmt: skip
 
 
+api_keys_option = file_option(
+    "--api-keys", "FISSILE_API_KEYS",
+    "API keys, hashed: a line each, as `fissile keys new` prints it. Then every call needs one, but for health. It is "
+    "read again when it changes.",
+)  # fmt: skip
+
+
 def health_port_option(prefix: str) -> Callable[[_Command], _Command]:
     """`--health-port`."""
     return option(
@@ -93,24 +100,24 @@ def client_tls(
     return None
 
 
-_CLIENT_OPTIONS = apply(
+_CLIENT_TLS_OPTIONS = apply(
     option(
         "--tls/--no-tls", envvar="FISSILE_TLS", default=False,
         help="Call by TLS, with the public CAs unless --tls-ca names others.",
     ),
-    file_option("--tls-ca", "FISSILE_TLS_CA", "CAs of the router, PEM: call by TLS."),
+    file_option("--tls-ca", "FISSILE_TLS_CA", "CAs of the server, PEM: call by TLS."),
     option("--tls-name", envvar="FISSILE_TLS_NAME", default="", help="Name in its certificate; absent: the host's."),
-    file_option("--client-cert", "FISSILE_CLIENT_CERT", "Certificate chain to show to the router, PEM (mTLS)."),
+    file_option("--client-cert", "FISSILE_CLIENT_CERT", "Certificate chain to show to the server, PEM (mTLS)."),
     file_option("--client-key", "FISSILE_CLIENT_KEY", "Its private key, PEM, not encrypted."),
-    option(
-        "--api-key", envvar="FISSILE_API_KEY", default="", metavar="KEY",
-        help="Key to show to the router; better in the variable: others on this machine see command lines.",
-    ),
+)  # fmt: skip
+_API_KEY_OPTION = option(
+    "--api-key", envvar="FISSILE_API_KEY", default="", metavar="KEY",
+    help="Key to show to the router; better in the variable: others on this machine see command lines.",
 )  # fmt: skip
 
 
-def with_credentials(command: _Command) -> _Command:
-    """Adds the options of a client, and hands them to the command as `credentials`.
+def with_tls(command: _Command) -> _Command:
+    """Adds a client's options of TLS, and hands them to the command as `tls`.
 
     Raises (the command):
         CommandError: something is missing.
@@ -124,10 +131,19 @@ def with_credentials(command: _Command) -> _Command:
         tls_name: str,
         client_cert: Path | None,
         client_key: Path | None,
-        api_key: str,
         **kwargs: Any,
     ) -> Any:
         files = client_tls(ca=tls_ca, cert=client_cert, key=client_key, name=tls_name, wanted=tls)
-        return command(*args, credentials=Credentials(files, api_key), **kwargs)
+        return command(*args, tls=files, **kwargs)
 
-    return _CLIENT_OPTIONS(wrapped)
+    return _CLIENT_TLS_OPTIONS(wrapped)
+
+
+def with_credentials(command: _Command) -> _Command:
+    """Adds a client's options of TLS and `--api-key`, and hands them to the command as `credentials`."""
+
+    @functools.wraps(command)
+    def wrapped(*args: Any, tls: ClientTls | None, api_key: str, **kwargs: Any) -> Any:
+        return command(*args, credentials=Credentials(tls, api_key), **kwargs)
+
+    return with_tls(_API_KEY_OPTION(wrapped))

@@ -116,10 +116,8 @@ class KeyAccess:
             raise UnauthenticatedError("API_KEY_INVALID", "the API key is none that counts here")
         wanted = METHOD_ROLES.get(method, frozenset())
         if not wanted & key.roles:
-            roles = " or ".join(sorted(wanted)) or "that no key has"
-            raise PermissionDeniedError(
-                "ROLE_MISSING", f"{method} needs role {roles}, which the key {key.name} has not"
-            )
+            roles, has = " or ".join(sorted(wanted)) or "that no key has", ", ".join(sorted(key.roles))
+            raise PermissionDeniedError("ROLE_MISSING", f"{method} needs role {roles}; the key {key.name} has {has}")
         return Caller(name=key.name, tenant=key.tenant)
 
 

@@ -21,6 +21,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common.limits import HANDSHAKE_TIMEOUT_S, MAX_METADATA_BYTES, MAX_REQUEST_BYTES, MAX_STREAMS_PER_CONNECTION
 from common.rpc.access import Access, AccessInterceptor
+from common.rpc.requests import RequestReader
 from common.rpc.tls import ServerTls, is_loopback
 
 log = structlog.get_logger(__name__)
@@ -122,7 +123,8 @@ class GrpcServer:
         max_connection_age_s: float = 0.0,
         health_port: int | None = None,
     ) -> None:
-        interceptors = [] if access is None else [AccessInterceptor(access)]
+        # Who may not call is refused before the request is looked at.
+        interceptors = [*([] if access is None else [AccessInterceptor(access)]), RequestReader()]
         options = server_options(max_message_bytes, max_connection_age_s)
         self.server = grpc.aio.server(options=options, interceptors=interceptors)
         self._probed = None if health_port is None else grpc.aio.server(options=options)

@@ -36,7 +36,7 @@ class Scale:
         h2_ping_s: from one ping to the next.
         h3_age_s: after which a worker ends connections.
         h3_s: of load on such a worker.
-        engine_streams: that run when a rank is killed.
+        engine_streams: on each of two workers, when the engine of one is lost.
     """
 
     f1_streams: int
@@ -101,15 +101,15 @@ _SMALL = Scale(
     b1_pause_s=0.3,
     b2_clients=30,
     a1_s=2.0,
-    a2_examples=60,
+    a2_examples=40,
     m1_connections=20,
     m1_frames=1000,
-    m3_examples=150,
+    m3_examples=60,
     h2_silent_s=4.0,
     h2_ping_s=0.3,
     h3_age_s=1.0,
     h3_s=4.0,
-    engine_streams=3,
+    engine_streams=2,
 )
 FULL = os.environ.get("CHAOS_SCALE") == "full"
 SCALE = _FULL if FULL else _SMALL

@@ -58,6 +58,12 @@ def client_of(process: Process, options: Sequence[tuple[str, int]] = ()) -> Iter
         yield InferenceServiceStub(channel)
 
 
+def code_of(error: grpc.RpcError) -> grpc.StatusCode:
+    """The code of a call's status."""
+    assert isinstance(error, grpc.Call)
+    return error.code()
+
+
 def detail(error: grpc.RpcError, kind: type[T]) -> T | None:
     """A detail of a call's status; None when it has none of this kind."""
     assert isinstance(error, grpc.Call)

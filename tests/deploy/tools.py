@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
 TOOLS = ROOT / ".venv-deploy" / "bin"
-TIMEOUT_S = 60
+TIMEOUT_S = 180
 
 
 def tool(name: str) -> Path:

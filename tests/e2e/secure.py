@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
 
 import grpc
 from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
@@ -22,7 +21,6 @@ WORKER_NAME = "workers.fissile"
 ROUTER_IDENTITY = "spiffe://fissile.test/router"
 # Of another router that may use the same workers.
 OTHER_IDENTITY = "other-router.fissile.test"
-Made = TypeVar("Made")
 
 
 class Pki:
@@ -58,7 +56,7 @@ class SecureService:
 
     def channel(self, name: str = "alice", pair: Pair | None = None) -> grpc.Channel:
         """To the router, with a key."""
-        return keyed(tls_channel(self.router.address, self.pki.servers, pair or self.pki.client), self.keys[name])
+        return tls_channel(self.router.address, self.pki.servers, pair or self.pki.client, key=self.keys[name])
 
     def stub(self, name: str = "alice") -> InferenceServiceStub:
         """Blocking client of the router."""
@@ -67,8 +65,9 @@ class SecureService:
     @contextlib.contextmanager
     def admin(self, name: str = "ops") -> Iterator[AdminServiceStub]:
         """Blocking client of AdminService."""
-        with tls_channel(self.admin_address, self.pki.servers, self.pki.operator) as channel:
-            yield AdminServiceStub(keyed(channel, self.keys[name]))
+        pki = self.pki
+        with tls_channel(self.admin_address, pki.servers, pki.operator, key=self.keys[name]) as channel:
+            yield AdminServiceStub(channel)
 
     def ask(self, request: pb.GenerateRequest, name: str = "alice") -> Answer:
         """Runs one Generate to its end."""
@@ -95,29 +94,15 @@ def credentials(ca: Authority, pair: Pair | None = None) -> grpc.ChannelCredenti
     return grpc.ssl_channel_credentials(ca.cert.read_bytes(), pair.key.read_bytes(), pair.cert.read_bytes())
 
 
-def tls_channel(address: str, ca: Authority, pair: Pair | None = None, name: str = "") -> grpc.Channel:
-    """A channel with a connection of its own."""
+def tls_channel(address: str, ca: Authority, pair: Pair | None = None, name: str = "", key: str = "") -> grpc.Channel:
+    """A channel with a connection of its own, that shows `key` with every call."""
     options: list[tuple[str, str | int]] = [("grpc.use_local_subchannel_pool", 1)]
     if name:
         options.append(("grpc.ssl_target_name_override", name))
-    return grpc.secure_channel(address, credentials(ca, pair), options)
-
-
-class _WithKey(grpc.UnaryUnaryClientInterceptor, grpc.UnaryStreamClientInterceptor):
-    def __init__(self, key: str) -> None:
-        self._key = key
-
-    def _call(self, continuation: Callable[..., Made], details: grpc.ClientCallDetails, request: object) -> Made:
-        metadata = [*(details.metadata or ()), ("authorization", f"Bearer {self._key}")]
-        return continuation(details._replace(metadata=metadata), request)  # type: ignore[attr-defined]
-
-    intercept_unary_unary = _call  # type: ignore[assignment]
-    intercept_unary_stream = _call  # type: ignore[assignment]
-
-
-def keyed(channel: grpc.Channel, key: str) -> grpc.Channel:
-    """The channel, with a key shown in every call."""
-    return grpc.intercept_channel(channel, _WithKey(key))
+    shown = credentials(ca, pair)
+    if key:
+        shown = grpc.composite_channel_credentials(shown, grpc.access_token_call_credentials(key))
+    return grpc.secure_channel(address, shown, options)
 
 
 def check_health(channel: grpc.Channel) -> None:

@@ -227,6 +227,29 @@ def test_heartbeats_come_when_nothing_else_does() -> None:
     assert router.frames == ["welcome", "heartbeat"]
 
 
+def test_a_router_is_told_at_once_that_a_worker_takes_nothing_new() -> None:
+    world = World()
+    router = world.router()
+    router.read()
+    assert router.load.intake == wpb.INTAKE_OPEN
+    wakes = router.wakes
+    router.state.set_intake(wpb.INTAKE_CORDONED)
+    assert router.wakes == wakes + 1
+    router.read()
+    assert router.frames == ["welcome", "heartbeat"]
+    assert router.load.intake == wpb.INTAKE_CORDONED
+    router.read()
+    assert len(router.frames) == 2
+    # What was on its way is run.
+    router.write(submit(1, record(1)))
+    run(world, router)
+    assert router.reasons() == {1: wpb.END_REASON_LENGTH}
+    assert router.load.intake == wpb.INTAKE_CORDONED
+    router.state.set_intake(wpb.INTAKE_OPEN)
+    router.read()
+    assert router.load.intake == wpb.INTAKE_OPEN
+
+
 def test_the_lease_counts_from_the_last_frame() -> None:
     world = World()
     router = world.router(lease_ms=400)

@@ -153,6 +153,23 @@ async def test_what_can_not_be_used_changes_nothing_and_costs_one_warning(
         assert "PRIVATE KEY" not in repr(logs)
 
 
+async def test_a_mounted_secret_that_is_renewed(tmp_path: Path) -> None:
+    """As the kubelet does it: files are links into a folder that is itself a link, which is replaced."""
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+    ca = Authority(tmp_path / "first")
+    before = serial_of(ca.issue("tls", *LOOPBACK))
+    after = serial_of(Authority(tmp_path / "second").issue("tls", *LOOPBACK))
+    (tmp_path / "data").symlink_to("first")
+    for name in ("tls.pem", "tls.key"):
+        (tmp_path / name).symlink_to(f"data/{name}")
+    async with serving(ServerTls(tmp_path / "tls.pem", tmp_path / "tls.key")) as server:
+        assert await serial_number(server.address) == before
+        (tmp_path / "new").symlink_to("second")
+        (tmp_path / "new").rename(tmp_path / "data")
+        assert await serial_number(server.address) == after
+
+
 async def test_what_is_only_touched_is_not_reloaded(ca: Authority) -> None:
     pair = ca.issue("server", *LOOPBACK)
     async with serving(ServerTls(pair.cert, pair.key)) as server:
