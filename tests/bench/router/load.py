@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
+import os
 import random
 import sys
 import time
@@ -233,10 +234,10 @@ class Load:
         work = [asyncio.create_task(self._keep_busy(i)) for i in range(plan.streams)]
         if not plan.streams:
             work.append(asyncio.create_task(self._bursts()))
-        await asyncio.sleep(plan.warm_s)
+        await _pause(plan.warm_s, work)
         print("begin", flush=True)
         begin, cpu = time.perf_counter(), time.process_time()
-        await asyncio.sleep(plan.measure_s)
+        await _pause(plan.measure_s, work)
         end, cpu = time.perf_counter(), time.process_time() - cpu
         print("end", flush=True)
         for task in work:
@@ -301,10 +302,26 @@ class Load:
                 seen.tpot.append((times[-1] - times[0]) / (whole - 1))
 
 
+async def _pause(seconds: float, work: Sequence[asyncio.Task[None]]) -> None:
+    """Waits.
+
+    Raises:
+        ConnectionError: a server has closed a connection meanwhile.
+    """
+    done, _ = await asyncio.wait(work, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    for task in done:
+        task.result()
+
+
 def main() -> None:
     """Runs the plan in the argument."""
     plan = Plan(**json.loads(sys.argv[1]))
-    seen = uvloop.run(Load(plan).run())
+    try:
+        seen = uvloop.run(Load(plan).run())
+    except ConnectionError as error:
+        # Of all streams: one line says enough, and nothing may print the others.
+        print(f"failed: {error}", flush=True)
+        os._exit(1)
     print(json.dumps(asdict(seen)), flush=True)
 
 

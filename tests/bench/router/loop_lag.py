@@ -40,7 +40,8 @@ def row(
 
 def measure(running: Service, streams: int, tokens: int, clients: int, seconds: float) -> list[Row]:
     """The loop's lag without and with long prompts."""
-    router, idle = WatchedRouter([worker.address for worker in running.workers]), WatchedRouter([])
+    workers = [worker.address for worker in running.workers]
+    router, idle = WatchedRouter(workers), WatchedRouter(workers)
     plan = Plan(ROUTER, [router.address], streams=streams, warm_s=2.0, measure_s=seconds, output=100_000)
     long_plan = Plan(
         ROUTER, [router.address], clients, clients, seconds / 2, seconds, output=1, texts=str(prompts(tokens))

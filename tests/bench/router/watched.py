@@ -50,7 +50,10 @@ class WatchedRouter:
 
     def _answer(self) -> str:
         assert self._child.stdout is not None
-        return self._child.stdout.readline()
+        line = self._child.stdout.readline()
+        if not line:
+            raise RuntimeError("the router has ended")
+        return line
 
 
 async def _serve(workers: Sequence[str]) -> None:
