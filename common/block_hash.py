@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Sequence
 from typing import Final
 
+import numpy as np
 import xxhash
 
 # Routers hear of caches in granules of so many blocks: the hash of a granule's last block names it.
@@ -41,7 +42,7 @@ def hash_chain(token_ids: Sequence[int], block_size: int, *, root: int | None = 
     The tokens are converted once for the whole prompt; per block only a slice is hashed.
 
     Args:
-        token_ids: the prompt.
+        token_ids: the prompt; an array of unsigned numbers is converted without a loop over its items.
         block_size: tokens per block.
         root: parent of the first block (`salt_root`, or the last hash of a chain that is being continued).
         seed: fleet-wide hash seed.
@@ -69,6 +70,8 @@ def salt_root(model_digest: bytes, adapter_digest: bytes = b"", cache_salt: byte
 
 def _little_endian(token_ids: Sequence[int]) -> bytes:
     # The width is fixed: the guide's np.array(...).tobytes() depends on the platform's int (T23).
+    if isinstance(token_ids, array):
+        return np.frombuffer(token_ids, dtype=f"u{token_ids.itemsize}").astype("<i8").tobytes()
     words = array("q", token_ids)
     if sys.byteorder == "big":
         words.byteswap()

@@ -27,6 +27,10 @@ class KvFeed:
         """Whether a stream to this instance continues what is known; otherwise that is to be forgotten."""
         return instance_id == self._instance_id and self.seq > 0
 
+    def restarted(self) -> KvFeed:
+        """The same instance's, as if nothing had come."""
+        return KvFeed(self._instance_id)
+
     def take(self, events: wpb.KvEvents) -> bool:
         """Counts a frame. False when it does not continue those before it: a new stream has to begin from scratch."""
         if not (events.snapshot or self._continues(events)):

@@ -92,6 +92,10 @@ class Placement(abc.ABC):
     def cache_gone(self, worker: str) -> None:  # noqa: B027
         """Nothing is known any more of a worker's cache. Until this is said, it may come up again with what it had."""
 
+    def tables(self) -> dict[str, int]:
+        """Entries of what is remembered of requests and sessions, by name."""
+        return {}
+
 
 class RoundRobin(Placement):
     """One lane after the other, per model, whatever their load."""
@@ -283,6 +287,10 @@ class SessionAffinity(LeastLoaded):
         """As the least loaded lane, unless it has a session."""
         return None if request.session else super().better(request, lane, ahead, now)
 
+    def tables(self) -> dict[str, int]:
+        """The sessions."""
+        return {"sessions": len(self._sessions)}
+
 
 class PrefixAware(LeastLoaded):
     """The lane that would have computed the prompt first, counting what its worker has in its prefix cache.
@@ -321,6 +329,10 @@ class PrefixAware(LeastLoaded):
         self._sessions.note(request, best.worker)
         request.work = _work(request, hits[best.worker])
         return best
+
+    def tables(self) -> dict[str, int]:
+        """The sessions, and the entries of the prefix indexes."""
+        return {"sessions": len(self._sessions), "prefixes": sum(map(len, self._indexes.values()))}
 
     def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, now: float) -> tuple[float, int]:
         """Seconds to the end of the request's prefill, and how many sequences it would run with there."""
