@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # A prerequisite that is never up to date.
 FORCE:
 
-.PHONY: help setup run test test-long chaos lint protos bench check-fresh clean
+.PHONY: help setup run test test-long chaos lint protos bench bench-router check-fresh clean
 
 # The interpreter that makes .venv; empty picks one (scripts/setup.sh says how).
 PYTHON ?=
@@ -41,11 +41,11 @@ setup: $(ALL_STAMP) ## Make .venv with everything in it: service, tests, linters
 run: $(RUN_STAMP) ## Serve the demo model (or MODEL=folder) with one router and one worker, and ask it something
 	@exec $(BIN)/fissile serve $(if $(MODEL),--model "$(MODEL)") --ask $(ARGS)
 
-test: $(ALL_STAMP) ## Run the tests: unit, sim, parity, e2e, clients, chaos
-	@scripts/test.sh unit sim parity e2e clients chaos
+test: $(ALL_STAMP) ## Run the tests: unit, sim, parity, e2e, clients, deploy, chaos
+	@scripts/test.sh unit sim parity e2e clients deploy chaos
 
 test-long: $(ALL_STAMP) ## Run the tests that take minutes each
-	@PYTEST_MARK=long scripts/test.sh unit sim parity e2e clients chaos
+	@PYTEST_MARK=long scripts/test.sh unit sim parity e2e clients deploy chaos
 
 chaos: $(ALL_STAMP) ## Run the chaos tests alone, with full times and numbers, and print what they measured
 	@CHAOS_SCALE=full scripts/test.sh chaos
@@ -62,9 +62,12 @@ bench: $(ALL_STAMP) ## Run the benchmarks (tests/bench/README.md has their figur
 	@$(BIN)/python -m tests.bench.scheduler_cost
 	@$(BIN)/python -m tests.bench.decode_step
 
+bench-router: $(ALL_STAMP) ## Run the router's benchmarks (7 minutes, on a quiet machine)
+	@$(BIN)/python -m tests.bench.router.all
+
 check-fresh: ## Clone HEAD into a new folder, make a new .venv there, run `make run ARGS=--once` and `make test`
 	@PYTHON="$(PYTHON)" scripts/check_fresh.sh
 
 clean: ## Remove everything that make has made
-	@rm -rf .venv .venv-protos build node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf .venv .venv-protos .venv-deploy build node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

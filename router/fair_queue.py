@@ -98,6 +98,14 @@ class TenantShares:
         self._default = default_weight
         self._classes = {priority: _ClassAccounts() for priority in CLASSES}
 
+    def __len__(self) -> int:
+        """Number of tenants of which something is kept, in each class."""
+        return sum(len(accounts.tenants) for accounts in self._classes.values())
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Other weights from now on; what tenants have had stays as it was counted."""
+        self._weights = dict(weights)
+
     def waiting(self, priority: int) -> int:
         """Number of requests of a class that wait."""
         return self._classes[priority].waiting

@@ -66,12 +66,14 @@ class RequestQueue:
     """The waiting requests.
 
     Args:
-        capacity: most requests of one class.
         shares: told who begins and who ends to wait.
+
+    Attributes:
+        capacity: most requests of one class.
     """
 
     def __init__(self, capacity: int, shares: TenantShares | None = None) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._shares = TenantShares() if shares is None else shares
         self._requests: OrderedDict[int, QueuedRequest] = OrderedDict()
         self._deadlines = Earliest(self._requests)
@@ -93,7 +95,7 @@ class RequestQueue:
             QueueFullError: `capacity` requests of the class wait already.
         """
         waiting = self._shares.waiting(priority)
-        if waiting >= self._capacity:
+        if waiting >= self.capacity:
             raise QueueFullError(waiting, self.speed.retry_after_s(now), CLASS_NAMES[priority])
 
     def push(self, request: QueuedRequest) -> None:

@@ -66,6 +66,8 @@ SEQUENCE: Final = frozenset(
 # Paths in GenerateRequest.
 GENERATE: Final = frozenset({"request_id", "token_ids", "seed", "cache_salt", "priority"}) | _below("params", _PARAMS)
 DRAIN: Final = frozenset({"deadline_ms"})
+SET_INTAKE: Final = frozenset({"intake"})
+INTAKES: Final = frozenset({wpb.INTAKE_OPEN, wpb.INTAKE_CORDONED, wpb.INTAKE_EVICTING})
 
 
 def check_token_ids(path: str, token_ids: list[int], vocab_size: int) -> None:
