@@ -10,10 +10,13 @@ import struct
 import sys
 from array import array
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import xxhash
 
+# Routers hear of caches in granules of so many blocks: the hash of a granule's last block names it.
+GRANULE_BLOCKS: Final = 8
 _ROOT_DOMAIN = b"fissile.kv/1"
 
 

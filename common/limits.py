@@ -50,8 +50,15 @@ MAX_TENANTS = 4096
 PROMOTE_AFTER_S = 5.0
 PROMOTED_SHARE = 0.125
 MAX_SESSIONS = 65_536
+# Waiting requests whose lane is looked at again, and how often at most; and when a worker is idle meanwhile.
+MAX_REPLACED_REQUESTS = 256
+REPLACE_S = 0.02
+REPLACE_IDLE_S = 0.1
 # Of the prefix index, per model, 24 bytes each.
-MAX_INDEX_ENTRIES = 1 << 20
+MAX_INDEX_ENTRIES = 1 << 22
+# What has been sent counts as cached for so long before the worker says so.
+EXPECTED_S = 2.0
+MAX_EXPECTED_GRANULES = 1 << 17
 MAX_TENANT_BYTES = 128
 MAX_UNREAD_TOKENS = 65_536
 MAX_HOLD_S = 0.25
@@ -87,6 +94,12 @@ STALL_PREFILLS = 10
 # A Session that broke the protocol is taken up again once in this time.
 VIOLATION_MEMORY_S = 10.0
 SESSION_GOODBYE_S = 0.25
+
+# KV events (design-details section 2): the time between two frames of a Session, the changes that a frame brings, and
+# those that a worker remembers for routers that come back or are slow. Who needs older ones gets a snapshot.
+KV_EVENTS_S = 0.05
+MAX_KV_FRAME_CHANGES = 4096
+MAX_KV_LOG = 1 << 16
 
 # Failover. Workers that a request may be given to, and workers that may die with it.
 MAX_ATTEMPTS = 8

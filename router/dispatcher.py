@@ -6,22 +6,34 @@ the placement as a policy object. Invariants, checked by the property test:
   * Every waiting request is bound to exactly one ready lane of its model and numerics class, or parked while there is
     none; it is parked for at most `worker_wait_s`.
   * Nothing waits while its lane is idle.
-  * A lane releases in the order of service of `fair_queue`.
+  * A lane releases in the order of service of `fair_queue`; a request that changes its lane keeps its place in it.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.delay_gate import DelayGate
 from common.errors import HopelessDeadlineError
-from common.limits import MAX_QUEUE_RETRY_S, MAX_QUEUED_REQUESTS, MIN_QUEUE_RETRY_S, WORKER_WAIT_S
+from common.limits import (
+    MAX_QUEUE_RETRY_S,
+    MAX_QUEUED_REQUESTS,
+    MAX_REPLACED_REQUESTS,
+    MIN_QUEUE_RETRY_S,
+    REPLACE_IDLE_S,
+    REPLACE_S,
+    WORKER_WAIT_S,
+)
 from router.fair_queue import CLASS_NAMES, CLASSES, TenantShares
 from router.lane import Lane, LaneLoad, LaneRecord, LoadReport
-from router.placement import Placement
+from router.placement import CacheChange, Placement
 from router.queue import QueuedRequest, RequestQueue
+
+# So many more waiting requests double the time until their lanes are looked at again.
+_REPLACED_AT_ONCE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +96,7 @@ class Dispatcher:
         self._busy: dict[str, Lane] = {}
         # Waiting requests without a lane, the longest parked first.
         self._parked: dict[int, QueuedRequest] = {}
+        self._replaced = self._replace_at = -math.inf
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -130,7 +143,7 @@ class Dispatcher:
             HopelessDeadlineError: its deadline would pass before its prompt is computed.
         """
         self._queue.check_room(request.priority, now)
-        lane = self._choose(request)
+        lane = self._choose(request, now)
         if lane is not None:
             _check_deadline(request, lane, now)
         self._queue.push(request)
@@ -145,7 +158,8 @@ class Dispatcher:
             avoid: a worker that it does not go to if there is another.
         """
         self._queue.push_front(request)
-        self._place(request, now, self._choose(request, avoid), first=True)
+        request.avoid = avoid
+        self._place(request, now, self._choose(request, now), first=True)
 
     def cancel(self, key: int) -> bool:
         """Drops a waiting request; False when it does not wait."""
@@ -174,9 +188,19 @@ class Dispatcher:
             self.cancel(key)
         return abandoned
 
-    def lane_up(self, worker: str, model: str, report: LoadReport, now: float, numerics: str = "") -> None:
+    def lane_up(
+        self,
+        worker: str,
+        model: str,
+        report: LoadReport,
+        now: float,
+        numerics: str = "",
+        *,
+        caches_prefixes: bool = True,
+    ) -> None:
         """A worker takes work: a clean lane, and what waits for its model is spread anew."""
-        lane = self._lanes[worker] = Lane(worker, model, report, numerics, self._shares)
+        lane = Lane(worker, model, report, numerics, self._shares, caches_prefixes=caches_prefixes)
+        self._lanes[worker] = lane
         self._placement.lane_up(lane)
         self._spread(model, now)
 
@@ -204,9 +228,21 @@ class Dispatcher:
         lane = self._lanes[worker]
         lane.take_report(load)
         self._placement.load_changed(lane)
+        if lane.idle and not len(lane):
+            self._replace_at = min(self._replace_at, self._replaced + REPLACE_IDLE_S)
+
+    def cache_changed(self, worker: str, change: CacheChange) -> None:
+        """What a worker that has been up says of its prefix cache."""
+        self._placement.cache_changed(worker, change)
+
+    def cache_gone(self, worker: str) -> None:
+        """A worker does not come up again with the cache that it had; it may be unknown."""
+        self._placement.cache_gone(worker)
 
     def decide(self, now: float) -> list[Release]:
         """Releases what may go now, lane by lane, in order of service."""
+        if now >= self._replace_at:
+            self._replace(now)
         releases: list[Release] = []
         for lane in list(self._busy.values()):
             if not lane.is_open(now, self._gate):
@@ -214,7 +250,7 @@ class Dispatcher:
             group, serial = lane.release(now)
             for request in group:
                 self._queue.remove(request.key)
-                self._placement.sent(request, lane)
+                self._placement.sent(request, lane, now)
             if group:
                 self._queue.speed.departed(len(group), now)
                 releases.append(Release(lane.worker, serial, tuple(group)))
@@ -254,13 +290,13 @@ class Dispatcher:
         lanes = self._ready.get(model, [])
         return lanes if numerics is None else [lane for lane in lanes if lane.numerics == numerics]
 
-    def _choose(self, request: QueuedRequest, avoid: str = "") -> Lane | None:
+    def _choose(self, request: QueuedRequest, now: float) -> Lane | None:
         """The lane for a request; None when there is none."""
         lanes = self._lanes_for(request.model, request.numerics)
         request.work = request.tokens
-        if avoid:
-            lanes = [lane for lane in lanes if lane.worker != avoid] or lanes
-        return self._placement.choose(request, lanes) if lanes else None
+        if request.avoid:
+            lanes = [lane for lane in lanes if lane.worker != request.avoid] or lanes
+        return self._placement.choose(request, lanes, now) if lanes else None
 
     def _place(self, request: QueuedRequest, now: float, lane: Lane | None, *, first: bool = False) -> None:
         """Binds a waiting request to a lane, or parks it."""
@@ -272,6 +308,30 @@ class Dispatcher:
             return
         request.parked = now
         self._parked[request.key] = request
+
+    def _replace(self, now: float) -> None:
+        """Late binding: moves those of the first waiting requests that another worker would serve clearly sooner.
+
+        Each sees what is before it on a lane. The more there are, the longer until the next time, unless a worker has
+        nothing to do.
+        """
+        ahead: dict[str, int] = {}
+        looked = 0
+        for request in list(itertools.islice(self._queue, MAX_REPLACED_REQUESTS)):
+            if request.lane is None:
+                continue
+            looked += 1
+            lane = self._lanes[request.lane]
+            better = self._placement.better(request, lane, ahead, now)
+            if better is not None:
+                lane.unbind(request)
+                request.work = better.work
+                self._settle(lane)
+                lane = better.lane
+                self._place(request, now, lane)
+            ahead[lane.worker] = ahead.get(lane.worker, 0) + request.work
+        self._replace_at = now + REPLACE_S * (1 + looked / _REPLACED_AT_ONCE)
+        self._replaced = now
 
     def _displace(self, request: QueuedRequest) -> None:
         """Takes a request off its lane, or out of the parked ones."""
@@ -307,7 +367,7 @@ class Dispatcher:
         for request in moving:
             self._displace(request)
         for request in moving:
-            self._place(request, now, self._choose(request))
+            self._place(request, now, self._choose(request, now))
 
 
 def _check_deadline(request: QueuedRequest, lane: Lane, now: float) -> None:

@@ -14,6 +14,7 @@ is cancelled costs nothing and a request may change its lane. Invariants:
 from __future__ import annotations
 
 import heapq
+import math
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,21 @@ HIGH: Final = 3
 CLASSES: Final = (HIGH, NORMAL, LOW)
 CLASS_NAMES: Final = {LOW: "low", NORMAL: "normal", HIGH: "high"}
 _SPARE = 64
+
+
+@dataclass(slots=True)
+class Look:
+    """What a placement found when it last looked a waiting request up.
+
+    Attributes:
+        time: monotonic seconds.
+        depth: granules of the longest prefix that anybody had.
+        hits: granules that each candidate had.
+    """
+
+    time: float = -math.inf
+    depth: int = 0
+    hits: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -51,6 +67,8 @@ class QueuedRequest:
         granules: names of the granules of its prompt, as in `prefix_index`.
         granule_tokens: tokens of a granule.
         work: `tokens` less what the worker that it was placed on is likely to have cached; fixed while it is on a lane.
+        avoid: a worker that it does not go to if there is another, "" for none.
+        look: what its placement has found out about it; the placement's own.
     """
 
     key: int
@@ -68,6 +86,8 @@ class QueuedRequest:
     granules: Sequence[int] = ()
     granule_tokens: int = 0
     work: int = 0
+    avoid: str = ""
+    look: Look = field(default_factory=Look)
 
 
 @dataclass(slots=True)
@@ -147,6 +167,23 @@ class TenantShares:
         account.start += request.tokens / self.weight(request.tenant)
 
 
+class _TenantQueue:
+    """The requests of one tenant, in the order in which they came to the queue; to this lane some may come later."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, QueuedRequest] = {}
+        self._order = Earliest(self.requests)
+
+    def push(self, request: QueuedRequest) -> None:
+        self.requests[request.key] = request
+        self._order.add(request.key, request.key)
+
+    def first(self) -> QueuedRequest:
+        top = self._order.top()
+        assert top is not None
+        return self.requests[top[1]]
+
+
 class _ClassQueue:
     """The requests of one class in one lane."""
 
@@ -154,7 +191,7 @@ class _ClassQueue:
         self._priority = priority
         self._shares = shares
         self.ahead: OrderedDict[int, QueuedRequest] = OrderedDict()
-        self.tenants: dict[str, OrderedDict[int, QueuedRequest]] = {}
+        self.tenants: dict[str, _TenantQueue] = {}
         self.tokens = 0
         self.work = 0
         self._tenant_work: dict[str, int] = {}
@@ -169,11 +206,12 @@ class _ClassQueue:
             if first:
                 self.ahead.move_to_end(request.key, last=False)
             return
-        own = self.tenants.setdefault(request.tenant, OrderedDict())
-        own[request.key] = request
+        own = self.tenants.setdefault(request.tenant, _TenantQueue())
+        own.push(request)
         self._tenant_work[request.tenant] = self._tenant_work.get(request.tenant, 0) + request.work
-        if len(own) == 1:
+        if own.first() is request:
             heapq.heappush(self._heap, self._rank(request))
+            self._trim()
 
     def remove(self, request: QueuedRequest) -> None:
         self.tokens -= request.tokens
@@ -182,13 +220,13 @@ class _ClassQueue:
             del self.ahead[request.key]
             return
         own = self.tenants[request.tenant]
-        was_first = next(iter(own)) == request.key
-        del own[request.key]
+        was_first = own.first() is request
+        del own.requests[request.key]
         self._tenant_work[request.tenant] -= request.work
-        if not own:
+        if not own.requests:
             del self.tenants[request.tenant], self._tenant_work[request.tenant]
         elif was_first:
-            heapq.heappush(self._heap, self._rank(next(iter(own.values()))))
+            heapq.heappush(self._heap, self._rank(own.first()))
             self._trim()
 
     def work_before(self, request: QueuedRequest) -> float:
@@ -210,7 +248,7 @@ class _ClassQueue:
             if own is None:
                 heapq.heappop(self._heap)
                 continue
-            request = next(iter(own.values()))
+            request = own.first()
             if (rank := self._rank(request)) == entry:
                 return request
             # The tenant has been served elsewhere, or its first request is another one by now.
@@ -220,7 +258,7 @@ class _ClassQueue:
     def __iter__(self) -> Iterator[QueuedRequest]:
         yield from self.ahead.values()
         for own in self.tenants.values():
-            yield from own.values()
+            yield from own.requests.values()
 
     def __bool__(self) -> bool:
         return bool(self.ahead or self.tenants)
@@ -228,7 +266,7 @@ class _ClassQueue:
     def _trim(self) -> None:
         """Entries that are too low stay until they come up; here they are dropped when most are such."""
         if len(self._heap) > 2 * len(self.tenants) + _SPARE:
-            self._heap = [self._rank(next(iter(own.values()))) for own in self.tenants.values()]
+            self._heap = [self._rank(own.first()) for own in self.tenants.values()]
             heapq.heapify(self._heap)
 
     def _rank(self, request: QueuedRequest) -> tuple[float, int, str]:

@@ -40,10 +40,11 @@ from common.rpc.tls import Dialer, is_loopback
 from router.assembly import StreamAssembly
 from router.dispatcher import ClassLoad, Dispatcher, LaneCounts, Release
 from router.failover import FailoverPolicy, Loss, Verdict, stall_bound_s
+from router.kv_feed import KvFeed
 from router.lane import LaneLoad, LaneRecord, LoadReport
 from router.link import Submission
 from router.model_registry import ModelRegistry, WorkerRefusedError
-from router.placement import Placement
+from router.placement import CacheChange, Placement
 from router.queue import QueuedRequest
 from router.request_stream import RequestStream, RoutedRequest
 from router.session import Fault, Intake, Session, SessionLostError, keep_connected
@@ -162,6 +163,8 @@ class Fleet:
         self._held: dict[str, Session] = {}
         self._give_up_timers: dict[str, asyncio.TimerHandle] = {}
         self._violated: dict[str, float] = {}
+        # How far the cache of each worker is known that is up or may come back to a stream that broke.
+        self._feeds: dict[str, KvFeed] = {}
         self._draining: set[Session] = set()
         self._announced: dict[str, LaneRecord] = {}
         self._streams: dict[int, RequestStream] = {}
@@ -273,6 +276,9 @@ class Fleet:
     def configure(self, gate: DelayGate, placement: Placement | None, queue_size: int, weights: Weights) -> None:
         """Other rules for what waits, as `Dispatcher.configure`."""
         self._dispatcher.configure(gate, placement, queue_size, weights, self._clock())
+        if placement is not None:
+            # It knows no caches: the next event of each leaves a gap, and a new stream brings all of it.
+            self._feeds = {address: feed.restarted() for address, feed in self._feeds.items()}
         self._pump_soon()
 
     def workers(self) -> list[KnownWorker]:
@@ -328,6 +334,11 @@ class Fleet:
         holder = self._instances.setdefault(session.instance_id, session)
         if holder is not session:
             raise WorkerRefusedError(f"is the worker at {holder.address} by another address")
+        feed = self._feeds.get(session.address)
+        if feed is None or not feed.goes_on_with(session.instance_id):
+            self._dispatcher.cache_gone(session.address)
+            feed = self._feeds[session.address] = KvFeed(session.instance_id)
+        session.link.know_cache(feed.seq)
         held = self._held.get(session.address)
         if held is None:
             return
@@ -345,6 +356,8 @@ class Fleet:
             del self._instances[session.instance_id]
         # It can not be there any more, or does not want to be; otherwise the next dial may succeed.
         if fault not in _RESUMABLE:
+            self._feeds.pop(session.address, None)
+            self._dispatcher.cache_gone(session.address)
             self._give_up(session.address, f"it is {fault.name.lower()}", _LOSSES.get(fault, Loss.DIED))
 
     def session_up(self, session: Session, welcome: wpb.Welcome) -> None:
@@ -361,7 +374,14 @@ class Fleet:
         self._announced[session.address] = _NOTHING_WAITS
         resumed = len(session.link.live)
         now, load = self._clock(), self._load_report(welcome.load, 0)
-        self._dispatcher.lane_up(session.address, session.model.identity, load, now, session.model.numerics)
+        self._dispatcher.lane_up(
+            session.address,
+            session.model.identity,
+            load,
+            now,
+            session.model.numerics,
+            caches_prefixes=welcome.kv_events,
+        )
         self._forget(session, welcome.unknown)
         session.open = True
         session.intake = _INTAKES.get(welcome.load.intake, Intake.OPEN)
@@ -413,6 +433,12 @@ class Fleet:
         self._dispatcher.report(session.address, self._load_report(heartbeat.load, heartbeat.submit_seen))
         self._take_intake(session, heartbeat.load.intake)
         self._pump_soon()
+
+    def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
+        """Hands them to the placement."""
+        if not self._feeds[session.address].take(events):
+            raise SessionLostError(Fault.BROKEN, "KV events are missing")
+        self._dispatcher.cache_changed(session.address, CacheChange(events.stored, events.evicted, events.snapshot))
 
     def renew_lease(self, session: Session) -> None:
         """Sends a Lane frame."""
@@ -687,6 +713,7 @@ class Fleet:
             room_seqs=load.room_seqs,
             last_prompt_latency_s=load.last_prompt_latency_us / 1e6,
             prefill_rate=load.prefill_rate,
+            prefill_samples=load.prefill_samples,
             fleet_oldest_age_s=load.fleet_oldest_age_ms / 1e3,
             fleet_tokens=load.fleet_tokens,
             submit_seen=submit_seen,

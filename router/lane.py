@@ -16,6 +16,8 @@ from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS, PROMOTE_AFTER_S, PROMO
 from router.fair_queue import HIGH, FairQueue, QueuedRequest, TenantShares
 
 STALE_REPORT_S = MISSED_HEARTBEATS * HEARTBEAT_S
+# A speed that has not been measured again loses its weight with this time constant.
+_SPEED_MEMORY_S = 10.0
 # A request whose deadline is closer than its prefill plus this is not held.
 DEADLINE_MARGIN_S = 0.25
 
@@ -36,6 +38,7 @@ class LoadReport:
     fleet_tokens: int = 0
     submit_seen: int = 0
     total_blocks: int = 0
+    prefill_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +78,7 @@ class Lane:
         model: identity of the model it serves.
         report: its load when it said Welcome.
         numerics: its numerics class.
+        caches_prefixes: whether it shares the KV of equal prefixes and says what it holds.
         shares: what the tenants have had; every request that is bound has entered it.
     """
 
@@ -85,12 +89,16 @@ class Lane:
         report: LoadReport,
         numerics: str = "",
         shares: TenantShares | None = None,
+        *,
+        caches_prefixes: bool = True,
     ) -> None:
+        self.caches_prefixes = caches_prefixes
         self.worker = worker
         self.model = model
         self.numerics = numerics
         self.ready = True
         self.last_report = report
+        self._measured = report.time
         self.unseen_tokens = 0
         self.unseen_seqs = 0
         # Prompt tokens to compute of what is bound, and of what is on its way.
@@ -140,12 +148,31 @@ class Lane:
 
     def take_report(self, report: LoadReport) -> None:
         """Replaces the load and drops the groups that it accounts for."""
+        if report.prefill_samples != self.last_report.prefill_samples:
+            self._measured = report.time
         self.last_report = report
         while self._unseen and self._unseen[0].serial <= report.submit_seen:
             group = self._unseen.popleft()
             self.unseen_tokens -= group.tokens
             self.unseen_seqs -= group.seqs
             self._work -= group.work
+
+    def speed(self, prior: float, now: float) -> float:
+        """How fast the worker computes prompts, tokens per second: what it has measured, drawn to `prior` with the time
+        since then. So a worker that once looked slow and therefore gets little is tried again."""
+        own = self.last_report.prefill_rate
+        if own <= 0:
+            return prior
+        return prior + (own - prior) * math.exp(-max(now - self._measured, 0.0) / _SPEED_MEMORY_S)
+
+    def waits_s(self, speed: float, ahead: int) -> float:
+        """Seconds until the worker begins with a request that waits here with `ahead` tokens of work before it."""
+        return (self.last_report.waiting_tokens + self._work - self._bound.work + ahead) / speed
+
+    @property
+    def bound_work(self) -> int:
+        """Prompt tokens to compute of the requests that wait for this worker."""
+        return self._bound.work
 
     @property
     def outstanding_tokens(self) -> int:

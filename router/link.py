@@ -107,6 +107,11 @@ class Link:
         self.live = earlier.live
         self._first_rid, self._submitted_below = earlier._first_rid, earlier._submitted_below
 
+    def know_cache(self, seq: int) -> None:
+        """The worker's KV events are known up to number `seq`. To be called before the first frame."""
+        assert self._hello is not None
+        self._hello.kv_seq = seq
+
     def forget(self, rid: int) -> None:
         """Drops a sequence that the worker does not have."""
         self.live.pop(rid, None)

@@ -6,100 +6,132 @@ them only, however many there are. Loads are counted when a request is placed, n
 
 from __future__ import annotations
 
+import abc
 import heapq
 import itertools
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-from common.limits import MAX_SESSIONS
-from router.fair_queue import QueuedRequest
+from common.limits import MAX_INDEX_ENTRIES, MAX_SESSIONS
+from router.fair_queue import Look, QueuedRequest
 from router.lane import Lane
-from router.prefix_index import GRANULE_BLOCKS, PrefixIndex
+from router.prefix_index import PrefixIndex
 
 # Stands in for the speed of workers that have measured none, tokens per second.
 _ASSUMED_RATE = 10_000.0
 # What a sequence waits that finds no place in the running set: longer than a prefill, for another must end first.
 _NO_PLACE_S = 1.0
 _NUM_LEAST = 2
+_MAX_OWNERS = 4
 _SPARE = 64
+# A waiting request changes its lane for no less: seconds, and part of what it would wait.
+_MIN_GAIN_S = 0.005
+_MIN_GAIN = 0.1
+# What is known of a waiting request's prefix is looked up anew when it has changed at its end, or after so long.
+_LOOK_S = 1.0
 
 
-class Placement(Protocol):
-    """A policy."""
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """What has come to a worker's prefix cache and what has left it, in granules.
 
-    def choose(self, request: QueuedRequest, lanes: Sequence[Lane]) -> Lane:
+    `anew`: what was known of it before counts for nothing.
+    """
+
+    stored: Sequence[int] = ()
+    evicted: Sequence[int] = ()
+    anew: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Better:
+    """Where a waiting request had better go, and the tokens that would have to be computed there."""
+
+    lane: Lane
+    work: int
+
+
+class Placement(abc.ABC):
+    """A policy. What it does not want to know of it need not take."""
+
+    @abc.abstractmethod
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The lane for `request` among `lanes`, which all serve its model, take work, and are at least one.
 
         Sets `request.work` where that is less than its tokens.
         """
-        ...
 
-    def lane_up(self, lane: Lane) -> None:
+    def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
+        """Where a waiting request had better go: a lane that would serve it clearly sooner than its own, or its own one
+        with other work than was thought; None when nothing has changed.
+
+        Args:
+            request: waits for `lane`.
+            lane: its lane.
+            ahead: tokens of work of the waiting requests before it, by worker.
+            now: monotonic seconds.
+        """
+        return None
+
+    def lane_up(self, lane: Lane) -> None:  # noqa: B027
         """A worker takes work."""
-        ...
 
-    def lane_down(self, lane: Lane) -> None:
+    def lane_down(self, lane: Lane) -> None:  # noqa: B027
         """A worker takes no more work; may be said twice."""
-        ...
 
-    def load_changed(self, lane: Lane) -> None:
+    def load_changed(self, lane: Lane) -> None:  # noqa: B027
         """What waits for a lane has changed, or its worker's report."""
-        ...
 
-    def sent(self, request: QueuedRequest, lane: Lane) -> None:
+    def sent(self, request: QueuedRequest, lane: Lane, now: float) -> None:  # noqa: B027
         """A request was released to a lane's worker."""
-        ...
+
+    def cache_changed(self, worker: str, change: CacheChange) -> None:  # noqa: B027
+        """A worker that has been up says what its cache holds."""
+
+    def cache_gone(self, worker: str) -> None:  # noqa: B027
+        """Nothing is known any more of a worker's cache. Until this is said, it may come up again with what it had."""
 
     def tables(self) -> dict[str, int]:
         """Entries of what is remembered of requests and sessions, by name."""
-        ...
+        return {}
 
 
-class RoundRobin:
+class RoundRobin(Placement):
     """One lane after the other, per model, whatever their load."""
 
     def __init__(self) -> None:
         self._turns: dict[str, int] = {}
 
-    def choose(self, request: QueuedRequest, lanes: Sequence[Lane]) -> Lane:
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The next lane in turn."""
         turn = self._turns.get(request.model, 0)
         self._turns[request.model] = turn + 1
         return lanes[turn % len(lanes)]
 
-    def lane_up(self, lane: Lane) -> None:
-        """Nothing to note."""
-
-    def lane_down(self, lane: Lane) -> None:
-        """Nothing to note."""
-
-    def load_changed(self, lane: Lane) -> None:
-        """Nothing to note."""
-
-    def sent(self, request: QueuedRequest, lane: Lane) -> None:
-        """Nothing to note."""
-
-    def tables(self) -> dict[str, int]:
-        """Nothing is remembered."""
-        return {}
-
 
 def seconds_of_work(lane: Lane, tokens: int = 0, rate: float = _ASSUMED_RATE) -> float:
     """Seconds until a request that adds `tokens` to a lane would have its prompt computed.
 
-    At one speed for all lanes that are compared: a worker that gets small batches measures a low one, and would get
-    fewer still if its own counted. A worker that is slower has more waiting, which counts.
+    A worker whose running set is full counts as a second later: another sequence must end there first.
     """
-    places = lane.last_report.room_seqs - lane.unseen_seqs - len(lane)
-    return (lane.outstanding_tokens + tokens) / rate + (_NO_PLACE_S if places <= 0 and not lane.idle else 0.0)
+    return (lane.outstanding_tokens + tokens) / rate + _no_place_s(lane, len(lane))
+
+
+def _no_place_s(lane: Lane, waiting: int) -> float:
+    places = lane.last_report.room_seqs - lane.unseen_seqs - waiting
+    return _NO_PLACE_S if places <= 0 and not lane.idle else 0.0
 
 
 class LoadOrder:
-    """The lanes of one model, least loaded first; of equal ones the one whose load has been so for longest."""
+    """The lanes of one model, least loaded first; of equal ones the one whose load has been so for longest.
 
-    def __init__(self) -> None:
+    Args:
+        seconds: the work before a new request on a lane.
+    """
+
+    def __init__(self, seconds: Callable[[Lane], float] = seconds_of_work) -> None:
+        self._seconds = seconds
         self.lanes: dict[str, Lane] = {}
         self._loads: dict[str, tuple[float, int, int]] = {}
         # Entries that `_loads` has no more are stale.
@@ -109,7 +141,7 @@ class LoadOrder:
     def update(self, lane: Lane) -> None:
         """Counts a lane with its load as it is: O(log n), amortized."""
         report = lane.last_report
-        load = seconds_of_work(lane), report.decoding_seqs + report.waiting_seqs + lane.unseen_seqs + len(lane)
+        load = self._seconds(lane), report.decoding_seqs + report.waiting_seqs + lane.unseen_seqs + len(lane)
         known = self._loads.get(lane.worker)
         if known is not None and known[:2] == load and self.lanes[lane.worker] is lane:
             return
@@ -137,13 +169,13 @@ class LoadOrder:
         return [self.lanes[worker] for _, worker in entries]
 
 
-class LeastLoaded:
+class LeastLoaded(Placement):
     """The lane with the fewest prompt tokens waiting, there, under way or here; then the fewest sequences."""
 
     def __init__(self) -> None:
         self._orders: dict[str, LoadOrder] = {}
 
-    def choose(self, request: QueuedRequest, lanes: Sequence[Lane]) -> Lane:
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The least loaded lane."""
         order = self._orders[request.model]
         if len(lanes) == len(order.lanes):
@@ -152,7 +184,7 @@ class LeastLoaded:
 
     def lane_up(self, lane: Lane) -> None:
         """Counts it."""
-        self._orders.setdefault(lane.model, LoadOrder()).update(lane)
+        self._orders.setdefault(lane.model, LoadOrder(self._seconds)).update(lane)
 
     def lane_down(self, lane: Lane) -> None:
         """Forgets it, and its model with the last lane."""
@@ -168,12 +200,41 @@ class LeastLoaded:
         if order is not None and order.lanes.get(lane.worker) is lane:
             order.update(lane)
 
-    def sent(self, request: QueuedRequest, lane: Lane) -> None:
-        """Nothing to note."""
+    def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
+        """The lane of least cost, if that is less by more than 5 ms and 10 % of the cost here.
 
-    def tables(self) -> dict[str, int]:
-        """Nothing is remembered."""
-        return {}
+        The candidates are those of `choose`, looked up again when what is known of the prefix has changed.
+        """
+
+        def cost_s(other: Lane, work: int) -> float:
+            speed = self._speed(other, now)
+            return other.waits_s(speed, ahead.get(other.worker, 0)) + work / speed + _no_place_s(other, 0)
+
+        hits, known = self._look_again(request, lane, now), self.lanes(request.model)
+        stays = Better(lane, _work(request, hits[lane.worker]) if lane.worker in hits else request.work)
+        here = cost_s(lane, stays.work)
+        bound = here - max(_MIN_GAIN_S, _MIN_GAIN * here)
+        names = dict.fromkeys([*hits, *(other.worker for other in self.least(request.model))])
+        others = [known[worker] for worker in names if worker in known and worker != lane.worker]
+        found = [
+            Better(other, _work(request, hits.get(other.worker, 0))) for other in others if _may_serve(request, other)
+        ]
+        best = min(found, key=lambda other: cost_s(other.lane, other.work), default=None)
+        if best is not None and cost_s(best.lane, best.work) < bound:
+            return best
+        return stays if stays.work != request.work else None
+
+    def _seconds(self, lane: Lane) -> float:
+        """The work before a new request on a lane."""
+        return seconds_of_work(lane)
+
+    def _speed(self, lane: Lane, now: float) -> float:
+        """At which a lane's prompts are computed, tokens per second."""
+        return _ASSUMED_RATE
+
+    def _look_again(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
+        """Granules of the prompt that the candidates have."""
+        return request.look.hits
 
     def least(self, model: str) -> list[Lane]:
         """The two least loaded lanes of a model."""
@@ -213,14 +274,18 @@ class SessionAffinity(LeastLoaded):
         super().__init__()
         self._sessions = Sessions()
 
-    def choose(self, request: QueuedRequest, lanes: Sequence[Lane]) -> Lane:
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The session's lane."""
         known = self.lanes(request.model).get(self._sessions.find(request))
         subset = len(lanes) < len(self.lanes(request.model))
         if known is None or (subset and known not in lanes):
-            known = super().choose(request, lanes)
+            known = super().choose(request, lanes, now)
         self._sessions.note(request, known.worker)
         return known
+
+    def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
+        """As the least loaded lane, unless it has a session."""
+        return None if request.session else super().better(request, lane, ahead, now)
 
     def tables(self) -> dict[str, int]:
         """The sessions."""
@@ -228,64 +293,161 @@ class SessionAffinity(LeastLoaded):
 
 
 class PrefixAware(LeastLoaded):
-    """The lane that would have computed the prompt first, counting what it is likely to have in its prefix cache.
+    """The lane that would have computed the prompt first, counting what its worker has in its prefix cache.
 
     Affinity and load are in one unit, seconds (design-details section 5), so that a hot prefix spreads as soon as
     waiting for its owner takes longer than computing it again. Looks at up to 4 owners of the longest cached prefix,
-    the session's lane, and the two least loaded lanes, whatever the size of the fleet.
+    the session's lane, and the two least loaded lanes, whatever the size of the fleet. A worker that caches no prefixes
+    is judged by its load alone.
+
+    Args:
+        capacity: most entries of a model's index.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, capacity: int = MAX_INDEX_ENTRIES) -> None:
         super().__init__()
+        self._capacity = capacity
         self._indexes: dict[str, PrefixIndex] = {}
+        # The model of each worker whose cache is in an index; it may be away for a while.
+        self._models: dict[str, str] = {}
         self._sessions = Sessions()
+        self._fastest: dict[str, float] = {}
 
-    def choose(self, request: QueuedRequest, lanes: Sequence[Lane]) -> Lane:
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The lane of least cost."""
-        known, index = self.lanes(request.model), self._indexes[request.model]
+        depth, owners = self._longest(request, now)
+        known = self.lanes(request.model)
         if len(lanes) < len(known):
             candidates = {lane.worker: lane for lane in lanes}
         else:
-            names = [*index.owners(request.granules), self._sessions.find(request)]
-            candidates = {name: known[name] for name in names if name in known}
+            owners = _some([name for name in owners if name in known], request.key)
+            candidates = {name: known[name] for name in (*owners, self._sessions.find(request)) if name in known}
             candidates.update((lane.worker, lane) for lane in self.least(request.model))
-        rate = max(lane.last_report.prefill_rate for lane in candidates.values()) or _ASSUMED_RATE
-        best = min(candidates.values(), key=lambda lane: self.cost_s(request, lane, rate))
+        hits = self._hits(request, candidates, depth, owners, now)
+        request.look = Look(now, depth, hits)
+        best = min(candidates.values(), key=lambda lane: self.cost_s(request, lane, hits[lane.worker], now))
         self._sessions.note(request, best.worker)
-        request.work = self._work(request, best)
+        request.work = _work(request, hits[best.worker])
         return best
 
     def tables(self) -> dict[str, int]:
-        """The sessions."""
-        return {"sessions": len(self._sessions)}
+        """The sessions, and the entries of the prefix indexes."""
+        return {"sessions": len(self._sessions), "prefixes": sum(map(len, self._indexes.values()))}
 
-    def cost_s(self, request: QueuedRequest, lane: Lane, rate: float) -> tuple[float, int]:
+    def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, now: float) -> tuple[float, int]:
         """Seconds to the end of the request's prefill, and how many sequences it would run with there."""
         running = lane.last_report.decoding_seqs + lane.unseen_seqs + len(lane)
-        return seconds_of_work(lane, self._work(request, lane), rate), running
+        return seconds_of_work(lane, _work(request, hit), self._speed(lane, now)), running
 
-    def _work(self, request: QueuedRequest, lane: Lane) -> int:
-        """Tokens that the worker would have to compute; the last one always."""
-        hit = self._indexes[request.model].depth(lane.worker, request.granules) * request.granule_tokens
-        return max(request.tokens - hit, 1)
+    def _seconds(self, lane: Lane) -> float:
+        return seconds_of_work(lane, rate=self._speed(lane, lane.last_report.time))
 
-    def lane_up(self, lane: Lane) -> None:
-        """Counts it, with an empty cache."""
-        super().lane_up(lane)
-        index = self._indexes.setdefault(lane.model, PrefixIndex())
-        index.add_worker(lane.worker, lane.last_report.total_blocks // GRANULE_BLOCKS)
+    def _speed(self, lane: Lane, now: float) -> float:
+        return lane.speed(self._fastest.get(lane.model, _ASSUMED_RATE), now)
+
+    def _look_again(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
+        index, look, granules = self._indexes.get(request.model), request.look, request.granules
+        if index is None:
+            return {}
+        is_deeper = look.depth < len(granules) and index.knows(granules[look.depth], now)
+        is_gone = look.depth > 0 and not index.knows(granules[look.depth - 1], now)
+        if is_deeper or is_gone or now - look.time > _LOOK_S:
+            depth, owners = index.longest(granules, now)
+            names = [*_some(owners, request.key), *(other.worker for other in self.least(request.model)), lane.worker]
+            request.look = Look(now, depth, self._hits(request, names, depth, owners, now))
+        return request.look.hits
+
+    def _note_speed(self, lane: Lane) -> None:
+        """The fastest of a model stands for those that have not been measured, or not for long."""
+        rate = lane.last_report.prefill_rate
+        if rate > self._fastest.get(lane.model, 0.0):
+            self._fastest[lane.model] = rate
+
+    def load_changed(self, lane: Lane) -> None:
+        """Notes its load and its speed."""
+        self._note_speed(lane)
+        super().load_changed(lane)
 
     def lane_down(self, lane: Lane) -> None:
-        """Forgets it and its cache."""
+        """Forgets it, and its model with the last lane; its cache stays known until it is said to be gone."""
         super().lane_down(lane)
-        if lane.model in self._indexes:
-            self._indexes[lane.model].remove_worker(lane.worker)
-            if lane.model not in self._orders:
-                del self._indexes[lane.model]
+        if lane.model not in self._orders:
+            self._fastest.pop(lane.model, None)
 
-    def sent(self, request: QueuedRequest, lane: Lane) -> None:
+    def _longest(self, request: QueuedRequest, now: float) -> tuple[int, list[str]]:
+        """Granules of the longest cached prefix, and its owners."""
+        index = self._indexes.get(request.model)
+        return (0, []) if index is None else index.longest(request.granules, now)
+
+    def _hits(
+        self, request: QueuedRequest, workers: Iterable[str], longest: int, owners: Sequence[str], now: float
+    ) -> dict[str, int]:
+        """Granules of the prompt that each worker has."""
+        hits = dict.fromkeys(workers, 0)
+        if longest:
+            index, prefix = self._indexes[request.model], request.granules[:longest]
+            for worker in hits:
+                if worker in owners:
+                    hits[worker] = longest
+                elif self._models.get(worker) == request.model:
+                    hits[worker] = index.depth(worker, prefix, now)
+        return hits
+
+    def lane_up(self, lane: Lane) -> None:
+        """Counts it; its cache is empty unless it has been here."""
+        self._note_speed(lane)
+        super().lane_up(lane)
+        if not lane.caches_prefixes:
+            self.cache_gone(lane.worker)
+        elif self._models.get(lane.worker) != lane.model:
+            self.cache_gone(lane.worker)
+            self._models[lane.worker] = lane.model
+            if lane.model not in self._indexes:
+                self._indexes[lane.model] = PrefixIndex(self._capacity)
+            self._indexes[lane.model].add_worker(lane.worker)
+
+    def sent(self, request: QueuedRequest, lane: Lane, now: float) -> None:
         """The worker will have the prompt in its cache."""
-        self._indexes[request.model].store(lane.worker, request.granules)
+        if lane.worker in self._models:
+            self._indexes[request.model].expect(lane.worker, request.granules, now)
+
+    def cache_changed(self, worker: str, change: CacheChange) -> None:
+        """Notes it."""
+        model = self._models.get(worker)
+        if model is None:
+            return
+        index = self._indexes[model]
+        if change.anew:
+            index.add_worker(worker)
+        index.store(worker, change.stored)
+        if change.evicted:
+            index.evict(worker, change.evicted)
+
+    def cache_gone(self, worker: str) -> None:
+        """Forgets it, and the model with its last worker."""
+        model = self._models.pop(worker, None)
+        if model is not None:
+            self._indexes[model].remove_worker(worker)
+            if not self._indexes[model].workers:
+                del self._indexes[model]
+
+
+def _work(request: QueuedRequest, hit: int) -> int:
+    """Tokens that a worker with `hit` granules of the prompt would have to compute; the last one always."""
+    return max(request.tokens - hit * request.granule_tokens, 1)
+
+
+def _may_serve(request: QueuedRequest, lane: Lane) -> bool:
+    """Whether a waiting request may move to a lane."""
+    return request.numerics in (None, lane.numerics) and lane.worker != request.avoid
+
+
+def _some(owners: list[str], turn: int) -> list[str]:
+    """At most 4 of the owners, others at every turn."""
+    if len(owners) <= _MAX_OWNERS:
+        return owners
+    first = turn % len(owners)
+    return [*owners[first:], *owners[:first]][:_MAX_OWNERS]
 
 
 @dataclass(frozen=True, slots=True)

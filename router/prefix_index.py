@@ -1,47 +1,48 @@
-"""Which worker is likely to have which prefix in its cache: an index of granules of 8 blocks.
+"""Which worker has which prefix in its cache: an index of granules of 8 blocks.
 
-A granule is named by the chain hash of its last block, which stands for the whole prefix (`common.block_hash`). The
-index is a hint: it is fed by what this router has sent to the workers, not by what they say they hold, so what another
-router sent is not in it, and what a worker has evicted is only guessed. Workers compare tokens, whatever this says.
+A granule is named by the chain hash of its last block, which stands for the whole prefix (`common.block_hash`). What
+the workers hold they say themselves (KvEvents of the Session), whoever sent it to them; what this router has just sent
+counts for EXPECTED_S without that. The index is a hint: workers compare tokens, whatever this says.
 
-Layout: buckets of 8 entries, as in a processor's cache, in two flat arrays: the hash, and 4 owners of 32 bits, a worker
-and a stamp of its clock: 24 bytes an entry. Nothing is ever moved or rehashed. Invariants:
-  * There are never more than `capacity` entries; a full bucket gives up an entry without owners first.
-  * A worker's clock runs by the granules that it had to compute; an owner whose stamp is a whole cache behind it does
-    not count, for the worker has evicted that granule unless another router has used it since.
-  * The owners of an entry are the latest 4 to get it; a worker that has left owns nothing.
+Layout: buckets of 8 entries, as in a processor's cache, in two flat arrays: the hash, and 8 owners of 16 bits: 24 bytes
+an entry. Nothing is ever moved or rehashed. Invariants:
+  * There are never more than `capacity` entries, and never more than MAX_EXPECTED_GRANULES that are only expected.
+  * Without overflow the index has exactly what the workers have said. What is forgotten: of a full bucket an entry
+    without owners, else any of it; of more than 8 owners of a granule all but the first 8. An owner that is forgotten
+    counts again when it stores the granule anew.
+  * A worker that has left, or begins anew, owns nothing.
+
+A worker that holds a granule holds the ones before it in the prompt, so that depths are found by binary search; what
+was forgotten may make a depth too small, never too large.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import numpy as np
+import numpy.typing as npt
 
-from common.limits import MAX_INDEX_ENTRIES
+from common.limits import EXPECTED_S, MAX_EXPECTED_GRANULES, MAX_INDEX_ENTRIES
 
-GRANULE_BLOCKS: Final = 8
 BYTES_PER_ENTRY: Final = 24
 _WAYS = 8
-_OWNERS = 4
-# Resolution of the clock: so many ticks while a worker writes its whole cache anew.
-_TICKS = 16
-_STAMP_BITS = 16
-_STAMPS = 1 << _STAMP_BITS
+_OWNERS = 8
 _MAX_WORKERS = (1 << 16) - 1
+_Names = npt.NDArray[np.uint64]
+_Positions = npt.NDArray[np.intp]
 
 
-@dataclass(slots=True)
-class _Worker:
-    name: str
-    granules: int
-    written: int = 0
+def _marked_positions() -> list[int]:
+    """Numbers of the granules of a prompt that are noted when it is sent: those of at most 4 significant bits, so that
+    there are few of them and what is found is less than an eighth short."""
+    return sorted({mantissa << shift for shift in range(40) for mantissa in range(1, 16)})
 
-    @property
-    def clock(self) -> int:
-        return self.written * _TICKS // self.granules if self.granules else 0
+
+_MARKS: Final = _marked_positions()
 
 
 class PrefixIndex:
@@ -55,113 +56,234 @@ class PrefixIndex:
         buckets = 1 << max(0, (-(-capacity // _WAYS) - 1).bit_length())
         self._mask = buckets - 1
         # Zeroed pages cost nothing until they are written; a memoryview gives plain ints four times as fast.
-        self._hashes = np.zeros(buckets * _WAYS, np.uint64).data
-        self._owners = np.zeros(buckets * _WAYS * _OWNERS, np.uint32).data
+        self._hashes = np.zeros((buckets, _WAYS), np.uint64)
+        self._owners = np.zeros((buckets, _WAYS, _OWNERS), np.uint16)
+        self._hash_at = self._hashes.reshape(-1).data
+        self._owner_at = self._owners.reshape(-1).data
         self._slots: dict[str, int] = {}
-        self._workers: list[_Worker | None] = [None]
+        # By slot; 0 is nobody, and who has left is nobody too.
+        self._names = [""]
+        self._is_owner = np.zeros(_MAX_WORKERS + 1, np.bool_)
         self._hand = 0
+        self._size = 0
+        self._forgotten = 0
+        self._expected = _Expected()
+
+    def __len__(self) -> int:
+        """Entries, those of workers that have left included until they are overwritten."""
+        return self._size
 
     @property
     def capacity(self) -> int:
         """Most entries."""
-        return len(self._hashes)
+        return self._hashes.size
 
     @property
     def nbytes(self) -> int:
-        """Size of the entries, bytes."""
+        """Size of all entries, bytes."""
         return self._hashes.nbytes + self._owners.nbytes
 
-    def add_worker(self, worker: str, granules: int) -> None:
-        """A worker instance begins with an empty cache of so many granules; 0 when not known: nothing is forgotten."""
+    @property
+    def forgotten(self) -> int:
+        """How often an owner could not be noted, or was overwritten, for want of room."""
+        return self._forgotten
+
+    @property
+    def workers(self) -> list[str]:
+        """Who may own something."""
+        return list(self._slots)
+
+    def add_worker(self, worker: str) -> None:
+        """A worker begins with an empty cache."""
         self.remove_worker(worker)
-        if len(self._workers) > _MAX_WORKERS:
+        if len(self._names) > _MAX_WORKERS:
             self._renumber()
-        self._slots[worker] = len(self._workers)
-        self._workers.append(_Worker(worker, granules))
+        slot = self._slots[worker] = len(self._names)
+        self._names.append(worker)
+        self._is_owner[slot] = True
 
     def remove_worker(self, worker: str) -> None:
         """A worker is gone; a no-op for one that is not here."""
         slot = self._slots.pop(worker, None)
         if slot is not None:
-            self._workers[slot] = None
+            self._names[slot] = ""
+            self._is_owner[slot] = False
 
-    def store(self, worker: str, granules: Sequence[int]) -> None:
-        """The worker has been given a prompt with these granules, first to last; it will hold them all."""
+    def store(self, worker: str, granules: Iterable[int]) -> None:
+        """The worker says that it holds these."""
+        slot, names = self._slots[worker], _array(granules)
+        while names.size:
+            buckets = self._buckets(names)
+            # One of each bucket at a time, so that none overwrites another.
+            _, firsts = np.unique(buckets, return_index=True)
+            self._store_apart(slot, names[firsts], buckets[firsts])
+            names = np.delete(names, firsts) if firsts.size < names.size else names[:0]
+
+    def evict(self, worker: str, granules: Iterable[int]) -> None:
+        """The worker says that it holds these no more."""
+        slot, names = self._slots[worker], np.unique(_array(granules))
+        buckets = self._buckets(names)
+        is_here = self._hashes[buckets] == names[:, None]
+        found = np.flatnonzero(is_here.any(1))
+        buckets, ways = buckets[found], is_here[found].argmax(1)
+        owners = self._owners[buckets, ways]
+        owners[owners == slot] = 0
+        self._owners[buckets, ways] = owners
+        empty = np.flatnonzero(~self._is_owner[owners].any(1))
+        self._hashes[buckets[empty], ways[empty]] = 0
+        self._size -= empty.size
+
+    def expect(self, worker: str, granules: Sequence[int], now: float) -> None:
+        """The worker is being sent a prompt with these granules, first to last; it will hold them all."""
+        self._expected.add(self._slots[worker], granules, now)
+
+    def longest(self, granules: Sequence[int], now: float) -> tuple[int, list[str]]:
+        """How many of the first granules anybody holds or is expected to, and who; (0, []) when nobody holds any."""
+        told = _deepest(range(1, len(granules) + 1), lambda i: bool(self._owners_of(granules[i - 1])))
+        marks = _marks(len(granules))
+        sent = _deepest(marks, lambda i: bool(self._sent_to(granules[i - 1], now)))
+        slots = self._owners_of(granules[told - 1]) if told and told >= sent else []
+        if sent and sent >= told:
+            slots = [*slots, *(slot for slot in self._sent_to(granules[sent - 1], now) if slot not in slots)]
+        return max(told, sent), [name for slot in slots if (name := self._names[slot])]
+
+    def depth(self, worker: str, granules: Sequence[int], now: float) -> int:
+        """How many of the first granules a worker holds, or is expected to: O(log) of their number."""
         slot = self._slots[worker]
-        entry = self._workers[slot]
-        assert entry is not None
-        entry.written += len(granules) - self.depth(worker, granules)
-        stamp = slot << _STAMP_BITS | entry.clock % _STAMPS
-        for granule in granules:
-            if granule:
-                self._own(self._find(granule), self._bucket(granule), granule, stamp)
+        sent = _deepest(_marks(len(granules)), lambda i: slot in self._sent_to(granules[i - 1], now))
+        return max(sent, self._told_depth(slot, granules))
 
-    def depth(self, worker: str, granules: Sequence[int]) -> int:
-        """How many of the first granules the worker is likely to hold: O(log) of their number."""
-        slot = self._slots[worker]
-        low, high = 0, len(granules)
-        while low < high:
-            middle = (low + high + 1) // 2
-            low, high = (middle, high) if slot in self._live(granules[middle - 1]) else (low, middle - 1)
-        return low
+    def knows(self, granule: int, now: float) -> bool:
+        """Whether anybody holds a granule, or is expected to."""
+        return bool(self._owners_of(granule) or self._sent_to(granule, now))
 
-    def owners(self, granules: Sequence[int]) -> list[str]:
-        """Up to 4 workers that are likely to hold the longest prefix of all; none when nobody holds any of it."""
-        found: list[int] = []
-        low, high = 0, len(granules)
-        while low < high:
-            middle = (low + high + 1) // 2
-            slots = self._live(granules[middle - 1])
-            if slots:
-                found, low = slots, middle
-            else:
-                high = middle - 1
-        return [worker.name for slot in found if (worker := self._workers[slot]) is not None]
+    def held(self, worker: str) -> set[int]:
+        """All granules that a worker has said to hold. O(capacity): for tests."""
+        return {int(name) for name in self._hashes[(self._owners == self._slots[worker]).any(2)]}
 
-    def _live(self, granule: int) -> list[int]:
-        """Slots of the workers that own a granule."""
-        at = self._find(granule)
-        return [] if at is None else self._live_at(at)
+    def _told_depth(self, slot: int, granules: Sequence[int]) -> int:
+        def may_own(i: int) -> bool:
+            owners = self._owners_of(granules[i - 1])
+            # Of a granule with more owners than there is room for it may be one of the others.
+            return slot in owners or len(owners) == _OWNERS
 
-    def _live_at(self, at: int) -> list[int]:
-        owners = self._owners[at * _OWNERS : (at + 1) * _OWNERS].tolist()
-        return [owner >> _STAMP_BITS for owner in owners if self._counts(owner)]
+        depth = _deepest(range(1, len(granules) + 1), may_own)
+        if not depth or slot in self._owners_of(granules[depth - 1]):
+            return depth
+        return _deepest(range(1, depth), lambda i: slot in self._owners_of(granules[i - 1]))
 
-    def _counts(self, owner: int) -> bool:
-        worker = self._workers[owner >> _STAMP_BITS]
-        return worker is not None and (worker.clock - owner) % _STAMPS < _TICKS
+    def _owners_of(self, granule: int) -> list[int]:
+        """Slots of the workers that have said to hold a granule."""
+        start = (granule & self._mask) * _WAYS
+        bucket = self._hash_at[start : start + _WAYS].tolist()
+        if not granule or granule not in bucket:
+            return []
+        at = (start + bucket.index(granule)) * _OWNERS
+        return [slot for slot in self._owner_at[at : at + _OWNERS].tolist() if self._names[slot]]
 
-    def _bucket(self, granule: int) -> int:
-        return (granule & self._mask) * _WAYS
+    def _sent_to(self, granule: int, now: float) -> list[int]:
+        """Slots of the workers that are expected to hold a granule."""
+        return [slot for slot in self._expected.slots(granule, now) if self._names[slot]]
 
-    def _find(self, granule: int) -> int | None:
-        start = self._bucket(granule)
-        bucket = self._hashes[start : start + _WAYS].tolist()
-        return start + bucket.index(granule) if granule and granule in bucket else None
+    def _buckets(self, names: _Names) -> _Positions:
+        return (names & np.uint64(self._mask)).astype(np.intp)
 
-    def _own(self, at: int | None, bucket: int, granule: int, stamp: int) -> None:
-        if at is None:
-            at = self._victim(bucket)
-            self._hashes[at] = granule
-            for i in range(_OWNERS):
-                self._owners[at * _OWNERS + i] = 0
-        owners = self._owners[at * _OWNERS : (at + 1) * _OWNERS].tolist()
-        slot = stamp >> _STAMP_BITS
-        places = [i for i, owner in enumerate(owners) if owner >> _STAMP_BITS == slot]
-        places = places or [i for i, owner in enumerate(owners) if not self._counts(owner)]
-        self._owners[at * _OWNERS + (places[0] if places else self._turn(_OWNERS))] = stamp
+    def _store_apart(self, slot: int, names: _Names, buckets: _Positions) -> None:
+        """Stores names of which no two are of one bucket."""
+        rows = self._hashes[buckets]
+        is_here = rows == names[:, None]
+        ways = is_here.argmax(1)
+        new = np.flatnonzero(~is_here.any(1))
+        if new.size:
+            ways[new] = self._make_room(buckets[new], rows[new])
+            self._hashes[buckets[new], ways[new]] = names[new]
+            self._owners[buckets[new], ways[new]] = 0
+        owners = self._owners[buckets, ways]
+        lacks = ~(owners == slot).any(1)
+        free = ~self._is_owner[owners]
+        has_room = free.any(1)
+        at = np.flatnonzero(lacks & has_room)
+        self._owners[buckets[at], ways[at], free[at].argmax(1)] = slot
+        self._forgotten += int((lacks & ~has_room).sum())
 
-    def _victim(self, bucket: int) -> int:
-        free = next((at for at in range(bucket, bucket + _WAYS) if not self._live_at(at)), None)
-        return bucket + self._turn(_WAYS) if free is None else free
-
-    def _turn(self, number: int) -> int:
-        self._hand += 1
-        return self._hand % number
+    def _make_room(self, buckets: _Positions, rows: _Names) -> _Positions:
+        """An entry of each bucket that may be overwritten."""
+        empty = rows == 0
+        ways: _Positions = empty.argmax(1)
+        full = np.flatnonzero(~empty.any(1))
+        self._size += buckets.size - full.size
+        if full.size:
+            is_owned = np.any(self._is_owner[self._owners[buckets[full]]], axis=2)
+            all_owned = np.all(is_owned, axis=1)
+            self._hand += 1
+            ways[full] = np.where(all_owned, self._hand % _WAYS, np.argmin(is_owned, axis=1))
+            self._forgotten += int(all_owned.sum())
+        return ways
 
     def _renumber(self) -> None:
-        """Numbers of workers have run out after 65,535 restarts: forgets everything but who is here."""
-        names = {worker.name: worker.granules for worker in self._workers if worker is not None}
-        self.__init__(self.capacity)  # type: ignore[misc]
-        for name, granules in names.items():
-            self.add_worker(name, granules)
+        """Numbers of workers have run out after 65,535 restarts: those who are here get new ones."""
+        new_slots = np.zeros(_MAX_WORKERS + 1, np.uint16)
+        for number, old in enumerate(self._slots.values(), 1):
+            new_slots[old] = number
+        # In place, because the views of it stay.
+        self._owners[:] = new_slots[self._owners]
+        self._slots = {name: number for number, name in enumerate(self._slots, 1)}
+        self._names = ["", *self._slots]
+        self._is_owner[:] = False
+        self._is_owner[1 : len(self._names)] = True
+        self._expected = _Expected()
+
+
+class _Expected:
+    """What has been sent in the last EXPECTED_S: slots and the end of their time, by granule."""
+
+    def __init__(self) -> None:
+        self._until: dict[int, dict[int, float]] = {}
+        self._sent: deque[tuple[float, int, list[int]]] = deque()
+        self._marks = 0
+
+    def add(self, slot: int, granules: Sequence[int], now: float) -> None:
+        marked = [granules[i - 1] for i in _marks(len(granules))]
+        until = now + EXPECTED_S
+        for granule in marked:
+            self._until.setdefault(granule, {})[slot] = until
+        self._sent.append((until, slot, marked))
+        self._marks += len(marked)
+        while self._sent and (self._sent[0][0] <= now or self._marks > MAX_EXPECTED_GRANULES):
+            self._drop_oldest()
+
+    def slots(self, granule: int, now: float) -> list[int]:
+        found = self._until.get(granule)
+        return [slot for slot, until in found.items() if until > now] if found else []
+
+    def _drop_oldest(self) -> None:
+        end, slot, marked = self._sent.popleft()
+        self._marks -= len(marked)
+        for granule in marked:
+            found = self._until.get(granule, {})
+            # It may have been sent again since.
+            if found.get(slot) == end:
+                del found[slot]
+                if not found:
+                    del self._until[granule]
+
+
+def _marks(count: int) -> list[int]:
+    """The marked positions of a prompt of `count` granules; its last one always."""
+    marks = _MARKS[: bisect_right(_MARKS, count)]
+    return [*marks, count] if count and marks[-1] != count else marks
+
+
+def _deepest(positions: Sequence[int], holds: Callable[[int], bool]) -> int:
+    """The last of ascending `positions` that `holds`, when all before it do too; 0 when none does."""
+    low, high = 0, len(positions)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(positions[middle - 1]) else (low, middle - 1)
+    return positions[low - 1] if low else 0
+
+
+def _array(granules: Iterable[int]) -> _Names:
+    """As an array; 0 stands for no granule."""
+    names: _Names = np.fromiter(granules, np.uint64)
+    return np.asarray(names[names != 0], np.uint64)

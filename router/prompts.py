@@ -19,12 +19,11 @@ from typing import Final, TypeVar
 import numpy as np
 from fissile.v1 import inference_pb2 as pb
 
-from common.block_hash import hash_chain, salt_root
+from common.block_hash import GRANULE_BLOCKS, hash_chain, salt_root
 from common.errors import InvalidFieldError, NoChatTemplateError, NoTokenizerError, QueueFullError
 from common.limits import MAX_QUEUED_REQUESTS, TOKENIZE_THREADS
 from common.text.tokenizer import Tokenizer, TokenizerError
 from router.model_registry import ServedModel
-from router.prefix_index import GRANULE_BLOCKS
 from router.queue import QUEUE_RETRY_S
 from router.validation import check_prompt_length, check_token_ids, template_arguments
 

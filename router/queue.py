@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from common.errors import QueueFullError
 from common.limits import MAX_QUEUE_RETRY_S, MIN_QUEUE_RETRY_S
 from router.earliest import Earliest
-from router.fair_queue import CLASS_NAMES, QueuedRequest, TenantShares
+from router.fair_queue import CLASS_NAMES, CLASSES, QueuedRequest, TenantShares
 
 __all__ = ["QUEUE_RETRY_S", "QueueSpeed", "QueuedRequest", "RequestQueue"]
 
@@ -75,7 +75,8 @@ class RequestQueue:
     def __init__(self, capacity: int, shares: TenantShares | None = None) -> None:
         self.capacity = capacity
         self._shares = TenantShares() if shares is None else shares
-        self._requests: OrderedDict[int, QueuedRequest] = OrderedDict()
+        self._requests: dict[int, QueuedRequest] = {}
+        self._classes: dict[int, OrderedDict[int, QueuedRequest]] = {priority: OrderedDict() for priority in CLASSES}
         self._deadlines = Earliest(self._requests)
         self.speed = QueueSpeed()
 
@@ -86,7 +87,9 @@ class RequestQueue:
         return key in self._requests
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        return iter(self._requests.values())
+        """Higher classes first; in a class those that have come back, then by arrival."""
+        for requests in self._classes.values():
+            yield from requests.values()
 
     def check_room(self, priority: int, now: float) -> None:
         """Refuses a request of a class whose queue is full.
@@ -100,20 +103,22 @@ class RequestQueue:
 
     def push(self, request: QueuedRequest) -> None:
         """Appends a request, for which there is room."""
-        self._requests[request.key] = request
+        self._classes[request.priority][request.key] = request
         self._enter(request)
 
     def push_front(self, request: QueuedRequest) -> None:
         """Puts back a request that had been accepted and released: returned (rule S9), or its worker was lost."""
         request.ahead = True
-        self._requests[request.key] = request
-        self._requests.move_to_end(request.key, last=False)
+        requests = self._classes[request.priority]
+        requests[request.key] = request
+        requests.move_to_end(request.key, last=False)
         self._enter(request)
 
     def remove(self, key: int) -> QueuedRequest | None:
         """Takes a request out; None when it does not wait."""
         request = self._requests.pop(key, None)
         if request is not None:
+            del self._classes[request.priority][key]
             self._shares.leave(request)
         return request
 
@@ -131,6 +136,7 @@ class RequestQueue:
         return self.remove(top[1]) if top is not None and top[0] <= now else None
 
     def _enter(self, request: QueuedRequest) -> None:
+        self._requests[request.key] = request
         self._shares.enter(request)
         if request.deadline is not None:
             self._deadlines.add(request.deadline, request.key)

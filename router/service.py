@@ -17,6 +17,7 @@ import structlog
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceServicer
 
+from common.block_hash import GRANULE_BLOCKS
 from common.errors import DuplicateRequestError, NoTokenizerError
 from common.limits import MAX_UNREAD_TOKENS
 from common.rpc.access import caller
@@ -31,7 +32,6 @@ from router.call import Call, Context
 from router.fleet import Fleet
 from router.metrics import RequestMeasure, RouterMetrics
 from router.model_registry import ModelRegistry, ServedModel
-from router.prefix_index import GRANULE_BLOCKS
 from router.prompts import Prompt, PromptEncoder
 from router.request_stream import RequestStream, RoutedRequest
 from router.responses import decode_s, describe_model, fill_response, time_to_first_token_s

@@ -110,6 +110,10 @@ class SessionEvents(Protocol):
         """The load, from a worker that had nothing else to say. Raises SessionLostError when it is stalled."""
         ...
 
+    def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
+        """What has changed in the worker's prefix cache. Raises SessionLostError when something is missing."""
+        ...
+
     def renew_lease(self, session: Session) -> None:
         """The worker must hear from this router; a Lane frame does it (rule S6)."""
         ...
@@ -262,6 +266,8 @@ class Session:
                 events.step_output(self, frame.step_output)
             elif kind == "heartbeat":
                 events.heartbeat(self, frame.heartbeat)
+            elif kind == "kv_events":
+                events.kv_events(self, frame.kv_events)
             elif kind == "draining":
                 events.draining(self)
             elif kind == "welcome":

@@ -11,7 +11,8 @@ Invariants, checked by `check_integrity`:
 - `hash_to_block_id[h] == b` iff `blocks[b].hash == h`: eviction drops the entry;
 - the tree of cached blocks is closed: the parent of a cached block is cached, or a root. Sequences hold whole prefixes
   and release them from the end, so among free blocks suffixes are older than prefixes and die first (T22);
-- blocks of a sequence that are not published yet are held by it alone.
+- blocks of a sequence that are not published yet are held by it alone;
+- what `take_granule_changes` has said so far, put together, is `cached_granules`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from common.block_hash import hash_chain
+from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.config import Config
 from common.errors import InvalidFieldError
 from common.limits import MAX_CACHE_SALTS
@@ -50,17 +51,19 @@ class Block:
         token_ids: its tokens when published.
         node: its id in the tree of cached prefixes, None while it is not published.
         parent: node id of the block before it, or of the root.
+        depth: number of blocks of its prefix, itself included; 0 while it is not published.
     """
 
-    __slots__ = ("block_id", "hash", "node", "parent", "ref_count", "token_ids")
+    __slots__ = ("block_id", "depth", "hash", "node", "parent", "ref_count", "token_ids")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_count = 0
         self.reset()
 
-    def update(self, hash: int, token_ids: tuple[int, ...], node: int, parent: int) -> None:
+    def update(self, hash: int, token_ids: tuple[int, ...], node: int, parent: int, depth: int) -> None:
         """Publishes the block."""
+        self.depth = depth
         self.hash: int | None = hash
         self.token_ids = token_ids
         self.node: int | None = node
@@ -70,6 +73,7 @@ class Block:
         """Forgets what it held."""
         self.hash = self.node = self.parent = None
         self.token_ids = ()
+        self.depth = 0
 
 
 @dataclass(slots=True)
@@ -106,6 +110,7 @@ class BlockManager:
         self._salts: OrderedDict[bytes, int] = OrderedDict()
         self._next_node = itertools.count(1)
         self._next_root = itertools.count(-1, -1)
+        self._granule_changes: list[int] | None = None
 
     @property
     def num_blocks(self) -> int:
@@ -210,6 +215,22 @@ class BlockManager:
         while seq.publish_at <= seq.num_computed_tokens:
             self._publish_next(seq, chain)
 
+    def watch_granules(self) -> None:
+        """From now on `take_granule_changes` says what comes to the cache and what leaves it."""
+        self._granule_changes = self.cached_granules()
+
+    def take_granule_changes(self) -> list[int]:
+        """What has changed since the last time, in order: the hash of a granule that can be found now, its complement
+        (`~hash`, negative) for one that can not be any more. Of each hash the two take turns."""
+        if not self._granule_changes:
+            return []
+        changes, self._granule_changes = self._granule_changes, []
+        return changes
+
+    def cached_granules(self) -> list[int]:
+        """Hashes of the cached blocks that end a granule. O(blocks)."""
+        return [b.hash for b in self.blocks if b.hash is not None and b.depth % GRANULE_BLOCKS == 0]
+
     def flush(self) -> int:
         """Forgets the cached blocks that no sequence holds; how many that were. O(blocks).
 
@@ -251,9 +272,11 @@ class BlockManager:
         order = {block_id: i for i, block_id in enumerate(self.free_block_ids)}
         for block in cached.values():
             if block.parent is None or block.parent <= _UNSALTED_ROOT:
+                _require(block.depth == 1, f"block {block.block_id} begins a prefix at depth {block.depth}")
                 continue
             parent = cached.get(block.parent)
             _require(parent is not None, f"block {block.block_id} is cached without its parent")
+            _require(parent is None or block.depth == parent.depth + 1, f"depth of block {block.block_id}")
             if parent is not None and parent.ref_count == 0:
                 dies_first = block.ref_count == 0 and order[block.block_id] < order[parent.block_id]
                 _require(dies_first, f"block {parent.block_id} would be evicted before its child {block.block_id}")
@@ -264,8 +287,10 @@ class BlockManager:
         present = self.hash_to_block_id.get(block_hash)
         if present is None:
             block = self.blocks[seq.block_table[i]]
-            block.update(block_hash, tokens, next(self._next_node), chain.node)
+            block.update(block_hash, tokens, next(self._next_node), chain.node, i + 1)
             self.hash_to_block_id[block_hash] = block.block_id
+            if (i + 1) % GRANULE_BLOCKS == 0 and self._granule_changes is not None:
+                self._granule_changes.append(block_hash)
         else:
             found = self._find(block_hash, tokens, chain.node)
             if found is None:
@@ -314,6 +339,8 @@ class BlockManager:
         """Takes a block out of the cache; a no-op when it is not in it."""
         if block.hash is not None:
             del self.hash_to_block_id[block.hash]
+            if block.depth % GRANULE_BLOCKS == 0 and self._granule_changes is not None:
+                self._granule_changes.append(~block.hash)
             block.reset()
 
     def _release(self, block_id: int) -> None:

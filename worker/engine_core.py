@@ -47,6 +47,7 @@ class LoadReport:
         total_blocks: KV blocks in all.
         last_prompt_latency_s: duration of the last step that computed prompt tokens, seconds.
         prefill_rate: prompt tokens per second, weighted mean; 0 until a step has been large enough to tell.
+        prefill_samples: how many steps have been.
     """
 
     decoding_seqs: int
@@ -58,6 +59,7 @@ class LoadReport:
     total_blocks: int
     last_prompt_latency_s: float
     prefill_rate: float
+    prefill_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +276,7 @@ class EngineCore:
             total_blocks=scheduler.block_manager.num_blocks,
             last_prompt_latency_s=scheduler.last_prompt_latency,
             prefill_rate=scheduler.prefill_rate,
+            prefill_samples=scheduler.num_prefill_samples,
         )
 
 

@@ -23,6 +23,7 @@ from common.errors import EngineError
 from common.telemetry.metrics import EngineFigures
 from worker.engine_core import EngineCore, LoadReport
 from worker.engine_turns import Cancel, Command, Deliveries, EndAll, EngineTurns, Flush, Listener, Submit, Turn
+from worker.kv_log import KvLog
 from worker.sequence import Sequence
 
 log = structlog.get_logger(__name__)
@@ -119,7 +120,7 @@ class EngineThread:
         self._turn_began = self._clock()
         turn = turns.run(commands)
         self._turn_began = None
-        if commands or turn.outputs or turn.step != steps:
+        if commands or turn.outputs or turn.granules or turn.step != steps:
             self._turned(turn)
         elif turns.has_work:
             self._wait(_GATED_WAIT_S)
@@ -153,6 +154,7 @@ class EngineLoop:
         load: as of the last turn; None before the start.
         num_steps: engine steps since the start.
         figures: for metrics, as of the last turn; replaced, never changed, so any thread may read them.
+        kv_log: what the prefix cache holds; a new one for each engine.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -169,6 +171,7 @@ class EngineLoop:
         self.load: LoadReport | None = None
         self.num_steps = 0
         self.figures: EngineFigures | None = None
+        self.kv_log = KvLog()
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._failed: asyncio.Future[str] = self._loop.create_future()
         self._flushes: set[asyncio.Future[int]] = set()
@@ -267,11 +270,13 @@ class EngineLoop:
 
     def _on_started(self, turn: Turn) -> None:
         self.state, self.load, self.figures = EngineState.RUNNING, turn.load, turn.figures
+        self.kv_log.append(turn.granules)
         self._started.set_result(None)
 
     def _on_turn(self, turn: Turn) -> None:
         self.load, self.num_steps, self.figures = turn.load, turn.step, turn.figures
         self._deliveries.deliver(turn)
+        self.kv_log.append(turn.granules)
         for done, blocks in turn.flushed:
             done(blocks)
         if not self._deliveries:

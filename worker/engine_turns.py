@@ -73,13 +73,18 @@ Command = Submit | Cancel | EndAll | Flush
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn produced; `seen` has the serial numbers of the groups taken in before its step."""
+    """What one turn produced.
+
+    `seen` has the serial numbers of the groups taken in before its step, `granules` the changes of the prefix cache
+    (`BlockManager.take_granule_changes`).
+    """
 
     step: int
     load: LoadReport
     outputs: list[SequenceOutput] = field(default_factory=list)
     seen: list[tuple[Listener, int]] = field(default_factory=list)
     figures: EngineFigures = field(default_factory=EngineFigures)
+    granules: list[int] = field(default_factory=list)
     flushed: list[tuple[Callable[[int], None], int]] = field(default_factory=list)
 
 
@@ -153,6 +158,8 @@ class EngineTurns:
         self._clock = clock
         self._tracked: dict[int, _Tracked] = {}
         self._totals = _Totals()
+        self._block_manager = core.scheduler.block_manager
+        self._block_manager.watch_granules()
 
     @property
     def has_work(self) -> bool:
@@ -192,8 +199,8 @@ class EngineTurns:
         self, outputs: list[SequenceOutput] | None = None, seen: list[tuple[Listener, int]] | None = None
     ) -> Turn:
         """What the engine is like now, with what a turn has produced."""
-        load = self.core.load()
-        return Turn(self.core.num_steps, load, outputs or [], seen or [], self._figures(load))
+        load, granules = self.core.load(), self._block_manager.take_granule_changes()
+        return Turn(self.core.num_steps, load, outputs or [], seen or [], self._figures(load), granules)
 
     def _figures(self, load: LoadReport) -> EngineFigures:
         scheduler, totals = self.core.scheduler, self._totals

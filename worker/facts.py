@@ -37,6 +37,7 @@ class WorkerFacts:
     kernels: str = ""
     dtype: str = ""
     tp_size: int = 1
+    prefix_caching: bool = True
 
     @property
     def engine_limits(self) -> EngineLimits:
@@ -96,6 +97,7 @@ def load_proto(
     load.total_blocks = report.total_blocks
     load.last_prompt_latency_us = round(report.last_prompt_latency_s * 1e6)
     load.prefill_rate = report.prefill_rate
+    load.prefill_samples = report.prefill_samples
     return load
 
 

@@ -24,6 +24,7 @@ from worker.engine_core import LoadReport
 from worker.engine_turns import Listener
 from worker.facts import WorkerFacts
 from worker.inbox import Arrival, Group, Refusal
+from worker.kv_log import KvLog
 from worker.outbox import Outbox
 from worker.outputs import End, SequenceOutput
 from worker.sequence import Sequence
@@ -45,6 +46,11 @@ class Engine(Protocol):
     @property
     def num_steps(self) -> int:
         """Steps since the start."""
+        ...
+
+    @property
+    def kv_log(self) -> KvLog:
+        """What the prefix cache holds."""
         ...
 
     def busy_s(self, now: float) -> float:

@@ -141,6 +141,7 @@ class Scheduler:
         self.running = SequenceSet()
         self.last_prompt_latency = 0.0
         self.prefill_rate = 0.0
+        self.num_prefill_samples = 0
         self.num_preemptions = 0
         # Hashes that the steps in flight compute, oldest step first.
         self._computing: deque[set[int]] = deque()
@@ -264,6 +265,7 @@ class Scheduler:
         """A small step may show that the worker is faster than was thought, but never that it is slower."""
         rate = num_tokens / duration_s
         is_telling = num_tokens >= _TELLING_SHARE * self.max_num_batched_tokens
+        self.num_prefill_samples += is_telling
         if is_telling or 0 < self.prefill_rate < rate:
             self.prefill_rate += (rate - self.prefill_rate) * (_RATE_WEIGHT if self.prefill_rate else 1.0)
 

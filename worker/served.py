@@ -39,7 +39,7 @@ def _below(prefix: str, names: frozenset[str]) -> frozenset[str]:
 
 # Paths in SessionRequest. A Submit is checked sequence by sequence.
 SESSION: Final = (
-    _below("hello", frozenset({"proto_minor", "router_id", "lease_ms", "live", "live.rid", "live.have"}))
+    _below("hello", frozenset({"proto_minor", "router_id", "lease_ms", "live", "live.rid", "live.have", "kv_seq"}))
     | _below("submit", frozenset({"seqs", "serial", "more"}))
     | _below("extend", frozenset({"rid", "token_ids", "more"}))
     | _below("cancel", frozenset({"rids"}))

@@ -29,6 +29,7 @@ from worker import served
 from worker.facts import PROTO_MINOR, WorkerFacts, load_proto
 from worker.fleet_lanes import FleetLanes
 from worker.inbox import Inbox
+from worker.kv_log import KvCursor
 from worker.router_sequences import Engine, RouterSequences
 
 _session_numbers = itertools.count()
@@ -119,6 +120,7 @@ class SessionState:
         self._welcomed = False
         self._drain_until: float | None = None
         self._drain_told = False
+        self._kv = KvCursor(engine.kv_log, hello.kv_seq, wake) if facts.prefix_caching else None
         self._intake = intake
         self._intake_told = True
 
@@ -165,6 +167,9 @@ class SessionState:
             return None
         self._inbox.expire(now)
         self._move_on()
+        # Before the step, which would let nothing pass on a busy wire; they say nothing of the load.
+        if self._welcomed and self._kv is not None and (events := self._kv.take(now)) is not None:
+            return wpb.SessionResponse(kv_events=events)
         frame = self._news(now)
         if frame is None and (now - self._spoke >= HEARTBEAT_S or not self._intake_told):
             self._intake_told = True
@@ -174,8 +179,9 @@ class SessionState:
         return frame
 
     def silent_for(self, now: float) -> float:
-        """Seconds until the next heartbeat is due."""
-        return max(0.0, self._spoke + HEARTBEAT_S - now)
+        """Seconds until a frame is due if nothing happens: a heartbeat, or KV events that wait for their turn."""
+        heartbeat = max(0.0, self._spoke + HEARTBEAT_S - now)
+        return heartbeat if self._kv is None else min(heartbeat, self._kv.due_in(now))
 
     def drain(self, until: float) -> None:
         """Takes no new work; what runs goes on until `until`, monotonic seconds."""
@@ -193,6 +199,8 @@ class SessionState:
         """The stream is over; the sequences stay (`RouterSequences.detach`, `end`)."""
         self.is_closed = True
         self._lanes.remove(self._number)
+        if self._kv is not None:
+            self._kv.close()
 
     def _news(self, now: float) -> wpb.SessionResponse | None:
         if not self._welcomed:
@@ -218,6 +226,7 @@ class SessionState:
             unknown=self._unknown,
             load=self._load(now),
             busy_ms=round(self._engine.busy_s(now) * 1000),
+            kv_events=self._facts.prefix_caching,
         )
 
     def _heartbeat(self, now: float) -> wpb.Heartbeat:

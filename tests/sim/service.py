@@ -19,15 +19,15 @@ from google.protobuf.message import Message
 
 from common.config import Config
 from common.delay_gate import DelayGate
-from common.limits import HEARTBEAT_S, LEASE_S, WORKER_WAIT_S
+from common.limits import HEARTBEAT_S, KV_EVENTS_S, LEASE_S, WORKER_WAIT_S
 from common.telemetry.tracing import Tracing
 from router.assembly import GapError
 from router.dispatcher import Dispatcher
 from router.fleet import FailoverOptions, Fleet
 from router.link import ProtocolError
 from router.model_registry import ModelRegistry, TextAssets, describe
-from router.placement import RoundRobin
-from router.session import Fault, Session
+from router.placement import Placement, PrefixAware, RoundRobin
+from router.session import Fault, Session, SessionLostError
 from router.tokenizer_store import TokenizerStore
 from tests.sim.virtual_time import VirtualLoop
 from worker.cost_model import FixedCost
@@ -35,6 +35,7 @@ from worker.engine_core import EngineCore, LoadReport
 from worker.engine_turns import Cancel, Command, Deliveries, EngineTurns, Listener, Submit
 from worker.facts import WorkerFacts
 from worker.fleet_lanes import FleetLanes
+from worker.kv_log import KvLog
 from worker.router_sequences import RouterSequences
 from worker.sequence import Sequence
 from worker.session_state import SessionState, check_hello
@@ -45,6 +46,8 @@ VOCAB_SIZE = 97
 EOS_ID = 1
 MAX_MODEL_LEN = 256
 BLOCK_SIZE = 16
+# Small, so that routers often come back too late for what they lack.
+KV_LOG_CAPACITY = 24
 # A step takes 4 ms and 50 us per token.
 COST = FixedCost(0.004, 0.00005)
 
@@ -124,6 +127,7 @@ class SimWorker:
         )
         self.core = EngineCore(config, self.runner, loop.time)
         self.lanes = FleetLanes()
+        self.kv_log = KvLog(KV_LOG_CAPACITY)
         self.facts = WorkerFacts(
             worker_id=name,
             instance_id=f"{name}-{incarnation}",
@@ -242,8 +246,11 @@ class SimWorker:
         commands = list(self._commands)
         self._commands.clear()
         turn = self._turns.run(commands)
-        self.core.scheduler.check_integrity()
+        # Dear where there are many blocks.
+        if self.core.num_steps % (16 // self.facts.block_size or 1) == 0:
+            self.core.scheduler.check_integrity()
         self._deliveries.deliver(turn)
+        self.kv_log.append(turn.granules)
         if self._turns.has_work:
             self._turn_soon()
 
@@ -266,6 +273,7 @@ class Connection(Session):
         self._worker = worker
         self._state: SessionState | None = None
         self._is_up = False
+        self._kv_is_due = False
         self._up = Wire(site.loop, site.rnd, site.slowest, self._worker_reads, self._router_writes)
         self._down = Wire(site.loop, site.rnd, site.slowest, self._router_reads, self._worker_writes)
 
@@ -315,10 +323,20 @@ class Connection(Session):
         self._loop.call_soon(self._worker_writes)
 
     def _worker_writes(self) -> None:
-        if self._state is not None and self._down.is_free and not self._worker.is_frozen:
+        if self._state is None or self._state.is_closed:
+            return
+        if self._down.is_free and not self._worker.is_frozen:
             frame = self._state.next_frame(self._loop.time())
             if frame is not None:
                 self._down.write(frame)
+            elif (wait := self._state.silent_for(self._loop.time())) <= KV_EVENTS_S and not self._kv_is_due:
+                self._kv_is_due = True
+                # The loop is early by its resolution, and its time stands still meanwhile.
+                self._loop.call_later(wait + 1e-6, self._kv_due)
+
+    def _kv_due(self) -> None:
+        self._kv_is_due = False
+        self._worker_writes()
 
     def _beat(self) -> None:
         """What the shells do by the clock: heartbeats down, lease renewals up."""
@@ -361,8 +379,15 @@ class Connection(Session):
                 fleet.step_output(self, frame.step_output)
             elif kind == "heartbeat":
                 fleet.heartbeat(self, frame.heartbeat)
+            elif kind == "kv_events" and self._site.rnd.random() >= self._site.kv_loss:
+                fleet.kv_events(self, frame.kv_events)
             elif kind == "draining":
                 fleet.draining(self)
+        except SessionLostError as error:
+            self._site.kv_gaps += 1
+            self.end(error.fault)
+            self._loop.call_later(0.01, self._worker_loses)
+            self._loop.call_later(0.05, self._site.redial, self)
         except (GapError, ProtocolError):
             self._site.gaps += 1
             self.end(Fault.VIOLATION)
@@ -371,6 +396,10 @@ class Connection(Session):
 
 class SimService:
     """One router, its workers and the connections between them.
+
+    Attributes:
+        kv_loss: share of the KvEvents frames that are lost on their way.
+        kv_gaps: streams that were given up because KV events were missing.
 
     Args:
         loop: the virtual clock.
@@ -381,6 +410,9 @@ class SimService:
         slowest: longest delay of a frame, seconds.
         lease_s: how long workers keep the sequences of a broken stream.
         worker_wait_s: how long a request waits for a worker.
+        block_size: tokens per KV block.
+        placement: policy of the router.
+        other: another router, whose workers these are too.
     """
 
     def __init__(
@@ -394,11 +426,14 @@ class SimService:
         slowest: float = 0.02,
         lease_s: float = LEASE_S,
         worker_wait_s: float = WORKER_WAIT_S,
+        block_size: int = BLOCK_SIZE,
+        placement: Placement | None = None,
+        other: SimService | None = None,
     ) -> None:
         config = Config(
             max_num_seqs=8,
             max_num_batched_tokens=96,
-            kv_cache_block_size=BLOCK_SIZE,
+            kv_cache_block_size=block_size,
             num_kvcache_blocks=num_blocks,
             enable_prefix_caching=True,
             max_model_len=MAX_MODEL_LEN,
@@ -408,13 +443,22 @@ class SimService:
         self.rnd = rnd
         self.slowest = slowest
         self.lease_s = lease_s
-        self.gaps = 0
+        self.gaps = self.kv_gaps = 0
+        self.kv_loss = 0.0
+        self.block_size = block_size
+        self.placement = placement or RoundRobin()
         self._config = config
         self._incarnations = itertools.count(2)
-        self.workers = [SimWorker(loop, f"worker-{i}", config) for i in range(num_workers)]
+        self.workers: list[SimWorker] = []
+        self.routers: list[SimService] = []
+        if other is None:
+            self.workers += [SimWorker(loop, f"worker-{i}", config) for i in range(num_workers)]
+        else:
+            self.workers, self.routers = other.workers, other.routers
+        self.routers.append(self)
         options = FailoverOptions(worker_wait_s=worker_wait_s)
-        self.dispatcher = Dispatcher(DelayGate(delay_factor), RoundRobin(), worker_wait_s=worker_wait_s)
-        self.fleet = Fleet(
+        self.dispatcher = Dispatcher(DelayGate(delay_factor), self.placement, worker_wait_s=worker_wait_s)
+        self.fleet: Fleet = Fleet(
             self.dispatcher, ModelRegistry(), TokenizerStore(), lambda: None, clock=loop.time, failover=options
         )
         self.connections = [self._connect(worker) for worker in self.workers]
@@ -434,18 +478,19 @@ class SimService:
     def crash(self, i: int) -> None:
         """Worker `i` dies and starts anew."""
         self.workers[i].crash()
-        self.connections[i].break_off()
-        self.loop.call_later(0.06, self._refuse, i)
+        for router in self.routers:
+            router.connections[i].break_off()
+            self.loop.call_later(0.06, router._refuse, i)
         self.loop.call_later(self.rnd.uniform(0.1, 2.0), self._restart, i)
 
     def freeze(self, i: int) -> None:
         """Worker `i` stops for a while: for too long, sometimes."""
         seconds = self.rnd.choice([0.3, 1.0, 4.0])
         self.workers[i].freeze(seconds)
-        if seconds > 2:
-            connection = self.connections[i]
+        for router in self.routers if seconds > 2 else []:
+            connection = router.connections[i]
             self.loop.call_later(2.0, connection.break_off, Fault.SILENT)
-            self.loop.call_later(seconds + 0.1, self._redial, i)
+            self.loop.call_later(seconds + 0.1, router._redial, i)
 
     def cordon(self, i: int) -> None:
         """Worker `i` takes no new work for a while, and perhaps gives away what runs."""
@@ -461,7 +506,13 @@ class SimService:
     def _restart(self, i: int) -> None:
         if self.workers[i].is_dead:
             self.workers[i] = SimWorker(self.loop, self.workers[i].name, self._config, next(self._incarnations))
-            self._redial(i)
+            for router in self.routers:
+                router._redial(i)
+
+    def redial(self, connection: Connection) -> None:
+        """Dials anew in place of a connection that is over, unless that has happened."""
+        if connection in self.connections:
+            self._redial(self.connections.index(connection))
 
     def _redial(self, i: int) -> None:
         worker = self.workers[i]
@@ -487,6 +538,17 @@ class SimService:
         assert not self.fleet._held
         assert all(not connection.link.live for connection in self.connections)
         self.check_workers_idle()
+        self.check_index()
+
+    def check_index(self) -> None:
+        """Asserts that the router knows exactly what each worker's cache holds; by now nothing is merely expected."""
+        if not isinstance(self.placement, PrefixAware):
+            return
+        index = self.placement._indexes[self.identity]
+        assert set(index.workers) == {worker.name for worker in self.workers}
+        for worker in self.workers:
+            cached = worker.core.scheduler.block_manager.cached_granules()
+            assert index.held(worker.name) == set(cached), "the index differs from the cache"
 
     def check_workers_idle(self) -> None:
         """Asserts that nothing runs on any worker, and no block is in use."""

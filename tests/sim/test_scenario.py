@@ -10,13 +10,13 @@ from dataclasses import dataclass, field
 import pytest
 from fissile.v1 import inference_pb2 as pb
 
-from common.block_hash import hash_chain
+from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.errors import ApiError, DeadlineError, HopelessDeadlineError, PoisonRequestError
 from common.limits import LEASE_S
 from common.sampling_params import SamplingParams
 from router.assembly import StreamAssembly
 from router.request_stream import RoutedRequest
-from tests.sim.service import BLOCK_SIZE, EOS_ID, MAX_MODEL_LEN, MODEL, VOCAB_SIZE, SimService
+from tests.sim.service import EOS_ID, MAX_MODEL_LEN, MODEL, VOCAB_SIZE, SimService
 from tests.sim.virtual_time import VirtualLoop, run
 
 NUM_REQUESTS = 40
@@ -108,7 +108,7 @@ class Scenario:
 
     async def ask(self, service: SimService, outcome: Outcome, deadline_after: float | None) -> None:
         now = self.loop.time()
-        chain = hash_chain(outcome.prompt, BLOCK_SIZE)
+        chain = hash_chain(outcome.prompt, service.block_size)
         request = RoutedRequest(
             model=MODEL,
             identity=service.identity,
@@ -118,6 +118,8 @@ class Scenario:
             chain_hash=chain[-1] if chain else 0,
             arrival=now,
             deadline=None if deadline_after is None else now + deadline_after,
+            granules=chain[GRANULE_BLOCKS - 1 :: GRANULE_BLOCKS],
+            granule_tokens=GRANULE_BLOCKS * service.block_size,
         )
         assembly = StreamAssembly(len(outcome.prompt), detokenizer=None, return_token_ids=True)
         stream = service.fleet.open(request, assembly, lambda worker: None)

@@ -1,7 +1,7 @@
-"""What placing one request costs: `python -m tests.bench.router.decision`.
+"""What placing requests costs: `python -m tests.bench.router.decision`.
 
 Thread time of arrive, decide and report for one request by fleet size and prompt length, prefix_aware, each worker with
-something in the index; microseconds.
+something in the index; then of decide alone while many requests wait, which are placed anew now and then. Microseconds.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from dataclasses import replace
 
 from common.delay_gate import DelayGate
 from router.dispatcher import Dispatcher
 from router.fair_queue import QueuedRequest
 from router.lane import LoadReport
-from router.placement import PrefixAware
+from router.placement import CacheChange, PrefixAware
 
 REQUESTS = 2000
 
@@ -43,13 +44,43 @@ def cost_us(workers: int, granules: int) -> tuple[float, float]:
     return statistics.median(taken), statistics.quantiles(taken, n=100)[98]
 
 
+def replacing_us(workers: int, waiting: int) -> tuple[float, float]:
+    """Mean and most of a decision, of which there are 400 a second while nothing can be released."""
+    rnd = random.Random(1)
+    policy = PrefixAware()
+    dispatcher = Dispatcher(DelayGate(0.0), policy)
+    full = [LoadReport(0.0, 8, 4, 1000 * i, 0, 0, 0.05, 30_000.0, prefill_samples=1) for i in range(workers)]
+    for i, report in enumerate(full):
+        dispatcher.lane_up(f"w{i}", "m", report, 0.0)
+    prefixes = [[rnd.getrandbits(64) for _ in range(80)] for _ in range(50)]
+    for i, prefix in enumerate(prefixes):
+        dispatcher.cache_changed(f"w{i % workers}", CacheChange(stored=prefix))
+    for key in range(waiting):
+        prompt = [*prefixes[key % 50], rnd.getrandbits(64)]
+        dispatcher.arrive(QueuedRequest(key, "m", 128 * len(prompt), 0.0, granules=prompt, granule_tokens=128), 0.0)
+    taken: list[float] = []
+    for turn in range(400):
+        now = 0.001 + turn / 400
+        worker = rnd.randrange(workers)
+        dispatcher.report(f"w{worker}", replace(full[worker], time=now, waiting_tokens=rnd.randrange(4000)))
+        began = time.thread_time_ns()
+        assert not dispatcher.decide(now)
+        taken.append((time.thread_time_ns() - began) / 1000)
+    return statistics.mean(taken), max(taken)
+
+
 def main() -> None:
-    """Prints the table."""
+    """Prints the tables."""
     print("| workers | prompts up to | median | p99 |\n| --- | --- | --- | --- |")
     for workers in (1, 8, 100, 1000):
         for granules in (8, 80, 800):
             median, p99 = cost_us(workers, granules)
             print(f"| {workers} | {128 * granules} tokens | {median:.0f} | {p99:.0f} |")
+    print("\n| workers | waiting | mean of 400 decisions in a second | most |\n| --- | --- | --- | --- |")
+    for workers in (8, 1000):
+        for waiting in (16, 256, 2000):
+            mean, most = replacing_us(workers, waiting)
+            print(f"| {workers} | {waiting} | {mean:.0f} | {most:.0f} |")
 
 
 if __name__ == "__main__":

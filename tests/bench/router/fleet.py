@@ -1,29 +1,32 @@
-"""A router's Dispatcher over real engines in virtual time: discrete events, every worker with a clock of its own.
+"""Routers' Dispatchers over real engines in virtual time: discrete events, every worker with a clock of its own.
 
-Real: Dispatcher, queue, lanes, placement; EngineCore, Scheduler, BlockManager. Simulated: time, the model, and the
-wire, which is a constant delay each way. Workers compute at the same time, which a single virtual loop can not show.
+Real: Dispatcher, queue, lanes, placement, KvFeed; EngineTurns, EngineCore, Scheduler, BlockManager, KvLog. Simulated:
+time, the model, and the wire, which is a constant delay each way. Workers compute at the same time, which a single
+virtual loop can not show.
 """
 
 from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from common.block_hash import hash_chain
+from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.config import Config
 from common.delay_gate import DelayGate
 from common.sampling_params import SamplingParams
 from router.dispatcher import Dispatcher, Release
 from router.fair_queue import QueuedRequest
 from router.lane import LoadReport
-from router.placement import PLACEMENTS
-from router.prefix_index import GRANULE_BLOCKS
-from worker.batch import RequestOutput
+from router.placement import PLACEMENTS, CacheChange
 from worker.cost_model import CostModel
 from worker.engine_core import EngineCore
+from worker.engine_turns import Command, EngineTurns, Submit, Turn
+from worker.kv_log import KvCursor, KvLog
+from worker.outputs import SequenceOutput
 from worker.sequence import Sequence as EngineSequence
 from worker.simulated import SimulatedRunner
 
@@ -81,12 +84,12 @@ class Result:
 
 
 class _Worker:
-    """An engine with its own time."""
+    """An engine with its own time, and what each router has yet to hear of its cache."""
 
-    def __init__(self, name: str, config: Config, cost: CostModel) -> None:
+    def __init__(self, name: str, config: Config, cost: CostModel, num_routers: int) -> None:
         self.name = name
         self.now = 0.0
-        self.seen = 0
+        self.seen = [0] * num_routers
         self.is_stepping = False
         runner = SimulatedRunner(
             VOCAB_SIZE,
@@ -99,11 +102,16 @@ class _Worker:
             sleep=self._sleep,
         )
         self.core = EngineCore(config, runner, lambda: self.now)
+        self.turns = EngineTurns(self.core, lambda: self.now)
+        self.kv_log = KvLog()
+        self.cursors = [KvCursor(self.kv_log, 0, lambda: None) for _ in range(num_routers)]
+        self.is_due = [False] * num_routers
+        self.commands: list[Command] = []
 
     def _sleep(self, seconds: float) -> None:
         self.now += seconds
 
-    def report(self, now: float) -> LoadReport:
+    def report(self, now: float, router: int) -> LoadReport:
         load = self.core.load()
         return LoadReport(
             time=now,
@@ -114,16 +122,31 @@ class _Worker:
             room_seqs=load.room_seqs,
             last_prompt_latency_s=load.last_prompt_latency_s,
             prefill_rate=load.prefill_rate,
-            submit_seen=self.seen,
+            prefill_samples=load.prefill_samples,
+            submit_seen=self.seen[router],
             total_blocks=load.total_blocks,
         )
 
 
 class FleetRun:
-    """One life of a router and its workers."""
+    """One life of routers and their workers. Requests go to the routers in turn.
+
+    Args:
+        placement: policy of the routers.
+        costs: of each worker.
+        num_blocks: KV blocks of each worker.
+        delay_factor: of the routers' gates.
+        num_routers: they share nothing but the workers.
+    """
 
     def __init__(
-        self, placement: str, num_workers: int, cost: CostModel, *, num_blocks: int, delay_factor: float = 0.0
+        self,
+        placement: str,
+        costs: Sequence[CostModel],
+        *,
+        num_blocks: int,
+        delay_factor: float = 0.0,
+        num_routers: int = 1,
     ) -> None:
         config = Config(
             max_num_seqs=256,
@@ -133,19 +156,21 @@ class FleetRun:
             enable_prefix_caching=True,
             max_model_len=4096,
         )
-        self._workers = {f"w{i}": _Worker(f"w{i}", config, cost) for i in range(num_workers)}
-        self._dispatcher = Dispatcher(DelayGate(delay_factor), PLACEMENTS[placement].make())
+        self._workers = {f"w{i}": _Worker(f"w{i}", config, cost, num_routers) for i, cost in enumerate(costs)}
+        self._routers = [Dispatcher(DelayGate(delay_factor), PLACEMENTS[placement].make()) for _ in range(num_routers)]
         self._events: list[tuple[float, int, object]] = []
         self._serial = itertools.count()
+        self._requests: dict[int, QueuedRequest] = {}
         self._sequences: dict[int, EngineSequence] = {}
         self._outcomes: dict[int, Outcome] = {}
-        for worker in self._workers.values():
-            self._dispatcher.lane_up(worker.name, "m", worker.report(0.0), 0.0)
+        for worker, (i, router) in itertools.product(self._workers.values(), enumerate(self._routers)):
+            router.lane_up(worker.name, "m", worker.report(0.0, i), 0.0)
 
     def run(self, workload: Workload, seed: int = 0) -> Result:
         """Serves a workload to its end."""
         result = Result()
         for request, sequence in _requests(workload, seed):
+            self._requests[request.key] = request
             self._sequences[request.key] = sequence
             self._outcomes[request.key] = Outcome(request.arrival)
             result.prompt_tokens += request.tokens
@@ -154,46 +179,82 @@ class FleetRun:
             now, _, event = heapq.heappop(self._events)
             match event:
                 case QueuedRequest():
-                    self._dispatcher.arrive(event, now)
-                case (_Worker() as worker, Release() as release):
-                    self._submit(worker, release, now)
-                case (_Worker() as worker, list() as outputs):
-                    self._stepped(worker, outputs, now)
-            for release in self._dispatcher.decide(now):
-                self._at(now + WIRE_S, (self._workers[release.worker], release))
-        assert len(self._dispatcher) == 0
+                    self._router_of(event.key).arrive(event, now)
+                case (_Worker() as worker, int() as router, Release() as release):
+                    self._submit(worker, router, release, now)
+                case (_Worker() as worker, Turn() as turn):
+                    self._stepped(worker, turn, now)
+                case (_Worker() as worker, int() as router):
+                    self._tell(worker, router, now)
+            for i, dispatcher in enumerate(self._routers):
+                for release in dispatcher.decide(now):
+                    self._at(now + WIRE_S, (self._workers[release.worker], i, release))
+        assert not any(len(router) for router in self._routers)
         result.outcomes = list(self._outcomes.values())
         return result
+
+    def on_output(self, output: SequenceOutput) -> None:
+        """Of `Listener`: a turn's outputs are taken from the turn."""
+
+    def on_step(self, step: int, submit_seen: int | None) -> None:
+        """Of `Listener`."""
 
     def _at(self, time: float, event: object) -> None:
         heapq.heappush(self._events, (time, next(self._serial), event))
 
-    def _submit(self, worker: _Worker, release: Release, now: float) -> None:
-        worker.seen = release.serial
+    def _submit(self, worker: _Worker, router: int, release: Release, now: float) -> None:
+        worker.seen[router] = release.serial
         for request in release.requests:
             self._outcomes[request.key].worker = worker.name
-        worker.core.add_group([self._sequences[request.key] for request in release.requests])
+        seqs = [self._sequences[request.key] for request in release.requests]
+        worker.commands.append(Submit(self, release.serial, seqs))
         self._step(worker, now)
 
     def _step(self, worker: _Worker, now: float) -> None:
-        if worker.is_stepping or not worker.core.has_unfinished():
+        if worker.is_stepping or not (worker.commands or worker.turns.has_work):
             return
         worker.is_stepping = True
         worker.now = now
-        outputs = worker.core.step().outputs
-        self._at(worker.now, (worker, outputs))
+        commands, worker.commands = worker.commands, []
+        turn = worker.turns.run(commands)
+        self._at(worker.now, (worker, turn))
 
-    def _stepped(self, worker: _Worker, outputs: list[RequestOutput], now: float) -> None:
+    def _stepped(self, worker: _Worker, turn: Turn, now: float) -> None:
         worker.is_stepping = False
-        for output in outputs:
-            outcome, sequence = self._outcomes[output.request_id], self._sequences[output.request_id]
-            if not outcome.ttft_s:
+        for output in turn.outputs:
+            outcome = self._outcomes[output.seq_id]
+            if output.start is not None:
                 outcome.ttft_s = now + WIRE_S - outcome.arrival
-                outcome.cached_tokens = sequence.num_cached_tokens
-            if output.finished:
+                outcome.cached_tokens = output.start.cached_tokens
+            if output.end is not None and outcome.ttft_s:
                 outcome.ended = now + WIRE_S
-        self._dispatcher.report(worker.name, worker.report(now))
+            elif output.end is not None:
+                self._take_back(output.seq_id, worker.name, now)
+        worker.kv_log.append(turn.granules)
+        for i, router in enumerate(self._routers):
+            router.report(worker.name, worker.report(now, i))
+            self._tell(worker, i, now)
         self._step(worker, now)
+
+    def _router_of(self, key: int) -> Dispatcher:
+        return self._routers[key % len(self._routers)]
+
+    def _take_back(self, key: int, worker: str, now: float) -> None:
+        """A worker has returned a request that waited for too long (rule S9)."""
+        self._sequences[key] = _copy(self._sequences[key], now)
+        self._router_of(key).requeue(self._requests[key], now, avoid=worker)
+
+    def _tell(self, worker: _Worker, router: int, now: float) -> None:
+        """Sends the KV events that are due, or comes back when they are."""
+        cursor = worker.cursors[router]
+        if (events := cursor.take(now)) is not None:
+            change = CacheChange(events.stored, events.evicted, events.snapshot)
+            self._routers[router].cache_changed(worker.name, change)
+        elif (wait := cursor.due_in(now)) < math.inf and not worker.is_due[router]:
+            worker.is_due[router] = True
+            self._at(now + wait, (worker, router))
+            return
+        worker.is_due[router] = False
 
 
 def _requests(workload: Workload, seed: int) -> list[tuple[QueuedRequest, EngineSequence]]:
@@ -212,6 +273,10 @@ def _requests(workload: Workload, seed: int) -> list[tuple[QueuedRequest, Engine
         queued = QueuedRequest(key, "m", len(prompt), arrival, granules=granules, granule_tokens=size)
         made.append((queued, sequence))
     return made
+
+
+def _copy(old: EngineSequence, now: float) -> EngineSequence:
+    return EngineSequence(old.token_ids, BLOCK_SIZE, old.sampling_params, id=old.id, arrive_time=now)
 
 
 def _tokens(rnd: random.Random, count: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Policies on a workload of shared prefixes, in virtual time: `python -m tests.bench.router.prefix [--workers 8]`.
+"""Policies on a workload of shared prefixes, in virtual time: `python -m tests.bench.router.prefix [--routers 4]`.
 
 Prints, per policy, the share of prompt tokens that the prefix caches saved, the time to the first token, and how evenly
 the requests were spread. Nothing depends on how busy this machine is.
@@ -17,6 +17,7 @@ def main() -> None:
     """Runs every policy on the same requests."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", type=int, default=8)
+    parser.add_argument("--routers", type=int, default=1, help="that share nothing but the workers")
     parser.add_argument("--preset", default="mi300x-llama-8b")
     parser.add_argument("--blocks", type=int, default=2560, help="KV blocks of 16 tokens per worker")
     parser.add_argument("--requests", type=int, default=800)
@@ -27,7 +28,9 @@ def main() -> None:
     workload = Workload(requests=args.requests, rate=args.rate, prefixes=args.prefixes, skew=args.skew)
     print("| policy | saved | TTFT p50 | p99 | fewest, most requests on a worker |\n| --- | --- | --- | --- | --- |")
     for policy in PLACEMENTS:
-        run = FleetRun(policy, args.workers, cost_model(args.preset), num_blocks=args.blocks)
+        run = FleetRun(
+            policy, [cost_model(args.preset)] * args.workers, num_blocks=args.blocks, num_routers=args.routers
+        )
         result = run.run(workload)
         fewest, most = spread(result.outcomes)
         times = " | ".join(f"{1000 * result.ttft_s(q):.0f} ms" for q in (0.5, 0.99))

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.delay_gate import DelayGate
-from common.limits import MAX_SESSIONS
+from common.limits import EXPECTED_S, MAX_SESSIONS
+from router import prefix_index
 from router.dispatcher import Dispatcher
 from router.fair_queue import QueuedRequest
 from router.lane import Lane, LoadReport
 from router.placement import (
     PLACEMENTS,
+    CacheChange,
     LeastLoaded,
     LoadOrder,
     Placement,
@@ -42,51 +45,89 @@ PROMPTS = st.lists(st.integers(0, 1), max_size=7).map(lambda parts: chain(*parts
 
 
 class IndexMachine(RuleBasedStateMachine):
-    """What each worker was given, as sets; caches of unknown size, so nothing is forgotten; at most 4 workers."""
+    """What each worker holds and was sent, as sets and dictionaries; at most 8 workers, and no overflow."""
 
     def __init__(self) -> None:
         super().__init__()
         self.index = PrefixIndex(1 << 14)
+        self.now = 0.0
         self.holds: dict[str, set[int]] = {}
+        self.sent: dict[str, dict[int, float]] = {}
 
-    @rule(worker=st.sampled_from("abcd"))
+    @rule(worker=st.sampled_from("abcdefgh"))
     def start(self, worker: str) -> None:
-        self.index.add_worker(worker, 0)
-        self.holds[worker] = set()
+        self.index.add_worker(worker)
+        self.holds[worker], self.sent[worker] = set(), {}
+
+    def worker(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.holds)))
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data())
     def stop(self, data: st.DataObject) -> None:
-        worker = data.draw(st.sampled_from(sorted(self.holds)))
+        worker = self.worker(data)
         self.index.remove_worker(worker)
-        del self.holds[worker]
+        del self.holds[worker], self.sent[worker]
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data(), prompts=st.lists(PROMPTS, max_size=4))
+    def store(self, data: st.DataObject, prompts: list[list[int]]) -> None:
+        worker, granules = self.worker(data), [granule for prompt in prompts for granule in prompt]
+        self.index.store(worker, granules)
+        self.holds[worker].update(granules)
 
     @precondition(lambda self: self.holds)
     @rule(data=st.data(), prompt=PROMPTS)
-    def store(self, data: st.DataObject, prompt: list[int]) -> None:
-        worker = data.draw(st.sampled_from(sorted(self.holds)))
-        self.index.store(worker, prompt)
-        self.holds[worker] |= set(prompt)
+    def evict(self, data: st.DataObject, prompt: list[int]) -> None:
+        """Whatever begins with the prompt: a suffix goes before its prefix."""
+        worker, begin = self.worker(data), PARTS[tuple(prompt)]
+        gone = [names[-1] for names, parts in PARTS.items() if parts and parts[: len(begin)] == begin]
+        self.index.evict(worker, gone)
+        self.holds[worker] -= set(gone)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data(), prompt=PROMPTS)
+    def send(self, data: st.DataObject, prompt: list[int]) -> None:
+        worker = self.worker(data)
+        self.index.expect(worker, prompt, self.now)
+        self.sent[worker].update(dict.fromkeys(prompt, self.now + EXPECTED_S))
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 2.5]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
 
     @rule(prompt=PROMPTS)
     def look(self, prompt: list[int]) -> None:
-        depths = {w: next((i for i, g in enumerate(prompt) if g not in h), len(prompt)) for w, h in self.holds.items()}
-        assert {worker: self.index.depth(worker, prompt) for worker in self.holds} == depths
+        sent = {w: {g for g, until in sent.items() if until > self.now} for w, sent in self.sent.items()}
+        depths = {w: max(depth_in(prompt, held), depth_in(prompt, sent[w])) for w, held in self.holds.items()}
+        assert {worker: self.index.depth(worker, prompt, self.now) for worker in self.holds} == depths
         deepest = max(depths.values(), default=0)
         owners = {worker for worker, depth in depths.items() if depth == deepest and depth}
-        assert set(self.index.owners(prompt)) == owners
+        found, names = self.index.longest(prompt, self.now)
+        assert (found, set(names), len(names)) == (deepest, owners, len(owners))
+
+    @invariant()
+    def exact(self) -> None:
+        for worker, held in self.holds.items():
+            assert self.index.held(worker) == held
+        assert len(self.index) >= len(set().union(*self.holds.values()))
 
 
+PARTS = {tuple(chain(*parts)): parts for n in range(8) for parts in itertools.product((0, 1), repeat=n)}
 IndexMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestIndexMachine = IndexMachine.TestCase
+
+
+def depth_in(prompt: list[int], held: set[int]) -> int:
+    return next((i for i, granule in enumerate(prompt) if granule not in held), len(prompt))
 
 
 def test_the_index_is_bounded_and_never_invents() -> None:
     index = PrefixIndex(1000)
     assert (index.capacity, index.nbytes) == (1024, 1024 * BYTES_PER_ENTRY)
     rnd = random.Random(1)
-    index.add_worker("a", 0)
-    index.add_worker("b", 0)
+    index.add_worker("a")
+    index.add_worker("b")
     given_to: dict[str, set[int]] = {"a": set(), "b": set()}
     prompts = [[rnd.getrandbits(64) for _ in range(4)] for _ in range(3000)]
     for prompt in prompts:
@@ -95,42 +136,71 @@ def test_the_index_is_bounded_and_never_invents() -> None:
         given_to[worker] |= set(prompt)
     for prompt in prompts:
         for worker, granules in given_to.items():
-            assert index.depth(worker, prompt) == 0 or granules.issuperset(prompt[:1])
-    assert sum(index.depth("a", prompt) > 0 for prompt in prompts) > 50
+            assert index.depth(worker, prompt, 0.0) == 0 or granules.issuperset(prompt[:1])
+    assert sum(index.depth("a", prompt, 0.0) > 0 for prompt in prompts) > 50
+    assert len(index) == 1024
+    assert index.forgotten >= 12_000 - 1024
 
 
-def test_a_worker_forgets_what_a_whole_cache_has_passed_over() -> None:
-    index = PrefixIndex(1 << 12)
-    index.add_worker("a", 160)
-    first = chain(1, 2, 3)
-    index.store("a", first)
-    for i in range(7):
-        index.store("a", chain(*range(100 * i + 10, 100 * i + 30)))
-    assert index.depth("a", first) == 3
-    index.store("a", first)
-    for i in range(7, 14):
-        index.store("a", chain(*range(100 * i + 10, 100 * i + 30)))
-    assert index.depth("a", first) == 3, "using it anew keeps it"
-    for i in range(14, 17):
-        index.store("a", chain(*range(100 * i + 10, 100 * i + 30)))
-    assert index.depth("a", first) == 0
-    assert index.owners(first) == []
+def test_what_is_sent_to_a_long_prompt_is_found_to_an_eighth() -> None:
+    index = PrefixIndex(64)
+    index.add_worker("a")
+    sent = chain(*range(900))
+    index.expect("a", sent, 0.0)
+    for common in (1, 3, 15, 16, 31, 100, 513, 899, 900):
+        for after in ([], [7] * 50):
+            prompt = [*sent[:common], *(chain(common, *after) if common < 900 or after else [])]
+            depth = index.depth("a", prompt, 1.0)
+            assert 8 * common <= 9 * depth + 8
+            assert depth <= common
+    assert index.depth("a", sent, 1.0) == 900
+    assert index.depth("a", sent, EXPECTED_S) == 0
 
 
-def test_the_latest_four_owners_count_and_numbers_are_used_once() -> None:
+def test_what_is_expected_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_EXPECTED_GRANULES", 1000)
+    index = PrefixIndex(64)
+    index.add_worker("a")
+    prompts = [chain(i, *range(30)) for i in range(100)]
+    for prompt in prompts:
+        index.expect("a", prompt, 0.0)
+    expected = index._expected
+    assert expected._marks <= 1000
+    assert sum(map(len, expected._until.values())) <= 1000
+    assert index.depth("a", prompts[0], 0.0) == 0
+    assert index.depth("a", prompts[-1], 0.0) == 31
+    index.expect("a", chain(1), EXPECTED_S)
+    assert len(expected._until) == 1
+
+
+def test_the_first_eight_owners_count_and_a_depth_beyond_them_is_found() -> None:
+    index = PrefixIndex(64)
+    prompt = chain(1, 2, 3, 4)
+    for i in range(12):
+        index.add_worker(f"w{i}")
+        index.store(f"w{i}", prompt[:3])
+    assert set(index.longest(prompt, 0.0)[1]) == {f"w{i}" for i in range(8)}
+    assert index.forgotten == 12
+    assert index.depth("w11", prompt, 0.0) == 0
+    index.store("w11", prompt[3:])
+    assert index.depth("w11", prompt, 0.0) == 4
+    assert index.longest(prompt, 0.0) == (4, ["w11"])
+    index.evict("w0", prompt[:3])
+    index.store("w10", prompt[:3])
+    assert index.depth("w10", prompt, 0.0) == 3
+
+
+def test_numbers_of_workers_are_used_once_until_all_get_new_ones() -> None:
     index = PrefixIndex(64)
     prompt = chain(1)
-    for worker in "abcdef":
-        index.add_worker(worker, 0)
-        index.store(worker, prompt)
-    assert len(index.owners(prompt)) == 4
-    assert "f" in index.owners(prompt)
+    index.add_worker("a")
+    index.store("a", prompt)
     for _ in range(70_000):
-        index.add_worker("z", 0)
-    assert index.depth("z", prompt) == 0
+        index.add_worker("z")
+    assert index.depth("z", prompt, 0.0) == 0
+    assert index.longest(prompt, 0.0) == (1, ["a"])
     index.store("z", prompt)
-    assert index.owners(prompt) == ["z"]
-    assert index.depth("a", prompt) == 0
+    assert set(index.longest(prompt, 0.0)[1]) == {"a", "z"}
 
 
 def lane(worker: str, model: str = "m", **load: float) -> Lane:
@@ -210,11 +280,147 @@ def test_a_hot_prefix_spreads_when_waiting_costs_more_than_computing() -> None:
     assert max(loads) < 2 * min(loads)
 
 
-def test_a_worker_that_has_measured_a_low_speed_is_not_starved() -> None:
-    d = fleet(PrefixAware(), "a", "b")
-    d.report("a", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=100.0))
-    workers = [send(d, request(key, tokens=50)) for key in range(10)]
-    assert workers.count("a") == 5
+def speeds(time: float, rate: float, samples: int, seen: int = 0) -> LoadReport:
+    return LoadReport(
+        time, 0, 0, 0, 100_000, 1000, prefill_rate=rate, total_blocks=10_000, prefill_samples=samples, submit_seen=seen
+    )
+
+
+def test_a_slower_worker_gets_less_in_proportion_and_one_that_looked_slow_is_tried_again() -> None:
+    d = Dispatcher(DelayGate(0.0), PrefixAware())
+    for worker, rate in (("a", 10_000.0), ("b", 10_000.0), ("c", 2_500.0)):
+        d.lane_up(worker, "m", speeds(0.0, rate, 5), 0.0)
+    workers = [send(d, request(key, tokens=500)) for key in range(90)]
+    assert workers.count("c") == pytest.approx(10, abs=2)
+    assert workers.count("a") == pytest.approx(40, abs=2)
+    for worker, rate in (("a", 10_000.0), ("b", 10_000.0), ("c", 2_500.0)):
+        d.report(worker, speeds(60.0, rate, 6 if worker < "c" else 5, seen=10**6))
+    later = []
+    for key in range(100, 130):
+        d.arrive(request(key, tokens=500), 60.0)
+        later += [release.worker for release in d.decide(60.0)]
+    assert later.count("c") == pytest.approx(10, abs=1)
+
+
+def test_a_worker_that_has_measured_nothing_counts_as_the_fastest() -> None:
+    d = Dispatcher(DelayGate(0.0), PrefixAware())
+    d.lane_up("a", "m", speeds(0.0, 50_000.0, 5), 0.0)
+    d.lane_up("b", "m", speeds(0.0, 0.0, 0), 0.0)
+    assert [send(d, request(key, tokens=500)) for key in range(10)].count("b") == 5
+
+
+def waiting_fleet(policy: Placement, loads: dict[str, int]) -> Dispatcher:
+    """Workers that have no room, and so many tokens before what comes."""
+    d = Dispatcher(DelayGate(0.0), policy)
+    for worker, tokens in loads.items():
+        d.lane_up(worker, "m", busy(tokens), 0.0)
+    return d
+
+
+def busy(tokens: int, time: float = 0.0) -> LoadReport:
+    return LoadReport(time, 4, 1, tokens, 0, 100, prefill_rate=10_000.0, prefill_samples=1)
+
+
+def bound(d: Dispatcher) -> dict[int, str]:
+    return {request.key: lane.worker for lane in d._lanes.values() for request in lane}
+
+
+@pytest.mark.parametrize("policy", [PrefixAware, LeastLoaded])
+def test_what_waits_moves_to_where_it_is_served_clearly_sooner(policy: type[LeastLoaded]) -> None:
+    d = waiting_fleet(policy(), {"a": 0, "b": 9000})
+    for key in range(4):
+        d.arrive(request(key, tokens=1000), 0.0)
+    assert set(bound(d).values()) == {"a"}
+    d.report("b", busy(3990, 0.1))
+    assert d.decide(0.1) == []
+    assert set(bound(d).values()) == {"a"}, "no gain of 10 %"
+    d.report("b", busy(0, 1.0))
+    assert d.decide(1.0) == []
+    assert sorted(bound(d).values()) == ["a", "a", "b", "b"]
+    for _ in range(3):
+        before = bound(d)
+        assert d.decide(2.0 + _) == []
+        assert bound(d) == before, "to and fro"
+
+
+def test_what_waits_follows_its_prefix() -> None:
+    d = waiting_fleet(PrefixAware(), {"a": 0, "b": 1000, "c": 20_000})
+    hot = chain(*range(40))
+    d.arrive(request(1, hot), 0.0)
+    assert bound(d) == {1: "a"}
+    d.cache_changed("b", CacheChange(stored=hot))
+    d.cache_changed("c", CacheChange(stored=hot))
+    assert d.decide(0.1) == []
+    assert bound(d) == {1: "b"}
+    assert next(iter(d._lanes["b"])).work == 10
+    d.cache_changed("b", CacheChange(evicted=hot))
+    assert d.decide(2.0) == []
+    assert bound(d) == {1: "a"}
+    assert next(iter(d._lanes["a"])).work == 40 * GRANULE + 10
+
+
+def test_who_moves_keeps_its_place_and_goes_neither_back_nor_out_of_its_class() -> None:
+    d = waiting_fleet(LeastLoaded(), {"a": 0, "b": 50_000})
+    for key in range(6):
+        d.arrive(request(key, tokens=1000), 0.0)
+    d.report("a", busy(30_000, 0.5))
+    d.report("b", busy(30_000, 0.5))
+    d.arrive(request(9, tokens=1000), 0.5)
+    d.decide(0.5)
+    d.report("a", LoadReport(1.0, 1, 0, 0, 10**6, 100, prefill_rate=10_000.0))
+    d.report("b", LoadReport(1.0, 1, 0, 0, 10**6, 100, prefill_rate=10_000.0))
+    for release in d.decide(1.0):
+        assert [r.key for r in release.requests] == sorted(r.key for r in release.requests)
+
+    d = waiting_fleet(LeastLoaded(), {"a": 50_000, "b": 50_000})
+    given_back, fixed = request(1, tokens=1000), request(2, tokens=1000)
+    fixed.numerics = "x"
+    d.requeue(given_back, 0.0, avoid="a")
+    d.lane_up("c", "m", busy(60_000), 0.0, "x")
+    d.arrive(fixed, 0.0)
+    assert bound(d) == {1: "b", 2: "c"}
+    d.report("a", busy(0, 1.0))
+    d.decide(1.0)
+    assert bound(d) == {1: "b", 2: "c"}
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.lists(st.integers(0, 30), min_size=2, max_size=5),
+    st.lists(st.integers(1, 20), min_size=1, max_size=12),
+    st.lists(st.integers(0, 30), min_size=5, max_size=5),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=5),
+)
+def test_after_a_look_nobody_could_gain(
+    loads: list[int], sizes: list[int], then: list[int], caches: list[tuple[int, int]]
+) -> None:
+    """By brute force, each request against all workers; few enough that all of them are candidates."""
+    names = [f"w{i}" for i in range(len(loads))]
+    d = waiting_fleet(PrefixAware(), dict(zip(names, [100 * load for load in loads], strict=True)))
+    prompts = {key: chain(key, *range(size - 1)) for key, size in enumerate(sizes)}
+    for key, prompt in prompts.items():
+        d.arrive(request(key, prompt), 0.0)
+    holds: dict[tuple[str, int], int] = {}
+    for worker, key in caches[:2]:
+        if worker < len(names) and key in prompts:
+            d.cache_changed(names[worker], CacheChange(stored=prompts[key]))
+            holds[names[worker], key] = len(prompts[key])
+    now = {name: 100 * tokens for name, tokens in zip(names, then, strict=False)}
+    for name, tokens in now.items():
+        d.report(name, busy(tokens, 0.5))
+    d.decide(0.5)
+    where, ahead = bound(d), dict.fromkeys(names, 0)
+    for key, prompt in prompts.items():
+        costs = {
+            name: (now[name] + ahead[name] + len(prompt) * GRANULE + 10 - holds.get((name, key), 0) * GRANULE) / 10_000
+            for name in names
+        }
+        here = costs[where[key]]
+        candidates = [*sorted(names, key=lambda name: now[name])[: len(names) if len(names) <= 2 else 0]]
+        candidates += [name for name in names if (name, key) in holds]
+        for name in candidates:
+            assert costs[name] >= here - max(0.005, 0.1 * here) - 1e-9
+        ahead[where[key]] += len(prompt) * GRANULE + 10 - holds.get((where[key], key), 0) * GRANULE
 
 
 def test_a_restarted_worker_has_nothing() -> None:
@@ -226,8 +432,44 @@ def test_a_restarted_worker_has_nothing() -> None:
     d.lane_down(owner, 1.0)
     assert send(d, request(1, hot)) == other
     done(d, other)
+    d.cache_gone(owner)
     d.lane_up(owner, "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0), 1.0)
     assert send(d, request(2, hot)) == other
+
+
+def test_what_a_worker_says_counts_whoever_sent_it_and_outlasts_a_break() -> None:
+    d = fleet(PrefixAware(), "a", "b", "c")
+    hot = chain(*range(20))
+    for owner in "abc":
+        d.cache_changed(owner, CacheChange(stored=hot[:10]))
+        assert send(d, request(ord(owner), [*hot, ord(owner)])) == owner
+        done(d, owner)
+        d.cache_changed(owner, CacheChange(evicted=hot[:10]))
+        d.cache_changed(owner, CacheChange(anew=True))
+    d.cache_changed("b", CacheChange(stored=hot))
+    d.lane_down("b", 0.0)
+    d.cache_changed("b", CacheChange(stored=chain(7)))
+    d.lane_up("b", "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0), 0.0)
+    assert send(d, request(4, hot)) == "b"
+    done(d, "b")
+    assert send(d, request(5, chain(7), tokens=GRANULE + 10)) == "b"
+    d.cache_changed("nobody", CacheChange(stored=hot))
+
+
+def test_a_worker_that_caches_nothing_is_judged_by_its_load() -> None:
+    policy = PrefixAware()
+    d = Dispatcher(DelayGate(0.0), policy)
+    report = LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0)
+    for worker in "ab":
+        d.lane_up(worker, "m", report, 0.0, caches_prefixes=False)
+    hot = chain(*range(20))
+    assert {send(d, request(key, hot)) for key in range(6)} == {"a", "b"}
+    assert not policy._indexes
+    d.lane_up("c", "m", report, 0.0)
+    d.lane_down("c", 0.0)
+    assert policy._indexes["m"].workers == ["c"]
+    d.lane_up("c", "m", report, 0.0, caches_prefixes=False)
+    assert not policy._indexes
 
 
 def test_models_of_equal_prompts_have_indexes_of_their_own() -> None:
@@ -238,6 +480,7 @@ def test_models_of_equal_prompts_have_indexes_of_their_own() -> None:
     assert send(d, QueuedRequest(0, "other", 3000, 0.0, granules=hot, granule_tokens=GRANULE)) == "x"
     assert send(d, request(1, hot)) in "ab"
     d.lane_down("x", 0.0)
+    d.cache_gone("x")
     assert set(policy._indexes) == {"m"}
 
 
@@ -295,9 +538,9 @@ class Counting(PrefixAware):
 
     looks = 0
 
-    def cost_s(self, request: QueuedRequest, lane: Lane, rate: float) -> tuple[float, int]:
+    def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, now: float) -> tuple[float, int]:
         self.looks += 1
-        return super().cost_s(request, lane, rate)
+        return super().cost_s(request, lane, hit, now)
 
 
 def test_a_decision_looks_at_seven_lanes_at_most() -> None:

@@ -15,6 +15,7 @@ from worker.engine_core import EngineCore, LoadReport
 from worker.engine_turns import Cancel, Command, Deliveries, EndAll, EngineTurns, Listener, Submit
 from worker.facts import WorkerFacts
 from worker.inbox import EngineLimits
+from worker.kv_log import KvLog
 from worker.sequence import Sequence
 from worker.simulated import SimulatedRunner
 
@@ -105,6 +106,7 @@ class SteppedEngine:
         self.deliveries = Deliveries()
         self._turns = EngineTurns(core, clock)
         self._commands: list[Command] = []
+        self.kv_log = KvLog()
 
     @property
     def load(self) -> LoadReport | None:
@@ -136,5 +138,7 @@ class SteppedEngine:
     def step(self) -> None:
         """One turn, delivered."""
         commands, self._commands = self._commands, []
-        self.deliveries.deliver(self._turns.run(commands))
+        turn = self._turns.run(commands)
+        self.deliveries.deliver(turn)
+        self.kv_log.append(turn.granules)
         self.core.scheduler.check_integrity()

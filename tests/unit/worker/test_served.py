@@ -18,7 +18,7 @@ from worker import served
 NOT_SERVED = {
     "SubmitSequence": set[str](),
     "GenerateRequest": set[str](),
-    "SessionRequest": {"hello.kv_seq"},
+    "SessionRequest": set[str](),
     "DrainRequest": set[str](),
     "GetWorkerRequest": set[str](),
     "GetTokenizerRequest": set[str](),

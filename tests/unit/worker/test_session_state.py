@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import grpc
@@ -12,11 +12,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from opentelemetry.sdk.trace import TracerProvider
 
+from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.errors import ApiError
 from common.limits import HEARTBEAT_S, MAX_FRAME_TOKENS
 from common.telemetry.tracing import Tracing
 from tests.unit.worker.session_support import (
+    BLOCK_SIZE,
     FACTS,
+    LIMITS,
     NUM_BLOCKS,
     VOCAB_SIZE,
     SteppedEngine,
@@ -26,6 +29,7 @@ from tests.unit.worker.session_support import (
     simulated_runner,
     submit,
 )
+from worker.facts import WorkerFacts
 from worker.fleet_lanes import FleetLanes
 from worker.router_sequences import RouterSequences
 from worker.session_state import SessionState, check_hello, check_owner
@@ -439,7 +443,6 @@ def test_a_bad_frame_closes_the_session(frame: wpb.SessionRequest, code: grpc.St
         (wpb.Hello(router_id="r"), grpc.StatusCode.INVALID_ARGUMENT, "hello.lease_ms"),
         (wpb.Hello(router_id="r", lease_ms=10**6), grpc.StatusCode.INVALID_ARGUMENT, "hello.lease_ms"),
         (wpb.Hello(router_id="r", lease_ms=1000, proto_minor=2), grpc.StatusCode.FAILED_PRECONDITION, ""),
-        (wpb.Hello(router_id="r", lease_ms=1000, kv_seq=1), grpc.StatusCode.UNIMPLEMENTED, "hello.kv_seq"),
     ],
 )
 def test_a_bad_hello_is_refused(hello: wpb.Hello, code: grpc.StatusCode, field: str) -> None:
@@ -498,6 +501,54 @@ def _random_prompt(rid: int) -> list[int]:
 
 def _random_record(random: Random, rid: int) -> wpb.SubmitSequence:
     return record(rid, _random_prompt(rid), max_tokens=random.randint(1, 30))
+
+
+def opened(
+    world: World, router_id: str, kv_seq: int = 0, facts: WorkerFacts = FACTS
+) -> tuple[SessionState, wpb.Welcome]:
+    hello = wpb.Hello(router_id=router_id, lease_ms=5000, kv_seq=kv_seq)
+    sequences = RouterSequences(router_id, facts, world.engine, world.tracing)
+    state = SessionState(hello, sequences, facts, world.engine, world.lanes, world.now, lambda: None)
+    first = state.next_frame(world.now)
+    assert first is not None
+    return state, first.welcome
+
+
+def test_kv_events_go_before_steps_and_do_not_stand_in_for_heartbeats() -> None:
+    world = World()
+    (a, welcome), (b, _) = opened(world, "a"), opened(world, "b")
+    assert welcome.kv_events
+    prompt = list(range(1, 150))
+    a.receive(submit(1, record(1, prompt, max_tokens=800)), world.now)
+    world.engine.step()
+    chain = hash_chain(prompt, BLOCK_SIZE, seed=LIMITS.hash_seed)
+    for state in (a, b):
+        frame = state.next_frame(world.now)
+        assert frame is not None
+        assert (list(frame.kv_events.stored), frame.kv_events.seq) == ([chain[GRANULE_BLOCKS - 1]], 1)
+    step = a.next_frame(world.now)
+    assert step is not None
+    assert step.HasField("step_output")
+    assert b.silent_for(world.now) == HEARTBEAT_S
+    kinds = []
+    for _ in range(210):
+        world.now += 0.01
+        world.engine.step()
+        while (frame := b.next_frame(world.now)) is not None:
+            kinds.append(frame.WhichOneof("frame"))
+    assert (kinds.count("heartbeat"), kinds.count("kv_events")) == (4, 1)
+    late, _ = opened(world, "b", kv_seq=1)
+    frame = late.next_frame(world.now)
+    assert frame is not None
+    assert (frame.kv_events.after, frame.kv_events.seq) == (1, 2)
+
+
+def test_a_worker_without_prefix_caching_says_so_and_sends_no_events() -> None:
+    world = World()
+    state, welcome = opened(world, "r", facts=replace(FACTS, prefix_caching=False))
+    assert not welcome.kv_events
+    world.engine.kv_log.append([1])
+    assert state.next_frame(world.now) is None
 
 
 def test_a_router_names_its_own_rids_only() -> None:

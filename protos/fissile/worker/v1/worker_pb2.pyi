@@ -327,7 +327,9 @@ class Hello(_message.Message):
     lease_ms: _builtins.int
     """Without an up frame for this long, all of this router's sequences are cancelled. Milliseconds."""
     kv_seq: _builtins.int
-    """Last KV event the router has seen."""
+    """`KvEvents.seq` up to which the router knows what this worker's prefix cache holds; 0 when it knows nothing. The
+    worker goes on from there, or sends all of it anew when it does not remember that far.
+    """
     @_builtins.property
     def live(self) -> _containers.RepeatedCompositeFieldContainer[Global___LiveSequence]:
         """Sequences that an earlier stream of this router left behind, and how many tokens of each arrived. The worker cancels
@@ -587,6 +589,7 @@ class SessionResponse(_message.Message):
     STEP_OUTPUT_FIELD_NUMBER: _builtins.int
     HEARTBEAT_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    KV_EVENTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome:
         """First frame of the stream, once."""
@@ -603,6 +606,10 @@ class SessionResponse(_message.Message):
     def draining(self) -> Global___Draining:
         """The worker takes no new work; what runs goes on."""
 
+    @_builtins.property
+    def kv_events(self) -> Global___KvEvents:
+        """What has come to the worker's prefix cache and what has left it."""
+
     def __init__(
         self,
         *,
@@ -610,12 +617,13 @@ class SessionResponse(_message.Message):
         step_output: Global___StepOutput | None = ...,
         heartbeat: Global___Heartbeat | None = ...,
         draining: Global___Draining | None = ...,
+        kv_events: Global___KvEvents | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "frame", b"frame", "heartbeat", b"heartbeat", "step_output", b"step_output", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "frame", b"frame", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "step_output", b"step_output", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "frame", b"frame", "heartbeat", b"heartbeat", "step_output", b"step_output", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["draining", b"draining", "frame", b"frame", "heartbeat", b"heartbeat", "kv_events", b"kv_events", "step_output", b"step_output", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["welcome", "step_output", "heartbeat", "draining"]  # noqa: Y015
+    _WhichOneofReturnType_frame: _TypeAlias = _typing.Literal["welcome", "step_output", "heartbeat", "draining", "kv_events"]  # noqa: Y015
     _WhichOneofArgType_frame: _TypeAlias = _typing.Literal["frame", b"frame"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_frame) -> _WhichOneofReturnType_frame | None: ...
 
@@ -635,6 +643,7 @@ class Welcome(_message.Message):
     UNKNOWN_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     BUSY_MS_FIELD_NUMBER: _builtins.int
+    KV_EVENTS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker."""
     instance_id: _builtins.str
@@ -645,6 +654,8 @@ class Welcome(_message.Message):
     """Digest of the numerics class."""
     busy_ms: _builtins.int
     """For how long the current engine step has been running, milliseconds; 0 when idle."""
+    kv_events: _builtins.bool
+    """Whether KvEvents follow: the worker shares the KV of equal prefixes."""
     @_builtins.property
     def limits(self) -> Global___Limits:
         """What the worker can take."""
@@ -668,10 +679,11 @@ class Welcome(_message.Message):
         unknown: _abc.Iterable[_builtins.int] | None = ...,
         load: Global___Load | None = ...,
         busy_ms: _builtins.int = ...,
+        kv_events: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ms", b"busy_ms", "instance_id", b"instance_id", "limits", b"limits", "load", b"load", "numerics", b"numerics", "proto_minor", b"proto_minor", "unknown", b"unknown", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["busy_ms", b"busy_ms", "instance_id", b"instance_id", "kv_events", b"kv_events", "limits", b"limits", "load", b"load", "numerics", b"numerics", "proto_minor", b"proto_minor", "unknown", b"unknown", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -847,6 +859,7 @@ class Load(_message.Message):
     FLEET_OLDEST_AGE_MS_FIELD_NUMBER: _builtins.int
     FLEET_TOKENS_FIELD_NUMBER: _builtins.int
     INTAKE_FIELD_NUMBER: _builtins.int
+    PREFILL_SAMPLES_FIELD_NUMBER: _builtins.int
     decoding_seqs: _builtins.int
     """Sequences in the running set that decode."""
     waiting_seqs: _builtins.int
@@ -871,6 +884,8 @@ class Load(_message.Message):
     """Prompt tokens that wait for this worker at all routers."""
     intake: Global___Intake.ValueType
     """Whether the worker wants new work of its routers. UNSPECIFIED, from older workers, means INTAKE_OPEN."""
+    prefill_samples: _builtins.int
+    """How many steps have told the prefill speed; when it stays the same, `prefill_rate` grows old."""
     def __init__(
         self,
         *,
@@ -886,10 +901,11 @@ class Load(_message.Message):
         fleet_oldest_age_ms: _builtins.int = ...,
         fleet_tokens: _builtins.int = ...,
         intake: Global___Intake.ValueType = ...,
+        prefill_samples: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoding_seqs", b"decoding_seqs", "fleet_oldest_age_ms", b"fleet_oldest_age_ms", "fleet_tokens", b"fleet_tokens", "free_blocks", b"free_blocks", "intake", b"intake", "last_prompt_latency_us", b"last_prompt_latency_us", "prefill_rate", b"prefill_rate", "room_seqs", b"room_seqs", "room_tokens", b"room_tokens", "total_blocks", b"total_blocks", "waiting_seqs", b"waiting_seqs", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoding_seqs", b"decoding_seqs", "fleet_oldest_age_ms", b"fleet_oldest_age_ms", "fleet_tokens", b"fleet_tokens", "free_blocks", b"free_blocks", "intake", b"intake", "last_prompt_latency_us", b"last_prompt_latency_us", "prefill_rate", b"prefill_rate", "prefill_samples", b"prefill_samples", "room_seqs", b"room_seqs", "room_tokens", b"room_tokens", "total_blocks", b"total_blocks", "waiting_seqs", b"waiting_seqs", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -930,6 +946,57 @@ class Heartbeat(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
+
+@_typing.final
+class KvEvents(_message.Message):
+    """Changes of the worker's prefix cache, in granules of 8 blocks: of a chain of block hashes every eighth is named, and
+    stands for the whole prefix up to it. At most 20 such frames a second; a granule that came and went in between is in
+    none. Changes are numbered from 1 in each instance of the worker.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQ_FIELD_NUMBER: _builtins.int
+    AFTER_FIELD_NUMBER: _builtins.int
+    STORED_FIELD_NUMBER: _builtins.int
+    EVICTED_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    LEFT_FIELD_NUMBER: _builtins.int
+    seq: _builtins.int
+    """Number of the newest change that is accounted for by this frame and those before it, of a snapshot when it is whole."""
+    after: _builtins.int
+    """The `seq` of the frame that this one continues. A router that has another one has missed something."""
+    snapshot: _builtins.bool
+    """Whether this frame begins a snapshot: what was known of the cache before counts for nothing. `after` is 0."""
+    left: _builtins.int
+    """Granules of the snapshot that are yet to come, in frames whose `after` is their `seq`. Until they have, the router
+    has nothing to go on from, and says 0 in `Hello.kv_seq`.
+    """
+    @_builtins.property
+    def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Granules that can be found now."""
+
+    @_builtins.property
+    def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Granules that can not be found any more."""
+
+    def __init__(
+        self,
+        *,
+        seq: _builtins.int = ...,
+        after: _builtins.int = ...,
+        stored: _abc.Iterable[_builtins.int] | None = ...,
+        evicted: _abc.Iterable[_builtins.int] | None = ...,
+        snapshot: _builtins.bool = ...,
+        left: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "evicted", b"evicted", "left", b"left", "seq", b"seq", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvEvents: _TypeAlias = KvEvents  # noqa: Y015
 
 @_typing.final
 class Draining(_message.Message):

@@ -1,0 +1,123 @@
+"""KV events end to end: two routers and two workers as processes; what one router warms, the other finds."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import grpc
+import pytest
+from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+from fissile.worker.v1 import worker_pb2 as wpb
+from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
+
+from tests.e2e.service import Answer, Process, Service, free_port, generate, running_service
+from tests.e2e.simulated import OPTIONS, simulated_model, wait_workers
+
+GRANULE = 128
+# A pool of 200 blocks: 25 granules.
+POOL = ["--kv-cache-memory", "1600KiB"]
+PREFIX_GRANULES = 6
+
+
+@dataclass
+class Fleet:
+    """Two workers, and two routers that share nothing else."""
+
+    service: Service
+    other: InferenceServiceStub
+
+    def ask(self, stub: InferenceServiceStub, prompt: list[int]) -> Answer:
+        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt))
+        request.sampling_params.max_tokens = 2
+        request.sampling_params.ignore_eos = True
+        return generate(stub, request)
+
+    def warm(self, index: int, prompt: list[int]) -> None:
+        """Gives a worker a prompt that no router knows of."""
+        params = wpb.SamplingParams(top_p=1.0, repetition_penalty=1.0, max_tokens=1)
+        with grpc.insecure_channel(self.service.workers[index].address) as channel:
+            list(WorkerServiceStub(channel).Generate(wpb.GenerateRequest(token_ids=prompt, params=params), timeout=30))
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("kv")
+    model = simulated_model(folder / "model")
+    with running_service(folder, model, workers=2, worker_options=[*OPTIONS, *POOL]) as service:
+        port = free_port()
+        addresses = [part for worker in service.workers for part in ("--worker", worker.address)]
+        router = Process("other", ["router", "--port", str(port), *addresses], port, folder / "other.log")
+        router.start()
+        try:
+            router.wait_serving()
+            with grpc.insecure_channel(router.address) as channel:
+                wait_workers(service, 2)
+                wait_workers(Service(router, service.workers, channel), 2)
+                yield Fleet(service, InferenceServiceStub(channel))
+        finally:
+            router.running.kill()
+            router.running.wait()
+
+
+def prefix(seed: int) -> list[int]:
+    rnd = random.Random(seed)
+    return [rnd.randrange(256) for _ in range(PREFIX_GRANULES * GRANULE)]
+
+
+# Several times longer than events take, so that a busy machine does not matter.
+SETTLE_S = 0.5
+
+
+def test_a_router_finds_what_another_has_warmed(fleet: Fleet) -> None:
+    homes = []
+    for seed in range(4):
+        first = fleet.ask(fleet.service.stub, [*prefix(seed), 7])
+        assert first.finish is not None
+        homes.append(first.finish.worker_id)
+        time.sleep(SETTLE_S)
+        again = fleet.ask(fleet.other, [*prefix(seed), 9, 9])
+        assert again.finish is not None
+        assert again.prompt_info is not None
+        assert again.finish.worker_id == homes[-1]
+        assert again.prompt_info.cached_tokens == PREFIX_GRANULES * GRANULE
+
+
+def test_routers_know_of_evictions(fleet: Fleet) -> None:
+    """What worker 0 has evicted is looked for at worker 1, which has it by now, by both routers."""
+    for round_ in range(3):
+        hot = prefix(100 + round_)
+        fleet.warm(0, hot)
+        for seed in range(6):
+            fleet.warm(0, prefix(1000 + 10 * round_ + seed))
+        fleet.warm(1, hot)
+        time.sleep(SETTLE_S)
+        for stub in (fleet.service.stub, fleet.other):
+            answer = fleet.ask(stub, [*hot, 5])
+            assert answer.finish is not None
+            assert answer.prompt_info is not None
+            assert answer.finish.worker_id == "worker-1"
+            assert answer.prompt_info.cached_tokens == len(hot)
+
+
+def test_a_worker_that_is_started_anew_has_nothing(fleet: Fleet) -> None:
+    hot = [prefix(200 + i) for i in range(3)]
+    for each in hot:
+        fleet.warm(1, each)
+    time.sleep(SETTLE_S)
+    worker = fleet.service.workers[1]
+    worker.running.kill()
+    worker.running.wait()
+    worker.start()
+    worker.wait_serving()
+    wait_workers(fleet.service, 2)
+    for each in hot:
+        fleet.warm(0, each)
+    time.sleep(3 * SETTLE_S)
+    for each in hot:
+        answer = fleet.ask(fleet.other, [*each, 3])
+        assert answer.finish is not None
+        assert answer.finish.worker_id == "worker-0"

@@ -1,0 +1,189 @@
+"""Two routers over the same workers, streams that break, frames that are lost, workers that die: in the end each router
+knows exactly what each worker's prefix cache holds. Every mutation of that part of the protocol is noticed."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+import pytest
+
+from common.sampling_params import SamplingParams
+from router.fleet import Fleet
+from router.kv_feed import KvFeed
+from router.placement import PrefixAware
+from router.session import Fault
+from tests.sim.service import MAX_MODEL_LEN, SimService
+from tests.sim.test_scenario import Outcome, Scenario
+from tests.sim.virtual_time import run
+from tests.unit.mutants import Mutant
+from worker import kv_log
+from worker.kv_log import KvCursor, KvLog
+
+SEEDS = range(2)
+NUM_REQUESTS = 10
+
+
+@pytest.fixture(autouse=True)
+def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Snapshots of several frames."""
+    monkeypatch.setattr(kv_log, "MAX_KV_FRAME_CHANGES", 8)
+
+
+def two_routers(scenario: Scenario, num_workers: int) -> tuple[SimService, SimService]:
+    """A block is one token, so that there are many granules."""
+    made: list[SimService] = []
+    for _ in range(2):
+        service = SimService(
+            scenario.loop,
+            scenario.rnd,
+            num_workers=num_workers,
+            num_blocks=320,
+            block_size=1,
+            placement=PrefixAware(1 << 12),
+            other=made[0] if made else None,
+            worker_wait_s=20.0,
+        )
+        made.append(service)
+    return made[0], made[1]
+
+
+class TwoRouters(Scenario):
+    """One life of two routers and their clients."""
+
+    async def live(self) -> SimService:
+        a, b = two_routers(self, num_workers=2)
+        await asyncio.sleep(0.2)
+        clients = [asyncio.create_task(self.client(a if i % 3 else b, i)) for i in range(NUM_REQUESTS)]
+        for fault in [a.break_connection, b.break_connection] * self.breaks + [a.crash] * self.crashes:
+            self.loop.call_later(self.rnd.uniform(0.2, 2.5), fault, self.rnd.randrange(2))
+        for freeze in [a.freeze] * self.freezes:
+            self.loop.call_later(self.rnd.uniform(0.2, 2.5), freeze, self.rnd.randrange(2))
+        a.kv_loss = b.kv_loss = self.kv_loss
+        _, hanging = await asyncio.wait(clients, timeout=60)
+        assert not hanging, "hang"
+        a.kv_loss = b.kv_loss = 0.0
+        # Something after the last loss, which nobody would notice otherwise.
+        self.prefixes = [self.tokens(60) for _ in range(6)]
+        await asyncio.gather(*(self.client(a, NUM_REQUESTS + i) for i in range(6)))
+        await asyncio.sleep(12)
+        a.check_nothing_left()
+        b.check_nothing_left()
+        self.gaps = a.kv_gaps + b.kv_gaps
+        return a
+
+    kv_loss = 0.0
+    gaps = 0
+
+    async def client(self, service: SimService, i: int) -> None:
+        prompt = self.prefixes[i % len(self.prefixes)][: self.rnd.randrange(20, 120)] + self.tokens(
+            self.rnd.randrange(1, 30)
+        )
+        params = SamplingParams(max_tokens=self.rnd.randrange(1, min(60, MAX_MODEL_LEN - len(prompt))))
+        self.outcomes.append(outcome := Outcome(prompt, params, seed=i))
+        await asyncio.sleep(self.rnd.uniform(0, 1.5))
+        await self.ask(service, outcome, None)
+
+
+def lived(scenario: TwoRouters) -> TwoRouters:
+    service = run(scenario.loop, scenario.live())
+    scenario.check_outcomes(service)
+    return scenario
+
+
+def quiet(seed: int) -> None:
+    assert lived(TwoRouters(seed)).gaps == 0
+
+
+def breaking(seed: int) -> None:
+    assert lived(TwoRouters(seed, breaks=4)).gaps == 0
+
+
+def losing(seed: int) -> None:
+    """Frames that are lost although the stream goes on: what TCP prevents and a bug may do."""
+    scenario = TwoRouters(seed, breaks=1)
+    scenario.kv_loss = 0.1
+    assert lived(scenario).gaps > 0
+
+
+def dying(seed: int) -> None:
+    lived(TwoRouters(seed, breaks=1, crashes=1 + seed % 2, freezes=seed % 2))
+
+
+def restarted(seed: int) -> None:
+    """A router that was away did not see the worker die. The new one has done nothing yet, or much."""
+    scenario = TwoRouters(seed)
+
+    async def life() -> None:
+        a, b = two_routers(scenario, num_workers=1)
+        await asyncio.sleep(0.2)
+        await scenario.client(a, 0)
+        await asyncio.sleep(0.5)
+        b.check_index()
+        b.connections[0].end(Fault.BROKEN)
+        a.routers.remove(b)
+        a.crash(0)
+        await asyncio.sleep(2.5)
+        if seed % 2:
+            for i in range(3):
+                await scenario.client(a, i + 1)
+            b.redial(b.connections[0])
+            # In the middle of the snapshot the stream breaks again.
+            await asyncio.sleep(0.08)
+            b.connections[0].end(Fault.BROKEN)
+        b.redial(b.connections[0])
+        await asyncio.sleep(3)
+        a.check_index()
+        b.check_index()
+
+    run(scenario.loop, life())
+
+
+CAUGHT: list[tuple[Mutant, Callable[[int], None]]] = [
+    (Mutant("noresync", KvCursor, "take", " or not self._log.remembers(self._seq)", ""), breaking),
+    (Mutant("noseqcheck", KvFeed, "_continues", "events.after != self._seq", "False"), losing),
+    (Mutant("wrongseq", KvCursor, "_take_changes", "frame.seq = self._seq", "frame.seq = self._seq + 1"), quiet),
+    (Mutant("oldinstance", KvFeed, "goes_on_with", "instance_id == self._instance_id and ", ""), restarted),
+    (
+        Mutant("notforgotten", Fleet, "session_opening", "self._dispatcher.cache_gone(session.address)", "pass"),
+        restarted,
+    ),
+    (Mutant("noevicted", PrefixAware, "cache_changed", "if change.evicted:", "if False:"), quiet),
+    (Mutant("notanew", PrefixAware, "cache_changed", "if change.anew:", "if False:"), breaking),
+    (Mutant("halfsnapshot", KvFeed, "take", "events.seq, events.left", "events.seq, 0"), breaking),
+    (Mutant("piecelost", KvFeed, "_continues", "self._left == (", "0 == 0 * ("), losing),
+    (Mutant("halfforgotten", KvFeed, "seq", "0 if self._left else self._seq", "self._seq"), restarted),
+    (Mutant("numbersslip", KvLog, "append", "self._forgotten += ", "self._forgotten = "), breaking),
+    (
+        Mutant("changesdropped", KvCursor, "_take_changes", "self._seq += len(changes)", "self._seq = self._log.seq"),
+        quiet,
+    ),
+]
+# The worker sends a snapshot, which is only dearer.
+HARMLESS = [
+    Mutant("nokvseq", Fleet, "session_opening", "session.link.know_cache(feed.seq)", "session.link.know_cache(0)")
+]
+
+
+@pytest.mark.parametrize("life", [quiet, breaking, losing, dying, restarted])
+def test_each_router_ends_up_with_what_the_caches_hold(life: Callable[[int], None]) -> None:
+    for seed in SEEDS:
+        life(seed)
+
+
+@pytest.mark.parametrize(("mutant", "life"), CAUGHT, ids=[mutant.trap for mutant, _ in CAUGHT])
+def test_a_mutation_is_noticed(mutant: Mutant, life: Callable[[int], None]) -> None:
+    with mutant.applied():
+        for seed in SEEDS:
+            try:
+                life(seed)
+            except Exception:
+                return
+    pytest.fail(f"{mutant.trap} goes unnoticed")
+
+
+@pytest.mark.parametrize("mutant", HARMLESS, ids=[mutant.trap for mutant in HARMLESS])
+def test_a_harmless_mutation_is_harmless(mutant: Mutant) -> None:
+    with mutant.applied():
+        for seed in SEEDS:
+            breaking(seed)
