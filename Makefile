@@ -62,7 +62,7 @@ bench: $(ALL_STAMP) ## Run the benchmarks (tests/bench/README.md has their figur
 	@$(BIN)/python -m tests.bench.scheduler_cost
 	@$(BIN)/python -m tests.bench.decode_step
 
-bench-router: $(ALL_STAMP) ## Run the router's benchmarks (7 minutes, on a quiet machine)
+bench-router: $(ALL_STAMP) ## Run the router's benchmarks (8 minutes, on a quiet machine)
 	@$(BIN)/python -m tests.bench.router.all
 
 check-fresh: ## Clone HEAD into a new folder, make a new .venv there, run `make run ARGS=--once` and `make test`

@@ -1,4 +1,8 @@
-"""From request to prompt tokens, off the event loop: templates and tokenizers run in a small pool of threads."""
+"""From request to prompt tokens, off the event loop: templates and tokenizers run in threads.
+
+Long texts have threads of their own, so that nobody's short prompt waits half a second behind them, and those threads
+yield to the event loop's.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,9 @@ T = TypeVar("T")
 # Checking and hashing so many given token ids takes less time than a change of threads is worth.
 _INLINE_TOKENS = 2048
 _PIECE_TOKENS = 4096
-TEXT_THREAD_NICE: Final = 10
+# Characters of text, or tokens, that take a thread for more than about 20 ms.
+LONG_TEXT: Final = 16_384
+LONG_TEXT_NICE: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,12 +49,12 @@ class Prompt:
 def yield_to_loop() -> None:
     """Lets the event loop's thread go before the calling one where there are fewer cores than work.
 
-    A thread that tokenizes computes for hundreds of milliseconds, the loop for one: at equal priority the system would
-    let the loop wait. On Linux only: elsewhere a priority is that of the whole process.
+    A thread that tokenizes a long text computes for hundreds of milliseconds, the loop for one: at equal priority the
+    system would let the loop wait. On Linux only: elsewhere a priority is that of the whole process.
     """
     if sys.platform == "linux":
         thread = threading.get_native_id()
-        nice = os.getpriority(os.PRIO_PROCESS, thread) + TEXT_THREAD_NICE
+        nice = os.getpriority(os.PRIO_PROCESS, thread) + LONG_TEXT_NICE
         os.setpriority(os.PRIO_PROCESS, thread, min(nice, 19))
 
 
@@ -56,13 +62,15 @@ class PromptEncoder:
     """Encodes prompts; at most `capacity` requests wait for a thread."""
 
     def __init__(self, capacity: int = MAX_QUEUED_REQUESTS) -> None:
-        self._pool = ThreadPoolExecutor(TOKENIZE_THREADS, thread_name_prefix="text", initializer=yield_to_loop)
+        self._short = ThreadPoolExecutor(TOKENIZE_THREADS, "text")
+        self._long = ThreadPoolExecutor(TOKENIZE_THREADS, "long-text", initializer=yield_to_loop)
         self._capacity = capacity
         self._pending = 0
 
     def close(self) -> None:
         """Ends the threads."""
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._short.shutdown(wait=False, cancel_futures=True)
+        self._long.shutdown(wait=False, cancel_futures=True)
 
     async def for_generate(self, request: pb.GenerateRequest, model: ServedModel) -> Prompt:
         """The prompt of a request that `validation.check_generate` let pass.
@@ -73,12 +81,13 @@ class PromptEncoder:
         salt = request.cache_salt
         if request.WhichOneof("prompt") == "text":
             tokenizer = _tokenizer_of(model)
-            return await self._run(lambda: _prompt("text", _encode("text", tokenizer, request.text), model, salt))
+            text = request.text
+            return await self._run(lambda: _prompt("text", _encode("text", tokenizer, text), model, salt), len(text))
         ids = request.token_ids.ids
         check_prompt_length("token_ids.ids", len(ids), model.max_model_len)
         if len(ids) <= _INLINE_TOKENS:
             return _given_prompt(ids, model, salt)
-        return await self._run(lambda: _given_prompt(ids, model, salt))
+        return await self._run(lambda: _given_prompt(ids, model, salt), len(ids))
 
     async def for_chat(self, request: pb.ChatRequest, model: ServedModel) -> Prompt:
         """The prompt of a conversation that `validation.check_chat` let pass.
@@ -97,7 +106,8 @@ class PromptEncoder:
             ids = _encode("messages", tokenizer, text, allow_special=True)
             return _prompt("messages", ids, model, request.cache_salt)
 
-        return await self._run(work)
+        size = sum(len(message["content"]) for message in messages)
+        return await self._run(work, size)
 
     async def tokenize(self, text: str, model: ServedModel) -> pb.TokenizeResponse:
         """Token ids of `text` as Generate would use them, and their vocabulary entries.
@@ -117,7 +127,7 @@ class PromptEncoder:
                 response.tokens.extend(tokenizer.token_strings(piece))
             return response
 
-        return await self._run(work)
+        return await self._run(work, len(text))
 
     async def detokenize(self, token_ids: Sequence[int], model: ServedModel, *, keep_special: bool) -> str:
         """Text of `token_ids`.
@@ -131,14 +141,17 @@ class PromptEncoder:
             check_token_ids("token_ids", token_ids, model.vocab_size)
             return tokenizer.decode(token_ids, skip_special=not keep_special)
 
-        return await self._run(work)
+        return await self._run(work, len(token_ids))
 
-    async def _run(self, work: Callable[[], T]) -> T:
+    async def _run(self, work: Callable[[], T], size: int) -> T:
+        """Runs `work` on `size` characters of text, or tokens, in a thread."""
         if self._pending >= self._capacity:
             raise QueueFullError(self._pending, QUEUE_RETRY_S)
         self._pending += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._pool, work)
+            return await asyncio.get_running_loop().run_in_executor(
+                self._long if size > LONG_TEXT else self._short, work
+            )
         finally:
             self._pending -= 1
 

@@ -35,6 +35,9 @@ _SessionCall = grpc.aio.StreamStreamCall[wpb.SessionRequest, wpb.SessionResponse
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.enable_retries", 0),
+    # As long as gRPC tries to connect, also after the channel was closed: by default a dial of a port that says nothing
+    # keeps its socket for 20 s.
+    ("grpc.min_reconnect_backoff_ms", round(CONNECT_TIMEOUT_S * 1000)),
 )
 
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import grpc
@@ -279,13 +279,30 @@ def make_fleet(
     )
 
 
+_TO_SERVE: Final = "say it in the section `serve`"
+# What the router wants of its callers, `serve` among them.
+_PROTECTION: Final = {
+    **dict.fromkeys(("tls-cert", "tls-key", "tls-client-ca", "api-keys"), _TO_SERVE),
+    "api-key-line": "put the line into a file, and say api-keys in the section `serve`",
+}
+_KEY_LINES_VARIABLE: Final = "FISSILE_API_KEY_LINES"
+
+
 def refuse_twice_said(fleet: Fleet, config: Path) -> None:
-    """Refuses options in the file's sections of children that `serve` gives them itself: they would do nothing.
+    """Refuses options in the file's sections of children that are `serve`'s own to say.
+
+    What it gives them itself would do nothing there; with TLS and keys that it does not know of it could not call the
+    router.
 
     Raises:
         CommandError: there is one.
     """
     given = sections(read_text(config), config)
+    router = given.get("router")
+    for name in _PROTECTION:
+        if isinstance(router, dict) and name in router:
+            where = f"--config {config}: router.{name}"
+            raise CommandError(f"{where}: `fissile serve` must know of it: {_PROTECTION[name]}")
     for child in fleet.children():
         section = given.get(child.module)
         names = section.keys() if isinstance(section, dict) else ()
@@ -407,7 +424,7 @@ def serve(
     """
     server_tls(tls_cert, tls_key, tls_client_ca)
     protection = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca, "api_keys": api_keys}
-    is_protected = any(protection.values())
+    is_protected = any(protection.values()) or bool(os.environ.get(_KEY_LINES_VARIABLE))
     if once and is_protected:
         raise CommandError("--once asks in plain text and without a key: leave --tls-cert and --api-keys away")
     console = Console()

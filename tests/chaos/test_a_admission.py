@@ -121,6 +121,7 @@ class GateMachine(RuleBasedStateMachine):
     @initialize(factor=st.sampled_from([0.0, 0.5, 1.0, 4.0]), max_hold=st.sampled_from([0.05, 0.25]))
     def begin(self, factor: float, max_hold: float) -> None:
         self.now, self.key, self.serial, self.released = 100.0, 0, 0, False
+        self.due: float | None = None
         first = LoadReport(self.now, decoding_seqs=1, room_tokens=1000, room_seqs=50, prefill_rate=1000.0)
         self.oracle = Oracle(factor, max_hold, first)
         self.dispatcher = Dispatcher(DelayGate(factor, max_hold), RoundRobin(), 10_000)
@@ -146,6 +147,7 @@ class GateMachine(RuleBasedStateMachine):
             self.serial += 1
             assert [release.serial for release in releases] == [self.serial]
             self.oracle.take(keys, self.serial)
+        self.due = self.dispatcher.next_timer(self.now)
 
     @rule(
         tokens=st.integers(1, 400),
@@ -199,9 +201,9 @@ class GateMachine(RuleBasedStateMachine):
         oldest = min((w.arrival for w in self.oracle.waiting), default=self.now)
         end = min(self.now + seconds, max(self.now, oldest + PROMOTE_AFTER_S - MARGIN_S))
         timers = 0
-        while (due := self.dispatcher.next_timer(self.now)) is not None and due <= end:
+        while self.due is not None and self.due <= end:
             # Timers of an event loop are a little late.
-            self.now = max(self.now, due) + 1e-5
+            self.now = max(self.now, self.due) + 1e-5
             self.pump()
             timers += 1
             assert timers < 100, "a timer that changes nothing comes again and again"

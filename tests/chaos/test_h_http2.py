@@ -147,7 +147,7 @@ def test_h2_pings_through_a_silent_prefill(tmp_path: Path, report: Report) -> No
 def test_h2_every_channel_argument_of_ours_is_one_of_grpcs() -> None:
     """H2: a name that gRPC does not know does nothing, silently."""
     binary = Path(cygrpc.__file__).read_bytes()
-    for name, _ in (*server_options(1), *session._CHANNEL_OPTIONS):
+    for name, _ in (*server_options(1, 1.0), *session._CHANNEL_OPTIONS):
         assert name.encode() + b"\0" in binary, name
     assert b"grpc.no_such_argument\0" not in binary
 

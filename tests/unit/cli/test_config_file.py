@@ -113,6 +113,10 @@ def test_serve_refuses_what_it_would_overrule(tmp_path: Path) -> None:
         path.write_text(text)
         with pytest.raises(CommandError, match="is set by `fissile serve`: say it in its section"):
             refuse_twice_said(fleet, path)
+    for text in ("router: {tls-cert: a.pem}", "router: {api-keys: keys}", "router: {api-key-line: [x]}"):
+        path.write_text(text)
+        with pytest.raises(CommandError, match="`fissile serve` must know of it"):
+            refuse_twice_said(fleet, path)
 
 
 def test_a_bad_value_is_said_with_its_line(tmp_path: Path) -> None:
