@@ -20,6 +20,8 @@ NOT_SERVED = {
     "GenerateRequest": set[str](),
     "SessionRequest": set[str](),
     "DrainRequest": set[str](),
+    "SetIntakeRequest": set[str](),
+    "FlushCacheRequest": set[str](),
     "GetWorkerRequest": set[str](),
     "GetTokenizerRequest": set[str](),
 }
@@ -28,6 +30,8 @@ REQUESTS: dict[str, tuple[Any, frozenset[str]]] = {
     "GenerateRequest": (wpb.GenerateRequest, served.GENERATE),
     "SessionRequest": (wpb.SessionRequest, served.SESSION),
     "DrainRequest": (wpb.DrainRequest, served.DRAIN),
+    "SetIntakeRequest": (wpb.SetIntakeRequest, served.SET_INTAKE),
+    "FlushCacheRequest": (wpb.FlushCacheRequest, frozenset()),
     "GetWorkerRequest": (wpb.GetWorkerRequest, frozenset()),
     "GetTokenizerRequest": (wpb.GetTokenizerRequest, frozenset()),
 }
