@@ -23,6 +23,24 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         ctypes.c_int,
         (_INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT),
     ),
+    "fissile_norm": (
+        None,
+        (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER),
+    ),
+    "fissile_rope": (None, (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _INT, _POINTER)),
+    "fissile_silu_and_mul": (None, (_INT, _POINTER, _INT, _INT, _INT, _POINTER)),
+    "fissile_write_kv": (
+        None,
+        (_INT, _INT, _POINTER, _INT, _INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER, _POINTER),
+    ),
+    "fissile_attention": (
+        ctypes.c_int,
+        (
+            *(_INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
+            *(_INT, _INT, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
+            *(_FLOAT, _INT, _POINTER, _POINTER),
+        ),
+    ),
 }
 # Codes of kernels/cpu/native/kernels.hpp; other dtypes are PyTorch's.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}

@@ -1,4 +1,6 @@
 // The micro-kernels of the instruction set that this is compiled for.
+#include "attention.hpp"
+#include "elementwise.hpp"
 #include "linear.hpp"
 
 #define FISSILE_TEXT_OF(name) #name
@@ -14,6 +16,19 @@ const fissile::Kernels kernels = {
     .linear_pack = linear_pack,
     .linear_tasks = linear_tasks,
     .linear = linear,
+    .norm_tasks = norm_tasks,
+    .norm = norm,
+    .rope_tasks = rope_tasks,
+    .rope = rope,
+    .silu_and_mul_tasks = silu_and_mul_tasks,
+    .silu_and_mul = silu_and_mul,
+    .write_kv_tasks = write_kv_tasks,
+    .write_kv = write_kv,
+    .attention_state_size = attention_state_size,
+    .attention_tasks = attention_tasks,
+    .attention = attention,
+    .attention_merge_tasks = attention_merge_tasks,
+    .attention_merge = attention_merge,
 };
 
 }  // namespace FISSILE_ISA

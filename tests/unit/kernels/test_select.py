@@ -11,5 +11,5 @@ def test_torch_is_there(name: str) -> None:
 
 
 def test_unknown_name_says_the_choices() -> None:
-    with pytest.raises(ValueError, match="'cuda' is not known; choose one of: auto, torch"):
+    with pytest.raises(ValueError, match="'cuda' is not known; choose one of: auto, torch, cpu"):
         select_backend("cuda")

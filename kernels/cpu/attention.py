@@ -1,0 +1,93 @@
+"""Attention and the writing of the KV cache by the native kernels (kernels/cpu/native/attention.cpp)."""
+
+from __future__ import annotations
+
+from ctypes import CDLL
+
+import numpy as np
+import torch
+
+from kernels.cpu.library import DTYPES, check
+from kernels.interface import AttentionMetaData
+from kernels.paged_attention import PagedKVCache
+
+
+def write_kv(
+    library: CDLL, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
+) -> None:
+    """Stores the first rows of k and v [T, Hkv, D], those that are tokens, in the slots of `metadata`."""
+    k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
+    sides = cache.data[layer]
+    library.fissile_write_kv(
+        DTYPES[k.dtype],
+        DTYPES[cache.data.dtype],
+        k.data_ptr(),
+        k.stride(0),
+        k.stride(1),
+        v.data_ptr(),
+        v.stride(0),
+        v.stride(1),
+        metadata.num_tokens,
+        cache.num_kv_heads,
+        cache.head_dim,
+        cache.block_size,
+        _address(metadata.slot_mapping),
+        sides[0].data_ptr(),
+        sides[1].data_ptr(),
+    )
+
+
+def attention(
+    library: CDLL,
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    metadata: AttentionMetaData,
+    scale: float,
+    window: int | None,
+    sinks: torch.Tensor | None,
+) -> torch.Tensor:
+    """Causal attention of q [T, Hq, D] over the cache: [T, Hq, D]; see KernelBackend.attention."""
+    if q.stride(2) != 1:
+        q = q.contiguous()
+    rows, heads, dim = q.shape
+    tokens = metadata.num_tokens
+    out = torch.empty(q.shape, dtype=q.dtype) if rows == tokens else torch.zeros(q.shape, dtype=q.dtype)
+    wide_sinks = None if sinks is None else sinks.float().contiguous()
+    sides = cache.data[layer]
+    check(
+        library.fissile_attention(
+            DTYPES[q.dtype],
+            DTYPES[cache.data.dtype],
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            sides[0].data_ptr(),
+            sides[1].data_ptr(),
+            heads,
+            cache.num_kv_heads,
+            dim,
+            cache.block_size,
+            _address(metadata.block_tables),
+            metadata.block_tables.shape[1],
+            len(metadata.seq_lens),
+            _address(metadata.cu_seqlens_q),
+            _address(metadata.seq_lens),
+            scale,
+            window or 0,
+            None if wide_sinks is None else wide_sinks.data_ptr(),
+            out.data_ptr(),
+        )
+    )
+    return out
+
+
+def _address(values: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> int:
+    """Of contiguous int64 numbers.
+
+    Raises:
+        ValueError: they are something else, which the kernels would misread.
+    """
+    if values.dtype != np.int64 or not values.flags.c_contiguous:
+        raise ValueError(f"attention metadata: contiguous int64 expected, not {values.dtype}")
+    return values.ctypes.data
