@@ -5,9 +5,10 @@ from __future__ import annotations
 from ctypes import CDLL
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from kernels.cpu.library import DTYPES, check
+from kernels.cpu.library import DTYPES, address, check
 from kernels.interface import AttentionMetaData
 from kernels.paged_attention import PagedKVCache
 
@@ -82,12 +83,12 @@ def attention(
     return out
 
 
-def _address(values: np.ndarray[tuple[int, ...], np.dtype[np.int64]]) -> int:
-    """Of contiguous int64 numbers.
+def _address(values: npt.NDArray[np.int64]) -> int:
+    """Of int64 numbers.
 
     Raises:
         ValueError: they are something else, which the kernels would misread.
     """
-    if values.dtype != np.int64 or not values.flags.c_contiguous:
-        raise ValueError(f"attention metadata: contiguous int64 expected, not {values.dtype}")
-    return values.ctypes.data
+    if values.dtype != np.int64:
+        raise ValueError(f"attention metadata: int64 expected, not {values.dtype}")
+    return address(values)

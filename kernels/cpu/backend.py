@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.cpu import attention, elementwise, library, linear
+from kernels.cpu import attention, elementwise, library, linear, sampling
 from kernels.cpu.build import sources_digest
 from kernels.cpu.library import DTYPES
 from kernels.cpu.linear import PanelLinear
@@ -213,7 +213,7 @@ class CpuBackend:
         choices: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         """See KernelBackend."""
-        return self._torch.sample(logits, params, seeds, positions, choices)
+        return torch.from_numpy(sampling.sample(self._library, logits.numpy(), params, seeds, positions, choices))
 
     def _planned(self, metadata: AttentionMetaData) -> AttentionMetaData:
         plan: CpuPlan = metadata.plan

@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 SOURCES = FOLDER / "native"
 LIBRARY = FOLDER / "libfissile_cpu.so"
 # Compiled for each instruction set; the others once.
-ARITHMETIC = ("linear", "attention", "elementwise", "table")
+ARITHMETIC = ("linear", "attention", "elementwise", "sampling", "table")
 COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall")
 _MARK = "fissile-sources:"

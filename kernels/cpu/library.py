@@ -5,7 +5,9 @@ from __future__ import annotations
 import ctypes
 import functools
 from pathlib import Path
+from typing import Any
 
+import numpy.typing as npt
 import torch
 
 from kernels.cpu import build
@@ -33,6 +35,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         None,
         (_INT, _INT, _POINTER, _INT, _INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER, _POINTER),
     ),
+    "fissile_sample": (None, (_POINTER, _INT, _INT, _INT, *[_POINTER] * 8)),
     "fissile_attention": (
         ctypes.c_int,
         (
@@ -83,6 +86,17 @@ def select(library: ctypes.CDLL, instruction_set: str | None = None) -> str:
     if chosen is None:
         raise LibraryUnavailableError(f"this machine can not run {instruction_set} kernels")
     return str(chosen.decode())
+
+
+def address(values: npt.NDArray[Any]) -> int:
+    """Of contiguous numbers.
+
+    Raises:
+        ValueError: they have gaps, which the kernels would not see.
+    """
+    if not values.flags.c_contiguous:
+        raise ValueError("the CPU kernels need contiguous numbers")
+    return values.ctypes.data
 
 
 def check(failed: int) -> None:

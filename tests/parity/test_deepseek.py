@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE, make_checkpoint
-from tests.parity.test_models import NEW_TOKENS, POOL, Models, close, load_models, make_runner
+from tests.parity.test_models import NEW_TOKENS, POOL, Models, Reference, close, load_models, make_runner
 from tests.quantizers import SCHEMES as QUANTIZERS
 from tests.quantizers import quantize_checkpoint, write_safetensors
 from worker.loader import load_weights
@@ -162,7 +162,7 @@ def test_a_checkpoint_in_blocks_of_fp8(tmp_path: Path) -> None:
     worths = quantize_checkpoint(folder, QUANTIZERS["deepseek"])
     write_safetensors(other / "model.safetensors", {name: ("F32", worth) for name, worth in worths.items()})
     tokens = list(range(5, 60))
-    actual, expected = (Models(each, None, make_runner(each)).logits(tokens, 0) for each in (folder, other))
+    actual, expected = (Models(Reference(each, None), make_runner(each)).logits(tokens, 0) for each in (folder, other))
     assert torch.equal(actual, expected)
 
 

@@ -144,7 +144,7 @@ def poisoned(backend: KernelBackend) -> KernelBackend:
         made.data[:, :, :-1] = torch.nan
         return made
 
-    backend.allocate_kv = allocate_kv  # type: ignore[method-assign]
+    backend.allocate_kv = allocate_kv  # type: ignore[assignment, method-assign]
     return backend
 
 

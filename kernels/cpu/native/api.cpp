@@ -146,3 +146,11 @@ FISSILE_API int fissile_attention(
   if (work.splits > 1) share(kernels().attention_merge_tasks(work), kernels().attention_merge, work);
   return 0;
 }
+
+FISSILE_API void fissile_sample(
+    const float* logits, int64_t row_stride, int64_t rows, int64_t vocab, const float* temperature,
+    const int64_t* top_k, const float* top_p, const float* min_p, const uint64_t* seeds, const int64_t* positions,
+    const int64_t* choices, int64_t* ids) {
+  const Sample work{logits, row_stride, vocab, temperature, top_k, top_p, min_p, seeds, positions, choices, ids};
+  share(rows, kernels().sample, work);
+}

@@ -136,6 +136,21 @@ struct Attention {
   float* states;
 };
 
+// Token ids of rows of float32 logits; ids[row] is -1 where kernels/sampling.py has to decide. See sampling.cpp.
+struct Sample {
+  const float* logits;
+  int64_t row_stride;
+  int64_t vocab;
+  const float* temperature;
+  const int64_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const uint64_t* seeds;
+  const int64_t* positions;
+  const int64_t* choices;
+  int64_t* ids;
+};
+
 struct Kernels {
   const char* name;
   // Packs panel `task` of a weight [columns, inner] of `dtype`.
@@ -157,6 +172,7 @@ struct Kernels {
   void (*attention)(const Attention&, int64_t task);
   int64_t (*attention_merge_tasks)(const Attention&);
   void (*attention_merge)(const Attention&, int64_t task);
+  void (*sample)(const Sample&, int64_t row);
 };
 
 }  // namespace fissile

@@ -2,6 +2,7 @@
 #include "attention.hpp"
 #include "elementwise.hpp"
 #include "linear.hpp"
+#include "sampling.hpp"
 
 #define FISSILE_TEXT_OF(name) #name
 #define FISSILE_TEXT(name) FISSILE_TEXT_OF(name)
@@ -29,6 +30,7 @@ const fissile::Kernels kernels = {
     .attention = attention,
     .attention_merge_tasks = attention_merge_tasks,
     .attention_merge = attention_merge,
+    .sample = sample,
 };
 
 }  // namespace FISSILE_ISA
