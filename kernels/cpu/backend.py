@@ -14,10 +14,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.cpu import attention, elementwise, library, linear, sampling
+from kernels.cpu import attention, elementwise, experts, library, linear, sampling
 from kernels.cpu.build import sources_digest
+from kernels.cpu.experts import PanelExperts
 from kernels.cpu.library import DTYPES
-from kernels.cpu.linear import PanelLinear
+from kernels.cpu.linear import PanelHeads, PanelLinear
 from kernels.experts import PackedExperts
 from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
 from kernels.paged_attention import AttentionPlan, PagedKVCache, StepPlan
@@ -83,13 +84,17 @@ class CpuBackend:
             return linear.linear(self._library, x, packed)
         return self._torch.linear(x, packed)
 
-    def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
+    def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PanelHeads | PackedHeads:
         """See KernelBackend."""
+        if dtype in DTYPES:
+            return linear.pack_heads(self._library, weight, dtype)
         self._delegates = True
         return self._torch.pack_heads(weight, dtype)
 
-    def head_linear(self, x: torch.Tensor, packed: PackedHeads) -> torch.Tensor:
+    def head_linear(self, x: torch.Tensor, packed: PanelHeads | PackedHeads) -> torch.Tensor:
         """See KernelBackend."""
+        if isinstance(packed, PanelHeads):
+            return linear.head_linear(self._library, x, packed)
         return self._torch.head_linear(x, packed)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -132,15 +137,24 @@ class CpuBackend:
 
     def pack_experts(
         self, weights: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
-    ) -> PackedExperts:
+    ) -> PanelExperts | PackedExperts:
         """See KernelBackend."""
+        # Experts are chosen by PyTorch's kernels.
         self._delegates = True
+        if dtype in DTYPES:
+            return experts.pack(self._library, weights, first, clamp, dtype)
         return self._torch.pack_experts(weights, first, clamp, dtype)
 
     def moe(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        packed: PanelExperts | PackedExperts,
     ) -> torch.Tensor:
         """See KernelBackend."""
+        if isinstance(packed, PanelExperts):
+            return experts.moe(self._library, x, topk_ids, topk_weights, packed)
         return self._torch.moe(x, topk_ids, topk_weights, packed)
 
     def allocate_kv(

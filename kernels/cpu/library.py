@@ -25,6 +25,14 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         ctypes.c_int,
         (_INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT),
     ),
+    "fissile_head_linear": (ctypes.c_int, (_INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER)),
+    "fissile_moe": (
+        ctypes.c_int,
+        (
+            *(_INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT, _INT),
+            *(_POINTER, _POINTER, _POINTER, _POINTER, _FLOAT, _FLOAT, _POINTER),
+        ),
+    ),
     "fissile_norm": (
         None,
         (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER),

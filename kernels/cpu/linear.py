@@ -56,3 +56,44 @@ def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
         )
     )
     return out
+
+
+@dataclass(frozen=True)
+class PanelHeads:
+    """A weight for each head in panels.
+
+    Attributes:
+        panels: [Hq, N rounded up / 16, K, 16] in the model dtype.
+        columns: N.
+    """
+
+    panels: torch.Tensor
+    columns: int
+
+
+def pack_heads(library: CDLL, weight: torch.Tensor, dtype: torch.dtype) -> PanelHeads:
+    """Packs weights [Hq, N, K] in `dtype`, one of `DTYPES`."""
+    return PanelHeads(torch.stack([pack(library, one, None, dtype).panels for one in weight]), weight.shape[1])
+
+
+def head_linear(library: CDLL, x: torch.Tensor, packed: PanelHeads) -> torch.Tensor:
+    """Each head of x [T, Hq, K] times its weight: [T, Hq, N]"""
+    rows, heads, inner = x.shape
+    if x.stride(2) != 1:
+        x = x.contiguous()
+    out = torch.empty(rows, heads, packed.columns, dtype=x.dtype)
+    check(
+        library.fissile_head_linear(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            x.stride(1),
+            rows,
+            heads,
+            inner,
+            packed.columns,
+            packed.panels.data_ptr(),
+            out.data_ptr(),
+        )
+    )
+    return out

@@ -1,5 +1,6 @@
 // The C interface that kernels/cpu/library.py calls. Sizes and strides are counted in numbers, not bytes.
 #include <algorithm>
+#include <cstring>
 #include <vector>
 
 #include "kernels.hpp"
@@ -57,15 +58,154 @@ FISSILE_API void fissile_pack_linear(
   }, &call);
 }
 
-// 0, or 1 when memory ran out.
+namespace {
+
+// Several products whose tasks are shared out together.
+class Products {
+ public:
+  void add(const Linear& work) {
+    if (work.rows == 0) return;
+    works_.push_back(work);
+    numbers_ += work.rows * work.inner;
+  }
+
+  // Whether there was memory.
+  bool run() {
+    float* memory = scratch(OF_CALL, numbers_);
+    if (!memory) return false;
+    for (Linear& work : works_) {
+      work.packed_x = memory;
+      memory += work.rows * work.inner;
+    }
+    share_all(kernels().linear_pack_tasks, kernels().linear_pack);
+    share_all(kernels().linear_tasks, kernels().linear);
+    return true;
+  }
+
+ private:
+  struct Call {
+    const std::vector<Linear>& works;
+    const std::vector<int64_t>& ends;
+    void (*kernel)(const Linear&, int64_t);
+  };
+
+  void share_all(int64_t (*tasks)(const Linear&), void (*kernel)(const Linear&, int64_t)) {
+    std::vector<int64_t> ends;
+    for (const Linear& work : works_) ends.push_back((ends.empty() ? 0 : ends.back()) + tasks(work));
+    const Call call{works_, ends, kernel};
+    share(ends.empty() ? 0 : ends.back(), [](const void* context, int64_t task) {
+      const Call& c = *static_cast<const Call*>(context);
+      const size_t which = std::upper_bound(c.ends.begin(), c.ends.end(), task) - c.ends.begin();
+      c.kernel(c.works[which], task - (which ? c.ends[which - 1] : 0));
+    }, &call);
+  }
+
+  std::vector<Linear> works_;
+  int64_t numbers_ = 0;
+};
+
+const void* offset(const void* base, int64_t dtype, int64_t numbers) {
+  return static_cast<const char*>(base) + numbers * size_of(dtype);
+}
+
+void* offset(void* base, int64_t dtype, int64_t numbers) { return static_cast<char*>(base) + numbers * size_of(dtype); }
+
+int64_t packed_size(int64_t columns, int64_t inner) { return (columns + PANEL - 1) / PANEL * PANEL * inner; }
+
+}  // namespace
+
+// 0, or 1 when memory ran out, as the following.
 FISSILE_API int fissile_linear(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, const void* panels,
     const float* bias, void* y, int64_t y_stride) {
-  Linear work{dtype, x, x_stride, rows, inner, columns, panels, bias, y, y_stride, nullptr};
-  work.packed_x = scratch(OF_CALL, rows * inner);
-  if (!work.packed_x) return 1;
-  share(kernels().linear_pack_tasks(work), kernels().linear_pack, work);
-  share(kernels().linear_tasks(work), kernels().linear, work);
+  Products products;
+  products.add({dtype, x, x_stride, rows, inner, columns, panels, bias, y, y_stride, nullptr});
+  return products.run() ? 0 : 1;
+}
+
+// Each head of x [rows, heads, inner] times its own packed weight, into contiguous y [rows, heads, columns].
+FISSILE_API int fissile_head_linear(
+    int64_t dtype, const void* x, int64_t row_stride, int64_t head_stride, int64_t rows, int64_t heads, int64_t inner,
+    int64_t columns, const void* panels, void* y) {
+  Products products;
+  for (int64_t head = 0; head < heads; head++)
+    products.add({dtype, offset(x, dtype, head * head_stride), row_stride, rows, inner, columns,
+                  offset(panels, dtype, head * packed_size(columns, inner)), nullptr,
+                  offset(y, dtype, head * columns), heads * columns, nullptr});
+  return products.run() ? 0 : 1;
+}
+
+namespace {
+
+// The pairs of row and slot, by expert, within one by row: where each stands, and the row at each place.
+struct Pairs {
+  std::vector<int64_t> starts;
+  std::vector<int64_t> row_at;
+  std::vector<int64_t> places;
+
+  Pairs(const int64_t* ids, int64_t rows, int64_t slots, int64_t first, int64_t experts)
+      : starts(experts + 1, 0), places(rows * slots, -1) {
+    auto expert = [&](int64_t pair) { return ids[pair] - first; };
+    auto mine = [&](int64_t pair) { return expert(pair) >= 0 && expert(pair) < experts; };
+    for (int64_t pair = 0; pair < rows * slots; pair++)
+      if (mine(pair)) starts[expert(pair) + 1]++;
+    for (int64_t e = 0; e < experts; e++) starts[e + 1] += starts[e];
+    row_at.resize(starts[experts]);
+    std::vector<int64_t> next(starts.begin(), starts.end() - 1);
+    for (int64_t pair = 0; pair < rows * slots; pair++)
+      if (mine(pair)) {
+        places[pair] = next[expert(pair)]++;
+        row_at[places[pair]] = pair / slots;
+      }
+  }
+};
+
+// A weight of each expert, packed one behind the other, and biases or null.
+struct ExpertWeight {
+  const void* panels;
+  const float* bias;
+  int64_t columns;
+  int64_t inner;
+};
+
+// Each expert's rows of x times its weight, all [pairs].
+bool multiply(const Pairs& pairs, int64_t dtype, const ExpertWeight& weight, const void* x, void* y) {
+  Products products;
+  for (size_t e = 0; e + 1 < pairs.starts.size(); e++) {
+    const int64_t start = pairs.starts[e];
+    products.add({dtype, offset(x, dtype, start * weight.inner), weight.inner, pairs.starts[e + 1] - start,
+                  weight.inner, weight.columns,
+                  offset(weight.panels, dtype, static_cast<int64_t>(e) * packed_size(weight.columns, weight.inner)),
+                  weight.bias ? weight.bias + static_cast<int64_t>(e) * weight.columns : nullptr,
+                  offset(y, dtype, start * weight.columns), weight.columns, nullptr});
+  }
+  return products.run();
+}
+
+}  // namespace
+
+// Experts `first` and following; x [rows, hidden], ids and weights [rows, slots], y [rows, hidden], all contiguous.
+// `inner` units of an expert; `alpha` and `limit` as in SiluAndMul.
+FISSILE_API int fissile_moe(
+    int64_t dtype, const void* x, int64_t rows, int64_t hidden, int64_t inner, int64_t slots, const int64_t* ids,
+    const float* weights, int64_t first, int64_t experts, const void* gate_up, const float* gate_up_bias,
+    const void* down, const float* down_bias, float alpha, float limit, void* y) {
+  const Pairs pairs(ids, rows, slots, first, experts);
+  const int64_t count = static_cast<int64_t>(pairs.row_at.size());
+  const int64_t widest = std::max(hidden, inner);
+  char* memory = reinterpret_cast<char*>(scratch(OF_EXPERTS, count * (2 * widest + 2 * inner)));
+  if (!memory) return 1;
+  // Two buffers in turn: inputs, then inner units; gates and ups, then outputs.
+  char *a = memory, *b = memory + count * widest * size_of(dtype);
+  for (int64_t place = 0; place < count; place++)
+    std::memcpy(offset(a, dtype, place * hidden), offset(x, dtype, pairs.row_at[place] * hidden),
+                static_cast<size_t>(hidden * size_of(dtype)));
+  if (!multiply(pairs, dtype, {gate_up, gate_up_bias, 2 * inner, hidden}, a, b)) return 1;
+  const SiluAndMul activation{dtype, b, count, 2 * inner, inner, a, alpha, limit};
+  share(kernels().silu_and_mul_tasks(activation), kernels().silu_and_mul, activation);
+  if (!multiply(pairs, dtype, {down, down_bias, hidden, inner}, a, b)) return 1;
+  const Combine sum{dtype, b, rows, slots, hidden, pairs.places.data(), weights, y};
+  share(kernels().combine_tasks(sum), kernels().combine, sum);
   return 0;
 }
 
@@ -85,7 +225,7 @@ FISSILE_API void fissile_rope(
 
 FISSILE_API void fissile_silu_and_mul(
     int64_t dtype, const void* x, int64_t rows, int64_t row_stride, int64_t width, void* out) {
-  const SiluAndMul work{dtype, x, rows, row_stride, width, out};
+  const SiluAndMul work{dtype, x, rows, row_stride, width, out, 0.0f, 0.0f};
   share(kernels().silu_and_mul_tasks(work), kernels().silu_and_mul, work);
 }
 

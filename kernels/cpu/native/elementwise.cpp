@@ -124,6 +124,37 @@ void silu_row(const fissile::SiluAndMul& work, int64_t row) {
   }
 }
 
+// In float32, rounded once.
+template <class Number>
+void clamped_swiglu_row(const fissile::SiluAndMul& work, int64_t row) {
+  const Number* gates = static_cast<const Number*>(work.x) + row * work.row_stride;
+  const Number* ups = gates + work.width;
+  Number* out = static_cast<Number*>(work.out) + row * work.width;
+  const Floats limit = splat(work.limit), one = splat(1.0f);
+  for (int64_t i = 0; i < work.width; i += WIDTH) {
+    Floats gate = load_up_to(gates + i, work.width - i), up = load_up_to(ups + i, work.width - i);
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : (up < -limit ? -limit : up);
+    Floats glu = gate / (one + exp(-(gate * splat(work.alpha))));
+    store_up_to(out + i, glu * (up + one), work.width - i);
+  }
+}
+
+template <class Number>
+void combine_row(const fissile::Combine& work, int64_t row) {
+  const int64_t* places = work.places + row * work.slots;
+  Number* y = static_cast<Number*>(work.y) + row * work.width;
+  for (int64_t i = 0; i < work.width; i += WIDTH) {
+    Floats total = zeros();
+    for (int64_t slot = 0; slot < work.slots; slot++) {
+      if (places[slot] < 0) continue;
+      const Number* from = static_cast<const Number*>(work.x) + places[slot] * work.width + i;
+      total += load_up_to(from, work.width - i) * splat(work.weights[row * work.slots + slot]);
+    }
+    store_up_to(y + i, total, work.width - i);
+  }
+}
+
 FISSILE_INLINE Floats saturated(Floats x, const float*) { return x; }
 
 // What is beyond bfloat16's range becomes its largest number; NaN stays.
@@ -178,7 +209,17 @@ void rope(const fissile::Rope& work, int64_t task) {
 int64_t silu_and_mul_tasks(const fissile::SiluAndMul& work) { return tasks(work.rows, 2 * work.width); }
 
 void silu_and_mul(const fissile::SiluAndMul& work, int64_t task) {
-  each_row(work, task, work.rows, 2 * work.width, work.dtype == FLOAT32 ? silu_row<float> : silu_row<Bf16>);
+  const bool clamped = work.limit > 0.0f;
+  each_row(work, task, work.rows, 2 * work.width,
+           work.dtype == FLOAT32 ? (clamped ? clamped_swiglu_row<float> : silu_row<float>)
+                                 : (clamped ? clamped_swiglu_row<Bf16> : silu_row<Bf16>));
+}
+
+int64_t combine_tasks(const fissile::Combine& work) { return tasks(work.rows, work.slots * work.width); }
+
+void combine(const fissile::Combine& work, int64_t task) {
+  each_row(work, task, work.rows, work.slots * work.width,
+           work.dtype == FLOAT32 ? combine_row<float> : combine_row<Bf16>);
 }
 
 int64_t write_kv_tasks(const fissile::WriteKV& work) { return tasks(work.rows, 2 * work.heads * work.dim); }

@@ -69,7 +69,8 @@ struct Rope {
   void* out;
 };
 
-// silu(x[:, :width]) * x[:, width:] of x [rows, 2 width] into contiguous `out`.
+// silu(x[:, :width]) * x[:, width:] of x [rows, 2 width] into contiguous `out`; where `limit` is above 0 gpt-oss's
+// activation instead (kernels/interface.py, ClampedSwiglu).
 struct SiluAndMul {
   int64_t dtype;
   const void* x;
@@ -77,6 +78,20 @@ struct SiluAndMul {
   int64_t row_stride;
   int64_t width;
   void* out;
+  float alpha;
+  float limit;
+};
+
+// y[row] = the sum over slots, in their order, of weights[row][slot] * x[places[row][slot]]; a place below 0 adds nothing.
+struct Combine {
+  int64_t dtype;
+  const void* x;
+  int64_t rows;
+  int64_t slots;
+  int64_t width;
+  const int64_t* places;
+  const float* weights;
+  void* y;
 };
 
 // Rows of k and v [rows, heads, dim] into their slots of one layer's cache [blocks, heads, block_size, dim].
@@ -165,6 +180,8 @@ struct Kernels {
   void (*rope)(const Rope&, int64_t task);
   int64_t (*silu_and_mul_tasks)(const SiluAndMul&);
   void (*silu_and_mul)(const SiluAndMul&, int64_t task);
+  int64_t (*combine_tasks)(const Combine&);
+  void (*combine)(const Combine&, int64_t task);
   int64_t (*write_kv_tasks)(const WriteKV&);
   void (*write_kv)(const WriteKV&, int64_t task);
   int64_t (*attention_state_size)(const Attention&);
