@@ -13,10 +13,35 @@ from kernels.interface import AttentionMetaData
 from kernels.paged_attention import PagedKVCache
 
 
+class StepArrays:
+    """A step's metadata as the kernels take it, made once per step; keeps the arrays alive.
+
+    Attributes:
+        tokens: rows that are tokens.
+        slots: address of the tokens' slots.
+        sequences: the arguments that say whose rows and keys are where.
+
+    Raises:
+        ValueError: an array is not contiguous int64, which the kernels would misread.
+    """
+
+    def __init__(self, metadata: AttentionMetaData) -> None:
+        self.tokens = metadata.num_tokens
+        self.slots = _address(metadata.slot_mapping)
+        self.sequences = (
+            _address(metadata.block_tables),
+            metadata.block_tables.shape[1],
+            len(metadata.seq_lens),
+            _address(metadata.cu_seqlens_q),
+            _address(metadata.seq_lens),
+        )
+        self._kept = metadata
+
+
 def write_kv(
-    library: CDLL, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
+    library: CDLL, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, step: StepArrays
 ) -> None:
-    """Stores the first rows of k and v [T, Hkv, D], those that are tokens, in the slots of `metadata`."""
+    """Stores the first rows of k and v [T, Hkv, D], those that are tokens, in their slots."""
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     sides = cache.data[layer]
     library.fissile_write_kv(
@@ -28,11 +53,11 @@ def write_kv(
         v.data_ptr(),
         v.stride(0),
         v.stride(1),
-        metadata.num_tokens,
+        step.tokens,
         cache.num_kv_heads,
         cache.head_dim,
         cache.block_size,
-        _address(metadata.slot_mapping),
+        step.slots,
         sides[0].data_ptr(),
         sides[1].data_ptr(),
     )
@@ -43,7 +68,7 @@ def attention(
     q: torch.Tensor,
     cache: PagedKVCache,
     layer: int,
-    metadata: AttentionMetaData,
+    step: StepArrays,
     scale: float,
     window: int | None,
     sinks: torch.Tensor | None,
@@ -52,8 +77,7 @@ def attention(
     if q.stride(2) != 1:
         q = q.contiguous()
     rows, heads, dim = q.shape
-    tokens = metadata.num_tokens
-    out = torch.empty(q.shape, dtype=q.dtype) if rows == tokens else torch.zeros(q.shape, dtype=q.dtype)
+    out = torch.empty(q.shape, dtype=q.dtype) if rows == step.tokens else torch.zeros(q.shape, dtype=q.dtype)
     wide_sinks = None if sinks is None else sinks.float().contiguous()
     sides = cache.data[layer]
     check(
@@ -69,11 +93,7 @@ def attention(
             cache.num_kv_heads,
             dim,
             cache.block_size,
-            _address(metadata.block_tables),
-            metadata.block_tables.shape[1],
-            len(metadata.seq_lens),
-            _address(metadata.cu_seqlens_q),
-            _address(metadata.seq_lens),
+            *step.sequences,
             scale,
             window or 0,
             None if wide_sinks is None else wide_sinks.data_ptr(),

@@ -8,41 +8,42 @@ alone, at load, so it never changes between two steps of a model (design-details
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from kernels.cpu import attention, elementwise, experts, library, linear, sampling
+from kernels.cpu.attention import StepArrays
 from kernels.cpu.build import sources_digest
 from kernels.cpu.experts import PanelExperts
 from kernels.cpu.library import DTYPES
 from kernels.cpu.linear import PanelHeads, PanelLinear
 from kernels.experts import PackedExperts
 from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
-from kernels.paged_attention import AttentionPlan, PagedKVCache, StepPlan
+from kernels.paged_attention import AttentionPlan, PagedKVCache
 from kernels.row_tiles import PackedHeads, PackedLinear
 from kernels.torch_backend import TorchBackend
 
 
-@dataclass
 class CpuPlan:
-    """Native kernels read the step's metadata themselves; PyTorch's need a plan, made when the first one asks."""
+    """One step: what the native kernels take, and PyTorch's plan, made when one of its kernels asks.
 
-    metadata: AttentionMetaData
-    cache: PagedKVCache
-    num_heads: int
-    _torch: list[StepPlan] = field(default_factory=list)
+    Attributes:
+        arrays: for the native kernels.
+    """
+
+    def __init__(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> None:
+        self.arrays = StepArrays(metadata)
+        self._step = metadata, cache, num_heads
+        self._for_torch: AttentionMetaData | None = None
 
     def for_torch(self, backend: TorchBackend) -> AttentionMetaData:
         """The step's metadata with PyTorch's plan."""
-        if not self._torch:
-            self._torch.append(backend.plan_attention(self.metadata, self.cache, self.num_heads))
-        known = self.metadata
-        return AttentionMetaData(
-            known.cu_seqlens_q, known.seq_lens, known.block_tables, known.slot_mapping, self._torch[0]
-        )
+        if self._for_torch is None:
+            self._for_torch = replace(self._step[0], plan=backend.plan_attention(*self._step))
+        return self._for_torch
 
 
 class CpuBackend:
@@ -173,7 +174,7 @@ class CpuBackend:
     ) -> None:
         """See KernelBackend."""
         if _native(k, cache):
-            attention.write_kv(self._library, cache, layer, k, v, metadata)
+            attention.write_kv(self._library, cache, layer, k, v, metadata.plan.arrays)
         else:
             self._torch.write_kv(cache, layer, k, v, self._planned(metadata))
 
@@ -189,7 +190,7 @@ class CpuBackend:
     ) -> torch.Tensor:
         """See KernelBackend."""
         if _native(q, cache):
-            return attention.attention(self._library, q, cache, layer, metadata, scale, window, sinks)
+            return attention.attention(self._library, q, cache, layer, metadata.plan.arrays, scale, window, sinks)
         return self._torch.attention(q, cache, layer, self._planned(metadata), scale, window, sinks)
 
     def write_latent(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:

@@ -1,7 +1,7 @@
 """Time of a model's steps, back ends side by side: `python -m tests.bench.decode_step [--kernels torch cpu] [...]`.
 
 Random weights. Decodes of 1, 8 and 32 sequences with top-k and top-p sampling, and one prefill. The back ends take
-turns, step by step, so that what else runs on the machine meets them alike; look at ratios.
+turns, step by step, so that what else runs on the machine meets them alike; look at ratios. CPU time is of all threads.
 """
 
 from __future__ import annotations
@@ -67,27 +67,32 @@ def batch_of(sequences: int, context: int, new: int, vocab: int) -> ScheduledBat
     return ScheduledBatch({seq.id: seq for seq in seqs}, [new] * sequences, sequences * new)
 
 
-def measure(runners: dict[str, ModelRunner], batch: ScheduledBatch, steps: int) -> dict[str, list[float]]:
-    """Seconds of each step of each runner."""
+Times = dict[str, list[tuple[float, float]]]
+
+
+def measure(runners: dict[str, ModelRunner], batch: ScheduledBatch, steps: int) -> Times:
+    """Seconds of wall clock and of CPU that each step of each runner took."""
     for runner in runners.values():
         runner.forward(batch)
-    wall: dict[str, list[float]] = {name: [] for name in runners}
+    times: Times = {name: [] for name in runners}
     for _ in range(steps):
         for name, runner in runners.items():
-            start = time.perf_counter()
+            start = time.perf_counter(), time.process_time()
             runner.forward(batch)
-            wall[name].append(time.perf_counter() - start)
-    return wall
+            times[name].append((time.perf_counter() - start[0], time.process_time() - start[1]))
+    return times
 
 
-def report(what: str, wall: dict[str, list[float]]) -> None:
-    """One line: medians, the best step, and the first back end's time by each other's."""
-    medians = {name: statistics.median(times) for name, times in wall.items()}
-    parts = [f"{name} {medians[name] * 1e3:.2f} ms (best {min(times) * 1e3:.2f})" for name, times in wall.items()]
-    first, *others = wall
-    ratios = [f"{first}/{name} {medians[first] / medians[name]:.2f} (best {min(wall[first]) / min(wall[name]):.2f})"
-              for name in others]  # fmt: skip
-    print("; ".join([f"{what}: " + ", ".join(parts), *ratios]), flush=True)
+def report(what: str, times: Times) -> None:
+    """One line: medians, the best step, CPU, and how often each back end goes into the first one's CPU time."""
+    parts, cpu = [], {}
+    for name, steps in times.items():
+        walls, cpus = ([step[i] * 1e3 for step in steps] for i in (0, 1))
+        cpu[name] = statistics.median(cpus)
+        parts.append(f"{name} {statistics.median(walls):.2f} ms (best {min(walls):.2f}), CPU {cpu[name]:.2f}")
+    first, *others = cpu
+    parts += [f"CPU {first}/{name} {cpu[first] / cpu[name]:.2f}" for name in others]
+    print(f"{what}: " + "; ".join(parts), flush=True)
 
 
 def profile(run: Callable[[], object], steps: int) -> None:

@@ -187,9 +187,10 @@ void add_rows(const float* weights, const Number* const* rows, Range seen, float
 template <class Number>
 void locate(const fissile::Attention& work, const int64_t* table, int64_t head, int64_t first, int64_t filled,
             const Number* base, const Number** rows) {
-  for (int64_t k = 0; k < filled; k++) {
-    int64_t block = table[(first + k) / work.block_size], offset = (first + k) % work.block_size;
-    rows[k] = base + ((block * work.kv_heads + head) * work.block_size + offset) * work.dim;
+  for (int64_t k = 0; k < filled;) {
+    const int64_t block = table[(first + k) / work.block_size], offset = (first + k) % work.block_size;
+    const Number* row = base + ((block * work.kv_heads + head) * work.block_size + offset) * work.dim;
+    for (const int64_t end = at_most(filled, k + work.block_size - offset); k < end; k++, row += work.dim) rows[k] = row;
   }
   for (int64_t k = filled; k < KV_TILE; k++) rows[k] = rows[filled - 1];
 }

@@ -29,7 +29,7 @@ def filled(
     step = metadata([Rows(0, n, table) for n, table in zip(lengths, blocks, strict=True)], BLOCK)
     generator = torch.Generator().manual_seed(dim)
     k, v = (torch.randn(sum(lengths), heads, dim, generator=generator).to(dtype) for _ in range(2))
-    attention.write_kv(native, cache, 0, k, v, step)
+    attention.write_kv(native, cache, 0, k, v, attention.StepArrays(step))
     return cache, blocks
 
 
@@ -41,7 +41,7 @@ def attend(
     window: int | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    return attention.attention(native, q, cache, 0, metadata(rows, BLOCK), 0.2, window, sinks)
+    return attention.attention(native, q, cache, 0, attention.StepArrays(metadata(rows, BLOCK)), 0.2, window, sinks)
 
 
 @DTYPES
@@ -115,7 +115,7 @@ def test_a_cache_of_another_dtype_holds_what_pytorch_would_store(
     k, v = (torch.randn(40, 2, 21).to(dtype) for _ in range(2))
     k[0, 0, :5] = torch.tensor([3.4e38, -3.4e38, torch.inf, -torch.inf, torch.nan]).to(dtype)
     step = metadata([Rows(0, 40, [3, 1, 0])], BLOCK)
-    attention.write_kv(each_isa, cache, 0, k, v, step)
+    attention.write_kv(each_isa, cache, 0, k, v, attention.StepArrays(step))
     expected = PagedKVCache.allocate(KVSpec(2, 21), 1, 4, BLOCK, kv_dtype)
     heads = torch.arange(2)
     slots = torch.from_numpy(step.slot_mapping)
@@ -125,9 +125,13 @@ def test_a_cache_of_another_dtype_holds_what_pytorch_would_store(
     assert torch.equal(cache.data.isnan(), expected.data.isnan())
 
 
-def test_metadata_of_another_dtype_is_refused(native: CDLL) -> None:
-    cache, (blocks, _) = filled(native, 1, 16, torch.float32)
-    step = metadata([Rows(0, 5, blocks)], BLOCK)
-    step.seq_lens = step.seq_lens.astype(np.int32)
+@pytest.mark.parametrize("name", ["seq_lens", "cu_seqlens_q", "block_tables", "slot_mapping"])
+def test_metadata_that_would_be_misread_is_refused(name: str) -> None:
+    step = metadata([Rows(0, 5, [3]), Rows(0, 3, [2])], BLOCK)
+    kept = getattr(step, name)
+    setattr(step, name, kept.astype(np.int32))
     with pytest.raises(ValueError, match="int64 expected, not int32"):
-        attention.attention(native, torch.randn(5, 1, 16), cache, 0, step, 1.0, None, None)
+        attention.StepArrays(step)
+    setattr(step, name, np.repeat(kept, 2, axis=0)[::2])
+    with pytest.raises(ValueError, match="contiguous"):
+        attention.StepArrays(step)
