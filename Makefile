@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # A prerequisite that is never up to date.
 FORCE:
 
-.PHONY: help setup run test test-long chaos lint protos bench check-fresh clean
+.PHONY: help setup run test test-long chaos lint protos bench bench-router check-fresh clean
 
 # The interpreter that makes .venv; empty picks one (scripts/setup.sh says how).
 PYTHON ?=
@@ -47,14 +47,14 @@ setup: $(ALL_STAMP) $(NATIVE_STAMP) ## Make .venv with everything in it: service
 run: $(RUN_STAMP) $(NATIVE_STAMP) ## Serve the demo model (or MODEL=folder) with one router and one worker, and ask it something
 	@exec $(BIN)/fissile serve $(if $(MODEL),--model "$(MODEL)") --ask $(ARGS)
 
-test: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests: unit, sim, parity, e2e, clients, chaos
-	@scripts/test.sh unit sim parity e2e clients chaos
+test: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests: unit, sim, parity, e2e, clients, deploy, chaos
+	@scripts/test.sh unit sim parity e2e clients deploy chaos
 
 test-long: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests that take minutes each
-	@PYTEST_MARK=long scripts/test.sh unit sim parity e2e clients chaos
+	@PYTEST_MARK=long scripts/test.sh unit sim parity e2e clients deploy chaos
 
-chaos: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the chaos tests alone
-	@scripts/test.sh chaos
+chaos: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the chaos tests alone, with full times and numbers, and print what they measured
+	@CHAOS_SCALE=full scripts/test.sh chaos
 
 lint: $(ALL_STAMP) ## Check style, format and types of everything
 	@$(BIN)/ruff check .
@@ -68,9 +68,12 @@ bench: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the benchmarks (tests/bench/README.md
 	@$(BIN)/python -m tests.bench.scheduler_cost
 	@$(BIN)/python -m tests.bench.decode_step
 
+bench-router: $(ALL_STAMP) ## Run the router's benchmarks (7 minutes, on a quiet machine)
+	@$(BIN)/python -m tests.bench.router.all
+
 check-fresh: ## Clone HEAD into a new folder, make a new .venv there, run `make run ARGS=--once` and `make test`
 	@PYTHON="$(PYTHON)" scripts/check_fresh.sh
 
 clean: ## Remove everything that make has made
-	@rm -rf kernels/cpu/*.so .venv .venv-protos build node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf kernels/cpu/*.so .venv .venv-protos .venv-deploy build node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -11,6 +11,7 @@ import sys
 from array import array
 from collections.abc import Sequence
 
+import numpy as np
 import xxhash
 
 _ROOT_DOMAIN = b"fissile.kv/1"
@@ -38,7 +39,7 @@ def hash_chain(token_ids: Sequence[int], block_size: int, *, root: int | None = 
     The tokens are converted once for the whole prompt; per block only a slice is hashed.
 
     Args:
-        token_ids: the prompt.
+        token_ids: the prompt; an array of unsigned numbers is converted without a loop over its items.
         block_size: tokens per block.
         root: parent of the first block (`salt_root`, or the last hash of a chain that is being continued).
         seed: fleet-wide hash seed.
@@ -66,6 +67,8 @@ def salt_root(model_digest: bytes, adapter_digest: bytes = b"", cache_salt: byte
 
 def _little_endian(token_ids: Sequence[int]) -> bytes:
     # The width is fixed: the guide's np.array(...).tobytes() depends on the platform's int (T23).
+    if isinstance(token_ids, array):
+        return np.frombuffer(token_ids, dtype=f"u{token_ids.itemsize}").astype("<i8").tobytes()
     words = array("q", token_ids)
     if sys.byteorder == "big":
         words.byteswap()

@@ -88,6 +88,13 @@ class InvalidFieldError(ApiError):
         super().__init__(grpc.StatusCode.INVALID_ARGUMENT, str(violation), (violation,))
 
 
+class MalformedRequestError(ApiError):
+    """INVALID_ARGUMENT: the bytes of a call are not a message of its type, or not a whole one."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(grpc.StatusCode.INVALID_ARGUMENT, problem, reason="MALFORMED_REQUEST")
+
+
 class UnservedFieldError(ApiError):
     """UNIMPLEMENTED: a field that this version does not serve."""
 
@@ -125,6 +132,37 @@ class UnknownWorkerError(ApiError):
             f"no worker is called {worker_id!r}; workers: {', '.join(known) or 'none'}",
             reason="UNKNOWN_WORKER",
             metadata={"worker_id": worker_id},
+        )
+
+
+class ConfigVersionError(ApiError):
+    """ABORTED: the configuration has changed since the caller read it."""
+
+    def __init__(self, expected: int, version: int) -> None:
+        super().__init__(
+            grpc.StatusCode.ABORTED,
+            f"the configuration has version {version} by now, not {expected}; read it again",
+            reason="CONFIG_VERSION",
+            metadata={"version": str(version)},
+        )
+
+
+class BadConfigurationError(ApiError):
+    """FAILED_PRECONDITION: the configuration can not be taken into force, and nothing has changed."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(grpc.StatusCode.FAILED_PRECONDITION, f"nothing has changed: {why}", reason="BAD_CONFIGURATION")
+
+
+class TooManyWatchesError(ApiError):
+    """RESOURCE_EXHAUSTED: as many clients watch the load as may."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__(
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            f"{limit} clients watch the load, the most that may",
+            retry_after_s=1.0,
+            reason="TOO_MANY_WATCHES",
         )
 
 
@@ -245,6 +283,20 @@ class EngineError(ApiError):
 
     def __init__(self, message: str) -> None:
         super().__init__(grpc.StatusCode.INTERNAL, message, reason="ENGINE_ERROR")
+
+
+class UnauthenticatedError(ApiError):
+    """UNAUTHENTICATED: the call shows no API key, or one that does not count. The message must not hold the key."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(grpc.StatusCode.UNAUTHENTICATED, message, reason=reason)
+
+
+class PermissionDeniedError(ApiError):
+    """PERMISSION_DENIED: it is known who calls, and that they may not."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(grpc.StatusCode.PERMISSION_DENIED, message, reason=reason)
 
 
 class DeadlineError(ApiError):

@@ -27,13 +27,28 @@ MAX_STOP_TOKEN_IDS = 64
 MAX_STOP_TOKEN_SEQUENCES = 16
 MAX_STOP_TOKEN_SEQUENCE = 64
 MAX_CHAT_MESSAGES = 4096
+MAX_TEMPLATE_ARGUMENT_BYTES = 64 * 1024
+# Entries of any list of messages: each is looked at in Python, which takes microseconds.
+MAX_LIST_ENTRIES = 65_536
 MAX_TEMPLATE_S = 2.0
+
+# Connections. Of each: calls at a time, metadata of a call; how long TLS and HTTP/2 may take to begin.
+MAX_STREAMS_PER_CONNECTION = 4096
+MAX_METADATA_BYTES = 16 * 1024
+HANDSHAKE_TIMEOUT_S = 10.0
+
+# API keys, and how soon a change of their file counts.
+MAX_API_KEYS = 4096
+KEY_FILE_LOOK_S = 1.0
 
 # Router.
 MAX_QUEUED_REQUESTS = 4096
 MIN_QUEUE_RETRY_S = 0.05
 MAX_QUEUE_RETRY_S = 30.0
 MAX_TENANTS = 4096
+# A class that has waited for so long goes before higher ones, with at most this share of the tokens while those wait.
+PROMOTE_AFTER_S = 5.0
+PROMOTED_SHARE = 0.125
 MAX_SESSIONS = 65_536
 # Of the prefix index, per model, 24 bytes each.
 MAX_INDEX_ENTRIES = 1 << 20
@@ -44,6 +59,20 @@ MAX_TOKENIZER_BYTES = 256 * MIB
 TOKENIZER_TIMEOUT_S = 30.0
 TOKENIZE_THREADS = 2
 REDIAL_S = 0.25
+# Discovery. DNS is asked again after its time to live, within these bounds; at once when a worker is lost.
+DNS_MIN_REFRESH_S = 0.5
+DNS_MAX_REFRESH_S = 10.0
+DNS_TIMEOUT_S = 3.0
+WORKER_LIST_POLL_S = 0.5
+MAX_WORKER_LIST_BYTES = MIB
+
+# How often a router takes its figures for the metrics.
+FIGURES_EVERY_S = 0.5
+
+# AdminService.
+MIN_WATCH_INTERVAL_S = 0.1
+MAX_LOAD_WATCHES = 64
+FLUSH_TIMEOUT_S = 30.0
 
 # Session timing (rules S6, S10).
 LEASE_S = 5.0

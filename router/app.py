@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import math
 import re
 import secrets
 import signal
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Final
 
 import click
 import structlog
 import uvloop
 from fissile.admin.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
+from grpc_channelz.v1 import channelz
 
-from common.cli.config_file import config_option
+from common.cli.config_file import ConfigurableCommand, arguments_of, config_option
 from common.cli.failure import CommandError
-from common.cli.options import option
+from common.cli.options import Duration, option
 from common.delay_gate import DelayGate
+from common.errors import ApiError
 from common.limits import (
     DRAIN_PROPAGATION_S,
     DRAIN_TIMEOUT_S,
@@ -35,24 +40,48 @@ from common.limits import (
     WORKER_WAIT_S,
 )
 from common.rpc.server import GrpcServer, PortTakenError
+from common.rpc.tls import Dialer, TlsError
 from common.telemetry.logs import LEVELS, setup_logging
+from common.telemetry.metrics import setup_metrics
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError
 from router import admin
 from router.call import SERVICE
-from router.discovery import AddressError, static_workers
+from router.discovery import Discovery, read_list
 from router.dispatcher import Dispatcher
 from router.failover import FailoverPolicy
 from router.fair_queue import TenantShares
 from router.fleet import FailoverOptions, Fleet
+from router.loop_lag import LoopLag
+from router.metrics import RouterFigures, RouterMetrics
 from router.model_registry import ModelRegistry
 from router.placement import PLACEMENTS
 from router.prompts import PromptEncoder
+from router.routing import Configuration, Reread, Routing, Settings
+from router.security import RouterSecurity, with_security
 from router.service import InferenceService
-from router.tenants import TENANT_KEY, TenantPolicy
+from router.targets import AddressError, FileTarget, parse_targets
+from router.tenants import TENANT_KEY, TenantPolicy, tenant_policy
 from router.tokenizer_store import TokenizerStore
 
+SWITCH_INTERVAL_S: Final = 0.0005
+
 log = structlog.get_logger(__name__)
+
+# Parameters of the command that a reload may change.
+_RELOADED = frozenset(
+    {
+        "workers",
+        "placement",
+        "delay_factor",
+        "max_hold",
+        "queue_size",
+        "tenant_weights",
+        "tenant_concurrency",
+        "log_level",
+    }
+)
+_CHANNELZ = "grpc.channelz.v1.Channelz"
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +89,7 @@ class RouterOptions:
     """What one router is started with; times in seconds.
 
     Attributes:
-        workers: addresses of the workers, host:port.
+        workers: the workers, in the forms of `targets`.
         host: address to listen on.
         port: TCP port; 0 takes any.
         delay_factor: of the delay gate; 0 is off.
@@ -74,6 +103,9 @@ class RouterOptions:
         admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
         admin_host: address of AdminService.
         tenants: what tenants get.
+        security: TLS and API keys.
+        max_connection_age_s: after which clients must connect anew for new calls; 0 is never.
+        log_level: least to log.
     """
 
     workers: Sequence[str]
@@ -90,6 +122,27 @@ class RouterOptions:
     admin_port: int | None = None
     admin_host: str = "127.0.0.1"
     tenants: TenantPolicy = field(default_factory=TenantPolicy)
+    security: RouterSecurity = field(default_factory=RouterSecurity)
+    max_connection_age_s: float = 0.0
+    log_level: str = "info"
+
+    def settings(self) -> Settings:
+        """What may change while the router runs.
+
+        Raises:
+            InvalidFieldError: a value is out of range.
+            AddressError: a worker is none.
+        """
+        others = {"": self.tenants.concurrency} if self.tenants.concurrency else {}
+        routing = Routing(
+            self.placement,
+            self.delay_factor,
+            self.max_hold_s,
+            self.queue_size,
+            tenant_weight=dict(self.tenants.weights),
+            tenant_concurrency={**others, **self.tenants.concurrency_of},
+        )
+        return Settings(routing, tuple(self.workers), self.log_level)
 
 
 class Router:
@@ -98,25 +151,58 @@ class Router:
     Attributes:
         server: its gRPC server.
         fleet: its workers and requests.
+        discovery: finds the workers.
         registry: its models.
         service: its public service.
         admin: the gRPC server of AdminService, None when it is off.
+        loop_lag: how late the event loop is.
+        configuration: what may change while the router runs.
+
+    Args:
+        options: at the start.
+        reread: reads what it was started with again.
+
+    Raises:
+        TlsError: the certificate for workers can not be used.
     """
 
-    def __init__(self, options: RouterOptions) -> None:
+    def __init__(self, options: RouterOptions, reread: Callable[[], Reread] | None = None) -> None:
         self._options = options
+        security = options.security
+        dialer = Dialer(security.worker_tls)
         self._serving = asyncio.Event()
         self._health: asyncio.Task[None] | None = None
+        self._watch: asyncio.Task[None] | None = None
         self._store = TokenizerStore()
         self._encoder = PromptEncoder()
-        self._tracing = setup_tracing("fissile-router", secrets.token_hex(8))
-        self.server = GrpcServer(options.host, options.port, [SERVICE])
+        instance = secrets.token_hex(8)
+        self._tracing = setup_tracing("fissile-router", instance)
+        self._metrics = RouterMetrics(setup_metrics("fissile-router", instance))
+        self.server = GrpcServer(
+            options.host,
+            options.port,
+            [SERVICE],
+            tls=security.tls,
+            access=security.access,
+            max_connection_age_s=options.max_connection_age_s,
+            health_port=security.health_port,
+        )
         self.registry = ModelRegistry()
         gate = DelayGate(options.delay_factor, options.max_hold_s)
         failover, placement = options.failover, PLACEMENTS[options.placement].make()
         shares = TenantShares(options.tenants.weights)
         dispatcher = Dispatcher(gate, placement, options.queue_size, failover.worker_wait_s, shares)
-        self.fleet = Fleet(dispatcher, self.registry, self._store, self._serving.set, failover=failover)
+        self._placement, self._log_level = options.placement, options.log_level
+        self.fleet = Fleet(
+            dispatcher,
+            self.registry,
+            self._store,
+            self._serving.set,
+            failover=failover,
+            worker_lost=self._refresh,
+            dialer=dialer,
+        )
+        self.discovery = Discovery(self.fleet.set_workers)
         self.service = InferenceService(
             self.fleet,
             self.registry,
@@ -124,11 +210,15 @@ class Router:
             self._tracing,
             max_unread_tokens=options.max_unread_tokens,
             tenants=options.tenants,
+            metrics=self._metrics,
         )
 
+        self.configuration = Configuration(options.settings(), self._apply, reread)
+        self.loop_lag = LoopLag(on_lag=self._metrics.lag if self._metrics.enabled else None)
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
-            self.admin = GrpcServer(options.admin_host, options.admin_port, [admin.SERVICE])
+            services, tls, access = [admin.SERVICE, _CHANNELZ], security.admin_tls, security.access
+            self.admin = GrpcServer(options.admin_host, options.admin_port, services, tls=tls, access=access)
 
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
@@ -136,18 +226,23 @@ class Router:
         Raises:
             PortTakenError: the address can not be listened on.
             TokenizerError: the tokenizer folder can not be used.
+            TlsError: a certificate can not be used.
         """
         if self._options.tokenizer is not None:
             await self._store.read_folder(self._options.tokenizer)
         add_InferenceServiceServicer_to_server(self.service, self.server.server)
         await self.server.start()
         if self.admin is not None:
-            add_AdminServiceServicer_to_server(admin.AdminService(self.fleet, self._tracing), self.admin.server)
+            service = admin.AdminService(self.fleet, self.configuration, self._tracing)
+            add_AdminServiceServicer_to_server(service, self.admin.server)
+            channelz.add_channelz_servicer(self.admin.server)
             await self.admin.start()
             await self.admin.set_serving(True)
             log.info("admin listening", address=self.admin.address)
         self._health = asyncio.create_task(self._follow_workers(), name="health")
-        self.fleet.start(self._options.workers)
+        self.loop_lag.start()
+        self._watch = asyncio.create_task(self._metrics.watch(self._figures), name="metrics")
+        self.discovery.follow(parse_targets(self._options.workers))
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
 
     async def drain(self) -> None:
@@ -163,10 +258,62 @@ class Router:
         await self.server.stop(0)
         if self.admin is not None:
             await self.admin.stop(0)
+        await self.discovery.stop()
         await self.fleet.stop()
         self._encoder.close()
+        self.loop_lag.stop()
+        await self._stop_metrics()
         await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
         log.info("router stopped")
+
+    def reload(self) -> None:
+        """Reads the configuration again; what is wrong with it is logged, and changes nothing."""
+        try:
+            done = self.configuration.reload()
+        except CommandError as error:
+            log.error("configuration not reloaded", why=str(error))
+            return
+        log.info("configuration reloaded", version=done.version, changed=list(done.changed))
+        if done.needs_restart:
+            log.warning("a change of these options needs a restart", options=list(done.needs_restart))
+
+    def _apply(self, settings: Settings) -> None:
+        """Takes settings into force, between two decisions."""
+        routing, weights = settings.routing, settings.routing.tenant_weight
+        placement = None if routing.placement == self._placement else PLACEMENTS[routing.placement].make()
+        self._placement = routing.placement
+        gate = DelayGate(routing.delay_factor, routing.max_hold_s)
+        self.fleet.configure(gate, placement, routing.queue_size, weights)
+        self.service.set_tenants(tenant_policy(self._options.tenants.key, weights, routing.tenant_concurrency))
+        if settings.log_level != self._log_level:
+            self._log_level = settings.log_level
+            setup_logging(settings.log_level, service="router")
+        self.discovery.follow(parse_targets(settings.workers))
+
+    def _figures(self) -> RouterFigures:
+        fleet = self.fleet
+        return RouterFigures(
+            in_flight=self.service.in_flight,
+            queues=tuple(fleet.waiting()),
+            lanes=fleet.lanes(),
+            workers=tuple(fleet.workers()),
+            tables={**fleet.tables(), **self.service.tables()},
+            lost=dict(fleet.lost),
+            releases=fleet.num_releases,
+            released=fleet.num_released,
+            failed=dict(self._metrics.failed),
+            config_version=self.configuration.version,
+        )
+
+    async def _stop_metrics(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        self._metrics.take(self._figures())
+        await asyncio.to_thread(self._metrics.shutdown, TELEMETRY_SHUTDOWN_S)
+
+    def _refresh(self) -> None:
+        self.discovery.refresh()
 
     async def _follow_workers(self) -> None:
         while True:
@@ -180,8 +327,21 @@ class Router:
             await asyncio.gather(self._health, return_exceptions=True)
 
 
-async def run_router(options: RouterOptions) -> None:
-    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the draining.
+def run_on_loop(main: Coroutine[Any, Any, None]) -> None:
+    """Runs a router's work on the event loop that routers have, in a process that is set up for it."""
+    # A thread that makes a prompt keeps the interpreter for so long when the loop wants it; by default 5 ms, each time.
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
+    # What is there now stays: a full collection would go through it again and again, and hold the loop meanwhile.
+    gc.freeze()
+    uvloop.run(main)
+
+
+async def run_router(options: RouterOptions, reread: Callable[[], Reread] | None = None) -> None:
+    """Serves until SIGTERM or SIGINT, then drains; a second signal ends the draining. SIGHUP reads the options again.
+
+    Args:
+        options: at the start.
+        reread: reads them again.
 
     Raises:
         CommandError: something must be changed; one line.
@@ -193,10 +353,14 @@ async def run_router(options: RouterOptions) -> None:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
-    router = Router(options)
+    try:
+        router = Router(options, reread)
+    except TlsError as error:
+        raise CommandError(str(error)) from None
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.reload)
     try:
         await router.start()
-    except (PortTakenError, TokenizerError) as error:
+    except (PortTakenError, TokenizerError, TlsError) as error:
         await router.stop()
         raise CommandError(str(error)) from None
     await ending.wait()
@@ -210,22 +374,6 @@ async def run_router(options: RouterOptions) -> None:
     drained.cancel()
     await asyncio.gather(drained, return_exceptions=True)
     await router.stop()
-
-
-class Duration(click.ParamType[float]):
-    """Seconds, from `250ms`, `0.25s` or `0.25`."""
-
-    name = "duration"
-    _FORM = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|)")
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Reads the text of an option."""
-        if isinstance(value, float):
-            return value
-        match = self._FORM.fullmatch(str(value).strip())
-        if match is None:
-            self.fail(f"{value!r} is no duration; use for example 250ms or 0.25s", param, ctx)
-        return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
 class Lease(Duration):
@@ -278,11 +426,13 @@ class PerTenant(click.ParamType[tuple[str, float]]):
         return name, read
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=ConfigurableCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option("router")
 @option(
-    "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="HOST:PORT",
-    help="A worker's address; repeat it, or separate several by commas. Workers may start before or after the router.",
+    "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="TARGET",
+    help="Where workers are: HOST:PORT; dns:///NAME:PORT for all addresses of a name, such as a headless Service, "
+    "asked again and again; file:PATH for those that a file lists, read again when it changes. Repeat it, or separate "
+    "several by commas. Workers may start before or after the router.",
 )  # fmt: skip
 @option("--host", envvar="FISSILE_HOST", default="127.0.0.1", help="Address to listen on.")
 @option("--port", envvar="FISSILE_PORT", default=50051, type=click.IntRange(0, 65535), help="Port; 0 takes any.")
@@ -331,6 +481,10 @@ class PerTenant(click.ParamType[tuple[str, float]]):
     help="How long workers keep this router's requests when they do not hear from it.",
 )  # fmt: skip
 @option(
+    "--max-unread-tokens", envvar="FISSILE_MAX_UNREAD_TOKENS", default=MAX_UNREAD_TOKENS, type=click.IntRange(1),
+    help="A client that leaves more tokens of a stream unread is dropped with RESOURCE_EXHAUSTED.",
+)  # fmt: skip
+@option(
     "--tokenizer", envvar="FISSILE_TOKENIZER", default=None, type=click.Path(path_type=Path), metavar="FOLDER",
     help="Take tokenizer and chat template from this folder instead of from the workers.",
 )  # fmt: skip
@@ -343,6 +497,12 @@ class PerTenant(click.ParamType[tuple[str, float]]):
     help="Port of AdminService, which lists and drains workers; 0 takes any; absent: off.",
 )  # fmt: skip
 @option("--admin-host", envvar="FISSILE_ADMIN_HOST", default="127.0.0.1", help="Address of AdminService.")
+@with_security
+@option(
+    "--max-connection-age", envvar="FISSILE_MAX_CONNECTION_AGE", default="0s", type=Duration(),
+    help="After about so long clients must connect anew for new calls, so that they find new routers; what runs goes "
+    "on. 0s is never.",
+)  # fmt: skip
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
 def router(
     workers: tuple[str, ...],
@@ -359,10 +519,13 @@ def router(
     worker_wait: float,
     stall_timeout: float,
     lease: float,
+    max_unread_tokens: int,
     tokenizer: Path | None,
     drain_timeout: float,
     admin_port: int | None,
     admin_host: str,
+    security: RouterSecurity,
+    max_connection_age: float,
     log_level: str,
 ) -> None:
     """Run one router: the public gRPC API in front of any number of workers.
@@ -370,14 +533,12 @@ def router(
     Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, running streams finish, exit code 0.
     """
     setup_logging(log_level, service="router")
-    try:
-        addresses = static_workers(workers)
-    except AddressError as error:
-        raise CommandError(str(error)) from None
-    uvloop.run(
+    context = click.get_current_context()
+    _settings(context.params)
+    run_on_loop(
         run_router(
             RouterOptions(
-                workers=addresses,
+                workers=workers,
                 host=host,
                 port=port,
                 delay_factor=delay_factor,
@@ -386,14 +547,63 @@ def router(
                 placement=placement,
                 tokenizer=tokenizer,
                 drain_timeout_s=drain_timeout,
+                max_unread_tokens=max_unread_tokens,
                 failover=FailoverOptions(FailoverPolicy(failover), worker_wait, stall_timeout, lease),
                 admin_port=admin_port,
                 admin_host=admin_host,
-                tenants=_tenants(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
-            )
+                tenants=tenant_policy(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
+                log_level=log_level,
+                security=security,
+                max_connection_age_s=max_connection_age,
+            ),
+            _rereader(context),
         )
     )
 
 
-def _tenants(key: str, weights: dict[str, float], concurrency: dict[str, int]) -> TenantPolicy:
-    return TenantPolicy(key, weights, concurrency.pop("", 0), concurrency)
+def _rereader(context: click.Context) -> Callable[[], Reread]:
+    """Reads the options of a router again that was called in `context`: its file has changed, perhaps.
+
+    Raises (what is returned):
+        CommandError: a value is not allowed.
+    """
+    arguments, started = arguments_of(context), dict(context.params)
+
+    def read() -> Reread:
+        try:
+            given = router.make_context("router", list(arguments)).params
+        except click.UsageError as error:
+            raise CommandError(error.format_message()) from None
+        settings = _settings(given)
+        fixed = [
+            param.opts[0].removeprefix("--")
+            for param in router.params
+            if param.name in given and param.name not in _RELOADED and given[param.name] != started[param.name]
+        ]
+        return Reread(settings, tuple(fixed))
+
+    return read
+
+
+def _settings(given: Mapping[str, Any]) -> Settings:
+    """Of the options that may change while the router runs, by the names of their parameters."""
+    try:
+        _check_workers(given["workers"])
+        routing = Routing(
+            given["placement"],
+            given["delay_factor"],
+            given["max_hold"],
+            given["queue_size"],
+            tenant_weight=dict(given["tenant_weights"]),
+            tenant_concurrency=dict(given["tenant_concurrency"]),
+        )
+        return Settings(routing, tuple(given["workers"]), given["log_level"])
+    except (AddressError, ApiError) as error:
+        raise CommandError(str(error)) from None
+
+
+def _check_workers(workers: Sequence[str]) -> None:
+    """Refuses what a mistake in the command is the likely reason for: no such form, no such file, no list in it."""
+    for target in parse_targets(workers):
+        if isinstance(target, FileTarget):
+            read_list(target.path)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -47,8 +48,7 @@ class Ending:
     stop: pb.StopDetail | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(NamedTuple):
     """What the client gets next; `start` in the first part only, `ending` in the last one only."""
 
     text: str
@@ -72,7 +72,8 @@ class StreamAssembly:
         return_token_ids: whether parts carry token ids.
         max_unread_tokens: a client that leaves more unread is dropped.
 
-    `worker_id` is set when the request is submitted to a worker, anew for each attempt.
+    `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
+    prompt included: the position of the next one.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class StreamAssembly:
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
     ) -> None:
         self.prompt_tokens = prompt_tokens
+        self.have = prompt_tokens
         self.token_ids = array("I")
         self.worker_id = ""
         self.start = Start()
@@ -109,14 +111,14 @@ class StreamAssembly:
         return len(self.token_ids)
 
     @property
-    def have(self) -> int:
-        """Number of tokens, prompt included; the position of the next one."""
-        return self.prompt_tokens + self.delivered
-
-    @property
     def is_closed(self) -> bool:
         """Whether the stream takes no more tokens: it has an ending or has failed."""
         return self._ending is not None or self._error is not None
+
+    @property
+    def is_dropped(self) -> bool:
+        """Whether the client has left too much unread; what it has not read is gone."""
+        return isinstance(self._error, SlowClientError)
 
     def begin(self, start: Start) -> None:
         """Notes what the worker said with the first token. A later attempt's first token is not the stream's."""
@@ -136,10 +138,12 @@ class StreamAssembly:
         if first_pos > self.have:
             raise GapError(f"tokens at position {first_pos} where {self.have} were expected")
         if token_ids:
-            self._note_time(now)
+            if self.first_token_time is None:
+                self.first_token_time = now
+            self.last_token_time = now
             # The token that stops the sequence is not part of its text.
             stopper = end is not None and end.reason in (wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN)
-            self._deliver(token_ids[: len(token_ids) - stopper])
+            self._deliver(token_ids[:-1] if stopper else token_ids)
             if stopper and not self.is_closed:
                 self._count(token_ids[-1:])
             if self._unread > self._max_unread_tokens:
@@ -199,9 +203,12 @@ class StreamAssembly:
 
     def _deliver(self, token_ids: Sequence[int]) -> None:
         """Counts tokens and turns them into text, one by one where a stop string may end them."""
-        unsearched = len(token_ids)
-        if self._stop_strings is not None:
-            unsearched = min(max(0, self._min_tokens - 1 - self.delivered), len(token_ids))
+        if self._stop_strings is None:
+            self._count(token_ids)
+            if self._detokenizer is not None:
+                self._text.append(self._detokenizer.push(token_ids))
+            return
+        unsearched = min(max(0, self._min_tokens - 1 - self.delivered), len(token_ids))
         self._count(token_ids[:unsearched])
         if self._detokenizer is not None and unsearched:
             self._text.append(self._detokenizer.push(token_ids[:unsearched]))
@@ -233,14 +240,10 @@ class StreamAssembly:
 
     def _count(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
+        self.have += len(token_ids)
         self._unread += len(token_ids)
         if self._return_token_ids:
             self._ids.extend(token_ids)
-
-    def _note_time(self, now: float) -> None:
-        if self.first_token_time is None:
-            self.first_token_time = now
-        self.last_token_time = now
 
     def _drop_slow_client(self) -> None:
         unread = self._unread

@@ -12,12 +12,13 @@ the placement as a policy object. Invariants, checked by the property test:
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from common.delay_gate import DelayGate
 from common.errors import HopelessDeadlineError
 from common.limits import MAX_QUEUE_RETRY_S, MAX_QUEUED_REQUESTS, MIN_QUEUE_RETRY_S, WORKER_WAIT_S
-from router.fair_queue import TenantShares
+from router.fair_queue import CLASS_NAMES, CLASSES, TenantShares
 from router.lane import Lane, LaneLoad, LaneRecord, LoadReport
 from router.placement import Placement
 from router.queue import QueuedRequest, RequestQueue
@@ -33,6 +34,24 @@ class Release:
     worker: str
     serial: int
     requests: tuple[QueuedRequest, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassLoad:
+    """What waits in one priority class: how many requests, and the age of the oldest in seconds."""
+
+    name: str
+    waiting: int
+    oldest_age_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class LaneCounts:
+    """Lanes for which nothing waits, those that release as far as there is room, and those that the gate holds."""
+
+    idle: int = 0
+    open: int = 0
+    held: int = 0
 
 
 class Dispatcher:
@@ -69,6 +88,40 @@ class Dispatcher:
     def __len__(self) -> int:
         return len(self._queue)
 
+    def configure(
+        self, gate: DelayGate, placement: Placement | None, capacity: int, weights: Mapping[str, float], now: float
+    ) -> None:
+        """Other rules from now on, for what waits too.
+
+        Args:
+            gate: of all lanes.
+            placement: without lanes so far; None keeps the one there is, and what it has learnt.
+            capacity: most requests of one class that wait; those that wait already stay.
+            weights: of tenants that are not like the others.
+            now: monotonic seconds.
+        """
+        self._gate = gate
+        self._queue.capacity = capacity
+        self._shares.set_weights(weights)
+        if placement is None:
+            return
+        self._placement = placement
+        for lanes in self._ready.values():
+            for lane in lanes:
+                placement.lane_up(lane)
+        for model in list(self._ready):
+            self._spread(model, now)
+
+    def waiting(self, now: float) -> list[ClassLoad]:
+        """What waits, by class, the highest first."""
+        arrivals: dict[int, list[float]] = {priority: [] for priority in CLASSES}
+        for request in self._queue:
+            arrivals[request.priority].append(request.arrival)
+        return [
+            ClassLoad(CLASS_NAMES[priority], len(each), now - min(each, default=now))
+            for priority, each in arrivals.items()
+        ]
+
     def arrive(self, request: QueuedRequest, now: float) -> None:
         """Takes a request in.
 
@@ -104,10 +157,11 @@ class Dispatcher:
 
     def expire(self, now: float) -> list[int]:
         """Drops the waiting requests whose deadline has passed and returns their keys."""
-        expired = self._queue.pop_expired(now)
-        for request in expired:
+        expired: list[int] = []
+        while (request := self._queue.pop_expired(now)) is not None:
             self._displace(request)
-        return [request.key for request in expired]
+            expired.append(request.key)
+        return expired
 
     def abandon(self, now: float) -> list[int]:
         """Drops the requests for which there has been no worker for too long and returns their keys."""
@@ -133,6 +187,13 @@ class Dispatcher:
         self._placement.lane_down(lane)
         self._spread(lane.model, now)
 
+    def lane_ready(self, worker: str, now: float) -> None:
+        """A worker that took no more work takes it again; what waits for its model is spread anew."""
+        lane = self._lanes[worker]
+        lane.ready = True
+        self._placement.lane_up(lane)
+        self._spread(lane.model, now)
+
     def lane_down(self, worker: str, now: float) -> None:
         """A worker is gone."""
         self.lane_draining(worker, now)
@@ -150,7 +211,7 @@ class Dispatcher:
         for lane in list(self._busy.values()):
             if not lane.is_open(now, self._gate):
                 continue
-            group, serial = lane.release()
+            group, serial = lane.release(now)
             for request in group:
                 self._queue.remove(request.key)
                 self._placement.sent(request, lane)
@@ -174,6 +235,16 @@ class Dispatcher:
     def lane_load(self, worker: str, now: float) -> LaneLoad:
         """The load of a worker, for operators."""
         return self._lanes[worker].load(now)
+
+    def lane_counts(self, now: float) -> LaneCounts:
+        """How many lanes are in which state."""
+        opened = sum(lane.is_open(now, self._gate) for lane in self._busy.values())
+        return LaneCounts(len(self._lanes) - len(self._busy), opened, len(self._busy) - opened)
+
+    def tables(self) -> dict[str, int]:
+        """Entries of the tables that grow with requests, tenants and sessions."""
+        queue = {"queue": len(self._queue), "parked": len(self._parked), "tenants_waiting": len(self._shares)}
+        return {**queue, **self._placement.tables()}
 
     def can_serve(self, model: str, numerics: str | None, *, but: str = "") -> bool:
         """Whether a worker, another one than `but`, takes work for a model in a numerics class (None: in any)."""

@@ -1,7 +1,8 @@
 """What becomes of a request whose attempt on a worker has ended before the request: pure decisions.
 
 Invariants:
-  * A request is given to at most MAX_ATTEMPTS workers, and not to a third one when two died with it.
+  * A request is given to at most MAX_ATTEMPTS workers, those not counted that gave it away in good order (a rolling
+    restart may meet it on every worker of a fleet), and not to a third one when two died with it.
   * An exact move stays inside the numerics class of the tokens that the router has; a request without tokens may go
     anywhere.
   * A sequence that a worker gives back unbegun was no attempt (rule S9).
@@ -103,7 +104,8 @@ class Attempts:
         """Whether another attempt follows."""
         if sum(attempt.loss in _DEATHS for attempt in self._attempts) >= MAX_DEATHS:
             return Verdict.POISON
-        return Verdict.GIVE_UP if len(self._attempts) >= MAX_ATTEMPTS else Verdict.RESUBMIT
+        counted = sum(attempt.loss is not Loss.DRAINED for attempt in self._attempts)
+        return Verdict.GIVE_UP if counted >= MAX_ATTEMPTS else Verdict.RESUBMIT
 
     def has_begun(self, have: int) -> bool:
         """Whether the attempt under way has brought tokens; the router has `have` tokens now."""

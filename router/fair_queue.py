@@ -6,6 +6,8 @@ is cancelled costs nothing and a request may change its lane. Invariants:
   * A request that has come back from a worker (`ahead`) goes before the others of its class, and is not charged again.
   * Of two tenants of one class that both wait throughout, neither gets ahead of the other by more than one request:
     |tokens_a / weight_a - tokens_b / weight_b| <= most_a / weight_a + most_b / weight_b.
+  * Higher classes go first, and starve nobody: a class whose oldest request has waited for PROMOTE_AFTER_S goes before
+    higher ones, until it has had PROMOTED_SHARE of the tokens served meanwhile, to within one request of each.
   * Nothing is kept of a class in which nothing waits, nor of more than MAX_TENANTS tenants that wait for nothing.
 """
 
@@ -17,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from common.limits import MAX_TENANTS
+from common.limits import MAX_TENANTS, PROMOTE_AFTER_S, PROMOTED_SHARE
 from router.earliest import Earliest
 
 LOW: Final = 1
@@ -95,6 +97,14 @@ class TenantShares:
         self._weights = dict(weights or {})
         self._default = default_weight
         self._classes = {priority: _ClassAccounts() for priority in CLASSES}
+
+    def __len__(self) -> int:
+        """Number of tenants of which something is kept, in each class."""
+        return sum(len(accounts.tenants) for accounts in self._classes.values())
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Other weights from now on; what tenants have had stays as it was counted."""
+        self._weights = dict(weights)
 
     def waiting(self, priority: int) -> int:
         """Number of requests of a class that wait."""
@@ -232,7 +242,9 @@ class FairQueue:
         self._shares = shares
         self._classes = {priority: _ClassQueue(priority, shares) for priority in CLASSES}
         self._requests: dict[int, QueuedRequest] = {}
-        self._arrivals = Earliest(self._requests)
+        self._arrivals = {priority: Earliest(self._requests) for priority in CLASSES}
+        # Tokens that others are to have before a class is promoted again.
+        self._promotion_debt = 0.0
         self._deadlines = Earliest(self._requests)
 
     def __len__(self) -> int:
@@ -265,7 +277,7 @@ class FairQueue:
         """Adds a request that has entered the shares; `first`: before others that are `ahead` too."""
         self._requests[request.key] = request
         self._classes[request.priority].push(request, first=first)
-        self._arrivals.add(request.arrival, request.key)
+        self._arrivals[request.priority].add(request.arrival, request.key)
         if request.deadline is not None:
             self._deadlines.add(request.deadline, request.key)
 
@@ -274,22 +286,32 @@ class FairQueue:
         del self._requests[request.key]
         self._classes[request.priority].remove(request)
 
-    def head(self) -> QueuedRequest | None:
-        """The request that goes next; None when there is none."""
-        return next((head for queue in self._classes.values() if (head := queue.head()) is not None), None)
+    def work_before_in_class(self, request: QueuedRequest) -> float:
+        """As `work_before`, of the request's own class alone."""
+        return self._classes[request.priority].work_before(request)
 
-    def pop(self) -> QueuedRequest:
+    def head(self, now: float) -> QueuedRequest | None:
+        """The request that goes next; None when there is none."""
+        priority = self._next_class(now)
+        return None if priority is None else self._classes[priority].head()
+
+    def pop(self, now: float) -> QueuedRequest:
         """Takes out the head and charges its tenant."""
-        request = self.head()
+        request = self.head(now)
         assert request is not None
+        if request.priority != self._highest():
+            self._promotion_debt = request.tokens * (1 / PROMOTED_SHARE - 1)
+        else:
+            self._promotion_debt = max(0.0, self._promotion_debt - request.tokens)
         self.remove(request)
         self._shares.charge(request)
         return request
 
     def oldest_arrival(self) -> float | None:
         """Monotonic seconds of the earliest arrival; None when nothing waits."""
-        top = self._arrivals.top()
-        return None if top is None else top[0]
+        return min(
+            (top[0] for arrivals in self._arrivals.values() if (top := arrivals.top()) is not None), default=None
+        )
 
     def earliest_deadline(self) -> float | None:
         """Monotonic seconds; None when no request has a deadline."""
@@ -299,3 +321,19 @@ class FairQueue:
     def has(self, priority: int) -> bool:
         """Whether a request of this class waits."""
         return bool(self._classes[priority])
+
+    def _highest(self) -> int | None:
+        return next((priority for priority, queue in self._classes.items() if queue), None)
+
+    def _next_class(self, now: float) -> int | None:
+        """The highest class in which something waits, or the one that has waited longest for it, and too long."""
+        highest = self._highest()
+        if highest is None or self._promotion_debt > 0:
+            return highest
+        aged = now - PROMOTE_AFTER_S
+        lower = [
+            (top[0], priority)
+            for priority in CLASSES
+            if priority < highest and (top := self._arrivals[priority].top()) is not None and top[0] < aged
+        ]
+        return min(lower)[1] if lower else highest

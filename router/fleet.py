@@ -6,21 +6,27 @@ A stream that breaks ends nothing: its sequences are held until the next stream 
   * `_streams` holds exactly the requests whose handler has not closed them.
   * A stream is queued in the dispatcher, or runs under one rid on one session, or its assembly is closed.
   * `_held` has the session, at most one per address, whose sequences wait for the next stream.
+  * A worker is dialled while it is wanted or something of it is left here; `_tasks` has those, `_parting` those of them
+    that are not wanted any more.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.delay_gate import DelayGate
 from common.errors import DeadlineError, PoisonRequestError, QueueFullError
 from common.limits import (
     LEASE_S,
@@ -30,23 +36,29 @@ from common.limits import (
     VIOLATION_MEMORY_S,
     WORKER_WAIT_S,
 )
+from common.rpc.tls import Dialer, is_loopback
 from router.assembly import StreamAssembly
-from router.dispatcher import Dispatcher, Release
+from router.dispatcher import ClassLoad, Dispatcher, LaneCounts, Release
 from router.failover import FailoverPolicy, Loss, Verdict, stall_bound_s
 from router.lane import LaneLoad, LaneRecord, LoadReport
 from router.link import Submission
 from router.model_registry import ModelRegistry, WorkerRefusedError
+from router.placement import Placement
 from router.queue import QueuedRequest
 from router.request_stream import RequestStream, RoutedRequest
-from router.session import Fault, Session, SessionLostError, keep_connected
+from router.session import Fault, Intake, Session, SessionLostError, keep_connected
 from router.tokenizer_store import TokenizerStore
+from router.turns import Turns
 
 # A rid is the router's incarnation above a counter: unique over the life of the worker too (rule S1).
 _COUNTER_BITS = 40
 _NOTHING_WAITS = LaneRecord(None, 0, 0)
 # Faults after which the worker may still have the sequences, so that the next stream takes them up.
 _RESUMABLE = frozenset({Fault.BROKEN, Fault.VIOLATION})
+_INTAKES = {wpb.INTAKE_CORDONED: Intake.CORDONED, wpb.INTAKE_EVICTING: Intake.EVICTING}
 _LOSSES = {Fault.SILENT: Loss.SILENT, Fault.STALLED: Loss.STALLED, Fault.VIOLATION: Loss.VIOLATED}
+
+Weights: TypeAlias = Mapping[str, float]
 
 log = structlog.get_logger(__name__)
 
@@ -68,22 +80,47 @@ class FailoverOptions:
     lease_s: float = LEASE_S
 
 
+class Service(enum.Enum):
+    """Whether a worker gets new requests of this router, and if not, why."""
+
+    SERVING = enum.auto()
+    CORDONED = enum.auto()
+    """An operator wants it so."""
+    DRAINING = enum.auto()
+    """It is about to end."""
+    LEAVING = enum.auto()
+    """It has left the list of this router's workers."""
+    UNCONNECTED = enum.auto()
+    """There is no connection."""
+
+
 @dataclass(frozen=True, slots=True)
-class ConnectedWorker:
-    """A worker as operators see it; `running` counts the requests of this router there."""
+class KnownWorker:
+    """A worker as operators see it.
+
+    `running` counts the requests of this router there. Of a worker without a connection the address is known, and
+    `last_error` says why there is none.
+    """
 
     address: str
-    worker_id: str
-    instance_id: str
-    model: str
-    numerics: str
-    draining: bool
-    running: int
-    load: LaneLoad
+    service: Service = Service.UNCONNECTED
+    worker_id: str = ""
+    instance_id: str = ""
+    model: str = ""
+    numerics: str = ""
+    running: int = 0
+    load: LaneLoad | None = None
+    last_error: str = ""
 
 
 class Fleet:
     """All workers and all requests of this router.
+
+    Attributes:
+        dialer: opens the channels to workers.
+        lost: attempts that ended before their request, by `Loss`.
+        num_releases: groups of requests that have gone to a worker.
+        num_released: requests in them.
 
     Args:
         dispatcher: decides what goes where and when.
@@ -92,6 +129,8 @@ class Fleet:
         serving_changed: called when a first worker serves, and when the last one is gone.
         clock: monotonic seconds.
         failover: what happens to requests whose worker is lost.
+        worker_lost: called when a stream with a worker has broken.
+        dialer: opens the channels to workers; None in plain text.
     """
 
     def __init__(
@@ -102,6 +141,8 @@ class Fleet:
         serving_changed: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
         failover: FailoverOptions = FailoverOptions(),
+        worker_lost: Callable[[], None] = lambda: None,
+        dialer: Dialer | None = None,
     ) -> None:
         self._dispatcher = dispatcher
         self._registry = registry
@@ -109,6 +150,9 @@ class Fleet:
         self._serving_changed = serving_changed
         self._clock = clock
         self._failover = failover
+        self._worker_lost = worker_lost
+        self.dialer = Dialer() if dialer is None else dialer
+        self._warned = False
         self._router_id = secrets.token_hex(8)
         self._incarnation = secrets.randbits(64 - _COUNTER_BITS) << _COUNTER_BITS
         self._counter = itertools.count(1)
@@ -122,7 +166,13 @@ class Fleet:
         self._announced: dict[str, LaneRecord] = {}
         self._streams: dict[int, RequestStream] = {}
         self._running: dict[int, RequestStream] = {}
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._parting: set[str] = set()
+        # Why a worker that is wanted can not be used now.
+        self._troubles: dict[str, str] = {}
+        self.lost: Counter[str] = Counter()
+        self.num_releases = self.num_released = 0
+        self._turns = Turns()
         self._none_up = asyncio.Event()
         self._pump_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -132,10 +182,13 @@ class Fleet:
         """Number of requests that have not been closed."""
         return len(self._streams)
 
-    def start(self, addresses: Iterable[str]) -> None:
-        """Begins to dial the workers."""
+    def set_workers(self, addresses: Sequence[str]) -> None:
+        """Dials these workers from now on and takes leave of all others: they finish what runs, and get no more."""
+        wanted = set(addresses)
         for address in addresses:
-            self._tasks.append(asyncio.create_task(self._connect(address), name=f"worker {address}"))
+            self._join(address)
+        for address in self._tasks.keys() - self._parting - wanted:
+            self._part(address)
 
     async def stop(self) -> None:
         """Ends all sessions; the workers drop what still runs there."""
@@ -145,9 +198,10 @@ class Fleet:
             self._none_up.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._none_up.wait(), SESSION_GOODBYE_S)
-        for task in self._tasks:
+        tasks = list(self._tasks.values())
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         for handle in (self._pump_due, self._timer, *self._give_up_timers.values()):
             if handle is not None:
                 handle.cancel()
@@ -181,7 +235,7 @@ class Fleet:
             self._pump_due.cancel()
             self._pump()
             self._dispatcher.arrive(queued, self._clock())
-        stream = self._streams[key] = RequestStream(queued, request, assembly, on_submit)
+        stream = self._streams[key] = RequestStream(queued, request, assembly, on_submit, self._turns)
         self._pump_soon()
         return stream
 
@@ -192,27 +246,85 @@ class Fleet:
             self._pump_soon()
         self._detach(stream)
 
-    def workers(self) -> list[ConnectedWorker]:
-        """The workers that this router is connected to, in order of their addresses."""
-        return [
-            ConnectedWorker(
-                address=address,
-                worker_id=session.worker_id,
-                instance_id=session.instance_id,
-                model=session.model.name,
-                numerics=session.model.numerics,
-                draining=session in self._draining,
-                running=len(session.link.live),
-                load=self._dispatcher.lane_load(address, self._clock()),
-            )
-            for address, session in sorted(self._sessions.items())
-            if session.model is not None
-        ]
+    def _join(self, address: str) -> None:
+        """Dials a worker, or takes it back that was about to be left."""
+        if address not in self._tasks:
+            self._tasks[address] = asyncio.create_task(self._connect(address), name=f"worker {address}")
+        elif address in self._parting:
+            self._parting.discard(address)
+            log.info("worker joined", worker=address)
+            if (session := self._sessions.get(address)) is not None:
+                self._follow_intake(session)
+
+    def _part(self, address: str) -> None:
+        """Gives a worker nothing new; the connection ends with the last of what runs there."""
+        self._parting.add(address)
+        self._troubles.pop(address, None)
+        session = self._sessions.get(address)
+        log.info("worker left", worker=address, running=0 if session is None else len(session.link.live))
+        if session is not None:
+            self._follow_intake(session)
+            self._leave_if_idle(session)
+
+    def _leave_if_idle(self, session: Session) -> None:
+        if session.address in self._parting and not session.link.live:
+            session.leave()
+
+    def configure(self, gate: DelayGate, placement: Placement | None, queue_size: int, weights: Weights) -> None:
+        """Other rules for what waits, as `Dispatcher.configure`."""
+        self._dispatcher.configure(gate, placement, queue_size, weights, self._clock())
+        self._pump_soon()
+
+    def workers(self) -> list[KnownWorker]:
+        """The workers of this router, connected or not, in order of their addresses."""
+        return [self._known_worker(address) for address in sorted(self._tasks.keys() | self._sessions.keys())]
+
+    def waiting(self) -> list[ClassLoad]:
+        """What waits, by priority class."""
+        return self._dispatcher.waiting(self._clock())
+
+    def lanes(self) -> LaneCounts:
+        """How many lanes have something to do."""
+        return self._dispatcher.lane_counts(self._clock())
+
+    def tables(self) -> dict[str, int]:
+        """Entries of every table that grows with requests, tenants, sessions or workers."""
+        return {
+            "streams": len(self._streams),
+            "sequences": len(self._running),
+            "sessions_held": len(self._held),
+            "workers": len(self._tasks),
+            **self._dispatcher.tables(),
+        }
+
+    def _known_worker(self, address: str) -> KnownWorker:
+        session = self._sessions.get(address)
+        if session is None or session.model is None:
+            return KnownWorker(address, last_error=self._troubles.get(address, ""))
+        return KnownWorker(
+            address,
+            self._service(session),
+            worker_id=session.worker_id,
+            instance_id=session.instance_id,
+            model=session.model.name,
+            numerics=session.model.numerics,
+            running=len(session.link.live),
+            load=self._dispatcher.lane_load(address, self._clock()),
+        )
+
+    def _service(self, session: Session) -> Service:
+        if session in self._draining:
+            return Service.DRAINING
+        if session.address in self._parting or session.is_leaving:
+            return Service.LEAVING
+        return Service.SERVING if session.intake is Intake.OPEN else Service.CORDONED
 
     # Sessions (`SessionEvents`).
 
     def session_opening(self, session: Session) -> None:
         """Refuses a second session with one worker; hands over what an earlier stream has left."""
+        if not self._is_wanted(session.address):
+            raise WorkerRefusedError("is no worker of this router any more")
         holder = self._instances.setdefault(session.instance_id, session)
         if holder is not session:
             raise WorkerRefusedError(f"is the worker at {holder.address} by another address")
@@ -251,6 +363,10 @@ class Fleet:
         now, load = self._clock(), self._load_report(welcome.load, 0)
         self._dispatcher.lane_up(session.address, session.model.identity, load, now, session.model.numerics)
         self._forget(session, welcome.unknown)
+        session.open = True
+        session.intake = _INTAKES.get(welcome.load.intake, Intake.OPEN)
+        self._troubles.pop(session.address, None)
+        self._follow_intake(session)
         log.info(
             "worker up",
             worker=session.address,
@@ -261,33 +377,41 @@ class Fleet:
         )
         for draining in self._draining:
             self._hand_over(draining)
+        for other in self._sessions.values():
+            if other.intake is Intake.EVICTING:
+                self._hand_over(other)
         if not was_serving:
             self._serving_changed()
+        self._leave_if_idle(session)
         self._pump_soon()
 
     def step_output(self, session: Session, step: wpb.StepOutput) -> None:
         """Hands tokens to their streams."""
         effects = session.link.apply(step, self._clock())
-        losses = dict(effects.lost)
+        if any(loss is Loss.ENGINE_FAILED for _, loss in effects.lost):
+            # It comes back as another instance. Until then nothing goes there, least of all what it has just lost.
+            self._dispatcher.lane_draining(session.address, self._clock())
+            self._leave(session)
+        running = self._running
         for rid in effects.touched:
-            stream = self._running[rid]
-            if rid in losses:
-                continue
-            if rid not in session.link.live:
-                self._detach(stream)
-            stream.wake()
+            running[rid].wake()
+        for rid in effects.ended:
+            self._detach(running[rid])
         session.notify()
         for rid in reversed(effects.returned):
             self._take_back(self._running[rid], session.address)
         self._move([(self._running[rid], loss) for rid, loss in effects.lost], "ended the request")
+        self._leave_if_idle(session)
         if step.HasField("load"):
             self._dispatcher.report(session.address, self._load_report(step.load, step.submit_seen))
+            self._take_intake(session, step.load.intake)
             self._pump_soon()
 
     def heartbeat(self, session: Session, heartbeat: wpb.Heartbeat) -> None:
         """Takes the load."""
         self._check_stall(session, heartbeat.busy_ms, heartbeat.load.prefill_rate)
         self._dispatcher.report(session.address, self._load_report(heartbeat.load, heartbeat.submit_seen))
+        self._take_intake(session, heartbeat.load.intake)
         self._pump_soon()
 
     def renew_lease(self, session: Session) -> None:
@@ -298,9 +422,8 @@ class Fleet:
     def draining(self, session: Session) -> None:
         """Sends the worker nothing more, and hands over what others can take."""
         log.info("worker draining", worker=session.address, worker_id=session.worker_id)
-        self._dispatcher.lane_draining(session.address, self._clock())
-        self._leave(session)
         self._draining.add(session)
+        self._follow_intake(session)
         self._hand_over(session)
 
     def session_down(self, session: Session, fault: Fault, why: str) -> None:
@@ -313,7 +436,10 @@ class Fleet:
         self._draining.discard(session)
         self._dispatcher.lane_down(session.address, now)
         self._leave(session)
-        if fault is Fault.SHUTDOWN or not session.link.live:
+        if fault is Fault.SHUTDOWN:
+            return
+        self._worker_lost()
+        if not session.link.live:
             return
         self._held[session.address] = session
         if fault not in _RESUMABLE or self._violates_again(session, fault, now):
@@ -322,11 +448,65 @@ class Fleet:
         loop = asyncio.get_running_loop()
         self._give_up_timers[session.address] = loop.call_later(RECONNECT_S, self._give_up, session.address, why)
 
-    async def _connect(self, address: str) -> None:
-        def open_session() -> Session:
-            return Session(address, self._router_id, self._clock, self._failover.lease_s)
+    def unusable(self, session: Session, why: str) -> None:
+        """Remembers the reason for those who ask."""
+        if session.address not in self._parting:
+            self._troubles[session.address] = why
 
-        await keep_connected(open_session, self._store, self)
+    async def _connect(self, address: str) -> None:
+        if self.dialer.tls is None and not is_loopback(address) and not self._warned:
+            self._warned = True
+            log.warning("PLAIN TEXT to workers outside loopback: everybody on the way reads it; use --worker-ca")
+
+        def open_session() -> Session:
+            return Session(address, self._router_id, self._clock, self._failover.lease_s, self.dialer)
+
+        try:
+            await keep_connected(open_session, self._store, self, lambda: self._is_wanted(address))
+        finally:
+            del self._tasks[address]
+            self._violated.pop(address, None)
+            if address in self._parting:
+                self._registry.forget(address)
+            self._parting.discard(address)
+            self._troubles.pop(address, None)
+
+    def _is_wanted(self, address: str) -> bool:
+        """Whether a worker must be connected to: it is one of this router's, or sequences of this router are there."""
+        return address not in self._parting or address in self._held
+
+    def _take_intake(self, session: Session, said: wpb.Intake.ValueType) -> None:
+        """What the worker says in every report about new work."""
+        intake = _INTAKES.get(said, Intake.OPEN)
+        if intake is session.intake:
+            return
+        session.intake = intake
+        log.info("worker intake", worker=session.address, worker_id=session.worker_id, intake=intake.name.lower())
+        self._follow_intake(session)
+        if intake is Intake.EVICTING:
+            self._hand_over(session)
+
+    def _follow_intake(self, session: Session) -> None:
+        """Lets the worker get new work, or no more, when either side has changed its mind about that."""
+        opens = self._service(session) is Service.SERVING
+        if opens == session.open:
+            return
+        session.open = opens
+        now = self._clock()
+        if not opens:
+            self._dispatcher.lane_draining(session.address, now)
+            self._leave(session)
+            return
+        assert session.model is not None
+        was_serving = self._registry.serving
+        try:
+            self._registry.admit(session.address, session.model)
+        except WorkerRefusedError as error:
+            raise SessionLostError(Fault.UNREADY, str(error)) from None
+        self._dispatcher.lane_ready(session.address, now)
+        if not was_serving:
+            self._serving_changed()
+        self._pump_soon()
 
     # Failover.
 
@@ -379,6 +559,7 @@ class Fleet:
 
     def _move(self, lost: list[tuple[RequestStream, Loss]], why: str) -> None:
         """Sends streams whose attempt is over on another one, ahead of what waits and in their order, or ends them."""
+        self.lost.update(loss.value for _, loss in lost)
         for stream, loss in sorted(lost, key=lambda pair: pair[0].queued.key, reverse=True):
             stream.attempts.end(stream.assembly.have, self._clock(), loss)
             self._detach(stream)
@@ -435,6 +616,7 @@ class Fleet:
         del self._running[stream.rid]
         session.link.cancel(stream.rid)
         session.notify()
+        self._leave_if_idle(session)
 
     # Dispatching.
 
@@ -475,6 +657,8 @@ class Fleet:
             rid = self._incarnation | next(self._counter)
             self._running[rid] = stream
             group.append(stream.begin(session, numerics, rid, now, keep=stream.returned or not others))
+        self.num_releases += 1
+        self.num_released += len(group)
         session.link.submit(release.serial, group)
         session.notify()
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.delay_gate import DelayGate
-from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS
+from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS, PROMOTE_AFTER_S, PROMOTED_SHARE
 from router.fair_queue import HIGH, FairQueue, QueuedRequest, TenantShares
 
 STALE_REPORT_S = MISSED_HEARTBEATS * HEARTBEAT_S
@@ -128,10 +128,15 @@ class Lane:
         0 when nothing is before it, and at an unknown speed: a measurement that is wrong must not keep out the request
         that would correct it.
         """
-        unseen_work = self._work - self._bound.work
-        before = self.last_report.waiting_tokens + unseen_work + self._bound.work_before(request)
+        on_its_way = self.last_report.waiting_tokens + self._work - self._bound.work
+        before = on_its_way + self._bound.work_before(request)
         rate = self.last_report.prefill_rate
-        return (before + request.work) / rate if before and rate > 0 else 0.0
+        if not before or rate <= 0:
+            return 0.0
+        own = self._bound.work_before_in_class(request) + request.work
+        # Behind all higher classes, or by promotion.
+        promoted_s = PROMOTE_AFTER_S + (on_its_way + own / PROMOTED_SHARE) / rate
+        return min((before + request.work) / rate, promoted_s)
 
     def take_report(self, report: LoadReport) -> None:
         """Replaces the load and drops the groups that it accounts for."""
@@ -200,7 +205,7 @@ class Lane:
         by_deadline = self._deadline_in(now) - self._hold_margin_s()
         return max(0.0, min(by_age, by_staleness, by_deadline))
 
-    def release(self) -> tuple[list[QueuedRequest], int]:
+    def release(self, now: float) -> tuple[list[QueuedRequest], int]:
         """Takes the longest prefix of what waits that fits the worker's room.
 
         The first request always goes when there is any room, because the worker chunks it, and when the worker is
@@ -212,11 +217,11 @@ class Lane:
         tokens, seqs = self._room()
         group: list[QueuedRequest] = []
         used = 0
-        while (request := self._bound.head()) is not None:
+        while (request := self._bound.head(now)) is not None:
             fits = len(group) < seqs and (used + request.tokens <= tokens or (not group and tokens > 0))
             if not fits and (group or not self.idle):
                 break
-            group.append(self._bound.pop())
+            group.append(self._bound.pop(now))
             request.lane = None
             used += request.tokens
         return (group, self._send(group, used)) if group else ([], 0)

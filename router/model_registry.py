@@ -118,6 +118,13 @@ class ModelRegistry:
         if lengths:
             self._models[gone.name] = replace(self._models[gone.name], max_model_len=min(lengths))
 
+    def forget(self, worker: str) -> None:
+        """The worker at this address is none of this router's any more; a model that only it had goes with it."""
+        self.release(worker)
+        self._assigned.pop(worker, None)
+        for name in self._models.keys() - set(self._assigned.values()):
+            del self._models[name]
+
     def get(self, name: str) -> ServedModel:
         """The model called `name`, or the only one for an empty name.
 

@@ -52,6 +52,10 @@ class Placement(Protocol):
         """A request was released to a lane's worker."""
         ...
 
+    def tables(self) -> dict[str, int]:
+        """Entries of what is remembered of requests and sessions, by name."""
+        ...
+
 
 class RoundRobin:
     """One lane after the other, per model, whatever their load."""
@@ -76,6 +80,10 @@ class RoundRobin:
 
     def sent(self, request: QueuedRequest, lane: Lane) -> None:
         """Nothing to note."""
+
+    def tables(self) -> dict[str, int]:
+        """Nothing is remembered."""
+        return {}
 
 
 def seconds_of_work(lane: Lane, tokens: int = 0, rate: float = _ASSUMED_RATE) -> float:
@@ -163,6 +171,10 @@ class LeastLoaded:
     def sent(self, request: QueuedRequest, lane: Lane) -> None:
         """Nothing to note."""
 
+    def tables(self) -> dict[str, int]:
+        """Nothing is remembered."""
+        return {}
+
     def least(self, model: str) -> list[Lane]:
         """The two least loaded lanes of a model."""
         return self._orders[model].least(_NUM_LEAST)
@@ -210,6 +222,10 @@ class SessionAffinity(LeastLoaded):
         self._sessions.note(request, known.worker)
         return known
 
+    def tables(self) -> dict[str, int]:
+        """The sessions."""
+        return {"sessions": len(self._sessions)}
+
 
 class PrefixAware(LeastLoaded):
     """The lane that would have computed the prompt first, counting what it is likely to have in its prefix cache.
@@ -238,6 +254,10 @@ class PrefixAware(LeastLoaded):
         self._sessions.note(request, best.worker)
         request.work = self._work(request, best)
         return best
+
+    def tables(self) -> dict[str, int]:
+        """The sessions."""
+        return {"sessions": len(self._sessions)}
 
     def cost_s(self, request: QueuedRequest, lane: Lane, rate: float) -> tuple[float, int]:
         """Seconds to the end of the request's prefill, and how many sequences it would run with there."""

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import sys
+import threading
+from array import array
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Final, TypeVar
 
+import numpy as np
 from fissile.v1 import inference_pb2 as pb
 
 from common.block_hash import hash_chain, salt_root
@@ -23,22 +28,36 @@ T = TypeVar("T")
 
 # Checking and hashing so many given token ids takes less time than a change of threads is worth.
 _INLINE_TOKENS = 2048
+_PIECE_TOKENS = 4096
+TEXT_THREAD_NICE: Final = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """Token ids, the hash of the last full block of them (0 when there is none), and the names of their granules."""
+    """Token ids (uint32), the hash of the last full block of them (0 when there is none), and their granules' names."""
 
-    token_ids: Sequence[int]
+    token_ids: array[int]
     chain_hash: int
     granules: Sequence[int] = ()
+
+
+def yield_to_loop() -> None:
+    """Lets the event loop's thread go before the calling one where there are fewer cores than work.
+
+    A thread that tokenizes computes for hundreds of milliseconds, the loop for one: at equal priority the system would
+    let the loop wait. On Linux only: elsewhere a priority is that of the whole process.
+    """
+    if sys.platform == "linux":
+        thread = threading.get_native_id()
+        nice = os.getpriority(os.PRIO_PROCESS, thread) + TEXT_THREAD_NICE
+        os.setpriority(os.PRIO_PROCESS, thread, min(nice, 19))
 
 
 class PromptEncoder:
     """Encodes prompts; at most `capacity` requests wait for a thread."""
 
     def __init__(self, capacity: int = MAX_QUEUED_REQUESTS) -> None:
-        self._pool = ThreadPoolExecutor(TOKENIZE_THREADS, thread_name_prefix="text")
+        self._pool = ThreadPoolExecutor(TOKENIZE_THREADS, thread_name_prefix="text", initializer=yield_to_loop)
         self._capacity = capacity
         self._pending = 0
 
@@ -81,7 +100,7 @@ class PromptEncoder:
 
         return await self._run(work)
 
-    async def tokenize(self, text: str, model: ServedModel) -> tuple[list[int], list[str]]:
+    async def tokenize(self, text: str, model: ServedModel) -> pb.TokenizeResponse:
         """Token ids of `text` as Generate would use them, and their vocabulary entries.
 
         Raises:
@@ -89,9 +108,15 @@ class PromptEncoder:
         """
         tokenizer = _tokenizer_of(model)
 
-        def work() -> tuple[list[int], list[str]]:
+        def work() -> pb.TokenizeResponse:
             ids = _encode("text", tokenizer, text)
-            return ids, tokenizer.token_strings(ids)
+            response = pb.TokenizeResponse()
+            # In pieces: while protobuf copies one, the event loop does not get the interpreter.
+            for start in range(0, len(ids), _PIECE_TOKENS):
+                piece = ids[start : start + _PIECE_TOKENS]
+                response.token_ids.extend(piece)
+                response.tokens.extend(tokenizer.token_strings(piece))
+            return response
 
         return await self._run(work)
 
@@ -134,11 +159,23 @@ def _encode(path: str, tokenizer: Tokenizer, text: str, *, allow_special: bool =
 
 def _prompt(path: str, token_ids: Sequence[int], model: ServedModel, cache_salt: str) -> Prompt:
     check_prompt_length(path, len(token_ids), model.max_model_len)
+    ids = _compact(token_ids)
     root = salt_root(model.weights_digest.encode(), cache_salt=cache_salt.encode(), seed=model.hash_seed)
-    chain = hash_chain(token_ids, model.block_size, root=root, seed=model.hash_seed)
-    return Prompt(token_ids, chain[-1] if chain else 0, chain[GRANULE_BLOCKS - 1 :: GRANULE_BLOCKS])
+    chain = hash_chain(ids, model.block_size, root=root, seed=model.hash_seed)
+    return Prompt(ids, chain[-1] if chain else 0, chain[GRANULE_BLOCKS - 1 :: GRANULE_BLOCKS])
 
 
 def _given_prompt(token_ids: Sequence[int], model: ServedModel, cache_salt: str) -> Prompt:
     check_token_ids("token_ids.ids", token_ids, model.vocab_size)
     return _prompt("token_ids.ids", token_ids, model, cache_salt)
+
+
+def _compact(token_ids: Sequence[int]) -> array[int]:
+    """Token ids that can be copied, cut and hashed without a loop over them.
+
+    Each way is one call in C, which holds the interpreter: 100,000 ids of a list take 1.2 ms by `array`, 8 ms by numpy,
+    those of a message 16 ms by `array` and 0.1 ms by numpy.
+    """
+    if isinstance(token_ids, list):
+        return array("I", token_ids)
+    return array("I", np.array(token_ids, dtype=np.uint32).tobytes())

@@ -66,12 +66,14 @@ class RequestQueue:
     """The waiting requests.
 
     Args:
-        capacity: most requests of one class.
         shares: told who begins and who ends to wait.
+
+    Attributes:
+        capacity: most requests of one class.
     """
 
     def __init__(self, capacity: int, shares: TenantShares | None = None) -> None:
-        self._capacity = capacity
+        self.capacity = capacity
         self._shares = TenantShares() if shares is None else shares
         self._requests: OrderedDict[int, QueuedRequest] = OrderedDict()
         self._deadlines = Earliest(self._requests)
@@ -93,7 +95,7 @@ class RequestQueue:
             QueueFullError: `capacity` requests of the class wait already.
         """
         waiting = self._shares.waiting(priority)
-        if waiting >= self._capacity:
+        if waiting >= self.capacity:
             raise QueueFullError(waiting, self.speed.retry_after_s(now), CLASS_NAMES[priority])
 
     def push(self, request: QueuedRequest) -> None:
@@ -120,14 +122,13 @@ class RequestQueue:
         top = self._deadlines.top()
         return None if top is None else top[0]
 
-    def pop_expired(self, now: float) -> list[QueuedRequest]:
-        """Takes out the requests whose deadline has passed, earliest deadline first."""
-        found: list[QueuedRequest] = []
-        while (top := self._deadlines.top()) is not None and top[0] <= now:
-            request = self.remove(top[1])
-            assert request is not None
-            found.append(request)
-        return found
+    def pop_expired(self, now: float) -> QueuedRequest | None:
+        """Takes out the request with the earliest deadline, if that has passed.
+
+        One by one: what is taken out is to leave its lane before the next one, which may be the last of its class.
+        """
+        top = self._deadlines.top()
+        return self.remove(top[1]) if top is not None and top[0] <= now else None
 
     def _enter(self, request: QueuedRequest) -> None:
         self._shares.enter(request)

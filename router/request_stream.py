@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
+import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError
@@ -15,6 +17,7 @@ from router.failover import Attempts
 from router.link import Submission
 from router.queue import QueuedRequest
 from router.session import Session
+from router.turns import Turns
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +27,7 @@ class RoutedRequest:
     Attributes:
         model: name of its model.
         identity: `ServedModel.identity` of the model that the prompt was made for.
-        token_ids: the prompt.
+        token_ids: the prompt, uint32.
         params: canonical parameters.
         seed: seed in force (uint64).
         chain_hash: hash of the prompt's last full block, 0 when it has none.
@@ -41,7 +44,7 @@ class RoutedRequest:
 
     model: str
     identity: str
-    token_ids: Sequence[int]
+    token_ids: array[int]
     params: SamplingParams
     seed: int
     chain_hash: int
@@ -96,6 +99,8 @@ class RequestStream:
         submitted: monotonic seconds of its first submission to a worker, None before.
         attempts: the workers it was submitted to.
         returned: whether a worker has given it back for lack of room.
+
+    One handler calls `next`, and nobody else.
     """
 
     def __init__(
@@ -104,6 +109,7 @@ class RequestStream:
         request: RoutedRequest,
         assembly: StreamAssembly,
         on_submit: Callable[[str], None],
+        turns: Turns,
     ) -> None:
         self.queued = queued
         self.request = request
@@ -114,22 +120,50 @@ class RequestStream:
         self.submitted: float | None = None
         self.attempts = Attempts()
         self.returned = False
-        self._changed = asyncio.Event()
+        self._turns = turns
+        # Of the handler that waits for news, until it has been given its turn.
+        self._waiter: asyncio.Future[None] | None = None
+        self._writer: asyncio.Task[object] | None = None
 
     async def next(self) -> Part:
-        """Waits for the next part of the answer.
+        """Waits for the next part of the answer, and for this stream's turn to write it.
 
         Raises:
             ApiError: the request has failed.
         """
-        while (part := self.assembly.take()) is None:
-            self._changed.clear()
-            await self._changed.wait()
-        return part
+        has_turn = not self._turns
+        while True:
+            if has_turn and (part := self.assembly.take()) is not None:
+                return part
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
+            if not has_turn:
+                self.wake()
+            await waiter
+            has_turn = True
+
+    async def written(self, write: Awaitable[None]) -> None:
+        """Waits until a message has gone out, or the client is dropped: one that reads nothing would hold its handler,
+        and with it its request id and its tenant's place, for ever. `next` then raises."""
+        self._writer = asyncio.current_task()
+        try:
+            await write
+        except asyncio.CancelledError:
+            if self._writer is None or not self.assembly.is_dropped:
+                raise
+            self._writer.uncancel()
+        except grpc.aio.InternalError:
+            # What gRPC says when the client has gone while the write waited for it.
+            raise asyncio.CancelledError from None
+        finally:
+            self._writer = None
 
     def wake(self) -> None:
         """The assembly has changed."""
-        self._changed.set()
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            self._turns.join(waiter)
+        if self._writer is not None and self.assembly.is_dropped:
+            self._writer.cancel()
 
     def fail(self, error: ApiError) -> None:
         """Ends the stream with a status."""
@@ -145,5 +179,5 @@ class RequestStream:
         self.assembly.worker_id = session.worker_id
         self.on_submit(session.worker_id)
         request, generated = self.request, self.assembly.token_ids
-        token_ids = [*request.token_ids, *generated] if generated else request.token_ids
+        token_ids = request.token_ids + generated if generated else request.token_ids
         return Submission(request.to_record(rid, keep=keep), token_ids, self.assembly, request.deadline)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from collections.abc import Callable
 
 from fissile.v1 import inference_pb2 as pb
 from google.protobuf.duration_pb2 import Duration
@@ -12,31 +12,40 @@ from router.model_registry import ModelRegistry, ServedModel
 from router.request_stream import RequestStream
 
 
-class ResponseFields(TypedDict):
-    """The fields of GenerateResponse and of ChatResponse."""
+def fill_response(
+    message: pb.GenerateResponse | pb.ChatResponse, part: Part, stream: RequestStream, clock: Callable[[], float]
+) -> None:
+    """Makes `message`, which has the request's id and perhaps the part before, the message of `part`.
 
-    request_id: str
-    text: str
-    token_ids: tuple[int, ...]
-    prompt_info: pb.PromptInfo | None
-    finish: pb.Finish | None
-
-
-def response_fields(request_id: str, part: Part, stream: RequestStream, now: float) -> ResponseFields:
-    """One message; `now` in monotonic seconds."""
-    return ResponseFields(
-        request_id=request_id,
-        text=part.text,
-        token_ids=part.token_ids,
-        prompt_info=_prompt_info(stream) if part.start is not None else None,
-        finish=_finish(part.ending, stream, now) if part.ending is not None else None,
-    )
+    Args:
+        message: the message; what was in it is replaced.
+        part: of the answer.
+        stream: the request.
+        clock: monotonic seconds.
+    """
+    message.text = part.text
+    if message.token_ids:
+        del message.token_ids[:]
+    if part.token_ids:
+        message.token_ids.extend(part.token_ids)
+    if part.start is not None:
+        message.prompt_info.CopyFrom(_prompt_info(stream))
+    elif message.HasField("prompt_info"):
+        message.ClearField("prompt_info")
+    if part.ending is not None:
+        message.finish.CopyFrom(_finish(part.ending, stream, clock()))
 
 
 def time_to_first_token_s(stream: RequestStream) -> float:
     """From the request's arrival to its first token's being ready to send; 0 before that."""
     first = stream.assembly.first_token_time
     return 0.0 if first is None else first - stream.request.arrival
+
+
+def decode_s(stream: RequestStream) -> float:
+    """From the first token's arrival to the last one's; 0 without any."""
+    first, last = stream.assembly.first_token_time, stream.assembly.last_token_time
+    return 0.0 if first is None or last is None else last - first
 
 
 def describe_model(model: ServedModel, registry: ModelRegistry) -> pb.Model:

@@ -19,19 +19,22 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceServicer
 
 from common.errors import DuplicateRequestError, NoTokenizerError
 from common.limits import MAX_UNREAD_TOKENS
+from common.rpc.access import caller
 from common.rpc.unserved import refuse_unserved
 from common.seed import derive_seed
 from common.telemetry import names
+from common.telemetry.metrics import Metrics
 from common.telemetry.tracing import RequestSpan, Tracing
 from common.text.stop_strings import StopStrings
 from router.assembly import StreamAssembly
 from router.call import Call, Context
 from router.fleet import Fleet
+from router.metrics import RequestMeasure, RouterMetrics
 from router.model_registry import ModelRegistry, ServedModel
 from router.prefix_index import GRANULE_BLOCKS
 from router.prompts import Prompt, PromptEncoder
 from router.request_stream import RequestStream, RoutedRequest
-from router.responses import describe_model, response_fields, time_to_first_token_s
+from router.responses import decode_s, describe_model, fill_response, time_to_first_token_s
 from router.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.validation import (
     check_chat,
@@ -76,6 +79,7 @@ class InferenceService(InferenceServiceServicer):
         clock: monotonic seconds.
         max_unread_tokens: a client that leaves more unread is dropped.
         tenants: what tenants get; None for all the same, without limits.
+        metrics: measures the requests; None for nobody who looks.
     """
 
     def __init__(
@@ -87,6 +91,7 @@ class InferenceService(InferenceServiceServicer):
         clock: Callable[[], float] = time.monotonic,
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
         tenants: TenantPolicy | None = None,
+        metrics: RouterMetrics | None = None,
     ) -> None:
         self._fleet = fleet
         self._registry = registry
@@ -98,11 +103,20 @@ class InferenceService(InferenceServiceServicer):
         self._tenant_key = policy.key
         self._tenant_limits = TenantLimits(policy)
         self._ids_in_flight: set[str] = set()
+        self._metrics = RouterMetrics(Metrics()) if metrics is None else metrics
+
+    def set_tenants(self, policy: TenantPolicy) -> None:
+        """Other limits from now on. The metadata key stays."""
+        self._tenant_limits.set_policy(policy)
 
     @property
     def in_flight(self) -> int:
         """Number of Generate and Chat requests that have not ended."""
         return len(self._ids_in_flight)
+
+    def tables(self) -> dict[str, int]:
+        """Entries of every table that grows with requests or tenants."""
+        return {"request_ids": len(self._ids_in_flight), "tenants_in_flight": len(self._tenant_limits)}
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Continues a prompt."""
@@ -125,8 +139,7 @@ class InferenceService(InferenceServiceServicer):
         async with Call(self._tracing, context, "Tokenize"):
             refuse_unserved(request, frozenset({"model", "text"}))
             check_text_bytes("text", request.text)
-            ids, tokens = await self._encoder.tokenize(request.text, self._registry.get(request.model))
-            return pb.TokenizeResponse(token_ids=ids, tokens=tokens)
+            return await self._encoder.tokenize(request.text, self._registry.get(request.model))
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""
@@ -161,12 +174,15 @@ class InferenceService(InferenceServiceServicer):
         """One Generate or Chat from its arrival to its end."""
         arrival = self._clock()
         request_id = request.request_id or uuid.uuid4().hex
-        async with Call(self._tracing, context, kind.method, request_id, kind.operation) as span:
+        call = Call(self._tracing, context, kind.method, request_id, kind.operation)
+        measured = self._metrics.request(kind.operation, self._clock, lambda: context.time_remaining() == 0)
+        async with call as span, measured as measure:
             check_request_id(request_id)
             check()
-            tenant = tenant_of(context.invocation_metadata(), self._tenant_key)
+            tenant = tenant_of(context.invocation_metadata(), self._tenant_key, caller.get().tenant)
             with self._claimed(request_id), self._tenant_limits.held(tenant, self._clock):
                 model = self._registry.get(request.model)
+                measure.model(model.name)
                 params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
                 prompt = await encode(model)
                 params = clip_to_length(params, len(prompt.token_ids), model.max_model_len)
@@ -193,23 +209,33 @@ class InferenceService(InferenceServiceServicer):
                 assembly = self._assembly(routed, model, request.output_options.return_token_ids)
                 stream = self._fleet.open(routed, assembly, span.submitted)
                 try:
-                    await self._send(kind, request_id, stream, context, span)
+                    await self._send(kind, request_id, stream, context, span, measure)
                 finally:
                     self._fleet.close(stream)
                     self._trace_attempts(span, stream)
 
     async def _send(
-        self, kind: _Kind, request_id: str, stream: RequestStream, context: Context, span: RequestSpan
+        self,
+        kind: _Kind,
+        request_id: str,
+        stream: RequestStream,
+        context: Context,
+        span: RequestSpan,
+        measure: RequestMeasure,
     ) -> None:
         """Writes parts as they come, as fast as the client reads; what comes meanwhile is merged."""
+        # One message for all parts: gRPC has made bytes of it when `write` returns.
+        message = kind.response(request_id=request_id)
         while True:
             part = await stream.next()
             if part.start is not None:
                 span.first_token(time_to_first_token_s(stream))
-            message = kind.response(**response_fields(request_id, part, stream, self._clock()))
-            await context.write(message)
+                measure.first_token(time_to_first_token_s(stream))
+            fill_response(message, part, stream, self._clock)
+            await stream.written(context.write(message))
             if part.ending is not None:
                 self._finished(request_id, message, span, stream)
+                measure.finished(decode_s(stream), message.finish.usage.completion_tokens)
                 return
 
     def _finished(self, request_id: str, message: AnswerResponse, span: RequestSpan, stream: RequestStream) -> None:

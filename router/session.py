@@ -18,6 +18,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from common.limits import CONNECT_TIMEOUT_S, HEARTBEAT_S, LEASE_S, MISSED_HEARTBEATS, REDIAL_S
+from common.rpc.tls import Dialer
 from router.assembly import GapError
 from router.link import Link, ProtocolError
 from router.model_registry import ServedModel, WorkerRefusedError, describe
@@ -33,7 +34,6 @@ _SessionCall = grpc.aio.StreamStreamCall[wpb.SessionRequest, wpb.SessionResponse
 # A channel of its own per dial: no back-off of an earlier attempt delays a worker that has just come up.
 _CHANNEL_OPTIONS = (
     ("grpc.use_local_subchannel_pool", 1),
-    ("grpc.enable_http_proxy", 0),
     ("grpc.enable_retries", 0),
 )
 
@@ -55,6 +55,16 @@ class Fault(enum.Enum):
     """The worker's engine step has been running for too long (rule S10)."""
     SHUTDOWN = enum.auto()
     """This router ends."""
+
+
+class Intake(enum.Enum):
+    """What a worker that serves says about new work."""
+
+    OPEN = enum.auto()
+    CORDONED = enum.auto()
+    """None; what runs goes on there."""
+    EVICTING = enum.auto()
+    """None, and what runs goes on elsewhere where it can."""
 
 
 class SessionLostError(Exception):
@@ -109,6 +119,10 @@ class SessionEvents(Protocol):
         """The stream has ended. Called exactly once for each `session_up` that returned."""
         ...
 
+    def unusable(self, session: Session, why: str) -> None:
+        """The worker has not been reached, or has been lost; the next session with it is about to be opened."""
+        ...
+
 
 class Session:
     """One life of the stream with the worker at `address`.
@@ -120,11 +134,20 @@ class Session:
         worker_id: the worker's own name.
         instance_id: the worker's process.
         served: whether the worker has taken work in this life.
+        intake: what the worker has last said about new work.
+        open: whether it gets any.
         step_tokens: most tokens in one step of the worker, 0 before it said so.
         lease_s: how long the worker keeps this router's sequences without hearing from it.
     """
 
-    def __init__(self, address: str, router_id: str, clock: Callable[[], float], lease_s: float = LEASE_S) -> None:
+    def __init__(
+        self,
+        address: str,
+        router_id: str,
+        clock: Callable[[], float],
+        lease_s: float = LEASE_S,
+        dialer: Dialer | None = None,
+    ) -> None:
         self.address = address
         self.lease_s = lease_s
         self.link = Link(router_id, lease_s)
@@ -132,8 +155,11 @@ class Session:
         self.instance_id = ""
         self.model: ServedModel | None = None
         self.served = False
+        self.intake = Intake.OPEN
+        self.open = False
         self.step_tokens = 0
         self._clock = clock
+        self._dialer = Dialer() if dialer is None else dialer
         self._to_write = asyncio.Event()
         self._leaving = False
         self._frames_read = 0
@@ -142,6 +168,11 @@ class Session:
     def notify(self) -> None:
         """Wakes the writer: `link` has something to write."""
         self._to_write.set()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether nothing new can be written any more."""
+        return self._leaving
 
     def leave(self) -> None:
         """Closes the stream when all is written, so that the worker does not wait for this router to come back."""
@@ -155,7 +186,7 @@ class Session:
             SessionLostError: always, with the reason.
         """
         fault = Fault.SHUTDOWN
-        async with grpc.aio.insecure_channel(self.address, options=_CHANNEL_OPTIONS) as channel:
+        async with self._dialer.channel(self.address, _CHANNEL_OPTIONS) as channel:
             try:
                 await self._dial(WorkerServiceStub(channel), store, events)
             except (SessionLostError, grpc.aio.AioRpcError, WorkerRefusedError, GapError, ProtocolError) as error:
@@ -204,7 +235,7 @@ class Session:
         return first.welcome
 
     async def _serve(self, call: _SessionCall, events: SessionEvents) -> None:
-        lost = SessionLostError(Fault.SHUTDOWN, "the router is shutting down")
+        lost = SessionLostError(Fault.SHUTDOWN, "this router has closed the session")
         try:
             await _first_of(self._read(call, events), self._write(call), self._watch(events))
             if not self._leaving:
@@ -239,7 +270,11 @@ class Session:
             while (frame := self.link.next_frame(self._clock())) is not None:
                 if frame.WhichOneof("frame") == "lane":
                     self._announced = self._clock()
-                await call.write(frame)
+                try:
+                    await call.write(frame)
+                except asyncio.InvalidStateError:
+                    # The worker has ended the stream; the reader finds out how.
+                    await asyncio.Event().wait()
             if self._leaving:
                 # The worker ends the stream, and the reader finds out; nothing may be written any more.
                 await call.done_writing()
@@ -279,16 +314,18 @@ def _lost(error: Exception) -> SessionLostError:
     if isinstance(error, SessionLostError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):
-        details = error.details() or ""
+        details = (error.details() or "").removeprefix("failed to connect to all addresses; last error: ")
         refused = error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in details.lower()
         return SessionLostError(Fault.REFUSED if refused else Fault.BROKEN, f"{error.code().name}: {details}")
     return SessionLostError(Fault.UNREADY if isinstance(error, WorkerRefusedError) else Fault.VIOLATION, str(error))
 
 
-async def keep_connected(open_session: Callable[[], Session], store: TokenizerStore, events: SessionEvents) -> NoReturn:
-    """Dials a worker for ever: at once when a stream broke, else every 250 ms; logs changes only."""
+async def keep_connected(
+    open_session: Callable[[], Session], store: TokenizerStore, events: SessionEvents, wanted: Callable[[], bool]
+) -> None:
+    """Dials a worker while it is wanted: at once when a stream broke, else every 250 ms; logs changes only."""
     last = ""
-    while True:
+    while wanted():
         session, began = open_session(), asyncio.get_running_loop().time()
         fault, why = Fault.VIOLATION, "session failed"
         try:
@@ -299,8 +336,9 @@ async def keep_connected(open_session: Callable[[], Session], store: TokenizerSt
         except Exception:
             log.exception("session failed", worker=session.address)
         if session.served or why != last:
-            tell = log.info if fault is Fault.UNREADY else log.warning
+            tell = log.info if fault in (Fault.UNREADY, Fault.SHUTDOWN) else log.warning
             tell("worker not usable", worker=session.address, why=why)
         last = why
+        events.unusable(session, why)
         if fault is not Fault.BROKEN or asyncio.get_running_loop().time() - began < REDIAL_S:
             await asyncio.sleep(REDIAL_S)

@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from common.errors import InvalidFieldError, TenantLimitError
+from common.errors import InvalidFieldError, PermissionDeniedError, TenantLimitError
 from common.limits import MAX_QUEUE_RETRY_S, MAX_TENANT_BYTES, MIN_QUEUE_RETRY_S
 
 TENANT_KEY = "x-fissile-tenant"
@@ -36,17 +36,33 @@ class TenantPolicy:
     concurrency_of: Mapping[str, int] = field(default_factory=dict)
 
 
-def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None, key: str) -> str:
+def tenant_policy(key: str, weights: Mapping[str, float], concurrency: Mapping[str, int]) -> TenantPolicy:
+    """The policy from limits by tenant, of which "" is for each of the others."""
+    named = {tenant: limit for tenant, limit in concurrency.items() if tenant}
+    return TenantPolicy(key, weights, concurrency.get("", 0), named)
+
+
+def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None, key: str, bound: str = "") -> str:
     """The tenant of a call, "" when its metadata names none.
+
+    Args:
+        metadata: of the call.
+        key: name of the entry that says who the tenant is.
+        bound: tenant of the caller's API key, which its metadata can not change; empty for a key of no tenant.
 
     Raises:
         InvalidFieldError: the name is longer than MAX_TENANT_BYTES.
+        PermissionDeniedError: the metadata names another tenant than the key's.
     """
     value = next((value for name, value in metadata or () if name == key), "")
     text = value if isinstance(value, str) else value.decode("utf-8", "replace")
     if len(text.encode()) > MAX_TENANT_BYTES:
         raise InvalidFieldError(f"metadata {key}", f"has {len(text.encode())} bytes", f"at most {MAX_TENANT_BYTES}")
-    return text
+    if bound and text not in ("", bound):
+        raise PermissionDeniedError(
+            "TENANT_MISMATCH", f"metadata {key} is {text!r}; the API key is of tenant {bound!r}"
+        )
+    return bound or text
 
 
 @dataclass(slots=True)
@@ -61,6 +77,10 @@ class TenantLimits:
     def __init__(self, policy: TenantPolicy) -> None:
         self._policy = policy
         self._tenants: dict[str, _InFlight] = {}
+
+    def set_policy(self, policy: TenantPolicy) -> None:
+        """Other limits from now on; requests in flight count, and none is ended."""
+        self._policy = policy
 
     def __len__(self) -> int:
         """Number of tenants with requests in flight."""

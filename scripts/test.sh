@@ -13,17 +13,17 @@ outcome() {
   esac
 }
 
-# options PART: what only computes is spread over the cores, a file to each in turn, with one thread each; what waits for
-# processes and sockets has the machine to itself.
+# options PART: spread over the cores, a file to each in turn, with one thread each; what measures times under faults has
+# the machine to itself.
 options() {
   case "$1" in
-  unit | parity) echo "-n $(($(nproc) < 4 ? $(nproc) : 4)) --dist loadfile" ;;
+  unit | parity | e2e | deploy) echo "-n $(($(nproc) < 4 ? $(nproc) : 4)) --dist loadfile" ;;
   esac
 }
 # threads PART: of each PyTorch.
 threads() {
   case "$1" in
-  unit | parity) echo 1 ;;
+  unit | parity | e2e | deploy) echo 1 ;;
   *) nproc ;;
   esac
 }

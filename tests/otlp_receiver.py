@@ -9,6 +9,7 @@ with OtlpReceiver() as receiver:
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +50,11 @@ class ReceivedSpan:
 
 @dataclass(frozen=True)
 class ReceivedPoint:
-    """One value of a metric as the collector got it; `kind` is `gauge` or `sum` (monotonic, cumulative)."""
+    """One value of a metric as the collector got it.
+
+    `kind` is `gauge`, `sum` (monotonic, cumulative) or `histogram` (cumulative): then `value` is the number of values,
+    `total` their sum, and `buckets` how many are at most each bound, with the bound.
+    """
 
     service: str
     instance: str
@@ -58,6 +63,8 @@ class ReceivedPoint:
     kind: str
     value: float
     attributes: dict[str, Any]
+    total: float = 0.0
+    buckets: tuple[tuple[float, int], ...] = ()
 
 
 class _MetricsServicer(metrics_service_pb2_grpc.MetricsServiceServicer):
@@ -181,14 +188,18 @@ def _points_of(metric: metrics_pb2.Metric, owner: dict[str, Any]) -> Iterator[Re
         assert metric.sum.is_monotonic
         assert metric.sum.aggregation_temporality == metrics_pb2.AGGREGATION_TEMPORALITY_CUMULATIVE
     for point in getattr(metric, kind).data_points:
+        histogram = kind == "histogram"
+        bounds = (*point.explicit_bounds, math.inf) if histogram else ()
         yield ReceivedPoint(
             service=owner.get("service.name", ""),
             instance=owner.get("service.instance.id", ""),
             name=metric.name,
             unit=metric.unit,
             kind=kind,
-            value=getattr(point, point.WhichOneof("value")),
+            value=point.count if histogram else getattr(point, point.WhichOneof("value")),
             attributes=_values(point.attributes),
+            total=point.sum if histogram else 0.0,
+            buckets=tuple(zip(bounds, point.bucket_counts, strict=True)) if histogram else (),
         )
 
 

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
+from pathlib import Path
 from typing import Any, ClassVar
 
 import click
@@ -20,9 +21,11 @@ import structlog
 import uvloop
 from fissile.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_server
 
+from common.cli.config_file import ConfigurableCommand, config_option
 from common.cli.failure import CommandError
 from common.cli.options import option
 from common.cli.restart_policy import GiveUp, RestartPolicy
+from common.cli.security import health_port_option, server_tls, server_tls_options
 from common.config import SCHEDULING_POLICIES, Config, ParallelConfig
 from common.errors import ApiError
 from common.hub import HubError, default_model_name, model_folder
@@ -35,7 +38,9 @@ from common.limits import (
     STEP_TIMEOUT_S,
     TELEMETRY_SHUTDOWN_S,
 )
+from common.rpc.access import PeerAccess
 from common.rpc.server import GrpcServer, PortTakenError
+from common.rpc.tls import ServerTls, TlsError
 from common.telemetry import names
 from common.telemetry.logs import LEVELS, setup_logging
 from common.telemetry.metrics import setup_metrics
@@ -78,6 +83,9 @@ class WorkerOptions:
         simulate: duration of steps without a model; None runs the model.
         topology: the ranks that share the model.
         step_timeout_s: after which a step of several ranks counts as hung.
+        tls: of its port; None is plain text.
+        access: decides about every call; None admits all.
+        health_port: of health in plain text; 0 takes any, None is off.
     """
 
     config: Config
@@ -90,6 +98,9 @@ class WorkerOptions:
     simulate: CostModel | None = None
     topology: Topology = field(default_factory=Topology)
     step_timeout_s: float = STEP_TIMEOUT_S
+    tls: ServerTls | None = None
+    access: PeerAccess | None = None
+    health_port: int | None = None
 
 
 class Worker:
@@ -113,7 +124,14 @@ class Worker:
         self._loaded = self._first_facts = _first_facts(options, self._model_config, files)
         self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id)
         self._metrics = setup_metrics("fissile-worker", self._loaded.instance_id)
-        self.server = GrpcServer(options.host, options.port, [SERVICE])
+        self.server = GrpcServer(
+            options.host,
+            options.port,
+            [SERVICE],
+            tls=options.tls,
+            access=options.access,
+            health_port=options.health_port,
+        )
         self._policy = RestartPolicy()
         self._core: EngineCore | None = None
         self.engine = EngineLoop()
@@ -124,6 +142,7 @@ class Worker:
 
         Raises:
             PortTakenError: the address can not be listened on.
+            TlsError: the certificate can not be used.
         """
         add_WorkerServiceServicer_to_server(self.service, self.server.server)
         await self.server.start()
@@ -363,7 +382,7 @@ async def run_worker(options: WorkerOptions) -> int:
         worker = Worker(options)
         await worker.start()
         code = await worker.serve(stop)
-    except (ModelError, TokenizerError, PortTakenError, ApiError) as error:
+    except (ModelError, TokenizerError, PortTakenError, TlsError, ApiError) as error:
         raise CommandError(str(error)) from None
     if not await asyncio.to_thread(worker.engine.join, ENGINE_JOIN_S):
         # In the middle of a load or a step; the interpreter can not be taken down under it.
@@ -389,7 +408,8 @@ class ByteSize(click.ParamType[int]):
         return size
 
 
-@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@click.command(cls=ConfigurableCommand, context_settings={"help_option_names": ["-h", "--help"]})
+@config_option("worker")
 @option(
     "--model", envvar="FISSILE_MODEL", required=True, metavar="MODEL",
     help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub.",
@@ -489,6 +509,13 @@ class ByteSize(click.ParamType[int]):
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", type=click.FloatRange(min=0), default=DRAIN_TIMEOUT_S,
     help="Seconds that sequences may go on after SIGTERM.",
 )  # fmt: skip
+@server_tls_options("FISSILE_WORKER")
+@health_port_option("FISSILE_WORKER")
+@option(
+    "--router-identity", "router_identities", envvar="FISSILE_ROUTER_IDENTITY", multiple=True, metavar="NAME",
+    help="With --tls-client-ca: DNS name or URI (such as a SPIFFE id) in the certificates of routers. Anybody else is "
+    "refused, but for health. Repeatable; separated by spaces in the variable.",
+)  # fmt: skip
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
 @option(
     "--simulate", envvar="FISSILE_SIMULATE", metavar="PRESET",
@@ -533,6 +560,10 @@ def _options(
     dp_size: int,
     dp_rank: int,
     step_timeout: float,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    router_identities: tuple[str, ...],
     **others: Any,
 ) -> WorkerOptions:
     """The options as the classes take them."""
@@ -569,5 +600,17 @@ def _options(
         simulate=cost,
         topology=topology,
         step_timeout_s=step_timeout,
+        tls=server_tls(tls_cert, tls_key, tls_client_ca),
+        access=_access(tls_client_ca, router_identities),
         **others,
     )
+
+
+def _access(client_ca: Path | None, router_identities: tuple[str, ...]) -> PeerAccess | None:
+    if client_ca is None and not router_identities:
+        return None
+    if client_ca is None:
+        raise CommandError("--router-identity needs --tls-client-ca: without it nobody shows a certificate")
+    if not router_identities:
+        raise CommandError("--tls-client-ca needs --router-identity: the names in the certificates of routers")
+    return PeerAccess(router_identities)

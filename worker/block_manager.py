@@ -210,6 +210,16 @@ class BlockManager:
         while seq.publish_at <= seq.num_computed_tokens:
             self._publish_next(seq, chain)
 
+    def flush(self) -> int:
+        """Forgets the cached blocks that no sequence holds; how many that were. O(blocks).
+
+        The tree stays closed: sequences hold whole prefixes, so no block that is held has a parent that is not.
+        """
+        cached = [block for block_id in self.free_block_ids if (block := self.blocks[block_id]).hash is not None]
+        for block in cached:
+            self._forget(block)
+        return len(cached)
+
     def check_integrity(self, seqs: Iterable[Sequence]) -> None:
         """Checks the module's invariants; `seqs` are all that hold blocks. O(blocks): for tests and idle time.
 
@@ -296,11 +306,15 @@ class BlockManager:
         """The next free block, evicted from the cache if it was in it."""
         block_id, _ = self.free_block_ids.popitem(last=False)
         block = self.blocks[block_id]
+        self._forget(block)
+        block.ref_count = 1
+        return block_id
+
+    def _forget(self, block: Block) -> None:
+        """Takes a block out of the cache; a no-op when it is not in it."""
         if block.hash is not None:
             del self.hash_to_block_id[block.hash]
             block.reset()
-        block.ref_count = 1
-        return block_id
 
     def _release(self, block_id: int) -> None:
         block = self.blocks[block_id]

@@ -19,9 +19,10 @@ from collections.abc import Sequence as Many
 
 import structlog
 
+from common.errors import EngineError
 from common.telemetry.metrics import EngineFigures
 from worker.engine_core import EngineCore, LoadReport
-from worker.engine_turns import Cancel, Command, Deliveries, EndAll, EngineTurns, Listener, Submit, Turn
+from worker.engine_turns import Cancel, Command, Deliveries, EndAll, EngineTurns, Flush, Listener, Submit, Turn
 from worker.sequence import Sequence
 
 log = structlog.get_logger(__name__)
@@ -170,6 +171,7 @@ class EngineLoop:
         self.figures: EngineFigures | None = None
         self._started: asyncio.Future[None] = self._loop.create_future()
         self._failed: asyncio.Future[str] = self._loop.create_future()
+        self._flushes: set[asyncio.Future[int]] = set()
 
     def start(self, build: Callable[[], EngineCore]) -> None:
         """Starts the thread, which builds the engine; after a failure, a new thread with a new engine."""
@@ -224,6 +226,22 @@ class EngineLoop:
         if self._thread is not None:
             self._thread.put(EndAll(message))
 
+    async def flush(self) -> int:
+        """Drops what the prefix cache has and no sequence holds, at the thread's next turn; how many blocks that was.
+
+        Raises:
+            EngineError: the engine does not run, or fails meanwhile.
+        """
+        if self.state is not EngineState.RUNNING or self._thread is None:
+            raise EngineError(f"the engine is {self.state.name.lower()}")
+        flushed: asyncio.Future[int] = self._loop.create_future()
+        self._flushes.add(flushed)
+        try:
+            self._thread.put(Flush(lambda blocks: None if flushed.done() else flushed.set_result(blocks)))
+            return await flushed
+        finally:
+            self._flushes.discard(flushed)
+
     def stop(self) -> None:
         """Lets the thread end after its current step."""
         if self._thread is not None:
@@ -254,6 +272,8 @@ class EngineLoop:
     def _on_turn(self, turn: Turn) -> None:
         self.load, self.num_steps, self.figures = turn.load, turn.step, turn.figures
         self._deliveries.deliver(turn)
+        for done, blocks in turn.flushed:
+            done(blocks)
         if not self._deliveries:
             self._idle.set()
 
@@ -266,6 +286,8 @@ class EngineLoop:
         log.error("engine failed", error=str(error), exc_info=error)
         message = " ".join(str(error).split())
         self._failed.set_result(message)
+        for flush in self._flushes:
+            flush.set_exception(EngineError(message))
         self._end_live(message)
 
     def _end_live(self, message: str) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -61,7 +61,14 @@ class EndAll:
     message: str
 
 
-Command = Submit | Cancel | EndAll
+@dataclass(frozen=True, slots=True)
+class Flush:
+    """Drops what the prefix cache has and no sequence holds; `done` is told how many blocks, on the event loop."""
+
+    done: Callable[[int], None]
+
+
+Command = Submit | Cancel | EndAll | Flush
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +80,7 @@ class Turn:
     outputs: list[SequenceOutput] = field(default_factory=list)
     seen: list[tuple[Listener, int]] = field(default_factory=list)
     figures: EngineFigures = field(default_factory=EngineFigures)
+    flushed: list[tuple[Callable[[int], None], int]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -159,6 +167,7 @@ class EngineTurns:
         """
         outputs: list[SequenceOutput] = []
         seen: list[tuple[Listener, int]] = []
+        flushed: list[tuple[Callable[[int], None], int]] = []
         for command in commands:
             match command:
                 case Submit(listener, serial, seqs):
@@ -170,12 +179,14 @@ class EngineTurns:
                         self.core.abort(seq_id)
                 case EndAll(message):
                     outputs += [self._output(out, message) for out in self.core.abort_all(EndReason.CANCELLED)]
+                case Flush(done):
+                    flushed.append((done, self.core.scheduler.block_manager.flush()))
         if self.core.has_unfinished():
             outputs += [self._output(out) for out in self.core.step().outputs]
             # After the step, which has had its chance to take them.
             outputs += [self._output(out, _OVERLOAD) for out in self.core.return_overdue(self._clock())]
         self._totals.count(outputs)
-        return self.report(outputs, seen)
+        return replace(self.report(outputs, seen), flushed=flushed) if flushed else self.report(outputs, seen)
 
     def report(
         self, outputs: list[SequenceOutput] | None = None, seen: list[tuple[Listener, int]] | None = None

@@ -77,9 +77,14 @@ class WorkerFacts:
         )
 
 
-def load_proto(report: LoadReport | None, fleet_oldest_age_s: float, fleet_tokens: int) -> wpb.Load:
+def load_proto(
+    report: LoadReport | None,
+    fleet_oldest_age_s: float,
+    fleet_tokens: int,
+    intake: wpb.Intake.ValueType = wpb.INTAKE_OPEN,
+) -> wpb.Load:
     """The load as routers get it; empty before the engine has started."""
-    load = wpb.Load(fleet_oldest_age_ms=_milliseconds(fleet_oldest_age_s), fleet_tokens=fleet_tokens)
+    load = wpb.Load(fleet_oldest_age_ms=_milliseconds(fleet_oldest_age_s), fleet_tokens=fleet_tokens, intake=intake)
     if report is None:
         return load
     load.decoding_seqs = report.decoding_seqs

@@ -107,14 +107,19 @@ class RouterSequences:
         facts: the worker's description.
         engine: runs the sequences.
         tracing: makes their spans.
+        identity: name in the router's certificate, to which its id is bound (rule S11); empty without mTLS.
 
     Attributes:
+        identity: as given.
         outbox: what the router must still get.
         lease_end: monotonic seconds at which the router counts as gone; None while a stream is attached.
     """
 
-    def __init__(self, router_id: str, facts: WorkerFacts, engine: Engine, tracing: Tracing) -> None:
+    def __init__(
+        self, router_id: str, facts: WorkerFacts, engine: Engine, tracing: Tracing, identity: str = ""
+    ) -> None:
         self.router_id = router_id
+        self.identity = identity
         self.outbox = Outbox()
         self.lease_end: float | None = None
         self._facts = facts

@@ -66,6 +66,8 @@ SEQUENCE: Final = frozenset(
 # Paths in GenerateRequest.
 GENERATE: Final = frozenset({"request_id", "token_ids", "seed", "cache_salt", "priority"}) | _below("params", _PARAMS)
 DRAIN: Final = frozenset({"deadline_ms"})
+SET_INTAKE: Final = frozenset({"intake"})
+INTAKES: Final = frozenset({wpb.INTAKE_OPEN, wpb.INTAKE_CORDONED, wpb.INTAKE_EVICTING})
 
 
 def check_token_ids(path: str, token_ids: list[int], vocab_size: int) -> None:
@@ -109,11 +111,12 @@ def sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingPara
 
 
 def _sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingParams:
+    path = "sampling_params.stop_token_sequences"
+    if len(params.stop_token_sequences) > MAX_STOP_TOKEN_SEQUENCES:
+        count = len(params.stop_token_sequences)
+        raise InvalidFieldError(path, f"has {count} entries", f"at most {MAX_STOP_TOKEN_SEQUENCES}")
     stop_ids = list(params.stop_token_ids)
     stop_sequences = [list(sequence.ids) for sequence in params.stop_token_sequences]
-    path = "sampling_params.stop_token_sequences"
-    if len(stop_sequences) > MAX_STOP_TOKEN_SEQUENCES:
-        raise InvalidFieldError(path, f"has {len(stop_sequences)} entries", f"at most {MAX_STOP_TOKEN_SEQUENCES}")
     for i, sequence in enumerate(stop_sequences):
         if not 1 <= len(sequence) <= MAX_STOP_TOKEN_SEQUENCE:
             raise InvalidFieldError(f"{path}[{i}]", f"has {len(sequence)} ids", f"1 to {MAX_STOP_TOKEN_SEQUENCE}")

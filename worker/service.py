@@ -13,10 +13,20 @@ import grpc
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceServicer
+from google.protobuf.message import DecodeError
 
-from common.errors import ApiError, InvalidFieldError, NoTokenizerError, NoWorkerError, PromptTooLongError
+from common.errors import (
+    ApiError,
+    InvalidFieldError,
+    MalformedRequestError,
+    NoTokenizerError,
+    NoWorkerError,
+    PromptTooLongError,
+)
 from common.limits import LEASE_S, MAX_REQUEST_ID_BYTES, TOKENIZER_CHUNK_BYTES
+from common.rpc.access import caller
 from common.rpc.errors import abort
+from common.rpc.requests import NOT_A_MESSAGE
 from common.rpc.unserved import refuse_unserved
 from common.telemetry import names
 from common.telemetry.tracing import Tracing, trace_id_of
@@ -28,7 +38,7 @@ from worker.fleet_lanes import FleetLanes
 from worker.router_sequences import Live, RouterSequences
 from worker.sequence import Sequence
 from worker.session import Context, Ending, SessionStream
-from worker.session_state import check_bounds, check_hello
+from worker.session_state import check_bounds, check_hello, check_owner
 
 SERVICE = "fissile.worker.v1.WorkerService"
 
@@ -74,6 +84,7 @@ class WorkerService(WorkerServiceServicer):
         self._idle.set()
         self._calls = 0
         self._draining = False
+        self._intake = wpb.INTAKE_OPEN
         self._refuses_calls = False
 
     @property
@@ -121,6 +132,8 @@ class WorkerService(WorkerServiceServicer):
         async with self._call(context):
             if self.state != wpb.WORKER_STATE_DRAINING or self._refuses_calls:
                 self._require_serving()
+            if self._intake != wpb.INTAKE_OPEN:
+                raise NoWorkerError(f"worker {self.facts.worker_id} is cordoned")
             seq = self._direct_sequence(request, context)
             call = DirectCall(self._direct_live(seq, request.request_id, context))
             self._engine.submit(call, seq)
@@ -159,6 +172,26 @@ class WorkerService(WorkerServiceServicer):
             self.drain_wanted.set_result(request.deadline_ms / 1000 or None)
         return wpb.DrainResponse(sequences=self._engine.num_live)
 
+    async def SetIntake(self, request: wpb.SetIntakeRequest, context: Context) -> wpb.SetIntakeResponse:
+        """Takes new work or none from now on; the process and what it runs stay."""
+        async with self._call(context):
+            refuse_unserved(request, served.SET_INTAKE)
+            if request.intake not in served.INTAKES:
+                raise InvalidFieldError("intake", f"is {request.intake}", "INTAKE_OPEN, _CORDONED or _EVICTING")
+            if request.intake != self._intake:
+                self._intake = request.intake
+                log.info("intake set", intake=wpb.Intake.Name(request.intake).removeprefix("INTAKE_").lower())
+                for session in self._sessions.values():
+                    session.state.set_intake(request.intake)
+        return wpb.SetIntakeResponse(sequences=self._engine.num_live)
+
+    async def FlushCache(self, request: wpb.FlushCacheRequest, context: Context) -> wpb.FlushCacheResponse:
+        """Drops the cached blocks that no sequence holds, before the next step."""
+        async with self._call(context):
+            blocks = await self._engine.flush()
+            log.info("cache flushed", blocks=blocks)
+        return wpb.FlushCacheResponse(blocks=blocks)
+
     # What they have in common.
 
     @asynccontextmanager
@@ -171,6 +204,12 @@ class WorkerService(WorkerServiceServicer):
         except ApiError as error:
             log.info("call refused", code=error.code.name, reason=error.reason or None)
             await abort(context, error)
+        except DecodeError:
+            log.info("call refused", code=grpc.StatusCode.INVALID_ARGUMENT.name, reason="MALFORMED_REQUEST")
+            await abort(context, MalformedRequestError(NOT_A_MESSAGE))
+        except grpc.aio.InternalError:
+            # What gRPC says when the peer has gone while a write, or a read, waited for it.
+            raise asyncio.CancelledError from None
         except Exception as error:
             log.error("call failed", exc_info=error)
             await abort(context, ApiError(grpc.StatusCode.INTERNAL, "the worker failed", reason="WORKER_ERROR"))
@@ -196,13 +235,14 @@ class WorkerService(WorkerServiceServicer):
         check_bounds(frame)
         hello = check_hello(frame)
         self._require_serving()
-        sequences = self._routers.get(hello.router_id)
+        sequences, identity = self._routers.get(hello.router_id), caller.get().identity
         if sequences is None:
-            sequences = RouterSequences(hello.router_id, self.facts, self._engine, self._tracing)
+            sequences = RouterSequences(hello.router_id, self.facts, self._engine, self._tracing, identity)
             self._routers[hello.router_id] = sequences
+        check_owner(hello.router_id, sequences.identity, identity)
         if (older := self._sessions.get(hello.router_id)) is not None:
             older.fence()
-        session = SessionStream(hello, sequences, self.facts, self._engine, self._lanes, self._clock)
+        session = SessionStream(hello, sequences, self.facts, self._engine, self._lanes, self._clock, self._intake)
         self._sessions[hello.router_id] = session
         log.info("session opened", router=hello.router_id, peer=context.peer(), live=len(hello.live))
         return session

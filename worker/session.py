@@ -56,13 +56,14 @@ class SessionStream:
         engine: Engine,
         lanes: FleetLanes,
         clock: Callable[[], float] = time.monotonic,
+        intake: wpb.Intake.ValueType = wpb.INTAKE_OPEN,
     ) -> None:
         self._clock = clock
         self._to_write = asyncio.Event()
         self._finishing = False
         self._fenced: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.ending = Ending.BREAK
-        self.state = SessionState(hello, sequences, facts, engine, lanes, clock(), self._to_write.set)
+        self.state = SessionState(hello, sequences, facts, engine, lanes, clock(), self._to_write.set, intake)
 
     async def run(self, context: Context) -> None:
         """Serves until the router ends the stream, `finish` or `fence`.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.errors import ApiError, InvalidFieldError
+from common.errors import ApiError, InvalidFieldError, PermissionDeniedError
 from common.limits import (
     HEARTBEAT_S,
     MAX_FRAME_BYTES,
@@ -58,6 +58,21 @@ def check_hello(frame: wpb.SessionRequest) -> wpb.Hello:
     return hello
 
 
+def check_owner(router_id: str, owner: str, identity: str) -> None:
+    """That a router's id is used by the certificate that it began with (rule S11).
+
+    Args:
+        router_id: what Hello says.
+        owner: name in the certificate of who has sequences or a stream here under this id.
+        identity: name in the certificate of who says it now; empty without mTLS.
+
+    Raises:
+        PermissionDeniedError: they differ; the other's stream and sequences stay as they are.
+    """
+    if identity != owner:
+        raise PermissionDeniedError("ROUTER_ID_TAKEN", f"router_id {router_id!r} is in use by another certificate")
+
+
 class SessionState:
     """The worker's end of one stream.
 
@@ -69,6 +84,7 @@ class SessionState:
         lanes: what waits at all routers.
         now: monotonic seconds.
         wake: told when there may be something to write.
+        intake: whether new work is wanted.
 
     Attributes:
         router_id: id of the router's process.
@@ -85,6 +101,7 @@ class SessionState:
         lanes: FleetLanes,
         now: float,
         wake: Callable[[], None],
+        intake: wpb.Intake.ValueType = wpb.INTAKE_OPEN,
     ) -> None:
         self.router_id = hello.router_id
         self.lease_s = hello.lease_ms / 1000
@@ -102,6 +119,8 @@ class SessionState:
         self._welcomed = False
         self._drain_until: float | None = None
         self._drain_told = False
+        self._intake = intake
+        self._intake_told = True
 
     # Reading.
 
@@ -147,7 +166,8 @@ class SessionState:
         self._inbox.expire(now)
         self._move_on()
         frame = self._news(now)
-        if frame is None and now - self._spoke >= HEARTBEAT_S:
+        if frame is None and (now - self._spoke >= HEARTBEAT_S or not self._intake_told):
+            self._intake_told = True
             frame = wpb.SessionResponse(heartbeat=self._heartbeat(now))
         if frame is not None:
             self._spoke = now
@@ -162,6 +182,11 @@ class SessionState:
         self._drain_until = until
         for rid in self._inbox.give_up():
             self._sequences.outbox.give_back(rid)
+        self._wake()
+
+    def set_intake(self, intake: wpb.Intake.ValueType) -> None:
+        """Tells the router whether new work is wanted; what is on its way is still taken."""
+        self._intake, self._intake_told = intake, False
         self._wake()
 
     def close(self) -> None:
@@ -204,7 +229,7 @@ class SessionState:
         )
 
     def _load(self, now: float) -> wpb.Load:
-        return load_proto(self._engine.load, self._lanes.oldest_age_s(now), self._lanes.num_tokens)
+        return load_proto(self._engine.load, self._lanes.oldest_age_s(now), self._lanes.num_tokens, self._intake)
 
     def _submit(self, frame: wpb.Submit, now: float) -> None:
         for field, _ in frame.ListFields():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from google.protobuf.duration_pb2 import Duration
 
 from common.cli.failure import CommandError
 from common.limits import MAX_REQUEST_BYTES
+from common.rpc.tls import ClientTls, Dialer, TlsError, is_loopback
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
 
@@ -26,7 +27,17 @@ _CHANGE_THE_REQUEST = frozenset(
         grpc.StatusCode.ALREADY_EXISTS,
         grpc.StatusCode.FAILED_PRECONDITION,
         grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
     }
+)
+# Part of what gRPC says -> what it means, and what to do.
+_TLS_TROUBLES = (
+    ("WRONG_VERSION_NUMBER", "it speaks plain text", "leave --tls and --tls-ca away"),
+    ("certificate has expired", "its certificate has expired", "renew it"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is of another CA", "--tls-ca names the right one"),
+    ("Hostname Verification", "its certificate has another name", "--tls-name says which it must have"),
+    ("Socket closed", "it closes the connection", "it may want TLS (--tls-ca) or a certificate (--client-cert)"),
 )
 _TRY_LATER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
 
@@ -45,18 +56,50 @@ def call_failed(
     code, details = error.code(), error.details() or ""
     # What gRPC itself reports has no details; a server of ours always sends some.
     if code is grpc.StatusCode.UNAVAILABLE and "grpc-status-details-bin" not in (error.trailing_metadata() or ()):
-        reason = details.rpartition(": ")[2]
+        reason, remedy = next((said for part, *said in _TLS_TROUBLES if part in details), ("", remedy))
+        reason = reason or details.rpartition(": ")[2]
         return CommandError(f"no router can be reached at {address} ({reason}); {remedy}", 3)
     exit_code = 2 if code in _CHANGE_THE_REQUEST else 3 if code in _TRY_LATER else 1
     note = " (the text so far is partial)" if partial and "partial" not in details else ""
     return CommandError(f"{code.name}: {details}{note}", exit_code)
 
 
-def open_channel(address: str) -> grpc.aio.Channel:
-    """A channel to a router. The longest request must fit; a proxy of the environment is never asked for a router."""
-    return grpc.aio.insecure_channel(
-        address, options=[("grpc.max_send_message_length", 2 * MAX_REQUEST_BYTES), ("grpc.enable_http_proxy", 0)]
-    )
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """How a command calls, and what it shows.
+
+    Attributes:
+        tls: files of TLS; None is plain text.
+        api_key: shown with every call; empty shows none.
+    """
+
+    tls: ClientTls | None = None
+    api_key: str = field(default="", repr=False)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """For every call."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+
+
+NO_CREDENTIALS = Credentials()
+
+
+def open_channel(
+    address: str, credentials: Credentials = NO_CREDENTIALS, options: Sequence[tuple[str, Any]] = ()
+) -> grpc.aio.Channel:
+    """A channel to a router. The longest request must fit; a proxy of the environment is never asked for a router.
+
+    Raises:
+        CommandError: a file of TLS can not be used, or a key would go over a network in plain text.
+    """
+    if credentials.api_key and credentials.tls is None and not is_loopback(address):
+        raise CommandError(f"the key would go to {address} in plain text: call by TLS, with --tls or --tls-ca FILE")
+    try:
+        dialer = Dialer(credentials.tls)
+    except TlsError as error:
+        raise CommandError(str(error)) from None
+    return dialer.channel(address, [("grpc.max_send_message_length", 2 * MAX_REQUEST_BYTES), *options])
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +193,12 @@ def milliseconds(duration: Duration) -> float:
 
 
 async def ask(
-    channel: grpc.aio.Channel, address: str, question: Question, timeout_s: float, on_text: Callable[[str], None]
+    channel: grpc.aio.Channel,
+    address: str,
+    question: Question,
+    timeout_s: float,
+    on_text: Callable[[str], None],
+    metadata: tuple[tuple[str, str], ...] = (),
 ) -> Answer:
     """Asks a router and streams the answer.
 
@@ -160,22 +208,25 @@ async def ask(
         question: what to ask.
         timeout_s: deadline of the whole call.
         on_text: gets each piece of text as it arrives.
+        metadata: of every call, besides the trace.
 
     Raises:
         CommandError: the call ended with a status other than OK.
     """
     trace = TraceParent.new()
+    shown = (*trace.metadata, *metadata)
     answer = Answer(trace_id=trace.trace_id)
     stub = InferenceServiceStub(channel)
     try:
         chat = question.chat
         if chat is None:
-            described = await stub.GetModel(pb.GetModelRequest(model=question.model), timeout=timeout_s)
+            asked = pb.GetModelRequest(model=question.model)
+            described = await stub.GetModel(asked, timeout=timeout_s, metadata=metadata)
             chat = described.model.chat
         call = (
-            stub.Chat(chat_request(question), timeout=timeout_s, metadata=trace.metadata)
+            stub.Chat(chat_request(question), timeout=timeout_s, metadata=shown)
             if chat
-            else stub.Generate(generate_request(question), timeout=timeout_s, metadata=trace.metadata)
+            else stub.Generate(generate_request(question), timeout=timeout_s, metadata=shown)
         )
         try:
             async for part in call:

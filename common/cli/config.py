@@ -15,7 +15,7 @@ from common.cli.listing import aligned
 from common.cli.options import json_option
 
 # The commands that take --config.
-CONFIGURABLE = ("router",)
+CONFIGURABLE = ("router", "worker", "serve")
 
 
 @click.group()

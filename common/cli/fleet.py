@@ -35,6 +35,7 @@ class Fleet:
         worker_options: further options of every worker, by name without dashes.
         simulate: preset of workers that run no model; empty runs the model.
         expert_parallel: whether the ranks of a worker hold experts whole.
+        health_port: port on which the router says its health in plain text; 0 where its own port does.
     """
 
     model: str
@@ -51,12 +52,28 @@ class Fleet:
     worker_options: Mapping[str, object]
     simulate: str = ""
     expert_parallel: bool = False
+    health_port: int = 0
 
     @property
     def address(self) -> str:
         """Where clients on this machine reach the router."""
-        host = LOOPBACK if self.host in ("0.0.0.0", "::", "[::]") else self.host
-        return f"{host}:{self.port}"
+        return f"{self._near_host}:{self.port}"
+
+    @property
+    def health_address(self) -> str:
+        """Where the router says its health in plain text."""
+        return f"{self._near_host}:{self.health_port or self.port}"
+
+    @property
+    def client_options(self) -> str:
+        """What client commands must add to reach the router."""
+        tls = " --tls-ca FILE" if self.router_options.get("tls_cert") else ""
+        certificate = " --client-cert FILE --client-key FILE" if self.router_options.get("tls_client_ca") else ""
+        return tls + certificate + (" --api-key KEY" if self.router_options.get("api_keys") else "")
+
+    @property
+    def _near_host(self) -> str:
+        return LOOPBACK if self.host in ("0.0.0.0", "::", "[::]") else self.host
 
     @property
     def worker_addresses(self) -> list[str]:
@@ -77,6 +94,8 @@ class Fleet:
         yield from ("--host", self.host, "--port", str(self.port))
         for address in self.worker_addresses:
             yield from ("--worker", address)
+        if self.health_port:
+            yield from ("--health-port", str(self.health_port))
         yield from self._common_arguments()
         yield from _given(self.router_options)
 

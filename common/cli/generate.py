@@ -12,11 +12,12 @@ from typing import Any
 
 import click
 
-from common.cli.client import Question, ask, open_channel
+from common.cli.client import Credentials, Question, ask, open_channel
 from common.cli.console import TextStream
 from common.cli.failure import CommandError
 from common.cli.group import OFFLINE, find_entry_points
 from common.cli.options import address_option, json_option, option, timeout_option
+from common.cli.security import with_credentials
 from common.errors import ApiError
 from common.sampling_params import SamplingParams
 from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
@@ -102,12 +103,14 @@ def read_prompt(argument: str | None) -> str:
     return prompt
 
 
-async def ask_router(address: str, question: Question, timeout_s: float, *, as_json: bool) -> None:
+async def ask_router(
+    address: str, question: Question, timeout_s: float, credentials: Credentials, *, as_json: bool
+) -> None:
     """Asks a running router; prints the answer as it streams and its figures, or one JSON object at the end."""
     shown = TextStream(quiet=as_json)
-    async with open_channel(address) as channel:
+    async with open_channel(address, credentials) as channel:
         try:
-            answer = await ask(channel, address, question, timeout_s, shown.write)
+            answer = await ask(channel, address, question, timeout_s, shown.write, credentials.metadata)
         finally:
             shown.end_line()
     if as_json:
@@ -124,6 +127,7 @@ async def ask_router(address: str, question: Question, timeout_s: float, *, as_j
 @option("--system", envvar="FISSILE_SYSTEM", default="", help="System message of a chat; absent: none.")
 @option("--request-id", envvar="FISSILE_REQUEST_ID", default="", help="Your own id of the request; absent: a new one.")
 @with_sampling_options
+@with_credentials
 @timeout_option
 @json_option
 @option("--offline", envvar="FISSILE_OFFLINE", metavar="MODEL", help="Checkpoint to run in this process; no router.")
@@ -134,6 +138,7 @@ def generate(
     chat: bool | None,
     system: str,
     request_id: str,
+    credentials: Credentials,
     timeout: float,
     as_json: bool,
     offline: str | None,
@@ -148,7 +153,7 @@ def generate(
     if offline is not None:
         generate_offline(offline, question, as_json=as_json)
     else:
-        asyncio.run(ask_router(address, question, timeout, as_json=as_json))
+        asyncio.run(ask_router(address, question, timeout, credentials, as_json=as_json))
 
 
 def generate_offline(folder: str, question: Question, *, as_json: bool) -> None:

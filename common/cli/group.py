@@ -29,6 +29,14 @@ SUMMARIES = {
     "generate": "Ask a running router, or a checkpoint folder with --offline.",
     "models": "List the models that a running router serves.",
     "workers": "List the workers of a running router, with their load.",
+    "cordon": "Let a worker take no new work, and go on running.",
+    "uncordon": "Let a cordoned worker take work again.",
+    "drain": "Let a worker end in good order.",
+    "flush": "Drop the prefix caches of workers.",
+    "routing": "Show or change how a running router admits and places requests.",
+    "reload": "Let a running router read its configuration again.",
+    "keys": "Make API keys for the callers of a router.",
+    "health": "Say whether a router or worker serves, as an exit code.",
     "config": "Show the options in force, and where each value comes from.",
     "router": "Run one router.",
     "worker": "Run one worker.",
@@ -43,6 +51,7 @@ EXTRA_OF = {
     "msgpack": "worker,cpu",
     "tokenizers": "router",
     "jinja2": "router",
+    "dns": "router",
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from google.protobuf.json_format import MessageToDict
 from google.protobuf.message import Message
@@ -19,8 +20,9 @@ def aligned(rows: Sequence[Sequence[str]]) -> str:
 
 def as_json(messages: Iterable[Message]) -> str:
     """Messages as a JSON list on one line, with the proto's field names, fields at their defaults included."""
-    fields = [
-        MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
-        for message in messages
-    ]
-    return json.dumps(fields, ensure_ascii=False)
+    return json.dumps([as_fields(message) for message in messages], ensure_ascii=False)
+
+
+def as_fields(message: Message) -> dict[str, Any]:
+    """A message for JSON, with the proto's field names, fields at their defaults included."""
+    return MessageToDict(message, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)

@@ -11,24 +11,26 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from common.cli import listing
-from common.cli.client import call_failed, open_channel
+from common.cli.client import NO_CREDENTIALS, Credentials, call_failed, open_channel
 from common.cli.failure import CommandError
 from common.cli.options import address_option, json_option, timeout_option
+from common.cli.security import with_credentials
 
 _HEADINGS = ("MODEL", "ARCHITECTURE", "LENGTH", "VOCABULARY", "CHAT", "WORKERS", "WEIGHTS", "TOKENIZER")
 _DIGEST_CHARACTERS = 12
 
 
-async def list_models(address: str, timeout_s: float) -> Sequence[pb.Model]:
+async def list_models(address: str, timeout_s: float, credentials: Credentials = NO_CREDENTIALS) -> Sequence[pb.Model]:
     """The models that the router at `address` serves.
 
     Raises:
         CommandError: the call failed.
     """
-    async with open_channel(address) as channel:
+    async with open_channel(address, credentials) as channel:
         stub = InferenceServiceStub(channel)
         try:
-            return (await stub.ListModels(pb.ListModelsRequest(), timeout=timeout_s)).models
+            asked = pb.ListModelsRequest()
+            return (await stub.ListModels(asked, timeout=timeout_s, metadata=credentials.metadata)).models
         except grpc.aio.AioRpcError as error:
             raise call_failed(error, address) from error
 
@@ -59,9 +61,10 @@ def _row(model: pb.Model) -> tuple[str, ...]:
 
 @click.command()
 @address_option
+@with_credentials
 @timeout_option
 @json_option
-def models(address: str, timeout: float, as_json: bool) -> None:
+def models(address: str, credentials: Credentials, timeout: float, as_json: bool) -> None:
     """List the models that a running router serves."""
-    found = asyncio.run(list_models(address, timeout))
+    found = asyncio.run(list_models(address, timeout, credentials))
     click.echo(listing.as_json(found) if as_json else as_table(found))

@@ -2,12 +2,42 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
 import click
 
 from common.cli.client import DEFAULT_ADDRESS
+
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|)")
+
+
+def seconds(text: str) -> float:
+    """Seconds, from `250ms`, `0.25s` or `0.25`.
+
+    Raises:
+        ValueError: it is no duration.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no duration; use for example 250ms or 0.25s")
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)
+
+
+class Duration(click.ParamType[float]):
+    """Seconds, from `250ms`, `0.25s` or `0.25`."""
+
+    name = "duration"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Reads the text of an option."""
+        if isinstance(value, float):
+            return value
+        try:
+            return seconds(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
 
 
 def option(*names: str, envvar: str, **attributes: Any) -> Callable[[click.decorators.FC], click.decorators.FC]:

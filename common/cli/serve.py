@@ -11,21 +11,31 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.cli.client import Question, ask
+from common.cli.config_file import (
+    FILE_VARIABLE,
+    ConfigurableCommand,
+    config_option,
+    file_of,
+    read_text,
+    sections,
+)
 from common.cli.console import Console
 from common.cli.failure import CommandError
 from common.cli.fleet import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.group import CHECKOUT, missing_extra
 from common.cli.options import option
+from common.cli.security import api_keys_option, server_tls, server_tls_options
 from common.cli.supervisor import REFUSED, Supervisor
 from common.cli.version import fissile_version
 from common.config import SCHEDULING_POLICIES
@@ -82,11 +92,11 @@ class FirstQuestion:
 class Service:
     """A fleet that runs, from its start to its end."""
 
-    def __init__(self, fleet: Fleet, first: FirstQuestion, console: Console) -> None:
+    def __init__(self, fleet: Fleet, first: FirstQuestion, console: Console, config: Path | None = None) -> None:
         self._fleet = fleet
         self._first = first
         self._console = console
-        self._supervisor = Supervisor(fleet.children(), console, _child_environment(console))
+        self._supervisor = Supervisor(fleet.children(), console, _child_environment(console, config))
         self._ended_by: signal.Signals | None = None
         self._end = asyncio.Event()
         self._has_served = False
@@ -118,15 +128,14 @@ class Service:
 
     async def _serve(self) -> None:
         """Waits for the router, asks the first question; returns only with `once`."""
-        address = self._fleet.address
-        async with grpc.aio.insecure_channel(address, options=_QUICK_RECONNECT) as channel:
+        async with grpc.aio.insecure_channel(self._fleet.health_address, options=_QUICK_RECONNECT) as channel:
             await self._until_serving(channel)
             self._has_served = True
             if self._first.ask:
                 await self._ask(channel)
         if self._first.once:
             return
-        self._console.line(next_steps(address))
+        self._console.line(next_steps(self._fleet.address, self._fleet.client_options))
         await asyncio.Event().wait()
 
     async def _until_serving(self, channel: grpc.aio.Channel) -> None:
@@ -195,24 +204,26 @@ async def _is_serving(health: health_pb2_grpc.HealthStub) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-def _child_environment(console: Console) -> dict[str, str]:
-    """What children need besides their options: a plain checkout's modules, and logs fit for what shows them."""
+def _child_environment(console: Console, config: Path | None) -> dict[str, str]:
+    """What children need besides their options: a checkout's modules, the file, and logs fit for what shows them."""
     paths = [str(CHECKOUT), str(CHECKOUT / "protos"), *filter(None, [os.environ.get("PYTHONPATH")])]
     log_format = os.environ.get(FORMAT_VARIABLE, "console" if console.terminal else "auto")
-    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: log_format}
+    file = {} if config is None else {FILE_VARIABLE: str(config.resolve())}
+    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: log_format, **file}
 
 
-def next_steps(address: str) -> str:
-    """How to call the service, to be copied into another terminal."""
+def next_steps(address: str, options: str = "") -> str:
+    """How to call the service, to be copied into another terminal; with further options that it wants."""
     installed = Path(sys.executable).with_name("fissile")
     on_path = shutil.which("fissile")
     if on_path and Path(on_path) == installed:
         program = "fissile"
     else:
         program = str(installed) if installed.exists() else f"{shlex.quote(sys.executable)} -m common.cli.main"
-    commands = [f'{program} generate --address {address} "{FIRST_PROMPT}"', f"{program} models --address {address}"]
+    where = f"--address {address}{options}"
+    commands = [f'{program} generate {where} "{FIRST_PROMPT}"', f"{program} models {where}"]
     example = CHECKOUT / "examples" / "python_client.py"
-    if example.is_file():
+    if example.is_file() and not options:
         commands.append(f"{sys.executable} {example} {address}")
     return "\n  ".join([f"\nserving on {address} until Ctrl-C. From another terminal:", *commands]) + "\n"
 
@@ -231,9 +242,11 @@ def make_fleet(
     log_level: str,
     simulate: str | None,
     delay_factor: float | None,
+    admin_port: int | None,
     threads: int | None,
     tp_size: int,
     enable_expert_parallel: bool,
+    router_options: Mapping[str, object],
     **worker_options: Any,
 ) -> Fleet:
     """Fills in what depends on this machine: free ports, and each worker's share of cores and memory.
@@ -245,8 +258,8 @@ def make_fleet(
         raise CommandError(f"there is no demo model at {DEMO_MODEL}: name a checkpoint folder with --model")
     if not simulate and importlib.util.find_spec("torch") is None:
         raise missing_extra("serve", "torch")
-    # Both may be 0: one call, so that all are different.
-    router_port, *worker_ports = free_ports(workers + 1)
+    # One call, so that all are different.
+    router_port, health_port, *worker_ports = free_ports(workers + 2)
     return Fleet(
         model=model or str(DEMO_MODEL),
         model_name=model_name or (default_model_name(model) if model else DEMO_NAME),
@@ -258,11 +271,46 @@ def make_fleet(
         kv_cache_memory=kv_cache_memory or ("" if simulate else kv_memory_per_rank(workers, tp_size, free_memory())),
         drain_timeout_s=drain_timeout,
         log_level=log_level,
-        router_options={"delay_factor": delay_factor},
+        router_options={"delay_factor": delay_factor, "admin_port": admin_port, **router_options},
         worker_options={"threads": threads or threads_per_worker(workers), "tp_size": tp_size, **worker_options},
         simulate=simulate or "",
         expert_parallel=enable_expert_parallel,
+        health_port=health_port if router_options.get("tls_cert") else 0,
     )
+
+
+_TO_SERVE: Final = "say it in the section `serve`"
+# What the router wants of its callers, `serve` among them.
+_PROTECTION: Final = {
+    **dict.fromkeys(("tls-cert", "tls-key", "tls-client-ca", "api-keys"), _TO_SERVE),
+    "api-key-line": "put the line into a file, and say api-keys in the section `serve`",
+}
+_KEY_LINES_VARIABLE: Final = "FISSILE_API_KEY_LINES"
+
+
+def refuse_twice_said(fleet: Fleet, config: Path) -> None:
+    """Refuses options in the file's sections of children that are `serve`'s own to say.
+
+    What it gives them itself would do nothing there; with TLS and keys that it does not know of it could not call the
+    router.
+
+    Raises:
+        CommandError: there is one.
+    """
+    given = sections(read_text(config), config)
+    router = given.get("router")
+    for name in _PROTECTION:
+        if isinstance(router, dict) and name in router:
+            where = f"--config {config}: router.{name}"
+            raise CommandError(f"{where}: `fissile serve` must know of it: {_PROTECTION[name]}")
+    for child in fleet.children():
+        section = given.get(child.module)
+        names = section.keys() if isinstance(section, dict) else ()
+        for argument in child.arguments:
+            name = argument.removeprefix("--").removeprefix("no-") if argument.startswith("--") else ""
+            if name and name in names:
+                where = f"--config {config}: {child.module}.{name}"
+                raise CommandError(f"{where} is set by `fissile serve`: say it in its section, or leave it out")
 
 
 def with_model_folder(fleet: Fleet) -> Fleet:
@@ -287,7 +335,8 @@ def describe_kv_memory(fleet: Fleet) -> str:
     return f"a quarter of the free memory ({free_memory() / KV_SHARE / GIB:.1f} GiB)"
 
 
-@click.command()
+@click.command(cls=ConfigurableCommand)
+@config_option("serve")
 @option(
     "--model", envvar="FISSILE_MODEL", metavar="MODEL",
     help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub; absent: the demo model.",
@@ -343,20 +392,46 @@ def describe_kv_memory(fleet: Fleet) -> str:
 )  # fmt: skip
 @option("--delay-factor", envvar="FISSILE_DELAY_FACTOR", type=float, help="Of the router's delay gate; absent: 0.")
 @option(
+    "--admin-port", envvar="FISSILE_ADMIN_PORT", type=click.IntRange(0, 65535),
+    help="Port of the router's AdminService, for `fissile workers`, `cordon`, `routing` and others; absent: off.",
+)  # fmt: skip
+@option(
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=DRAIN_TIMEOUT_S, help="Seconds for running requests."
 )
+@server_tls_options("FISSILE")
+@api_keys_option
 @option("--log-level", envvar="FISSILE_LOG_LEVEL", type=click.Choice(LEVELS), default="info", help="Of all.")
 @option(
     "--simulate", envvar="FISSILE_SIMULATE", metavar="PRESET",
     help="Workers make up tokens, no model, at a preset's speed: instant, fixed:5ms, mi300x-llama-8b, ...",
 )  # fmt: skip
-def serve(ask: bool, prompt: str, once: bool, **options: Any) -> int:
+def serve(
+    ask: bool,
+    prompt: str,
+    once: bool,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    api_keys: Path | None,
+    **options: Any,
+) -> int:
     """Serve a model on this machine: one router and its workers, until Ctrl-C.
 
-    Waits until the router's health says SERVING, sends a first request and streams the answer. Further options of
-    router and workers can be set by their environment variables (`fissile router --help`, `fissile worker --help`).
+    Waits until the router's health says SERVING, sends a first request and streams the answer: not where the router
+    wants TLS or a key, which this command has none of. Workers listen on loopback. Further options of router and
+    workers can be set by their environment variables (`fissile router --help`, `fissile worker --help`), and in the
+    file of --config, in the sections `router` and `worker`.
     """
+    server_tls(tls_cert, tls_key, tls_client_ca)
+    protection = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca, "api_keys": api_keys}
+    is_protected = any(protection.values()) or bool(os.environ.get(_KEY_LINES_VARIABLE))
+    if once and is_protected:
+        raise CommandError("--once asks in plain text and without a key: leave --tls-cert and --api-keys away")
     console = Console()
-    fleet = with_model_folder(make_fleet(**options))
+    config = file_of(click.get_current_context())
+    fleet = with_model_folder(make_fleet(router_options=protection, **options))
+    if config is not None:
+        refuse_twice_said(fleet, config)
     description = fleet.describe(fissile_version(), describe_kv_memory(fleet))
-    return asyncio.run(Service(fleet, FirstQuestion(ask or once, prompt, once), console).run(description))
+    first = FirstQuestion((ask or once) and not is_protected, prompt, once)
+    return asyncio.run(Service(fleet, first, console, config).run(description))

@@ -14,11 +14,17 @@ from collections.abc import Sequence
 from typing import Any, Final
 
 import grpc
+import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
 from grpc_reflection.v1alpha import reflection
 
-from common.limits import MAX_REQUEST_BYTES
+from common.limits import HANDSHAKE_TIMEOUT_S, MAX_METADATA_BYTES, MAX_REQUEST_BYTES, MAX_STREAMS_PER_CONNECTION
+from common.rpc.access import Access, AccessInterceptor
+from common.rpc.requests import RequestReader
+from common.rpc.tls import ServerTls, is_loopback
+
+log = structlog.get_logger(__name__)
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
@@ -31,22 +37,27 @@ class PortTakenError(Exception):
     """The address can not be listened on; the message is one line that says what to change."""
 
 
-def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
-    """Channel arguments of a server.
+def server_options(max_message_bytes: int, max_connection_age_s: float = 0.0) -> list[tuple[str, int]]:
+    """Channel arguments of a server. A connection that has its age takes no new calls; those that run go on.
 
     Without the ping arguments gRPC closes connections of clients that send keepalive pings on a quiet stream, which a
     queued request is (ecosystem-notes section 7). Without `so_reuseport` 0 two servers share one port silently.
     """
+    age = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))] if max_connection_age_s else []
     return [
         ("grpc.so_reuseport", 0),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
+        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_TIMEOUT_S * 1000)),
         ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 1_000),
         ("grpc.http2.max_ping_strikes", 0),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 0),
+        *age,
     ]
 
 
@@ -88,22 +99,42 @@ class GrpcServer:
         port: TCP port; 0 for any free one.
         services: full names of the services that are added, for health and reflection.
         max_message_bytes: longest message in either direction.
+        tls: the server's certificate; None listens in plain text, which outside loopback is worth a warning.
+        access: decides about every call but those of health; None admits all.
+        max_connection_age_s: after which clients must connect anew for new calls; 0 is never.
+        health_port: TCP port with health alone, in plain text, for probes that speak no TLS; 0 takes any, None is off.
 
     Attributes:
         server: for `add_...Servicer_to_server`.
         port: the port that is listened on; 0 before `start`.
+        health_port: that of health alone; 0 when it is off, and before `start`.
         is_serving: what health says.
     """
 
     def __init__(
-        self, host: str, port: int, services: Sequence[str], *, max_message_bytes: int = MAX_REQUEST_BYTES
+        self,
+        host: str,
+        port: int,
+        services: Sequence[str],
+        *,
+        max_message_bytes: int = MAX_REQUEST_BYTES,
+        tls: ServerTls | None = None,
+        access: Access | None = None,
+        max_connection_age_s: float = 0.0,
+        health_port: int | None = None,
     ) -> None:
-        self.server = grpc.aio.server(options=server_options(max_message_bytes))
-        self.port = 0
+        # Who may not call is refused before the request is looked at.
+        interceptors = [*([] if access is None else [AccessInterceptor(access)]), RequestReader()]
+        options = server_options(max_message_bytes, max_connection_age_s)
+        self.server = grpc.aio.server(options=options, interceptors=interceptors)
+        self._probed = None if health_port is None else grpc.aio.server(options=options)
+        self._wanted_health_port = health_port
+        self.port = self.health_port = 0
         self.is_serving = False
         self._host = host
         self._wanted_port = port
         self._services = tuple(services)
+        self._tls = tls
         self._health = _Health()
 
     @property
@@ -116,17 +147,25 @@ class GrpcServer:
 
         Raises:
             PortTakenError: the address is in use or is not one of this machine.
+            TlsError: the certificate can not be used.
         """
+        credentials = None if self._tls is None else self._tls.credentials()
         await self._health.set(LIVENESS, _SERVING)
         await self.set_serving(False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
         names = (*self._services, _HEALTH_SERVICE, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, self.server)
-        wanted = _join(self._host, self._wanted_port)
-        try:
-            self.port = self.server.add_insecure_port(wanted)
-        except RuntimeError:
-            raise PortTakenError(_why_not(self._host, self._wanted_port)) from None
+        self.port = _listen(self.server, self._host, self._wanted_port, credentials)
+        if self._probed is not None and self._wanted_health_port is not None:
+            health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
+            self.health_port = _listen(self._probed, self._host, self._wanted_health_port)
+            await self._probed.start()
+        if credentials is None and not is_loopback(self._host):
+            log.warning(
+                "PLAIN TEXT outside loopback: everybody on the way reads prompts, answers and keys; use --tls-cert",
+                address=self.address,
+                services=self._services,
+            )
         await self.server.start()
 
     async def set_serving(self, serving: bool) -> None:
@@ -153,6 +192,17 @@ class GrpcServer:
         """
         self._health.end_watches()
         await self.server.stop(grace_s)
+        if self._probed is not None:
+            await self._probed.stop(0)
+
+
+def _listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:
+    """Returns the port; raises PortTakenError."""
+    wanted = _join(host, port)
+    try:
+        return server.add_insecure_port(wanted) if credentials is None else server.add_secure_port(wanted, credentials)
+    except RuntimeError:
+        raise PortTakenError(_why_not(host, port)) from None
 
 
 def _join(host: str, port: int) -> str:

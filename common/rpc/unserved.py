@@ -13,6 +13,7 @@ from google.protobuf.descriptor import Descriptor, EnumDescriptor, FieldDescript
 from google.protobuf.message import Message
 
 from common.errors import InvalidFieldError, UnservedFieldError
+from common.limits import MAX_LIST_ENTRIES
 
 # Messages of this package (Struct, Duration, ...) are values: served or not as a whole.
 _WELL_KNOWN: Final = "google.protobuf."
@@ -28,13 +29,16 @@ def refuse_unserved(message: Message, served: Set[str], *, prefix: str = "") -> 
 
     Raises:
         UnservedFieldError: a field is set that is not served.
-        InvalidFieldError: an enum field has a value that this version does not know.
+        InvalidFieldError: an enum field has a value that this version does not know, or a list of messages is too long
+            to be looked at.
     """
     for field, value in message.ListFields():
         path = prefix + field.name
         if path not in served:
             raise UnservedFieldError(path)
         if _has_own_fields(field):
+            if field.is_repeated and len(value) > MAX_LIST_ENTRIES:
+                raise InvalidFieldError(path, f"has {len(value)} entries", f"at most {MAX_LIST_ENTRIES}")
             for item in value if field.is_repeated else (value,):
                 refuse_unserved(item, served, prefix=f"{path}.")
         elif field.enum_type is not None:

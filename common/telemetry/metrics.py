@@ -1,4 +1,4 @@
-"""A worker's engine in figures: a pure snapshot, and OpenTelemetry's observable instruments that read it.
+"""OpenTelemetry's instruments, and a worker's engine in figures: a pure snapshot that observable instruments read.
 
 Nothing is counted here and nothing runs on the engine's thread: the exporting thread reads the snapshot that the
 engine's last turn has left, which is never changed, only replaced. Off unless an OTLP endpoint is set, like tracing.
@@ -6,7 +6,7 @@ engine's last turn has left, which is never changed, only replaced. Off unless a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
@@ -59,6 +59,9 @@ class EngineFigures:
 
 
 Labels = Mapping[str, str]
+# Values with their labels; those that are not said any more are not exported any more.
+Observed = Iterable[tuple[float, Labels]]
+Record = Callable[[float, Labels], None]
 ReadFigures = Callable[[], EngineFigures | None]
 
 
@@ -133,6 +136,23 @@ class Metrics:
             names.ENGINE_ENDED, [_ended(read, labels)], "{sequence}", "Sequences that have ended, by the reason"
         )
 
+    def gauge(self, name: str, unit: str, description: str, read: Callable[[], Observed]) -> None:
+        """Exports values from now on; `read` is called on the exporting thread."""
+        if self._meter is not None:
+            self._meter.create_observable_gauge(name, [_observer(read)], unit, description)
+
+    def counter(self, name: str, unit: str, description: str, read: Callable[[], Observed]) -> None:
+        """As `gauge`, of what only grows."""
+        if self._meter is not None:
+            self._meter.create_observable_counter(name, [_observer(read)], unit, description)
+
+    def histogram(self, name: str, unit: str, description: str, bounds: Sequence[float]) -> Record:
+        """What counts a value into the buckets between `bounds`; may be called on any thread."""
+        if self._meter is None:
+            return _ignore
+        made = self._meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=list(bounds))
+        return made.record
+
     def shutdown(self, timeout_s: float = TELEMETRY_SHUTDOWN_S) -> None:
         """Sends the last figures, within `timeout_s` seconds."""
         if self._export is not None:
@@ -148,6 +168,17 @@ def _callback(read: ReadFigures, one: _Instrument, labels: Labels) -> _Callback:
         return [] if figures is None else [Observation(one.value(figures), labels)]
 
     return observe
+
+
+def _observer(read: Callable[[], Observed]) -> _Callback:
+    def observe(_: CallbackOptions) -> Iterable[Observation]:
+        return [Observation(value, labels) for value, labels in read()]
+
+    return observe
+
+
+def _ignore(value: float, labels: Labels) -> None:
+    pass
 
 
 def _ended(read: ReadFigures, labels: Labels) -> _Callback:

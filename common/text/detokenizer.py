@@ -13,6 +13,7 @@ only the invalid bytes become U+FFFD.
 from __future__ import annotations
 
 import codecs
+import contextlib
 import json
 import re
 from collections.abc import Sequence
@@ -30,15 +31,26 @@ class Detokenizer:
         self._bytes = token_bytes
         self._skip = skip
         self._started = False
-        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+        # The beginning of a character that no token has ended yet.
+        self._begun = b""
 
     def push(self, ids: Sequence[int]) -> str:
         """The text that `ids` complete: whole characters only."""
-        return self._utf8.decode(b"".join(self._piece(id) for id in ids if id not in self._skip))
+        if len(ids) == 1 and self._started and not self._begun and ids[0] not in self._skip:
+            text = self._bytes.whole(ids[0])
+            if text is not None:
+                return text
+        return self._decode(b"".join([self._piece(id) for id in ids if id not in self._skip]), final=False)
 
     def flush(self) -> str:
         """The rest at the end of the stream: U+FFFD for an unfinished character, usually nothing."""
-        return self._utf8.decode(b"", final=True)
+        return self._decode(b"", final=True)
+
+    def _decode(self, data: bytes, *, final: bool) -> str:
+        data = self._begun + data
+        text, used = codecs.utf_8_decode(data, "replace", final)
+        self._begun = data[used:]
+        return text
 
     def _piece(self, id: int) -> bytes:
         if self._started:
@@ -58,6 +70,7 @@ class TokenBytes:
         self._byte_level = "ByteLevel" in kinds
         self._byte_fallback = "ByteFallback" in kinds
         self._inner: dict[int, bytes] = {}
+        self._whole: dict[int, str | None] = {}
         self._anchor = () if self._byte_level else (_visible_token(tokenizer),)
         self._anchor_text = self._decode(*self._anchor)
 
@@ -67,6 +80,18 @@ class TokenBytes:
         if piece is None:
             piece = self._inner[id] = self._compute(id)
         return piece
+
+    def whole(self, id: int) -> str | None:
+        """Text of a token that follows another and is whole characters; None for any other."""
+        try:
+            return self._whole[id]
+        except KeyError:
+            pass
+        text: str | None = None
+        with contextlib.suppress(UnicodeDecodeError):
+            text = self.inner(id).decode()
+        self._whole[id] = text
+        return text
 
     def first(self, id: int) -> bytes:
         """Bytes of a token at the beginning of a text."""

@@ -28,6 +28,8 @@ LIBRARY = FOLDER / "libfissile_cpu.so"
 ARITHMETIC = ("linear", "attention", "elementwise", "sampling", "table")
 COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall")
+# The compiler's own libraries come with it, hidden, so that a machine that lacks them or has others can load it.
+_LINK = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
 _MARK = "fissile-sources:"
 
 
@@ -110,7 +112,7 @@ def build(library: Path = LIBRARY) -> None:
         # Beside the library, so that it can be renamed over it: a process that has the old one loaded keeps it.
         linked = library.with_name(f".{library.name}.{os.getpid()}")
         try:
-            _run([*compiler, "-shared", "-pthread", *(command[-1] for command in commands), "-o", str(linked)])
+            _run([*compiler, *_LINK, *(command[-1] for command in commands), "-o", str(linked)])
             linked.replace(library)
         finally:
             linked.unlink(missing_ok=True)

@@ -193,8 +193,10 @@ def test_f2_drain_by_the_admin_service(model: Path, tmp_path: Path) -> None:
 
             assert_same(disturbed(service, asked, 0.5, drain), undisturbed)
             assert service.workers[0].running.wait(5) == 0
-            (left,) = admin.ListWorkers(apb.ListWorkersRequest(), timeout=5).workers
+            listed = admin.ListWorkers(apb.ListWorkersRequest(), timeout=5).workers
+            gone, left = sorted(listed, key=lambda worker: worker.worker_id)
             assert (left.worker_id, left.running) == ("worker-1", 0)
+            assert (gone.address, gone.state) == (service.workers[0].address, apb.WORKER_STATE_UNCONNECTED)
             with pytest.raises(grpc.RpcError, match="no worker is called 'worker-0'; workers: worker-1"):
                 admin.DrainWorker(apb.DrainWorkerRequest(worker_id="worker-0"), timeout=5)
 

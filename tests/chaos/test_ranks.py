@@ -1,4 +1,7 @@
-"""Ranks of a tensor-parallel worker that are killed and frozen while they compute: real processes."""
+"""Ranks of a tensor-parallel worker that are killed and frozen while they compute: real processes, a real model.
+
+The engine fails while its worker lives (F1 of router-notes section 5).
+"""
 
 from __future__ import annotations
 
@@ -16,8 +19,11 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
+from tests.chaos.conftest import Report
+from tests.chaos.scale import FULL, SCALE
+from tests.chaos.support import until
 from tests.checkpoints import make_checkpoint
-from tests.e2e.service import Process, Service, generate, running_service
+from tests.e2e.service import Process, Service, free_port, generate, running_service
 from tests.e2e.simulated import outcome, request, wait_workers
 from worker.engine_core import EngineDeadError
 from worker.llm_engine import LLMEngine, default_config
@@ -26,7 +32,9 @@ from worker.rank_group import RankGroup
 OPTIONS = ["--tp-size", "2", "--kv-cache-memory", "16MiB", "--max-model-len", "1024", "--dtype", "float32"]
 # A step of two ranks takes milliseconds here, so this is some seconds.
 LONG = 900
-NOTICED_S = 6.0
+MOVED = 200
+# The wait for another worker included.
+NOTICED_S = 7.0
 RECOVERED_S = 60.0
 
 
@@ -36,8 +44,19 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def service(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    with running_service(tmp_path_factory.mktemp("ranks"), model, worker_options=OPTIONS) as running:
+def spare(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Process:
+    """A second worker that the router knows of; not running."""
+    folder, port = tmp_path_factory.mktemp("spare"), free_port()
+    arguments = ["worker", "--model", str(model), "--model-name", "test", "--port", str(port), "--worker-id", "spare"]
+    return Process("spare", [*arguments, *OPTIONS], port, folder / "spare.log", {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="module")
+def service(model: Path, spare: Process, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    router = ["--worker", spare.address, "--worker-wait", "1s", "--placement", "round_robin"]
+    with running_service(
+        tmp_path_factory.mktemp("ranks"), model, worker_options=OPTIONS, router_options=router
+    ) as running:
         wait_workers(running, 1)
         yield running
 
@@ -115,20 +134,65 @@ def lose(service: Service, sig: signal.Signals) -> list[tuple[grpc.StatusCode, i
 
 
 @pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_lost_rank_ends_its_requests_and_the_worker_comes_back(service: Service, sig: signal.Signals) -> None:
+def test_f1_a_lost_rank_of_the_only_worker_ends_its_requests_and_the_worker_comes_back(
+    service: Service, sig: signal.Signals
+) -> None:
+    """F1: a rank dies, or hangs, and there is no other worker in time: ABORTED, and the worker has another engine."""
     worker = service.workers[0]
     before = description(worker)
     expected = generate(service.stub, request(5, 32)).token_ids
     pids = rank_pids(worker)
     assert set(pids) == {0, 1}
     outcomes = lose(service, sig)
-    assert all(code is grpc.StatusCode.INTERNAL and 0 < tokens < LONG for code, tokens in outcomes)
+    assert all(code is grpc.StatusCode.ABORTED and 0 < tokens < LONG for code, tokens in outcomes)
     assert ended(list(pids.values()))
     recover(service, before)
     assert generate(service.stub, request(5, 32)).token_ids == expected
     lines = [line for line in worker.log.read_text().splitlines() if "engine failed" in line]
     how = "rank 1 (process" if sig is signal.SIGKILL else "rank 1 has been silent"
     assert how in lines[-1]
+
+
+def sampled(i: int) -> pb.GenerateRequest:
+    made = greedy(i) if i % 2 else request(i, 64)
+    made.sampling_params.seed = i
+    made.sampling_params.max_tokens = MOVED
+    made.request_id = f"{i}-{time.monotonic()}"
+    return made
+
+
+@pytest.mark.parametrize("sig", [signal.SIGKILL, signal.SIGSTOP] if FULL else [signal.SIGKILL])
+def test_f1_streams_of_a_failed_engine_go_on_elsewhere(
+    service: Service, spare: Process, sig: signal.Signals, report: Report
+) -> None:
+    """F1: a rank dies, or hangs, in the middle of streams, greedy and seeded: they go on at the other worker, with the
+    tokens of a run without the fault; nothing goes to the worker until it has another engine."""
+    worker, count = service.workers[0], 2 * SCALE.engine_streams
+    spare.start()
+    try:
+        spare.wait_serving()
+        wait_workers(service, 2)
+        before = description(worker)
+        with ThreadPoolExecutor(count) as pool:
+            undisturbed = list(pool.map(lambda i: generate(service.stub, sampled(i)), range(count)))
+            running = [pool.submit(generate, service.stub, sampled(i), 120) for i in range(count)]
+            until(lambda: service.worker_load().decoding_seqs >= count // 2, what="streams that run", within_s=30)
+            begin = time.monotonic()
+            os.kill(rank_pids(worker)[1], sig)
+            got = [each.result() for each in running]
+        moved = [a for a in got if a.finish is not None and a.finish.attempts > 1]
+        took = time.monotonic() - begin
+        report("F1", engine_lost_by=sig.name, streams=count, moved=len(moved), all_ended_after_s=took)
+        assert len(moved) == count // 2
+        assert {(a.finish.attempts, a.finish.worker_id) for a in moved if a.finish is not None} == {(2, "spare")}
+        assert [(a.token_ids, a.text) for a in got] == [(a.token_ids, a.text) for a in undisturbed]
+        assert all(a.finish is not None and a.finish.exact for a in got)
+        assert "Traceback" not in service.router.log.read_text()
+        wait_workers(service, 2, within_s=RECOVERED_S)
+        assert description(worker).instance_id != before.instance_id
+    finally:
+        spare.stop(signal.SIGKILL)
+    wait_workers(service, 1)
 
 
 def test_two_ranks_give_the_tokens_of_one(service: Service, model: Path) -> None:

@@ -58,6 +58,7 @@ class FakeWorker(WorkerServiceServicer):
     latency_us: int = 1000
     silent: bool = False
     busy_ms: int = 0
+    intake: wpb.Intake.ValueType = wpb.INTAKE_OPEN
     give_back: bool = False
     end_with: wpb.SequenceEnd | None = None
     description: dict[str, Any] = field(default_factory=dict)
@@ -115,6 +116,13 @@ class FakeWorker(WorkerServiceServicer):
 
     async def Drain(self, request: wpb.DrainRequest, context: Any) -> wpb.DrainResponse:
         return wpb.DrainResponse(sequences=len(self.running))
+
+    async def SetIntake(self, request: wpb.SetIntakeRequest, context: Any) -> wpb.SetIntakeResponse:
+        self.intake = request.intake
+        return wpb.SetIntakeResponse(sequences=len(self.running))
+
+    async def FlushCache(self, request: wpb.FlushCacheRequest, context: Any) -> wpb.FlushCacheResponse:
+        return wpb.FlushCacheResponse(blocks=7)
 
     async def Session(self, requests: Any, context: Any) -> None:  # type: ignore[override]
         hello = (await context.read()).hello
@@ -242,4 +250,5 @@ class FakeWorker(WorkerServiceServicer):
             room_seqs=max(0, self.room_seqs - len(self.running)),
             last_prompt_latency_us=self.latency_us,
             prefill_rate=10_000,
+            intake=self.intake,
         )

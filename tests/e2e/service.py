@@ -40,12 +40,15 @@ class Process:
     port: int
     log: Path
     environment: dict[str, str] = field(default_factory=dict)
+    # Of health in plain text, where the port itself speaks TLS.
+    health_port: int | None = None
     child: subprocess.Popen[bytes] | None = None
+    host: str = "127.0.0.1"
 
     @property
     def address(self) -> str:
         """host:port of its gRPC server."""
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def start(self) -> None:
         """Starts the process."""
@@ -74,7 +77,8 @@ class Process:
 
     def is_serving(self, service: str = "") -> bool:
         """Whether the health service says SERVING now."""
-        with grpc.insecure_channel(self.address) as channel:
+        port = self.port if self.health_port is None else self.health_port
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
             try:
                 answer = health_pb2_grpc.HealthStub(channel).Check(
                     health_pb2.HealthCheckRequest(service=service), timeout=1

@@ -35,9 +35,10 @@ CONFIG = {
 OPTIONS = ["--simulate", "fixed:5ms"]
 
 
-def simulated_model(folder: Path) -> Path:
+def simulated_model(folder: Path, max_model_len: int = 2048) -> Path:
     """Writes what a simulated worker needs of a checkpoint."""
-    return save({**tokenizer_files(), "config.json": json.dumps(CONFIG).encode()}, folder)
+    config = {**CONFIG, "max_position_embeddings": max_model_len}
+    return save({**tokenizer_files(), "config.json": json.dumps(config).encode()}, folder)
 
 
 def wait_workers(service: Service, count: int, within_s: float = 10.0) -> None:

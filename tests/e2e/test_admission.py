@@ -7,11 +7,13 @@ from typing import Any
 
 import grpc
 import pytest
+from fissile.admin.v1 import admin_pb2 as apb
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
 
-from common.cli.workers import as_table, list_workers
+from common.cli.admin import Admin
+from common.cli.workers import as_table
 from router.tenants import TenantPolicy
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.test_router import FILES, bench, collect, detail, error_of, leftovers, until
@@ -137,7 +139,8 @@ async def test_the_workers_and_their_load_as_operators_see_them() -> None:
         assert b.router.admin is not None
         waiting = ask(b, length=7)
         await until(lambda: leftovers(b.router)[2] == 1)
-        (seen,) = await list_workers(b.router.admin.address, 5.0)
+        admin = Admin(b.router.admin.address)
+        (seen,) = (await admin.use(lambda stub: stub.ListWorkers(apb.ListWorkersRequest()))).workers
         assert (seen.worker_id, seen.model, seen.running, seen.queued) == ("w0", "m", 1, 1)
         assert (seen.decoding_seqs, seen.outstanding_tokens, seen.prefill_rate) == (1, 1007, 100.0)
         assert seen.report_age_ms < 2000

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from common.rpc.keys import Role, new_key
+from tests.certificates import LOOPBACK, Authority
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import free_port
 
@@ -184,6 +186,28 @@ def test_a_whole_visit(serve: Callable[..., Serve], simulated: str) -> None:
     assert run.wait() == 0, run.everything()
     assert "ended\n" in run.errors
     run.assert_nothing_left()
+
+
+def test_a_protected_router_is_served_and_called_by_the_options_that_it_prints(
+    serve: Callable[..., Serve], simulated: str, tmp_path: Path
+) -> None:
+    ca = Authority(tmp_path)
+    pair, keys = ca.issue("server", *LOOPBACK), tmp_path / "keys"
+    key, kept = new_key("me", "", [Role.INFER])
+    keys.write_text(kept.line())
+    protection = ("--tls-cert", str(pair.cert), "--tls-key", str(pair.key), "--api-keys", str(keys))
+    run = serve("--model", simulated, "--simulate", "instant", *protection)
+    run.wait_for_line(f"models --address {run.address} --tls-ca FILE --api-key KEY")
+    assert run.output == []
+    called = fissile("models", "--address", run.address, "--tls-ca", str(ca.cert), "--api-key", key)
+    assert (called.returncode, "tiny" in called.stdout) == (0, True), called.stderr
+    healthy = fissile("health", "--address", run.address, "--tls-ca", str(ca.cert))
+    assert healthy.stdout == f"readiness at {run.address}: SERVING\n", healthy.stderr
+    run.process.send_signal(signal.SIGTERM)
+    assert run.wait() == 0, run.everything()
+    refused = fissile("serve", "--model", simulated, "--once", *protection)
+    assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
+    assert "--once asks in plain text" in refused.stderr
 
 
 @pytest.mark.skipif(not BUF.exists(), reason="buf is not installed: make setup brings it where npm is there")

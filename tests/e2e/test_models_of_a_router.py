@@ -61,7 +61,7 @@ async def test_a_worker_that_does_not_agree_is_refused_with_the_reason(
     async with bench(FakeWorker(FILES, "m0", answer=short), start=False) as b:
         await b.ready(1)
         address = await odd.start()
-        b.router.fleet.start([address])
+        b.router.fleet.set_workers([f"127.0.0.1:{b.workers[0].port}", address])
         await until(lambda: any(field in str(entry) and "differs" in str(entry) for entry in logged.entries), 5.0)
         assert b.ready_workers() == 1
         for i in range(4):

@@ -691,6 +691,8 @@ async def test_slow_client_is_dropped_and_does_not_slow_its_neighbour() -> None:
         neighbour = await collect(b.stub.Generate(request(params={"max_tokens": 10_000})))
         assert neighbour[-1].finish.usage.completion_tokens == 10_000
         await until(lambda: worker.cancelled, 10.0)
+        # Nothing of it is held until the client reads again, which it may never do.
+        await b.empty()
         error = await error_of(slow)
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert detail(error, error_details_pb2.ErrorInfo).reason == "SLOW_CLIENT"
@@ -790,19 +792,33 @@ async def test_protocol_violation_closes_the_session_only() -> None:
     [
         (wpb.END_REASON_INVALID, grpc.StatusCode.INTERNAL),
         (wpb.END_REASON_DEADLINE, grpc.StatusCode.DEADLINE_EXCEEDED),
-        (wpb.END_REASON_ERROR, grpc.StatusCode.INTERNAL),
+        (wpb.END_REASON_ERROR, grpc.StatusCode.ABORTED),
     ],
 )
 async def test_failures_at_the_worker(reason: wpb.EndReason.ValueType, code: grpc.StatusCode) -> None:
     worker = FakeWorker(FILES)
-    async with bench(worker) as b:
+    async with bench(worker, failover=FailoverOptions(worker_wait_s=0.3)) as b:
         call = b.stub.Generate(request(params={"max_tokens": 4000}))
         await call.read()
         worker.end_with = wpb.SequenceEnd(reason=reason, message="engine: boom")
         error = await error_of(call)
         assert error.code() is code
-        # An engine that fails is a death, and this request met two.
-        assert len(worker.submitted) == (2 if reason == wpb.END_REASON_ERROR else 1)
+        assert len(worker.submitted) == 1
+        await b.empty()
+
+
+async def test_nothing_goes_to_an_engine_that_has_failed() -> None:
+    """Its worker may live, and the stream too, until it has made another engine."""
+    one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
+    async with bench(one, two, placement="round_robin") as b:
+        calls = [b.stub.Generate(request(params={"max_tokens": 500})) for _ in range(6)]
+        firsts = [await call.read() for call in calls]
+        assert (len(one.submitted), len(two.submitted)) == (3, 3)
+        one.end_with = wpb.SequenceEnd(reason=wpb.END_REASON_ERROR, message="engine: boom")
+        for call, first in zip(calls, firsts, strict=True):
+            parts = [first, *await collect(call)]
+            assert [i for part in parts for i in part.token_ids] == two.answer(two.submitted[0])[:500]
+        assert (len(one.submitted), len(two.submitted)) == (3, 6)
         await b.empty()
 
 

@@ -140,6 +140,7 @@ class SimWorker:
             total_blocks=config.num_kvcache_blocks,
         )
         self.is_dead = self.is_frozen = False
+        self.intake = wpb.INTAKE_OPEN
         self.thaw_calls: list[Callable[[], None]] = []
         self.routers: dict[str, RouterSequences] = {}
         self._streams: dict[str, SessionState] = {}
@@ -157,7 +158,8 @@ class SimWorker:
             sequences = self.routers[router_id] = RouterSequences(router_id, self.facts, self, Tracing())
         if (older := self._streams.get(router_id)) is not None:
             older.close()
-        state = SessionState(hello, sequences, self.facts, self, self.lanes, self._loop.time(), wake)
+        now = self._loop.time()
+        state = SessionState(hello, sequences, self.facts, self, self.lanes, now, wake, self.intake)
         assert sequences.rids <= {live.rid for live in hello.live}, "orphans are kept"
         self._streams[router_id] = state
         return state
@@ -172,6 +174,12 @@ class SimWorker:
         sequences = self.routers.get(router_id)
         if sequences is not None and sequences.lease_end is not None and sequences.lease_end <= self._loop.time():
             self.routers.pop(router_id).end()
+
+    def set_intake(self, intake: wpb.Intake.ValueType) -> None:
+        """Takes new work or none, as WorkerService does."""
+        self.intake = intake
+        for state in self._streams.values():
+            state.set_intake(intake)
 
     def crash(self) -> None:
         """The process is gone."""
@@ -438,6 +446,11 @@ class SimService:
             connection = self.connections[i]
             self.loop.call_later(2.0, connection.break_off, Fault.SILENT)
             self.loop.call_later(seconds + 0.1, self._redial, i)
+
+    def cordon(self, i: int) -> None:
+        """Worker `i` takes no new work for a while, and perhaps gives away what runs."""
+        self.workers[i].set_intake(self.rnd.choice([wpb.INTAKE_CORDONED, wpb.INTAKE_EVICTING]))
+        self.loop.call_later(self.rnd.uniform(0.1, 1.5), self.workers[i].set_intake, wpb.INTAKE_OPEN)
 
     def _refuse(self, i: int) -> None:
         """A dial meets a closed port."""

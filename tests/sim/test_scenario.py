@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+from array import array
 from dataclasses import dataclass, field
 
 import pytest
@@ -50,6 +51,7 @@ class Scenario:
         breaks: int = 0,
         crashes: int = 0,
         freezes: int = 0,
+        cordons: int = 0,
         deadlines: bool = False,
         lease_s: float = LEASE_S,
     ) -> None:
@@ -59,6 +61,7 @@ class Scenario:
         self.breaks = breaks
         self.crashes = crashes
         self.freezes = freezes
+        self.cordons = cordons
         self.deadlines = deadlines
         self.lease_s = lease_s
         self.prefixes = [self.tokens(self.rnd.randrange(16, 120)) for _ in range(4)]
@@ -75,7 +78,7 @@ class Scenario:
         clients = [asyncio.create_task(self.client(service, i)) for i in range(NUM_REQUESTS)]
         cancels = [self.loop.call_later(self.rnd.uniform(0, 3), client.cancel) for client in clients[::3]]
         faults = [service.break_connection] * self.breaks + [service.crash] * self.crashes
-        for fault in [*faults, *[service.freeze] * self.freezes]:
+        for fault in [*faults, *[service.freeze] * self.freezes, *[service.cordon] * self.cordons]:
             self.loop.call_later(self.rnd.uniform(0.2, 2.5), fault, self.rnd.randrange(2))
         _, hanging = await asyncio.wait(clients, timeout=60)
         assert not hanging, "hang"
@@ -109,7 +112,7 @@ class Scenario:
         request = RoutedRequest(
             model=MODEL,
             identity=service.identity,
-            token_ids=outcome.prompt,
+            token_ids=array("I", outcome.prompt),
             params=outcome.params,
             seed=outcome.seed,
             chain_hash=chain[-1] if chain else 0,
@@ -183,6 +186,12 @@ def test_workers_that_die_or_freeze_cost_no_request_anything(seed: int) -> None:
     assert all(isinstance(error, PoisonRequestError) for error in errors)
     if seed % 3 == 0 and seed % 2 == 0:
         assert not errors
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_workers_that_are_cordoned_and_evicted_cost_no_request_anything(seed: int) -> None:
+    outcomes = lived(Scenario(seed, cordons=6, breaks=2 * (seed % 2)))
+    assert all(outcome.error is None for outcome in outcomes)
 
 
 def test_the_scenario_preempts() -> None:

@@ -68,6 +68,7 @@ DECIDING_MODULES = (
     "router/assembly",
     "router/link",
     "router/model_registry",
+    "router/targets",
     "router/validation",
     "worker/sequence",
     "worker/batch",

@@ -73,7 +73,10 @@ def message_names(path: tuple[int, ...], message: dpb.DescriptorProto) -> Iterat
     for i, oneof in enumerate(message.oneof_decl):
         if i not in synthetic:
             yield (*path, 8, i), f"{message.name}.{oneof.name}"
+    # A map field is a message of the compiler's own.
     for i, nested in enumerate(message.nested_type):
+        if nested.options.map_entry:
+            continue
         yield from message_names((*path, 3, i), nested)
     for i, enum in enumerate(message.enum_type):
         yield from enum_names((*path, 4, i), enum, message.name)

@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -16,7 +17,7 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceServicer, add_Inferenc
 from google.protobuf.duration_pb2 import Duration
 from grpc_status import rpc_status
 
-from common.cli.client import Answer, Question, ask, open_channel, printable
+from common.cli.client import Answer, Credentials, Question, ask, open_channel, printable
 from common.cli.failure import CommandError
 from common.cli.models import as_table, list_models
 from common.errors import (
@@ -29,6 +30,9 @@ from common.errors import (
     UnknownModelError,
     WorkerLostError,
 )
+from common.rpc.server import GrpcServer
+from common.rpc.tls import ClientTls, ServerTls
+from tests.certificates import LOOPBACK, Authority
 
 FINISH = pb.Finish(
     reason=pb.FINISH_REASON_LENGTH,
@@ -205,3 +209,27 @@ async def test_generate_ends_the_line_of_a_partial_answer() -> None:
 def test_a_terminal_is_not_sent_control_sequences() -> None:
     assert printable("a\x1b[2Jb\n\tc\x9bd", terminal=True) == "a\\x1b[2Jb\n\tc\\x9bd"
     assert printable("a\x1b[2Jb", terminal=False) == "a\x1b[2Jb"
+
+
+async def test_trouble_with_tls_is_said_in_words(tmp_path: Path) -> None:
+    ca, other = Authority(tmp_path), Authority(tmp_path, "other")
+    pair, old = ca.issue("server", *LOOPBACK), ca.issue("old", *LOOPBACK, days=(-2, -1))
+    servers = {
+        "new": GrpcServer("127.0.0.1", 0, [], tls=ServerTls(pair.cert, pair.key, other.cert)),
+        "old": GrpcServer("127.0.0.1", 0, [], tls=ServerTls(old.cert, old.key)),
+        "plain": GrpcServer("127.0.0.1", 0, []),
+    }
+    for server in servers.values():
+        await server.start()
+    for name, tls, said in [
+        ("new", ClientTls(other.cert), "(its certificate is of another CA); --tls-ca names the right one"),
+        ("new", ClientTls(ca.cert, name="x"), "(its certificate has another name); --tls-name says which it must have"),
+        ("new", None, "(it closes the connection); it may want TLS (--tls-ca) or a certificate (--client-cert)"),
+        ("old", ClientTls(ca.cert), "(its certificate has expired); renew it"),
+        ("plain", ClientTls(ca.cert), "(it speaks plain text); leave --tls and --tls-ca away"),
+    ]:
+        with pytest.raises(CommandError) as caught:
+            await list_models(servers[name].address, 20.0, Credentials(tls))
+        assert str(caught.value) == f"no router can be reached at {servers[name].address} {said}"
+    for server in servers.values():
+        await server.stop(0)

@@ -9,10 +9,12 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from common.cli.config import in_force
+from common.cli.config import CONFIGURABLE, in_force
 from common.cli.config_file import config_option
 from common.cli.failure import CommandError
+from common.cli.group import COMMANDS, find_entry_points
 from common.cli.options import option
+from common.cli.serve import make_fleet, refuse_twice_said, serve
 from router.app import router
 
 
@@ -83,4 +85,57 @@ def test_show_refuses_what_the_command_would_refuse(tmp_path: Path) -> None:
     path = tmp_path / "bad.yaml"
     path.write_text("router:\n  max-hold: soon\n")
     with pytest.raises(CommandError, match="use for example 250ms"):
+        in_force(router, "router", ("--config", str(path)))
+
+
+@pytest.mark.parametrize("name", CONFIGURABLE)
+def test_every_command_with_a_file_shows_its_sources(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("serve: {port: 7}\nworker: {port: 7, model: m}\nrouter: {port: 7}\n")
+    rows = in_force(find_entry_points(COMMANDS)[name].load(), name, ("--config", str(path), "--log-level", "debug"))
+    shown = {option: (value, source) for option, value, source in rows}
+    assert shown["port"] == ("7", "--config file")
+    assert shown["log-level"] == ("debug", "command line")
+    assert shown["host"] == ("127.0.0.1", "default")
+
+
+def test_serve_refuses_what_it_would_overrule(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("serve: {workers: 2}\nworker: {step-timeout: 7}\nrouter: {placement: round_robin}\n")
+    context = serve.make_context("serve", ["--config", str(path), "--simulate", "instant", "--admin-port", "5"])
+    own = {"ask", "prompt", "once", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
+    options = {name: value for name, value in context.params.items() if name not in own}
+    fleet = make_fleet(router_options={}, **options)
+    assert len(fleet.worker_ports) == 2
+    assert "--admin-port 5" in " ".join(fleet.children()[0].arguments)
+    refuse_twice_said(fleet, path)
+    for text in ("router: {port: 7}", "worker: {prefix-caching: false}", "worker: {log-level: debug}"):
+        path.write_text(text)
+        with pytest.raises(CommandError, match="is set by `fissile serve`: say it in its section"):
+            refuse_twice_said(fleet, path)
+    for text in ("router: {tls-cert: a.pem}", "router: {api-keys: keys}", "router: {api-key-line: [x]}"):
+        path.write_text(text)
+        with pytest.raises(CommandError, match="`fissile serve` must know of it"):
+            refuse_twice_said(fleet, path)
+
+
+def test_a_bad_value_is_said_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    text = (
+        "# the fleet\nrouter:\n  worker: [a:1]\n  tenant-weight:\n    - gold=4\n    - gold=never\n  queue-size: many\n"
+    )
+    path.write_text(text)
+    with pytest.raises(CommandError) as caught:
+        in_force(router, "router", ("--config", str(path)))
+    # Options are read in the order of the command's.
+    assert str(caught.value).startswith(f"--config {path}, line 7: router.queue-size: 'many' is not a valid integer")
+    with pytest.raises(CommandError) as caught:
+        in_force(router, "router", ("--config", str(path), "--queue-size", "5"))
+    assert str(caught.value).startswith(f"--config {path}, line 4: router.tenant-weight: 'gold=never' is not")
+    # What the command line says is not looked for in the file.
+    with pytest.raises(CommandError) as caught:
+        in_force(router, "router", ("--config", str(path), "--queue-size", "few"))
+    assert "line" not in str(caught.value)
+    path.write_text("router:\n  placement: least_loaded\n  colour: red\n")
+    with pytest.raises(CommandError, match=r"line 3: router\.colour is no option of `router`; allowed:"):
         in_force(router, "router", ("--config", str(path)))

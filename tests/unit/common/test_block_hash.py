@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import numpy as np
 import xxhash
 from hypothesis import given
@@ -37,6 +39,8 @@ def test_chain_is_compute_hash_block_by_block(tokens: list[int], size: int, root
         parent = compute_hash(tokens[i : i + size], parent, seed)
         expected.append(parent)
     assert hash_chain(tokens, size, root=root, seed=seed) == expected
+    for kind in "IqQ":
+        assert hash_chain(array(kind, tokens), size, root=root, seed=seed) == expected
 
 
 @given(TOKENS, st.integers(1, 5), st.integers(0, 70))

@@ -12,7 +12,7 @@ from common.errors import HopelessDeadlineError, QueueFullError
 from common.limits import WORKER_WAIT_S
 from router.dispatcher import Dispatcher, Release
 from router.lane import STALE_REPORT_S, LoadReport
-from router.placement import RoundRobin
+from router.placement import PLACEMENTS, RoundRobin
 from router.queue import QueuedRequest, RequestQueue
 
 ROOM = LoadReport(time=0.0, room_tokens=1000, room_seqs=100)
@@ -153,6 +153,15 @@ def test_expiry_in_the_queue() -> None:
     assert len(d) == 1
 
 
+def test_all_of_a_tenant_expire_at_once() -> None:
+    d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1))
+    for key in range(3):
+        d.arrive(request(key, deadline=1.0), 0.0)
+    assert d.expire(1.0) == [0, 1, 2]
+    assert len(d) == 0
+    assert d.lane_record("a").seqs == 0
+
+
 def test_lanes_that_come_and_go_move_what_waits() -> None:
     d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1))
     for key in range(4):
@@ -256,6 +265,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.waiting: dict[int, QueuedRequest] = {}
         self.up: dict[str, list[Release]] = {}
         self.released: set[int] = set()
+        self.closed: set[str] = set()
 
     @rule(
         tokens=st.integers(1, 40),
@@ -272,7 +282,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert len(self.waiting) >= 12
         except HopelessDeadlineError:
             assert timeout is not None
-            assert self.up
+            assert self.up.keys() - self.closed
         else:
             self.waiting[new.key] = new
 
@@ -287,11 +297,32 @@ class DispatcherMachine(RuleBasedStateMachine):
     def toggle(self, worker: str) -> None:
         if worker in self.up:
             del self.up[worker]
+            self.closed.discard(worker)
             self.d.lane_down(worker, self.now)
         else:
             self.up[worker] = []
             report = LoadReport(self.now, room_tokens=50, room_seqs=4)
             self.d.lane_up(worker, "m", report, self.now, NUMERICS[worker])
+
+    @precondition(lambda self: self.up)
+    @rule(data=st.data())
+    def cordon_or_uncordon(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.up)))
+        if worker in self.closed:
+            self.closed.remove(worker)
+            self.d.lane_ready(worker, self.now)
+        else:
+            self.closed.add(worker)
+            self.d.lane_draining(worker, self.now)
+
+    @rule(
+        factor=st.sampled_from([0.0, 0.5, 4.0]),
+        policy=st.sampled_from([None, *PLACEMENTS]),
+        weight=st.sampled_from([0.5, 1.0, 3.0]),
+    )
+    def configure(self, factor: float, policy: str | None, weight: float) -> None:
+        placement = None if policy is None else PLACEMENTS[policy].make()
+        self.d.configure(DelayGate(factor), placement, 12, {"": weight}, self.now)
 
     @precondition(lambda self: self.up)
     @rule(data=st.data(), decodes=st.integers(0, 3), room=st.integers(0, 60))
@@ -320,6 +351,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert not self.released & set(arrivals)
             self.released |= set(arrivals)
             self.up[release.worker].append(release)
+            assert release.worker not in self.closed
             assert release.serial == len(self.up[release.worker])
             for key in arrivals:
                 del self.waiting[key]
@@ -332,7 +364,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         lanes = self.d._lanes.values()
         parked = self.d._parked
         assert sorted([*(r.key for lane in lanes for r in lane), *parked]) == sorted(self.waiting)
-        classes = {NUMERICS[worker] for worker in self.up}
+        classes = {NUMERICS[worker] for worker in self.up.keys() - self.closed}
         for key, request in self.waiting.items():
             assert (key in parked) == (not classes if request.numerics is None else request.numerics not in classes)
         assert [r.parked for r in parked.values()] == sorted(r.parked or 0.0 for r in parked.values())

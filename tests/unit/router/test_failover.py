@@ -18,7 +18,7 @@ LIVES = st.lists(
 @given(lives=LIVES, policy=st.sampled_from(FailoverPolicy))
 def test_attempts_against_a_plain_count(lives: list[tuple[Loss | None, int, str]], policy: FailoverPolicy) -> None:
     """A loss of None is a sequence that was given back."""
-    attempts, have, deaths, kept = Attempts(), 10, 0, 0
+    attempts, have, deaths, kept, counted = Attempts(), 10, 0, 0, 0
     classes: list[str] = []
     for loss, tokens, numerics in lives:
         attempts.begin("w", numerics, have, now=1.0)
@@ -33,6 +33,7 @@ def test_attempts_against_a_plain_count(lives: list[tuple[Loss | None, int, str]
         attempts.end(have, 2.0, loss)
         attempts.end(have + 5, 9.0)
         kept += 1
+        counted += loss is not Loss.DRAINED
         deaths += loss in DEATHS
         classes += [numerics] if tokens else []
         assert attempts.numerics_wanted(policy, have) == (None if policy is FailoverPolicy.ANY else wanted)
@@ -41,7 +42,15 @@ def test_attempts_against_a_plain_count(lives: list[tuple[Loss | None, int, str]
         if deaths >= 2:
             assert attempts.verdict() is Verdict.POISON
             return
-        assert attempts.verdict() is (Verdict.GIVE_UP if kept >= MAX_ATTEMPTS else Verdict.RESUBMIT)
+        assert attempts.verdict() is (Verdict.GIVE_UP if counted >= MAX_ATTEMPTS else Verdict.RESUBMIT)
+
+
+def test_workers_that_drain_may_meet_a_request_as_often_as_they_like() -> None:
+    attempts = Attempts()
+    for i in range(3 * MAX_ATTEMPTS):
+        attempts.begin(f"w{i}", "class", 10 + i, now=float(i))
+        attempts.end(11 + i, i + 0.5, Loss.DRAINED)
+        assert attempts.verdict() is Verdict.RESUBMIT
 
 
 @pytest.mark.parametrize(

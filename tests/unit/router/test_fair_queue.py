@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from common.errors import HopelessDeadlineError, QueueFullError, TenantLimitError
-from common.limits import MAX_TENANTS
+from common.limits import MAX_TENANTS, PROMOTE_AFTER_S, PROMOTED_SHARE
 from router.earliest import Earliest
 from router.fair_queue import CLASSES, HIGH, LOW, NORMAL, FairQueue, QueuedRequest, TenantShares
 from router.lane import Lane, LoadReport
@@ -112,9 +112,9 @@ class FairQueueMachine(RuleBasedStateMachine):
     @rule(lane=st.integers(0, 1))
     def serve(self, lane: int) -> None:
         expected = self.reference.next(lane)
-        assert self.lanes[lane].head() is expected
+        assert self.lanes[lane].head(0.0) is expected
         if expected is not None:
-            assert self.lanes[lane].pop() is expected
+            assert self.lanes[lane].pop(0.0) is expected
             self.queue.remove(expected.key)
             self.reference.serve(expected)
             self.served.append(expected)
@@ -171,7 +171,7 @@ def test_neither_of_two_that_wait_gets_ahead_by_more_than_a_request(
     most = sum(max((size for t, size in tokens if t == tenant), default=0) / weight[tenant] for tenant in "ab")
     had = {"a": 0.0, "b": 0.0}
     while all(waiting.values()):
-        served = lane.pop()
+        served = lane.pop(0.0)
         queue.remove(served.key)
         waiting[served.tenant] -= 1
         had[served.tenant] += served.tokens / weight[served.tenant]
@@ -185,11 +185,11 @@ def test_a_flood_does_not_hold_up_the_others() -> None:
         queue.push(new := request(key, "flood"))
         lane.push(new)
     for _ in range(5):
-        queue.remove(lane.pop().key)
+        queue.remove(lane.pop(0.0).key)
     queue.push(late := request(5000, "late"))
     lane.push(late)
     assert lane.work_before(request(5001, "late")) == 10 + 20
-    served = [lane.pop().key for _ in range(2)]
+    served = [lane.pop(0.0).key for _ in range(2)]
     assert late.key in served
 
 
@@ -202,6 +202,57 @@ def test_a_higher_class_goes_first_and_its_queue_is_its_own() -> None:
     queue.check_room(HIGH, 0.0)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    low=st.lists(st.integers(1, 40), min_size=1, max_size=40),
+    high=st.lists(st.integers(1, 40), min_size=1, max_size=200),
+    age=st.sampled_from([0.0, PROMOTE_AFTER_S, PROMOTE_AFTER_S + 1]),
+)
+def test_a_class_that_waits_too_long_gets_its_share_and_no_more(low: list[int], high: list[int], age: float) -> None:
+    shares = TenantShares()
+    queue, lane = RequestQueue(1000, shares), FairQueue(shares)
+    for key, (tokens, priority) in enumerate([*((t, LOW) for t in low), *((t, HIGH) for t in high)]):
+        queue.push(new := QueuedRequest(key, "m", tokens, 0.0, priority=priority, work=tokens))
+        lane.push(new)
+    had = {LOW: 0, HIGH: 0}
+    first_low = None
+    for turn in range(len(low) + len(high)):
+        if not (lane.has(LOW) and lane.has(HIGH)):
+            break
+        served = lane.pop(age)
+        queue.remove(served.key)
+        had[served.priority] += served.tokens
+        first_low = turn if served.priority == LOW and first_low is None else first_low
+        if age > PROMOTE_AFTER_S:
+            # Within one request of each, the last of which the debt is not yet paid for, or paid too much.
+            owed = PROMOTED_SHARE / (1 - PROMOTED_SHARE) * had[HIGH]
+            assert owed - 40 <= had[LOW] <= owed + 40
+    assert first_low == (0 if age > PROMOTE_AFTER_S else None)
+
+
+def test_the_class_that_has_waited_longest_is_promoted_first() -> None:
+    shares = TenantShares()
+    queue, lane = RequestQueue(100, shares), FairQueue(shares)
+    for key, priority, arrival in ((1, LOW, 1.0), (2, NORMAL, 0.0), (3, HIGH, 0.0), (4, HIGH, 9.0)):
+        queue.push(new := QueuedRequest(key, "m", 10, arrival, priority=priority, work=10))
+        lane.push(new)
+    order = []
+    while lane:
+        order.append(lane.pop(20.0).key)
+        queue.remove(order[-1])
+    assert order == [2, 3, 4, 1]
+
+
+def test_a_low_request_is_not_hopeless_behind_a_queue_that_it_will_pass() -> None:
+    shares = TenantShares()
+    lane = Lane("w", "m", LoadReport(0.0, decoding_seqs=1, prefill_rate=100.0), shares=shares)
+    for key in range(100):
+        shares.enter(new := request(key, tokens=100, priority=HIGH))
+        lane.bind(new)
+    assert lane.seconds_to_serve(request(200, tokens=100, priority=HIGH)) == 101.0
+    assert lane.seconds_to_serve(request(200, tokens=100, priority=LOW)) == PROMOTE_AFTER_S + 1 / PROMOTED_SHARE
+
+
 def test_tenants_that_wait_for_nothing_are_forgotten() -> None:
     shares = TenantShares()
     queue, lane = RequestQueue(10**6, shares), FairQueue(shares)
@@ -209,7 +260,7 @@ def test_tenants_that_wait_for_nothing_are_forgotten() -> None:
     for key in range(3 * MAX_TENANTS):
         queue.push(new := request(key, f"t{key}"))
         lane.push(new)
-        queue.remove(lane.pop().key)
+        queue.remove(lane.pop(0.0).key)
     assert len(shares._classes[NORMAL].tenants) <= MAX_TENANTS + 1
     queue.remove(-1)
     assert not shares._classes[NORMAL].tenants
@@ -224,9 +275,9 @@ def test_a_lane_keeps_no_more_than_what_waits(seed: int) -> None:
         queue.push(new := request(key, rnd.choice("abc"), deadline=rnd.random()))
         lane.push(new)
         if len(lane) > 20:
-            queue.remove(lane.pop().key)
+            queue.remove(lane.pop(0.0).key)
     assert len(lane._classes[NORMAL]._heap) < 200
-    assert len(lane._arrivals) + len(lane._deadlines) < 400
+    assert sum(map(len, lane._arrivals.values())) + len(lane._deadlines) < 400
 
 
 @settings(max_examples=60, deadline=None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+
 import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 from hypothesis import given, settings
@@ -19,7 +21,7 @@ from tests.unit.router.support import end
 def submission(rid: int, tokens: int, *, deadline: float | None = None, state: int = 0) -> Submission:
     record = wpb.SubmitSequence(rid=rid, prompt_len=tokens, tracestate="s" * state)
     assembly = StreamAssembly(tokens, detokenizer=None, return_token_ids=True)
-    return Submission(record, list(range(tokens)), assembly, deadline)
+    return Submission(record, array("I", range(tokens)), assembly, deadline)
 
 
 def link() -> Link:
@@ -155,7 +157,7 @@ def test_step_feeds_streams_and_ends_them() -> None:
 def test_stream_that_closes_itself_is_cancelled_at_once_and_what_comes_late_is_ignored() -> None:
     made = link()
     slow = StreamAssembly(1, detokenizer=None, max_unread_tokens=2)
-    made.submit(1, [Submission(wpb.SubmitSequence(rid=9, prompt_len=1), [0], slow)])
+    made.submit(1, [Submission(wpb.SubmitSequence(rid=9, prompt_len=1), array("I", [0]), slow)])
     frames(made)
     assert made.apply(step(rid=[9], first_pos=[1], n=[3], token_ids=[1, 2, 3]), 0.0).touched == [9]
     (cancel,) = frames(made)

@@ -216,6 +216,22 @@ def test_parent_hash_equality_would_not_be_enough(monkeypatch: pytest.MonkeyPatc
     bm.check_integrity([other])
 
 
+def test_a_flush_drops_what_nobody_holds() -> None:
+    bm = manager(num_blocks=8)
+    done, running = run(bm, blocks_of(1, 2, 3)), run(bm, blocks_of(1, 4))
+    bm.deallocate(done)
+    assert len(bm.cached_blocks(blocks_of(1, 2, 3))) == 3
+    # Blocks 2 and 3 go; block 1 is held by the other sequence too.
+    assert bm.flush() == 2
+    assert len(bm.cached_blocks(blocks_of(1, 2, 3))) == 1
+    assert len(bm.cached_blocks(blocks_of(1, 4))) == 2
+    bm.deallocate(running)
+    assert bm.flush() == 2
+    assert bm.cached_blocks(blocks_of(1, 4)) == []
+    assert bm.num_free_blocks == 8
+    bm.check_integrity([])
+
+
 def test_broken_bookkeeping_is_found() -> None:
     def broken() -> tuple[BlockManager, Sequence]:
         bm = manager()
@@ -287,6 +303,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.held.remove(seq)
         self.bm.deallocate(seq)
         assert seq.block_table == []
+
+    @rule()
+    def flush(self) -> None:
+        used = {b for seq in self.held for b in seq.block_table}
+        cached = [b.block_id for b in self.bm.blocks if b.hash is not None]
+        free = self.bm.num_free_blocks
+        assert self.bm.flush() == len([b for b in cached if b not in used])
+        self.forget([b for b in cached if b not in used])
+        assert (self.bm.num_free_blocks, self.bm.flush()) == (free, 0)
 
     @invariant()
     def sound(self) -> None:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.errors import EngineError
 from common.sampling_params import SamplingParams
 from tests.unit.worker.session_support import BLOCK_SIZE, CONFIG, NUM_BLOCKS, simulated_runner
 from worker import engine_core
@@ -118,6 +119,33 @@ async def test_tokens_come_in_order_on_the_event_loop(site: Site) -> None:
     assert set(site.listener.ends.values()) == {wpb.END_REASON_LENGTH}
     assert site.listener.seen == [7]
     assert site.listener.thread == threading.get_ident()
+
+
+async def test_a_flush_drops_the_cache_before_the_next_step(site: Site) -> None:
+    def cached() -> int:
+        return site.engine.figures.cached_tokens if site.engine.figures is not None else -1
+
+    for flush, expected in ((False, 0), (False, 96), (True, 96), (False, 192)):
+        if flush:
+            assert await asyncio.wait_for(site.engine.flush(), 10) > 0
+            assert await asyncio.wait_for(site.engine.flush(), 10) == 0
+        site.engine.submit(site.listener, sequence(num_tokens=100))
+        await site.idle()
+        assert cached() == expected
+
+
+async def test_a_flush_of_an_engine_that_fails_is_an_error(site: Site) -> None:
+    site.runner.go.clear()
+    site.runner.fail = True
+    site.engine.submit(site.listener, sequence())
+    await asyncio.sleep(0.05)
+    flushing = asyncio.create_task(site.engine.flush())
+    await asyncio.sleep(0.05)
+    site.runner.go.set()
+    with pytest.raises(EngineError, match="the accelerator is gone"):
+        await asyncio.wait_for(flushing, 10)
+    with pytest.raises(EngineError, match="the engine is failed"):
+        await site.engine.flush()
 
 
 async def test_a_group_shares_its_first_batch_and_the_inbox_is_emptied_before_it(site: Site) -> None:

@@ -28,7 +28,7 @@ from tests.unit.worker.session_support import (
 )
 from worker.fleet_lanes import FleetLanes
 from worker.router_sequences import RouterSequences
-from worker.session_state import SessionState, check_hello
+from worker.session_state import SessionState, check_hello, check_owner
 
 
 @dataclass
@@ -225,6 +225,29 @@ def test_heartbeats_come_when_nothing_else_does() -> None:
     router.read()
     router.read()
     assert router.frames == ["welcome", "heartbeat"]
+
+
+def test_a_router_is_told_at_once_that_a_worker_takes_nothing_new() -> None:
+    world = World()
+    router = world.router()
+    router.read()
+    assert router.load.intake == wpb.INTAKE_OPEN
+    wakes = router.wakes
+    router.state.set_intake(wpb.INTAKE_CORDONED)
+    assert router.wakes == wakes + 1
+    router.read()
+    assert router.frames == ["welcome", "heartbeat"]
+    assert router.load.intake == wpb.INTAKE_CORDONED
+    router.read()
+    assert len(router.frames) == 2
+    # What was on its way is run.
+    router.write(submit(1, record(1)))
+    run(world, router)
+    assert router.reasons() == {1: wpb.END_REASON_LENGTH}
+    assert router.load.intake == wpb.INTAKE_CORDONED
+    router.state.set_intake(wpb.INTAKE_OPEN)
+    router.read()
+    assert router.load.intake == wpb.INTAKE_OPEN
 
 
 def test_the_lease_counts_from_the_last_frame() -> None:
@@ -475,3 +498,32 @@ def _random_prompt(rid: int) -> list[int]:
 
 def _random_record(random: Random, rid: int) -> wpb.SubmitSequence:
     return record(rid, _random_prompt(rid), max_tokens=random.randint(1, 30))
+
+
+def test_a_router_names_its_own_rids_only() -> None:
+    """Rule S11: what one router says of a rid leaves another's sequence under the same rid alone."""
+    world = World()
+    one, other = world.router(), world.router()
+    for router in (one, other):
+        router.write(submit(1, record(1, range(40), max_tokens=30)))
+    run(world, one, other, steps=5)
+    other.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[1])))
+    other.state.close()
+    other.dial({1: 0, 2: 0})
+    run(world, one, other)
+    assert other.unknown == [1, 2]
+    assert one.reasons() == {1: wpb.END_REASON_LENGTH}
+    assert one.streams[1].tokens[40:] == simulated_runner().reference(list(range(40)), 30, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "identity", "taken"),
+    [("", "", False), ("a", "a", False), ("a", "b", True), ("a", "", True), ("", "a", True)],
+)
+def test_a_router_id_belongs_to_the_certificate_that_began_with_it(owner: str, identity: str, taken: bool) -> None:
+    if not taken:
+        check_owner("r", owner, identity)
+        return
+    with pytest.raises(ApiError, match="router_id 'r' is in use by another certificate") as caught:
+        check_owner("r", owner, identity)
+    assert caught.value.code is grpc.StatusCode.PERMISSION_DENIED

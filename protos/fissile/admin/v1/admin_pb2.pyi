@@ -5,8 +5,10 @@ What operators call on a router, on a port of its own. Clients use fissile.v1.In
 
 from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -17,6 +19,42 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _WorkerState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    WORKER_STATE_UNSPECIFIED: _WorkerState.ValueType  # 0
+    """Never sent."""
+    WORKER_STATE_SERVING: _WorkerState.ValueType  # 1
+    """It does."""
+    WORKER_STATE_CORDONED: _WorkerState.ValueType  # 2
+    """It does not, because an operator has cordoned it."""
+    WORKER_STATE_DRAINING: _WorkerState.ValueType  # 3
+    """It does not, because it drains."""
+    WORKER_STATE_LEAVING: _WorkerState.ValueType  # 4
+    """It does not, because it has left this router's list of workers; what runs there finishes."""
+    WORKER_STATE_UNCONNECTED: _WorkerState.ValueType  # 5
+    """There is no connection; `last_error` says why."""
+
+class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
+    """Whether a worker gets new requests of this router."""
+
+WORKER_STATE_UNSPECIFIED: WorkerState.ValueType  # 0
+"""Never sent."""
+WORKER_STATE_SERVING: WorkerState.ValueType  # 1
+"""It does."""
+WORKER_STATE_CORDONED: WorkerState.ValueType  # 2
+"""It does not, because an operator has cordoned it."""
+WORKER_STATE_DRAINING: WorkerState.ValueType  # 3
+"""It does not, because it drains."""
+WORKER_STATE_LEAVING: WorkerState.ValueType  # 4
+"""It does not, because it has left this router's list of workers; what runs there finishes."""
+WORKER_STATE_UNCONNECTED: WorkerState.ValueType  # 5
+"""There is no connection; `last_error` says why."""
+Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
 
 @_typing.final
 class ListWorkersRequest(_message.Message):
@@ -61,7 +99,7 @@ Global___ListWorkersResponse: _TypeAlias = ListWorkersResponse  # noqa: Y015
 
 @_typing.final
 class Worker(_message.Message):
-    """One worker, as this router sees it."""
+    """One worker, as this router sees it. Of one that is not connected only the address, the state and `last_error` are known."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -78,6 +116,8 @@ class Worker(_message.Message):
     OUTSTANDING_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_RATE_FIELD_NUMBER: _builtins.int
     REPORT_AGE_MS_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    LAST_ERROR_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its own name."""
     address: _builtins.str
@@ -104,6 +144,10 @@ class Worker(_message.Message):
     """By the worker's last report: prefill speed, tokens per second; 0 until the first prefill."""
     report_age_ms: _builtins.int
     """Age of the worker's last report, milliseconds."""
+    state: Global___WorkerState.ValueType
+    """Whether it gets new requests, and if not, why."""
+    last_error: _builtins.str
+    """Why there is no connection, for people to read; empty when there is one, and before the first attempt has ended."""
     def __init__(
         self,
         *,
@@ -120,14 +164,103 @@ class Worker(_message.Message):
         outstanding_tokens: _builtins.int = ...,
         prefill_rate: _builtins.float = ...,
         report_age_ms: _builtins.int = ...,
+        state: Global___WorkerState.ValueType = ...,
+        last_error: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decoding_seqs", b"decoding_seqs", "draining", b"draining", "instance_id", b"instance_id", "model", b"model", "numerics", b"numerics", "outstanding_tokens", b"outstanding_tokens", "prefill_rate", b"prefill_rate", "queued", b"queued", "report_age_ms", b"report_age_ms", "running", b"running", "waiting_seqs", b"waiting_seqs", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decoding_seqs", b"decoding_seqs", "draining", b"draining", "instance_id", b"instance_id", "last_error", b"last_error", "model", b"model", "numerics", b"numerics", "outstanding_tokens", b"outstanding_tokens", "prefill_rate", b"prefill_rate", "queued", b"queued", "report_age_ms", b"report_age_ms", "running", b"running", "state", b"state", "waiting_seqs", b"waiting_seqs", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Worker: _TypeAlias = Worker  # noqa: Y015
+
+@_typing.final
+class CordonWorkerRequest(_message.Message):
+    """Asks a worker to take no new work."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    EVICT_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's own name."""
+    evict: _builtins.bool
+    """Whether routers also move what runs there to other workers, where the answer stays exact."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        evict: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["evict", b"evict", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonWorkerRequest: _TypeAlias = CordonWorkerRequest  # noqa: Y015
+
+@_typing.final
+class CordonWorkerResponse(_message.Message):
+    """The worker takes no new work."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    sequences: _builtins.int
+    """Sequences, of all routers, that it had when it was asked."""
+    def __init__(
+        self,
+        *,
+        sequences: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CordonWorkerResponse: _TypeAlias = CordonWorkerResponse  # noqa: Y015
+
+@_typing.final
+class UncordonWorkerRequest(_message.Message):
+    """Asks a worker to take work again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's own name."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UncordonWorkerRequest: _TypeAlias = UncordonWorkerRequest  # noqa: Y015
+
+@_typing.final
+class UncordonWorkerResponse(_message.Message):
+    """The worker takes work."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UncordonWorkerResponse: _TypeAlias = UncordonWorkerResponse  # noqa: Y015
 
 @_typing.final
 class DrainWorkerRequest(_message.Message):
@@ -176,3 +309,413 @@ class DrainWorkerResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainWorkerResponse: _TypeAlias = DrainWorkerResponse  # noqa: Y015
+
+@_typing.final
+class WatchLoadRequest(_message.Message):
+    """Asks for the load, again and again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    interval_ms: _builtins.int
+    """Time between two responses, milliseconds, at least 100; 0 means 1000. A slow reader gets fewer, never older ones."""
+    count: _builtins.int
+    """Most responses, after which the stream ends; 0 is no limit."""
+    def __init__(
+        self,
+        *,
+        interval_ms: _builtins.int = ...,
+        count: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "interval_ms", b"interval_ms"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchLoadRequest: _TypeAlias = WatchLoadRequest  # noqa: Y015
+
+@_typing.final
+class WatchLoadResponse(_message.Message):
+    """The load at one moment."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKERS_FIELD_NUMBER: _builtins.int
+    QUEUES_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    in_flight: _builtins.int
+    """Requests of this router that have not ended."""
+    @_builtins.property
+    def workers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Worker]:
+        """As of ListWorkers."""
+
+    @_builtins.property
+    def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueLoad]:
+        """What waits in this router: one entry per priority class, the highest first."""
+
+    def __init__(
+        self,
+        *,
+        workers: _abc.Iterable[Global___Worker] | None = ...,
+        queues: _abc.Iterable[Global___QueueLoad] | None = ...,
+        in_flight: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["in_flight", b"in_flight", "queues", b"queues", "workers", b"workers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
+
+@_typing.final
+class QueueLoad(_message.Message):
+    """What waits in one priority class."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    WAITING_FIELD_NUMBER: _builtins.int
+    OLDEST_AGE_MS_FIELD_NUMBER: _builtins.int
+    priority: _builtins.str
+    """`high`, `normal` or `low`."""
+    waiting: _builtins.int
+    """Requests that wait."""
+    oldest_age_ms: _builtins.int
+    """Age of the oldest of them, milliseconds; 0 when none waits."""
+    def __init__(
+        self,
+        *,
+        priority: _builtins.str = ...,
+        waiting: _builtins.int = ...,
+        oldest_age_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_age_ms", b"oldest_age_ms", "priority", b"priority", "waiting", b"waiting"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueueLoad: _TypeAlias = QueueLoad  # noqa: Y015
+
+@_typing.final
+class FlushCachesRequest(_message.Message):
+    """Asks to drop prefix caches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's own name; empty means all that are connected."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushCachesRequest: _TypeAlias = FlushCachesRequest  # noqa: Y015
+
+@_typing.final
+class FlushCachesResponse(_message.Message):
+    """The caches that were dropped."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CACHES_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def caches(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlushedCache]:
+        """One entry per worker that was asked, in order of their names."""
+
+    def __init__(
+        self,
+        *,
+        caches: _abc.Iterable[Global___FlushedCache] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["caches", b"caches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushCachesResponse: _TypeAlias = FlushCachesResponse  # noqa: Y015
+
+@_typing.final
+class FlushedCache(_message.Message):
+    """What became of one worker's cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    worker_id: _builtins.str
+    """The worker's own name."""
+    blocks: _builtins.int
+    """Blocks that were dropped; those that running sequences hold stay."""
+    error: _builtins.str
+    """Why it was not dropped, for people to read; empty when it was."""
+    def __init__(
+        self,
+        *,
+        worker_id: _builtins.str = ...,
+        blocks: _builtins.int = ...,
+        error: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "error", b"error", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushedCache: _TypeAlias = FlushedCache  # noqa: Y015
+
+@_typing.final
+class Routing(_message.Message):
+    """How requests are admitted and placed. All fields have the meaning of the router's option of that name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class TenantWeightEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    @_typing.final
+    class TenantConcurrencyEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.int
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.int = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    DELAY_FACTOR_FIELD_NUMBER: _builtins.int
+    MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
+    QUEUE_SIZE_FIELD_NUMBER: _builtins.int
+    TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
+    TENANT_CONCURRENCY_FIELD_NUMBER: _builtins.int
+    placement: _builtins.str
+    """Which worker a request goes to: a policy by name."""
+    delay_factor: _builtins.float
+    """Prefill durations that prompts wait, so that more of them share a prefill; 0 is off."""
+    max_hold_ms: _builtins.int
+    """Longest such wait, milliseconds."""
+    queue_size: _builtins.int
+    """Most requests of one priority class that wait."""
+    @_builtins.property
+    def tenant_weight(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
+        """Shares in the queue, by tenant; the others have 1."""
+
+    @_builtins.property
+    def tenant_concurrency(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
+        """Most requests in flight, by tenant; the entry with an empty name is for each of the others. 0 is no limit."""
+
+    def __init__(
+        self,
+        *,
+        placement: _builtins.str = ...,
+        delay_factor: _builtins.float = ...,
+        max_hold_ms: _builtins.int = ...,
+        queue_size: _builtins.int = ...,
+        tenant_weight: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
+        tenant_concurrency: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_factor", b"delay_factor", "max_hold_ms", b"max_hold_ms", "placement", b"placement", "queue_size", b"queue_size", "tenant_concurrency", b"tenant_concurrency", "tenant_weight", b"tenant_weight"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Routing: _TypeAlias = Routing  # noqa: Y015
+
+@_typing.final
+class GetRoutingRequest(_message.Message):
+    """Asks for the routing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRoutingRequest: _TypeAlias = GetRoutingRequest  # noqa: Y015
+
+@_typing.final
+class GetRoutingResponse(_message.Message):
+    """The routing in force."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTING_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Counts the changes of the router's configuration, by SetRouting and by Reload; 1 at its start."""
+    @_builtins.property
+    def routing(self) -> Global___Routing:
+        """It."""
+
+    def __init__(
+        self,
+        *,
+        routing: Global___Routing | None = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["routing", b"routing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["routing", b"routing", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetRoutingResponse: _TypeAlias = GetRoutingResponse  # noqa: Y015
+
+@_typing.final
+class SetRoutingRequest(_message.Message):
+    """Asks for another routing."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTING_FIELD_NUMBER: _builtins.int
+    UPDATE_MASK_FIELD_NUMBER: _builtins.int
+    IF_VERSION_FIELD_NUMBER: _builtins.int
+    if_version: _builtins.int
+    """Refuses with ABORTED when the configuration has another version by now; 0 does not ask."""
+    @_builtins.property
+    def routing(self) -> Global___Routing:
+        """The new values."""
+
+    @_builtins.property
+    def update_mask(self) -> _field_mask_pb2.FieldMask:
+        """The fields of `routing` that change; a map changes as a whole. Absent: the fields that are not at their defaults."""
+
+    def __init__(
+        self,
+        *,
+        routing: Global___Routing | None = ...,
+        update_mask: _field_mask_pb2.FieldMask | None = ...,
+        if_version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["routing", b"routing", "update_mask", b"update_mask"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["if_version", b"if_version", "routing", b"routing", "update_mask", b"update_mask"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoutingRequest: _TypeAlias = SetRoutingRequest  # noqa: Y015
+
+@_typing.final
+class SetRoutingResponse(_message.Message):
+    """The routing has been changed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ROUTING_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Of the configuration now."""
+    @_builtins.property
+    def routing(self) -> Global___Routing:
+        """It, as it is in force now."""
+
+    def __init__(
+        self,
+        *,
+        routing: Global___Routing | None = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["routing", b"routing"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["routing", b"routing", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetRoutingResponse: _TypeAlias = SetRoutingResponse  # noqa: Y015
+
+@_typing.final
+class ReloadRequest(_message.Message):
+    """Asks the router to read its configuration again."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadRequest: _TypeAlias = ReloadRequest  # noqa: Y015
+
+@_typing.final
+class ReloadResponse(_message.Message):
+    """The configuration has been read and is in force, except for what needs a restart."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    CHANGED_FIELD_NUMBER: _builtins.int
+    NEEDS_RESTART_FIELD_NUMBER: _builtins.int
+    version: _builtins.int
+    """Of the configuration now; not changed when nothing was."""
+    @_builtins.property
+    def changed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Options that have changed, by their names without dashes."""
+
+    @_builtins.property
+    def needs_restart(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Options whose change needs a restart of the router; they keep their values until then."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.int = ...,
+        changed: _abc.Iterable[_builtins.str] | None = ...,
+        needs_restart: _abc.Iterable[_builtins.str] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "needs_restart", b"needs_restart", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ReloadResponse: _TypeAlias = ReloadResponse  # noqa: Y015

@@ -27,6 +27,11 @@ if _version_not_supported:
 
 class AdminServiceStub(object):
     """The router as its operators see it.
+
+    Taking workers out of service has three steps, as with the nodes of Kubernetes: CordonWorker (nothing new, what runs
+    goes on), CordonWorker with `evict` (and what runs moves to other workers), DrainWorker (and then its process ends).
+    UncordonWorker undoes the first two. The worker itself keeps this state and tells all its routers; a new process of it
+    takes work again.
     """
 
     def __init__(self, channel):
@@ -40,19 +45,73 @@ class AdminServiceStub(object):
                 request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ListWorkersRequest.SerializeToString,
                 response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ListWorkersResponse.FromString,
                 _registered_method=True)
+        self.CordonWorker = channel.unary_unary(
+                '/fissile.admin.v1.AdminService/CordonWorker',
+                request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.CordonWorkerRequest.SerializeToString,
+                response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.CordonWorkerResponse.FromString,
+                _registered_method=True)
+        self.UncordonWorker = channel.unary_unary(
+                '/fissile.admin.v1.AdminService/UncordonWorker',
+                request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.UncordonWorkerRequest.SerializeToString,
+                response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.UncordonWorkerResponse.FromString,
+                _registered_method=True)
         self.DrainWorker = channel.unary_unary(
                 '/fissile.admin.v1.AdminService/DrainWorker',
                 request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
                 response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
                 _registered_method=True)
+        self.WatchLoad = channel.unary_stream(
+                '/fissile.admin.v1.AdminService/WatchLoad',
+                request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.WatchLoadRequest.SerializeToString,
+                response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.WatchLoadResponse.FromString,
+                _registered_method=True)
+        self.FlushCaches = channel.unary_unary(
+                '/fissile.admin.v1.AdminService/FlushCaches',
+                request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.FlushCachesRequest.SerializeToString,
+                response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.FlushCachesResponse.FromString,
+                _registered_method=True)
+        self.GetRouting = channel.unary_unary(
+                '/fissile.admin.v1.AdminService/GetRouting',
+                request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.GetRoutingRequest.SerializeToString,
+                response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.GetRoutingResponse.FromString,
+                _registered_method=True)
+        self.SetRouting = channel.unary_unary(
+                '/fissile.admin.v1.AdminService/SetRouting',
+                request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.SetRoutingRequest.SerializeToString,
+                response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.SetRoutingResponse.FromString,
+                _registered_method=True)
+        self.Reload = channel.unary_unary(
+                '/fissile.admin.v1.AdminService/Reload',
+                request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
+                response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
     """The router as its operators see it.
+
+    Taking workers out of service has three steps, as with the nodes of Kubernetes: CordonWorker (nothing new, what runs
+    goes on), CordonWorker with `evict` (and what runs moves to other workers), DrainWorker (and then its process ends).
+    UncordonWorker undoes the first two. The worker itself keeps this state and tells all its routers; a new process of it
+    takes work again.
     """
 
     def ListWorkers(self, request, context):
-        """Lists the workers that this router is connected to.
+        """Lists the workers of this router, those that it is not connected to included.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CordonWorker(self, request, context):
+        """Lets a worker take no new work of any router, until UncordonWorker or its end. Its process and its connections stay.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def UncordonWorker(self, request, context):
+        """Lets a cordoned worker take work again. Not for one that drains: that ends.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -66,6 +125,41 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchLoad(self, request, context):
+        """Sends the workers and the queues again and again, until the client cancels.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCaches(self, request, context):
+        """Drops the prefix caches of workers, as far as no request uses them.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetRouting(self, request, context):
+        """Says how requests are admitted and placed now.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def SetRouting(self, request, context):
+        """Changes that, all or nothing, until the router ends or its configuration is read again.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Reload(self, request, context):
+        """Reads the router's configuration again, as SIGHUP does: all or nothing.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -74,10 +168,45 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ListWorkersRequest.FromString,
                     response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ListWorkersResponse.SerializeToString,
             ),
+            'CordonWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.CordonWorker,
+                    request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.CordonWorkerRequest.FromString,
+                    response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.CordonWorkerResponse.SerializeToString,
+            ),
+            'UncordonWorker': grpc.unary_unary_rpc_method_handler(
+                    servicer.UncordonWorker,
+                    request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.UncordonWorkerRequest.FromString,
+                    response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.UncordonWorkerResponse.SerializeToString,
+            ),
             'DrainWorker': grpc.unary_unary_rpc_method_handler(
                     servicer.DrainWorker,
                     request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.DrainWorkerRequest.FromString,
                     response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.DrainWorkerResponse.SerializeToString,
+            ),
+            'WatchLoad': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchLoad,
+                    request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.WatchLoadRequest.FromString,
+                    response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.WatchLoadResponse.SerializeToString,
+            ),
+            'FlushCaches': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCaches,
+                    request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.FlushCachesRequest.FromString,
+                    response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.FlushCachesResponse.SerializeToString,
+            ),
+            'GetRouting': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetRouting,
+                    request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.GetRoutingRequest.FromString,
+                    response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.GetRoutingResponse.SerializeToString,
+            ),
+            'SetRouting': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetRouting,
+                    request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.SetRoutingRequest.FromString,
+                    response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.SetRoutingResponse.SerializeToString,
+            ),
+            'Reload': grpc.unary_unary_rpc_method_handler(
+                    servicer.Reload,
+                    request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ReloadRequest.FromString,
+                    response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ReloadResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -89,6 +218,11 @@ def add_AdminServiceServicer_to_server(servicer, server):
  # This class is part of an EXPERIMENTAL API.
 class AdminService(object):
     """The router as its operators see it.
+
+    Taking workers out of service has three steps, as with the nodes of Kubernetes: CordonWorker (nothing new, what runs
+    goes on), CordonWorker with `evict` (and what runs moves to other workers), DrainWorker (and then its process ends).
+    UncordonWorker undoes the first two. The worker itself keeps this state and tells all its routers; a new process of it
+    takes work again.
     """
 
     @staticmethod
@@ -119,6 +253,60 @@ class AdminService(object):
             _registered_method=True)
 
     @staticmethod
+    def CordonWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.admin.v1.AdminService/CordonWorker',
+            fissile_dot_admin_dot_v1_dot_admin__pb2.CordonWorkerRequest.SerializeToString,
+            fissile_dot_admin_dot_v1_dot_admin__pb2.CordonWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UncordonWorker(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.admin.v1.AdminService/UncordonWorker',
+            fissile_dot_admin_dot_v1_dot_admin__pb2.UncordonWorkerRequest.SerializeToString,
+            fissile_dot_admin_dot_v1_dot_admin__pb2.UncordonWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def DrainWorker(request,
             target,
             options=(),
@@ -135,6 +323,141 @@ class AdminService(object):
             '/fissile.admin.v1.AdminService/DrainWorker',
             fissile_dot_admin_dot_v1_dot_admin__pb2.DrainWorkerRequest.SerializeToString,
             fissile_dot_admin_dot_v1_dot_admin__pb2.DrainWorkerResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchLoad(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/fissile.admin.v1.AdminService/WatchLoad',
+            fissile_dot_admin_dot_v1_dot_admin__pb2.WatchLoadRequest.SerializeToString,
+            fissile_dot_admin_dot_v1_dot_admin__pb2.WatchLoadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCaches(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.admin.v1.AdminService/FlushCaches',
+            fissile_dot_admin_dot_v1_dot_admin__pb2.FlushCachesRequest.SerializeToString,
+            fissile_dot_admin_dot_v1_dot_admin__pb2.FlushCachesResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetRouting(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.admin.v1.AdminService/GetRouting',
+            fissile_dot_admin_dot_v1_dot_admin__pb2.GetRoutingRequest.SerializeToString,
+            fissile_dot_admin_dot_v1_dot_admin__pb2.GetRoutingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetRouting(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.admin.v1.AdminService/SetRouting',
+            fissile_dot_admin_dot_v1_dot_admin__pb2.SetRoutingRequest.SerializeToString,
+            fissile_dot_admin_dot_v1_dot_admin__pb2.SetRoutingResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Reload(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.admin.v1.AdminService/Reload',
+            fissile_dot_admin_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
+            fissile_dot_admin_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
             options,
             channel_credentials,
             insecure,

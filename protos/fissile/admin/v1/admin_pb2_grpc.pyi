@@ -27,33 +27,79 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AdminServiceStub:
-    """The router as its operators see it."""
+    """The router as its operators see it.
+
+    Taking workers out of service has three steps, as with the nodes of Kubernetes: CordonWorker (nothing new, what runs
+    goes on), CordonWorker with `evict` (and what runs moves to other workers), DrainWorker (and then its process ends).
+    UncordonWorker undoes the first two. The worker itself keeps this state and tells all its routers; a new process of it
+    takes work again.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AdminServiceAsyncStub: ...
     ListWorkers: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]
-    """Lists the workers that this router is connected to."""
+    """Lists the workers of this router, those that it is not connected to included."""
+    CordonWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CordonWorkerRequest, _admin_pb2.CordonWorkerResponse]
+    """Lets a worker take no new work of any router, until UncordonWorker or its end. Its process and its connections stay."""
+    UncordonWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.UncordonWorkerRequest, _admin_pb2.UncordonWorkerResponse]
+    """Lets a cordoned worker take work again. Not for one that drains: that ends."""
     DrainWorker: _grpc.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]
     """Asks a worker to drain: the same as SIGTERM to its process. It takes no new work of any router, its running requests
     go on elsewhere or finish, and it ends with exit code 0.
     """
+    WatchLoad: _grpc.UnaryStreamMultiCallable[_admin_pb2.WatchLoadRequest, _admin_pb2.WatchLoadResponse]
+    """Sends the workers and the queues again and again, until the client cancels."""
+    FlushCaches: _grpc.UnaryUnaryMultiCallable[_admin_pb2.FlushCachesRequest, _admin_pb2.FlushCachesResponse]
+    """Drops the prefix caches of workers, as far as no request uses them."""
+    GetRouting: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetRoutingRequest, _admin_pb2.GetRoutingResponse]
+    """Says how requests are admitted and placed now."""
+    SetRouting: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRoutingRequest, _admin_pb2.SetRoutingResponse]
+    """Changes that, all or nothing, until the router ends or its configuration is read again."""
+    Reload: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]
+    """Reads the router's configuration again, as SIGHUP does: all or nothing."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
-    """The router as its operators see it."""
+    """The router as its operators see it.
+
+    Taking workers out of service has three steps, as with the nodes of Kubernetes: CordonWorker (nothing new, what runs
+    goes on), CordonWorker with `evict` (and what runs moves to other workers), DrainWorker (and then its process ends).
+    UncordonWorker undoes the first two. The worker itself keeps this state and tells all its routers; a new process of it
+    takes work again.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListWorkers: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListWorkersRequest, _admin_pb2.ListWorkersResponse]  # type: ignore[assignment]
-    """Lists the workers that this router is connected to."""
+    """Lists the workers of this router, those that it is not connected to included."""
+    CordonWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.CordonWorkerRequest, _admin_pb2.CordonWorkerResponse]  # type: ignore[assignment]
+    """Lets a worker take no new work of any router, until UncordonWorker or its end. Its process and its connections stay."""
+    UncordonWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.UncordonWorkerRequest, _admin_pb2.UncordonWorkerResponse]  # type: ignore[assignment]
+    """Lets a cordoned worker take work again. Not for one that drains: that ends."""
     DrainWorker: _aio.UnaryUnaryMultiCallable[_admin_pb2.DrainWorkerRequest, _admin_pb2.DrainWorkerResponse]  # type: ignore[assignment]
     """Asks a worker to drain: the same as SIGTERM to its process. It takes no new work of any router, its running requests
     go on elsewhere or finish, and it ends with exit code 0.
     """
+    WatchLoad: _aio.UnaryStreamMultiCallable[_admin_pb2.WatchLoadRequest, _admin_pb2.WatchLoadResponse]  # type: ignore[assignment]
+    """Sends the workers and the queues again and again, until the client cancels."""
+    FlushCaches: _aio.UnaryUnaryMultiCallable[_admin_pb2.FlushCachesRequest, _admin_pb2.FlushCachesResponse]  # type: ignore[assignment]
+    """Drops the prefix caches of workers, as far as no request uses them."""
+    GetRouting: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetRoutingRequest, _admin_pb2.GetRoutingResponse]  # type: ignore[assignment]
+    """Says how requests are admitted and placed now."""
+    SetRouting: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRoutingRequest, _admin_pb2.SetRoutingResponse]  # type: ignore[assignment]
+    """Changes that, all or nothing, until the router ends or its configuration is read again."""
+    Reload: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]  # type: ignore[assignment]
+    """Reads the router's configuration again, as SIGHUP does: all or nothing."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The router as its operators see it."""
+    """The router as its operators see it.
+
+    Taking workers out of service has three steps, as with the nodes of Kubernetes: CordonWorker (nothing new, what runs
+    goes on), CordonWorker with `evict` (and what runs moves to other workers), DrainWorker (and then its process ends).
+    UncordonWorker undoes the first two. The worker itself keeps this state and tells all its routers; a new process of it
+    takes work again.
+    """
 
     @_abc_1.abstractmethod
     def ListWorkers(
@@ -61,7 +107,23 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ListWorkersRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ListWorkersResponse, _abc.Awaitable[_admin_pb2.ListWorkersResponse]]:
-        """Lists the workers that this router is connected to."""
+        """Lists the workers of this router, those that it is not connected to included."""
+
+    @_abc_1.abstractmethod
+    def CordonWorker(
+        self,
+        request: _admin_pb2.CordonWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CordonWorkerResponse, _abc.Awaitable[_admin_pb2.CordonWorkerResponse]]:
+        """Lets a worker take no new work of any router, until UncordonWorker or its end. Its process and its connections stay."""
+
+    @_abc_1.abstractmethod
+    def UncordonWorker(
+        self,
+        request: _admin_pb2.UncordonWorkerRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.UncordonWorkerResponse, _abc.Awaitable[_admin_pb2.UncordonWorkerResponse]]:
+        """Lets a cordoned worker take work again. Not for one that drains: that ends."""
 
     @_abc_1.abstractmethod
     def DrainWorker(
@@ -72,5 +134,45 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Asks a worker to drain: the same as SIGTERM to its process. It takes no new work of any router, its running requests
         go on elsewhere or finish, and it ends with exit code 0.
         """
+
+    @_abc_1.abstractmethod
+    def WatchLoad(
+        self,
+        request: _admin_pb2.WatchLoadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_admin_pb2.WatchLoadResponse], _abc.AsyncIterator[_admin_pb2.WatchLoadResponse]]:
+        """Sends the workers and the queues again and again, until the client cancels."""
+
+    @_abc_1.abstractmethod
+    def FlushCaches(
+        self,
+        request: _admin_pb2.FlushCachesRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.FlushCachesResponse, _abc.Awaitable[_admin_pb2.FlushCachesResponse]]:
+        """Drops the prefix caches of workers, as far as no request uses them."""
+
+    @_abc_1.abstractmethod
+    def GetRouting(
+        self,
+        request: _admin_pb2.GetRoutingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetRoutingResponse, _abc.Awaitable[_admin_pb2.GetRoutingResponse]]:
+        """Says how requests are admitted and placed now."""
+
+    @_abc_1.abstractmethod
+    def SetRouting(
+        self,
+        request: _admin_pb2.SetRoutingRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.SetRoutingResponse, _abc.Awaitable[_admin_pb2.SetRoutingResponse]]:
+        """Changes that, all or nothing, until the router ends or its configuration is read again."""
+
+    @_abc_1.abstractmethod
+    def Reload(
+        self,
+        request: _admin_pb2.ReloadRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ReloadResponse, _abc.Awaitable[_admin_pb2.ReloadResponse]]:
+        """Reads the router's configuration again, as SIGHUP does: all or nothing."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

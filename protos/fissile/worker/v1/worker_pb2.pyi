@@ -105,6 +105,34 @@ END_REASON_CANCELLED: EndReason.ValueType  # 8
 """The sequence was cancelled."""
 Global___EndReason: _TypeAlias = EndReason  # noqa: Y015
 
+class _Intake:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _IntakeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Intake.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    INTAKE_UNSPECIFIED: _Intake.ValueType  # 0
+    """Not said."""
+    INTAKE_OPEN: _Intake.ValueType  # 1
+    """Takes new work."""
+    INTAKE_CORDONED: _Intake.ValueType  # 2
+    """Takes no new work; what runs goes on there."""
+    INTAKE_EVICTING: _Intake.ValueType  # 3
+    """Takes no new work, and routers move what runs to other workers where that is exact; the rest goes on there."""
+
+class Intake(_Intake, metaclass=_IntakeEnumTypeWrapper):
+    """Whether a worker takes new work while it serves."""
+
+INTAKE_UNSPECIFIED: Intake.ValueType  # 0
+"""Not said."""
+INTAKE_OPEN: Intake.ValueType  # 1
+"""Takes new work."""
+INTAKE_CORDONED: Intake.ValueType  # 2
+"""Takes no new work; what runs goes on there."""
+INTAKE_EVICTING: Intake.ValueType  # 3
+"""Takes no new work, and routers move what runs to other workers where that is exact; the rest goes on there."""
+Global___Intake: _TypeAlias = Intake  # noqa: Y015
+
 class _WorkerState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -818,6 +846,7 @@ class Load(_message.Message):
     PREFILL_RATE_FIELD_NUMBER: _builtins.int
     FLEET_OLDEST_AGE_MS_FIELD_NUMBER: _builtins.int
     FLEET_TOKENS_FIELD_NUMBER: _builtins.int
+    INTAKE_FIELD_NUMBER: _builtins.int
     decoding_seqs: _builtins.int
     """Sequences in the running set that decode."""
     waiting_seqs: _builtins.int
@@ -840,6 +869,8 @@ class Load(_message.Message):
     """Age of the oldest request that waits for this worker at any router, milliseconds."""
     fleet_tokens: _builtins.int
     """Prompt tokens that wait for this worker at all routers."""
+    intake: Global___Intake.ValueType
+    """Whether the worker wants new work of its routers. UNSPECIFIED, from older workers, means INTAKE_OPEN."""
     def __init__(
         self,
         *,
@@ -854,10 +885,11 @@ class Load(_message.Message):
         prefill_rate: _builtins.float = ...,
         fleet_oldest_age_ms: _builtins.int = ...,
         fleet_tokens: _builtins.int = ...,
+        intake: Global___Intake.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoding_seqs", b"decoding_seqs", "fleet_oldest_age_ms", b"fleet_oldest_age_ms", "fleet_tokens", b"fleet_tokens", "free_blocks", b"free_blocks", "last_prompt_latency_us", b"last_prompt_latency_us", "prefill_rate", b"prefill_rate", "room_seqs", b"room_seqs", "room_tokens", b"room_tokens", "total_blocks", b"total_blocks", "waiting_seqs", b"waiting_seqs", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decoding_seqs", b"decoding_seqs", "fleet_oldest_age_ms", b"fleet_oldest_age_ms", "fleet_tokens", b"fleet_tokens", "free_blocks", b"free_blocks", "intake", b"intake", "last_prompt_latency_us", b"last_prompt_latency_us", "prefill_rate", b"prefill_rate", "room_seqs", b"room_seqs", "room_tokens", b"room_tokens", "total_blocks", b"total_blocks", "waiting_seqs", b"waiting_seqs", "waiting_tokens", b"waiting_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1238,3 +1270,86 @@ class DrainResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___DrainResponse: _TypeAlias = DrainResponse  # noqa: Y015
+
+@_typing.final
+class SetIntakeRequest(_message.Message):
+    """Asks for another intake."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTAKE_FIELD_NUMBER: _builtins.int
+    intake: Global___Intake.ValueType
+    """INTAKE_OPEN, INTAKE_CORDONED or INTAKE_EVICTING."""
+    def __init__(
+        self,
+        *,
+        intake: Global___Intake.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["intake", b"intake"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetIntakeRequest: _TypeAlias = SetIntakeRequest  # noqa: Y015
+
+@_typing.final
+class SetIntakeResponse(_message.Message):
+    """The intake is set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SEQUENCES_FIELD_NUMBER: _builtins.int
+    sequences: _builtins.int
+    """Sequences, of all routers, that run or wait."""
+    def __init__(
+        self,
+        *,
+        sequences: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["sequences", b"sequences"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SetIntakeResponse: _TypeAlias = SetIntakeResponse  # noqa: Y015
+
+@_typing.final
+class FlushCacheRequest(_message.Message):
+    """Asks the worker to drop its prefix cache."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushCacheRequest: _TypeAlias = FlushCacheRequest  # noqa: Y015
+
+@_typing.final
+class FlushCacheResponse(_message.Message):
+    """The cache has been dropped."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BLOCKS_FIELD_NUMBER: _builtins.int
+    blocks: _builtins.int
+    """Blocks that were dropped. Those that sequences hold stay, and can still be found."""
+    def __init__(
+        self,
+        *,
+        blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlushCacheResponse: _TypeAlias = FlushCacheResponse  # noqa: Y015

@@ -60,6 +60,16 @@ class WorkerServiceStub(object):
                 request_serializer=fissile_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
                 response_deserializer=fissile_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.FromString,
                 _registered_method=True)
+        self.SetIntake = channel.unary_unary(
+                '/fissile.worker.v1.WorkerService/SetIntake',
+                request_serializer=fissile_dot_worker_dot_v1_dot_worker__pb2.SetIntakeRequest.SerializeToString,
+                response_deserializer=fissile_dot_worker_dot_v1_dot_worker__pb2.SetIntakeResponse.FromString,
+                _registered_method=True)
+        self.FlushCache = channel.unary_unary(
+                '/fissile.worker.v1.WorkerService/FlushCache',
+                request_serializer=fissile_dot_worker_dot_v1_dot_worker__pb2.FlushCacheRequest.SerializeToString,
+                response_deserializer=fissile_dot_worker_dot_v1_dot_worker__pb2.FlushCacheResponse.FromString,
+                _registered_method=True)
 
 
 class WorkerServiceServicer(object):
@@ -101,6 +111,20 @@ class WorkerServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def SetIntake(self, request, context):
+        """Says whether the worker takes new work, without ending it. All its routers learn of it at once.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def FlushCache(self, request, context):
+        """Drops the cached blocks that no sequence holds.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_WorkerServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -128,6 +152,16 @@ def add_WorkerServiceServicer_to_server(servicer, server):
                     servicer.Drain,
                     request_deserializer=fissile_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.FromString,
                     response_serializer=fissile_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.SerializeToString,
+            ),
+            'SetIntake': grpc.unary_unary_rpc_method_handler(
+                    servicer.SetIntake,
+                    request_deserializer=fissile_dot_worker_dot_v1_dot_worker__pb2.SetIntakeRequest.FromString,
+                    response_serializer=fissile_dot_worker_dot_v1_dot_worker__pb2.SetIntakeResponse.SerializeToString,
+            ),
+            'FlushCache': grpc.unary_unary_rpc_method_handler(
+                    servicer.FlushCache,
+                    request_deserializer=fissile_dot_worker_dot_v1_dot_worker__pb2.FlushCacheRequest.FromString,
+                    response_serializer=fissile_dot_worker_dot_v1_dot_worker__pb2.FlushCacheResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -266,6 +300,60 @@ class WorkerService(object):
             '/fissile.worker.v1.WorkerService/Drain',
             fissile_dot_worker_dot_v1_dot_worker__pb2.DrainRequest.SerializeToString,
             fissile_dot_worker_dot_v1_dot_worker__pb2.DrainResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def SetIntake(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.worker.v1.WorkerService/SetIntake',
+            fissile_dot_worker_dot_v1_dot_worker__pb2.SetIntakeRequest.SerializeToString,
+            fissile_dot_worker_dot_v1_dot_worker__pb2.SetIntakeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def FlushCache(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.worker.v1.WorkerService/FlushCache',
+            fissile_dot_worker_dot_v1_dot_worker__pb2.FlushCacheRequest.SerializeToString,
+            fissile_dot_worker_dot_v1_dot_worker__pb2.FlushCacheResponse.FromString,
             options,
             channel_credentials,
             insecure,

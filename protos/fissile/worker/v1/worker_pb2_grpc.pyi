@@ -53,6 +53,10 @@ class WorkerServiceStub:
     """Sends the tokenizer's files, in chunks."""
     Drain: _grpc.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]
     """Takes no new work from now on, finishes what runs, then exits."""
+    SetIntake: _grpc.UnaryUnaryMultiCallable[_worker_pb2.SetIntakeRequest, _worker_pb2.SetIntakeResponse]
+    """Says whether the worker takes new work, without ending it. All its routers learn of it at once."""
+    FlushCache: _grpc.UnaryUnaryMultiCallable[_worker_pb2.FlushCacheRequest, _worker_pb2.FlushCacheResponse]
+    """Drops the cached blocks that no sequence holds."""
 
 @_typing.type_check_only
 class WorkerServiceAsyncStub(WorkerServiceStub):
@@ -69,6 +73,10 @@ class WorkerServiceAsyncStub(WorkerServiceStub):
     """Sends the tokenizer's files, in chunks."""
     Drain: _aio.UnaryUnaryMultiCallable[_worker_pb2.DrainRequest, _worker_pb2.DrainResponse]  # type: ignore[assignment]
     """Takes no new work from now on, finishes what runs, then exits."""
+    SetIntake: _aio.UnaryUnaryMultiCallable[_worker_pb2.SetIntakeRequest, _worker_pb2.SetIntakeResponse]  # type: ignore[assignment]
+    """Says whether the worker takes new work, without ending it. All its routers learn of it at once."""
+    FlushCache: _aio.UnaryUnaryMultiCallable[_worker_pb2.FlushCacheRequest, _worker_pb2.FlushCacheResponse]  # type: ignore[assignment]
+    """Drops the cached blocks that no sequence holds."""
 
 class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
     """The engine as seen by routers."""
@@ -112,5 +120,21 @@ class WorkerServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_worker_pb2.DrainResponse, _abc.Awaitable[_worker_pb2.DrainResponse]]:
         """Takes no new work from now on, finishes what runs, then exits."""
+
+    @_abc_1.abstractmethod
+    def SetIntake(
+        self,
+        request: _worker_pb2.SetIntakeRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.SetIntakeResponse, _abc.Awaitable[_worker_pb2.SetIntakeResponse]]:
+        """Says whether the worker takes new work, without ending it. All its routers learn of it at once."""
+
+    @_abc_1.abstractmethod
+    def FlushCache(
+        self,
+        request: _worker_pb2.FlushCacheRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_worker_pb2.FlushCacheResponse, _abc.Awaitable[_worker_pb2.FlushCacheResponse]]:
+        """Drops the cached blocks that no sequence holds."""
 
 def add_WorkerServiceServicer_to_server(servicer: WorkerServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -42,6 +42,12 @@ class Servicer(worker_pb2_grpc.WorkerServiceServicer):
     def Drain(self, request: Any, context: Any) -> Any:
         raise NotImplementedError
 
+    def SetIntake(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
+    def FlushCache(self, request: Any, context: Any) -> Any:
+        raise NotImplementedError
+
     async def GetWorker(self, request: Any, context: Any) -> Any:
         await abort(context, self.error, (("traceresponse", "00-1-2-01"),))
 

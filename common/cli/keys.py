@@ -1,0 +1,50 @@
+"""`fissile keys new`: a new API key, and its line in the file of `fissile router --api-keys`."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from common.cli.failure import CommandError
+from common.cli.options import json_option, option
+from common.rpc.keys import KeyFileError, Role, new_key
+
+
+@click.group()
+def keys() -> None:
+    """Make API keys for the callers of a router."""
+
+
+@keys.command()
+@click.argument("name")
+@option(
+    "--tenant",
+    envvar="FISSILE_TENANT",
+    default="",
+    help="Tenant of the key's calls; absent: they may name any in their metadata.",
+)
+@option(
+    "--role",
+    "roles",
+    envvar="FISSILE_ROLE",
+    multiple=True,
+    type=click.Choice([role.value for role in Role]),
+    default=(Role.INFER.value,),
+    help="infer: requests to models; admin-read, admin-write: AdminService. Repeatable.",
+)
+@json_option
+def new(name: str, tenant: str, roles: tuple[str, ...], as_json: bool) -> None:
+    """Make a key for NAME and print it, once: what is kept is its hash.
+
+    Callers show it with --api-key or FISSILE_API_KEY, or as metadata `authorization: Bearer KEY`. Add the printed line
+    to the file of `fissile router --api-keys`: it counts within a second. To revoke a key, remove its line.
+    """
+    try:
+        key, kept = new_key(name, tenant, map(Role, roles))
+    except KeyFileError as error:
+        raise CommandError(str(error)) from None
+    if as_json:
+        click.echo(json.dumps({"key": key, "line": kept.line()}))
+        return
+    click.echo(f"key, for the caller; it is not shown again:\n{key}\n\nline for the file of --api-keys:\n{kept.line()}")

@@ -1,0 +1,76 @@
+"""The API keys of a server: from options and from a file, which is read again when it changes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import structlog
+
+from common.limits import KEY_FILE_LOOK_S
+from common.rpc.keys import ApiKey, KeyFileError, KeyRing, parse_keys
+
+log = structlog.get_logger(__name__)
+
+
+class KeyStore:
+    """Keys that count now. What can not be used changes nothing and costs one warning.
+
+    Args:
+        file: a line per key; None when there is no file.
+        lines: further keys.
+        clock: monotonic seconds.
+
+    Raises:
+        KeyFileError: the keys can not be used.
+    """
+
+    def __init__(
+        self, file: Path | None, lines: Iterable[str] = (), clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._file = file
+        self._lines = tuple(lines)
+        self._clock = clock
+        self._looked = clock()
+        self._state = self._file_state()
+        self._ring = KeyRing(self._read())
+
+    def ring(self) -> KeyRing:
+        """The keys; looks at the file at most every KEY_FILE_LOOK_S seconds."""
+        now = self._clock()
+        if now - self._looked >= KEY_FILE_LOOK_S:
+            self._looked = now
+            self._follow()
+        return self._ring
+
+    def _follow(self) -> None:
+        state = self._file_state()
+        if state == self._state:
+            return
+        self._state = state
+        try:
+            self._ring = KeyRing(self._read())
+        except KeyFileError as error:
+            log.warning("API keys not reloaded, those before stay in use", why=str(error))
+        else:
+            log.info("API keys reloaded", keys=len(self._ring))
+
+    def _file_state(self) -> tuple[int, int, int] | None:
+        try:
+            found = self._file.stat() if self._file is not None else None
+        except OSError:
+            return None
+        return None if found is None else (found.st_ino, found.st_size, found.st_mtime_ns)
+
+    def _read(self) -> list[ApiKey]:
+        lines = list(self._lines)
+        if self._file is None:
+            return parse_keys(lines, "--api-key-line")
+        try:
+            content = self._file.read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+            raise KeyFileError(f"{self._file} can not be read: {reason}") from None
+        # Those of the file first, so that a line's number is right.
+        return parse_keys([*content.splitlines(), *lines], str(self._file))

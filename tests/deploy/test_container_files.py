@@ -1,0 +1,137 @@
+"""The container files: what hadolint says, and that they start what there is, with variables that it knows."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+import zipfile
+from pathlib import Path
+
+import click
+import pytest
+
+from common.cli.group import COMMANDS, find_entry_points
+from common.cli.health import PROBE_TIMEOUT_S
+from common.rpc.server import LIVENESS, READINESS
+from tests.deploy.container_file import ContainerFile
+from tests.deploy.tools import DEPLOY, ROOT, run, tool
+
+FILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+# Of libraries and of Python itself; everything else must be an option's.
+FOREIGN = {"PATH", "HF_HOME", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "FISSILE_LOG_FORMAT"}
+BUILD_ONLY = {"PIP_DISABLE_PIP_VERSION_CHECK", "PIP_NO_CACHE_DIR", "PIP_BREAK_SYSTEM_PACKAGES"}
+
+each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+
+
+def options_of(command: str) -> dict[str, click.Option]:
+    """The options of a `fissile` command by their environment variables."""
+    loaded = find_entry_points(COMMANDS)[command].load()
+    return {str(p.envvar): p for p in loaded.params if isinstance(p, click.Option)}
+
+
+def ignored() -> list[str]:
+    """What .dockerignore lets into the build context."""
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert "*" in lines
+    return [line.removeprefix("!") for line in lines if line.startswith("!")]
+
+
+def test_router_and_both_workers_have_one() -> None:
+    assert [path.stem for path in FILES] == ["router", "worker-cpu", "worker-rocm"]
+
+
+@each_file
+def test_hadolint_has_nothing_to_say(path: Path) -> None:
+    result = run([tool("hadolint"), "--failure-threshold", "style", path])
+    assert (result.returncode, result.stdout) == (0, "")
+
+
+@each_file
+def test_bases_have_a_version(path: Path) -> None:
+    (base,) = [
+        value.removeprefix("BASE=") for value in ContainerFile.read(path).all("ARG") if value.startswith("BASE=")
+    ]
+    assert re.fullmatch(r"docker\.io/[a-z/]+:[\w.]*\d[\w.-]*", base), base
+
+
+@each_file
+def test_it_starts_a_command_with_variables_that_it_knows(path: Path) -> None:
+    file = ContainerFile.read(path)
+    program, command = file.command
+    assert (program, command) == ("fissile", path.stem.partition("-")[0])
+    known = options_of(command).keys() | options_of("health").keys() | FOREIGN | BUILD_ONLY
+    assert file.environment.keys() - known == set()
+
+
+@each_file
+def test_ports_are_the_commands_own(path: Path) -> None:
+    file = ContainerFile.read(path)
+    command = file.command[1]
+    port = {"router": "FISSILE_PORT", "worker": "FISSILE_WORKER_PORT"}[command]
+    host = {"router": "FISSILE_HOST", "worker": "FISSILE_WORKER_HOST"}[command]
+    assert file.all("EXPOSE") == [str(options_of(command)[port].default)]
+    assert file.environment["FISSILE_ADDRESS"] == f"127.0.0.1:{options_of(command)[port].default}"
+    assert file.environment[host] == "0.0.0.0"
+    # A variable would win over the file of --config without a word.
+    assert port not in file.environment
+
+
+@each_file
+def test_health_is_asked_of_a_service_that_there_is(path: Path) -> None:
+    file = ContainerFile.read(path)
+    assert file.all("HEALTHCHECK")[0].endswith('CMD ["fissile", "health"]')
+    assert file.environment["FISSILE_HEALTH_SERVICE"] in (LIVENESS, READINESS)
+    timeout = re.search(r"--timeout=(\d+)s", file.all("HEALTHCHECK")[0])
+    assert timeout is not None
+    assert float(timeout[1]) > PROBE_TIMEOUT_S
+
+
+@each_file
+def test_it_ends_as_a_user_without_rights(path: Path) -> None:
+    user = ContainerFile.read(path).all("USER")[-1]
+    assert re.fullmatch(r"[1-9]\d{3,}:[1-9]\d{3,}", user)
+    assert ContainerFile.read(path).all("STOPSIGNAL") == ["SIGTERM"]
+
+
+@each_file
+def test_what_it_copies_is_there_and_not_ignored(path: Path) -> None:
+    copied = list(ContainerFile.read(path).copied())
+    assert {"pyproject.toml", "hatch_build.py", "common", "router", "worker", "kernels", "protos"} <= set(copied)
+    for source in copied:
+        assert (ROOT / source).exists(), source
+        assert source in ignored()
+
+
+def test_the_extras_that_are_installed_exist() -> None:
+    installed = {path.stem: re.findall(r'"\.\[([a-z,]+)\]"', path.read_text()) for path in FILES}
+    assert installed == {"router": ["router"], "worker-cpu": ["worker,cpu"], "worker-rocm": ["worker"]}
+    # The pattern by which the CPU file finds the version of PyTorch.
+    pinned = re.search(r'^cpu = \["(torch==[^"]+\+cpu)"\]', (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert pinned is not None
+
+
+def test_a_wheel_of_what_is_copied_is_whole(tmp_path: Path) -> None:
+    """The container files copy parts of the checkout: a package that pyproject.toml names must not be missing."""
+    context = tmp_path / "src"
+    for source in ContainerFile.read(FILES[0]).copied():
+        if (ROOT / source).is_dir():
+            shutil.copytree(ROOT / source, context / source, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            context.mkdir(exist_ok=True)
+            shutil.copy(ROOT / source, context)
+    made = run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, context])
+    assert made.returncode == 0, made.stderr
+    (wheel,) = tmp_path.glob("fissile-*.whl")
+    names = set(zipfile.ZipFile(wheel).namelist())
+    assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {
+        "common", "fissile", "kernels", "router", "worker",
+    }  # fmt: skip
+    ours = {path for name in ("common", "router", "worker", "kernels") for path in (ROOT / name).rglob("*.py")}
+    assert {str(path.relative_to(ROOT)) for path in ours} <= names
+    stubs = (ROOT / "protos").rglob("*.py")
+    assert {str(path.relative_to(ROOT / "protos")) for path in stubs} <= names
+    for group in (COMMANDS, "fissile.offline"):
+        for entry in find_entry_points(group).values():
+            assert f"{entry.module.replace('.', '/')}.py" in names

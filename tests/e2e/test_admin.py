@@ -1,0 +1,343 @@
+"""AdminService and its commands at a real router with two simulated workers."""
+
+from __future__ import annotations
+
+import json
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import click
+import grpc
+import pytest
+from click.testing import CliRunner
+from fissile.admin.v1 import admin_pb2 as apb
+from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
+from fissile.v1 import inference_pb2 as pb
+from google.protobuf.field_mask_pb2 import FieldMask
+from google.rpc import error_details_pb2
+from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
+from grpc_status import rpc_status
+
+from common.cli.failure import CommandError
+from common.cli.intake import cordon, drain, flush, uncordon
+from common.cli.routing import reload, routing
+from common.cli.workers import workers
+from common.limits import MAX_LOAD_WATCHES
+from tests.e2e.service import Process, Service, free_port, generate, running_service
+from tests.e2e.simulated import OPTIONS, outcome, request, simulated_model, wait_workers
+
+CONFIG = "router:\n  placement: round_robin\n  tenant-weight: [gold=4]\n  queue-size: 77\n"
+
+
+class Site:
+    """A service with its administration."""
+
+    def __init__(self, service: Service, channel: grpc.Channel, address: str, config: Path) -> None:
+        self.service = service
+        self.channel = channel
+        self.address = address
+        self.config = config
+
+    @property
+    def stub(self) -> AdminServiceStub:
+        return AdminServiceStub(self.channel)
+
+    def listed(self) -> dict[str, apb.Worker]:
+        found = self.stub.ListWorkers(apb.ListWorkersRequest(), timeout=5).workers
+        return {worker.worker_id: worker for worker in found}
+
+    def states(self) -> dict[str, str]:
+        return {name: apb.WorkerState.Name(w.state)[13:].lower() for name, w in self.listed().items()}
+
+    def until(self, condition: Callable[[], object], within_s: float = 10.0) -> None:
+        end = time.monotonic() + within_s
+        while not condition():
+            assert time.monotonic() < end, f"{self.states()}"
+            time.sleep(0.02)
+
+    def run(self, command: click.Command, *arguments: str) -> str:
+        """What a command prints; raises what it raises."""
+        result = CliRunner().invoke(command, [*arguments, "--admin-address", self.address], catch_exceptions=False)
+        assert result.exit_code == 0, result.output
+        return result.output
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return simulated_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    folder, port = tmp_path_factory.mktemp("admin"), free_port()
+    config = folder / "fleet.yaml"
+    config.write_text(CONFIG)
+    options = ["--admin-port", str(port), "--config", str(config)]
+    with running_service(folder, model, workers=2, worker_options=OPTIONS, router_options=options) as service:
+        wait_workers(service, 2)
+        with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+            yield Site(service, channel, f"127.0.0.1:{port}", config)
+
+
+@pytest.fixture(autouse=True)
+def as_it_was(site: Site) -> Iterator[None]:
+    yield
+    site.config.write_text(CONFIG)
+    site.run(reload)
+    site.until(lambda: site.states() == {"worker-0": "serving", "worker-1": "serving"})
+
+
+def test_a_cordoned_worker_gets_nothing_new_and_finishes_what_runs(site: Site) -> None:
+    stub = site.service.stub
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(outcome, stub, i, 300) for i in range(4)]
+        site.until(lambda: [w.running for w in site.listed().values()] == [2, 2])
+        assert "worker-0 is cordoned; 2 sequences" in site.run(cordon, "worker-0")
+        site.until(lambda: site.states() == {"worker-0": "cordoned", "worker-1": "serving"})
+        assert stub.GetModel(pb.GetModelRequest()).model.ready_workers == 1
+        finishes = [generate(stub, request(i)).finish for i in range(20, 26)]
+        assert {finish.worker_id for finish in finishes if finish is not None} == {"worker-1"}
+        # It was not moved: what ran there ends there.
+        assert site.listed()["worker-0"].running == 2
+        assert [f.result() for f in running] == [(grpc.StatusCode.OK, 300)] * 4
+    assert "worker-0 takes work" in site.run(uncordon, "worker-0")
+    site.until(lambda: site.states()["worker-0"] == "serving")
+    finishes = [generate(stub, request(i)).finish for i in range(30, 34)]
+    assert {finish.worker_id for finish in finishes if finish is not None} == {"worker-0", "worker-1"}
+
+
+def test_what_runs_on_an_evicted_worker_goes_on_elsewhere_and_comes_back(site: Site) -> None:
+    stub = site.service.stub
+    undisturbed = [generate(stub, request(i, 400)).token_ids for i in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(generate, stub, request(i, 400)) for i in range(4)]
+        site.until(lambda: [w.running for w in site.listed().values()] == [2, 2])
+        site.run(cordon, "worker-1", "--evict")
+        site.until(lambda: site.listed()["worker-1"].running == 0)
+        site.run(cordon, "worker-0", "--evict")
+        site.until(lambda: site.states() == {"worker-0": "cordoned", "worker-1": "cordoned"})
+        # There is no other worker: what runs stays. When there is one again, it goes there.
+        assert site.listed()["worker-0"].running == 4
+        site.run(uncordon, "worker-1")
+        site.until(lambda: site.listed()["worker-0"].running == 0)
+        answers = [f.result() for f in running]
+    assert [answer.token_ids for answer in answers] == undisturbed
+    assert all(a.finish is not None and a.finish.exact for a in answers)
+    site.run(uncordon, "worker-0")
+
+
+def test_with_all_workers_cordoned_requests_wait(site: Site) -> None:
+    for worker in ("worker-0", "worker-1"):
+        site.run(cordon, worker)
+    site.until(lambda: set(site.states().values()) == {"cordoned"})
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(outcome, site.service.stub, 1, 8)
+        load = next(iter(site.stub.WatchLoad(apb.WatchLoadRequest(count=1), timeout=5)))
+        assert isinstance(load, apb.WatchLoadResponse)
+        for worker in ("worker-0", "worker-1"):
+            site.run(uncordon, worker)
+        assert waiting.result() == (grpc.StatusCode.OK, 8)
+
+
+def test_flushed_caches_are_empty_and_answers_stay(site: Site) -> None:
+    stub, asked = site.service.stub, request(5)
+    asked.token_ids.ids.extend(range(200))
+    for _ in range(2):
+        generate(stub, asked)
+    warm = generate(stub, asked)
+    assert warm.prompt_info is not None
+    assert warm.prompt_info.cached_tokens > 150
+    lines = [line.split() for line in site.run(flush).splitlines()]
+    assert [line[0] for line in lines] == ["WORKER", "worker-0", "worker-1"]
+    assert all(int(line[1]) >= 10 for line in lines[1:])
+    cold = generate(stub, asked)
+    assert cold.prompt_info is not None
+    assert (cold.prompt_info.cached_tokens, cold.token_ids) == (0, warm.token_ids)
+    (one,) = json.loads(site.run(flush, "worker-1", "--json"))
+    assert (one["worker_id"], one["error"]) == ("worker-1", "")
+
+
+def test_load_is_watched_until_the_client_has_enough(site: Site) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(outcome, site.service.stub, 1, 400)
+        looks = site.run(workers, "--watch", "--interval", "0.2", "--count", "3", "--json").splitlines()
+        assert running.result()[0] is grpc.StatusCode.OK
+    loads = [json.loads(look) for look in looks]
+    assert len(loads) == 3
+    assert sum(worker["running"] for worker in loads[-1]["workers"]) == 1
+    assert loads[-1]["in_flight"] == 1
+    assert [queue["priority"] for queue in loads[0]["queues"]] == ["high", "normal", "low"]
+    assert "waiting in the router: high 0, normal 0, low 0" in site.run(workers, "--watch", "--count", "1")
+    call = site.stub.WatchLoad(apb.WatchLoadRequest(interval_ms=100), timeout=30)
+    next(iter(call))
+    call.cancel()
+    with pytest.raises(grpc.RpcError, match="interval_ms is 99; valid: 0 or at least 100"):
+        next(iter(site.stub.WatchLoad(apb.WatchLoadRequest(interval_ms=99), timeout=5)))
+
+
+def test_clients_that_watch_are_bounded(site: Site) -> None:
+    calls = [site.stub.WatchLoad(apb.WatchLoadRequest(), timeout=30) for _ in range(MAX_LOAD_WATCHES)]
+    for call in calls:
+        next(iter(call))
+    with pytest.raises(grpc.RpcError, match=f"{MAX_LOAD_WATCHES} clients watch the load, the most that may"):
+        next(iter(site.stub.WatchLoad(apb.WatchLoadRequest(), timeout=5)))
+    for call in calls:
+        call.cancel()
+
+    def watches() -> bool:
+        try:
+            return len(list(site.stub.WatchLoad(apb.WatchLoadRequest(count=1), timeout=5))) == 1
+        except grpc.RpcError:
+            return False
+
+    # Clients that have gone leave nothing behind.
+    site.until(watches)
+
+
+def test_routing_changes_at_once_and_as_a_whole(site: Site) -> None:
+    before = site.stub.GetRouting(apb.GetRoutingRequest(), timeout=5)
+    assert (before.routing.placement, before.routing.queue_size) == ("round_robin", 77)
+    assert dict(before.routing.tenant_weight) == {"gold": 4.0}
+    with ThreadPoolExecutor(4) as pool:
+        running = [pool.submit(outcome, site.service.stub, i, 150) for i in range(4)]
+        shown = site.run(
+            routing, "placement=least_loaded", "delay-factor=0.5", "tenant-weight=gold=2,trial=0.5", "max-hold=20ms",
+            "tenant-concurrency=9",
+        )  # fmt: skip
+        running += [pool.submit(outcome, site.service.stub, i, 50) for i in range(4, 8)]
+        assert {f.result()[0] for f in running} == {grpc.StatusCode.OK}
+    assert dict(line.split() for line in shown.splitlines()) == {
+        "placement": "least_loaded",
+        "delay-factor": "0.5",
+        "max-hold": "20ms",
+        "queue-size": "77",
+        "tenant-weight": "gold=2,trial=0.5",
+        "tenant-concurrency": "9",
+        "version": str(before.version + 1),
+    }
+    # A mask can set what a message can not say: zero, and an empty map.
+    cleared = apb.SetRoutingRequest(update_mask=FieldMask(paths=["delay_factor", "tenant_weight"]))
+    after = site.stub.SetRouting(cleared, timeout=5)
+    assert (after.routing.delay_factor, dict(after.routing.tenant_weight)) == (0.0, {})
+    assert after.routing.max_hold_ms == 20
+    assert json.loads(site.run(routing, "--json"))["version"] == after.version
+
+
+@pytest.mark.parametrize(
+    ("wanted", "message"),
+    [
+        ({"routing": {"placement": "best", "queue_size": 5}}, "routing.placement is best; valid: one of"),
+        ({"routing": {"delay_factor": -1}}, "routing.delay_factor is -1"),
+        (
+            {"update_mask": FieldMask(paths=["color"])},
+            "update_mask names 'color'; valid: fields of Routing: delay_factor",
+        ),
+        ({}, "routing has no field"),
+        ({"routing": {"queue_size": 5}, "if_version": 999}, "not 999; read it again"),
+    ],
+)
+def test_a_bad_change_changes_nothing(site: Site, wanted: dict[str, object], message: str) -> None:
+    before = site.stub.GetRouting(apb.GetRoutingRequest(), timeout=5)
+    with pytest.raises(grpc.RpcError, match=message):
+        site.stub.SetRouting(apb.SetRoutingRequest(**wanted), timeout=5)  # type: ignore[arg-type]
+    assert site.stub.GetRouting(apb.GetRoutingRequest(), timeout=5) == before
+
+
+def test_a_limit_of_tenants_holds_from_its_change_on(site: Site) -> None:
+    def ask(i: int) -> grpc.StatusCode:
+        return outcome(site.service.stub, i, 100)[0]
+
+    with ThreadPoolExecutor(4) as pool:
+        site.run(routing, "tenant-concurrency=2")
+        codes = list(pool.map(ask, range(4)))
+        assert sorted(code.name for code in codes) == ["OK", "OK", "RESOURCE_EXHAUSTED", "RESOURCE_EXHAUSTED"]
+        site.run(routing, "tenant-concurrency=")
+        assert set(pool.map(ask, range(4))) == {grpc.StatusCode.OK}
+
+
+@pytest.mark.parametrize("command", [cordon, uncordon, drain, flush])
+def test_an_unknown_worker_is_named_with_those_there_are(site: Site, command: click.Command) -> None:
+    with pytest.raises(CommandError, match="no worker is called 'w9'; workers: worker-0, worker-1") as caught:
+        site.run(command, "w9")
+    assert caught.value.exit_code == 2
+
+
+def test_nobody_there_says_how_the_service_is_switched_on() -> None:
+    for command, arguments in ((workers, ()), (workers, ("--watch",)), (routing, ()), (cordon, ("w",))):
+        with pytest.raises(CommandError, match="AdminService needs `fissile router --admin-port`"):
+            CliRunner().invoke(
+                command, [*arguments, "--admin-address", f"127.0.0.1:{free_port()}"], catch_exceptions=False
+            )
+
+
+def test_channelz_is_there(site: Site) -> None:
+    stub = channelz_pb2_grpc.ChannelzStub(site.channel)
+    servers = stub.GetServers(channelz_pb2.GetServersRequest(), timeout=5).server
+    assert sum(server.data.calls_started for server in servers) > 0
+
+
+def test_a_refusal_has_its_details(site: Site) -> None:
+    with pytest.raises(grpc.RpcError) as caught:
+        site.stub.SetRouting(apb.SetRoutingRequest(routing=apb.Routing(placement="best")), timeout=5)
+    assert isinstance(caught.value, grpc.Call)
+    status = rpc_status.from_call(caught.value)
+    assert status is not None
+    bad = error_details_pb2.BadRequest()
+    assert any(detail.Unpack(bad) for detail in status.details)
+    assert bad.field_violations[0].field == "routing.placement"
+
+
+def test_a_reload_takes_the_whole_file_or_nothing(site: Site) -> None:
+    """Reload and SIGHUP: what may change does, a bad file changes nothing, and what needs a restart is named."""
+    before = site.stub.GetRouting(apb.GetRoutingRequest(), timeout=5)
+    site.config.write_text("router:\n  placement: least_loaded\n  queue-size: 5\n  lease: 2s\n")
+    done = site.stub.Reload(apb.ReloadRequest(), timeout=5)
+    assert sorted(done.changed) == ["placement", "queue-size", "tenant-weight"]
+    assert (list(done.needs_restart), done.version) == (["lease"], before.version + 1)
+    after = site.stub.GetRouting(apb.GetRoutingRequest(), timeout=5)
+    assert (after.routing.placement, after.routing.queue_size, after.version) == ("least_loaded", 5, done.version)
+
+    for text, message in (
+        ("router:\n  placement: round_robin\n  queue-size: none\n", "line 3: router.queue-size: 'none' is not a valid"),
+        ("router:\n  placement: round_robin\n\n  colour: red\n", "line 4: router.colour is no option"),
+        ("router:\n  delay-factor: .inf\n", "routing.delay_factor is inf"),
+        ("router: [\n", "is no YAML"),
+    ):
+        site.config.write_text(text)
+        with pytest.raises(CommandError, match=f"nothing has changed: .*{message}"):
+            site.run(reload)
+        assert site.stub.GetRouting(apb.GetRoutingRequest(), timeout=5) == after
+
+    site.config.write_text("router:\n  placement: session\n")
+    site.service.router.running.send_signal(signal.SIGHUP)
+    site.until(lambda: site.stub.GetRouting(apb.GetRoutingRequest(), timeout=5).routing.placement == "session")
+    assert outcome(site.service.stub, 1, 8) == (grpc.StatusCode.OK, 8)
+    site.config.write_text("router:\n  queue-size: none\n")
+    site.service.router.running.send_signal(signal.SIGHUP)
+    site.until(lambda: "configuration not reloaded" in site.service.router.log.read_text())
+
+
+def test_the_list_of_workers_is_read_again(model: Path, tmp_path: Path) -> None:
+    """A worker that the file names no more is left, one that can not be reached is listed with the reason."""
+    port = free_port()
+    with running_service(tmp_path, model, workers=2, worker_options=OPTIONS) as service:
+        config, (first, second) = tmp_path / "c.yaml", [worker.address for worker in service.workers]
+        config.write_text(f"router:\n  worker: [{first}]\n")
+        arguments = ["router", "--port", str(free_port()), "--admin-port", str(port), "--config", str(config)]
+        router = Process("other", arguments, int(arguments[2]), tmp_path / "other.log")
+        router.start()
+        try:
+            router.wait_serving()
+            with grpc.insecure_channel(f"127.0.0.1:{port}") as channel:
+                site = Site(service, channel, f"127.0.0.1:{port}", config)
+                nobody = f"127.0.0.1:{free_port()}"
+                config.write_text(f"router:\n  worker: [{second}, {nobody}]\n  log-level: debug\n")
+                assert "changed: worker, log-level" in site.run(reload)
+                site.until(lambda: site.states() == {"worker-1": "serving", "": "unconnected"})
+                site.until(lambda: "refused" in site.listed()[""].last_error)
+                assert f"{nobody}: UNAVAILABLE" in site.run(workers)
+        finally:
+            router.stop(signal.SIGKILL)

@@ -1,0 +1,61 @@
+"""The event loop's lag: the histogram, and the watch on a real loop."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import pytest
+
+from router.loop_lag import BOUNDS_S, INTERVAL_S, LagHistogram, LoopLag
+
+
+def test_a_quantile_is_the_upper_bound_of_its_class() -> None:
+    made = LagHistogram()
+    for lag_ms in range(10):
+        made.record(lag_ms / 1000 + 1e-6)
+    assert sum(made.counts) == 10
+    assert 0.0045 <= made.quantile(0.5) <= 0.0045 * 1.2
+    assert 0.009 <= made.quantile(0.99) <= 0.009 * 1.2
+    assert made.quantile(0.0) == BOUNDS_S[0]
+
+
+def test_a_stall_counts_for_every_timer_that_it_kept_from_firing() -> None:
+    made = LagHistogram()
+    for _ in range(90):
+        made.record(0.0)
+    made.record(10 * INTERVAL_S - INTERVAL_S / 2)
+    assert sum(made.counts) == 100
+    assert made.quantile(0.9) < 0.001
+    assert made.quantile(0.99) > 8 * INTERVAL_S
+
+
+def test_only_what_came_since_is_counted() -> None:
+    made = LagHistogram()
+    made.record(0.005)
+    earlier = LagHistogram(made.counts)
+    assert made.since(earlier).quantile(0.5) == 0.0
+    made.record(0.002)
+    assert sum(made.since(earlier).counts) == 1
+    assert 0.002 <= made.since(earlier).quantile(1.0) <= 0.0024
+
+
+def test_a_suspended_process_is_counted_within_bounds() -> None:
+    made = LagHistogram()
+    made.record(1e6)
+    assert sum(made.counts) == pytest.approx(10 / INTERVAL_S, abs=2)
+    assert made.quantile(1.0) <= 10
+
+
+async def test_a_held_loop_is_seen() -> None:
+    watch = LoopLag()
+    watch.start()
+    await asyncio.sleep(3 * INTERVAL_S)
+    time.sleep(0.2)  # noqa: ASYNC251  # the stall
+    await asyncio.sleep(3 * INTERVAL_S)
+    watch.stop()
+    watch.stop()
+    assert watch.histogram.quantile(1.0) >= 0.18
+    seen = sum(watch.histogram.counts)
+    await asyncio.sleep(3 * INTERVAL_S)
+    assert sum(watch.histogram.counts) == seen
