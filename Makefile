@@ -35,19 +35,25 @@ $(RUN_STAMP): pyproject.toml scripts/setup.sh $(if $(PYTHON),FORCE)
 $(ALL_STAMP): pyproject.toml scripts/setup.sh $(if $(PYTHON),FORCE)
 	@PYTHON="$(PYTHON)" scripts/setup.sh all
 
-setup: $(ALL_STAMP) ## Make .venv with everything in it: service, tests, linters, generators of the stubs
+# Compiles the CPU kernels again when their sources have changed; without a compiler PyTorch's serve.
+NATIVE_STAMP := $(VENV)/.native
+$(NATIVE_STAMP): $(wildcard kernels/cpu/native/*) kernels/cpu/build.py
+	@$(BIN)/python -m kernels.cpu.build
+	@touch $@
+
+setup: $(ALL_STAMP) $(NATIVE_STAMP) ## Make .venv with everything in it: service, tests, linters, generators of the stubs
 	@echo "$(VENV) is ready"
 
-run: $(RUN_STAMP) ## Serve the demo model (or MODEL=folder) with one router and one worker, and ask it something
+run: $(RUN_STAMP) $(NATIVE_STAMP) ## Serve the demo model (or MODEL=folder) with one router and one worker, and ask it something
 	@exec $(BIN)/fissile serve $(if $(MODEL),--model "$(MODEL)") --ask $(ARGS)
 
-test: $(ALL_STAMP) ## Run the tests: unit, sim, parity, e2e, clients, deploy, chaos
+test: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests: unit, sim, parity, e2e, clients, deploy, chaos
 	@scripts/test.sh unit sim parity e2e clients deploy chaos
 
-test-long: $(ALL_STAMP) ## Run the tests that take minutes each
+test-long: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests that take minutes each
 	@PYTEST_MARK=long scripts/test.sh unit sim parity e2e clients deploy chaos
 
-chaos: $(ALL_STAMP) ## Run the chaos tests alone, with full times and numbers, and print what they measured
+chaos: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the chaos tests alone, with full times and numbers, and print what they measured
 	@CHAOS_SCALE=full scripts/test.sh chaos
 
 lint: $(ALL_STAMP) ## Check style, format and types of everything
@@ -58,7 +64,7 @@ lint: $(ALL_STAMP) ## Check style, format and types of everything
 protos: $(ALL_STAMP) ## Make the stubs anew from protos/**/*.proto
 	@scripts/protos.sh protos
 
-bench: $(ALL_STAMP) ## Run the benchmarks (tests/bench/README.md has their figures)
+bench: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the benchmarks (tests/bench/README.md has their figures)
 	@$(BIN)/python -m tests.bench.scheduler_cost
 	@$(BIN)/python -m tests.bench.decode_step
 
@@ -69,5 +75,5 @@ check-fresh: ## Clone HEAD into a new folder, make a new .venv there, run `make 
 	@PYTHON="$(PYTHON)" scripts/check_fresh.sh
 
 clean: ## Remove everything that make has made
-	@rm -rf .venv .venv-protos .venv-deploy build node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf kernels/cpu/*.so .venv .venv-protos .venv-deploy build node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -208,6 +208,14 @@ class KernelBackend(Protocol):
         ...
 
     @property
+    def numerics(self) -> tuple[object, ...]:
+        """What a row's bits depend on besides the model: libraries, instruction set, threads where they matter.
+
+        Known when a model has been built with the back end. Its text is part of the numerics class.
+        """
+        ...
+
+    @property
     def row_multiple(self) -> int:
         """Rows of a step are best padded to a multiple of this; other counts work but are copied."""
         ...

@@ -33,6 +33,12 @@ class TorchBackend:
         self._attention = paged_attention.PagedAttention()
         self._selector = token_selection.TokenSelector()
 
+    @property
+    def numerics(self) -> tuple[object, ...]:
+        """See KernelBackend."""
+        capability = torch.backends.cpu.get_cpu_capability()
+        return (self.name, torch.__version__, capability, torch.get_num_threads())
+
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
         """See KernelBackend."""
         return row_tiles.pack(weight, bias, dtype)

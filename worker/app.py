@@ -424,7 +424,10 @@ class ByteSize(click.ParamType[int]):
     "--kv-cache-dtype", envvar="FISSILE_KV_CACHE_DTYPE", default="auto",
     help="Of the KV cache: auto (the model's), bfloat16, float16 or fp8.",
 )  # fmt: skip
-@option("--kernels", envvar="FISSILE_KERNELS", default="auto", help="Kernel back end.")
+@option(
+    "--kernels", envvar="FISSILE_KERNELS", default="auto",
+    help="cpu: our native kernels; torch: PyTorch's; auto: native where this machine can.",
+)  # fmt: skip
 @option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
     help="Longest prompt plus answer, tokens; absent: the model's own, or what the KV cache holds.",

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 
-import torch
-
 from common.sampling_params import SamplingParams
 from worker.batch import ScheduledBatch
 from worker.model_runner import ModelRunner
@@ -24,18 +22,15 @@ def numerics_digest(runner: ModelRunner) -> str:
     """64-bit hex digest of the logit bits of a fixed probe, and of the facts that make a class.
 
     The probe is a prefill, a prompt in two chunks and 40 sampled decodes of both together, in a KV pool of its own.
-    Facts: architecture, dtypes of model and KV cache, kernels, PyTorch, instruction set, threads, ranks. Ranks compute
-    it together, and each gets the same digest.
+    Facts: architecture, dtypes of model and KV cache, what the kernels' bits depend on, ranks. Ranks compute it
+    together, and each gets the same digest.
     """
     digest = hashlib.blake2b(digest_size=8)
     facts = (
         runner.model_config.architecture,
         runner.dtype,
         runner.kv_dtype,
-        runner.kernels.name,
-        torch.__version__,
-        torch.backends.cpu.get_cpu_capability(),
-        torch.get_num_threads(),
+        runner.kernels.numerics,
         runner.shard.size,
         runner.shard.expert_parallel,
         1 if runner.shard.data is None else runner.shard.data.size,

@@ -12,13 +12,15 @@ FROM ${BASE} AS build
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG PIP_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
+# Compiles the CPU kernels when Fissile is installed; the last stage has no compiler.
+RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/fissile
 WORKDIR /src
 # PyTorch in a layer of its own: it is most of the image and changes least.
 COPY pyproject.toml ./
 RUN torch="$(sed -nE 's/^cpu = \["(torch==[^"]+\+cpu)"\].*/\1/p' pyproject.toml)" \
     && /opt/fissile/bin/python -m pip install --index-url "${TORCH_INDEX_URL}" "${torch:?no torch in pyproject.toml}"
-COPY README.md LICENSE ./
+COPY hatch_build.py README.md LICENSE ./
 COPY protos/ protos/
 COPY common/ common/
 COPY kernels/ kernels/

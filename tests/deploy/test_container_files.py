@@ -98,7 +98,7 @@ def test_it_ends_as_a_user_without_rights(path: Path) -> None:
 @each_file
 def test_what_it_copies_is_there_and_not_ignored(path: Path) -> None:
     copied = list(ContainerFile.read(path).copied())
-    assert {"pyproject.toml", "common", "router", "worker", "kernels", "protos"} <= set(copied)
+    assert {"pyproject.toml", "hatch_build.py", "common", "router", "worker", "kernels", "protos"} <= set(copied)
     for source in copied:
         assert (ROOT / source).exists(), source
         assert source in ignored()

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE, make_checkpoint
-from tests.parity.test_models import NEW_TOKENS, POOL, Models, close, load_models, make_runner
+from tests.parity.test_models import NEW_TOKENS, POOL, Models, Reference, close, load_models, make_runner
 from tests.quantizers import SCHEMES as QUANTIZERS
 from tests.quantizers import quantize_checkpoint, write_safetensors
 from worker.loader import load_weights
@@ -120,12 +120,12 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def test_prefill_logits(models: Models) -> None:
     for length in (1, 16, 65, 300):
         prompt = models.random_prompts([length], seed=length)[0]
-        close(models.logits(prompt, 0), models.reference_logits(prompt)[-1])
+        close(models.logits(prompt, 0), models.reference.logits(prompt)[-1])
 
 
 def test_chunked_prefill_and_decode_logits(models: Models) -> None:
     prompt = models.random_prompts([150], seed=1)[0]
-    expected = models.reference_logits(prompt)
+    expected = models.reference.logits(prompt)
     borders = [0, 1, 37, 64, 100, *range(140, 151)]
     for start, end in pairwise(borders):
         close(models.logits(prompt[:end], start), expected[end - 1])
@@ -136,7 +136,7 @@ def test_greedy_streams(models: Models) -> None:
     prompts = models.random_prompts([1, 2, 17, 64, 130, 300], seed=2)
     streams = models.greedy(prompts)
     for prompt, stream in zip(prompts, streams, strict=True):
-        best = models.reference_logits(prompt + stream[:-1])[len(prompt) - 1 :].argmax(-1)
+        best = models.reference.logits(prompt + stream[:-1])[len(prompt) - 1 :].argmax(-1)
         assert stream == best.tolist(), f"prompt of {len(prompt)} tokens"
     assert len({tuple(stream) for stream in streams}) == len(streams), "streams do not tell prompts apart"
     assert all(len(set(stream)) > NEW_TOKENS // 4 for stream in streams), "streams loop"
@@ -162,7 +162,7 @@ def test_a_checkpoint_in_blocks_of_fp8(tmp_path: Path) -> None:
     worths = quantize_checkpoint(folder, QUANTIZERS["deepseek"])
     write_safetensors(other / "model.safetensors", {name: ("F32", worth) for name, worth in worths.items()})
     tokens = list(range(5, 60))
-    actual, expected = (Models(each, None, make_runner(each)).logits(tokens, 0) for each in (folder, other))
+    actual, expected = (Models(Reference(each, None), make_runner(each)).logits(tokens, 0) for each in (folder, other))
     assert torch.equal(actual, expected)
 
 

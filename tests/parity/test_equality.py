@@ -1,7 +1,7 @@
 """One request, one answer: on the demo model every stream is that of the sequence computed alone (design.md, "The
 promise"), whatever the policy, the cache, the size of the chunks, deferred output, the pool and the other requests.
 
-float32, batch-invariant `torch` back end, a KV cache that begins full of NaN: a slot that is read before it is written
+float32, the batch-invariant back ends, a KV cache that begins full of NaN: a slot that is read before it is written
 shows. A workload that fails is repeated with `check(its number, its setting)`.
 """
 
@@ -11,7 +11,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,9 +23,9 @@ from common.config import MIXED, PREFILL_FIRST, SCHEDULING_POLICIES, Config
 from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from deploy.demo.questions import questions
-from kernels.interface import KVSpec
+from kernels.interface import KernelBackend
 from kernels.paged_attention import PagedKVCache
-from kernels.torch_backend import TorchBackend
+from kernels.select import BACKENDS, select_backend
 from tests.unit.mutants import MUTANTS as TRAPS
 from tests.unit.mutants import Mutant
 from worker import model_runner
@@ -57,13 +57,14 @@ class Setting:
     tight: bool = False
     block_size: int = 16
     max_num_seqs: int = 8
+    kernels: str = "torch"
 
     @property
     def config(self) -> Config:
         return Config(
             model=str(DEMO),
             dtype="float32",
-            kernels="torch",
+            kernels=self.kernels,
             max_model_len=MODEL_LEN,
             scheduling_policy=self.policy,
             max_num_batched_tokens=self.budget,
@@ -134,15 +135,17 @@ def _sampling(rnd: random.Random) -> dict[str, Any]:
     return given | {name: value for name, value in optional.items() if rnd.random() < 0.4}
 
 
-class PoisonedBackend(TorchBackend):
-    """A KV cache of NaN but for the block that stands for what is past a sequence's end."""
+def poisoned(backend: KernelBackend) -> KernelBackend:
+    """Its KV caches are NaN but for the block that stands for what is past a sequence's end."""
+    allocate = backend.allocate_kv
 
-    def allocate_kv(
-        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
-    ) -> PagedKVCache:
-        made = super().allocate_kv(spec, num_layers, num_blocks, block_size, dtype)
+    def allocate_kv(*given: Any) -> PagedKVCache:
+        made: PagedKVCache = allocate(*given)
         made.data[:, :, :-1] = torch.nan
         return made
+
+    backend.allocate_kv = allocate_kv  # type: ignore[assignment, method-assign]
+    return backend
 
 
 @dataclass
@@ -161,11 +164,12 @@ class Watched:
 
 
 @cache
-def loaded(block_size: int) -> ModelRunner:
-    """The model, loaded once for each block size."""
+def loaded(block_size: int, kernels: str) -> ModelRunner:
+    """The model, loaded once for each block size and back end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "select_backend", lambda name: PoisonedBackend())
-        return ModelRunner(Setting(block_size=block_size).config, ModelConfig.from_folder(DEMO))
+        patch.setattr(model_runner, "select_backend", lambda name: poisoned(select_backend(name)))
+        config = Setting(block_size=block_size, kernels=kernels).config
+        return ModelRunner(config, ModelConfig.from_folder(DEMO))
 
 
 def make_engine(setting: Setting, watched: Watched) -> LLMEngine:
@@ -174,9 +178,10 @@ def make_engine(setting: Setting, watched: Watched) -> LLMEngine:
 
 
 @cache
-def alone(number: int) -> dict[Key, dict[str, Any]]:
+def alone(number: int, kernels: str = "torch") -> dict[Key, dict[str, Any]]:
     """Every answer of a workload, each sequence computed when the one before it has ended."""
-    engine, requests = make_engine(ALONE, Watched(loaded(ALONE.block_size))), workload(number)
+    watched = Watched(loaded(ALONE.block_size, kernels))
+    engine, requests = make_engine(replace(ALONE, kernels=kernels), watched), workload(number)
     answers = [
         answer
         for request_id, request in requests.items()
@@ -208,8 +213,8 @@ def together(number: int, setting: Setting, watched: Watched) -> dict[Key, dict[
 
 def check(number: int, setting: Setting, runner: ModelRunner | None = None) -> Counter[str]:
     """Compares a workload with its sequences computed alone. What the batches were like."""
-    expected = alone(number)
-    watched = Watched(runner or loaded(setting.block_size))
+    expected = alone(number, setting.kernels)
+    watched = Watched(runner or loaded(setting.block_size, setting.kernels))
     answers = together(number, setting, watched)
     assert answers.keys() == expected.keys()
     for key, answer in answers.items():
@@ -223,17 +228,27 @@ def check(number: int, setting: Setting, runner: ModelRunner | None = None) -> C
     return watched.seen
 
 
-def settings(policy: str, budget: int) -> Iterator[Setting]:
+def settings(policy: str, budget: int, kernels: str = "torch") -> Iterator[Setting]:
     switches = itertools.product([False, True], repeat=3)
     for (caching, deferred, tight), block_size in zip(switches, BLOCK_SIZES, strict=True):
-        yield Setting(policy, budget, caching, deferred, tight, block_size)
+        yield Setting(policy, budget, caching, deferred, tight, block_size, kernels=kernels)
+
+
+@pytest.fixture(scope="module", params=list(BACKENDS))
+def kernels(request: pytest.FixtureRequest) -> str:
+    """Each back end that runs on this machine."""
+    try:
+        select_backend(request.param)
+    except ValueError as error:
+        pytest.skip(str(error))
+    return str(request.param)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
 @pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
-def test_streams_are_those_of_each_sequence_alone(policy: str, budget: int) -> None:
+def test_streams_are_those_of_each_sequence_alone(policy: str, budget: int, kernels: str) -> None:
     numbers, seen, preempted, hits, late = itertools.cycle(range(NUM_WORKLOADS)), Counter[str](), 0, 0, 0
-    for setting in settings(policy, budget):
+    for setting in settings(policy, budget, kernels):
         one = check(next(numbers), setting)
         preempted += one["preemptions"] if setting.tight else 0
         hits += one["hits"] if setting.caching else 0
@@ -249,9 +264,9 @@ def test_streams_are_those_of_each_sequence_alone(policy: str, budget: int) -> N
 
 @pytest.mark.long
 @pytest.mark.parametrize("number", range(NUM_WORKLOADS, NUM_LONG))
-def test_many_workloads_under_every_setting(number: int) -> None:
+def test_many_workloads_under_every_setting(number: int, kernels: str) -> None:
     for policy, budget in itertools.product(SCHEDULING_POLICIES, BUDGETS):
-        for setting in settings(policy, budget):
+        for setting in settings(policy, budget, kernels):
             check(number, setting)
 
 

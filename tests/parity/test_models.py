@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,10 @@ import torch
 
 from common.config import Config
 from common.sampling_params import SamplingParams
+from kernels.select import AUTO, BACKENDS
 from tests.checkpoints import make_checkpoint
 from worker.batch import ScheduledBatch
-from worker.model_config import ModelConfig
+from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import ModelRunner
 from worker.sequence import Sequence
 
@@ -167,22 +168,39 @@ CHECKPOINTS |= {
 
 
 @dataclass
+class Reference:
+    """A checkpoint in transformers."""
+
+    folder: Path
+    model: Any
+    _streams: dict[tuple[Any, ...], list[int]] = field(default_factory=dict)
+
+    def logits(self, tokens: list[int]) -> torch.Tensor:
+        """float32 [len(tokens), V]"""
+        with torch.inference_mode():
+            logits: torch.Tensor = self.model(torch.tensor([tokens])).logits[0]
+        return logits
+
+    def greedy(self, prompt: list[int], **given: Any) -> list[int]:
+        """A stream of NEW_TOKENS, computed once for all back ends."""
+        key = (*prompt, *given.items())
+        if key not in self._streams:
+            with torch.inference_mode():
+                out = self.model.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, **given)
+            self._streams[key] = out[0, len(prompt) :].tolist()
+        return self._streams[key]
+
+
+@dataclass
 class Models:
     """The same checkpoint in transformers and here."""
 
-    folder: Path
-    reference: Any
+    reference: Reference
     runner: ModelRunner
 
     def random_prompts(self, lengths: list[int], seed: int) -> list[list[int]]:
         rnd = random.Random(seed)
         return [[rnd.randrange(5, self.runner.model_config.vocab_size) for _ in range(n)] for n in lengths]
-
-    def reference_logits(self, tokens: list[int]) -> torch.Tensor:
-        """float32 [len(tokens), V]"""
-        with torch.inference_mode():
-            logits: torch.Tensor = self.reference(torch.tensor([tokens])).logits[0]
-        return logits
 
     def logits(self, tokens: list[int], start: int) -> torch.Tensor:
         """float32 [V] after the last token, with the first `start` tokens' keys and values stored already."""
@@ -214,19 +232,33 @@ class Models:
 
 
 @pytest.fixture(scope="module", params=list(CHECKPOINTS))
-def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Models:
-    return load_models(make_checkpoint(tmp_path_factory.mktemp(request.param), **CHECKPOINTS[request.param]))
+def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    return load_reference(make_checkpoint(tmp_path_factory.mktemp(request.param), **CHECKPOINTS[request.param]))
+
+
+@pytest.fixture(scope="module", params=list(BACKENDS))
+def models(request: pytest.FixtureRequest, reference: Reference) -> Models:
+    try:
+        return Models(reference, make_runner(reference.folder, request.param))
+    except ModelError as error:
+        pytest.skip(str(error))
+
+
+def load_reference(folder: Path) -> Reference:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return Reference(folder, model.eval())
 
 
 def load_models(folder: Path) -> Models:
-    from transformers import AutoModelForCausalLM
-
-    reference: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    return Models(folder, reference.eval(), make_runner(folder))
+    return Models(load_reference(folder), make_runner(folder))
 
 
-def make_runner(folder: Path) -> ModelRunner:
-    config = Config(model=str(folder), dtype="float32", kv_cache_block_size=BLOCK_SIZE, max_model_len=1024)
+def make_runner(folder: Path, kernels: str = AUTO) -> ModelRunner:
+    config = Config(
+        model=str(folder), dtype="float32", kernels=kernels, kv_cache_block_size=BLOCK_SIZE, max_model_len=1024
+    )
     runner = ModelRunner(config, ModelConfig.from_folder(folder))
     runner.allocate_kv_cache(POOL)
     return runner
@@ -240,12 +272,12 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("length", [1, 16, 65, 300])
 def test_prefill_logits(models: Models, length: int) -> None:
     prompt = models.random_prompts([length], seed=length)[0]
-    close(models.logits(prompt, 0), models.reference_logits(prompt)[-1])
+    close(models.logits(prompt, 0), models.reference.logits(prompt)[-1])
 
 
 def test_chunked_prefill_and_decode_logits(models: Models) -> None:
     prompt = models.random_prompts([150], seed=1)[0]
-    expected = models.reference_logits(prompt)
+    expected = models.reference.logits(prompt)
     borders = [0, 1, 37, 64, 100, *range(140, 151)]
     for start, end in pairwise(borders):
         close(models.logits(prompt[:end], start), expected[end - 1])
@@ -255,20 +287,14 @@ def test_greedy_streams(models: Models) -> None:
     prompts = models.random_prompts([1, 2, 15, 16, 17, 64, 130, 300], seed=2)
     streams = models.greedy(prompts)
     for prompt, stream in zip(prompts, streams, strict=True):
-        with torch.inference_mode():
-            out = models.reference.generate(torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False)
-        assert stream == out[0, len(prompt) :].tolist(), f"prompt of {len(prompt)} tokens"
+        assert stream == models.reference.greedy(prompt), f"prompt of {len(prompt)} tokens"
     assert len({tuple(stream) for stream in streams}) == len(streams), "streams do not tell prompts apart"
     assert all(len(set(stream)) > NEW_TOKENS // 4 for stream in streams), "streams loop"
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])
-@pytest.mark.parametrize("models", PENALIZED, indirect=True)
+@pytest.mark.parametrize("reference", PENALIZED, indirect=True)
 def test_greedy_streams_with_a_repetition_penalty(models: Models, penalty: float) -> None:
     prompts = models.random_prompts([1, 17, 64, 300], seed=3)
     for prompt, stream in zip(prompts, models.greedy(prompts, repetition_penalty=penalty), strict=True):
-        with torch.inference_mode():
-            out = models.reference.generate(
-                torch.tensor([prompt]), max_new_tokens=NEW_TOKENS, do_sample=False, repetition_penalty=penalty
-            )
-        assert stream == out[0, len(prompt) :].tolist(), f"prompt of {len(prompt)} tokens"
+        assert stream == models.reference.greedy(prompt, repetition_penalty=penalty), f"prompt of {len(prompt)} tokens"

@@ -1,4 +1,4 @@
-"""Routing and experts of the PyTorch back end: against transformers' routers, plain float64, and themselves."""
+"""Routing and experts of the back ends: against transformers' routers, plain float64, and themselves."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ import pytest
 import torch
 from torch.nn.functional import silu
 
-from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
-from kernels.torch_backend import TorchBackend
+from kernels.interface import ClampedSwiglu, ExpertWeights, KernelBackend, Routing
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-BACKEND = TorchBackend()
 CLAMP = ClampedSwiglu(alpha=1.702, limit=1.5)
 HIDDEN, INNER, EXPERTS, SLOTS = 24, 20, 7, 3
 
@@ -73,34 +71,38 @@ def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("rows", [1, 16, 100])
 @pytest.mark.parametrize("clamp", [None, CLAMP])
-def test_moe(dtype: torch.dtype, tolerance: float, rows: int, clamp: ClampedSwiglu | None) -> None:
+def test_moe(
+    backend: KernelBackend, dtype: torch.dtype, tolerance: float, rows: int, clamp: ClampedSwiglu | None
+) -> None:
     made = experts(dtype, bias=clamp is not None)
     x, ids, weights = step(rows, seed=rows, dtype=dtype)
-    out = BACKEND.moe(x, ids, weights, BACKEND.pack_experts(iter(made), 0, clamp, dtype))
+    out = backend.moe(x, ids, weights, backend.pack_experts(iter(made), 0, clamp, dtype))
     assert out.dtype == dtype
     close(out, expected(x, ids, weights, made, clamp is not None), tolerance)
 
 
-def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none() -> None:
+def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none(backend: KernelBackend) -> None:
     made = experts()
     x, ids, weights = step(50, seed=1)
     parts = [slice(0, 0), slice(0, 3), slice(3, 7)]
-    packed = [BACKEND.pack_experts(made[part], part.start, None, torch.float32) for part in parts]
-    outs = [BACKEND.moe(x, ids, weights, one) for one in packed]
+    packed = [backend.pack_experts(made[part], part.start, None, torch.float32) for part in parts]
+    outs = [backend.moe(x, ids, weights, one) for one in packed]
     assert not outs[0].any()
     close(outs[1] + outs[2], expected(x, ids, weights, made, clamp=False))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("clamp", [None, CLAMP])
-def test_a_rows_bits_do_not_depend_on_the_other_rows(dtype: torch.dtype, clamp: ClampedSwiglu | None) -> None:
-    packed = BACKEND.pack_experts(experts(dtype, bias=True), 0, clamp, dtype)
+def test_a_rows_bits_do_not_depend_on_the_other_rows(
+    backend: KernelBackend, dtype: torch.dtype, clamp: ClampedSwiglu | None
+) -> None:
+    packed = backend.pack_experts(experts(dtype, bias=True), 0, clamp, dtype)
     x, ids, weights = step(90, seed=2, dtype=dtype)
-    alone = torch.cat([BACKEND.moe(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], packed) for i in range(len(x))])
+    alone = torch.cat([backend.moe(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], packed) for i in range(len(x))])
     generator = torch.Generator().manual_seed(3)
     for count in (2, 15, 16, 17, 90):
         order = torch.randperm(90, generator=generator)[:count]
-        assert torch.equal(BACKEND.moe(x[order], ids[order], weights[order], packed), alone[order]), f"{count} rows"
+        assert torch.equal(backend.moe(x[order], ids[order], weights[order], packed), alone[order]), f"{count} rows"
 
 
 def routers() -> dict[str, tuple[Any, Routing]]:
@@ -141,7 +143,7 @@ def routers() -> dict[str, tuple[Any, Routing]]:
 
 
 @pytest.mark.parametrize("name", list(routers()))
-def test_route(name: str) -> None:
+def test_route(backend: KernelBackend, name: str) -> None:
     router, routing = routers()[name]
     generator = torch.Generator().manual_seed(7)
     with torch.no_grad():
@@ -150,7 +152,7 @@ def test_route(name: str) -> None:
         x = torch.randn(200, HIDDEN, generator=generator)
         logits, weights, ids = router(x)
         buffers = dict(router.named_buffers())
-        chosen, shares = BACKEND.route(logits, routing, buffers.get("e_score_correction_bias"))
+        chosen, shares = backend.route(logits, routing, buffers.get("e_score_correction_bias"))
     dense, expected_dense = (torch.zeros(logits.shape) for _ in range(2))
     close(dense.scatter_(1, chosen, shares), expected_dense.scatter_(1, ids, weights.float()), 1e-6)
     assert chosen.dtype == torch.int64
@@ -159,22 +161,24 @@ def test_route(name: str) -> None:
 
 @pytest.mark.parametrize("num_experts", [8, 12, 60, 128, 256])
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "topk_softmax"])
-def test_a_rows_choice_does_not_depend_on_the_other_rows(num_experts: int, scoring: Any) -> None:
+def test_a_rows_choice_does_not_depend_on_the_other_rows(
+    backend: KernelBackend, num_experts: int, scoring: Any
+) -> None:
     logits = torch.randn(100, num_experts, generator=torch.Generator().manual_seed(8)) * 3
     routing = Routing(6, scoring, renormalize=True)
-    ids, weights = BACKEND.route(logits, routing)
+    ids, weights = backend.route(logits, routing)
     for row in range(len(logits)):
-        alone_ids, alone_weights = BACKEND.route(logits[row : row + 1], routing)
+        alone_ids, alone_weights = backend.route(logits[row : row + 1], routing)
         assert torch.equal(alone_ids[0], ids[row])
         assert torch.equal(alone_weights[0], weights[row])
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "topk_softmax"])
-def test_of_equal_experts_the_lower_ids_are_chosen(scoring: Any) -> None:
+def test_of_equal_experts_the_lower_ids_are_chosen(backend: KernelBackend, scoring: Any) -> None:
     logits = torch.zeros(2, 40)
     logits[:, 31] = 1.0
-    ids, _ = BACKEND.route(logits, Routing(4, scoring))
+    ids, _ = backend.route(logits, Routing(4, scoring))
     assert ids.tolist() == [[31, 0, 1, 2]] * 2
     grouped = Routing(4, scoring, num_groups=10, top_groups=2) if scoring != "topk_softmax" else Routing(4, scoring)
-    ids, _ = BACKEND.route(torch.zeros(2, 40), grouped)
+    ids, _ = backend.route(torch.zeros(2, 40), grouped)
     assert ids.tolist() == [[0, 1, 2, 3]] * 2

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kernels.interface import IndexSpec, KVSpec
+from kernels.interface import IndexSpec, KernelBackend, KVSpec
 from kernels.paged_attention import PagedKVCache
 from kernels.token_selection import highest
 from kernels.torch_backend import TorchBackend
@@ -39,17 +39,17 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize(("heads", "n", "k"), [(1, 16, 8), (3, 20, 33), (16, 48, 24)])
-def test_head_linear(dtype: torch.dtype, heads: int, n: int, k: int) -> None:
+def test_head_linear(backend: KernelBackend, dtype: torch.dtype, heads: int, n: int, k: int) -> None:
     weight, x = torch.randn(heads, n, k).to(dtype), torch.randn(37, heads, k).to(dtype)
-    packed = BACKEND.pack_heads(weight, dtype)
-    out = BACKEND.head_linear(x, packed)
+    packed = backend.pack_heads(weight, dtype)
+    out = backend.head_linear(x, packed)
     assert out.dtype == dtype
     expected = torch.einsum("thk,hnk->thn", x.double(), weight.double())
     torch.testing.assert_close(out.double(), expected, atol=20 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    alone = torch.cat([BACKEND.head_linear(row[None], packed) for row in x])
+    alone = torch.cat([backend.head_linear(row[None], packed) for row in x])
     for count in (1, 2, 15, 16, 17, 37):
         order = torch.randperm(37)[:count]
-        assert torch.equal(BACKEND.head_linear(x[order], packed), alone[order]), f"{count} rows"
+        assert torch.equal(backend.head_linear(x[order], packed), alone[order]), f"{count} rows"
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))

@@ -1,15 +1,54 @@
 from __future__ import annotations
 
-import pytest
+from ctypes import CDLL
+from pathlib import Path
 
+import pytest
+from structlog.testing import capture_logs
+
+from kernels.cpu import library
 from kernels.select import select_backend
 
+load = library.load
 
-@pytest.mark.parametrize("name", ["auto", "torch"])
-def test_torch_is_there(name: str) -> None:
-    assert select_backend(name).name == "torch"
+
+def test_torch_is_there() -> None:
+    assert select_backend("torch").name == "torch"
+
+
+def test_auto_takes_the_native_kernels_where_they_are_fast() -> None:
+    try:
+        chosen = library.select(load())
+    except library.LibraryUnavailableError as error:
+        pytest.skip(str(error))
+    assert select_backend().name == ("torch" if chosen == library.PLAIN else "cpu")
+
+
+def test_auto_without_the_library_takes_torch_and_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(library, "load", lambda: load(tmp_path / "library.so"))
+    with capture_logs() as logs:
+        assert select_backend().name == "torch"
+    (line,) = logs
+    assert "not compiled" in line["reason"]
+
+
+def test_auto_on_a_processor_without_avx2_takes_torch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    try:
+        load()
+    except library.LibraryUnavailableError as error:
+        pytest.skip(str(error))
+    select = library.select
+
+    def plain_only(native: CDLL, instruction_set: str | None = None) -> str:
+        return select(native, instruction_set or library.PLAIN)
+
+    monkeypatch.setattr(library, "select", plain_only)
+    with capture_logs() as logs:
+        assert select_backend().name == "torch"
+    assert [line["reason"] for line in logs] == ["this processor has no AVX2"]
+    select(load())
 
 
 def test_unknown_name_says_the_choices() -> None:
-    with pytest.raises(ValueError, match="'cuda' is not known; choose one of: auto, torch"):
+    with pytest.raises(ValueError, match="'cuda' is not known; choose one of: auto, torch, cpu"):
         select_backend("cuda")

@@ -225,7 +225,7 @@ def test_bad_names_are_one_line(folder: Path) -> None:
     model_config = ModelConfig.from_folder(folder)
     with pytest.raises(ModelError, match="speculative_config: no draft model is built yet"):
         ModelRunner(Config(model=str(folder), speculative_config=SpeculativeConfig()), model_config)
-    with pytest.raises(ModelError, match="kernels 'x' is not known; choose one of: auto, torch"):
+    with pytest.raises(ModelError, match="kernels 'x' is not known; choose one of: auto, torch, cpu"):
         ModelRunner(Config(model=str(folder), kernels="x"), model_config)
 
 

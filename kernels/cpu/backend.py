@@ -1,0 +1,239 @@
+"""The CPU back end: native kernels, batch-invariant by construction, with any number of threads.
+
+Float32 and bfloat16 are native. What is not - float16, FP8 KV, latent attention and its indexer, routing - runs on
+PyTorch's kernels (kernels/torch_backend.py), over the same KV cache. Which of the two is decided by dtype and shape
+alone, at load, so it never changes between two steps of a model (design-details section 3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.cpu import attention, elementwise, experts, library, linear, sampling
+from kernels.cpu.attention import StepArrays
+from kernels.cpu.build import sources_digest
+from kernels.cpu.experts import PanelExperts
+from kernels.cpu.library import DTYPES
+from kernels.cpu.linear import PanelHeads, PanelLinear
+from kernels.experts import PackedExperts
+from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
+from kernels.paged_attention import AttentionPlan, PagedKVCache
+from kernels.row_tiles import PackedHeads, PackedLinear
+from kernels.torch_backend import TorchBackend
+
+
+class CpuPlan:
+    """One step: what the native kernels take, and PyTorch's plan, made when one of its kernels asks.
+
+    Attributes:
+        arrays: for the native kernels.
+    """
+
+    def __init__(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> None:
+        self.arrays = StepArrays(metadata)
+        self._step = metadata, cache, num_heads
+        self._for_torch: AttentionMetaData | None = None
+
+    def for_torch(self, backend: TorchBackend) -> AttentionMetaData:
+        """The step's metadata with PyTorch's plan."""
+        if self._for_torch is None:
+            self._for_torch = replace(self._step[0], plan=backend.plan_attention(*self._step))
+        return self._for_torch
+
+
+class CpuBackend:
+    """KernelBackend on the native kernels.
+
+    Raises:
+        LibraryUnavailableError: they can not serve on this machine.
+    """
+
+    name = "cpu"
+    batch_invariant = True
+    row_multiple = 1
+
+    def __init__(self) -> None:
+        self._library = library.load()
+        self.instruction_set = library.select(self._library)
+        self._library.fissile_set_threads(torch.get_num_threads())
+        self._torch = TorchBackend()
+        self._delegates = False
+
+    @property
+    def numerics(self) -> tuple[object, ...]:
+        """See KernelBackend. Threads and PyTorch count only where its kernels take part."""
+        own = (self.name, self.instruction_set, sources_digest())
+        return (*own, *self._torch.numerics) if self._delegates else own
+
+    def pack_linear(
+        self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> PanelLinear | PackedLinear:
+        """See KernelBackend."""
+        if dtype in DTYPES:
+            return linear.pack(self._library, weight, bias, dtype)
+        self._delegates = True
+        return self._torch.pack_linear(weight, bias, dtype)
+
+    def linear(self, x: torch.Tensor, packed: PanelLinear | PackedLinear) -> torch.Tensor:
+        """See KernelBackend."""
+        if isinstance(packed, PanelLinear):
+            return linear.linear(self._library, x, packed)
+        return self._torch.linear(x, packed)
+
+    def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PanelHeads | PackedHeads:
+        """See KernelBackend."""
+        if dtype in DTYPES:
+            return linear.pack_heads(self._library, weight, dtype)
+        self._delegates = True
+        return self._torch.pack_heads(weight, dtype)
+
+    def head_linear(self, x: torch.Tensor, packed: PanelHeads | PackedHeads) -> torch.Tensor:
+        """See KernelBackend."""
+        if isinstance(packed, PanelHeads):
+            return linear.head_linear(self._library, x, packed)
+        return self._torch.head_linear(x, packed)
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See KernelBackend."""
+        if x.dtype not in DTYPES or weight.dtype != x.dtype:
+            return self._torch.rms_norm(x, weight, eps)
+        return elementwise.norm(self._library, x, weight, eps)[0]
+
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See KernelBackend."""
+        if x.dtype not in DTYPES or weight.dtype != x.dtype:
+            return self._torch.add_rms_norm(x, residual, weight, eps)
+        return elementwise.norm(self._library, x, weight, eps, residual=residual)
+
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        """See KernelBackend."""
+        if x.dtype not in DTYPES or weight.dtype != x.dtype:
+            return self._torch.layer_norm(x, weight, bias, eps)
+        return elementwise.norm(self._library, x, weight, eps, bias)[0]
+
+    def rope(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See KernelBackend."""
+        if q.dtype not in DTYPES:
+            return self._torch.rope(q, k, cos, sin)
+        return elementwise.rope(self._library, q, cos, sin), elementwise.rope(self._library, k, cos, sin)
+
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        """See KernelBackend; silu is rounded to the model dtype before the product."""
+        return elementwise.silu_and_mul(self._library, x) if x.dtype in DTYPES else self._torch.silu_and_mul(x)
+
+    def route(
+        self, logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See KernelBackend."""
+        return self._torch.route(logits, routing, correction_bias)
+
+    def pack_experts(
+        self, weights: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
+    ) -> PanelExperts | PackedExperts:
+        """See KernelBackend."""
+        # Experts are chosen by PyTorch's kernels.
+        self._delegates = True
+        if dtype in DTYPES:
+            return experts.pack(self._library, weights, first, clamp, dtype)
+        return self._torch.pack_experts(weights, first, clamp, dtype)
+
+    def moe(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        packed: PanelExperts | PackedExperts,
+    ) -> torch.Tensor:
+        """See KernelBackend."""
+        if isinstance(packed, PanelExperts):
+            return experts.moe(self._library, x, topk_ids, topk_weights, packed)
+        return self._torch.moe(x, topk_ids, topk_weights, packed)
+
+    def allocate_kv(
+        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> PagedKVCache:
+        """See KernelBackend."""
+        self._delegates |= dtype not in DTYPES or spec.latent_value_dim > 0
+        return self._torch.allocate_kv(spec, num_layers, num_blocks, block_size, dtype)
+
+    def plan_attention(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> CpuPlan:
+        """See KernelBackend."""
+        return CpuPlan(metadata, cache, num_heads)
+
+    def write_kv(
+        self, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
+    ) -> None:
+        """See KernelBackend."""
+        if _native(k, cache):
+            attention.write_kv(self._library, cache, layer, k, v, metadata.plan.arrays)
+        else:
+            self._torch.write_kv(cache, layer, k, v, self._planned(metadata))
+
+    def attention(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See KernelBackend."""
+        if _native(q, cache):
+            return attention.attention(self._library, q, cache, layer, metadata.plan.arrays, scale, window, sinks)
+        return self._torch.attention(q, cache, layer, self._planned(metadata), scale, window, sinks)
+
+    def write_latent(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        """See KernelBackend."""
+        self._torch.write_latent(cache, layer, k, self._planned(metadata))
+
+    def write_index(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        """See KernelBackend."""
+        self._torch.write_index(cache, layer, k, self._planned(metadata))
+
+    def select_tokens(
+        self, q: torch.Tensor, weights: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData
+    ) -> AttentionPlan | None:
+        """See KernelBackend."""
+        return self._torch.select_tokens(q, weights, cache, layer, self._planned(metadata))
+
+    def latent_attention(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        selection: AttentionPlan | None,
+    ) -> torch.Tensor:
+        """See KernelBackend."""
+        return self._torch.latent_attention(q, cache, layer, self._planned(metadata), scale, selection)
+
+    def sample(
+        self,
+        logits: torch.Tensor,
+        params: SampleParams,
+        seeds: npt.NDArray[np.uint64],
+        positions: npt.NDArray[np.int64],
+        choices: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        """See KernelBackend."""
+        return torch.from_numpy(sampling.sample(self._library, logits.numpy(), params, seeds, positions, choices))
+
+    def _planned(self, metadata: AttentionMetaData) -> AttentionMetaData:
+        plan: CpuPlan = metadata.plan
+        return plan.for_torch(self._torch)
+
+
+def _native(x: torch.Tensor, cache: PagedKVCache) -> bool:
+    return x.dtype in DTYPES and cache.data.dtype in DTYPES

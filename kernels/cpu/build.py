@@ -1,0 +1,157 @@
+"""Compiles kernels/cpu/native into one shared object: `python -m kernels.cpu.build`. Needs nothing but a C++ compiler.
+
+Sources that hold arithmetic are compiled once for each instruction set, each into a namespace of its own; the library
+chooses among them when it is loaded. The package's build calls this (hatch_build.py), and `make setup` after a change.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+FOLDER = Path(__file__).resolve().parent
+SOURCES = FOLDER / "native"
+LIBRARY = FOLDER / "libfissile_cpu.so"
+# Compiled for each instruction set; the others once.
+ARITHMETIC = ("linear", "attention", "elementwise", "sampling", "table")
+COMPILERS = ("c++", "g++", "clang++")
+_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall")
+# The compiler's own libraries come with it, hidden, so that a machine that lacks them or has others can load it.
+_LINK = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
+_MARK = "fissile-sources:"
+
+
+class BuildError(Exception):
+    """The kernels could not be compiled; one line."""
+
+
+@dataclass(frozen=True)
+class InstructionSet:
+    """What arithmetic is compiled for.
+
+    Attributes:
+        name: of its namespace.
+        width: floats of a vector.
+        flags: for the compiler.
+    """
+
+    name: str
+    width: int
+    flags: tuple[str, ...] = ()
+
+
+_AVX2 = ("-mavx2", "-mfma", "-mf16c")
+_AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+_PLAIN = (InstructionSet("plain", 8),)
+# avx2x16 is the 16-wide code on machines without AVX-512: for tests.
+_X86 = (*_PLAIN, InstructionSet("avx2", 8, _AVX2), InstructionSet("avx2x16", 16, _AVX2),
+        InstructionSet("avx512", 16, _AVX512))  # fmt: skip
+
+
+def instruction_sets() -> tuple[InstructionSet, ...]:
+    """Those of this kind of processor; which of them it has, the library finds out."""
+    return _X86 if platform.machine().lower() in ("x86_64", "amd64") else _PLAIN
+
+
+def platform_tag() -> str:
+    """Of a wheel with the library in it: it is for the machine that compiled it and its like."""
+    return re.sub(r"[-.]", "_", sysconfig.get_platform())
+
+
+def find_compiler() -> list[str]:
+    """The command of the C++ compiler: $CXX, or the first of c++, g++ and clang++.
+
+    Raises:
+        BuildError: there is none.
+    """
+    named = shlex.split(os.environ.get("CXX", ""))
+    if named:
+        return named
+    found = next((name for name in COMPILERS if shutil.which(name)), None)
+    if found is None:
+        raise BuildError(f"no C++ compiler: none of {', '.join(COMPILERS)} is on the PATH; set CXX to one")
+    return [found]
+
+
+def sources_digest() -> str:
+    """Of everything that the library is made from."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in [*sorted(SOURCES.iterdir()), Path(__file__)]:
+        digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def is_current() -> bool:
+    """Whether the library is there and made from these sources."""
+    return LIBRARY.is_file() and (_MARK + sources_digest()).encode() in LIBRARY.read_bytes()
+
+
+def build(library: Path = LIBRARY) -> None:
+    """Compiles and links the library, which replaces the one that is there only when it is whole.
+
+    Raises:
+        BuildError: there is no compiler, or it refused the sources.
+    """
+    compiler = find_compiler()
+    with tempfile.TemporaryDirectory(prefix="fissile-kernels-") as folder:
+        commands = list(_compilations(compiler, Path(folder)))
+        with ThreadPoolExecutor(int(os.environ.get("FISSILE_BUILD_JOBS", os.cpu_count() or 1))) as jobs:
+            list(jobs.map(_run, commands))
+        # Beside the library, so that it can be renamed over it: a process that has the old one loaded keeps it.
+        linked = library.with_name(f".{library.name}.{os.getpid()}")
+        try:
+            _run([*compiler, *_LINK, *(command[-1] for command in commands), "-o", str(linked)])
+            linked.replace(library)
+        finally:
+            linked.unlink(missing_ok=True)
+
+
+def _compilations(compiler: list[str], folder: Path) -> Iterator[list[str]]:
+    """Commands, each ending with the object file that it makes; the longest first."""
+    once = [path for path in sorted(SOURCES.glob("*.cpp")) if path.stem not in ARITHMETIC]
+    for target in reversed(instruction_sets()):
+        names = (f"-DFISSILE_ISA={target.name}", f"-DFISSILE_WIDTH={target.width}", "-Wno-psabi", "-Wno-attributes")
+        for name in ARITHMETIC:
+            made = str(folder / f"{name}.{target.name}.o")
+            yield [*compiler, *_FLAGS, *target.flags, *names, "-c", str(SOURCES / f"{name}.cpp"), "-o", made]
+    mark = f'-DFISSILE_SOURCES="{sources_digest()}"'
+    for path in once:
+        yield [*compiler, *_FLAGS, mark, "-c", str(path), "-o", str(folder / f"{path.stem}.o")]
+
+
+def _run(command: list[str]) -> None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except OSError as error:
+        raise BuildError(f"{command[0]} can not be run: {error.strerror}") from None
+    if done.returncode:
+        lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
+        raise BuildError(f"{command[0]} failed: {lines[0] if lines else f'exit code {done.returncode}'}")
+
+
+def main() -> int:
+    """Builds what is out of date. Without a compiler PyTorch's kernels serve, so that is not a failure."""
+    if is_current():
+        return 0
+    try:
+        build()
+    except BuildError as error:
+        LIBRARY.unlink(missing_ok=True)
+        print(f"the CPU kernels were not compiled, PyTorch's serve instead: {error}", file=sys.stderr)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

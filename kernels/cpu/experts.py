@@ -1,0 +1,102 @@
+"""Mixture of experts by the native kernels: products of each expert's rows, added in the order of a row's slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from ctypes import CDLL
+from dataclasses import dataclass
+
+import torch
+
+from kernels.cpu import linear
+from kernels.cpu.library import DTYPES, check
+from kernels.interface import ClampedSwiglu, ExpertWeights
+
+
+@dataclass(frozen=True)
+class PanelExperts:
+    """This rank's E experts, the first of which has the id `first`; none of them leaves the tensors empty.
+
+    Attributes:
+        gate_up: [E, panels of 2I, H, 16] in the model dtype.
+        down: [E, panels of H, I, 16].
+        gate_up_bias: float32 [E, 2I] or None.
+        down_bias: float32 [E, H] or None.
+        inner: I.
+    """
+
+    first: int
+    count: int
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None
+    down_bias: torch.Tensor | None
+    inner: int
+    clamp: ClampedSwiglu | None
+
+
+def pack(
+    library: CDLL,
+    experts: Iterable[ExpertWeights],
+    first: int,
+    clamp: ClampedSwiglu | None,
+    dtype: torch.dtype,
+) -> PanelExperts:
+    """Packs experts as they come, in `dtype`, one of `DTYPES`."""
+    gate_up, down, inner = [], [], 0
+    for expert in experts:
+        gate_up.append(linear.pack(library, expert.gate_up, expert.gate_up_bias, dtype))
+        down.append(linear.pack(library, expert.down, expert.down_bias, dtype))
+        inner = expert.down.shape[1]
+    return PanelExperts(first, len(down), *_panels(gate_up, down, dtype), _biases(gate_up), _biases(down), inner, clamp)
+
+
+def _panels(
+    gate_up: list[linear.PanelLinear], down: list[linear.PanelLinear], dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The packed weights one behind the other; each is let go as soon as it is copied."""
+    both = []
+    for packed in (gate_up, down):
+        shape = packed[0].panels.shape if packed else (0, 0, 0)
+        stacked = torch.empty(len(packed), *shape, dtype=dtype)
+        for i, one in enumerate(packed):
+            stacked[i] = one.panels
+            packed[i] = linear.PanelLinear(stacked[i], one.bias, one.columns)
+        both.append(stacked)
+    return both[0], both[1]
+
+
+def _biases(packed: list[linear.PanelLinear]) -> torch.Tensor | None:
+    biases = [one.bias for one in packed if one.bias is not None]
+    return torch.stack(biases) if biases else None
+
+
+def moe(
+    library: CDLL, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PanelExperts
+) -> torch.Tensor:
+    """Weighted sum of what this rank's experts make of x [T, H]: [T, H]; other ranks' experts count as zeros."""
+    x, ids, weights = x.contiguous(), topk_ids.contiguous(), topk_weights.contiguous()
+    rows, hidden = x.shape
+    out = torch.empty(rows, hidden, dtype=x.dtype)
+    check(
+        library.fissile_moe(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            rows,
+            hidden,
+            packed.inner,
+            ids.shape[1],
+            ids.data_ptr(),
+            weights.data_ptr(),
+            packed.first,
+            packed.count,
+            packed.gate_up.data_ptr(),
+            None if packed.gate_up_bias is None else packed.gate_up_bias.data_ptr(),
+            packed.down.data_ptr(),
+            None if packed.down_bias is None else packed.down_bias.data_ptr(),
+            0.0 if packed.clamp is None else packed.clamp.alpha,
+            0.0 if packed.clamp is None else packed.clamp.limit,
+            out.data_ptr(),
+        )
+    )
+    return out

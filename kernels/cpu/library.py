@@ -1,0 +1,119 @@
+"""The compiled kernels, loaded by ctypes. Calls let go of the interpreter's lock while they run."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+import torch
+
+from kernels.cpu import build
+
+_INT = ctypes.c_int64
+_FLOAT = ctypes.c_float
+_POINTER = ctypes.c_void_p
+# Arguments of each function of kernels/cpu/native/api.cpp. Those that return something return 0, or 1 without memory.
+_SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
+    "fissile_select": (ctypes.c_char_p, (ctypes.c_char_p,)),
+    "fissile_set_threads": (None, (_INT,)),
+    "fissile_threads": (_INT, ()),
+    "fissile_pack_linear": (None, (_INT, _POINTER, _INT, _INT, _POINTER)),
+    "fissile_linear": (
+        ctypes.c_int,
+        (_INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT),
+    ),
+    "fissile_head_linear": (ctypes.c_int, (_INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER)),
+    "fissile_moe": (
+        ctypes.c_int,
+        (
+            *(_INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT, _INT),
+            *(_POINTER, _POINTER, _POINTER, _POINTER, _FLOAT, _FLOAT, _POINTER),
+        ),
+    ),
+    "fissile_norm": (
+        None,
+        (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _POINTER),
+    ),
+    "fissile_rope": (None, (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _INT, _POINTER)),
+    "fissile_silu_and_mul": (None, (_INT, _POINTER, _INT, _INT, _INT, _POINTER)),
+    "fissile_write_kv": (
+        None,
+        (_INT, _INT, _POINTER, _INT, _INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER, _POINTER),
+    ),
+    "fissile_sample": (None, (_POINTER, _INT, _INT, _INT, *[_POINTER] * 8)),
+    "fissile_attention": (
+        ctypes.c_int,
+        (
+            *(_INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
+            *(_INT, _INT, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
+            *(_FLOAT, _INT, _POINTER, _POINTER),
+        ),
+    ),
+}
+# Codes of kernels/cpu/native/kernels.hpp; other dtypes are PyTorch's.
+DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+PANEL = 16
+# The instruction set of any processor: slow, for tests and for those who ask for it.
+PLAIN = "plain"
+
+
+class LibraryUnavailableError(Exception):
+    """The native kernels can not serve here; one line that says why."""
+
+
+@functools.cache
+def load(path: Path = build.LIBRARY) -> ctypes.CDLL:
+    """The library, with the best instruction set of this machine chosen.
+
+    Raises:
+        LibraryUnavailableError: it was not built, is older than its sources, or does not load.
+    """
+    if not path.is_file():
+        raise LibraryUnavailableError("the CPU kernels were not compiled (no C++ compiler when Fissile was installed)")
+    if path == build.LIBRARY and not build.is_current():
+        raise LibraryUnavailableError("the CPU kernels are older than their sources; run: python -m kernels.cpu.build")
+    try:
+        library = ctypes.CDLL(str(path))
+    except OSError as error:
+        raise LibraryUnavailableError(f"the CPU kernels can not be loaded: {error}") from None
+    for name, (result, arguments) in _SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = result, arguments
+    select(library)
+    return library
+
+
+def select(library: ctypes.CDLL, instruction_set: str | None = None) -> str:
+    """Chooses an instruction set by name, or the best one, for all calls from now on; which it is.
+
+    Raises:
+        LibraryUnavailableError: this machine does not have it.
+    """
+    chosen = library.fissile_select(None if instruction_set is None else instruction_set.encode())
+    if chosen is None:
+        raise LibraryUnavailableError(f"this machine can not run {instruction_set} kernels")
+    return str(chosen.decode())
+
+
+def address(values: npt.NDArray[Any]) -> int:
+    """Of contiguous numbers.
+
+    Raises:
+        ValueError: they have gaps, which the kernels would not see.
+    """
+    if not values.flags.c_contiguous:
+        raise ValueError("the CPU kernels need contiguous numbers")
+    return values.ctypes.data
+
+
+def check(failed: int) -> None:
+    """Turns a call's result into an exception.
+
+    Raises:
+        MemoryError: the kernel's own memory could not be had.
+    """
+    if failed:
+        raise MemoryError("the CPU kernels have no memory left")

@@ -1,0 +1,296 @@
+// The C interface that kernels/cpu/library.py calls. Sizes and strides are counted in numbers, not bytes.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "kernels.hpp"
+#include "pool.hpp"
+#include "scratch.hpp"
+#include "select.hpp"
+
+#define FISSILE_API extern "C" __attribute__((visibility("default")))
+
+// The digest of the sources, which the build puts into the library so that a stale one is found.
+FISSILE_API const char* fissile_sources() { return "fissile-sources:" FISSILE_SOURCES; }
+
+using namespace fissile;
+
+namespace {
+
+const Kernels* chosen = nullptr;
+
+const Kernels& kernels() { return *chosen; }
+
+struct PackCall {
+  int64_t dtype;
+  const void* weight;
+  int64_t columns;
+  int64_t inner;
+  void* panels;
+};
+
+}  // namespace
+
+// Takes the named instruction set, or the best one for null. Its name, or null where this machine can not run it.
+FISSILE_API const char* fissile_select(const char* name) {
+  const Kernels* found = select_kernels(name);
+  if (!found) return nullptr;
+  chosen = found;
+  return found->name;
+}
+
+FISSILE_API void fissile_set_threads(int64_t threads) { set_threads(threads); }
+
+FISSILE_API int64_t fissile_threads() { return threads(); }
+
+// Runs f(i) for i in [0, tasks): tests look at the pool itself.
+FISSILE_API void fissile_share(int64_t tasks, void (*f)(const void*, int64_t), const void* context) {
+  share(tasks, f, context);
+}
+
+// A weight [columns, inner], contiguous, into panels: `panels` has room for columns rounded up to 16.
+FISSILE_API void fissile_pack_linear(
+    int64_t dtype, const void* weight, int64_t columns, int64_t inner, void* panels) {
+  const PackCall call{dtype, weight, columns, inner, panels};
+  share((columns + PANEL - 1) / PANEL, [](const void* context, int64_t task) {
+    const PackCall& c = *static_cast<const PackCall*>(context);
+    kernels().pack_panel(c.dtype, c.weight, c.columns, c.inner, c.panels, task);
+  }, &call);
+}
+
+namespace {
+
+// Several products whose tasks are shared out together.
+class Products {
+ public:
+  void add(const Linear& work) {
+    if (work.rows == 0) return;
+    works_.push_back(work);
+    numbers_ += work.rows * work.inner;
+  }
+
+  // Whether there was memory.
+  bool run() {
+    float* memory = scratch(OF_CALL, numbers_);
+    if (!memory) return false;
+    for (Linear& work : works_) {
+      work.packed_x = memory;
+      memory += work.rows * work.inner;
+    }
+    share_all(kernels().linear_pack_tasks, kernels().linear_pack);
+    share_all(kernels().linear_tasks, kernels().linear);
+    return true;
+  }
+
+ private:
+  struct Call {
+    const std::vector<Linear>& works;
+    const std::vector<int64_t>& ends;
+    void (*kernel)(const Linear&, int64_t);
+  };
+
+  void share_all(int64_t (*tasks)(const Linear&), void (*kernel)(const Linear&, int64_t)) {
+    std::vector<int64_t> ends;
+    for (const Linear& work : works_) ends.push_back((ends.empty() ? 0 : ends.back()) + tasks(work));
+    const Call call{works_, ends, kernel};
+    share(ends.empty() ? 0 : ends.back(), [](const void* context, int64_t task) {
+      const Call& c = *static_cast<const Call*>(context);
+      const size_t which = std::upper_bound(c.ends.begin(), c.ends.end(), task) - c.ends.begin();
+      c.kernel(c.works[which], task - (which ? c.ends[which - 1] : 0));
+    }, &call);
+  }
+
+  std::vector<Linear> works_;
+  int64_t numbers_ = 0;
+};
+
+const void* offset(const void* base, int64_t dtype, int64_t numbers) {
+  return static_cast<const char*>(base) + numbers * size_of(dtype);
+}
+
+void* offset(void* base, int64_t dtype, int64_t numbers) { return static_cast<char*>(base) + numbers * size_of(dtype); }
+
+int64_t packed_size(int64_t columns, int64_t inner) { return (columns + PANEL - 1) / PANEL * PANEL * inner; }
+
+}  // namespace
+
+// 0, or 1 when memory ran out, as the following.
+FISSILE_API int fissile_linear(
+    int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, const void* panels,
+    const float* bias, void* y, int64_t y_stride) {
+  Products products;
+  products.add({dtype, x, x_stride, rows, inner, columns, panels, bias, y, y_stride, nullptr});
+  return products.run() ? 0 : 1;
+}
+
+// Each head of x [rows, heads, inner] times its own packed weight, into contiguous y [rows, heads, columns].
+FISSILE_API int fissile_head_linear(
+    int64_t dtype, const void* x, int64_t row_stride, int64_t head_stride, int64_t rows, int64_t heads, int64_t inner,
+    int64_t columns, const void* panels, void* y) {
+  Products products;
+  for (int64_t head = 0; head < heads; head++)
+    products.add({dtype, offset(x, dtype, head * head_stride), row_stride, rows, inner, columns,
+                  offset(panels, dtype, head * packed_size(columns, inner)), nullptr,
+                  offset(y, dtype, head * columns), heads * columns, nullptr});
+  return products.run() ? 0 : 1;
+}
+
+namespace {
+
+// The pairs of row and slot, by expert, within one by row: where each stands, and the row at each place.
+struct Pairs {
+  std::vector<int64_t> starts;
+  std::vector<int64_t> row_at;
+  std::vector<int64_t> places;
+
+  Pairs(const int64_t* ids, int64_t rows, int64_t slots, int64_t first, int64_t experts)
+      : starts(experts + 1, 0), places(rows * slots, -1) {
+    auto expert = [&](int64_t pair) { return ids[pair] - first; };
+    auto mine = [&](int64_t pair) { return expert(pair) >= 0 && expert(pair) < experts; };
+    for (int64_t pair = 0; pair < rows * slots; pair++)
+      if (mine(pair)) starts[expert(pair) + 1]++;
+    for (int64_t e = 0; e < experts; e++) starts[e + 1] += starts[e];
+    row_at.resize(starts[experts]);
+    std::vector<int64_t> next(starts.begin(), starts.end() - 1);
+    for (int64_t pair = 0; pair < rows * slots; pair++)
+      if (mine(pair)) {
+        places[pair] = next[expert(pair)]++;
+        row_at[places[pair]] = pair / slots;
+      }
+  }
+};
+
+// A weight of each expert, packed one behind the other, and biases or null.
+struct ExpertWeight {
+  const void* panels;
+  const float* bias;
+  int64_t columns;
+  int64_t inner;
+};
+
+// Each expert's rows of x times its weight, all [pairs].
+bool multiply(const Pairs& pairs, int64_t dtype, const ExpertWeight& weight, const void* x, void* y) {
+  Products products;
+  for (size_t e = 0; e + 1 < pairs.starts.size(); e++) {
+    const int64_t start = pairs.starts[e];
+    products.add({dtype, offset(x, dtype, start * weight.inner), weight.inner, pairs.starts[e + 1] - start,
+                  weight.inner, weight.columns,
+                  offset(weight.panels, dtype, static_cast<int64_t>(e) * packed_size(weight.columns, weight.inner)),
+                  weight.bias ? weight.bias + static_cast<int64_t>(e) * weight.columns : nullptr,
+                  offset(y, dtype, start * weight.columns), weight.columns, nullptr});
+  }
+  return products.run();
+}
+
+}  // namespace
+
+// Experts `first` and following; x [rows, hidden], ids and weights [rows, slots], y [rows, hidden], all contiguous.
+// `inner` units of an expert; `alpha` and `limit` as in SiluAndMul.
+FISSILE_API int fissile_moe(
+    int64_t dtype, const void* x, int64_t rows, int64_t hidden, int64_t inner, int64_t slots, const int64_t* ids,
+    const float* weights, int64_t first, int64_t experts, const void* gate_up, const float* gate_up_bias,
+    const void* down, const float* down_bias, float alpha, float limit, void* y) {
+  const Pairs pairs(ids, rows, slots, first, experts);
+  const int64_t count = static_cast<int64_t>(pairs.row_at.size());
+  const int64_t widest = std::max(hidden, inner);
+  char* memory = reinterpret_cast<char*>(scratch(OF_EXPERTS, count * (2 * widest + 2 * inner)));
+  if (!memory) return 1;
+  // Two buffers in turn: inputs, then inner units; gates and ups, then outputs.
+  char *a = memory, *b = memory + count * widest * size_of(dtype);
+  for (int64_t place = 0; place < count; place++)
+    std::memcpy(offset(a, dtype, place * hidden), offset(x, dtype, pairs.row_at[place] * hidden),
+                static_cast<size_t>(hidden * size_of(dtype)));
+  if (!multiply(pairs, dtype, {gate_up, gate_up_bias, 2 * inner, hidden}, a, b)) return 1;
+  const SiluAndMul activation{dtype, b, count, 2 * inner, inner, a, alpha, limit};
+  share(kernels().silu_and_mul_tasks(activation), kernels().silu_and_mul, activation);
+  if (!multiply(pairs, dtype, {down, down_bias, hidden, inner}, a, b)) return 1;
+  const Combine sum{dtype, b, rows, slots, hidden, pairs.places.data(), weights, y};
+  share(kernels().combine_tasks(sum), kernels().combine, sum);
+  return 0;
+}
+
+FISSILE_API void fissile_norm(
+    int64_t dtype, const void* x, int64_t rows, int64_t inner, int64_t outer_stride, int64_t inner_stride,
+    int64_t width, const void* residual, const void* weight, const void* bias, float eps, void* out, void* total) {
+  const Norm work{dtype, x, rows, inner, outer_stride, inner_stride, width, residual, weight, bias, eps, out, total};
+  share(kernels().norm_tasks(work), kernels().norm, work);
+}
+
+FISSILE_API void fissile_rope(
+    int64_t dtype, const void* x, int64_t rows, int64_t row_stride, int64_t heads, int64_t head_stride, int64_t dim,
+    const float* cos, const float* sin, int64_t half, void* out) {
+  const Rope work{dtype, x, rows, row_stride, heads, head_stride, dim, cos, sin, half, out};
+  share(kernels().rope_tasks(work), kernels().rope, work);
+}
+
+FISSILE_API void fissile_silu_and_mul(
+    int64_t dtype, const void* x, int64_t rows, int64_t row_stride, int64_t width, void* out) {
+  const SiluAndMul work{dtype, x, rows, row_stride, width, out, 0.0f, 0.0f};
+  share(kernels().silu_and_mul_tasks(work), kernels().silu_and_mul, work);
+}
+
+FISSILE_API void fissile_write_kv(
+    int64_t dtype, int64_t kv_dtype, const void* k, int64_t k_row_stride, int64_t k_head_stride, const void* v,
+    int64_t v_row_stride, int64_t v_head_stride, int64_t rows, int64_t heads, int64_t dim, int64_t block_size,
+    const int64_t* slots, void* keys, void* values) {
+  const WriteKV work{dtype, kv_dtype, k, k_row_stride, k_head_stride, v, v_row_stride, v_head_stride,
+                     rows, heads, dim, block_size, slots, keys, values};
+  share(kernels().write_kv_tasks(work), kernels().write_kv, work);
+}
+
+namespace {
+
+// Rows of a query tile, about: enough to use the keys often that one has fetched, few enough to share a prefill.
+constexpr int64_t QUERY_ROWS = 32;
+
+// Splits the step's tokens into query tiles, those with the most keys first: at the end the threads wait for small ones.
+std::vector<QueryTile> query_tiles(
+    int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, int64_t tile_tokens) {
+  std::vector<QueryTile> tiles;
+  for (int64_t s = 0; s < sequences; s++) {
+    const int64_t begin = cu_seqlens[s], end = cu_seqlens[s + 1];
+    for (int64_t row = begin; row < end; row += tile_tokens)
+      tiles.push_back({s, row, std::min(tile_tokens, end - row), seq_lens[s] - (end - row)});
+  }
+  std::stable_sort(tiles.begin(), tiles.end(), [](const QueryTile& a, const QueryTile& b) {
+    return a.position + a.tokens > b.position + b.tokens;
+  });
+  return tiles;
+}
+
+// Several tasks for the keys of one row only where there would be too few tasks for the threads.
+int64_t splits(const std::vector<QueryTile>& tiles, int64_t kv_heads) {
+  if (threads() == 1 || static_cast<int64_t>(tiles.size()) * kv_heads >= 4 * threads()) return 1;
+  return (tiles.front().position + tiles.front().tokens + KV_SPLIT - 1) / KV_SPLIT;
+}
+
+}  // namespace
+
+// The first `cu_seqlens[sequences]` rows of `out`, contiguous. 0, or 1 when memory ran out.
+FISSILE_API int fissile_attention(
+    int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,
+    const void* values, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
+    int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
+    int64_t window, const float* sinks, void* out) {
+  const int64_t tile_tokens = std::max<int64_t>(1, QUERY_ROWS / (heads / kv_heads));
+  const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
+  if (tiles.empty()) return 0;
+  Attention work{dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, values, heads, kv_heads, dim, block_size,
+                 block_tables, table_stride, seq_lens, scale, window, sinks, out, tiles.data(),
+                 static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, kv_heads), nullptr};
+  if (work.splits > 1) {
+    work.states = scratch(OF_CALL, kernels().attention_tasks(work) * kernels().attention_state_size(work));
+    if (!work.states) return 1;
+  }
+  share(kernels().attention_tasks(work), kernels().attention, work);
+  if (work.splits > 1) share(kernels().attention_merge_tasks(work), kernels().attention_merge, work);
+  return 0;
+}
+
+FISSILE_API void fissile_sample(
+    const float* logits, int64_t row_stride, int64_t rows, int64_t vocab, const float* temperature,
+    const int64_t* top_k, const float* top_p, const float* min_p, const uint64_t* seeds, const int64_t* positions,
+    const int64_t* choices, int64_t* ids) {
+  const Sample work{logits, row_stride, vocab, temperature, top_k, top_p, min_p, seeds, positions, choices, ids};
+  share(rows, kernels().sample, work);
+}

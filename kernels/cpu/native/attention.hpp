@@ -1,0 +1,15 @@
+// Attention over the paged KV cache; see attention.cpp.
+#pragma once
+
+#include "kernels.hpp"
+#include "vec.hpp"
+
+namespace FISSILE_ISA {
+
+int64_t attention_state_size(const fissile::Attention& work);
+int64_t attention_tasks(const fissile::Attention& work);
+void attention(const fissile::Attention& work, int64_t task);
+int64_t attention_merge_tasks(const fissile::Attention& work);
+void attention_merge(const fissile::Attention& work, int64_t task);
+
+}  // namespace FISSILE_ISA

@@ -1,0 +1,234 @@
+// Operations of one row at a time. They round where kernels/torch_backend.py rounds: a sum with the residual, a normed
+// number before its weight and an activation before its product are numbers of the model's dtype.
+#include "elementwise.hpp"
+
+namespace FISSILE_ISA {
+namespace {
+
+using fissile::FLOAT32;
+
+// Numbers of a task, about: some microseconds of work.
+constexpr int64_t TASK_NUMBERS = 1 << 14;
+
+int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+
+int64_t rows_per_task(int64_t width) { return width >= TASK_NUMBERS ? 1 : TASK_NUMBERS / (width < 1 ? 1 : width); }
+
+int64_t tasks(int64_t rows, int64_t width) { return (rows + rows_per_task(width) - 1) / rows_per_task(width); }
+
+// The sum of f(i, vector of the numbers from i on), one chain for each lane; f gives zeros past the end.
+template <class Function>
+FISSILE_INLINE float sum_of(int64_t width, Function f) {
+  Floats sums = zeros();
+  for (int64_t i = 0; i < width; i += WIDTH) sums += f(i, width - i);
+  return sum(sums);
+}
+
+template <class Number>
+struct NormRow {
+  const Number* x;
+  const Number* residual;
+  const Number* weight;
+  const Number* bias;
+  Number* out;
+  Number* total;
+  int64_t width;
+  float eps;
+
+  // Adds the residual, if there is one; what is normed is then the sum.
+  const Number* add() const {
+    if (!residual) return x;
+    for (int64_t i = 0; i < width; i += WIDTH)
+      store_up_to(total + i, load_up_to(x + i, width - i) + load_up_to(residual + i, width - i), width - i);
+    return total;
+  }
+
+  void rms() const {
+    const Number* from = add();
+    float squares = sum_of(width, [&](int64_t i, int64_t left) {
+      Floats value = load_up_to(from + i, left);
+      return value * value;
+    });
+    Floats scale = splat(1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + eps));
+    for (int64_t i = 0; i < width; i += WIDTH) {
+      Floats normed = rounded(load_up_to(from + i, width - i) * scale, from);
+      store_up_to(out + i, normed * load_up_to(weight + i, width - i), width - i);
+    }
+  }
+
+  void layer() const {
+    float mean = sum_of(width, [&](int64_t i, int64_t left) { return load_up_to(x + i, left); }) /
+                 static_cast<float>(width);
+    float squares = sum_of(width, [&](int64_t i, int64_t left) {
+      Floats centred = load_up_to(x + i, left) - splat(mean);
+      if (left < WIDTH) centred = lane_numbers() < static_cast<int32_t>(left) ? centred : zeros();
+      return centred * centred;
+    });
+    Floats scale = splat(1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + eps));
+    for (int64_t i = 0; i < width; i += WIDTH) {
+      Floats centred = load_up_to(x + i, width - i) - splat(mean);
+      Floats weighted = centred * scale * load_up_to(weight + i, width - i);
+      store_up_to(out + i, weighted + load_up_to(bias + i, width - i), width - i);
+    }
+  }
+};
+
+template <class Number>
+void norm_row(const fissile::Norm& work, int64_t row) {
+  const int64_t from = row / work.inner * work.outer_stride + row % work.inner * work.inner_stride;
+  const int64_t to = row * work.width;
+  NormRow<Number> one{};
+  one.x = static_cast<const Number*>(work.x) + from;
+  if (work.residual) one.residual = static_cast<const Number*>(work.residual) + to;
+  one.weight = static_cast<const Number*>(work.weight);
+  one.bias = static_cast<const Number*>(work.bias);
+  one.out = static_cast<Number*>(work.out) + to;
+  if (work.residual) one.total = static_cast<Number*>(work.total) + to;
+  one.width = work.width;
+  one.eps = work.eps;
+  if (work.bias) one.layer();
+  else one.rms();
+}
+
+// One head: products and differences apart, as in PyTorch, so that the bits are the same.
+template <class Number>
+void rotate(const Number* from, const float* cos, const float* sin, int64_t half, int64_t dim, Number* to) {
+  for (int64_t i = 0; i < half; i += WIDTH) {
+    const int64_t left = half - i;
+    Floats a = load_up_to(from + i, left), b = load_up_to(from + half + i, left);
+    Floats c = load_up_to(cos + i, left), s = load_up_to(sin + i, left);
+    store_up_to(to + i, a * c - b * s, left);
+    store_up_to(to + half + i, b * c + a * s, left);
+  }
+  for (int64_t i = 2 * half; i < dim; i++) to[i] = from[i];
+}
+
+template <class Number>
+void rope_row(const fissile::Rope& work, int64_t row) {
+  for (int64_t head = 0; head < work.heads; head++) {
+    const Number* from = static_cast<const Number*>(work.x) + row * work.row_stride + head * work.head_stride;
+    Number* to = static_cast<Number*>(work.out) + (row * work.heads + head) * work.dim;
+    rotate(from, work.cos + row * work.half, work.sin + row * work.half, work.half, work.dim, to);
+  }
+}
+
+template <class Number>
+void silu_row(const fissile::SiluAndMul& work, int64_t row) {
+  const Number* gate = static_cast<const Number*>(work.x) + row * work.row_stride;
+  const Number* up = gate + work.width;
+  Number* out = static_cast<Number*>(work.out) + row * work.width;
+  for (int64_t i = 0; i < work.width; i += WIDTH) {
+    Floats x = load_up_to(gate + i, work.width - i);
+    Floats silu = rounded(x / (splat(1.0f) + exp(-x)), gate);
+    store_up_to(out + i, silu * load_up_to(up + i, work.width - i), work.width - i);
+  }
+}
+
+// In float32, rounded once.
+template <class Number>
+void clamped_swiglu_row(const fissile::SiluAndMul& work, int64_t row) {
+  const Number* gates = static_cast<const Number*>(work.x) + row * work.row_stride;
+  const Number* ups = gates + work.width;
+  Number* out = static_cast<Number*>(work.out) + row * work.width;
+  const Floats limit = splat(work.limit), one = splat(1.0f);
+  for (int64_t i = 0; i < work.width; i += WIDTH) {
+    Floats gate = load_up_to(gates + i, work.width - i), up = load_up_to(ups + i, work.width - i);
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : (up < -limit ? -limit : up);
+    Floats glu = gate / (one + exp(-(gate * splat(work.alpha))));
+    store_up_to(out + i, glu * (up + one), work.width - i);
+  }
+}
+
+template <class Number>
+void combine_row(const fissile::Combine& work, int64_t row) {
+  const int64_t* places = work.places + row * work.slots;
+  Number* y = static_cast<Number*>(work.y) + row * work.width;
+  for (int64_t i = 0; i < work.width; i += WIDTH) {
+    Floats total = zeros();
+    for (int64_t slot = 0; slot < work.slots; slot++) {
+      if (places[slot] < 0) continue;
+      const Number* from = static_cast<const Number*>(work.x) + places[slot] * work.width + i;
+      total += load_up_to(from, work.width - i) * splat(work.weights[row * work.slots + slot]);
+    }
+    store_up_to(y + i, total, work.width - i);
+  }
+}
+
+FISSILE_INLINE Floats saturated(Floats x, const float*) { return x; }
+
+// What is beyond bfloat16's range becomes its largest number; NaN stays.
+FISSILE_INLINE Floats saturated(Floats x, const Bf16*) {
+  const Floats most = (Floats)splat_word(0x7F7F0000u);
+  return x > most ? most : (x < -most ? -most : x);
+}
+
+template <class From, class To>
+FISSILE_INLINE void convert(const From* from, To* to, int64_t count) {
+  for (int64_t i = 0; i < count; i += WIDTH)
+    store_up_to(to + i, saturated(load_up_to(from + i, count - i), to), count - i);
+}
+
+// Of the same dtype every bit is kept.
+FISSILE_INLINE void convert(const Bf16* from, Bf16* to, int64_t count) {
+  __builtin_memcpy(to, from, static_cast<uint64_t>(count) * sizeof(Bf16));
+}
+
+template <class From, class To>
+void write_row(const fissile::WriteKV& work, int64_t row) {
+  const int64_t block = work.slots[row] / work.block_size, offset = work.slots[row] % work.block_size;
+  for (int64_t head = 0; head < work.heads; head++) {
+    const int64_t to = ((block * work.heads + head) * work.block_size + offset) * work.dim;
+    const From* key = static_cast<const From*>(work.k) + row * work.k_row_stride + head * work.k_head_stride;
+    const From* value = static_cast<const From*>(work.v) + row * work.v_row_stride + head * work.v_head_stride;
+    convert(key, static_cast<To*>(work.keys) + to, work.dim);
+    convert(value, static_cast<To*>(work.values) + to, work.dim);
+  }
+}
+
+template <class Work>
+void each_row(const Work& work, int64_t task, int64_t rows, int64_t width, void (*row_kernel)(const Work&, int64_t)) {
+  const int64_t per_task = rows_per_task(width);
+  for (int64_t row = task * per_task; row < at_most(rows, (task + 1) * per_task); row++) row_kernel(work, row);
+}
+
+}  // namespace
+
+int64_t norm_tasks(const fissile::Norm& work) { return tasks(work.rows, work.width); }
+
+void norm(const fissile::Norm& work, int64_t task) {
+  each_row(work, task, work.rows, work.width, work.dtype == FLOAT32 ? norm_row<float> : norm_row<Bf16>);
+}
+
+int64_t rope_tasks(const fissile::Rope& work) { return tasks(work.rows, work.heads * work.dim); }
+
+void rope(const fissile::Rope& work, int64_t task) {
+  each_row(work, task, work.rows, work.heads * work.dim, work.dtype == FLOAT32 ? rope_row<float> : rope_row<Bf16>);
+}
+
+int64_t silu_and_mul_tasks(const fissile::SiluAndMul& work) { return tasks(work.rows, 2 * work.width); }
+
+void silu_and_mul(const fissile::SiluAndMul& work, int64_t task) {
+  const bool clamped = work.limit > 0.0f;
+  each_row(work, task, work.rows, 2 * work.width,
+           work.dtype == FLOAT32 ? (clamped ? clamped_swiglu_row<float> : silu_row<float>)
+                                 : (clamped ? clamped_swiglu_row<Bf16> : silu_row<Bf16>));
+}
+
+int64_t combine_tasks(const fissile::Combine& work) { return tasks(work.rows, work.slots * work.width); }
+
+void combine(const fissile::Combine& work, int64_t task) {
+  each_row(work, task, work.rows, work.slots * work.width,
+           work.dtype == FLOAT32 ? combine_row<float> : combine_row<Bf16>);
+}
+
+int64_t write_kv_tasks(const fissile::WriteKV& work) { return tasks(work.rows, 2 * work.heads * work.dim); }
+
+void write_kv(const fissile::WriteKV& work, int64_t task) {
+  const bool narrow = work.kv_dtype != FLOAT32;
+  each_row(work, task, work.rows, 2 * work.heads * work.dim,
+           work.dtype == FLOAT32 ? (narrow ? write_row<float, Bf16> : write_row<float, float>)
+                                 : (narrow ? write_row<Bf16, Bf16> : write_row<Bf16, float>));
+}
+
+}  // namespace FISSILE_ISA

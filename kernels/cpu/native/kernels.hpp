@@ -1,0 +1,195 @@
+// The micro-kernels of one instruction set, and the arguments that they share.
+//
+// A kernel is cut into tasks of a fixed size, which any thread may do in any order: a task writes what no other writes.
+// How many threads there are can therefore not show in the bits. An instruction set fills one `Kernels`; paths that need
+// instructions of their own (AVX512-BF16, AMX) are to become further tables here.
+#pragma once
+
+#include <cstdint>
+
+namespace fissile {
+
+enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1 };
+
+inline constexpr int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
+
+// Columns of a panel of packed weights.
+constexpr int64_t PANEL = 16;
+
+// Keys of a tile of attention, and of a split, whose tiles one task computes (attention.cpp).
+constexpr int64_t KV_TILE = 64;
+constexpr int64_t KV_SPLIT = 512;
+
+// y [rows, columns] = x [rows, inner] * weight^T + bias, in `dtype`; see linear.cpp.
+struct Linear {
+  int64_t dtype;
+  const void* x;
+  int64_t x_stride;
+  int64_t rows;
+  int64_t inner;
+  int64_t columns;
+  const void* panels;
+  const float* bias;
+  void* y;
+  int64_t y_stride;
+  // x as float32 in tiles of rows, made by the packing tasks.
+  float* packed_x;
+};
+
+// RMS norm, or layer norm where there is a bias, of rows [outer][inner] of `width` numbers into contiguous `out`; with a
+// residual (contiguous) of the rounded sum of both, which goes to `total`.
+struct Norm {
+  int64_t dtype;
+  const void* x;
+  int64_t rows;
+  int64_t inner;
+  int64_t outer_stride;
+  int64_t inner_stride;
+  int64_t width;
+  const void* residual;
+  const void* weight;
+  const void* bias;
+  float eps;
+  void* out;
+  void* total;
+};
+
+// Rotates the pairs (i, half + i) of each head of x [rows, heads, dim] into contiguous `out`; cos and sin [rows, half].
+struct Rope {
+  int64_t dtype;
+  const void* x;
+  int64_t rows;
+  int64_t row_stride;
+  int64_t heads;
+  int64_t head_stride;
+  int64_t dim;
+  const float* cos;
+  const float* sin;
+  int64_t half;
+  void* out;
+};
+
+// silu(x[:, :width]) * x[:, width:] of x [rows, 2 width] into contiguous `out`; where `limit` is above 0 gpt-oss's
+// activation instead (kernels/interface.py, ClampedSwiglu).
+struct SiluAndMul {
+  int64_t dtype;
+  const void* x;
+  int64_t rows;
+  int64_t row_stride;
+  int64_t width;
+  void* out;
+  float alpha;
+  float limit;
+};
+
+// y[row] = the sum over slots, in their order, of weights[row][slot] * x[places[row][slot]]; a place below 0 adds nothing.
+struct Combine {
+  int64_t dtype;
+  const void* x;
+  int64_t rows;
+  int64_t slots;
+  int64_t width;
+  const int64_t* places;
+  const float* weights;
+  void* y;
+};
+
+// Rows of k and v [rows, heads, dim] into their slots of one layer's cache [blocks, heads, block_size, dim].
+struct WriteKV {
+  int64_t dtype;
+  int64_t kv_dtype;
+  const void* k;
+  int64_t k_row_stride;
+  int64_t k_head_stride;
+  const void* v;
+  int64_t v_row_stride;
+  int64_t v_head_stride;
+  int64_t rows;
+  int64_t heads;
+  int64_t dim;
+  int64_t block_size;
+  const int64_t* slots;
+  void* keys;
+  void* values;
+};
+
+// Some query tokens of one sequence.
+struct QueryTile {
+  int64_t sequence;
+  // Its first row of the step, how many, and the first one's position.
+  int64_t row;
+  int64_t tokens;
+  int64_t position;
+};
+
+// Causal attention of q [tokens, heads, dim] over one layer's cache, by the query tiles; see attention.cpp.
+struct Attention {
+  int64_t dtype;
+  int64_t kv_dtype;
+  const void* q;
+  int64_t q_row_stride;
+  int64_t q_head_stride;
+  const void* keys;
+  const void* values;
+  int64_t heads;
+  int64_t kv_heads;
+  int64_t dim;
+  int64_t block_size;
+  const int64_t* block_tables;
+  int64_t table_stride;
+  const int64_t* seq_lens;
+  float scale;
+  // How many keys a row sees, its own included; 0 for all.
+  int64_t window;
+  const float* sinks;
+  void* out;
+  const QueryTile* tiles;
+  int64_t num_tiles;
+  int64_t tile_tokens;
+  // How many tasks share the keys of a tile; with more than one, their states wait in `states` to be merged.
+  int64_t splits;
+  float* states;
+};
+
+// Token ids of rows of float32 logits; ids[row] is -1 where kernels/sampling.py has to decide. See sampling.cpp.
+struct Sample {
+  const float* logits;
+  int64_t row_stride;
+  int64_t vocab;
+  const float* temperature;
+  const int64_t* top_k;
+  const float* top_p;
+  const float* min_p;
+  const uint64_t* seeds;
+  const int64_t* positions;
+  const int64_t* choices;
+  int64_t* ids;
+};
+
+struct Kernels {
+  const char* name;
+  // Packs panel `task` of a weight [columns, inner] of `dtype`.
+  void (*pack_panel)(int64_t dtype, const void* weight, int64_t columns, int64_t inner, void* panels, int64_t task);
+  int64_t (*linear_pack_tasks)(const Linear&);
+  void (*linear_pack)(const Linear&, int64_t task);
+  int64_t (*linear_tasks)(const Linear&);
+  void (*linear)(const Linear&, int64_t task);
+  int64_t (*norm_tasks)(const Norm&);
+  void (*norm)(const Norm&, int64_t task);
+  int64_t (*rope_tasks)(const Rope&);
+  void (*rope)(const Rope&, int64_t task);
+  int64_t (*silu_and_mul_tasks)(const SiluAndMul&);
+  void (*silu_and_mul)(const SiluAndMul&, int64_t task);
+  int64_t (*combine_tasks)(const Combine&);
+  void (*combine)(const Combine&, int64_t task);
+  int64_t (*write_kv_tasks)(const WriteKV&);
+  void (*write_kv)(const WriteKV&, int64_t task);
+  int64_t (*attention_state_size)(const Attention&);
+  int64_t (*attention_tasks)(const Attention&);
+  void (*attention)(const Attention&, int64_t task);
+  int64_t (*attention_merge_tasks)(const Attention&);
+  void (*attention_merge)(const Attention&, int64_t task);
+  void (*sample)(const Sample&, int64_t row);
+};
+
+}  // namespace fissile

@@ -1,0 +1,15 @@
+// Matrix products; see linear.cpp.
+#pragma once
+
+#include "kernels.hpp"
+#include "vec.hpp"
+
+namespace FISSILE_ISA {
+
+void pack_panel(int64_t dtype, const void* weight, int64_t columns, int64_t inner, void* panels, int64_t task);
+int64_t linear_pack_tasks(const fissile::Linear& work);
+void linear_pack(const fissile::Linear& work, int64_t task);
+int64_t linear_tasks(const fissile::Linear& work);
+void linear(const fissile::Linear& work, int64_t task);
+
+}  // namespace FISSILE_ISA

@@ -1,0 +1,143 @@
+// One pool for the process. A second one, such as OpenMP's beside PyTorch's, would have its threads spin on the cores that
+// this one works on. Helpers wait for work spinning briefly, because kernels follow each other within microseconds, then
+// asleep. Tasks are taken one by one, so that a thread that is held up delays the others by one task at most.
+#include "pool.hpp"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+#include <new>
+#include <thread>
+
+namespace fissile {
+namespace {
+
+// Rounds of looking for work before a helper sleeps: about 20 us.
+constexpr int SPINS = 2000;
+constexpr int64_t MOST_THREADS = 256;
+
+void pause_briefly() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#else
+  std::this_thread::yield();
+#endif
+}
+
+class Pool {
+ public:
+  void set_threads(int64_t threads) { wanted_ = threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads; }
+
+  int64_t threads() const { return wanted_; }
+
+  void share(int64_t count, Task task, const void* context) {
+    std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
+    const int64_t helpers = count - 1 < wanted_ - 1 ? count - 1 : wanted_ - 1;
+    if (!turn.owns_lock() || helpers < 1) {
+      for (int64_t i = 0; i < count; i++) task(context, i);
+      return;
+    }
+    start_missing(helpers);
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      // Nobody is inside. A helper that is late may come in as soon as there are places, so these come last.
+      task_ = task;
+      context_ = context;
+      count_ = count;
+      next_.store(0, std::memory_order_relaxed);
+      places_.store(helpers, std::memory_order_seq_cst);
+      generation_.fetch_add(1, std::memory_order_release);
+    }
+    if (asleep_.load() > 0) wake_.notify_all();
+    take_tasks();
+    // Late helpers find no place any more; those inside finish the task that they have.
+    places_.store(0, std::memory_order_seq_cst);
+    while (inside_.load(std::memory_order_seq_cst) > 0) pause_briefly();
+  }
+
+ private:
+  void start_missing(int64_t helpers) {
+    for (; started_ < helpers; started_++) std::thread([this] { help(); }).detach();
+  }
+
+  void take_tasks() {
+    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) task_(context_, i);
+  }
+
+  // Whether this helper may take part: it is inside before it looks, so that `share` can not end in between.
+  bool enter() {
+    inside_.fetch_add(1, std::memory_order_seq_cst);
+    if (places_.fetch_sub(1, std::memory_order_seq_cst) > 0) return true;
+    inside_.fetch_sub(1, std::memory_order_seq_cst);
+    return false;
+  }
+
+  [[noreturn]] void help() {
+    for (uint64_t seen = 0;;) {
+      seen = next_generation(seen);
+      if (enter()) {
+        take_tasks();
+        inside_.fetch_sub(1, std::memory_order_seq_cst);
+      }
+    }
+  }
+
+  uint64_t next_generation(uint64_t seen) {
+    for (int spin = 0; spin < SPINS; spin++) {
+      uint64_t now = generation_.load(std::memory_order_acquire);
+      if (now != seen) return now;
+      pause_briefly();
+    }
+    std::unique_lock<std::mutex> lock(mutex_);
+    asleep_.fetch_add(1);
+    wake_.wait(lock, [&] { return generation_.load(std::memory_order_acquire) != seen; });
+    asleep_.fetch_sub(1);
+    return generation_.load(std::memory_order_acquire);
+  }
+
+  std::atomic<int64_t> wanted_{1};
+  std::mutex turn_;
+  int64_t started_ = 0;
+
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  std::atomic<int64_t> asleep_{0};
+  std::atomic<uint64_t> generation_{0};
+
+  Task task_ = nullptr;
+  const void* context_ = nullptr;
+  int64_t count_ = 0;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<int64_t> places_{0};
+  alignas(64) std::atomic<int64_t> inside_{0};
+};
+
+// Never destroyed: helpers outlive main().
+alignas(Pool) unsigned char memory[sizeof(Pool)];
+
+// The child of a fork has none of the helpers: it begins with a pool of its own.
+void begin_anew() {
+  const int64_t kept = reinterpret_cast<Pool*>(memory)->threads();
+  (new (memory) Pool)->set_threads(kept);
+}
+
+Pool& pool() {
+  static Pool* const only = [] {
+    Pool* made = new (memory) Pool;
+    pthread_atfork(nullptr, nullptr, begin_anew);
+    return made;
+  }();
+  return *only;
+}
+
+}  // namespace
+
+void set_threads(int64_t threads) { pool().set_threads(threads); }
+
+int64_t threads() { return pool().threads(); }
+
+void share(int64_t count, Task task, const void* context) { pool().share(count, task, context); }
+
+}  // namespace fissile

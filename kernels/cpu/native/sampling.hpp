@@ -1,0 +1,11 @@
+// Sampling; see sampling.cpp.
+#pragma once
+
+#include "kernels.hpp"
+#include "vec.hpp"
+
+namespace FISSILE_ISA {
+
+void sample(const fissile::Sample& work, int64_t row);
+
+}  // namespace FISSILE_ISA

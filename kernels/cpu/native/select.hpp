@@ -1,0 +1,11 @@
+// Which instruction set serves.
+#pragma once
+
+#include "kernels.hpp"
+
+namespace fissile {
+
+// The best table that this processor and its operating system can run, or the one called `name`; null if there is none.
+const Kernels* select_kernels(const char* name);
+
+}  // namespace fissile

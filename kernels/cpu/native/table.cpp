@@ -1,0 +1,38 @@
+// The micro-kernels of the instruction set that this is compiled for.
+#include "attention.hpp"
+#include "elementwise.hpp"
+#include "linear.hpp"
+#include "sampling.hpp"
+
+#define FISSILE_TEXT_OF(name) #name
+#define FISSILE_TEXT(name) FISSILE_TEXT_OF(name)
+
+namespace FISSILE_ISA {
+
+extern const fissile::Kernels kernels;
+const fissile::Kernels kernels = {
+    .name = FISSILE_TEXT(FISSILE_ISA),
+    .pack_panel = pack_panel,
+    .linear_pack_tasks = linear_pack_tasks,
+    .linear_pack = linear_pack,
+    .linear_tasks = linear_tasks,
+    .linear = linear,
+    .norm_tasks = norm_tasks,
+    .norm = norm,
+    .rope_tasks = rope_tasks,
+    .rope = rope,
+    .silu_and_mul_tasks = silu_and_mul_tasks,
+    .silu_and_mul = silu_and_mul,
+    .combine_tasks = combine_tasks,
+    .combine = combine,
+    .write_kv_tasks = write_kv_tasks,
+    .write_kv = write_kv,
+    .attention_state_size = attention_state_size,
+    .attention_tasks = attention_tasks,
+    .attention = attention,
+    .attention_merge_tasks = attention_merge_tasks,
+    .attention_merge = attention_merge,
+    .sample = sample,
+};
+
+}  // namespace FISSILE_ISA

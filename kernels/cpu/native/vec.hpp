@@ -1,0 +1,211 @@
+// A vector of WIDTH floats, by the vector extensions of GCC and Clang; what they lack is here.
+//
+// Included only by sources that are compiled once for each instruction set, inside the namespace FISSILE_ISA. Nothing of
+// the standard library may be used there: the linker keeps one copy of an inline function, maybe the AVX-512 one, for all.
+// Compiled with -ffp-contract=off: a product and a sum are fused exactly where fma() stands, in every instantiation.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#if FISSILE_WIDTH == 16
+#define FISSILE_LANES(expression) \
+  { expression(0), expression(1), expression(2), expression(3), expression(4), expression(5), expression(6), \
+    expression(7), expression(8), expression(9), expression(10), expression(11), expression(12), expression(13), \
+    expression(14), expression(15) }
+#else
+#define FISSILE_LANES(expression) \
+  { expression(0), expression(1), expression(2), expression(3), expression(4), expression(5), expression(6), \
+    expression(7) }
+#endif
+
+namespace FISSILE_ISA {
+
+constexpr int WIDTH = FISSILE_WIDTH;
+
+using Floats = float __attribute__((vector_size(WIDTH * 4)));
+using Ints = int32_t __attribute__((vector_size(WIDTH * 4)));
+using Words = uint32_t __attribute__((vector_size(WIDTH * 4)));
+using Halves = uint16_t __attribute__((vector_size(WIDTH * 2)));
+using Floats8 = float __attribute__((vector_size(32)));
+using Floats4 = float __attribute__((vector_size(16)));
+
+// The upper half of a float32, which is how bfloat16 is stored.
+struct Bf16 {
+  uint16_t bits;
+};
+
+#define FISSILE_INLINE static inline __attribute__((always_inline))
+
+FISSILE_INLINE Floats splat(float value) {
+#define FISSILE_SAME(lane) value
+  return Floats FISSILE_LANES(FISSILE_SAME);
+#undef FISSILE_SAME
+}
+
+FISSILE_INLINE Words splat_word(uint32_t value) {
+#define FISSILE_SAME(lane) value
+  return Words FISSILE_LANES(FISSILE_SAME);
+#undef FISSILE_SAME
+}
+
+FISSILE_INLINE Ints lane_numbers() {
+#define FISSILE_SAME(lane) lane
+  return Ints FISSILE_LANES(FISSILE_SAME);
+#undef FISSILE_SAME
+}
+
+FISSILE_INLINE Floats zeros() { return splat(0.0f); }
+
+// a * b + c, rounded once where the instruction set can, in two steps where it can not.
+FISSILE_INLINE Floats fma(Floats a, Floats b, Floats c) {
+#if FISSILE_WIDTH == 16 && defined(__AVX512F__)
+  return _mm512_fmadd_ps(a, b, c);
+#elif FISSILE_WIDTH == 8 && defined(__FMA__)
+  return _mm256_fmadd_ps(a, b, c);
+#elif FISSILE_WIDTH == 16 && defined(__FMA__)
+  union {
+    Floats whole;
+    __m256 parts[2];
+  } x{a}, y{b}, z{c};
+  for (int i = 0; i < 2; i++) z.parts[i] = _mm256_fmadd_ps(x.parts[i], y.parts[i], z.parts[i]);
+  return z.whole;
+#else
+  return a * b + c;
+#endif
+}
+
+FISSILE_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
+FISSILE_INLINE Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
+
+FISSILE_INLINE Floats load(const float* from) {
+  Floats value;
+  __builtin_memcpy(&value, from, sizeof value);
+  return value;
+}
+
+FISSILE_INLINE Floats load(const Bf16* from) {
+  Halves halves;
+  __builtin_memcpy(&halves, from, sizeof halves);
+#if FISSILE_WIDTH == 8 && defined(__AVX2__)
+  return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)halves), 16);
+#else
+  return (Floats)(__builtin_convertvector(halves, Words) << 16);
+#endif
+}
+
+FISSILE_INLINE void store(float* to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
+
+// Bits of the nearest bfloat16, ties to even, in the lower halves; NaN stays NaN.
+FISSILE_INLINE Words narrowed(Floats value) {
+  Words bits = (Words)value;
+  Words rounded = (bits + splat_word(0x7FFF) + ((bits >> 16) & splat_word(1))) >> 16;
+  return (Words)(value == value) ? rounded : splat_word(0x7FC0);
+}
+
+FISSILE_INLINE void store(Bf16* to, Floats value) {
+  Words words = narrowed(value);
+#if FISSILE_WIDTH == 8 && defined(__AVX2__)
+  __m256i packed = _mm256_packus_epi32((__m256i)words, (__m256i)words);
+  _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#else
+  Halves halves = __builtin_convertvector(words, Halves);
+  __builtin_memcpy(to, &halves, sizeof halves);
+#endif
+}
+
+// The value as `Number` holds it.
+FISSILE_INLINE Floats rounded(Floats value, const float*) { return value; }
+FISSILE_INLINE Floats rounded(Floats value, const Bf16*) { return (Floats)(narrowed(value) << 16); }
+
+// The first `count` < WIDTH numbers, zeros behind them.
+template <class Number>
+FISSILE_INLINE Floats load_part(const Number* from, int64_t count) {
+  Number buffer[WIDTH] = {};
+  for (int64_t i = 0; i < count; i++) buffer[i] = from[i];
+  return load(buffer);
+}
+
+template <class Number>
+FISSILE_INLINE void store_part(Number* to, Floats value, int64_t count) {
+  Number buffer[WIDTH];
+  store(buffer, value);
+  for (int64_t i = 0; i < count; i++) to[i] = buffer[i];
+}
+
+// Up to WIDTH of `count` numbers: whole vectors by one load, the last ones one by one.
+template <class Number>
+FISSILE_INLINE Floats load_up_to(const Number* from, int64_t count) {
+  return count >= WIDTH ? load(from) : load_part(from, count);
+}
+
+template <class Number>
+FISSILE_INLINE void store_up_to(Number* to, Floats value, int64_t count) {
+  if (count >= WIDTH) store(to, value);
+  else store_part(to, value, count);
+}
+
+#if FISSILE_WIDTH == 16
+FISSILE_INLINE Floats8 folded(Floats x) {
+  return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) +
+         __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+#else
+FISSILE_INLINE Floats8 folded(Floats x) { return x; }
+#endif
+
+// Sums of the lanes of eight vectors, each by the same tree of additions whatever its place among the eight.
+FISSILE_INLINE Floats8 sums_of_8(const Floats* x) {
+  Floats8 pairs[4];
+  for (int i = 0; i < 4; i++) {
+    Floats8 a = folded(x[2 * i]), b = folded(x[2 * i + 1]);
+    pairs[i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
+               __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  Floats8 fours[2];
+  for (int i = 0; i < 2; i++) {
+    Floats8 a = pairs[2 * i], b = pairs[2 * i + 1];
+    fours[i] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
+               __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
+  }
+  return __builtin_shufflevector(fours[0], fours[1], 0, 1, 2, 3, 8, 9, 10, 11) +
+         __builtin_shufflevector(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
+}
+
+// The sum of a vector's lanes, by one tree of additions.
+FISSILE_INLINE float sum(Floats x) {
+  Floats8 eight = folded(x);
+  Floats4 four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+  return (four[0] + four[2]) + (four[1] + four[3]);
+}
+
+FISSILE_INLINE float largest(Floats x) {
+  float best = x[0];
+  for (int i = 1; i < WIDTH; i++) best = x[i] > best ? x[i] : best;
+  return best;
+}
+
+// e^x to about one unit in the last place, for x in [-87, 88]; beyond that what the border gives, NaN for NaN.
+// Cody and Waite's reduction by ln 2 in two parts, then a polynomial (the coefficients are those of Cephes' expf).
+FISSILE_INLINE Floats exp(Floats x) {
+  Floats clamped = minimum(maximum(x, splat(-87.0f)), splat(88.0f));
+  Floats shifted = fma(clamped, splat(1.44269504088896341f), splat(12582912.0f));
+  Floats whole = shifted - splat(12582912.0f);
+  Floats rest = fma(whole, splat(-0.693359375f), clamped);
+  rest = fma(whole, splat(2.12194440e-4f), rest);
+  Floats y = splat(1.9875691500e-4f);
+  y = fma(y, rest, splat(1.3981999507e-3f));
+  y = fma(y, rest, splat(8.3334519073e-3f));
+  y = fma(y, rest, splat(4.1665795894e-2f));
+  y = fma(y, rest, splat(1.6666665459e-1f));
+  y = fma(y, rest, splat(5.0000001201e-1f));
+  y = fma(y, rest * rest, rest) + splat(1.0f);
+  Ints exponent = ((Ints)shifted - (Ints)splat(12582912.0f)) << 23;
+  Floats result = (Floats)((Ints)y + exponent);
+  return x == x ? result : x;
+}
+
+}  // namespace FISSILE_ISA

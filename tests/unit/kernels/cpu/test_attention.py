@@ -1,0 +1,137 @@
+"""Native attention: the bits of a row in any chunk, batch, split of its keys and number of threads; NaN all around."""
+
+from __future__ import annotations
+
+from ctypes import CDLL
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.cpu import attention
+from kernels.interface import KVSpec
+from kernels.paged_attention import PagedKVCache
+from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks, stored
+
+LENGTH, BLOCK = 1300, 16
+DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+
+
+def filled(
+    native: CDLL, heads: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+) -> tuple[PagedKVCache, list[list[int]]]:
+    """A cache with two sequences, one longer than two splits of 512 keys; NaN where nothing is written."""
+    lengths = [LENGTH, 75]
+    blocks = scattered_blocks(lengths, BLOCK, 100, seed=dim)
+    cache = PagedKVCache.allocate(KVSpec(heads, dim), 1, 100, BLOCK, kv_dtype or dtype)
+    cache.data[:] = torch.nan
+    step = metadata([Rows(0, n, table) for n, table in zip(lengths, blocks, strict=True)], BLOCK)
+    generator = torch.Generator().manual_seed(dim)
+    k, v = (torch.randn(sum(lengths), heads, dim, generator=generator).to(dtype) for _ in range(2))
+    attention.write_kv(native, cache, 0, k, v, attention.StepArrays(step))
+    return cache, blocks
+
+
+def attend(
+    native: CDLL,
+    cache: PagedKVCache,
+    q: torch.Tensor,
+    rows: list[Rows],
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    return attention.attention(native, q, cache, 0, attention.StepArrays(metadata(rows, BLOCK)), 0.2, window, sinks)
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 24), (2, 2, 128), (16, 1, 20)])
+@pytest.mark.parametrize("window", [None, 600])
+def test_against_float64(
+    each_isa: CDLL, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
+    cache, blocks = filled(each_isa, kv_heads, dim, dtype)
+    sinks = torch.linspace(-2.0, 4.0, heads)
+    rows = [Rows(LENGTH - 30, LENGTH, blocks[0]), Rows(74, 75, blocks[1])]
+    q = torch.randn(31, heads, dim).to(dtype)
+    out = attend(each_isa, cache, q, rows, window, sinks)
+    for part, row in ((slice(0, 30), rows[0]), (slice(30, 31), rows[1])):
+        keys, values = stored(cache, 0, row.blocks, row.end)
+        exact = reference_attention(q[part], keys, values, row.start, 0.2, window, sinks)
+        tolerance = 2e-6 if dtype == torch.float32 else 8e-3
+        torch.testing.assert_close(out[part].double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@DTYPES
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 24), (2, 2, 16)])
+@pytest.mark.parametrize("window", [None, 1, 65, 700])
+def test_chunks_batches_and_threads_do_not_change_bits(
+    threads: CDLL, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
+    cache, (blocks, others) = filled(threads, kv_heads, dim, dtype)
+    q, sinks = torch.randn(LENGTH, heads, dim).to(dtype), torch.randn(heads)
+    whole = attend(threads, cache, q, [Rows(0, LENGTH, blocks)], window, sinks)
+    other = attend(threads, cache, q[:75], [Rows(0, 75, others)], window, sinks)
+    for count in (1, 2, 5):
+        threads.fissile_set_threads(count)
+        for start, end in pairwise((0, 1, 2, 37, 64, 65, 512, 513, 1023, 1024, 1200, LENGTH - 1, LENGTH)):
+            alone = attend(threads, cache, q[start:end], [Rows(start, end, blocks)], window, sinks)
+            assert torch.equal(alone, whole[start:end]), f"rows {start} to {end} by {count} threads"
+        mixed = [Rows(74, 75, others), Rows(900, LENGTH, blocks), Rows(3, 70, others)]
+        rows = torch.cat((q[74:75], q[900:], q[3:70]))
+        expected = torch.cat((other[74:75], whole[900:], other[3:70]))
+        assert torch.equal(attend(threads, cache, rows, mixed, window, sinks), expected)
+
+
+def test_many_sequences_at_once(threads: CDLL) -> None:
+    cache, (blocks, _) = filled(threads, 2, 32, torch.bfloat16)
+    q = torch.randn(LENGTH, 6, 32).bfloat16()
+    whole = attend(threads, cache, q, [Rows(0, LENGTH, blocks)])
+    ends = np.random.default_rng(0).permutation(LENGTH)[:70] + 1
+    threads.fissile_set_threads(3)
+    decoded = attend(threads, cache, q[ends - 1], [Rows(end - 1, end, blocks) for end in ends.tolist()])
+    assert torch.equal(decoded, whole[ends - 1])
+
+
+@DTYPES
+def test_later_tokens_that_overflowed_do_not_show(native: CDLL, dtype: torch.dtype) -> None:
+    cache, (blocks, _) = filled(native, 1, 32, dtype)
+    q = torch.randn(LENGTH, 4, 32).to(dtype)
+    kept = attend(native, cache, q, [Rows(0, LENGTH, blocks)])
+    spoiled = 100
+    cache.data[0, :, blocks[spoiled // BLOCK], :, spoiled % BLOCK] = torch.nan
+    out = attend(native, cache, q, [Rows(0, LENGTH, blocks)])
+    assert torch.equal(out[:spoiled], kept[:spoiled])
+    assert out[spoiled:].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kv_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str
+)
+def test_a_cache_of_another_dtype_holds_what_pytorch_would_store(
+    each_isa: CDLL, dtype: torch.dtype, kv_dtype: torch.dtype
+) -> None:
+    cache = PagedKVCache.allocate(KVSpec(2, 21), 1, 4, BLOCK, kv_dtype)
+    k, v = (torch.randn(40, 2, 21).to(dtype) for _ in range(2))
+    k[0, 0, :5] = torch.tensor([3.4e38, -3.4e38, torch.inf, -torch.inf, torch.nan]).to(dtype)
+    step = metadata([Rows(0, 40, [3, 1, 0])], BLOCK)
+    attention.write_kv(each_isa, cache, 0, k, v, attention.StepArrays(step))
+    expected = PagedKVCache.allocate(KVSpec(2, 21), 1, 4, BLOCK, kv_dtype)
+    heads = torch.arange(2)
+    slots = torch.from_numpy(step.slot_mapping)
+    rows = (slots[:, None] // BLOCK * 2 + heads) * BLOCK + slots[:, None] % BLOCK
+    expected.write(0, rows.flatten(), k, v)
+    assert torch.equal(cache.data.nan_to_num(7.0), expected.data.nan_to_num(7.0))
+    assert torch.equal(cache.data.isnan(), expected.data.isnan())
+
+
+@pytest.mark.parametrize("name", ["seq_lens", "cu_seqlens_q", "block_tables", "slot_mapping"])
+def test_metadata_that_would_be_misread_is_refused(name: str) -> None:
+    step = metadata([Rows(0, 5, [3]), Rows(0, 3, [2])], BLOCK)
+    kept = getattr(step, name)
+    setattr(step, name, kept.astype(np.int32))
+    with pytest.raises(ValueError, match="int64 expected, not int32"):
+        attention.StepArrays(step)
+    setattr(step, name, np.repeat(kept, 2, axis=0)[::2])
+    with pytest.raises(ValueError, match="contiguous"):
+        attention.StepArrays(step)

@@ -1,0 +1,51 @@
+"""What the CPU back end says of itself."""
+
+from __future__ import annotations
+
+from ctypes import CDLL
+from pathlib import Path
+
+import pytest
+
+from common.config import Config
+from kernels.cpu import build, library
+from kernels.select import select_backend
+from tests.checkpoints import make_checkpoint
+from tests.unit.kernels.test_batch_invariance import torch_threads
+from worker.model_config import ModelConfig
+from worker.model_runner import ModelRunner
+from worker.numerics import numerics_digest
+
+
+def digest(folder: Path, kernels: str, threads: int) -> str:
+    with torch_threads(threads):
+        config = Config(model=str(folder), dtype="float32", kernels=kernels, max_model_len=512)
+        return numerics_digest(ModelRunner(config, ModelConfig.from_folder(folder)))
+
+
+def test_the_numerics_class_does_not_depend_on_threads(threads: CDLL, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, tokenizer=False)
+    assert digest(folder, "cpu", 1) == digest(folder, "cpu", 2) == digest(folder, "cpu", 3)
+    assert digest(folder, "torch", 1) != digest(folder, "cpu", 1)
+
+
+def test_where_pytorch_takes_part_its_threads_count(threads: CDLL, tmp_path: Path) -> None:
+    folder = make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2, tokenizer=False)
+    assert digest(folder, "cpu", 1) != digest(folder, "cpu", 2)
+
+
+def test_threads_are_pytorchs(threads: CDLL) -> None:
+    with torch_threads(3):
+        select_backend("cpu")
+    assert threads.fissile_threads() == 3
+
+
+def test_a_back_end_that_can_not_serve_says_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    load = library.load
+    monkeypatch.setattr(library, "load", lambda: load(tmp_path / "library.so"))
+    with pytest.raises(ValueError, match="kernels 'cpu': the CPU kernels were not compiled"):
+        select_backend("cpu")
+
+
+def test_the_sources_are_those_of_the_library(native: CDLL) -> None:
+    assert build.is_current()

@@ -1,0 +1,82 @@
+"""The pool of threads: every task once, whoever asks, and no helper in the child of a fork."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from ctypes import CDLL
+
+import numpy as np
+import pytest
+import torch
+
+from kernels.cpu import linear
+
+TASK = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
+
+
+def share(native: CDLL, tasks: int, function: Callable[[int], None]) -> None:
+    native.fissile_share(ctypes.c_int64(tasks), TASK(lambda _, task: function(task)), None)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 8])
+def test_every_task_is_done_once(threads: CDLL, count: int) -> None:
+    threads.fissile_set_threads(count)
+    assert threads.fissile_threads() == count
+    done = np.zeros(200, np.int64)
+
+    def task(i: int) -> None:
+        done[i] += 1
+
+    for tasks in (0, 1, 2, 7, 200, 3, 200):
+        done[:] = 0
+        share(threads, tasks, task)
+        assert (done[:tasks] == 1).all()
+        assert not done[tasks:].any()
+
+
+def test_other_threads_take_part(threads: CDLL) -> None:
+    threads.fissile_set_threads(2)
+    both = threading.Barrier(2, timeout=60)
+    seen: set[int] = set()
+
+    def task(i: int) -> None:
+        both.wait()
+        seen.add(threading.get_ident())
+
+    share(threads, 2, task)
+    assert len(seen) == 2
+
+
+def test_callers_at_the_same_time_and_from_within_do_not_wait_for_each_other(threads: CDLL) -> None:
+    threads.fissile_set_threads(3)
+    counts = np.zeros(4, np.int64)
+    lock = threading.Lock()
+
+    def count(caller: int) -> None:
+        with lock:
+            counts[caller] += 1
+
+    def call(caller: int) -> None:
+        for _ in range(50):
+            share(threads, 5, lambda i: share(threads, 3, lambda j: count(caller)))
+
+    callers = [threading.Thread(target=call, args=(caller,)) for caller in range(4)]
+    for caller in callers:
+        caller.start()
+    for caller in callers:
+        caller.join()
+    assert counts.tolist() == [50 * 5 * 3] * 4
+
+
+def test_the_child_of_a_fork_works(threads: CDLL) -> None:
+    threads.fissile_set_threads(3)
+    weight, x = torch.randn(200, 64), torch.randn(300, 64)
+    packed = linear.pack(threads, weight, None, torch.float32)
+    expected = linear.linear(threads, x, packed)
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if torch.equal(linear.linear(threads, x, packed), expected) else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0

@@ -1,0 +1,135 @@
+"""Native sampling gives the tokens of kernels/sampling.py, and of the brute-force reference, exactly."""
+
+from __future__ import annotations
+
+from ctypes import CDLL
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from common.sampling_params import float32
+from kernels import sampling as reference
+from kernels.cpu import sampling
+from kernels.interface import MaskedIds, Penalties, SampleParams
+from tests.unit.kernels.test_sampling import LOGITS, ROWS, Row, reference_sample
+
+
+def arguments(rows: list[Row]) -> tuple[SampleParams, np.ndarray, np.ndarray, np.ndarray]:
+    params = SampleParams(
+        np.array([r.temperature for r in rows], np.float32),
+        np.array([r.top_k for r in rows], np.int64),
+        np.array([r.top_p for r in rows], np.float32),
+        np.array([r.min_p for r in rows], np.float32),
+    )
+    seeds = np.array([r.seed for r in rows], np.uint64)
+    return params, seeds, np.array([r.position for r in rows]), np.array([r.choice for r in rows])
+
+
+def check(native: CDLL, logits: np.ndarray, rows: list[Row]) -> None:
+    given = arguments(rows)
+    ids = sampling.sample(native, logits.copy(), *given)
+    assert ids.tolist() == reference.sample(logits.copy(), *given).tolist()
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(logits=LOGITS, rows=st.lists(ROWS, min_size=1, max_size=4))
+def test_equals_the_brute_force_reference(native: CDLL, logits: list[float], rows: list[Row]) -> None:
+    batch = np.array([logits] * len(rows), np.float32)
+    ids = sampling.sample(native, batch, *arguments(rows))
+    assert ids.tolist() == [reference_sample(logits, row) for row in rows]
+
+
+def mixed_rows(count: int, seed: int) -> list[Row]:
+    rng = np.random.default_rng(seed)
+    return [
+        Row(
+            float32(rng.choice([0.0, 0.3, 1.0, 2.0])),
+            int(rng.choice([0, 0, 1, 20, 300, 10_000])),
+            float32(rng.choice([1.0, 1.0, 0.01, 0.5, 0.95, 0.9999])),
+            float32(rng.choice([0.0, 0.0, 0.001, 0.1, 1.0])),
+            seed=int(rng.integers(2**63)),
+            position=int(rng.integers(2**33)),
+            choice=int(rng.integers(128)),
+        )
+        for _ in range(count)
+    ]
+
+
+@pytest.mark.parametrize("vocab", [1, 3, 17, 1024, 5003])
+@pytest.mark.parametrize("scale", [0.0, 0.3, 3.0, 40.0])
+def test_equals_numpy_on_every_instruction_set(each_isa: CDLL, vocab: int, scale: float) -> None:
+    rng = np.random.default_rng(vocab)
+    logits = (rng.normal(0, 1, (60, vocab)) * scale).astype(np.float32)
+    check(each_isa, logits, mixed_rows(60, vocab))
+    # Ties everywhere, as in bfloat16, zeros of both signs among them.
+    ties = np.where(rng.random(logits.shape) < 0.5, np.round(logits * 2) / 2, -0.0).astype(np.float32)
+    check(each_isa, ties, mixed_rows(60, vocab))
+    check(each_isa, np.round(logits), mixed_rows(60, 7 + vocab))
+
+
+def test_equals_numpy_on_a_large_vocabulary(native: CDLL) -> None:
+    rng = np.random.default_rng(5)
+    check(native, rng.normal(0, 2, (24, 151_936)).astype(np.float32), mixed_rows(24, 9))
+
+
+def test_threads_do_not_change_tokens(threads: CDLL) -> None:
+    logits = np.random.default_rng(3).normal(0, 2, (50, 900)).astype(np.float32)
+    given = arguments(mixed_rows(50, 3))
+    outs = []
+    for count in (1, 3):
+        threads.fissile_set_threads(count)
+        outs.append(sampling.sample(threads, logits, *given).tolist())
+    assert outs[0] == outs[1]
+
+
+@pytest.mark.parametrize("row", [Row(), Row(top_k=3), Row(top_p=0.5), Row(min_p=0.5), Row(temperature=0.0)])
+def test_overflowed_and_masked_rows(native: CDLL, row: Row) -> None:
+    logits = np.zeros((6, 20), np.float32)
+    logits[0, 3], logits[1], logits[2, 5], logits[3, 18] = np.nan, np.nan, np.inf, np.nan
+    logits[4] = -np.inf
+    logits[5, 2:] = -np.inf
+    with np.errstate(all="ignore"):
+        check(native, logits, [replace(row, seed=seed) for seed in range(6)])
+
+
+def test_a_temperature_that_overflows_is_left_to_numpy(native: CDLL) -> None:
+    logits = np.random.default_rng(3).normal(0, 100, (9, 30)).astype(np.float32)
+    rows = [Row(temperature=float32(t)) for t in (1e-44, 1.0, 1e-38, 0.5, 1e-40, 2.0, 1e-44, 1e-30, 0.0)]
+    with np.errstate(all="ignore"):
+        check(native, logits, rows)
+
+
+def test_penalties_and_masks_come_first(native: CDLL) -> None:
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, 1, (4, 30)).astype(np.float32)
+    one, params = np.ones(4, np.float32), arguments([Row(temperature=0.0), Row(), Row(top_k=4), Row(top_p=0.5)])
+    penalties = Penalties(
+        np.arange(4), logits.argmax(1), one, one * np.float32(1.7), one * np.float32(0.4), one * np.float32(0.2)
+    )
+    masked = MaskedIds(np.repeat(np.arange(4), 10), np.tile(np.arange(10), 4))
+    steered = (replace(params[0], penalties=penalties, masked=masked), *params[1:])
+    ids = sampling.sample(native, logits.copy(), *steered)
+    assert ids.tolist() == reference.sample(logits.copy(), *steered).tolist()
+    assert (ids >= 10).all()
+
+
+def test_rows_of_a_view(native: CDLL) -> None:
+    wide = np.random.default_rng(3).normal(0, 1, (9, 40)).astype(np.float32)
+    params = arguments(mixed_rows(9, 1))
+    expected = reference.sample(wide[:, :33].copy(), *params).tolist()
+    assert sampling.sample(native, wide[:, :33], *params).tolist() == expected
+    assert sampling.sample(native, np.asfortranarray(wide[:, :33]), *params).tolist() == expected
+
+
+@settings(max_examples=300, deadline=None)
+@given(fraction=st.floats(0, 1, width=32, exclude_max=True), total=st.integers(0, 2**63 - 1))
+def test_the_share_of_a_mass_is_what_the_kernel_takes_it_for(fraction: float, total: int) -> None:
+    """The kernel's integer arithmetic, in Python: a float32 is mantissa * 2^-shift."""
+    bits = int(np.float32(fraction).view(np.uint32))
+    exponent = bits >> 23
+    mantissa = (bits & 0x7FFFFF) | (0x800000 if exponent else 0)
+    shift = 150 - (exponent or 1)
+    assert -(-mantissa * total // 2**shift) == reference._ceil_product(fraction, total)
