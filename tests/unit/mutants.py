@@ -110,7 +110,7 @@ MUTANTS = [
         "self._blocks_needed(seq, num_new_tokens) <= len(self.free_block_ids)",
         "len(self.free_block_ids) >= (len(seq) % self.block_size == 1)",
     ),
-    Mutant("t17", BlockManager, "_take", "del self.hash_to_block_id[block.hash]", "pass"),
+    Mutant("t17", BlockManager, "_forget", "del self.hash_to_block_id[block.hash]", "pass"),
     Mutant("t18", ScheduledBatch, "block_tables", "table[: -(-end // size)]", "table"),
     Mutant(
         "t19",
@@ -169,7 +169,7 @@ MUTANTS = [
         "t40",
         Detokenizer,
         "push",
-        'self._utf8.decode(b"".join(self._piece(id) for id in ids if id not in self._skip))',
+        'self._decode(b"".join([self._piece(id) for id in ids if id not in self._skip]), final=False)',
         '"".join(self._piece(id).decode("utf-8", "replace") for id in ids if id not in self._skip)',
     ),
     Mutant("t41", Scheduler, "_land", "if seq.is_finished:", "if False:"),

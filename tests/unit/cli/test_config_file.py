@@ -89,7 +89,11 @@ def test_show_refuses_what_the_command_would_refuse(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", CONFIGURABLE)
-def test_every_command_with_a_file_shows_its_sources(name: str, tmp_path: Path) -> None:
+def test_every_command_with_a_file_shows_its_sources(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `make check-fresh` sets it.
+    monkeypatch.delenv("FISSILE_PORT", raising=False)
     path = tmp_path / "fleet.yaml"
     path.write_text("serve: {port: 7}\nworker: {port: 7, model: m}\nrouter: {port: 7}\n")
     rows = in_force(find_entry_points(COMMANDS)[name].load(), name, ("--config", str(path), "--log-level", "debug"))
