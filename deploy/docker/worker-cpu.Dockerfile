@@ -12,7 +12,8 @@ FROM ${BASE} AS build
 ARG TORCH_INDEX_URL=https://download.pytorch.org/whl/cpu
 ARG PIP_INDEX_URL
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1
-# Compiles the CPU kernels when Fissile is installed; the last stage has no compiler.
+# Compiles the CPU kernels when Fissile is installed; the last stage has no compiler, so any version of it will do.
+# hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
 RUN python -m venv /opt/fissile
 WORKDIR /src

@@ -390,11 +390,11 @@ async def test_a_bad_frame_ends_its_session_only(site: Site, frame: wpb.SessionR
 
 async def test_a_hello_that_can_not_be_served(site: Site) -> None:
     call = site.stub.Session()
-    await call.write(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=5000, kv_seq=1)))
+    await call.write(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=1)))
     with pytest.raises(grpc.aio.AioRpcError) as raised:
         await call.read()
-    assert raised.value.code() is grpc.StatusCode.UNIMPLEMENTED
-    assert "hello.kv_seq" in str(raised.value.details())
+    assert raised.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "hello.lease_ms is 1" in str(raised.value.details())
 
 
 # Direct calls.

@@ -109,7 +109,7 @@ class RouterEnd:
         self.frames.append(frame)
         if kind == "step_output":
             self._take(frame.step_output)
-        elif kind != "draining":
+        elif kind in ("welcome", "heartbeat"):
             self.load = getattr(frame, kind).load
         return True
 
