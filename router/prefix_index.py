@@ -5,7 +5,8 @@ the workers hold they say themselves (KvEvents of the Session), whoever sent it 
 counts for EXPECTED_S without that. The index is a hint: workers compare tokens, whatever this says.
 
 Layout: buckets of 8 entries, as in a processor's cache, in two flat arrays: the hash, and 8 owners of 16 bits: 24 bytes
-an entry. Nothing is ever moved or rehashed. Invariants:
+an entry. The index begins small and doubles: each bucket splits in two by one more bit of its hashes, which loses
+nothing, so that memory follows what the workers hold. Invariants:
   * There are never more than `capacity` entries, and never more than MAX_EXPECTED_GRANULES that are only expected.
   * Without overflow the index has exactly what the workers have said. What is forgotten: of a full bucket an entry
     without owners, else any of it; of more than 8 owners of a granule all but the first 8. An owner that is forgotten
@@ -32,6 +33,9 @@ BYTES_PER_ENTRY: Final = 24
 _WAYS = 8
 _OWNERS = 8
 _MAX_WORKERS = (1 << 16) - 1
+_FIRST_BUCKETS = 1 << 13
+# It doubles when fewer than so many entries are there for each in use: then hardly a bucket overflows.
+_SPARSE = 4
 _Names = npt.NDArray[np.uint64]
 _Positions = npt.NDArray[np.intp]
 
@@ -53,13 +57,9 @@ class PrefixIndex:
     """
 
     def __init__(self, capacity: int = MAX_INDEX_ENTRIES) -> None:
-        buckets = 1 << max(0, (-(-capacity // _WAYS) - 1).bit_length())
-        self._mask = buckets - 1
-        # Zeroed pages cost nothing until they are written; a memoryview gives plain ints four times as fast.
-        self._hashes = np.zeros((buckets, _WAYS), np.uint64)
-        self._owners = np.zeros((buckets, _WAYS, _OWNERS), np.uint16)
-        self._hash_at = self._hashes.reshape(-1).data
-        self._owner_at = self._owners.reshape(-1).data
+        self._most_buckets = 1 << max(0, (-(-capacity // _WAYS) - 1).bit_length())
+        buckets = min(self._most_buckets, _FIRST_BUCKETS)
+        self._use(np.zeros((buckets, _WAYS), np.uint64), np.zeros((buckets, _WAYS, _OWNERS), np.uint16))
         self._slots: dict[str, int] = {}
         # By slot; 0 is nobody, and who has left is nobody too.
         self._names = [""]
@@ -76,11 +76,11 @@ class PrefixIndex:
     @property
     def capacity(self) -> int:
         """Most entries."""
-        return self._hashes.size
+        return self._most_buckets * _WAYS
 
     @property
     def nbytes(self) -> int:
-        """Size of all entries, bytes."""
+        """Size of the entries that there is room for now, bytes."""
         return self._hashes.nbytes + self._owners.nbytes
 
     @property
@@ -112,6 +112,8 @@ class PrefixIndex:
     def store(self, worker: str, granules: Iterable[int]) -> None:
         """The worker says that it holds these."""
         slot, names = self._slots[worker], _array(granules)
+        while len(self._hashes) < self._most_buckets and (self._size + names.size) * _SPARSE > self._hashes.size:
+            self._double()
         while names.size:
             buckets = self._buckets(names)
             # One of each bucket at a time, so that none overwrites another.
@@ -184,6 +186,22 @@ class PrefixIndex:
     def _sent_to(self, granule: int, now: float) -> list[int]:
         """Slots of the workers that are expected to hold a granule."""
         return [slot for slot in self._expected.slots(granule, now) if self._names[slot]]
+
+    def _use(self, hashes: npt.NDArray[np.uint64], owners: npt.NDArray[np.uint16]) -> None:
+        self._hashes, self._owners = hashes, owners
+        self._mask = len(hashes) - 1
+        # A memoryview gives plain ints four times as fast.
+        self._hash_at, self._owner_at = hashes.reshape(-1).data, owners.reshape(-1).data
+
+    def _double(self) -> None:
+        """Splits every bucket in two. Takes about 25 ns an entry."""
+        moves = (self._hashes & np.uint64(len(self._hashes))) != 0
+        hashes = np.concatenate((self._hashes, self._hashes))
+        owners = np.concatenate((self._owners, self._owners))
+        for array in (hashes, owners):
+            array[: len(moves)][moves] = 0
+            array[len(moves) :][~moves] = 0
+        self._use(hashes, owners)
 
     def _buckets(self, names: _Names) -> _Positions:
         return (names & np.uint64(self._mask)).astype(np.intp)

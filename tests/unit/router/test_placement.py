@@ -142,6 +142,32 @@ def test_the_index_is_bounded_and_never_invents() -> None:
     assert index.forgotten >= 12_000 - 1024
 
 
+def test_the_index_grows_and_keeps_what_it_has() -> None:
+    index = PrefixIndex(1 << 20)
+    begun = index.nbytes
+    rnd = random.Random(2)
+    held: dict[str, set[int]] = {"a": set(), "b": set()}
+    for worker in held:
+        index.add_worker(worker)
+    for _ in range(30):
+        for worker, granules in held.items():
+            new = [rnd.getrandbits(64) for _ in range(2000)]
+            shared = rnd.sample(sorted(held["b" if worker == "a" else "a"]), 50) if held["a"] and held["b"] else []
+            index.store(worker, [*new, *shared])
+            granules.update(new, shared)
+            gone = rnd.sample(sorted(granules), 300)
+            index.evict(worker, gone)
+            granules.difference_update(gone)
+    assert begun == BYTES_PER_ENTRY << 16
+    assert index.nbytes == BYTES_PER_ENTRY << 19
+    # A bucket overflows now and then, though the index is sparse.
+    assert index.forgotten < 50
+    for worker, granules in held.items():
+        assert index.held(worker) <= granules
+        assert len(granules - index.held(worker)) <= index.forgotten
+    assert len(held["a"] | held["b"]) - index.forgotten <= len(index) <= len(held["a"] | held["b"])
+
+
 def test_what_is_sent_to_a_long_prompt_is_found_to_an_eighth() -> None:
     index = PrefixIndex(64)
     index.add_worker("a")
