@@ -240,7 +240,7 @@ async def test_a_storm_of_cancels_leaves_nothing(site: Site) -> None:
     router = await site.router()
     chance = random.Random(1)
     pending = list(range(1, 129))
-    await router.submit(1, *(sequence(rid, [rid] * (1 + rid % 50), ENDLESS) for rid in pending))
+    await router.submit(1, *(sequence(rid, [rid] * (1 + rid % 50), ENDLESS, keep=True) for rid in pending))
     reading = asyncio.create_task(router.read_until(lambda: len(router.ends) == 128))
     while pending:
         batch = [pending.pop(chance.randrange(len(pending))) for _ in range(min(len(pending), 5))]

@@ -43,7 +43,11 @@ def make_model_folder(folder: Path, *, architecture: str = "LlamaForCausalLM", t
 
 
 def sequence(
-    rid: int, prompt: Sequence[int] = (1, 2, 3), max_tokens: int = 5, deadline_left_ms: int = 0
+    rid: int,
+    prompt: Sequence[int] = (1, 2, 3),
+    max_tokens: int = 5,
+    deadline_left_ms: int = 0,
+    keep: bool = False,
 ) -> wpb.SubmitSequence:
     """A greedy sequence for a Submit."""
     return wpb.SubmitSequence(
@@ -54,6 +58,7 @@ def sequence(
         seed=rid,
         chain_hash=(hash_chain(prompt, BLOCK_SIZE) or [0])[-1],
         deadline_left_ms=deadline_left_ms,
+        keep=keep,
     )
 
 
