@@ -322,6 +322,8 @@ def main() -> None:
         # Of all streams: one line says enough, and nothing may print the others.
         print(f"failed: {error}", flush=True)
         os._exit(1)
+    # The event loop may have left it otherwise, and then what a pipe does not take at once is lost.
+    os.set_blocking(sys.stdout.fileno(), True)
     print(json.dumps(asdict(seen)), flush=True)
 
 
