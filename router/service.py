@@ -229,8 +229,9 @@ class InferenceService(InferenceServiceServicer):
         while True:
             part = await stream.next()
             if part.start is not None:
-                span.first_token(time_to_first_token_s(stream))
-                measure.first_token(time_to_first_token_s(stream))
+                ttft_s = time_to_first_token_s(stream)
+                span.first_token(ttft_s)
+                measure.first_token(ttft_s)
             fill_response(message, part, stream, self._clock)
             await stream.written(context.write(message))
             if part.ending is not None:

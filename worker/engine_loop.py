@@ -292,7 +292,9 @@ class EngineLoop:
         message = " ".join(str(error).split())
         self._failed.set_result(message)
         for flush in self._flushes:
-            flush.set_exception(EngineError(message))
+            # It may have been answered in this turn of the event loop, and not have been heard yet.
+            if not flush.done():
+                flush.set_exception(EngineError(message))
         self._end_live(message)
 
     def _end_live(self, message: str) -> None:

@@ -8,6 +8,7 @@ push, no compression of messages, and headers are not decoded (a gRPC stream is 
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import time
 from collections import deque
@@ -45,7 +46,7 @@ class Reply:
     last: bytes = b""
 
 
-class Connection(asyncio.Protocol):
+class Connection(asyncio.Protocol, abc.ABC):
     """A connection that streams run on."""
 
     def __init__(self, count_tokens: CountTokens) -> None:
@@ -79,25 +80,26 @@ class Connection(asyncio.Protocol):
         data = self._received + data if self._received else data
         self._received = data[self._take(data, time.perf_counter()) :]
 
+    @abc.abstractmethod
     def start(self, path: str, body: bytes) -> Reply:
         """Sends a request."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def cancel(self, reply: Reply) -> None:
         """Gives a stream up."""
-        raise NotImplementedError
 
     @property
     def _to(self) -> asyncio.Transport:
         assert self._transport is not None
         return self._transport
 
+    @abc.abstractmethod
     def _take(self, data: bytes, now: float) -> int:
         """Handles what is whole in `data` and returns how much that was."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _fail(self, error: Exception) -> None:
-        raise NotImplementedError
+        """Ends what still runs."""
 
     def _message(self, reply: Reply, message: memoryview, now: float) -> None:
         reply.times.append(now)
