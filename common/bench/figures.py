@@ -239,10 +239,10 @@ class Spread:
     max: float
 
     @classmethod
-    def of(cls, values: Iterable[float]) -> Spread | None:
-        """None when there are none."""
+    def of(cls, values: Iterable[float]) -> Spread:
+        """Of at least one value."""
         ordered = sorted(values)
-        return cls(statistics.median(ordered), ordered[0], ordered[-1]) if ordered else None
+        return cls(statistics.median(ordered), ordered[0], ordered[-1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,8 +257,8 @@ class Overview:
 
     setting: Setting
     repeats: int
-    requests_per_s: Spread | None
-    output_tokens_per_s: Spread | None
+    requests_per_s: Spread
+    output_tokens_per_s: Spread
     ttft_ms_p50: Spread | None
     ttft_ms_p99: Spread | None
     tpot_ms_p50: Spread | None
@@ -285,8 +285,8 @@ def _overview(setting: Setting, runs: Sequence[Figures]) -> Overview:
         repeats=len(runs),
         requests_per_s=Spread.of(run.requests_per_s for run in runs),
         output_tokens_per_s=Spread.of(run.output_tokens_per_s for run in runs),
-        ttft_ms_p50=Spread.of(summary.p50 for summary in ttft),
-        ttft_ms_p99=Spread.of(summary.p99 for summary in ttft),
-        tpot_ms_p50=Spread.of(summary.p50 for summary in tpot),
-        tpot_ms_p99=Spread.of(summary.p99 for summary in tpot),
+        ttft_ms_p50=Spread.of(summary.p50 for summary in ttft) if ttft else None,
+        ttft_ms_p99=Spread.of(summary.p99 for summary in ttft) if ttft else None,
+        tpot_ms_p50=Spread.of(summary.p50 for summary in tpot) if tpot else None,
+        tpot_ms_p99=Spread.of(summary.p99 for summary in tpot) if tpot else None,
     )

@@ -57,9 +57,9 @@ class Record:
         return self.status == OK
 
     @property
-    def ttft(self) -> float:
-        """Time to first token. There must have been one."""
-        return self.arrivals[0] - self.intended
+    def ttft(self) -> float | None:
+        """Time to first token; None when there was none."""
+        return self.arrivals[0] - self.intended if self.arrivals else None
 
     @property
     def tpot(self) -> float | None:

@@ -95,7 +95,12 @@ class RouterClient:
             "output_options": pb.OutputOptions(return_token_ids=True),
         }
         if work.messages:
-            chat = pb.ChatRequest(messages=[pb.ChatMessage(**message) for message in work.messages], **shared)
+            chat = pb.ChatRequest(
+                messages=[
+                    pb.ChatMessage(role=message["role"], content=message["content"]) for message in work.messages
+                ],
+                **shared,
+            )
             return self._stub.Chat(chat, timeout=terms.timeout_s, metadata=terms.metadata)
         request = pb.GenerateRequest(**shared)
         if work.text:

@@ -54,3 +54,7 @@ class Summary:
         ordered = sorted(value * scale for value in values)
         p50, p90, p99 = (percentile(ordered, percent) for percent in (50, 90, 99))
         return cls(len(ordered), math.fsum(ordered) / len(ordered), p50, p90, p99, ordered[-1])
+
+    def shown(self) -> tuple[float, ...]:
+        """Mean, p50, p90, p99 and max."""
+        return self.mean, self.p50, self.p90, self.p99, self.max

@@ -58,6 +58,7 @@ PURE_WORKER_MODULES = frozenset(
 DECIDING_MODULES = (
     "common/bench/figures",
     "common/bench/records",
+    "common/bench/report",
     "common/bench/statistics",
     "common/delay_gate",
     "common/block_hash",

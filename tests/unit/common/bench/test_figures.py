@@ -46,7 +46,6 @@ def test_summaries_are_numpys(values: list[float], scale: float) -> None:
 
 def test_nothing_has_no_summary() -> None:
     assert Summary.of([]) is None
-    assert Spread.of([]) is None
 
 
 def answered(index: int = 0, begin: float = 0.0, *arrivals: float, **given_: object) -> Record:
