@@ -306,10 +306,10 @@ def _fissile_offline(setting: Setting, name: str) -> Process:
     return Process(command, setting.folder.log(name), _fissile_environment(), answers=True)
 
 
-def _vllm(setting: Setting, port: int) -> list[Process]:
+def _vllm(setting: Setting, dtype: str, port: int) -> list[Process]:
     """The OpenAI server of vLLM for CPUs; what it has compiled is kept for its next start."""
     command = [str(setting.python("vllm")), "-m", "vllm.entrypoints.openai.api_server"]
-    command += ["--model", str(setting.checkpoint), "--served-model-name", MODEL_NAME, "--dtype", "bfloat16"]
+    command += ["--model", str(setting.checkpoint), "--served-model-name", MODEL_NAME, "--dtype", dtype]
     command += ["--host", HOST, "--port", str(port), "--max-model-len", str(LONGEST), "--no-enable-prefix-caching"]
     command += ["--max-num-seqs", str(MOST_AT_ONCE), "--disable-uvicorn-access-log"]
     preload = [setting.folder.tcmalloc, setting.folder.openmp]
@@ -323,7 +323,7 @@ def _vllm(setting: Setting, port: int) -> list[Process]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return [Process(command, setting.folder.log("vllm"), environment)]
+    return [Process(command, setting.folder.log(f"vllm-{dtype}"), environment)]
 
 
 def _llamacpp(setting: Setting, kind: str, port: int) -> list[Process]:
@@ -364,7 +364,8 @@ def make_peers(setting: Setting) -> dict[str, Peer]:
     peers: list[Peer] = [
         *(Server(name, partial(_fissile, setting, name), grpc_serves, grpc_generate) for name in served),
         *(Engine(name, partial(_fissile_offline, setting, name)) for name in offline),
-        Server("vllm", partial(_vllm, setting), http_serves, _openai_client),
+        Server("vllm", partial(_vllm, setting, "bfloat16"), http_serves, _openai_client),
+        Server("vllm-float32", partial(_vllm, setting, "float32"), http_serves, _openai_client),
         *(
             Server(f"llamacpp-{kind}", partial(_llamacpp, setting, kind), http_serves, _llama_client)
             for kind in GGUF_TYPES
