@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.bench.peers.floors import Machine, Shape, closed_loop_bound
-from tests.bench.peers.plan import OUTPUT_TOKENS, PROMPTS
+from tests.bench.peers.plan import PROMPTS
 
 REFERENCE: Final = "vllm"
 # Bytes of a weight by the end of a peer's name; a block of Q8_0 is 32 numbers and a scale of two bytes.
@@ -129,7 +129,7 @@ def _times(ratio: float | None) -> str:
 def _bound(line: Line, concurrency: int, peer: str) -> float:
     prompt = (PROMPTS.low + PROMPTS.high) // 2
     machine, shape = machine_of(line), Shape.of(line["config"])
-    return closed_loop_bound(shape, machine, concurrency, prompt, OUTPUT_TOKENS, weight_bytes(peer)).in_series
+    return closed_loop_bound(shape, machine, concurrency, prompt, line["output_tokens"], weight_bytes(peer)).in_series
 
 
 def machine_of(line: Line) -> Machine:
