@@ -1,0 +1,187 @@
+"""What `fissile bench` measures: a router, or an engine in this process. Either runs one load at a time."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import grpc
+import uvloop
+from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+
+from common.bench.load import Load
+from common.bench.machine import CpuMeter, meter_for
+from common.bench.offline import OfflineRun
+from common.bench.records import Record
+from common.bench.service import RouterClient, Run, Terms
+from common.bench.workload import Work
+from common.cli.client import Credentials, call_failed, open_channel
+from common.cli.failure import CommandError
+from common.cli.group import OFFLINE, find_entry_points
+from common.config import Config
+from common.errors import ApiError
+
+_PROGRESS_EVERY_S: Final = 0.2
+# Gets the records so far and the number of requests in flight.
+OnProgress = Callable[[list[Record], int], None]
+
+
+class Target(Protocol):
+    """Something that answers requests."""
+
+    mode: str
+    model: dict[str, Any]
+    meter: CpuMeter
+
+    def run(self, load: Load, work_of: Callable[[int], Work], on_progress: OnProgress) -> list[Record]:
+        """Runs a load to its end, or to `stop`. Returns its records."""
+        ...
+
+    def stop(self) -> None:
+        """Ends the load that runs; for a signal handler."""
+        ...
+
+    def close(self) -> None:
+        """Gives everything back."""
+        ...
+
+
+class RouterTarget:
+    """A running router.
+
+    Args:
+        address: of it.
+        credentials: how it is called.
+        terms: of all requests.
+        service: process ids of the service on this machine.
+
+    Raises:
+        CommandError: it can not be reached, or does not serve the model.
+    """
+
+    mode = "serve"
+
+    def __init__(self, address: str, credentials: Credentials, terms: Terms, service: tuple[int, ...] = ()) -> None:
+        self._address = address
+        self._terms = terms
+        self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
+        self._current: Run | None = None
+        try:
+            described = self._runner.run(self._connect(credentials))
+        except BaseException:
+            self._runner.close()
+            raise
+        self.meter = meter_for(address, service)
+        self.model = {name: getattr(described, name) for name in described.DESCRIPTOR.fields_by_name}
+
+    async def _connect(self, credentials: Credentials) -> pb.Model:
+        self._channel = open_channel(self._address, credentials)
+        try:
+            asked = pb.GetModelRequest(model=self._terms.model)
+            call = InferenceServiceStub(self._channel).GetModel(
+                asked, timeout=self._terms.timeout_s, metadata=self._terms.metadata
+            )
+            return (await call).model
+        except grpc.aio.AioRpcError as error:
+            raise call_failed(error, self._address) from error
+
+    def run(self, load: Load, work_of: Callable[[int], Work], on_progress: OnProgress) -> list[Record]:
+        """Runs a load to its end, or to `stop`. Returns its records."""
+        return self._runner.run(self._run(load, work_of, on_progress))
+
+    async def _run(self, load: Load, work_of: Callable[[int], Work], on_progress: OnProgress) -> list[Record]:
+        run = self._current = Run(load, work_of, RouterClient(self._channel, self._terms))
+        progress = asyncio.create_task(_tell(run, on_progress))
+        try:
+            return await run.run()
+        finally:
+            progress.cancel()
+            self._current = None
+
+    def stop(self) -> None:
+        """Ends the load that runs; for a signal handler."""
+        if self._current is not None:
+            self._runner.get_loop().call_soon_threadsafe(self._current.stop)
+
+    def close(self) -> None:
+        """Closes the connection."""
+        self._runner.run(self._channel.close())
+        self._runner.close()
+
+
+async def _tell(run: Run, on_progress: OnProgress) -> None:
+    while True:
+        on_progress(run.records, run.in_flight)
+        await asyncio.sleep(_PROGRESS_EVERY_S)
+
+
+class EngineTarget:
+    """A checkpoint in this process; the engine is found by its entry point.
+
+    Args:
+        config: of the engine.
+        threads: of arithmetic; None: all cores, or what OMP_NUM_THREADS says.
+        terms: of all requests.
+
+    Raises:
+        CommandError: the checkpoint can not be served.
+    """
+
+    mode = "offline"
+    meter = CpuMeter()
+
+    def __init__(self, config: Config, threads: int | None, terms: Terms) -> None:
+        # Needs the tokenizers package, which the command line itself does not.
+        from common.text.tokenizer import TokenizerError  # noqa: PLC0415
+
+        if threads is not None:
+            # PyTorch reads it when it is imported, which the engine does; so do the ranks.
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        entries = find_entry_points(OFFLINE)
+        engine, model_error = entries["engine"].load(), entries["model_error"].load()
+        try:
+            self._engine = engine(config)
+        except (ApiError, TokenizerError, model_error) as error:
+            raise CommandError(str(error)) from error
+        self._terms = terms
+        self._runs = itertools.count()
+        self._current: OfflineRun | None = None
+        model_config = self._engine.io.model_config
+        self.model = {
+            "name": config.model,
+            "architecture": model_config.architecture,
+            "max_model_len": self._engine.config.max_model_len or model_config.max_position_embeddings,
+            "vocab_size": model_config.vocab_size,
+        }
+
+    def run(self, load: Load, work_of: Callable[[int], Work], on_progress: OnProgress) -> list[Record]:
+        """Runs a load to its end, or to `stop`. Returns its records."""
+        told = time.monotonic()
+
+        def on_step() -> None:
+            nonlocal told
+            if time.monotonic() - told > _PROGRESS_EVERY_S:
+                told = time.monotonic()
+                on_progress(run.records, run.in_flight)
+
+        run = self._current = OfflineRun(
+            load, work_of, self._engine, self._terms, f"bench-{next(self._runs)}", on_step=on_step
+        )
+        try:
+            return run.run()
+        finally:
+            self._current = None
+
+    def stop(self) -> None:
+        """Ends the load that runs after the step that is being computed; for a signal handler."""
+        if self._current is not None:
+            self._current.stop()
+
+    def close(self) -> None:
+        """Ends the ranks, if there are any."""
+        self._engine.close()
