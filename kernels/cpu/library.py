@@ -57,6 +57,8 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 # Codes of kernels/cpu/native/kernels.hpp; other dtypes are PyTorch's.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 PANEL = 16
+# Neighbours in k that stand side by side in a packed weight.
+GROUPS = {torch.float32: 1, torch.bfloat16: 2}
 # The instruction set of any processor: slow, for tests and for those who ask for it.
 PLAIN = "plain"
 

@@ -65,7 +65,7 @@ class Products {
   void add(const Linear& work) {
     if (work.rows == 0) return;
     works_.push_back(work);
-    numbers_ += work.rows * work.inner;
+    numbers_ += kernels().linear_scratch(work);
   }
 
   // Whether there was memory.
@@ -74,7 +74,7 @@ class Products {
     if (!memory) return false;
     for (Linear& work : works_) {
       work.packed_x = memory;
-      memory += work.rows * work.inner;
+      memory += kernels().linear_scratch(work);
     }
     share_all(kernels().linear_pack_tasks, kernels().linear_pack);
     share_all(kernels().linear_tasks, kernels().linear);
@@ -109,8 +109,6 @@ const void* offset(const void* base, int64_t dtype, int64_t numbers) {
 
 void* offset(void* base, int64_t dtype, int64_t numbers) { return static_cast<char*>(base) + numbers * size_of(dtype); }
 
-int64_t packed_size(int64_t columns, int64_t inner) { return (columns + PANEL - 1) / PANEL * PANEL * inner; }
-
 }  // namespace
 
 // 0, or 1 when memory ran out, as the following.
@@ -129,7 +127,7 @@ FISSILE_API int fissile_head_linear(
   Products products;
   for (int64_t head = 0; head < heads; head++)
     products.add({dtype, offset(x, dtype, head * head_stride), row_stride, rows, inner, columns,
-                  offset(panels, dtype, head * packed_size(columns, inner)), nullptr,
+                  offset(panels, dtype, head * packed_size(dtype, columns, inner)), nullptr,
                   offset(y, dtype, head * columns), heads * columns, nullptr});
   return products.run() ? 0 : 1;
 }
@@ -174,7 +172,7 @@ bool multiply(const Pairs& pairs, int64_t dtype, const ExpertWeight& weight, con
     const int64_t start = pairs.starts[e];
     products.add({dtype, offset(x, dtype, start * weight.inner), weight.inner, pairs.starts[e + 1] - start,
                   weight.inner, weight.columns,
-                  offset(weight.panels, dtype, static_cast<int64_t>(e) * packed_size(weight.columns, weight.inner)),
+                  offset(weight.panels, dtype, static_cast<int64_t>(e) * packed_size(dtype, weight.columns, weight.inner)),
                   weight.bias ? weight.bias + static_cast<int64_t>(e) * weight.columns : nullptr,
                   offset(y, dtype, start * weight.columns), weight.columns, nullptr});
   }
