@@ -513,10 +513,10 @@ def worker(log_level: str, **given: Any) -> int:
     numerics class, those that nobody can take finish, exit code 0. The Drain RPC asks for the same.
     """
     setup_logging(log_level, service="worker")
-    return uvloop.run(run_worker(_options(**given)))
+    return uvloop.run(run_worker(worker_options(**given)))
 
 
-def _options(
+def worker_options(
     *,
     model: str,
     model_name: str | None,
@@ -548,7 +548,11 @@ def _options(
     router_identities: tuple[str, ...],
     **others: Any,
 ) -> WorkerOptions:
-    """The options as the classes take them."""
+    """The command's options as the classes take them.
+
+    Raises:
+        CommandError: a value is not allowed, or some do not fit together.
+    """
     if simulate is not None and max(tp_size, dp_size) > 1:
         raise CommandError("--simulate runs no ranks: leave --tp-size and --dp-size away, and name a preset with -tpN")
     try:

@@ -1,4 +1,4 @@
-"""`fissile bench`: measures a running router (`serve`), or a checkpoint in this process (`offline`)."""
+"""`fissile bench`: measures a running router (`serve`), or a checkpoint in this process (`offline`: worker.bench)."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ from common.bench.machine import cpu_model
 from common.bench.records import Record
 from common.bench.workload import Workload
 from common.cli.bench_plan import Plan, plan_options
-from common.cli.bench_targets import EngineTarget, RouterTarget, Target
+from common.cli.bench_target import RouterTarget, Target
 from common.cli.client import Credentials
 from common.cli.console import Console
 from common.cli.failure import CommandError
-from common.cli.options import ByteSize, address_option, option
-from common.cli.security import apply, with_credentials
+from common.cli.group import OFFLINE, find_entry_points, naming_missing_extra
+from common.cli.options import address_option, option
+from common.cli.security import with_credentials
 from common.cli.version import versions
-from common.config import SCHEDULING_POLICIES, Config
-from common.errors import ApiError
-from common.limits import CPU_MAX_NUM_BATCHED_TOKENS
-from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 
+SUMMARIES = {
+    "serve": "A running router, as its clients see it.",
+    "offline": "A checkpoint in this process: the engine alone.",
+}
 _INTERRUPTED = 130
 
 
@@ -159,7 +160,17 @@ def environment() -> dict[str, Any]:
     }
 
 
-def _measure(plan: Plan, target: Target, options: dict[str, Any]) -> int:
+def measure(plan: Plan, target: Target, options: dict[str, Any]) -> int:
+    """Measures a target as planned, closes it, and tells. Returns the exit code.
+
+    Args:
+        plan: what is measured.
+        target: will be closed.
+        options: of the target, for the JSON.
+
+    Raises:
+        CommandError: the target can not do what is planned (exit code 2), or requests failed (1).
+    """
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         model = target.model
@@ -171,7 +182,28 @@ def _measure(plan: Plan, target: Target, options: dict[str, Any]) -> int:
         target.close()
 
 
-@click.group()
+class BenchGroup(click.Group):
+    """`serve` is here; `offline`, which needs the worker, is found by its entry point and imported when asked for."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Their names."""
+        return list(SUMMARIES)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports one command; None when there is none of this name."""
+        if cmd_name != "offline":
+            return super().get_command(ctx, cmd_name)
+        with naming_missing_extra("bench offline"):
+            command: click.Command = find_entry_points(OFFLINE)["bench"].load()
+        return command
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Lists the commands without importing them."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(SUMMARIES.items()))
+
+
+@click.group(cls=BenchGroup)
 def bench() -> None:
     """Measure throughput and latency: of a running router (serve), or of a checkpoint in this process (offline).
 
@@ -184,7 +216,7 @@ def bench() -> None:
     """
 
 
-@bench.command(short_help="A running router, as its clients see it.")
+@bench.command()
 @address_option
 @option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name; absent: the only one of the router.")
 @plan_options
@@ -215,104 +247,4 @@ def serve(
     plan = Plan.of(**given)
     terms = plan.terms(model=model, timeout_s=timeout, metadata=credentials.metadata)
     target = RouterTarget(address, credentials, terms, service_pids)
-    return _measure(plan, target, {"address": address, "timeout_s": timeout})
-
-
-# Options of `fissile worker` that say how the engine computes; the same names, variables and defaults.
-_ENGINE_OPTIONS = apply(
-    option("--dtype", envvar="FISSILE_DTYPE", default="auto", help="auto, float32, bfloat16 or float16."),
-    option(
-        "--kv-cache-dtype", envvar="FISSILE_KV_CACHE_DTYPE", default="auto",
-        help="Of the KV cache: auto (the model's), bfloat16, float16 or fp8.",
-    ),
-    option(
-        "--kernels", envvar="FISSILE_KERNELS", default="auto",
-        help="cpu: our native kernels; torch: PyTorch's; auto: native where this machine can.",
-    ),
-    option(
-        "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
-        help="Longest prompt plus answer, tokens; absent: the model's own, or what the KV cache holds.",
-    ),
-    option(
-        "--max-num-seqs", envvar="FISSILE_MAX_NUM_SEQS", type=click.IntRange(min=1), default=Config.max_num_seqs,
-        help="Most sequences that run at once.",
-    ),
-    option(
-        "--max-num-batched-tokens", envvar="FISSILE_MAX_NUM_BATCHED_TOKENS", type=click.IntRange(min=1),
-        default=CPU_MAX_NUM_BATCHED_TOKENS, help="Most tokens computed in one step.",
-    ),
-    option(
-        "--kv-cache-memory", envvar="FISSILE_KV_CACHE_MEMORY", type=ByteSize(),
-        help="Memory of the KV cache of each rank, e.g. 2GiB; absent: a quarter of the free memory for all.",
-    ),
-    option(
-        "--scheduling-policy", envvar="FISSILE_SCHEDULING_POLICY", type=click.Choice(SCHEDULING_POLICIES),
-        default=Config.scheduling_policy,
-        help="prefill_first: prompts go before running answers; mixed: both share each step.",
-    ),
-    option(
-        "--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.",
-    ),
-    option(
-        "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1),
-        help="Threads of arithmetic, shared out to the ranks; absent: all cores.",
-    ),
-    option(
-        "--tp-size", envvar="FISSILE_TP_SIZE", type=click.IntRange(min=1), default=1,
-        help="Tensor parallel: so many ranks, each a process with its slice of the weights.",
-    ),
-    option(
-        "--enable-expert-parallel/--no-enable-expert-parallel", envvar="FISSILE_ENABLE_EXPERT_PARALLEL", default=False,
-        help="Mixtures of experts: each rank holds some experts whole, instead of a part of each.",
-    ),
-)  # fmt: skip
-
-
-@bench.command(short_help="A checkpoint in this process: the engine alone.")
-@option(
-    "--model", envvar="FISSILE_MODEL", required=True, metavar="MODEL",
-    help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub.",
-)  # fmt: skip
-@plan_options
-@_ENGINE_OPTIONS
-def offline(
-    model: str,
-    dtype: str,
-    kv_cache_dtype: str,
-    kernels: str,
-    max_model_len: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
-    kv_cache_memory: int | None,
-    scheduling_policy: str,
-    prefix_caching: bool,
-    threads: int | None,
-    tp_size: int,
-    enable_expert_parallel: bool,
-    **given: Any,
-) -> int:
-    """Measure the engine with a checkpoint, in this process: no router, no gRPC.
-
-    Loads, figures and exit codes are those of `fissile bench serve`; what a service adds is the difference. The engine
-    does not say how long requests queued, and how many prompt tokens were cached.
-    """
-    plan = Plan.of(**given)
-    setup_logging(os.environ.get(LEVEL_VARIABLE, "warning"), service="offline")
-    engine: dict[str, Any] = {
-        "max_num_seqs": max_num_seqs,
-        "max_num_batched_tokens": max_num_batched_tokens,
-        "enable_prefix_caching": prefix_caching,
-        "scheduling_policy": scheduling_policy,
-        "kv_cache_memory": kv_cache_memory or 0,
-        "max_model_len": max_model_len or 0,
-        "dtype": dtype,
-        "kv_cache_dtype": kv_cache_dtype,
-        "kernels": kernels,
-        "tensor_parallel_size": tp_size,
-        "enable_expert_parallel": enable_expert_parallel,
-    }
-    try:
-        config = Config(model=model, **engine)
-    except ApiError as error:
-        raise CommandError(str(error)) from None
-    return _measure(plan, EngineTarget(config, threads, plan.terms()), {"engine": {**engine, "threads": threads}})
+    return measure(plan, target, {"address": address, "timeout_s": timeout})

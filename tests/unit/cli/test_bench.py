@@ -28,12 +28,11 @@ from common.bench.service import Terms
 from common.bench.workload import Lengths, Work
 from common.cli.bench import Benchmark, bench
 from common.cli.bench_plan import Numbers, Objectives, Plan
-from common.cli.bench_targets import RouterTarget
+from common.cli.bench_target import RouterTarget
 from common.cli.client import NO_CREDENTIALS
 from common.cli.console import Console
 from common.cli.failure import CommandError
 from common.errors import EngineError
-from worker.app import worker
 
 Respond = Callable[["Script", Any, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
 
@@ -350,17 +349,6 @@ def test_how_many_requests_a_row_has() -> None:
     assert [plan(duration=1.0).requests_of(setting) for setting in closed.settings] == [None] * 3
     assert opened.settings == (Setting(rate=0.1, burstiness=1.0), Setting(rate=4.0, burstiness=1.0))
     assert plan(rate=(1.0,), burstiness=math.inf).settings[0].burstiness == math.inf
-
-
-def test_offline_has_the_engines_options_of_a_worker() -> None:
-    """The same names, variables, defaults and types, whatever becomes of the worker's."""
-    of_worker = {parameter.name: parameter for parameter in worker.params}
-    offline = [parameter for parameter in bench.commands["offline"].params if parameter.name in of_worker]
-    assert {"dtype", "kernels", "threads", "tp_size", "scheduling_policy"} <= {each.name for each in offline}
-    for parameter in offline:
-        theirs = of_worker[parameter.name]
-        assert (parameter.envvar, parameter.default) == (theirs.envvar, theirs.default), parameter.name
-        assert parameter.type.to_info_dict() == theirs.type.to_info_dict(), parameter.name
 
 
 class Steps:

@@ -47,7 +47,7 @@ def test_pyproject_has_the_commands_that_are_summarized() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--help",), ("version",), ("serve", "--help"), ("generate", "--help"), ("bench", "offline", "--help")],
+    [("--help",), ("version",), ("serve", "--help"), ("generate", "--help"), ("bench", "--help")],
 )
 def test_light_commands_import_neither_torch_nor_the_services(arguments: tuple[str, ...]) -> None:
     program = (

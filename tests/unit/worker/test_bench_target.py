@@ -5,14 +5,16 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 
+import click
 import pytest
 
 from common.bench.load import ClosedLoop, Extent
 from common.bench.service import Terms
 from common.bench.workload import Lengths, RandomWorkload
-from common.cli.bench_targets import EngineTarget
 from common.cli.failure import CommandError
 from common.config import Config
+from worker.app import worker
+from worker.bench import EngineTarget, offline
 
 DEMO = Path(__file__).resolve().parents[3] / "deploy" / "demo" / "checkpoint"
 
@@ -40,3 +42,14 @@ def test_an_engine_is_measured_run_by_run() -> None:
         target.close()
     assert target.model["architecture"] == "Qwen3ForCausalLM"
     assert max(shown, default=0) <= 2
+
+
+def test_the_engine_is_measured_with_all_options_that_a_worker_has_for_it() -> None:
+    options = {option.name: option for option in offline.params if isinstance(option, click.Option)}
+    of_worker = {option.name: option for option in worker.params}
+    assert {"model", "dtype", "kernels", "threads", "tp_size", "scheduling_policy", "max_num_seqs"} <= options.keys()
+    assert not {"host", "port", "config", "tls_cert", "node_rank", "simulate", "log_level"} & options.keys()
+    assert options["dtype"] is of_worker["dtype"]
+    assert all(option.help and option.show_envvar for option in options.values())
+    variables = [option.envvar for option in options.values()]
+    assert len(set(variables)) == len(variables)

@@ -1,11 +1,8 @@
-"""What `fissile bench` measures: a router, or an engine in this process. Either runs one load at a time."""
+"""What `fissile bench` measures. A target runs one load at a time."""
 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import os
-import time
 from collections.abc import Callable
 from typing import Any, Final, Protocol
 
@@ -16,17 +13,12 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from common.bench.load import Load
 from common.bench.machine import CpuMeter, meter_for
-from common.bench.offline import OfflineRun
 from common.bench.records import Record
 from common.bench.service import RouterClient, Run, Terms
 from common.bench.workload import Work
 from common.cli.client import Credentials, call_failed, open_channel
-from common.cli.failure import CommandError
-from common.cli.group import OFFLINE, find_entry_points
-from common.config import Config
-from common.errors import ApiError
 
-_PROGRESS_EVERY_S: Final = 0.2
+PROGRESS_EVERY_S: Final = 0.2
 # Gets the records so far and the number of requests in flight.
 OnProgress = Callable[[list[Record], int], None]
 
@@ -117,71 +109,4 @@ class RouterTarget:
 async def _tell(run: Run, on_progress: OnProgress) -> None:
     while True:
         on_progress(run.records, run.in_flight)
-        await asyncio.sleep(_PROGRESS_EVERY_S)
-
-
-class EngineTarget:
-    """A checkpoint in this process; the engine is found by its entry point.
-
-    Args:
-        config: of the engine.
-        threads: of arithmetic; None: all cores, or what OMP_NUM_THREADS says.
-        terms: of all requests.
-
-    Raises:
-        CommandError: the checkpoint can not be served.
-    """
-
-    mode = "offline"
-    meter = CpuMeter()
-
-    def __init__(self, config: Config, threads: int | None, terms: Terms) -> None:
-        # Needs the tokenizers package, which the command line itself does not.
-        from common.text.tokenizer import TokenizerError  # noqa: PLC0415
-
-        if threads is not None:
-            # PyTorch reads it when it is imported, which the engine does; so do the ranks.
-            os.environ["OMP_NUM_THREADS"] = str(threads)
-        entries = find_entry_points(OFFLINE)
-        engine, model_error = entries["engine"].load(), entries["model_error"].load()
-        try:
-            self._engine = engine(config)
-        except (ApiError, TokenizerError, model_error) as error:
-            raise CommandError(str(error)) from error
-        self._terms = terms
-        self._runs = itertools.count()
-        self._current: OfflineRun | None = None
-        model_config = self._engine.io.model_config
-        self.model = {
-            "name": config.model,
-            "architecture": model_config.architecture,
-            "max_model_len": self._engine.config.max_model_len or model_config.max_position_embeddings,
-            "vocab_size": model_config.vocab_size,
-        }
-
-    def run(self, load: Load, work_of: Callable[[int], Work], on_progress: OnProgress) -> list[Record]:
-        """Runs a load to its end, or to `stop`. Returns its records."""
-        told = time.monotonic()
-
-        def on_step() -> None:
-            nonlocal told
-            if time.monotonic() - told > _PROGRESS_EVERY_S:
-                told = time.monotonic()
-                on_progress(run.records, run.in_flight)
-
-        run = self._current = OfflineRun(
-            load, work_of, self._engine, self._terms, f"bench-{next(self._runs)}", on_step=on_step
-        )
-        try:
-            return run.run()
-        finally:
-            self._current = None
-
-    def stop(self) -> None:
-        """Ends the load that runs after the step that is being computed; for a signal handler."""
-        if self._current is not None:
-            self._current.stop()
-
-    def close(self) -> None:
-        """Ends the ranks, if there are any."""
-        self._engine.close()
+        await asyncio.sleep(PROGRESS_EVERY_S)
