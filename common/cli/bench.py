@@ -22,7 +22,7 @@ from common.bench import report
 from common.bench.figures import Figures, Setting, figures_of
 from common.bench.machine import cpu_model
 from common.bench.records import Record
-from common.bench.workload import Workload
+from common.bench.workload import Work, Workload
 from common.cli.bench_plan import Plan, plan_options
 from common.cli.bench_target import RouterTarget, Target
 from common.cli.client import Credentials
@@ -38,6 +38,7 @@ SUMMARIES = {
     "offline": "A checkpoint in this process: the engine alone.",
 }
 _INTERRUPTED = 130
+_PREPARED = 2048
 
 
 @dataclass(slots=True)
@@ -82,13 +83,18 @@ class Benchmark:
         if plan.warmup:
             warm = functools.partial(self.workload.work, -1 - round_)
             target.run(plan.warm_up(setting), warm, self._progress(f"{label}, warming up"))
+        work = self._prepared(round_, plan.requests_of(setting) or _PREPARED)
         if self.interrupted:
             return
-        work = functools.partial(self.workload.work, round_)
         begin, before = time.perf_counter(), target.meter.read()
         records = target.run(plan.load(setting), work, self._progress(label))
         cpu = target.meter.shares(before, target.meter.read(), time.perf_counter() - begin)
         self.rows.append(figures_of(records, setting, repeat, plan.objectives, cpu))
+
+    def _prepared(self, round_: int, requests: int) -> Callable[[int], Work]:
+        """The work of a round. The first requests are made now, so that making them delays none."""
+        made = [self.workload.work(round_, index) for index in range(min(requests, _PREPARED))]
+        return lambda index: made[index] if index < len(made) else self.workload.work(round_, index)
 
     def _progress(self, label: str) -> Callable[[list[Record], int], None]:
         def show(records: list[Record], in_flight: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -181,7 +182,21 @@ def test_every_row_is_warmed_up_and_has_prompts_of_its_own(serve: Bench) -> None
     assert [row["ok"] for row in made["rows"]] == [3] * 4
     prompts = [tuple(request.token_ids.ids) for request in serve.script.requests]
     assert len(prompts) == len(set(prompts)) == 4 * (2 + 3)
+    # Warm-ups and rows, by turns, each with a cache of its own.
+    salts = [salt for salt, _ in itertools.groupby(request.cache_salt for request in serve.script.requests)]
+    assert len(salts) == len(set(salts)) == 8
     assert [(each["setting"]["concurrency"], each["repeats"]) for each in made["overviews"]] == [(1, 2), (2, 2)]
+
+
+def test_a_second_benchmark_finds_nothing_of_the_first_in_a_prefix_cache(serve: Bench) -> None:
+    for _ in range(2):
+        serve.run(*SMALL)
+    first, second = serve.script.requests[:8], serve.script.requests[8:]
+    prompts = [{tuple(request.token_ids.ids) for request in requests} for requests in (first, second)]
+    assert prompts[0] == prompts[1]
+    salts = [{request.cache_salt for request in requests} for requests in (first, second)]
+    assert [len(each) for each in salts] == [1, 1]
+    assert salts[0] != salts[1]
 
 
 def test_an_open_loop_sends_at_its_own_times(serve: Bench) -> None:
@@ -303,6 +318,14 @@ def test_what_can_not_be_measured_is_refused_before_it_begins(serve: Bench, argu
     assert result.exception.exit_code == 2
     assert message in str(result.exception)
     assert (result.stdout, serve.script.requests) == ("", [])
+
+
+def test_no_router_is_said_with_what_to_do() -> None:
+    with pytest.raises(
+        CommandError, match=r"no router can be reached at 127\.0\.0\.1:1 .*`fissile serve` starts one"
+    ) as no:
+        RouterTarget("127.0.0.1:1", NO_CREDENTIALS, Terms())
+    assert no.value.exit_code == 3
 
 
 @pytest.mark.parametrize(
