@@ -3,12 +3,11 @@
 #include <cstring>
 #include <vector>
 
+#include "api.hpp"
 #include "kernels.hpp"
 #include "pool.hpp"
 #include "scratch.hpp"
 #include "select.hpp"
-
-#define FISSILE_API extern "C" __attribute__((visibility("default")))
 
 // The digest of the sources, which the build puts into the library so that a stale one is found.
 FISSILE_API const char* fissile_sources() { return "fissile-sources:" FISSILE_SOURCES; }
@@ -19,8 +18,6 @@ namespace {
 
 const Kernels* chosen = nullptr;
 
-const Kernels& kernels() { return *chosen; }
-
 struct PackCall {
   int64_t dtype;
   const void* weight;
@@ -30,6 +27,8 @@ struct PackCall {
 };
 
 }  // namespace
+
+const Kernels& fissile::kernels() { return *chosen; }
 
 // The name of instruction set `number`, the best first, and its Ability; null behind the last one.
 FISSILE_API const char* fissile_instruction_set(int64_t number, int64_t* ability) {

@@ -22,4 +22,7 @@ const InstructionSet* instruction_sets(int64_t* count);
 // The table called `name`; null where this machine can not run it.
 const Kernels* select_kernels(const char* name);
 
+// The one in use: the last that fissile_select has found.
+const Kernels& kernels();
+
 }  // namespace fissile
