@@ -262,6 +262,11 @@ class KernelBackend(Protocol):
         ...
 
     @property
+    def description(self) -> str:
+        """The name for people: with the instruction set of all kernels where they share one, as `cpu:avx2`."""
+        ...
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether a row's bits never depend on the batch."""
         ...

@@ -26,6 +26,7 @@ class TorchBackend:
     """KernelBackend on PyTorch's CPU operations."""
 
     name = "torch"
+    description = "torch"
     batch_invariant = True
     row_multiple = ROW_TILE
 

@@ -99,7 +99,7 @@ class ModelRunner:
         self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
         self.max_model_len = config.max_model_len or model_config.max_position_embeddings
         try:
-            self.kernels = select_backend(config.kernels)
+            self.kernels = select_backend(config.kernels, config.cpu_isa)
         except ValueError as error:
             raise ModelError(str(error)) from error
         self.shard = shard or Shard()

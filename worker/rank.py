@@ -181,7 +181,7 @@ class Rank:
         return {
             "weights_digest": weights_digest(self._model),
             "numerics": numerics_digest(self.runner),
-            "kernels": self.runner.kernels.name,
+            "kernels": self.runner.kernels.description,
             "dtype": str(self.runner.dtype).removeprefix("torch."),
         }
 
