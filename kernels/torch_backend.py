@@ -47,6 +47,10 @@ class TorchBackend:
         """See KernelBackend: one fixed-shape product per tile of ROW_TILE rows."""
         return row_tiles.linear(x, packed)
 
+    def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
+        """See KernelBackend."""
+        return torch.from_numpy(sampling.greedy(self.linear(x, packed)[:, :limit].float().numpy()))
+
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
         """See KernelBackend."""
         return row_tiles.pack_heads(weight, dtype)

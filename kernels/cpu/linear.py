@@ -64,6 +64,30 @@ def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
     return out
 
 
+def argmax(library: CDLL, x: torch.Tensor, packed: PanelLinear, limit: int) -> torch.Tensor:
+    """The first of the largest of each row's first `limit` > 0 columns, int64 [T]; see KernelBackend.linear_argmax."""
+    rows, inner = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    places = torch.empty(rows, dtype=torch.int64)
+    bias = None if packed.bias is None else packed.bias.data_ptr()
+    columns = min(limit, packed.columns)
+    check(
+        library.fissile_linear_argmax(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            rows,
+            inner,
+            columns,
+            packed.panels.data_ptr(),
+            bias,
+            places.data_ptr(),
+        )
+    )
+    return places
+
+
 @dataclass(frozen=True)
 class PanelHeads:
     """A weight for each head in panels.

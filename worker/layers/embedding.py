@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kernels.sampling import greedy
 from worker.layers.build import Build
 
 
@@ -38,6 +39,7 @@ class LMHead:
     def __init__(self, build: Build, embedding: Embedding) -> None:
         self._kernels = build.kernels
         self._collectives = build.shard.collectives
+        self._whole = build.shard.size == 1
         self._vocab_size = build.config.vocab_size
         self._packed = build.kernels.pack_linear(embedding.weight, None, build.dtype)
 
@@ -45,3 +47,9 @@ class LMHead:
         """[T, H] -> float32 [T, V], on every rank"""
         logits = self._collectives.all_gather(self._kernels.linear(hidden, self._packed))
         return logits[:, : self._vocab_size].float()
+
+    def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [T]: the lowest id below `limit` of each row's largest logit, on every rank."""
+        if self._whole:
+            return self._kernels.linear_argmax(hidden, self._packed, limit)
+        return torch.from_numpy(greedy(self(hidden)[:, :limit].numpy()))
