@@ -290,6 +290,10 @@ class KernelBackend(Protocol):
         """x [T, K] times the packed weight, plus its bias: [T, N] in the model dtype."""
         ...
 
+    def packed_rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` int64 [T] of a packed weight [N, K], in its dtype: [T, K]. For embeddings that are heads too."""
+        ...
+
     def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
         """Of each row of `linear` the column of the largest number among the first `limit`, the first of equals: [T].
 
