@@ -295,6 +295,17 @@ class KernelBackend(Protocol):
         """x [T, K] times the packed weight, plus its bias: [T, N] in the model dtype."""
         ...
 
+    def packed_rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` int64 [T] of a packed weight [N, K], in its dtype: [T, K]. For embeddings that are heads too."""
+        ...
+
+    def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
+        """Of each row of `linear` the column of the largest number among the first `limit`, the first of equals: [T].
+
+        NaN counts as the lowest; 0 where nothing is above minus infinity.
+        """
+        ...
+
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
         """Brings a matrix for each head, [Hq, N, K], into the back end's layout, in `dtype`."""
         ...

@@ -94,6 +94,16 @@ class CpuBackend:
             return linear.linear(self._library, x, packed)
         return self._torch.linear(x, packed)
 
+    def packed_rows(self, packed: PanelLinear | PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """See KernelBackend."""
+        return linear.rows(packed, ids) if isinstance(packed, PanelLinear) else self._torch.packed_rows(packed, ids)
+
+    def linear_argmax(self, x: torch.Tensor, packed: PanelLinear | PackedLinear, limit: int) -> torch.Tensor:
+        """See KernelBackend; no more than some columns of the product are ever in memory."""
+        if isinstance(packed, PanelLinear):
+            return linear.argmax(self._library, x, packed, limit)
+        return self._torch.linear_argmax(x, packed, limit)
+
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PanelHeads | PackedHeads:
         """See KernelBackend."""
         if dtype in DTYPES:
