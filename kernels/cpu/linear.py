@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.library import DTYPES, PANEL, check
+from kernels.cpu.library import DTYPES, GROUPS, PANEL, check
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class PanelLinear:
     """A weight in panels (kernels/cpu/native/linear.cpp).
 
     Attributes:
-        panels: [N rounded up / 16, K, 16] in the model dtype.
+        panels: `panel_shape` in the model dtype.
         bias: float32 [N], rounded to the model dtype before, or None.
         columns: N.
     """
@@ -25,11 +25,17 @@ class PanelLinear:
     columns: int
 
 
+def panel_shape(columns: int, inner: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Of a packed weight [N, K]: [N / 16, K / group, 16, group], rounded up; pairs of bfloat16 neighbours in k."""
+    group = GROUPS[dtype]
+    return -(-columns // PANEL), -(-inner // group), PANEL, group
+
+
 def pack(library: CDLL, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PanelLinear:
     """Packs a weight [N, K] and a bias [N] in `dtype`, one of `DTYPES`; copies both."""
     columns, inner = weight.shape
     source = weight.to(dtype).contiguous()
-    panels = torch.empty(-(-columns // PANEL), inner, PANEL, dtype=dtype)
+    panels = torch.empty(panel_shape(columns, inner, dtype), dtype=dtype)
     library.fissile_pack_linear(DTYPES[dtype], source.data_ptr(), columns, inner, panels.data_ptr())
     return PanelLinear(panels, None if bias is None else bias.to(dtype, copy=True).float(), columns)
 
@@ -63,7 +69,7 @@ class PanelHeads:
     """A weight for each head in panels.
 
     Attributes:
-        panels: [Hq, N rounded up / 16, K, 16] in the model dtype.
+        panels: [Hq, *`panel_shape`] in the model dtype.
         columns: N.
     """
 

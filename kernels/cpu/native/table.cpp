@@ -13,6 +13,7 @@ extern const fissile::Kernels kernels;
 const fissile::Kernels kernels = {
     .name = FISSILE_TEXT(FISSILE_ISA),
     .pack_panel = pack_panel,
+    .linear_scratch = linear_scratch,
     .linear_pack_tasks = linear_pack_tasks,
     .linear_pack = linear_pack,
     .linear_tasks = linear_tasks,

@@ -93,6 +93,17 @@ def test_rows_of_a_view_and_weights_of_another_dtype(native: CDLL) -> None:
     )
 
 
+def test_the_layout_of_packed_weights(native: CDLL) -> None:
+    """Instruction sets share it, and so does a file of packed weights."""
+    weight = torch.arange(17 * 5, dtype=torch.float32).view(17, 5)
+    single = linear.pack(native, weight, None, torch.float32).panels
+    pairs = linear.pack(native, weight, None, torch.bfloat16).panels.float()
+    padded = torch.zeros(32, 6)
+    padded[:17, :5] = weight
+    assert torch.equal(single, padded[:, :5].view(2, 16, 5, 1).transpose(1, 2))
+    assert torch.equal(pairs, padded.view(2, 16, 3, 2).transpose(1, 2))
+
+
 def test_no_rows(native: CDLL) -> None:
     packed = linear.pack(native, torch.randn(20, 8), None, torch.float32)
     assert linear.linear(native, torch.empty(0, 8), packed).shape == (0, 20)

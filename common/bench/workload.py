@@ -1,0 +1,151 @@
+"""The requests of a benchmark: random token ids of drawn lengths, or the lines of a data set. Pure, standard library.
+
+What request `index` asks for depends on the seed, the round and the index alone: not on how many requests there are, or
+on the order in which they are sent. So every engine that is measured with one seed gets the same work, whatever its
+client is written with. Lengths depend on seed and index: every round has the same lengths and other token ids, so that
+a second round (another concurrency, a repetition, a warm-up) finds nothing of the first in a prefix cache.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+_LENGTHS = re.compile(r"(\d+)(?::(\d+))?")
+Message = Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Numbers of tokens, uniform in [low, high], both included.
+
+    Raises:
+        ValueError: the range is empty or begins below 1.
+    """
+
+    low: int
+    high: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.low <= self.high:
+            raise ValueError(f"{self} is no range of lengths; use LOW:HIGH with 1 <= LOW <= HIGH, or one number from 1")
+
+    def __str__(self) -> str:
+        """As `parse` reads it."""
+        return str(self.low) if self.low == self.high else f"{self.low}:{self.high}"
+
+    @classmethod
+    def parse(cls, text: str) -> Lengths:
+        """Of `LOW:HIGH`, or of one number.
+
+        Raises:
+            ValueError: it is neither.
+        """
+        match = _LENGTHS.fullmatch(text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is no range of lengths; use LOW:HIGH, for example 32:256, or one number")
+        return cls(int(match[1]), int(match[2] or match[1]))
+
+    def draw(self, rnd: random.Random) -> int:
+        """One of them."""
+        return rnd.randint(self.low, self.high)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What one request asks for. Exactly one of the three forms of a prompt is given.
+
+    Attributes:
+        output_tokens: to generate, at most or exactly.
+        token_ids: the prompt as token ids.
+        text: the prompt as text.
+        messages: the prompt as a conversation: mappings with `role` and `content`.
+    """
+
+    output_tokens: int
+    token_ids: Sequence[int] = ()
+    text: str = ""
+    messages: Sequence[Message] = ()
+
+
+class Workload(Protocol):
+    """Requests by round and index."""
+
+    def work(self, round_: int, index: int) -> Work:
+        """Request `index` (from 0) of a round."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RandomWorkload:
+    """Prompts of random token ids, uniform over the vocabulary.
+
+    Attributes:
+        seed: of everything random.
+        vocab_size: token ids are in [0, vocab_size).
+        input_len: tokens of a prompt behind its prefix.
+        output_len: tokens of an answer.
+        prefix_len: tokens that all prompts of a round begin with, in addition to `input_len`.
+
+    Raises:
+        ValueError: a number is out of range.
+    """
+
+    seed: int
+    vocab_size: int
+    input_len: Lengths
+    output_len: Lengths
+    prefix_len: int = 0
+
+    def __post_init__(self) -> None:
+        if self.vocab_size < 1:
+            raise ValueError(f"vocab_size is {self.vocab_size}; valid: at least 1")
+        if self.prefix_len < 0:
+            raise ValueError(f"prefix_len is {self.prefix_len}; valid: 0 (off) or more")
+
+    @property
+    def longest(self) -> int:
+        """Most tokens that a prompt and its answer have together."""
+        return self.prefix_len + self.input_len.high + self.output_len.high
+
+    def work(self, round_: int, index: int) -> Work:
+        """Request `index` of a round: its lengths are the same in every round, its ids are not."""
+        lengths = random.Random(f"lengths {self.seed} {index}")
+        count, output_tokens = self.input_len.draw(lengths), self.output_len.draw(lengths)
+        own = self._ids(f"ids {self.seed} {round_} {index}", count)
+        return Work(output_tokens, (*self._ids(f"prefix {self.seed} {round_}", self.prefix_len), *own))
+
+    def _ids(self, seed: str, count: int) -> list[int]:
+        return random.Random(seed).choices(range(self.vocab_size), k=count)
+
+
+@dataclass(frozen=True, slots=True)
+class GivenWorkload:
+    """The entries of a data set in turn, from the first one again when they are used up; every round is the same.
+
+    Raises:
+        ValueError: there are none.
+    """
+
+    entries: Sequence[Work]
+
+    def __post_init__(self) -> None:
+        if not self.entries:
+            raise ValueError("entries is empty; valid: at least 1 entry")
+
+    def work(self, round_: int, index: int) -> Work:
+        """Request `index` of any round."""
+        return self.entries[index % len(self.entries)]
+
+
+def prompts(
+    seed: int, lengths: Lengths, vocab_size: int, *, prefix_len: int = 0, round_: int = 0
+) -> Iterator[list[int]]:
+    """The prompts of RandomWorkload alone, as token ids, without end."""
+    workload = RandomWorkload(seed, vocab_size, lengths, Lengths(1, 1), prefix_len)
+    for index in itertools.count():
+        yield list(workload.work(round_, index).token_ids)
