@@ -194,6 +194,65 @@ class ExpertWeights:
     down_bias: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class DecoderLayer:
+    """A dense decoder layer on one rank, packed: attention and a gated network, each behind a norm.
+
+    Attributes:
+        input_norm: [H], as all norms in the model dtype.
+        qkv: queries, keys and values side by side, H to (Hq + 2 Hkv) * D.
+        head_norms: [D] of queries and [D] of keys, before the rotation; None where there are none.
+        window: how many keys a row sees, its own included; None for all before it.
+        sinks: float32 [Hq], see `KernelBackend.attention`; None for none.
+        out: Hq * D to H.
+        post_norm: [H].
+        gate_up: H to 2I.
+        down: I to H.
+    """
+
+    input_norm: torch.Tensor
+    qkv: PackedLinear
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    window: int | None
+    sinks: torch.Tensor | None
+    out: PackedLinear
+    post_norm: torch.Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """All layers of a model whose layers are dense.
+
+    Attributes:
+        layers: from the first to the last.
+        norm: [H], behind the last.
+        eps: of all norms.
+        num_heads: Hq.
+        scale: of attention's scores.
+    """
+
+    layers: tuple[DecoderLayer, ...]
+    norm: torch.Tensor
+    eps: float
+    num_heads: int
+    scale: float
+
+
+class FusedDecoder(Protocol):
+    """All layers of a model as one operation."""
+
+    def run(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: KVCache, metadata: AttentionMetaData
+    ) -> torch.Tensor:
+        """All layers and the last norm, to the bit what the single operations give: x [T, H] -> [T, H].
+
+        cos and sin are those of `KernelBackend.rope`; layer i has the cache's layer i.
+        """
+        ...
+
+
 class KernelBackend(Protocol):
     """The operations. None writes to its inputs, except `write_kv` to the cache and `sample` to the logits."""
 
@@ -368,6 +427,10 @@ class KernelBackend(Protocol):
 
         With a `selection`, rows attend to its tokens only.
         """
+        ...
+
+    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> FusedDecoder | None:
+        """All layers as one operation, over KV caches of that dtype; None where there are single operations only."""
         ...
 
     def sample(

@@ -17,7 +17,7 @@ import torch
 
 from kernels import experts, paged_attention, row_tiles, sampling, token_selection
 from kernels.experts import PackedExperts
-from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
+from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
 from kernels.paged_attention import AttentionPlan, PagedKVCache, StepPlan
 from kernels.row_tiles import ROW_TILE, PackedHeads, PackedLinear
 
@@ -180,6 +180,10 @@ class TorchBackend:
             return self._attention.attend(q, cache.by_token(), layer, selection, scale)
         plan: StepPlan = metadata.plan
         return self._attention.attend(q, cache, layer, plan.attention(None), scale)
+
+    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> None:
+        """See KernelBackend: single operations only."""
+        return
 
     def sample(
         self,

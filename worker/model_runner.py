@@ -108,7 +108,7 @@ class ModelRunner:
         )
         self._kv_spec = architecture.kv_spec(model_config, self.shard)
         self._num_heads = length(self.shard.part(model_config.num_attention_heads, "num_attention_heads"))
-        build = Build(model_config, self.kernels, weights, self.dtype, self.max_model_len, self.shard)
+        build = Build(model_config, self.kernels, weights, self.dtype, self.max_model_len, self.shard, self.kv_dtype)
         with torch.inference_mode():
             self.model = architecture(build)
         self._sampled_ids = _sampled_ids(config.model, model_config)

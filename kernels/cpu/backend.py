@@ -14,14 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.cpu import attention, elementwise, experts, library, linear, sampling
+from kernels.cpu import attention, elementwise, experts, fused, library, linear, sampling
 from kernels.cpu.attention import StepArrays
 from kernels.cpu.build import sources_digest
 from kernels.cpu.experts import PanelExperts
+from kernels.cpu.fused import NativeDecoder
 from kernels.cpu.library import DTYPES
 from kernels.cpu.linear import PanelHeads, PanelLinear
 from kernels.experts import PackedExperts
-from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
+from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
 from kernels.paged_attention import AttentionPlan, PagedKVCache
 from kernels.row_tiles import PackedHeads, PackedLinear
 from kernels.torch_backend import TorchBackend
@@ -222,6 +223,12 @@ class CpuBackend:
     ) -> torch.Tensor:
         """See KernelBackend."""
         return self._torch.latent_attention(q, cache, layer, self._planned(metadata), scale, selection)
+
+    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> NativeDecoder | None:
+        """See KernelBackend."""
+        if kv_dtype not in DTYPES or not fused.is_native(decoder):
+            return None
+        return NativeDecoder(self._library, decoder)
 
     def sample(
         self,

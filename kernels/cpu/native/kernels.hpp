@@ -1,8 +1,8 @@
 // The micro-kernels of one instruction set, and the arguments that they share.
 //
 // A kernel is cut into tasks of a fixed size, which any thread may do in any order: a task writes what no other writes.
-// How many threads there are can therefore not show in the bits. An instruction set fills one `Kernels`; paths that need
-// instructions of their own (AVX512-BF16, AMX) are to become further tables here.
+// How many threads there are can therefore not show in the bits. An instruction set fills one `Kernels`; AVX512-BF16
+// and AMX take AVX-512's and put products of their own into it (own_linear.hpp).
 #pragma once
 
 #include <cstdint>
