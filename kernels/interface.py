@@ -284,6 +284,10 @@ class KernelBackend(Protocol):
         """Rows of a step are best padded to a multiple of this; other counts work but are copied."""
         ...
 
+    def is_fast(self, dtype: torch.dtype) -> bool:
+        """Whether a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
+        ...
+
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
         """Brings a weight [N, K] and a bias [N] of any float dtype into the back end's layout, in `dtype`.
 

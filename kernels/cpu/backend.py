@@ -79,6 +79,10 @@ class CpuBackend:
         own = (self.name, self.instruction_set, sources_digest())
         return (*own, *self._torch.numerics) if self._delegates else own
 
+    def is_fast(self, dtype: torch.dtype) -> bool:
+        """See KernelBackend: native weights are widened in registers, so that narrow ones are faster."""
+        return dtype in DTYPES or self._torch.is_fast(dtype)
+
     def pack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> PanelLinear | PackedLinear:
