@@ -90,7 +90,7 @@ class Figures:
         failures: by status, most frequent first.
         duration_s: from the run's begin to the end of its last request.
         input_tokens: of prompts.
-        cached_tokens: of these, found in a prefix cache; 0 offline, which does not say.
+        cached_tokens: of these, found in a prefix cache; None where nothing says so.
         output_tokens: of answers.
         requests_per_s: `ok` / `duration_s`, and likewise for tokens.
         ttft_ms: time to first token.
@@ -116,7 +116,7 @@ class Figures:
     failures: tuple[Failures, ...]
     duration_s: float
     input_tokens: int
-    cached_tokens: int
+    cached_tokens: int | None
     output_tokens: int
     requests_per_s: float
     input_tokens_per_s: float
@@ -158,6 +158,7 @@ def figures_of(
     """
     good = [record for record in records if record.ok]
     duration = max((record.ended for record in records), default=0.0)
+    cached = [record.cached_tokens for record in good if record.cached_tokens is not None]
     inputs, outputs = sum(r.input_tokens for r in good), sum(r.output_tokens for r in good)
     interrupted = sum(record.status == INTERRUPTED for record in records)
     return Figures(
@@ -169,7 +170,7 @@ def figures_of(
         failures=failures_of(records),
         duration_s=duration,
         input_tokens=inputs,
-        cached_tokens=sum(record.cached_tokens for record in good),
+        cached_tokens=sum(cached) if cached else None,
         output_tokens=outputs,
         requests_per_s=_rate(len(good), duration),
         input_tokens_per_s=_rate(inputs, duration),

@@ -25,7 +25,7 @@ class Record:
         message: what came with a status that is not OK.
         arrivals: when messages with tokens came; the first one had the first token.
         input_tokens: of the prompt, as the service counted them.
-        cached_tokens: of these, found in a prefix cache.
+        cached_tokens: of these, found in a prefix cache; None where nothing says so.
         output_tokens: that came.
         queue_s: from the request's arrival at the service to its first step, as the service measured it.
         prefill_s: from there to its first token, likewise.
@@ -43,7 +43,7 @@ class Record:
     message: str = ""
     arrivals: list[float] = field(default_factory=list)
     input_tokens: int = 0
-    cached_tokens: int = 0
+    cached_tokens: int | None = None
     output_tokens: int = 0
     queue_s: float | None = None
     prefill_s: float | None = None

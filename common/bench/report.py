@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ VERSION: Final = 1
 # What is worth a warning: other processes' share of the machine, and how late the client was.
 MAX_FOREIGN: Final = 0.05
 MAX_SEND_LAG_MS: Final = 10.0
+_DECIMALS: Final = 6
 
 _HEADINGS: Final = (
     "LOAD",
@@ -46,7 +48,7 @@ def as_json(
         options: as they were in force.
         environment: versions and machine.
     """
-    return {
+    made = {
         "schema": SCHEMA,
         "version": VERSION,
         "mode": mode,
@@ -58,6 +60,19 @@ def as_json(
         "rows": [row.as_dict() for row in rows],
         "overviews": [each.as_dict() for each in overviews(rows)],
     }
+    plain: dict[str, Any] = _plain(made)
+    return plain
+
+
+def _plain(value: Any) -> Any:
+    """Without what JSON has not (infinity), and without digits that mean nothing."""
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, float):
+        return "inf" if math.isinf(value) else round(value, _DECIMALS)
+    return value
 
 
 def table(rows: Sequence[Figures]) -> str:
@@ -98,9 +113,10 @@ def details(row: Figures) -> str:
     """All that is known of one row, for people."""
     times = [(name, *map(number, summary.shown())) for name, summary in _times(row) if summary is not None]
     cpu = row.cpu
+    cached = "" if row.cached_tokens is None else f", {row.cached_tokens} of them cached"
     lines = [
         f"{row.setting}: {row.ok} requests in {row.duration_s:.1f} s, at most {row.max_in_flight} in flight",
-        f"tokens: {row.input_tokens} in ({number(row.input_tokens_per_s)}/s, {row.cached_tokens} of them cached), "
+        f"tokens: {row.input_tokens} in ({number(row.input_tokens_per_s)}/s{cached}), "
         f"{row.output_tokens} out ({number(row.output_tokens_per_s)}/s)",
         f"CPU: client {percent(cpu.client)}, service {percent(cpu.service)}, foreign {percent(cpu.foreign)}, "
         f"stolen {percent(cpu.steal)}",

@@ -53,11 +53,13 @@ class RouterClient:
     Args:
         channel: to the router.
         terms: of all requests.
+        cache_salt: of all requests; with another one nothing is found in prefix caches.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, terms: Terms) -> None:
+    def __init__(self, channel: grpc.aio.Channel, terms: Terms, cache_salt: str = "") -> None:
         self._stub = InferenceServiceStub(channel)
         self._terms = terms
+        self._cache_salt = cache_salt
 
     async def send(self, work: Work, record: Record, clock: Callable[[], float]) -> None:
         """Sends one request and fills in its record until the stream ends.
@@ -93,6 +95,7 @@ class RouterClient:
             "model": terms.model,
             "sampling_params": pb.SamplingParams(**terms.params(work, index)),
             "output_options": pb.OutputOptions(return_token_ids=True),
+            "cache_salt": self._cache_salt,
         }
         if work.messages:
             chat = pb.ChatRequest(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from ctypes import CDLL
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -18,8 +18,8 @@ class PanelExperts:
     """This rank's E experts, the first of which has the id `first`; none of them leaves the tensors empty.
 
     Attributes:
-        gate_up: [E, panels of 2I, H, 16] in the model dtype.
-        down: [E, panels of H, I, 16].
+        gate_up: [E, *`linear.panel_shape` of [2I, H]] in the model dtype.
+        down: [E, *`linear.panel_shape` of [H, I]].
         gate_up_bias: float32 [E, 2I] or None.
         down_bias: float32 [E, H] or None.
         inner: I.
@@ -57,11 +57,11 @@ def _panels(
     """The packed weights one behind the other; each is let go as soon as it is copied."""
     both = []
     for packed in (gate_up, down):
-        shape = packed[0].panels.shape if packed else (0, 0, 0)
+        shape = packed[0].panels.shape if packed else ()
         stacked = torch.empty(len(packed), *shape, dtype=dtype)
         for i, one in enumerate(packed):
             stacked[i] = one.panels
-            packed[i] = linear.PanelLinear(stacked[i], one.bias, one.columns)
+            packed[i] = replace(one, panels=stacked[i])
         both.append(stacked)
     return both[0], both[1]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.cpu.library import DTYPES, PANEL, check
+from kernels.cpu.library import DTYPES, GROUPS, PANEL, check
 
 
 @dataclass(frozen=True)
@@ -15,23 +15,39 @@ class PanelLinear:
     """A weight in panels (kernels/cpu/native/linear.cpp).
 
     Attributes:
-        panels: [N rounded up / 16, K, 16] in the model dtype.
+        panels: `panel_shape` in the model dtype.
         bias: float32 [N], rounded to the model dtype before, or None.
         columns: N.
+        inner: K.
     """
 
     panels: torch.Tensor
     bias: torch.Tensor | None
     columns: int
+    inner: int
+
+
+def panel_shape(columns: int, inner: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
+    """Of a packed weight [N, K]: [N / 16, K / group, 16, group], rounded up; pairs of bfloat16 neighbours in k."""
+    group = GROUPS[dtype]
+    return -(-columns // PANEL), -(-inner // group), PANEL, group
 
 
 def pack(library: CDLL, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PanelLinear:
     """Packs a weight [N, K] and a bias [N] in `dtype`, one of `DTYPES`; copies both."""
     columns, inner = weight.shape
     source = weight.to(dtype).contiguous()
-    panels = torch.empty(-(-columns // PANEL), inner, PANEL, dtype=dtype)
+    panels = torch.empty(panel_shape(columns, inner, dtype), dtype=dtype)
     library.fissile_pack_linear(DTYPES[dtype], source.data_ptr(), columns, inner, panels.data_ptr())
-    return PanelLinear(panels, None if bias is None else bias.to(dtype, copy=True).float(), columns)
+    return PanelLinear(panels, None if bias is None else bias.to(dtype, copy=True).float(), columns, inner)
+
+
+def rows(packed: PanelLinear, ids: torch.Tensor) -> torch.Tensor:
+    """Rows `ids` int64 [T] of the weight: [T, K]"""
+    panels = packed.panels
+    # A group of neighbours in k is one number of four bytes, whatever the dtype.
+    groups = panels.view(torch.int32).squeeze(-1)[ids // PANEL, :, ids % PANEL]
+    return groups.view(panels.dtype)[:, : packed.inner]
 
 
 def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
@@ -58,12 +74,36 @@ def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
     return out
 
 
+def argmax(library: CDLL, x: torch.Tensor, packed: PanelLinear, limit: int) -> torch.Tensor:
+    """The first of the largest of each row's first `limit` > 0 columns, int64 [T]; see KernelBackend.linear_argmax."""
+    rows, inner = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    places = torch.empty(rows, dtype=torch.int64)
+    bias = None if packed.bias is None else packed.bias.data_ptr()
+    columns = min(limit, packed.columns)
+    check(
+        library.fissile_linear_argmax(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            rows,
+            inner,
+            columns,
+            packed.panels.data_ptr(),
+            bias,
+            places.data_ptr(),
+        )
+    )
+    return places
+
+
 @dataclass(frozen=True)
 class PanelHeads:
     """A weight for each head in panels.
 
     Attributes:
-        panels: [Hq, N rounded up / 16, K, 16] in the model dtype.
+        panels: [Hq, *`panel_shape`] in the model dtype.
         columns: N.
     """
 

@@ -3,12 +3,11 @@
 #include <cstring>
 #include <vector>
 
+#include "api.hpp"
 #include "kernels.hpp"
 #include "pool.hpp"
 #include "scratch.hpp"
 #include "select.hpp"
-
-#define FISSILE_API extern "C" __attribute__((visibility("default")))
 
 // The digest of the sources, which the build puts into the library so that a stale one is found.
 FISSILE_API const char* fissile_sources() { return "fissile-sources:" FISSILE_SOURCES; }
@@ -18,8 +17,6 @@ using namespace fissile;
 namespace {
 
 const Kernels* chosen = nullptr;
-
-const Kernels& kernels() { return *chosen; }
 
 struct PackCall {
   int64_t dtype;
@@ -31,12 +28,23 @@ struct PackCall {
 
 }  // namespace
 
-// Takes the named instruction set, or the best one for null. Its name, or null where this machine can not run it.
-FISSILE_API const char* fissile_select(const char* name) {
+const Kernels& fissile::kernels() { return *chosen; }
+
+// The name of instruction set `number`, the best first, and its Ability; null behind the last one.
+FISSILE_API const char* fissile_instruction_set(int64_t number, int64_t* ability) {
+  int64_t count;
+  const InstructionSet* sets = instruction_sets(&count);
+  if (number >= count) return nullptr;
+  *ability = sets[number].ability;
+  return sets[number].name;
+}
+
+// All calls from now on use the named instruction set. 0, or 1 where this machine can not run it.
+FISSILE_API int fissile_select(const char* name) {
   const Kernels* found = select_kernels(name);
-  if (!found) return nullptr;
+  if (!found) return 1;
   chosen = found;
-  return found->name;
+  return 0;
 }
 
 FISSILE_API void fissile_set_threads(int64_t threads) { set_threads(threads); }
@@ -66,7 +74,7 @@ class Products {
   void add(const Linear& work) {
     if (work.rows == 0) return;
     works_.push_back(work);
-    numbers_ += work.rows * work.inner;
+    numbers_ += kernels().linear_scratch(work);
   }
 
   // Whether there was memory.
@@ -75,7 +83,7 @@ class Products {
     if (!memory) return false;
     for (Linear& work : works_) {
       work.packed_x = memory;
-      memory += work.rows * work.inner;
+      memory += kernels().linear_scratch(work);
     }
     share_all(kernels().linear_pack_tasks, kernels().linear_pack);
     share_all(kernels().linear_tasks, kernels().linear);
@@ -110,8 +118,6 @@ const void* offset(const void* base, int64_t dtype, int64_t numbers) {
 
 void* offset(void* base, int64_t dtype, int64_t numbers) { return static_cast<char*>(base) + numbers * size_of(dtype); }
 
-int64_t packed_size(int64_t columns, int64_t inner) { return (columns + PANEL - 1) / PANEL * PANEL * inner; }
-
 }  // namespace
 
 // 0, or 1 when memory ran out, as the following.
@@ -130,7 +136,7 @@ FISSILE_API int fissile_head_linear(
   Products products;
   for (int64_t head = 0; head < heads; head++)
     products.add({dtype, offset(x, dtype, head * head_stride), row_stride, rows, inner, columns,
-                  offset(panels, dtype, head * packed_size(columns, inner)), nullptr,
+                  offset(panels, dtype, head * packed_size(dtype, columns, inner)), nullptr,
                   offset(y, dtype, head * columns), heads * columns, nullptr});
   return products.run() ? 0 : 1;
 }
@@ -175,7 +181,7 @@ bool multiply(const Pairs& pairs, int64_t dtype, const ExpertWeight& weight, con
     const int64_t start = pairs.starts[e];
     products.add({dtype, offset(x, dtype, start * weight.inner), weight.inner, pairs.starts[e + 1] - start,
                   weight.inner, weight.columns,
-                  offset(weight.panels, dtype, static_cast<int64_t>(e) * packed_size(weight.columns, weight.inner)),
+                  offset(weight.panels, dtype, static_cast<int64_t>(e) * packed_size(dtype, weight.columns, weight.inner)),
                   weight.bias ? weight.bias + static_cast<int64_t>(e) * weight.columns : nullptr,
                   offset(y, dtype, start * weight.columns), weight.columns, nullptr});
   }
@@ -240,8 +246,8 @@ FISSILE_API void fissile_write_kv(
 
 namespace {
 
-// Rows of a query tile, about: enough to use the keys often that one has fetched, few enough to share a prefill.
-constexpr int64_t QUERY_ROWS = 32;
+// Rows of a query tile, about: enough to use the keys often that one has widened, few enough to share a prefill.
+constexpr int64_t QUERY_ROWS = 48;
 
 // Splits the step's tokens into query tiles, those with the most keys first: at the end the threads wait for small ones.
 std::vector<QueryTile> query_tiles(

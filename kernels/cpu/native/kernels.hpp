@@ -1,8 +1,8 @@
 // The micro-kernels of one instruction set, and the arguments that they share.
 //
 // A kernel is cut into tasks of a fixed size, which any thread may do in any order: a task writes what no other writes.
-// How many threads there are can therefore not show in the bits. An instruction set fills one `Kernels`; paths that need
-// instructions of their own (AVX512-BF16, AMX) are to become further tables here.
+// How many threads there are can therefore not show in the bits. An instruction set fills one `Kernels`; AVX512-BF16
+// and AMX take AVX-512's and put products of their own into it (own_linear.hpp).
 #pragma once
 
 #include <cstdint>
@@ -15,6 +15,19 @@ inline constexpr int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 
 
 // Columns of a panel of packed weights.
 constexpr int64_t PANEL = 16;
+
+// Packed weights are the same for every instruction set: panels [columns / 16][inner / group][16][group], where the
+// neighbours of a group are side by side; what is missing of the last panel and group is zero.
+constexpr int64_t group_of(int64_t dtype) { return dtype == FLOAT32 ? 1 : 2; }
+
+constexpr int64_t padded_inner(int64_t dtype, int64_t inner) {
+  return (inner + group_of(dtype) - 1) / group_of(dtype) * group_of(dtype);
+}
+
+// Numbers of a packed weight.
+constexpr int64_t packed_size(int64_t dtype, int64_t columns, int64_t inner) {
+  return (columns + PANEL - 1) / PANEL * PANEL * padded_inner(dtype, inner);
+}
 
 // Keys of a tile of attention, and of a split, whose tiles one task computes (attention.cpp).
 constexpr int64_t KV_TILE = 64;
@@ -32,7 +45,7 @@ struct Linear {
   const float* bias;
   void* y;
   int64_t y_stride;
-  // x as float32 in tiles of rows, made by the packing tasks.
+  // x as this instruction set's products want it: memory of linear_scratch() numbers, filled by the packing tasks.
   float* packed_x;
 };
 
@@ -166,10 +179,23 @@ struct Sample {
   int64_t* ids;
 };
 
+// Of each row of y [rows, columns] in `dtype` the largest number and its first place; -infinity and 0 where there is none
+// above that. NaN counts as the lowest.
+struct Largest {
+  int64_t dtype;
+  const void* y;
+  int64_t row_stride;
+  int64_t columns;
+  float* values;
+  int64_t* places;
+};
+
 struct Kernels {
   const char* name;
   // Packs panel `task` of a weight [columns, inner] of `dtype`.
   void (*pack_panel)(int64_t dtype, const void* weight, int64_t columns, int64_t inner, void* panels, int64_t task);
+  // Numbers of float32 that packed_x needs room for.
+  int64_t (*linear_scratch)(const Linear&);
   int64_t (*linear_pack_tasks)(const Linear&);
   void (*linear_pack)(const Linear&, int64_t task);
   int64_t (*linear_tasks)(const Linear&);
@@ -190,6 +216,7 @@ struct Kernels {
   int64_t (*attention_merge_tasks)(const Attention&);
   void (*attention_merge)(const Attention&, int64_t task);
   void (*sample)(const Sample&, int64_t row);
+  void (*largest_of_row)(const Largest&, int64_t row);
 };
 
 }  // namespace fissile

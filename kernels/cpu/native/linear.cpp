@@ -1,10 +1,11 @@
 // y = x W^T + b, batch-invariant: every number of y is summed over k in blocks of K_BLOCK in order, each block by one
 // chain of fma's from zero, whatever the rows, their number and place, the threads and the vectors' width.
 //
-// Weights lie in panels [columns / 16][inner][16], so that a block of a panel is one run of memory that stays in L1
-// while all rows pass by, and a decode reads every weight once, in order. bfloat16 is widened in registers; within a row
-// of a panel the columns c and c + 8 are neighbours, so that AVX2 widens with a shift and a mask. x is copied to float32
-// tiles of ROWS rows [inner][rows of the tile].
+// float32 weights lie in panels [columns / 16][inner][16]; bfloat16 ones in panels [columns / 16][inner / 2][16][2], pairs
+// of neighbours in k side by side, the last one with a zero where inner is odd: that is how the instructions for
+// bfloat16 want them, and a vector that is loaded holds the even k after a shift, the odd ones after a mask. A block of
+// a panel is one run of memory that stays in L1 while all rows pass by, and a decode reads every weight once, in order.
+// x is copied to float32 tiles of ROWS rows [inner, padded alike][rows of the tile].
 #include "linear.hpp"
 
 namespace FISSILE_ISA {
@@ -27,38 +28,21 @@ int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 int64_t tiles(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
-// Column c of a panel stands at place(c) of each of its rows.
-int64_t place_of_column(int64_t dtype, int64_t column) {
-  return dtype == fissile::FLOAT32 ? column : column % 8 * 2 + column / 8;
-}
+// Neighbours in k that stand side by side in a panel.
+template <class Number>
+constexpr int64_t GROUP = fissile::group_of(sizeof(Number) == 2 ? fissile::BFLOAT16 : fissile::FLOAT32);
 
-// One row of a panel as float32 vectors; for 16 lanes in the order of places, which `unshuffled` undoes at the end.
-FISSILE_INLINE void load_columns(const float* row, Floats* out) {
-  for (int v = 0; v < VECTORS; v++) out[v] = load(row + v * WIDTH);
-}
+// WIDTH columns of a group of a panel: of each k one vector.
+FISSILE_INLINE void load_group(const float* from, Floats* out) { out[0] = load(from); }
 
-FISSILE_INLINE void load_columns(const Bf16* row, Floats* out) {
-#if FISSILE_WIDTH == 8
+FISSILE_INLINE void load_group(const Bf16* from, Floats* out) {
   Words words;
-  __builtin_memcpy(&words, row, sizeof words);
+  __builtin_memcpy(&words, from, sizeof words);
   out[0] = (Floats)(words << 16);
   out[1] = (Floats)(words & splat_word(0xFFFF0000u));
-#else
-  out[0] = load(row);
-#endif
 }
 
-FISSILE_INLINE Floats unshuffled(Floats x, const float*) { return x; }
-
-FISSILE_INLINE Floats unshuffled(Floats x, const Bf16*) {
-#if FISSILE_WIDTH == 16
-  return __builtin_shufflevector(x, x, 0, 2, 4, 6, 8, 10, 12, 14, 1, 3, 5, 7, 9, 11, 13, 15);
-#else
-  return x;
-#endif
-}
-
-// totals[row][column] += the sum over `depth` numbers of k, for ROW_COUNT rows and PANELS panels.
+// totals[row][column] += the sum over `depth` numbers of k, whole groups, for ROW_COUNT rows and PANELS panels.
 template <class Number, int ROW_COUNT, int PANELS>
 FISSILE_INLINE void multiply(
     const float* x, const Number* panel, int64_t panel_stride, int64_t depth, float* totals, int64_t totals_stride) {
@@ -66,22 +50,25 @@ FISSILE_INLINE void multiply(
   for (auto& row : sums)
     for (auto& one : row)
       for (auto& vector : one) vector = zeros();
-  for (int64_t k = 0; k < depth; k++) {
-    Floats columns[PANELS][VECTORS];
+  for (int64_t k = 0; k < depth; k += GROUP<Number>) {
+    Floats columns[PANELS][VECTORS][GROUP<Number>];
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++) {
-      const Number* row = panel + p * panel_stride + k * PANEL;
-      __builtin_prefetch(row + PREFETCH / sizeof(Number));
-      load_columns(row, columns[p]);
+      const Number* group = panel + p * panel_stride + k * PANEL;
+      __builtin_prefetch(group + PREFETCH / sizeof(Number));
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) load_group(group + v * WIDTH * GROUP<Number>, columns[p][v]);
     }
+#pragma GCC unroll 2
+    for (int64_t g = 0; g < GROUP<Number>; g++)
 #pragma GCC unroll 8
-    for (int r = 0; r < ROW_COUNT; r++) {
-      Floats factor = splat(x[k * ROW_COUNT + r]);
+      for (int r = 0; r < ROW_COUNT; r++) {
+        Floats factor = splat(x[(k + g) * ROW_COUNT + r]);
 #pragma GCC unroll 8
-      for (int p = 0; p < PANELS; p++)
+        for (int p = 0; p < PANELS; p++)
 #pragma GCC unroll 8
-        for (int v = 0; v < VECTORS; v++) sums[r][p][v] = fma(factor, columns[p][v], sums[r][p][v]);
-    }
+          for (int v = 0; v < VECTORS; v++) sums[r][p][v] = fma(factor, columns[p][v][g], sums[r][p][v]);
+      }
   }
   for (int r = 0; r < ROW_COUNT; r++)
     for (int p = 0; p < PANELS; p++)
@@ -122,7 +109,7 @@ void write_row(const fissile::Linear& work, const float* totals, int64_t row, in
   Number* y = static_cast<Number*>(work.y) + row * work.y_stride + column;
   for (int64_t c = 0; c < PANEL && column + c < work.columns; c += WIDTH) {
     int64_t left = work.columns - column - c;
-    Floats value = unshuffled(load(totals + c), static_cast<const Number*>(nullptr));
+    Floats value = load(totals + c);
     if (work.bias) value += load_up_to(work.bias + column + c, left);
     store_up_to(y + c, value, left);
   }
@@ -135,15 +122,15 @@ void run(const fissile::Linear& work, int64_t task) {
   const int64_t first_panel = task % groups * TASK_PANELS, first_row = task / groups * TASK_ROWS;
   const int64_t panels = at_most(TASK_PANELS, all_panels - first_panel);
   const int64_t rows = at_most(TASK_ROWS, work.rows - first_row);
-  const int64_t panel_stride = work.inner * PANEL;
+  const int64_t inner = fissile::padded_inner(work.dtype, work.inner), panel_stride = inner * PANEL;
   const Number* weights = static_cast<const Number*>(work.panels) + first_panel * panel_stride;
   alignas(64) float totals[TASK_ROWS * TASK_PANELS * PANEL];
   __builtin_memset(totals, 0, rows * TASK_PANELS * PANEL * sizeof(float));
-  for (int64_t k = 0; k < work.inner; k += K_BLOCK) {
-    int64_t depth = at_most(K_BLOCK, work.inner - k);
+  for (int64_t k = 0; k < inner; k += K_BLOCK) {
+    int64_t depth = at_most(K_BLOCK, inner - k);
     for (int64_t r = 0; r < rows; r += ROWS) {
       int64_t count = at_most(ROWS, rows - r);
-      const float* x = work.packed_x + (first_row + r) * work.inner + k * count;
+      const float* x = work.packed_x + (first_row + r) * inner + k * count;
       multiply_tile(x, count, weights + k * PANEL, panel_stride, panels, depth, totals + r * TASK_PANELS * PANEL);
     }
   }
@@ -164,30 +151,38 @@ float widened(Bf16 value) {
 // Tile `task` of x: [inner][rows of the tile].
 template <class Number>
 void pack_rows(const fissile::Linear& work, int64_t task) {
-  const int64_t first = task * ROWS, count = at_most(ROWS, work.rows - first);
-  float* to = work.packed_x + first * work.inner;
+  const int64_t first = task * ROWS, count = at_most(ROWS, work.rows - first), inner = fissile::padded_inner(work.dtype, work.inner);
+  float* to = work.packed_x + first * inner;
   for (int64_t r = 0; r < count; r++) {
     const Number* from = static_cast<const Number*>(work.x) + (first + r) * work.x_stride;
     for (int64_t k = 0; k < work.inner; k++) to[k * count + r] = widened(from[k]);
+    if (inner > work.inner) to[work.inner * count + r] = 0.0f;
   }
 }
 
 template <class Number>
-void pack(const Number* weight, int64_t dtype, int64_t columns, int64_t inner, Number* panels, int64_t panel) {
-  Number* to = panels + panel * inner * PANEL;
-  for (int64_t c = 0; c < PANEL; c++) {
-    const int64_t column = panel * PANEL + c, place = place_of_column(dtype, c);
-    for (int64_t k = 0; k < inner; k++) to[k * PANEL + place] = column < columns ? weight[column * inner + k] : Number{};
-  }
+void pack(const Number* weight, int64_t columns, int64_t inner, Number* panels, int64_t panel) {
+  Number* to = panels + panel * tiles(inner, GROUP<Number>) * GROUP<Number> * PANEL;
+  for (int64_t k = 0; k < inner; k += GROUP<Number>)
+    for (int64_t c = 0; c < PANEL; c++)
+      for (int64_t g = 0; g < GROUP<Number>; g++) {
+        const int64_t column = panel * PANEL + c;
+        const bool there = column < columns && k + g < inner;
+        *to++ = there ? weight[column * inner + k + g] : Number{};
+      }
 }
 
 }  // namespace
 
 void pack_panel(int64_t dtype, const void* weight, int64_t columns, int64_t inner, void* panels, int64_t task) {
   if (dtype == fissile::FLOAT32)
-    pack(static_cast<const float*>(weight), dtype, columns, inner, static_cast<float*>(panels), task);
+    pack(static_cast<const float*>(weight), columns, inner, static_cast<float*>(panels), task);
   else
-    pack(static_cast<const Bf16*>(weight), dtype, columns, inner, static_cast<Bf16*>(panels), task);
+    pack(static_cast<const Bf16*>(weight), columns, inner, static_cast<Bf16*>(panels), task);
+}
+
+int64_t linear_scratch(const fissile::Linear& work) {
+  return work.rows * fissile::padded_inner(work.dtype, work.inner);
 }
 
 int64_t linear_pack_tasks(const fissile::Linear& work) { return tiles(work.rows, ROWS); }

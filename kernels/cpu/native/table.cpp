@@ -13,6 +13,7 @@ extern const fissile::Kernels kernels;
 const fissile::Kernels kernels = {
     .name = FISSILE_TEXT(FISSILE_ISA),
     .pack_panel = pack_panel,
+    .linear_scratch = linear_scratch,
     .linear_pack_tasks = linear_pack_tasks,
     .linear_pack = linear_pack,
     .linear_tasks = linear_tasks,
@@ -33,6 +34,7 @@ const fissile::Kernels kernels = {
     .attention_merge_tasks = attention_merge_tasks,
     .attention_merge = attention_merge,
     .sample = sample,
+    .largest_of_row = largest_of_row,
 };
 
 }  // namespace FISSILE_ISA

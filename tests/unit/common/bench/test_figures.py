@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.bench.figures import (
@@ -28,11 +28,13 @@ VALUES = st.lists(st.floats(0, 1e6), min_size=1, max_size=60)
 TIMES = st.floats(0, 100)
 
 
+@settings(max_examples=30)
 @given(VALUES, st.floats(0, 100))
 def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
     assert percentile(sorted(values), percent) == pytest.approx(float(np.percentile(values, percent)), rel=1e-9)
 
 
+@settings(max_examples=30)
 @given(VALUES, st.sampled_from([1.0, 1e3]))
 def test_summaries_are_numpys(values: list[float], scale: float) -> None:
     summary, scaled = Summary.of(values, scale), np.asarray(values) * scale
@@ -148,6 +150,7 @@ def test_failures_are_counted_by_status_with_the_earliest_message() -> None:
     assert failures_of(records) == (Failures("A", 3, "zeroth"), Failures("B", 2, "first"))
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(TIMES, st.floats(0.01, 50)), max_size=20))
 def test_most_in_flight_is_the_most_at_any_sending(spans: list[tuple[float, float]]) -> None:
     records = [Record(i, sent, sent, sent + length) for i, (sent, length) in enumerate(spans)]

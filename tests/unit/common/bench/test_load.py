@@ -9,7 +9,7 @@ import statistics
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.bench.load import ClosedLoop, Extent, Load, OpenLoop, gaps
@@ -39,6 +39,7 @@ def in_flight(seen: list[tuple[float, float, float]], at: float) -> int:
     return sum(sent <= at < ended for _, sent, ended in seen)
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 9), st.integers(1, 40), SERVICE_TIMES)
 def test_a_closed_loop_is_full_until_its_requests_are_used_up(
     concurrency: int, requests: int, service_times: list[float]
@@ -52,6 +53,7 @@ def test_a_closed_loop_is_full_until_its_requests_are_used_up(
         assert in_flight(seen, sent) <= concurrency
 
 
+@settings(max_examples=30)
 @given(st.integers(1, 9), st.floats(0.1, 10), SERVICE_TIMES)
 def test_a_closed_loop_sends_none_after_its_duration(
     concurrency: int, duration: float, service_times: list[float]
@@ -63,6 +65,7 @@ def test_a_closed_loop_sends_none_after_its_duration(
     assert len(seen) == concurrency + len(ends)
 
 
+@settings(max_examples=30)
 @given(st.floats(0.5, 50), st.sampled_from([0.3, 1.0, 4.0, math.inf]), st.integers(1, 50), SERVICE_TIMES)
 def test_an_open_loop_does_not_care_how_slow_the_service_is(
     rate: float, burstiness: float, requests: int, service_times: list[float]
@@ -83,6 +86,7 @@ def test_what_comes_late_keeps_its_intended_time() -> None:
     assert load.take(100.0, 0) == []
 
 
+@settings(max_examples=30)
 @given(st.floats(1, 20), st.floats(0.2, 5))
 def test_an_open_loop_sends_what_is_due_within_its_duration(rate: float, duration: float) -> None:
     seen = drive(OpenLoop(gaps(rate, math.inf, 0), Extent(duration_s=duration)), [1.0])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
+from typing import Any
 
 from common.bench.figures import CpuShares, Figures, Setting, figures_of
 from common.bench.records import Record
@@ -19,7 +21,7 @@ def row(setting: Setting, repeat: int = 0, *, slow: float = 1.0, count: int = 4,
         for i in range(count)
     ]
     for record in records:
-        record.worker_id, record.queue_s = f"worker-{record.index % 2}", 0.004
+        record.worker_id, record.queue_s, record.cached_tokens = f"worker-{record.index % 2}", 0.004, record.index
     made = figures_of(records, setting, repeat, {"ttft": 2.0}, CPU)
     return replace(made, **changed)  # type: ignore[arg-type]
 
@@ -52,13 +54,14 @@ def test_what_was_not_measured_is_a_dash() -> None:
 def test_details_of_a_row() -> None:
     text = details(row(Setting(concurrency=8)))
     assert "c=8: 4 requests in 3.0 s, at most 4 in flight" in text
-    assert "tokens: 20 in (6.67/s, 0 of them cached), 12 out (4.00/s)" in text
+    assert "tokens: 20 in (6.67/s, 6 of them cached), 12 out (4.00/s)" in text
     assert "CPU: client 10%, service 80%, foreign 3%, stolen 0%" in text
     assert "workers: worker-0 2, worker-1 2" in text
     (queue,) = [line for line in text.splitlines() if line.startswith("queue")]
     assert queue.split()[2:] == ["4.00"] * 5
     assert "prefill" not in text
     assert "more than one worker" not in text
+    assert "tokens: 20 in (6.67/s), 12 out" in details(row(Setting(concurrency=8), cached_tokens=None))
     assert "2 requests were given to more than one worker" in details(row(Setting(concurrency=8), retried=2))
 
 
@@ -90,12 +93,11 @@ def test_failures_of_all_rows_are_one_line() -> None:
 
 
 def test_json_says_what_it_is() -> None:
-    made = as_json(
-        [row(Setting(concurrency=1))], mode="serve", started="2026-11-21T18:00:00Z", interrupted=False, model={},
-        options={"seed": 0}, environment={"cpu": "x"},
-    )  # fmt: skip
-    again = json.loads(json.dumps(made))
-    assert again == json.loads(json.dumps(again))
+    rows = [row(Setting(concurrency=1)), row(Setting(rate=1 / 3, burstiness=math.inf))]
+    about: dict[str, Any] = {"model": {}, "options": {"seed": 0}, "environment": {"cpu": "x"}}
+    made = as_json(rows, mode="serve", started="2026-11-21T18:00:00Z", interrupted=False, **about)
+    again = json.loads(json.dumps(made, allow_nan=False))
     assert (again["schema"], again["version"], again["mode"]) == (SCHEMA, 1, "serve")
     assert again["rows"][0]["setting"] == {"concurrency": 1, "rate": None, "burstiness": None}
-    assert again["overviews"][0]["repeats"] == 1
+    assert again["rows"][1]["setting"] == {"concurrency": None, "rate": 0.333333, "burstiness": "inf"}
+    assert [each["repeats"] for each in again["overviews"]] == [1, 1]
