@@ -32,7 +32,7 @@ from tests.bench.peers.http_stream import HttpError
 from tests.bench.peers.peers import Peer, PeerError, Setting, make_peers
 from tests.bench.peers.runs import Job, Run, WrongWorkError
 
-DEFAULT_PEERS: Final = "fissile,fissile-offline,vllm,llamacpp-bf16,llamacpp-f16,llamacpp-q8,transformers"
+DEFAULT_PEERS: Final = "fissile,fissile-int8,fissile-offline,vllm,llamacpp-bf16,llamacpp-f16,llamacpp-q8,transformers"
 _FAILURES: Final = (
     PeerError,
     WrongWorkError,
