@@ -337,7 +337,8 @@ def _llamacpp(setting: Setting, kind: str, port: int) -> list[Process]:
     how = f"python -m tests.bench.peers.convert --folder {root} --shape {setting.shape}"
     command = [str(program), "-m", str(need(setting.folder.gguf(setting.shape, kind), how))]
     command += ["--host", HOST, "--port", str(port), "-c", str(MOST_AT_ONCE * LONGEST), "-np", str(MOST_AT_ONCE)]
-    command += ["-t", str(setting.threads), "-tb", str(setting.threads), "-fa", "on", "--no-cache-prompt", "--no-webui"]
+    command += ["-t", str(setting.threads), "-tb", str(setting.threads), "-fa", "on", "--no-webui"]
+    command += ["--no-cache-prompt", "--cache-ram", "0"]
     return [Process(command, setting.folder.log(f"llamacpp-{kind}"))]
 
 
