@@ -410,6 +410,11 @@ async def run_worker(options: WorkerOptions) -> int:
     help="cpu: our native kernels; torch: PyTorch's; auto: native where this machine can.",
 )  # fmt: skip
 @option(
+    "--cpu-isa", envvar="FISSILE_CPU_ISA", default="auto",
+    help="Instruction set of the native kernels: auto (the best here), amx, avx512bf16, avx512, avx2 or plain. Under "
+    "--failover exact requests move only between workers of one.",
+)  # fmt: skip
+@option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
     help="Longest prompt plus answer, tokens; absent: the model's own, or what the KV cache holds.",
 )  # fmt: skip
@@ -532,6 +537,7 @@ def worker_options(
     dtype: str,
     kv_cache_dtype: str,
     kernels: str,
+    cpu_isa: str,
     drain_timeout: float,
     simulate: str | None,
     tp_size: int,
@@ -571,6 +577,7 @@ def worker_options(
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             kernels=kernels,
+            cpu_isa=cpu_isa,
             hash_seed=hash_seed,
             tensor_parallel_size=tp_size,
             enable_expert_parallel=enable_expert_parallel,
