@@ -253,7 +253,10 @@ def test_a_service_that_has_gone_is_not_asked_for_the_whole_duration(serve: Benc
     serve.script.respond = gone_after_three
     result = serve.run("--concurrency", "4", "--duration", "60s", "--output-len", "2", "--warmup", "0")
     assert isinstance(result.exception, CommandError)
-    assert re.fullmatch(r"10[0-3] of 10[3-6] requests failed: 10[0-3] UNAVAILABLE: no worker", str(result.exception))
+    told = re.fullmatch(r"(\d+) of \d+ requests failed: \1 UNAVAILABLE: no worker", str(result.exception))
+    assert told is not None
+    # A hundred in turn; some may have failed before the last one that did not, and in flight with the hundredth.
+    assert 100 <= int(told[1]) < 110
 
 
 def test_a_data_set_is_asked_as_it_stands(serve: Bench, tmp_path: Path) -> None:
