@@ -79,6 +79,10 @@ class CpuBackend:
         own = (self.name, self.instruction_set, sources_digest())
         return (*own, *self._torch.numerics) if self._delegates else own
 
+    def is_fast(self, dtype: torch.dtype) -> bool:
+        """See KernelBackend: native weights are widened in registers, so that narrow ones are faster."""
+        return dtype in DTYPES or self._torch.is_fast(dtype)
+
     def pack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
     ) -> PanelLinear | PackedLinear:
@@ -93,6 +97,16 @@ class CpuBackend:
         if isinstance(packed, PanelLinear):
             return linear.linear(self._library, x, packed)
         return self._torch.linear(x, packed)
+
+    def packed_rows(self, packed: PanelLinear | PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """See KernelBackend."""
+        return linear.rows(packed, ids) if isinstance(packed, PanelLinear) else self._torch.packed_rows(packed, ids)
+
+    def linear_argmax(self, x: torch.Tensor, packed: PanelLinear | PackedLinear, limit: int) -> torch.Tensor:
+        """See KernelBackend; no more than some columns of the product are ever in memory."""
+        if isinstance(packed, PanelLinear):
+            return linear.argmax(self._library, x, packed, limit)
+        return self._torch.linear_argmax(x, packed, limit)
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PanelHeads | PackedHeads:
         """See KernelBackend."""
