@@ -262,6 +262,11 @@ class KernelBackend(Protocol):
         ...
 
     @property
+    def description(self) -> str:
+        """The name for people: with the instruction set of all kernels where they share one, as `cpu:avx2`."""
+        ...
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether a row's bits never depend on the batch."""
         ...
@@ -277,6 +282,10 @@ class KernelBackend(Protocol):
     @property
     def row_multiple(self) -> int:
         """Rows of a step are best padded to a multiple of this; other counts work but are copied."""
+        ...
+
+    def is_fast(self, dtype: torch.dtype) -> bool:
+        """Whether a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
         ...
 
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:

@@ -20,7 +20,7 @@ from common.text.tokenizer import Tokenizer, TokenizerError
 from kernels.interface import AttentionMetaData, KVCache, SampleParams
 from kernels.select import select_backend
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.dtype import log_dtype, resolve_dtype, resolve_kv_dtype
+from worker.dtype import resolve_dtype, resolve_kv_dtype
 from worker.forward_context import (
     Context,
     DPMetadata,
@@ -37,7 +37,7 @@ from worker.parallel import Shard, length
 from worker.sequence import Sequence
 from worker.steering import masked_ids, penalties
 
-__all__ = ["ModelInput", "ModelRunner", "kv_block_bytes", "support_model_arch_dict"]
+__all__ = ["ModelInput", "ModelRunner", "support_model_arch_dict"]
 
 _WARMUP_TOKENS = 33
 
@@ -59,14 +59,6 @@ class ModelInput:
     context: Context
     metadata: AttentionMetaData
     final_rows: torch.Tensor
-
-
-def kv_block_bytes(model_config: ModelConfig, config: Config, shard: Shard | None = None) -> int:
-    """Bytes of one KV block on one rank: what all layers keep of its tokens."""
-    spec = model_class(model_config.architecture).kv_spec(model_config, shard or Shard())
-    values = model_config.num_hidden_layers * spec.values_per_token
-    dtype = resolve_kv_dtype(config.kv_cache_dtype, resolve_dtype(config.dtype, model_config))
-    return values * config.kv_cache_block_size * dtype.itemsize
 
 
 class ModelRunner:
@@ -94,14 +86,13 @@ class ModelRunner:
             raise ModelError("speculative_config: no draft model is built yet; leave it None")
         self.config = config
         self.model_config = model_config
-        self.dtype = resolve_dtype(config.dtype, model_config)
-        log_dtype(config.dtype, model_config, self.dtype)
-        self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
         self.max_model_len = config.max_model_len or model_config.max_position_embeddings
         try:
-            self.kernels = select_backend(config.kernels)
+            self.kernels = select_backend(config.kernels, config.cpu_isa)
         except ValueError as error:
             raise ModelError(str(error)) from error
+        self.dtype = resolve_dtype(config.dtype, model_config, self.kernels)
+        self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
         self.shard = shard or Shard()
         if config.enable_expert_parallel and not model_config.has_experts:
             raise ModelError(
@@ -125,9 +116,15 @@ class ModelRunner:
         self._kv_cache: KVCache = None
         self._kv_cache_data: dict[str, KVCacheTensor] = {}
 
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one KV block on this rank: what all layers keep of its tokens."""
+        values = self.model_config.num_hidden_layers * self._kv_spec.values_per_token
+        return values * self.config.kv_cache_block_size * self.kv_dtype.itemsize
+
     def num_blocks_for(self, kv_bytes: int) -> int:
         """How many KV blocks fit into `kv_bytes`."""
-        return kv_bytes // kv_block_bytes(self.model_config, self.config, self.shard)
+        return kv_bytes // self.kv_block_bytes
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Makes the KV pool; earlier content is lost."""

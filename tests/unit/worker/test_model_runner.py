@@ -1,21 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from common.config import Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
-from kernels.select import AUTO, BACKENDS
+from kernels.select import AUTO, BACKENDS, select_backend
 from tests.checkpoints import make_checkpoint
-from worker import dtype as dtypes
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.dtype import resolve_dtype
 from worker.engine_core import EngineCore
 from worker.forward_context import Context, get_forward_context
 from worker.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, ModelError
-from worker.model_runner import ModelRunner, kv_block_bytes, support_model_arch_dict
+from worker.model_runner import ModelRunner, support_model_arch_dict
 from worker.numerics import numerics_digest
 from worker.sequence import Sequence, SequenceType
 
@@ -198,7 +199,7 @@ def test_probe_and_warmup_leave_the_pool_alone(runner: ModelRunner) -> None:
 def test_block_bytes_are_what_a_block_takes(folder: Path, dtype: str, kv_cache_dtype: str, itemsize: int) -> None:
     runner = make_runner(folder, dtype, kv_cache_dtype=kv_cache_dtype)
     runner.allocate_kv_cache(10)
-    size = kv_block_bytes(runner.model_config, runner.config)
+    size = runner.kv_block_bytes
     assert runner._kv_cache.data[:, :, :10].nbytes == 10 * size
     assert runner.num_blocks_for(10 * size + size - 1) == 10
     values_per_token = 2 * 2 * 2 * 24
@@ -258,14 +259,32 @@ def test_bad_names_are_one_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("fast", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_dtype_depends_on_the_cpu(
+def test_auto_dtype_of_pytorch_depends_on_the_cpu(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast})
     model_config = ModelConfig.from_folder(folder)
-    assert resolve_dtype("auto", model_config) == expected
-    assert resolve_dtype("float16", model_config) == torch.float16
-    assert dtypes.AUTO == "auto"
+    kernels = select_backend("torch")
+    with capture_logs() as logs:
+        assert resolve_dtype("auto", model_config, kernels) == expected
+    assert [line["dtype"] for line in logs] == ([] if fast else ["bfloat16"])
+    assert resolve_dtype("float16", model_config, kernels) == torch.float16
+
+
+def test_auto_dtype_of_native_kernels_is_the_checkpoints_whatever_the_cpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They widen bfloat16 in registers; float16 is PyTorch's."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    try:
+        kernels = select_backend("cpu")
+    except ValueError as error:
+        pytest.skip(str(error))
+    model_config = ModelConfig.from_folder(folder)
+    assert resolve_dtype("auto", model_config, kernels) == torch.bfloat16
+    assert resolve_dtype("auto", replace(model_config, dtype="float16"), kernels) == torch.float32
+    runner = ModelRunner(Config(model=str(folder), kernels="cpu"), model_config)
+    assert (runner.dtype, runner.kv_dtype) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_digest_is_stable_and_tells_classes_apart(folder: Path, tmp_path: Path) -> None:
