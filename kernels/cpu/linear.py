@@ -3,41 +3,57 @@
 from __future__ import annotations
 
 from ctypes import CDLL
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.cpu.library import DTYPES, GROUPS, PANEL, check
+from kernels.cpu.library import CACHE_LINE, DTYPES, PACKED_DTYPES, check
 
 
 @dataclass(frozen=True)
 class PanelLinear:
-    """A weight in panels (kernels/cpu/native/linear.cpp).
+    """A weight in panels (kernels/cpu/native/kernels.hpp).
 
     Attributes:
-        panels: `panel_shape` in the model dtype.
+        panels: int8 [bytes], aligned to 64.
+        dtype: of the numbers in the panels: the model dtype, or int8 with scales.
         bias: float32 [N], rounded to the model dtype before, or None.
         columns: N.
     """
 
     panels: torch.Tensor
+    dtype: torch.dtype
     bias: torch.Tensor | None
     columns: int
 
 
-def panel_shape(columns: int, inner: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Of a packed weight [N, K]: [N / 16, K / group, 16, group], rounded up; pairs of bfloat16 neighbours in k."""
-    group = GROUPS[dtype]
-    return -(-columns // PANEL), -(-inner // group), PANEL, group
+def pack(
+    library: CDLL,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    packed_dtype: torch.dtype | None = None,
+) -> PanelLinear:
+    """Packs a weight [N, K] and a bias [N] in `dtype`, one of `DTYPES`; copies both.
 
-
-def pack(library: CDLL, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PanelLinear:
-    """Packs a weight [N, K] and a bias [N] in `dtype`, one of `DTYPES`; copies both."""
+    `packed_dtype` is that of the packed weight: `dtype` (the default), or int8 for the nearest of 255 multiples of a
+    float32 scale for each column and 128 numbers along K.
+    """
+    kept = packed_dtype or dtype
     columns, inner = weight.shape
     source = weight.to(dtype).contiguous()
-    panels = torch.empty(panel_shape(columns, inner, dtype), dtype=dtype)
-    library.fissile_pack_linear(DTYPES[dtype], source.data_ptr(), columns, inner, panels.data_ptr())
-    return PanelLinear(panels, None if bias is None else bias.to(dtype, copy=True).float(), columns)
+    panels = aligned(library.fissile_packed_bytes(PACKED_DTYPES[kept], columns, inner))
+    library.fissile_pack_linear(
+        DTYPES[dtype], source.data_ptr(), columns, inner, PACKED_DTYPES[kept], panels.data_ptr()
+    )
+    return PanelLinear(panels, kept, None if bias is None else bias.to(dtype, copy=True).float(), columns)
+
+
+def aligned(size: int) -> torch.Tensor:
+    """int8 [size], its first byte at the begin of a cache line."""
+    memory = torch.empty(size + CACHE_LINE, dtype=torch.int8)
+    first = -memory.data_ptr() % CACHE_LINE
+    return memory[first : first + size]
 
 
 def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
@@ -55,6 +71,7 @@ def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
             rows,
             inner,
             packed.columns,
+            PACKED_DTYPES[packed.dtype],
             packed.panels.data_ptr(),
             bias,
             out.data_ptr(),
@@ -69,7 +86,7 @@ class PanelHeads:
     """A weight for each head in panels.
 
     Attributes:
-        panels: [Hq, *`panel_shape`] in the model dtype.
+        panels: int8 [Hq, bytes of a head's], in the model dtype.
         columns: N.
     """
 
@@ -79,7 +96,17 @@ class PanelHeads:
 
 def pack_heads(library: CDLL, weight: torch.Tensor, dtype: torch.dtype) -> PanelHeads:
     """Packs weights [Hq, N, K] in `dtype`, one of `DTYPES`."""
-    return PanelHeads(torch.stack([pack(library, one, None, dtype).panels for one in weight]), weight.shape[1])
+    return PanelHeads(stacked([pack(library, one, None, dtype) for one in weight]), weight.shape[1])
+
+
+def stacked(packed: list[PanelLinear]) -> torch.Tensor:
+    """int8 [E, bytes of each]: packed weights one behind the other; each is let go as soon as it is copied."""
+    size = packed[0].panels.shape[0] if packed else 0
+    whole = aligned(len(packed) * size).view(len(packed), size)
+    for i, one in enumerate(packed):
+        whole[i] = one.panels
+        packed[i] = replace(one, panels=whole[i])
+    return whole
 
 
 def head_linear(library: CDLL, x: torch.Tensor, packed: PanelHeads) -> torch.Tensor:
