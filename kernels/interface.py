@@ -194,12 +194,76 @@ class ExpertWeights:
     down_bias: torch.Tensor | None = None
 
 
+@dataclass(frozen=True)
+class DecoderLayer:
+    """A dense decoder layer on one rank, packed: attention and a gated network, each behind a norm.
+
+    Attributes:
+        input_norm: [H], as all norms in the model dtype.
+        qkv: queries, keys and values side by side, H to (Hq + 2 Hkv) * D.
+        head_norms: [D] of queries and [D] of keys, before the rotation; None where there are none.
+        window: how many keys a row sees, its own included; None for all before it.
+        sinks: float32 [Hq], see `KernelBackend.attention`; None for none.
+        out: Hq * D to H.
+        post_norm: [H].
+        gate_up: H to 2I.
+        down: I to H.
+    """
+
+    input_norm: torch.Tensor
+    qkv: PackedLinear
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    window: int | None
+    sinks: torch.Tensor | None
+    out: PackedLinear
+    post_norm: torch.Tensor
+    gate_up: PackedLinear
+    down: PackedLinear
+
+
+@dataclass(frozen=True)
+class Decoder:
+    """All layers of a model whose layers are dense.
+
+    Attributes:
+        layers: from the first to the last.
+        norm: [H], behind the last.
+        eps: of all norms.
+        num_heads: Hq.
+        scale: of attention's scores.
+    """
+
+    layers: tuple[DecoderLayer, ...]
+    norm: torch.Tensor
+    eps: float
+    num_heads: int
+    scale: float
+
+
+class FusedDecoder(Protocol):
+    """All layers of a model as one operation."""
+
+    def run(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: KVCache, metadata: AttentionMetaData
+    ) -> torch.Tensor:
+        """All layers and the last norm, to the bit what the single operations give: x [T, H] -> [T, H].
+
+        cos and sin are those of `KernelBackend.rope`; layer i has the cache's layer i.
+        """
+        ...
+
+
 class KernelBackend(Protocol):
     """The operations. None writes to its inputs, except `write_kv` to the cache and `sample` to the logits."""
 
     @property
     def name(self) -> str:
         """Name that selects the back end."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """The name for people: with the instruction set of all kernels where they share one, as `cpu:avx2`."""
         ...
 
     @property
@@ -220,15 +284,45 @@ class KernelBackend(Protocol):
         """Rows of a step are best padded to a multiple of this; other counts work but are copied."""
         ...
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
+    def is_fast(self, dtype: torch.dtype) -> bool:
+        """Whether a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
+        ...
+
+    def can_quantize(self, dtype: torch.dtype) -> bool:
+        """Whether weights of a model in `dtype` can be packed as int8."""
+        ...
+
+    def pack_linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
+    ) -> PackedLinear:
         """Brings a weight [N, K] and a bias [N] of any float dtype into the back end's layout, in `dtype`.
 
-        The result may share the weight's memory, which must therefore stay unchanged.
+        `packed_dtype` int8, where `can_quantize(dtype)`, keeps numbers of 8 bits with a scale for each row of the
+        weight and each 128 numbers of K; None keeps `dtype`. The result may share the weight's memory, which must
+        therefore stay unchanged.
         """
         ...
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """x [T, K] times the packed weight, plus its bias: [T, N] in the model dtype."""
+        ...
+
+    def packed_rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` int64 [T] of a packed weight [N, K], in its dtype: [T, K]; not of one packed as int8.
+
+        For embeddings that are heads too.
+        """
+        ...
+
+    def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
+        """Of each row of `linear` the column of the largest number among the first `limit`, the first of equals: [T].
+
+        NaN counts as the lowest; 0 where nothing is above minus infinity.
+        """
         ...
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
@@ -277,11 +371,17 @@ class KernelBackend(Protocol):
         ...
 
     def pack_experts(
-        self, weights: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
+        self,
+        weights: Iterable[ExpertWeights],
+        first: int,
+        clamp: ClampedSwiglu | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
     ) -> PackedExperts:
         """Brings a rank's experts, ids `first`, `first` + 1, ..., into the back end's layout, in `dtype`.
 
-        They are silu(gate) * up inside, or as `clamp` says. The result may share the weights' memory.
+        `packed_dtype` as in `pack_linear`. They are silu(gate) * up inside, or as `clamp` says. The result may share
+        the weights' memory.
         """
         ...
 
@@ -364,6 +464,10 @@ class KernelBackend(Protocol):
 
         With a `selection`, rows attend to its tokens only.
         """
+        ...
+
+    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> FusedDecoder | None:
+        """All layers as one operation, over KV caches of that dtype; None where there are single operations only."""
         ...
 
     def sample(

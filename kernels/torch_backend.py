@@ -17,15 +17,22 @@ import torch
 
 from kernels import experts, paged_attention, row_tiles, sampling, token_selection
 from kernels.experts import PackedExperts
-from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
+from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
 from kernels.paged_attention import AttentionPlan, PagedKVCache, StepPlan
 from kernels.row_tiles import ROW_TILE, PackedHeads, PackedLinear
+
+# Names of `torch.cpu.get_capabilities` for what multiplies a dtype.
+_INSTRUCTIONS = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "fp16"),
+}
 
 
 class TorchBackend:
     """KernelBackend on PyTorch's CPU operations."""
 
     name = "torch"
+    description = "torch"
     batch_invariant = True
     row_multiple = ROW_TILE
 
@@ -39,13 +46,37 @@ class TorchBackend:
         capability = torch.backends.cpu.get_cpu_capability()
         return (self.name, torch.__version__, capability, torch.get_num_threads())
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
+    def is_fast(self, dtype: torch.dtype) -> bool:
+        """See KernelBackend: PyTorch's bfloat16 is ten times slower than float32 without instructions for it."""
+        capabilities = torch.cpu.get_capabilities()
+        return dtype == torch.float32 or any(capabilities.get(name, False) for name in _INSTRUCTIONS[dtype])
+
+    def can_quantize(self, dtype: torch.dtype) -> bool:
+        """See KernelBackend: no."""
+        return False
+
+    def pack_linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
+    ) -> PackedLinear:
         """See KernelBackend."""
+        _require_float(packed_dtype)
         return row_tiles.pack(weight, bias, dtype)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """See KernelBackend: one fixed-shape product per tile of ROW_TILE rows."""
         return row_tiles.linear(x, packed)
+
+    def packed_rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """See KernelBackend."""
+        return packed.weight_t.t().index_select(0, ids)
+
+    def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
+        """See KernelBackend."""
+        return torch.from_numpy(sampling.greedy(self.linear(x, packed)[:, :limit].float().numpy()))
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
         """See KernelBackend."""
@@ -92,9 +123,15 @@ class TorchBackend:
         return experts.route(logits, routing, correction_bias)
 
     def pack_experts(
-        self, weights: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
+        self,
+        weights: Iterable[ExpertWeights],
+        first: int,
+        clamp: ClampedSwiglu | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
     ) -> PackedExperts:
         """See KernelBackend."""
+        _require_float(packed_dtype)
         return experts.pack(weights, first, clamp, dtype)
 
     def moe(
@@ -170,6 +207,10 @@ class TorchBackend:
         plan: StepPlan = metadata.plan
         return self._attention.attend(q, cache, layer, plan.attention(None), scale)
 
+    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> None:
+        """See KernelBackend: single operations only."""
+        return
+
     def sample(
         self,
         logits: torch.Tensor,
@@ -187,3 +228,8 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+
+
+def _require_float(packed_dtype: torch.dtype | None) -> None:
+    if packed_dtype is not None:
+        raise ValueError(f"PyTorch's kernels do not pack weights as {packed_dtype}")

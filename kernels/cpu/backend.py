@@ -14,14 +14,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.cpu import attention, elementwise, experts, library, linear, sampling
+from kernels.cpu import attention, elementwise, experts, fused, instruction_sets, library, linear, sampling
 from kernels.cpu.attention import StepArrays
 from kernels.cpu.build import sources_digest
 from kernels.cpu.experts import PanelExperts
+from kernels.cpu.fused import NativeDecoder
 from kernels.cpu.library import DTYPES
 from kernels.cpu.linear import PanelHeads, PanelLinear
 from kernels.experts import PackedExperts
-from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
+from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
 from kernels.paged_attention import AttentionPlan, PagedKVCache
 from kernels.row_tiles import PackedHeads, PackedLinear
 from kernels.torch_backend import TorchBackend
@@ -47,7 +48,10 @@ class CpuPlan:
 
 
 class CpuBackend:
-    """KernelBackend on the native kernels.
+    """KernelBackend on the native kernels, all of one instruction set, which is the process's.
+
+    Args:
+        instruction_set: a name, or `auto` (kernels/cpu/instruction_sets.py).
 
     Raises:
         LibraryUnavailableError: they can not serve on this machine.
@@ -57,12 +61,17 @@ class CpuBackend:
     batch_invariant = True
     row_multiple = 1
 
-    def __init__(self) -> None:
+    def __init__(self, instruction_set: str = instruction_sets.AUTO) -> None:
         self._library = library.load()
-        self.instruction_set = library.select(self._library)
+        self.instruction_set = instruction_sets.take(self._library, instruction_set)
         self._library.fissile_set_threads(torch.get_num_threads())
         self._torch = TorchBackend()
         self._delegates = False
+
+    @property
+    def description(self) -> str:
+        """See KernelBackend."""
+        return f"{self.name}:{self.instruction_set}"
 
     @property
     def numerics(self) -> tuple[object, ...]:
@@ -70,20 +79,42 @@ class CpuBackend:
         own = (self.name, self.instruction_set, sources_digest())
         return (*own, *self._torch.numerics) if self._delegates else own
 
+    def is_fast(self, dtype: torch.dtype) -> bool:
+        """See KernelBackend: native weights are widened in registers, so that narrow ones are faster."""
+        return dtype in DTYPES or self._torch.is_fast(dtype)
+
+    def can_quantize(self, dtype: torch.dtype) -> bool:
+        """See KernelBackend."""
+        return dtype in DTYPES
+
     def pack_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
     ) -> PanelLinear | PackedLinear:
         """See KernelBackend."""
         if dtype in DTYPES:
-            return linear.pack(self._library, weight, bias, dtype)
+            return linear.pack(self._library, weight, bias, dtype, packed_dtype)
         self._delegates = True
-        return self._torch.pack_linear(weight, bias, dtype)
+        return self._torch.pack_linear(weight, bias, dtype, packed_dtype)
 
     def linear(self, x: torch.Tensor, packed: PanelLinear | PackedLinear) -> torch.Tensor:
         """See KernelBackend."""
         if isinstance(packed, PanelLinear):
             return linear.linear(self._library, x, packed)
         return self._torch.linear(x, packed)
+
+    def packed_rows(self, packed: PanelLinear | PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """See KernelBackend."""
+        return linear.rows(packed, ids) if isinstance(packed, PanelLinear) else self._torch.packed_rows(packed, ids)
+
+    def linear_argmax(self, x: torch.Tensor, packed: PanelLinear | PackedLinear, limit: int) -> torch.Tensor:
+        """See KernelBackend; no more than some columns of the product are ever in memory."""
+        if isinstance(packed, PanelLinear):
+            return linear.argmax(self._library, x, packed, limit)
+        return self._torch.linear_argmax(x, packed, limit)
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PanelHeads | PackedHeads:
         """See KernelBackend."""
@@ -137,14 +168,19 @@ class CpuBackend:
         return self._torch.route(logits, routing, correction_bias)
 
     def pack_experts(
-        self, weights: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
+        self,
+        weights: Iterable[ExpertWeights],
+        first: int,
+        clamp: ClampedSwiglu | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
     ) -> PanelExperts | PackedExperts:
         """See KernelBackend."""
         # Experts are chosen by PyTorch's kernels.
         self._delegates = True
         if dtype in DTYPES:
-            return experts.pack(self._library, weights, first, clamp, dtype)
-        return self._torch.pack_experts(weights, first, clamp, dtype)
+            return experts.pack(self._library, weights, first, clamp, dtype, packed_dtype)
+        return self._torch.pack_experts(weights, first, clamp, dtype, packed_dtype)
 
     def moe(
         self,
@@ -218,6 +254,12 @@ class CpuBackend:
     ) -> torch.Tensor:
         """See KernelBackend."""
         return self._torch.latent_attention(q, cache, layer, self._planned(metadata), scale, selection)
+
+    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> NativeDecoder | None:
+        """See KernelBackend."""
+        if kv_dtype not in DTYPES or not fused.is_native(decoder):
+            return None
+        return NativeDecoder(self._library, decoder)
 
     def sample(
         self,

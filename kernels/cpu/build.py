@@ -24,10 +24,12 @@ from pathlib import Path
 FOLDER = Path(__file__).resolve().parent
 SOURCES = FOLDER / "native"
 LIBRARY = FOLDER / "libfissile_cpu.so"
-# Compiled for each instruction set; the others once.
+# Compiled for each instruction set that is no other's variant; `VARIANTS` for some, the others once.
 ARITHMETIC = ("linear", "attention", "elementwise", "sampling", "table")
+VARIANTS = ("linear_amx", "linear_bf16")
 COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall")
+_QUIET = ("-Wno-psabi", "-Wno-attributes")
 # The compiler's own libraries come with it, hidden, so that a machine that lacks them or has others can load it.
 _LINK = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
 _MARK = "fissile-sources:"
@@ -45,24 +47,50 @@ class InstructionSet:
         name: of its namespace.
         width: floats of a vector.
         flags: for the compiler.
+        base: the instruction set whose kernels serve for all but products of bfloat16; empty where all are its own.
+        linear: the source of those products.
     """
 
     name: str
     width: int
     flags: tuple[str, ...] = ()
+    base: str = ""
+    linear: str = ""
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
+_EMULATED = "-DFISSILE_EMULATED"
 _PLAIN = (InstructionSet("plain", 8),)
-# avx2x16 is the 16-wide code on machines without AVX-512: for tests.
-_X86 = (*_PLAIN, InstructionSet("avx2", 8, _AVX2), InstructionSet("avx2x16", 16, _AVX2),
-        InstructionSet("avx512", 16, _AVX512))  # fmt: skip
+# avx2x16 is the 16-wide code on machines without AVX-512, the emulated ones that of newer instructions: for tests.
+_X86 = (
+    *_PLAIN,
+    InstructionSet("avx2", 8, _AVX2),
+    InstructionSet("avx2x16", 16, _AVX2),
+    InstructionSet("avx512", 16, _AVX512),
+    InstructionSet("amx_emulated", 16, (*_AVX2, _EMULATED), "avx2x16", "linear_amx"),
+    InstructionSet("avx512bf16_emulated", 16, (*_AVX2, _EMULATED), "avx2x16", "linear_bf16"),
+)
+# Instructions that compilers before GCC 11 and Clang 12 do not know; native/select.cpp is told which ones are in.
+_NEWER = (
+    InstructionSet("amx", 16, (*_AVX512, "-mamx-tile", "-mamx-bf16"), "avx512", "linear_amx"),
+    InstructionSet("avx512bf16", 16, (*_AVX512, "-mavx512bf16"), "avx512", "linear_bf16"),
+)
 
 
-def instruction_sets() -> tuple[InstructionSet, ...]:
-    """Those of this kind of processor; which of them it has, the library finds out."""
-    return _X86 if platform.machine().lower() in ("x86_64", "amd64") else _PLAIN
+def instruction_sets(compiler: list[str]) -> tuple[InstructionSet, ...]:
+    """Those of this kind of processor that the compiler knows; which of them it has, the library finds out."""
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return _PLAIN
+    return (*_X86, *(one for one in _NEWER if _accepts(compiler, one.flags)))
+
+
+def _accepts(compiler: list[str], flags: tuple[str, ...]) -> bool:
+    try:
+        _run([*compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull])
+    except BuildError:
+        return False
+    return True
 
 
 def platform_tag() -> str:
@@ -120,15 +148,18 @@ def build(library: Path = LIBRARY) -> None:
 
 def _compilations(compiler: list[str], folder: Path) -> Iterator[list[str]]:
     """Commands, each ending with the object file that it makes; the longest first."""
-    once = [path for path in sorted(SOURCES.glob("*.cpp")) if path.stem not in ARITHMETIC]
-    for target in reversed(instruction_sets()):
-        names = (f"-DFISSILE_ISA={target.name}", f"-DFISSILE_WIDTH={target.width}", "-Wno-psabi", "-Wno-attributes")
-        for name in ARITHMETIC:
+    once = [path for path in sorted(SOURCES.glob("*.cpp")) if path.stem not in (*ARITHMETIC, *VARIANTS)]
+    sets = instruction_sets(compiler)
+    for target in sorted(sets, key=lambda one: (bool(one.base), -one.width)):
+        names = (f"-DFISSILE_ISA={target.name}", f"-DFISSILE_WIDTH={target.width}", f"-DFISSILE_BASE={target.base}")
+        for name in (target.linear,) if target.base else ARITHMETIC:
             made = str(folder / f"{name}.{target.name}.o")
-            yield [*compiler, *_FLAGS, *target.flags, *names, "-c", str(SOURCES / f"{name}.cpp"), "-o", made]
-    mark = f'-DFISSILE_SOURCES="{sources_digest()}"'
+            source = str(SOURCES / f"{name}.cpp")
+            yield [*compiler, *_FLAGS, *target.flags, *names, *_QUIET, "-c", source, "-o", made]
+    defined = [f'-DFISSILE_SOURCES="{sources_digest()}"']
+    defined += [f"-DFISSILE_{one.name.upper()}" for one in sets if one in _NEWER]
     for path in once:
-        yield [*compiler, *_FLAGS, mark, "-c", str(path), "-o", str(folder / f"{path.stem}.o")]
+        yield [*compiler, *_FLAGS, *defined, "-c", str(path), "-o", str(folder / f"{path.stem}.o")]
 
 
 def _run(command: list[str]) -> None:

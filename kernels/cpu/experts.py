@@ -20,7 +20,7 @@ class PanelExperts:
     Attributes:
         gate_up: int8 [E, bytes of a packed weight [2I, H]].
         down: int8 [E, bytes of a packed weight [H, I]].
-        dtype: of the numbers in both.
+        code: as PanelLinear's, of both.
         gate_up_bias: float32 [E, 2I] or None.
         down_bias: float32 [E, H] or None.
         inner: I.
@@ -30,7 +30,7 @@ class PanelExperts:
     count: int
     gate_up: torch.Tensor
     down: torch.Tensor
-    dtype: torch.dtype
+    code: int
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     inner: int
@@ -46,13 +46,14 @@ def pack(
     packed_dtype: torch.dtype | None = None,
 ) -> PanelExperts:
     """Packs experts as they come, in `dtype`, one of `DTYPES`; `packed_dtype` as in `linear.pack`."""
-    gate_up, down, inner, kept = [], [], 0, packed_dtype or dtype
+    gate_up, down, inner = [], [], 0
     for expert in experts:
-        gate_up.append(linear.pack(library, expert.gate_up, expert.gate_up_bias, dtype, kept))
-        down.append(linear.pack(library, expert.down, expert.down_bias, dtype, kept))
+        gate_up.append(linear.pack(library, expert.gate_up, expert.gate_up_bias, dtype, packed_dtype))
+        down.append(linear.pack(library, expert.down, expert.down_bias, dtype, packed_dtype))
         inner = expert.down.shape[1]
     panels = linear.stacked(gate_up), linear.stacked(down)
-    return PanelExperts(first, len(down), *panels, kept, _biases(gate_up), _biases(down), inner, clamp)
+    code = PACKED_DTYPES[packed_dtype or dtype]
+    return PanelExperts(first, len(down), *panels, code, _biases(gate_up), _biases(down), inner, clamp)
 
 
 def _biases(packed: list[linear.PanelLinear]) -> torch.Tensor | None:
@@ -79,7 +80,7 @@ def moe(
             weights.data_ptr(),
             packed.first,
             packed.count,
-            PACKED_DTYPES[packed.dtype],
+            packed.code,
             packed.gate_up.data_ptr(),
             None if packed.gate_up_bias is None else packed.gate_up_bias.data_ptr(),
             packed.down.data_ptr(),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import enum
 import functools
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,8 @@ _FLOAT = ctypes.c_float
 _POINTER = ctypes.c_void_p
 # Arguments of each function of kernels/cpu/native/api.cpp. Those that return something return 0, or 1 without memory.
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
-    "fissile_select": (ctypes.c_char_p, (ctypes.c_char_p,)),
+    "fissile_instruction_set": (ctypes.c_char_p, (_INT, _POINTER)),
+    "fissile_select": (ctypes.c_int, (ctypes.c_char_p,)),
     "fissile_set_threads": (None, (_INT,)),
     "fissile_threads": (_INT, ()),
     "fissile_packed_bytes": (_INT, (_INT, _INT, _INT)),
@@ -44,6 +46,11 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         None,
         (_INT, _INT, _POINTER, _INT, _INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER, _POINTER),
     ),
+    "fissile_linear_argmax": (
+        ctypes.c_int,
+        (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER),
+    ),
+    "fissile_decoder": (ctypes.c_int, (_POINTER, _POINTER)),
     "fissile_sample": (None, (_POINTER, _INT, _INT, _INT, *[_POINTER] * 8)),
     "fissile_attention": (
         ctypes.c_int,
@@ -58,10 +65,13 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # Those of packed weights.
 PACKED_DTYPES = {**DTYPES, torch.int8: 2}
+# Columns of a panel of packed weights.
+PANEL = 16
 # Bytes that packed weights are aligned to.
 CACHE_LINE = 64
 # The instruction set of any processor: slow, for tests and for those who ask for it.
 PLAIN = "plain"
+AVX2 = "avx2"
 
 
 class LibraryUnavailableError(Exception):
@@ -70,7 +80,7 @@ class LibraryUnavailableError(Exception):
 
 @functools.cache
 def load(path: Path = build.LIBRARY) -> ctypes.CDLL:
-    """The library, with the best instruction set of this machine chosen.
+    """The library, with `base_set` chosen.
 
     Raises:
         LibraryUnavailableError: it was not built, is older than its sources, or does not load.
@@ -90,16 +100,43 @@ def load(path: Path = build.LIBRARY) -> ctypes.CDLL:
     return library
 
 
+class Ability(enum.IntEnum):
+    """What this machine can do with an instruction set (kernels/cpu/native/select.hpp).
+
+    ABSENT: nothing; DENIED: the processor has it, the operating system lets nobody use it; TESTED: it runs, and serves
+    only who asks for it; USABLE: it runs.
+    """
+
+    ABSENT = 0
+    DENIED = 1
+    TESTED = 2
+    USABLE = 3
+
+
+def abilities(library: ctypes.CDLL) -> dict[str, Ability]:
+    """The instruction sets that the library knows, the best first."""
+    found: dict[str, Ability] = {}
+    ability = _INT()
+    while (name := library.fissile_instruction_set(len(found), ctypes.byref(ability))) is not None:
+        found[name.decode()] = Ability(ability.value)
+    return found
+
+
 def select(library: ctypes.CDLL, instruction_set: str | None = None) -> str:
-    """Chooses an instruction set by name, or the best one, for all calls from now on; which it is.
+    """Chooses an instruction set by name, or `base_set`, for all calls from now on; which it is.
 
     Raises:
-        LibraryUnavailableError: this machine does not have it.
+        LibraryUnavailableError: this machine can not run it.
     """
-    chosen = library.fissile_select(None if instruction_set is None else instruction_set.encode())
-    if chosen is None:
-        raise LibraryUnavailableError(f"this machine can not run {instruction_set} kernels")
-    return str(chosen.decode())
+    chosen = base_set(library) if instruction_set is None else instruction_set
+    if library.fissile_select(chosen.encode()):
+        raise LibraryUnavailableError(f"this machine can not run {chosen} kernels")
+    return chosen
+
+
+def base_set(library: ctypes.CDLL) -> str:
+    """The best one that is trusted without a check (kernels/cpu/self_check.py): AVX2, or what any processor runs."""
+    return AVX2 if abilities(library).get(AVX2) == Ability.USABLE else PLAIN
 
 
 def address(values: npt.NDArray[Any]) -> int:

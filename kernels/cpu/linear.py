@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.cpu.library import CACHE_LINE, DTYPES, PACKED_DTYPES, check
+from kernels.cpu.library import CACHE_LINE, DTYPES, PACKED_DTYPES, PANEL, check
 
 
 @dataclass(frozen=True)
@@ -16,15 +16,17 @@ class PanelLinear:
 
     Attributes:
         panels: int8 [bytes], aligned to 64.
-        dtype: of the numbers in the panels: the model dtype, or int8 with scales.
+        code: in `PACKED_DTYPES`, of the numbers in the panels: the model dtype, or int8 with scales.
         bias: float32 [N], rounded to the model dtype before, or None.
         columns: N.
+        inner: K.
     """
 
     panels: torch.Tensor
-    dtype: torch.dtype
+    code: int
     bias: torch.Tensor | None
     columns: int
+    inner: int
 
 
 def pack(
@@ -39,14 +41,12 @@ def pack(
     `packed_dtype` is that of the packed weight: `dtype` (the default), or int8 for the nearest of 255 multiples of a
     float32 scale for each column and 128 numbers along K.
     """
-    kept = packed_dtype or dtype
+    code = PACKED_DTYPES[packed_dtype or dtype]
     columns, inner = weight.shape
     source = weight.to(dtype).contiguous()
-    panels = aligned(library.fissile_packed_bytes(PACKED_DTYPES[kept], columns, inner))
-    library.fissile_pack_linear(
-        DTYPES[dtype], source.data_ptr(), columns, inner, PACKED_DTYPES[kept], panels.data_ptr()
-    )
-    return PanelLinear(panels, kept, None if bias is None else bias.to(dtype, copy=True).float(), columns)
+    panels = aligned(library.fissile_packed_bytes(code, columns, inner))
+    library.fissile_pack_linear(DTYPES[dtype], source.data_ptr(), columns, inner, code, panels.data_ptr())
+    return PanelLinear(panels, code, None if bias is None else bias.to(dtype, copy=True).float(), columns, inner)
 
 
 def aligned(size: int) -> torch.Tensor:
@@ -54,6 +54,14 @@ def aligned(size: int) -> torch.Tensor:
     memory = torch.empty(size + CACHE_LINE, dtype=torch.int8)
     first = -memory.data_ptr() % CACHE_LINE
     return memory[first : first + size]
+
+
+def rows(packed: PanelLinear, ids: torch.Tensor) -> torch.Tensor:
+    """Rows `ids` int64 [T] of a weight in its own dtype, not int8: [T, K]"""
+    dtype = next(dtype for dtype, code in DTYPES.items() if code == packed.code)
+    # A group of neighbours in k is one number of four bytes, whatever the dtype.
+    panels = packed.panels.view(torch.int32).view(-(-packed.columns // PANEL), -1, PANEL)
+    return panels[ids // PANEL, :, ids % PANEL].view(dtype)[:, : packed.inner]
 
 
 def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
@@ -71,7 +79,7 @@ def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
             rows,
             inner,
             packed.columns,
-            PACKED_DTYPES[packed.dtype],
+            packed.code,
             packed.panels.data_ptr(),
             bias,
             out.data_ptr(),
@@ -79,6 +87,31 @@ def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
         )
     )
     return out
+
+
+def argmax(library: CDLL, x: torch.Tensor, packed: PanelLinear, limit: int) -> torch.Tensor:
+    """The first of the largest of each row's first `limit` > 0 columns, int64 [T]; see KernelBackend.linear_argmax."""
+    rows, inner = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    places = torch.empty(rows, dtype=torch.int64)
+    bias = None if packed.bias is None else packed.bias.data_ptr()
+    columns = min(limit, packed.columns)
+    check(
+        library.fissile_linear_argmax(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            rows,
+            inner,
+            columns,
+            packed.code,
+            packed.panels.data_ptr(),
+            bias,
+            places.data_ptr(),
+        )
+    )
+    return places
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,9 @@ class Attention:
         scale: of the scores.
         window: how many keys a row sees, its own included; None for all before it.
         sinks: [Hq], scores that take part in a head's softmax without a value.
+
+    Attributes:
+        window, sinks: as given.
     """
 
     def __init__(
@@ -25,8 +28,8 @@ class Attention:
         self._kernels = build.kernels
         self._name = f"layers.{layer}"
         self._scale = scale
-        self._window = window
-        self._sinks = sinks
+        self.window = window
+        self.sinks = sinks
 
     def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]"""
@@ -35,6 +38,6 @@ class Attention:
         self._kernels.write_kv(kv.cache, kv.layer_num, k, v, context.attn_metadata)
         metadata = context.attn_metadata
         out = self._kernels.attention(
-            q, kv.cache, kv.layer_num, metadata, self._scale, window=self._window, sinks=self._sinks
+            q, kv.cache, kv.layer_num, metadata, self._scale, window=self.window, sinks=self.sinks
         )
         return out.flatten(1)

@@ -23,6 +23,8 @@ class Build:
         dtype: of weights and activations.
         max_position: positions that rotary tables are made for.
         shard: the part of the model that this rank holds.
+        kv_dtype: of the KV cache; `dtype` when None.
+        packed_dtype: of the weights of products other than routers, in memory; `dtype` when None.
     """
 
     config: ModelConfig
@@ -31,3 +33,5 @@ class Build:
     dtype: torch.dtype
     max_position: int
     shard: Shard = field(default_factory=Shard)
+    kv_dtype: torch.dtype | None = None
+    packed_dtype: torch.dtype | None = None

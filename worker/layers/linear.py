@@ -30,17 +30,23 @@ class ColumnLinear:
         parts: projections, each with `{name}.weight` [N_i, K] and, with `bias`, `{name}.bias` [N_i], and the rows of
             it that this rank computes; WHOLE for all of them on every rank.
         bias: whether the projections have biases.
+
+    Attributes:
+        packed: the weight, as the back end wants it.
     """
 
     def __init__(self, build: Build, parts: Mapping[str, slice], bias: bool = False) -> None:
         self._kernels = build.kernels
-        self._packed = build.kernels.pack_linear(
-            joined(build, parts, "weight"), joined(build, parts, "bias") if bias else None, build.dtype
+        self.packed = build.kernels.pack_linear(
+            joined(build, parts, "weight"),
+            joined(build, parts, "bias") if bias else None,
+            build.dtype,
+            build.packed_dtype,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] -> [T, sum of this rank's N_i]"""
-        return self._kernels.linear(x, self._packed)
+        return self._kernels.linear(x, self.packed)
 
 
 class RowLinear:
@@ -51,6 +57,9 @@ class RowLinear:
         name: projection with `{name}.weight` [N, K] and, with `bias`, `{name}.bias` [N].
         part: the columns of it that this rank has the input of.
         bias: whether it has a bias; the first rank adds it, so that it is added once.
+
+    Attributes:
+        packed: the weight, as the back end wants it.
     """
 
     def __init__(self, build: Build, name: str, part: slice, bias: bool = False) -> None:
@@ -58,11 +67,12 @@ class RowLinear:
         self._collectives = build.shard.collectives
         weight = build.weights.take(f"{name}.weight", columns=part, dtype=build.dtype)
         own_bias = build.weights.take(f"{name}.bias") if bias else None
-        self._packed = build.kernels.pack_linear(weight, own_bias if build.shard.rank == 0 else None, build.dtype)
+        used_bias = own_bias if build.shard.rank == 0 else None
+        self.packed = build.kernels.pack_linear(weight, used_bias, build.dtype, build.packed_dtype)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's K] -> [T, N], this rank's summand"""
-        return self._kernels.linear(x, self._packed)
+        return self._kernels.linear(x, self.packed)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's K] -> [T, N], the same on every rank"""

@@ -14,20 +14,23 @@ class RMSNorm:
         build: what layers are made with.
         name: of the norm.
         eps: the model's rms_norm_eps when None.
+
+    Attributes:
+        weight: in the model dtype.
     """
 
     def __init__(self, build: Build, name: str, eps: float | None = None) -> None:
         self._kernels = build.kernels
-        self._weight = build.weights.take(f"{name}.weight", dtype=build.dtype)
+        self.weight = build.weights.take(f"{name}.weight", dtype=build.dtype)
         self._eps = build.config.rms_norm_eps if eps is None else eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]"""
-        return self._kernels.rms_norm(x, self._weight, self._eps)
+        return self._kernels.rms_norm(x, self.weight, self._eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual)"""
-        return self._kernels.add_rms_norm(x, residual, self._weight, self._eps)
+        return self._kernels.add_rms_norm(x, residual, self.weight, self._eps)
 
 
 class LayerNorm:

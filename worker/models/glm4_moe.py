@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from worker.layers.build import Build
 from worker.layers.norm import RMSNorm
 from worker.loader import Shape
@@ -17,15 +15,11 @@ class Glm4MoeAttention(LlamaAttention):
 
     output_bias = False
 
-    def __init__(self, build: Build, prefix: str, layer: int, window: int | None = None) -> None:
-        super().__init__(build, prefix, layer, window)
-        self._norms: tuple[RMSNorm, RMSNorm] | None = None
-        if _has_norms(build.config):
-            self._norms = RMSNorm(build, f"{prefix}.q_norm"), RMSNorm(build, f"{prefix}.k_norm")
-
-    def normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norms each head of q [T, Hq, D] and k [T, Hkv, D], if there are norms."""
-        return (q, k) if self._norms is None else (self._norms[0](q), self._norms[1](k))
+    def head_norms(self, build: Build, prefix: str) -> tuple[RMSNorm, RMSNorm] | None:
+        """`{prefix}.q_norm` and `{prefix}.k_norm`, if there are norms."""
+        if not _has_norms(build.config):
+            return None
+        return RMSNorm(build, f"{prefix}.q_norm"), RMSNorm(build, f"{prefix}.k_norm")
 
 
 class Glm4MoeForCausalLM(GroupedMoEForCausalLM):

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import torch
 
-from kernels.interface import KVSpec
+from kernels.interface import Decoder, DecoderLayer, FusedDecoder, KVSpec
+from worker.forward_context import get_forward_context
 from worker.layers.attention import Attention
 from worker.layers.build import Build
 from worker.layers.embedding import Embedding, LMHead
@@ -28,6 +29,11 @@ class LlamaAttention:
         prefix: of the layer's attention tensors.
         layer: its index.
         window: how many keys a row sees, its own included; None for all before it.
+
+    Attributes:
+        qkv, out: the projections.
+        norms: of each head's queries and keys, or None.
+        attention: what is between the projections.
     """
 
     # Whether the output projection has a bias where the others have one.
@@ -42,42 +48,49 @@ class LlamaAttention:
         self._heads = [length(queries), length(keys), length(keys)]
         rows, kv_rows = times(queries, config.head_dim), times(keys, config.head_dim)
         parts = {f"{prefix}.q_proj": rows, f"{prefix}.k_proj": kv_rows, f"{prefix}.v_proj": kv_rows}
-        self._qkv = ColumnLinear(build, parts, config.attention_bias)
-        self._out = RowLinear(build, f"{prefix}.o_proj", rows, config.attention_bias and self.output_bias)
-        self._attention = Attention(build, layer, config.head_dim**-0.5, window, self.sinks(build, prefix, queries))
+        self.qkv = ColumnLinear(build, parts, config.attention_bias)
+        self.norms = self.head_norms(build, prefix)
+        self.out = RowLinear(build, f"{prefix}.o_proj", rows, config.attention_bias and self.output_bias)
+        self.attention = Attention(build, layer, config.head_dim**-0.5, window, self.sinks(build, prefix, queries))
 
     def sinks(self, build: Build, prefix: str, heads: slice) -> torch.Tensor | None:
         """Scores [Hq] that take part in the softmax of this rank's `heads` without a value: none in Llama."""
         return None
 
-    def normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What happens to queries and keys before the rotation: nothing in Llama."""
-        return q, k
+    def head_norms(self, build: Build, prefix: str) -> tuple[RMSNorm, RMSNorm] | None:
+        """Norms of each head's queries and keys before the rotation: none in Llama."""
+        return None
 
     def __call__(self, x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
         """[T, H] -> [T, H]"""
-        heads = self._qkv(x).view(x.shape[0], -1, self._head_dim)
+        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
         q, k, v = heads.split_with_sizes(self._heads, dim=1)
-        q, k = self._kernels.rope(*self.normed(q, k), *cos_sin)
-        return self._out(self._attention(q, k, v))
+        if self.norms is not None:
+            q, k = self.norms[0](q), self.norms[1](k)
+        q, k = self._kernels.rope(q, k, *cos_sin)
+        return self.out(self.attention(q, k, v))
 
 
 class LlamaMLP:
-    """Gated feed-forward network of `inner` units, which are split over the ranks."""
+    """Gated feed-forward network of `inner` units, which are split over the ranks.
+
+    Attributes:
+        gate_up, down: the projections.
+    """
 
     def __init__(self, build: Build, prefix: str, inner: int, bias: bool = False) -> None:
         self._kernels = build.kernels
         part = build.shard.part(inner, "intermediate_size")
-        self._gate_up = ColumnLinear(build, {f"{prefix}.gate_proj": part, f"{prefix}.up_proj": part}, bias)
-        self._down = RowLinear(build, f"{prefix}.down_proj", part, bias)
+        self.gate_up = ColumnLinear(build, {f"{prefix}.gate_proj": part, f"{prefix}.up_proj": part}, bias)
+        self.down = RowLinear(build, f"{prefix}.down_proj", part, bias)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H], this rank's summand"""
-        return self._down.partial(self._kernels.silu_and_mul(self._gate_up(x)))
+        return self.down.partial(self._kernels.silu_and_mul(self.gate_up(x)))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]"""
-        return self._down(self._kernels.silu_and_mul(self._gate_up(x)))
+        return self.down(self._kernels.silu_and_mul(self.gate_up(x)))
 
 
 class LlamaDecoderLayer:
@@ -102,6 +115,23 @@ class LlamaDecoderLayer:
         self._attention = attention
         self._post_norm = RMSNorm(build, f"{prefix}.post_attention_layernorm")
         self._mlp = mlp
+
+    def dense(self) -> DecoderLayer | None:
+        """The layer as a back end can fuse it; None where attention or network are of another kind."""
+        attention, mlp = self._attention, self._mlp
+        if not (isinstance(attention, LlamaAttention) and isinstance(mlp, LlamaMLP)):
+            return None
+        return DecoderLayer(
+            input_norm=self._input_norm.weight,
+            qkv=attention.qkv.packed,
+            head_norms=attention.norms and (attention.norms[0].weight, attention.norms[1].weight),
+            window=attention.attention.window,
+            sinks=attention.attention.sinks,
+            out=attention.out.packed,
+            post_norm=self._post_norm.weight,
+            gate_up=mlp.gate_up.packed,
+            down=mlp.down.packed,
+        )
 
     def __call__(
         self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: CosSin
@@ -133,6 +163,18 @@ class LlamaForCausalLM:
         self._layers = [self.make_layer(build, layer) for layer in range(config.num_hidden_layers)]
         self._norm = RMSNorm(build, "model.norm")
         self._head = LMHead(build, self._embedding if config.tie_word_embeddings else Embedding(build, "lm_head"))
+        self._fused = self._fuse(build)
+
+    def _fuse(self, build: Build) -> FusedDecoder | None:
+        """All layers as one operation, where there is one; never for several ranks, which meet inside of layers."""
+        layers = tuple(filter(None, (layer.dense() for layer in self._layers)))
+        if build.shard.size > 1 or len(layers) < len(self._layers):
+            return None
+        config = build.config
+        decoder = Decoder(
+            layers, self._norm.weight, config.rms_norm_eps, config.num_attention_heads, config.head_dim**-0.5
+        )
+        return build.kernels.fuse_decoder(decoder, build.kv_dtype or build.dtype)
 
     def make_layer(self, build: Build, layer: int) -> LlamaDecoderLayer:
         """One decoder layer."""
@@ -229,6 +271,9 @@ class LlamaForCausalLM:
         """Hidden states [T, H] after the last norm, for token ids and positions int64 [T]."""
         x = self._embedding(token_ids)
         cos_sin = self._rotary(positions)
+        if self._fused is not None:
+            context = get_forward_context()
+            return self._fused.run(x, *cos_sin, context.kv_cache_data["layers.0"].cache, context.attn_metadata)
         residual: torch.Tensor | None = None
         for layer in self._layers:
             x, residual = layer(x, residual, cos_sin)
@@ -237,6 +282,10 @@ class LlamaForCausalLM:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [S, V] of hidden states [S, H]."""
         return self._head(hidden)
+
+    def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [S]: the lowest id below `limit` with the largest logit, of hidden states [S, H]."""
+        return self._head.greedy(hidden, limit)
 
 
 def linear_shapes(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape]:

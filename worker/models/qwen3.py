@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from worker.layers.build import Build
 from worker.layers.norm import RMSNorm
 from worker.loader import Shape
@@ -14,14 +12,9 @@ from worker.models.llama import LlamaAttention, LlamaForCausalLM, refuse_partial
 class Qwen3Attention(LlamaAttention):
     """Attention with q_norm and k_norm."""
 
-    def __init__(self, build: Build, prefix: str, layer: int, window: int | None = None) -> None:
-        super().__init__(build, prefix, layer, window)
-        self._q_norm = RMSNorm(build, f"{prefix}.q_norm")
-        self._k_norm = RMSNorm(build, f"{prefix}.k_norm")
-
-    def normed(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Norms each head of q [T, Hq, D] and k [T, Hkv, D]."""
-        return self._q_norm(q), self._k_norm(k)
+    def head_norms(self, build: Build, prefix: str) -> tuple[RMSNorm, RMSNorm]:
+        """`{prefix}.q_norm` and `{prefix}.k_norm`."""
+        return RMSNorm(build, f"{prefix}.q_norm"), RMSNorm(build, f"{prefix}.k_norm")
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):

@@ -3,12 +3,11 @@
 #include <cstring>
 #include <vector>
 
+#include "api.hpp"
 #include "kernels.hpp"
 #include "pool.hpp"
 #include "scratch.hpp"
 #include "select.hpp"
-
-#define FISSILE_API extern "C" __attribute__((visibility("default")))
 
 // The digest of the sources, which the build puts into the library so that a stale one is found.
 FISSILE_API const char* fissile_sources() { return "fissile-sources:" FISSILE_SOURCES; }
@@ -19,16 +18,25 @@ namespace {
 
 const Kernels* chosen = nullptr;
 
-const Kernels& kernels() { return *chosen; }
-
 }  // namespace
 
-// Takes the named instruction set, or the best one for null. Its name, or null where this machine can not run it.
-FISSILE_API const char* fissile_select(const char* name) {
+const Kernels& fissile::kernels() { return *chosen; }
+
+// The name of instruction set `number`, the best first, and its Ability; null behind the last one.
+FISSILE_API const char* fissile_instruction_set(int64_t number, int64_t* ability) {
+  int64_t count;
+  const InstructionSet* sets = instruction_sets(&count);
+  if (number >= count) return nullptr;
+  *ability = sets[number].ability;
+  return sets[number].name;
+}
+
+// All calls from now on use the named instruction set. 0, or 1 where this machine can not run it.
+FISSILE_API int fissile_select(const char* name) {
   const Kernels* found = select_kernels(name);
-  if (!found) return nullptr;
+  if (!found) return 1;
   chosen = found;
-  return found->name;
+  return 0;
 }
 
 FISSILE_API void fissile_set_threads(int64_t threads) { set_threads(threads); }
@@ -229,8 +237,8 @@ FISSILE_API void fissile_write_kv(
 
 namespace {
 
-// Rows of a query tile, about: enough to use the keys often that one has fetched, few enough to share a prefill.
-constexpr int64_t QUERY_ROWS = 32;
+// Rows of a query tile, about: enough to use the keys often that one has widened, few enough to share a prefill.
+constexpr int64_t QUERY_ROWS = 48;
 
 // Splits the step's tokens into query tiles, those with the most keys first: at the end the threads wait for small ones.
 std::vector<QueryTile> query_tiles(

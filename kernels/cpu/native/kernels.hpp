@@ -1,8 +1,8 @@
 // The micro-kernels of one instruction set, and the arguments that they share.
 //
 // A kernel is cut into tasks of a fixed size, which any thread may do in any order: a task writes what no other writes.
-// How many threads there are can therefore not show in the bits. An instruction set fills one `Kernels`; paths that need
-// instructions of their own (AVX512-BF16, AMX) are to become further tables here.
+// How many threads there are can therefore not show in the bits. An instruction set fills one `Kernels`; AVX512-BF16
+// and AMX take AVX-512's and put products of their own into it (own_linear.hpp).
 #pragma once
 
 #include <cstdint>
@@ -212,6 +212,17 @@ struct Sample {
   int64_t* ids;
 };
 
+// Of each row of y [rows, columns] in `dtype` the largest number and its first place; -infinity and 0 where there is none
+// above that. NaN counts as the lowest.
+struct Largest {
+  int64_t dtype;
+  const void* y;
+  int64_t row_stride;
+  int64_t columns;
+  float* values;
+  int64_t* places;
+};
+
 struct Kernels {
   const char* name;
   // Packs panel `task`.
@@ -238,6 +249,7 @@ struct Kernels {
   int64_t (*attention_merge_tasks)(const Attention&);
   void (*attention_merge)(const Attention&, int64_t task);
   void (*sample)(const Sample&, int64_t row);
+  void (*largest_of_row)(const Largest&, int64_t row);
 };
 
 }  // namespace fissile

@@ -2,51 +2,136 @@
 
 #include <cstring>
 
-namespace plain {
-extern const fissile::Kernels kernels;
-}
 #if defined(__x86_64__)
-namespace avx2 {
-extern const fissile::Kernels kernels;
-}
-namespace avx2x16 {
-extern const fissile::Kernels kernels;
-}
-namespace avx512 {
-extern const fissile::Kernels kernels;
-}
+#include <cpuid.h>
+#endif
+#if defined(FISSILE_AMX)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+#define FISSILE_TABLE(name) \
+  namespace name { \
+  extern const fissile::Kernels kernels; \
+  }
+#define FISSILE_LINEAR(name) \
+  namespace name { \
+  void use_own_linear(fissile::Kernels& table); \
+  }
+
+FISSILE_TABLE(plain)
+#if defined(__x86_64__)
+FISSILE_TABLE(avx2)
+FISSILE_TABLE(avx2x16)
+FISSILE_TABLE(avx512)
+FISSILE_LINEAR(amx_emulated)
+FISSILE_LINEAR(avx512bf16_emulated)
+#endif
+#if defined(FISSILE_AVX512BF16)
+FISSILE_LINEAR(avx512bf16)
+#endif
+#if defined(FISSILE_AMX)
+FISSILE_LINEAR(amx)
 #endif
 
 namespace fissile {
 namespace {
 
-struct Choice {
-  const Kernels& kernels;
-  bool usable;
-  // Taken without being asked for; what is not is there for tests.
-  bool preferred;
+#if defined(__x86_64__)
+
+// `base` with the products of another source, under another name.
+Kernels with_linear(const Kernels& base, const char* name, void (*use_own_linear)(Kernels&)) {
+  Kernels table = base;
+  table.name = name;
+  use_own_linear(table);
+  return table;
+}
+
+struct Leaf {
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  Leaf(unsigned leaf, unsigned part) { __get_cpuid_count(leaf, part, &a, &b, &c, &d); }
 };
+
+#if defined(FISSILE_AVX512BF16)
+bool has_avx512bf16() { return Leaf(7, 1).a >> 5 & 1; }
+#endif
+
+#if defined(FISSILE_AMX)
+// Of <asm/prctl.h>, which older headers lack: the right to use a feature whose state is large, for this process.
+constexpr int ARCH_REQ_XCOMP_PERM = 0x1023;
+constexpr int XFEATURE_XTILEDATA = 18;
+
+bool has_amx() {
+  const unsigned features = Leaf(7, 0).d;
+  return (features >> 24 & 1) && (features >> 22 & 1);
+}
+
+// Whether the operating system keeps the tiles of a thread, and this process may use them.
+bool may_use_tiles() {
+  unsigned low, high;
+  asm volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (low >> 17 & 3) == 3 && syscall(SYS_arch_prctl, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA) == 0;
+}
+#endif
+
+struct All {
+  static constexpr int64_t COUNT = 8;
+  Kernels amx, avx512bf16, amx_emulated, avx512bf16_emulated;
+  InstructionSet sets[COUNT];
+
+  All() {
+    // These ask the operating system too, whether it keeps the wide registers.
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                            __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    Ability amx_ability = ABSENT, bf16_ability = ABSENT;
+#if defined(FISSILE_AMX)
+    if (has_avx512 && has_amx()) amx_ability = may_use_tiles() ? USABLE : DENIED;
+    amx = with_linear(avx512::kernels, "amx", amx::use_own_linear);
+#endif
+#if defined(FISSILE_AVX512BF16)
+    if (has_avx512 && has_avx512bf16()) bf16_ability = USABLE;
+    avx512bf16 = with_linear(avx512::kernels, "avx512bf16", avx512bf16::use_own_linear);
+#endif
+    amx_emulated = with_linear(avx2x16::kernels, "amx_emulated", amx_emulated::use_own_linear);
+    avx512bf16_emulated =
+        with_linear(avx2x16::kernels, "avx512bf16_emulated", avx512bf16_emulated::use_own_linear);
+    const InstructionSet best_first[COUNT] = {
+        {"amx", amx_ability, &amx},
+        {"avx512bf16", bf16_ability, &avx512bf16},
+        {"avx512", has_avx512 ? USABLE : ABSENT, &avx512::kernels},
+        {"avx2", has_avx2 ? USABLE : ABSENT, &avx2::kernels},
+        {"plain", USABLE, &plain::kernels},
+        {"avx2x16", has_avx2 ? TESTED : ABSENT, &avx2x16::kernels},
+        {"amx_emulated", has_avx2 ? TESTED : ABSENT, &amx_emulated},
+        {"avx512bf16_emulated", has_avx2 ? TESTED : ABSENT, &avx512bf16_emulated},
+    };
+    std::memcpy(sets, best_first, sizeof sets);
+  }
+};
+
+#else
+
+struct All {
+  static constexpr int64_t COUNT = 1;
+  InstructionSet sets[COUNT] = {{"plain", USABLE, &plain::kernels}};
+};
+
+#endif
 
 }  // namespace
 
+const InstructionSet* instruction_sets(int64_t* count) {
+  static const All all;
+  *count = All::COUNT;
+  return all.sets;
+}
+
 const Kernels* select_kernels(const char* name) {
-#if defined(__x86_64__)
-  // These ask the operating system too, whether it keeps the wide registers.
-  const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-  const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                          __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
-  // The AVX-512 kernels are tested where a machine has it, and no machine of ours had it yet: not taken by themselves.
-  const Choice choices[] = {
-      {avx512::kernels, has_avx512, false},
-      {avx2::kernels, has_avx2, true},
-      {avx2x16::kernels, has_avx2, false},
-      {plain::kernels, true, true},
-  };
-#else
-  const Choice choices[] = {{plain::kernels, true, true}};
-#endif
-  for (const Choice& choice : choices)
-    if (choice.usable && (name ? std::strcmp(name, choice.kernels.name) == 0 : choice.preferred)) return &choice.kernels;
+  int64_t count;
+  const InstructionSet* sets = instruction_sets(&count);
+  for (int64_t i = 0; i < count; i++)
+    if (std::strcmp(name, sets[i].name) == 0 && sets[i].ability >= TESTED) return sets[i].kernels;
   return nullptr;
 }
 

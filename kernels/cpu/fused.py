@@ -1,0 +1,165 @@
+"""All layers of a dense model in one native call (kernels/cpu/native/layers.cpp)."""
+
+from __future__ import annotations
+
+import ctypes
+from ctypes import CDLL, c_double, c_int64, c_void_p
+
+import torch
+
+from kernels.cpu.attention import StepArrays
+from kernels.cpu.library import DTYPES, check
+from kernels.cpu.linear import PanelLinear
+from kernels.interface import AttentionMetaData, Decoder, DecoderLayer
+from kernels.paged_attention import PagedKVCache
+
+
+class _Weight(ctypes.Structure):
+    _fields_ = (("dtype", c_int64), ("panels", c_void_p), ("bias", c_void_p), ("columns", c_int64), ("inner", c_int64))
+
+    @classmethod
+    def of(cls, packed: PanelLinear) -> _Weight:
+        return cls(
+            packed.code,
+            packed.panels.data_ptr(),
+            _pointer(packed.bias),
+            packed.columns,
+            packed.inner,
+        )
+
+
+class _Layer(ctypes.Structure):
+    _fields_ = (
+        ("input_norm", c_void_p),
+        ("qkv", _Weight),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("sinks", c_void_p),
+        ("window", c_int64),
+        ("out", _Weight),
+        ("post_norm", c_void_p),
+        ("gate_up", _Weight),
+        ("down", _Weight),
+    )
+
+    @classmethod
+    def of(cls, layer: DecoderLayer) -> _Layer:
+        q_norm, k_norm = layer.head_norms or (None, None)
+        return cls(
+            layer.input_norm.data_ptr(),
+            _Weight.of(layer.qkv),
+            _pointer(q_norm),
+            _pointer(k_norm),
+            _pointer(layer.sinks),
+            layer.window or 0,
+            _Weight.of(layer.out),
+            layer.post_norm.data_ptr(),
+            _Weight.of(layer.gate_up),
+            _Weight.of(layer.down),
+        )
+
+
+class _Decoder(ctypes.Structure):
+    _fields_ = (
+        ("dtype", c_int64),
+        ("hidden", c_int64),
+        ("heads", c_int64),
+        ("inner", c_int64),
+        ("eps", c_double),
+        ("scale", c_double),
+        ("norm", c_void_p),
+        ("layers", ctypes.POINTER(_Layer)),
+        ("num_layers", c_int64),
+    )
+
+
+class _Step(ctypes.Structure):
+    _fields_ = (
+        ("rows", c_int64),
+        ("tokens", c_int64),
+        ("x", c_void_p),
+        ("cos", c_void_p),
+        ("sin", c_void_p),
+        ("half", c_int64),
+        ("kv_dtype", c_int64),
+        ("kv_heads", c_int64),
+        ("dim", c_int64),
+        ("block_size", c_int64),
+        ("keys", c_void_p),
+        ("values", c_void_p),
+        ("layer_stride", c_int64),
+        ("slots", c_void_p),
+        ("block_tables", c_void_p),
+        ("table_stride", c_int64),
+        ("sequences", c_int64),
+        ("cu_seqlens", c_void_p),
+        ("seq_lens", c_void_p),
+        ("out", c_void_p),
+    )
+
+
+def is_native(decoder: Decoder) -> bool:
+    """Whether all of it is packed by the native kernels."""
+    weights = (one for layer in decoder.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down))
+    return all(isinstance(weight, PanelLinear) for weight in weights)
+
+
+class NativeDecoder:
+    """FusedDecoder on the native kernels.
+
+    Args:
+        library: which does the work.
+        decoder: for which `is_native`; kept, since the kernels have addresses in it.
+    """
+
+    def __init__(self, library: CDLL, decoder: Decoder) -> None:
+        self._library = library
+        self._kept = decoder, (_Layer * len(decoder.layers))(*map(_Layer.of, decoder.layers))
+        self._native = _Decoder(
+            DTYPES[decoder.norm.dtype],
+            decoder.norm.shape[0],
+            decoder.num_heads,
+            decoder.layers[0].gate_up.columns // 2,
+            decoder.eps,
+            decoder.scale,
+            decoder.norm.data_ptr(),
+            self._kept[1],
+            len(decoder.layers),
+        )
+
+    def run(
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        cache: PagedKVCache,
+        metadata: AttentionMetaData,
+    ) -> torch.Tensor:
+        """x [T, H] -> [T, H]; cos and sin float32 [T, 1, R/2]; see FusedDecoder."""
+        x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
+        out, data = torch.empty_like(x), cache.data
+        step: StepArrays = metadata.plan.arrays
+        native = _Step(
+            x.shape[0],
+            step.tokens,
+            x.data_ptr(),
+            cos.data_ptr(),
+            sin.data_ptr(),
+            cos.shape[-1],
+            DTYPES[data.dtype],
+            cache.num_kv_heads,
+            cache.head_dim,
+            cache.block_size,
+            data.data_ptr(),
+            data[0, 1].data_ptr(),
+            data.stride(0),
+            step.slots,
+            *step.sequences,
+            out.data_ptr(),
+        )
+        check(self._library.fissile_decoder(ctypes.addressof(self._native), ctypes.addressof(native)))
+        return out
+
+
+def _pointer(tensor: torch.Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()

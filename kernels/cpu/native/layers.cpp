@@ -1,0 +1,258 @@
+// Dense decoder layers, all of a model in one call: the operations of worker/models/llama.py in their order, by the same
+// kernels on the same numbers, so that the bits are those of single calls. Sizes and strides are counted in numbers.
+#include <algorithm>
+
+#include "api.hpp"
+#include "kernels.hpp"
+#include "pool.hpp"
+#include "scratch.hpp"
+#include "select.hpp"
+
+using namespace fissile;
+
+namespace {
+
+// kernels/cpu/decoder.py has these three too.
+struct DecoderLayer {
+  const void* input_norm;
+  Weight qkv;
+  // Norms of each head's queries and keys, or null.
+  const void* q_norm;
+  const void* k_norm;
+  // As in Attention.
+  const float* sinks;
+  int64_t window;
+  Weight out;
+  const void* post_norm;
+  Weight gate_up;
+  Weight down;
+};
+
+struct Decoder {
+  int64_t dtype;
+  int64_t hidden;
+  int64_t heads;
+  int64_t inner;
+  double eps;
+  double scale;
+  const void* norm;
+  const DecoderLayer* layers;
+  int64_t num_layers;
+};
+
+// x, out: [rows, hidden], of which the first `tokens` rows are tokens; cos, sin: [rows, half].
+struct DecoderStep {
+  int64_t rows;
+  int64_t tokens;
+  const void* x;
+  const float* cos;
+  const float* sin;
+  int64_t half;
+  int64_t kv_dtype;
+  int64_t kv_heads;
+  int64_t dim;
+  int64_t block_size;
+  // Of the first layer, and how far it is from layer to layer.
+  void* keys;
+  void* values;
+  int64_t layer_stride;
+  const int64_t* slots;
+  const int64_t* block_tables;
+  int64_t table_stride;
+  int64_t sequences;
+  const int64_t* cu_seqlens;
+  const int64_t* seq_lens;
+  void* out;
+};
+
+// Rows whose heads one task norms, rotates and stores, while they are in its core's cache.
+constexpr int64_t HEAD_ROWS = 4;
+// Rows that pass the feed-forward network at a time: its inner numbers are the widest, and prompts are long.
+constexpr int64_t MLP_ROWS = 576;
+
+const void* at(const void* base, int64_t dtype, int64_t numbers) {
+  return static_cast<const char*>(base) + numbers * size_of(dtype);
+}
+
+void* at(void* base, int64_t dtype, int64_t numbers) { return static_cast<char*>(base) + numbers * size_of(dtype); }
+
+// All tasks of a kernel on this thread.
+template <class Work>
+void run_all(int64_t (*tasks)(const Work&), void (*kernel)(const Work&, int64_t), const Work& work) {
+  for (int64_t task = 0, count = tasks(work); task < count; task++) kernel(work, task);
+}
+
+// Numbers of the model's dtype, one array behind the other; each begins at a multiple of 64 bytes.
+class Arrays {
+ public:
+  explicit Arrays(int64_t dtype) : dtype_(dtype) {}
+
+  int64_t add(int64_t numbers) {
+    const int64_t place = bytes_;
+    bytes_ += (numbers * size_of(dtype_) + 63) / 64 * 64;
+    return place;
+  }
+
+  bool allocate() {
+    memory_ = reinterpret_cast<char*>(scratch(OF_LAYERS, bytes_ / static_cast<int64_t>(sizeof(float))));
+    return memory_ != nullptr;
+  }
+
+  void* operator[](int64_t place) const { return memory_ + place; }
+
+ private:
+  int64_t dtype_;
+  int64_t bytes_ = 0;
+  char* memory_ = nullptr;
+};
+
+class Run {
+ public:
+  Run(const Decoder& model, const DecoderStep& step)
+      : model_(model),
+        step_(step),
+        dtype_(model.dtype),
+        q_width_(model.heads * step.dim),
+        k_width_(step.kv_heads * step.dim),
+        qkv_width_(q_width_ + 2 * k_width_),
+        chunk_(std::min(step.rows, MLP_ROWS)) {}
+
+  // Whether there was memory.
+  bool all() {
+    if (!allocate()) return false;
+    const void* x = step_.x;
+    const void* residual = nullptr;
+    for (int64_t layer = 0; layer < model_.num_layers; layer++) {
+      const DecoderLayer& weights = model_.layers[layer];
+      norm(x, residual, weights.input_norm, normed_);
+      if (!attend(weights, layer)) return false;
+      norm(output_, residual ? residual_ : step_.x, weights.post_norm, normed_);
+      residual = residual_;
+      if (!feed_forward(weights)) return false;
+      x = output_;
+    }
+    norm(x, residual, model_.norm, step_.out);
+    return true;
+  }
+
+ private:
+  bool allocate() {
+    const int64_t rows = step_.rows;
+    Arrays arrays(dtype_);
+    const int64_t residual = arrays.add(rows * model_.hidden), normed = arrays.add(rows * model_.hidden);
+    const int64_t output = arrays.add(rows * model_.hidden), qkv = arrays.add(rows * qkv_width_);
+    const int64_t q = arrays.add(rows * q_width_), k = arrays.add(rows * k_width_);
+    const int64_t attended = arrays.add(rows * q_width_);
+    const int64_t gate_up = arrays.add(chunk_ * 2 * model_.inner), activated = arrays.add(chunk_ * model_.inner);
+    if (!arrays.allocate()) return false;
+    residual_ = arrays[residual], normed_ = arrays[normed], output_ = arrays[output], qkv_ = arrays[qkv];
+    q_ = arrays[q], k_ = arrays[k], attended_ = arrays[attended];
+    gate_up_ = arrays[gate_up], activated_ = arrays[activated];
+    // Padding rows attend to nothing.
+    std::fill_n(static_cast<char*>(at(attended_, dtype_, step_.tokens * q_width_)),
+                (rows - step_.tokens) * q_width_ * size_of(dtype_), char{0});
+    return true;
+  }
+
+  // Of x, or of the sum of x and the residual, which becomes the new one.
+  void norm(const void* x, const void* residual, const void* weight, void* out) const {
+    const Norm work{dtype_, x, step_.rows, 1, model_.hidden, 0, model_.hidden, residual, weight, nullptr,
+                    static_cast<float>(model_.eps), out, residual_};
+    share(kernels().norm_tasks(work), kernels().norm, work);
+  }
+
+  bool multiply(const Weight& weight, const void* x, int64_t rows, void* y) const {
+    return fissile_linear(dtype_, x, weight.inner, rows, weight.inner, weight.columns, weight.dtype, weight.panels,
+                          weight.bias, y, weight.columns) == 0;
+  }
+
+  // Queries and keys of some rows: normed, if there are norms, and rotated.
+  void turn(const void* norm_weight, int64_t first, int64_t rows, int64_t heads, int64_t column, void* to) const {
+    const int64_t width = heads * step_.dim;
+    const void* from = at(qkv_, dtype_, first * qkv_width_ + column);
+    void* out = at(to, dtype_, first * width);
+    int64_t stride = qkv_width_;
+    if (norm_weight) {
+      run_all(kernels().norm_tasks, kernels().norm,
+              Norm{dtype_, from, rows * heads, heads, stride, step_.dim, step_.dim, nullptr, norm_weight, nullptr,
+                   static_cast<float>(model_.eps), out, nullptr});
+      from = out, stride = width;
+    }
+    // In place, after a norm: each pair is read before it is written.
+    run_all(kernels().rope_tasks, kernels().rope,
+            Rope{dtype_, from, rows, stride, heads, step_.dim, step_.dim, step_.cos + first * step_.half,
+                 step_.sin + first * step_.half, step_.half, out});
+  }
+
+  struct HeadCall {
+    const Run& run;
+    const DecoderLayer& weights;
+    void* keys;
+    void* values;
+  };
+
+  static void turn_and_store(const HeadCall& call, int64_t task) {
+    const Run& run = call.run;
+    const int64_t first = task * HEAD_ROWS, rows = std::min(HEAD_ROWS, run.step_.rows - first);
+    run.turn(call.weights.q_norm, first, rows, run.model_.heads, 0, run.q_);
+    run.turn(call.weights.k_norm, first, rows, run.step_.kv_heads, run.q_width_, run.k_);
+    const int64_t tokens = std::min(rows, run.step_.tokens - first);
+    if (tokens > 0) run.store(first, tokens, call.keys, call.values);
+  }
+
+  void store(int64_t first, int64_t tokens, void* keys, void* values) const {
+    run_all(kernels().write_kv_tasks, kernels().write_kv,
+            WriteKV{dtype_, step_.kv_dtype, at(k_, dtype_, first * k_width_), k_width_, step_.dim,
+                    at(qkv_, dtype_, first * qkv_width_ + q_width_ + k_width_), qkv_width_, step_.dim, tokens,
+                    step_.kv_heads, step_.dim, step_.block_size, step_.slots + first, keys, values});
+  }
+
+  bool attend(const DecoderLayer& weights, int64_t layer) const {
+    if (!multiply(weights.qkv, normed_, step_.rows, qkv_)) return false;
+    void* keys = at(step_.keys, step_.kv_dtype, layer * step_.layer_stride);
+    void* values = at(step_.values, step_.kv_dtype, layer * step_.layer_stride);
+    share((step_.rows + HEAD_ROWS - 1) / HEAD_ROWS, turn_and_store, HeadCall{*this, weights, keys, values});
+    const int failed = fissile_attention(
+        dtype_, step_.kv_dtype, q_, q_width_, step_.dim, keys, values, model_.heads, step_.kv_heads, step_.dim,
+        step_.block_size, step_.block_tables, step_.table_stride, step_.sequences, step_.cu_seqlens, step_.seq_lens,
+        static_cast<float>(model_.scale), weights.window, weights.sinks, attended_);
+    return !failed && multiply(weights.out, attended_, step_.rows, output_);
+  }
+
+  bool feed_forward(const DecoderLayer& weights) const {
+    for (int64_t first = 0; first < step_.rows; first += chunk_) {
+      const int64_t rows = std::min(chunk_, step_.rows - first);
+      const void* x = at(normed_, dtype_, first * model_.hidden);
+      if (!multiply(weights.gate_up, x, rows, gate_up_)) return false;
+      const SiluAndMul work{dtype_, gate_up_, rows, 2 * model_.inner, model_.inner, activated_, 0.0f, 0.0f};
+      share(kernels().silu_and_mul_tasks(work), kernels().silu_and_mul, work);
+      void* y = at(output_, dtype_, first * model_.hidden);
+      if (!multiply(weights.down, activated_, rows, y)) return false;
+    }
+    return true;
+  }
+
+  const Decoder& model_;
+  const DecoderStep& step_;
+  const int64_t dtype_;
+  const int64_t q_width_;
+  const int64_t k_width_;
+  const int64_t qkv_width_;
+  const int64_t chunk_;
+  void* residual_ = nullptr;
+  void* normed_ = nullptr;
+  void* output_ = nullptr;
+  void* qkv_ = nullptr;
+  void* q_ = nullptr;
+  void* k_ = nullptr;
+  void* attended_ = nullptr;
+  void* gate_up_ = nullptr;
+  void* activated_ = nullptr;
+};
+
+}  // namespace
+
+// Hidden states after the last norm into `step.out`. 0, or 1 when memory ran out.
+FISSILE_API int fissile_decoder(const Decoder* model, const DecoderStep* step) {
+  return Run(*model, *step).all() ? 0 : 1;
+}

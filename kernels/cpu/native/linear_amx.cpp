@@ -1,0 +1,297 @@
+// Products of bfloat16 by AMX. Every number of y is one tile element, to which TDPBF16PS adds the sums of 32 k at a time,
+// in order, from zero to the end: which rows and columns are computed together, and whether the sums wait in memory in
+// between (float32, exactly), never shows. float32 and int8 are the base's.
+//
+// x is copied to tiles [rows / 16][k / 32][16][32], zeros behind the last row and k; a call of fewer than 16 rows has
+// tiles of that many. A panel of packed weights is a column of tiles already.
+#include "bf16_rows.hpp"
+#include "own_linear.hpp"
+#include "tiles.hpp"
+
+namespace FISSILE_BASE {
+extern const fissile::Kernels kernels;
+}
+
+namespace FISSILE_ISA {
+namespace {
+
+using fissile::PANEL;
+using fissile::Linear;
+
+// Numbers of k that one instruction adds.
+constexpr int64_t STEP = 2 * TILE_PAIRS;
+// Of a tile of weights.
+constexpr int64_t WEIGHT_TILE = STEP * PANEL;
+constexpr int64_t SUMS_TILE = TILE_ROWS * PANEL;
+// A task: so many tiles of rows, so many panels; fewer panels where weights are read only once, to have more tasks.
+constexpr int64_t TASK_ROW_TILES = 16;
+constexpr int64_t TASK_PANELS = 8;
+constexpr int64_t TASK_PANELS_OF_FEW = 4;
+// Steps after which the next rows come, so that two panels stay in L1 and the task's rows of x in L2.
+constexpr int64_t STEPS_AT_ONCE = 16;
+// Bytes of each panel that are asked for ahead of their use.
+constexpr int64_t PREFETCH = 2048;
+
+struct Shape {
+  int64_t steps;
+  int64_t row_tiles;
+  // Rows of each tile, and numbers of x in one step of a tile and in all.
+  int64_t tile_rows;
+  int64_t step_size;
+  int64_t tile_size;
+  int64_t panels;
+  int64_t panel_size;
+  int64_t task_panels;
+  int64_t row_groups;
+  int64_t panel_groups;
+
+  explicit Shape(const Linear& work) {
+    steps = parts(work.weight.inner, STEP);
+    row_tiles = parts(work.rows, TILE_ROWS);
+    tile_rows = at_most(TILE_ROWS, work.rows);
+    step_size = tile_rows * STEP;
+    tile_size = steps * step_size;
+    panels = parts(work.weight.columns, PANEL);
+    panel_size = fissile::padded_inner(work.weight.dtype, work.weight.inner) * PANEL;
+    task_panels = row_tiles <= 2 ? TASK_PANELS_OF_FEW : TASK_PANELS;
+    row_groups = parts(row_tiles, TASK_ROW_TILES);
+    panel_groups = parts(panels, task_panels);
+  }
+};
+
+// Tiles 0-3 hold sums, 4 rows of x, 6 and 7 weights; 5 the second tile of rows, or weights where there is none.
+void shape_tiles(int64_t rows) {
+  TileShapes shapes;
+  for (int tile = 0; tile < 8; tile++) {
+    shapes.bytes[tile] = TILE_BYTES;
+    shapes.rows[tile] = static_cast<uint8_t>(tile <= 4 ? rows : TILE_PAIRS);
+  }
+  load_tile_shapes(shapes);
+}
+
+// Some tiles of rows by some panels, over some steps.
+struct Block {
+  const Bf16* x;
+  int64_t x_tile_size;
+  int64_t x_step_size;
+  const Bf16* weights;
+  int64_t panel_size;
+  int64_t steps;
+  // The last step's weights of each panel, padded, where they are not a whole tile; or null.
+  const Bf16* tail;
+  // Tiles of sums, and the distance from one row tile's to the next.
+  float* sums;
+  int64_t sums_stride;
+  bool continued;
+  bool prefetch;
+};
+
+template <int ROW_TILES, int PANELS>
+struct Multiplier {
+  static_assert(ROW_TILES == 1 ? PANELS <= 4 : ROW_TILES == 2 && PANELS <= 2);
+
+  template <int PANEL_NUMBER>
+  static constexpr int weights_tile() {
+    return ROW_TILES == 1 ? 5 + PANEL_NUMBER % 3 : 6 + PANEL_NUMBER;
+  }
+
+  static constexpr int sums_tile(int row_tile, int panel) { return row_tile * 2 + panel; }
+
+  template <int P = 0>
+  FISSILE_INLINE void begin(const Block& block) {
+    if constexpr (P < PANELS) {
+      begin_one<sums_tile(0, P)>(block, block.sums + P * SUMS_TILE);
+      if constexpr (ROW_TILES == 2) begin_one<sums_tile(1, P)>(block, block.sums + block.sums_stride + P * SUMS_TILE);
+      begin<P + 1>(block);
+    }
+  }
+
+  template <int TILE>
+  FISSILE_INLINE void begin_one(const Block& block, const float* sums) {
+    if (block.continued) tile_load<TILE>(sums);
+    else tile_zero<TILE>();
+  }
+
+  template <int P = 0>
+  FISSILE_INLINE void end(const Block& block) {
+    if constexpr (P < PANELS) {
+      tile_store<sums_tile(0, P)>(block.sums + P * SUMS_TILE);
+      if constexpr (ROW_TILES == 2) tile_store<sums_tile(1, P)>(block.sums + block.sums_stride + P * SUMS_TILE);
+      end<P + 1>(block);
+    }
+  }
+
+  template <int P = 0>
+  FISSILE_INLINE void multiply_panels(const Bf16* weights, int64_t panel_size, bool prefetch) {
+    if constexpr (P < PANELS) {
+      const Bf16* tile = weights + P * panel_size;
+      if (prefetch)
+#pragma GCC unroll 16
+        for (int line = 0; line < TILE_PAIRS; line++)
+          __builtin_prefetch(reinterpret_cast<const char*>(tile) + PREFETCH + line * TILE_BYTES, 0, 2);
+      tile_load<weights_tile<P>()>(tile);
+      tile_multiply<sums_tile(0, P), 4, weights_tile<P>()>();
+      if constexpr (ROW_TILES == 2) tile_multiply<sums_tile(1, P), 5, weights_tile<P>()>();
+      multiply_panels<P + 1>(weights, panel_size, prefetch);
+    }
+  }
+
+  FISSILE_INLINE void step(const Block& block, int64_t step, const Bf16* weights, int64_t panel_size,
+                                  bool prefetch) {
+    const Bf16* x = block.x + step * block.x_step_size;
+    tile_load<4>(x);
+    if constexpr (ROW_TILES == 2) tile_load<5>(x + block.x_tile_size);
+    multiply_panels(weights, panel_size, prefetch);
+  }
+
+  __attribute__((noinline)) static void run(const Block& block) {
+    const int64_t whole = block.steps - (block.tail ? 1 : 0);
+    begin(block);
+    if (block.prefetch)
+      for (int64_t s = 0; s < whole; s++) step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size, true);
+    else
+      for (int64_t s = 0; s < whole; s++) step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size, false);
+    if (block.tail) step(block, whole, block.tail, WEIGHT_TILE, false);
+    end(block);
+  }
+};
+
+void multiply(const Block& block, int64_t row_tiles, int64_t panels) {
+  if (row_tiles == 2) return panels == 2 ? Multiplier<2, 2>::run(block) : Multiplier<2, 1>::run(block);
+  switch (panels) {
+    case 1: return Multiplier<1, 1>::run(block);
+    case 2: return Multiplier<1, 2>::run(block);
+    case 3: return Multiplier<1, 3>::run(block);
+    default: return Multiplier<1, 4>::run(block);
+  }
+}
+
+// One task: its panels, its tiles of rows, and memory for both.
+class Task {
+ public:
+  Task(const Linear& work, int64_t task) : work_(work), shape_(work) {
+    // Tasks that follow each other share panels.
+    first_panel_ = task / shape_.row_groups * shape_.task_panels;
+    first_tile_ = task % shape_.row_groups * TASK_ROW_TILES;
+    panels_ = at_most(shape_.task_panels, shape_.panels - first_panel_);
+    row_tiles_ = at_most(TASK_ROW_TILES, shape_.row_tiles - first_tile_);
+    weights_ = static_cast<const Bf16*>(work.weight.panels) + first_panel_ * shape_.panel_size;
+    x_ = reinterpret_cast<const Bf16*>(work.packed_x) + first_tile_ * shape_.tile_size;
+  }
+
+  void run() {
+    const bool one = shape_.row_tiles == 1;
+    const int64_t steps_at_once = shape_.row_tiles <= 2 ? shape_.steps : STEPS_AT_ONCE;
+    pad_tails();
+    shape_tiles(shape_.tile_rows);
+    for (int64_t step = 0; step < shape_.steps; step += steps_at_once)
+      for (int64_t panel = 0; panel < panels_; panel += one ? 4 : 2)
+        multiply_rows(panel, at_most(one ? 4 : 2, panels_ - panel), step, at_most(steps_at_once, shape_.steps - step));
+    release_tiles();
+    for (int64_t row = 0; row < row_tiles_ * TILE_ROWS && first_tile_ * TILE_ROWS + row < work_.rows; row++)
+      for (int64_t panel = 0; panel < panels_; panel++)
+        finish_row(work_, tile_of_sums(row / TILE_ROWS, panel) + row % TILE_ROWS * PANEL, first_tile_ * TILE_ROWS + row,
+                   first_panel_ + panel);
+  }
+
+ private:
+  // The last tile of each panel, where only a part of one is left.
+  void pad_tails() {
+    const int64_t missing = shape_.steps * WEIGHT_TILE - shape_.panel_size;
+    if (!missing) return;
+    for (int64_t panel = 0; panel < panels_; panel++) {
+      Bf16* to = tails_ + panel * WEIGHT_TILE;
+      __builtin_memcpy(to, weights_ + (panel + 1) * shape_.panel_size - (WEIGHT_TILE - missing),
+                       (WEIGHT_TILE - missing) * sizeof *to);
+      __builtin_memset(to + WEIGHT_TILE - missing, 0, missing * sizeof *to);
+    }
+    has_tails_ = true;
+  }
+
+  void multiply_rows(int64_t panel, int64_t panels, int64_t step, int64_t steps) {
+    for (int64_t tile = 0; tile < row_tiles_; tile += 2) {
+      const bool last = has_tails_ && step + steps == shape_.steps;
+      const Block block{.x = x_ + tile * shape_.tile_size + step * shape_.step_size,
+                        .x_tile_size = shape_.tile_size,
+                        .x_step_size = shape_.step_size,
+                        .weights = weights_ + panel * shape_.panel_size + step * WEIGHT_TILE,
+                        .panel_size = shape_.panel_size,
+                        .steps = steps,
+                        .tail = last ? tails_ + panel * WEIGHT_TILE : nullptr,
+                        .sums = tile_of_sums(tile, panel),
+                        .sums_stride = TASK_PANELS * SUMS_TILE,
+                        .continued = step > 0,
+                        .prefetch = tile == 0};
+      multiply(block, at_most(2, row_tiles_ - tile), panels);
+    }
+  }
+
+  float* tile_of_sums(int64_t tile, int64_t panel) { return sums_ + (tile * TASK_PANELS + panel) * SUMS_TILE; }
+
+  const Linear& work_;
+  const Shape shape_;
+  int64_t first_panel_, first_tile_, panels_, row_tiles_;
+  const Bf16* weights_;
+  const Bf16* x_;
+  bool has_tails_ = false;
+  alignas(64) Bf16 tails_[TASK_PANELS * WEIGHT_TILE];
+  alignas(64) float sums_[TASK_ROW_TILES * TASK_PANELS * SUMS_TILE];
+};
+
+// A row of x, or zeros for a row that is not there, into its tile's steps.
+void pack_row(const Bf16* from, int64_t inner, const Shape& shape, Bf16* to) {
+  int64_t step = 0;
+  for (; (step + 1) * STEP <= inner; step++)
+    __builtin_memcpy(to + step * shape.step_size, from + step * STEP, STEP * sizeof *to);
+  for (; step < shape.steps; step++) {
+    Bf16* place = to + step * shape.step_size;
+    __builtin_memset(place, 0, STEP * sizeof *to);
+    for (int64_t k = step * STEP; k < inner; k++) *place++ = from[k];
+  }
+}
+
+int64_t scratch(const Linear& work) {
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_scratch(work);
+  const Shape shape(work);
+  // Of float32, two bfloat16 each.
+  return shape.row_tiles * shape.tile_size / 2;
+}
+
+int64_t pack_tasks(const Linear& work) {
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack_tasks(work);
+  return parts(work.rows, TILE_ROWS);
+}
+
+void pack_x(const Linear& work, int64_t task) {
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack(work, task);
+  const Shape shape(work);
+  Bf16* to = reinterpret_cast<Bf16*>(work.packed_x) + task * shape.tile_size;
+  for (int64_t row = 0; row < shape.tile_rows; row++) {
+    const int64_t from = task * TILE_ROWS + row;
+    const Bf16* x = static_cast<const Bf16*>(work.x) + from * work.x_stride;
+    pack_row(x, from < work.rows ? work.weight.inner : 0, shape, to + row * STEP);
+  }
+}
+
+int64_t tasks(const Linear& work) {
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_tasks(work);
+  const Shape shape(work);
+  return shape.row_groups * shape.panel_groups;
+}
+
+void run(const Linear& work, int64_t task) {
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear(work, task);
+  Task(work, task).run();
+}
+
+}  // namespace
+
+void use_own_linear(fissile::Kernels& table) {
+  table.linear_scratch = scratch;
+  table.linear_pack_tasks = pack_tasks;
+  table.linear_pack = pack_x;
+  table.linear_tasks = tasks;
+  table.linear = run;
+}
+
+}  // namespace FISSILE_ISA

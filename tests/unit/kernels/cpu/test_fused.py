@@ -1,0 +1,189 @@
+"""All layers in one native call give the bits of single operations, in every kind of step and layer."""
+
+from __future__ import annotations
+
+from ctypes import CDLL
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from common.config import Config
+from kernels.cpu.backend import CpuBackend
+from kernels.interface import AttentionMetaData, Decoder, DecoderLayer, KVSpec
+from kernels.paged_attention import PagedKVCache
+from tests.checkpoints import make_checkpoint
+from tests.unit.kernels.steps import Rows, metadata, scattered_blocks
+from worker import model_runner
+from worker.batch import ScheduledBatch
+from worker.model_config import ModelConfig
+from worker.model_runner import ModelRunner
+from worker.sequence import Sequence
+
+BLOCK, LAYERS = 16, 2
+# One is longer than the rows that pass the feed-forward network at a time.
+LENGTHS = [600, 40, 3]
+# A chunk, a whole prompt, a decode; then decodes of all.
+STEPS = ([(0, 590), (0, 40)], [(590, 591), (39, 40), (0, 3)], [(591, 600), (2, 3)])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What layers may have or not."""
+
+    hidden: int = 40
+    heads: int = 4
+    kv_heads: int = 2
+    dim: int = 20
+    inner: int = 56
+    rotary: int = 20
+    bias: bool = False
+    norms: bool = False
+    window: int | None = None
+    sinks: bool = False
+    padding: int = 0
+
+
+KINDS = {
+    "llama": Kind(),
+    "qwen3": Kind(norms=True, dim=32, rotary=32),
+    "biases": Kind(bias=True, heads=3, kv_heads=3, dim=24, rotary=8),
+    "window, sinks, padding": Kind(window=33, sinks=True, padding=5, heads=8, kv_heads=1),
+}
+
+
+class Model:
+    """Random layers, packed by a back end, and a cache that is NaN where nothing is written."""
+
+    def __init__(self, kind: Kind, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+        self.kind, self.backend, self.dtype = kind, CpuBackend(), dtype
+        self._generator = torch.Generator().manual_seed(7)
+        norm = 1 + self.drawn(kind.hidden)
+        self.decoder = Decoder(tuple(self.layer() for _ in range(LAYERS)), norm, 1e-5, kind.heads, kind.dim**-0.5)
+        self.cache = PagedKVCache.allocate(KVSpec(kind.kv_heads, kind.dim), LAYERS, 50, BLOCK, kv_dtype)
+        self.cache.data[:] = torch.nan
+        self.blocks = scattered_blocks(LENGTHS, BLOCK, 50, seed=3)
+
+    def drawn(self, *shape: int) -> torch.Tensor:
+        values: torch.Tensor = torch.randn(shape, generator=self._generator) * float(shape[-1]) ** -0.5 * 2
+        return values.to(self.dtype)
+
+    def packed(self, columns: int, inner: int) -> Any:
+        bias = self.drawn(columns) if self.kind.bias else None
+        return self.backend.pack_linear(self.drawn(columns, inner), bias, self.dtype)
+
+    def layer(self) -> DecoderLayer:
+        kind = self.kind
+        width = kind.heads * kind.dim
+        return DecoderLayer(
+            input_norm=1 + self.drawn(kind.hidden),
+            qkv=self.packed(width + 2 * kind.kv_heads * kind.dim, kind.hidden),
+            head_norms=(1 + self.drawn(kind.dim), 1 + self.drawn(kind.dim)) if kind.norms else None,
+            window=kind.window,
+            sinks=self.drawn(kind.heads).float() if kind.sinks else None,
+            out=self.packed(kind.hidden, width),
+            post_norm=1 + self.drawn(kind.hidden),
+            gate_up=self.packed(2 * kind.inner, kind.hidden),
+            down=self.packed(kind.hidden, kind.inner),
+        )
+
+    def single(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: AttentionMetaData) -> torch.Tensor:
+        """The layers, operation by operation."""
+        do, eps, residual = self.backend, self.decoder.eps, None
+        for i, layer in enumerate(self.decoder.layers):
+            if residual is None:
+                normed, residual = do.rms_norm(x, layer.input_norm, eps), x
+            else:
+                normed, residual = do.add_rms_norm(x, residual, layer.input_norm, eps)
+            heads = do.linear(normed, layer.qkv).view(len(x), -1, self.kind.dim)
+            q, k, v = heads.split_with_sizes([self.kind.heads, self.kind.kv_heads, self.kind.kv_heads], dim=1)
+            if layer.head_norms is not None:
+                q, k = (do.rms_norm(one, norm, eps) for one, norm in zip((q, k), layer.head_norms, strict=True))
+            q, k = do.rope(q, k, cos, sin)
+            do.write_kv(self.cache, i, k, v, step)
+            attended = do.attention(q, self.cache, i, step, self.decoder.scale, layer.window, layer.sinks)
+            x, residual = do.add_rms_norm(do.linear(attended.flatten(1), layer.out), residual, layer.post_norm, eps)
+            x = do.linear(do.silu_and_mul(do.linear(x, layer.gate_up)), layer.down)
+        assert residual is not None
+        return do.add_rms_norm(x, residual, self.decoder.norm, eps)[0]
+
+    def step(self, spans: list[tuple[int, int]]) -> AttentionMetaData:
+        rows = [Rows(*span, blocks) for span, blocks in zip(spans, self.blocks, strict=False)]
+        made = metadata(rows, BLOCK)
+        made.plan = self.backend.plan_attention(made, self.cache, self.kind.heads)
+        return made
+
+
+def check(kind: Kind, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int = 1) -> None:
+    """Step after step, each over the cache that both have filled alike."""
+    one, other = Model(kind, dtype, kv_dtype), Model(kind, dtype, kv_dtype)
+    fused = other.backend.fuse_decoder(other.decoder, kv_dtype)
+    assert fused is not None
+    for spans in STEPS:
+        rows = sum(end - begin for begin, end in spans) + kind.padding
+        x, angles = one.drawn(rows, kind.hidden), torch.rand(rows, 1, kind.rotary // 2) * 6
+        kept = x.clone()
+        one.backend._library.fissile_set_threads(1)
+        expected = one.single(x, angles.cos(), angles.sin(), one.step(spans))
+        one.backend._library.fissile_set_threads(threads)
+        actual = fused.run(x, angles.cos(), angles.sin(), other.cache, other.step(spans))
+        assert torch.equal(actual, expected)
+        assert actual.isfinite().all()
+        assert torch.equal(x, kept)
+        assert torch.equal(one.cache.data.nan_to_num(7.0), other.cache.data.nan_to_num(7.0))
+
+
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_bits_are_those_of_single_operations(threads: CDLL, dtype: torch.dtype, kind: Kind) -> None:
+    for count in (1, 3):
+        check(kind, dtype, dtype, count)
+
+
+def test_a_cache_of_another_dtype(threads: CDLL) -> None:
+    check(KINDS["qwen3"], torch.float32, torch.bfloat16)
+    check(KINDS["qwen3"], torch.bfloat16, torch.float32)
+
+
+def test_what_is_not_native_is_not_fused(native: CDLL) -> None:
+    model = Model(Kind(), torch.float32, torch.float32)
+    assert model.backend.fuse_decoder(model.decoder, torch.float64) is None
+    half = model.backend.pack_linear(torch.zeros(40, 56), None, torch.float16)
+    other = replace(model.decoder, layers=(*model.decoder.layers, replace(model.decoder.layers[0], down=half)))
+    assert model.backend.fuse_decoder(other, torch.float32) is None
+
+
+class SingleOperations(CpuBackend):
+    """Never fuses."""
+
+    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> None:
+        return None
+
+
+def runner_of(folder: Path) -> ModelRunner:
+    config = Config(model=str(folder), kernels="cpu", max_model_len=64)
+    runner = ModelRunner(config, ModelConfig.from_folder(folder))
+    runner.allocate_kv_cache(8)
+    return runner
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_models_logits_are_the_same(
+    native: CDLL, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, architecture: str, dtype: str
+) -> None:
+    bias: dict[str, Any] = {"attention_bias": True, "mlp_bias": True} if architecture == "llama" else {}
+    folder = make_checkpoint(tmp_path, architecture, dtype=dtype, num_hidden_layers=3, tokenizer=False, **bias)
+    fused = runner_of(folder)
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_: SingleOperations())
+    single = runner_of(folder)
+    assert fused.model._fused is not None  # type: ignore[attr-defined]
+    assert single.model._fused is None  # type: ignore[attr-defined]
+    seqs = [Sequence(list(range(5, 5 + n)), 16) for n in (20, 3)]
+    for i, seq in enumerate(seqs):
+        seq.block_table = [3 * i, 3 * i + 1]
+    batch = ScheduledBatch({seq.id: seq for seq in seqs}, [20, 3], 23)
+    logits = [runner.run_model(runner.prepare_model(batch)) for runner in (fused, single)]
+    assert torch.equal(*logits)
