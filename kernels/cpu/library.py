@@ -55,9 +55,26 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             *(_FLOAT, _INT, _POINTER, _POINTER),
         ),
     ),
+    "fissile_latent_attention": (
+        ctypes.c_int,
+        (
+            *(_INT, _INT, _POINTER, _INT, _INT, _POINTER, *[_INT] * 4, _POINTER, _INT, _INT, _POINTER, _POINTER),
+            *(_FLOAT, _POINTER, _INT, _POINTER),
+        ),
+    ),
+    "fissile_select_tokens": (
+        None,
+        (
+            *(_INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, *[_INT] * 3, _POINTER, _INT, _INT),
+            *(_POINTER, _POINTER, _INT, _POINTER),
+        ),
+    ),
+    "fissile_route": (None, (_POINTER, _INT, _INT, _INT, _POINTER, *[_INT] * 5, _FLOAT, _POINTER, _POINTER)),
 }
 # Codes of kernels/cpu/native/kernels.hpp; other dtypes are PyTorch's.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+# Of a KV cache; model dtypes are those of `DTYPES`.
+KV_DTYPES = {**DTYPES, torch.float16: 2, torch.float8_e4m3fn: 3}
 PANEL = 16
 # Neighbours in k that stand side by side in a packed weight.
 GROUPS = {torch.float32: 1, torch.bfloat16: 2}
