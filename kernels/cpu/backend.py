@@ -83,14 +83,22 @@ class CpuBackend:
         """See KernelBackend: native weights are widened in registers, so that narrow ones are faster."""
         return dtype in DTYPES or self._torch.is_fast(dtype)
 
+    def can_quantize(self, dtype: torch.dtype) -> bool:
+        """See KernelBackend."""
+        return dtype in DTYPES
+
     def pack_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
     ) -> PanelLinear | PackedLinear:
         """See KernelBackend."""
         if dtype in DTYPES:
-            return linear.pack(self._library, weight, bias, dtype)
+            return linear.pack(self._library, weight, bias, dtype, packed_dtype)
         self._delegates = True
-        return self._torch.pack_linear(weight, bias, dtype)
+        return self._torch.pack_linear(weight, bias, dtype, packed_dtype)
 
     def linear(self, x: torch.Tensor, packed: PanelLinear | PackedLinear) -> torch.Tensor:
         """See KernelBackend."""
@@ -160,14 +168,19 @@ class CpuBackend:
         return self._torch.route(logits, routing, correction_bias)
 
     def pack_experts(
-        self, weights: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
+        self,
+        weights: Iterable[ExpertWeights],
+        first: int,
+        clamp: ClampedSwiglu | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
     ) -> PanelExperts | PackedExperts:
         """See KernelBackend."""
         # Experts are chosen by PyTorch's kernels.
         self._delegates = True
         if dtype in DTYPES:
-            return experts.pack(self._library, weights, first, clamp, dtype)
-        return self._torch.pack_experts(weights, first, clamp, dtype)
+            return experts.pack(self._library, weights, first, clamp, dtype, packed_dtype)
+        return self._torch.pack_experts(weights, first, clamp, dtype, packed_dtype)
 
     def moe(
         self,

@@ -15,11 +15,17 @@ from kernels.paged_attention import PagedKVCache
 
 
 class _Weight(ctypes.Structure):
-    _fields_ = (("panels", c_void_p), ("bias", c_void_p))
+    _fields_ = (("dtype", c_int64), ("panels", c_void_p), ("bias", c_void_p), ("columns", c_int64), ("inner", c_int64))
 
     @classmethod
     def of(cls, packed: PanelLinear) -> _Weight:
-        return cls(packed.panels.data_ptr(), _pointer(packed.bias))
+        return cls(
+            packed.code,
+            packed.panels.data_ptr(),
+            _pointer(packed.bias),
+            packed.columns,
+            packed.inner,
+        )
 
 
 class _Layer(ctypes.Structure):

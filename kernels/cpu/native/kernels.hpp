@@ -9,40 +9,73 @@
 
 namespace fissile {
 
-enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1 };
+// INT8 is for weights alone.
+enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
 
-inline constexpr int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
+inline constexpr int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : dtype == BFLOAT16 ? 2 : 1; }
 
 // Columns of a panel of packed weights.
 constexpr int64_t PANEL = 16;
+// Numbers of k that are summed by one chain, and that share a scale of int8 weights. Longer chains err more, shorter ones
+// cost additions.
+constexpr int64_t K_BLOCK = 128;
+// Bytes of the scales of a block of a panel of int8 weights: float32 [PANEL].
+constexpr int64_t BLOCK_SCALES = PANEL * 4;
 
 // Packed weights are the same for every instruction set: panels [columns / 16][inner / group][16][group], where the
-// neighbours of a group are side by side; what is missing of the last panel and group is zero.
-constexpr int64_t group_of(int64_t dtype) { return dtype == FLOAT32 ? 1 : 2; }
+// neighbours of a group are side by side; what is missing of the last panel and group is zero. In a panel of int8 each
+// block of K_BLOCK numbers of k (the last one may be shorter) is preceded by its scales: number times scale is the weight.
+constexpr int64_t group_of(int64_t dtype) { return 4 / size_of(dtype); }
 
 constexpr int64_t padded_inner(int64_t dtype, int64_t inner) {
   return (inner + group_of(dtype) - 1) / group_of(dtype) * group_of(dtype);
 }
 
-// Numbers of a packed weight.
-constexpr int64_t packed_size(int64_t dtype, int64_t columns, int64_t inner) {
-  return (columns + PANEL - 1) / PANEL * PANEL * padded_inner(dtype, inner);
+// Bytes from the begin of a panel to block k / K_BLOCK, its scales included.
+constexpr int64_t block_offset(int64_t dtype, int64_t k) {
+  return k * PANEL * size_of(dtype) + (dtype == INT8 ? k / K_BLOCK * BLOCK_SCALES : 0);
+}
+
+constexpr int64_t panel_bytes(int64_t dtype, int64_t inner) {
+  const int64_t scales = dtype == INT8 ? (inner + K_BLOCK - 1) / K_BLOCK * BLOCK_SCALES : 0;
+  return padded_inner(dtype, inner) * PANEL * size_of(dtype) + scales;
+}
+
+// Bytes of a packed weight.
+constexpr int64_t packed_bytes(int64_t dtype, int64_t columns, int64_t inner) {
+  return (columns + PANEL - 1) / PANEL * panel_bytes(dtype, inner);
 }
 
 // Keys of a tile of attention, and of a split, whose tiles one task computes (attention.cpp).
 constexpr int64_t KV_TILE = 64;
 constexpr int64_t KV_SPLIT = 512;
 
-// y [rows, columns] = x [rows, inner] * weight^T + bias, in `dtype`; see linear.cpp.
+// A weight [columns, inner] of `dtype`, contiguous, to be packed as `packed_dtype`: the same, or INT8.
+struct Packing {
+  int64_t dtype;
+  const void* weight;
+  int64_t columns;
+  int64_t inner;
+  int64_t packed_dtype;
+  void* panels;
+};
+
+// A packed weight, aligned to 64 bytes, and a bias or null.
+struct Weight {
+  int64_t dtype;
+  const void* panels;
+  const float* bias;
+  int64_t columns;
+  int64_t inner;
+};
+
+// y [rows, columns] = x [rows, inner] * weight^T + bias; x and y in `dtype`, the weight in that or INT8. See linear.cpp.
 struct Linear {
   int64_t dtype;
   const void* x;
   int64_t x_stride;
   int64_t rows;
-  int64_t inner;
-  int64_t columns;
-  const void* panels;
-  const float* bias;
+  Weight weight;
   void* y;
   int64_t y_stride;
   // x as this instruction set's products want it: memory of linear_scratch() numbers, filled by the packing tasks.
@@ -192,8 +225,8 @@ struct Largest {
 
 struct Kernels {
   const char* name;
-  // Packs panel `task` of a weight [columns, inner] of `dtype`.
-  void (*pack_panel)(int64_t dtype, const void* weight, int64_t columns, int64_t inner, void* panels, int64_t task);
+  // Packs panel `task`.
+  void (*pack_panel)(const Packing&, int64_t task);
   // Numbers of float32 that packed_x needs room for.
   int64_t (*linear_scratch)(const Linear&);
   int64_t (*linear_pack_tasks)(const Linear&);

@@ -52,6 +52,20 @@ FISSILE_INLINE Words splat_word(uint32_t value) {
 #undef FISSILE_SAME
 }
 
+// Byte `byte` of each lane in the lane's highest byte, zeros below.
+FISSILE_INLINE Words byte_to_top(Words words, int byte) {
+#if FISSILE_WIDTH == 8 && defined(__AVX2__)
+  const int lowest = 0x808080;
+  if (byte == 0) return words << 24;
+  const int first = (byte << 24) | lowest;
+  const __m256i order = _mm256_setr_epi32(first, first + (4 << 24), first + (8 << 24), first + (12 << 24),
+                                          first, first + (4 << 24), first + (8 << 24), first + (12 << 24));
+  return (Words)_mm256_shuffle_epi8((__m256i)words, order);
+#else
+  return (words << (24 - 8 * byte)) & splat_word(0xFF000000u);
+#endif
+}
+
 FISSILE_INLINE Ints lane_numbers() {
 #define FISSILE_SAME(lane) lane
   return Ints FISSILE_LANES(FISSILE_SAME);
