@@ -8,7 +8,7 @@ from ctypes import CDLL, c_double, c_int64, c_void_p
 import torch
 
 from kernels.cpu.attention import StepArrays
-from kernels.cpu.library import DTYPES, check
+from kernels.cpu.library import DTYPES, KV_DTYPES, check
 from kernels.cpu.linear import PanelLinear
 from kernels.interface import AttentionMetaData, Decoder, DecoderLayer
 from kernels.paged_attention import PagedKVCache
@@ -146,7 +146,7 @@ class NativeDecoder:
             cos.data_ptr(),
             sin.data_ptr(),
             cos.shape[-1],
-            DTYPES[data.dtype],
+            KV_DTYPES[data.dtype],
             cache.num_kv_heads,
             cache.head_dim,
             cache.block_size,

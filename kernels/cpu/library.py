@@ -60,11 +60,28 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             *(_FLOAT, _INT, _POINTER, _POINTER),
         ),
     ),
+    "fissile_latent_attention": (
+        ctypes.c_int,
+        (
+            *(_INT, _INT, _POINTER, _INT, _INT, _POINTER, *[_INT] * 4, _POINTER, _INT, _INT, _POINTER, _POINTER),
+            *(_FLOAT, _POINTER, _INT, _POINTER),
+        ),
+    ),
+    "fissile_select_tokens": (
+        None,
+        (
+            *(_INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, *[_INT] * 3, _POINTER, _INT, _INT),
+            *(_POINTER, _POINTER, _INT, _POINTER),
+        ),
+    ),
+    "fissile_route": (None, (_POINTER, _INT, _INT, _INT, _POINTER, *[_INT] * 5, _FLOAT, _POINTER, _POINTER)),
 }
 # Codes of kernels/cpu/native/kernels.hpp; other dtypes are PyTorch's.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
 # Those of packed weights.
 PACKED_DTYPES = {**DTYPES, torch.int8: 2}
+# Of a KV cache; model dtypes are those of `DTYPES`.
+KV_DTYPES = {**DTYPES, torch.float16: 3, torch.float8_e4m3fn: 4}
 # Columns of a panel of packed weights.
 PANEL = 16
 # Bytes that packed weights are aligned to.

@@ -240,7 +240,7 @@ namespace {
 // Rows of a query tile, about: enough to use the keys often that one has widened, few enough to share a prefill.
 constexpr int64_t QUERY_ROWS = 48;
 
-// Splits the step's tokens into query tiles, those with the most keys first: at the end the threads wait for small ones.
+// Splits the step's tokens into query tiles, those with the most keys first: at the end threads wait for small ones.
 std::vector<QueryTile> query_tiles(
     int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, int64_t tile_tokens) {
   std::vector<QueryTile> tiles;
@@ -257,24 +257,14 @@ std::vector<QueryTile> query_tiles(
 
 // Several tasks for the keys of one row only where there would be too few tasks for the threads.
 int64_t splits(const std::vector<QueryTile>& tiles, int64_t kv_heads) {
-  if (threads() == 1 || static_cast<int64_t>(tiles.size()) * kv_heads >= 4 * threads()) return 1;
+  if (tiles.empty() || threads() == 1 || static_cast<int64_t>(tiles.size()) * kv_heads >= 4 * threads()) return 1;
   return (tiles.front().position + tiles.front().tokens + KV_SPLIT - 1) / KV_SPLIT;
 }
 
-}  // namespace
+int64_t tokens_of_tile(int64_t group) { return std::max<int64_t>(1, QUERY_ROWS / group); }
 
-// The first `cu_seqlens[sequences]` rows of `out`, contiguous. 0, or 1 when memory ran out.
-FISSILE_API int fissile_attention(
-    int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,
-    const void* values, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
-    int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
-    int64_t window, const float* sinks, void* out) {
-  const int64_t tile_tokens = std::max<int64_t>(1, QUERY_ROWS / (heads / kv_heads));
-  const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
-  if (tiles.empty()) return 0;
-  Attention work{dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, values, heads, kv_heads, dim, block_size,
-                 block_tables, table_stride, seq_lens, scale, window, sinks, out, tiles.data(),
-                 static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, kv_heads), nullptr};
+// The first rows of `out`, contiguous, those of tokens. 0, or 1 when memory ran out.
+int attend(Attention work) {
   if (work.splits > 1) {
     work.states = scratch(OF_CALL, kernels().attention_tasks(work) * kernels().attention_state_size(work));
     if (!work.states) return 1;
@@ -282,6 +272,61 @@ FISSILE_API int fissile_attention(
   share(kernels().attention_tasks(work), kernels().attention, work);
   if (work.splits > 1) share(kernels().attention_merge_tasks(work), kernels().attention_merge, work);
   return 0;
+}
+
+}  // namespace
+
+FISSILE_API int fissile_attention(
+    int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,
+    const void* values, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
+    int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
+    int64_t window, const float* sinks, void* out) {
+  const int64_t tile_tokens = tokens_of_tile(heads / kv_heads);
+  const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
+  return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, values, heads, kv_heads, dim, dim, block_size,
+                 block_tables, table_stride, nullptr, 0, scale, window, sinks, out, tiles.data(),
+                 static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, kv_heads), nullptr});
+}
+
+// The same over keys [blocks, block_size, dim] of one head, whose first `value_dim` numbers are the values; over the tokens
+// that are `selected`, as by fissile_select_tokens, unless it is null.
+FISSILE_API int fissile_latent_attention(
+    int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,
+    int64_t heads, int64_t dim, int64_t value_dim, int64_t block_size, const int64_t* block_tables,
+    int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
+    const int64_t* selected, int64_t topk, void* out) {
+  const int64_t tile_tokens = selected ? 1 : tokens_of_tile(heads);
+  std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
+  if (selected)
+    for (QueryTile& tile : tiles) tile.position = std::min(tile.position, topk - 1);
+  return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, value_dim, block_size,
+                 block_tables, table_stride, selected, topk, scale, 0, nullptr, out, tiles.data(),
+                 static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, 1), nullptr});
+}
+
+// weights [tokens, heads]; for positions see SelectTokens.
+FISSILE_API void fissile_select_tokens(
+    int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const float* weights,
+    const void* keys, int64_t heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
+    int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, int64_t topk,
+    int64_t* positions) {
+  const int64_t tile_tokens = tokens_of_tile(heads);
+  const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
+  const SelectTokens work{{dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, dim, block_size,
+                           block_tables, table_stride, nullptr, 0, 1.0f, 0, nullptr, nullptr, tiles.data(),
+                           static_cast<int64_t>(tiles.size()), tile_tokens, 1, nullptr},
+                          weights, topk, positions};
+  share(kernels().select_tokens_tasks(work), kernels().select_tokens, work);
+}
+
+// See Route.
+FISSILE_API void fissile_route(
+    const float* logits, int64_t row_stride, int64_t rows, int64_t experts, const float* correction_bias,
+    int64_t scoring, int64_t top_k, int64_t renormalize, int64_t num_groups, int64_t top_groups, float scale,
+    int64_t* ids, float* weights) {
+  const Route work{logits, row_stride, rows, experts, correction_bias, scoring, top_k, renormalize, num_groups,
+                   top_groups, scale, ids, weights};
+  share(kernels().route_tasks(work), kernels().route, work);
 }
 
 FISSILE_API void fissile_sample(

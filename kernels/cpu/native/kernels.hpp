@@ -9,10 +9,12 @@
 
 namespace fissile {
 
-// INT8 is for weights alone.
-enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2 };
+// INT8 is of packed weights only, FLOAT16 and FLOAT8 (E4M3 with NaN and without infinities) of KV caches.
+enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT16 = 3, FLOAT8 = 4 };
 
-inline constexpr int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : dtype == BFLOAT16 ? 2 : 1; }
+inline constexpr int64_t size_of(int64_t dtype) {
+  return dtype == FLOAT32 ? 4 : dtype == INT8 || dtype == FLOAT8 ? 1 : 2;
+}
 
 // Columns of a panel of packed weights.
 constexpr int64_t PANEL = 16;
@@ -140,7 +142,8 @@ struct Combine {
   void* y;
 };
 
-// Rows of k and v [rows, heads, dim] into their slots of one layer's cache [blocks, heads, block_size, dim].
+// Rows of k and v [rows, heads, dim] into their slots of one layer's cache [blocks, heads, block_size, dim]; `v` is null
+// where only keys are stored.
 struct WriteKV {
   int64_t dtype;
   int64_t kv_dtype;
@@ -168,7 +171,8 @@ struct QueryTile {
   int64_t position;
 };
 
-// Causal attention of q [tokens, heads, dim] over one layer's cache, by the query tiles; see attention.cpp.
+// Causal attention of q [tokens, heads, dim] over one layer's cache, by the query tiles; see attention.cpp. Where `values`
+// are `keys`, they are the first `value_dim` numbers of these; `out` is [tokens, heads, value_dim].
 struct Attention {
   int64_t dtype;
   int64_t kv_dtype;
@@ -180,10 +184,14 @@ struct Attention {
   int64_t heads;
   int64_t kv_heads;
   int64_t dim;
+  int64_t value_dim;
   int64_t block_size;
   const int64_t* block_tables;
   int64_t table_stride;
-  const int64_t* seq_lens;
+  // Null, or the positions [tokens, topk] of the keys that stand for those of positions 0, 1, ... of query tiles of one
+  // token; ascending.
+  const int64_t* selected;
+  int64_t topk;
   float scale;
   // How many keys a row sees, its own included; 0 for all.
   int64_t window;
@@ -195,6 +203,38 @@ struct Attention {
   // How many tasks share the keys of a tile; with more than one, their states wait in `states` to be merged.
   int64_t splits;
   float* states;
+};
+
+// The indexer of sparse attention: which keys the tokens of query tiles attend to, by scores that are sums over heads of
+// weights [tokens, heads] times the positive part of the product of a query and the key.
+struct SelectTokens {
+  // q, and the cache of index keys; its values, its window and what follows its tiles are not used.
+  Attention keys;
+  const float* weights;
+  int64_t topk;
+  // [tokens, topk], ascending; a token that sees fewer leaves the rest as it is.
+  int64_t* positions;
+};
+
+enum Scoring : int64_t { SOFTMAX = 0, SIGMOID = 1, TOPK_SOFTMAX = 2 };
+
+// Experts of rows of float32 logits [rows, experts] with `row_stride`; see kernels/interface.py, Routing.
+struct Route {
+  const float* logits;
+  int64_t row_stride;
+  int64_t rows;
+  int64_t experts;
+  // Of each expert, to choose by; or null.
+  const float* correction_bias;
+  int64_t scoring;
+  int64_t top_k;
+  int64_t renormalize;
+  int64_t num_groups;
+  int64_t top_groups;
+  float scale;
+  // [rows, top_k]
+  int64_t* ids;
+  float* weights;
 };
 
 // Token ids of rows of float32 logits; ids[row] is -1 where kernels/sampling.py has to decide. See sampling.cpp.
@@ -248,6 +288,10 @@ struct Kernels {
   void (*attention)(const Attention&, int64_t task);
   int64_t (*attention_merge_tasks)(const Attention&);
   void (*attention_merge)(const Attention&, int64_t task);
+  int64_t (*select_tokens_tasks)(const SelectTokens&);
+  void (*select_tokens)(const SelectTokens&, int64_t task);
+  int64_t (*route_tasks)(const Route&);
+  void (*route)(const Route&, int64_t task);
   void (*sample)(const Sample&, int64_t row);
   void (*largest_of_row)(const Largest&, int64_t row);
 };
