@@ -20,7 +20,7 @@ from common.text.tokenizer import Tokenizer, TokenizerError
 from kernels.interface import AttentionMetaData, KVCache, SampleParams
 from kernels.select import select_backend
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.dtype import resolve_dtype, resolve_kv_dtype
+from worker.dtype import resolve_dtype, resolve_kv_dtype, resolve_packed_dtype
 from worker.forward_context import (
     Context,
     DPMetadata,
@@ -65,7 +65,7 @@ class ModelRunner:
     """A loaded model and its KV cache; implements worker.batch.Runner. Not for two threads at a time.
 
     Args:
-        config: `model` is the checkpoint folder; `dtype`, `kv_cache_dtype`, `kernels`, `max_model_len`,
+        config: `model` is the checkpoint folder; `dtype`, `kv_cache_dtype`, `kernels`, `quantize`, `max_model_len`,
             `kv_cache_block_size` and `quant_config` count.
         model_config: from the same folder.
         progress: called with (bytes loaded, bytes in all) for each tensor.
@@ -93,6 +93,7 @@ class ModelRunner:
             raise ModelError(str(error)) from error
         self.dtype = resolve_dtype(config.dtype, model_config, self.kernels)
         self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
+        self.packed_dtype = resolve_packed_dtype(config.quantize, self.dtype, self.kernels)
         self.shard = shard or Shard()
         if config.enable_expert_parallel and not model_config.has_experts:
             raise ModelError(
@@ -108,7 +109,16 @@ class ModelRunner:
         )
         self._kv_spec = architecture.kv_spec(model_config, self.shard)
         self._num_heads = length(self.shard.part(model_config.num_attention_heads, "num_attention_heads"))
-        build = Build(model_config, self.kernels, weights, self.dtype, self.max_model_len, self.shard, self.kv_dtype)
+        build = Build(
+            model_config,
+            self.kernels,
+            weights,
+            self.dtype,
+            self.max_model_len,
+            self.shard,
+            self.kv_dtype,
+            self.packed_dtype,
+        )
         with torch.inference_mode():
             self.model = architecture(build)
         self._sampled_ids = _sampled_ids(config.model, model_config)

@@ -220,7 +220,7 @@ def _checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def loaded(model: str, variant: str, block_size: int) -> Recorder:
     """The model, loaded once for each block size; its KV cache begins full of NaN."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "select_backend", lambda name: poisoned(select_backend(name)))
+        patch.setattr(model_runner, "select_backend", lambda *choice: poisoned(select_backend(*choice)))
         return Recorder(replace(ALONE, block_size=block_size).config(FOLDERS[model], variant))
 
 

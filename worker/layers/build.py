@@ -24,6 +24,7 @@ class Build:
         max_position: positions that rotary tables are made for.
         shard: the part of the model that this rank holds.
         kv_dtype: of the KV cache; `dtype` when None.
+        packed_dtype: of the weights of products other than routers, in memory; `dtype` when None.
     """
 
     config: ModelConfig
@@ -33,3 +34,4 @@ class Build:
     max_position: int
     shard: Shard = field(default_factory=Shard)
     kv_dtype: torch.dtype | None = None
+    packed_dtype: torch.dtype | None = None

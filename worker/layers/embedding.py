@@ -28,11 +28,15 @@ class Embedding:
         self._weight: torch.Tensor | None = weight
         self._packed: PackedLinear = None
 
-    def pack(self, dtype: torch.dtype) -> PackedLinear:
-        """The weight as a product wants it, which is from now on the only copy: rows are read out of it."""
+    def pack(self, build: Build) -> PackedLinear:
+        """The weight as a product wants it, which is from now on the only copy: rows are read out of it.
+
+        Unless it is quantized: rows stay what the checkpoint says.
+        """
         if self._weight is not None:
-            self._packed = self._kernels.pack_linear(self._weight, None, dtype)
-            self._weight = None
+            self._packed = self._kernels.pack_linear(self._weight, None, build.dtype, build.packed_dtype)
+            if build.packed_dtype is None:
+                self._weight = None
         return self._packed
 
     def _rows(self, local: torch.Tensor) -> torch.Tensor:
@@ -59,7 +63,7 @@ class LMHead:
         self._collectives = build.shard.collectives
         self._whole = build.shard.size == 1
         self._vocab_size = build.config.vocab_size
-        self._packed = embedding.pack(build.dtype)
+        self._packed = embedding.pack(build)
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, H] -> float32 [T, V], on every rank"""

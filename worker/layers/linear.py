@@ -38,7 +38,10 @@ class ColumnLinear:
     def __init__(self, build: Build, parts: Mapping[str, slice], bias: bool = False) -> None:
         self._kernels = build.kernels
         self.packed = build.kernels.pack_linear(
-            joined(build, parts, "weight"), joined(build, parts, "bias") if bias else None, build.dtype
+            joined(build, parts, "weight"),
+            joined(build, parts, "bias") if bias else None,
+            build.dtype,
+            build.packed_dtype,
         )
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -64,7 +67,8 @@ class RowLinear:
         self._collectives = build.shard.collectives
         weight = build.weights.take(f"{name}.weight", columns=part, dtype=build.dtype)
         own_bias = build.weights.take(f"{name}.bias") if bias else None
-        self.packed = build.kernels.pack_linear(weight, own_bias if build.shard.rank == 0 else None, build.dtype)
+        used_bias = own_bias if build.shard.rank == 0 else None
+        self.packed = build.kernels.pack_linear(weight, used_bias, build.dtype, build.packed_dtype)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's K] -> [T, N], this rank's summand"""

@@ -140,7 +140,7 @@ class MoE:
         self._data = build.shard.data
         self._router = router
         first = ExpertShare.of(build.shard, config).experts.start
-        self._packed = build.kernels.pack_experts(experts, first, config.clamp, build.dtype)
+        self._packed = build.kernels.pack_experts(experts, first, config.clamp, build.dtype, build.packed_dtype)
         self._shared = shared
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -14,10 +14,10 @@ FISSILE_INLINE int64_t parts(int64_t count, int64_t size) { return (count + size
 FISSILE_INLINE void finish_row(const fissile::Linear& work, const float* sums, int64_t row, int64_t panel) {
   const int64_t column = panel * fissile::PANEL;
   Bf16* y = static_cast<Bf16*>(work.y) + row * work.y_stride + column;
-  for (int64_t c = 0; c < fissile::PANEL && column + c < work.columns; c += WIDTH) {
-    const int64_t left = work.columns - column - c;
+  for (int64_t c = 0; c < fissile::PANEL && column + c < work.weight.columns; c += WIDTH) {
+    const int64_t left = work.weight.columns - column - c;
     Floats value = load(sums + c);
-    if (work.bias) value += load_up_to(work.bias + column + c, left);
+    if (work.weight.bias) value += load_up_to(work.weight.bias + column + c, left);
     store_up_to(y + c, value, left);
   }
 }

@@ -1,6 +1,6 @@
 // Products of bfloat16 by AMX. Every number of y is one tile element, to which TDPBF16PS adds the sums of 32 k at a time,
 // in order, from zero to the end: which rows and columns are computed together, and whether the sums wait in memory in
-// between (float32, exactly), never shows. float32 is the base's.
+// between (float32, exactly), never shows. float32 and int8 are the base's.
 //
 // x is copied to tiles [rows / 16][k / 32][16][32], zeros behind the last row and k; a call of fewer than 16 rows has
 // tiles of that many. A panel of packed weights is a column of tiles already.
@@ -46,13 +46,13 @@ struct Shape {
   int64_t panel_groups;
 
   explicit Shape(const Linear& work) {
-    steps = parts(work.inner, STEP);
+    steps = parts(work.weight.inner, STEP);
     row_tiles = parts(work.rows, TILE_ROWS);
     tile_rows = at_most(TILE_ROWS, work.rows);
     step_size = tile_rows * STEP;
     tile_size = steps * step_size;
-    panels = parts(work.columns, PANEL);
-    panel_size = fissile::padded_inner(work.dtype, work.inner) * PANEL;
+    panels = parts(work.weight.columns, PANEL);
+    panel_size = fissile::padded_inner(work.weight.dtype, work.weight.inner) * PANEL;
     task_panels = row_tiles <= 2 ? TASK_PANELS_OF_FEW : TASK_PANELS;
     row_groups = parts(row_tiles, TASK_ROW_TILES);
     panel_groups = parts(panels, task_panels);
@@ -175,7 +175,7 @@ class Task {
     first_tile_ = task % shape_.row_groups * TASK_ROW_TILES;
     panels_ = at_most(shape_.task_panels, shape_.panels - first_panel_);
     row_tiles_ = at_most(TASK_ROW_TILES, shape_.row_tiles - first_tile_);
-    weights_ = static_cast<const Bf16*>(work.panels) + first_panel_ * shape_.panel_size;
+    weights_ = static_cast<const Bf16*>(work.weight.panels) + first_panel_ * shape_.panel_size;
     x_ = reinterpret_cast<const Bf16*>(work.packed_x) + first_tile_ * shape_.tile_size;
   }
 
@@ -251,36 +251,36 @@ void pack_row(const Bf16* from, int64_t inner, const Shape& shape, Bf16* to) {
 }
 
 int64_t scratch(const Linear& work) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_scratch(work);
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_scratch(work);
   const Shape shape(work);
   // Of float32, two bfloat16 each.
   return shape.row_tiles * shape.tile_size / 2;
 }
 
 int64_t pack_tasks(const Linear& work) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack_tasks(work);
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack_tasks(work);
   return parts(work.rows, TILE_ROWS);
 }
 
 void pack_x(const Linear& work, int64_t task) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack(work, task);
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack(work, task);
   const Shape shape(work);
   Bf16* to = reinterpret_cast<Bf16*>(work.packed_x) + task * shape.tile_size;
   for (int64_t row = 0; row < shape.tile_rows; row++) {
     const int64_t from = task * TILE_ROWS + row;
     const Bf16* x = static_cast<const Bf16*>(work.x) + from * work.x_stride;
-    pack_row(x, from < work.rows ? work.inner : 0, shape, to + row * STEP);
+    pack_row(x, from < work.rows ? work.weight.inner : 0, shape, to + row * STEP);
   }
 }
 
 int64_t tasks(const Linear& work) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_tasks(work);
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_tasks(work);
   const Shape shape(work);
   return shape.row_groups * shape.panel_groups;
 }
 
 void run(const Linear& work, int64_t task) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear(work, task);
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear(work, task);
   Task(work, task).run();
 }
 

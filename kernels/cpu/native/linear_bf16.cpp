@@ -1,5 +1,5 @@
 // Products of bfloat16 by AVX512-BF16. As in linear.cpp every number of y is summed over k in blocks of K_BLOCK in order,
-// each block from zero; VDPBF16PS adds two k at a time to it, in order. float32 is the base's.
+// each block from zero; VDPBF16PS adds two k at a time to it, in order. float32 and int8 are the base's.
 //
 // x is copied to tiles of ROWS rows [pairs of k][rows of the tile], a zero behind an odd last k. With FISSILE_EMULATED
 // the instruction is made of others, by the pseudo-code of Intel's manual (volume 2, VDPBF16PS), for tests on AVX2.
@@ -18,8 +18,9 @@ using fissile::PANEL;
 
 static_assert(WIDTH == PANEL);
 
-// Numbers summed from zero, and in pairs.
-constexpr int64_t K_BLOCK = 128;
+using fissile::K_BLOCK;
+
+// Of the numbers that are summed from zero.
 constexpr int64_t PAIRS = K_BLOCK / 2;
 constexpr int ROWS = 6;
 // A task: so many panels, so many rows (a multiple of ROWS).
@@ -106,43 +107,43 @@ void multiply_tile(const uint32_t* x, int64_t rows, const Bf16* panel, int64_t p
   }
 }
 
-int64_t pairs_of(const Linear& work) { return parts(work.inner, 2); }
+int64_t pairs_of(const Linear& work) { return parts(work.weight.inner, 2); }
 
 int64_t scratch(const Linear& work) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_scratch(work);
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_scratch(work);
   return work.rows * pairs_of(work);
 }
 
 int64_t pack_tasks(const Linear& work) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack_tasks(work);
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack_tasks(work);
   return parts(work.rows, ROWS);
 }
 
 void pack_x(const Linear& work, int64_t task) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack(work, task);
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack(work, task);
   const int64_t first = task * ROWS, count = at_most(ROWS, work.rows - first), pairs = pairs_of(work);
   uint32_t* to = reinterpret_cast<uint32_t*>(work.packed_x) + first * pairs;
   for (int64_t r = 0; r < count; r++) {
     const Bf16* from = static_cast<const Bf16*>(work.x) + (first + r) * work.x_stride;
-    for (int64_t k = 0; k < work.inner / 2; k++) __builtin_memcpy(to + k * count + r, from + 2 * k, sizeof *to);
-    if (work.inner % 2) to[(pairs - 1) * count + r] = from[work.inner - 1].bits;
+    for (int64_t k = 0; k < work.weight.inner / 2; k++) __builtin_memcpy(to + k * count + r, from + 2 * k, sizeof *to);
+    if (work.weight.inner % 2) to[(pairs - 1) * count + r] = from[work.weight.inner - 1].bits;
   }
 }
 
 int64_t tasks(const Linear& work) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_tasks(work);
-  return parts(parts(work.columns, PANEL), TASK_PANELS) * parts(work.rows, TASK_ROWS);
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_tasks(work);
+  return parts(parts(work.weight.columns, PANEL), TASK_PANELS) * parts(work.rows, TASK_ROWS);
 }
 
 void run(const Linear& work, int64_t task) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear(work, task);
+  if (work.weight.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear(work, task);
   // Tasks that follow each other share panels.
   const int64_t row_groups = parts(work.rows, TASK_ROWS), pairs = pairs_of(work);
   const int64_t first_panel = task / row_groups * TASK_PANELS, first_row = task % row_groups * TASK_ROWS;
-  const int64_t panels = at_most(TASK_PANELS, parts(work.columns, PANEL) - first_panel);
+  const int64_t panels = at_most(TASK_PANELS, parts(work.weight.columns, PANEL) - first_panel);
   const int64_t rows = at_most(TASK_ROWS, work.rows - first_row);
   const int64_t panel_size = pairs * 2 * PANEL;
-  const Bf16* weights = static_cast<const Bf16*>(work.panels) + first_panel * panel_size;
+  const Bf16* weights = static_cast<const Bf16*>(work.weight.panels) + first_panel * panel_size;
   const uint32_t* x = reinterpret_cast<const uint32_t*>(work.packed_x) + first_row * pairs;
   alignas(64) float totals[TASK_ROWS * TASK_PANELS * PANEL];
   __builtin_memset(totals, 0, rows * TASK_PANELS * PANEL * sizeof(float));

@@ -96,13 +96,14 @@ def test_experts_with_any_number_of_rows(variant: CDLL) -> None:
     torch.testing.assert_close(whole, plain, rtol=2e-2, atol=2e-2 * float(plain.abs().max()))
 
 
-def test_float32_is_the_base_sets(variant: CDLL) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_float32_and_int8_are_the_base_sets(variant: CDLL, dtype: torch.dtype) -> None:
     weight, x = drawn(40, 30).float(), drawn(9, 30).float()
     outs = []
     for name in (None, "avx2"):
         if name is not None:
             library.select(variant, name)
-        outs.append(linear.linear(variant, x, linear.pack(variant, weight, None, torch.float32)))
+        outs.append(linear.linear(variant, x, linear.pack(variant, weight, None, torch.float32, dtype)))
     assert torch.equal(outs[0], outs[1])
 
 
