@@ -47,7 +47,7 @@ from common.telemetry.metrics import setup_metrics
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError, files_sha256, tokenizer_files
 from worker.cost_model import CostModel
-from worker.engine_config import with_special_tokens
+from worker.engine_config import default_weights_cache, with_special_tokens
 from worker.engine_core import EngineCore
 from worker.engine_loop import EngineLoop
 from worker.facts import WorkerFacts
@@ -429,6 +429,11 @@ class ByteSize(click.ParamType[int]):
     help="cpu: our native kernels; torch: PyTorch's; auto: native where this machine can.",
 )  # fmt: skip
 @option(
+    "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", default=None, metavar="DIR|off",
+    help="Folder of packed weights, which the next start maps and workers of one machine share; absent: "
+    "fissile/weights in $XDG_CACHE_HOME or ~/.cache. off keeps none.",
+)  # fmt: skip
+@option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
     help="Longest prompt plus answer, tokens; absent: the model's own, or what the KV cache holds.",
 )  # fmt: skip
@@ -551,6 +556,7 @@ def _options(
     dtype: str,
     kv_cache_dtype: str,
     kernels: str,
+    weights_cache: str | None,
     drain_timeout: float,
     simulate: str | None,
     tp_size: int,
@@ -586,6 +592,7 @@ def _options(
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             kernels=kernels,
+            weights_cache=_weights_cache(weights_cache),
             hash_seed=hash_seed,
             tensor_parallel_size=tp_size,
             enable_expert_parallel=enable_expert_parallel,
@@ -605,6 +612,13 @@ def _options(
         access=_access(tls_client_ca, router_identities),
         **others,
     )
+
+
+def _weights_cache(given: str | None) -> str:
+    """The folder; empty for none."""
+    if given == "off":
+        return ""
+    return str(Path(given).absolute()) if given else default_weights_cache()
 
 
 def _access(client_ca: Path | None, router_identities: tuple[str, ...]) -> PeerAccess | None:

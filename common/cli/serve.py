@@ -376,6 +376,10 @@ def describe_kv_memory(fleet: Fleet) -> str:
 )  # fmt: skip
 @option("--kernels", envvar="FISSILE_KERNELS", help="Kernel back end; absent: the worker chooses.")
 @option(
+    "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", metavar="DIR|off",
+    help="Folder of packed weights, which the next start maps and workers share; absent: in the user's cache folder.",
+)  # fmt: skip
+@option(
     "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1), help="Per worker; absent: all cores together."
 )
 @option(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from kernels.interface import PackedLinear
 from worker.layers.build import Build
 
 # All rows or columns of a tensor.
@@ -37,9 +38,11 @@ class ColumnLinear:
 
     def __init__(self, build: Build, parts: Mapping[str, slice], bias: bool = False) -> None:
         self._kernels = build.kernels
-        self.packed = build.kernels.pack_linear(
-            joined(build, parts, "weight"), joined(build, parts, "bias") if bias else None, build.dtype
-        )
+        self.packed = build.kept.keep(" ".join(parts), lambda: self._pack(build, parts, bias))
+
+    def _pack(self, build: Build, parts: Mapping[str, slice], bias: bool) -> PackedLinear:
+        weight = joined(build, parts, "weight")
+        return self._kernels.pack_linear(weight, joined(build, parts, "bias") if bias else None, build.dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] -> [T, sum of this rank's N_i]"""
@@ -62,9 +65,12 @@ class RowLinear:
     def __init__(self, build: Build, name: str, part: slice, bias: bool = False) -> None:
         self._kernels = build.kernels
         self._collectives = build.shard.collectives
+        self.packed = build.kept.keep(name, lambda: self._pack(build, name, part, bias))
+
+    def _pack(self, build: Build, name: str, part: slice, bias: bool) -> PackedLinear:
         weight = build.weights.take(f"{name}.weight", columns=part, dtype=build.dtype)
         own_bias = build.weights.take(f"{name}.bias") if bias else None
-        self.packed = build.kernels.pack_linear(weight, own_bias if build.shard.rank == 0 else None, build.dtype)
+        return self._kernels.pack_linear(weight, own_bias if build.shard.rank == 0 else None, build.dtype)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's K] -> [T, N], this rank's summand"""
