@@ -32,6 +32,7 @@ class TorchBackend:
     """KernelBackend on PyTorch's CPU operations."""
 
     name = "torch"
+    description = "torch"
     batch_invariant = True
     row_multiple = ROW_TILE
 
@@ -65,6 +66,14 @@ class TorchBackend:
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """See KernelBackend: one fixed-shape product per tile of ROW_TILE rows."""
         return row_tiles.linear(x, packed)
+
+    def packed_rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """See KernelBackend."""
+        return packed.weight_t.t().index_select(0, ids)
+
+    def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
+        """See KernelBackend."""
+        return torch.from_numpy(sampling.greedy(self.linear(x, packed)[:, :limit].float().numpy()))
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
         """See KernelBackend."""

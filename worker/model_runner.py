@@ -91,7 +91,7 @@ class ModelRunner:
         self.model_config = model_config
         self.max_model_len = config.max_model_len or model_config.max_position_embeddings
         try:
-            self.kernels = select_backend(config.kernels)
+            self.kernels = select_backend(config.kernels, config.cpu_isa)
         except ValueError as error:
             raise ModelError(str(error)) from error
         self.dtype = resolve_dtype(config.dtype, model_config, self.kernels)
@@ -197,7 +197,11 @@ class ModelRunner:
             self.dummy_run()
         if not batch.req_ids:
             return ScheduledBatchOutput({})
-        self._last_output = self.postprocess(batch, self.run_model(self.prepare_model(batch)))
+        step = self.prepare_model(batch)
+        if batch.is_greedy:
+            self._last_output = _output(batch, np.flatnonzero(batch.is_final), self._greedy(step))
+        else:
+            self._last_output = self.postprocess(batch, self.run_model(step))
         return self._last_output
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
@@ -231,15 +235,24 @@ class ModelRunner:
     @torch.inference_mode()
     def run_model(self, step: ModelInput) -> torch.Tensor:
         """float32 logits [F, V] of the final rows; -inf for ids that the tokenizer does not have."""
+        logits = self.model.compute_logits(self._final_states(step))
+        logits[:, self._sampled_ids :] = -torch.inf
+        return logits
+
+    @torch.inference_mode()
+    def _greedy(self, step: ModelInput) -> torch.Tensor:
+        """int64 [F]: the tokens that `postprocess` would find in the logits of greedy rows, which are not made."""
+        return self.model.greedy(self._final_states(step), self._sampled_ids)
+
+    def _final_states(self, step: ModelInput) -> torch.Tensor:
+        """Hidden states [F, H] of the final rows."""
         set_kv_cache_data(self._kv_cache_data)
         set_forward_context(step.metadata, self.config, step.context, self._dp_metadata(step.context.graph_bs))
         try:
             hidden = self.model.forward(step.token_ids, step.context.positions)
         finally:
             reset_forward_context()
-        logits = self.model.compute_logits(hidden.index_select(0, step.final_rows))
-        logits[:, self._sampled_ids :] = -torch.inf
-        return logits
+        return hidden.index_select(0, step.final_rows)
 
     def _dp_metadata(self, num_rows: int) -> DPMetadata | None:
         data = self.shard.data
@@ -274,8 +287,15 @@ class ModelRunner:
             seeds=np.array(batch.seeds, np.uint64)[final],
             positions=np.array(batch.context_lens, np.int64)[final],
             choices=np.array(batch.choices, np.int64)[final],
-        ).tolist()
-        return ScheduledBatchOutput({batch.req_ids[i]: (token,) for i, token in zip(final.tolist(), ids, strict=True)})
+        )
+        return _output(batch, final, ids)
+
+
+def _output(batch: ScheduledBatch, final: Ints, ids: torch.Tensor) -> ScheduledBatchOutput:
+    """The tokens `ids` of the sequences at `final`."""
+    return ScheduledBatchOutput(
+        {batch.req_ids[i]: (token,) for i, token in zip(final.tolist(), ids.tolist(), strict=True)}
+    )
 
 
 def _quantization(config: Config, model_config: ModelConfig) -> QuantizationConfig:

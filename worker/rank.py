@@ -180,7 +180,7 @@ class Rank:
         return {
             "weights_digest": self.runner.weights_digest,
             "numerics": numerics_digest(self.runner),
-            "kernels": self.runner.kernels.name,
+            "kernels": self.runner.kernels.description,
             "dtype": str(self.runner.dtype).removeprefix("torch."),
         }
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.cpu import attention, elementwise, experts, fused, library, linear, sampling
+from kernels.cpu import attention, elementwise, experts, fused, instruction_sets, library, linear, sampling
 from kernels.cpu.attention import StepArrays
 from kernels.cpu.build import sources_digest
 from kernels.cpu.experts import PanelExperts
@@ -48,7 +48,10 @@ class CpuPlan:
 
 
 class CpuBackend:
-    """KernelBackend on the native kernels.
+    """KernelBackend on the native kernels, all of one instruction set, which is the process's.
+
+    Args:
+        instruction_set: a name, or `auto` (kernels/cpu/instruction_sets.py).
 
     Raises:
         LibraryUnavailableError: they can not serve on this machine.
@@ -58,12 +61,17 @@ class CpuBackend:
     batch_invariant = True
     row_multiple = 1
 
-    def __init__(self) -> None:
+    def __init__(self, instruction_set: str = instruction_sets.AUTO) -> None:
         self._library = library.load()
-        self.instruction_set = library.select(self._library)
+        self.instruction_set = instruction_sets.take(self._library, instruction_set)
         self._library.fissile_set_threads(torch.get_num_threads())
         self._torch = TorchBackend()
         self._delegates = False
+
+    @property
+    def description(self) -> str:
+        """See KernelBackend."""
+        return f"{self.name}:{self.instruction_set}"
 
     @property
     def numerics(self) -> tuple[object, ...]:
@@ -98,6 +106,16 @@ class CpuBackend:
         if isinstance(packed, PanelLinear):
             return linear.linear(self._library, x, packed)
         return self._torch.linear(x, packed)
+
+    def packed_rows(self, packed: PanelLinear | PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """See KernelBackend."""
+        return linear.rows(packed, ids) if isinstance(packed, PanelLinear) else self._torch.packed_rows(packed, ids)
+
+    def linear_argmax(self, x: torch.Tensor, packed: PanelLinear | PackedLinear, limit: int) -> torch.Tensor:
+        """See KernelBackend; no more than some columns of the product are ever in memory."""
+        if isinstance(packed, PanelLinear):
+            return linear.argmax(self._library, x, packed, limit)
+        return self._torch.linear_argmax(x, packed, limit)
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PanelHeads | PackedHeads:
         """See KernelBackend."""

@@ -4,34 +4,57 @@ from __future__ import annotations
 
 import torch
 
+from kernels.interface import PackedLinear
+from kernels.sampling import greedy
 from worker.layers.build import Build
 
 
 class Embedding:
     """This rank's rows of `{name}.weight` [V, H], whose split need not be even: the last rank may have fewer.
 
-    Attributes:
+    Args:
+        build: what layers are made with.
         name: of the tensor, without `.weight`.
-        weight: [rows of each rank, H] in the model dtype.
+        for_head: whether the output head multiplies by the matrix: then the weight as a product wants it is the only
+            copy, and rows are read out of it.
+
+    Attributes:
+        packed: the weight as a product wants it; None unless `for_head`.
     """
 
-    def __init__(self, build: Build, name: str) -> None:
-        self.name = name
+    def __init__(self, build: Build, name: str, for_head: bool) -> None:
         shard = build.shard
         share = -(-build.config.vocab_size // shard.size)
         self._first = shard.rank * share
         rows = slice(min(self._first, build.config.vocab_size), min(self._first + share, build.config.vocab_size))
         self._collectives = shard.collectives
         self._whole = shard.size == 1
-        self.weight = build.kept.keep(f"{name}.weight", lambda: _read(build, f"{name}.weight", rows, share))
+        self._kernels = build.kernels
+        self._num_rows = share
+        self._weight: torch.Tensor | None = None
+        self.packed: PackedLinear = None
+
+        def read() -> torch.Tensor:
+            return _read(build, f"{name}.weight", rows, share)
+
+        if for_head:
+            self.packed = build.kept.keep(name, lambda: build.kernels.pack_linear(read(), None, build.dtype))
+        else:
+            self._weight = build.kept.keep(f"{name}.weight", read)
+
+    def _rows(self, local: torch.Tensor) -> torch.Tensor:
+        """int64 [T], places in this rank's rows -> [T, H]"""
+        if self._weight is None:
+            return self._kernels.packed_rows(self.packed, local)
+        return self._weight.index_select(0, local)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
         """int64 [T] -> [T, H]"""
         if self._whole:
-            return self.weight.index_select(0, token_ids)
+            return self._rows(token_ids)
         local = token_ids - self._first
-        mine = (local >= 0) & (local < self.weight.shape[0])
-        rows = self.weight.index_select(0, local.clamp(0, self.weight.shape[0] - 1))
+        mine = (local >= 0) & (local < self._num_rows)
+        rows = self._rows(local.clamp(0, self._num_rows - 1))
         return self._collectives.all_reduce(rows * mine.unsqueeze(1).to(rows.dtype))
 
 
@@ -45,17 +68,22 @@ def _read(build: Build, name: str, rows: slice, share: int) -> torch.Tensor:
 
 
 class LMHead:
-    """Logits of the vocabulary in float32; `embedding` is the input embedding or the head's own matrix."""
+    """Logits of the vocabulary in float32, by the input embedding or a matrix of its own, made `for_head`."""
 
     def __init__(self, build: Build, embedding: Embedding) -> None:
         self._kernels = build.kernels
         self._collectives = build.shard.collectives
+        self._whole = build.shard.size == 1
         self._vocab_size = build.config.vocab_size
-        self._packed = build.kept.keep(
-            f"{embedding.name} as head", lambda: build.kernels.pack_linear(embedding.weight, None, build.dtype)
-        )
+        self._packed = embedding.packed
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, H] -> float32 [T, V], on every rank"""
         logits = self._collectives.all_gather(self._kernels.linear(hidden, self._packed))
         return logits[:, : self._vocab_size].float()
+
+    def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [T]: the lowest id below `limit` of each row's largest logit, on every rank."""
+        if self._whole:
+            return self._kernels.linear_argmax(hidden, self._packed, limit)
+        return torch.from_numpy(greedy(self(hidden)[:, :limit].numpy()))

@@ -158,11 +158,12 @@ class LlamaForCausalLM:
 
     def __init__(self, build: Build) -> None:
         config = build.config
-        self._embedding = Embedding(build, "model.embed_tokens")
+        self._embedding = Embedding(build, "model.embed_tokens", config.tie_word_embeddings)
         self._rotary = self.make_rotary(build)
         self._layers = [self.make_layer(build, layer) for layer in range(config.num_hidden_layers)]
         self._norm = RMSNorm(build, "model.norm")
-        self._head = LMHead(build, self._embedding if config.tie_word_embeddings else Embedding(build, "lm_head"))
+        tied = config.tie_word_embeddings
+        self._head = LMHead(build, self._embedding if tied else Embedding(build, "lm_head", True))
         self._fused = self._fuse(build)
 
     def _fuse(self, build: Build) -> FusedDecoder | None:
@@ -282,6 +283,10 @@ class LlamaForCausalLM:
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [S, V] of hidden states [S, H]."""
         return self._head(hidden)
+
+    def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [S]: the lowest id below `limit` with the largest logit, of hidden states [S, H]."""
+        return self._head.greedy(hidden, limit)
 
 
 def linear_shapes(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape]:

@@ -246,8 +246,8 @@ FISSILE_API void fissile_write_kv(
 
 namespace {
 
-// Rows of a query tile, about: enough to use the keys often that one has fetched, few enough to share a prefill.
-constexpr int64_t QUERY_ROWS = 32;
+// Rows of a query tile, about: enough to use the keys often that one has widened, few enough to share a prefill.
+constexpr int64_t QUERY_ROWS = 48;
 
 // Splits the step's tokens into query tiles, those with the most keys first: at the end the threads wait for small ones.
 std::vector<QueryTile> query_tiles(

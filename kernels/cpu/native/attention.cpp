@@ -8,6 +8,11 @@
 //
 // Keys that a row does not see have no part in its numbers, not even as zeros times something: what lies in unwritten
 // slots, or belongs to later tokens, may be NaN.
+//
+// All query heads of a key head share one reading of its keys and values. Few rows read them where they are, and fetch what
+// comes next while they compute; many rows have them widened to float32 once. Numbers of a row stand in the order in which
+// they are cheapest to widen (load_two), in queries and sums as in the cache: order within a row does not matter to either
+// until the sums are written.
 #include "attention.hpp"
 
 #include "scratch.hpp"
@@ -19,10 +24,12 @@ using fissile::FLOAT32;
 using fissile::KV_SPLIT;
 using fissile::KV_TILE;
 
-// From so many rows on bfloat16 keys and values are widened once, not by each row.
+// From so many rows on narrow keys and values are widened once, not by each row.
 constexpr int64_t WIDEN_FROM = 5;
-// Vectors of values that are summed at a time.
-constexpr int64_t VALUE_VECTORS = 4;
+// Numbers of two vectors: rows are padded to a multiple of it.
+constexpr int64_t TWO = 2 * WIDTH;
+// Pairs of vectors of values that are summed at a time.
+constexpr int VALUE_PAIRS = 2;
 
 int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
@@ -35,12 +42,14 @@ float scalar_exp(float x) { return exp(splat(x))[0]; }
 // What tasks have in common.
 struct Shape {
   int64_t group;      // query heads of a key head
-  int64_t width;      // dim rounded up to whole vectors
+  int64_t width;      // of a row, rounded up to whole vectors
+  int64_t stride;     // of rows that were widened: an odd number of cache lines, so that columns are not all in one set
   int64_t most_rows;  // of a query tile
 
   explicit Shape(const fissile::Attention& work)
       : group(work.heads / work.kv_heads),
-        width(tiles_of(work.dim, WIDTH) * WIDTH),
+        width(tiles_of(work.dim, TWO) * TWO),
+        stride(width | 16),
         most_rows(work.tile_tokens * group) {}
 
   int64_t state_size() const { return most_rows * (width + 2); }
@@ -95,7 +104,6 @@ struct Range {
   int64_t end;
 
   bool empty() const { return begin >= end; }
-  bool operator==(const Range& other) const { return begin == other.begin && end == other.end; }
 };
 
 Range seen_by(const fissile::Attention& work, int64_t position, int64_t first_key) {
@@ -103,33 +111,68 @@ Range seen_by(const fissile::Attention& work, int64_t position, int64_t first_ke
   return {at_least(begin, 0), at_most(position + 1 - first_key, KV_TILE)};
 }
 
-// scores[row][key] for 8 keys and one row, or 4 keys and two rows: the same sums either way.
-template <int ROWS, class Number>
-FISSILE_INLINE void score(
-    const float* q, int64_t width, const Number* const* keys, float* scores) {
-  constexpr int KEYS = 8 / ROWS;
-  Floats sums[8];
-  for (auto& one : sums) one = zeros();
-  for (int64_t i = 0; i < width; i += WIDTH) {
+// Keys or values of a KV tile.
+template <class Number>
+struct Rows {
+  const Number* base;
+  const int64_t* offsets;
+
+  const Number* operator[](int64_t k) const { return base + offsets[k]; }
+};
+
+// Narrow rows are read where they are, and come from memory; float32 ones have mostly been widened just now.
+FISSILE_INLINE void fetch(const Bf16* from) { __builtin_prefetch(from); }
+FISSILE_INLINE void fetch(const float*) {}
+
+// Adds the products of the TWO numbers at i to the sums: one number of each lane after the other, whatever ROWS and KEYS.
+template <int ROWS, int KEYS>
+FISSILE_INLINE void multiply(
+    const float* q, int64_t width, const float* const* keys, const float* const*, int64_t i, Floats (*sums)[KEYS]) {
+#pragma GCC unroll 2
+  for (int64_t part = i; part < i + TWO; part += WIDTH) {
     Floats queries[ROWS];
-    for (int r = 0; r < ROWS; r++) queries[r] = load(q + r * width + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) queries[r] = kept(load(q + r * width + part));
 #pragma GCC unroll 8
     for (int k = 0; k < KEYS; k++) {
-      Floats key = load(keys[k] + i);
-#pragma GCC unroll 2
-      for (int r = 0; r < ROWS; r++) sums[r * KEYS + k] = fma(queries[r], key, sums[r * KEYS + k]);
+      Floats key = kept(load(keys[k] + part));
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) sums[r][k] = fma(queries[r], key, sums[r][k]);
     }
   }
-  Floats8 totals = sums_of_8(sums);
-  float eight[8];
-  __builtin_memcpy(eight, &totals, sizeof eight);
-  for (int r = 0; r < ROWS; r++) __builtin_memcpy(scores + r * KV_TILE, eight + r * KEYS, KEYS * sizeof(float));
 }
 
-template <int ROWS, class Number>
-void score_rows(const float* q, int64_t width, const Number* const* keys, Range seen, float* scores) {
-  constexpr int KEYS = 8 / ROWS;
-  for (int64_t k = seen.begin / KEYS * KEYS; k < seen.end; k += KEYS) score<ROWS>(q, width, keys + k, scores + k);
+// The same for narrow keys, which are read where they are; fetches those numbers of `ahead`.
+template <int ROWS, int KEYS>
+FISSILE_INLINE void multiply(
+    const float* q, int64_t width, const Bf16* const* keys, const Bf16* const* ahead, int64_t i, Floats (*sums)[KEYS]) {
+#pragma GCC unroll 8
+  for (int k = 0; k < KEYS; k++) {
+    __builtin_prefetch(ahead[k] + i);
+    Two key = load_two(keys[k] + i);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) sums[r][k] = fma(load(q + r * width + i), key.first, sums[r][k]);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) sums[r][k] = fma(load(q + r * width + i + WIDTH), key.second, sums[r][k]);
+  }
+}
+
+// scores[row][key] for the KEYS keys from `first` on.
+template <int ROWS, int KEYS, class Number>
+FISSILE_INLINE void score(
+    const float* q, int64_t width, Rows<Number> keys, Rows<Number> ahead, int64_t first, float* scores) {
+  const Number *at[KEYS], *next[KEYS];
+  for (int k = 0; k < KEYS; k++) at[k] = keys[first + k];
+  for (int k = 0; k < KEYS; k++) next[k] = ahead[first + k];
+  Floats sums[ROWS][KEYS];
+  for (int r = 0; r < ROWS; r++)
+    for (int k = 0; k < KEYS; k++) sums[r][k] = zeros();
+  for (int64_t i = 0; i < width; i += TWO) multiply<ROWS, KEYS>(q, width, at, next, i, sums);
+  for (int r = 0; r < ROWS; r++)
+    for (int k = 0; k < KEYS; k += 4) {
+      Floats4 totals = sums_of_4(sums[r] + k);
+      __builtin_memcpy(scores + r * KV_TILE + first + k, &totals, sizeof totals);
+    }
 }
 
 // Turns a row's scores into weights, and brings its state up to their largest.
@@ -154,71 +197,77 @@ void weigh(const Shape& shape, const State& state, int64_t r, Range seen, float*
   state.sums[r] += sum(total);
 }
 
-// values[row] += weights[row] * rows of V, for VECTORS vectors of the columns.
-template <int ROWS, int VECTORS, class Number>
-FISSILE_INLINE void add_values(const float* weights, const Number* const* rows, Range seen, int64_t column,
+// Adds to the sums of each row its factor times PAIRS pairs of vectors of values.
+template <int ROWS, int PAIRS>
+FISSILE_INLINE void add_products(const Floats* factors, const float* values, Two (*sums)[PAIRS]) {
+#pragma GCC unroll 4
+  for (int p = 0; p < PAIRS; p++) {
+    const Floats first = kept(load(values + p * TWO));
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) sums[r][p].first = fma(factors[r], first, sums[r][p].first);
+    const Floats second = kept(load(values + p * TWO + WIDTH));
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) sums[r][p].second = fma(factors[r], second, sums[r][p].second);
+  }
+}
+
+template <int ROWS, int PAIRS>
+FISSILE_INLINE void add_products(const Floats* factors, const Bf16* values, Two (*sums)[PAIRS]) {
+#pragma GCC unroll 4
+  for (int p = 0; p < PAIRS; p++) {
+    const Two value = load_two(values + p * TWO);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) sums[r][p].first = fma(factors[r], value.first, sums[r][p].first);
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++) sums[r][p].second = fma(factors[r], value.second, sums[r][p].second);
+  }
+}
+
+// values[row] += weights[row] * rows of V, for PAIRS pairs of vectors of the columns. Fetches the same ones of `ahead`.
+template <int ROWS, int PAIRS, class Number>
+FISSILE_INLINE void add_values(const float* weights, Rows<Number> rows, Rows<Number> ahead, Range seen, int64_t column,
                                float* values, int64_t width) {
-  Floats sums[ROWS][VECTORS];
+  Two sums[ROWS][PAIRS];
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECTORS; v++) sums[r][v] = load(values + r * width + column + v * WIDTH);
+    for (int p = 0; p < PAIRS; p++) sums[r][p] = load_two(values + r * width + column + p * TWO);
   for (int64_t k = seen.begin; k < seen.end; k++) {
     Floats factors[ROWS];
-    for (int r = 0; r < ROWS; r++) factors[r] = splat(weights[r * KV_TILE + k]);
-#pragma GCC unroll 4
-    for (int v = 0; v < VECTORS; v++) {
-      Floats value = load(rows[k] + column + v * WIDTH);
-#pragma GCC unroll 2
-      for (int r = 0; r < ROWS; r++) sums[r][v] = fma(factors[r], value, sums[r][v]);
-    }
+    for (int r = 0; r < ROWS; r++) factors[r] = kept(splat(weights[r * KV_TILE + k]));
+    fetch(ahead[k] + column);
+    add_products<ROWS, PAIRS>(factors, rows[k] + column, sums);
   }
   for (int r = 0; r < ROWS; r++)
-    for (int v = 0; v < VECTORS; v++) store(values + r * width + column + v * WIDTH, sums[r][v]);
+    for (int p = 0; p < PAIRS; p++) store_two(values + r * width + column + p * TWO, sums[r][p]);
 }
 
-template <int ROWS, class Number>
-void add_rows(const float* weights, const Number* const* rows, Range seen, float* values, int64_t width) {
-  int64_t column = 0;
-  for (; column + VALUE_VECTORS * WIDTH <= width; column += VALUE_VECTORS * WIDTH)
-    add_values<ROWS, VALUE_VECTORS>(weights, rows, seen, column, values, width);
-  for (; column < width; column += WIDTH) add_values<ROWS, 1>(weights, rows, seen, column, values, width);
-}
-
-// Where the keys, or the values, of a KV tile are; those past the sequence's end stand for the last one.
+// float32 copies of rows of `dim` numbers.
 template <class Number>
-void locate(const fissile::Attention& work, const int64_t* table, int64_t head, int64_t first, int64_t filled,
-            const Number* base, const Number** rows) {
-  for (int64_t k = 0; k < filled;) {
-    const int64_t block = table[(first + k) / work.block_size], offset = (first + k) % work.block_size;
-    const Number* row = base + ((block * work.kv_heads + head) * work.block_size + offset) * work.dim;
-    for (const int64_t end = at_most(filled, k + work.block_size - offset); k < end; k++, row += work.dim) rows[k] = row;
-  }
-  for (int64_t k = filled; k < KV_TILE; k++) rows[k] = rows[filled - 1];
-}
-
-// float32 copies of whole vectors of those rows.
-template <class Number>
-void widen(const Number* const* rows, int64_t dim, int64_t width, int64_t filled, float* memory, const float** wide) {
+void widen(Rows<Number> rows, int64_t dim, const Shape& shape, int64_t filled, float* wide) {
   for (int64_t k = 0; k < filled; k++) {
-    for (int64_t i = 0; i < width; i += WIDTH) store(memory + k * width + i, load_up_to(rows[k] + i, dim - i));
-    wide[k] = memory + k * width;
+    const Number* from = rows[k];
+    float* to = wide + k * shape.stride;
+    int64_t i = 0;
+    for (; i + TWO <= dim; i += TWO) store_two(to + i, load_two(from + i));
+    if (i < dim) store_two(to + i, load_two_part(from + i, dim - i));
   }
-  for (int64_t k = filled; k < KV_TILE; k++) wide[k] = wide[filled - 1];
 }
 
 // One query tile and one key head, tile by tile of its keys.
-template <class Number, class KvNumber>
+template <class KvNumber>
 struct Task {
   const fissile::Attention& work;
   const Shape shape{work};
   const fissile::QueryTile& tile;
   const int64_t head;
   const int64_t rows = tile.tokens * shape.group;
+  // Whether keys and values are widened before they are used.
+  const bool widened = shape.width != work.dim || (sizeof(KvNumber) != sizeof(float) && rows >= WIDEN_FROM);
   float* const q;
   float* const scores;
   float* const wide;
 
   static int64_t memory(const Shape& shape) {
-    return shape.most_rows * (shape.width + KV_TILE) + KV_TILE * shape.width;
+    return shape.most_rows * (shape.width + KV_TILE) + KV_TILE * shape.stride;
   }
 
   Task(const fissile::Attention& work, const fissile::QueryTile& tile, int64_t head, float* memory)
@@ -229,75 +278,141 @@ struct Task {
         scores(q + shape.most_rows * shape.width),
         wide(scores + shape.most_rows * KV_TILE) {}
 
+  int64_t position(int64_t row) const { return tile.position + row / shape.group; }
+
   // Row t * group + g is head g of token t.
-  void load_queries() const {
+  template <class Number>
+  void load_queries_of() const {
     for (int64_t r = 0; r < rows; r++) {
       const Number* from = static_cast<const Number*>(work.q) + (tile.row + r / shape.group) * work.q_row_stride +
                            (head * shape.group + r % shape.group) * work.q_head_stride;
-      for (int64_t i = 0; i < shape.width; i += WIDTH)
-        store(q + r * shape.width + i, load_up_to(from + i, work.dim - i) * splat(work.scale));
+      for (int64_t i = 0; i < shape.width; i += TWO) {
+        Two two{load_up_to(from + i, work.dim - i), load_up_to(from + i + WIDTH, work.dim - i - WIDTH)};
+        Two scaled{two.first * splat(work.scale), two.second * splat(work.scale)};
+        store_two(q + r * shape.width + i, as_loaded(scaled, static_cast<const KvNumber*>(nullptr)));
+      }
     }
   }
 
-  // Calls f(row, rows at once, what they see) for one or two rows at a time.
-  template <class Function>
-  __attribute__((always_inline)) void each(int64_t first_key, Function f) const {
-    for (int64_t r = 0; r < rows;) {
-      Range seen = seen_by(work, tile.position + r / shape.group, first_key);
-      bool two = r + 1 < rows && seen == seen_by(work, tile.position + (r + 1) / shape.group, first_key);
-      if (!seen.empty()) f(r, two, seen);
-      r += two ? 2 : 1;
+  template <class Number>
+  void score_all(int64_t first_key, Rows<Number> keys, Rows<Number> ahead) const {
+    const int64_t begin = seen_by(work, position(0), first_key).begin;
+    const int64_t end = seen_by(work, position(rows - 1), first_key).end;
+    for (int64_t k = begin / 8 * 8; k < end; k += 8) {
+      int64_t r = 0;
+      for (; rows - r >= 3; r += 3) score_rows<3, 4>(r, k, keys, ahead);
+      if (rows - r == 2) score_rows<2, 4>(r, k, keys, ahead);
+      else if (rows - r == 1) score_rows<1, 8>(r, k, keys, ahead);
     }
   }
 
-  template <class Row>
-  void score_all(int64_t first_key, const Row* const* keys) const {
-    each(first_key, [&](int64_t r, bool two, Range seen) {
-      const float* from = q + r * shape.width;
-      if (two) score_rows<2>(from, shape.width, keys, seen, scores + r * KV_TILE);
-      else score_rows<1>(from, shape.width, keys, seen, scores + r * KV_TILE);
-    });
-  }
-
-  template <class Row>
-  void add_all(int64_t first_key, const Row* const* values, const State& state) const {
-    each(first_key, [&](int64_t r, bool two, Range seen) {
-      float* to = state.values + r * shape.width;
-      if (two) add_rows<2>(scores + r * KV_TILE, values, seen, to, shape.width);
-      else add_rows<1>(scores + r * KV_TILE, values, seen, to, shape.width);
-    });
+  // Rows r and following, for the eight keys from `first` on.
+  template <int ROWS, int KEYS, class Number>
+  __attribute__((always_inline)) void score_rows(
+      int64_t r, int64_t first, Rows<Number> keys, Rows<Number> ahead) const {
+    for (int64_t k = first; k < first + 8; k += KEYS)
+      score<ROWS, KEYS>(q + r * shape.width, shape.width, keys, ahead, k, scores + r * KV_TILE);
   }
 
   void weigh_all(int64_t first_key, const State& state) const {
-    each(first_key, [&](int64_t r, bool two, Range seen) {
-      for (int64_t one = r; one < r + (two ? 2 : 1); one++) weigh(shape, state, one, seen, scores + one * KV_TILE);
-    });
+    for (int64_t r = 0; r < rows; r++) {
+      Range seen = seen_by(work, position(r), first_key);
+      if (!seen.empty()) weigh(shape, state, r, seen, scores + r * KV_TILE);
+    }
   }
 
-  void add_tile(int64_t first_key, const State& state) const {
+  // Columns outside, so that those of a tile stay in the nearest cache while all rows use them.
+  template <class Number>
+  void add_all(int64_t first_key, Rows<Number> values, Rows<Number> ahead, const State& state) const {
+    int64_t column = 0;
+    for (; column + VALUE_PAIRS * TWO <= shape.width; column += VALUE_PAIRS * TWO)
+      add_columns<VALUE_PAIRS>(first_key, values, ahead, column, state);
+    for (; column < shape.width; column += TWO) add_columns<1>(first_key, values, ahead, column, state);
+  }
+
+  template <int PAIRS, class Number>
+  __attribute__((always_inline)) void add_columns(
+      int64_t first_key, Rows<Number> values, Rows<Number> ahead, int64_t column, const State& state) const {
+    int64_t r = 0;
+    for (; rows - r >= 3; r += 3) add_rows<3, PAIRS>(first_key, r, values, ahead, column, state);
+    if (rows - r == 2) add_rows<2, PAIRS>(first_key, r, values, ahead, column, state);
+    else if (rows - r == 1) add_rows<1, PAIRS>(first_key, r, values, ahead, column, state);
+  }
+
+  // What all the rows see, in one go; what some see before and after it, row by row.
+  template <int ROWS, int PAIRS, class Number>
+  __attribute__((always_inline)) void add_rows(int64_t first_key, int64_t first_row, Rows<Number> values,
+                                               Rows<Number> ahead, int64_t column, const State& state) const {
+    Range all{seen_by(work, position(first_row + ROWS - 1), first_key).begin,
+              seen_by(work, position(first_row), first_key).end};
+    all.end = at_least(all.begin, all.end);
+    auto one_by_one = [&](bool before) {
+      for (int64_t r = first_row; r < first_row + ROWS; r++) {
+        Range seen = seen_by(work, position(r), first_key);
+        if (before) seen.end = at_most(seen.end, all.begin);
+        else seen.begin = at_least(seen.begin, all.end);
+        if (!seen.empty()) add_values<1, PAIRS>(r, values, ahead, seen, column, state);
+      }
+    };
+    if (ROWS > 1) one_by_one(true);
+    add_values<ROWS, PAIRS>(first_row, values, ahead, all, column, state);
+    if (ROWS > 1) one_by_one(false);
+  }
+
+  template <int ROWS, int PAIRS, class Number>
+  __attribute__((always_inline)) void add_values(int64_t r, Rows<Number> values, Rows<Number> ahead, Range seen,
+                                                 int64_t column, const State& state) const {
+    FISSILE_ISA::add_values<ROWS, PAIRS>(
+        scores + r * KV_TILE, values, ahead, seen, column, state.values + r * shape.width, shape.width);
+  }
+
+  // Where the keys of a tile are, and the values; those past the sequence's end stand for the last one.
+  void locate(int64_t first, int64_t filled, int64_t* offsets) const {
     const int64_t* table = work.block_tables + tile.sequence * work.table_stride;
-    const int64_t filled = at_most(work.seq_lens[tile.sequence] - first_key, KV_TILE);
-    const KvNumber* rows_at[KV_TILE];
-    const float* wide_at[KV_TILE];
-    const bool widened = shape.width != work.dim || (sizeof(KvNumber) != sizeof(float) && rows >= WIDEN_FROM);
-    locate(work, table, head, first_key, filled, static_cast<const KvNumber*>(work.keys), rows_at);
-    if (widened) widen(rows_at, work.dim, shape.width, filled, wide, wide_at);
-    if (widened) score_all(first_key, wide_at);
-    else score_all(first_key, rows_at);
+    for (int64_t k = 0; k < filled;) {
+      const int64_t block = table[(first + k) / work.block_size], place = (first + k) % work.block_size;
+      int64_t offset = ((block * work.kv_heads + head) * work.block_size + place) * work.dim;
+      const int64_t end = at_most(filled, k + work.block_size - place);
+      for (; k < end; k++, offset += work.dim) offsets[k] = offset;
+    }
+    for (int64_t k = filled; k < KV_TILE; k++) offsets[k] = offsets[filled - 1];
+  }
+
+  int64_t filled(int64_t first_key) const { return at_most(work.seq_lens[tile.sequence] - first_key, KV_TILE); }
+
+  // The tile at `first_key`, whose rows are at `here`; those of the next one, at `next`, are fetched.
+  void add_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
+    const Rows<KvNumber> keys{static_cast<const KvNumber*>(work.keys), here};
+    const Rows<KvNumber> values{static_cast<const KvNumber*>(work.values), here};
+    const Rows<KvNumber> next_keys{keys.base, next};
+    int64_t wide_offsets[KV_TILE];
+    for (int64_t k = 0; k < KV_TILE; k++) wide_offsets[k] = k * shape.stride;
+    const Rows<float> wide_rows{wide, wide_offsets};
+    if (widened) widen(keys, work.dim, shape, filled(first_key), wide);
+    if (widened) score_all(first_key, wide_rows, wide_rows);
+    else score_all(first_key, keys, values);
     weigh_all(first_key, state);
-    locate(work, table, head, first_key, filled, static_cast<const KvNumber*>(work.values), rows_at);
-    if (widened) widen(rows_at, work.dim, shape.width, filled, wide, wide_at);
-    if (widened) add_all(first_key, wide_at, state);
-    else add_all(first_key, rows_at, state);
+    if (widened) widen(values, work.dim, shape, filled(first_key), wide);
+    if (widened) add_all(first_key, wide_rows, wide_rows, state);
+    else add_all(first_key, values, next_keys, state);
   }
 
   // The state of one split.
   void add_split(int64_t split, const State& state) const {
     state.clear(shape, rows);
-    const int64_t last = tile.position + tile.tokens;
+    const int64_t last = at_most(tile.position + tile.tokens, (split + 1) * KV_SPLIT);
     const int64_t first_seen = work.window ? at_least(tile.position - work.window + 1, 0) : 0;
-    const int64_t begin = at_least(split * KV_SPLIT, first_seen / KV_TILE * KV_TILE);
-    for (int64_t key = begin; key < at_most(last, (split + 1) * KV_SPLIT); key += KV_TILE) add_tile(key, state);
+    int64_t places[2][KV_TILE];
+    int64_t *here = places[0], *next = places[1];
+    int64_t key = at_least(split * KV_SPLIT, first_seen / KV_TILE * KV_TILE);
+    if (key < last) locate(key, filled(key), here);
+    for (; key < last; key += KV_TILE) {
+      if (key + KV_TILE < last) locate(key + KV_TILE, filled(key + KV_TILE), next);
+      add_tile(key, here, key + KV_TILE < last ? next : here, state);
+      int64_t* const done = here;
+      here = next;
+      next = done;
+    }
   }
 
   // All splits, with `part` for each but the first.
@@ -310,49 +425,66 @@ struct Task {
     }
   }
 
+  void add_sink(const State& state, int64_t row, float sink) const {
+    raise(shape, state, row, sink);
+    state.sums[row] += scalar_exp(sink - state.highest[row]);
+  }
+
+  template <class Number>
   void write(const State& state) const {
     for (int64_t r = 0; r < rows; r++) {
       const int64_t out_head = head * shape.group + r % shape.group;
-      if (work.sinks) {
-        raise(shape, state, r, work.sinks[out_head]);
-        state.sums[r] += scalar_exp(work.sinks[out_head] - state.highest[r]);
-      }
+      if (work.sinks) add_sink(state, r, work.sinks[out_head]);
       Number* to = static_cast<Number*>(work.out) + ((tile.row + r / shape.group) * work.heads + out_head) * work.dim;
       const float* from = state.values + r * shape.width;
       Floats total = splat(state.sums[r]);
-      for (int64_t i = 0; i < work.dim; i += WIDTH) store_up_to(to + i, load(from + i) / total, work.dim - i);
+      for (int64_t i = 0; i < work.dim; i += TWO) {
+        Two two = as_stored(load_two(from + i), static_cast<const KvNumber*>(nullptr));
+        store_up_to(to + i, two.first / total, work.dim - i);
+        store_up_to(to + i + WIDTH, two.second / total, work.dim - i - WIDTH);
+      }
     }
+  }
+
+  void load_queries() const {
+    if (work.dtype == FLOAT32) load_queries_of<float>();
+    else load_queries_of<Bf16>();
+  }
+
+  void finish(const State& state) const {
+    if (work.dtype == FLOAT32) write<float>(state);
+    else write<Bf16>(state);
   }
 };
 
-template <class Number, class KvNumber>
+template <class KvNumber>
 void run(const fissile::Attention& work, int64_t task) {
-  using Made = Task<Number, KvNumber>;
   const Shape shape(work);
   const int64_t split = task % work.splits, pair = task / work.splits;
-  float* memory = fissile::scratch(fissile::OF_TASK, Made::memory(shape) + 2 * shape.state_size());
-  const Made made(work, work.tiles[pair / work.kv_heads], pair % work.kv_heads, memory);
+  const int64_t memory_of_task = Task<KvNumber>::memory(shape);
+  float* memory = fissile::scratch(fissile::OF_TASK, memory_of_task + 2 * shape.state_size());
+  const Task<KvNumber> made(work, work.tiles[pair / work.kv_heads], pair % work.kv_heads, memory);
   made.load_queries();
   if (work.splits > 1) {
     made.add_split(split, State(shape, work.states + task * shape.state_size()));
     return;
   }
-  float* states = memory + Made::memory(shape);
+  float* states = memory + memory_of_task;
   const State state(shape, states);
   made.add_all_splits(state, State(shape, states + shape.state_size()));
-  made.write(state);
+  made.finish(state);
 }
 
-template <class Number>
+template <class KvNumber>
 void run_merge(const fissile::Attention& work, int64_t task) {
   const Shape shape(work);
-  const Task<Number, float> made(work, work.tiles[task / work.kv_heads], task % work.kv_heads, nullptr);
+  const Task<KvNumber> made(work, work.tiles[task / work.kv_heads], task % work.kv_heads, nullptr);
   float* states = work.states + task * work.splits * shape.state_size();
   const State state(shape, states);
   const int64_t splits = tiles_of(made.tile.position + made.tile.tokens, KV_SPLIT);
   for (int64_t split = 1; split < splits; split++)
     merge(shape, state, State(shape, states + split * shape.state_size()), made.rows);
-  made.write(state);
+  made.finish(state);
 }
 
 }  // namespace
@@ -362,15 +494,14 @@ int64_t attention_state_size(const fissile::Attention& work) { return Shape(work
 int64_t attention_tasks(const fissile::Attention& work) { return work.num_tiles * work.kv_heads * work.splits; }
 
 void attention(const fissile::Attention& work, int64_t task) {
-  const bool narrow = work.kv_dtype != FLOAT32;
-  if (work.dtype == FLOAT32) return narrow ? run<float, Bf16>(work, task) : run<float, float>(work, task);
-  return narrow ? run<Bf16, Bf16>(work, task) : run<Bf16, float>(work, task);
+  if (work.kv_dtype == FLOAT32) run<float>(work, task);
+  else run<Bf16>(work, task);
 }
 
 int64_t attention_merge_tasks(const fissile::Attention& work) { return work.num_tiles * work.kv_heads; }
 
 void attention_merge(const fissile::Attention& work, int64_t task) {
-  if (work.dtype == FLOAT32) run_merge<float>(work, task);
+  if (work.kv_dtype == FLOAT32) run_merge<float>(work, task);
   else run_merge<Bf16>(work, task);
 }
 

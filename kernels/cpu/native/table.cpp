@@ -34,6 +34,7 @@ const fissile::Kernels kernels = {
     .attention_merge_tasks = attention_merge_tasks,
     .attention_merge = attention_merge,
     .sample = sample,
+    .largest_of_row = largest_of_row,
 };
 
 }  // namespace FISSILE_ISA

@@ -81,11 +81,17 @@ FISSILE_INLINE Floats fma(Floats a, Floats b, Floats c) {
 FISSILE_INLINE Floats maximum(Floats a, Floats b) { return a > b ? a : b; }
 FISSILE_INLINE Floats minimum(Floats a, Floats b) { return a < b ? a : b; }
 
-FISSILE_INLINE Floats load(const float* from) {
-  Floats value;
-  __builtin_memcpy(&value, from, sizeof value);
+// The value, in a register: the compiler would rather read it again from memory for every use.
+FISSILE_INLINE Floats kept(Floats value) {
+#if (FISSILE_WIDTH == 8 && defined(__AVX__)) || (FISSILE_WIDTH == 16 && defined(__AVX512F__))
+  asm("" : "+v"(value));
+#endif
   return value;
 }
+
+using FloatsAnywhere = float __attribute__((vector_size(WIDTH * 4), aligned(4), may_alias));
+
+FISSILE_INLINE Floats load(const float* from) { return *(const FloatsAnywhere*)from; }
 
 FISSILE_INLINE Floats load(const Bf16* from) {
   Halves halves;
@@ -98,6 +104,55 @@ FISSILE_INLINE Floats load(const Bf16* from) {
 }
 
 FISSILE_INLINE void store(float* to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
+
+// 2 WIDTH numbers.
+struct Two {
+  Floats first;
+  Floats second;
+};
+
+// In the order in which they lie in memory.
+FISSILE_INLINE Two load_two(const float* from) { return {load(from), load(from + WIDTH)}; }
+
+// Those at even places, then those at odd ones: a shift and a mask, where their own order takes twice as much.
+FISSILE_INLINE Two load_two(const Bf16* from) {
+  Words words;
+  __builtin_memcpy(&words, from, sizeof words);
+  return {(Floats)(words << 16), (Floats)(words & splat_word(0xFFFF0000u))};
+}
+
+FISSILE_INLINE void store_two(float* to, Two two) {
+  store(to, two.first);
+  store(to + WIDTH, two.second);
+}
+
+#if FISSILE_WIDTH == 16
+#define FISSILE_SHUFFLED(a, b, at) \
+  __builtin_shufflevector(a, b, at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7), at(8), at(9), at(10), at(11), \
+                          at(12), at(13), at(14), at(15))
+#else
+#define FISSILE_SHUFFLED(a, b, at) __builtin_shufflevector(a, b, at(0), at(1), at(2), at(3), at(4), at(5), at(6), at(7))
+#endif
+
+// Numbers in the order of memory as load_two gives them, and back.
+FISSILE_INLINE Two as_loaded(Two two, const float*) { return two; }
+FISSILE_INLINE Two as_stored(Two two, const float*) { return two; }
+
+FISSILE_INLINE Two as_loaded(Two two, const Bf16*) {
+#define FISSILE_EVEN(lane) (2 * (lane))
+#define FISSILE_ODD(lane) (2 * (lane) + 1)
+  return {FISSILE_SHUFFLED(two.first, two.second, FISSILE_EVEN), FISSILE_SHUFFLED(two.first, two.second, FISSILE_ODD)};
+#undef FISSILE_EVEN
+#undef FISSILE_ODD
+}
+
+FISSILE_INLINE Two as_stored(Two two, const Bf16*) {
+#define FISSILE_LOWER(lane) ((lane) / 2 + (lane) % 2 * WIDTH)
+#define FISSILE_UPPER(lane) (WIDTH / 2 + (lane) / 2 + (lane) % 2 * WIDTH)
+  return {FISSILE_SHUFFLED(two.first, two.second, FISSILE_LOWER), FISSILE_SHUFFLED(two.first, two.second, FISSILE_UPPER)};
+#undef FISSILE_LOWER
+#undef FISSILE_UPPER
+}
 
 // Bits of the nearest bfloat16, ties to even, in the lower halves; NaN stays NaN.
 FISSILE_INLINE Words narrowed(Floats value) {
@@ -127,6 +182,14 @@ FISSILE_INLINE Floats load_part(const Number* from, int64_t count) {
   Number buffer[WIDTH] = {};
   for (int64_t i = 0; i < count; i++) buffer[i] = from[i];
   return load(buffer);
+}
+
+// The first `count` < 2 WIDTH numbers, zeros behind them, in the order of load_two.
+template <class Number>
+FISSILE_INLINE Two load_two_part(const Number* from, int64_t count) {
+  Number buffer[2 * WIDTH] = {};
+  for (int64_t i = 0; i < count; i++) buffer[i] = from[i];
+  return load_two(buffer);
 }
 
 template <class Number>
@@ -175,6 +238,19 @@ FISSILE_INLINE Floats8 sums_of_8(const Floats* x) {
          __builtin_shufflevector(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
 }
 
+// Sums of the lanes of four vectors, each by the tree of sums_of_8.
+FISSILE_INLINE Floats4 sums_of_4(const Floats* x) {
+  Floats8 pairs[2];
+  for (int i = 0; i < 2; i++) {
+    Floats8 a = folded(x[2 * i]), b = folded(x[2 * i + 1]);
+    pairs[i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
+               __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
+  }
+  Floats8 fours = __builtin_shufflevector(pairs[0], pairs[1], 0, 1, 8, 9, 4, 5, 12, 13) +
+                  __builtin_shufflevector(pairs[0], pairs[1], 2, 3, 10, 11, 6, 7, 14, 15);
+  return __builtin_shufflevector(fours, fours, 0, 1, 2, 3) + __builtin_shufflevector(fours, fours, 4, 5, 6, 7);
+}
+
 // The sum of a vector's lanes, by one tree of additions.
 FISSILE_INLINE float sum(Floats x) {
   Floats8 eight = folded(x);
@@ -183,9 +259,18 @@ FISSILE_INLINE float sum(Floats x) {
 }
 
 FISSILE_INLINE float largest(Floats x) {
-  float best = x[0];
-  for (int i = 1; i < WIDTH; i++) best = x[i] > best ? x[i] : best;
-  return best;
+#if FISSILE_WIDTH == 16
+  Floats8 upper = __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+  Floats8 eight = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7);
+  eight = eight > upper ? eight : upper;
+#else
+  Floats8 eight = x;
+#endif
+  Floats4 a = __builtin_shufflevector(eight, eight, 0, 1, 2, 3), b = __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+  a = a > b ? a : b;
+  b = __builtin_shufflevector(a, a, 2, 3, 0, 1);
+  a = a > b ? a : b;
+  return a[0] > a[1] ? a[0] : a[1];
 }
 
 // e^x to about one unit in the last place, for x in [-87, 88]; beyond that what the border gives, NaN for NaN.

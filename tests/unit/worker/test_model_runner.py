@@ -9,7 +9,7 @@ from structlog.testing import capture_logs
 
 from common.config import Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
-from kernels.select import select_backend
+from kernels.select import AUTO, BACKENDS, select_backend
 from tests.checkpoints import make_checkpoint
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.dtype import resolve_dtype
@@ -27,9 +27,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_runner(
-    folder: Path, dtype: str = "float32", max_model_len: int = 512, kv_cache_dtype: str = "auto"
+    folder: Path,
+    dtype: str = "float32",
+    max_model_len: int = 512,
+    kv_cache_dtype: str = "auto",
+    kernels: str = AUTO,
 ) -> ModelRunner:
-    config = Config(model=str(folder), dtype=dtype, max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype)
+    config = Config(
+        model=str(folder), dtype=dtype, max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, kernels=kernels
+    )
     return ModelRunner(config, ModelConfig.from_folder(folder))
 
 
@@ -64,6 +70,27 @@ def test_only_final_rows_are_sampled(runner: ModelRunner) -> None:
     assert output.req_ids == [final.id]
     assert len(output.token_ids[final.id]) == 1
     assert runner.forward(batch_of((chunk, 30))).token_ids == {}
+
+
+@pytest.mark.parametrize("kernels", list(BACKENDS))
+def test_greedy_steps_without_logits_give_the_tokens_of_logits(folder: Path, kernels: str) -> None:
+    try:
+        runner = make_runner(folder, "bfloat16", kernels=kernels)
+    except ModelError as error:
+        pytest.skip(str(error))
+    runner.allocate_kv_cache(8)
+    seqs = [sequence(list(range(50 + 9 * i, 90)), [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(2)]
+    chunk = sequence(list(range(40)), [6, 7])
+    for count in (1, 2):
+        batch = batch_of(*((seq, seq.num_tokens) for seq in seqs[:count]), (chunk, 16))
+        assert batch.is_greedy
+        by_logits = runner.postprocess(batch, runner.run_model(runner.prepare_model(batch)))
+        assert runner.forward(batch).token_ids == by_logits.token_ids
+        assert by_logits.req_ids == [seq.id for seq in seqs[:count]]
+    warm = sequence([5, 6], [7], temperature=0.5)
+    assert not batch_of((seqs[0], 1), (warm, 2)).is_greedy
+    steered = Sequence([5, 6], 16, SamplingParams(temperature=0.0, min_tokens=4, max_tokens=5))
+    assert not batch_of((steered, 2)).is_greedy
 
 
 def test_sampling_follows_seed_and_position_not_batch(runner: ModelRunner) -> None:
