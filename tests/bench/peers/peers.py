@@ -95,6 +95,7 @@ class Process:
         log: the file.
         environment: variables beside the inherited ones.
         answers: whether its standard input and output are pipes.
+        serves: whether it can be asked; a server's own answer.
         child: once it has been started.
     """
 
@@ -102,6 +103,7 @@ class Process:
     log: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     answers: bool = False
+    serves: Callable[[], bool] = lambda: True
     child: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
@@ -185,7 +187,6 @@ class Server(Peer):
     Args:
         name: of the peer.
         processes: makes those that serve on a port.
-        serves: whether the port answers.
         client: to the port.
     """
 
@@ -193,27 +194,24 @@ class Server(Peer):
         self,
         name: str,
         processes: Callable[[int], list[Process]],
-        serves: Callable[[int], bool],
         client: Callable[[int], contextlib.AbstractAsyncContextManager[Ask]],
     ) -> None:
         super().__init__(name)
-        self._make_processes, self._serves, self._client = processes, serves, client
+        self._make_processes, self._client = processes, client
         self._port = 0
 
     async def start(self) -> None:
-        """Starts the processes and waits for the port."""
+        """Starts the processes and waits until all of them serve."""
         self._port = free_port()
         self.processes = self._make_processes(self._port)
         for process in self.processes:
             process.start()
         end = time.monotonic() + START_TIMEOUT_S
-        while not self._serves(self._port):
-            last = self.processes[-1].running
-            if time.monotonic() > end:
-                raise PeerError(f"{self.name} (process {last.pid}) does not serve after {START_TIMEOUT_S:.0f} s")
-            for process in self.processes:
-                _ = process.running
-            await asyncio.sleep(_POLL_S)
+        for process in self.processes:
+            while not process.serves():
+                if process.running and time.monotonic() > end:
+                    raise PeerError(f"{self.name} does not serve after {START_TIMEOUT_S:.0f} s; see {process.log}")
+                await asyncio.sleep(_POLL_S)
 
     async def run(self, job: Job) -> Run:
         """A closed loop of the client."""
@@ -298,8 +296,13 @@ def _fissile(setting: Setting, name: str, port: int) -> list[Process]:
     worker += ["--kv-cache-memory", f"{KV_GIB}GiB", "--log-level", "warning", *_SERVED[name]]
     router = ["-m", "router", "--port", str(port), "--worker", f"{HOST}:{worker_port}", "--log-level", "warning"]
     return [
-        Process([sys.executable, *arguments], setting.folder.log(f"{name}-{part}"), _fissile_environment())
-        for part, arguments in (("worker", worker), ("router", router))
+        Process(
+            [sys.executable, *arguments],
+            setting.folder.log(f"{name}-{arguments[1]}"),
+            _fissile_environment(),
+            serves=partial(grpc_serves, at),
+        )
+        for arguments, at in ((worker, worker_port), (router, port))
     ]
 
 
@@ -326,7 +329,7 @@ def _vllm(setting: Setting, dtype: str, port: int) -> list[Process]:
         "VLLM_NO_USAGE_STATS": "1",
         "HF_HUB_OFFLINE": "1",
     }
-    return [Process(command, setting.folder.log(f"vllm-{dtype}"), environment)]
+    return [Process(command, setting.folder.log(f"vllm-{dtype}"), environment, serves=partial(http_serves, port))]
 
 
 def _llamacpp(setting: Setting, kind: str, port: int) -> list[Process]:
@@ -340,7 +343,7 @@ def _llamacpp(setting: Setting, kind: str, port: int) -> list[Process]:
     command += ["--host", HOST, "--port", str(port), "-c", str(MOST_AT_ONCE * _LLAMA_PLACE), "-np", str(MOST_AT_ONCE)]
     command += ["-t", str(setting.threads), "-tb", str(setting.threads), "-fa", "on", "--no-webui"]
     command += ["--no-cache-prompt", "--cache-ram", "0"]
-    return [Process(command, setting.folder.log(f"llamacpp-{kind}"))]
+    return [Process(command, setting.folder.log(f"llamacpp-{kind}"), serves=partial(http_serves, port))]
 
 
 def _transformers(setting: Setting, name: str) -> Process:
@@ -364,14 +367,11 @@ async def _llama_client(port: int) -> AsyncIterator[Ask]:
 def make_peers(setting: Setting) -> dict[str, Peer]:
     """All peers by name, none of them started."""
     peers: list[Peer] = [
-        *(Server(name, partial(_fissile, setting, name), grpc_serves, grpc_generate) for name in _SERVED),
+        *(Server(name, partial(_fissile, setting, name), grpc_generate) for name in _SERVED),
         *(Engine(name, partial(_fissile_offline, setting, name)) for name in _OFFLINE),
-        Server("vllm", partial(_vllm, setting, "bfloat16"), http_serves, _openai_client),
-        Server("vllm-float32", partial(_vllm, setting, "float32"), http_serves, _openai_client),
-        *(
-            Server(f"llamacpp-{kind}", partial(_llamacpp, setting, kind), http_serves, _llama_client)
-            for kind in GGUF_TYPES
-        ),
+        Server("vllm", partial(_vllm, setting, "bfloat16"), _openai_client),
+        Server("vllm-float32", partial(_vllm, setting, "float32"), _openai_client),
+        *(Server(f"llamacpp-{kind}", partial(_llamacpp, setting, kind), _llama_client) for kind in GGUF_TYPES),
         *(Engine(name, partial(_transformers, setting, name)) for name in ("transformers", "transformers-continuous")),
     ]
     return {peer.name: peer for peer in peers}
