@@ -72,6 +72,7 @@ class Config:
         kv_cache_dtype: of the KV cache: `auto`, the model's; or `bfloat16`, `float16` or `fp8` (E4M3 with a scale of
             1): numbers beyond its range become the largest.
         kernels: `auto` or the name of a back end.
+        weights_cache: folder of packed weights that processes share and later starts map; empty keeps none.
         cpu_isa: instruction set of the native CPU kernels, or `auto`.
         quantize: `int8` brings the weights of matrix products to 8 bits when they are loaded, with a scale for each
             output and 128 inputs; `no` keeps `dtype`.
@@ -108,6 +109,7 @@ class Config:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     kernels: str = "auto"
+    weights_cache: str = ""
     cpu_isa: str = "auto"
     quantize: str = QUANTIZE_NO
     tensor_parallel_size: int = 1

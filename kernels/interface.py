@@ -284,6 +284,19 @@ class KernelBackend(Protocol):
         """Rows of a step are best padded to a multiple of this; other counts work but are copied."""
         ...
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """What the bits of packed objects depend on besides weights, dtype and the sources of `kernels`.
+
+        Packed objects of one layout may come from another process (`adopt`). They are dataclasses of this package,
+        with fields of numbers, tensors and others of them.
+        """
+        ...
+
+    def adopt(self, packed: Any) -> None:
+        """Tells that a packed object of another process will be used as if this one had packed it."""
+        ...
+
     def is_fast(self, dtype: torch.dtype) -> bool:
         """Whether a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
         ...

@@ -46,6 +46,14 @@ class TorchBackend:
         capability = torch.backends.cpu.get_cpu_capability()
         return (self.name, torch.__version__, capability, torch.get_num_threads())
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """See KernelBackend."""
+        return (self.name,)
+
+    def adopt(self, packed: object) -> None:
+        """See KernelBackend."""
+
     def is_fast(self, dtype: torch.dtype) -> bool:
         """See KernelBackend: PyTorch's bfloat16 is ten times slower than float32 without instructions for it."""
         capabilities = torch.cpu.get_capabilities()

@@ -4,3 +4,5 @@ import os
 
 # As in the worker; here it must be set before the first test module imports torch.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# Workers of tests leave nothing in the user's cache folder.
+os.environ["FISSILE_WEIGHTS_CACHE"] = "off"

@@ -46,7 +46,7 @@ from common.telemetry.metrics import setup_metrics
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError, files_sha256, tokenizer_files
 from worker.cost_model import CostModel
-from worker.engine_config import with_special_tokens
+from worker.engine_config import default_weights_cache, with_special_tokens
 from worker.engine_core import EngineCore
 from worker.engine_loop import EngineLoop
 from worker.facts import WorkerFacts
@@ -410,6 +410,11 @@ async def run_worker(options: WorkerOptions) -> int:
     help="cpu: our native kernels; torch: PyTorch's; auto: native where this machine can.",
 )  # fmt: skip
 @option(
+    "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", default=None, metavar="DIR|off",
+    help="Folder of packed weights, which the next start maps and workers of one machine share; absent: "
+    "fissile/weights in $XDG_CACHE_HOME or ~/.cache. off keeps none.",
+)  # fmt: skip
+@option(
     "--cpu-isa", envvar="FISSILE_CPU_ISA", default="auto",
     help="Instruction set of the native kernels: auto (the best here), amx, avx512bf16, avx512, avx2 or plain. Under "
     "--failover exact requests move only between workers of one.",
@@ -542,6 +547,7 @@ def worker_options(
     dtype: str,
     kv_cache_dtype: str,
     kernels: str,
+    weights_cache: str | None,
     cpu_isa: str,
     quantize: str,
     drain_timeout: float,
@@ -583,6 +589,7 @@ def worker_options(
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             kernels=kernels,
+            weights_cache=_weights_cache(weights_cache),
             cpu_isa=cpu_isa,
             quantize=quantize,
             hash_seed=hash_seed,
@@ -604,6 +611,13 @@ def worker_options(
         access=_access(tls_client_ca, router_identities),
         **others,
     )
+
+
+def _weights_cache(given: str | None) -> str:
+    """The folder; empty for none."""
+    if given == "off":
+        return ""
+    return str(Path(given).absolute()) if given else default_weights_cache()
 
 
 def _access(client_ca: Path | None, router_identities: tuple[str, ...]) -> PeerAccess | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +15,15 @@ from worker.model_config import ModelConfig
 # Share of the free memory that the KV cache takes when nothing is said.
 _FREE_SHARE = 4
 _CGROUP = Path("/sys/fs/cgroup")
+
+
+def default_weights_cache() -> str:
+    """`fissile/weights` in the user's cache folder; empty where there is none."""
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return ""
+    return str(Path(caches) / "fissile" / "weights")
 
 
 def with_special_tokens(config: Config, model_config: ModelConfig) -> Config:

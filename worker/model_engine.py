@@ -10,7 +10,6 @@ from common.config import Config
 from worker.engine_config import available_memory, with_pool
 from worker.engine_core import EngineCore
 from worker.facts import WorkerFacts
-from worker.loader import weights_digest
 from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import ModelRunner
 from worker.numerics import numerics_digest
@@ -39,7 +38,7 @@ def build_model_engine(
         facts,
         max_model_len=config.max_model_len,
         total_blocks=config.num_kvcache_blocks,
-        weights_digest=weights_digest(config.model),
+        weights_digest=runner.weights_digest,
         numerics=numerics_digest(runner),
         kernels=runner.kernels.description,
         dtype=str(runner.dtype).removeprefix("torch."),

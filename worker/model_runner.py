@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
+from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
@@ -30,12 +32,13 @@ from worker.forward_context import (
     set_kv_cache_data,
 )
 from worker.layers.build import Build
-from worker.loader import Progress, load_weights, no_progress
+from worker.loader import Progress, Weights, load_weights, no_progress, weights_digest
 from worker.model_config import ModelConfig, ModelError
-from worker.models.registry import model_class, support_model_arch_dict
+from worker.models.registry import CausalModel, model_class, support_model_arch_dict
 from worker.parallel import Shard, length
 from worker.sequence import Sequence
 from worker.steering import masked_ids, penalties
+from worker.weights_cache import Keeper, Key, Making, WeightsCache, sources_digest
 
 __all__ = ["ModelInput", "ModelRunner", "support_model_arch_dict"]
 
@@ -65,8 +68,8 @@ class ModelRunner:
     """A loaded model and its KV cache; implements worker.batch.Runner. Not for two threads at a time.
 
     Args:
-        config: `model` is the checkpoint folder; `dtype`, `kv_cache_dtype`, `kernels`, `quantize`, `max_model_len`,
-            `kv_cache_block_size` and `quant_config` count.
+        config: `model` is the checkpoint folder; `dtype`, `kv_cache_dtype`, `kernels`, `cpu_isa`, `quantize`,
+            `max_model_len`, `kv_cache_block_size`, `quant_config` and `weights_cache` count.
         model_config: from the same folder.
         progress: called with (bytes loaded, bytes in all) for each tensor.
         shard: the part of the model that this rank holds; all of it when None.
@@ -100,31 +103,67 @@ class ModelRunner:
                 f"enable_expert_parallel: {model_config.architecture} has no experts to spread; leave it out"
             )
         architecture = model_class(model_config.architecture)
-        weights = load_weights(
-            config.model,
-            architecture.tensor_shapes(model_config),
-            progress,
-            kept=architecture.kept_tensors(model_config),
-            quantization=_quantization(config, model_config),
-        )
         self._kv_spec = architecture.kv_spec(model_config, self.shard)
         self._num_heads = length(self.shard.part(model_config.num_attention_heads, "num_attention_heads"))
-        build = Build(
-            model_config,
-            self.kernels,
-            weights,
-            self.dtype,
-            self.max_model_len,
-            self.shard,
-            self.kv_dtype,
-            self.packed_dtype,
-        )
         with torch.inference_mode():
-            self.model = architecture(build)
+            self.model = self._load(progress)
         self._sampled_ids = _sampled_ids(config.model, model_config)
         self._last_output = ScheduledBatchOutput({})
         self._kv_cache: KVCache = None
         self._kv_cache_data: dict[str, KVCacheTensor] = {}
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """Of the checkpoint (worker/loader.py)."""
+        return weights_digest(self.config.model)
+
+    def _load(self, progress: Progress) -> CausalModel:
+        """The model, by way of the cache of packed weights if there is one."""
+
+        def build(kept: Keeper) -> CausalModel:
+            return self._build(kept, progress)
+
+        if not self.config.weights_cache:
+            return build(Making())
+        return WeightsCache(Path(self.config.weights_cache)).load(self._key(), build, progress, self.kernels.adopt)
+
+    def _build(self, kept: Keeper, progress: Progress) -> CausalModel:
+        architecture, config = model_class(self.model_config.architecture), self.model_config
+        weights = Weights({}, progress)
+        if kept.needs_weights:
+            weights = load_weights(
+                self.config.model,
+                architecture.tensor_shapes(config),
+                progress,
+                kept=architecture.kept_tensors(config),
+                quantization=_quantization(self.config, config),
+            )
+        return architecture(
+            Build(
+                config,
+                self.kernels,
+                weights,
+                self.dtype,
+                self.max_model_len,
+                self.shard,
+                self.kv_dtype,
+                self.packed_dtype,
+                kept,
+            )
+        )
+
+    def _key(self) -> Key:
+        shard, data = self.shard, self.shard.data
+        engines = (0, 1) if data is None else (data.rank, data.size)
+        return Key(
+            weights=self.weights_digest,
+            architecture=self.model_config.architecture,
+            dtype=str(self.dtype),
+            layout=repr(self.kernels.layout),
+            sources=sources_digest(),
+            quantization=repr((_quantization(self.config, self.model_config), self.packed_dtype)),
+            rank=repr((shard.rank, shard.size, shard.expert_parallel, *engines)),
+        )
 
     @property
     def kv_block_bytes(self) -> int:

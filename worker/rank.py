@@ -174,12 +174,11 @@ class Rank:
 
     def prepare(self) -> dict[str, str]:
         """Warms up; facts of the model, which are the same on every rank."""
-        from worker.loader import weights_digest  # noqa: PLC0415
         from worker.numerics import numerics_digest  # noqa: PLC0415
 
         self.runner.warmup()
         return {
-            "weights_digest": weights_digest(self._model),
+            "weights_digest": self.runner.weights_digest,
             "numerics": numerics_digest(self.runner),
             "kernels": self.runner.kernels.description,
             "dtype": str(self.runner.dtype).removeprefix("torch."),

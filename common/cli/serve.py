@@ -380,6 +380,10 @@ def describe_kv_memory(fleet: Fleet) -> str:
     help="int8: weights take half of bfloat16's memory and bandwidth, answers differ a little; absent: as they are.",
 )  # fmt: skip
 @option(
+    "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", metavar="DIR|off",
+    help="Folder of packed weights, which the next start maps and workers share; absent: in the user's cache folder.",
+)  # fmt: skip
+@option(
     "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1), help="Per worker; absent: all cores together."
 )
 @option(

@@ -41,7 +41,8 @@ ENV PYTHONUNBUFFERED=1 \
     FISSILE_LOG_FORMAT=json \
     FISSILE_ADDRESS=127.0.0.1:50061 \
     FISSILE_HEALTH_SERVICE=liveness \
-    HF_HOME=/cache
+    HF_HOME=/cache \
+    FISSILE_WEIGHTS_CACHE=/cache/fissile-weights
 USER 10001:10001
 WORKDIR /tmp
 VOLUME ["/cache"]

@@ -80,6 +80,15 @@ class CpuBackend:
         own = (self.name, self.instruction_set, sources_digest())
         return (*own, *self._torch.numerics) if self._delegates else own
 
+    @property
+    def layout(self) -> tuple[object, ...]:
+        """See KernelBackend."""
+        return (self.name, self.instruction_set, sources_digest())
+
+    def adopt(self, packed: object) -> None:
+        """See KernelBackend."""
+        self._delegates |= isinstance(packed, PackedLinear | PackedHeads | PackedExperts)
+
     def is_fast(self, dtype: torch.dtype) -> bool:
         """See KernelBackend: native weights are widened in registers, so that narrow ones are faster."""
         return dtype in DTYPES or self._torch.is_fast(dtype)

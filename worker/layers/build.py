@@ -10,6 +10,7 @@ from kernels.interface import KernelBackend
 from worker.loader import Weights
 from worker.model_config import ModelConfig
 from worker.parallel import Shard
+from worker.weights_cache import Keeper, Making
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,13 @@ class Build:
     Attributes:
         config: the model's shape, whole, whatever the shard.
         kernels: the back end.
-        weights: the checkpoint.
+        weights: the checkpoint; read within `kept.keep` only.
         dtype: of weights and activations.
         max_position: positions that rotary tables are made for.
         shard: the part of the model that this rank holds.
         kv_dtype: of the KV cache; `dtype` when None.
         packed_dtype: of the weights of products other than routers, in memory; `dtype` when None.
+        kept: where every tensor and packed object comes from that a layer keeps of the checkpoint.
     """
 
     config: ModelConfig
@@ -35,3 +37,9 @@ class Build:
     shard: Shard = field(default_factory=Shard)
     kv_dtype: torch.dtype | None = None
     packed_dtype: torch.dtype | None = None
+    kept: Keeper = field(default_factory=Making)
+
+
+def taken(build: Build, name: str, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
+    """A tensor of the checkpoint that a layer keeps as it is, or rows of it, in `dtype`."""
+    return build.kept.keep(name, lambda: build.weights.take(name, rows=rows, dtype=dtype))

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import torch
 
+from kernels.interface import PackedLinear
 from worker.layers.build import Build
 
 # All rows or columns of a tensor.
@@ -37,12 +38,12 @@ class ColumnLinear:
 
     def __init__(self, build: Build, parts: Mapping[str, slice], bias: bool = False) -> None:
         self._kernels = build.kernels
-        self.packed = build.kernels.pack_linear(
-            joined(build, parts, "weight"),
-            joined(build, parts, "bias") if bias else None,
-            build.dtype,
-            build.packed_dtype,
-        )
+        self.packed = build.kept.keep(" ".join(parts), lambda: self._pack(build, parts, bias))
+
+    def _pack(self, build: Build, parts: Mapping[str, slice], bias: bool) -> PackedLinear:
+        weight = joined(build, parts, "weight")
+        own_bias = joined(build, parts, "bias") if bias else None
+        return self._kernels.pack_linear(weight, own_bias, build.dtype, build.packed_dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] -> [T, sum of this rank's N_i]"""
@@ -65,10 +66,13 @@ class RowLinear:
     def __init__(self, build: Build, name: str, part: slice, bias: bool = False) -> None:
         self._kernels = build.kernels
         self._collectives = build.shard.collectives
+        self.packed = build.kept.keep(name, lambda: self._pack(build, name, part, bias))
+
+    def _pack(self, build: Build, name: str, part: slice, bias: bool) -> PackedLinear:
         weight = build.weights.take(f"{name}.weight", columns=part, dtype=build.dtype)
         own_bias = build.weights.take(f"{name}.bias") if bias else None
         used_bias = own_bias if build.shard.rank == 0 else None
-        self.packed = build.kernels.pack_linear(weight, used_bias, build.dtype, build.packed_dtype)
+        return self._kernels.pack_linear(weight, used_bias, build.dtype, build.packed_dtype)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's K] -> [T, N], this rank's summand"""

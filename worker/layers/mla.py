@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kernels.interface import IndexSpec, KVSpec, TokenSelection
+from kernels.interface import IndexSpec, KVSpec, PackedHeads, PackedLinear, TokenSelection
 from worker.forward_context import get_forward_context
 from worker.layers.build import Build
 from worker.layers.linear import WHOLE, ColumnLinear, RowLinear
@@ -139,9 +139,12 @@ class Indexer:
         self._keys = ColumnLinear(build, {f"{prefix}.wk": WHOLE})
         self._key_norm = LayerNorm(build, f"{prefix}.k_norm", _NORM_EPS)
         # In float32, whatever the model's dtype: the weights decide which of two near scores is higher.
-        weight = build.weights.take(f"{prefix}.weights_proj.weight", dtype=torch.float32)
-        self._weights = build.kernels.pack_linear(weight, None, torch.float32)
+        self._weights = build.kept.keep(f"{prefix}.weights_proj", lambda: self._pack_weights(build, prefix))
         self._scale = (spec.num_heads * spec.head_dim) ** -0.5
+
+    def _pack_weights(self, build: Build, prefix: str) -> PackedLinear:
+        weight = build.weights.take(f"{prefix}.weights_proj.weight", dtype=torch.float32)
+        return self._kernels.pack_linear(weight, None, torch.float32)
 
     def __call__(self, x: torch.Tensor, q_latent: torch.Tensor, cos_sin: CosSin) -> TokenSelection | None:
         """Stores the rows' index keys and selects, by x [T, H] and the queries' latents [T, q_lora_rank]."""
@@ -174,7 +177,8 @@ class MLAttention:
             self._queries = ColumnLinear(build, {f"{prefix}.q_b_proj": query_rows})
         self._kv_down = ColumnLinear(build, {f"{prefix}.kv_a_proj_with_mqa": WHOLE}, bias)
         self._kv_norm = RMSNorm(build, f"{prefix}.kv_a_layernorm", _NORM_EPS)
-        self._to_latent, self._from_latent = _absorbed(build, f"{prefix}.kv_b_proj", heads, config)
+        both = f"{prefix}.kv_b_proj"
+        self._to_latent, self._from_latent = build.kept.keep(both, lambda: _absorbed(build, both, heads, config))
         self._out = RowLinear(build, f"{prefix}.o_proj", times(heads, config.v_head_dim), bias)
         self._indexer = None if config.index is None else Indexer(build, f"{prefix}.indexer", layer, config.index)
         self._scale = softmax_scale(build.config, config)
@@ -213,7 +217,7 @@ def softmax_scale(config: ModelConfig, mla: MLAConfig) -> float:
     return float(mla.qk_head_dim**-0.5 * mscale * mscale)
 
 
-def _absorbed(build: Build, name: str, heads: slice, config: MLAConfig) -> tuple[object, object]:
+def _absorbed(build: Build, name: str, heads: slice, config: MLAConfig) -> tuple[PackedHeads, PackedHeads]:
     """Packed matrices of this rank's heads: W_UK^T [Hq, R, nope] and W_UV [Hq, v, R]."""
     width = config.qk_nope_head_dim + config.v_head_dim
     weight = build.weights.take(f"{name}.weight", rows=times(heads, width), dtype=build.dtype)

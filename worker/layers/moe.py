@@ -12,9 +12,9 @@ from typing import Final
 
 import torch
 
-from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
+from kernels.interface import ClampedSwiglu, ExpertWeights, PackedLinear, Routing
 from worker.forward_context import get_forward_context
-from worker.layers.build import Build
+from worker.layers.build import Build, taken
 from worker.layers.linear import joined
 from worker.loader import Shape
 from worker.model_config import ModelConfig, ModelError
@@ -103,12 +103,14 @@ class Router:
     def __init__(self, build: Build, name: str, routing: Routing, bias: bool = False, correction: bool = False) -> None:
         self._kernels = build.kernels
         self._routing = routing
+        self._packed = build.kept.keep(name, lambda: self._pack(build, name, bias))
+        correction_name = f"{name}.e_score_correction_bias"
+        self._correction = taken(build, correction_name, torch.float32) if correction else None
+
+    def _pack(self, build: Build, name: str, bias: bool) -> PackedLinear:
         own_bias = build.weights.take(f"{name}.bias", dtype=torch.float32) if bias else None
         weight = build.weights.take(f"{name}.weight", dtype=torch.float32)
-        self._packed = build.kernels.pack_linear(weight, own_bias, torch.float32)
-        self._correction = (
-            build.weights.take(f"{name}.e_score_correction_bias", dtype=torch.float32) if correction else None
-        )
+        return self._kernels.pack_linear(weight, own_bias, torch.float32)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, H] -> ids int64 [T, k] and weights float32 [T, k]"""
@@ -121,6 +123,7 @@ class MoE:
 
     Args:
         build: what layers are made with.
+        name: of the routed experts.
         config: the experts' shape.
         router: [T, H] -> ids and weights.
         experts: those of `ExpertShare.of`, in order.
@@ -130,6 +133,7 @@ class MoE:
     def __init__(
         self,
         build: Build,
+        name: str,
         config: MoEConfig,
         router: Router,
         experts: Iterable[ExpertWeights],
@@ -140,7 +144,10 @@ class MoE:
         self._data = build.shard.data
         self._router = router
         first = ExpertShare.of(build.shard, config).experts.start
-        self._packed = build.kernels.pack_experts(experts, first, config.clamp, build.dtype, build.packed_dtype)
+        self._packed = build.kept.keep(
+            name,
+            lambda: build.kernels.pack_experts(experts, first, config.clamp, build.dtype, build.packed_dtype),
+        )
         self._shared = shared
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -231,4 +238,5 @@ def grouped_moe(build: Build, prefix: str, shared: Callable[[torch.Tensor], torc
     """Such a mixture from `{prefix}.gate` and `{prefix}.experts`; `shared` as in MoE."""
     config = grouped_moe_config(build.config)
     router = Router(build, f"{prefix}.gate", config.routing, correction=True)
-    return MoE(build, config, router, ExpertNames().take(build, f"{prefix}.experts", config), shared)
+    name = f"{prefix}.experts"
+    return MoE(build, name, config, router, ExpertNames().take(build, name, config), shared)

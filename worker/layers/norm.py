@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from worker.layers.build import Build
+from worker.layers.build import Build, taken
 
 
 class RMSNorm:
@@ -21,7 +21,7 @@ class RMSNorm:
 
     def __init__(self, build: Build, name: str, eps: float | None = None) -> None:
         self._kernels = build.kernels
-        self.weight = build.weights.take(f"{name}.weight", dtype=build.dtype)
+        self.weight = taken(build, f"{name}.weight", build.dtype)
         self._eps = build.config.rms_norm_eps if eps is None else eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -38,9 +38,7 @@ class LayerNorm:
 
     def __init__(self, build: Build, name: str, eps: float) -> None:
         self._kernels = build.kernels
-        self._weight, self._bias = (
-            build.weights.take(f"{name}.{kind}", dtype=build.dtype) for kind in ("weight", "bias")
-        )
+        self._weight, self._bias = (taken(build, f"{name}.{kind}", build.dtype) for kind in ("weight", "bias"))
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 
 from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
-from worker.layers.build import Build
+from worker.layers.build import Build, taken
 from worker.layers.moe import ExpertShare, MoE, MoEConfig, Router
 from worker.loader import Shape
 from worker.model_config import ModelConfig, ModelError
@@ -20,7 +20,7 @@ class GptOssAttention(LlamaAttention):
 
     def sinks(self, build: Build, prefix: str, heads: slice) -> torch.Tensor | None:
         """`{prefix}.sinks` of this rank's heads."""
-        return build.weights.take(f"{prefix}.sinks", rows=heads, dtype=torch.float32)
+        return taken(build, f"{prefix}.sinks", torch.float32, rows=heads)
 
 
 class GptOssForCausalLM(LlamaForCausalLM):
@@ -53,7 +53,7 @@ class GptOssForCausalLM(LlamaForCausalLM):
         """A mixture of experts."""
         config = self.moe_config(build.config)
         router = Router(build, f"{prefix}.router", config.routing, bias=True)
-        return MoE(build, config, router, _experts(build, f"{prefix}.experts", config))
+        return MoE(build, f"{prefix}.experts", config, router, _experts(build, f"{prefix}.experts", config))
 
     @classmethod
     def attention_shapes(cls, config: ModelConfig) -> dict[str, Shape]:

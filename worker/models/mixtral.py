@@ -40,7 +40,7 @@ class MixtralForCausalLM(LlamaForCausalLM):
         prefix = prefix.removesuffix("mlp") + "block_sparse_moe"
         config = self.moe_config(build.config)
         router = Router(build, f"{prefix}.gate", config.routing)
-        return MoE(build, config, router, _EXPERTS.take(build, f"{prefix}.experts", config))
+        return MoE(build, f"{prefix}.experts", config, router, _EXPERTS.take(build, f"{prefix}.experts", config))
 
     @classmethod
     def mlp_shapes(cls, config: ModelConfig, layer: int) -> dict[str, Shape]:

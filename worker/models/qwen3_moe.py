@@ -49,7 +49,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
             return LlamaMLP(build, prefix, build.config.intermediate_size)
         config = self.moe_config(build.config)
         router = Router(build, f"{prefix}.gate", config.routing)
-        return MoE(build, config, router, ExpertNames().take(build, f"{prefix}.experts", config))
+        return MoE(build, f"{prefix}.experts", config, router, ExpertNames().take(build, f"{prefix}.experts", config))
 
     @classmethod
     def mlp_shapes(cls, config: ModelConfig, layer: int) -> dict[str, Shape]:

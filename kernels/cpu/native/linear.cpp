@@ -20,8 +20,9 @@ constexpr int64_t ROWS = 6;
 // A task: so many panels, so many tiles.
 constexpr int64_t TASK_PANELS = 4;
 constexpr int64_t TASK_TILES = 24;
-// Tiles from which on a block of weights is widened once for all of them; before, each widens it in registers.
-constexpr int64_t WIDEN_TILES = 3;
+// Rows of a task from which on a block of weights is widened once for all its tiles; before, each does it in registers,
+// which costs little for one or two tiles of up to four rows.
+constexpr int64_t WIDEN_ROWS = 9;
 constexpr bool WIDENS = WIDTH == 8;
 // Where a panel is a stream of its own, bytes that are asked for ahead of their use.
 constexpr int64_t PREFETCH = 1024;
@@ -178,6 +179,7 @@ struct Task {
   int64_t first_tile;
   int64_t tile_count;
   int64_t first_row;
+  int64_t rows;
   float* totals;
 
   // Panels `p` and the `count - 1` behind it, numbers k to k + depth.
@@ -212,7 +214,7 @@ struct Task {
   void multiply_block(int64_t p, int64_t count, int64_t k) const {
     const int64_t depth = at_most(K_BLOCK, inner - k);
     const Block packed = block(p, k);
-    if (!WIDENS || sizeof(Number) == 4 || tile_count < WIDEN_TILES)
+    if (!WIDENS || sizeof(Number) == 4 || rows < WIDEN_ROWS)
       return multiply_tiles<Number>(packed, p, count, k, depth);
     alignas(64) float wide[K_BLOCK * PANEL];
     widen(static_cast<const Number*>(packed.numbers), depth, wide);
@@ -244,7 +246,7 @@ void run(const fissile::Linear& work, int64_t task) {
   __builtin_memset(totals, 0, rows * TASK_PANELS * PANEL * sizeof(float));
   const Task<Number> mine{work, fissile::padded_inner(DTYPE_OF<Number>, work.weight.inner), stride,
                           static_cast<const char*>(work.weight.panels) + first_panel * stride, panels, first_tile,
-                          tile_count, first.first, totals};
+                          tile_count, first.first, rows, totals};
   for (int64_t k = 0; k < mine.inner; k += K_BLOCK)
     for (int64_t p = 0, count; p < panels; p += count) {
       count = panels - p >= at_once(first.rows) ? at_once(first.rows) : 1;

@@ -13,8 +13,7 @@ namespace FISSILE_ISA {
 namespace {
 
 constexpr int64_t ALL = INT64_MAX;
-// 2^44, the unit of masses; below this difference from the largest a mass rounds to zero.
-constexpr double MASS_ONE = 17592186044416.0;
+// Below this difference from the largest a mass, in units of 2^-44, rounds to zero.
 constexpr float NO_MASS_BELOW = -31.5f;
 // More than any noise: -log(-log1p(-2^-33)) is 22.9.
 constexpr double MOST_NOISE = 23.0;
@@ -169,6 +168,31 @@ float scale(const float* logits, int64_t count, float temperature, float* scaled
   return nan ? __builtin_nanf("") : highest;
 }
 
+using Doubles = double __attribute__((vector_size(WIDTH * 4)));
+using Longs = int64_t __attribute__((vector_size(WIDTH * 4)));
+using HalfFloats = float __attribute__((vector_size(WIDTH * 2)));
+constexpr int DOUBLES = WIDTH / 2;
+// Of e^r's series, from the highest power to the square: 1 / 13!, ..., 1 / 2!.
+constexpr double SERIES[] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0,
+                             1.0 / 362880.0,     1.0 / 40320.0,     1.0 / 5040.0,     1.0 / 720.0,
+                             1.0 / 120.0,        1.0 / 24.0,        1.0 / 6.0,        1.0 / 2.0};
+
+FISSILE_INLINE Doubles splat_double(double value) { return Doubles{} + value; }
+
+// rint(e^x * 2^44) for x in [NO_MASS_BELOW, 0], exact for 0; one in 10^4 is off by one, since e^x is to about one unit in
+// the last place. Reduction by ln 2 in two parts, then the series.
+FISSILE_INLINE Longs masses_of(Doubles x) {
+  const Doubles magic = splat_double(0x1.8p52);
+  const Doubles shifted = x * splat_double(0x1.71547652b82fep0) + magic;
+  const Doubles whole = shifted - magic;
+  const Doubles r = (x - whole * splat_double(0x1.62e42fee00000p-1)) - whole * splat_double(0x1.a39ef35793c76p-33);
+  Doubles y = {};
+  for (const double factor : SERIES) y = y * r + splat_double(factor);
+  y = y * r * r + r + splat_double(1.0);
+  const Longs exponent = ((Longs)shifted - (Longs)magic + 44) << 52;
+  return (Longs)((Doubles)((Longs)y + exponent) + magic) - (Longs)magic;
+}
+
 // Memory of a row.
 struct Room {
   float* scaled;
@@ -218,10 +242,19 @@ struct Row {
     each(0, count, border, ties, f);
   }
 
-  int64_t mass(int64_t i) const {
-    const float below = values[i] - highest;
-    if (below < NO_MASS_BELOW) return 0;
-    return static_cast<int64_t>(__builtin_rint(__builtin_exp(static_cast<double>(below)) * MASS_ONE));
+  // Masses of all: what is far below the highest has none.
+  void weigh() const {
+    for (int64_t first = 0; first < count; first += DOUBLES) {
+      const int64_t size = count - first < DOUBLES ? count - first : DOUBLES;
+      HalfFloats some = {};
+      if (size == DOUBLES) __builtin_memcpy(&some, values + first, sizeof some);
+      else __builtin_memcpy(&some, values + first, static_cast<uint64_t>(size) * sizeof *values);
+      const Doubles below = __builtin_convertvector(some - highest, Doubles);
+      const Longs seen = below >= splat_double(NO_MASS_BELOW);
+      const Longs masses = masses_of(seen ? below : Doubles{}) & seen;
+      if (size == DOUBLES) __builtin_memcpy(room.masses + first, &masses, sizeof masses);
+      else __builtin_memcpy(room.masses + first, &masses, static_cast<uint64_t>(size) * sizeof *room.masses);
+    }
   }
 
   // The bin at which sums of bins, from the highest downwards, reach `wanted` > 0; and what is still wanted there.
@@ -275,7 +308,8 @@ struct Row {
 
   Border top_p(Border from, float fraction) const {
     int64_t total = 0;
-    each(from, [&](int64_t i, uint32_t) { total += room.masses[i] = mass(i); });
+    weigh();
+    each(from, [&](int64_t i, uint32_t) { total += room.masses[i]; });
     int64_t left = ceil_product(fraction, total), place = 0;
     const uint32_t key = border_key(from, left, place, [&](int64_t i) { return room.masses[i]; });
     return {key, (left + room.masses[place] - 1) / room.masses[place]};

@@ -34,8 +34,9 @@ from tests.bench.peers.runs import Job, Run
 REPOSITORY: Final = Path(__file__).resolve().parents[3]
 MODEL_NAME: Final = "peer"
 MOST_AT_ONCE: Final = 32
-# Tokens of a prompt and its answer together, for those that must be told.
+# Tokens of a prompt and its answer together are 320 at most; llama.cpp keeps memory for so many in each place.
 LONGEST: Final = 512
+_LLAMA_PLACE: Final = 352
 KV_GIB: Final = 2
 # vLLM compiles for minutes when it starts for the first time, longer beside other work.
 START_TIMEOUT_S: Final = 1800.0
@@ -336,8 +337,9 @@ def _llamacpp(setting: Setting, kind: str, port: int) -> list[Process]:
     )
     how = f"python -m tests.bench.peers.convert --folder {root} --shape {setting.shape}"
     command = [str(program), "-m", str(need(setting.folder.gguf(setting.shape, kind), how))]
-    command += ["--host", HOST, "--port", str(port), "-c", str(MOST_AT_ONCE * LONGEST), "-np", str(MOST_AT_ONCE)]
-    command += ["-t", str(setting.threads), "-tb", str(setting.threads), "-fa", "on", "--no-cache-prompt", "--no-webui"]
+    command += ["--host", HOST, "--port", str(port), "-c", str(MOST_AT_ONCE * _LLAMA_PLACE), "-np", str(MOST_AT_ONCE)]
+    command += ["-t", str(setting.threads), "-tb", str(setting.threads), "-fa", "on", "--no-webui"]
+    command += ["--no-cache-prompt", "--cache-ram", "0"]
     return [Process(command, setting.folder.log(f"llamacpp-{kind}"))]
 
 

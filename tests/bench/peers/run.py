@@ -42,8 +42,8 @@ _FAILURES: Final = (
     grpc.RpcError,
     TimeoutError,
 )
-# Of the memory that is left, before another peer is started; below it the one that was started first is stopped.
-_FREE_BYTES: Final = 6 << 30
+# Of the memory that is left, before another peer is started; below it those that start fastest are stopped.
+_FREE_BYTES: Final = 5 << 30
 _FIRST_WARM_UP: Final = 8
 _WARM_UP_LIMIT_S: Final = 300.0
 
@@ -85,6 +85,7 @@ class Measurement:
         self._peers = dict(peers)
         self._source, self._requests, self._budget = source, requests, budget
         self._quiet_s, self._output = quiet_s, output
+        self._start_s: dict[str, float] = {}
 
     async def run(self, turns: Sequence[plan.Turn]) -> None:
         """Measures; a peer that fails takes no further turn."""
@@ -119,13 +120,16 @@ class Measurement:
         first = not peer.started
         if first:
             self._make_room()
+            began = time.monotonic()
             await peer.start()
+            self._start_s[peer.name] = time.monotonic() - began
         count = _FIRST_WARM_UP if first else 1
         await peer.run(Job(plan.warm_up(self._source, count), count, _WARM_UP_LIMIT_S))
 
     def _make_room(self) -> None:
-        """Stops peers until there is memory for another; the dictionary has them in the order of their turns."""
-        for peer in self._peers.values():
+        """Stops peers until there is memory for another, first those whose next start takes least time."""
+        started = [peer for peer in self._peers.values() if peer.started]
+        for peer in sorted(started, key=lambda peer: self._start_s[peer.name]):
             if free_bytes() >= _FREE_BYTES:
                 return
             peer.stop()

@@ -1,0 +1,286 @@
+"""Packed weights in files: the same bits from a mapped model, and a start that never fails because of the cache."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from common.config import Config
+from common.sampling_params import SamplingParams
+from kernels.row_tiles import PackedLinear
+from kernels.select import BACKENDS, select_backend
+from tests.checkpoints import make_checkpoint
+from worker import model_runner, weights_cache
+from worker.app import worker as worker_command
+from worker.batch import ScheduledBatch
+from worker.engine_config import default_weights_cache
+from worker.model_config import ModelConfig
+from worker.model_runner import ModelRunner
+from worker.packed_file import DamagedFileError, PackedFile, UnkeptObjectError, write
+from worker.parallel import Shard
+from worker.sequence import Sequence
+from worker.weights_cache import Key, Making, WeightsCache
+
+SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80, "head_dim": 16}
+ARCHITECTURES = ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v32")
+KEY = Key("digest", "Arch", "bfloat16", "layout", "sources", "", "0 of 1")
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def checkpoint(architecture: str) -> Path:
+        if architecture not in made:
+            shape = {key: value for key, value in SHAPE.items() if architecture == "qwen3" or "layers" in key}
+            made[architecture] = make_checkpoint(
+                tmp_path_factory.mktemp("model"), architecture, dtype="bfloat16", **shape
+            )
+        return made[architecture]
+
+    return checkpoint
+
+
+def started(folder: Path, cache: Path | str, shard: Shard | None = None, **given: Any) -> ModelRunner:
+    config = Config(model=str(folder), weights_cache=str(cache), max_model_len=512, **given)
+    runner = ModelRunner(config, ModelConfig.from_folder(folder), shard=shard)
+    runner.allocate_kv_cache(32)
+    return runner
+
+
+def bits(runner: ModelRunner) -> tuple[bytes, str]:
+    """Logits of a prompt, and what the kernels' bits depend on."""
+    seq = Sequence(list(range(5, 45)), 16, SamplingParams())
+    seq.block_table = [0, 1, 2]
+    batch = ScheduledBatch({seq.id: seq}, [40], 40)
+    return runner.run_model(runner.prepare_model(batch)).numpy().tobytes(), repr(runner.kernels.numerics)
+
+
+def events(logs: list[Any]) -> list[str]:
+    return [line["event"] for line in logs if "packed weights" in line["event"]]
+
+
+@pytest.mark.parametrize("kernels", BACKENDS)
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_mapped_model_has_the_bits_of_a_packed_one(
+    architecture: str, kernels: str, checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    try:
+        select_backend(kernels)
+    except ValueError as error:
+        pytest.skip(str(error))
+    folder = checkpoints(architecture)
+    expected = bits(started(folder, "", kernels=kernels))
+    with capture_logs() as logs:
+        first = bits(started(folder, tmp_path, kernels=kernels))
+    assert events(logs) == ["packed weights written", "packed weights mapped"]
+
+    def nothing_is_read(*_: object, **__: object) -> None:
+        raise AssertionError("the checkpoint is read")
+
+    monkeypatch.setattr(model_runner, "load_weights", nothing_is_read)
+    monkeypatch.setattr(select_backend(kernels).__class__, "pack_linear", nothing_is_read)
+    second = bits(started(folder, tmp_path, kernels=kernels))
+    assert (first, second) == (expected, expected)
+
+
+def test_each_rank_and_dtype_has_an_entry(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
+    folder = checkpoints("qwen3")
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
+        for dtype in ("bfloat16", "float32"):
+            runner = ModelRunner(
+                Config(model=str(folder), weights_cache=str(tmp_path), dtype=dtype),
+                ModelConfig.from_folder(folder),
+                shard=shard,
+            )
+            del runner
+    assert len(list(tmp_path.glob("*.weights"))) == 6
+
+
+def test_another_checkpoint_of_the_same_shape_is_another_entry(
+    checkpoints: Callable[[str], Path], tmp_path: Path
+) -> None:
+    other = make_checkpoint(tmp_path / "other", "qwen3", dtype="bfloat16", seed=1, **SHAPE)
+    digests = {bits(started(folder, tmp_path / "cache")) for folder in (checkpoints("qwen3"), other)}
+    assert len(digests) == 2
+    assert len(list((tmp_path / "cache").glob("*.weights"))) == 2
+
+
+DAMAGES: dict[str, Callable[[bytes], bytes]] = {
+    "empty": lambda _: b"",
+    "prefix": lambda data: data[:20],
+    "header": lambda data: data[:40] + bytes([data[40] ^ 1]) + data[41:],
+    "magic": lambda data: b"x" + data[1:],
+    "cut off": lambda data: data[:-1],
+    "longer": lambda data: data + b"\0",
+    "length": lambda data: data[:8] + (1 << 60).to_bytes(8, "little") + data[16:],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_file_is_said_in_one_line_and_made_anew(damage: str, tmp_path: Path) -> None:
+    cache, path = WeightsCache(tmp_path), WeightsCache(tmp_path).path(KEY)
+    load(cache)
+    good = path.read_bytes()
+    path.write_bytes(DAMAGES[damage](good))
+    with capture_logs() as logs:
+        assert torch.equal(load(cache), torch.arange(10.0))
+    assert events(logs) == ["packed weights are made anew", "packed weights written", "packed weights mapped"]
+    assert path.read_bytes() == good
+
+
+def load(cache: WeightsCache, key: Key = KEY, calls: list[bool] | None = None) -> torch.Tensor:
+    def build(kept: Any) -> torch.Tensor:
+        if calls is not None:
+            calls.append(kept.needs_weights)
+        made: torch.Tensor = kept.keep("x", lambda: torch.arange(10.0))
+        return made
+
+    return cache.load(key, build, lambda *_: None, lambda _: None)
+
+
+def test_a_file_of_another_key_is_not_used(tmp_path: Path) -> None:
+    cache, other = WeightsCache(tmp_path), replace(KEY, weights="other")
+    load(cache)
+    cache.path(KEY).rename(cache.path(other))
+    calls: list[bool] = []
+    load(cache, other, calls)
+    assert calls == [True, False]
+    with cache.path(other).open("rb") as file, pytest.raises(DamagedFileError, match="other weights"):
+        PackedFile(file, KEY.text)
+
+
+def test_without_a_place_to_write_the_start_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with capture_logs() as logs:
+        assert torch.equal(load(WeightsCache(tmp_path / "file" / "below")), torch.arange(10.0))
+    assert [(line["event"], line["log_level"]) for line in logs] == [("packed weights are not kept", "warning")]
+
+
+def test_a_full_disk_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights_cache, "write", full)
+    with capture_logs() as logs:
+        assert torch.equal(load(WeightsCache(tmp_path)), torch.arange(10.0))
+    assert [line["reason"] for line in logs] == ["No space left on device"]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
+def test_what_no_file_can_keep_is_used_all_the_same(tmp_path: Path) -> None:
+    with capture_logs() as logs:
+        made = WeightsCache(tmp_path).load(KEY, lambda kept: kept.keep("x", object), lambda *_: None, lambda _: None)
+    assert type(made) is object
+    assert [line["reason"] for line in logs] == ["a packed weight holds a builtins.object"]
+
+
+def test_the_least_recently_used_entries_go_and_none_in_use(tmp_path: Path) -> None:
+    cache = WeightsCache(tmp_path, limit_bytes=28_000)
+    keys = [replace(KEY, weights=str(i)) for i in range(4)]
+    kept = load(cache, keys[0])
+    for age, key in enumerate(keys[1:3]):
+        load(cache, key)
+        os.utime(cache.path(key), (age, age))
+    os.utime(cache.path(keys[0]), (0, 0))
+    (tmp_path / "left.1.part").write_bytes(b"x")
+    load(cache, keys[3])
+    there = [cache.path(key).exists() for key in keys]
+    assert there == [True, False, True, True], "entries of two pages each; the oldest is in use"
+    assert not list(tmp_path.glob("*.part"))
+    assert len(list(tmp_path.glob("*.lock"))) == 3
+    assert torch.equal(kept, torch.arange(10.0))
+
+
+def test_a_start_waits_for_one_that_packs_the_same_but_not_for_ever(tmp_path: Path) -> None:
+    cache = WeightsCache(tmp_path, wait_s=0.2)
+    with cache.path(KEY).with_suffix(".lock").open("ab") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        with capture_logs() as logs:
+            assert torch.equal(load(cache), torch.arange(10.0))
+    assert logs[0]["event"].startswith("waiting for another process")
+
+
+STARTER = """
+import sys, time, torch
+from pathlib import Path
+from worker.weights_cache import Key, WeightsCache
+
+packs = []
+
+def make():
+    packs.append(time.sleep(0.5))
+    return torch.arange(3_000_000.0)
+
+key = Key("digest", "Arch", "bfloat16", "layout", "sources", "", "0 of 1")
+cache = WeightsCache(Path(sys.argv[1]))
+made = cache.load(key, lambda kept: kept.keep("x", make), lambda *_: None, lambda _: None)
+assert torch.equal(made, torch.arange(3_000_000.0))
+print(len(packs))
+"""
+
+
+def test_of_two_processes_at_once_one_packs(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", STARTER, str(tmp_path)]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ) for _ in range(2)]
+    packs = sorted(process.communicate(timeout=300)[0].split()[-1] for process in both)
+    assert packs == ["0", "1"]
+    assert len(list(tmp_path.glob("*.weights"))) == 1
+
+
+def test_objects_come_back_as_they_were(tmp_path: Path) -> None:
+    table = torch.arange(12, dtype=torch.bfloat16).view(3, 4)
+    objects: dict[str, Any] = {
+        "transposed": PackedLinear(table.t(), None),
+        "same memory": table,
+        "gaps": torch.arange(12.0).view(3, 4)[:, ::2],
+        "empty": torch.empty(0, 4, dtype=torch.int8),
+        "tree": [(1, 2.5, None, True, "a"), torch.tensor(3), torch.float8_e4m3fn],
+    }
+    with (tmp_path / "f").open("w+b") as file:
+        write(file, "key", objects, lambda *_: None)
+        file.seek(0)
+        packed = PackedFile(file, "key")
+        back = {name: packed.restored(name) for name in objects}
+    assert back["transposed"].weight_t.stride() == (1, 4)
+    assert back["transposed"].weight_t.data_ptr() == back["same memory"].data_ptr()
+    for name in ("same memory", "gaps", "empty"):
+        assert torch.equal(back[name], objects[name])
+    assert back["tree"][0] == objects["tree"][0]
+    assert (int(back["tree"][1]), back["tree"][2]) == (3, torch.float8_e4m3fn)
+
+
+def test_a_file_names_no_other_code(tmp_path: Path) -> None:
+    with (tmp_path / "f").open("w+b") as file:
+        write(file, "key", {"x": PackedLinear(torch.zeros(1), None)}, lambda *_: None)
+        file.seek(0)
+        packed = PackedFile(file, "key")
+        packed._objects["x"]["class"] = "os:system"
+        with pytest.raises(DamagedFileError, match="names os:system"):
+            packed.restored("x")
+    with pytest.raises(UnkeptObjectError):
+        write((tmp_path / "g").open("wb"), "key", {"x": KEY}, lambda *_: None)
+
+
+def test_a_name_is_kept_once() -> None:
+    making = Making()
+    making.keep("x", int)
+    with pytest.raises(ValueError, match="x is kept twice"):
+        making.keep("x", int)
+
+
+def test_the_option_names_a_folder_or_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    option = next(each for each in worker_command.params if each.name == "weights_cache")
+    assert option.envvar == "FISSILE_WEIGHTS_CACHE"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_weights_cache() == str(tmp_path / "fissile" / "weights")
