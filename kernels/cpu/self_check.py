@@ -6,7 +6,6 @@ them wrong must show at the start, not in somebody's answers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from ctypes import CDLL
 from dataclasses import dataclass
@@ -17,7 +16,8 @@ import torch
 from kernels.cpu import attention, elementwise, experts, linear, sampling
 from kernels.cpu.attention import StepArrays
 from kernels.cpu.library import DTYPES, PLAIN, select
-from kernels.interface import AttentionMetaData, ExpertWeights, KVSpec, SampleParams
+from kernels.cpu.routing import route
+from kernels.interface import AttentionMetaData, ExpertWeights, IndexSpec, KVSpec, Routing, SampleParams
 from kernels.paged_attention import PagedKVCache
 
 # What an entry may differ from the plain one: of itself, and of the largest. Two roundings to bfloat16; sums of a
@@ -104,7 +104,10 @@ def checks(dtype: torch.dtype) -> list[Check]:
         _rope(dtype),
         _silu_and_mul(dtype),
         _experts(dtype),
-        *_attention(dtype),
+        *(_attention(dtype, kv_dtype, None) for kv_dtype in (dtype, torch.float16, torch.float8_e4m3fn)),
+        _attention(dtype, dtype, 65),
+        _latent(dtype),
+        _route(),
         _sample(),
     ]
 
@@ -192,44 +195,72 @@ def _experts(dtype: torch.dtype) -> Check:
     return Check("experts", ("combine_tasks", "combine"), compute)
 
 
-# Keys of each row's sequence, more than a split of 512; the rows are the last tokens of one sequence.
+# Tokens of one sequence, more than a split of 512 keys; the rows are its last ones.
 _KEYS = 600
 _BLOCK = 16
+_TABLE = np.arange(-(-_KEYS // _BLOCK))[::-1].copy()
+_SLOTS = _TABLE[np.arange(_KEYS) // _BLOCK] * _BLOCK + np.arange(_KEYS) % _BLOCK
 
 
-def _attention(dtype: torch.dtype) -> list[Check]:
-    spec = KVSpec(2, 64)
-    blocks = -(-_KEYS // _BLOCK)
-    table = np.arange(blocks)[::-1].copy()
-    positions = np.arange(_KEYS)
-    slots = table[positions // _BLOCK] * _BLOCK + positions % _BLOCK
-    k, v, q = (
-        _drawn(_KEYS, 2, 64, dtype=dtype),
-        _drawn(_KEYS, 2, 65)[..., 1:].to(dtype),
-        _drawn(ROWS, 4, 64, dtype=dtype),
-    )
-    sinks = _drawn(4)
+def _prefill() -> StepArrays:
+    return StepArrays(AttentionMetaData(np.array([0, _KEYS]), np.array([_KEYS]), _TABLE[None], _SLOTS))
 
-    def filled(library: CDLL) -> PagedKVCache:
-        cache = PagedKVCache.allocate(spec, 1, blocks, _BLOCK, dtype)
-        cache.data.zero_()
-        whole = AttentionMetaData(np.array([0, _KEYS]), np.array([_KEYS]), table[None], slots)
-        attention.write_kv(library, cache, 0, k, v, StepArrays(whole))
-        return cache
 
-    def compute(library: CDLL, rows: Rows, window: int | None) -> torch.Tensor:
-        lengths = rows.numpy() + _KEYS - ROWS + 1
-        step = AttentionMetaData(
-            np.arange(len(rows) + 1), lengths, np.tile(table, (len(rows), 1)), slots[lengths - 1].copy()
-        )
-        return attention.attention(library, q[rows], filled(library), 0, StepArrays(step), 0.125, window, sinks)
+def _decodes(rows: Rows) -> AttentionMetaData:
+    """A step of single tokens, each the last one of a sequence of its own."""
+    lengths = rows.numpy() + _KEYS - ROWS + 1
+    tables = np.tile(_TABLE, (len(rows), 1))
+    return AttentionMetaData(np.arange(len(rows) + 1), lengths, tables, _SLOTS[lengths - 1])
+
+
+def _cache(spec: KVSpec, dtype: torch.dtype) -> PagedKVCache:
+    return PagedKVCache.allocate(spec, 1, len(_TABLE), _BLOCK, dtype)
+
+
+def _attention(dtype: torch.dtype, kv_dtype: torch.dtype, window: int | None) -> Check:
+    k, q, sinks = _drawn(_KEYS, 2, 64, dtype=dtype), _drawn(ROWS, 4, 64, dtype=dtype), _drawn(4)
+    v = _drawn(_KEYS, 2, 65)[..., 1:].to(dtype)
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        cache = _cache(KVSpec(2, 64), kv_dtype)
+        attention.write_kv(library, cache, 0, k, v, _prefill())
+        return attention.attention(library, q[rows], cache, 0, StepArrays(_decodes(rows)), 0.125, window, sinks)
 
     entries = ("attention_state_size", "attention_tasks", "attention", "attention_merge_tasks", "attention_merge")
-    written = ("write_kv_tasks", "write_kv")
-    return [
-        Check("attention", (*written, *entries), functools.partial(compute, window=None)),
-        Check("attention with a window", entries, functools.partial(compute, window=65)),
-    ]
+    kind = "" if kv_dtype == dtype else f" over {str(kv_dtype).removeprefix('torch.')}"
+    kind += "" if window is None else " with a window"
+    return Check(f"attention{kind}", ("write_kv_tasks", "write_kv", *entries), compute)
+
+
+def _latent(dtype: torch.dtype) -> Check:
+    """Latent attention to the tokens that an indexer chose, by whole numbers, so that all choose the same."""
+    spec = KVSpec(1, 40, latent_value_dim=32, index=IndexSpec(num_heads=3, head_dim=12, topk=90))
+    keys, q = _drawn(_KEYS, 1, 40, dtype=dtype)[:, 0], _drawn(ROWS, 4, 40, dtype=dtype)
+    index_keys, index_q = (_drawn(*shape).round().to(dtype) for shape in ((_KEYS, 12), (ROWS, 3, 12)))
+    weights = _drawn(ROWS, 3).round()
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        cache, step = _cache(spec, dtype), _decodes(rows)
+        for filled, numbers in ((cache, keys), (cache.index, index_keys)):
+            assert filled is not None
+            attention.write_latent(library, filled, 0, numbers, _prefill())
+        arrays = StepArrays(step)
+        chosen = attention.select_tokens(library, index_q[rows], weights[rows], cache, 0, step, arrays)
+        assert chosen is not None
+        return attention.latent_attention(library, q[rows], cache, 0, arrays, 0.2, chosen)
+
+    return Check("latent attention to chosen tokens", ("select_tokens_tasks", "select_tokens"), compute)
+
+
+def _route() -> Check:
+    logits, bias = _drawn(ROWS, 24), _drawn(24)
+    routing = Routing(5, "sigmoid", renormalize=True, num_groups=4, top_groups=2, scale=1.5)
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        ids, weights = route(library, logits[rows], routing, bias)
+        return torch.zeros(len(rows), 24).scatter(1, ids, weights)
+
+    return Check("route", ("route_tasks", "route"), compute)
 
 
 def _sample() -> Check:
