@@ -67,6 +67,7 @@ class Config:
         kv_cache_dtype: of the KV cache: `auto`, the model's; or `bfloat16`, `float16` or `fp8` (E4M3 with a scale of
             1): numbers beyond its range become the largest.
         kernels: `auto` or the name of a back end.
+        cpu_isa: instruction set of the native CPU kernels, or `auto`.
         tensor_parallel_size: ranks that share the model, each a process of its own when there are several.
         enable_expert_parallel: whether each rank holds some experts of a mixture whole, instead of a part of each.
         parallel_config: engines in lockstep, whose ranks share the experts.
@@ -100,6 +101,7 @@ class Config:
     dtype: str = "auto"
     kv_cache_dtype: str = "auto"
     kernels: str = "auto"
+    cpu_isa: str = "auto"
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)

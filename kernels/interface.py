@@ -262,6 +262,11 @@ class KernelBackend(Protocol):
         ...
 
     @property
+    def description(self) -> str:
+        """The name for people: with the instruction set of all kernels where they share one, as `cpu:avx2`."""
+        ...
+
+    @property
     def batch_invariant(self) -> bool:
         """Whether a row's bits never depend on the batch."""
         ...
@@ -279,6 +284,10 @@ class KernelBackend(Protocol):
         """Rows of a step are best padded to a multiple of this; other counts work but are copied."""
         ...
 
+    def is_fast(self, dtype: torch.dtype) -> bool:
+        """Whether a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
+        ...
+
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
         """Brings a weight [N, K] and a bias [N] of any float dtype into the back end's layout, in `dtype`.
 
@@ -288,6 +297,17 @@ class KernelBackend(Protocol):
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """x [T, K] times the packed weight, plus its bias: [T, N] in the model dtype."""
+        ...
+
+    def packed_rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `ids` int64 [T] of a packed weight [N, K], in its dtype: [T, K]. For embeddings that are heads too."""
+        ...
+
+    def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
+        """Of each row of `linear` the column of the largest number among the first `limit`, the first of equals: [T].
+
+        NaN counts as the lowest; 0 where nothing is above minus infinity.
+        """
         ...
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:

@@ -59,6 +59,12 @@ def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, c
     return ids
 
 
+def greedy(logits: Floats) -> Ids:
+    """The lowest id of the largest logit of each row of float32 [S, V], int64 [S]; NaN counts as the lowest."""
+    # argmax takes the first of equal values: the lowest id.
+    return np.asarray(np.where(np.isnan(logits), -np.inf, logits).argmax(axis=1))
+
+
 def penalize(logits: Floats, penalties: Penalties) -> None:
     """Changes the entries' logits: repetition, then presence, then frequency, each rounded to float32.
 

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import structlog
 
 from kernels.cpu.backend import CpuBackend
+from kernels.cpu.instruction_sets import AUTO, CHOICES
 from kernels.cpu.library import PLAIN, LibraryUnavailableError
 from kernels.interface import KernelBackend
 from kernels.torch_backend import TorchBackend
 
-BACKENDS: dict[str, Callable[[], KernelBackend]] = {"torch": TorchBackend, "cpu": CpuBackend}
-AUTO = "auto"
+TORCH, CPU = "torch", "cpu"
+BACKENDS = (TORCH, CPU)
 _log = structlog.get_logger(__name__)
 
 
-def select_backend(name: str = AUTO) -> KernelBackend:
+def select_backend(name: str = AUTO, cpu_isa: str = AUTO) -> KernelBackend:
     """The back end called `name`; `auto` takes the native kernels where they are fast, else PyTorch's.
 
+    Args:
+        name: `auto`, `cpu` or `torch`.
+        cpu_isa: the native kernels' instruction set, or `auto`; a name makes `auto` take the native kernels.
+
     Raises:
-        ValueError: there is no such back end, or it can not serve here; names the choices, or the reason.
+        ValueError: there is no such back end or instruction set, or it can not serve here; names the choices, or the
+            reason.
     """
-    if name == AUTO:
-        return _best_backend()
-    if name not in BACKENDS:
+    if name not in (AUTO, *BACKENDS):
         raise ValueError(f"kernels {name!r} is not known; choose one of: {', '.join([AUTO, *BACKENDS])}")
+    if cpu_isa not in CHOICES:
+        raise ValueError(f"cpu_isa {cpu_isa!r} is not known; choose one of: {', '.join(CHOICES)}")
+    if name == TORCH and cpu_isa != AUTO:
+        raise ValueError(f"cpu_isa {cpu_isa!r}: PyTorch's kernels choose for themselves; take kernels 'cpu', or 'auto'")
+    if name == TORCH:
+        return TorchBackend()
+    if name == AUTO and cpu_isa == AUTO:
+        return _best_backend()
     try:
-        return BACKENDS[name]()
+        return CpuBackend(cpu_isa)
     except LibraryUnavailableError as error:
-        raise ValueError(f"kernels {name!r}: {error}") from error
+        raise ValueError(f"kernels {CPU!r}: {error}") from error
 
 
 def _best_backend() -> KernelBackend:

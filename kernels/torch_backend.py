@@ -21,11 +21,18 @@ from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertW
 from kernels.paged_attention import AttentionPlan, PagedKVCache, StepPlan
 from kernels.row_tiles import ROW_TILE, PackedHeads, PackedLinear
 
+# Names of `torch.cpu.get_capabilities` for what multiplies a dtype.
+_INSTRUCTIONS = {
+    torch.bfloat16: ("avx512_bf16", "amx_bf16", "bf16"),
+    torch.float16: ("avx512_fp16", "amx_fp16", "fp16"),
+}
+
 
 class TorchBackend:
     """KernelBackend on PyTorch's CPU operations."""
 
     name = "torch"
+    description = "torch"
     batch_invariant = True
     row_multiple = ROW_TILE
 
@@ -39,6 +46,11 @@ class TorchBackend:
         capability = torch.backends.cpu.get_cpu_capability()
         return (self.name, torch.__version__, capability, torch.get_num_threads())
 
+    def is_fast(self, dtype: torch.dtype) -> bool:
+        """See KernelBackend: PyTorch's bfloat16 is ten times slower than float32 without instructions for it."""
+        capabilities = torch.cpu.get_capabilities()
+        return dtype == torch.float32 or any(capabilities.get(name, False) for name in _INSTRUCTIONS[dtype])
+
     def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
         """See KernelBackend."""
         return row_tiles.pack(weight, bias, dtype)
@@ -46,6 +58,14 @@ class TorchBackend:
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """See KernelBackend: one fixed-shape product per tile of ROW_TILE rows."""
         return row_tiles.linear(x, packed)
+
+    def packed_rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """See KernelBackend."""
+        return packed.weight_t.t().index_select(0, ids)
+
+    def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
+        """See KernelBackend."""
+        return torch.from_numpy(sampling.greedy(self.linear(x, packed)[:, :limit].float().numpy()))
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
         """See KernelBackend."""

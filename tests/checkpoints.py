@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
-from itertools import islice, product
+from itertools import chain, islice, product
 from pathlib import Path
 from typing import Any
 
@@ -154,7 +154,8 @@ def make_checkpoint(
 
 
 def write_tokenizer(folder: Path | str, vocab_size: int, *, chat_template: bool = True) -> None:
-    """Saves a byte-level BPE tokenizer with exactly `vocab_size` ids: special tokens, 256 bytes, pairs of bytes.
+    """Saves a byte-level BPE tokenizer with exactly `vocab_size` ids: special tokens, 256 bytes, pairs and
+    triples of letters.
 
     Raises:
         ValueError: `vocab_size` is less than MIN_VOCAB_SIZE.
@@ -184,12 +185,13 @@ def write_tokenizer(folder: Path | str, vocab_size: int, *, chat_template: bool 
 
 
 def _merges(count: int) -> list[tuple[str, str]]:
-    """Pairs of common letters, a space (`Ġ` in byte-level spelling) first among them."""
+    """Pairs of common letters, a space (`Ġ` in byte-level spelling) first among them; then pairs with a third one."""
     letters = "ĠetaoinshrdlucmfwypvbgkjqxzETAOINSHRDLUCMFWYPVBGKJQXZ0123456789.,!?"
-    pairs = list(islice(product(letters, letters), count))
-    if len(pairs) < count:
-        raise ValueError(f"at most {MIN_VOCAB_SIZE + len(pairs)} ids can be made")
-    return pairs
+    pairs = list(product(letters, letters))
+    merges = list(islice(chain(pairs, ((a + b, c) for (a, b), c in product(pairs, letters))), count))
+    if len(merges) < count:
+        raise ValueError(f"at most {MIN_VOCAB_SIZE + len(merges)} ids can be made")
+    return merges
 
 
 def _draw_weights(model: Any, seed: int) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import re
 import secrets
 import signal
 import socket
@@ -14,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import click
 import structlog
@@ -23,7 +22,7 @@ from fissile.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_serve
 
 from common.cli.config_file import ConfigurableCommand, config_option
 from common.cli.failure import CommandError
-from common.cli.options import option
+from common.cli.options import ByteSize, option
 from common.cli.restart_policy import GiveUp, RestartPolicy
 from common.cli.security import health_port_option, server_tls, server_tls_options
 from common.config import SCHEDULING_POLICIES, Config, ParallelConfig
@@ -391,24 +390,6 @@ async def run_worker(options: WorkerOptions) -> int:
     return code
 
 
-class ByteSize(click.ParamType[int]):
-    """Bytes, from `2GiB`, `512MiB`, `4096KiB` or a plain number."""
-
-    name = "size"
-    _FORM = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|MiB|KiB|)")
-    _FACTORS: ClassVar = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "": 1}
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
-        """Reads the text of an option."""
-        if isinstance(value, int):
-            return value
-        match = self._FORM.fullmatch(str(value).strip())
-        size = int(float(match[1]) * self._FACTORS[match[2]]) if match else 0
-        if size <= 0:
-            self.fail(f"{value!r} is no size; use for example 2GiB or 512MiB", param, ctx)
-        return size
-
-
 @click.command(cls=ConfigurableCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option("worker")
 @option(
@@ -427,6 +408,11 @@ class ByteSize(click.ParamType[int]):
 @option(
     "--kernels", envvar="FISSILE_KERNELS", default="auto",
     help="cpu: our native kernels; torch: PyTorch's; auto: native where this machine can.",
+)  # fmt: skip
+@option(
+    "--cpu-isa", envvar="FISSILE_CPU_ISA", default="auto",
+    help="Instruction set of the native kernels: auto (the best here), amx, avx512bf16, avx512, avx2 or plain. Under "
+    "--failover exact requests move only between workers of one.",
 )  # fmt: skip
 @option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
@@ -532,10 +518,10 @@ def worker(log_level: str, **given: Any) -> int:
     numerics class, those that nobody can take finish, exit code 0. The Drain RPC asks for the same.
     """
     setup_logging(log_level, service="worker")
-    return uvloop.run(run_worker(_options(**given)))
+    return uvloop.run(run_worker(worker_options(**given)))
 
 
-def _options(
+def worker_options(
     *,
     model: str,
     model_name: str | None,
@@ -551,6 +537,7 @@ def _options(
     dtype: str,
     kv_cache_dtype: str,
     kernels: str,
+    cpu_isa: str,
     drain_timeout: float,
     simulate: str | None,
     tp_size: int,
@@ -567,7 +554,11 @@ def _options(
     router_identities: tuple[str, ...],
     **others: Any,
 ) -> WorkerOptions:
-    """The options as the classes take them."""
+    """The command's options as the classes take them.
+
+    Raises:
+        CommandError: a value is not allowed, or some do not fit together.
+    """
     if simulate is not None and max(tp_size, dp_size) > 1:
         raise CommandError("--simulate runs no ranks: leave --tp-size and --dp-size away, and name a preset with -tpN")
     try:
@@ -586,6 +577,7 @@ def _options(
             dtype=dtype,
             kv_cache_dtype=kv_cache_dtype,
             kernels=kernels,
+            cpu_isa=cpu_isa,
             hash_seed=hash_seed,
             tensor_parallel_size=tp_size,
             enable_expert_parallel=enable_expert_parallel,

@@ -84,6 +84,11 @@ class SequenceColumns:
         return [s.sampling_params.temperature for s in self.rows]
 
     @cached_property
+    def is_greedy(self) -> bool:
+        """Whether the temperatures are all 0."""
+        return not any(self.temperatures)
+
+    @cached_property
     def top_ks(self) -> list[int]:
         """How many ids may be sampled; 0 for all."""
         return [s.sampling_params.top_k for s in self.rows]
@@ -270,6 +275,11 @@ class ScheduledBatch:
     def temperatures(self) -> list[float]:
         """Of each row; 0 is greedy."""
         return self._columns.temperatures
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes its most likely token, and nothing changes the logits before."""
+        return self._columns.is_greedy and not self.histories
 
     @property
     def top_ks(self) -> list[int]:

@@ -41,7 +41,7 @@ def build_model_engine(
         total_blocks=config.num_kvcache_blocks,
         weights_digest=weights_digest(config.model),
         numerics=numerics_digest(runner),
-        kernels=runner.kernels.name,
+        kernels=runner.kernels.description,
         dtype=str(runner.dtype).removeprefix("torch."),
     )
     return EngineCore(config, runner), facts

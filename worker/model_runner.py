@@ -20,7 +20,7 @@ from common.text.tokenizer import Tokenizer, TokenizerError
 from kernels.interface import AttentionMetaData, KVCache, SampleParams
 from kernels.select import select_backend
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.dtype import log_dtype, resolve_dtype, resolve_kv_dtype
+from worker.dtype import resolve_dtype, resolve_kv_dtype
 from worker.forward_context import (
     Context,
     DPMetadata,
@@ -37,7 +37,7 @@ from worker.parallel import Shard, length
 from worker.sequence import Sequence
 from worker.steering import masked_ids, penalties
 
-__all__ = ["ModelInput", "ModelRunner", "kv_block_bytes", "support_model_arch_dict"]
+__all__ = ["ModelInput", "ModelRunner", "support_model_arch_dict"]
 
 _WARMUP_TOKENS = 33
 
@@ -59,14 +59,6 @@ class ModelInput:
     context: Context
     metadata: AttentionMetaData
     final_rows: torch.Tensor
-
-
-def kv_block_bytes(model_config: ModelConfig, config: Config, shard: Shard | None = None) -> int:
-    """Bytes of one KV block on one rank: what all layers keep of its tokens."""
-    spec = model_class(model_config.architecture).kv_spec(model_config, shard or Shard())
-    values = model_config.num_hidden_layers * spec.values_per_token
-    dtype = resolve_kv_dtype(config.kv_cache_dtype, resolve_dtype(config.dtype, model_config))
-    return values * config.kv_cache_block_size * dtype.itemsize
 
 
 class ModelRunner:
@@ -94,14 +86,13 @@ class ModelRunner:
             raise ModelError("speculative_config: no draft model is built yet; leave it None")
         self.config = config
         self.model_config = model_config
-        self.dtype = resolve_dtype(config.dtype, model_config)
-        log_dtype(config.dtype, model_config, self.dtype)
-        self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
         self.max_model_len = config.max_model_len or model_config.max_position_embeddings
         try:
-            self.kernels = select_backend(config.kernels)
+            self.kernels = select_backend(config.kernels, config.cpu_isa)
         except ValueError as error:
             raise ModelError(str(error)) from error
+        self.dtype = resolve_dtype(config.dtype, model_config, self.kernels)
+        self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
         self.shard = shard or Shard()
         if config.enable_expert_parallel and not model_config.has_experts:
             raise ModelError(
@@ -125,9 +116,15 @@ class ModelRunner:
         self._kv_cache: KVCache = None
         self._kv_cache_data: dict[str, KVCacheTensor] = {}
 
+    @property
+    def kv_block_bytes(self) -> int:
+        """Bytes of one KV block on this rank: what all layers keep of its tokens."""
+        values = self.model_config.num_hidden_layers * self._kv_spec.values_per_token
+        return values * self.config.kv_cache_block_size * self.kv_dtype.itemsize
+
     def num_blocks_for(self, kv_bytes: int) -> int:
         """How many KV blocks fit into `kv_bytes`."""
-        return kv_bytes // kv_block_bytes(self.model_config, self.config, self.shard)
+        return kv_bytes // self.kv_block_bytes
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
         """Makes the KV pool; earlier content is lost."""
@@ -162,7 +159,11 @@ class ModelRunner:
             self.dummy_run()
         if not batch.req_ids:
             return ScheduledBatchOutput({})
-        self._last_output = self.postprocess(batch, self.run_model(self.prepare_model(batch)))
+        step = self.prepare_model(batch)
+        if batch.is_greedy:
+            self._last_output = _output(batch, np.flatnonzero(batch.is_final), self._greedy(step))
+        else:
+            self._last_output = self.postprocess(batch, self.run_model(step))
         return self._last_output
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
@@ -196,15 +197,24 @@ class ModelRunner:
     @torch.inference_mode()
     def run_model(self, step: ModelInput) -> torch.Tensor:
         """float32 logits [F, V] of the final rows; -inf for ids that the tokenizer does not have."""
+        logits = self.model.compute_logits(self._final_states(step))
+        logits[:, self._sampled_ids :] = -torch.inf
+        return logits
+
+    @torch.inference_mode()
+    def _greedy(self, step: ModelInput) -> torch.Tensor:
+        """int64 [F]: the tokens that `postprocess` would find in the logits of greedy rows, which are not made."""
+        return self.model.greedy(self._final_states(step), self._sampled_ids)
+
+    def _final_states(self, step: ModelInput) -> torch.Tensor:
+        """Hidden states [F, H] of the final rows."""
         set_kv_cache_data(self._kv_cache_data)
         set_forward_context(step.metadata, self.config, step.context, self._dp_metadata(step.context.graph_bs))
         try:
             hidden = self.model.forward(step.token_ids, step.context.positions)
         finally:
             reset_forward_context()
-        logits = self.model.compute_logits(hidden.index_select(0, step.final_rows))
-        logits[:, self._sampled_ids :] = -torch.inf
-        return logits
+        return hidden.index_select(0, step.final_rows)
 
     def _dp_metadata(self, num_rows: int) -> DPMetadata | None:
         data = self.shard.data
@@ -239,8 +249,15 @@ class ModelRunner:
             seeds=np.array(batch.seeds, np.uint64)[final],
             positions=np.array(batch.context_lens, np.int64)[final],
             choices=np.array(batch.choices, np.int64)[final],
-        ).tolist()
-        return ScheduledBatchOutput({batch.req_ids[i]: (token,) for i, token in zip(final.tolist(), ids, strict=True)})
+        )
+        return _output(batch, final, ids)
+
+
+def _output(batch: ScheduledBatch, final: Ints, ids: torch.Tensor) -> ScheduledBatchOutput:
+    """The tokens `ids` of the sequences at `final`."""
+    return ScheduledBatchOutput(
+        {batch.req_ids[i]: (token,) for i, token in zip(final.tolist(), ids.tolist(), strict=True)}
+    )
 
 
 def _quantization(config: Config, model_config: ModelConfig) -> QuantizationConfig:

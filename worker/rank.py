@@ -151,7 +151,7 @@ class Rank:
         """Loads this rank's part of the model; bytes of one KV block on this rank."""
         import torch  # noqa: PLC0415
 
-        from worker.model_runner import ModelRunner, kv_block_bytes  # noqa: PLC0415
+        from worker.model_runner import ModelRunner  # noqa: PLC0415
         from worker.parallel import Alone, Shard  # noqa: PLC0415
 
         torch.set_num_threads(threads)
@@ -160,7 +160,7 @@ class Rank:
         shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)
         model_config = ModelConfig.from_folder(self._model)
         self._runner = ModelRunner(config, model_config, self._progress, shard)
-        return kv_block_bytes(model_config, config, shard)
+        return self._runner.kv_block_bytes
 
     def free_memory(self) -> int:
         """Bytes that this machine has left, now that its ranks have loaded."""
@@ -181,7 +181,7 @@ class Rank:
         return {
             "weights_digest": weights_digest(self._model),
             "numerics": numerics_digest(self.runner),
-            "kernels": self.runner.kernels.name,
+            "kernels": self.runner.kernels.description,
             "dtype": str(self.runner.dtype).removeprefix("torch."),
         }
 

@@ -1,1 +1,5 @@
-"""What `fissile bench` measures with: workloads, load shapes, records, statistics. Standard library only, no I/O."""
+"""What `fissile bench` measures with.
+
+Pure: `workload` (what is asked), `load` (when), `records` and `figures` (what came of it), `report` (how it is told).
+With I/O: `machine` (who uses this machine), `service` (requests to a router), `offline` (requests to an engine).
+"""

@@ -66,6 +66,10 @@ class Console:
         sys.stderr.flush()
         self._spinning = True
 
+    def clear(self) -> None:
+        """Takes the spinner away."""
+        self._clear_spinner()
+
     def begin_answer(self) -> None:
         """From here on lines are kept back."""
         self._clear_spinner()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import click
 
@@ -38,6 +38,24 @@ class Duration(click.ParamType[float]):
             return seconds(str(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
+
+
+class ByteSize(click.ParamType[int]):
+    """Bytes, from `2GiB`, `512MiB`, `4096KiB` or a plain number."""
+
+    name = "size"
+    _FORM = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|MiB|KiB|)")
+    _FACTORS: ClassVar = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "": 1}
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Reads the text of an option."""
+        if isinstance(value, int):
+            return value
+        match = self._FORM.fullmatch(str(value).strip())
+        size = int(float(match[1]) * self._FACTORS[match[2]]) if match else 0
+        if size <= 0:
+            self.fail(f"{value!r} is no size; use for example 2GiB or 512MiB", param, ctx)
+        return size
 
 
 def option(*names: str, envvar: str, **attributes: Any) -> Callable[[click.decorators.FC], click.decorators.FC]:

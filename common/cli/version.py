@@ -26,14 +26,19 @@ def _version(distribution: str) -> str | None:
         return None
 
 
+def versions() -> dict[str, str]:
+    """Of Fissile, Python and what it stands on, by name."""
+    own = {"fissile": fissile_version(), "python": platform.python_version()}
+    return own | {name: _version(name) or "not installed" for name in SHOWN}
+
+
 @click.command()
 @json_option
 def version(as_json: bool) -> None:
     """Print the versions of Fissile and what it stands on."""
-    versions = {"fissile": fissile_version(), "python": platform.python_version()}
-    versions |= {name: _version(name) or "not installed" for name in SHOWN}
+    found = versions()
     if as_json:
-        click.echo(json.dumps(versions))
+        click.echo(json.dumps(found))
         return
-    for name, value in versions.items():
+    for name, value in found.items():
         click.echo(f"{name:<18} {value}")

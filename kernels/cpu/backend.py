@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.cpu import attention, elementwise, experts, fused, library, linear, sampling
+from kernels.cpu import attention, elementwise, experts, fused, instruction_sets, library, linear, sampling
 from kernels.cpu.attention import SelectedTokens, StepArrays
 from kernels.cpu.build import sources_digest
 from kernels.cpu.experts import PanelExperts
@@ -49,7 +49,10 @@ class CpuPlan:
 
 
 class CpuBackend:
-    """KernelBackend on the native kernels.
+    """KernelBackend on the native kernels, all of one instruction set, which is the process's.
+
+    Args:
+        instruction_set: a name, or `auto` (kernels/cpu/instruction_sets.py).
 
     Raises:
         LibraryUnavailableError: they can not serve on this machine.
@@ -59,18 +62,27 @@ class CpuBackend:
     batch_invariant = True
     row_multiple = 1
 
-    def __init__(self) -> None:
+    def __init__(self, instruction_set: str = instruction_sets.AUTO) -> None:
         self._library = library.load()
-        self.instruction_set = library.select(self._library)
+        self.instruction_set = instruction_sets.take(self._library, instruction_set)
         self._library.fissile_set_threads(torch.get_num_threads())
         self._torch = TorchBackend()
         self._delegates = False
+
+    @property
+    def description(self) -> str:
+        """See KernelBackend."""
+        return f"{self.name}:{self.instruction_set}"
 
     @property
     def numerics(self) -> tuple[object, ...]:
         """See KernelBackend. Threads and PyTorch count only where its kernels take part."""
         own = (self.name, self.instruction_set, sources_digest())
         return (*own, *self._torch.numerics) if self._delegates else own
+
+    def is_fast(self, dtype: torch.dtype) -> bool:
+        """See KernelBackend: native weights are widened in registers, so that narrow ones are faster."""
+        return dtype in DTYPES or self._torch.is_fast(dtype)
 
     def pack_linear(
         self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
@@ -86,6 +98,16 @@ class CpuBackend:
         if isinstance(packed, PanelLinear):
             return linear.linear(self._library, x, packed)
         return self._torch.linear(x, packed)
+
+    def packed_rows(self, packed: PanelLinear | PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        """See KernelBackend."""
+        return linear.rows(packed, ids) if isinstance(packed, PanelLinear) else self._torch.packed_rows(packed, ids)
+
+    def linear_argmax(self, x: torch.Tensor, packed: PanelLinear | PackedLinear, limit: int) -> torch.Tensor:
+        """See KernelBackend; no more than some columns of the product are ever in memory."""
+        if isinstance(packed, PanelLinear):
+            return linear.argmax(self._library, x, packed, limit)
+        return self._torch.linear_argmax(x, packed, limit)
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PanelHeads | PackedHeads:
         """See KernelBackend."""

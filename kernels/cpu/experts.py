@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from ctypes import CDLL
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -61,7 +61,7 @@ def _panels(
         stacked = torch.empty(len(packed), *shape, dtype=dtype)
         for i, one in enumerate(packed):
             stacked[i] = one.panels
-            packed[i] = linear.PanelLinear(stacked[i], one.bias, one.columns)
+            packed[i] = replace(one, panels=stacked[i])
         both.append(stacked)
     return both[0], both[1]
 

@@ -45,6 +45,10 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         None,
         (_INT, _INT, _POINTER, _INT, _INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER, _POINTER),
     ),
+    "fissile_linear_argmax": (
+        ctypes.c_int,
+        (_INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER),
+    ),
     "fissile_decoder": (ctypes.c_int, (_POINTER, _POINTER)),
     "fissile_sample": (None, (_POINTER, _INT, _INT, _INT, *[_POINTER] * 8)),
     "fissile_attention": (

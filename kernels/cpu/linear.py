@@ -18,11 +18,13 @@ class PanelLinear:
         panels: `panel_shape` in the model dtype.
         bias: float32 [N], rounded to the model dtype before, or None.
         columns: N.
+        inner: K.
     """
 
     panels: torch.Tensor
     bias: torch.Tensor | None
     columns: int
+    inner: int
 
 
 def panel_shape(columns: int, inner: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
@@ -37,7 +39,15 @@ def pack(library: CDLL, weight: torch.Tensor, bias: torch.Tensor | None, dtype: 
     source = weight.to(dtype).contiguous()
     panels = torch.empty(panel_shape(columns, inner, dtype), dtype=dtype)
     library.fissile_pack_linear(DTYPES[dtype], source.data_ptr(), columns, inner, panels.data_ptr())
-    return PanelLinear(panels, None if bias is None else bias.to(dtype, copy=True).float(), columns)
+    return PanelLinear(panels, None if bias is None else bias.to(dtype, copy=True).float(), columns, inner)
+
+
+def rows(packed: PanelLinear, ids: torch.Tensor) -> torch.Tensor:
+    """Rows `ids` int64 [T] of the weight: [T, K]"""
+    panels = packed.panels
+    # A group of neighbours in k is one number of four bytes, whatever the dtype.
+    groups = panels.view(torch.int32).squeeze(-1)[ids // PANEL, :, ids % PANEL]
+    return groups.view(panels.dtype)[:, : packed.inner]
 
 
 def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
@@ -62,6 +72,30 @@ def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
         )
     )
     return out
+
+
+def argmax(library: CDLL, x: torch.Tensor, packed: PanelLinear, limit: int) -> torch.Tensor:
+    """The first of the largest of each row's first `limit` > 0 columns, int64 [T]; see KernelBackend.linear_argmax."""
+    rows, inner = x.shape
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    places = torch.empty(rows, dtype=torch.int64)
+    bias = None if packed.bias is None else packed.bias.data_ptr()
+    columns = min(limit, packed.columns)
+    check(
+        library.fissile_linear_argmax(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            rows,
+            inner,
+            columns,
+            packed.panels.data_ptr(),
+            bias,
+            places.data_ptr(),
+        )
+    )
+    return places
 
 
 @dataclass(frozen=True)

@@ -54,12 +54,14 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 BLOCK_SIZE = 16
 MOST_SEQUENCES = 32
+TOP_K_AND_P = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
 
 
-def batch_of(sequences: int, context: int, new: int, vocab: int) -> ScheduledBatch:
+def batch_of(
+    sequences: int, context: int, new: int, vocab: int, params: SamplingParams = TOP_K_AND_P
+) -> ScheduledBatch:
     """The last `new` of each sequence's `context` tokens."""
     rnd = random.Random(0)
-    params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
     seqs = [Sequence([rnd.randrange(5, vocab) for _ in range(context)], BLOCK_SIZE, params) for _ in range(sequences)]
     for i, seq in enumerate(seqs):
         seq.block_table = list(range(i * seq.num_blocks, (i + 1) * seq.num_blocks))

@@ -18,7 +18,6 @@ from tests.quantizers import SCHEMES as QUANTIZERS
 from tests.quantizers import quantize_checkpoint, write_safetensors
 from worker.loader import load_weights
 from worker.model_config import ModelConfig, ModelError
-from worker.model_runner import kv_block_bytes
 from worker.models.deepseek_v3 import DeepseekV3ForCausalLM
 from worker.models.deepseek_v32 import DeepseekV32ForCausalLM
 
@@ -146,7 +145,7 @@ def test_block_bytes_are_what_a_block_takes(models: Models) -> None:
     runner = models.runner
     pools = [runner._kv_cache, runner._kv_cache.index]
     nbytes = sum(pool.data[:, :, :POOL].nbytes for pool in pools if pool is not None)
-    assert nbytes == POOL * kv_block_bytes(runner.model_config, runner.config)
+    assert nbytes == POOL * runner.kv_block_bytes
 
 
 def test_a_checkpoint_in_blocks_of_fp8(tmp_path: Path) -> None:

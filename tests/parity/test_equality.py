@@ -167,7 +167,7 @@ class Watched:
 def loaded(block_size: int, kernels: str) -> ModelRunner:
     """The model, loaded once for each block size and back end."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(model_runner, "select_backend", lambda name: poisoned(select_backend(name)))
+        patch.setattr(model_runner, "select_backend", lambda *choice: poisoned(select_backend(*choice)))
         config = Setting(block_size=block_size, kernels=kernels).config
         return ModelRunner(config, ModelConfig.from_folder(DEMO))
 

@@ -56,6 +56,10 @@ PURE_WORKER_MODULES = frozenset(
 )
 # Code that decides does no I/O and reads no clock: `now` comes in, decisions go out.
 DECIDING_MODULES = (
+    "common/bench/figures",
+    "common/bench/records",
+    "common/bench/report",
+    "common/bench/statistics",
     "common/delay_gate",
     "common/block_hash",
     "common/seed",

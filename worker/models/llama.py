@@ -283,6 +283,10 @@ class LlamaForCausalLM:
         """float32 [S, V] of hidden states [S, H]."""
         return self._head(hidden)
 
+    def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [S]: the lowest id below `limit` with the largest logit, of hidden states [S, H]."""
+        return self._head.greedy(hidden, limit)
+
 
 def linear_shapes(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape]:
     """Tensors of one projection."""

@@ -59,6 +59,10 @@ class CausalModel(Protocol):
         """float32 [S, V] of hidden states [S, H]."""
         ...
 
+    def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [S]: the lowest id below `limit` with the largest logit, of hidden states [S, H]."""
+        ...
+
 
 def model_class(architecture: str) -> type[CausalModel]:
     """The class of a supported architecture. Imports PyTorch."""

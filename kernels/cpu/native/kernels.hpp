@@ -218,6 +218,17 @@ struct Sample {
   int64_t* ids;
 };
 
+// Of each row of y [rows, columns] in `dtype` the largest number and its first place; -infinity and 0 where there is none
+// above that. NaN counts as the lowest.
+struct Largest {
+  int64_t dtype;
+  const void* y;
+  int64_t row_stride;
+  int64_t columns;
+  float* values;
+  int64_t* places;
+};
+
 struct Kernels {
   const char* name;
   // Packs panel `task` of a weight [columns, inner] of `dtype`.
@@ -248,6 +259,7 @@ struct Kernels {
   int64_t (*route_tasks)(const Route&);
   void (*route)(const Route&, int64_t task);
   void (*sample)(const Sample&, int64_t row);
+  void (*largest_of_row)(const Largest&, int64_t row);
 };
 
 }  // namespace fissile

@@ -116,6 +116,27 @@ int64_t ceil_product(float fraction, int64_t total) {
   return static_cast<int64_t>((product + ((Wide{1} << shift) - 1)) >> shift);
 }
 
+float widened(float value) { return value; }
+
+float widened(Bf16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float wide;
+  __builtin_memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
+template <class Number>
+void find_largest(const Number* y, int64_t columns, float& value, int64_t& place) {
+  const int64_t whole = columns / WIDTH * WIDTH;
+  Floats best = splat(-__builtin_inff());
+  for (int64_t i = 0; i < whole; i += WIDTH) best = maximum(load(y + i), best);
+  value = largest(best);
+  for (int64_t i = whole; i < columns; i++) value = widened(y[i]) > value ? widened(y[i]) : value;
+  place = 0;
+  if (value == -__builtin_inff()) return;
+  while (widened(y[place]) != value) place++;
+}
+
 struct Row {
   const float* scaled;
   int64_t count;
@@ -213,6 +234,15 @@ struct Row {
 };
 
 }  // namespace
+
+void largest_of_row(const fissile::Largest& work, int64_t row) {
+  float& value = work.values[row];
+  int64_t& place = work.places[row];
+  if (work.dtype == fissile::FLOAT32)
+    find_largest(static_cast<const float*>(work.y) + row * work.row_stride, work.columns, value, place);
+  else
+    find_largest(static_cast<const Bf16*>(work.y) + row * work.row_stride, work.columns, value, place);
+}
 
 void sample(const fissile::Sample& work, int64_t row) {
   const float* logits = work.logits + row * work.row_stride;

@@ -39,6 +39,7 @@ const fissile::Kernels kernels = {
     .route_tasks = route_tasks,
     .route = route,
     .sample = sample,
+    .largest_of_row = largest_of_row,
 };
 
 }  // namespace FISSILE_ISA

@@ -45,7 +45,10 @@ def test_pyproject_has_the_commands_that_are_summarized() -> None:
     assert group.find_entry_points(group.COMMANDS).keys() == group.SUMMARIES.keys()
 
 
-@pytest.mark.parametrize("arguments", [("--help",), ("version",), ("serve", "--help"), ("generate", "--help")])
+@pytest.mark.parametrize(
+    "arguments",
+    [("--help",), ("version",), ("serve", "--help"), ("generate", "--help"), ("bench", "--help")],
+)
 def test_light_commands_import_neither_torch_nor_the_services(arguments: tuple[str, ...]) -> None:
     program = (
         "import sys; from common.cli.group import run\n"
@@ -127,15 +130,15 @@ def test_environment_variables_set_options() -> None:
 @pytest.mark.parametrize("name", group.SUMMARIES)
 def test_every_option_has_a_help_text_and_an_environment_variable(name: str) -> None:
     command = group.find_entry_points(group.COMMANDS)[name].load()
-    commands = command.commands.values() if isinstance(command, click.Group) else [command]
-    options = [parameter for each in commands for parameter in each.params if isinstance(parameter, click.Option)]
-    assert options
-    for option in options:
-        assert option.help, option.name
-        assert str(option.envvar).startswith("FISSILE_"), option.name
-        assert option.show_envvar, option.name
-    variables = [option.envvar for option in options]
-    assert len(set(variables)) == len(variables)
+    for each in command.commands.values() if isinstance(command, click.Group) else [command]:
+        options = [parameter for parameter in each.params if isinstance(parameter, click.Option)]
+        assert options
+        for option in options:
+            assert option.help, option.name
+            assert str(option.envvar).startswith("FISSILE_"), option.name
+            assert option.show_envvar, option.name
+        variables = [option.envvar for option in options]
+        assert len(set(variables)) == len(variables)
 
 
 def test_a_missing_extra_is_named() -> None:

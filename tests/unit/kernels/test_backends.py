@@ -48,6 +48,15 @@ def test_linear_takes_unaligned_views_and_other_dtypes(backend: KernelBackend) -
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
+@pytest.mark.parametrize("shape", [(70, 33), (16, 8), (1, 1)])
+def test_rows_of_a_packed_weight(backend: KernelBackend, dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    weight = torch.randn(shape).to(dtype)
+    packed, ids = backend.pack_linear(weight, None, dtype), torch.randint(shape[0], (50,))
+    assert torch.equal(backend.packed_rows(packed, ids), weight[ids])
+    assert backend.packed_rows(packed, ids[:0]).shape == (0, shape[1])
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE))
 def test_norms(backend: KernelBackend, dtype: torch.dtype) -> None:
     x, residual, weight = (torch.randn(shape).to(dtype) for shape in ((5, 48), (5, 48), (48,)))
     total = x + residual

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 
-from kernels.cpu import library
+from kernels.cpu import instruction_sets, library
 from kernels.select import select_backend
 
 load = library.load
@@ -37,16 +37,15 @@ def test_auto_on_a_processor_without_avx2_takes_torch_and_says_why(monkeypatch: 
         load()
     except library.LibraryUnavailableError as error:
         pytest.skip(str(error))
-    select = library.select
 
-    def plain_only(native: CDLL, instruction_set: str | None = None) -> str:
-        return select(native, instruction_set or library.PLAIN)
+    def plain_only(native: CDLL, instruction_set: str) -> str:
+        return library.select(native, library.PLAIN)
 
-    monkeypatch.setattr(library, "select", plain_only)
+    monkeypatch.setattr(instruction_sets, "take", plain_only)
     with capture_logs() as logs:
         assert select_backend().name == "torch"
     assert [line["reason"] for line in logs] == ["this processor has no AVX2"]
-    select(load())
+    library.select(load())
 
 
 def test_unknown_name_says_the_choices() -> None:

@@ -1,20 +1,22 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from structlog.testing import capture_logs
 
 from common.config import Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
+from kernels.select import AUTO, BACKENDS, select_backend
 from tests.checkpoints import make_checkpoint
-from worker import dtype as dtypes
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.dtype import resolve_dtype
 from worker.engine_core import EngineCore
 from worker.forward_context import Context, get_forward_context
 from worker.model_config import SUPPORTED_ARCHITECTURES, ModelConfig, ModelError
-from worker.model_runner import ModelRunner, kv_block_bytes, support_model_arch_dict
+from worker.model_runner import ModelRunner, support_model_arch_dict
 from worker.numerics import numerics_digest
 from worker.sequence import Sequence, SequenceType
 
@@ -25,9 +27,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def make_runner(
-    folder: Path, dtype: str = "float32", max_model_len: int = 512, kv_cache_dtype: str = "auto"
+    folder: Path,
+    dtype: str = "float32",
+    max_model_len: int = 512,
+    kv_cache_dtype: str = "auto",
+    kernels: str = AUTO,
 ) -> ModelRunner:
-    config = Config(model=str(folder), dtype=dtype, max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype)
+    config = Config(
+        model=str(folder), dtype=dtype, max_model_len=max_model_len, kv_cache_dtype=kv_cache_dtype, kernels=kernels
+    )
     return ModelRunner(config, ModelConfig.from_folder(folder))
 
 
@@ -62,6 +70,27 @@ def test_only_final_rows_are_sampled(runner: ModelRunner) -> None:
     assert output.req_ids == [final.id]
     assert len(output.token_ids[final.id]) == 1
     assert runner.forward(batch_of((chunk, 30))).token_ids == {}
+
+
+@pytest.mark.parametrize("kernels", list(BACKENDS))
+def test_greedy_steps_without_logits_give_the_tokens_of_logits(folder: Path, kernels: str) -> None:
+    try:
+        runner = make_runner(folder, "bfloat16", kernels=kernels)
+    except ModelError as error:
+        pytest.skip(str(error))
+    runner.allocate_kv_cache(8)
+    seqs = [sequence(list(range(50 + 9 * i, 90)), [3 * i, 3 * i + 1, 3 * i + 2]) for i in range(2)]
+    chunk = sequence(list(range(40)), [6, 7])
+    for count in (1, 2):
+        batch = batch_of(*((seq, seq.num_tokens) for seq in seqs[:count]), (chunk, 16))
+        assert batch.is_greedy
+        by_logits = runner.postprocess(batch, runner.run_model(runner.prepare_model(batch)))
+        assert runner.forward(batch).token_ids == by_logits.token_ids
+        assert by_logits.req_ids == [seq.id for seq in seqs[:count]]
+    warm = sequence([5, 6], [7], temperature=0.5)
+    assert not batch_of((seqs[0], 1), (warm, 2)).is_greedy
+    steered = Sequence([5, 6], 16, SamplingParams(temperature=0.0, min_tokens=4, max_tokens=5))
+    assert not batch_of((steered, 2)).is_greedy
 
 
 def test_sampling_follows_seed_and_position_not_batch(runner: ModelRunner) -> None:
@@ -170,7 +199,7 @@ def test_probe_and_warmup_leave_the_pool_alone(runner: ModelRunner) -> None:
 def test_block_bytes_are_what_a_block_takes(folder: Path, dtype: str, kv_cache_dtype: str, itemsize: int) -> None:
     runner = make_runner(folder, dtype, kv_cache_dtype=kv_cache_dtype)
     runner.allocate_kv_cache(10)
-    size = kv_block_bytes(runner.model_config, runner.config)
+    size = runner.kv_block_bytes
     assert runner._kv_cache.data[:, :, :10].nbytes == 10 * size
     assert runner.num_blocks_for(10 * size + size - 1) == 10
     values_per_token = 2 * 2 * 2 * 24
@@ -230,14 +259,32 @@ def test_bad_names_are_one_line(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("fast", "expected"), [(True, torch.bfloat16), (False, torch.float32)])
-def test_auto_dtype_depends_on_the_cpu(
+def test_auto_dtype_of_pytorch_depends_on_the_cpu(
     folder: Path, monkeypatch: pytest.MonkeyPatch, fast: bool, expected: torch.dtype
 ) -> None:
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": fast})
     model_config = ModelConfig.from_folder(folder)
-    assert resolve_dtype("auto", model_config) == expected
-    assert resolve_dtype("float16", model_config) == torch.float16
-    assert dtypes.AUTO == "auto"
+    kernels = select_backend("torch")
+    with capture_logs() as logs:
+        assert resolve_dtype("auto", model_config, kernels) == expected
+    assert [line["dtype"] for line in logs] == ([] if fast else ["bfloat16"])
+    assert resolve_dtype("float16", model_config, kernels) == torch.float16
+
+
+def test_auto_dtype_of_native_kernels_is_the_checkpoints_whatever_the_cpu(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They widen bfloat16 in registers; float16 is PyTorch's."""
+    monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
+    try:
+        kernels = select_backend("cpu")
+    except ValueError as error:
+        pytest.skip(str(error))
+    model_config = ModelConfig.from_folder(folder)
+    assert resolve_dtype("auto", model_config, kernels) == torch.bfloat16
+    assert resolve_dtype("auto", replace(model_config, dtype="float16"), kernels) == torch.float32
+    runner = ModelRunner(Config(model=str(folder), kernels="cpu"), model_config)
+    assert (runner.dtype, runner.kv_dtype) == (torch.bfloat16, torch.bfloat16)
 
 
 def test_digest_is_stable_and_tells_classes_apart(folder: Path, tmp_path: Path) -> None:

@@ -1201,7 +1201,7 @@ class GetWorkerResponse(_message.Message):
     total_blocks: _builtins.int
     """Number of KV blocks."""
     kernels: _builtins.str
-    """Kernel back end in use."""
+    """Kernel back end in use, and its instruction set, for example `cpu:avx2`."""
     dtype: _builtins.str
     """Type of the weights and activations, for example `float32`."""
     tp_size: _builtins.int

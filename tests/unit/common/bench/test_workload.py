@@ -7,7 +7,7 @@ import random
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.bench.workload import GivenWorkload, Lengths, RandomWorkload, Work, prompts
@@ -21,6 +21,7 @@ def test_lengths_are_read(text: str, low: int, high: int) -> None:
     assert Lengths.parse(text) == Lengths(low, high)
 
 
+@settings(max_examples=30)
 @given(LENGTHS)
 def test_lengths_are_read_as_they_are_written(lengths: Lengths) -> None:
     assert Lengths.parse(str(lengths)) == lengths
@@ -32,6 +33,7 @@ def test_what_is_no_length_is_refused(text: str) -> None:
         Lengths.parse(text)
 
 
+@settings(max_examples=30)
 @given(SEEDS, LENGTHS, LENGTHS, st.integers(0, 20), st.integers(1, 300), st.integers(-5, 5), st.integers(0, 10**6))
 def test_a_request_is_within_what_was_asked_for(
     seed: int, inputs: Lengths, outputs: Lengths, prefix: int, vocab: int, round_: int, index: int
@@ -45,6 +47,7 @@ def test_a_request_is_within_what_was_asked_for(
     assert workload.work(round_, index) == work
 
 
+@settings(max_examples=30)
 @given(SEEDS, st.permutations(range(8)))
 def test_order_and_number_of_requests_change_nothing(seed: int, order: list[int]) -> None:
     workload = RandomWorkload(seed, 1000, Lengths(1, 9), Lengths(1, 9), 3)
@@ -54,6 +57,7 @@ def test_order_and_number_of_requests_change_nothing(seed: int, order: list[int]
     )
 
 
+@settings(max_examples=30)
 @given(SEEDS)
 def test_a_round_has_the_lengths_of_the_others_and_tokens_of_its_own(seed: int) -> None:
     workload = RandomWorkload(seed, 50_000, Lengths(16, 40), Lengths(1, 9), 16)

@@ -69,7 +69,7 @@ def test_a_change_of_a_source_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: P
     sources.mkdir()
     (sources / "api.cpp").write_text(SOURCE)
     monkeypatch.setattr(build, "SOURCES", sources)
-    monkeypatch.setattr(build, "ARITHMETIC", ())
+    monkeypatch.setattr(build, "instruction_sets", lambda compiler: ())
     monkeypatch.setattr(build, "LIBRARY", tmp_path / "library.so")
     assert not build.is_current()
     try:
@@ -84,8 +84,19 @@ def test_a_change_of_a_source_shows(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 def test_nothing_of_the_standard_library_is_compiled_for_one_instruction_set() -> None:
     """The linker keeps one copy of an inline function; it must not be one that only some machines can run."""
     allowed = {"cstdint", "immintrin.h", "cmath"}
-    for name in build.ARITHMETIC:
-        sources = [build.SOURCES / f"{name}.cpp", *build.SOURCES.glob(f"{name}.hpp"), build.SOURCES / "vec.hpp"]
+    shared = [build.SOURCES / name for name in ("vec.hpp", "bf16_rows.hpp", "tiles.hpp")]
+    for name in (*build.ARITHMETIC, *build.VARIANTS):
+        sources = [build.SOURCES / f"{name}.cpp", *build.SOURCES.glob(f"{name}.hpp"), *shared]
         for path in sources:
             lines = [line for line in path.read_text().splitlines() if line.startswith("#include <")]
             assert {line[len("#include <") : -1] for line in lines} <= allowed, path
+
+
+def test_a_compiler_that_does_not_know_an_instruction_leaves_its_kernels_out(tmp_path: Path) -> None:
+    script = tmp_path / "old-c++"
+    script.write_text('#!/bin/sh\ncase "$*" in *amx*) exit 1;; esac\nexit 0\n')
+    script.chmod(0o755)
+    names = {one.name for one in build.instruction_sets([str(script)])}
+    assert "plain" in names
+    assert "amx" not in names
+    assert ("avx512bf16" in names) == ("avx512" in names)

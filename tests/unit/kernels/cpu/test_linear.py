@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ctypes import CDLL
 
+import numpy as np
 import pytest
 import torch
 
@@ -119,3 +120,27 @@ def test_a_row_that_overflowed_shows_and_spoils_no_other(each_isa: CDLL, dtype: 
     assert spoiled[4].isnan().all()
     spoiled[4] = whole[4]
     assert torch.equal(spoiled, whole)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("columns", [1, 17, 512, 1700])
+def test_argmax_is_that_of_the_product(each_isa: CDLL, dtype: torch.dtype, columns: int) -> None:
+    """Ties everywhere, and a limit, which is where the tokenizer's ids end."""
+    weight, bias, x = drawn(columns, 9, 40, dtype)
+    packed = linear.pack(each_isa, weight.round(), bias.round(), dtype)
+    x = x.round()
+    x[3], x[4, 2], x[5] = torch.nan, torch.inf, 0.0
+    whole = linear.linear(each_isa, x, packed).float().numpy()
+    for limit in (1, 16, 513, columns, columns + 9):
+        expected = np.where(np.isnan(whole), -np.inf, whole)[:, :limit].argmax(axis=1)
+        assert linear.argmax(each_isa, x, packed, limit).tolist() == expected.tolist()
+
+
+def test_argmax_by_several_threads_and_of_no_rows(threads: CDLL) -> None:
+    weight, _, x = drawn(5000, 24, 33, torch.bfloat16)
+    packed = linear.pack(threads, weight, None, torch.bfloat16)
+    expected = linear.linear(threads, x, packed).float().numpy().argmax(axis=1).tolist()
+    for count in (1, 4):
+        threads.fissile_set_threads(count)
+        assert linear.argmax(threads, x, packed, 5000).tolist() == expected
+        assert linear.argmax(threads, x[:0], packed, 5000).tolist() == []

@@ -1,0 +1,82 @@
+// The output head of greedy rows: the largest number of each row of a product, of which no more than a few columns are
+// ever in memory. The numbers are those of fissile_linear, rounded to the model's dtype like them.
+#include <algorithm>
+#include <atomic>
+#include <limits>
+#include <vector>
+
+#include "api.hpp"
+#include "kernels.hpp"
+#include "pool.hpp"
+#include "scratch.hpp"
+#include "select.hpp"
+
+using namespace fissile;
+
+namespace {
+
+// Columns of a task; whole panels.
+constexpr int64_t TASK_COLUMNS = 512;
+static_assert(TASK_COLUMNS % PANEL == 0);
+
+struct Call {
+  const Linear& whole;
+  // Of each task and row.
+  std::vector<float> values;
+  std::vector<int64_t> places;
+  std::atomic<bool> failed{false};
+
+  explicit Call(const Linear& whole) : whole(whole), values(tasks() * whole.rows), places(values.size()) {}
+
+  int64_t tasks() const { return (whole.columns + TASK_COLUMNS - 1) / TASK_COLUMNS; }
+};
+
+Linear columns_of(const Linear& whole, int64_t task, void* y) {
+  const int64_t first = task * TASK_COLUMNS;
+  Linear part = whole;
+  part.columns = std::min(TASK_COLUMNS, whole.columns - first);
+  part.panels = static_cast<const char*>(whole.panels) + packed_size(whole.dtype, first, whole.inner) * size_of(whole.dtype);
+  if (whole.bias) part.bias = whole.bias + first;
+  part.y = y;
+  part.y_stride = part.columns;
+  return part;
+}
+
+void run(Call* const& call, int64_t task) {
+  const int64_t rows = call->whole.rows;
+  float* y = scratch(OF_HEAD, rows * TASK_COLUMNS);
+  if (!y) {
+    call->failed = true;
+    return;
+  }
+  const Linear part = columns_of(call->whole, task, y);
+  for (int64_t i = 0, count = kernels().linear_tasks(part); i < count; i++) kernels().linear(part, i);
+  const Largest work{part.dtype, y, part.y_stride, part.columns, &call->values[task * rows], &call->places[task * rows]};
+  for (int64_t row = 0; row < rows; row++) kernels().largest_of_row(work, row);
+}
+
+int64_t best_of_row(const Call& call, int64_t row) {
+  float best = -std::numeric_limits<float>::infinity();
+  int64_t place = 0;
+  for (int64_t task = 0; task < call.tasks(); task++) {
+    const int64_t one = task * call.whole.rows + row;
+    if (call.values[one] > best) best = call.values[one], place = task * TASK_COLUMNS + call.places[one];
+  }
+  return place;
+}
+
+}  // namespace
+
+// places[row] = the first column of the row's largest number; NaN counts as the lowest. 0, or 1 when memory ran out.
+FISSILE_API int fissile_linear_argmax(
+    int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, const void* panels,
+    const float* bias, int64_t* places) {
+  Linear whole{dtype, x, x_stride, rows, inner, columns, panels, bias, nullptr, 0, nullptr};
+  whole.packed_x = scratch(OF_CALL, kernels().linear_scratch(whole));
+  if (!whole.packed_x) return 1;
+  share(kernels().linear_pack_tasks(whole), kernels().linear_pack, whole);
+  Call call(whole);
+  share<Call*>(call.tasks(), run, &call);
+  for (int64_t row = 0; row < rows; row++) places[row] = best_of_row(call, row);
+  return call.failed ? 1 : 0;
+}

@@ -1,0 +1,236 @@
+"""Whether the kernels of an instruction set compute what the plain ones do, found out before they serve.
+
+Newer instruction sets are written for machines that few have. A processor, an emulator or a compiler that gets one of
+them wrong must show at the start, not in somebody's answers.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from ctypes import CDLL
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kernels.cpu import attention, elementwise, experts, linear, sampling
+from kernels.cpu.attention import StepArrays
+from kernels.cpu.library import DTYPES, PLAIN, select
+from kernels.interface import AttentionMetaData, ExpertWeights, KVSpec, SampleParams
+from kernels.paged_attention import PagedKVCache
+
+# What an entry may differ from the plain one: of itself, and of the largest. Two roundings to bfloat16; sums of a
+# thousand float32 in another order.
+TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
+ROWS = 40
+# How many rows are computed at once, to be compared with all at once: on both sides of tiles of 6 and 16 rows.
+COUNTS = (1, 2, 5, 6, 7, 16, 17, 33)
+
+Rows = torch.Tensor
+# Computes the given rows of the fixed inputs, ids into [0, ROWS).
+Compute = Callable[[CDLL, Rows], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Check:
+    """One kernel on fixed inputs.
+
+    Attributes:
+        name: for the line that says what failed.
+        entries: of the table (kernels/cpu/native/kernels.hpp) that it calls.
+        compute: the kernel.
+    """
+
+    name: str
+    entries: tuple[str, ...]
+    compute: Compute
+
+
+def fault(library: CDLL, instruction_set: str) -> str | None:
+    """What is wrong with an instruction set that this machine can run, in some words; None where nothing is.
+
+    Compares each kernel with the plain one, to `TOLERANCES`; and each row, computed with fewer others and at another
+    place, with itself, to the bit. Leaves the instruction set selected.
+    """
+    threads = library.fissile_threads()
+    # One thread would leave out what several do: to split the keys of a row.
+    library.fissile_set_threads(max(threads, 2))
+    try:
+        return next(_faults(library, instruction_set), None)
+    finally:
+        library.fissile_set_threads(threads)
+
+
+def _faults(library: CDLL, instruction_set: str) -> Iterator[str]:
+    for dtype in DTYPES:
+        for check in checks(dtype):
+            select(library, PLAIN)
+            expected = check.compute(library, torch.arange(ROWS))
+            select(library, instruction_set)
+            found = _difference(library, check, expected, TOLERANCES[dtype])
+            if found is not None:
+                yield f"{check.name} in {str(dtype).removeprefix('torch.')} {found}"
+
+
+def _difference(library: CDLL, check: Check, expected: torch.Tensor, tolerance: float) -> str | None:
+    every = torch.arange(ROWS)
+    out = check.compute(library, every)
+    if not _close(out, expected, tolerance):
+        return "differs from the plain kernels"
+    for count in COUNTS:
+        for rows in (every[:count], every[-count:].flip(0)):
+            if not torch.equal(check.compute(library, rows), out[rows]):
+                return f"gives a row other bits among {count} rows than among {ROWS}"
+    return None
+
+
+def _close(out: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    if not out.is_floating_point():
+        return torch.equal(out, expected)
+    wide = expected.double()
+    return torch.allclose(out.double(), wide, rtol=tolerance, atol=tolerance * float(wide.abs().max()))
+
+
+def checks(dtype: torch.dtype) -> list[Check]:
+    """Of every entry of a table, with inputs in `dtype`."""
+    return [
+        # (columns, k): whole and broken panels, tasks of 4 and 8 panels, more k than are multiplied at once, odd k.
+        *(_linear(n, k, dtype) for n, k in ((150, 1101), (33, 24), (16, 64))),
+        _norm(dtype),
+        _layer_norm(dtype),
+        _rope(dtype),
+        _silu_and_mul(dtype),
+        _experts(dtype),
+        *_attention(dtype),
+        _sample(),
+    ]
+
+
+def _drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Normal numbers, the same for the same shape."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def _linear(columns: int, inner: int, dtype: torch.dtype) -> Check:
+    weight, bias, x = _drawn(columns, inner), _drawn(columns), _drawn(ROWS, inner, dtype=dtype)
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        return linear.linear(library, x[rows], linear.pack(library, weight, bias, dtype))
+
+    entries = ("pack_panel", "linear_scratch", "linear_pack_tasks", "linear_pack", "linear_tasks", "linear")
+    return Check(f"linear {inner} to {columns}", entries, compute)
+
+
+def _norm(dtype: torch.dtype) -> Check:
+    x, residual, weight = _drawn(ROWS, 100, dtype=dtype), _drawn(ROWS, 1, 100, dtype=dtype)[:, 0], _drawn(100)
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        both = elementwise.norm(library, x[rows], weight.to(dtype), 1e-5, residual=residual[rows])
+        return torch.cat(both, 1)
+
+    return Check("add_rms_norm", ("norm_tasks", "norm"), compute)
+
+
+def _layer_norm(dtype: torch.dtype) -> Check:
+    x, weight, bias = _drawn(ROWS, 3, 20, dtype=dtype), _drawn(20).to(dtype), _drawn(20, 1)[:, 0].to(dtype)
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        return elementwise.norm(library, x[rows], weight, 1e-5, bias.contiguous())[0]
+
+    return Check("layer_norm", ("norm_tasks", "norm"), compute)
+
+
+def _rope(dtype: torch.dtype) -> Check:
+    x, angles = _drawn(ROWS, 3, 48, dtype=dtype), _drawn(ROWS, 1, 20)
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        return elementwise.rope(library, x[rows], angles[rows].cos(), angles[rows].sin())
+
+    return Check("rope", ("rope_tasks", "rope"), compute)
+
+
+def _silu_and_mul(dtype: torch.dtype) -> Check:
+    x = _drawn(ROWS, 2 * 75, dtype=dtype) * 3
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        return elementwise.silu_and_mul(library, x[rows])
+
+    return Check("silu_and_mul", ("silu_and_mul_tasks", "silu_and_mul"), compute)
+
+
+def _experts(dtype: torch.dtype) -> Check:
+    hidden, inner, count = 48, 40, 3
+    # Scaled so that rounding of what is between does not add up.
+    weights = [
+        ExpertWeights(_drawn(2 * inner, hidden + e)[:, :hidden] / 7, _drawn(hidden, inner + e)[:, :inner] / 7)
+        for e in range(count)
+    ]
+    x, chosen = _drawn(ROWS, hidden, dtype=dtype), torch.stack([torch.arange(ROWS), torch.arange(ROWS) + 1], 1) % count
+    shares = _drawn(ROWS, 2).abs()
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        packed = experts.pack(library, iter(weights), 0, None, dtype)
+        return experts.moe(library, x[rows], chosen[rows], shares[rows], packed)
+
+    return Check("experts", ("combine_tasks", "combine"), compute)
+
+
+# Keys of each row's sequence, more than a split of 512; the rows are the last tokens of one sequence.
+_KEYS = 600
+_BLOCK = 16
+
+
+def _attention(dtype: torch.dtype) -> list[Check]:
+    spec = KVSpec(2, 64)
+    blocks = -(-_KEYS // _BLOCK)
+    table = np.arange(blocks)[::-1].copy()
+    positions = np.arange(_KEYS)
+    slots = table[positions // _BLOCK] * _BLOCK + positions % _BLOCK
+    k, v, q = (
+        _drawn(_KEYS, 2, 64, dtype=dtype),
+        _drawn(_KEYS, 2, 65)[..., 1:].to(dtype),
+        _drawn(ROWS, 4, 64, dtype=dtype),
+    )
+    sinks = _drawn(4)
+
+    def filled(library: CDLL) -> PagedKVCache:
+        cache = PagedKVCache.allocate(spec, 1, blocks, _BLOCK, dtype)
+        cache.data.zero_()
+        whole = AttentionMetaData(np.array([0, _KEYS]), np.array([_KEYS]), table[None], slots)
+        attention.write_kv(library, cache, 0, k, v, StepArrays(whole))
+        return cache
+
+    def compute(library: CDLL, rows: Rows, window: int | None) -> torch.Tensor:
+        lengths = rows.numpy() + _KEYS - ROWS + 1
+        step = AttentionMetaData(
+            np.arange(len(rows) + 1), lengths, np.tile(table, (len(rows), 1)), slots[lengths - 1].copy()
+        )
+        return attention.attention(library, q[rows], filled(library), 0, StepArrays(step), 0.125, window, sinks)
+
+    entries = ("attention_state_size", "attention_tasks", "attention", "attention_merge_tasks", "attention_merge")
+    written = ("write_kv_tasks", "write_kv")
+    return [
+        Check("attention", (*written, *entries), functools.partial(compute, window=None)),
+        Check("attention with a window", entries, functools.partial(compute, window=65)),
+    ]
+
+
+def _sample() -> Check:
+    logits = (_drawn(ROWS, 1003) * 4).numpy()
+    number = np.arange(ROWS)
+    params = SampleParams(
+        (number % 3 * 0.7).astype(np.float32),
+        np.where(number % 4 == 1, 20, 0),
+        np.where(number % 5 == 2, 0.9, 1.0).astype(np.float32),
+        np.where(number % 6 == 5, 0.05, 0.0).astype(np.float32),
+    )
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        ids = rows.numpy()
+        own = SampleParams(params.temperature[ids], params.top_k[ids], params.top_p[ids], params.min_p[ids])
+        seeds = (ids * 7919).astype(np.uint64)
+        drawn = sampling.sample(library, logits[ids].copy(), own, seeds, ids.copy(), np.zeros_like(ids))
+        return torch.from_numpy(drawn)
+
+    return Check("sample", ("sample",), compute)

@@ -1,0 +1,124 @@
+"""Products by instructions for bfloat16: the kernels on emulated instructions anywhere, on real ones where they are.
+
+Weights and rows are bfloat16, so that the exact product is known; what the emulation leaves out is the speed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from ctypes import CDLL
+
+import pytest
+import torch
+
+from kernels.cpu import experts, library, linear
+from kernels.interface import ExpertWeights
+
+BF16 = torch.bfloat16
+# (N, K): whole and broken panels (16), tasks (4 and 8 panels), steps of 32 k, more than the 512 that are done at once.
+SHAPES = [(1, 1), (16, 32), (33, 24), (50, 129), (130, 545), (72, 1031)]
+# Either side of 16 rows (a tile), 32 (two) and 256 (a task); and of 6 and 72.
+COUNTS = [1, 2, 5, 6, 7, 15, 16, 17, 31, 32, 33, 48, 65, 72, 73, 80]
+
+
+@pytest.fixture(params=["amx_emulated", "avx512bf16_emulated", "amx", "avx512bf16"])
+def variant(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDLL]:
+    try:
+        library.select(native, request.param)
+    except library.LibraryUnavailableError as error:
+        pytest.skip(str(error))
+    yield native
+    library.select(native)
+
+
+def drawn(*shape: int) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(BF16)
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+@pytest.mark.parametrize("rows", [1, 16, 33, 80])
+def test_within_one_rounding_of_float64(variant: CDLL, n: int, k: int, rows: int) -> None:
+    weight, bias, x = drawn(n, k), drawn(n), drawn(rows, k)
+    out = linear.linear(variant, x, linear.pack(variant, weight, bias, BF16)).double()
+    exact = x.double() @ weight.double().t() + bias.double()
+    scale = x.double().abs() @ weight.double().abs().t() + bias.double().abs()
+    assert ((out - exact).abs() <= exact.abs() * 2**-8 + scale * 2**-20).all()
+
+
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_rows_bits_do_not_depend_on_the_other_rows(variant: CDLL, n: int, k: int) -> None:
+    packed, x = linear.pack(variant, drawn(n, k), None, BF16), drawn(80, k)
+    whole = linear.linear(variant, x, packed)
+    generator = torch.Generator().manual_seed(1)
+    for count in COUNTS:
+        order = torch.randperm(80, generator=generator)[:count]
+        assert torch.equal(linear.linear(variant, x[order], packed), whole[order]), f"{count} rows"
+
+
+def test_more_rows_than_a_task_has(variant: CDLL) -> None:
+    packed, x = linear.pack(variant, drawn(20, 40), None, BF16), drawn(600, 40)
+    whole = linear.linear(variant, x, packed)
+    parts = torch.cat([linear.linear(variant, x[row : row + 37], packed) for row in range(0, 600, 37)])
+    assert torch.equal(whole, parts)
+
+
+def test_bits_do_not_depend_on_the_threads(variant: CDLL) -> None:
+    packed, x = linear.pack(variant, drawn(300, 200), None, BF16), drawn(50, 200)
+    outs = []
+    for count in (1, 2, 5):
+        variant.fissile_set_threads(count)
+        outs.append(linear.linear(variant, x, packed))
+    variant.fissile_set_threads(1)
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+def test_rows_of_a_view_heads_and_no_rows(variant: CDLL) -> None:
+    weight, x = drawn(3, 20, 24), drawn(9, 3 * 31).view(9, 3, 31)[:, :, 5:29]
+    out = linear.head_linear(variant, x, linear.pack_heads(variant, weight, BF16))
+    for head in range(3):
+        packed = linear.pack(variant, weight[head], None, BF16)
+        assert torch.equal(linear.linear(variant, x[:, head], packed), out[:, head])
+        assert torch.equal(linear.linear(variant, x[:, head].contiguous(), packed), out[:, head])
+    assert linear.linear(variant, torch.empty(0, 24, dtype=BF16), packed).shape == (0, 20)
+
+
+def test_experts_with_any_number_of_rows(variant: CDLL) -> None:
+    """A row's experts among other rows, where an expert gets from no row to more than a tile of them."""
+    weights = [ExpertWeights(drawn(80, 48 + e)[:, :48] / 7, drawn(48, 40 + e)[:, :40] / 7) for e in range(3)]
+    packed = experts.pack(variant, iter(weights), 0, None, BF16)
+    x, shares = drawn(60, 48), torch.rand(60, 2, generator=torch.Generator().manual_seed(0))
+    ids = torch.stack([torch.arange(60) % 3, torch.full((60,), 2)], 1).where(torch.arange(60)[:, None] % 5 > 0, 1)
+    whole = experts.moe(variant, x, ids, shares, packed)
+    for rows in (slice(0, 1), slice(3, 20), slice(7, 60)):
+        assert torch.equal(experts.moe(variant, x[rows], ids[rows], shares[rows], packed), whole[rows])
+    library.select(variant, library.PLAIN)
+    plain = experts.moe(variant, x, ids, shares, packed)
+    torch.testing.assert_close(whole, plain, rtol=2e-2, atol=2e-2 * float(plain.abs().max()))
+
+
+def test_float32_is_the_base_sets(variant: CDLL) -> None:
+    weight, x = drawn(40, 30).float(), drawn(9, 30).float()
+    outs = []
+    for name in (None, "avx2"):
+        if name is not None:
+            library.select(variant, name)
+        outs.append(linear.linear(variant, x, linear.pack(variant, weight, None, torch.float32)))
+    assert torch.equal(outs[0], outs[1])
+
+
+def test_a_row_that_overflowed_shows_and_spoils_no_other(variant: CDLL) -> None:
+    packed, x = linear.pack(variant, drawn(40, 45), None, BF16), drawn(20, 45)
+    whole = linear.linear(variant, x, packed)
+    x[4, 7] = torch.nan
+    spoiled = linear.linear(variant, x, packed)
+    assert spoiled[4].isnan().all()
+    spoiled[4] = whole[4]
+    assert torch.equal(spoiled, whole)
+
+
+def test_denormals_are_zeros(variant: CDLL) -> None:
+    """As the instructions do it, whatever the thread's own mode."""
+    tiny = torch.full((1, 64), 1e-39).to(BF16)
+    assert tiny.ne(0).all()
+    out = linear.linear(variant, tiny, linear.pack(variant, torch.full((16, 64), 1e9), None, BF16))
+    assert out.eq(0).all()

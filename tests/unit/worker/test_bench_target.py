@@ -1,0 +1,55 @@
+"""The engine as `fissile bench offline` runs it."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+
+import click
+import pytest
+
+from common.bench.load import ClosedLoop, Extent
+from common.bench.service import Terms
+from common.bench.workload import Lengths, RandomWorkload
+from common.cli.failure import CommandError
+from common.config import Config
+from worker.app import worker
+from worker.bench import EngineTarget, offline
+
+DEMO = Path(__file__).resolve().parents[3] / "deploy" / "demo" / "checkpoint"
+
+
+def test_a_model_that_is_not_there_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="nowhere"):
+        EngineTarget(Config(model=str(tmp_path / "nowhere")), None, Terms())
+
+
+def test_an_engine_is_measured_run_by_run() -> None:
+    """Request ids of two runs differ: the engine takes none twice."""
+    target = EngineTarget(Config(model=str(DEMO), num_kvcache_blocks=64), None, Terms(sampling={"temperature": 0.0}))
+    workload = RandomWorkload(0, target.model["vocab_size"], Lengths(3, 9), Lengths(4, 4))
+    shown: list[int] = []
+    try:
+        for round_ in range(2):
+            records = target.run(
+                ClosedLoop(2, Extent(3)),
+                partial(workload.work, round_),
+                lambda records, in_flight: shown.append(in_flight),
+            )
+            assert [(record.status, record.output_tokens) for record in records] == [("OK", 4)] * 3
+            assert all(0 < (record.ttft or 0) <= record.latency for record in records)
+    finally:
+        target.close()
+    assert target.model["architecture"] == "Qwen3ForCausalLM"
+    assert max(shown, default=0) <= 2
+
+
+def test_the_engine_is_measured_with_all_options_that_a_worker_has_for_it() -> None:
+    options = {option.name: option for option in offline.params if isinstance(option, click.Option)}
+    of_worker = {option.name: option for option in worker.params}
+    assert {"model", "dtype", "kernels", "threads", "tp_size", "scheduling_policy", "max_num_seqs"} <= options.keys()
+    assert not {"host", "port", "config", "tls_cert", "node_rank", "simulate", "log_level"} & options.keys()
+    assert options["dtype"] is of_worker["dtype"]
+    assert all(option.help and option.show_envvar for option in options.values())
+    variables = [option.envvar for option in options.values()]
+    assert len(set(variables)) == len(variables)
