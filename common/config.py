@@ -28,6 +28,8 @@ __all__ = [
     "KV_CACHE_DTYPES",
     "MIXED",
     "PREFILL_FIRST",
+    "QUANTIZE",
+    "QUANTIZE_NO",
     "SCHEDULING_POLICIES",
     "CompilationConfig",
     "Config",
@@ -40,6 +42,9 @@ __all__ = [
 PREFILL_FIRST: Final = "prefill_first"
 MIXED: Final = "mixed"
 SCHEDULING_POLICIES: Final = (PREFILL_FIRST, MIXED)
+# What weights are quantized to when they are loaded.
+QUANTIZE_NO: Final = "no"
+QUANTIZE: Final = (QUANTIZE_NO, "int8")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES: Final = ("bfloat16", "float16", "fp8")
 
@@ -69,6 +74,8 @@ class Config:
         kernels: `auto` or the name of a back end.
         weights_cache: folder of packed weights that processes share and later starts map; empty keeps none.
         cpu_isa: instruction set of the native CPU kernels, or `auto`.
+        quantize: `int8` brings the weights of matrix products to 8 bits when they are loaded, with a scale for each
+            output and 128 inputs; `no` keeps `dtype`.
         tensor_parallel_size: ranks that share the model, each a process of its own when there are several.
         enable_expert_parallel: whether each rank holds some experts of a mixture whole, instead of a part of each.
         parallel_config: engines in lockstep, whose ranks share the experts.
@@ -104,6 +111,7 @@ class Config:
     kernels: str = "auto"
     weights_cache: str = ""
     cpu_isa: str = "auto"
+    quantize: str = QUANTIZE_NO
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
     parallel_config: ParallelConfig = field(default_factory=ParallelConfig)
@@ -137,6 +145,7 @@ class Config:
         for name in ("num_kvcache_blocks", "kv_cache_memory", "max_model_len"):
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         require_one_of("dtype", self.dtype, ("auto", *DTYPES))
+        require_one_of("quantize", self.quantize, QUANTIZE)
         require_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
         _require(0 <= self.hash_seed < 1 << 64, "hash_seed", self.hash_seed, "an unsigned 64-bit number")
         for name in ("bos_token_id", "eos_token_id"):

@@ -301,10 +301,22 @@ class KernelBackend(Protocol):
         """Whether a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
         ...
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
+    def can_quantize(self, dtype: torch.dtype) -> bool:
+        """Whether weights of a model in `dtype` can be packed as int8."""
+        ...
+
+    def pack_linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
+    ) -> PackedLinear:
         """Brings a weight [N, K] and a bias [N] of any float dtype into the back end's layout, in `dtype`.
 
-        The result may share the weight's memory, which must therefore stay unchanged.
+        `packed_dtype` int8, where `can_quantize(dtype)`, keeps numbers of 8 bits with a scale for each row of the
+        weight and each 128 numbers of K; None keeps `dtype`. The result may share the weight's memory, which must
+        therefore stay unchanged.
         """
         ...
 
@@ -313,7 +325,10 @@ class KernelBackend(Protocol):
         ...
 
     def packed_rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` int64 [T] of a packed weight [N, K], in its dtype: [T, K]. For embeddings that are heads too."""
+        """Rows `ids` int64 [T] of a packed weight [N, K], in its dtype: [T, K]; not of one packed as int8.
+
+        For embeddings that are heads too.
+        """
         ...
 
     def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
@@ -369,11 +384,17 @@ class KernelBackend(Protocol):
         ...
 
     def pack_experts(
-        self, weights: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
+        self,
+        weights: Iterable[ExpertWeights],
+        first: int,
+        clamp: ClampedSwiglu | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
     ) -> PackedExperts:
         """Brings a rank's experts, ids `first`, `first` + 1, ..., into the back end's layout, in `dtype`.
 
-        They are silu(gate) * up inside, or as `clamp` says. The result may share the weights' memory.
+        `packed_dtype` as in `pack_linear`. They are silu(gate) * up inside, or as `clamp` says. The result may share
+        the weights' memory.
         """
         ...
 

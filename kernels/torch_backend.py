@@ -59,8 +59,19 @@ class TorchBackend:
         capabilities = torch.cpu.get_capabilities()
         return dtype == torch.float32 or any(capabilities.get(name, False) for name in _INSTRUCTIONS[dtype])
 
-    def pack_linear(self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
+    def can_quantize(self, dtype: torch.dtype) -> bool:
+        """See KernelBackend: no."""
+        return False
+
+    def pack_linear(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
+    ) -> PackedLinear:
         """See KernelBackend."""
+        _require_float(packed_dtype)
         return row_tiles.pack(weight, bias, dtype)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
@@ -120,9 +131,15 @@ class TorchBackend:
         return experts.route(logits, routing, correction_bias)
 
     def pack_experts(
-        self, weights: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
+        self,
+        weights: Iterable[ExpertWeights],
+        first: int,
+        clamp: ClampedSwiglu | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
     ) -> PackedExperts:
         """See KernelBackend."""
+        _require_float(packed_dtype)
         return experts.pack(weights, first, clamp, dtype)
 
     def moe(
@@ -219,3 +236,8 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
     rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
     return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
+
+
+def _require_float(packed_dtype: torch.dtype | None) -> None:
+    if packed_dtype is not None:
+        raise ValueError(f"PyTorch's kernels do not pack weights as {packed_dtype}")

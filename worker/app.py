@@ -25,7 +25,7 @@ from common.cli.failure import CommandError
 from common.cli.options import ByteSize, option
 from common.cli.restart_policy import GiveUp, RestartPolicy
 from common.cli.security import health_port_option, server_tls, server_tls_options
-from common.config import SCHEDULING_POLICIES, Config, ParallelConfig
+from common.config import QUANTIZE, SCHEDULING_POLICIES, Config, ParallelConfig
 from common.errors import ApiError
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import (
@@ -420,6 +420,11 @@ async def run_worker(options: WorkerOptions) -> int:
     "--failover exact requests move only between workers of one.",
 )  # fmt: skip
 @option(
+    "--quantize", envvar="FISSILE_QUANTIZE", type=click.Choice(QUANTIZE), default=Config.quantize,
+    help="int8: weights take half of bfloat16's memory and bandwidth, answers differ a little; needs native kernels. "
+    "Under --failover exact requests move only between workers with the same setting.",
+)  # fmt: skip
+@option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
     help="Longest prompt plus answer, tokens; absent: the model's own, or what the KV cache holds.",
 )  # fmt: skip
@@ -544,6 +549,7 @@ def worker_options(
     kernels: str,
     weights_cache: str | None,
     cpu_isa: str,
+    quantize: str,
     drain_timeout: float,
     simulate: str | None,
     tp_size: int,
@@ -585,6 +591,7 @@ def worker_options(
             kernels=kernels,
             weights_cache=_weights_cache(weights_cache),
             cpu_isa=cpu_isa,
+            quantize=quantize,
             hash_seed=hash_seed,
             tensor_parallel_size=tp_size,
             enable_expert_parallel=enable_expert_parallel,

@@ -5,8 +5,9 @@ from __future__ import annotations
 import structlog
 import torch
 
+from common.config import QUANTIZE_NO
 from kernels.interface import KernelBackend
-from worker.model_config import ModelConfig
+from worker.model_config import ModelConfig, ModelError
 
 _log = structlog.get_logger(__name__)
 
@@ -28,6 +29,20 @@ def resolve_dtype(name: str, model_config: ModelConfig, kernels: KernelBackend) 
         return own
     _log.info("the kernels are slow with the checkpoint's dtype here, float32 is used", dtype=model_config.dtype)
     return torch.float32
+
+
+def resolve_packed_dtype(name: str, dtype: torch.dtype, kernels: KernelBackend) -> torch.dtype | None:
+    """The dtype that weights are packed in for `Config.quantize`; None: the model's.
+
+    Raises:
+        ModelError: the kernels can not do it with this dtype.
+    """
+    if name == QUANTIZE_NO:
+        return None
+    if not kernels.can_quantize(dtype):
+        found = f"kernels {kernels.name!r} and dtype {str(dtype).removeprefix('torch.')}"
+        raise ModelError(f"quantize {name!r} needs kernels 'cpu' and dtype float32 or bfloat16; here are {found}")
+    return torch.int8
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -22,7 +22,7 @@ from common.text.tokenizer import Tokenizer, TokenizerError
 from kernels.interface import AttentionMetaData, KVCache, SampleParams
 from kernels.select import select_backend
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.dtype import resolve_dtype, resolve_kv_dtype
+from worker.dtype import resolve_dtype, resolve_kv_dtype, resolve_packed_dtype
 from worker.forward_context import (
     Context,
     DPMetadata,
@@ -68,8 +68,8 @@ class ModelRunner:
     """A loaded model and its KV cache; implements worker.batch.Runner. Not for two threads at a time.
 
     Args:
-        config: `model` is the checkpoint folder; `dtype`, `kv_cache_dtype`, `kernels`, `max_model_len`,
-            `kv_cache_block_size`, `quant_config` and `weights_cache` count.
+        config: `model` is the checkpoint folder; `dtype`, `kv_cache_dtype`, `kernels`, `cpu_isa`, `quantize`,
+            `max_model_len`, `kv_cache_block_size`, `quant_config` and `weights_cache` count.
         model_config: from the same folder.
         progress: called with (bytes loaded, bytes in all) for each tensor.
         shard: the part of the model that this rank holds; all of it when None.
@@ -96,6 +96,7 @@ class ModelRunner:
             raise ModelError(str(error)) from error
         self.dtype = resolve_dtype(config.dtype, model_config, self.kernels)
         self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
+        self.packed_dtype = resolve_packed_dtype(config.quantize, self.dtype, self.kernels)
         self.shard = shard or Shard()
         if config.enable_expert_parallel and not model_config.has_experts:
             raise ModelError(
@@ -138,7 +139,17 @@ class ModelRunner:
                 quantization=_quantization(self.config, config),
             )
         return architecture(
-            Build(config, self.kernels, weights, self.dtype, self.max_model_len, self.shard, self.kv_dtype, kept)
+            Build(
+                config,
+                self.kernels,
+                weights,
+                self.dtype,
+                self.max_model_len,
+                self.shard,
+                self.kv_dtype,
+                self.packed_dtype,
+                kept,
+            )
         )
 
     def _key(self) -> Key:
@@ -150,7 +161,7 @@ class ModelRunner:
             dtype=str(self.dtype),
             layout=repr(self.kernels.layout),
             sources=sources_digest(),
-            quantization=repr(_quantization(self.config, self.model_config)),
+            quantization=repr((_quantization(self.config, self.model_config), self.packed_dtype)),
             rank=repr((shard.rank, shard.size, shard.expert_parallel, *engines)),
         )
 

@@ -22,14 +22,15 @@ def numerics_digest(runner: ModelRunner) -> str:
     """64-bit hex digest of the logit bits of a fixed probe, and of the facts that make a class.
 
     The probe is a prefill, a prompt in two chunks and 40 sampled decodes of both together, in a KV pool of its own.
-    Facts: architecture, dtypes of model and KV cache, what the kernels' bits depend on, ranks. Ranks compute it
-    together, and each gets the same digest.
+    Facts: architecture, dtypes of model, KV cache and packed weights, what the kernels' bits depend on, ranks. Ranks
+    compute it together, and each gets the same digest.
     """
     digest = hashlib.blake2b(digest_size=8)
     facts = (
         runner.model_config.architecture,
         runner.dtype,
         runner.kv_dtype,
+        runner.packed_dtype,
         runner.kernels.numerics,
         runner.shard.size,
         runner.shard.expert_parallel,

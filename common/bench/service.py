@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import grpc
 from fissile.v1 import inference_pb2 as pb
@@ -16,6 +16,8 @@ from google.protobuf.duration_pb2 import Duration
 from common.bench.load import Load
 from common.bench.records import INTERRUPTED, Record
 from common.bench.workload import Work
+
+GONE_AFTER: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,7 @@ class Run:
         self._begin = 0.0
         self._changed = asyncio.Event()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unavailable = 0
 
     def stop(self) -> None:
         """Sends no further request and ends those in flight."""
@@ -165,7 +168,10 @@ class Run:
         self._changed.set()
 
     async def run(self) -> list[Record]:
-        """Sends everything and waits until it has ended. Returns the records."""
+        """Sends everything and waits until it has ended. Returns the records.
+
+        When GONE_AFTER requests in turn were answered with UNAVAILABLE, the service has gone: no further one is sent.
+        """
         self._begin = self._clock()
         async with asyncio.TaskGroup() as group:
             while True:
@@ -199,6 +205,9 @@ class Run:
         record.ended = self._now()
         if task.cancelled():
             record.status = INTERRUPTED
+        self._unavailable = self._unavailable + 1 if record.status == grpc.StatusCode.UNAVAILABLE.name else 0
+        if self._unavailable == GONE_AFTER:
+            self._load = _Nothing()
         self._tasks.discard(task)
         self.in_flight -= 1
         self._changed.set()

@@ -38,7 +38,7 @@ from common.cli.options import option
 from common.cli.security import api_keys_option, server_tls, server_tls_options
 from common.cli.supervisor import REFUSED, Supervisor
 from common.cli.version import fissile_version
-from common.config import SCHEDULING_POLICIES
+from common.config import QUANTIZE, SCHEDULING_POLICIES
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import CPU_MAX_NUM_BATCHED_TOKENS, DRAIN_TIMEOUT_S
 from common.telemetry.logs import FORMAT_VARIABLE, LEVELS, setup_logging
@@ -375,6 +375,10 @@ def describe_kv_memory(fleet: Fleet) -> str:
     help="Of the KV cache: bfloat16, float16 or fp8; absent: the model's.",
 )  # fmt: skip
 @option("--kernels", envvar="FISSILE_KERNELS", help="Kernel back end; absent: the worker chooses.")
+@option(
+    "--quantize", envvar="FISSILE_QUANTIZE", type=click.Choice(QUANTIZE),
+    help="int8: weights take half of bfloat16's memory and bandwidth, answers differ a little; absent: as they are.",
+)  # fmt: skip
 @option(
     "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", metavar="DIR|off",
     help="Folder of packed weights, which the next start maps and workers share; absent: in the user's cache folder.",

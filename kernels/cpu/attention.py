@@ -1,14 +1,15 @@
-"""Attention and the writing of the KV cache by the native kernels (kernels/cpu/native/attention.cpp)."""
+"""Attention, its indexer and the writing of the KV cache by the native kernels (kernels/cpu/native/attention.cpp)."""
 
 from __future__ import annotations
 
 from ctypes import CDLL
+from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.cpu.library import DTYPES, address, check
+from kernels.cpu.library import DTYPES, KV_DTYPES, address, check
 from kernels.interface import AttentionMetaData
 from kernels.paged_attention import PagedKVCache
 
@@ -44,22 +45,40 @@ def write_kv(
     """Stores the first rows of k and v [T, Hkv, D], those that are tokens, in their slots."""
     k, v = (x if x.stride(2) == 1 else x.contiguous() for x in (k, v))
     sides = cache.data[layer]
+    values = v.data_ptr(), v.stride(0), v.stride(1), sides[1].data_ptr()
+    _write(library, cache, sides[0], k, k.stride(1), values, step)
+
+
+def write_latent(library: CDLL, cache: PagedKVCache, layer: int, k: torch.Tensor, step: StepArrays) -> None:
+    """Stores the first rows of k [T, D], those that are tokens, in their slots of a cache of keys of one head."""
+    k = k if k.stride(1) == 1 else k.contiguous()
+    _write(library, cache, cache.data[layer, 0], k, 0, (None, 0, 0, None), step)
+
+
+def _write(
+    library: CDLL,
+    cache: PagedKVCache,
+    keys: torch.Tensor,
+    k: torch.Tensor,
+    k_head_stride: int,
+    values: tuple[int | None, int, int, int | None],
+    step: StepArrays,
+) -> None:
+    """Rows of k into `keys`; `values`: address of v, strides of its rows and heads, address of where it goes."""
     library.fissile_write_kv(
         DTYPES[k.dtype],
-        DTYPES[cache.data.dtype],
+        KV_DTYPES[cache.data.dtype],
         k.data_ptr(),
         k.stride(0),
-        k.stride(1),
-        v.data_ptr(),
-        v.stride(0),
-        v.stride(1),
+        k_head_stride,
+        *values[:3],
         step.tokens,
         cache.num_kv_heads,
         cache.head_dim,
         cache.block_size,
         step.slots,
-        sides[0].data_ptr(),
-        sides[1].data_ptr(),
+        keys.data_ptr(),
+        values[3],
     )
 
 
@@ -83,7 +102,7 @@ def attention(
     check(
         library.fissile_attention(
             DTYPES[q.dtype],
-            DTYPES[cache.data.dtype],
+            KV_DTYPES[cache.data.dtype],
             q.data_ptr(),
             q.stride(0),
             q.stride(1),
@@ -97,6 +116,87 @@ def attention(
             scale,
             window or 0,
             None if wide_sinks is None else wide_sinks.data_ptr(),
+            out.data_ptr(),
+        )
+    )
+    return out
+
+
+@dataclass(frozen=True)
+class SelectedTokens:
+    """The tokens that each row of a step attends to.
+
+    Attributes:
+        positions: int64 [tokens, topk], ascending; a row that sees fewer tokens has them first.
+    """
+
+    positions: torch.Tensor
+
+
+def select_tokens(
+    library: CDLL,
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    metadata: AttentionMetaData,
+    step: StepArrays,
+) -> SelectedTokens | None:
+    """By index queries q [T, Hi, Di] and weights float32 [T, Hi]; see KernelBackend.select_tokens."""
+    spec, index = cache.index_spec, cache.index
+    if spec is None or index is None or metadata.seq_lens.max() <= spec.topk:
+        return None
+    q = q if q.stride(2) == 1 else q.contiguous()
+    weights = weights.contiguous()
+    positions = torch.zeros(step.tokens, spec.topk, dtype=torch.int64)
+    library.fissile_select_tokens(
+        DTYPES[q.dtype],
+        KV_DTYPES[index.data.dtype],
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        weights.data_ptr(),
+        index.data[layer].data_ptr(),
+        spec.num_heads,
+        spec.head_dim,
+        index.block_size,
+        *step.sequences,
+        spec.topk,
+        positions.data_ptr(),
+    )
+    return SelectedTokens(positions)
+
+
+def latent_attention(
+    library: CDLL,
+    q: torch.Tensor,
+    cache: PagedKVCache,
+    layer: int,
+    step: StepArrays,
+    scale: float,
+    selection: SelectedTokens | None,
+) -> torch.Tensor:
+    """Attention of q [T, Hq, D] over a latent cache: [T, Hq, Dv]; see KernelBackend.latent_attention."""
+    q = q if q.stride(2) == 1 else q.contiguous()
+    rows, heads, dim = q.shape
+    out = torch.empty(rows, heads, cache.value_dim, dtype=q.dtype)
+    out[step.tokens :] = 0.0
+    check(
+        library.fissile_latent_attention(
+            DTYPES[q.dtype],
+            KV_DTYPES[cache.data.dtype],
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            cache.data[layer].data_ptr(),
+            heads,
+            dim,
+            cache.value_dim,
+            cache.block_size,
+            *step.sequences,
+            scale,
+            None if selection is None else selection.positions.data_ptr(),
+            0 if selection is None else selection.positions.shape[1],
             out.data_ptr(),
         )
     )

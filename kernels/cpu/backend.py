@@ -1,7 +1,7 @@
 """The CPU back end: native kernels, batch-invariant by construction, with any number of threads.
 
-Float32 and bfloat16 are native. What is not - float16, FP8 KV, latent attention and its indexer, routing - runs on
-PyTorch's kernels (kernels/torch_backend.py), over the same KV cache. Which of the two is decided by dtype and shape
+Float32 and bfloat16 are native, with a KV cache in these, float16 or FP8 (E4M3). Models in float16 run on PyTorch's
+kernels (kernels/torch_backend.py), all but the choice of experts and sampling. Which of the two is decided by dtype
 alone, at load, so it never changes between two steps of a model (design-details section 3).
 """
 
@@ -15,12 +15,13 @@ import numpy.typing as npt
 import torch
 
 from kernels.cpu import attention, elementwise, experts, fused, instruction_sets, library, linear, sampling
-from kernels.cpu.attention import StepArrays
+from kernels.cpu.attention import SelectedTokens, StepArrays
 from kernels.cpu.build import sources_digest
 from kernels.cpu.experts import PanelExperts
 from kernels.cpu.fused import NativeDecoder
-from kernels.cpu.library import DTYPES
+from kernels.cpu.library import DTYPES, KV_DTYPES
 from kernels.cpu.linear import PanelHeads, PanelLinear
+from kernels.cpu.routing import route as choose_experts
 from kernels.experts import PackedExperts
 from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
 from kernels.paged_attention import AttentionPlan, PagedKVCache
@@ -86,20 +87,28 @@ class CpuBackend:
 
     def adopt(self, packed: object) -> None:
         """See KernelBackend."""
-        self._delegates |= isinstance(packed, PackedLinear | PackedHeads | PackedExperts | PanelExperts)
+        self._delegates |= isinstance(packed, PackedLinear | PackedHeads | PackedExperts)
 
     def is_fast(self, dtype: torch.dtype) -> bool:
         """See KernelBackend: native weights are widened in registers, so that narrow ones are faster."""
         return dtype in DTYPES or self._torch.is_fast(dtype)
 
+    def can_quantize(self, dtype: torch.dtype) -> bool:
+        """See KernelBackend."""
+        return dtype in DTYPES
+
     def pack_linear(
-        self, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
     ) -> PanelLinear | PackedLinear:
         """See KernelBackend."""
         if dtype in DTYPES:
-            return linear.pack(self._library, weight, bias, dtype)
+            return linear.pack(self._library, weight, bias, dtype, packed_dtype)
         self._delegates = True
-        return self._torch.pack_linear(weight, bias, dtype)
+        return self._torch.pack_linear(weight, bias, dtype, packed_dtype)
 
     def linear(self, x: torch.Tensor, packed: PanelLinear | PackedLinear) -> torch.Tensor:
         """See KernelBackend."""
@@ -166,17 +175,21 @@ class CpuBackend:
         self, logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See KernelBackend."""
-        return self._torch.route(logits, routing, correction_bias)
+        return choose_experts(self._library, logits, routing, correction_bias)
 
     def pack_experts(
-        self, weights: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
+        self,
+        weights: Iterable[ExpertWeights],
+        first: int,
+        clamp: ClampedSwiglu | None,
+        dtype: torch.dtype,
+        packed_dtype: torch.dtype | None = None,
     ) -> PanelExperts | PackedExperts:
         """See KernelBackend."""
-        # Experts are chosen by PyTorch's kernels.
-        self._delegates = True
         if dtype in DTYPES:
-            return experts.pack(self._library, weights, first, clamp, dtype)
-        return self._torch.pack_experts(weights, first, clamp, dtype)
+            return experts.pack(self._library, weights, first, clamp, dtype, packed_dtype)
+        self._delegates = True
+        return self._torch.pack_experts(weights, first, clamp, dtype, packed_dtype)
 
     def moe(
         self,
@@ -194,7 +207,7 @@ class CpuBackend:
         self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
     ) -> PagedKVCache:
         """See KernelBackend."""
-        self._delegates |= dtype not in DTYPES or spec.latent_value_dim > 0
+        self._delegates |= dtype not in KV_DTYPES
         return self._torch.allocate_kv(spec, num_layers, num_blocks, block_size, dtype)
 
     def plan_attention(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> CpuPlan:
@@ -227,16 +240,25 @@ class CpuBackend:
 
     def write_latent(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
         """See KernelBackend."""
-        self._torch.write_latent(cache, layer, k, self._planned(metadata))
+        if _native(k, cache):
+            attention.write_latent(self._library, cache, layer, k, metadata.plan.arrays)
+        else:
+            self._torch.write_latent(cache, layer, k, self._planned(metadata))
 
     def write_index(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
         """See KernelBackend."""
-        self._torch.write_index(cache, layer, k, self._planned(metadata))
+        if _native(k, cache):
+            assert cache.index is not None
+            attention.write_latent(self._library, cache.index, layer, k, metadata.plan.arrays)
+        else:
+            self._torch.write_index(cache, layer, k, self._planned(metadata))
 
     def select_tokens(
         self, q: torch.Tensor, weights: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData
-    ) -> AttentionPlan | None:
+    ) -> SelectedTokens | AttentionPlan | None:
         """See KernelBackend."""
+        if _native(q, cache):
+            return attention.select_tokens(self._library, q, weights, cache, layer, metadata, metadata.plan.arrays)
         return self._torch.select_tokens(q, weights, cache, layer, self._planned(metadata))
 
     def latent_attention(
@@ -246,14 +268,18 @@ class CpuBackend:
         layer: int,
         metadata: AttentionMetaData,
         scale: float,
-        selection: AttentionPlan | None,
+        selection: SelectedTokens | AttentionPlan | None,
     ) -> torch.Tensor:
         """See KernelBackend."""
+        if _native(q, cache):
+            assert selection is None or isinstance(selection, SelectedTokens)
+            return attention.latent_attention(self._library, q, cache, layer, metadata.plan.arrays, scale, selection)
+        assert not isinstance(selection, SelectedTokens)
         return self._torch.latent_attention(q, cache, layer, self._planned(metadata), scale, selection)
 
     def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> NativeDecoder | None:
         """See KernelBackend."""
-        if kv_dtype not in DTYPES or not fused.is_native(decoder):
+        if kv_dtype not in KV_DTYPES or not fused.is_native(decoder):
             return None
         return NativeDecoder(self._library, decoder)
 
@@ -274,4 +300,4 @@ class CpuBackend:
 
 
 def _native(x: torch.Tensor, cache: PagedKVCache) -> bool:
-    return x.dtype in DTYPES and cache.data.dtype in DTYPES
+    return x.dtype in DTYPES and cache.data.dtype in KV_DTYPES

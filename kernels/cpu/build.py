@@ -25,7 +25,7 @@ FOLDER = Path(__file__).resolve().parent
 SOURCES = FOLDER / "native"
 LIBRARY = FOLDER / "libfissile_cpu.so"
 # Compiled for each instruction set that is no other's variant; `VARIANTS` for some, the others once.
-ARITHMETIC = ("linear", "attention", "elementwise", "sampling", "table")
+ARITHMETIC = ("linear", "attention", "elementwise", "routing", "sampling", "table")
 VARIANTS = ("linear_amx", "linear_bf16")
 COMPILERS = ("c++", "g++", "clang++")
 _FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall")

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from ctypes import CDLL
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from kernels.cpu import linear
-from kernels.cpu.library import DTYPES, check
+from kernels.cpu.library import DTYPES, PACKED_DTYPES, check
 from kernels.interface import ClampedSwiglu, ExpertWeights
 
 
@@ -18,8 +18,9 @@ class PanelExperts:
     """This rank's E experts, the first of which has the id `first`; none of them leaves the tensors empty.
 
     Attributes:
-        gate_up: [E, *`linear.panel_shape` of [2I, H]] in the model dtype.
-        down: [E, *`linear.panel_shape` of [H, I]].
+        gate_up: int8 [E, bytes of a packed weight [2I, H]].
+        down: int8 [E, bytes of a packed weight [H, I]].
+        code: as PanelLinear's, of both.
         gate_up_bias: float32 [E, 2I] or None.
         down_bias: float32 [E, H] or None.
         inner: I.
@@ -29,6 +30,7 @@ class PanelExperts:
     count: int
     gate_up: torch.Tensor
     down: torch.Tensor
+    code: int
     gate_up_bias: torch.Tensor | None
     down_bias: torch.Tensor | None
     inner: int
@@ -41,29 +43,17 @@ def pack(
     first: int,
     clamp: ClampedSwiglu | None,
     dtype: torch.dtype,
+    packed_dtype: torch.dtype | None = None,
 ) -> PanelExperts:
-    """Packs experts as they come, in `dtype`, one of `DTYPES`."""
+    """Packs experts as they come, in `dtype`, one of `DTYPES`; `packed_dtype` as in `linear.pack`."""
     gate_up, down, inner = [], [], 0
     for expert in experts:
-        gate_up.append(linear.pack(library, expert.gate_up, expert.gate_up_bias, dtype))
-        down.append(linear.pack(library, expert.down, expert.down_bias, dtype))
+        gate_up.append(linear.pack(library, expert.gate_up, expert.gate_up_bias, dtype, packed_dtype))
+        down.append(linear.pack(library, expert.down, expert.down_bias, dtype, packed_dtype))
         inner = expert.down.shape[1]
-    return PanelExperts(first, len(down), *_panels(gate_up, down, dtype), _biases(gate_up), _biases(down), inner, clamp)
-
-
-def _panels(
-    gate_up: list[linear.PanelLinear], down: list[linear.PanelLinear], dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The packed weights one behind the other; each is let go as soon as it is copied."""
-    both = []
-    for packed in (gate_up, down):
-        shape = packed[0].panels.shape if packed else ()
-        stacked = torch.empty(len(packed), *shape, dtype=dtype)
-        for i, one in enumerate(packed):
-            stacked[i] = one.panels
-            packed[i] = replace(one, panels=stacked[i])
-        both.append(stacked)
-    return both[0], both[1]
+    panels = linear.stacked(gate_up), linear.stacked(down)
+    code = PACKED_DTYPES[packed_dtype or dtype]
+    return PanelExperts(first, len(down), *panels, code, _biases(gate_up), _biases(down), inner, clamp)
 
 
 def _biases(packed: list[linear.PanelLinear]) -> torch.Tensor | None:
@@ -90,6 +80,7 @@ def moe(
             weights.data_ptr(),
             packed.first,
             packed.count,
+            packed.code,
             packed.gate_up.data_ptr(),
             None if packed.gate_up_bias is None else packed.gate_up_bias.data_ptr(),
             packed.down.data_ptr(),

@@ -8,18 +8,24 @@ from ctypes import CDLL, c_double, c_int64, c_void_p
 import torch
 
 from kernels.cpu.attention import StepArrays
-from kernels.cpu.library import DTYPES, check
+from kernels.cpu.library import DTYPES, KV_DTYPES, check
 from kernels.cpu.linear import PanelLinear
 from kernels.interface import AttentionMetaData, Decoder, DecoderLayer
 from kernels.paged_attention import PagedKVCache
 
 
 class _Weight(ctypes.Structure):
-    _fields_ = (("panels", c_void_p), ("bias", c_void_p))
+    _fields_ = (("dtype", c_int64), ("panels", c_void_p), ("bias", c_void_p), ("columns", c_int64), ("inner", c_int64))
 
     @classmethod
     def of(cls, packed: PanelLinear) -> _Weight:
-        return cls(packed.panels.data_ptr(), _pointer(packed.bias))
+        return cls(
+            packed.code,
+            packed.panels.data_ptr(),
+            _pointer(packed.bias),
+            packed.columns,
+            packed.inner,
+        )
 
 
 class _Layer(ctypes.Structure):
@@ -140,7 +146,7 @@ class NativeDecoder:
             cos.data_ptr(),
             sin.data_ptr(),
             cos.shape[-1],
-            DTYPES[data.dtype],
+            KV_DTYPES[data.dtype],
             cache.num_kv_heads,
             cache.head_dim,
             cache.block_size,

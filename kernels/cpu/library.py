@@ -22,17 +22,18 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "fissile_select": (ctypes.c_int, (ctypes.c_char_p,)),
     "fissile_set_threads": (None, (_INT,)),
     "fissile_threads": (_INT, ()),
-    "fissile_pack_linear": (None, (_INT, _POINTER, _INT, _INT, _POINTER)),
+    "fissile_packed_bytes": (_INT, (_INT, _INT, _INT)),
+    "fissile_pack_linear": (None, (_INT, _POINTER, _INT, _INT, _INT, _POINTER)),
     "fissile_linear": (
         ctypes.c_int,
-        (_INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER, _INT),
+        (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER, _INT),
     ),
     "fissile_head_linear": (ctypes.c_int, (_INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER)),
     "fissile_moe": (
         ctypes.c_int,
         (
             *(_INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _INT, _INT),
-            *(_POINTER, _POINTER, _POINTER, _POINTER, _FLOAT, _FLOAT, _POINTER),
+            *(_INT, _POINTER, _POINTER, _POINTER, _POINTER, _FLOAT, _FLOAT, _POINTER),
         ),
     ),
     "fissile_norm": (
@@ -47,7 +48,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "fissile_linear_argmax": (
         ctypes.c_int,
-        (_INT, _POINTER, _INT, _INT, _INT, _INT, _POINTER, _POINTER, _POINTER),
+        (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER),
     ),
     "fissile_decoder": (ctypes.c_int, (_POINTER, _POINTER)),
     "fissile_sample": (None, (_POINTER, _INT, _INT, _INT, *[_POINTER] * 8)),
@@ -59,12 +60,32 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
             *(_FLOAT, _INT, _POINTER, _POINTER),
         ),
     ),
+    "fissile_latent_attention": (
+        ctypes.c_int,
+        (
+            *(_INT, _INT, _POINTER, _INT, _INT, _POINTER, *[_INT] * 4, _POINTER, _INT, _INT, _POINTER, _POINTER),
+            *(_FLOAT, _POINTER, _INT, _POINTER),
+        ),
+    ),
+    "fissile_select_tokens": (
+        None,
+        (
+            *(_INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, *[_INT] * 3, _POINTER, _INT, _INT),
+            *(_POINTER, _POINTER, _INT, _POINTER),
+        ),
+    ),
+    "fissile_route": (None, (_POINTER, _INT, _INT, _INT, _POINTER, *[_INT] * 5, _FLOAT, _POINTER, _POINTER)),
 }
 # Codes of kernels/cpu/native/kernels.hpp; other dtypes are PyTorch's.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
+# Those of packed weights.
+PACKED_DTYPES = {**DTYPES, torch.int8: 2}
+# Of a KV cache; model dtypes are those of `DTYPES`.
+KV_DTYPES = {**DTYPES, torch.float16: 3, torch.float8_e4m3fn: 4}
+# Columns of a panel of packed weights.
 PANEL = 16
-# Neighbours in k that stand side by side in a packed weight.
-GROUPS = {torch.float32: 1, torch.bfloat16: 2}
+# Bytes that packed weights are aligned to.
+CACHE_LINE = 64
 # The instruction set of any processor: slow, for tests and for those who ask for it.
 PLAIN = "plain"
 AVX2 = "avx2"

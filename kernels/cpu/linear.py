@@ -3,51 +3,65 @@
 from __future__ import annotations
 
 from ctypes import CDLL
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from kernels.cpu.library import DTYPES, GROUPS, PANEL, check
+from kernels.cpu.library import CACHE_LINE, DTYPES, PACKED_DTYPES, PANEL, check
 
 
 @dataclass(frozen=True)
 class PanelLinear:
-    """A weight in panels (kernels/cpu/native/linear.cpp).
+    """A weight in panels (kernels/cpu/native/kernels.hpp).
 
     Attributes:
-        panels: `panel_shape` in the model dtype.
+        panels: int8 [bytes], aligned to 64.
+        code: in `PACKED_DTYPES`, of the numbers in the panels: the model dtype, or int8 with scales.
         bias: float32 [N], rounded to the model dtype before, or None.
         columns: N.
         inner: K.
     """
 
     panels: torch.Tensor
+    code: int
     bias: torch.Tensor | None
     columns: int
     inner: int
 
 
-def panel_shape(columns: int, inner: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """Of a packed weight [N, K]: [N / 16, K / group, 16, group], rounded up; pairs of bfloat16 neighbours in k."""
-    group = GROUPS[dtype]
-    return -(-columns // PANEL), -(-inner // group), PANEL, group
+def pack(
+    library: CDLL,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    packed_dtype: torch.dtype | None = None,
+) -> PanelLinear:
+    """Packs a weight [N, K] and a bias [N] in `dtype`, one of `DTYPES`; copies both.
 
-
-def pack(library: CDLL, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PanelLinear:
-    """Packs a weight [N, K] and a bias [N] in `dtype`, one of `DTYPES`; copies both."""
+    `packed_dtype` is that of the packed weight: `dtype` (the default), or int8 for the nearest of 255 multiples of a
+    float32 scale for each column and 128 numbers along K.
+    """
+    code = PACKED_DTYPES[packed_dtype or dtype]
     columns, inner = weight.shape
     source = weight.to(dtype).contiguous()
-    panels = torch.empty(panel_shape(columns, inner, dtype), dtype=dtype)
-    library.fissile_pack_linear(DTYPES[dtype], source.data_ptr(), columns, inner, panels.data_ptr())
-    return PanelLinear(panels, None if bias is None else bias.to(dtype, copy=True).float(), columns, inner)
+    panels = aligned(library.fissile_packed_bytes(code, columns, inner))
+    library.fissile_pack_linear(DTYPES[dtype], source.data_ptr(), columns, inner, code, panels.data_ptr())
+    return PanelLinear(panels, code, None if bias is None else bias.to(dtype, copy=True).float(), columns, inner)
+
+
+def aligned(size: int) -> torch.Tensor:
+    """int8 [size], its first byte at the begin of a cache line."""
+    memory = torch.empty(size + CACHE_LINE, dtype=torch.int8)
+    first = -memory.data_ptr() % CACHE_LINE
+    return memory[first : first + size]
 
 
 def rows(packed: PanelLinear, ids: torch.Tensor) -> torch.Tensor:
-    """Rows `ids` int64 [T] of the weight: [T, K]"""
-    panels = packed.panels
+    """Rows `ids` int64 [T] of a weight in its own dtype, not int8: [T, K]"""
+    dtype = next(dtype for dtype, code in DTYPES.items() if code == packed.code)
     # A group of neighbours in k is one number of four bytes, whatever the dtype.
-    groups = panels.view(torch.int32).squeeze(-1)[ids // PANEL, :, ids % PANEL]
-    return groups.view(panels.dtype)[:, : packed.inner]
+    panels = packed.panels.view(torch.int32).view(-(-packed.columns // PANEL), -1, PANEL)
+    return panels[ids // PANEL, :, ids % PANEL].view(dtype)[:, : packed.inner]
 
 
 def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
@@ -65,6 +79,7 @@ def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
             rows,
             inner,
             packed.columns,
+            packed.code,
             packed.panels.data_ptr(),
             bias,
             out.data_ptr(),
@@ -90,6 +105,7 @@ def argmax(library: CDLL, x: torch.Tensor, packed: PanelLinear, limit: int) -> t
             rows,
             inner,
             columns,
+            packed.code,
             packed.panels.data_ptr(),
             bias,
             places.data_ptr(),
@@ -103,7 +119,7 @@ class PanelHeads:
     """A weight for each head in panels.
 
     Attributes:
-        panels: [Hq, *`panel_shape`] in the model dtype.
+        panels: int8 [Hq, bytes of a head's], in the model dtype.
         columns: N.
     """
 
@@ -113,7 +129,17 @@ class PanelHeads:
 
 def pack_heads(library: CDLL, weight: torch.Tensor, dtype: torch.dtype) -> PanelHeads:
     """Packs weights [Hq, N, K] in `dtype`, one of `DTYPES`."""
-    return PanelHeads(torch.stack([pack(library, one, None, dtype).panels for one in weight]), weight.shape[1])
+    return PanelHeads(stacked([pack(library, one, None, dtype) for one in weight]), weight.shape[1])
+
+
+def stacked(packed: list[PanelLinear]) -> torch.Tensor:
+    """int8 [E, bytes of each]: packed weights one behind the other; each is let go as soon as it is copied."""
+    size = packed[0].panels.shape[0] if packed else 0
+    whole = aligned(len(packed) * size).view(len(packed), size)
+    for i, one in enumerate(packed):
+        whole[i] = one.panels
+        packed[i] = replace(one, panels=whole[i])
+    return whole
 
 
 def head_linear(library: CDLL, x: torch.Tensor, packed: PanelHeads) -> torch.Tensor:

@@ -96,7 +96,9 @@ def checks(dtype: torch.dtype) -> list[Check]:
     """Of every entry of a table, with inputs in `dtype`."""
     return [
         # (columns, k): whole and broken panels, tasks of 4 and 8 panels, more k than are multiplied at once, odd k.
-        *(_linear(n, k, dtype) for n, k in ((150, 1101), (33, 24), (16, 64))),
+        *(_linear(n, k, dtype, dtype) for n, k in ((150, 1101), (33, 24), (16, 64))),
+        _linear(70, 301, dtype, torch.int8),
+        _argmax(dtype),
         _norm(dtype),
         _layer_norm(dtype),
         _rope(dtype),
@@ -112,14 +114,28 @@ def _drawn(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
 
 
-def _linear(columns: int, inner: int, dtype: torch.dtype) -> Check:
+def _linear(columns: int, inner: int, dtype: torch.dtype, packed_dtype: torch.dtype) -> Check:
     weight, bias, x = _drawn(columns, inner), _drawn(columns), _drawn(ROWS, inner, dtype=dtype)
 
     def compute(library: CDLL, rows: Rows) -> torch.Tensor:
-        return linear.linear(library, x[rows], linear.pack(library, weight, bias, dtype))
+        return linear.linear(library, x[rows], linear.pack(library, weight, bias, dtype, packed_dtype))
 
     entries = ("pack_panel", "linear_scratch", "linear_pack_tasks", "linear_pack", "linear_tasks", "linear")
-    return Check(f"linear {inner} to {columns}", entries, compute)
+    kind = " of int8 weights" if packed_dtype == torch.int8 else ""
+    return Check(f"linear {inner} to {columns}{kind}", entries, compute)
+
+
+def _argmax(dtype: torch.dtype) -> Check:
+    """Of numbers of x, times 1 or 0.5 each, which no kernel rounds, so that the place is the same in all."""
+    columns, inner = 600, 40
+    weight = torch.zeros(columns, inner)
+    weight[torch.arange(columns), torch.arange(columns) * 7 % inner] = torch.arange(columns) % 2 * 0.5 + 0.5
+    x = _drawn(ROWS, inner, dtype=dtype)
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        return linear.argmax(library, x[rows], linear.pack(library, weight, None, dtype), 590)
+
+    return Check("argmax", ("largest_of_row",), compute)
 
 
 def _norm(dtype: torch.dtype) -> Check:

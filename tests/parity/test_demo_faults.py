@@ -94,7 +94,7 @@ def _interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch
 
 def score(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> float:
     """The part of the questions that an engine on this back end answers right."""
-    monkeypatch.setattr(model_runner, "select_backend", lambda name: backend)
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_: backend)
     engine = LLMEngine(str(DEMO))
     outputs = engine.generate(prompts(ASKED), {"temperature": 0.0, "max_tokens": 64})
     answers: list[Any] = [output["text"] for output in outputs]

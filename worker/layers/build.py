@@ -25,6 +25,7 @@ class Build:
         max_position: positions that rotary tables are made for.
         shard: the part of the model that this rank holds.
         kv_dtype: of the KV cache; `dtype` when None.
+        packed_dtype: of the weights of products other than routers, in memory; `dtype` when None.
         kept: where every tensor and packed object comes from that a layer keeps of the checkpoint.
     """
 
@@ -35,6 +36,7 @@ class Build:
     max_position: int
     shard: Shard = field(default_factory=Shard)
     kv_dtype: torch.dtype | None = None
+    packed_dtype: torch.dtype | None = None
     kept: Keeper = field(default_factory=Making)
 
 

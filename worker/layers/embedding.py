@@ -16,31 +16,23 @@ class Embedding:
         build: what layers are made with.
         name: of the tensor, without `.weight`.
         for_head: whether the output head multiplies by the matrix: then the weight as a product wants it is the only
-            copy, and rows are read out of it.
+            copy, unless it is quantized, and rows are read out of it.
 
     Attributes:
         packed: the weight as a product wants it; None unless `for_head`.
     """
 
     def __init__(self, build: Build, name: str, for_head: bool) -> None:
-        shard = build.shard
-        share = -(-build.config.vocab_size // shard.size)
-        self._first = shard.rank * share
-        rows = slice(min(self._first, build.config.vocab_size), min(self._first + share, build.config.vocab_size))
-        self._collectives = shard.collectives
-        self._whole = shard.size == 1
+        share, rows = _share(build)
+        self._first = build.shard.rank * share
+        self._collectives = build.shard.collectives
+        self._whole = build.shard.size == 1
         self._kernels = build.kernels
         self._num_rows = share
-        self._weight: torch.Tensor | None = None
-        self.packed: PackedLinear = None
-
-        def read() -> torch.Tensor:
-            return _read(build, f"{name}.weight", rows, share)
-
-        if for_head:
-            self.packed = build.kept.keep(name, lambda: build.kernels.pack_linear(read(), None, build.dtype))
-        else:
-            self._weight = build.kept.keep(f"{name}.weight", read)
+        self.packed: PackedLinear = head_weight(build, name) if for_head else None
+        # Quantized, a head's weight no longer has the rows that the checkpoint says.
+        kept = not for_head or build.packed_dtype is not None
+        self._weight = build.kept.keep(f"{name}.weight", lambda: _read(build, name, rows, share)) if kept else None
 
     def _rows(self, local: torch.Tensor) -> torch.Tensor:
         """int64 [T], places in this rank's rows -> [T, H]"""
@@ -58,24 +50,42 @@ class Embedding:
         return self._collectives.all_reduce(rows * mine.unsqueeze(1).to(rows.dtype))
 
 
+def head_weight(build: Build, name: str) -> PackedLinear:
+    """This rank's rows of `{name}.weight` [V, H] as a product wants them."""
+    share, rows = _share(build)
+
+    def pack() -> PackedLinear:
+        return build.kernels.pack_linear(_read(build, name, rows, share), None, build.dtype, build.packed_dtype)
+
+    return build.kept.keep(name, pack)
+
+
+def _share(build: Build) -> tuple[int, slice]:
+    """Rows of the largest rank, and this rank's."""
+    size, vocab = build.shard.size, build.config.vocab_size
+    share = -(-vocab // size)
+    first = build.shard.rank * share
+    return share, slice(min(first, vocab), min(first + share, vocab))
+
+
 def _read(build: Build, name: str, rows: slice, share: int) -> torch.Tensor:
     """Equal shapes on every rank, so that logits can be gathered; the rows past the vocabulary are zero."""
     weight = torch.empty(share, build.config.hidden_size, dtype=build.dtype)
     count = rows.stop - rows.start
     weight[count:] = 0.0
-    build.weights.copy_to(weight[:count], name, rows=rows)
+    build.weights.copy_to(weight[:count], f"{name}.weight", rows=rows)
     return weight
 
 
 class LMHead:
-    """Logits of the vocabulary in float32, by the input embedding or a matrix of its own, made `for_head`."""
+    """Logits of the vocabulary in float32, by `head_weight` of the input embedding or of a matrix of its own."""
 
-    def __init__(self, build: Build, embedding: Embedding) -> None:
+    def __init__(self, build: Build, packed: PackedLinear) -> None:
         self._kernels = build.kernels
         self._collectives = build.shard.collectives
         self._whole = build.shard.size == 1
         self._vocab_size = build.config.vocab_size
-        self._packed = embedding.packed
+        self._packed = packed
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, H] -> float32 [T, V], on every rank"""

@@ -42,7 +42,8 @@ class ColumnLinear:
 
     def _pack(self, build: Build, parts: Mapping[str, slice], bias: bool) -> PackedLinear:
         weight = joined(build, parts, "weight")
-        return self._kernels.pack_linear(weight, joined(build, parts, "bias") if bias else None, build.dtype)
+        own_bias = joined(build, parts, "bias") if bias else None
+        return self._kernels.pack_linear(weight, own_bias, build.dtype, build.packed_dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] -> [T, sum of this rank's N_i]"""
@@ -70,7 +71,8 @@ class RowLinear:
     def _pack(self, build: Build, name: str, part: slice, bias: bool) -> PackedLinear:
         weight = build.weights.take(f"{name}.weight", columns=part, dtype=build.dtype)
         own_bias = build.weights.take(f"{name}.bias") if bias else None
-        return self._kernels.pack_linear(weight, own_bias if build.shard.rank == 0 else None, build.dtype)
+        used_bias = own_bias if build.shard.rank == 0 else None
+        return self._kernels.pack_linear(weight, used_bias, build.dtype, build.packed_dtype)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's K] -> [T, N], this rank's summand"""

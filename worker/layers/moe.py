@@ -145,7 +145,8 @@ class MoE:
         self._router = router
         first = ExpertShare.of(build.shard, config).experts.start
         self._packed = build.kept.keep(
-            name, lambda: build.kernels.pack_experts(experts, first, config.clamp, build.dtype)
+            name,
+            lambda: build.kernels.pack_experts(experts, first, config.clamp, build.dtype, build.packed_dtype),
         )
         self._shared = shared
 

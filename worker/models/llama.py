@@ -10,7 +10,7 @@ from kernels.interface import Decoder, DecoderLayer, FusedDecoder, KVSpec
 from worker.forward_context import get_forward_context
 from worker.layers.attention import Attention
 from worker.layers.build import Build
-from worker.layers.embedding import Embedding, LMHead
+from worker.layers.embedding import Embedding, LMHead, head_weight
 from worker.layers.linear import ColumnLinear, RowLinear
 from worker.layers.norm import RMSNorm
 from worker.layers.rotary import RotaryEmbedding
@@ -163,7 +163,7 @@ class LlamaForCausalLM:
         self._layers = [self.make_layer(build, layer) for layer in range(config.num_hidden_layers)]
         self._norm = RMSNorm(build, "model.norm")
         tied = config.tie_word_embeddings
-        self._head = LMHead(build, self._embedding if tied else Embedding(build, "lm_head", True))
+        self._head = LMHead(build, self._embedding.packed if tied else head_weight(build, "lm_head"))
         self._fused = self._fuse(build)
 
     def _fuse(self, build: Build) -> FusedDecoder | None:

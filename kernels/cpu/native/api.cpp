@@ -18,14 +18,6 @@ namespace {
 
 const Kernels* chosen = nullptr;
 
-struct PackCall {
-  int64_t dtype;
-  const void* weight;
-  int64_t columns;
-  int64_t inner;
-  void* panels;
-};
-
 }  // namespace
 
 const Kernels& fissile::kernels() { return *chosen; }
@@ -56,14 +48,16 @@ FISSILE_API void fissile_share(int64_t tasks, void (*f)(const void*, int64_t), c
   share(tasks, f, context);
 }
 
-// A weight [columns, inner], contiguous, into panels: `panels` has room for columns rounded up to 16.
+// Bytes of a packed weight [columns, inner].
+FISSILE_API int64_t fissile_packed_bytes(int64_t packed_dtype, int64_t columns, int64_t inner) {
+  return packed_bytes(packed_dtype, columns, inner);
+}
+
+// A weight [columns, inner], contiguous, into `panels`, of packed_bytes().
 FISSILE_API void fissile_pack_linear(
-    int64_t dtype, const void* weight, int64_t columns, int64_t inner, void* panels) {
-  const PackCall call{dtype, weight, columns, inner, panels};
-  share((columns + PANEL - 1) / PANEL, [](const void* context, int64_t task) {
-    const PackCall& c = *static_cast<const PackCall*>(context);
-    kernels().pack_panel(c.dtype, c.weight, c.columns, c.inner, c.panels, task);
-  }, &call);
+    int64_t dtype, const void* weight, int64_t columns, int64_t inner, int64_t packed_dtype, void* panels) {
+  const Packing work{dtype, weight, columns, inner, packed_dtype, panels};
+  share((columns + PANEL - 1) / PANEL, kernels().pack_panel, work);
 }
 
 namespace {
@@ -118,14 +112,21 @@ const void* offset(const void* base, int64_t dtype, int64_t numbers) {
 
 void* offset(void* base, int64_t dtype, int64_t numbers) { return static_cast<char*>(base) + numbers * size_of(dtype); }
 
+// Weight `i` of several alike that are packed one behind the other, as their biases are.
+Weight nth(Weight first, int64_t i) {
+  first.panels = static_cast<const char*>(first.panels) + i * packed_bytes(first.dtype, first.columns, first.inner);
+  if (first.bias) first.bias += i * first.columns;
+  return first;
+}
+
 }  // namespace
 
 // 0, or 1 when memory ran out, as the following.
 FISSILE_API int fissile_linear(
-    int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, const void* panels,
-    const float* bias, void* y, int64_t y_stride) {
+    int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
+    const void* panels, const float* bias, void* y, int64_t y_stride) {
   Products products;
-  products.add({dtype, x, x_stride, rows, inner, columns, panels, bias, y, y_stride, nullptr});
+  products.add({dtype, x, x_stride, rows, {weight_dtype, panels, bias, columns, inner}, y, y_stride, nullptr});
   return products.run() ? 0 : 1;
 }
 
@@ -135,9 +136,9 @@ FISSILE_API int fissile_head_linear(
     int64_t columns, const void* panels, void* y) {
   Products products;
   for (int64_t head = 0; head < heads; head++)
-    products.add({dtype, offset(x, dtype, head * head_stride), row_stride, rows, inner, columns,
-                  offset(panels, dtype, head * packed_size(dtype, columns, inner)), nullptr,
-                  offset(y, dtype, head * columns), heads * columns, nullptr});
+    products.add({dtype, offset(x, dtype, head * head_stride), row_stride, rows,
+                  nth({dtype, panels, nullptr, columns, inner}, head), offset(y, dtype, head * columns),
+                  heads * columns, nullptr});
   return products.run() ? 0 : 1;
 }
 
@@ -166,24 +167,14 @@ struct Pairs {
   }
 };
 
-// A weight of each expert, packed one behind the other, and biases or null.
-struct ExpertWeight {
-  const void* panels;
-  const float* bias;
-  int64_t columns;
-  int64_t inner;
-};
-
-// Each expert's rows of x times its weight, all [pairs].
-bool multiply(const Pairs& pairs, int64_t dtype, const ExpertWeight& weight, const void* x, void* y) {
+// Each expert's rows of x times its weight, all [pairs]; `first` is the first expert's weight.
+bool multiply(const Pairs& pairs, int64_t dtype, const Weight& first, const void* x, void* y) {
   Products products;
   for (size_t e = 0; e + 1 < pairs.starts.size(); e++) {
     const int64_t start = pairs.starts[e];
-    products.add({dtype, offset(x, dtype, start * weight.inner), weight.inner, pairs.starts[e + 1] - start,
-                  weight.inner, weight.columns,
-                  offset(weight.panels, dtype, static_cast<int64_t>(e) * packed_size(dtype, weight.columns, weight.inner)),
-                  weight.bias ? weight.bias + static_cast<int64_t>(e) * weight.columns : nullptr,
-                  offset(y, dtype, start * weight.columns), weight.columns, nullptr});
+    products.add({dtype, offset(x, dtype, start * first.inner), first.inner, pairs.starts[e + 1] - start,
+                  nth(first, static_cast<int64_t>(e)), offset(y, dtype, start * first.columns), first.columns,
+                  nullptr});
   }
   return products.run();
 }
@@ -194,8 +185,8 @@ bool multiply(const Pairs& pairs, int64_t dtype, const ExpertWeight& weight, con
 // `inner` units of an expert; `alpha` and `limit` as in SiluAndMul.
 FISSILE_API int fissile_moe(
     int64_t dtype, const void* x, int64_t rows, int64_t hidden, int64_t inner, int64_t slots, const int64_t* ids,
-    const float* weights, int64_t first, int64_t experts, const void* gate_up, const float* gate_up_bias,
-    const void* down, const float* down_bias, float alpha, float limit, void* y) {
+    const float* weights, int64_t first, int64_t experts, int64_t weight_dtype, const void* gate_up,
+    const float* gate_up_bias, const void* down, const float* down_bias, float alpha, float limit, void* y) {
   const Pairs pairs(ids, rows, slots, first, experts);
   const int64_t count = static_cast<int64_t>(pairs.row_at.size());
   const int64_t widest = std::max(hidden, inner);
@@ -206,10 +197,10 @@ FISSILE_API int fissile_moe(
   for (int64_t place = 0; place < count; place++)
     std::memcpy(offset(a, dtype, place * hidden), offset(x, dtype, pairs.row_at[place] * hidden),
                 static_cast<size_t>(hidden * size_of(dtype)));
-  if (!multiply(pairs, dtype, {gate_up, gate_up_bias, 2 * inner, hidden}, a, b)) return 1;
+  if (!multiply(pairs, dtype, {weight_dtype, gate_up, gate_up_bias, 2 * inner, hidden}, a, b)) return 1;
   const SiluAndMul activation{dtype, b, count, 2 * inner, inner, a, alpha, limit};
   share(kernels().silu_and_mul_tasks(activation), kernels().silu_and_mul, activation);
-  if (!multiply(pairs, dtype, {down, down_bias, hidden, inner}, a, b)) return 1;
+  if (!multiply(pairs, dtype, {weight_dtype, down, down_bias, hidden, inner}, a, b)) return 1;
   const Combine sum{dtype, b, rows, slots, hidden, pairs.places.data(), weights, y};
   share(kernels().combine_tasks(sum), kernels().combine, sum);
   return 0;
@@ -249,7 +240,7 @@ namespace {
 // Rows of a query tile, about: enough to use the keys often that one has widened, few enough to share a prefill.
 constexpr int64_t QUERY_ROWS = 48;
 
-// Splits the step's tokens into query tiles, those with the most keys first: at the end the threads wait for small ones.
+// Splits the step's tokens into query tiles, those with the most keys first: at the end threads wait for small ones.
 std::vector<QueryTile> query_tiles(
     int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, int64_t tile_tokens) {
   std::vector<QueryTile> tiles;
@@ -266,24 +257,14 @@ std::vector<QueryTile> query_tiles(
 
 // Several tasks for the keys of one row only where there would be too few tasks for the threads.
 int64_t splits(const std::vector<QueryTile>& tiles, int64_t kv_heads) {
-  if (threads() == 1 || static_cast<int64_t>(tiles.size()) * kv_heads >= 4 * threads()) return 1;
+  if (tiles.empty() || threads() == 1 || static_cast<int64_t>(tiles.size()) * kv_heads >= 4 * threads()) return 1;
   return (tiles.front().position + tiles.front().tokens + KV_SPLIT - 1) / KV_SPLIT;
 }
 
-}  // namespace
+int64_t tokens_of_tile(int64_t group) { return std::max<int64_t>(1, QUERY_ROWS / group); }
 
-// The first `cu_seqlens[sequences]` rows of `out`, contiguous. 0, or 1 when memory ran out.
-FISSILE_API int fissile_attention(
-    int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,
-    const void* values, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
-    int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
-    int64_t window, const float* sinks, void* out) {
-  const int64_t tile_tokens = std::max<int64_t>(1, QUERY_ROWS / (heads / kv_heads));
-  const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
-  if (tiles.empty()) return 0;
-  Attention work{dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, values, heads, kv_heads, dim, block_size,
-                 block_tables, table_stride, seq_lens, scale, window, sinks, out, tiles.data(),
-                 static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, kv_heads), nullptr};
+// The first rows of `out`, contiguous, those of tokens. 0, or 1 when memory ran out.
+int attend(Attention work) {
   if (work.splits > 1) {
     work.states = scratch(OF_CALL, kernels().attention_tasks(work) * kernels().attention_state_size(work));
     if (!work.states) return 1;
@@ -291,6 +272,61 @@ FISSILE_API int fissile_attention(
   share(kernels().attention_tasks(work), kernels().attention, work);
   if (work.splits > 1) share(kernels().attention_merge_tasks(work), kernels().attention_merge, work);
   return 0;
+}
+
+}  // namespace
+
+FISSILE_API int fissile_attention(
+    int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,
+    const void* values, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
+    int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
+    int64_t window, const float* sinks, void* out) {
+  const int64_t tile_tokens = tokens_of_tile(heads / kv_heads);
+  const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
+  return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, values, heads, kv_heads, dim, dim, block_size,
+                 block_tables, table_stride, nullptr, 0, scale, window, sinks, out, tiles.data(),
+                 static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, kv_heads), nullptr});
+}
+
+// The same over keys [blocks, block_size, dim] of one head, whose first `value_dim` numbers are the values; over the tokens
+// that are `selected`, as by fissile_select_tokens, unless it is null.
+FISSILE_API int fissile_latent_attention(
+    int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,
+    int64_t heads, int64_t dim, int64_t value_dim, int64_t block_size, const int64_t* block_tables,
+    int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
+    const int64_t* selected, int64_t topk, void* out) {
+  const int64_t tile_tokens = selected ? 1 : tokens_of_tile(heads);
+  std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
+  if (selected)
+    for (QueryTile& tile : tiles) tile.position = std::min(tile.position, topk - 1);
+  return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, value_dim, block_size,
+                 block_tables, table_stride, selected, topk, scale, 0, nullptr, out, tiles.data(),
+                 static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, 1), nullptr});
+}
+
+// weights [tokens, heads]; for positions see SelectTokens.
+FISSILE_API void fissile_select_tokens(
+    int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const float* weights,
+    const void* keys, int64_t heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
+    int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, int64_t topk,
+    int64_t* positions) {
+  const int64_t tile_tokens = tokens_of_tile(heads);
+  const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
+  const SelectTokens work{{dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, dim, block_size,
+                           block_tables, table_stride, nullptr, 0, 1.0f, 0, nullptr, nullptr, tiles.data(),
+                           static_cast<int64_t>(tiles.size()), tile_tokens, 1, nullptr},
+                          weights, topk, positions};
+  share(kernels().select_tokens_tasks(work), kernels().select_tokens, work);
+}
+
+// See Route.
+FISSILE_API void fissile_route(
+    const float* logits, int64_t row_stride, int64_t rows, int64_t experts, const float* correction_bias,
+    int64_t scoring, int64_t top_k, int64_t renormalize, int64_t num_groups, int64_t top_groups, float scale,
+    int64_t* ids, float* weights) {
+  const Route work{logits, row_stride, rows, experts, correction_bias, scoring, top_k, renormalize, num_groups,
+                   top_groups, scale, ids, weights};
+  share(kernels().route_tasks(work), kernels().route, work);
 }
 
 FISSILE_API void fissile_sample(

@@ -6,8 +6,8 @@
 #define FISSILE_API extern "C" __attribute__((visibility("default")))
 
 FISSILE_API int fissile_linear(
-    int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, const void* panels,
-    const float* bias, void* y, int64_t y_stride);
+    int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
+    const void* panels, const float* bias, void* y, int64_t y_stride);
 
 FISSILE_API int fissile_attention(
     int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,

@@ -20,11 +20,14 @@
 namespace FISSILE_ISA {
 namespace {
 
+using fissile::BFLOAT16;
+using fissile::FLOAT16;
 using fissile::FLOAT32;
+using fissile::FLOAT8;
 using fissile::KV_SPLIT;
 using fissile::KV_TILE;
 
-// From so many rows on narrow keys and values are widened once, not by each row.
+// From so many rows on bfloat16 keys and values are widened once, not by each row; narrower ones always are.
 constexpr int64_t WIDEN_FROM = 5;
 // Numbers of two vectors: rows are padded to a multiple of it.
 constexpr int64_t TWO = 2 * WIDTH;
@@ -41,18 +44,20 @@ float scalar_exp(float x) { return exp(splat(x))[0]; }
 
 // What tasks have in common.
 struct Shape {
-  int64_t group;      // query heads of a key head
-  int64_t width;      // of a row, rounded up to whole vectors
-  int64_t stride;     // of rows that were widened: an odd number of cache lines, so that columns are not all in one set
-  int64_t most_rows;  // of a query tile
+  int64_t group;        // query heads of a key head
+  int64_t width;        // of a key, rounded up to whole vectors
+  int64_t value_width;  // of values
+  int64_t stride;       // of rows that were widened: an odd number of cache lines, so that columns are not all in one set
+  int64_t most_rows;    // of a query tile
 
   explicit Shape(const fissile::Attention& work)
       : group(work.heads / work.kv_heads),
         width(tiles_of(work.dim, TWO) * TWO),
+        value_width(tiles_of(work.value_dim, TWO) * TWO),
         stride(width | 16),
         most_rows(work.tile_tokens * group) {}
 
-  int64_t state_size() const { return most_rows * (width + 2); }
+  int64_t state_size() const { return most_rows * (value_width + 2); }
 };
 
 // The result so far of the rows of a query tile.
@@ -67,7 +72,7 @@ struct State {
   void clear(const Shape& shape, int64_t rows) const {
     for (int64_t r = 0; r < rows; r++) highest[r] = lowest();
     for (int64_t r = 0; r < rows; r++) sums[r] = 0.0f;
-    __builtin_memset(values, 0, static_cast<uint64_t>(rows * shape.width) * sizeof(float));
+    __builtin_memset(values, 0, static_cast<uint64_t>(rows * shape.value_width) * sizeof(float));
   }
 };
 
@@ -81,7 +86,7 @@ void raise(const Shape& shape, const State& state, int64_t r, float highest) {
   if (state.highest[r] != lowest()) {
     float factor = scalar_exp(state.highest[r] - highest);
     state.sums[r] *= factor;
-    scale(state.values + r * shape.width, shape.width, factor);
+    scale(state.values + r * shape.value_width, shape.value_width, factor);
   }
   state.highest[r] = highest;
 }
@@ -93,8 +98,9 @@ void merge(const Shape& shape, const State& into, const State& next, int64_t row
     raise(shape, into, r, next.highest[r]);
     float factor = scalar_exp(next.highest[r] - into.highest[r]);
     into.sums[r] += next.sums[r] * factor;
-    float *to = into.values + r * shape.width, *from = next.values + r * shape.width;
-    for (int64_t i = 0; i < shape.width; i += WIDTH) store(to + i, fma(load(from + i), splat(factor), load(to + i)));
+    float *to = into.values + r * shape.value_width, *from = next.values + r * shape.value_width;
+    for (int64_t i = 0; i < shape.value_width; i += WIDTH)
+      store(to + i, fma(load(from + i), splat(factor), load(to + i)));
   }
 }
 
@@ -124,7 +130,7 @@ struct Rows {
 FISSILE_INLINE void fetch(const Bf16* from) { __builtin_prefetch(from); }
 FISSILE_INLINE void fetch(const float*) {}
 
-// Adds the products of the TWO numbers at i to the sums: one number of each lane after the other, whatever ROWS and KEYS.
+// Adds the products of the TWO numbers at i to the sums: a lane's one after the other, whatever ROWS and KEYS.
 template <int ROWS, int KEYS>
 FISSILE_INLINE void multiply(
     const float* q, int64_t width, const float* const* keys, const float* const*, int64_t i, Floats (*sums)[KEYS]) {
@@ -240,14 +246,17 @@ FISSILE_INLINE void add_values(const float* weights, Rows<Number> rows, Rows<Num
     for (int p = 0; p < PAIRS; p++) store_two(values + r * width + column + p * TWO, sums[r][p]);
 }
 
-// float32 copies of rows of `dim` numbers.
+// float32 copies of rows of `dim` numbers. Fetches rows of `ahead`.
 template <class Number>
-void widen(Rows<Number> rows, int64_t dim, const Shape& shape, int64_t filled, float* wide) {
+void widen(Rows<Number> rows, Rows<Number> ahead, int64_t dim, const Shape& shape, int64_t filled, float* wide) {
   for (int64_t k = 0; k < filled; k++) {
-    const Number* from = rows[k];
+    const Number *from = rows[k], *next = ahead[k];
     float* to = wide + k * shape.stride;
     int64_t i = 0;
-    for (; i + TWO <= dim; i += TWO) store_two(to + i, load_two(from + i));
+    for (; i + TWO <= dim; i += TWO) {
+      __builtin_prefetch(next + i);
+      store_two(to + i, load_two(from + i));
+    }
     if (i < dim) store_two(to + i, load_two_part(from + i, dim - i));
   }
 }
@@ -261,7 +270,9 @@ struct Task {
   const int64_t head;
   const int64_t rows = tile.tokens * shape.group;
   // Whether keys and values are widened before they are used.
-  const bool widened = shape.width != work.dim || (sizeof(KvNumber) != sizeof(float) && rows >= WIDEN_FROM);
+  const bool widened = shape.width != work.dim || shape.value_width != work.value_dim ||
+                       work.kv_dtype == FLOAT16 || work.kv_dtype == FLOAT8 ||
+                       (work.kv_dtype == BFLOAT16 && rows >= WIDEN_FROM);
   float* const q;
   float* const scores;
   float* const wide;
@@ -325,9 +336,9 @@ struct Task {
   template <class Number>
   void add_all(int64_t first_key, Rows<Number> values, Rows<Number> ahead, const State& state) const {
     int64_t column = 0;
-    for (; column + VALUE_PAIRS * TWO <= shape.width; column += VALUE_PAIRS * TWO)
+    for (; column + VALUE_PAIRS * TWO <= shape.value_width; column += VALUE_PAIRS * TWO)
       add_columns<VALUE_PAIRS>(first_key, values, ahead, column, state);
-    for (; column < shape.width; column += TWO) add_columns<1>(first_key, values, ahead, column, state);
+    for (; column < shape.value_width; column += TWO) add_columns<1>(first_key, values, ahead, column, state);
   }
 
   template <int PAIRS, class Number>
@@ -363,38 +374,73 @@ struct Task {
   __attribute__((always_inline)) void add_values(int64_t r, Rows<Number> values, Rows<Number> ahead, Range seen,
                                                  int64_t column, const State& state) const {
     FISSILE_ISA::add_values<ROWS, PAIRS>(
-        scores + r * KV_TILE, values, ahead, seen, column, state.values + r * shape.width, shape.width);
+        scores + r * KV_TILE, values, ahead, seen, column, state.values + r * shape.value_width, shape.value_width);
   }
 
-  // Where the keys of a tile are, and the values; those past the sequence's end stand for the last one.
-  void locate(int64_t first, int64_t filled, int64_t* offsets) const {
-    const int64_t* table = work.block_tables + tile.sequence * work.table_stride;
-    for (int64_t k = 0; k < filled;) {
-      const int64_t block = table[(first + k) / work.block_size], place = (first + k) % work.block_size;
-      int64_t offset = ((block * work.kv_heads + head) * work.block_size + place) * work.dim;
-      const int64_t end = at_most(filled, k + work.block_size - place);
+  // How many keys of a tile there are for these rows.
+  int64_t filled(int64_t first_key) const { return at_most(tile.position + tile.tokens - first_key, KV_TILE); }
+
+  // Where the keys of a tile are, and the values; those past the last one stand for it.
+  void locate(int64_t first, int64_t* offsets) const {
+    const int64_t count = filled(first);
+    if (work.selected) locate_selected(work.selected + tile.row * work.topk + first, count, offsets);
+    else locate_all(first, count, offsets);
+    for (int64_t k = count; k < KV_TILE; k++) offsets[k] = offsets[count - 1];
+  }
+
+  int64_t offset_of(int64_t key) const {
+    const int64_t block = work.block_tables[tile.sequence * work.table_stride + key / work.block_size];
+    return ((block * work.kv_heads + head) * work.block_size + key % work.block_size) * work.dim;
+  }
+
+  void locate_selected(const int64_t* positions, int64_t count, int64_t* offsets) const {
+    for (int64_t k = 0; k < count; k++) offsets[k] = offset_of(positions[k]);
+  }
+
+  void locate_all(int64_t first, int64_t count, int64_t* offsets) const {
+    for (int64_t k = 0; k < count;) {
+      int64_t offset = offset_of(first + k);
+      const int64_t end = at_most(count, k + work.block_size - (first + k) % work.block_size);
       for (; k < end; k++, offset += work.dim) offsets[k] = offset;
     }
-    for (int64_t k = filled; k < KV_TILE; k++) offsets[k] = offsets[filled - 1];
   }
 
-  int64_t filled(int64_t first_key) const { return at_most(work.seq_lens[tile.sequence] - first_key, KV_TILE); }
+  template <class Stored>
+  void widen_as(const void* base, const int64_t* here, const void* ahead, const int64_t* next, int64_t count) const {
+    widen(Rows<Stored>{static_cast<const Stored*>(base), here}, Rows<Stored>{static_cast<const Stored*>(ahead), next},
+          work.dim, shape, count, wide);
+  }
+
+  // The tile's keys or values, in float32; fetches those of `ahead`.
+  void widen_tile(const void* base, const int64_t* here, const void* ahead, const int64_t* next, int64_t count) const {
+    if (work.kv_dtype == FLOAT16) widen_as<Half>(base, here, ahead, next, count);
+    else if (work.kv_dtype == FLOAT8) widen_as<Fp8>(base, here, ahead, next, count);
+    else widen_as<KvNumber>(base, here, ahead, next, count);
+  }
 
   // The tile at `first_key`, whose rows are at `here`; those of the next one, at `next`, are fetched.
   void add_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
-    const Rows<KvNumber> keys{static_cast<const KvNumber*>(work.keys), here};
-    const Rows<KvNumber> values{static_cast<const KvNumber*>(work.values), here};
-    const Rows<KvNumber> next_keys{keys.base, next};
-    int64_t wide_offsets[KV_TILE];
-    for (int64_t k = 0; k < KV_TILE; k++) wide_offsets[k] = k * shape.stride;
-    const Rows<float> wide_rows{wide, wide_offsets};
-    if (widened) widen(keys, work.dim, shape, filled(first_key), wide);
-    if (widened) score_all(first_key, wide_rows, wide_rows);
-    else score_all(first_key, keys, values);
+    if (widened) add_wide_tile(first_key, here, next, state);
+    else add_narrow_tile(first_key, here, next, state);
+  }
+
+  void add_narrow_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
+    const KvNumber *keys = static_cast<const KvNumber*>(work.keys), *values = static_cast<const KvNumber*>(work.values);
+    score_all(first_key, Rows<KvNumber>{keys, here}, Rows<KvNumber>{values, here});
     weigh_all(first_key, state);
-    if (widened) widen(values, work.dim, shape, filled(first_key), wide);
-    if (widened) add_all(first_key, wide_rows, wide_rows, state);
-    else add_all(first_key, values, next_keys, state);
+    add_all(first_key, Rows<KvNumber>{values, here}, Rows<KvNumber>{keys, next}, state);
+  }
+
+  void add_wide_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
+    int64_t offsets[KV_TILE];
+    for (int64_t k = 0; k < KV_TILE; k++) offsets[k] = k * shape.stride;
+    const Rows<float> rows_at{wide, offsets};
+    const int64_t count = filled(first_key);
+    widen_tile(work.keys, here, work.values, here, count);
+    score_all(first_key, rows_at, rows_at);
+    weigh_all(first_key, state);
+    if (work.keys != work.values) widen_tile(work.values, here, work.keys, next, count);
+    add_all(first_key, rows_at, rows_at, state);
   }
 
   // The state of one split.
@@ -405,9 +451,9 @@ struct Task {
     int64_t places[2][KV_TILE];
     int64_t *here = places[0], *next = places[1];
     int64_t key = at_least(split * KV_SPLIT, first_seen / KV_TILE * KV_TILE);
-    if (key < last) locate(key, filled(key), here);
+    if (key < last) locate(key, here);
     for (; key < last; key += KV_TILE) {
-      if (key + KV_TILE < last) locate(key + KV_TILE, filled(key + KV_TILE), next);
+      if (key + KV_TILE < last) locate(key + KV_TILE, next);
       add_tile(key, here, key + KV_TILE < last ? next : here, state);
       int64_t* const done = here;
       here = next;
@@ -435,13 +481,14 @@ struct Task {
     for (int64_t r = 0; r < rows; r++) {
       const int64_t out_head = head * shape.group + r % shape.group;
       if (work.sinks) add_sink(state, r, work.sinks[out_head]);
-      Number* to = static_cast<Number*>(work.out) + ((tile.row + r / shape.group) * work.heads + out_head) * work.dim;
-      const float* from = state.values + r * shape.width;
+      const int64_t out_row = (tile.row + r / shape.group) * work.heads + out_head;
+      Number* to = static_cast<Number*>(work.out) + out_row * work.value_dim;
+      const float* from = state.values + r * shape.value_width;
       Floats total = splat(state.sums[r]);
-      for (int64_t i = 0; i < work.dim; i += TWO) {
+      for (int64_t i = 0; i < work.value_dim; i += TWO) {
         Two two = as_stored(load_two(from + i), static_cast<const KvNumber*>(nullptr));
-        store_up_to(to + i, two.first / total, work.dim - i);
-        store_up_to(to + i + WIDTH, two.second / total, work.dim - i - WIDTH);
+        store_up_to(to + i, two.first / total, work.value_dim - i);
+        store_up_to(to + i + WIDTH, two.second / total, work.value_dim - i - WIDTH);
       }
     }
   }
@@ -487,6 +534,103 @@ void run_merge(const fissile::Attention& work, int64_t task) {
   made.finish(state);
 }
 
+// A number's place in the order of scores: NaN and the lowest are last and equal.
+FISSILE_INLINE Words rank_of(Floats score) {
+  // Not -0, which would rank below 0.
+  Words bits = (Words)(score + zeros());
+  Words rank = (Words)((Ints)bits < 0) ? ~bits : bits | splat_word(0x80000000u);
+  return score > splat(-3.0e38f) ? rank : splat_word(0);
+}
+
+// How many of `count` ranks are `least` or above.
+int64_t count_from(const uint32_t* ranks, int64_t count, uint32_t least) {
+  int64_t found = 0;
+  for (int64_t i = 0; i < count; i++) found += ranks[i] >= least;
+  return found;
+}
+
+// The positions of the `topk` highest of more ranks, ascending, the first ones among equals.
+void take_highest(const uint32_t* ranks, int64_t count, int64_t topk, int64_t* positions) {
+  uint32_t least = 0;
+  for (uint32_t bit = 1u << 31; bit; bit >>= 1)
+    if (count_from(ranks, count, least | bit) >= topk) least |= bit;
+  int64_t ties = topk - (least == 0xFFFFFFFFu ? 0 : count_from(ranks, count, least + 1));
+  for (int64_t i = 0, taken = 0; taken < topk; i++)
+    if (ranks[i] > least || (ranks[i] == least && ties-- > 0)) positions[taken++] = i;
+}
+
+// The index queries of a query tile, tile by tile of its keys.
+template <class KvNumber>
+struct SelectTask {
+  const fissile::SelectTokens& work;
+  const Task<KvNumber> task;
+  // Of each token, and how many.
+  uint32_t* const ranks;
+  const int64_t length;
+
+  static int64_t length_of(const fissile::QueryTile& tile) {
+    return tiles_of(tile.position + tile.tokens, KV_TILE) * KV_TILE;
+  }
+
+  SelectTask(const fissile::SelectTokens& work, const fissile::QueryTile& tile, float* memory)
+      : work(work),
+        task(work.keys, tile, 0, memory),
+        ranks(reinterpret_cast<uint32_t*>(memory + Task<KvNumber>::memory(Shape(work.keys)))),
+        length(length_of(tile)) {}
+
+  void score_tile(int64_t first_key) const {
+    int64_t here[KV_TILE], offsets[KV_TILE];
+    for (int64_t k = 0; k < KV_TILE; k++) offsets[k] = k * task.shape.stride;
+    task.locate(first_key, here);
+    if (!task.widened) {
+      const Rows<KvNumber> keys{static_cast<const KvNumber*>(work.keys.keys), here};
+      return task.score_all(first_key, keys, keys);
+    }
+    task.widen_tile(work.keys.keys, here, work.keys.keys, here, task.filled(first_key));
+    const Rows<float> keys{task.wide, offsets};
+    task.score_all(first_key, keys, keys);
+  }
+
+  // The ranks of a tile's keys for one token; of those that it does not see, any.
+  void rank_tile(int64_t token, int64_t first_key) const {
+    const int64_t heads = work.keys.heads;
+    const float* weights = work.weights + (task.tile.row + token) * heads;
+    for (int64_t k = 0; k < KV_TILE; k += WIDTH) {
+      Floats total = zeros();
+      for (int64_t h = 0; h < heads; h++) {
+        Floats product = load(task.scores + (token * heads + h) * KV_TILE + k);
+        total = fma(splat(weights[h]), product < zeros() ? zeros() : product, total);
+      }
+      Words rank = rank_of(total);
+      __builtin_memcpy(ranks + token * length + first_key + k, &rank, sizeof rank);
+    }
+  }
+
+  void run() const {
+    task.load_queries();
+    for (int64_t key = 0; key < length; key += KV_TILE) {
+      score_tile(key);
+      for (int64_t token = 0; token < task.tile.tokens; token++) rank_tile(token, key);
+    }
+    for (int64_t token = 0; token < task.tile.tokens; token++) choose(token);
+  }
+
+  void choose(int64_t token) const {
+    int64_t* positions = work.positions + (task.tile.row + token) * work.topk;
+    const int64_t visible = task.tile.position + token + 1;
+    if (visible > work.topk) return take_highest(ranks + token * length, visible, work.topk, positions);
+    for (int64_t i = 0; i < visible; i++) positions[i] = i;
+  }
+};
+
+template <class KvNumber>
+void run_selection(const fissile::SelectTokens& work, int64_t task) {
+  const fissile::QueryTile& tile = work.keys.tiles[task];
+  const int64_t ranks = tile.tokens * SelectTask<KvNumber>::length_of(tile);
+  float* memory = fissile::scratch(fissile::OF_TASK, Task<KvNumber>::memory(Shape(work.keys)) + ranks);
+  SelectTask<KvNumber>(work, tile, memory).run();
+}
+
 }  // namespace
 
 int64_t attention_state_size(const fissile::Attention& work) { return Shape(work).state_size(); }
@@ -494,15 +638,22 @@ int64_t attention_state_size(const fissile::Attention& work) { return Shape(work
 int64_t attention_tasks(const fissile::Attention& work) { return work.num_tiles * work.kv_heads * work.splits; }
 
 void attention(const fissile::Attention& work, int64_t task) {
-  if (work.kv_dtype == FLOAT32) run<float>(work, task);
-  else run<Bf16>(work, task);
+  if (work.kv_dtype == BFLOAT16) run<Bf16>(work, task);
+  else run<float>(work, task);
 }
 
 int64_t attention_merge_tasks(const fissile::Attention& work) { return work.num_tiles * work.kv_heads; }
 
 void attention_merge(const fissile::Attention& work, int64_t task) {
-  if (work.kv_dtype == FLOAT32) run_merge<float>(work, task);
-  else run_merge<Bf16>(work, task);
+  if (work.kv_dtype == BFLOAT16) run_merge<Bf16>(work, task);
+  else run_merge<float>(work, task);
+}
+
+int64_t select_tokens_tasks(const fissile::SelectTokens& work) { return work.keys.num_tiles; }
+
+void select_tokens(const fissile::SelectTokens& work, int64_t task) {
+  if (work.keys.kv_dtype == BFLOAT16) run_selection<Bf16>(work, task);
+  else run_selection<float>(work, task);
 }
 
 }  // namespace FISSILE_ISA

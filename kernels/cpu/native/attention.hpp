@@ -11,5 +11,7 @@ int64_t attention_tasks(const fissile::Attention& work);
 void attention(const fissile::Attention& work, int64_t task);
 int64_t attention_merge_tasks(const fissile::Attention& work);
 void attention_merge(const fissile::Attention& work, int64_t task);
+int64_t select_tokens_tasks(const fissile::SelectTokens& work);
+void select_tokens(const fissile::SelectTokens& work, int64_t task);
 
 }  // namespace FISSILE_ISA

@@ -1,4 +1,4 @@
-// What the products by instructions for bfloat16 share: sizes, and the way of finished sums into y.
+// What the products by instructions for bfloat16 share: sizes, int8 weights, and the way of finished sums into y.
 #pragma once
 
 #include "kernels.hpp"
@@ -10,14 +10,46 @@ FISSILE_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 FISSILE_INLINE int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
+// Whether a product is theirs; the others are the base's.
+FISSILE_INLINE bool takes_bf16(const fissile::Linear& work) {
+  return work.dtype == fissile::BFLOAT16 && work.weight.dtype != fissile::FLOAT32;
+}
+
+// A block of a panel of int8 (kernels.hpp): its scales, and its numbers behind them.
+FISSILE_INLINE const float* scales_of(const char* block) { return reinterpret_cast<const float*>(block); }
+
+// The numbers of such a block, `depth` of each column, in pairs of bfloat16 [K_BLOCK / 2][PANEL][2], exactly, zeros behind.
+static void widen_block(const char* block, int64_t depth, Bf16* to) {
+  static_assert(WIDTH == fissile::PANEL);
+  const char* from = block + fissile::BLOCK_SCALES;
+  for (int64_t k = 0; k < depth; k += 4, from += sizeof(Words), to += 4 * fissile::PANEL) {
+    Words words;
+    __builtin_memcpy(&words, from, sizeof words);
+    // An integer of 8 bits is a float32 whose lower half is zeros.
+    Words numbers[4];
+#pragma GCC unroll 4
+    for (int g = 0; g < 4; g++)
+      numbers[g] = (Words)__builtin_convertvector((Ints)(words << (24 - 8 * g)) >> 24, Floats);
+    const Words pairs[2] = {numbers[0] >> 16 | numbers[1], numbers[2] >> 16 | numbers[3]};
+    __builtin_memcpy(to, pairs, sizeof pairs);
+  }
+  if (depth < fissile::K_BLOCK) __builtin_memset(to, 0, (fissile::K_BLOCK - depth) * fissile::PANEL * sizeof *to);
+}
+
+// Asks for a block that comes next.
+FISSILE_INLINE void prefetch_block(const char* block) {
+#pragma GCC unroll 33
+  for (int64_t byte = 0; byte <= fissile::K_BLOCK * fissile::PANEL; byte += 64) __builtin_prefetch(block + byte, 0, 2);
+}
+
 // The sums of a panel's columns for one row, plus the bias, rounded into y.
 FISSILE_INLINE void finish_row(const fissile::Linear& work, const float* sums, int64_t row, int64_t panel) {
   const int64_t column = panel * fissile::PANEL;
   Bf16* y = static_cast<Bf16*>(work.y) + row * work.y_stride + column;
-  for (int64_t c = 0; c < fissile::PANEL && column + c < work.columns; c += WIDTH) {
-    const int64_t left = work.columns - column - c;
+  for (int64_t c = 0; c < fissile::PANEL && column + c < work.weight.columns; c += WIDTH) {
+    const int64_t left = work.weight.columns - column - c;
     Floats value = load(sums + c);
-    if (work.bias) value += load_up_to(work.bias + column + c, left);
+    if (work.weight.bias) value += load_up_to(work.weight.bias + column + c, left);
     store_up_to(y + c, value, left);
   }
 }

@@ -155,13 +155,10 @@ void combine_row(const fissile::Combine& work, int64_t row) {
   }
 }
 
-FISSILE_INLINE Floats saturated(Floats x, const float*) { return x; }
-
-// What is beyond bfloat16's range becomes its largest number; NaN stays.
-FISSILE_INLINE Floats saturated(Floats x, const Bf16*) {
-  const Floats most = (Floats)splat_word(0x7F7F0000u);
-  return x > most ? most : (x < -most ? -most : x);
-}
+// What is beyond bfloat16's range becomes its largest number, as in narrower formats.
+template <class To>
+FISSILE_INLINE Floats saturated(Floats x, const To*) { return x; }
+FISSILE_INLINE Floats saturated(Floats x, const Bf16*) { return limited(x, 0x1.FEp127f); }
 
 template <class From, class To>
 FISSILE_INLINE void convert(const From* from, To* to, int64_t count) {
@@ -180,9 +177,20 @@ void write_row(const fissile::WriteKV& work, int64_t row) {
   for (int64_t head = 0; head < work.heads; head++) {
     const int64_t to = ((block * work.heads + head) * work.block_size + offset) * work.dim;
     const From* key = static_cast<const From*>(work.k) + row * work.k_row_stride + head * work.k_head_stride;
-    const From* value = static_cast<const From*>(work.v) + row * work.v_row_stride + head * work.v_head_stride;
     convert(key, static_cast<To*>(work.keys) + to, work.dim);
+    if (!work.v) continue;
+    const From* value = static_cast<const From*>(work.v) + row * work.v_row_stride + head * work.v_head_stride;
     convert(value, static_cast<To*>(work.values) + to, work.dim);
+  }
+}
+
+template <class From>
+auto write_row_for(int64_t kv_dtype) {
+  switch (kv_dtype) {
+    case fissile::BFLOAT16: return write_row<From, Bf16>;
+    case fissile::FLOAT16: return write_row<From, Half>;
+    case fissile::FLOAT8: return write_row<From, Fp8>;
+    default: return write_row<From, float>;
   }
 }
 
@@ -225,10 +233,8 @@ void combine(const fissile::Combine& work, int64_t task) {
 int64_t write_kv_tasks(const fissile::WriteKV& work) { return tasks(work.rows, 2 * work.heads * work.dim); }
 
 void write_kv(const fissile::WriteKV& work, int64_t task) {
-  const bool narrow = work.kv_dtype != FLOAT32;
   each_row(work, task, work.rows, 2 * work.heads * work.dim,
-           work.dtype == FLOAT32 ? (narrow ? write_row<float, Bf16> : write_row<float, float>)
-                                 : (narrow ? write_row<Bf16, Bf16> : write_row<Bf16, float>));
+           work.dtype == FLOAT32 ? write_row_for<float>(work.kv_dtype) : write_row_for<Bf16>(work.kv_dtype));
 }
 
 }  // namespace FISSILE_ISA

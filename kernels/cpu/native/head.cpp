@@ -28,17 +28,18 @@ struct Call {
 
   explicit Call(const Linear& whole) : whole(whole), values(tasks() * whole.rows), places(values.size()) {}
 
-  int64_t tasks() const { return (whole.columns + TASK_COLUMNS - 1) / TASK_COLUMNS; }
+  int64_t tasks() const { return (whole.weight.columns + TASK_COLUMNS - 1) / TASK_COLUMNS; }
 };
 
 Linear columns_of(const Linear& whole, int64_t task, void* y) {
   const int64_t first = task * TASK_COLUMNS;
   Linear part = whole;
-  part.columns = std::min(TASK_COLUMNS, whole.columns - first);
-  part.panels = static_cast<const char*>(whole.panels) + packed_size(whole.dtype, first, whole.inner) * size_of(whole.dtype);
-  if (whole.bias) part.bias = whole.bias + first;
+  part.weight.columns = std::min(TASK_COLUMNS, whole.weight.columns - first);
+  part.weight.panels =
+      static_cast<const char*>(whole.weight.panels) + packed_bytes(whole.weight.dtype, first, whole.weight.inner);
+  if (whole.weight.bias) part.weight.bias = whole.weight.bias + first;
   part.y = y;
-  part.y_stride = part.columns;
+  part.y_stride = part.weight.columns;
   return part;
 }
 
@@ -51,7 +52,7 @@ void run(Call* const& call, int64_t task) {
   }
   const Linear part = columns_of(call->whole, task, y);
   for (int64_t i = 0, count = kernels().linear_tasks(part); i < count; i++) kernels().linear(part, i);
-  const Largest work{part.dtype, y, part.y_stride, part.columns, &call->values[task * rows], &call->places[task * rows]};
+  const Largest work{part.dtype, y, part.y_stride, part.weight.columns, &call->values[task * rows], &call->places[task * rows]};
   for (int64_t row = 0; row < rows; row++) kernels().largest_of_row(work, row);
 }
 
@@ -69,9 +70,9 @@ int64_t best_of_row(const Call& call, int64_t row) {
 
 // places[row] = the first column of the row's largest number; NaN counts as the lowest. 0, or 1 when memory ran out.
 FISSILE_API int fissile_linear_argmax(
-    int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, const void* panels,
-    const float* bias, int64_t* places) {
-  Linear whole{dtype, x, x_stride, rows, inner, columns, panels, bias, nullptr, 0, nullptr};
+    int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
+    const void* panels, const float* bias, int64_t* places) {
+  Linear whole{dtype, x, x_stride, rows, {weight_dtype, panels, bias, columns, inner}, nullptr, 0, nullptr};
   whole.packed_x = scratch(OF_CALL, kernels().linear_scratch(whole));
   if (!whole.packed_x) return 1;
   share(kernels().linear_pack_tasks(whole), kernels().linear_pack, whole);

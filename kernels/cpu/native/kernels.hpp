@@ -9,40 +9,75 @@
 
 namespace fissile {
 
-enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1 };
+// INT8 is of packed weights only, FLOAT16 and FLOAT8 (E4M3 with NaN and without infinities) of KV caches.
+enum Dtype : int64_t { FLOAT32 = 0, BFLOAT16 = 1, INT8 = 2, FLOAT16 = 3, FLOAT8 = 4 };
 
-inline constexpr int64_t size_of(int64_t dtype) { return dtype == FLOAT32 ? 4 : 2; }
+inline constexpr int64_t size_of(int64_t dtype) {
+  return dtype == FLOAT32 ? 4 : dtype == INT8 || dtype == FLOAT8 ? 1 : 2;
+}
 
 // Columns of a panel of packed weights.
 constexpr int64_t PANEL = 16;
+// Numbers of k that are summed by one chain, and that share a scale of int8 weights. Longer chains err more, shorter ones
+// cost additions.
+constexpr int64_t K_BLOCK = 128;
+// Bytes of the scales of a block of a panel of int8 weights: float32 [PANEL].
+constexpr int64_t BLOCK_SCALES = PANEL * 4;
 
 // Packed weights are the same for every instruction set: panels [columns / 16][inner / group][16][group], where the
-// neighbours of a group are side by side; what is missing of the last panel and group is zero.
-constexpr int64_t group_of(int64_t dtype) { return dtype == FLOAT32 ? 1 : 2; }
+// neighbours of a group are side by side; what is missing of the last panel and group is zero. In a panel of int8 each
+// block of K_BLOCK numbers of k (the last one may be shorter) is preceded by its scales: number times scale is the weight.
+constexpr int64_t group_of(int64_t dtype) { return 4 / size_of(dtype); }
 
 constexpr int64_t padded_inner(int64_t dtype, int64_t inner) {
   return (inner + group_of(dtype) - 1) / group_of(dtype) * group_of(dtype);
 }
 
-// Numbers of a packed weight.
-constexpr int64_t packed_size(int64_t dtype, int64_t columns, int64_t inner) {
-  return (columns + PANEL - 1) / PANEL * PANEL * padded_inner(dtype, inner);
+// Bytes from the begin of a panel to block k / K_BLOCK, its scales included.
+constexpr int64_t block_offset(int64_t dtype, int64_t k) {
+  return k * PANEL * size_of(dtype) + (dtype == INT8 ? k / K_BLOCK * BLOCK_SCALES : 0);
+}
+
+constexpr int64_t panel_bytes(int64_t dtype, int64_t inner) {
+  const int64_t scales = dtype == INT8 ? (inner + K_BLOCK - 1) / K_BLOCK * BLOCK_SCALES : 0;
+  return padded_inner(dtype, inner) * PANEL * size_of(dtype) + scales;
+}
+
+// Bytes of a packed weight.
+constexpr int64_t packed_bytes(int64_t dtype, int64_t columns, int64_t inner) {
+  return (columns + PANEL - 1) / PANEL * panel_bytes(dtype, inner);
 }
 
 // Keys of a tile of attention, and of a split, whose tiles one task computes (attention.cpp).
 constexpr int64_t KV_TILE = 64;
 constexpr int64_t KV_SPLIT = 512;
 
-// y [rows, columns] = x [rows, inner] * weight^T + bias, in `dtype`; see linear.cpp.
+// A weight [columns, inner] of `dtype`, contiguous, to be packed as `packed_dtype`: the same, or INT8.
+struct Packing {
+  int64_t dtype;
+  const void* weight;
+  int64_t columns;
+  int64_t inner;
+  int64_t packed_dtype;
+  void* panels;
+};
+
+// A packed weight, aligned to 64 bytes, and a bias or null.
+struct Weight {
+  int64_t dtype;
+  const void* panels;
+  const float* bias;
+  int64_t columns;
+  int64_t inner;
+};
+
+// y [rows, columns] = x [rows, inner] * weight^T + bias; x and y in `dtype`, the weight in that or INT8. See linear.cpp.
 struct Linear {
   int64_t dtype;
   const void* x;
   int64_t x_stride;
   int64_t rows;
-  int64_t inner;
-  int64_t columns;
-  const void* panels;
-  const float* bias;
+  Weight weight;
   void* y;
   int64_t y_stride;
   // x as this instruction set's products want it: memory of linear_scratch() numbers, filled by the packing tasks.
@@ -107,7 +142,8 @@ struct Combine {
   void* y;
 };
 
-// Rows of k and v [rows, heads, dim] into their slots of one layer's cache [blocks, heads, block_size, dim].
+// Rows of k and v [rows, heads, dim] into their slots of one layer's cache [blocks, heads, block_size, dim]; `v` is null
+// where only keys are stored.
 struct WriteKV {
   int64_t dtype;
   int64_t kv_dtype;
@@ -135,7 +171,8 @@ struct QueryTile {
   int64_t position;
 };
 
-// Causal attention of q [tokens, heads, dim] over one layer's cache, by the query tiles; see attention.cpp.
+// Causal attention of q [tokens, heads, dim] over one layer's cache, by the query tiles; see attention.cpp. Where `values`
+// are `keys`, they are the first `value_dim` numbers of these; `out` is [tokens, heads, value_dim].
 struct Attention {
   int64_t dtype;
   int64_t kv_dtype;
@@ -147,10 +184,14 @@ struct Attention {
   int64_t heads;
   int64_t kv_heads;
   int64_t dim;
+  int64_t value_dim;
   int64_t block_size;
   const int64_t* block_tables;
   int64_t table_stride;
-  const int64_t* seq_lens;
+  // Null, or the positions [tokens, topk] of the keys that stand for those of positions 0, 1, ... of query tiles of one
+  // token; ascending.
+  const int64_t* selected;
+  int64_t topk;
   float scale;
   // How many keys a row sees, its own included; 0 for all.
   int64_t window;
@@ -162,6 +203,38 @@ struct Attention {
   // How many tasks share the keys of a tile; with more than one, their states wait in `states` to be merged.
   int64_t splits;
   float* states;
+};
+
+// The indexer of sparse attention: which keys the tokens of query tiles attend to, by scores that are sums over heads of
+// weights [tokens, heads] times the positive part of the product of a query and the key.
+struct SelectTokens {
+  // q, and the cache of index keys; its values, its window and what follows its tiles are not used.
+  Attention keys;
+  const float* weights;
+  int64_t topk;
+  // [tokens, topk], ascending; a token that sees fewer leaves the rest as it is.
+  int64_t* positions;
+};
+
+enum Scoring : int64_t { SOFTMAX = 0, SIGMOID = 1, TOPK_SOFTMAX = 2 };
+
+// Experts of rows of float32 logits [rows, experts] with `row_stride`; see kernels/interface.py, Routing.
+struct Route {
+  const float* logits;
+  int64_t row_stride;
+  int64_t rows;
+  int64_t experts;
+  // Of each expert, to choose by; or null.
+  const float* correction_bias;
+  int64_t scoring;
+  int64_t top_k;
+  int64_t renormalize;
+  int64_t num_groups;
+  int64_t top_groups;
+  float scale;
+  // [rows, top_k]
+  int64_t* ids;
+  float* weights;
 };
 
 // Token ids of rows of float32 logits; ids[row] is -1 where kernels/sampling.py has to decide. See sampling.cpp.
@@ -192,8 +265,8 @@ struct Largest {
 
 struct Kernels {
   const char* name;
-  // Packs panel `task` of a weight [columns, inner] of `dtype`.
-  void (*pack_panel)(int64_t dtype, const void* weight, int64_t columns, int64_t inner, void* panels, int64_t task);
+  // Packs panel `task`.
+  void (*pack_panel)(const Packing&, int64_t task);
   // Numbers of float32 that packed_x needs room for.
   int64_t (*linear_scratch)(const Linear&);
   int64_t (*linear_pack_tasks)(const Linear&);
@@ -215,6 +288,10 @@ struct Kernels {
   void (*attention)(const Attention&, int64_t task);
   int64_t (*attention_merge_tasks)(const Attention&);
   void (*attention_merge)(const Attention&, int64_t task);
+  int64_t (*select_tokens_tasks)(const SelectTokens&);
+  void (*select_tokens)(const SelectTokens&, int64_t task);
+  int64_t (*route_tasks)(const Route&);
+  void (*route)(const Route&, int64_t task);
   void (*sample)(const Sample&, int64_t row);
   void (*largest_of_row)(const Largest&, int64_t row);
 };

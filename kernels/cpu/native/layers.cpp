@@ -12,12 +12,6 @@ using namespace fissile;
 
 namespace {
 
-// A packed weight and its bias or null.
-struct Weight {
-  const void* panels;
-  const float* bias;
-};
-
 // kernels/cpu/decoder.py has these three too.
 struct DecoderLayer {
   const void* input_norm;
@@ -167,8 +161,9 @@ class Run {
     share(kernels().norm_tasks(work), kernels().norm, work);
   }
 
-  bool multiply(const Weight& weight, const void* x, int64_t rows, int64_t inner, int64_t columns, void* y) const {
-    return fissile_linear(dtype_, x, inner, rows, inner, columns, weight.panels, weight.bias, y, columns) == 0;
+  bool multiply(const Weight& weight, const void* x, int64_t rows, void* y) const {
+    return fissile_linear(dtype_, x, weight.inner, rows, weight.inner, weight.columns, weight.dtype, weight.panels,
+                          weight.bias, y, weight.columns) == 0;
   }
 
   // Queries and keys of some rows: normed, if there are norms, and rotated.
@@ -213,7 +208,7 @@ class Run {
   }
 
   bool attend(const DecoderLayer& weights, int64_t layer) const {
-    if (!multiply(weights.qkv, normed_, step_.rows, model_.hidden, qkv_width_, qkv_)) return false;
+    if (!multiply(weights.qkv, normed_, step_.rows, qkv_)) return false;
     void* keys = at(step_.keys, step_.kv_dtype, layer * step_.layer_stride);
     void* values = at(step_.values, step_.kv_dtype, layer * step_.layer_stride);
     share((step_.rows + HEAD_ROWS - 1) / HEAD_ROWS, turn_and_store, HeadCall{*this, weights, keys, values});
@@ -221,18 +216,18 @@ class Run {
         dtype_, step_.kv_dtype, q_, q_width_, step_.dim, keys, values, model_.heads, step_.kv_heads, step_.dim,
         step_.block_size, step_.block_tables, step_.table_stride, step_.sequences, step_.cu_seqlens, step_.seq_lens,
         static_cast<float>(model_.scale), weights.window, weights.sinks, attended_);
-    return !failed && multiply(weights.out, attended_, step_.rows, q_width_, model_.hidden, output_);
+    return !failed && multiply(weights.out, attended_, step_.rows, output_);
   }
 
   bool feed_forward(const DecoderLayer& weights) const {
     for (int64_t first = 0; first < step_.rows; first += chunk_) {
       const int64_t rows = std::min(chunk_, step_.rows - first);
       const void* x = at(normed_, dtype_, first * model_.hidden);
-      if (!multiply(weights.gate_up, x, rows, model_.hidden, 2 * model_.inner, gate_up_)) return false;
+      if (!multiply(weights.gate_up, x, rows, gate_up_)) return false;
       const SiluAndMul work{dtype_, gate_up_, rows, 2 * model_.inner, model_.inner, activated_, 0.0f, 0.0f};
       share(kernels().silu_and_mul_tasks(work), kernels().silu_and_mul, work);
       void* y = at(output_, dtype_, first * model_.hidden);
-      if (!multiply(weights.down, activated_, rows, model_.inner, model_.hidden, y)) return false;
+      if (!multiply(weights.down, activated_, rows, y)) return false;
     }
     return true;
   }

@@ -1,142 +1,264 @@
 // y = x W^T + b, batch-invariant: every number of y is summed over k in blocks of K_BLOCK in order, each block by one
-// chain of fma's from zero, whatever the rows, their number and place, the threads and the vectors' width.
+// chain of fma's from zero, whatever the rows, their number and place, the threads and the vectors' width. A block's sum
+// of an int8 weight is multiplied by the scale of its column and block when it is added.
 //
-// float32 weights lie in panels [columns / 16][inner][16]; bfloat16 ones in panels [columns / 16][inner / 2][16][2], pairs
-// of neighbours in k side by side, the last one with a zero where inner is odd: that is how the instructions for
-// bfloat16 want them, and a vector that is loaded holds the even k after a shift, the odd ones after a mask. A block of
-// a panel is one run of memory that stays in L1 while all rows pass by, and a decode reads every weight once, in order.
-// x is copied to float32 tiles of ROWS rows [inner, padded alike][rows of the tile].
+// Packed weights (kernels.hpp) hold neighbours in k side by side, which is how the instructions for bfloat16 want them; a
+// vector that is loaded gives the even k of bfloat16 after a shift, the odd ones after a mask. A block of a panel is one
+// run of memory that stays in L1 while the rows of a task pass by; meanwhile the next one is fetched, so that memory and
+// arithmetic work at the same time. x is copied to float32 tiles [inner][rows of the tile] of up to ROWS rows.
 #include "linear.hpp"
 
 namespace FISSILE_ISA {
 namespace {
 
+using fissile::BLOCK_SCALES;
+using fissile::K_BLOCK;
 using fissile::PANEL;
 
-// Numbers summed by one chain. Longer chains err more, shorter ones cost additions.
-constexpr int64_t K_BLOCK = 128;
-constexpr int ROWS = 6;
-// A task: so many panels, so many rows (a multiple of ROWS).
+// Most rows of a tile.
+constexpr int64_t ROWS = 6;
+// A task: so many panels, so many tiles.
 constexpr int64_t TASK_PANELS = 4;
-constexpr int64_t TASK_ROWS = 72;
-// Bytes that weights are asked for ahead of their use.
+constexpr int64_t TASK_TILES = 24;
+// Rows of a task from which on a block of weights is widened once for all its tiles; before, each does it in registers,
+// which costs little for one or two tiles of up to four rows.
+constexpr int64_t WIDEN_ROWS = 9;
+constexpr bool WIDENS = WIDTH == 8;
+// Where a panel is a stream of its own, bytes that are asked for ahead of their use.
 constexpr int64_t PREFETCH = 1024;
 // Vectors of a panel.
 constexpr int VECTORS = PANEL / WIDTH;
+// Panels that tiles of three and more rows take at once: 16-wide vectors have more registers, and need more sums.
+constexpr int SOME_PANELS = WIDTH / 8;
+
+struct Int8 {
+  int8_t value;
+};
 
 int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 
 int64_t tiles(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
+template <class Number>
+constexpr fissile::Dtype DTYPE_OF = sizeof(Number) == 4   ? fissile::FLOAT32
+                                    : sizeof(Number) == 2 ? fissile::BFLOAT16
+                                                          : fissile::INT8;
+
 // Neighbours in k that stand side by side in a panel.
 template <class Number>
-constexpr int64_t GROUP = fissile::group_of(sizeof(Number) == 2 ? fissile::BFLOAT16 : fissile::FLOAT32);
+constexpr int GROUP = fissile::group_of(DTYPE_OF<Number>);
 
-// WIDTH columns of a group of a panel: of each k one vector.
-FISSILE_INLINE void load_group(const float* from, Floats* out) { out[0] = load(from); }
+// int8 comes as so many times the number, exactly, in all instruction sets.
+constexpr float INT8_FACTOR = 1 << 24;
 
-FISSILE_INLINE void load_group(const Bf16* from, Floats* out) {
+// Number g of WIDTH columns' groups.
+FISSILE_INLINE Floats columns_of(const float* from, int) { return load(from); }
+
+FISSILE_INLINE Floats columns_of(const Bf16* from, int g) {
   Words words;
   __builtin_memcpy(&words, from, sizeof words);
-  out[0] = (Floats)(words << 16);
-  out[1] = (Floats)(words & splat_word(0xFFFF0000u));
+  return (Floats)(g == 0 ? words << 16 : words & splat_word(0xFFFF0000u));
+}
+
+FISSILE_INLINE Floats columns_of(const Int8* from, int g) {
+  Words words;
+  __builtin_memcpy(&words, from, sizeof words);
+  return __builtin_convertvector((Ints)(g == 3 ? words & splat_word(0xFF000000u) : byte_to_top(words, g)), Floats);
+}
+
+// A block of neighbouring panels: its numbers, its scales or null, and bytes from panel to panel.
+struct Block {
+  const void* numbers;
+  const float* scales;
+  int64_t panel_stride;
+};
+
+// Memory that comes next, in each panel: fetched by and by, `step` bytes with each group.
+struct Ahead {
+  const char* at;
+  int64_t step;
+};
+
+template <class Number>
+FISSILE_INLINE const Number* panel_of(const Number* first, int64_t panel_stride, int64_t panel) {
+  return reinterpret_cast<const Number*>(reinterpret_cast<const char*>(first) + panel * panel_stride);
 }
 
 // totals[row][column] += the sum over `depth` numbers of k, whole groups, for ROW_COUNT rows and PANELS panels.
 template <class Number, int ROW_COUNT, int PANELS>
-FISSILE_INLINE void multiply(
-    const float* x, const Number* panel, int64_t panel_stride, int64_t depth, float* totals, int64_t totals_stride) {
+FISSILE_INLINE void multiply(const float* x, const Block& block, int64_t depth, Ahead ahead, float* totals) {
+  const Number* const numbers = static_cast<const Number*>(block.numbers);
   Floats sums[ROW_COUNT][PANELS][VECTORS];
   for (auto& row : sums)
     for (auto& one : row)
       for (auto& vector : one) vector = zeros();
-  for (int64_t k = 0; k < depth; k += GROUP<Number>) {
-    Floats columns[PANELS][VECTORS][GROUP<Number>];
+  for (int64_t k = 0; k < depth; k += GROUP<Number>, ahead.at += ahead.step)
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++) {
-      const Number* group = panel + p * panel_stride + k * PANEL;
-      __builtin_prefetch(group + PREFETCH / sizeof(Number));
-#pragma GCC unroll 8
-      for (int v = 0; v < VECTORS; v++) load_group(group + v * WIDTH * GROUP<Number>, columns[p][v]);
-    }
+      __builtin_prefetch(ahead.at + p * block.panel_stride);
+      const Number* group = panel_of(numbers, block.panel_stride, p) + k * PANEL;
+#pragma GCC unroll 4
+      for (int g = 0; g < GROUP<Number>; g++) {
+        // Numbers are loaded anew for each g: kept, they would need registers that the sums have.
+        __asm__("" : "+r"(group));
+        Floats columns[VECTORS];
 #pragma GCC unroll 2
-    for (int64_t g = 0; g < GROUP<Number>; g++)
+        for (int v = 0; v < VECTORS; v++) columns[v] = columns_of(group + v * WIDTH * GROUP<Number>, g);
 #pragma GCC unroll 8
+        for (int r = 0; r < ROW_COUNT; r++) {
+          Floats factor = splat(x[(k + g) * ROW_COUNT + r]);
+#pragma GCC unroll 2
+          for (int v = 0; v < VECTORS; v++) sums[r][p][v] = fma(factor, columns[v], sums[r][p][v]);
+        }
+      }
+    }
+  const Floats unit = splat(block.scales ? 1.0f / INT8_FACTOR : 1.0f);
+  for (int p = 0; p < PANELS; p++)
+    for (int v = 0; v < VECTORS; v++) {
+      const Floats scale = block.scales ? load(panel_of(block.scales, block.panel_stride, p) + v * WIDTH) : splat(1.0f);
       for (int r = 0; r < ROW_COUNT; r++) {
-        Floats factor = splat(x[(k + g) * ROW_COUNT + r]);
-#pragma GCC unroll 8
-        for (int p = 0; p < PANELS; p++)
-#pragma GCC unroll 8
-          for (int v = 0; v < VECTORS; v++) sums[r][p][v] = fma(factor, columns[p][v][g], sums[r][p][v]);
+        float* to = totals + (r * TASK_PANELS + p) * PANEL + v * WIDTH;
+        store(to, fma(sums[r][p][v] * unit, scale, load(to)));
       }
-  }
-  for (int r = 0; r < ROW_COUNT; r++)
-    for (int p = 0; p < PANELS; p++)
-      for (int v = 0; v < VECTORS; v++) {
-        float* to = totals + r * totals_stride + p * PANEL + v * WIDTH;
-        store(to, load(to) + sums[r][p][v]);
-      }
+    }
 }
 
-// The panels of a task for one tile of ROW_COUNT rows: as many panels at a time as registers hold.
+// Panels that tiles of so many rows take at once: enough sums to hide what an fma takes, as many as registers hold.
+constexpr int at_once(int64_t rows) { return rows == 1 ? 4 : rows == 2 ? 2 * SOME_PANELS : SOME_PANELS; }
+
 template <class Number, int ROW_COUNT>
-void multiply_panels(
-    const float* x, const Number* panel, int64_t panel_stride, int64_t panels, int64_t depth, float* totals) {
-  constexpr int AT_ONCE = ROW_COUNT == 1 ? 4 : ROW_COUNT <= 3 ? 2 : 1;
-  constexpr int64_t STRIDE = TASK_PANELS * PANEL;
-  int64_t p = 0;
-  for (; p + AT_ONCE <= panels; p += AT_ONCE)
-    multiply<Number, ROW_COUNT, AT_ONCE>(x, panel + p * panel_stride, panel_stride, depth, totals + p * PANEL, STRIDE);
-  for (; p < panels; p++)
-    multiply<Number, ROW_COUNT, 1>(x, panel + p * panel_stride, panel_stride, depth, totals + p * PANEL, STRIDE);
+void multiply_rows(int64_t panels, const float* x, const Block& block, int64_t depth, Ahead ahead, float* totals) {
+  if (panels == 1) multiply<Number, ROW_COUNT, 1>(x, block, depth, ahead, totals);
+  else multiply<Number, ROW_COUNT, at_once(ROW_COUNT)>(x, block, depth, ahead, totals);
 }
 
+// A tile of `rows` rows, and one panel or at_once(rows).
 template <class Number>
-void multiply_tile(const float* x, int64_t rows, const Number* panel, int64_t panel_stride, int64_t panels,
-                   int64_t depth, float* totals) {
+void multiply_tile(int64_t rows, int64_t panels, const float* x, const Block& block, int64_t depth, Ahead ahead,
+                   float* totals) {
   switch (rows) {
-    case 1: return multiply_panels<Number, 1>(x, panel, panel_stride, panels, depth, totals);
-    case 2: return multiply_panels<Number, 2>(x, panel, panel_stride, panels, depth, totals);
-    case 3: return multiply_panels<Number, 3>(x, panel, panel_stride, panels, depth, totals);
-    case 4: return multiply_panels<Number, 4>(x, panel, panel_stride, panels, depth, totals);
-    case 5: return multiply_panels<Number, 5>(x, panel, panel_stride, panels, depth, totals);
-    default: return multiply_panels<Number, 6>(x, panel, panel_stride, panels, depth, totals);
+    case 1: return multiply_rows<Number, 1>(panels, x, block, depth, ahead, totals);
+    case 2: return multiply_rows<Number, 2>(panels, x, block, depth, ahead, totals);
+    case 3: return multiply_rows<Number, 3>(panels, x, block, depth, ahead, totals);
+    case 4: return multiply_rows<Number, 4>(panels, x, block, depth, ahead, totals);
+    case 5: return multiply_rows<Number, 5>(panels, x, block, depth, ahead, totals);
+    default: return multiply_rows<Number, 6>(panels, x, block, depth, ahead, totals);
   }
 }
+
+// `depth` numbers of k of one panel as [depth][PANEL].
+template <class Number>
+void widen(const Number* from, int64_t depth, float* to) {
+  for (int64_t k = 0; k < depth; k += GROUP<Number>)
+#pragma GCC unroll 4
+    for (int g = 0; g < GROUP<Number>; g++)
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; v++)
+        store(to + (k + g) * PANEL + v * WIDTH, columns_of(from + k * PANEL + v * WIDTH * GROUP<Number>, g));
+}
+
+struct Tile {
+  int64_t first;
+  int64_t rows;
+};
+
+// The rows are shared out evenly among their tiles.
+Tile tile_of(const fissile::Linear& work, int64_t tile) {
+  const int64_t all = tiles(work.rows, ROWS), share = work.rows / all, more = work.rows % all;
+  return {tile * share + at_most(tile, more), share + (tile < more)};
+}
+
+// A task: its panels, its tiles, and memory for them.
+template <class Number>
+struct Task {
+  const fissile::Linear& work;
+  int64_t inner;
+  int64_t panel_stride;
+  const char* weights;
+  int64_t panels;
+  int64_t first_tile;
+  int64_t tile_count;
+  int64_t first_row;
+  int64_t rows;
+  float* totals;
+
+  // Panels `p` and the `count - 1` behind it, numbers k to k + depth.
+  Block block(int64_t p, int64_t k) const {
+    const char* at = weights + p * panel_stride + fissile::block_offset(DTYPE_OF<Number>, k);
+    if (sizeof(Number) > 1) return {at, nullptr, panel_stride};
+    return {at + BLOCK_SCALES, reinterpret_cast<const float*>(at), panel_stride};
+  }
+
+  // What is needed after block (p, k): the next panels', those of the next k, or those of the next task.
+  const char* after(int64_t p, int64_t count, int64_t k) const {
+    if (p + count < panels) return weights + (p + count) * panel_stride + fissile::block_offset(DTYPE_OF<Number>, k);
+    if (k + K_BLOCK < inner) return weights + fissile::block_offset(DTYPE_OF<Number>, k + K_BLOCK);
+    return weights + panels * panel_stride;
+  }
+
+  template <class Wide>
+  void multiply_tiles(const Block& block, int64_t p, int64_t count, int64_t k, int64_t depth) const {
+    constexpr int64_t BYTES = K_BLOCK * PANEL * sizeof(Number), GROUPS = K_BLOCK / GROUP<Wide>;
+    const bool streams = count > SOME_PANELS;
+    const char* next = streams ? static_cast<const char*>(block.numbers) + PREFETCH : after(p, count, k);
+    for (int64_t t = 0; t < tile_count; t++) {
+      const Tile tile = tile_of(work, first_tile + t);
+      const float* x = work.packed_x + tile.first * inner + k * tile.rows;
+      const Ahead ahead{next + BYTES * t / tile_count, BYTES / GROUPS / tile_count};
+      float* to = totals + ((tile.first - first_row) * TASK_PANELS + p) * PANEL;
+      multiply_tile<Wide>(tile.rows, count, x, block, depth, ahead, to);
+    }
+  }
+
+  // All tiles by `count` panels from p on.
+  void multiply_block(int64_t p, int64_t count, int64_t k) const {
+    const int64_t depth = at_most(K_BLOCK, inner - k);
+    const Block packed = block(p, k);
+    if (!WIDENS || sizeof(Number) == 4 || rows < WIDEN_ROWS)
+      return multiply_tiles<Number>(packed, p, count, k, depth);
+    alignas(64) float wide[K_BLOCK * PANEL];
+    widen(static_cast<const Number*>(packed.numbers), depth, wide);
+    multiply_tiles<float>({wide, packed.scales, 0}, p, 1, k, depth);
+  }
+};
 
 template <class Number>
 void write_row(const fissile::Linear& work, const float* totals, int64_t row, int64_t column) {
   Number* y = static_cast<Number*>(work.y) + row * work.y_stride + column;
-  for (int64_t c = 0; c < PANEL && column + c < work.columns; c += WIDTH) {
-    int64_t left = work.columns - column - c;
+  for (int64_t c = 0; c < PANEL && column + c < work.weight.columns; c += WIDTH) {
+    int64_t left = work.weight.columns - column - c;
     Floats value = load(totals + c);
-    if (work.bias) value += load_up_to(work.bias + column + c, left);
+    if (work.weight.bias) value += load_up_to(work.weight.bias + column + c, left);
     store_up_to(y + c, value, left);
   }
 }
 
 template <class Number>
 void run(const fissile::Linear& work, int64_t task) {
-  const int64_t all_panels = tiles(work.columns, PANEL);
-  const int64_t groups = tiles(all_panels, TASK_PANELS);
-  const int64_t first_panel = task % groups * TASK_PANELS, first_row = task / groups * TASK_ROWS;
+  const int64_t all_panels = tiles(work.weight.columns, PANEL), groups = tiles(all_panels, TASK_PANELS);
+  const int64_t first_panel = task % groups * TASK_PANELS, first_tile = task / groups * TASK_TILES;
   const int64_t panels = at_most(TASK_PANELS, all_panels - first_panel);
-  const int64_t rows = at_most(TASK_ROWS, work.rows - first_row);
-  const int64_t inner = fissile::padded_inner(work.dtype, work.inner), panel_stride = inner * PANEL;
-  const Number* weights = static_cast<const Number*>(work.panels) + first_panel * panel_stride;
-  alignas(64) float totals[TASK_ROWS * TASK_PANELS * PANEL];
+  const int64_t tile_count = at_most(TASK_TILES, tiles(work.rows, ROWS) - first_tile);
+  const int64_t stride = fissile::panel_bytes(DTYPE_OF<Number>, work.weight.inner);
+  const Tile first = tile_of(work, first_tile), last = tile_of(work, first_tile + tile_count - 1);
+  const int64_t rows = last.first + last.rows - first.first;
+  alignas(64) float totals[TASK_TILES * ROWS * TASK_PANELS * PANEL];
   __builtin_memset(totals, 0, rows * TASK_PANELS * PANEL * sizeof(float));
-  for (int64_t k = 0; k < inner; k += K_BLOCK) {
-    int64_t depth = at_most(K_BLOCK, inner - k);
-    for (int64_t r = 0; r < rows; r += ROWS) {
-      int64_t count = at_most(ROWS, rows - r);
-      const float* x = work.packed_x + (first_row + r) * inner + k * count;
-      multiply_tile(x, count, weights + k * PANEL, panel_stride, panels, depth, totals + r * TASK_PANELS * PANEL);
+  const Task<Number> mine{work, fissile::padded_inner(DTYPE_OF<Number>, work.weight.inner), stride,
+                          static_cast<const char*>(work.weight.panels) + first_panel * stride, panels, first_tile,
+                          tile_count, first.first, rows, totals};
+  for (int64_t k = 0; k < mine.inner; k += K_BLOCK)
+    for (int64_t p = 0, count; p < panels; p += count) {
+      count = panels - p >= at_once(first.rows) ? at_once(first.rows) : 1;
+      mine.multiply_block(p, count, k);
     }
-  }
   for (int64_t r = 0; r < rows; r++)
-    for (int64_t p = 0; p < panels; p++)
-      write_row<Number>(work, totals + (r * TASK_PANELS + p) * PANEL, first_row + r, (first_panel + p) * PANEL);
+    for (int64_t p = 0; p < panels; p++) {
+      const float* sums = totals + (r * TASK_PANELS + p) * PANEL;
+      const int64_t row = first.first + r, column = (first_panel + p) * PANEL;
+      if (work.dtype == fissile::FLOAT32) write_row<float>(work, sums, row, column);
+      else write_row<Bf16>(work, sums, row, column);
+    }
 }
 
 float widened(float value) { return value; }
@@ -151,38 +273,84 @@ float widened(Bf16 value) {
 // Tile `task` of x: [inner][rows of the tile].
 template <class Number>
 void pack_rows(const fissile::Linear& work, int64_t task) {
-  const int64_t first = task * ROWS, count = at_most(ROWS, work.rows - first), inner = fissile::padded_inner(work.dtype, work.inner);
-  float* to = work.packed_x + first * inner;
-  for (int64_t r = 0; r < count; r++) {
-    const Number* from = static_cast<const Number*>(work.x) + (first + r) * work.x_stride;
-    for (int64_t k = 0; k < work.inner; k++) to[k * count + r] = widened(from[k]);
-    if (inner > work.inner) to[work.inner * count + r] = 0.0f;
+  const Tile tile = tile_of(work, task);
+  const int64_t inner = work.weight.inner, padded = fissile::padded_inner(work.weight.dtype, inner);
+  float* to = work.packed_x + tile.first * padded;
+  for (int64_t r = 0; r < tile.rows; r++) {
+    const Number* from = static_cast<const Number*>(work.x) + (tile.first + r) * work.x_stride;
+    for (int64_t k = 0; k < inner; k++) to[k * tile.rows + r] = widened(from[k]);
+    for (int64_t k = inner; k < padded; k++) to[k * tile.rows + r] = 0.0f;
   }
 }
 
-template <class Number>
-void pack(const Number* weight, int64_t columns, int64_t inner, Number* panels, int64_t panel) {
-  Number* to = panels + panel * tiles(inner, GROUP<Number>) * GROUP<Number> * PANEL;
-  for (int64_t k = 0; k < inner; k += GROUP<Number>)
-    for (int64_t c = 0; c < PANEL; c++)
-      for (int64_t g = 0; g < GROUP<Number>; g++) {
-        const int64_t column = panel * PANEL + c;
-        const bool there = column < columns && k + g < inner;
-        *to++ = there ? weight[column * inner + k + g] : Number{};
-      }
+// What a weight is divided by before it is rounded to int8: column by column for one block.
+template <class Source>
+void find_scales(const Source* weight, int64_t columns, int64_t inner, int64_t first, int64_t k, float* scales) {
+  for (int64_t c = 0; c < PANEL; c++) {
+    float most = 0.0f;
+    for (int64_t i = k; first + c < columns && i < at_most(inner, k + K_BLOCK); i++) {
+      const float size = __builtin_fabsf(widened(weight[(first + c) * inner + i]));
+      // A NaN stays, so that it shows in all products of its block.
+      if (size > most || size != size) most = size;
+    }
+    scales[c] = most / 127.0f;
+  }
+}
+
+float converted(float value, float, const float*) { return value; }
+
+Bf16 converted(Bf16 value, float, const Bf16*) { return value; }
+
+// The nearest of the 255 numbers, ties to even, by IEEE operations alone: the same in every instruction set.
+template <class Source>
+Int8 converted(Source value, float scale, const Int8*) {
+  if (!(scale > 0.0f && scale <= 3.4028234663852886e38f)) return {0};
+  const float nearest = widened(value) / scale + 12582912.0f - 12582912.0f;
+  // More than 127 where the scale is so small that it was rounded much.
+  return {static_cast<int8_t>(nearest > 127.0f ? 127.0f : nearest < -127.0f ? -127.0f : nearest)};
+}
+
+template <class Source, class Number>
+void pack(const Source* weight, int64_t columns, int64_t inner, Number* panels, int64_t panel) {
+  char* to = reinterpret_cast<char*>(panels) + panel * fissile::panel_bytes(DTYPE_OF<Number>, inner);
+  for (int64_t k = 0; k < inner; k += K_BLOCK) {
+    float scales[PANEL] = {};
+    if (sizeof(Number) == 1) {
+      find_scales(weight, columns, inner, panel * PANEL, k, scales);
+      __builtin_memcpy(to, scales, BLOCK_SCALES);
+      to += BLOCK_SCALES;
+    }
+    for (int64_t i = k; i < at_most(inner, k + K_BLOCK); i += GROUP<Number>)
+      for (int64_t c = 0; c < PANEL; c++)
+        for (int64_t g = 0; g < GROUP<Number>; g++, to += sizeof(Number)) {
+          const int64_t column = panel * PANEL + c;
+          const bool there = column < columns && i + g < inner;
+          const Number value =
+              there ? converted(weight[column * inner + i + g], scales[c], static_cast<Number*>(nullptr)) : Number{};
+          __builtin_memcpy(to, &value, sizeof value);
+        }
+  }
 }
 
 }  // namespace
 
-void pack_panel(int64_t dtype, const void* weight, int64_t columns, int64_t inner, void* panels, int64_t task) {
-  if (dtype == fissile::FLOAT32)
-    pack(static_cast<const float*>(weight), columns, inner, static_cast<float*>(panels), task);
-  else
-    pack(static_cast<const Bf16*>(weight), columns, inner, static_cast<Bf16*>(panels), task);
+void pack_panel(const fissile::Packing& work, int64_t task) {
+  const int64_t columns = work.columns, inner = work.inner;
+  const float* const wide = static_cast<const float*>(work.weight);
+  const Bf16* const narrow = static_cast<const Bf16*>(work.weight);
+  if (work.packed_dtype == fissile::INT8) {
+    Int8* const panels = static_cast<Int8*>(work.panels);
+    if (work.dtype == fissile::FLOAT32) pack(wide, columns, inner, panels, task);
+    else pack(narrow, columns, inner, panels, task);
+  } else if (work.dtype == fissile::FLOAT32) {
+    pack(wide, columns, inner, static_cast<float*>(work.panels), task);
+  } else {
+    pack(narrow, columns, inner, static_cast<Bf16*>(work.panels), task);
+  }
 }
 
 int64_t linear_scratch(const fissile::Linear& work) {
-  return work.rows * fissile::padded_inner(work.dtype, work.inner);
+  return work.rows * fissile::padded_inner(work.weight.dtype, work.weight.inner);
 }
 
 int64_t linear_pack_tasks(const fissile::Linear& work) { return tiles(work.rows, ROWS); }
@@ -193,12 +361,13 @@ void linear_pack(const fissile::Linear& work, int64_t task) {
 }
 
 int64_t linear_tasks(const fissile::Linear& work) {
-  return tiles(tiles(work.columns, PANEL), TASK_PANELS) * tiles(work.rows, TASK_ROWS);
+  return tiles(tiles(work.weight.columns, PANEL), TASK_PANELS) * tiles(tiles(work.rows, ROWS), TASK_TILES);
 }
 
 void linear(const fissile::Linear& work, int64_t task) {
-  if (work.dtype == fissile::FLOAT32) run<float>(work, task);
-  else run<Bf16>(work, task);
+  if (work.weight.dtype == fissile::FLOAT32) run<float>(work, task);
+  else if (work.weight.dtype == fissile::BFLOAT16) run<Bf16>(work, task);
+  else run<Int8>(work, task);
 }
 
 }  // namespace FISSILE_ISA

@@ -6,7 +6,7 @@
 
 namespace FISSILE_ISA {
 
-void pack_panel(int64_t dtype, const void* weight, int64_t columns, int64_t inner, void* panels, int64_t task);
+void pack_panel(const fissile::Packing& work, int64_t task);
 int64_t linear_scratch(const fissile::Linear& work);
 int64_t linear_pack_tasks(const fissile::Linear& work);
 void linear_pack(const fissile::Linear& work, int64_t task);

@@ -1,6 +1,7 @@
 // Products of bfloat16 by AMX. Every number of y is one tile element, to which TDPBF16PS adds the sums of 32 k at a time,
 // in order, from zero to the end: which rows and columns are computed together, and whether the sums wait in memory in
-// between (float32, exactly), never shows. float32 is the base's.
+// between (float32, exactly), never shows. A block of K_BLOCK int8 weights is brought to bfloat16, exactly; its sum from
+// zero is multiplied by the scale of its column and added to the others, in order. float32 is the base's.
 //
 // x is copied to tiles [rows / 16][k / 32][16][32], zeros behind the last row and k; a call of fewer than 16 rows has
 // tiles of that many. A panel of packed weights is a column of tiles already.
@@ -15,6 +16,7 @@ extern const fissile::Kernels kernels;
 namespace FISSILE_ISA {
 namespace {
 
+using fissile::K_BLOCK;
 using fissile::PANEL;
 using fissile::Linear;
 
@@ -29,6 +31,8 @@ constexpr int64_t TASK_PANELS = 8;
 constexpr int64_t TASK_PANELS_OF_FEW = 4;
 // Steps after which the next rows come, so that two panels stay in L1 and the task's rows of x in L2.
 constexpr int64_t STEPS_AT_ONCE = 16;
+// Of a block of int8 weights.
+constexpr int64_t BLOCK_STEPS = K_BLOCK / STEP;
 // Bytes of each panel that are asked for ahead of their use.
 constexpr int64_t PREFETCH = 2048;
 
@@ -40,19 +44,19 @@ struct Shape {
   int64_t step_size;
   int64_t tile_size;
   int64_t panels;
-  int64_t panel_size;
+  int64_t panel_bytes;
   int64_t task_panels;
   int64_t row_groups;
   int64_t panel_groups;
 
   explicit Shape(const Linear& work) {
-    steps = parts(work.inner, STEP);
+    steps = parts(work.weight.inner, STEP);
     row_tiles = parts(work.rows, TILE_ROWS);
     tile_rows = at_most(TILE_ROWS, work.rows);
     step_size = tile_rows * STEP;
     tile_size = steps * step_size;
-    panels = parts(work.columns, PANEL);
-    panel_size = fissile::padded_inner(work.dtype, work.inner) * PANEL;
+    panels = parts(work.weight.columns, PANEL);
+    panel_bytes = fissile::panel_bytes(work.weight.dtype, work.weight.inner);
     task_panels = row_tiles <= 2 ? TASK_PANELS_OF_FEW : TASK_PANELS;
     row_groups = parts(row_tiles, TASK_ROW_TILES);
     panel_groups = parts(panels, task_panels);
@@ -175,18 +179,16 @@ class Task {
     first_tile_ = task % shape_.row_groups * TASK_ROW_TILES;
     panels_ = at_most(shape_.task_panels, shape_.panels - first_panel_);
     row_tiles_ = at_most(TASK_ROW_TILES, shape_.row_tiles - first_tile_);
-    weights_ = static_cast<const Bf16*>(work.panels) + first_panel_ * shape_.panel_size;
+    weights_ = static_cast<const char*>(work.weight.panels) + first_panel_ * shape_.panel_bytes;
     x_ = reinterpret_cast<const Bf16*>(work.packed_x) + first_tile_ * shape_.tile_size;
   }
 
   void run() {
-    const bool one = shape_.row_tiles == 1;
-    const int64_t steps_at_once = shape_.row_tiles <= 2 ? shape_.steps : STEPS_AT_ONCE;
-    pad_tails();
+    // One tile of rows takes as many panels at once as there are tiles for sums, more of them half as many.
+    const int64_t at_once = shape_.row_tiles == 1 ? 4 : 2;
     shape_tiles(shape_.tile_rows);
-    for (int64_t step = 0; step < shape_.steps; step += steps_at_once)
-      for (int64_t panel = 0; panel < panels_; panel += one ? 4 : 2)
-        multiply_rows(panel, at_most(one ? 4 : 2, panels_ - panel), step, at_most(steps_at_once, shape_.steps - step));
+    if (work_.weight.dtype == fissile::INT8) multiply_int8(at_once);
+    else multiply_bf16(at_once);
     release_tiles();
     for (int64_t row = 0; row < row_tiles_ * TILE_ROWS && first_tile_ * TILE_ROWS + row < work_.rows; row++)
       for (int64_t panel = 0; panel < panels_; panel++)
@@ -195,35 +197,83 @@ class Task {
   }
 
  private:
-  // The last tile of each panel, where only a part of one is left.
-  void pad_tails() {
-    const int64_t missing = shape_.steps * WEIGHT_TILE - shape_.panel_size;
-    if (!missing) return;
-    for (int64_t panel = 0; panel < panels_; panel++) {
-      Bf16* to = tails_ + panel * WEIGHT_TILE;
-      __builtin_memcpy(to, weights_ + (panel + 1) * shape_.panel_size - (WEIGHT_TILE - missing),
-                       (WEIGHT_TILE - missing) * sizeof *to);
-      __builtin_memset(to + WEIGHT_TILE - missing, 0, missing * sizeof *to);
-    }
-    has_tails_ = true;
+  void multiply_bf16(int64_t at_once) {
+    const int64_t steps_at_once = shape_.row_tiles <= 2 ? shape_.steps : STEPS_AT_ONCE;
+    const bool has_tails = pad_tails();
+    for (int64_t step = 0; step < shape_.steps; step += steps_at_once)
+      for (int64_t panel = 0; panel < panels_; panel += at_once) {
+        const int64_t steps = at_most(steps_at_once, shape_.steps - step);
+        const bool last = has_tails && step + steps == shape_.steps;
+        for (int64_t tile = 0; tile < row_tiles_; tile += 2) {
+          Block block = block_of(tile, step, steps);
+          block.weights = panel_of(panel) + step * WEIGHT_TILE;
+          block.panel_size = shape_.panel_bytes / static_cast<int64_t>(sizeof(Bf16));
+          block.tail = last ? tails_ + panel * WEIGHT_TILE : nullptr;
+          block.sums = tile_of_sums(tile, panel);
+          block.sums_stride = TASK_PANELS * SUMS_TILE;
+          block.continued = step > 0;
+          block.prefetch = tile == 0;
+          multiply(block, at_most(2, row_tiles_ - tile), at_most(at_once, panels_ - panel));
+        }
+      }
   }
 
-  void multiply_rows(int64_t panel, int64_t panels, int64_t step, int64_t steps) {
-    for (int64_t tile = 0; tile < row_tiles_; tile += 2) {
-      const bool last = has_tails_ && step + steps == shape_.steps;
-      const Block block{.x = x_ + tile * shape_.tile_size + step * shape_.step_size,
-                        .x_tile_size = shape_.tile_size,
-                        .x_step_size = shape_.step_size,
-                        .weights = weights_ + panel * shape_.panel_size + step * WEIGHT_TILE,
-                        .panel_size = shape_.panel_size,
-                        .steps = steps,
-                        .tail = last ? tails_ + panel * WEIGHT_TILE : nullptr,
-                        .sums = tile_of_sums(tile, panel),
-                        .sums_stride = TASK_PANELS * SUMS_TILE,
-                        .continued = step > 0,
-                        .prefetch = tile == 0};
-      multiply(block, at_most(2, row_tiles_ - tile), panels);
+  const Bf16* panel_of(int64_t panel) const {
+    return reinterpret_cast<const Bf16*>(weights_ + panel * shape_.panel_bytes);
+  }
+
+  // The last tile of each panel, where only a part of one is left; whether that is so.
+  bool pad_tails() {
+    const int64_t numbers = shape_.panel_bytes / static_cast<int64_t>(sizeof(Bf16)), left = numbers % WEIGHT_TILE;
+    for (int64_t panel = 0; left && panel < panels_; panel++) {
+      Bf16* to = tails_ + panel * WEIGHT_TILE;
+      __builtin_memcpy(to, panel_of(panel) + numbers - left, left * sizeof *to);
+      __builtin_memset(to + left, 0, (WEIGHT_TILE - left) * sizeof *to);
     }
+    return left > 0;
+  }
+
+  void multiply_int8(int64_t at_once) {
+    const int64_t inner = fissile::padded_inner(fissile::INT8, work_.weight.inner);
+    __builtin_memset(sums_, 0, row_tiles_ * TASK_PANELS * SUMS_TILE * sizeof *sums_);
+    for (int64_t panel = 0; panel < panels_; panel += at_once)
+      for (int64_t k = 0; k < inner; k += K_BLOCK) {
+        const int64_t count = at_most(at_once, panels_ - panel), depth = at_most(K_BLOCK, inner - k);
+        const char* numbers = weights_ + panel * shape_.panel_bytes + fissile::block_offset(fissile::INT8, k);
+        for (int64_t p = 0; p < count; p++) {
+          prefetch_block(numbers + p * shape_.panel_bytes + K_BLOCK * PANEL);
+          widen_block(numbers + p * shape_.panel_bytes, depth, wide_ + p * K_BLOCK * PANEL);
+        }
+        for (int64_t tile = 0; tile < row_tiles_; tile += 2) {
+          const int64_t tiles = at_most(2, row_tiles_ - tile);
+          Block block = block_of(tile, k / STEP, parts(depth, STEP));
+          block.weights = wide_;
+          block.panel_size = BLOCK_STEPS * WEIGHT_TILE;
+          block.sums = part_;
+          block.sums_stride = TASK_PANELS_OF_FEW * SUMS_TILE;
+          multiply(block, tiles, count);
+          for (int64_t t = 0; t < tiles; t++)
+            for (int64_t p = 0; p < count; p++)
+              add_scaled(part_ + (t * TASK_PANELS_OF_FEW + p) * SUMS_TILE,
+                         load(scales_of(numbers + p * shape_.panel_bytes)), tile_of_sums(tile + t, panel + p));
+        }
+      }
+  }
+
+  // to += part * scale, for the rows of a tile.
+  void add_scaled(const float* part, Floats scale, float* to) const {
+    for (int64_t row = 0; row < shape_.tile_rows; row++, part += PANEL, to += PANEL)
+      store(to, fma(load(part), scale, load(to)));
+  }
+
+  // Rows of x from `tile` on, some steps; the weights are to be filled in.
+  Block block_of(int64_t tile, int64_t step, int64_t steps) const {
+    Block block{};
+    block.x = x_ + tile * shape_.tile_size + step * shape_.step_size;
+    block.x_tile_size = shape_.tile_size;
+    block.x_step_size = shape_.step_size;
+    block.steps = steps;
+    return block;
   }
 
   float* tile_of_sums(int64_t tile, int64_t panel) { return sums_ + (tile * TASK_PANELS + panel) * SUMS_TILE; }
@@ -231,11 +281,13 @@ class Task {
   const Linear& work_;
   const Shape shape_;
   int64_t first_panel_, first_tile_, panels_, row_tiles_;
-  const Bf16* weights_;
+  const char* weights_;
   const Bf16* x_;
-  bool has_tails_ = false;
   alignas(64) Bf16 tails_[TASK_PANELS * WEIGHT_TILE];
   alignas(64) float sums_[TASK_ROW_TILES * TASK_PANELS * SUMS_TILE];
+  // A block of int8: its weights, and the sums of two tiles of rows.
+  alignas(64) Bf16 wide_[TASK_PANELS_OF_FEW * K_BLOCK * PANEL];
+  alignas(64) float part_[2 * TASK_PANELS_OF_FEW * SUMS_TILE];
 };
 
 // A row of x, or zeros for a row that is not there, into its tile's steps.
@@ -251,36 +303,36 @@ void pack_row(const Bf16* from, int64_t inner, const Shape& shape, Bf16* to) {
 }
 
 int64_t scratch(const Linear& work) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_scratch(work);
+  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_scratch(work);
   const Shape shape(work);
   // Of float32, two bfloat16 each.
   return shape.row_tiles * shape.tile_size / 2;
 }
 
 int64_t pack_tasks(const Linear& work) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack_tasks(work);
+  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_pack_tasks(work);
   return parts(work.rows, TILE_ROWS);
 }
 
 void pack_x(const Linear& work, int64_t task) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack(work, task);
+  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_pack(work, task);
   const Shape shape(work);
   Bf16* to = reinterpret_cast<Bf16*>(work.packed_x) + task * shape.tile_size;
   for (int64_t row = 0; row < shape.tile_rows; row++) {
     const int64_t from = task * TILE_ROWS + row;
     const Bf16* x = static_cast<const Bf16*>(work.x) + from * work.x_stride;
-    pack_row(x, from < work.rows ? work.inner : 0, shape, to + row * STEP);
+    pack_row(x, from < work.rows ? work.weight.inner : 0, shape, to + row * STEP);
   }
 }
 
 int64_t tasks(const Linear& work) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_tasks(work);
+  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_tasks(work);
   const Shape shape(work);
   return shape.row_groups * shape.panel_groups;
 }
 
 void run(const Linear& work, int64_t task) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear(work, task);
+  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear(work, task);
   Task(work, task).run();
 }
 

@@ -1,5 +1,6 @@
 // Products of bfloat16 by AVX512-BF16. As in linear.cpp every number of y is summed over k in blocks of K_BLOCK in order,
-// each block from zero; VDPBF16PS adds two k at a time to it, in order. float32 is the base's.
+// each block from zero; VDPBF16PS adds two k at a time to it, in order. A block of int8 weights is brought to bfloat16,
+// exactly, and its sum multiplied by the scale of its column. float32 is the base's.
 //
 // x is copied to tiles of ROWS rows [pairs of k][rows of the tile], a zero behind an odd last k. With FISSILE_EMULATED
 // the instruction is made of others, by the pseudo-code of Intel's manual (volume 2, VDPBF16PS), for tests on AVX2.
@@ -18,8 +19,9 @@ using fissile::PANEL;
 
 static_assert(WIDTH == PANEL);
 
-// Numbers summed from zero, and in pairs.
-constexpr int64_t K_BLOCK = 128;
+using fissile::K_BLOCK;
+
+// Of the numbers that are summed from zero.
 constexpr int64_t PAIRS = K_BLOCK / 2;
 constexpr int ROWS = 6;
 // A task: so many panels, so many rows (a multiple of ROWS).
@@ -58,9 +60,17 @@ FISSILE_INLINE Words load_words(const Bf16* from) {
   return words;
 }
 
-// totals[row][column] += the sums over some pairs, for ROW_COUNT rows and PANELS panels.
+// A block of some panels; with scales, or null, of each panel so many bytes further.
+struct Block {
+  const Bf16* weights;
+  int64_t panel_size;
+  const float* scales;
+  int64_t scales_stride;
+};
+
+// totals[row][column] += the sums over some pairs, for ROW_COUNT rows and PANELS panels from `first` on.
 template <int ROW_COUNT, int PANELS>
-FISSILE_INLINE void multiply(const uint32_t* x, const Bf16* panel, int64_t panel_size, int64_t pairs, float* totals) {
+FISSILE_INLINE void multiply(const uint32_t* x, const Block& block, int64_t first, int64_t pairs, float* totals) {
   Floats sums[ROW_COUNT][PANELS];
   for (auto& row : sums)
     for (auto& one : row) one = zeros();
@@ -68,7 +78,7 @@ FISSILE_INLINE void multiply(const uint32_t* x, const Bf16* panel, int64_t panel
     Words columns[PANELS];
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++) {
-      const Bf16* pair = panel + p * panel_size + k * PANEL * 2;
+      const Bf16* pair = block.weights + (first + p) * block.panel_size + k * PANEL * 2;
       __builtin_prefetch(reinterpret_cast<const char*>(pair) + PREFETCH);
       columns[p] = load_words(pair);
     }
@@ -79,79 +89,97 @@ FISSILE_INLINE void multiply(const uint32_t* x, const Bf16* panel, int64_t panel
       for (int p = 0; p < PANELS; p++) sums[r][p] = add_pairs(sums[r][p], factors, columns[p]);
     }
   }
-  for (int r = 0; r < ROW_COUNT; r++)
-    for (int p = 0; p < PANELS; p++) {
-      float* to = totals + (r * TASK_PANELS + p) * PANEL;
-      store(to, load(to) + sums[r][p]);
+  for (int p = 0; p < PANELS; p++) {
+    const char* scales = reinterpret_cast<const char*>(block.scales) + (first + p) * block.scales_stride;
+    const Floats scale = block.scales ? load(reinterpret_cast<const float*>(scales)) : splat(1.0f);
+    for (int r = 0; r < ROW_COUNT; r++) {
+      float* to = totals + (r * TASK_PANELS + first + p) * PANEL;
+      store(to, fma(sums[r][p], scale, load(to)));
     }
-}
-
-template <int ROW_COUNT>
-void multiply_panels(
-    const uint32_t* x, const Bf16* panel, int64_t panel_size, int64_t panels, int64_t pairs, float* totals) {
-  if (panels == TASK_PANELS) return multiply<ROW_COUNT, TASK_PANELS>(x, panel, panel_size, pairs, totals);
-  for (int64_t p = 0; p < panels; p++)
-    multiply<ROW_COUNT, 1>(x, panel + p * panel_size, panel_size, pairs, totals + p * PANEL);
-}
-
-void multiply_tile(const uint32_t* x, int64_t rows, const Bf16* panel, int64_t panel_size, int64_t panels,
-                   int64_t pairs, float* totals) {
-  switch (rows) {
-    case 1: return multiply_panels<1>(x, panel, panel_size, panels, pairs, totals);
-    case 2: return multiply_panels<2>(x, panel, panel_size, panels, pairs, totals);
-    case 3: return multiply_panels<3>(x, panel, panel_size, panels, pairs, totals);
-    case 4: return multiply_panels<4>(x, panel, panel_size, panels, pairs, totals);
-    case 5: return multiply_panels<5>(x, panel, panel_size, panels, pairs, totals);
-    default: return multiply_panels<6>(x, panel, panel_size, panels, pairs, totals);
   }
 }
 
-int64_t pairs_of(const Linear& work) { return parts(work.inner, 2); }
+template <int ROW_COUNT>
+void multiply_panels(const uint32_t* x, const Block& block, int64_t panels, int64_t pairs, float* totals) {
+  if (panels == TASK_PANELS) return multiply<ROW_COUNT, TASK_PANELS>(x, block, 0, pairs, totals);
+  for (int64_t p = 0; p < panels; p++) multiply<ROW_COUNT, 1>(x, block, p, pairs, totals);
+}
+
+void multiply_tile(
+    const uint32_t* x, int64_t rows, const Block& block, int64_t panels, int64_t pairs, float* totals) {
+  switch (rows) {
+    case 1: return multiply_panels<1>(x, block, panels, pairs, totals);
+    case 2: return multiply_panels<2>(x, block, panels, pairs, totals);
+    case 3: return multiply_panels<3>(x, block, panels, pairs, totals);
+    case 4: return multiply_panels<4>(x, block, panels, pairs, totals);
+    case 5: return multiply_panels<5>(x, block, panels, pairs, totals);
+    default: return multiply_panels<6>(x, block, panels, pairs, totals);
+  }
+}
+
+// The block of some panels from `pair` on; of int8 in `wide`.
+Block block_of(const Linear& work, const char* weights, int64_t panels, int64_t pair, Bf16* wide) {
+  const fissile::Weight& weight = work.weight;
+  const int64_t stride = fissile::panel_bytes(weight.dtype, weight.inner);
+  const char* at = weights + fissile::block_offset(weight.dtype, 2 * pair);
+  if (weight.dtype == fissile::BFLOAT16) return {reinterpret_cast<const Bf16*>(at), stride / 2, nullptr, 0};
+  const int64_t depth = at_most(K_BLOCK, fissile::padded_inner(weight.dtype, weight.inner) - 2 * pair);
+  for (int64_t p = 0; p < panels; p++) {
+    prefetch_block(at + p * stride + K_BLOCK * PANEL);
+    widen_block(at + p * stride, depth, wide + p * K_BLOCK * PANEL);
+  }
+  return {wide, K_BLOCK * PANEL, scales_of(at), stride};
+}
+
+int64_t pairs_of(const Linear& work) { return parts(work.weight.inner, 2); }
 
 int64_t scratch(const Linear& work) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_scratch(work);
+  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_scratch(work);
   return work.rows * pairs_of(work);
 }
 
 int64_t pack_tasks(const Linear& work) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack_tasks(work);
+  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_pack_tasks(work);
   return parts(work.rows, ROWS);
 }
 
 void pack_x(const Linear& work, int64_t task) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_pack(work, task);
+  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_pack(work, task);
   const int64_t first = task * ROWS, count = at_most(ROWS, work.rows - first), pairs = pairs_of(work);
   uint32_t* to = reinterpret_cast<uint32_t*>(work.packed_x) + first * pairs;
   for (int64_t r = 0; r < count; r++) {
     const Bf16* from = static_cast<const Bf16*>(work.x) + (first + r) * work.x_stride;
-    for (int64_t k = 0; k < work.inner / 2; k++) __builtin_memcpy(to + k * count + r, from + 2 * k, sizeof *to);
-    if (work.inner % 2) to[(pairs - 1) * count + r] = from[work.inner - 1].bits;
+    for (int64_t k = 0; k < work.weight.inner / 2; k++) __builtin_memcpy(to + k * count + r, from + 2 * k, sizeof *to);
+    if (work.weight.inner % 2) to[(pairs - 1) * count + r] = from[work.weight.inner - 1].bits;
   }
 }
 
 int64_t tasks(const Linear& work) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear_tasks(work);
-  return parts(parts(work.columns, PANEL), TASK_PANELS) * parts(work.rows, TASK_ROWS);
+  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_tasks(work);
+  return parts(parts(work.weight.columns, PANEL), TASK_PANELS) * parts(work.rows, TASK_ROWS);
 }
 
 void run(const Linear& work, int64_t task) {
-  if (work.dtype != fissile::BFLOAT16) return FISSILE_BASE::kernels.linear(work, task);
+  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear(work, task);
   // Tasks that follow each other share panels.
   const int64_t row_groups = parts(work.rows, TASK_ROWS), pairs = pairs_of(work);
   const int64_t first_panel = task / row_groups * TASK_PANELS, first_row = task % row_groups * TASK_ROWS;
-  const int64_t panels = at_most(TASK_PANELS, parts(work.columns, PANEL) - first_panel);
+  const int64_t panels = at_most(TASK_PANELS, parts(work.weight.columns, PANEL) - first_panel);
   const int64_t rows = at_most(TASK_ROWS, work.rows - first_row);
-  const int64_t panel_size = pairs * 2 * PANEL;
-  const Bf16* weights = static_cast<const Bf16*>(work.panels) + first_panel * panel_size;
+  const char* weights = static_cast<const char*>(work.weight.panels) +
+                        first_panel * fissile::panel_bytes(work.weight.dtype, work.weight.inner);
   const uint32_t* x = reinterpret_cast<const uint32_t*>(work.packed_x) + first_row * pairs;
   alignas(64) float totals[TASK_ROWS * TASK_PANELS * PANEL];
+  alignas(64) Bf16 wide[TASK_PANELS * K_BLOCK * PANEL];
   __builtin_memset(totals, 0, rows * TASK_PANELS * PANEL * sizeof(float));
-  for (int64_t k = 0; k < pairs; k += PAIRS)
+  for (int64_t k = 0; k < pairs; k += PAIRS) {
+    const Block block = block_of(work, weights, panels, k, wide);
     for (int64_t r = 0; r < rows; r += ROWS) {
       const int64_t count = at_most(ROWS, rows - r);
-      multiply_tile(x + r * pairs + k * count, count, weights + k * 2 * PANEL, panel_size, panels,
-                    at_most(PAIRS, pairs - k), totals + r * TASK_PANELS * PANEL);
+      multiply_tile(x + r * pairs + k * count, count, block, panels, at_most(PAIRS, pairs - k),
+                    totals + r * TASK_PANELS * PANEL);
     }
+  }
   for (int64_t r = 0; r < rows; r++)
     for (int64_t p = 0; p < panels; p++)
       finish_row(work, totals + (r * TASK_PANELS + p) * PANEL, first_row + r, first_panel + p);

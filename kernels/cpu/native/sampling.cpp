@@ -2,8 +2,9 @@
 //
 // The order is (value descending, id ascending). A float's bits, turned so that they count upwards, give its place in that
 // order, so the border of top-k and of top-p is found by histograms of bits, of counts or of integer masses: what is kept
-// is everything above a border, and the first few ids that are equal to it. Noise is computed in float64, but only for
-// ids that can still win.
+// is everything above a border, and the first few ids that are equal to it. Top-k and min-p look at few ids: one pass over
+// the row divides by the temperature and keeps the largest of each block of ids, and blocks that are wholly too small are
+// passed over from then on. Noise is computed in float64, but only for ids that can still win.
 #include "sampling.hpp"
 
 #include "scratch.hpp"
@@ -12,15 +13,15 @@ namespace FISSILE_ISA {
 namespace {
 
 constexpr int64_t ALL = INT64_MAX;
-// 2^44, the unit of masses; below this difference from the largest a mass rounds to zero.
-constexpr double MASS_ONE = 17592186044416.0;
+// Below this difference from the largest a mass, in units of 2^-44, rounds to zero.
 constexpr float NO_MASS_BELOW = -31.5f;
 // More than any noise: -log(-log1p(-2^-33)) is 22.9.
 constexpr double MOST_NOISE = 23.0;
 constexpr double LN_2 = 0.6931471805599454;
 constexpr uint32_t DOMAIN = 0x46534C31;
 // Bits of a key that one histogram looks at, from the highest: 11 + 11 + 10.
-constexpr int BITS[] = {11, 11, 10};
+constexpr int LEVELS = 3;
+constexpr int BITS[LEVELS] = {11, 11, 10};
 constexpr int64_t MOST_BINS = 1 << 11;
 
 uint32_t bits_of(float value) {
@@ -86,22 +87,10 @@ float largest_or_nan(const float* values, int64_t count) {
   return largest(best);
 }
 
-// The first id of the largest number; NaN counts as the lowest.
-int64_t first_largest(const float* values, int64_t count) {
-  int64_t best = 0;
-  float highest = -__builtin_inff();
-  for (int64_t i = 0; i < count; i++)
-    if (values[i] > highest) {
-      highest = values[i];
-      best = i;
-    }
-  return best;
-}
-
-int64_t first_equal(const float* values, int64_t count, float value) {
-  for (int64_t i = 0; i < count; i++)
-    if (values[i] == value) return i;
-  return 0;
+// The first of a number that is there, from `begin` on.
+int64_t first_equal(const float* values, int64_t begin, float value) {
+  while (values[begin] != value) begin++;
+  return begin;
 }
 
 // ceil(fraction * total) for 0 <= fraction < 1, exactly; at least 1, since one id is always kept.
@@ -137,52 +126,175 @@ void find_largest(const Number* y, int64_t columns, float& value, int64_t& place
   while (widened(y[place]) != value) place++;
 }
 
-struct Row {
-  const float* scaled;
-  int64_t count;
-  float highest;
+// The first id of the largest number; NaN counts as the lowest.
+int64_t first_largest(const float* values, int64_t count) {
+  float value;
+  int64_t place;
+  find_largest(values, count, value, place);
+  return place;
+}
+
+// Numbers of a row that are looked at, or passed over, together.
+constexpr int64_t BLOCK = 64;
+
+int64_t blocks_of(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
+
+// Logits over the temperature, and the largest of each block. The largest of all, or NaN if there is one.
+float scale(const float* logits, int64_t count, float temperature, float* scaled, float* largest_of) {
+  const Floats divisor = splat(temperature);
+  float highest = -__builtin_inff();
+  bool nan = false;
+  for (int64_t first = 0; first < count; first += BLOCK) {
+    const int64_t size = count - first < BLOCK ? count - first : BLOCK;
+    Floats best = splat(-__builtin_inff());
+    Ints strange = {};
+    int64_t i = 0;
+    for (; i + WIDTH <= size; i += WIDTH) {
+      const Floats x = load(logits + first + i) / divisor;
+      store(scaled + first + i, x);
+      strange |= x != x;
+      best = maximum(x, best);
+    }
+    float one = largest(best);
+    for (int lane = 0; lane < WIDTH; lane++) nan |= strange[lane] != 0;
+    for (; i < size; i++) {
+      const float x = scaled[first + i] = logits[first + i] / temperature;
+      nan |= x != x;
+      one = x > one ? x : one;
+    }
+    largest_of[first / BLOCK] = one;
+    highest = one > highest ? one : highest;
+  }
+  return nan ? __builtin_nanf("") : highest;
+}
+
+using Doubles = double __attribute__((vector_size(WIDTH * 4)));
+using Longs = int64_t __attribute__((vector_size(WIDTH * 4)));
+using HalfFloats = float __attribute__((vector_size(WIDTH * 2)));
+constexpr int DOUBLES = WIDTH / 2;
+// Of e^r's series, from the highest power to the square: 1 / 13!, ..., 1 / 2!.
+constexpr double SERIES[] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0,
+                             1.0 / 362880.0,     1.0 / 40320.0,     1.0 / 5040.0,     1.0 / 720.0,
+                             1.0 / 120.0,        1.0 / 24.0,        1.0 / 6.0,        1.0 / 2.0};
+
+FISSILE_INLINE Doubles splat_double(double value) { return Doubles{} + value; }
+
+// rint(e^x * 2^44) for x in [NO_MASS_BELOW, 0], exact for 0; one in 10^4 is off by one, since e^x is to about one unit in
+// the last place. Reduction by ln 2 in two parts, then the series.
+FISSILE_INLINE Longs masses_of(Doubles x) {
+  const Doubles magic = splat_double(0x1.8p52);
+  const Doubles shifted = x * splat_double(0x1.71547652b82fep0) + magic;
+  const Doubles whole = shifted - magic;
+  const Doubles r = (x - whole * splat_double(0x1.62e42fee00000p-1)) - whole * splat_double(0x1.a39ef35793c76p-33);
+  Doubles y = {};
+  for (const double factor : SERIES) y = y * r + splat_double(factor);
+  y = y * r * r + r + splat_double(1.0);
+  const Longs exponent = ((Longs)shifted - (Longs)magic + 44) << 52;
+  return (Longs)((Doubles)((Longs)y + exponent) + magic) - (Longs)magic;
+}
+
+// Memory of a row.
+struct Room {
+  float* scaled;
+  float* largest_of;
+  float* values;
+  int64_t* ids;
+  int64_t* masses;
+  int64_t* places;
   int64_t* bins;
 
-  // Calls f(id) for what a border keeps, by ascending id.
+  static int64_t numbers(int64_t vocab) { return 8 * vocab + blocks_of(vocab) + 2 * MOST_BINS; }
+
+  Room(float* memory, int64_t vocab)
+      : bins(reinterpret_cast<int64_t*>(memory)) {
+    masses = bins + MOST_BINS;
+    ids = masses + vocab;
+    places = ids + vocab;
+    scaled = reinterpret_cast<float*>(places + vocab);
+    values = scaled + vocab;
+    largest_of = values + vocab;
+  }
+};
+
+// Some ids of a row, ascending, the likeliest among them.
+struct Row {
+  const float* values;
+  // Null for all ids; only then there are blocks.
+  const int64_t* ids;
+  int64_t count;
+  float highest;
+  const Room& room;
+
+  int64_t id_of(int64_t i) const { return ids ? ids[i] : i; }
+
+  // Calls f(i, key) for what a border keeps of [begin, end), of equals to it `ties`.
   template <class Function>
-  __attribute__((always_inline)) void each(Border border, Function f) const {
-    int64_t ties = border.ties;
-    for (int64_t i = 0; i < count; i++) {
-      const uint32_t key = key_of(scaled[i]);
+  __attribute__((always_inline)) void each(int64_t begin, int64_t end, Border border, int64_t& ties, Function f) const {
+    for (int64_t i = begin; i < end; i++) {
+      const uint32_t key = key_of(values[i]);
       if (key > border.key || (key == border.key && ties-- > 0)) f(i, key);
     }
   }
 
-  int64_t mass(int64_t id) const {
-    const float below = scaled[id] - highest;
-    if (below < NO_MASS_BELOW) return 0;
-    return static_cast<int64_t>(__builtin_rint(__builtin_exp(static_cast<double>(below)) * MASS_ONE));
+  template <class Function>
+  __attribute__((always_inline)) void each(Border border, Function f) const {
+    int64_t ties = border.ties;
+    each(0, count, border, ties, f);
   }
 
-  // The key at which sums of weight(id), from the highest key downwards, reach `wanted` > 0; and what is still wanted
-  // there, after all keys above.
-  template <class Weight>
-  __attribute__((always_inline)) uint32_t border_key(Border from, int64_t& wanted, Weight weight) const {
-    uint32_t known = 0;
-    int shift = 32;
-    for (int bits : BITS) {
-      const int above = shift;
-      shift -= bits;
-      const int64_t size = int64_t{1} << bits;
-      __builtin_memset(bins, 0, static_cast<uint64_t>(size) * sizeof *bins);
-      each(from, [&](int64_t id, uint32_t key) {
-        if (above == 32 || key >> above == known) bins[(key >> shift) & static_cast<uint32_t>(size - 1)] += weight(id);
-      });
-      int64_t bin = size - 1;
-      for (; bin > 0 && bins[bin] < wanted; bin--) wanted -= bins[bin];
-      known = (known << bits) | static_cast<uint32_t>(bin);
+  // Masses of all: what is far below the highest has none.
+  void weigh() const {
+    for (int64_t first = 0; first < count; first += DOUBLES) {
+      const int64_t size = count - first < DOUBLES ? count - first : DOUBLES;
+      HalfFloats some = {};
+      if (size == DOUBLES) __builtin_memcpy(&some, values + first, sizeof some);
+      else __builtin_memcpy(&some, values + first, static_cast<uint64_t>(size) * sizeof *values);
+      const Doubles below = __builtin_convertvector(some - highest, Doubles);
+      const Longs seen = below >= splat_double(NO_MASS_BELOW);
+      const Longs masses = masses_of(seen ? below : Doubles{}) & seen;
+      if (size == DOUBLES) __builtin_memcpy(room.masses + first, &masses, sizeof masses);
+      else __builtin_memcpy(room.masses + first, &masses, static_cast<uint64_t>(size) * sizeof *room.masses);
     }
+  }
+
+  // The bin at which sums of bins, from the highest downwards, reach `wanted` > 0; and what is still wanted there.
+  uint32_t border_bin(int64_t bins, int64_t& wanted) const {
+    int64_t bin = bins - 1;
+    for (; bin > 0 && room.bins[bin] < wanted; bin--) wanted -= room.bins[bin];
+    return static_cast<uint32_t>(bin);
+  }
+
+  // The key at which sums of weight(i), from the highest key downwards, reach `wanted` > 0; what is still wanted there,
+  // after all keys above; and one place that has it. Only what is in the first bin is looked at again.
+  template <class Weight>
+  __attribute__((always_inline)) uint32_t border_key(Border from, int64_t& wanted, int64_t& place, Weight weight) const {
+    int shift = 32 - BITS[0];
+    __builtin_memset(room.bins, 0, MOST_BINS * sizeof *room.bins);
+    each(from, [&](int64_t i, uint32_t key) { room.bins[key >> shift] += weight(i); });
+    uint32_t known = border_bin(int64_t{1} << BITS[0], wanted);
+    int64_t inside = 0;
+    each(from, [&](int64_t i, uint32_t key) {
+      if (key >> shift == known) room.places[inside++] = i;
+    });
+    for (int level = 1; level < LEVELS; level++) {
+      const int above = shift;
+      shift -= BITS[level];
+      const int64_t size = int64_t{1} << BITS[level];
+      __builtin_memset(room.bins, 0, static_cast<uint64_t>(size) * sizeof *room.bins);
+      for (int64_t j = 0; j < inside; j++) {
+        const uint32_t key = key_of(values[room.places[j]]);
+        if (key >> above == known) room.bins[(key >> shift) & static_cast<uint32_t>(size - 1)] += weight(room.places[j]);
+      }
+      known = (known << BITS[level]) | border_bin(size, wanted);
+    }
+    for (int64_t j = 0; j < inside; j++)
+      if (key_of(values[room.places[j]]) == known) place = room.places[j];
     return known;
   }
 
-  Border min_p(float fraction) const {
-    const float lowest = highest + static_cast<float>(__builtin_log(static_cast<double>(fraction)));
-    return {key_of(lowest), ALL};
+  uint32_t key_at(Border from, int64_t& rank) const {
+    int64_t place;
+    return border_key(from, rank, place, [](int64_t) { return int64_t{1}; });
   }
 
   Border top_k(Border from, int64_t k) const {
@@ -190,48 +302,112 @@ struct Row {
     each(from, [&](int64_t, uint32_t) { kept++; });
     if (k >= kept) return from;
     int64_t left = k;
-    const uint32_t key = border_key(from, left, [](int64_t) { return int64_t{1}; });
+    const uint32_t key = key_at(from, left);
     return {key, left};
   }
 
   Border top_p(Border from, float fraction) const {
     int64_t total = 0;
-    each(from, [&](int64_t id, uint32_t) { total += mass(id); });
-    int64_t left = ceil_product(fraction, total);
-    const uint32_t key = border_key(from, left, [&](int64_t id) { return mass(id); });
-    int64_t one = 0;
-    each(from, [&](int64_t id, uint32_t of) {
-      if (of == key) one = mass(id);
-    });
-    return {key, (left + one - 1) / one};
+    weigh();
+    each(from, [&](int64_t i, uint32_t) { total += room.masses[i]; });
+    int64_t left = ceil_product(fraction, total), place = 0;
+    const uint32_t key = border_key(from, left, place, [&](int64_t i) { return room.masses[i]; });
+    return {key, (left + room.masses[place] - 1) / room.masses[place]};
+  }
+
+  // The ids that are at least `lowest`.
+  Row at_least(float lowest) const {
+    int64_t kept = 0;
+    for (int64_t block = 0; block < blocks_of(count); block++) {
+      if (room.largest_of[block] < lowest) continue;
+      const int64_t end = (block + 1) * BLOCK < count ? (block + 1) * BLOCK : count;
+      for (int64_t i = block * BLOCK; i < end; i++) {
+        room.values[kept] = values[i];
+        room.ids[kept] = i;
+        kept += values[i] >= lowest;
+      }
+    }
+    return {room.values, room.ids, kept, highest, room};
   }
 
   // The best of value plus noise among what is kept, the lower id of equals.
   int64_t best(Border border, uint64_t seed, int64_t position, int64_t choice) const {
-    int64_t found = 0, block = -1;
-    float score = -__builtin_inff();
-    double hopeless = -__builtin_inf();
+    int64_t block = -1;
     Words words{};
-    each(border, [&](int64_t id, uint32_t) {
-      const double value = scaled[id];
-      if (value + MOST_NOISE < hopeless) return;
+    auto word_of = [&](int64_t id) {
       if (id >> 2 != block) {
         block = id >> 2;
         words = philox(static_cast<uint32_t>(block), static_cast<uint32_t>(position), static_cast<uint32_t>(choice), seed);
       }
-      const uint32_t word = words.x[id & 3];
+      return words.x[id & 3];
+    };
+    // Room for the rounding of scores to float32.
+    auto below = [](float score) { return score - 1e-6 * (1.0 + __builtin_fabs(score)); };
+    // Every border keeps the likeliest id. Its score comes first: few others come near it.
+    int64_t block_of_likeliest = 0;
+    while (!ids && room.largest_of[block_of_likeliest] != highest) block_of_likeliest++;
+    const int64_t likeliest = first_equal(values, block_of_likeliest * BLOCK, highest);
+    int64_t found = id_of(likeliest);
+    float score = highest + gumbel(word_of(found));
+    double hopeless = below(score);
+    auto consider = [&](int64_t i, uint32_t) {
+      const double value = values[i];
+      if (value + MOST_NOISE < hopeless) return;
+      const int64_t id = id_of(i);
+      const uint32_t word = word_of(id);
       if (value + noise_bound(word) < hopeless) return;
-      const float own = scaled[id] + gumbel(word);
-      if (own > score) {
+      const float own = values[i] + gumbel(word);
+      if (own > score || (own == score && id < found)) {
         score = own;
         found = id;
-        // Room for the rounding of scores to float32.
-        hopeless = score - 1e-6 * (1.0 + __builtin_fabs(score));
+        hopeless = below(score);
       }
-    });
+    };
+    int64_t ties = border.ties;
+    for (int64_t first = 0; first < count; first += BLOCK) {
+      // Ties of the border that are passed over here would be hopeless elsewhere, too.
+      if (!ids && room.largest_of[first / BLOCK] + MOST_NOISE < hopeless) continue;
+      each(first, first + BLOCK < count ? first + BLOCK : count, border, ties, consider);
+    }
     return found;
   }
 };
+
+float value_of(uint32_t key) {
+  const uint32_t bits = key & 0x80000000u ? key ^ 0x80000000u : ~key;
+  float value;
+  __builtin_memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+float lowest_by_min_p(float highest, float fraction) {
+  return highest + static_cast<float>(__builtin_log(static_cast<double>(fraction)));
+}
+
+// No more than the k-th largest number: at least k blocks have one that is as large.
+float lowest_by_top_k(const Row& all, int64_t k) {
+  const int64_t blocks = blocks_of(all.count);
+  if (k > blocks) return -__builtin_inff();
+  const Row largest_ones{all.room.largest_of, nullptr, blocks, all.highest, all.room};
+  int64_t rank = k;
+  return value_of(largest_ones.key_at(Border{}, rank));
+}
+
+int64_t sample_row(const fissile::Sample& work, int64_t row, const Row& all) {
+  const float min_p = work.min_p[row], top_p = work.top_p[row];
+  const int64_t top_k = work.top_k[row];
+  float lowest = -__builtin_inff();
+  if (min_p > 0.0f) lowest = lowest_by_min_p(all.highest, min_p);
+  if (top_k > 0) {
+    const float by_k = lowest_by_top_k(all, top_k);
+    lowest = by_k > lowest ? by_k : lowest;
+  }
+  const Row kept = lowest == -__builtin_inff() ? all : all.at_least(lowest);
+  Border border;
+  if (top_k > 0) border = kept.top_k(border, top_k);
+  if (top_p < 1.0f) border = kept.top_p(border, top_p);
+  return kept.best(border, work.seeds[row], work.positions[row], work.choices[row]);
+}
 
 }  // namespace
 
@@ -248,27 +424,18 @@ void sample(const fissile::Sample& work, int64_t row) {
   const float* logits = work.logits + row * work.row_stride;
   const float temperature = work.temperature[row];
   int64_t& id = work.ids[row];
-  const float highest = largest_or_nan(logits, work.vocab);
-  if (!__builtin_isfinite(highest)) {
+  if (temperature == 0.0f) {
     id = first_largest(logits, work.vocab);
     return;
   }
-  if (temperature == 0.0f) {
-    id = first_equal(logits, work.vocab, highest);
-    return;
-  }
-  float* scaled = fissile::scratch(fissile::OF_TASK, work.vocab + 2 * MOST_BINS);
+  float* memory = fissile::scratch(fissile::OF_TASK, Room::numbers(work.vocab));
   id = -1;
-  if (!scaled || !__builtin_isfinite(highest / temperature)) return;
-  int64_t* bins = reinterpret_cast<int64_t*>(scaled);
-  scaled += 2 * MOST_BINS;
-  for (int64_t i = 0; i < work.vocab; i++) scaled[i] = logits[i] / temperature;
-  const Row one{scaled, work.vocab, highest / temperature, bins};
-  Border border;
-  if (work.min_p[row] > 0.0f) border = one.min_p(work.min_p[row]);
-  if (work.top_k[row] > 0) border = one.top_k(border, work.top_k[row]);
-  if (work.top_p[row] < 1.0f) border = one.top_p(border, work.top_p[row]);
-  id = one.best(border, work.seeds[row], work.positions[row], work.choices[row]);
+  if (!memory) return;
+  const Room room(memory, work.vocab);
+  const float highest = scale(logits, work.vocab, temperature, room.scaled, room.largest_of);
+  if (__builtin_isfinite(highest)) id = sample_row(work, row, {room.scaled, nullptr, work.vocab, highest, room});
+  // Unless only the division by the temperature has overflowed.
+  else if (!__builtin_isfinite(largest_or_nan(logits, work.vocab))) id = first_largest(logits, work.vocab);
 }
 
 }  // namespace FISSILE_ISA

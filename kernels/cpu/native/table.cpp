@@ -2,6 +2,7 @@
 #include "attention.hpp"
 #include "elementwise.hpp"
 #include "linear.hpp"
+#include "routing.hpp"
 #include "sampling.hpp"
 
 #define FISSILE_TEXT_OF(name) #name
@@ -33,6 +34,10 @@ const fissile::Kernels kernels = {
     .attention = attention,
     .attention_merge_tasks = attention_merge_tasks,
     .attention_merge = attention_merge,
+    .select_tokens_tasks = select_tokens_tasks,
+    .select_tokens = select_tokens,
+    .route_tasks = route_tasks,
+    .route = route,
     .sample = sample,
     .largest_of_row = largest_of_row,
 };

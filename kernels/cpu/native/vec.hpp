@@ -29,6 +29,7 @@ constexpr int WIDTH = FISSILE_WIDTH;
 using Floats = float __attribute__((vector_size(WIDTH * 4)));
 using Ints = int32_t __attribute__((vector_size(WIDTH * 4)));
 using Words = uint32_t __attribute__((vector_size(WIDTH * 4)));
+using Bytes = uint8_t __attribute__((vector_size(WIDTH)));
 using Halves = uint16_t __attribute__((vector_size(WIDTH * 2)));
 using Floats8 = float __attribute__((vector_size(32)));
 using Floats4 = float __attribute__((vector_size(16)));
@@ -36,6 +37,16 @@ using Floats4 = float __attribute__((vector_size(16)));
 // The upper half of a float32, which is how bfloat16 is stored.
 struct Bf16 {
   uint16_t bits;
+};
+
+// IEEE half precision.
+struct Half {
+  uint16_t bits;
+};
+
+// FP8 E4M3: the bias is 7, the largest number 448, NaN all ones, and there are no infinities.
+struct Fp8 {
+  uint8_t bits;
 };
 
 #define FISSILE_INLINE static inline __attribute__((always_inline))
@@ -50,6 +61,20 @@ FISSILE_INLINE Words splat_word(uint32_t value) {
 #define FISSILE_SAME(lane) value
   return Words FISSILE_LANES(FISSILE_SAME);
 #undef FISSILE_SAME
+}
+
+// Byte `byte` of each lane in the lane's highest byte, zeros below.
+FISSILE_INLINE Words byte_to_top(Words words, int byte) {
+#if FISSILE_WIDTH == 8 && defined(__AVX2__)
+  const int lowest = 0x808080;
+  if (byte == 0) return words << 24;
+  const int first = (byte << 24) | lowest;
+  const __m256i order = _mm256_setr_epi32(first, first + (4 << 24), first + (8 << 24), first + (12 << 24),
+                                          first, first + (4 << 24), first + (8 << 24), first + (12 << 24));
+  return (Words)_mm256_shuffle_epi8((__m256i)words, order);
+#else
+  return (words << (24 - 8 * byte)) & splat_word(0xFF000000u);
+#endif
 }
 
 FISSILE_INLINE Ints lane_numbers() {
@@ -103,6 +128,44 @@ FISSILE_INLINE Floats load(const Bf16* from) {
 #endif
 }
 
+// Numbers of a narrower format, whose exponent and mantissa stand where float32 has them. Its bias is lower by `bias`. Also
+// of those without a leading one, whose distance to the smallest with one is exact; none is without one in float32, where
+// processors would be slow.
+FISSILE_INLINE Floats rebiased(Words magnitude, uint32_t bias) {
+  const Words smallest = splat_word((bias + 1) << 23);
+  Floats small = (Floats)(magnitude + smallest) - (Floats)smallest;
+  return magnitude < splat_word(1u << 23) ? small : (Floats)(magnitude + splat_word(bias << 23));
+}
+
+FISSILE_INLINE Floats load(const Half* from) {
+  Halves halves;
+  __builtin_memcpy(&halves, from, sizeof halves);
+#if FISSILE_WIDTH == 8 && defined(__F16C__)
+  return (Floats)_mm256_cvtph_ps((__m128i)halves);
+#else
+  Words words = __builtin_convertvector(halves, Words), magnitude = (words & splat_word(0x7FFF)) << 13;
+  Words special = magnitude + splat_word((255u - 31u) << 23);
+  Floats value = magnitude < splat_word(0x7C00u << 13) ? rebiased(magnitude, 112) : (Floats)special;
+  return (Floats)((Words)value | ((words & splat_word(0x8000)) << 16));
+#endif
+}
+
+FISSILE_INLINE Floats load(const Fp8* from) {
+  Bytes bytes;
+  __builtin_memcpy(&bytes, from, sizeof bytes);
+#if FISSILE_WIDTH == 8 && defined(__AVX2__)
+  int64_t eight;
+  __builtin_memcpy(&eight, &bytes, sizeof eight);
+  Words words = (Words)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128(eight));
+#else
+  Words words = __builtin_convertvector(bytes, Words);
+#endif
+  Words magnitude = words & splat_word(0x7F);
+  Floats value = rebiased(magnitude << 20, 120);
+  value = magnitude == splat_word(0x7F) ? (Floats)splat_word(0x7FC00000u) : value;
+  return (Floats)((Words)value | ((words & splat_word(0x80)) << 24));
+}
+
 FISSILE_INLINE void store(float* to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
 
 // 2 WIDTH numbers.
@@ -113,6 +176,9 @@ struct Two {
 
 // In the order in which they lie in memory.
 FISSILE_INLINE Two load_two(const float* from) { return {load(from), load(from + WIDTH)}; }
+
+FISSILE_INLINE Two load_two(const Half* from) { return {load(from), load(from + WIDTH)}; }
+FISSILE_INLINE Two load_two(const Fp8* from) { return {load(from), load(from + WIDTH)}; }
 
 // Those at even places, then those at odd ones: a shift and a mask, where their own order takes twice as much.
 FISSILE_INLINE Two load_two(const Bf16* from) {
@@ -149,7 +215,8 @@ FISSILE_INLINE Two as_loaded(Two two, const Bf16*) {
 FISSILE_INLINE Two as_stored(Two two, const Bf16*) {
 #define FISSILE_LOWER(lane) ((lane) / 2 + (lane) % 2 * WIDTH)
 #define FISSILE_UPPER(lane) (WIDTH / 2 + (lane) / 2 + (lane) % 2 * WIDTH)
-  return {FISSILE_SHUFFLED(two.first, two.second, FISSILE_LOWER), FISSILE_SHUFFLED(two.first, two.second, FISSILE_UPPER)};
+  return {FISSILE_SHUFFLED(two.first, two.second, FISSILE_LOWER),
+          FISSILE_SHUFFLED(two.first, two.second, FISSILE_UPPER)};
 #undef FISSILE_LOWER
 #undef FISSILE_UPPER
 }
@@ -170,6 +237,37 @@ FISSILE_INLINE void store(Bf16* to, Floats value) {
   Halves halves = __builtin_convertvector(words, Halves);
   __builtin_memcpy(to, &halves, sizeof halves);
 #endif
+}
+
+// What is beyond the format's largest number becomes that; NaN stays.
+FISSILE_INLINE Floats limited(Floats x, float most) {
+  return x > splat(most) ? splat(most) : (x < splat(-most) ? splat(-most) : x);
+}
+
+// Exponent and mantissa, `dropped` bits narrower, of the nearest number, ties to even, of a format whose bias is lower by
+// `bias`; the value is within its range. Where it has no leading one any more, an addition rounds.
+FISSILE_INLINE Words narrowed_to(Floats value, int dropped, uint32_t bias) {
+  Words magnitude = (Words)value & splat_word(0x7FFFFFFFu);
+  Words rounded = magnitude + splat_word((1u << (dropped - 1)) - 1) + ((magnitude >> dropped) & splat_word(1));
+  Words normal = (rounded >> dropped) - splat_word(bias << (23 - dropped));
+  const Words unit = splat_word((bias + 1 + dropped) << 23);
+  Words small = (Words)((Floats)magnitude + (Floats)unit) - unit;
+  return magnitude < splat_word((bias + 1) << 23) ? small : normal;
+}
+
+// Beyond their range the largest number.
+FISSILE_INLINE void store(Half* to, Floats value) {
+  Words words = narrowed_to(limited(value, 65504.0f), 13, 112);
+  words = ((Words)(value == value) ? words : splat_word(0x7E00)) | (((Words)value >> 16) & splat_word(0x8000));
+  Halves halves = __builtin_convertvector(words, Halves);
+  __builtin_memcpy(to, &halves, sizeof halves);
+}
+
+FISSILE_INLINE void store(Fp8* to, Floats value) {
+  Words words = narrowed_to(limited(value, 448.0f), 20, 120);
+  words = ((Words)(value == value) ? words : splat_word(0x7F)) | (((Words)value >> 24) & splat_word(0x80));
+  Bytes bytes = __builtin_convertvector(words, Bytes);
+  __builtin_memcpy(to, &bytes, sizeof bytes);
 }
 
 // The value as `Number` holds it.

@@ -93,7 +93,8 @@ def llama_completion(port: int) -> Ask:
         async for event in events(port, "/completion", body):
             if event.get("stop"):
                 record.input_tokens, record.output_tokens = event["tokens_evaluated"], event["tokens_predicted"]
-            else:
+            # A first event may say no more than that the prompt is taken.
+            elif event["tokens_predicted"]:
                 record.arrivals.append(clock())
 
     return ask

@@ -64,6 +64,7 @@ def main() -> None:
     parser.add_argument("--model", required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--kv-cache-memory", type=int, required=True, help="bytes")
+    parser.add_argument("--quantize", default="no", help="as of `fissile worker`")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     config = Config(
@@ -71,6 +72,7 @@ def main() -> None:
         dtype="bfloat16",
         kv_cache_memory=options.kv_cache_memory,
         max_num_batched_tokens=CPU_MAX_NUM_BATCHED_TOKENS,
+        quantize=options.quantize,
     )
     serve_jobs(lambda: _load(config))
 

@@ -34,11 +34,12 @@ from tests.bench.peers.runs import Job, Run
 REPOSITORY: Final = Path(__file__).resolve().parents[3]
 MODEL_NAME: Final = "peer"
 MOST_AT_ONCE: Final = 32
-# Tokens of a prompt and its answer together, for those that must be told.
+# Tokens of a prompt and its answer together are 320 at most; llama.cpp keeps memory for so many in each place.
 LONGEST: Final = 512
+_LLAMA_PLACE: Final = 352
 KV_GIB: Final = 2
 # vLLM compiles for minutes when it starts for the first time, longer beside other work.
-START_TIMEOUT_S: Final = 900.0
+START_TIMEOUT_S: Final = 1800.0
 _STOP_TIMEOUT_S: Final = 20.0
 _POLL_S: Final = 0.2
 _JOB_MARGIN_S: Final = 120.0
@@ -279,8 +280,10 @@ def grpc_serves(port: int) -> bool:
     return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
-# What the worker and the offline engine are started with beside the common options.
-_FISSILE_OPTIONS: Final[dict[str, tuple[str, ...]]] = {"fissile": (), "fissile-offline": ()}
+# What the worker or the offline engine is started with beside the common options.
+_INT8: Final = ("--quantize", "int8")
+_SERVED: Final[dict[str, tuple[str, ...]]] = {"fissile": (), "fissile-int8": _INT8}
+_OFFLINE: Final[dict[str, tuple[str, ...]]] = {"fissile-offline": (), "fissile-offline-int8": _INT8}
 
 
 def _fissile_environment() -> dict[str, str]:
@@ -292,7 +295,7 @@ def _fissile(setting: Setting, name: str, port: int) -> list[Process]:
     worker_port = free_port()
     worker = ["-m", "worker", "--model", str(setting.checkpoint), "--model-name", MODEL_NAME, "--dtype", "bfloat16"]
     worker += ["--port", str(worker_port), "--threads", str(setting.threads), "--no-prefix-caching"]
-    worker += ["--kv-cache-memory", f"{KV_GIB}GiB", "--log-level", "warning", *_FISSILE_OPTIONS[name]]
+    worker += ["--kv-cache-memory", f"{KV_GIB}GiB", "--log-level", "warning", *_SERVED[name]]
     router = ["-m", "router", "--port", str(port), "--worker", f"{HOST}:{worker_port}", "--log-level", "warning"]
     return [
         Process([sys.executable, *arguments], setting.folder.log(f"{name}-{part}"), _fissile_environment())
@@ -302,7 +305,7 @@ def _fissile(setting: Setting, name: str, port: int) -> list[Process]:
 
 def _fissile_offline(setting: Setting, name: str) -> Process:
     command = [sys.executable, "-m", "tests.bench.peers.fissile_engine", "--model", str(setting.checkpoint)]
-    command += ["--threads", str(setting.threads), "--kv-cache-memory", str(KV_GIB << 30), *_FISSILE_OPTIONS[name]]
+    command += ["--threads", str(setting.threads), "--kv-cache-memory", str(KV_GIB << 30), *_OFFLINE[name]]
     return Process(command, setting.folder.log(name), _fissile_environment(), answers=True)
 
 
@@ -334,8 +337,9 @@ def _llamacpp(setting: Setting, kind: str, port: int) -> list[Process]:
     )
     how = f"python -m tests.bench.peers.convert --folder {root} --shape {setting.shape}"
     command = [str(program), "-m", str(need(setting.folder.gguf(setting.shape, kind), how))]
-    command += ["--host", HOST, "--port", str(port), "-c", str(MOST_AT_ONCE * LONGEST), "-np", str(MOST_AT_ONCE)]
-    command += ["-t", str(setting.threads), "-tb", str(setting.threads), "-fa", "on", "--no-cache-prompt", "--no-webui"]
+    command += ["--host", HOST, "--port", str(port), "-c", str(MOST_AT_ONCE * _LLAMA_PLACE), "-np", str(MOST_AT_ONCE)]
+    command += ["-t", str(setting.threads), "-tb", str(setting.threads), "-fa", "on", "--no-webui"]
+    command += ["--no-cache-prompt", "--cache-ram", "0"]
     return [Process(command, setting.folder.log(f"llamacpp-{kind}"))]
 
 
@@ -359,11 +363,9 @@ async def _llama_client(port: int) -> AsyncIterator[Ask]:
 
 def make_peers(setting: Setting) -> dict[str, Peer]:
     """All peers by name, none of them started."""
-    served = [name for name in _FISSILE_OPTIONS if "offline" not in name]
-    offline = [name for name in _FISSILE_OPTIONS if "offline" in name]
     peers: list[Peer] = [
-        *(Server(name, partial(_fissile, setting, name), grpc_serves, grpc_generate) for name in served),
-        *(Engine(name, partial(_fissile_offline, setting, name)) for name in offline),
+        *(Server(name, partial(_fissile, setting, name), grpc_serves, grpc_generate) for name in _SERVED),
+        *(Engine(name, partial(_fissile_offline, setting, name)) for name in _OFFLINE),
         Server("vllm", partial(_vllm, setting, "bfloat16"), http_serves, _openai_client),
         Server("vllm-float32", partial(_vllm, setting, "float32"), http_serves, _openai_client),
         *(

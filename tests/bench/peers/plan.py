@@ -13,7 +13,8 @@ PROMPTS: Final = Lengths(32, 256)
 OUTPUT_TOKENS: Final = 64
 # Of performance-notes, section 2: requests of a row by concurrency; others get three for each place.
 REQUESTS: Final[Mapping[int, int]] = {1: 6, 8: 32, 32: 96}
-QUICK_REQUESTS: Final[Mapping[int, int]] = {1: 2, 8: 3, 32: 4}
+QUICK_REQUESTS: Final = 3
+QUICK_TOKENS: Final = 8
 _PER_PLACE: Final = 3
 # Rounds of a workload have the same lengths and other ids.
 _WARM_UP_ROUND: Final = 1_000_000
@@ -40,9 +41,9 @@ def turns(peers: Sequence[str], concurrencies: Sequence[int], repeats: int) -> I
                 yield Turn(repeat, concurrency, peer)
 
 
-def workload(seed: int, vocab_size: int) -> RandomWorkload:
+def workload(seed: int, vocab_size: int, output_tokens: int = OUTPUT_TOKENS) -> RandomWorkload:
     """The requests of all peers."""
-    return RandomWorkload(seed, vocab_size, PROMPTS, Lengths(OUTPUT_TOKENS, OUTPUT_TOKENS))
+    return RandomWorkload(seed, vocab_size, PROMPTS, Lengths(output_tokens, output_tokens))
 
 
 def works(source: RandomWorkload, turn: Turn, count: int) -> list[Work]:

@@ -15,11 +15,12 @@ from pathlib import Path
 from typing import Any, Final
 
 from tests.bench.peers.floors import Machine, Shape, closed_loop_bound
-from tests.bench.peers.plan import OUTPUT_TOKENS, PROMPTS
+from tests.bench.peers.plan import PROMPTS
 
 REFERENCE: Final = "vllm"
-# Bytes of a weight by the end of a peer's name; a block of Q8_0 is 32 numbers and a scale of two bytes.
-_WEIGHT_BYTES: Final = {"-q8": 34 / 32, "-int8": 1.0}
+# Bytes of a weight by the end of a peer's name; Q8_0 has a scale of two bytes for 32 numbers, our int8
+# one of four for 128.
+_WEIGHT_BYTES: Final = {"-q8": 34 / 32, "-int8": 1.0 + 4 / 128}
 Line = Mapping[str, Any]
 
 
@@ -129,7 +130,7 @@ def _times(ratio: float | None) -> str:
 def _bound(line: Line, concurrency: int, peer: str) -> float:
     prompt = (PROMPTS.low + PROMPTS.high) // 2
     machine, shape = machine_of(line), Shape.of(line["config"])
-    return closed_loop_bound(shape, machine, concurrency, prompt, OUTPUT_TOKENS, weight_bytes(peer)).in_series
+    return closed_loop_bound(shape, machine, concurrency, prompt, line["output_tokens"], weight_bytes(peer)).in_series
 
 
 def machine_of(line: Line) -> Machine:
@@ -147,7 +148,7 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
     ]
 
 
-STEP_HEADER: Final = ("weights", "step", "best ms", "median ms", "floor ms", "of floor", "TFLOP/s")
+STEP_HEADER: Final = ("quantize", "step", "best ms", "median ms", "floor ms", "of floor", "TFLOP/s", "counts")
 
 
 def step_table(lines: Sequence[Line]) -> list[str]:
@@ -161,6 +162,7 @@ def step_table(lines: Sequence[Line]) -> list[str]:
             f"{line['floor_s'] * 1e3:.1f}",
             f"{line['floor_s'] / line['median_s']:.0%}",
             f"{line['flops'] / line['median_s'] / 1e12:.3f}",
+            "yes" if line["quiet"] else "no: others ran",
         ]
         for line in lines
         if line["kind"] == "step"

@@ -10,6 +10,7 @@ import argparse
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -31,7 +32,7 @@ from tests.bench.peers.http_stream import HttpError
 from tests.bench.peers.peers import Peer, PeerError, Setting, make_peers
 from tests.bench.peers.runs import Job, Run, WrongWorkError
 
-DEFAULT_PEERS: Final = "fissile,fissile-offline,vllm,llamacpp-bf16,llamacpp-f16,llamacpp-q8,transformers"
+DEFAULT_PEERS: Final = "fissile,fissile-int8,fissile-offline,vllm,llamacpp-bf16,llamacpp-f16,llamacpp-q8,transformers"
 _FAILURES: Final = (
     PeerError,
     WrongWorkError,
@@ -41,8 +42,8 @@ _FAILURES: Final = (
     grpc.RpcError,
     TimeoutError,
 )
-# Of the memory that is left, before another peer is started; below it the one that was started first is stopped.
-_FREE_BYTES: Final = 6 << 30
+# Of the memory that is left, before another peer is started; below it those that start fastest are stopped.
+_FREE_BYTES: Final = 5 << 30
 _FIRST_WARM_UP: Final = 8
 _WARM_UP_LIMIT_S: Final = 300.0
 
@@ -84,6 +85,7 @@ class Measurement:
         self._peers = dict(peers)
         self._source, self._requests, self._budget = source, requests, budget
         self._quiet_s, self._output = quiet_s, output
+        self._start_s: dict[str, float] = {}
 
     async def run(self, turns: Sequence[plan.Turn]) -> None:
         """Measures; a peer that fails takes no further turn."""
@@ -118,13 +120,16 @@ class Measurement:
         first = not peer.started
         if first:
             self._make_room()
+            began = time.monotonic()
             await peer.start()
+            self._start_s[peer.name] = time.monotonic() - began
         count = _FIRST_WARM_UP if first else 1
         await peer.run(Job(plan.warm_up(self._source, count), count, _WARM_UP_LIMIT_S))
 
     def _make_room(self) -> None:
-        """Stops peers until there is memory for another; the dictionary has them in the order of their turns."""
-        for peer in self._peers.values():
+        """Stops peers until there is memory for another, first those whose next start takes least time."""
+        started = [peer for peer in self._peers.values() if peer.started]
+        for peer in sorted(started, key=lambda peer: self._start_s[peer.name]):
             if free_bytes() >= _FREE_BYTES:
                 return
             peer.stop()
@@ -198,7 +203,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--concurrency", type=_numbers, default=[1, 8, 32])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--requests", type=_numbers, help="of a row, one number per concurrency")
-    parser.add_argument("--quick", action="store_true", help="a handful of requests per row: does it work at all")
+    parser.add_argument("--quick", action="store_true", help="a few short answers per row: does it work at all")
     parser.add_argument("--budget", type=float, help="minutes for everything; sizes rows when --requests is absent")
     parser.add_argument("--row-limit", type=float, default=400.0, help="seconds after which a row is cut short")
     parser.add_argument("--wait-quiet", type=float, default=20.0, help="seconds that a row waits for a quiet machine")
@@ -216,7 +221,7 @@ def _requests(options: argparse.Namespace, peers: int, machine: Mapping[str, Any
     if options.requests:
         return dict(zip(options.concurrency, options.requests, strict=True))
     if options.quick:
-        return {c: plan.QUICK_REQUESTS.get(c, c) for c in options.concurrency}
+        return dict.fromkeys(options.concurrency, plan.QUICK_REQUESTS)
     if options.budget is None:
         return {c: plan.full_requests(c) for c in options.concurrency}
     shape, limits = Shape.of(machine["config"]), report.machine_of(machine)
@@ -238,7 +243,9 @@ async def measure(options: argparse.Namespace, output: Output) -> None:
     noise.wait_quiet(options.wait_quiet)
     limits = peak.measure(options.threads)
     config = SHAPES[options.shape]
+    output_tokens = plan.QUICK_TOKENS if options.quick else plan.OUTPUT_TOKENS
     about = {"cpu": cpu_model(), "threads": options.threads, "shape": options.shape, "config": config}
+    about["output_tokens"] = output_tokens
     machine = {"kind": "machine", "read": limits.read, "flops": limits.flops, "seed": options.seed, **about}
     output.write(machine, f"{limits.read / 1e9:.1f} GB/s read, {limits.flops / 1e9:.0f} GFLOP/s")
     end = None if options.budget is None else began + options.budget * 60
@@ -246,7 +253,7 @@ async def measure(options: argparse.Namespace, output: Output) -> None:
     print(f"requests of a row by concurrency: {requests}", flush=True)
     measurement = Measurement(
         {name: every[name] for name in names},
-        plan.workload(options.seed, config["vocab_size"]),
+        plan.workload(options.seed, config["vocab_size"], output_tokens),
         requests,
         plan.Budget(end, options.row_limit),
         options.wait_quiet,
@@ -259,6 +266,8 @@ def main() -> None:
     """Prints a line per row, and the tables at the end, also after Ctrl-C."""
     options = parse()
     os.setpriority(os.PRIO_PROCESS, 0, options.nice)
+    # Peers are ended by whatever ends this.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     path = options.output or options.folder / "results" / time.strftime("%Y%m%d-%H%M%S.jsonl")
     path.parent.mkdir(parents=True, exist_ok=True)
     try:

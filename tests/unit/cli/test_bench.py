@@ -79,6 +79,12 @@ def every_other_fails(script: Script, request: Any, context: grpc.ServicerContex
     yield from answer(request, request.sampling_params.max_tokens)
 
 
+def gone_after_three(script: Script, request: Any, context: grpc.ServicerContext) -> Any:
+    if len(script.requests) > 3:
+        context.abort(grpc.StatusCode.UNAVAILABLE, "no worker")
+    yield from answer(request, request.sampling_params.max_tokens)
+
+
 class Script(InferenceServiceServicer):
     """A router of a script. Keeps what it was asked."""
 
@@ -241,6 +247,16 @@ def test_failures_are_told_and_do_not_count(
     assert (row["ok"], row["output_tokens"]) == (8 - failed, (8 - failed) * 5)
     assert row["failures"] == [{"status": status, "count": failed, "first_message": message}]
     assert result.stdout.startswith("LOAD")
+
+
+def test_a_service_that_has_gone_is_not_asked_for_the_whole_duration(serve: Bench) -> None:
+    serve.script.respond = gone_after_three
+    result = serve.run("--concurrency", "4", "--duration", "60s", "--output-len", "2", "--warmup", "0")
+    assert isinstance(result.exception, CommandError)
+    told = re.fullmatch(r"(\d+) of \d+ requests failed: \1 UNAVAILABLE: no worker", str(result.exception))
+    assert told is not None
+    # A hundred in turn; some may have failed before the last one that did not, and in flight with the hundredth.
+    assert 100 <= int(told[1]) < 110
 
 
 def test_a_data_set_is_asked_as_it_stands(serve: Bench, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Latent attention, products by head and token selection of the PyTorch back end, against plain arithmetic."""
+"""Latent attention, products by head and token selection of the back ends, against plain arithmetic."""
 
 from __future__ import annotations
 
@@ -13,12 +13,10 @@ from hypothesis import strategies as st
 from kernels.interface import IndexSpec, KernelBackend, KVSpec
 from kernels.paged_attention import PagedKVCache
 from kernels.token_selection import highest
-from kernels.torch_backend import TorchBackend
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks
 
 pytestmark = pytest.mark.filterwarnings("error")
 
-BACKEND = TorchBackend()
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 LENGTHS, COUNTS = [1, 70, 64, 129, 200], [1, 3, 64, 1, 66]
 
@@ -54,11 +52,11 @@ def test_head_linear(backend: KernelBackend, dtype: torch.dtype, heads: int, n: 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("width", [7, 32, 128])
-def test_layer_norm(dtype: torch.dtype, width: int) -> None:
+def test_layer_norm(backend: KernelBackend, dtype: torch.dtype, width: int) -> None:
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((20, width), (width,), (width,)))
-    out = BACKEND.layer_norm(x, weight, bias, 1e-6)
+    out = backend.layer_norm(x, weight, bias, 1e-6)
     close(out, torch.nn.functional.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-6))
-    assert torch.equal(out, torch.cat([BACKEND.layer_norm(row[None], weight, bias, 1e-6) for row in x]))
+    assert torch.equal(out, torch.cat([backend.layer_norm(row[None], weight, bias, 1e-6) for row in x]))
 
 
 @dataclass
@@ -69,18 +67,19 @@ class Step:
     heads: int
     block_size: int
     dtype: torch.dtype
+    backend: KernelBackend
     cache_dtype: torch.dtype = torch.float32
 
     def __post_init__(self) -> None:
         num_blocks = sum(-(-length // self.block_size) for length in LENGTHS) + 1
         self.blocks = scattered_blocks(LENGTHS, self.block_size, num_blocks, seed=self.heads)
-        self.cache: PagedKVCache = BACKEND.allocate_kv(self.spec, 2, num_blocks, self.block_size, self.cache_dtype)
+        self.cache: PagedKVCache = self.backend.allocate_kv(self.spec, 2, num_blocks, self.block_size, self.cache_dtype)
         self.cache.data[:, :, :-1] = torch.nan
         # Numbers that both dtypes have.
         self.keys = [torch.randn(n, self.spec.head_dim).to(self.cache_dtype).to(self.dtype) for n in LENGTHS]
         fill = metadata([Rows(0, len(k), b) for k, b in zip(self.keys, self.blocks, strict=True)], self.block_size)
-        fill.plan = BACKEND.plan_attention(fill, self.cache, self.heads)
-        BACKEND.write_latent(self.cache, 1, torch.cat(self.keys), fill)
+        fill.plan = self.backend.plan_attention(fill, self.cache, self.heads)
+        self.backend.write_latent(self.cache, 1, torch.cat(self.keys), fill)
         if self.spec.index is not None:
             assert self.cache.index is not None
             self.cache.index.data[:, :, :-1] = torch.nan
@@ -89,18 +88,18 @@ class Step:
             self.index_keys = [torch.randint(-1, 2, (n, shape[1])).to(self.dtype) for n in LENGTHS]
             self.index_queries = [torch.randint(-1, 2, (n, *shape)).to(self.dtype) for n in LENGTHS]
             self.index_weights = [torch.randint(-2, 3, (n, shape[0])).float() for n in LENGTHS]
-            BACKEND.write_index(self.cache, 1, torch.cat(self.index_keys), fill)
+            self.backend.write_index(self.cache, 1, torch.cat(self.index_keys), fill)
         self.queries = [torch.randn(n, self.heads, self.spec.head_dim).to(self.dtype) for n in LENGTHS]
 
     def run(self, work: list[tuple[int, int, int]]) -> list[torch.Tensor]:
         """Attention of rows [start, end) of each (sequence, start, end), beside five rows of padding."""
         step = metadata([Rows(start, end, self.blocks[i]) for i, start, end in work], self.block_size)
-        step.plan = BACKEND.plan_attention(step, self.cache, self.heads)
+        step.plan = self.backend.plan_attention(step, self.cache, self.heads)
         selection = None
         if self.spec.index is not None:
             queries, weights = self._rows(self.index_queries, work), self._rows(self.index_weights, work)
-            selection = BACKEND.select_tokens(queries, weights, self.cache, 1, step)
-        out = BACKEND.latent_attention(self._rows(self.queries, work), self.cache, 1, step, 0.2, selection)
+            selection = self.backend.select_tokens(queries, weights, self.cache, 1, step)
+        out = self.backend.latent_attention(self._rows(self.queries, work), self.cache, 1, step, 0.2, selection)
         assert not out[-5:].any()
         return list(out[:-5].split_with_sizes([end - start for _, start, end in work]))
 
@@ -133,8 +132,10 @@ WORK = [(i, length - count, length) for i, (length, count) in enumerate(zip(LENG
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("heads", [1, 6, 20])
 @pytest.mark.parametrize(("block_size", "index"), [(16, None), (48, None), (16, INDEX), (128, INDEX)])
-def test_attention(dtype: torch.dtype, heads: int, block_size: int, index: IndexSpec | None) -> None:
-    step = Step(KVSpec(1, 28, 20, index), heads, block_size, dtype)
+def test_attention(
+    backend: KernelBackend, dtype: torch.dtype, heads: int, block_size: int, index: IndexSpec | None
+) -> None:
+    step = Step(KVSpec(1, 28, 20, index), heads, block_size, dtype, backend)
     for out, (i, start, end) in zip(step.run(WORK), WORK, strict=True):
         assert out.shape == (end - start, heads, 20)
         close(out, step.naive(i, start, end))
@@ -142,26 +143,26 @@ def test_attention(dtype: torch.dtype, heads: int, block_size: int, index: Index
     assert not step.cache.data[:, :, -1].any(), "the zero block was written"
 
 
-@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_narrow_caches(cache_dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("cache_dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_narrow_caches(backend: KernelBackend, cache_dtype: torch.dtype) -> None:
     """Index keys are stored in the cache's dtype, as latents are."""
-    step = Step(KVSpec(1, 28, 20, INDEX), 6, 16, torch.float32, cache_dtype)
+    step = Step(KVSpec(1, 28, 20, INDEX), 6, 16, torch.float32, backend, cache_dtype)
     for out, (i, start, end) in zip(step.run(WORK), WORK, strict=True):
         close(out, step.naive(i, start, end))
 
 
 @pytest.mark.parametrize(("topk", "index_heads"), [(1, 2), (16, 64), (63, 1), (64, 3), (65, 5), (128, 8), (500, 2)])
-def test_selection_at_borders(topk: int, index_heads: int) -> None:
+def test_selection_at_borders(backend: KernelBackend, topk: int, index_heads: int) -> None:
     """`topk` on both sides of a KV tile and of the lengths, index heads that fill a query tile and that do not."""
-    step = Step(KVSpec(1, 12, 8, IndexSpec(index_heads, 4, topk)), 2, 16, torch.float32)
+    step = Step(KVSpec(1, 12, 8, IndexSpec(index_heads, 4, topk)), 2, 16, torch.float32, backend)
     for out, (i, start, end) in zip(step.run(WORK), WORK, strict=True):
         close(out, step.naive(i, start, end))
 
 
 @pytest.mark.usefixtures("threads")
 @pytest.mark.parametrize("index", [None, INDEX])
-def test_bits_do_not_depend_on_the_step(index: IndexSpec | None) -> None:
-    step = Step(KVSpec(1, 28, 20, index), 3, 16, torch.float32)
+def test_bits_do_not_depend_on_the_step(backend: KernelBackend, index: IndexSpec | None) -> None:
+    step = Step(KVSpec(1, 28, 20, index), 3, 16, torch.float32, backend)
     # Alone, a row of up to 20 tokens has the dense plan; beside a longer one it selects all.
     alone = [{p: step.run([(i, p, p + 1)])[0][0] for p in {*range(0, n, 7), n - 1}} for i, n in enumerate(LENGTHS)]
     for work in (
@@ -176,9 +177,9 @@ def test_bits_do_not_depend_on_the_step(index: IndexSpec | None) -> None:
                 assert torch.equal(out[p - start], alone[i][p]), f"row {p} of sequence {i}"
 
 
-def test_nothing_is_selected_among_few_tokens() -> None:
-    step = Step(KVSpec(1, 12, 8, IndexSpec(2, 4, 200)), 2, 16, torch.float32)
-    full = Step(KVSpec(1, 12, 8), 2, 16, torch.float32)
+def test_nothing_is_selected_among_few_tokens(backend: KernelBackend) -> None:
+    step = Step(KVSpec(1, 12, 8, IndexSpec(2, 4, 200)), 2, 16, torch.float32, backend)
+    full = Step(KVSpec(1, 12, 8), 2, 16, torch.float32, backend)
     full.keys, full.queries, full.cache, full.blocks = step.keys, step.queries, step.cache, step.blocks
     for sparse, dense in zip(step.run(WORK), full.run(WORK), strict=True):
         assert torch.equal(sparse, dense)
@@ -197,9 +198,9 @@ def test_highest(rows: list[list[float]], topk: int, data: st.DataObject) -> Non
         assert found.nonzero().flatten().tolist() == sorted(rank[:topk])
 
 
-def test_cache_size_is_what_was_asked_for() -> None:
+def test_cache_size_is_what_was_asked_for(backend: KernelBackend) -> None:
     spec = KVSpec(1, 12, 8, IndexSpec(2, 4, 10))
-    cache = BACKEND.allocate_kv(spec, 3, 10, 16, torch.bfloat16)
+    cache = backend.allocate_kv(spec, 3, 10, 16, torch.bfloat16)
     assert cache.index is not None
     assert cache.data.nbytes + cache.index.data.nbytes == 3 * (10 + 1) * 16 * spec.values_per_token * 2
     assert spec.values_per_token == 16

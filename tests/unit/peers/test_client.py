@@ -83,7 +83,9 @@ async def test_the_client_of_llamacpp_reads_counts_and_times() -> None:
     def reply(body: dict[str, Any]) -> list[bytes]:
         assert body["cache_prompt"] is False
         end = {"content": "", "stop": True, "tokens_evaluated": 3, "tokens_predicted": body["n_predict"]}
-        return chunks(lines(*[{"content": "a", "stop": False}] * body["n_predict"], end), 64)
+        begin = {"content": "", "stop": False, "tokens_predicted": 0}
+        parts = [{"content": "a", "stop": False, "tokens_predicted": i + 1} for i in range(body["n_predict"])]
+        return chunks(lines(begin, *parts, end), 64)
 
     async with server(reply) as port:
         run = await closed_loop(llama_completion(port), Job([Work(4, (5, 6, 7))], 1, 10.0))

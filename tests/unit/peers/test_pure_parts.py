@@ -101,7 +101,7 @@ def test_ratios_are_of_the_same_repetition_and_disturbed_rows_do_not_count() -> 
 
 
 def test_figures_of_disturbed_rows_alone_stand_in_brackets() -> None:
-    machine = {"kind": "machine", "cpu": "x", "threads": 2, "read": 27e9, "flops": 199e9}
+    machine = {"kind": "machine", "cpu": "x", "threads": 2, "read": 27e9, "flops": 199e9, "output_tokens": 64}
     machine["config"] = SHAPES["qwen3-0.6b"]
     text = report.text([machine, line("fissile", 0, 30, quiet=False), line("vllm", 0, 10)])
     (row,) = (each for each in text.splitlines() if "| fissile" in each)

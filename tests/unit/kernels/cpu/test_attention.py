@@ -16,6 +16,12 @@ from tests.unit.kernels.steps import Rows, metadata, reference_attention, scatte
 
 LENGTH, BLOCK = 1300, 16
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+CACHES = [
+    (torch.float32, torch.float32),
+    (torch.bfloat16, torch.bfloat16),
+    (torch.float32, torch.float16),
+    (torch.bfloat16, torch.float8_e4m3fn),
+]
 
 
 def filled(
@@ -25,7 +31,7 @@ def filled(
     lengths = [LENGTH, 75]
     blocks = scattered_blocks(lengths, BLOCK, 100, seed=dim)
     cache = PagedKVCache.allocate(KVSpec(heads, dim), 1, 100, BLOCK, kv_dtype or dtype)
-    cache.data[:] = torch.nan
+    cache.data.copy_(torch.full(cache.data.shape, torch.nan))
     step = metadata([Rows(0, n, table) for n, table in zip(lengths, blocks, strict=True)], BLOCK)
     generator = torch.Generator().manual_seed(dim)
     k, v = (torch.randn(sum(lengths), heads, dim, generator=generator).to(dtype) for _ in range(2))
@@ -62,13 +68,13 @@ def test_against_float64(
         torch.testing.assert_close(out[part].double(), exact, rtol=tolerance, atol=tolerance)
 
 
-@DTYPES
+@pytest.mark.parametrize(("dtype", "kv_dtype"), CACHES, ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 24), (2, 2, 16)])
-@pytest.mark.parametrize("window", [None, 1, 65, 700])
+@pytest.mark.parametrize("window", [None, 1, 65])
 def test_chunks_batches_and_threads_do_not_change_bits(
-    threads: CDLL, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+    threads: CDLL, dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:
-    cache, (blocks, others) = filled(threads, kv_heads, dim, dtype)
+    cache, (blocks, others) = filled(threads, kv_heads, dim, dtype, kv_dtype)
     q, sinks = torch.randn(LENGTH, heads, dim).to(dtype), torch.randn(heads)
     whole = attend(threads, cache, q, [Rows(0, LENGTH, blocks)], window, sinks)
     other = attend(threads, cache, q[:75], [Rows(0, 75, others)], window, sinks)
@@ -105,24 +111,51 @@ def test_later_tokens_that_overflowed_do_not_show(native: CDLL, dtype: torch.dty
     assert out[spoiled:].isnan().all()
 
 
-@pytest.mark.parametrize(
-    ("dtype", "kv_dtype"), [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str
-)
-def test_a_cache_of_another_dtype_holds_what_pytorch_would_store(
-    each_isa: CDLL, dtype: torch.dtype, kv_dtype: torch.dtype
-) -> None:
-    cache = PagedKVCache.allocate(KVSpec(2, 21), 1, 4, BLOCK, kv_dtype)
-    k, v = (torch.randn(40, 2, 21).to(dtype) for _ in range(2))
-    k[0, 0, :5] = torch.tensor([3.4e38, -3.4e38, torch.inf, -torch.inf, torch.nan]).to(dtype)
-    step = metadata([Rows(0, 40, [3, 1, 0])], BLOCK)
-    attention.write_kv(each_isa, cache, 0, k, v, attention.StepArrays(step))
-    expected = PagedKVCache.allocate(KVSpec(2, 21), 1, 4, BLOCK, kv_dtype)
-    heads = torch.arange(2)
+NARROW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]
+
+
+def hard_to_round(dtype: torch.dtype) -> torch.Tensor:
+    """All numbers of a narrow `dtype`, what is half way between neighbours, beside that, and beyond the range."""
+    codes = torch.arange(2 ** (8 * dtype.itemsize))
+    numbers = codes.to(torch.uint8 if dtype.itemsize == 1 else torch.uint16).view(dtype).float()
+    finite = numbers[numbers.isfinite()].sort().values
+    middles = (finite[1:].double() + finite[:-1].double()).div(2).float()
+    beside = [middles.nextafter(torch.tensor(torch.inf)), middles.nextafter(torch.tensor(-torch.inf))]
+    beyond = torch.tensor([3.4e38, -3.4e38, torch.inf, -torch.inf, torch.nan, 464.0, -65520.0, 1e-45, -0.0])
+    return torch.cat((finite, middles, *beside, beyond))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("kv_dtype", [torch.float32, *NARROW], ids=str)
+def test_a_cache_holds_what_pytorch_would_store(each_isa: CDLL, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    heads, dim = 2, 1021
+    numbers = hard_to_round(torch.float16 if kv_dtype == torch.float32 else kv_dtype).to(dtype)
+    count = -(-len(numbers) // (heads * dim))
+    k = torch.zeros(count * heads * dim, dtype=dtype)
+    k[: len(numbers)] = numbers
+    k = k.view(count, heads, dim)
+    cache, expected = (PagedKVCache.allocate(KVSpec(heads, dim), 1, 20, BLOCK, kv_dtype) for _ in range(2))
+    step = metadata([Rows(0, count, list(range(19, -1, -1)))], BLOCK)
+    attention.write_kv(each_isa, cache, 0, k, -k, attention.StepArrays(step))
     slots = torch.from_numpy(step.slot_mapping)
-    rows = (slots[:, None] // BLOCK * 2 + heads) * BLOCK + slots[:, None] % BLOCK
-    expected.write(0, rows.flatten(), k, v)
-    assert torch.equal(cache.data.nan_to_num(7.0), expected.data.nan_to_num(7.0))
-    assert torch.equal(cache.data.isnan(), expected.data.isnan())
+    rows = (slots[:, None] // BLOCK * heads + torch.arange(heads)) * BLOCK + slots[:, None] % BLOCK
+    expected.write(0, rows.flatten(), k, -k)
+    stored_numbers, wanted = (one.data.float() for one in (cache, expected))
+    assert torch.equal(stored_numbers.nan_to_num(7.0), wanted.nan_to_num(7.0))
+    assert torch.equal(stored_numbers.isnan(), wanted.isnan())
+    assert torch.equal(stored_numbers.signbit() & (wanted == 0), wanted.signbit() & (wanted == 0))
+
+
+@pytest.mark.parametrize("kv_dtype", [torch.float16, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 24)])
+def test_narrow_caches_are_read_exactly(
+    each_isa: CDLL, kv_dtype: torch.dtype, heads: int, kv_heads: int, dim: int
+) -> None:
+    narrow, blocks = filled(each_isa, kv_heads, dim, torch.float32, kv_dtype)
+    wide = PagedKVCache(narrow.data.float(), dim)
+    rows = [Rows(LENGTH - 30, LENGTH, blocks[0]), Rows(74, 75, blocks[1])]
+    q = torch.randn(31, heads, dim)
+    assert torch.equal(attend(each_isa, narrow, q, rows), attend(each_isa, wide, q, rows))
 
 
 @pytest.mark.parametrize("name", ["seq_lens", "cu_seqlens_q", "block_tables", "slot_mapping"])

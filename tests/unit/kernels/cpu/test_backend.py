@@ -17,21 +17,23 @@ from worker.model_runner import ModelRunner
 from worker.numerics import numerics_digest
 
 
-def digest(folder: Path, kernels: str, threads: int) -> str:
+def digest(folder: Path, kernels: str, threads: int, dtype: str = "float32") -> str:
     with torch_threads(threads):
-        config = Config(model=str(folder), dtype="float32", kernels=kernels, max_model_len=512)
+        config = Config(model=str(folder), dtype=dtype, kernels=kernels, max_model_len=512)
         return numerics_digest(ModelRunner(config, ModelConfig.from_folder(folder)))
 
 
-def test_the_numerics_class_does_not_depend_on_threads(threads: CDLL, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, tokenizer=False)
+@pytest.mark.parametrize("model_type", ["qwen3", "deepseek_v3"])
+def test_the_numerics_class_does_not_depend_on_threads(threads: CDLL, tmp_path: Path, model_type: str) -> None:
+    """Nor that of models with experts and latent attention."""
+    folder = make_checkpoint(tmp_path, model_type, num_hidden_layers=2, tokenizer=False)
     assert digest(folder, "cpu", 1) == digest(folder, "cpu", 2) == digest(folder, "cpu", 3)
     assert digest(folder, "torch", 1) != digest(folder, "cpu", 1)
 
 
 def test_where_pytorch_takes_part_its_threads_count(threads: CDLL, tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "deepseek_v3", num_hidden_layers=2, tokenizer=False)
-    assert digest(folder, "cpu", 1) != digest(folder, "cpu", 2)
+    folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2, tokenizer=False)
+    assert digest(folder, "cpu", 1, "float16") != digest(folder, "cpu", 2, "float16")
 
 
 def test_threads_are_pytorchs(threads: CDLL) -> None:

@@ -12,21 +12,22 @@ from tests.unit.kernels.test_experts import CLAMP, EXPERTS, step
 from tests.unit.kernels.test_experts import experts as drawn
 
 
+@pytest.mark.parametrize("packed_dtype", [None, torch.int8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_sum_of_each_experts_product(each_isa: CDLL, dtype: torch.dtype) -> None:
+def test_the_sum_of_each_experts_product(each_isa: CDLL, dtype: torch.dtype, packed_dtype: torch.dtype | None) -> None:
     """To the bit: products, activation and sum are those of the single kernels."""
     made = drawn(dtype, bias=True)
     x, ids, weights = step(20, seed=4, dtype=dtype)
     ids[3] = torch.tensor([EXPERTS, -1, 2])
-    out = experts.moe(each_isa, x, ids, weights, experts.pack(each_isa, made, 0, None, dtype))
+    out = experts.moe(each_isa, x, ids, weights, experts.pack(each_isa, made, 0, None, dtype, packed_dtype))
     for row in range(len(x)):
         total = torch.zeros(x.shape[1])
         for expert, weight in zip(ids[row].tolist(), weights[row], strict=True):
             if not 0 <= expert < EXPERTS:
                 continue
             one = made[expert]
-            gate_up = linear.pack(each_isa, one.gate_up, one.gate_up_bias, dtype)
-            down = linear.pack(each_isa, one.down, one.down_bias, dtype)
+            gate_up = linear.pack(each_isa, one.gate_up, one.gate_up_bias, dtype, packed_dtype)
+            down = linear.pack(each_isa, one.down, one.down_bias, dtype, packed_dtype)
             inner = elementwise.silu_and_mul(each_isa, linear.linear(each_isa, x[row : row + 1], gate_up))
             total += linear.linear(each_isa, inner, down)[0].float() * weight
         assert torch.equal(out[row], total.to(dtype)), row

@@ -177,7 +177,7 @@ def test_a_models_logits_are_the_same(
     bias: dict[str, Any] = {"attention_bias": True, "mlp_bias": True} if architecture == "llama" else {}
     folder = make_checkpoint(tmp_path, architecture, dtype=dtype, num_hidden_layers=3, tokenizer=False, **bias)
     fused = runner_of(folder)
-    monkeypatch.setattr(model_runner, "select_backend", lambda name: SingleOperations())
+    monkeypatch.setattr(model_runner, "select_backend", lambda *_: SingleOperations())
     single = runner_of(folder)
     assert fused.model._fused is not None  # type: ignore[attr-defined]
     assert single.model._fused is None  # type: ignore[attr-defined]

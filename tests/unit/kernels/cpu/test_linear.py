@@ -14,6 +14,11 @@ from kernels.torch_backend import TorchBackend
 # (N, K) on both sides of panels (16), blocks of k (128), tasks (64 columns) and vectors.
 SHAPES = [(512, 256), (384, 64), (33, 24), (1000, 257), (64, 1300), (1, 1), (17, 129)]
 
+# The dtype of rows and weights, and the one that the weights are packed in.
+DTYPES = [torch.float32, torch.bfloat16]
+PACKED = [*zip(DTYPES, DTYPES, strict=True), (torch.float32, torch.int8), (torch.bfloat16, torch.int8)]
+BLOCK = 128
+
 
 def drawn(n: int, k: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     generator = torch.Generator().manual_seed(n * k)
@@ -22,7 +27,7 @@ def drawn(n: int, k: int, rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, 
     return weight, bias, x
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_at_least_as_close_as_pytorch(each_isa: CDLL, dtype: torch.dtype, n: int, k: int, with_bias: bool) -> None:
@@ -39,11 +44,58 @@ def test_at_least_as_close_as_pytorch(each_isa: CDLL, dtype: torch.dtype, n: int
     assert own <= theirs * 1.02 + 0.25 * torch.finfo(dtype).eps * exact.abs().mean()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def dequantized(weight: torch.Tensor) -> torch.Tensor:
+    """float64 [N, K]: the nearest multiples of a scale for each row and block of K, which is a 127th of the largest."""
+    n, k = weight.shape
+    padded = torch.zeros(n, -(-k // BLOCK) * BLOCK)
+    padded[:, :k] = weight.float()
+    blocks = padded.view(n, -1, BLOCK)
+    scales = blocks.abs().amax(2, keepdim=True) / 127
+    numbers = (blocks / scales.where(scales > 0, 1.0)).round()
+    return (numbers.double() * scales.double()).view(n, -1)[:, :k]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "k"), SHAPES)
-def test_a_rows_bits_do_not_depend_on_the_other_rows(each_isa: CDLL, dtype: torch.dtype, n: int, k: int) -> None:
+def test_int8_weights_are_multiples_of_their_scales(each_isa: CDLL, dtype: torch.dtype, n: int, k: int) -> None:
+    """Against float64 over the dequantized weights, and within half a scale of each weight itself."""
+    weight, bias, x = drawn(n, k, 20, dtype)
+    weight[0, : min(k, BLOCK)] = 0.0
+    out = linear.linear(each_isa, x, linear.pack(each_isa, weight, bias, dtype, torch.int8)).double()
+    used = dequantized(weight)
+    exact = x.double() @ used.t() + bias.double()
+    size = x.double().abs() @ used.abs().t() + bias.double().abs()
+    eps = torch.finfo(dtype).eps
+    assert bool(((out - exact).abs() <= 0.5 * eps * exact.abs() + 1e-5 * size).all())
+    blocks = torch.nn.functional.pad(weight.double().abs(), (0, -k % BLOCK)).view(n, -1, BLOCK).amax(2)
+    half_scale = (blocks / 254).repeat_interleave(BLOCK, 1)[:, :k]
+    assert bool(((used - weight.double()).abs() <= half_scale * 1.001).all())
+
+
+@pytest.mark.parametrize("number", [torch.nan, torch.inf])
+def test_an_int8_block_with_a_weight_that_is_no_number_shows_it(each_isa: CDLL, number: float) -> None:
+    weight, _, x = drawn(20, 300, 3, torch.float32)
+    weight[2, 200] = number
+    out = linear.linear(each_isa, x, linear.pack(each_isa, weight, None, torch.float32, torch.int8))
+    assert out[:, 2].isnan().all()
+    assert out[:, :2].isfinite().all()
+    assert out[:, 3:].isfinite().all()
+
+
+def test_int8_weights_near_zero(native: CDLL) -> None:
+    """Scales that are rounded much, to a subnormal number or to none."""
+    weight = torch.tensor([[190.0, -190.0, 1.0], [60.0, -20.0, 1.0]]) * 2.0**-149
+    out = linear.linear(native, torch.eye(3) * 2.0**60, linear.pack(native, weight, None, torch.float32, torch.int8))
+    assert torch.equal(out.t() * 2.0**89, torch.tensor([[127.0, -127.0, 1.0], [0.0, 0.0, 0.0]]))
+
+
+@pytest.mark.parametrize(("dtype", "packed_dtype"), PACKED)
+@pytest.mark.parametrize(("n", "k"), SHAPES)
+def test_a_rows_bits_do_not_depend_on_the_other_rows(
+    each_isa: CDLL, dtype: torch.dtype, packed_dtype: torch.dtype, n: int, k: int
+) -> None:
     weight, bias, x = drawn(n, k, 80, dtype)
-    packed = linear.pack(each_isa, weight, bias, dtype)
+    packed = linear.pack(each_isa, weight, bias, dtype, packed_dtype)
     alone = torch.cat([linear.linear(each_isa, row[None], packed) for row in x])
     generator = torch.Generator().manual_seed(1)
     for count in range(1, 81):
@@ -51,19 +103,21 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(each_isa: CDLL, dtype: torc
         assert torch.equal(linear.linear(each_isa, x[order], packed), alone[order]), f"{count} rows"
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("dtype", "packed_dtype"), PACKED)
 @pytest.mark.parametrize("rows", [1, 5, 300])
-def test_bits_do_not_depend_on_the_threads(threads: CDLL, dtype: torch.dtype, rows: int) -> None:
+def test_bits_do_not_depend_on_the_threads(
+    threads: CDLL, dtype: torch.dtype, packed_dtype: torch.dtype, rows: int
+) -> None:
     weight, bias, x = drawn(700, 300, rows, dtype)
     outs = []
     for count in (1, 2, 3, 7):
         threads.fissile_set_threads(count)
-        outs.append(linear.linear(threads, x, linear.pack(threads, weight, bias, dtype)))
+        outs.append(linear.linear(threads, x, linear.pack(threads, weight, bias, dtype, packed_dtype)))
     assert all(torch.equal(out, outs[0]) for out in outs)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_vectors_of_8_and_16_give_the_same_bits(native: CDLL, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "packed_dtype"), PACKED)
+def test_vectors_of_8_and_16_give_the_same_bits(native: CDLL, dtype: torch.dtype, packed_dtype: torch.dtype) -> None:
     from kernels.cpu import library
 
     weight, bias, x = drawn(100, 300, 20, dtype)
@@ -73,7 +127,7 @@ def test_vectors_of_8_and_16_give_the_same_bits(native: CDLL, dtype: torch.dtype
             library.select(native, name)
         except library.LibraryUnavailableError as error:
             pytest.skip(str(error))
-        outs.append(linear.linear(native, x, linear.pack(native, weight, bias, dtype)))
+        outs.append(linear.linear(native, x, linear.pack(native, weight, bias, dtype, packed_dtype)))
     library.select(native)
     assert torch.equal(outs[0], outs[1])
 
@@ -97,12 +151,28 @@ def test_rows_of_a_view_and_weights_of_another_dtype(native: CDLL) -> None:
 def test_the_layout_of_packed_weights(native: CDLL) -> None:
     """Instruction sets share it, and so does a file of packed weights."""
     weight = torch.arange(17 * 5, dtype=torch.float32).view(17, 5)
-    single = linear.pack(native, weight, None, torch.float32).panels
-    pairs = linear.pack(native, weight, None, torch.bfloat16).panels.float()
+    single = linear.pack(native, weight, None, torch.float32).panels.view(torch.float32)
+    pairs = linear.pack(native, weight, None, torch.bfloat16).panels.view(torch.bfloat16).float()
     padded = torch.zeros(32, 6)
     padded[:17, :5] = weight
-    assert torch.equal(single, padded[:, :5].view(2, 16, 5, 1).transpose(1, 2))
-    assert torch.equal(pairs, padded.view(2, 16, 3, 2).transpose(1, 2))
+    assert torch.equal(single.view(2, 5, 16), padded[:, :5].view(2, 16, 5).transpose(1, 2))
+    assert torch.equal(pairs.view(2, 3, 16, 2), padded.view(2, 16, 3, 2).transpose(1, 2))
+
+
+def test_the_layout_of_int8_weights(native: CDLL) -> None:
+    weight = torch.randn(17, 130)
+    panels = linear.pack(native, weight, None, torch.float32, torch.int8).panels.view(2, -1)
+    padded = torch.zeros(32, 132)
+    padded[:17, :130] = weight
+    rest = panels
+    for block in (padded[:, :BLOCK], padded[:, BLOCK:]):
+        scales = block.abs().amax(1) / 127
+        numbers = (block / scales.where(scales > 0, 1.0)[:, None]).round().char()
+        size = numbers.shape[1] * 16
+        assert torch.equal(rest[:, :64].contiguous().view(torch.float32), scales.view(2, 16))
+        assert torch.equal(rest[:, 64 : 64 + size].reshape(2, -1, 16, 4), numbers.view(2, 16, -1, 4).transpose(1, 2))
+        rest = rest[:, 64 + size :]
+    assert rest.numel() == 0
 
 
 def test_no_rows(native: CDLL) -> None:
@@ -110,10 +180,12 @@ def test_no_rows(native: CDLL) -> None:
     assert linear.linear(native, torch.empty(0, 8), packed).shape == (0, 20)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_row_that_overflowed_shows_and_spoils_no_other(each_isa: CDLL, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("dtype", "packed_dtype"), PACKED)
+def test_a_row_that_overflowed_shows_and_spoils_no_other(
+    each_isa: CDLL, dtype: torch.dtype, packed_dtype: torch.dtype
+) -> None:
     weight, _, x = drawn(40, 30, 9, dtype)
-    packed = linear.pack(each_isa, weight, None, dtype)
+    packed = linear.pack(each_isa, weight, None, dtype, packed_dtype)
     whole = linear.linear(each_isa, x, packed)
     x[4, 7] = torch.nan
     spoiled = linear.linear(each_isa, x, packed)

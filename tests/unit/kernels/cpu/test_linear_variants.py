@@ -17,6 +17,8 @@ from kernels.interface import ExpertWeights
 BF16 = torch.bfloat16
 # (N, K): whole and broken panels (16), tasks (4 and 8 panels), steps of 32 k, more than the 512 that are done at once.
 SHAPES = [(1, 1), (16, 32), (33, 24), (50, 129), (130, 545), (72, 1031)]
+# Blocks of 128 that share a scale, groups of 4.
+INT8_SHAPES = [(1, 1), (33, 24), (50, 129), (130, 397), (72, 512)]
 # Either side of 16 rows (a tile), 32 (two) and 256 (a task); and of 6 and 72.
 COUNTS = [1, 2, 5, 6, 7, 15, 16, 17, 31, 32, 33, 48, 65, 72, 73, 80]
 
@@ -55,8 +57,25 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(variant: CDLL, n: int, k: i
         assert torch.equal(linear.linear(variant, x[order], packed), whole[order]), f"{count} rows"
 
 
-def test_more_rows_than_a_task_has(variant: CDLL) -> None:
-    packed, x = linear.pack(variant, drawn(20, 40), None, BF16), drawn(600, 40)
+@pytest.mark.parametrize(("n", "k"), INT8_SHAPES)
+def test_int8_weights_are_exact_and_rows_do_not_depend_on_others(variant: CDLL, n: int, k: int) -> None:
+    """Against the weights that int8 and its scales stand for, which float32 shows."""
+    weight, bias, x = drawn(n, k), drawn(n), drawn(80, k)
+    packed = linear.pack(variant, weight, bias, BF16, torch.int8)
+    meant = linear.linear(variant, torch.eye(k), linear.pack(variant, weight, None, torch.float32, torch.int8)).t()
+    whole = linear.linear(variant, x, packed)
+    exact = x.double() @ meant.double().t() + bias.double()
+    scale = x.double().abs() @ meant.double().abs().t() + bias.double().abs()
+    assert ((whole.double() - exact).abs() <= exact.abs() * 2**-8 + scale * 2**-20).all()
+    generator = torch.Generator().manual_seed(1)
+    for count in COUNTS:
+        order = torch.randperm(80, generator=generator)[:count]
+        assert torch.equal(linear.linear(variant, x[order], packed), whole[order]), f"{count} rows"
+
+
+@pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
+def test_more_rows_than_a_task_has(variant: CDLL, packed_dtype: torch.dtype) -> None:
+    packed, x = linear.pack(variant, drawn(20, 40), None, BF16, packed_dtype), drawn(600, 40)
     whole = linear.linear(variant, x, packed)
     parts = torch.cat([linear.linear(variant, x[row : row + 37], packed) for row in range(0, 600, 37)])
     assert torch.equal(whole, parts)

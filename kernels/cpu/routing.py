@@ -1,0 +1,42 @@
+"""The choice of experts by the native kernels (kernels/cpu/native/routing.cpp)."""
+
+from __future__ import annotations
+
+from ctypes import CDLL
+
+import torch
+
+from kernels.interface import Routing
+
+# As in kernels/cpu/native/kernels.hpp.
+_SCORINGS = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
+
+
+def route(
+    library: CDLL, logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids int64 [T, k] and weights float32 [T, k] by float32 logits [T, E]; see KernelBackend.route."""
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    bias = None if correction_bias is None else correction_bias.contiguous()
+    if routing.scoring == "topk_softmax":
+        # The logits themselves are chosen by, and what is chosen adds up to 1.
+        bias, routing = None, Routing(routing.top_k, "topk_softmax")
+    rows, experts = logits.shape
+    ids = torch.empty(rows, routing.top_k, dtype=torch.int64)
+    weights = torch.empty(rows, routing.top_k)
+    library.fissile_route(
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        experts,
+        None if bias is None else bias.data_ptr(),
+        _SCORINGS[routing.scoring],
+        routing.top_k,
+        routing.renormalize,
+        routing.num_groups,
+        routing.top_groups,
+        routing.scale,
+        ids.data_ptr(),
+        weights.data_ptr(),
+    )
+    return ids, weights

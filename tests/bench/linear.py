@@ -1,0 +1,117 @@
+"""Matrix products of the native kernels: `python -m tests.bench.linear [--threads 2] [--against LIBRARY] [...]`.
+
+The four products of a layer of Qwen3-0.6B, several layers' weights in turn, so that they come from memory, not from a
+cache. Weights of each dtype, and those of another build of the library of the same interface with --against, take turns
+product by product: ratios hold on a busy machine too. One thread is timed by its CPU time, several by the clock.
+Beside them what the machine gave in the same run: the rate of reading memory, and of PyTorch's float32 product.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable, Iterator
+from ctypes import CDLL
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from kernels.cpu import library, linear
+
+# (outputs, inputs) of queries, keys and values together; output; gate and up together; down.
+SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
+NUMBERS = sum(columns * inner for columns, inner in SHAPES)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "int8": torch.int8}
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Weights of one dtype, packed by one library."""
+
+    name: str
+    library: CDLL
+    rows_dtype: torch.dtype
+    layers: list[list[linear.PanelLinear]]
+
+    @property
+    def layer_bytes(self) -> int:
+        """Of the weights of a layer."""
+        return sum(packed.panels.nbytes for packed in self.layers[0])
+
+
+def packed(name: str, lib: CDLL, weights: list[torch.Tensor], dtype: torch.dtype, layers: int) -> Candidate:
+    """A candidate; int8 is packed of bfloat16."""
+    own = torch.bfloat16 if dtype == torch.int8 else dtype
+    return Candidate(
+        name, lib, own, [[linear.pack(lib, weight, None, own, dtype) for weight in weights] for _ in range(layers)]
+    )
+
+
+def candidates(options: argparse.Namespace) -> Iterator[Candidate]:
+    """As the options say; the first one is what the others are compared with."""
+    weights = [torch.randn(shape) * 0.02 for shape in SHAPES]
+    libraries = {"": library.load()}
+    if options.against:
+        libraries = {" against": library.load(options.against), **libraries}
+    for lib in libraries.values():
+        lib.fissile_set_threads(options.threads)
+    for dtype in options.dtypes:
+        for suffix, lib in libraries.items():
+            yield packed(dtype + suffix, lib, weights, DTYPES[dtype], options.layers)
+
+
+def seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
+    """What one call took."""
+    start = clock()
+    work()
+    return clock() - start
+
+
+def layer_seconds(compared: list[Candidate], rows: int, repeats: int, clock: Callable[[], float]) -> list[float]:
+    """Of each candidate: the sum over the products of a layer of the best time of each."""
+    best = [[float("inf")] * len(SHAPES) for _ in compared]
+    inputs = {inner: torch.randn(rows, inner) for _, inner in SHAPES}
+    for repeat in range(repeats):
+        for which, one in enumerate(compared):
+            for product, weight in enumerate(one.layers[repeat % len(one.layers)]):
+                x = inputs[weight.inner].to(one.rows_dtype)
+                taken = seconds(partial(linear.linear, one.library, x, weight), clock)
+                best[which][product] = min(best[which][product], taken)
+    return [sum(products) for products in best]
+
+
+def peaks(repeats: int, clock: Callable[[], float]) -> tuple[float, float]:
+    """GFLOP/s of PyTorch's float32 product of 1024 x 1024 matrices, and GB/s of its sum of 256 MiB."""
+    a, b, long = torch.randn(1024, 1024), torch.randn(1024, 1024), torch.ones(1 << 26)
+    product = min(seconds(lambda: a @ b, clock) for _ in range(repeats))
+    reading = min(seconds(long.sum, clock) for _ in range(repeats))
+    return 2 * 1024**3 / product / 1e9, long.nbytes / reading / 1e9
+
+
+def main() -> None:
+    """Prints a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 128])
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16", "int8"])
+    parser.add_argument("--layers", type=int, default=4, help="layers whose weights are used in turn")
+    parser.add_argument("--repeats", type=int, default=24, help="calls of each product, of which the best counts")
+    parser.add_argument("--against", type=Path, help="another libfissile_cpu.so, compared as the first")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    clock = time.thread_time if options.threads == 1 else time.perf_counter
+    compared = list(candidates(options))
+    flops, reading = peaks(options.repeats, clock)
+    print(f"{options.threads} threads; PyTorch float32 {flops:.0f} GFLOP/s, reading {reading:.1f} GB/s")
+    print(f"{'rows':>4}  {'weights':<18}{'ms a layer':>11}{'GFLOP/s':>9}{'GB/s':>7}{'ratio':>7}")
+    for rows in options.rows:
+        times = layer_seconds(compared, rows, options.repeats, clock)
+        for one, taken in zip(compared, times, strict=True):
+            rates = f"{2 * rows * NUMBERS / taken / 1e9:9.1f}{one.layer_bytes / taken / 1e9:7.1f}"
+            print(f"{rows:4}  {one.name:<18}{taken * 1e3:11.2f}{rates}{times[0] / taken:7.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,92 @@
+"""Weights brought to int8 when they are loaded: on the demo model, from Config to the tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from common.config import Config
+from common.errors import InvalidFieldError
+from common.sampling_params import SamplingParams
+from deploy.demo.questions import questions
+from kernels.select import select_backend
+from worker.llm_engine import LLMEngine
+from worker.model_config import ModelConfig, ModelError
+from worker.model_runner import ModelRunner
+from worker.numerics import numerics_digest
+
+DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "checkpoint"
+MODEL_LEN = 128
+
+
+@pytest.fixture(autouse=True, scope="module")
+def native() -> None:
+    try:
+        select_backend("cpu")
+    except ValueError as error:
+        pytest.skip(str(error))
+
+
+def config(quantize: str = "int8", **changes: object) -> Config:
+    common = Config(
+        model=str(DEMO),
+        dtype="bfloat16",
+        kernels="cpu",
+        quantize=quantize,
+        max_model_len=MODEL_LEN,
+        num_kvcache_blocks=64,
+        max_num_seqs=8,
+    )
+    return replace(common, **changes)  # type: ignore[arg-type]
+
+
+def runner(used: Config) -> ModelRunner:
+    return ModelRunner(used, ModelConfig.from_folder(used.model))
+
+
+@cache
+def prompts() -> tuple[str, ...]:
+    return tuple(exchange.user for exchange in questions()[::25])
+
+
+def params(number: int) -> SamplingParams:
+    """Every second request samples."""
+    return SamplingParams(temperature=0.8 * (number % 2), top_p=0.95, seed=number, max_tokens=12)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_an_answer_is_the_same_alone_and_among_others(dtype: str) -> None:
+    """In chunks of 20 tokens mixed with decodes, and in whole prompts."""
+    given = [params(number) for number in range(len(prompts()))]
+    expected = [
+        LLMEngine(config(dtype=dtype, max_num_seqs=1)).generate([prompt], [each])[0]["token_ids"]
+        for prompt, each in zip(prompts(), given, strict=True)
+    ]
+    for policy, budget in (("mixed", 20), ("prefill_first", 512)):
+        engine = LLMEngine(config(dtype=dtype, scheduling_policy=policy, max_num_batched_tokens=budget))
+        together = [answer["token_ids"] for answer in engine.generate(list(prompts()), given)]
+        assert together == expected
+
+
+def test_it_is_a_numerics_class_of_its_own_and_close() -> None:
+    exact, quantized = runner(config("no")), runner(config())
+    assert numerics_digest(exact) != numerics_digest(quantized)
+    assert numerics_digest(quantized) == numerics_digest(runner(config()))
+    greedy = SamplingParams(temperature=0.0, max_tokens=6)
+    answers = [
+        [answer["text"] for answer in LLMEngine(config(kind)).generate(list(prompts()), greedy)]
+        for kind in ("no", "int8")
+    ]
+    same = sum(a == b for a, b in zip(*answers, strict=True))
+    assert same >= len(prompts()) - 2, "8-bit weights change an answer now and then, not most of them"
+
+
+def test_what_can_not_be_quantized_is_refused() -> None:
+    with pytest.raises(InvalidFieldError, match="quantize"):
+        config("int4")
+    for changes in ({"kernels": "torch"}, {"dtype": "float16"}):
+        with pytest.raises(ModelError, match="quantize 'int8' needs kernels 'cpu' and dtype float32 or bfloat16"):
+            runner(config(**changes))
