@@ -54,7 +54,7 @@ SHAPES: Final[dict[str, dict[str, Any]]] = {
         "vocab_size": 32000,
     },
 }
-NUM_SHORT: Final = {("tiny", "bfloat16"): 24, ("demo", "bfloat16"): 4, ("tiny", "int8"): 6}
+NUM_SHORT: Final = {("tiny", "bfloat16"): 24, ("demo", "bfloat16"): 4}
 NUM_LONG: Final = {"tiny": 300, "demo": 200, "60m": 60}
 # What the weights are kept in: fields of Config.
 VARIANTS: Final[dict[str, dict[str, Any]]] = {
