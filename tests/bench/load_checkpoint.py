@@ -2,6 +2,10 @@
 
 Each load is a process of its own, one after the other, with the file in the page cache. Memory is the growth of the
 resident set over that of the process before the load, PyTorch and all modules imported; pages of the mapped file count.
+
+`--cache` measures packed weights instead: the first start, which packs and writes, later ones, which map, and what two
+processes that run at the same time take: their proportional set sizes (`Pss` of /proc/PID/smaps_rollup) after a step of
+each, with the cache and without.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ import argparse
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -109,6 +114,64 @@ def measure(loader: str, folder: Path, dtype: str) -> None:
     del model
 
 
+def start(folder: Path, dtype: str, cache: Path | None, hold: bool) -> None:
+    """Loads and computes a step in this process; prints seconds and, when asked for by a line of input, Pss."""
+    config = Config(model=str(folder), dtype=dtype, weights_cache="" if cache is None else str(cache))
+    before = _pss()
+    began = time.perf_counter()
+    runner = ModelRunner(config, ModelConfig.from_folder(folder))
+    loaded = time.perf_counter() - began
+    runner.warmup()
+    print(f"loaded {loaded:5.2f} s, with a first step {time.perf_counter() - began:5.2f} s", flush=True)
+    if hold:
+        input()
+        print(f"Pss grew by {(_pss() - before) // MIB} MiB", flush=True)
+        input()
+
+
+def measure_cache(folder: Path, dtype: str, runs: int) -> None:
+    """The first start, later starts, and two at a time without and with the cache."""
+    command = [
+        sys.executable,
+        "-m",
+        "tests.bench.load_checkpoint",
+        "--folder",
+        str(folder),
+        "--dtype",
+        dtype,
+        "--start",
+    ]
+    with tempfile.TemporaryDirectory(dir=folder.parent) as cache:
+        with_cache = [*command, "--weights-cache", cache]
+        for name, one in (("no cache", command), ("first start", with_cache), ("later start", with_cache)):
+            for _ in range(1 if name == "first start" else runs):
+                print(name, flush=True)
+                subprocess.run(one, check=True)
+        for name, one in (("no cache", command), ("cache", with_cache)):
+            print(f"two processes, {name}", flush=True)
+            _two_at_a_time([*one, "--hold"])
+
+
+def _two_at_a_time(command: list[str]) -> None:
+    both = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    for process in both:
+        assert process.stdout is not None
+        while "loaded" not in process.stdout.readline():
+            pass
+    for process in both:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write("\n")
+        process.stdin.flush()
+        print(" ", process.stdout.readline().strip())
+    for process in both:
+        process.communicate("\n")
+
+
+def _pss() -> int:
+    return int(Path("/proc/self/smaps_rollup").read_text("ascii").split("Pss:")[1].split()[0]) << 10
+
+
 def _status(name: str) -> int:
     """A line of this process's status, in bytes."""
     return int(Path("/proc/self/status").read_text("ascii").split(f"{name}:")[1].split()[0]) << 10
@@ -121,13 +184,23 @@ def main() -> None:
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--loader", choices=LOADERS, help="only this one, in this process")
+    parser.add_argument("--cache", action="store_true", help="measure packed weights")
+    parser.add_argument("--start", action="store_true", help="one start, in this process")
+    parser.add_argument("--weights-cache", type=Path, help="with --start: the folder; absent: none")
+    parser.add_argument("--hold", action="store_true", help="with --start: stay until a line of input")
     options = parser.parse_args()
+    if options.start:
+        start(options.folder, options.dtype, options.weights_cache, options.hold)
+        return
     if options.loader:
         measure(options.loader, options.folder, options.dtype)
         return
     write_checkpoint(options.folder)
     for file in options.folder.glob("*.safetensors"):
         file.read_bytes()
+    if options.cache:
+        measure_cache(options.folder, options.dtype, options.runs)
+        return
     for _ in range(options.runs):
         for loader in LOADERS:
             arguments = ("--loader", loader, "--folder", str(options.folder), "--dtype", options.dtype)
