@@ -13,7 +13,8 @@ import torch
 
 from common.config import Config
 from common.sampling_params import SamplingParams
-from kernels.select import AUTO, BACKENDS
+from kernels.cpu.instruction_sets import AUTO
+from kernels.select import BACKENDS
 from tests.checkpoints import make_checkpoint
 from worker.batch import ScheduledBatch
 from worker.model_config import ModelConfig, ModelError

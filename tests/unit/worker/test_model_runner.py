@@ -9,7 +9,8 @@ from structlog.testing import capture_logs
 
 from common.config import Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
-from kernels.select import AUTO, BACKENDS, select_backend
+from kernels.cpu.instruction_sets import AUTO
+from kernels.select import BACKENDS, select_backend
 from tests.checkpoints import make_checkpoint
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.dtype import resolve_dtype
