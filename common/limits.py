@@ -125,8 +125,8 @@ MAX_RANK_FRAME_BYTES = 256 * MIB
 # A host that is gone without a word, seconds.
 RANK_TCP_TIMEOUT_S = 8.0
 
-# Files of packed weights: bytes of all together that stay when they are not in use, and how long a start waits for
-# another that packs the same.
+# Files of packed weights: bytes of all together, beyond which those go that are not in use, and how long a start
+# waits for another that packs the same.
 WEIGHTS_CACHE_BYTES = 64 << 30
 WEIGHTS_CACHE_WAIT_S = 600.0
 

@@ -16,7 +16,7 @@ from worker.model_config import ModelError
 from worker.safetensors_file import Entry, Shape, header_bytes, read_entries
 from worker.stored_tensors import Files, Index, StoredTensor
 
-__all__ = ["Progress", "Shape", "Weights", "load_weights", "no_progress", "weights_digest"]
+__all__ = ["Progress", "Shape", "Weights", "load_weights", "no_progress", "weight_files", "weights_digest"]
 
 Progress = Callable[[int, int], None]
 
@@ -176,6 +176,16 @@ def weights_digest(folder: Path | str) -> str:
                 stream.seek((size - DIGEST_WINDOW_BYTES) * sample // (DIGEST_SAMPLES - 1))
                 digest.update(stream.read(DIGEST_WINDOW_BYTES))
     return digest.hexdigest()
+
+
+def weight_files(folder: Path | str) -> tuple[tuple[str, int, int], ...]:
+    """Name, bytes and time of the last change, in ns, of each safetensors file: sees what `weights_digest` may not.
+
+    Raises:
+        ModelError: there are none.
+    """
+    stats = [(file.name, file.stat()) for file in _files(Path(folder))]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
 
 
 def _files(folder: Path) -> list[Path]:

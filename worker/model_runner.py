@@ -32,7 +32,7 @@ from worker.forward_context import (
     set_kv_cache_data,
 )
 from worker.layers.build import Build
-from worker.loader import Progress, Weights, load_weights, no_progress, weights_digest
+from worker.loader import Progress, Weights, load_weights, no_progress, weight_files, weights_digest
 from worker.model_config import ModelConfig, ModelError
 from worker.models.registry import CausalModel, model_class, support_model_arch_dict
 from worker.parallel import Shard, length
@@ -157,6 +157,7 @@ class ModelRunner:
         engines = (0, 1) if data is None else (data.rank, data.size)
         return Key(
             weights=self.weights_digest,
+            files=weight_files(self.config.model),
             architecture=self.model_config.architecture,
             dtype=str(self.dtype),
             layout=repr(self.kernels.layout),

@@ -4,7 +4,8 @@
 
 Every tensor begins at a multiple of 4096 bytes; parts of one memory are stored once. A packed object is any tree of
 dataclasses of the `kernels` package, lists, tuples, numbers and tensors: nothing here knows a layout. No pickle: a file
-can name no code but those dataclasses.
+can name no code but those dataclasses. The header's checksum is checked whenever the file is opened; tensors have none,
+as to check them would be to read the whole file.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def write(file: BinaryIO, key: str, objects: Mapping[str, Any], progress: Callab
 
     Args:
         file: open for writing, empty.
-        key: what the weights are a function of; told again on `PackedFile.open`.
+        key: what the weights are a function of; told again to `PackedFile`.
         objects: packed objects by name.
         progress: called with (bytes written, bytes in all).
 

@@ -6,7 +6,7 @@ Invariants:
   * One process at a time packs one entry, the others of this machine wait for it; where the folder knows no locks all
     pack, and the last rename wins.
   * A mapped entry is locked as long as it is used. When all together are more than the limit, those that have not been
-    used for longest go, never one in use.
+    used for longest go, never one in use; where nobody can tell whether one is in use, none.
   * No failure of the cache is one of the start: without it weights are read and packed as ever.
 """
 
@@ -19,9 +19,11 @@ import functools
 import hashlib
 import json
 import os
+import secrets
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any, BinaryIO, Final, Protocol, TypeVar
 
@@ -36,10 +38,22 @@ _ENTRY: Final = ".weights"
 _LOCK: Final = ".lock"
 _PART: Final = ".part"
 _POLL_S: Final = 0.1
+_SHORT_POLL_S: Final = 0.01
+_SHORT_WAIT_S: Final = 2.0
 _MIB: Final = 1 << 20
 Made = TypeVar("Made")
 Model = TypeVar("Model")
 Progress = Callable[[int, int], None]
+# What an entry gives that is not what its model keeps, whose header is whole.
+_UNUSABLE: Final = (AttributeError, DamagedFileError, ImportError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+class _Locked(Enum):
+    """What came of taking a lock."""
+
+    HELD = "held"
+    BUSY = "another process has it"
+    UNKNOWN = "the file system knows no locks"
 
 
 @dataclass(frozen=True)
@@ -47,7 +61,8 @@ class Key:
     """Everything that decides about the bytes of a rank's packed weights.
 
     Attributes:
-        weights: digest of the checkpoint (worker/loader.py).
+        weights: digest of the checkpoint (worker/loader.py), which sees no more than samples of large files.
+        files: name, bytes and time of the last change, in ns, of each of its files of weights.
         architecture: of the model.
         dtype: of weights and activations.
         layout: the back end, and what its layout depends on.
@@ -57,6 +72,7 @@ class Key:
     """
 
     weights: str
+    files: tuple[tuple[str, int, int], ...]
     architecture: str
     dtype: str
     layout: str
@@ -138,7 +154,7 @@ class WeightsCache:
 
     Args:
         folder: made when something is written.
-        limit_bytes: of all entries that are not in use.
+        limit_bytes: of all entries together, those in use among them, which are never removed.
         wait_s: longest wait for another process that packs the same.
     """
 
@@ -174,7 +190,11 @@ class WeightsCache:
                     return model
                 # The memory of what was made is given back before the same is mapped.
                 del making, model
-        return build(Mapped(file, adopt))
+        try:
+            return build(Mapped(file, adopt))
+        except _UNUSABLE as error:
+            log.warning("packed weights are not used; remove the file", path=str(self.path(key)), reason=_reason(error))
+        return build(Making())
 
     def path(self, key: Key) -> Path:
         """Of the entry."""
@@ -183,15 +203,17 @@ class WeightsCache:
     def _open(self, key: Key) -> PackedFile | None:
         path = self.path(key)
         try:
-            stream = path.open("rb")
+            stream = _opened_in_use(path)
         except OSError:
             return None
+        if stream is None:
+            log.warning("packed weights are made anew", path=str(path), reason="another process keeps the file locked")
+            return None
         try:
-            _lock(stream, fcntl.LOCK_SH)
             file = PackedFile(stream, key.text)
             with contextlib.suppress(OSError):
                 os.utime(path)
-        except (DamagedFileError, OSError, ValueError, KeyError) as error:
+        except (OSError, *_UNUSABLE) as error:
             log.warning("packed weights are made anew", path=str(path), reason=_reason(error))
             stream.close()
             return None
@@ -200,13 +222,12 @@ class WeightsCache:
 
     def _write(self, key: Key, objects: dict[str, Any], progress: Progress) -> PackedFile | None:
         path = self.path(key)
-        part = path.with_suffix(f".{os.getpid()}{_PART}")
+        part: Path | None = None
         begin = time.monotonic()
         try:
             self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-            with part.open("wb") as stream:
-                # Says that it is being written.
-                _lock(stream, fcntl.LOCK_EX)
+            part, stream = _new_part(path)
+            with stream:
                 write(stream, key.text, objects, progress)
                 stream.flush()
                 os.fsync(stream.fileno())
@@ -214,8 +235,9 @@ class WeightsCache:
             _sync(self._folder)
         except (OSError, UnkeptObjectError) as error:
             log.warning("packed weights are not kept", folder=str(self._folder), reason=_reason(error))
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
+            if part is not None:
+                with contextlib.suppress(OSError):
+                    part.unlink(missing_ok=True)
             return None
         log.info("packed weights written", path=str(path), seconds=round(time.monotonic() - begin, 1))
         file = self._open(key)
@@ -257,7 +279,7 @@ class WeightsCache:
 
     def _wait_for(self, stream: BinaryIO) -> None:
         deadline, said = time.monotonic() + self._wait_s, False
-        while not _lock(stream, fcntl.LOCK_EX) and time.monotonic() < deadline:
+        while _lock(stream, fcntl.LOCK_EX) is _Locked.BUSY and time.monotonic() < deadline:
             if not said:
                 log.info("waiting for another process that packs these weights", folder=str(self._folder))
                 said = True
@@ -274,25 +296,68 @@ def sources_digest() -> str:
     return digest.hexdigest()
 
 
-def _lock(stream: BinaryIO, kind: int) -> bool:
-    """Takes a lock that goes with the file's end; False when another has it. Where there are no locks, True."""
+def _lock(stream: BinaryIO, kind: int) -> _Locked:
+    """Takes a lock that goes with the file's end: LOCK_SH needs a file open for reading, LOCK_EX for writing (NFS)."""
     try:
         fcntl.flock(stream.fileno(), kind | fcntl.LOCK_NB)
     except OSError as error:
-        return error.errno not in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
-    return True
+        busy = error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+        return _Locked.BUSY if busy else _Locked.UNKNOWN
+    return _Locked.HELD
+
+
+def _opened_in_use(path: Path) -> BinaryIO | None:
+    """The file, locked against its removal where there are locks; None when another keeps it locked for long.
+
+    Raises:
+        OSError: it is not there or can not be read.
+    """
+    deadline = time.monotonic() + _SHORT_WAIT_S
+    while True:
+        stream = path.open("rb")
+        # Between the two it may have been removed, or another may have come in its place.
+        if _lock(stream, fcntl.LOCK_SH) is not _Locked.BUSY and _is_at(path, stream):
+            return stream
+        stream.close()
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_SHORT_POLL_S)
+
+
+def _new_part(path: Path) -> tuple[Path, BinaryIO]:
+    """A file to write an entry to, of a name that nobody else takes, locked to say that it is being written.
+
+    Raises:
+        OSError: it can not be made.
+    """
+    while True:
+        # Not by the process id: that of a container's process is 1 in all containers which share the folder.
+        part = path.with_suffix(f".{secrets.token_hex(8)}{_PART}")
+        stream = part.open("xb")
+        # Before it is locked, another may take it for one that was left.
+        if _lock(stream, fcntl.LOCK_EX) is not _Locked.BUSY and _is_at(part, stream):
+            return part, stream
+        stream.close()
 
 
 def _remove_unused(path: Path) -> bool:
-    """Removes a file unless a process has it locked."""
+    """Removes a file if it is certain that no process has it locked."""
     try:
-        with path.open("rb") as stream:
-            unused = _lock(stream, fcntl.LOCK_EX)
+        with path.open("r+b") as stream:
+            unused = _lock(stream, fcntl.LOCK_EX) is _Locked.HELD and _is_at(path, stream)
             if unused:
                 path.unlink()
     except OSError:
         return False
     return unused
+
+
+def _is_at(path: Path, stream: BinaryIO) -> bool:
+    """Whether the path still leads to the open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
+    except FileNotFoundError:
+        return False
 
 
 def _sync(folder: Path) -> None:
@@ -305,4 +370,9 @@ def _sync(folder: Path) -> None:
 
 
 def _reason(error: Exception) -> str:
-    return str(error) if not isinstance(error, OSError) else os.strerror(error.errno or 0)
+    """One line of it."""
+    if isinstance(error, OSError):
+        return os.strerror(error.errno or 0)
+    if isinstance(error, DamagedFileError | UnkeptObjectError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".partition("\n")[0]

@@ -9,6 +9,7 @@ one path.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import torch
@@ -178,7 +179,10 @@ class MLAttention:
         self._kv_down = ColumnLinear(build, {f"{prefix}.kv_a_proj_with_mqa": WHOLE}, bias)
         self._kv_norm = RMSNorm(build, f"{prefix}.kv_a_layernorm", _NORM_EPS)
         both = f"{prefix}.kv_b_proj"
-        self._to_latent, self._from_latent = build.kept.keep(both, lambda: _absorbed(build, both, heads, config))
+        # Read once, kept as two: a back end that adopts packed objects looks into no tuple.
+        absorbed = functools.cache(lambda: _absorbed(build, both, heads, config))
+        self._to_latent = build.kept.keep(f"{both} to latent", lambda: absorbed()[0])
+        self._from_latent = build.kept.keep(f"{both} from latent", lambda: absorbed()[1])
         self._out = RowLinear(build, f"{prefix}.o_proj", times(heads, config.v_head_dim), bias)
         self._indexer = None if config.index is None else Indexer(build, f"{prefix}.indexer", layer, config.index)
         self._scale = softmax_scale(build.config, config)

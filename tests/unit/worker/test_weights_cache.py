@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +19,16 @@ from structlog.testing import capture_logs
 
 from common.config import Config
 from common.sampling_params import SamplingParams
-from kernels.row_tiles import PackedLinear
+from kernels.experts import PackedExperts
+from kernels.row_tiles import PackedHeads, PackedLinear
 from kernels.select import BACKENDS, select_backend
+from kernels.torch_backend import TorchBackend
 from tests.checkpoints import make_checkpoint
-from worker import model_runner, weights_cache
+from worker import loader, model_runner, packed_file, weights_cache
 from worker.app import worker as worker_command
 from worker.batch import ScheduledBatch
 from worker.engine_config import default_weights_cache
+from worker.loader import DIGEST_SAMPLES, weight_files, weights_digest
 from worker.model_config import ModelConfig
 from worker.model_runner import ModelRunner
 from worker.packed_file import DamagedFileError, PackedFile, UnkeptObjectError, write
@@ -33,7 +38,7 @@ from worker.weights_cache import Key, Making, WeightsCache
 
 SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80, "head_dim": 16}
 ARCHITECTURES = ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v32")
-KEY = Key("digest", "Arch", "bfloat16", "layout", "sources", "", "0 of 1")
+KEY = Key("digest", (), "Arch", "bfloat16", "layout", "sources", "", "0 of 1")
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +99,20 @@ def test_a_mapped_model_has_the_bits_of_a_packed_one(
     assert (first, second) == (expected, expected)
 
 
+def test_a_back_end_adopts_packed_objects_not_tuples_of_them(
+    checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, adopted = checkpoints("deepseek_v32"), list[object]()
+    started(folder, tmp_path, kernels="torch")
+    monkeypatch.setattr(TorchBackend, "adopt", lambda _, packed: adopted.append(packed))
+    started(folder, tmp_path, kernels="torch")
+    assert {type(each) for each in adopted if not isinstance(each, torch.Tensor)} == {
+        PackedLinear,
+        PackedHeads,
+        PackedExperts,
+    }
+
+
 def test_each_rank_and_dtype_has_an_entry(checkpoints: Callable[[str], Path], tmp_path: Path) -> None:
     folder = checkpoints("qwen3")
     for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
@@ -113,6 +132,26 @@ def test_another_checkpoint_of_the_same_shape_is_another_entry(
     other = make_checkpoint(tmp_path / "other", "qwen3", dtype="bfloat16", seed=1, **SHAPE)
     digests = {bits(started(folder, tmp_path / "cache")) for folder in (checkpoints("qwen3"), other)}
     assert len(digests) == 2
+    assert len(list((tmp_path / "cache").glob("*.weights"))) == 2
+
+
+def test_a_change_that_the_digest_does_not_see_is_another_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = make_checkpoint(tmp_path / "model", "qwen3", dtype="bfloat16", **SHAPE)
+    file = next(folder.glob("*.safetensors"))
+    monkeypatch.setattr(loader, "DIGEST_WHOLE_BYTES", file.stat().st_size - 1)
+    monkeypatch.setattr(loader, "DIGEST_WINDOW_BYTES", 1)
+    started(folder, tmp_path / "cache")
+    digest = weights_digest(folder)
+    data = bytearray(file.read_bytes())
+    between = (len(data) - 1) * (DIGEST_SAMPLES // 2) // (DIGEST_SAMPLES - 1) + 1
+    data[between] ^= 1
+    file.write_bytes(data)
+    os.utime(file, ns=(0, 12345))
+    assert weights_digest(folder) == digest, "the numerics class is that of the samples"
+    assert weight_files(folder) == ((file.name, len(data), 12345),)
+    assert bits(started(folder, tmp_path / "cache")) == bits(started(folder, ""))
     assert len(list((tmp_path / "cache").glob("*.weights"))) == 2
 
 
@@ -147,6 +186,50 @@ def load(cache: WeightsCache, key: Key = KEY, calls: list[bool] | None = None) -
         return made
 
     return cache.load(key, build, lambda *_: None, lambda _: None)
+
+
+CHANGES = {
+    "name": (b'{"x":', b'{"y":', "KeyError: 'x'"),
+    "code": (b"kernels.row_tiles:PackedLinear", b"os:system", "names os:system, which is no packed object"),
+    "field": (b'"bias":', b'"bios":', "TypeError: "),
+    "place": (b'"offset":0', b'"offset":8192', "ValueError: "),
+    "dtype": (b'"dtype":"float32"', b'"dtype":"float33"', "AttributeError: "),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_file_that_fits_no_model_is_said_in_one_line_and_not_used(change: str, tmp_path: Path) -> None:
+    calls: list[bool] = []
+
+    def build(kept: Any) -> PackedLinear:
+        calls.append(kept.needs_weights)
+        made: PackedLinear = kept.keep("x", lambda: PackedLinear(torch.arange(10.0), None))
+        return made
+
+    cache, path = WeightsCache(tmp_path), WeightsCache(tmp_path).path(KEY)
+    cache.load(KEY, build, lambda *_: None, lambda _: None)
+    old, new, reason = CHANGES[change]
+    change_header(path, old, new)
+    calls.clear()
+    with capture_logs() as logs:
+        model = cache.load(KEY, build, lambda *_: None, lambda _: None)
+    assert torch.equal(model.weight_t, torch.arange(10.0))
+    assert calls == [False, True]
+    (line,) = [line for line in logs if line["log_level"] == "warning"]
+    assert (line["event"], line["path"]) == ("packed weights are not used; remove the file", str(path))
+    assert line["reason"].startswith(reason)
+    assert "\n" not in line["reason"]
+
+
+def change_header(path: Path, old: bytes, new: bytes) -> None:
+    """Of a file whose header is shorter than a page before and after."""
+    data, prefix = path.read_bytes(), packed_file._PREFIX
+    _, length, _ = prefix.unpack(data[: prefix.size])
+    header = data[prefix.size : prefix.size + length]
+    assert header.count(old) == 1
+    header = header.replace(old, new)
+    page = prefix.pack(packed_file.MAGIC, len(header), packed_file._digest(header)) + header
+    path.write_bytes(page.ljust(4096, b"\0") + data[4096:])
 
 
 def test_a_file_of_another_key_is_not_used(tmp_path: Path) -> None:
@@ -202,6 +285,131 @@ def test_the_least_recently_used_entries_go_and_none_in_use(tmp_path: Path) -> N
     assert torch.equal(kept, torch.arange(10.0))
 
 
+def locks_of_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """flock as on NFS: exclusive for those who may write to the file, shared for those who may read it."""
+    real = fcntl.flock
+
+    def flock(descriptor: int, kind: int) -> None:
+        lacking = os.O_RDONLY if kind & fcntl.LOCK_EX else os.O_WRONLY
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == lacking:
+            raise OSError(errno.EBADF, "Bad file descriptor")
+        real(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def no_locks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: int) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+def test_on_nfs_too_what_is_in_use_stays_and_what_is_not_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    locks_of_nfs(monkeypatch)
+    cache = WeightsCache(tmp_path, limit_bytes=0)
+    keys = [replace(KEY, weights=str(i)) for i in range(3)]
+    kept = load(cache, keys[0])
+    for key in keys[1:]:
+        load(cache, key)
+    assert [cache.path(key).exists() for key in keys] == [True, False, True]
+    assert torch.equal(kept, torch.arange(10.0))
+
+
+def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    no_locks(monkeypatch)
+    cache = WeightsCache(tmp_path, limit_bytes=0)
+    keys = [replace(KEY, weights=str(i)) for i in range(2)]
+    for key in keys:
+        load(cache, key)
+    assert all(cache.path(key).exists() for key in keys)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to everything")
+def test_read_only_entries_are_not_removed(tmp_path: Path) -> None:
+    cache = WeightsCache(tmp_path, limit_bytes=0)
+    load(cache)
+    cache.path(KEY).chmod(0o400)
+    load(cache, replace(KEY, weights="other"))
+    assert cache.path(KEY).exists()
+
+
+def test_a_start_waits_while_its_entry_is_locked_for_a_moment(tmp_path: Path) -> None:
+    cache, calls = WeightsCache(tmp_path), list[bool]()
+    load(cache)
+    remover = cache.path(KEY).open("r+b")
+    fcntl.flock(remover, fcntl.LOCK_EX)
+    threading.Timer(0.1, remover.close).start()
+    kept = load(cache, calls=calls)
+    assert remover.closed
+    assert calls == [False]
+    assert torch.equal(kept, torch.arange(10.0))
+
+
+def test_an_entry_that_stays_locked_is_made_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weights_cache, "_SHORT_WAIT_S", 0.05)
+    cache, calls = WeightsCache(tmp_path), list[bool]()
+    load(cache)
+    with cache.path(KEY).open("r+b") as other, capture_logs() as logs:
+        fcntl.flock(other, fcntl.LOCK_EX)
+        load(cache, calls=calls)
+    assert calls == [True, False]
+    assert logs[0]["reason"] == "another process keeps the file locked"
+
+
+def test_an_entry_that_is_replaced_while_it_is_opened_is_opened_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, path, real = WeightsCache(tmp_path), WeightsCache(tmp_path).path(KEY), fcntl.flock
+    load(cache)
+    (tmp_path / "other").write_bytes(path.read_bytes())
+
+    def flock(descriptor: int, kind: int) -> None:
+        if kind & fcntl.LOCK_SH and (tmp_path / "other").exists():
+            (tmp_path / "other").rename(path)
+        real(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    kept = load(cache)
+    assert not (tmp_path / "other").exists()
+    assert not weights_cache._remove_unused(path), "the lock is on the file that is there"
+    assert torch.equal(kept, torch.arange(10.0))
+
+
+def test_two_writers_of_one_process_id_do_not_write_to_one_file(tmp_path: Path) -> None:
+    cache, second = WeightsCache(tmp_path), list[torch.Tensor]()
+
+    def progress(written: int, in_all: int) -> None:
+        if not second:
+            second.append(torch.empty(0))
+            second.append(load(WeightsCache(tmp_path, wait_s=0)))
+
+    with capture_logs() as logs:
+        made = cache.load(KEY, lambda kept: kept.keep("x", lambda: torch.arange(10.0)), progress, lambda _: None)
+    assert events(logs) == ["packed weights written", "packed weights mapped"] * 2
+    assert torch.equal(made, second[1])
+    assert not list(tmp_path.glob("*.part"))
+
+
+def test_a_part_that_is_taken_for_one_that_was_left_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, removed = fcntl.flock, list[Path]()
+
+    def flock(descriptor: int, kind: int) -> None:
+        for part in tmp_path.glob("*.part"):
+            if not removed:
+                part.unlink()
+                removed.append(part)
+        real(descriptor, kind)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with capture_logs() as logs:
+        load(WeightsCache(tmp_path))
+    assert len(removed) == 1
+    assert events(logs) == ["packed weights written", "packed weights mapped"]
+
+
 def test_a_start_waits_for_one_that_packs_the_same_but_not_for_ever(tmp_path: Path) -> None:
     cache = WeightsCache(tmp_path, wait_s=0.2)
     with cache.path(KEY).with_suffix(".lock").open("ab") as other:
@@ -222,7 +430,7 @@ def make():
     packs.append(time.sleep(0.5))
     return torch.arange(3_000_000.0)
 
-key = Key("digest", "Arch", "bfloat16", "layout", "sources", "", "0 of 1")
+key = Key("digest", (), "Arch", "bfloat16", "layout", "sources", "", "0 of 1")
 cache = WeightsCache(Path(sys.argv[1]))
 made = cache.load(key, lambda kept: kept.keep("x", make), lambda *_: None, lambda _: None)
 assert torch.equal(made, torch.arange(3_000_000.0))
