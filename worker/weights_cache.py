@@ -40,6 +40,7 @@ _PART: Final = ".part"
 _POLL_S: Final = 0.1
 _SHORT_POLL_S: Final = 0.01
 _SHORT_WAIT_S: Final = 2.0
+_PART_TRIES: Final = 8
 _MIB: Final = 1 << 20
 Made = TypeVar("Made")
 Model = TypeVar("Model")
@@ -328,9 +329,9 @@ def _new_part(path: Path) -> tuple[Path, BinaryIO]:
     """A file to write an entry to, of a name that nobody else takes, locked to say that it is being written.
 
     Raises:
-        OSError: it can not be made.
+        OSError: it can not be made or locked.
     """
-    while True:
+    for _ in range(_PART_TRIES):
         # Not by the process id: that of a container's process is 1 in all containers which share the folder.
         part = path.with_suffix(f".{secrets.token_hex(8)}{_PART}")
         stream = part.open("xb")
@@ -338,6 +339,8 @@ def _new_part(path: Path) -> tuple[Path, BinaryIO]:
         if _lock(stream, fcntl.LOCK_EX) is not _Locked.BUSY and _is_at(part, stream):
             return part, stream
         stream.close()
+        part.unlink(missing_ok=True)
+    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
 
 def _remove_unused(path: Path) -> bool:

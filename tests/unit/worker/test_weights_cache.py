@@ -325,6 +325,17 @@ def test_without_locks_nothing_is_removed(tmp_path: Path, monkeypatch: pytest.Mo
     assert all(cache.path(key).exists() for key in keys)
 
 
+def test_where_every_lock_is_refused_the_start_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flock(*_: int) -> None:
+        raise OSError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with capture_logs() as logs:
+        assert torch.equal(load(WeightsCache(tmp_path, wait_s=0)), torch.arange(10.0))
+    assert events(logs) == ["packed weights are not kept"]
+    assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write to everything")
 def test_read_only_entries_are_not_removed(tmp_path: Path) -> None:
     cache = WeightsCache(tmp_path, limit_bytes=0)
