@@ -12,7 +12,7 @@ using namespace fissile;
 
 namespace {
 
-// kernels/cpu/decoder.py has these three too.
+// kernels/cpu/fused.py has these three too.
 struct DecoderLayer {
   const void* input_norm;
   Weight qkv;
