@@ -26,7 +26,9 @@ from common.limits import DRAIN_TIMEOUT_S, STEP_TIMEOUT_S
 from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 from common.text.tokenizer import TokenizerError
 from worker.app import worker, worker_options
+from worker.engine_core import EngineDeadError
 from worker.model_config import ModelError
+from worker.rank_group import RankLostError
 
 # Options of `fissile worker` that say nothing of what the engine computes alone, and what stands in for them.
 _OF_A_SERVICE: Final[dict[str, Any]] = {
@@ -57,7 +59,7 @@ class EngineTarget:
         terms: of all requests.
 
     Raises:
-        CommandError: the checkpoint can not be served.
+        CommandError: the checkpoint can not be served (exit code 2), or a rank ended while it loaded (1).
     """
 
     mode = "offline"
@@ -73,6 +75,8 @@ class EngineTarget:
             self._engine = LLMEngine(config)
         except (ApiError, TokenizerError, ModelError) as error:
             raise CommandError(str(error)) from error
+        except RankLostError as error:
+            raise CommandError(f"the engine failed: {error}", 1) from error
         self.meter = CpuMeter()
         self.model: dict[str, Any] = {
             "name": config.model,
@@ -83,9 +87,14 @@ class EngineTarget:
         self._terms = terms
         self._runs = itertools.count()
         self._current: OfflineRun | None = None
+        self._stopped = False
 
     def run(self, load: Load, work_of: Callable[[int], Work], on_progress: OnProgress) -> list[Record]:
-        """Runs a load to its end, or to `stop`. Returns its records."""
+        """Runs a load to its end, or to `stop`. Returns its records.
+
+        Raises:
+            CommandError: the engine failed, or a rank of it; nothing can be run any more (exit code 1).
+        """
         told = time.monotonic()
 
         def on_step() -> None:
@@ -97,13 +106,18 @@ class EngineTarget:
         # The engine takes no id twice.
         name = f"bench-{next(self._runs)}"
         run = self._current = OfflineRun(load, work_of, self._engine, self._terms, name, on_step=on_step)
+        if self._stopped:
+            run.stop()
         try:
             return run.run()
+        except (RankLostError, EngineDeadError) as error:
+            raise CommandError(f"the engine failed: {error}", 1) from error
         finally:
             self._current = None
 
     def stop(self) -> None:
-        """Ends the load that runs after the step that is being computed; for a signal handler."""
+        """Ends the load that runs after the step that is being computed, and each that comes; for a signal handler."""
+        self._stopped = True
         if self._current is not None:
             self._current.stop()
 
@@ -128,9 +142,21 @@ def offline(**given: Any) -> int:
     """
     engine = {name: given.pop(name) for name in _ENGINE_NAMES}
     plan = Plan.of(**given)
+    _refuse_messages(plan)
     setup_logging(os.environ.get(LEVEL_VARIABLE, "warning"), service="offline")
     options = worker_options(**engine, **_OF_A_SERVICE)
     return measure(plan, EngineTarget(options.config, options.threads, plan.terms()), {"engine": engine})
+
+
+def _refuse_messages(plan: Plan) -> None:
+    """Chat templates are the router's, and this is said before the model is loaded."""
+    entries = () if plan.entries is None else plan.entries.entries
+    for number, work in enumerate(entries, 1):
+        if work.messages:
+            raise CommandError(
+                f"--dataset {plan.dataset}: request {number} has messages, which need a router; valid offline: prompt "
+                "or token_ids"
+            )
 
 
 _ENGINE_OPTIONS: Final = engine_options(offline)

@@ -74,15 +74,29 @@ def with_pool(config: Config, model_len: int, num_blocks_for: Callable[[int], in
     return replace(config, num_kvcache_blocks=num_blocks, max_model_len=max_model_len)
 
 
-def available_memory() -> int:
-    """Bytes of main memory that this process can still take, the container's limit regarded."""
+def available_memory(mapped_bytes: int) -> int:
+    """Bytes of main memory that this process can still take, the container's limit regarded.
+
+    Args:
+        mapped_bytes: of files that this process maps and reads in every step. The system counts their pages as free.
+    """
     system = next(
         int(line.split()[1]) * 1024
         for line in Path("/proc/meminfo").read_text("ascii").splitlines()
         if line.startswith("MemAvailable:")
     )
     limit, used = _read_number(_CGROUP / "memory.max"), _read_number(_CGROUP / "memory.current")
-    return system if limit is None or used is None else min(system, max(0, limit - used))
+    free = system if limit is None or used is None else min(system, limit - used + _file_pages(_CGROUP))
+    return max(0, free - mapped_bytes)
+
+
+def _file_pages(cgroup: Path) -> int:
+    """Bytes of files in memory that count as used by the container whose process touched them first."""
+    try:
+        lines = (cgroup / "memory.stat").read_text("ascii").splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith(("active_file ", "inactive_file ")))
 
 
 def _blocks(num_tokens: int, block_size: int) -> int:

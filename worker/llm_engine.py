@@ -484,7 +484,7 @@ def _load_ranks(config: Config, model_config: ModelConfig) -> tuple[Config, Rank
 def _load_model(config: Config, model_config: ModelConfig) -> tuple[Config, Runner]:
     runner = ModelRunner(config, model_config)
     model_len = model_config.max_position_embeddings
-    config = with_pool(config, model_len, runner.num_blocks_for, available_memory())
+    config = with_pool(config, model_len, runner.num_blocks_for, available_memory(runner.mapped_bytes))
     if config.max_model_len < model_len:
         log.info("model length lowered", max_model_len=config.max_model_len, models_own=model_len)
     runner.allocate_kv_cache(config.num_kvcache_blocks)

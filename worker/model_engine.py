@@ -30,7 +30,7 @@ def build_model_engine(
     progress.stage("loading weights")
     runner = ModelRunner(config, model_config, progress.bytes)
     model_len = model_config.max_position_embeddings
-    config = with_pool(config, model_len, runner.num_blocks_for, available_memory())
+    config = with_pool(config, model_len, runner.num_blocks_for, available_memory(runner.mapped_bytes))
     allocate(runner, config.num_kvcache_blocks)
     progress.stage("warming up")
     runner.warmup()

@@ -129,6 +129,7 @@ class ModelRunner:
 
     def _build(self, kept: Keeper, progress: Progress) -> CausalModel:
         architecture, config = model_class(self.model_config.architecture), self.model_config
+        self.mapped_bytes = kept.mapped_bytes
         weights = Weights({}, progress)
         if kept.needs_weights:
             weights = load_weights(

@@ -164,7 +164,7 @@ class Rank:
 
     def free_memory(self) -> int:
         """Bytes that this machine has left, now that its ranks have loaded."""
-        return available_memory()
+        return available_memory(self.runner.mapped_bytes)
 
     def allocate(self, num_blocks: int) -> None:
         """Makes the KV pool."""

@@ -96,6 +96,11 @@ class Keeper(Protocol):
     """Where layers get what they keep."""
 
     @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the file that what is kept lies in; 0 where it lies in memory of this process."""
+        ...
+
+    @property
     def needs_weights(self) -> bool:
         """Whether `keep` makes things, for which the checkpoint is read."""
         ...
@@ -117,6 +122,7 @@ class Making:
     """
 
     needs_weights = True
+    mapped_bytes = 0
 
     def __init__(self) -> None:
         self.objects: dict[str, Any] = {}
@@ -142,6 +148,7 @@ class Mapped:
     def __init__(self, file: PackedFile, adopt: Callable[[Any], None]) -> None:
         self._file = file
         self._adopt = adopt
+        self.mapped_bytes = file.num_bytes
 
     def keep(self, name: str, make: Callable[[], Made]) -> Made:
         """See Keeper."""

@@ -53,17 +53,20 @@ def _work(number: int, line: str, drawn: int) -> Work:
     if len(kinds) != 1 or unknown:
         named = f"names {', '.join(map(repr, unknown))}" if unknown else f"has {len(kinds)} prompts"
         raise DatasetError(f"line {number} {named}; valid: {_FORM}")
-    if not _is_count(tokens):
+    if not _is_number(tokens, 1):
         raise DatasetError(f"line {number}: max_tokens is {tokens!r}; valid: a number from 1")
     return _prompt(number, kinds[0], entry[kinds[0]], tokens)
 
 
 def _prompt(number: int, kind: str, given: Any, output_tokens: int) -> Work:
     if kind == "prompt" and isinstance(given, str) and given:
+        _require_utf8(number, kind, given)
         return Work(output_tokens, text=given)
-    if kind == "token_ids" and _all(given, lambda item: isinstance(item, int) and 0 <= item < 1 << 32):
+    if kind == "token_ids" and _all(given, lambda item: _is_number(item, 0)):
         return Work(output_tokens, token_ids=tuple(given))
     if kind == "messages" and _all(given, _is_message):
+        for message in given:
+            _require_utf8(number, kind, message["role"] + message["content"])
         return Work(output_tokens, messages=tuple({"role": m["role"], "content": m["content"]} for m in given))
     raise DatasetError(f"line {number}: {kind} is empty or of a wrong type; valid: {_FORM}")
 
@@ -76,5 +79,15 @@ def _is_message(item: Any) -> bool:
     return isinstance(item, dict) and all(isinstance(item.get(name), str) for name in ("role", "content"))
 
 
-def _is_count(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 1 << 32
+def _is_number(value: Any, least: int) -> bool:
+    """Whether it is an integer of 32 bits; to Python, true is one too."""
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 32
+
+
+def _require_utf8(number: int, kind: str, text: str) -> None:
+    """JSON can escape halves of a surrogate pair, which no request can carry."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = text[error.start].encode("unicode_escape").decode()
+        raise DatasetError(f"line {number}: {kind} has {half}, half of a character; valid: text in UTF-8") from None

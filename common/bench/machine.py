@@ -16,7 +16,7 @@ from typing import Final
 from common.bench.figures import NO_SHARES, CpuShares
 
 PROC: Final = Path("/proc")
-_LOOPBACK: Final = re.compile(r"(localhost|127(?:\.\d+){3}|\[::1\])(?::\d+)?")
+_LOOPBACK: Final = re.compile(r"(?:localhost|127(?:\.\d+){3}|\[::1\])(?::(?P<port>\d+))?")
 _LISTEN: Final = "0A"
 _FISSILE_SERVE: Final = re.compile(r"\0?[^\0]*(?:fissile|common[./]cli[./]main(?:\.py)?)\0serve(?:\0|$)")
 
@@ -129,14 +129,15 @@ def _ticks(processes: Mapping[int, Process], pids: Iterable[int]) -> int:
 
 
 def meter_for(address: str, service: tuple[int, ...] = (), proc: Path = PROC) -> CpuMeter:
-    """For a service at `address` (HOST:PORT).
+    """For a service at `address` (HOST:PORT; without a port its processes are not found).
 
     On loopback its processes are those given, and the one that listens there; with all of `fissile serve`, when that
     has started it.
     """
-    if _LOOPBACK.fullmatch(address) is None:
+    loopback = _LOOPBACK.fullmatch(address)
+    if loopback is None:
         return CpuMeter(service, bool(service), proc)
-    listener = listening_process(int(address.rpartition(":")[2]), proc)
+    listener = listening_process(int(loopback["port"]), proc) if loopback["port"] else None
     found = () if listener is None else (_started_by(listener, proc),)
     return CpuMeter((*service, *found) or None, True, proc)
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from common.bench.load import Load
 from common.bench.records import INTERRUPTED, Record
 from common.bench.service import Terms
 from common.bench.workload import Work
 from common.errors import ApiError
+
+# A signal does not end a sleep: `stop` is heeded after this at the latest.
+LONGEST_SLEEP_S: Final = 0.2
 
 
 class Part(Protocol):
@@ -96,7 +99,7 @@ class OfflineRun:
         return len(self._live)
 
     def stop(self) -> None:
-        """Ends the run after the step that is being computed; may be called by a signal handler."""
+        """Ends the run after the step that is being computed, or before it begins; for a signal handler."""
         self._stopped = True
 
     def run(self) -> list[Record]:
@@ -145,10 +148,10 @@ class OfflineRun:
             self._end(answer["request_id"])
 
     def _pause(self) -> None:
-        """Until the next request is due."""
+        """Until the next request is due, or for LONGEST_SLEEP_S."""
         due = self._load.next_time()
         if due is not None:
-            self._sleep(max(0.0, due - self._now()))
+            self._sleep(min(LONGEST_SLEEP_S, max(0.0, due - self._now())))
 
     def _abort(self) -> None:
         for request_id in list(self._live):

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from common.bench.figures import Figures, Spread, overviews
+from common.bench.figures import Failures, Figures, Spread, overviews
 from common.bench.statistics import Summary
 
 SCHEMA: Final = "fissile.bench"
@@ -148,8 +148,13 @@ def failure_line(rows: Sequence[Figures]) -> str:
     for failures in (each for row in rows for each in row.failures):
         counts[failures.status] = counts.get(failures.status, 0) + failures.count
         messages.setdefault(failures.status, failures.first_message)
-    told = "; ".join(f"{count} {status}: {messages[status]}" for status, count in counts.items())
+    told = failures_told([Failures(status, count, messages[status]) for status, count in counts.items()])
     return f"{failed} of {sum(row.ok + row.failed for row in rows)} requests failed: {told}"
+
+
+def failures_told(failures: Sequence[Failures]) -> str:
+    """Of each status how many, and the first message; on one line."""
+    return "; ".join(f"{each.count} {each.status}: {' '.join(each.first_message.split())}" for each in failures)
 
 
 def number(value: float) -> str:

@@ -8,10 +8,9 @@ a second round (another concurrency, a repetition, a warm-up) finds nothing of t
 
 from __future__ import annotations
 
-import itertools
 import random
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -140,12 +139,3 @@ class GivenWorkload:
     def work(self, round_: int, index: int) -> Work:
         """Request `index` of any round."""
         return self.entries[index % len(self.entries)]
-
-
-def prompts(
-    seed: int, lengths: Lengths, vocab_size: int, *, prefix_len: int = 0, round_: int = 0
-) -> Iterator[list[int]]:
-    """The prompts of RandomWorkload alone, as token ids, without end."""
-    workload = RandomWorkload(seed, vocab_size, lengths, Lengths(1, 1), prefix_len)
-    for index in itertools.count():
-        yield list(workload.work(round_, index).token_ids)

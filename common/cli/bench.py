@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 from common.bench import report
-from common.bench.figures import Figures, Setting, figures_of
+from common.bench.figures import Figures, Setting, failures_of, figures_of
 from common.bench.machine import cpu_model
 from common.bench.records import Record
 from common.bench.workload import Work, Workload
@@ -38,7 +38,9 @@ SUMMARIES = {
     "offline": "A checkpoint in this process: the engine alone.",
 }
 _INTERRUPTED = 130
+# Requests that are made before a row, and the tokens of their prompts, of which one takes about 36 bytes.
 _PREPARED = 2048
+_PREPARED_TOKENS = 1 << 21
 
 
 @dataclass(slots=True)
@@ -82,18 +84,30 @@ class Benchmark:
         label = f"{setting}, {repeat + 1} of {plan.repeat}" if plan.repeat > 1 else str(setting)
         if plan.warmup:
             warm = functools.partial(self.workload.work, -1 - round_)
-            target.run(plan.warm_up(setting), warm, self._progress(f"{label}, warming up"))
+            self._warn(label, target.run(plan.warm_up(setting), warm, self._progress(f"{label}, warming up")))
         work = self._prepared(round_, plan.requests_of(setting) or _PREPARED)
         if self.interrupted:
             return
         begin, before = time.perf_counter(), target.meter.read()
         records = target.run(plan.load(setting), work, self._progress(label))
+        if self.interrupted and not records:
+            return
         cpu = target.meter.shares(before, target.meter.read(), time.perf_counter() - begin)
         self.rows.append(figures_of(records, setting, repeat, plan.objectives, cpu))
 
+    def _warn(self, label: str, warm_up: list[Record]) -> None:
+        if failures := failures_of(warm_up):
+            failed = sum(each.count for each in failures)
+            told = report.failures_told(failures)
+            self.console.line(f"warning: {label}: {failed} of {len(warm_up)} requests of the warm-up failed: {told}")
+
     def _prepared(self, round_: int, requests: int) -> Callable[[int], Work]:
-        """The work of a round. The first requests are made now, so that making them delays none."""
-        made = [self.workload.work(round_, index) for index in range(min(requests, _PREPARED))]
+        """The work of a round. The first requests, within limits, are made now, so that making them delays none."""
+        made: list[Work] = []
+        tokens = 0
+        while len(made) < min(requests, _PREPARED) and tokens < _PREPARED_TOKENS:
+            made.append(self.workload.work(round_, len(made)))
+            tokens += len(made[-1].token_ids)
         return lambda index: made[index] if index < len(made) else self.workload.work(round_, index)
 
     def _progress(self, label: str) -> Callable[[list[Record], int], None]:
@@ -106,11 +120,11 @@ class Benchmark:
         return show
 
 
-def tell(benchmark: Benchmark, started: str, options: dict[str, Any]) -> int:
-    """Writes table and JSON. Returns the exit code.
+def tell(benchmark: Benchmark, started: str, options: dict[str, Any]) -> None:
+    """Writes table and JSON of the rows that there are.
 
     Raises:
-        CommandError: requests failed (exit code 1), or the JSON can not be written.
+        CommandError: the JSON can not be written (exit code 1).
     """
     plan, rows = benchmark.plan, benchmark.rows
     benchmark.console.clear()
@@ -130,13 +144,24 @@ def tell(benchmark: Benchmark, started: str, options: dict[str, Any]) -> int:
             environment=environment(),
         )
         _write_json(plan.json_file, made)
-    if benchmark.interrupted:
-        said = "the last row has only what had ended" if rows else "nothing had been measured"
-        click.echo(f"interrupted: {said}", err=True)
-        return _INTERRUPTED
-    if failed := report.failure_line(rows):
-        raise CommandError(failed, 1)
-    return 0
+
+
+def verdict(benchmark: Benchmark) -> int:
+    """Says what is wrong with what has been measured. Returns the exit code.
+
+    Raises:
+        CommandError: requests failed (exit code 1), and nobody interrupted it.
+    """
+    failed = report.failure_line(benchmark.rows)
+    if not benchmark.interrupted:
+        if failed:
+            raise CommandError(failed, 1)
+        return 0
+    if failed:
+        click.echo(f"warning: {failed}", err=True)
+    said = "the last row has only what had ended" if benchmark.rows else "nothing had been measured"
+    click.echo(f"interrupted: {said}", err=True)
+    return _INTERRUPTED
 
 
 def _text(rows: list[Figures], *, details: bool) -> str:
@@ -167,7 +192,7 @@ def environment() -> dict[str, Any]:
 
 
 def measure(plan: Plan, target: Target, options: dict[str, Any]) -> int:
-    """Measures a target as planned, closes it, and tells. Returns the exit code.
+    """Measures a target as planned, closes it, and tells, whatever ends it. Returns the exit code.
 
     Args:
         plan: what is measured.
@@ -175,15 +200,20 @@ def measure(plan: Plan, target: Target, options: dict[str, Any]) -> int:
         options: of the target, for the JSON.
 
     Raises:
-        CommandError: the target can not do what is planned (exit code 2), or requests failed (1).
+        CommandError: the target can not do what is planned (exit code 2), or it or requests failed (1).
     """
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:
         model = target.model
         workload = plan.workload(model["name"], model["vocab_size"], model["max_model_len"])
         benchmark = Benchmark(plan, target, workload)
-        benchmark.run()
-        return tell(benchmark, started, options)
+        try:
+            benchmark.run()
+        except CommandError:
+            tell(benchmark, started, options)
+            raise
+        tell(benchmark, started, options)
+        return verdict(benchmark)
     finally:
         target.close()
 

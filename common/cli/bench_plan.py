@@ -153,7 +153,8 @@ plan_options = apply(
     ),
     option(
         "--seed", envvar="FISSILE_BENCH_SEED", type=click.IntRange(0, 2**64 - 1), default=0,
-        help="Of prompts, lengths, arrival times and sampling: the same seed gives the same work.",
+        help="Of prompts, lengths, arrival times and sampling: the same seed and the same list of loads "
+        "give the same work everywhere; lengths are the same in every row.",
     ),
     option(
         "--ignore-eos/--no-ignore-eos", envvar="FISSILE_BENCH_IGNORE_EOS", default=True,
@@ -199,6 +200,7 @@ class Plan:
         output_len: of answers.
         prefix_len: of random prompts.
         dataset: file of prompts; None: they are random.
+        entries: of the data set.
         seed: of everything random.
         ignore_eos: whether answers go on past the model's end.
         sampling: parameters that were given.
@@ -222,6 +224,7 @@ class Plan:
     objectives: Mapping[str, float] | None = None
     json_file: str | None = None
     details: bool | None = None
+    entries: GivenWorkload | None = None
 
     @classmethod
     def of(
@@ -236,12 +239,14 @@ class Plan:
         dataset: Path | None,
         slo: dict[str, float] | None,
         json_file: str | None,
+        output_len: Lengths,
+        seed: int,
         **others: Any,
     ) -> Plan:
         """The options of `plan_options`.
 
         Raises:
-            CommandError: they do not fit together, or one is out of range (exit code 2).
+            CommandError: they do not fit together, one is out of range, or the data set can not be used (exit code 2).
         """
         sampling = given({name: others.pop(name) for name in SAMPLING_NAMES})
         if dataset is not None and (input_len is not None or prefix_len is not None):
@@ -255,9 +260,12 @@ class Plan:
             input_len=input_len or DEFAULT_INPUT,
             prefix_len=prefix_len or 0,
             dataset=dataset,
+            output_len=output_len,
+            seed=seed,
             sampling=sampling,
             objectives=slo,
             json_file=json_file,
+            entries=None if dataset is None else read_file(dataset, output_len, seed),
             **others,
         )
         for setting in plan.settings:
@@ -293,10 +301,10 @@ class Plan:
         """What is asked of a model.
 
         Raises:
-            CommandError: the model is too short for it, or the data set can not be used.
+            CommandError: the model is too short for it.
         """
-        if self.dataset is not None:
-            return read_file(self.dataset, self.output_len, self.seed)
+        if self.entries is not None:
+            return self.entries
         made = RandomWorkload(self.seed, vocab_size, self.input_len, self.output_len, self.prefix_len)
         if made.longest > max_model_len:
             prefix = f", --prefix-len {self.prefix_len}" if self.prefix_len else ""

@@ -37,7 +37,7 @@ class Target(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ends the load that runs; for a signal handler."""
+        """Ends the load that runs, and each that comes, before its first request; for a signal handler."""
         ...
 
     def close(self) -> None:
@@ -65,6 +65,7 @@ class RouterTarget:
         self._terms = terms
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._current: Run | None = None
+        self._stopped = False
         # Of this target: what an earlier benchmark has left in prefix caches, with the same seed, is not to be found.
         self._salt, self._runs = secrets.token_hex(8), itertools.count()
         try:
@@ -93,6 +94,8 @@ class RouterTarget:
     async def _run(self, load: Load, work_of: Callable[[int], Work], on_progress: OnProgress) -> list[Record]:
         salt = f"bench-{self._salt}-{next(self._runs)}"
         run = self._current = Run(load, work_of, RouterClient(self._channel, self._terms, salt))
+        if self._stopped:
+            run.stop()
         progress = asyncio.create_task(_tell(run, on_progress))
         try:
             return await run.run()
@@ -101,7 +104,8 @@ class RouterTarget:
             self._current = None
 
     def stop(self) -> None:
-        """Ends the load that runs; for a signal handler."""
+        """Ends the load that runs, and each that comes; for a signal handler."""
+        self._stopped = True
         if self._current is not None:
             self._runner.get_loop().call_soon_threadsafe(self._current.stop)
 

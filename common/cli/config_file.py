@@ -13,6 +13,7 @@ was called with, so that its configuration can be read again.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +30,19 @@ FILE = "config"
 FILE_VARIABLE = "FISSILE_CONFIG"
 _PLACE = "fissile.config.place"
 _ARGUMENTS = "fissile.config.arguments"
+
+
+class _Loader(yaml.SafeLoader):
+    """Knows the booleans of YAML 1.2 only: `off` and `no` are texts, which options have among their values."""
+
+
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, regexp) for tag, regexp in resolvers if tag != "tag:yaml.org,2002:bool"]
+    for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:bool", re.compile("^(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
+)
 
 
 def config_option(section: str) -> Callable[[click.decorators.FC], click.decorators.FC]:
@@ -138,7 +152,7 @@ def sections(text: str, path: Path) -> Mapping[str, Any]:
         CommandError: it is no mapping.
     """
     try:
-        content = yaml.safe_load(text)
+        content = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
         raise CommandError(f"--config {path} is no YAML: {error}") from None
     if content is None:

@@ -53,7 +53,7 @@ class Console:
         if self._kept is not None:
             self._kept.append(text)
             return
-        self._clear_spinner()
+        self.clear()
         sys.stderr.write(text + "\n")
         sys.stderr.flush()
 
@@ -68,11 +68,13 @@ class Console:
 
     def clear(self) -> None:
         """Takes the spinner away."""
-        self._clear_spinner()
+        if self._spinning:
+            sys.stderr.write("\r\x1b[K")
+            self._spinning = False
 
     def begin_answer(self) -> None:
         """From here on lines are kept back."""
-        self._clear_spinner()
+        self.clear()
         self._kept = []
 
     def answer(self, text: str) -> None:
@@ -85,8 +87,3 @@ class Console:
         kept, self._kept = self._kept or [], None
         for text in [figures, *kept] if figures else kept:
             self.line(text)
-
-    def _clear_spinner(self) -> None:
-        if self._spinning:
-            sys.stderr.write("\r\x1b[K")
-            self._spinning = False

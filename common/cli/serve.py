@@ -376,6 +376,10 @@ def describe_kv_memory(fleet: Fleet) -> str:
 )  # fmt: skip
 @option("--kernels", envvar="FISSILE_KERNELS", help="Kernel back end; absent: the worker chooses.")
 @option(
+    "--cpu-isa", envvar="FISSILE_CPU_ISA",
+    help="Instruction set of the native kernels, as `fissile worker --help` lists them; absent: the worker chooses.",
+)  # fmt: skip
+@option(
     "--quantize", envvar="FISSILE_QUANTIZE", type=click.Choice(QUANTIZE),
     help="int8: weights take half of bfloat16's memory and bandwidth, answers differ a little; absent: as they are.",
 )  # fmt: skip

@@ -49,6 +49,7 @@ class InstructionSet:
         flags: for the compiler.
         base: the instruction set whose kernels serve for all but products of bfloat16; empty where all are its own.
         linear: the source of those products.
+        newest: an instruction that not every compiler and assembler knows.
     """
 
     name: str
@@ -56,6 +57,7 @@ class InstructionSet:
     flags: tuple[str, ...] = ()
     base: str = ""
     linear: str = ""
+    newest: str = ""
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -73,8 +75,12 @@ _X86 = (
 )
 # Instructions that compilers before GCC 11 and Clang 12 do not know; native/select.cpp is told which ones are in.
 _NEWER = (
-    InstructionSet("amx", 16, (*_AVX512, "-mamx-tile", "-mamx-bf16"), "avx512", "linear_amx"),
-    InstructionSet("avx512bf16", 16, (*_AVX512, "-mavx512bf16"), "avx512", "linear_bf16"),
+    InstructionSet(
+        "amx", 16, (*_AVX512, "-mamx-tile", "-mamx-bf16"), "avx512", "linear_amx", "tdpbf16ps %tmm2, %tmm1, %tmm0"
+    ),
+    InstructionSet(
+        "avx512bf16", 16, (*_AVX512, "-mavx512bf16"), "avx512", "linear_bf16", "vdpbf16ps %zmm2, %zmm1, %zmm0"
+    ),
 )
 
 
@@ -82,12 +88,12 @@ def instruction_sets(compiler: list[str]) -> tuple[InstructionSet, ...]:
     """Those of this kind of processor that the compiler knows; which of them it has, the library finds out."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return _PLAIN
-    return (*_X86, *(one for one in _NEWER if _accepts(compiler, one.flags)))
+    return (*_X86, *(one for one in _NEWER if _accepts(compiler, one)))
 
 
-def _accepts(compiler: list[str], flags: tuple[str, ...]) -> bool:
+def _accepts(compiler: list[str], one: InstructionSet) -> bool:
     try:
-        _run([*compiler, *flags, "-fsyntax-only", "-x", "c++", os.devnull])
+        _run([*compiler, *one.flags, "-c", "-x", "c++", "-", "-o", os.devnull], f'asm("{one.newest}");')
     except BuildError:
         return False
     return True
@@ -162,9 +168,9 @@ def _compilations(compiler: list[str], folder: Path) -> Iterator[list[str]]:
         yield [*compiler, *_FLAGS, *defined, "-c", str(path), "-o", str(folder / f"{path.stem}.o")]
 
 
-def _run(command: list[str]) -> None:
+def _run(command: list[str], source: str = "") -> None:
     try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     except OSError as error:
         raise BuildError(f"{command[0]} can not be run: {error.strerror}") from None
     if done.returncode:

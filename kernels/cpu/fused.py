@@ -119,7 +119,7 @@ class NativeDecoder:
             DTYPES[decoder.norm.dtype],
             decoder.norm.shape[0],
             decoder.num_heads,
-            decoder.layers[0].gate_up.columns // 2,
+            max(layer.down.inner for layer in decoder.layers),
             decoder.eps,
             decoder.scale,
             decoder.norm.data_ptr(),

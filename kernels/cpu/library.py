@@ -16,7 +16,7 @@ from kernels.cpu import build
 _INT = ctypes.c_int64
 _FLOAT = ctypes.c_float
 _POINTER = ctypes.c_void_p
-# Arguments of each function of kernels/cpu/native/api.cpp. Those that return something return 0, or 1 without memory.
+# Arguments of each function that kernels/cpu/native exports. Those that return something return 0, or 1 without memory.
 _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     "fissile_instruction_set": (ctypes.c_char_p, (_INT, _POINTER)),
     "fissile_select": (ctypes.c_int, (ctypes.c_char_p,)),

@@ -40,7 +40,12 @@ def pack(
 
     `packed_dtype` is that of the packed weight: `dtype` (the default), or int8 for the nearest of 255 multiples of a
     float32 scale for each column and 128 numbers along K.
+
+    Raises:
+        ValueError: another packed dtype.
     """
+    if packed_dtype not in (None, dtype, torch.int8):
+        raise ValueError(f"weights in {dtype} can not be packed as {packed_dtype}")
     code = PACKED_DTYPES[packed_dtype or dtype]
     columns, inner = weight.shape
     source = weight.to(dtype).contiguous()
@@ -66,9 +71,8 @@ def rows(packed: PanelLinear, ids: torch.Tensor) -> torch.Tensor:
 
 def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
     """x [T, K] times the weight, plus the bias: [T, N]"""
+    x = _checked(x, packed)
     rows, inner = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
     out = torch.empty(rows, packed.columns, dtype=x.dtype)
     bias = None if packed.bias is None else packed.bias.data_ptr()
     check(
@@ -89,11 +93,21 @@ def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
     return out
 
 
+def _checked(x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
+    """x [T, K] with rows in one piece.
+
+    Raises:
+        ValueError: rows of another length, which the kernels would read past the weight for.
+    """
+    if x.shape[1] != packed.inner:
+        raise ValueError(f"rows of {x.shape[1]} numbers do not go with a weight of {packed.inner}")
+    return x if x.stride(1) == 1 else x.contiguous()
+
+
 def argmax(library: CDLL, x: torch.Tensor, packed: PanelLinear, limit: int) -> torch.Tensor:
     """The first of the largest of each row's first `limit` > 0 columns, int64 [T]; see KernelBackend.linear_argmax."""
+    x = _checked(x, packed)
     rows, inner = x.shape
-    if x.stride(1) != 1:
-        x = x.contiguous()
     places = torch.empty(rows, dtype=torch.int64)
     bias = None if packed.bias is None else packed.bias.data_ptr()
     columns = min(limit, packed.columns)

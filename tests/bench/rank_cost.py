@@ -83,7 +83,7 @@ def engine(folder: Path, ranks: int) -> EngineCore:
         config, _ = load_ranks(group, config, model_config, Progress())
         return EngineCore(config, group, executor=group)
     runner = ModelRunner(config, model_config)
-    config = with_pool(config, 1024, runner.num_blocks_for, available_memory())
+    config = with_pool(config, 1024, runner.num_blocks_for, available_memory(runner.mapped_bytes))
     runner.allocate_kv_cache(config.num_kvcache_blocks)
     return EngineCore(config, runner)
 

@@ -106,12 +106,6 @@ class Products {
   int64_t numbers_ = 0;
 };
 
-const void* offset(const void* base, int64_t dtype, int64_t numbers) {
-  return static_cast<const char*>(base) + numbers * size_of(dtype);
-}
-
-void* offset(void* base, int64_t dtype, int64_t numbers) { return static_cast<char*>(base) + numbers * size_of(dtype); }
-
 // Weight `i` of several alike that are packed one behind the other, as their biases are.
 Weight nth(Weight first, int64_t i) {
   first.panels = static_cast<const char*>(first.panels) + i * packed_bytes(first.dtype, first.columns, first.inner);

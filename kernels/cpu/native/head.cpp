@@ -52,7 +52,8 @@ void run(Call* const& call, int64_t task) {
   }
   const Linear part = columns_of(call->whole, task, y);
   for (int64_t i = 0, count = kernels().linear_tasks(part); i < count; i++) kernels().linear(part, i);
-  const Largest work{part.dtype, y, part.y_stride, part.weight.columns, &call->values[task * rows], &call->places[task * rows]};
+  const Largest work{part.dtype, y, part.y_stride, part.weight.columns, &call->values[task * rows],
+                     &call->places[task * rows]};
   for (int64_t row = 0; row < rows; row++) kernels().largest_of_row(work, row);
 }
 
@@ -72,6 +73,7 @@ int64_t best_of_row(const Call& call, int64_t row) {
 FISSILE_API int fissile_linear_argmax(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
     const void* panels, const float* bias, int64_t* places) {
+  if (rows == 0) return 0;
   Linear whole{dtype, x, x_stride, rows, {weight_dtype, panels, bias, columns, inner}, nullptr, 0, nullptr};
   whole.packed_x = scratch(OF_CALL, kernels().linear_scratch(whole));
   if (!whole.packed_x) return 1;

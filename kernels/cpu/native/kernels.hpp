@@ -16,6 +16,15 @@ inline constexpr int64_t size_of(int64_t dtype) {
   return dtype == FLOAT32 ? 4 : dtype == INT8 || dtype == FLOAT8 ? 1 : 2;
 }
 
+// The place so many numbers behind `base`.
+inline const void* offset(const void* base, int64_t dtype, int64_t numbers) {
+  return static_cast<const char*>(base) + numbers * size_of(dtype);
+}
+
+inline void* offset(void* base, int64_t dtype, int64_t numbers) {
+  return static_cast<char*>(base) + numbers * size_of(dtype);
+}
+
 // Columns of a panel of packed weights.
 constexpr int64_t PANEL = 16;
 // Numbers of k that are summed by one chain, and that share a scale of int8 weights. Longer chains err more, shorter ones

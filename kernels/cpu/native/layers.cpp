@@ -12,7 +12,7 @@ using namespace fissile;
 
 namespace {
 
-// kernels/cpu/decoder.py has these three too.
+// kernels/cpu/fused.py has these three too, and Weight.
 struct DecoderLayer {
   const void* input_norm;
   Weight qkv;
@@ -32,6 +32,7 @@ struct Decoder {
   int64_t dtype;
   int64_t hidden;
   int64_t heads;
+  // The widest of the layers.
   int64_t inner;
   double eps;
   double scale;
@@ -69,12 +70,6 @@ struct DecoderStep {
 constexpr int64_t HEAD_ROWS = 4;
 // Rows that pass the feed-forward network at a time: its inner numbers are the widest, and prompts are long.
 constexpr int64_t MLP_ROWS = 576;
-
-const void* at(const void* base, int64_t dtype, int64_t numbers) {
-  return static_cast<const char*>(base) + numbers * size_of(dtype);
-}
-
-void* at(void* base, int64_t dtype, int64_t numbers) { return static_cast<char*>(base) + numbers * size_of(dtype); }
 
 // All tasks of a kernel on this thread.
 template <class Work>
@@ -149,7 +144,7 @@ class Run {
     q_ = arrays[q], k_ = arrays[k], attended_ = arrays[attended];
     gate_up_ = arrays[gate_up], activated_ = arrays[activated];
     // Padding rows attend to nothing.
-    std::fill_n(static_cast<char*>(at(attended_, dtype_, step_.tokens * q_width_)),
+    std::fill_n(static_cast<char*>(offset(attended_, dtype_, step_.tokens * q_width_)),
                 (rows - step_.tokens) * q_width_ * size_of(dtype_), char{0});
     return true;
   }
@@ -169,8 +164,8 @@ class Run {
   // Queries and keys of some rows: normed, if there are norms, and rotated.
   void turn(const void* norm_weight, int64_t first, int64_t rows, int64_t heads, int64_t column, void* to) const {
     const int64_t width = heads * step_.dim;
-    const void* from = at(qkv_, dtype_, first * qkv_width_ + column);
-    void* out = at(to, dtype_, first * width);
+    const void* from = offset(qkv_, dtype_, first * qkv_width_ + column);
+    void* out = offset(to, dtype_, first * width);
     int64_t stride = qkv_width_;
     if (norm_weight) {
       run_all(kernels().norm_tasks, kernels().norm,
@@ -202,15 +197,15 @@ class Run {
 
   void store(int64_t first, int64_t tokens, void* keys, void* values) const {
     run_all(kernels().write_kv_tasks, kernels().write_kv,
-            WriteKV{dtype_, step_.kv_dtype, at(k_, dtype_, first * k_width_), k_width_, step_.dim,
-                    at(qkv_, dtype_, first * qkv_width_ + q_width_ + k_width_), qkv_width_, step_.dim, tokens,
+            WriteKV{dtype_, step_.kv_dtype, offset(k_, dtype_, first * k_width_), k_width_, step_.dim,
+                    offset(qkv_, dtype_, first * qkv_width_ + q_width_ + k_width_), qkv_width_, step_.dim, tokens,
                     step_.kv_heads, step_.dim, step_.block_size, step_.slots + first, keys, values});
   }
 
   bool attend(const DecoderLayer& weights, int64_t layer) const {
     if (!multiply(weights.qkv, normed_, step_.rows, qkv_)) return false;
-    void* keys = at(step_.keys, step_.kv_dtype, layer * step_.layer_stride);
-    void* values = at(step_.values, step_.kv_dtype, layer * step_.layer_stride);
+    void* keys = offset(step_.keys, step_.kv_dtype, layer * step_.layer_stride);
+    void* values = offset(step_.values, step_.kv_dtype, layer * step_.layer_stride);
     share((step_.rows + HEAD_ROWS - 1) / HEAD_ROWS, turn_and_store, HeadCall{*this, weights, keys, values});
     const int failed = fissile_attention(
         dtype_, step_.kv_dtype, q_, q_width_, step_.dim, keys, values, model_.heads, step_.kv_heads, step_.dim,
@@ -220,13 +215,14 @@ class Run {
   }
 
   bool feed_forward(const DecoderLayer& weights) const {
+    const int64_t inner = weights.down.inner;
     for (int64_t first = 0; first < step_.rows; first += chunk_) {
       const int64_t rows = std::min(chunk_, step_.rows - first);
-      const void* x = at(normed_, dtype_, first * model_.hidden);
+      const void* x = offset(normed_, dtype_, first * model_.hidden);
       if (!multiply(weights.gate_up, x, rows, gate_up_)) return false;
-      const SiluAndMul work{dtype_, gate_up_, rows, 2 * model_.inner, model_.inner, activated_, 0.0f, 0.0f};
+      const SiluAndMul work{dtype_, gate_up_, rows, 2 * inner, inner, activated_, 0.0f, 0.0f};
       share(kernels().silu_and_mul_tasks(work), kernels().silu_and_mul, work);
-      void* y = at(output_, dtype_, first * model_.hidden);
+      void* y = offset(output_, dtype_, first * model_.hidden);
       if (!multiply(weights.down, activated_, rows, y)) return false;
     }
     return true;

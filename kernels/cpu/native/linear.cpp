@@ -182,7 +182,7 @@ struct Task {
   int64_t rows;
   float* totals;
 
-  // Panels `p` and the `count - 1` behind it, numbers k to k + depth.
+  // Panel `p` and those behind it, numbers k to the end of their block.
   Block block(int64_t p, int64_t k) const {
     const char* at = weights + p * panel_stride + fissile::block_offset(DTYPE_OF<Number>, k);
     if (sizeof(Number) > 1) return {at, nullptr, panel_stride};
@@ -259,15 +259,6 @@ void run(const fissile::Linear& work, int64_t task) {
       if (work.dtype == fissile::FLOAT32) write_row<float>(work, sums, row, column);
       else write_row<Bf16>(work, sums, row, column);
     }
-}
-
-float widened(float value) { return value; }
-
-float widened(Bf16 value) {
-  uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float wide;
-  __builtin_memcpy(&wide, &bits, sizeof wide);
-  return wide;
 }
 
 // Tile `task` of x: [inner][rows of the tile].

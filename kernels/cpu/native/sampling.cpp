@@ -105,15 +105,6 @@ int64_t ceil_product(float fraction, int64_t total) {
   return static_cast<int64_t>((product + ((Wide{1} << shift) - 1)) >> shift);
 }
 
-float widened(float value) { return value; }
-
-float widened(Bf16 value) {
-  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
-  float wide;
-  __builtin_memcpy(&wide, &bits, sizeof wide);
-  return wide;
-}
-
 template <class Number>
 void find_largest(const Number* y, int64_t columns, float& value, int64_t& place) {
   const int64_t whole = columns / WIDTH * WIDTH;

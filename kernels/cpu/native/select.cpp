@@ -52,6 +52,9 @@ struct Leaf {
   Leaf(unsigned leaf, unsigned part) { __get_cpuid_count(leaf, part, &a, &b, &c, &d); }
 };
 
+// Which AVX2 does not imply where a virtual machine hides it.
+bool has_f16c() { return Leaf(1, 0).c >> 29 & 1; }
+
 #if defined(FISSILE_AVX512BF16)
 bool has_avx512bf16() { return Leaf(7, 1).a >> 5 & 1; }
 #endif
@@ -81,7 +84,7 @@ struct All {
 
   All() {
     // These ask the operating system too, whether it keeps the wide registers.
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
     Ability amx_ability = ABSENT, bf16_ability = ABSENT;

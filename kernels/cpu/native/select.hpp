@@ -12,7 +12,7 @@ enum Ability { ABSENT, DENIED, TESTED, USABLE };
 struct InstructionSet {
   const char* name;
   Ability ability;
-  // Null where it is absent.
+  // Not to be used where it is absent.
   const Kernels* kernels;
 };
 

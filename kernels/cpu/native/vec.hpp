@@ -51,6 +51,15 @@ struct Fp8 {
 
 #define FISSILE_INLINE static inline __attribute__((always_inline))
 
+FISSILE_INLINE float widened(float value) { return value; }
+
+FISSILE_INLINE float widened(Bf16 value) {
+  const uint32_t bits = static_cast<uint32_t>(value.bits) << 16;
+  float wide;
+  __builtin_memcpy(&wide, &bits, sizeof wide);
+  return wide;
+}
+
 FISSILE_INLINE Floats splat(float value) {
 #define FISSILE_SAME(lane) value
   return Floats FISSILE_LANES(FISSILE_SAME);
@@ -318,25 +327,7 @@ FISSILE_INLINE Floats8 folded(Floats x) {
 FISSILE_INLINE Floats8 folded(Floats x) { return x; }
 #endif
 
-// Sums of the lanes of eight vectors, each by the same tree of additions whatever its place among the eight.
-FISSILE_INLINE Floats8 sums_of_8(const Floats* x) {
-  Floats8 pairs[4];
-  for (int i = 0; i < 4; i++) {
-    Floats8 a = folded(x[2 * i]), b = folded(x[2 * i + 1]);
-    pairs[i] = __builtin_shufflevector(a, b, 0, 8, 1, 9, 4, 12, 5, 13) +
-               __builtin_shufflevector(a, b, 2, 10, 3, 11, 6, 14, 7, 15);
-  }
-  Floats8 fours[2];
-  for (int i = 0; i < 2; i++) {
-    Floats8 a = pairs[2 * i], b = pairs[2 * i + 1];
-    fours[i] = __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13) +
-               __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15);
-  }
-  return __builtin_shufflevector(fours[0], fours[1], 0, 1, 2, 3, 8, 9, 10, 11) +
-         __builtin_shufflevector(fours[0], fours[1], 4, 5, 6, 7, 12, 13, 14, 15);
-}
-
-// Sums of the lanes of four vectors, each by the tree of sums_of_8.
+// Sums of the lanes of four vectors, each by the same tree of additions whatever its place among the four.
 FISSILE_INLINE Floats4 sums_of_4(const Floats* x) {
   Floats8 pairs[2];
   for (int i = 0; i < 2; i++) {

@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import re
+import signal
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -22,14 +23,15 @@ from fissile.v1.inference_pb2_grpc import InferenceServiceServicer, add_Inferenc
 from google.protobuf.duration_pb2 import Duration
 
 from common.bench.figures import Setting
-from common.bench.load import ClosedLoop, Extent, OpenLoop
+from common.bench.load import ClosedLoop, Extent, Load, OpenLoop
+from common.bench.machine import CpuMeter
 from common.bench.offline import OfflineRun
-from common.bench.records import INTERRUPTED, WRONG_TOKEN_COUNT
+from common.bench.records import INTERRUPTED, WRONG_TOKEN_COUNT, Record
 from common.bench.service import Terms
-from common.bench.workload import Lengths, Work
-from common.cli.bench import Benchmark, bench
+from common.bench.workload import Lengths, RandomWorkload, Work
+from common.cli.bench import Benchmark, bench, measure
 from common.cli.bench_plan import Numbers, Objectives, Plan
-from common.cli.bench_target import RouterTarget
+from common.cli.bench_target import OnProgress, RouterTarget
 from common.cli.client import NO_CREDENTIALS
 from common.cli.console import Console
 from common.cli.failure import CommandError
@@ -390,6 +392,88 @@ def test_how_many_requests_a_row_has() -> None:
     assert plan(rate=(1.0,), burstiness=math.inf).settings[0].burstiness == math.inf
 
 
+class Rows:
+    """A target with an answer for each run; what is called instead of the last one ends it."""
+
+    mode = "rows"
+
+    def __init__(self, runs: int, last: Callable[[], None], status: str = "OK") -> None:
+        self.model: dict[str, Any] = {"name": "m", "vocab_size": 10, "max_model_len": 400}
+        self.meter = CpuMeter()
+        self.closed = False
+        self._left, self._last, self._status = runs, last, status
+
+    def run(self, load: Load, work_of: Callable[[int], Work], on_progress: OnProgress) -> list[Record]:
+        if self._left == 0:
+            self._last()
+            return []
+        self._left -= 1
+        return [Record(0, 0.0, 0.0, ended=1.0, status=self._status, message="no\nluck")]
+
+    def stop(self) -> None:
+        pass
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def fail() -> None:
+    raise CommandError("the engine failed: rank 1 has ended", 1)
+
+
+def interrupt() -> None:
+    signal.raise_signal(signal.SIGINT)
+
+
+def test_the_rows_before_a_failure_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "out.json"
+    target = Rows(2, fail)
+    with pytest.raises(CommandError, match="rank 1 has ended"):
+        measure(plan(concurrency=(1, 2, 4), warmup=0, json_file=str(file)), target, {})
+    assert [line.split()[:2] for line in capsys.readouterr().out.splitlines()[1:]] == [["c=1", "1"], ["c=2", "1"]]
+    assert [row["ok"] for row in json.loads(file.read_text())["rows"]] == [1, 1]
+    assert target.closed
+
+
+def test_failures_are_told_after_ctrl_c_too_and_a_row_without_requests_is_none(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert measure(plan(concurrency=(1, 2), warmup=0), Rows(1, interrupt, "ABORTED"), {}) == 130
+    told = capsys.readouterr()
+    assert "c=2" not in told.out
+    assert "warning: 1 of 1 requests failed: 1 ABORTED: no luck\ninterrupted: " in told.err
+
+
+def test_failures_of_a_warm_up_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    measure(plan(concurrency=(2,)), Rows(1, lambda: None, "ABORTED"), {})
+    said = "warning: c=2: 1 of 1 requests of the warm-up failed: 1 ABORTED: no luck\n"
+    assert said in capsys.readouterr().err
+
+
+def test_long_prompts_are_not_all_made_before_a_row() -> None:
+    asked: list[int] = []
+
+    class Long(RandomWorkload):
+        def work(self, round_: int, index: int) -> Work:
+            asked.append(index)
+            return Work(1, token_ids=range(1 << 20))
+
+    work_of = Benchmark(plan(), Rows(0, fail), Long(0, 10, Lengths(1, 1), Lengths(1, 1)))._prepared(0, 100)
+    assert asked == [0, 1]
+    work_of(1), work_of(7)
+    assert asked == [0, 1, 7]
+
+
+def test_a_router_is_asked_nothing_when_the_load_is_stopped_before_it_begins(serve: Bench) -> None:
+    target = RouterTarget(serve.address, NO_CREDENTIALS, Terms())
+    try:
+        target.stop()
+        records = target.run(ClosedLoop(2, Extent(4)), lambda i: Work(1, token_ids=[1]), lambda records, running: None)
+    finally:
+        target.close()
+    assert (records, serve.script.requests) == ([], [])
+
+
 class Steps:
     """An engine whose step takes 1 s of a clock of its own and gives every request one token."""
 
@@ -473,3 +557,14 @@ def test_a_run_that_is_stopped_gives_up_what_is_in_flight() -> None:
     assert [record.status for record in records] == ["OK", INTERRUPTED]
     assert engine.aborted == ["t-1"]
     assert not engine.has_unfinished()
+
+
+def test_a_run_is_stopped_within_a_long_pause() -> None:
+    engine = Steps()
+
+    def stop() -> None:
+        run.stop()
+
+    run = offline_run(engine, OpenLoop(iter([100.0] * 9), Extent(3)), lambda i: Work(1), on_step=stop)
+    assert run.run() == []
+    assert engine.now <= 0.2

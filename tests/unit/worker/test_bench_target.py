@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 import pytest
+from click.testing import CliRunner
 
 from common.bench.load import ClosedLoop, Extent
 from common.bench.service import Terms
@@ -14,6 +15,7 @@ from common.bench.workload import Lengths, RandomWorkload
 from common.cli.failure import CommandError
 from common.config import Config
 from worker.app import worker
+from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.bench import EngineTarget, offline
 
 DEMO = Path(__file__).resolve().parents[3] / "deploy" / "demo" / "checkpoint"
@@ -42,6 +44,39 @@ def test_an_engine_is_measured_run_by_run() -> None:
         target.close()
     assert target.model["architecture"] == "Qwen3ForCausalLM"
     assert max(shown, default=0) <= 2
+
+
+class Failing:
+    """A model that computes nothing."""
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        raise RuntimeError("no\nmemory")
+
+
+def test_a_load_that_is_stopped_before_it_begins_computes_nothing_and_a_failure_is_one_line() -> None:
+    target = EngineTarget(Config(model=str(DEMO), num_kvcache_blocks=64), None, Terms())
+    target._engine.core.runner = Failing()
+    work = partial(RandomWorkload(0, 100, Lengths(3, 3), Lengths(4, 4)).work, 0)
+    try:
+        with pytest.raises(CommandError, match="the engine failed: RuntimeError: no memory") as failed:
+            target.run(ClosedLoop(2, Extent(3)), work, lambda records, in_flight: None)
+        assert failed.value.exit_code == 1
+        target.stop()
+        assert target.run(ClosedLoop(2, Extent(3)), work, lambda records, in_flight: None) == []
+    finally:
+        target.close()
+
+
+def test_a_data_set_with_messages_is_refused_before_the_model_is_looked_for(tmp_path: Path) -> None:
+    file = tmp_path / "set.jsonl"
+    file.write_text('{"prompt": "a"}\n{"messages": [{"role": "user", "content": "hi"}]}\n')
+    arguments = ["--model", str(tmp_path / "nowhere"), "--dataset", str(file)]
+    refused = CliRunner().invoke(offline, arguments, standalone_mode=False).exception
+    assert isinstance(refused, CommandError)
+    assert refused.exit_code == 2
+    assert str(refused) == (
+        f"--dataset {file}: request 2 has messages, which need a router; valid offline: prompt or token_ids"
+    )
 
 
 def test_the_engine_is_measured_with_all_options_that_a_worker_has_for_it() -> None:

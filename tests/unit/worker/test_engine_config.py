@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from common.config import Config
 from common.errors import InvalidFieldError
+from worker import engine_config
 from worker.engine_config import available_memory, with_pool, with_special_tokens
 from worker.model_config import ModelConfig
 
@@ -88,4 +89,17 @@ def test_every_end_of_sequence_id_counts(tmp_path: Path) -> None:
 
 
 def test_available_memory() -> None:
-    assert 2**24 < available_memory() < 2**50
+    free = available_memory(0)
+    assert 2**24 < free < 2**50
+    assert available_memory(2**62) == 0
+
+
+def test_what_is_mapped_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's limit: files count as used there by whoever touched them first, and are given back when needed."""
+    monkeypatch.setattr(engine_config, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    assert available_memory(0) == 2000
+    (tmp_path / "memory.stat").write_text("anon 1000\nfile 2500\nactive_file 700\ninactive_file 1200\nshmem 600\n")
+    assert available_memory(0) == 3900
+    assert available_memory(1500) == 2400

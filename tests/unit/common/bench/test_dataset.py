@@ -22,6 +22,12 @@ def test_the_three_kinds_of_prompts() -> None:
     ]
 
 
+def test_both_halves_of_a_character_are_one() -> None:
+    assert read_dataset(['{"prompt": "\\ud83d\\ude00"}'], Lengths(1, 1), 0).entries == [
+        Work(1, text="\N{GRINNING FACE}")
+    ]
+
+
 def test_lengths_of_answers_are_drawn_by_the_seed() -> None:
     lines = ['{"prompt": "a"}'] * 200
     first, again, other = ([w.output_tokens for w in read_dataset(lines, Lengths(1, 9), s).entries] for s in (0, 0, 1))
@@ -40,6 +46,9 @@ def test_lengths_of_answers_are_drawn_by_the_seed() -> None:
         ('{"prompt": ""}', "line 2: prompt is empty or of a wrong type"),
         ('{"prompt": 3}', "line 2: prompt is empty or of a wrong type"),
         ('{"token_ids": [-1]}', "line 2: token_ids is empty or of a wrong type"),
+        ('{"token_ids": [true]}', "line 2: token_ids is empty or of a wrong type"),
+        ('{"prompt": "a\\ud800"}', "line 2: prompt has \\ud800, half of a character; valid: text in UTF-8"),
+        ('{"messages": [{"role": "user", "content": "\\udfff"}]}', "line 2: messages has \\udfff, half of a character"),
         ('{"messages": [{"role": "user"}]}', "line 2: messages is empty or of a wrong type"),
         ('{"prompt": "a", "max_tokens": 0}', "line 2: max_tokens is 0; valid: a number from 1"),
         ('{"prompt": "a", "max_tokens": true}', "line 2: max_tokens is True"),

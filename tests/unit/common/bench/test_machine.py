@@ -107,6 +107,12 @@ def test_the_listener_is_the_service_and_all_of_its_fissile_serve(
     assert meter_for("10.0.0.1:50051", proc=tmp_path) == CpuMeter((), False, tmp_path)
 
 
+@pytest.mark.parametrize("address", ["localhost", "127.0.0.1", "[::1]"])
+def test_of_a_loopback_address_without_a_port_only_named_processes_are_known(address: str, tmp_path: Path) -> None:
+    assert meter_for(address, proc=tmp_path) == CpuMeter(None, True, tmp_path)
+    assert meter_for(address, (9,), tmp_path) == CpuMeter((9,), True, tmp_path)
+
+
 def test_the_name_of_a_processor(tmp_path: Path) -> None:
     (tmp_path / "cpuinfo").write_text("processor\t: 0\nmodel name\t: Some CPU  @ 2 GHz\nprocessor\t: 1\n")
     assert cpu_model(tmp_path) == "Some CPU  @ 2 GHz"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import CDLL
+from functools import partial
 
 import numpy as np
 import pytest
@@ -216,3 +217,13 @@ def test_argmax_by_several_threads_and_of_no_rows(threads: CDLL) -> None:
         threads.fissile_set_threads(count)
         assert linear.argmax(threads, x, packed, 5000).tolist() == expected
         assert linear.argmax(threads, x[:0], packed, 5000).tolist() == []
+
+
+def test_what_does_not_fit_is_refused_before_memory_is_touched(native: CDLL) -> None:
+    weight, _, x = drawn(20, 24, 3, torch.float32)
+    packed = linear.pack(native, weight, None, torch.float32)
+    for multiply in (linear.linear, partial(linear.argmax, limit=20)):
+        with pytest.raises(ValueError, match="rows of 23 numbers do not go with a weight of 24"):
+            multiply(native, x[:, :23], packed)
+    with pytest.raises(ValueError, match=r"torch.float32 can not be packed as torch.bfloat16"):
+        linear.pack(native, weight, None, torch.float32, torch.bfloat16)
