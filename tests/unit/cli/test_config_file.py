@@ -48,7 +48,7 @@ def test_command_line_over_environment_over_file_over_default(tmp_path: Path) ->
 
 @pytest.mark.parametrize("word", ["off", "no", "on", "yes"])
 def test_words_that_are_booleans_of_yaml_1_1_only_are_texts(word: str, tmp_path: Path) -> None:
-    """`weights-cache: off` and `quantize: no` say what they say on the command line; flags know the words themselves."""
+    """`weights-cache: off` and `quantize: no` say what they say on the command line; flags know these words."""
     text = f"made:\n  name: [{word}]\n  flag: {word}\n"
     assert run(text, tmp_path) == [1, [word], word in ("on", "yes")]
     assert run("made:\n  flag: false\n", tmp_path) == [1, [], False]

@@ -336,15 +336,6 @@ def test_where_every_lock_is_refused_the_start_goes_on(tmp_path: Path, monkeypat
     assert [path.suffix for path in tmp_path.iterdir()] == [".lock"]
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write to everything")
-def test_read_only_entries_are_not_removed(tmp_path: Path) -> None:
-    cache = WeightsCache(tmp_path, limit_bytes=0)
-    load(cache)
-    cache.path(KEY).chmod(0o400)
-    load(cache, replace(KEY, weights="other"))
-    assert cache.path(KEY).exists()
-
-
 def test_a_start_waits_while_its_entry_is_locked_for_a_moment(tmp_path: Path) -> None:
     cache, calls = WeightsCache(tmp_path), list[bool]()
     load(cache)
