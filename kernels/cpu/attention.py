@@ -149,20 +149,22 @@ def select_tokens(
     q = q if q.stride(2) == 1 else q.contiguous()
     weights = weights.contiguous()
     positions = torch.zeros(step.tokens, spec.topk, dtype=torch.int64)
-    library.fissile_select_tokens(
-        DTYPES[q.dtype],
-        KV_DTYPES[index.data.dtype],
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        weights.data_ptr(),
-        index.data[layer].data_ptr(),
-        spec.num_heads,
-        spec.head_dim,
-        index.block_size,
-        *step.sequences,
-        spec.topk,
-        positions.data_ptr(),
+    check(
+        library.fissile_select_tokens(
+            DTYPES[q.dtype],
+            KV_DTYPES[index.data.dtype],
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            weights.data_ptr(),
+            index.data[layer].data_ptr(),
+            spec.num_heads,
+            spec.head_dim,
+            index.block_size,
+            *step.sequences,
+            spec.topk,
+            positions.data_ptr(),
+        )
     )
     return SelectedTokens(positions)
 

@@ -68,13 +68,13 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         ),
     ),
     "fissile_select_tokens": (
-        None,
+        ctypes.c_int,
         (
             *(_INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER, *[_INT] * 3, _POINTER, _INT, _INT),
             *(_POINTER, _POINTER, _INT, _POINTER),
         ),
     ),
-    "fissile_route": (None, (_POINTER, _INT, _INT, _INT, _POINTER, *[_INT] * 5, _FLOAT, _POINTER, _POINTER)),
+    "fissile_route": (ctypes.c_int, (_POINTER, *[_INT] * 3, _POINTER, *[_INT] * 5, _FLOAT, _POINTER, _POINTER)),
 }
 # Codes of kernels/cpu/native/kernels.hpp; other dtypes are PyTorch's.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}

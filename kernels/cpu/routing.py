@@ -6,6 +6,7 @@ from ctypes import CDLL
 
 import torch
 
+from kernels.cpu.library import check
 from kernels.interface import Routing
 
 # As in kernels/cpu/native/kernels.hpp.
@@ -24,19 +25,21 @@ def route(
     rows, experts = logits.shape
     ids = torch.empty(rows, routing.top_k, dtype=torch.int64)
     weights = torch.empty(rows, routing.top_k)
-    library.fissile_route(
-        logits.data_ptr(),
-        logits.stride(0),
-        rows,
-        experts,
-        None if bias is None else bias.data_ptr(),
-        _SCORINGS[routing.scoring],
-        routing.top_k,
-        routing.renormalize,
-        routing.num_groups,
-        routing.top_groups,
-        routing.scale,
-        ids.data_ptr(),
-        weights.data_ptr(),
+    check(
+        library.fissile_route(
+            logits.data_ptr(),
+            logits.stride(0),
+            rows,
+            experts,
+            None if bias is None else bias.data_ptr(),
+            _SCORINGS[routing.scoring],
+            routing.top_k,
+            routing.renormalize,
+            routing.num_groups,
+            routing.top_groups,
+            routing.scale,
+            ids.data_ptr(),
+            weights.data_ptr(),
+        )
     )
     return ids, weights

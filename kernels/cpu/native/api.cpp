@@ -79,9 +79,8 @@ class Products {
       work.packed_x = memory;
       memory += kernels().linear_scratch(work);
     }
-    share_all(kernels().linear_pack_tasks, kernels().linear_pack);
-    share_all(kernels().linear_tasks, kernels().linear);
-    return true;
+    return share_all(kernels().linear_pack_tasks, kernels().linear_pack) &&
+           share_all(kernels().linear_tasks, kernels().linear);
   }
 
  private:
@@ -91,11 +90,11 @@ class Products {
     void (*kernel)(const Linear&, int64_t);
   };
 
-  void share_all(int64_t (*tasks)(const Linear&), void (*kernel)(const Linear&, int64_t)) {
+  bool share_all(int64_t (*tasks)(const Linear&), void (*kernel)(const Linear&, int64_t)) {
     std::vector<int64_t> ends;
     for (const Linear& work : works_) ends.push_back((ends.empty() ? 0 : ends.back()) + tasks(work));
     const Call call{works_, ends, kernel};
-    share(ends.empty() ? 0 : ends.back(), [](const void* context, int64_t task) {
+    return share(ends.empty() ? 0 : ends.back(), [](const void* context, int64_t task) {
       const Call& c = *static_cast<const Call*>(context);
       const size_t which = std::upper_bound(c.ends.begin(), c.ends.end(), task) - c.ends.begin();
       c.kernel(c.works[which], task - (which ? c.ends[which - 1] : 0));
@@ -119,21 +118,25 @@ Weight nth(Weight first, int64_t i) {
 FISSILE_API int fissile_linear(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
     const void* panels, const float* bias, void* y, int64_t y_stride) {
-  Products products;
-  products.add({dtype, x, x_stride, rows, {weight_dtype, panels, bias, columns, inner}, y, y_stride, nullptr});
-  return products.run() ? 0 : 1;
+  return failed([&] {
+    Products products;
+    products.add({dtype, x, x_stride, rows, {weight_dtype, panels, bias, columns, inner}, y, y_stride, nullptr});
+    return products.run();
+  });
 }
 
 // Each head of x [rows, heads, inner] times its own packed weight, into contiguous y [rows, heads, columns].
 FISSILE_API int fissile_head_linear(
     int64_t dtype, const void* x, int64_t row_stride, int64_t head_stride, int64_t rows, int64_t heads, int64_t inner,
     int64_t columns, const void* panels, void* y) {
-  Products products;
-  for (int64_t head = 0; head < heads; head++)
-    products.add({dtype, offset(x, dtype, head * head_stride), row_stride, rows,
-                  nth({dtype, panels, nullptr, columns, inner}, head), offset(y, dtype, head * columns),
-                  heads * columns, nullptr});
-  return products.run() ? 0 : 1;
+  return failed([&] {
+    Products products;
+    for (int64_t head = 0; head < heads; head++)
+      products.add({dtype, offset(x, dtype, head * head_stride), row_stride, rows,
+                    nth({dtype, panels, nullptr, columns, inner}, head), offset(y, dtype, head * columns),
+                    heads * columns, nullptr});
+    return products.run();
+  });
 }
 
 namespace {
@@ -181,23 +184,24 @@ FISSILE_API int fissile_moe(
     int64_t dtype, const void* x, int64_t rows, int64_t hidden, int64_t inner, int64_t slots, const int64_t* ids,
     const float* weights, int64_t first, int64_t experts, int64_t weight_dtype, const void* gate_up,
     const float* gate_up_bias, const void* down, const float* down_bias, float alpha, float limit, void* y) {
-  const Pairs pairs(ids, rows, slots, first, experts);
-  const int64_t count = static_cast<int64_t>(pairs.row_at.size());
-  const int64_t widest = std::max(hidden, inner);
-  char* memory = reinterpret_cast<char*>(scratch(OF_EXPERTS, count * (2 * widest + 2 * inner)));
-  if (!memory) return 1;
-  // Two buffers in turn: inputs, then inner units; gates and ups, then outputs.
-  char *a = memory, *b = memory + count * widest * size_of(dtype);
-  for (int64_t place = 0; place < count; place++)
-    std::memcpy(offset(a, dtype, place * hidden), offset(x, dtype, pairs.row_at[place] * hidden),
-                static_cast<size_t>(hidden * size_of(dtype)));
-  if (!multiply(pairs, dtype, {weight_dtype, gate_up, gate_up_bias, 2 * inner, hidden}, a, b)) return 1;
-  const SiluAndMul activation{dtype, b, count, 2 * inner, inner, a, alpha, limit};
-  share(kernels().silu_and_mul_tasks(activation), kernels().silu_and_mul, activation);
-  if (!multiply(pairs, dtype, {weight_dtype, down, down_bias, hidden, inner}, a, b)) return 1;
-  const Combine sum{dtype, b, rows, slots, hidden, pairs.places.data(), weights, y};
-  share(kernels().combine_tasks(sum), kernels().combine, sum);
-  return 0;
+  return failed([&] {
+    const Pairs pairs(ids, rows, slots, first, experts);
+    const int64_t count = static_cast<int64_t>(pairs.row_at.size());
+    const int64_t widest = std::max(hidden, inner);
+    char* memory = reinterpret_cast<char*>(scratch(OF_EXPERTS, count * (2 * widest + 2 * inner)));
+    if (!memory) return false;
+    // Two buffers in turn: inputs, then inner units; gates and ups, then outputs.
+    char *a = memory, *b = memory + count * widest * size_of(dtype);
+    for (int64_t place = 0; place < count; place++)
+      std::memcpy(offset(a, dtype, place * hidden), offset(x, dtype, pairs.row_at[place] * hidden),
+                  static_cast<size_t>(hidden * size_of(dtype)));
+    if (!multiply(pairs, dtype, {weight_dtype, gate_up, gate_up_bias, 2 * inner, hidden}, a, b)) return false;
+    const SiluAndMul activation{dtype, b, count, 2 * inner, inner, a, alpha, limit};
+    share(kernels().silu_and_mul_tasks(activation), kernels().silu_and_mul, activation);
+    if (!multiply(pairs, dtype, {weight_dtype, down, down_bias, hidden, inner}, a, b)) return false;
+    const Combine sum{dtype, b, rows, slots, hidden, pairs.places.data(), weights, y};
+    return share(kernels().combine_tasks(sum), kernels().combine, sum);
+  });
 }
 
 FISSILE_API void fissile_norm(
@@ -257,15 +261,14 @@ int64_t splits(const std::vector<QueryTile>& tiles, int64_t kv_heads) {
 
 int64_t tokens_of_tile(int64_t group) { return std::max<int64_t>(1, QUERY_ROWS / group); }
 
-// The first rows of `out`, contiguous, those of tokens. 0, or 1 when memory ran out.
-int attend(Attention work) {
+// The first rows of `out`, contiguous, those of tokens. Whether there was memory.
+bool attend(Attention work) {
   if (work.splits > 1) {
     work.states = scratch(OF_CALL, kernels().attention_tasks(work) * kernels().attention_state_size(work));
-    if (!work.states) return 1;
+    if (!work.states) return false;
   }
-  share(kernels().attention_tasks(work), kernels().attention, work);
-  if (work.splits > 1) share(kernels().attention_merge_tasks(work), kernels().attention_merge, work);
-  return 0;
+  if (!share(kernels().attention_tasks(work), kernels().attention, work)) return false;
+  return work.splits == 1 || share(kernels().attention_merge_tasks(work), kernels().attention_merge, work);
 }
 
 }  // namespace
@@ -275,11 +278,13 @@ FISSILE_API int fissile_attention(
     const void* values, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
     int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
     int64_t window, const float* sinks, void* out) {
-  const int64_t tile_tokens = tokens_of_tile(heads / kv_heads);
-  const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
-  return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, values, heads, kv_heads, dim, dim, block_size,
-                 block_tables, table_stride, nullptr, 0, scale, window, sinks, out, tiles.data(),
-                 static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, kv_heads), nullptr});
+  return failed([&] {
+    const int64_t tile_tokens = tokens_of_tile(heads / kv_heads);
+    const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
+    return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, values, heads, kv_heads, dim, dim, block_size,
+                   block_tables, table_stride, nullptr, 0, scale, window, sinks, out, tiles.data(),
+                   static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, kv_heads), nullptr});
+  });
 }
 
 // The same over keys [blocks, block_size, dim] of one head, whose first `value_dim` numbers are the values; over the tokens
@@ -289,38 +294,42 @@ FISSILE_API int fissile_latent_attention(
     int64_t heads, int64_t dim, int64_t value_dim, int64_t block_size, const int64_t* block_tables,
     int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
     const int64_t* selected, int64_t topk, void* out) {
-  const int64_t tile_tokens = selected ? 1 : tokens_of_tile(heads);
-  std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
-  if (selected)
-    for (QueryTile& tile : tiles) tile.position = std::min(tile.position, topk - 1);
-  return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, value_dim, block_size,
-                 block_tables, table_stride, selected, topk, scale, 0, nullptr, out, tiles.data(),
-                 static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, 1), nullptr});
+  return failed([&] {
+    const int64_t tile_tokens = selected ? 1 : tokens_of_tile(heads);
+    std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
+    if (selected)
+      for (QueryTile& tile : tiles) tile.position = std::min(tile.position, topk - 1);
+    return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, value_dim, block_size,
+                   block_tables, table_stride, selected, topk, scale, 0, nullptr, out, tiles.data(),
+                   static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, 1), nullptr});
+  });
 }
 
 // weights [tokens, heads]; for positions see SelectTokens.
-FISSILE_API void fissile_select_tokens(
+FISSILE_API int fissile_select_tokens(
     int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const float* weights,
     const void* keys, int64_t heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
     int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, int64_t topk,
     int64_t* positions) {
-  const int64_t tile_tokens = tokens_of_tile(heads);
-  const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
-  const SelectTokens work{{dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, dim, block_size,
-                           block_tables, table_stride, nullptr, 0, 1.0f, 0, nullptr, nullptr, tiles.data(),
-                           static_cast<int64_t>(tiles.size()), tile_tokens, 1, nullptr},
-                          weights, topk, positions};
-  share(kernels().select_tokens_tasks(work), kernels().select_tokens, work);
+  return failed([&] {
+    const int64_t tile_tokens = tokens_of_tile(heads);
+    const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
+    const SelectTokens work{{dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, dim,
+                             block_size, block_tables, table_stride, nullptr, 0, 1.0f, 0, nullptr, nullptr,
+                             tiles.data(), static_cast<int64_t>(tiles.size()), tile_tokens, 1, nullptr},
+                            weights, topk, positions};
+    return share(kernels().select_tokens_tasks(work), kernels().select_tokens, work);
+  });
 }
 
 // See Route.
-FISSILE_API void fissile_route(
+FISSILE_API int fissile_route(
     const float* logits, int64_t row_stride, int64_t rows, int64_t experts, const float* correction_bias,
     int64_t scoring, int64_t top_k, int64_t renormalize, int64_t num_groups, int64_t top_groups, float scale,
     int64_t* ids, float* weights) {
   const Route work{logits, row_stride, rows, experts, correction_bias, scoring, top_k, renormalize, num_groups,
                    top_groups, scale, ids, weights};
-  share(kernels().route_tasks(work), kernels().route, work);
+  return failed([&] { return share(kernels().route_tasks(work), kernels().route, work); });
 }
 
 FISSILE_API void fissile_sample(

@@ -2,8 +2,23 @@
 #pragma once
 
 #include <cstdint>
+#include <new>
 
 #define FISSILE_API extern "C" __attribute__((visibility("default")))
+
+namespace fissile {
+
+// 0, or 1 when memory ran out, of a call that says whether it had all: no exception leaves the library.
+template <class Call>
+int failed(const Call& call) noexcept {
+  try {
+    return call() ? 0 : 1;
+  } catch (const std::bad_alloc&) {
+    return 1;
+  }
+}
+
+}  // namespace fissile
 
 FISSILE_API int fissile_linear(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,

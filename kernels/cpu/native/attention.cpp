@@ -510,6 +510,7 @@ void run(const fissile::Attention& work, int64_t task) {
   const int64_t split = task % work.splits, pair = task / work.splits;
   const int64_t memory_of_task = Task<KvNumber>::memory(shape);
   float* memory = fissile::scratch(fissile::OF_TASK, memory_of_task + 2 * shape.state_size());
+  if (!memory) return;
   const Task<KvNumber> made(work, work.tiles[pair / work.kv_heads], pair % work.kv_heads, memory);
   made.load_queries();
   if (work.splits > 1) {
@@ -628,6 +629,7 @@ void run_selection(const fissile::SelectTokens& work, int64_t task) {
   const fissile::QueryTile& tile = work.keys.tiles[task];
   const int64_t ranks = tile.tokens * SelectTask<KvNumber>::length_of(tile);
   float* memory = fissile::scratch(fissile::OF_TASK, Task<KvNumber>::memory(Shape(work.keys)) + ranks);
+  if (!memory) return;
   SelectTask<KvNumber>(work, tile, memory).run();
 }
 

@@ -1,7 +1,6 @@
 // The output head of greedy rows: the largest number of each row of a product, of which no more than a few columns are
 // ever in memory. The numbers are those of fissile_linear, rounded to the model's dtype like them.
 #include <algorithm>
-#include <atomic>
 #include <limits>
 #include <vector>
 
@@ -24,7 +23,6 @@ struct Call {
   // Of each task and row.
   std::vector<float> values;
   std::vector<int64_t> places;
-  std::atomic<bool> failed{false};
 
   explicit Call(const Linear& whole) : whole(whole), values(tasks() * whole.rows), places(values.size()) {}
 
@@ -46,10 +44,7 @@ Linear columns_of(const Linear& whole, int64_t task, void* y) {
 void run(Call* const& call, int64_t task) {
   const int64_t rows = call->whole.rows;
   float* y = scratch(OF_HEAD, rows * TASK_COLUMNS);
-  if (!y) {
-    call->failed = true;
-    return;
-  }
+  if (!y) return;
   const Linear part = columns_of(call->whole, task, y);
   for (int64_t i = 0, count = kernels().linear_tasks(part); i < count; i++) kernels().linear(part, i);
   const Largest work{part.dtype, y, part.y_stride, part.weight.columns, &call->values[task * rows],
@@ -74,12 +69,13 @@ FISSILE_API int fissile_linear_argmax(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
     const void* panels, const float* bias, int64_t* places) {
   if (rows == 0) return 0;
-  Linear whole{dtype, x, x_stride, rows, {weight_dtype, panels, bias, columns, inner}, nullptr, 0, nullptr};
-  whole.packed_x = scratch(OF_CALL, kernels().linear_scratch(whole));
-  if (!whole.packed_x) return 1;
-  share(kernels().linear_pack_tasks(whole), kernels().linear_pack, whole);
-  Call call(whole);
-  share<Call*>(call.tasks(), run, &call);
-  for (int64_t row = 0; row < rows; row++) places[row] = best_of_row(call, row);
-  return call.failed ? 1 : 0;
+  return failed([&] {
+    Linear whole{dtype, x, x_stride, rows, {weight_dtype, panels, bias, columns, inner}, nullptr, 0, nullptr};
+    whole.packed_x = scratch(OF_CALL, kernels().linear_scratch(whole));
+    if (!whole.packed_x || !share(kernels().linear_pack_tasks(whole), kernels().linear_pack, whole)) return false;
+    Call call(whole);
+    if (!share<Call*>(call.tasks(), run, &call)) return false;
+    for (int64_t row = 0; row < rows; row++) places[row] = best_of_row(call, row);
+    return true;
+  });
 }

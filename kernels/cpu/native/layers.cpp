@@ -250,5 +250,5 @@ class Run {
 
 // Hidden states after the last norm into `step.out`. 0, or 1 when memory ran out.
 FISSILE_API int fissile_decoder(const Decoder* model, const DecoderStep* step) {
-  return Run(*model, *step).all() ? 0 : 1;
+  return failed([&] { return Run(*model, *step).all(); });
 }

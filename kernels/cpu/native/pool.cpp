@@ -3,12 +3,15 @@
 // asleep. Tasks are taken one by one, so that a thread that is held up delays the others by one task at most.
 #include "pool.hpp"
 
+#include "scratch.hpp"
+
 #include <pthread.h>
 
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
 #include <new>
+#include <system_error>
 #include <thread>
 
 namespace fissile {
@@ -32,12 +35,13 @@ class Pool {
 
   int64_t threads() const { return wanted_; }
 
-  void share(int64_t count, Task task, const void* context) {
+  bool share(int64_t count, Task task, const void* context) {
+    take_scratch_failure();
     std::unique_lock<std::mutex> turn(turn_, std::try_to_lock);
     const int64_t helpers = count - 1 < wanted_ - 1 ? count - 1 : wanted_ - 1;
     if (!turn.owns_lock() || helpers < 1) {
       for (int64_t i = 0; i < count; i++) task(context, i);
-      return;
+      return !take_scratch_failure();
     }
     start_missing(helpers);
     {
@@ -46,6 +50,7 @@ class Pool {
       task_ = task;
       context_ = context;
       count_ = count;
+      failed_.store(false, std::memory_order_relaxed);
       next_.store(0, std::memory_order_relaxed);
       places_.store(helpers, std::memory_order_seq_cst);
       generation_.fetch_add(1, std::memory_order_release);
@@ -55,15 +60,19 @@ class Pool {
     // Late helpers find no place any more; those inside finish the task that they have.
     places_.store(0, std::memory_order_seq_cst);
     while (inside_.load(std::memory_order_seq_cst) > 0) pause_briefly();
+    return !failed_.load(std::memory_order_relaxed);
   }
 
  private:
-  void start_missing(int64_t helpers) {
+  // Those that the system does not grant are done without, and asked for again next time.
+  void start_missing(int64_t helpers) try {
     for (; started_ < helpers; started_++) std::thread([this] { help(); }).detach();
+  } catch (const std::system_error&) {
   }
 
   void take_tasks() {
     for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) task_(context_, i);
+    if (take_scratch_failure()) failed_.store(true, std::memory_order_relaxed);
   }
 
   // Whether this helper may take part: it is inside before it looks, so that `share` can not end in between.
@@ -109,6 +118,7 @@ class Pool {
   Task task_ = nullptr;
   const void* context_ = nullptr;
   int64_t count_ = 0;
+  std::atomic<bool> failed_{false};
   alignas(64) std::atomic<int64_t> next_{0};
   alignas(64) std::atomic<int64_t> places_{0};
   alignas(64) std::atomic<int64_t> inside_{0};
@@ -138,6 +148,6 @@ void set_threads(int64_t threads) { pool().set_threads(threads); }
 
 int64_t threads() { return pool().threads(); }
 
-void share(int64_t count, Task task, const void* context) { pool().share(count, task, context); }
+bool share(int64_t count, Task task, const void* context) { return pool().share(count, task, context); }
 
 }  // namespace fissile

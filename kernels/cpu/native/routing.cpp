@@ -102,6 +102,7 @@ int64_t route_tasks(const fissile::Route& work) { return (work.rows + TASK_ROWS 
 
 void route(const fissile::Route& work, int64_t task) {
   float* memory = fissile::scratch(fissile::OF_TASK, 4 * work.experts);
+  if (!memory) return;
   const Row row{memory, memory + work.experts, memory + 2 * work.experts,
                 reinterpret_cast<bool*>(memory + 3 * work.experts)};
   for (int64_t i = task * TASK_ROWS; i < work.rows && i < (task + 1) * TASK_ROWS; i++) route_row(work, i, row);

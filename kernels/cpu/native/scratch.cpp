@@ -15,6 +15,7 @@ struct Kept {
 };
 
 thread_local Kept kept;
+thread_local bool failed = false;
 
 }  // namespace
 
@@ -26,8 +27,15 @@ float* scratch(Purpose purpose, int64_t count) {
     const uint64_t bytes = (static_cast<uint64_t>(count) * sizeof(float) + 64) / 64 * 64;
     memory = static_cast<float*>(std::aligned_alloc(64, bytes));
     size = memory ? count : 0;
+    failed |= !memory;
   }
   return memory;
+}
+
+bool take_scratch_failure() {
+  const bool was = failed;
+  failed = false;
+  return was;
 }
 
 }  // namespace fissile
