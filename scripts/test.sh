@@ -29,6 +29,8 @@ threads() {
 }
 
 mark=${PYTEST_MARK:-not long}
+# Seconds of one test, after which it is taken to hang.
+timeout=$([ "$mark" = long ] && echo 3600 || echo 300)
 failed=0
 summary=()
 for part in "$@"; do
@@ -36,7 +38,7 @@ for part in "$@"; do
   echo "== tests/$part"
   started=$SECONDS
   # shellcheck disable=SC2046 # options are words
-  OMP_NUM_THREADS=$(threads "$part") .venv/bin/python -m pytest -q --durations=10 -m "$mark" $(options "$part") "tests/$part"
+  OMP_NUM_THREADS=$(threads "$part") .venv/bin/python -m pytest -q --durations=10 -m "$mark" --timeout "$timeout" $(options "$part") "tests/$part"
   code=$?
   result=$(outcome "$code")
   [ "$result" != FAILED ] || failed=1
