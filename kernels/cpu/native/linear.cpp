@@ -21,11 +21,14 @@ constexpr int64_t ROWS = 6;
 constexpr int64_t TASK_PANELS = 4;
 constexpr int64_t TASK_TILES = 24;
 // Rows of a task from which on a block of weights is widened once for all its tiles; before, each does it in registers,
-// which costs little for one or two tiles of up to four rows.
-constexpr int64_t WIDEN_ROWS = 9;
-constexpr bool WIDENS = WIDTH == 8;
+// which costs little for bfloat16 and one or two tiles of up to four rows. Never where vectors are wider.
+template <class Number>
+constexpr int64_t WIDEN_ROWS = WIDTH != 8 || sizeof(Number) == 4 ? INT64_MAX : sizeof(Number) == 2 ? 9 : 6;
 // Where a panel is a stream of its own, bytes that are asked for ahead of their use.
 constexpr int64_t PREFETCH = 1024;
+// Rows of y that are asked for ahead of their turn, line by line of so many bytes.
+constexpr int64_t WRITE_AHEAD = 12;
+constexpr uint64_t LINE = 64;
 // Vectors of a panel.
 constexpr int VECTORS = PANEL / WIDTH;
 // Panels that tiles of three and more rows take at once: 16-wide vectors have more registers, and need more sums.
@@ -92,6 +95,7 @@ FISSILE_INLINE void multiply(const float* x, const Block& block, int64_t depth, 
   for (auto& row : sums)
     for (auto& one : row)
       for (auto& vector : one) vector = zeros();
+#pragma GCC unroll 4
   for (int64_t k = 0; k < depth; k += GROUP<Number>, ahead.at += ahead.step)
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++) {
@@ -214,22 +218,35 @@ struct Task {
   void multiply_block(int64_t p, int64_t count, int64_t k) const {
     const int64_t depth = at_most(K_BLOCK, inner - k);
     const Block packed = block(p, k);
-    if (!WIDENS || sizeof(Number) == 4 || rows < WIDEN_ROWS)
-      return multiply_tiles<Number>(packed, p, count, k, depth);
+    if (rows < WIDEN_ROWS<Number>) return multiply_tiles<Number>(packed, p, count, k, depth);
     alignas(64) float wide[K_BLOCK * PANEL];
     widen(static_cast<const Number*>(packed.numbers), depth, wide);
     multiply_tiles<float>({wide, packed.scales, 0}, p, 1, k, depth);
   }
 };
 
+// The sums of a panel's columns for one row, plus the bias.
 template <class Number>
-void write_row(const fissile::Linear& work, const float* totals, int64_t row, int64_t column) {
-  Number* y = static_cast<Number*>(work.y) + row * work.y_stride + column;
+void write_row(const fissile::Linear& work, const float* sums, int64_t column, Number* y) {
   for (int64_t c = 0; c < PANEL && column + c < work.weight.columns; c += WIDTH) {
-    int64_t left = work.weight.columns - column - c;
-    Floats value = load(totals + c);
+    const int64_t left = work.weight.columns - column - c;
+    Floats value = load(sums + c);
     if (work.weight.bias) value += load_up_to(work.weight.bias + column + c, left);
     store_up_to(y + c, value, left);
+  }
+}
+
+// A task's rows of y. They lie far apart, and a store waits for its line.
+template <class Number>
+void write_rows(const fissile::Linear& work, const float* totals, int64_t first_row, int64_t rows, int64_t first_panel,
+                int64_t panels) {
+  Number* y = static_cast<Number*>(work.y) + first_row * work.y_stride + first_panel * PANEL;
+  for (int64_t r = 0; r < rows; r++, y += work.y_stride) {
+    if (r + WRITE_AHEAD < rows)
+      for (int64_t p = 0; p < TASK_PANELS * PANEL; p += static_cast<int64_t>(LINE / sizeof(Number)))
+        __builtin_prefetch(y + WRITE_AHEAD * work.y_stride + p, 1);
+    for (int64_t p = 0; p < panels; p++)
+      write_row(work, totals + (r * TASK_PANELS + p) * PANEL, (first_panel + p) * PANEL, y + p * PANEL);
   }
 }
 
@@ -252,13 +269,8 @@ void run(const fissile::Linear& work, int64_t task) {
       count = panels - p >= at_once(first.rows) ? at_once(first.rows) : 1;
       mine.multiply_block(p, count, k);
     }
-  for (int64_t r = 0; r < rows; r++)
-    for (int64_t p = 0; p < panels; p++) {
-      const float* sums = totals + (r * TASK_PANELS + p) * PANEL;
-      const int64_t row = first.first + r, column = (first_panel + p) * PANEL;
-      if (work.dtype == fissile::FLOAT32) write_row<float>(work, sums, row, column);
-      else write_row<Bf16>(work, sums, row, column);
-    }
+  if (work.dtype == fissile::FLOAT32) write_rows<float>(work, totals, first.first, rows, first_panel, panels);
+  else write_rows<Bf16>(work, totals, first.first, rows, first_panel, panels);
 }
 
 // Tile `task` of x: [inner][rows of the tile].
