@@ -236,6 +236,7 @@ FISSILE_INLINE void add_values(const float* weights, Rows<Number> rows, Rows<Num
   Two sums[ROWS][PAIRS];
   for (int r = 0; r < ROWS; r++)
     for (int p = 0; p < PAIRS; p++) sums[r][p] = load_two(values + r * width + column + p * TWO);
+#pragma GCC unroll 4
   for (int64_t k = seen.begin; k < seen.end; k++) {
     Floats factors[ROWS];
     for (int r = 0; r < ROWS; r++) factors[r] = kept(splat(weights[r * KV_TILE + k]));
