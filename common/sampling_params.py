@@ -12,13 +12,23 @@ import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import UnionType
-from typing import Any
+from typing import Any, Final
 
 from common.errors import InvalidFieldError
 from common.limits import MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
+# Those that shape the distribution which tokens are drawn from.
+DISTRIBUTION_FIELDS: Final = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 def float32(value: float) -> float:

@@ -10,7 +10,7 @@ section 3). A back end that can not promise it says so in `batch_invariant`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -229,8 +229,9 @@ class Decoder:
         layers: from the first to the last.
         norm: [H], behind the last.
         eps: of all norms.
-        num_heads: Hq.
+        num_heads: Hq, this rank's.
         scale: of attention's scores.
+        all_reduce: brings what `out` and `down` give, [T, H], to the sum over all ranks; None for one rank.
     """
 
     layers: tuple[DecoderLayer, ...]
@@ -238,6 +239,7 @@ class Decoder:
     eps: float
     num_heads: int
     scale: float
+    all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 class FusedDecoder(Protocol):

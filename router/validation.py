@@ -29,17 +29,11 @@ from common.limits import (
     MAX_TEMPLATE_ARGUMENT_BYTES,
 )
 from common.rpc.unserved import refuse_unserved
-from common.sampling_params import SamplingParams
+from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
 
 # Scalar fields that are passed on as they are, when they are given.
 _GIVEN: Final = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
+    *DISTRIBUTION_FIELDS,
     "seed",
     "max_tokens",
     "min_tokens",

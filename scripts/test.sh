@@ -14,10 +14,12 @@ outcome() {
 }
 
 # options PART: spread over the cores, a file to each in turn, with one thread each; what measures times under faults has
-# the machine to itself.
+# the machine to itself. A process that dies ends the part: pytest-xdist 3.8 may wait for ever for one that takes its place.
 options() {
   case "$1" in
-  unit | parity | e2e | deploy) echo "-n $(($(nproc) < 4 ? $(nproc) : 4)) --dist loadfile" ;;
+  unit | parity | e2e | deploy)
+    echo "-n $(($(nproc) < 4 ? $(nproc) : 4)) --dist loadfile --max-worker-restart 0"
+    ;;
   esac
 }
 # threads PART: of each PyTorch.
@@ -29,16 +31,22 @@ threads() {
 }
 
 mark=${PYTEST_MARK:-not long}
-# Seconds of one test, after which it is taken to hang.
-timeout=$([ "$mark" = long ] && echo 3600 || echo 300)
+# Seconds after which a test is taken to hang, and a part. A test that does not even heed the signal shows its threads
+# and ends the process, after as much time as the longest limit that a test has of its own.
+case "$mark" in
+long*) timeout=3600 part_timeout=14400 ;;
+*) timeout=300 part_timeout=2000 ;;
+esac
+limits="--timeout $timeout -o faulthandler_timeout=$((timeout + 700))"
 failed=0
 summary=()
 for part in "$@"; do
   [ -n "$(find "tests/$part" -name 'test_*.py' -print -quit 2>/dev/null)" ] || continue
   echo "== tests/$part"
   started=$SECONDS
-  # shellcheck disable=SC2046 # options are words
-  OMP_NUM_THREADS=$(threads "$part") .venv/bin/python -m pytest -q --durations=10 -m "$mark" --timeout "$timeout" $(options "$part") "tests/$part"
+  # shellcheck disable=SC2046,SC2086 # options are words
+  OMP_NUM_THREADS=$(threads "$part") timeout --foreground -s INT -k 60 "$part_timeout" \
+    .venv/bin/python -m pytest -q --durations=10 -m "$mark" $limits $(options "$part") "tests/$part"
   code=$?
   result=$(outcome "$code")
   [ "$result" != FAILED ] || failed=1

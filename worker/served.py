@@ -11,18 +11,12 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import InvalidFieldError
 from common.limits import MAX_CACHE_SALT_BYTES, MAX_STOP_TOKEN_SEQUENCE, MAX_STOP_TOKEN_SEQUENCES
-from common.sampling_params import SamplingParams
+from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
 from worker.sequence import Priority
 
 _PARAMS: Final = frozenset(
     {
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "repetition_penalty",
-        "presence_penalty",
-        "frequency_penalty",
+        *DISTRIBUTION_FIELDS,
         "max_tokens",
         "min_tokens",
         "ignore_eos",

@@ -20,6 +20,7 @@ from common.cli.failure import CommandError
 from common.cli.generate import given
 from common.cli.options import Duration, option, seconds
 from common.cli.security import apply
+from common.sampling_params import DISTRIBUTION_FIELDS
 
 DEFAULT_CONCURRENCY: Final = (1, 8, 32)
 DEFAULT_INPUT: Final = Lengths(32, 256)
@@ -89,15 +90,6 @@ class Objectives(click.ParamType[dict[str, float]]):
         return found
 
 
-SAMPLING_NAMES: Final = (
-    "temperature",
-    "top_k",
-    "top_p",
-    "min_p",
-    "repetition_penalty",
-    "presence_penalty",
-    "frequency_penalty",
-)
 _COUNT: Final = click.IntRange(min=1)
 
 plan_options = apply(
@@ -248,7 +240,7 @@ class Plan:
         Raises:
             CommandError: they do not fit together, one is out of range, or the data set can not be used (exit code 2).
         """
-        sampling = given({name: others.pop(name) for name in SAMPLING_NAMES})
+        sampling = given({name: others.pop(name) for name in DISTRIBUTION_FIELDS})
         if dataset is not None and (input_len is not None or prefix_len is not None):
             named = "--prefix-len" if input_len is None else "--input-len"
             raise CommandError(f"{named} is of random prompts: leave it away with --dataset")

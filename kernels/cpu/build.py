@@ -73,7 +73,7 @@ _X86 = (
     InstructionSet("amx_emulated", 16, (*_AVX2, _EMULATED), "avx2x16", "linear_amx"),
     InstructionSet("avx512bf16_emulated", 16, (*_AVX2, _EMULATED), "avx2x16", "linear_bf16"),
 )
-# Instructions that compilers before GCC 11 and Clang 12 do not know; native/select.cpp is told which ones are in.
+# Instructions that not every compiler and assembler knows; native/select.cpp is told which ones are in.
 _NEWER = (
     InstructionSet(
         "amx", 16, (*_AVX512, "-mamx-tile", "-mamx-bf16"), "avx512", "linear_amx", "tdpbf16ps %tmm2, %tmm1, %tmm0"
@@ -141,7 +141,7 @@ def build(library: Path = LIBRARY) -> None:
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="fissile-kernels-") as folder:
         commands = list(_compilations(compiler, Path(folder)))
-        with ThreadPoolExecutor(int(os.environ.get("FISSILE_BUILD_JOBS", os.cpu_count() or 1))) as jobs:
+        with ThreadPoolExecutor(int(os.environ.get("FISSILE_BUILD_JOBS", _usable_cores()))) as jobs:
             list(jobs.map(_run, commands))
         # Beside the library, so that it can be renamed over it: a process that has the old one loaded keeps it.
         linked = library.with_name(f".{library.name}.{os.getpid()}")
@@ -150,6 +150,11 @@ def build(library: Path = LIBRARY) -> None:
             linked.replace(library)
         finally:
             linked.unlink(missing_ok=True)
+
+
+def _usable_cores() -> int:
+    """Of this process, and no more than a machine of few gigabytes has memory for as many compilers."""
+    return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
 
 
 def _compilations(compiler: list[str], folder: Path) -> Iterator[list[str]]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-from ctypes import CDLL, c_double, c_int64, c_void_p
+from collections.abc import Callable
+from ctypes import CDLL, CFUNCTYPE, c_char, c_double, c_int, c_int64, c_void_p
+from typing import Any
 
 import torch
 
@@ -73,6 +75,9 @@ class _Decoder(ctypes.Structure):
     )
 
 
+_JOIN: Any = CFUNCTYPE(c_int, c_void_p)
+
+
 class _Step(ctypes.Structure):
     _fields_ = (
         ("rows", c_int64),
@@ -94,8 +99,35 @@ class _Step(ctypes.Structure):
         ("sequences", c_int64),
         ("cu_seqlens", c_void_p),
         ("seq_lens", c_void_p),
+        ("join", _JOIN),
         ("out", c_void_p),
     )
+
+
+class _Joiner:
+    """Lets the ranks add up their summands from within the native call, through which no exception passes.
+
+    Attributes:
+        function: for the native call.
+        like: of the dtype and shape of a summand in the step at hand.
+        error: what was raised in it.
+    """
+
+    def __init__(self, all_reduce: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        self._all_reduce = all_reduce
+        self.function = _JOIN(self._join)
+        self.like = torch.empty(0)
+        self.error: BaseException | None = None
+
+    def _join(self, address: int) -> int:
+        try:
+            memory = (c_char * self.like.nbytes).from_address(address)
+            summand = torch.frombuffer(memory, dtype=self.like.dtype).view(self.like.shape)
+            summand.copy_(self._all_reduce(summand))
+        except BaseException as error:
+            self.error = error
+            return 1
+        return 0
 
 
 def is_native(decoder: Decoder) -> bool:
@@ -115,6 +147,7 @@ class NativeDecoder:
     def __init__(self, library: CDLL, decoder: Decoder) -> None:
         self._library = library
         self._kept = decoder, (_Layer * len(decoder.layers))(*map(_Layer.of, decoder.layers))
+        self._joiner = None if decoder.all_reduce is None else _Joiner(decoder.all_reduce)
         self._native = _Decoder(
             DTYPES[decoder.norm.dtype],
             decoder.norm.shape[0],
@@ -155,10 +188,19 @@ class NativeDecoder:
             data.stride(0),
             step.slots,
             *step.sequences,
+            _JOIN() if self._joiner is None else self._joiner.function,
             out.data_ptr(),
         )
-        check(self._library.fissile_decoder(ctypes.addressof(self._native), ctypes.addressof(native)))
+        self._run(native, x)
         return out
+
+    def _run(self, step: _Step, x: torch.Tensor) -> None:
+        if self._joiner is not None:
+            self._joiner.like, self._joiner.error = x, None
+        failed = self._library.fissile_decoder(ctypes.addressof(self._native), ctypes.addressof(step))
+        if self._joiner is not None and self._joiner.error is not None:
+            raise self._joiner.error
+        check(failed)
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

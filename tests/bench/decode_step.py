@@ -26,6 +26,7 @@ from common.config import Config
 from common.sampling_params import SamplingParams
 from kernels.select import BACKENDS
 from tests.checkpoints import make_checkpoint
+from tests.shapes import QWEN3_0_6B
 from worker.batch import ScheduledBatch
 from worker.model_config import ModelConfig
 from worker.model_runner import ModelRunner
@@ -42,15 +43,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "intermediate_size": 640,
         "vocab_size": 1024,
     },
-    "qwen3-0.6b": {
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "vocab_size": 151_936,
-    },
+    "qwen3-0.6b": QWEN3_0_6B,
 }
 BLOCK_SIZE = 16
 MOST_SEQUENCES = 32

@@ -27,22 +27,16 @@ import torch
 from safetensors.torch import save_file
 
 from common.config import Config
+from tests.shapes import QWEN3_0_6B
 from worker.model_config import ModelConfig
 from worker.model_runner import ModelRunner
 from worker.models.qwen3 import Qwen3ForCausalLM
 from worker.parallel import Shard
 
-# Qwen3-0.6B's shape: 596 M parameters.
 SHAPE: dict[str, Any] = {
+    **QWEN3_0_6B,
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
-    "hidden_size": 1024,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "intermediate_size": 3072,
-    "vocab_size": 151936,
     "max_position_embeddings": 4096,
     "rms_norm_eps": 1e-6,
     "rope_theta": 1e6,

@@ -25,6 +25,7 @@ from tests.chaos.support import until
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import Process, Service, free_port, generate, running_service
 from tests.e2e.simulated import outcome, request, wait_workers
+from tests.processes import is_alive
 from worker.engine_core import EngineDeadError
 from worker.llm_engine import LLMEngine, default_config
 from worker.rank_group import RankGroup
@@ -89,7 +90,7 @@ def description(worker: Process) -> wpb.GetWorkerResponse:
 def ended(pids: list[int], within_s: float = 5.0) -> bool:
     """Whether none of the processes is left."""
     end = time.monotonic() + within_s
-    while any(Path(f"/proc/{pid}").exists() for pid in pids):
+    while any(map(is_alive, pids)):
         if time.monotonic() > end:
             return False
         time.sleep(0.05)

@@ -33,7 +33,17 @@ def workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
     made = []
     for rank in range(2):
         port = free_port()
-        options = ["worker", "--model", str(model), "--port", str(port), "--dtype", "float32", "--max-model-len", "512"]
+        options = [
+            "worker",
+            "--model",
+            str(model),
+            "--port",
+            str(port),
+            "--dtype",
+            "float32",
+            "--max-model-len",
+            "2048",
+        ]
         options += ["--kv-cache-memory", "16MiB", "--enable-expert-parallel", "--dist-init", meeting]
         options += ["--dp-size", "2", "--dp-rank", str(rank)]
         made.append(Process(f"dp-{rank}", options, port, folder / f"dp-{rank}.log", {"OMP_NUM_THREADS": "1"}))
@@ -88,7 +98,7 @@ def test_a_lost_rank_takes_the_whole_group_down_and_it_comes_back(
 ) -> None:
     before = [instance(worker) for worker in workers]
     with ThreadPoolExecutor(2) as pool:
-        running = [pool.submit(generate, worker, PROMPTS[0], 450) for worker in workers]
+        running = [pool.submit(generate, worker, PROMPTS[0], 1900) for worker in workers]
         time.sleep(1.0)
         (lost,) = ranks_of(workers[1])
         os.kill(lost, signal.SIGKILL)

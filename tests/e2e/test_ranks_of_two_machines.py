@@ -19,6 +19,7 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import REPOSITORY, Process, free_port
+from tests.processes import is_alive
 from worker.llm_engine import LLMEngine, default_config
 
 PROMPT = [7, 8, 9, 10] * 9
@@ -145,7 +146,7 @@ def test_both_end_on_sigterm(machines: Machines) -> None:
     assert machines.first.stop(signal.SIGTERM) == 0
     machines.second.send_signal(signal.SIGTERM)
     assert machines.second.wait(10) == 0
-    assert not any(Path(f"/proc/{pid}").exists() for pid in pids)
+    assert not any(map(is_alive, pids))
 
 
 def ranks_of(pid: int) -> list[int]:

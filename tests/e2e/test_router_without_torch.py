@@ -20,7 +20,10 @@ from tests.checkpoints import DEFAULT_SHAPE, write_tokenizer
 from tests.e2e.service import Process, free_port, generate
 
 ROOT = Path(__file__).resolve().parents[2]
-INSTALL_TIMEOUT_S = 180
+INSTALL_TIMEOUT_S = 300
+
+# The environment is made by the first test.
+pytestmark = pytest.mark.timeout(900)
 
 
 def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:

@@ -26,6 +26,7 @@ from deploy.demo.questions import questions
 from kernels.interface import KernelBackend
 from kernels.paged_attention import PagedKVCache
 from kernels.select import BACKENDS, select_backend
+from tests.parity.draws import filters_and_penalties
 from tests.unit.mutants import MUTANTS as TRAPS
 from tests.unit.mutants import Mutant
 from worker import model_runner
@@ -123,16 +124,9 @@ def _request(rnd: random.Random, beginning: list[int]) -> Request:
 def _sampling(rnd: random.Random) -> dict[str, Any]:
     """Greedy or seeded, with or without filters and penalties."""
     given: dict[str, Any] = {"temperature": rnd.choice([0.0, 0.7, 1.0, 1.5]), "n": rnd.choice([1, 1, 1, 3])}
-    optional = {
-        "seed": rnd.randrange(2**64),
-        "top_k": rnd.randint(2, 50),
-        "top_p": rnd.uniform(0.5, 1.0),
-        "min_p": rnd.uniform(0.0, 0.1),
-        "repetition_penalty": rnd.uniform(0.8, 1.5),
-        "presence_penalty": rnd.uniform(-1, 1),
-        "frequency_penalty": rnd.uniform(-1, 1),
-    }
-    return given | {name: value for name, value in optional.items() if rnd.random() < 0.4}
+    if rnd.random() < 0.4:
+        given["seed"] = rnd.randrange(2**64)
+    return given | filters_and_penalties(rnd, 0.4)
 
 
 def poisoned(backend: KernelBackend) -> KernelBackend:

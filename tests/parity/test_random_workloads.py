@@ -28,7 +28,9 @@ from common.sampling_params import SamplingParams
 from kernels.cpu import library
 from kernels.select import select_backend
 from tests.checkpoints import make_checkpoint
+from tests.parity.draws import filters_and_penalties
 from tests.parity.test_equality import DEMO, poisoned
+from tests.shapes import QWEN3_60M
 from worker import model_runner
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.llm_engine import LLMEngine
@@ -43,16 +45,8 @@ BLOCK_SIZES: Final = (1, 16, 32)
 SHAPES: Final[dict[str, dict[str, Any]]] = {
     "tiny": {"hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 2, "head_dim": 16},
     "demo": {},
-    # The 60M shape of ../shared/performance-notes.md; its vocabulary is padded beyond the tokenizer's.
-    "60m": {
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-        "vocab_size": 32000,
-    },
+    # Its vocabulary is padded beyond the tokenizer's.
+    "60m": QWEN3_60M,
 }
 NUM_SHORT: Final = {("tiny", "bfloat16"): 24, ("demo", "bfloat16"): 4}
 NUM_LONG: Final = {"tiny": 300, "demo": 200, "60m": 60}
@@ -173,21 +167,13 @@ def stock(model: str) -> list[Request]:
 
 def _request(rnd: random.Random, number: int, beginning: list[int], ids: int) -> Request:
     own = rnd.choice([rnd.randint(1, 20), rnd.randint(1, 20), rnd.randint(20, 70)])
-    optional: dict[str, Any] = {
-        "top_k": rnd.randint(2, 50),
-        "top_p": rnd.uniform(0.5, 1.0),
-        "min_p": rnd.uniform(0.0, 0.1),
-        "repetition_penalty": rnd.uniform(0.8, 1.5),
-        "presence_penalty": rnd.uniform(-1, 1),
-        "frequency_penalty": rnd.uniform(-1, 1),
-    }
     params = SamplingParams(
         seed=number,
         n=rnd.choice([1, 1, 1, 1, 2]),
         max_tokens=rnd.choice([rnd.randint(1, 12), rnd.randint(12, 24)]),
         ignore_eos=rnd.random() < 0.8,
         temperature=rnd.choice([0.0, 0.0, 0.7, 1.0, 1.5]),
-        **{name: value for name, value in optional.items() if rnd.random() < 0.25},
+        **filters_and_penalties(rnd, 0.25),
     )
     return Request(number, beginning + [rnd.randrange(5, ids) for _ in range(own)], params)
 

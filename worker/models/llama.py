@@ -167,13 +167,18 @@ class LlamaForCausalLM:
         self._fused = self._fuse(build)
 
     def _fuse(self, build: Build) -> FusedDecoder | None:
-        """All layers as one operation, where there is one; never for several ranks, which meet inside of layers."""
+        """All layers as one operation, where there is one."""
         layers = tuple(filter(None, (layer.dense() for layer in self._layers)))
-        if build.shard.size > 1 or len(layers) < len(self._layers):
+        if len(layers) < len(self._layers):
             return None
-        config = build.config
+        config, shard = build.config, build.shard
         decoder = Decoder(
-            layers, self._norm.weight, config.rms_norm_eps, config.num_attention_heads, config.head_dim**-0.5
+            layers,
+            self._norm.weight,
+            config.rms_norm_eps,
+            length(shard.part(config.num_attention_heads, "num_attention_heads")),
+            config.head_dim**-0.5,
+            shard.collectives.all_reduce if shard.size > 1 else None,
         )
         return build.kernels.fuse_decoder(decoder, build.kv_dtype or build.dtype)
 

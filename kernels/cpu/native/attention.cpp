@@ -34,12 +34,6 @@ constexpr int64_t TWO = 2 * WIDTH;
 // Pairs of vectors of values that are summed at a time.
 constexpr int VALUE_PAIRS = 2;
 
-int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
-int64_t tiles_of(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
-float lowest() { return -__builtin_inff(); }
-
 float scalar_exp(float x) { return exp(splat(x))[0]; }
 
 // What tasks have in common.
@@ -52,8 +46,8 @@ struct Shape {
 
   explicit Shape(const fissile::Attention& work)
       : group(work.heads / work.kv_heads),
-        width(tiles_of(work.dim, TWO) * TWO),
-        value_width(tiles_of(work.value_dim, TWO) * TWO),
+        width(parts(work.dim, TWO) * TWO),
+        value_width(parts(work.value_dim, TWO) * TWO),
         stride(width | 16),
         most_rows(work.tile_tokens * group) {}
 
@@ -464,7 +458,7 @@ struct Task {
 
   // All splits, with `part` for each but the first.
   void add_all_splits(const State& state, const State& part) const {
-    const int64_t splits = tiles_of(tile.position + tile.tokens, KV_SPLIT);
+    const int64_t splits = parts(tile.position + tile.tokens, KV_SPLIT);
     add_split(0, state);
     for (int64_t split = 1; split < splits; split++) {
       add_split(split, part);
@@ -530,7 +524,7 @@ void run_merge(const fissile::Attention& work, int64_t task) {
   const Task<KvNumber> made(work, work.tiles[task / work.kv_heads], task % work.kv_heads, nullptr);
   float* states = work.states + task * work.splits * shape.state_size();
   const State state(shape, states);
-  const int64_t splits = tiles_of(made.tile.position + made.tile.tokens, KV_SPLIT);
+  const int64_t splits = parts(made.tile.position + made.tile.tokens, KV_SPLIT);
   for (int64_t split = 1; split < splits; split++)
     merge(shape, state, State(shape, states + split * shape.state_size()), made.rows);
   made.finish(state);
@@ -571,7 +565,7 @@ struct SelectTask {
   const int64_t length;
 
   static int64_t length_of(const fissile::QueryTile& tile) {
-    return tiles_of(tile.position + tile.tokens, KV_TILE) * KV_TILE;
+    return parts(tile.position + tile.tokens, KV_TILE) * KV_TILE;
   }
 
   SelectTask(const fissile::SelectTokens& work, const fissile::QueryTile& tile, float* memory)

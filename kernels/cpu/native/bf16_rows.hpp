@@ -1,19 +1,10 @@
-// What the products by instructions for bfloat16 share: sizes, int8 weights, and the way of finished sums into y.
+// int8 weights in products by instructions for bfloat16.
 #pragma once
 
 #include "kernels.hpp"
 #include "vec.hpp"
 
 namespace FISSILE_ISA {
-
-FISSILE_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-
-FISSILE_INLINE int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
-
-// Whether a product is theirs; the others are the base's.
-FISSILE_INLINE bool takes_bf16(const fissile::Linear& work) {
-  return work.dtype == fissile::BFLOAT16 && work.weight.dtype != fissile::FLOAT32;
-}
 
 // A block of a panel of int8 (kernels.hpp): its scales, and its numbers behind them.
 FISSILE_INLINE const float* scales_of(const char* block) { return reinterpret_cast<const float*>(block); }
@@ -40,18 +31,6 @@ static void widen_block(const char* block, int64_t depth, Bf16* to) {
 FISSILE_INLINE void prefetch_block(const char* block) {
 #pragma GCC unroll 33
   for (int64_t byte = 0; byte <= fissile::K_BLOCK * fissile::PANEL; byte += 64) __builtin_prefetch(block + byte, 0, 2);
-}
-
-// The sums of a panel's columns for one row, plus the bias, rounded into y.
-FISSILE_INLINE void finish_row(const fissile::Linear& work, const float* sums, int64_t row, int64_t panel) {
-  const int64_t column = panel * fissile::PANEL;
-  Bf16* y = static_cast<Bf16*>(work.y) + row * work.y_stride + column;
-  for (int64_t c = 0; c < fissile::PANEL && column + c < work.weight.columns; c += WIDTH) {
-    const int64_t left = work.weight.columns - column - c;
-    Floats value = load(sums + c);
-    if (work.weight.bias) value += load_up_to(work.weight.bias + column + c, left);
-    store_up_to(y + c, value, left);
-  }
 }
 
 }  // namespace FISSILE_ISA

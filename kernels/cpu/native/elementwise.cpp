@@ -10,8 +10,6 @@ using fissile::FLOAT32;
 // Numbers of a task, about: some microseconds of work.
 constexpr int64_t TASK_NUMBERS = 1 << 14;
 
-int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-
 int64_t rows_per_task(int64_t width) { return width >= TASK_NUMBERS ? 1 : TASK_NUMBERS / (width < 1 ? 1 : width); }
 
 int64_t tasks(int64_t rows, int64_t width) { return (rows + rows_per_task(width) - 1) / rows_per_task(width); }

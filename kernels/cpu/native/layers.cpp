@@ -63,6 +63,8 @@ struct DecoderStep {
   int64_t sequences;
   const int64_t* cu_seqlens;
   const int64_t* seq_lens;
+  // Brings the sum over all ranks in place of this rank's summand, [rows, hidden]; not 0 when that failed. Null for one.
+  int (*join)(void* summand);
   void* out;
 };
 
@@ -112,7 +114,7 @@ class Run {
         qkv_width_(q_width_ + 2 * k_width_),
         chunk_(std::min(step.rows, MLP_ROWS)) {}
 
-  // Whether there was memory.
+  // Whether there was memory, and ranks met.
   bool all() {
     if (!allocate()) return false;
     const void* x = step_.x;
@@ -120,10 +122,10 @@ class Run {
     for (int64_t layer = 0; layer < model_.num_layers; layer++) {
       const DecoderLayer& weights = model_.layers[layer];
       norm(x, residual, weights.input_norm, normed_);
-      if (!attend(weights, layer)) return false;
+      if (!attend(weights, layer) || !join()) return false;
       norm(output_, residual ? residual_ : step_.x, weights.post_norm, normed_);
       residual = residual_;
-      if (!feed_forward(weights)) return false;
+      if (!feed_forward(weights) || !join()) return false;
       x = output_;
     }
     norm(x, residual, model_.norm, step_.out);
@@ -214,6 +216,8 @@ class Run {
     return !failed && multiply(weights.out, attended_, step_.rows, output_);
   }
 
+  bool join() const { return !step_.join || step_.join(output_) == 0; }
+
   bool feed_forward(const DecoderLayer& weights) const {
     const int64_t inner = weights.down.inner;
     for (int64_t first = 0; first < step_.rows; first += chunk_) {
@@ -248,7 +252,7 @@ class Run {
 
 }  // namespace
 
-// Hidden states after the last norm into `step.out`. 0, or 1 when memory ran out.
+// Hidden states after the last norm into `step.out`. 0, or 1 when memory ran out or `join` failed.
 FISSILE_API int fissile_decoder(const Decoder* model, const DecoderStep* step) {
   return failed([&] { return Run(*model, *step).all(); });
 }

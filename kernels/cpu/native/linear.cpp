@@ -8,6 +8,8 @@
 // arithmetic work at the same time. x is copied to float32 tiles [inner][rows of the tile] of up to ROWS rows.
 #include "linear.hpp"
 
+#include "write_row.hpp"
+
 namespace FISSILE_ISA {
 namespace {
 
@@ -37,10 +39,6 @@ constexpr int SOME_PANELS = WIDTH / 8;
 struct Int8 {
   int8_t value;
 };
-
-int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
-
-int64_t tiles(int64_t count, int64_t size) { return (count + size - 1) / size; }
 
 template <class Number>
 constexpr fissile::Dtype DTYPE_OF = sizeof(Number) == 4   ? fissile::FLOAT32
@@ -168,7 +166,7 @@ struct Tile {
 
 // The rows are shared out evenly among their tiles.
 Tile tile_of(const fissile::Linear& work, int64_t tile) {
-  const int64_t all = tiles(work.rows, ROWS), share = work.rows / all, more = work.rows % all;
+  const int64_t all = parts(work.rows, ROWS), share = work.rows / all, more = work.rows % all;
   return {tile * share + at_most(tile, more), share + (tile < more)};
 }
 
@@ -225,17 +223,6 @@ struct Task {
   }
 };
 
-// The sums of a panel's columns for one row, plus the bias.
-template <class Number>
-void write_row(const fissile::Linear& work, const float* sums, int64_t column, Number* y) {
-  for (int64_t c = 0; c < PANEL && column + c < work.weight.columns; c += WIDTH) {
-    const int64_t left = work.weight.columns - column - c;
-    Floats value = load(sums + c);
-    if (work.weight.bias) value += load_up_to(work.weight.bias + column + c, left);
-    store_up_to(y + c, value, left);
-  }
-}
-
 // A task's rows of y. They lie far apart, and a store waits for its line.
 template <class Number>
 void write_rows(const fissile::Linear& work, const float* totals, int64_t first_row, int64_t rows, int64_t first_panel,
@@ -252,10 +239,10 @@ void write_rows(const fissile::Linear& work, const float* totals, int64_t first_
 
 template <class Number>
 void run(const fissile::Linear& work, int64_t task) {
-  const int64_t all_panels = tiles(work.weight.columns, PANEL), groups = tiles(all_panels, TASK_PANELS);
+  const int64_t all_panels = parts(work.weight.columns, PANEL), groups = parts(all_panels, TASK_PANELS);
   const int64_t first_panel = task % groups * TASK_PANELS, first_tile = task / groups * TASK_TILES;
   const int64_t panels = at_most(TASK_PANELS, all_panels - first_panel);
-  const int64_t tile_count = at_most(TASK_TILES, tiles(work.rows, ROWS) - first_tile);
+  const int64_t tile_count = at_most(TASK_TILES, parts(work.rows, ROWS) - first_tile);
   const int64_t stride = fissile::panel_bytes(DTYPE_OF<Number>, work.weight.inner);
   const Tile first = tile_of(work, first_tile), last = tile_of(work, first_tile + tile_count - 1);
   const int64_t rows = last.first + last.rows - first.first;
@@ -356,7 +343,7 @@ int64_t linear_scratch(const fissile::Linear& work) {
   return work.rows * fissile::padded_inner(work.weight.dtype, work.weight.inner);
 }
 
-int64_t linear_pack_tasks(const fissile::Linear& work) { return tiles(work.rows, ROWS); }
+int64_t linear_pack_tasks(const fissile::Linear& work) { return parts(work.rows, ROWS); }
 
 void linear_pack(const fissile::Linear& work, int64_t task) {
   if (work.dtype == fissile::FLOAT32) pack_rows<float>(work, task);
@@ -364,7 +351,7 @@ void linear_pack(const fissile::Linear& work, int64_t task) {
 }
 
 int64_t linear_tasks(const fissile::Linear& work) {
-  return tiles(tiles(work.weight.columns, PANEL), TASK_PANELS) * tiles(tiles(work.rows, ROWS), TASK_TILES);
+  return parts(parts(work.weight.columns, PANEL), TASK_PANELS) * parts(parts(work.rows, ROWS), TASK_TILES);
 }
 
 void linear(const fissile::Linear& work, int64_t task) {

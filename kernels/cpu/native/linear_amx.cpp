@@ -8,10 +8,7 @@
 #include "bf16_rows.hpp"
 #include "own_linear.hpp"
 #include "tiles.hpp"
-
-namespace FISSILE_BASE {
-extern const fissile::Kernels kernels;
-}
+#include "write_row.hpp"
 
 namespace FISSILE_ISA {
 namespace {
@@ -181,6 +178,7 @@ class Task {
     row_tiles_ = at_most(TASK_ROW_TILES, shape_.row_tiles - first_tile_);
     weights_ = static_cast<const char*>(work.weight.panels) + first_panel_ * shape_.panel_bytes;
     x_ = reinterpret_cast<const Bf16*>(work.packed_x) + first_tile_ * shape_.tile_size;
+    y_ = static_cast<Bf16*>(work.y) + first_tile_ * TILE_ROWS * work.y_stride + first_panel_ * PANEL;
   }
 
   void run() {
@@ -192,8 +190,8 @@ class Task {
     release_tiles();
     for (int64_t row = 0; row < row_tiles_ * TILE_ROWS && first_tile_ * TILE_ROWS + row < work_.rows; row++)
       for (int64_t panel = 0; panel < panels_; panel++)
-        finish_row(work_, tile_of_sums(row / TILE_ROWS, panel) + row % TILE_ROWS * PANEL, first_tile_ * TILE_ROWS + row,
-                   first_panel_ + panel);
+        write_row(work_, tile_of_sums(row / TILE_ROWS, panel) + row % TILE_ROWS * PANEL,
+                  (first_panel_ + panel) * PANEL, y_ + row * work_.y_stride + panel * PANEL);
   }
 
  private:
@@ -283,6 +281,7 @@ class Task {
   int64_t first_panel_, first_tile_, panels_, row_tiles_;
   const char* weights_;
   const Bf16* x_;
+  Bf16* y_;
   alignas(64) Bf16 tails_[TASK_PANELS * WEIGHT_TILE];
   alignas(64) float sums_[TASK_ROW_TILES * TASK_PANELS * SUMS_TILE];
   // A block of int8: its weights, and the sums of two tiles of rows.
@@ -303,19 +302,16 @@ void pack_row(const Bf16* from, int64_t inner, const Shape& shape, Bf16* to) {
 }
 
 int64_t scratch(const Linear& work) {
-  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_scratch(work);
   const Shape shape(work);
   // Of float32, two bfloat16 each.
   return shape.row_tiles * shape.tile_size / 2;
 }
 
 int64_t pack_tasks(const Linear& work) {
-  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_pack_tasks(work);
   return parts(work.rows, TILE_ROWS);
 }
 
 void pack_x(const Linear& work, int64_t task) {
-  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_pack(work, task);
   const Shape shape(work);
   Bf16* to = reinterpret_cast<Bf16*>(work.packed_x) + task * shape.tile_size;
   for (int64_t row = 0; row < shape.tile_rows; row++) {
@@ -326,24 +322,16 @@ void pack_x(const Linear& work, int64_t task) {
 }
 
 int64_t tasks(const Linear& work) {
-  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_tasks(work);
   const Shape shape(work);
   return shape.row_groups * shape.panel_groups;
 }
 
 void run(const Linear& work, int64_t task) {
-  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear(work, task);
   Task(work, task).run();
 }
 
 }  // namespace
 
-void use_own_linear(fissile::Kernels& table) {
-  table.linear_scratch = scratch;
-  table.linear_pack_tasks = pack_tasks;
-  table.linear_pack = pack_x;
-  table.linear_tasks = tasks;
-  table.linear = run;
-}
+void use_own_linear(fissile::Kernels& table) { use<scratch, pack_tasks, pack_x, tasks, run>(table); }
 
 }  // namespace FISSILE_ISA

@@ -6,10 +6,7 @@
 // the instruction is made of others, by the pseudo-code of Intel's manual (volume 2, VDPBF16PS), for tests on AVX2.
 #include "bf16_rows.hpp"
 #include "own_linear.hpp"
-
-namespace FISSILE_BASE {
-extern const fissile::Kernels kernels;
-}
+#include "write_row.hpp"
 
 namespace FISSILE_ISA {
 namespace {
@@ -31,12 +28,6 @@ constexpr int64_t TASK_ROWS = 72;
 constexpr int64_t PREFETCH = 2048;
 
 #ifdef FISSILE_EMULATED
-
-// Denormals are zeros, as inputs and as results, whatever the thread's mode.
-FISSILE_INLINE Floats flushed(Floats x) {
-  const Words magnitude = (Words)x & splat_word(0x7FFFFFFFu);
-  return (Floats)(magnitude < splat_word(0x00800000u) ? (Words)x & splat_word(0x80000000u) : (Words)x);
-}
 
 // Not inlined, which would take the compiler half a minute.
 __attribute__((noinline)) Floats add_pairs(Floats sum, Words a, Words b) {
@@ -134,17 +125,14 @@ Block block_of(const Linear& work, const char* weights, int64_t panels, int64_t 
 int64_t pairs_of(const Linear& work) { return parts(work.weight.inner, 2); }
 
 int64_t scratch(const Linear& work) {
-  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_scratch(work);
   return work.rows * pairs_of(work);
 }
 
 int64_t pack_tasks(const Linear& work) {
-  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_pack_tasks(work);
   return parts(work.rows, ROWS);
 }
 
 void pack_x(const Linear& work, int64_t task) {
-  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_pack(work, task);
   const int64_t first = task * ROWS, count = at_most(ROWS, work.rows - first), pairs = pairs_of(work);
   uint32_t* to = reinterpret_cast<uint32_t*>(work.packed_x) + first * pairs;
   for (int64_t r = 0; r < count; r++) {
@@ -155,12 +143,10 @@ void pack_x(const Linear& work, int64_t task) {
 }
 
 int64_t tasks(const Linear& work) {
-  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear_tasks(work);
   return parts(parts(work.weight.columns, PANEL), TASK_PANELS) * parts(work.rows, TASK_ROWS);
 }
 
 void run(const Linear& work, int64_t task) {
-  if (!takes_bf16(work)) return FISSILE_BASE::kernels.linear(work, task);
   // Tasks that follow each other share panels.
   const int64_t row_groups = parts(work.rows, TASK_ROWS), pairs = pairs_of(work);
   const int64_t first_panel = task / row_groups * TASK_PANELS, first_row = task % row_groups * TASK_ROWS;
@@ -180,19 +166,14 @@ void run(const Linear& work, int64_t task) {
                     totals + r * TASK_PANELS * PANEL);
     }
   }
-  for (int64_t r = 0; r < rows; r++)
+  Bf16* y = static_cast<Bf16*>(work.y) + first_row * work.y_stride + first_panel * PANEL;
+  for (int64_t r = 0; r < rows; r++, y += work.y_stride)
     for (int64_t p = 0; p < panels; p++)
-      finish_row(work, totals + (r * TASK_PANELS + p) * PANEL, first_row + r, first_panel + p);
+      write_row(work, totals + (r * TASK_PANELS + p) * PANEL, (first_panel + p) * PANEL, y + p * PANEL);
 }
 
 }  // namespace
 
-void use_own_linear(fissile::Kernels& table) {
-  table.linear_scratch = scratch;
-  table.linear_pack_tasks = pack_tasks;
-  table.linear_pack = pack_x;
-  table.linear_tasks = tasks;
-  table.linear = run;
-}
+void use_own_linear(fissile::Kernels& table) { use<scratch, pack_tasks, pack_x, tasks, run>(table); }
 
 }  // namespace FISSILE_ISA

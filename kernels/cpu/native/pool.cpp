@@ -9,9 +9,9 @@
 
 #include <atomic>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
 #include <new>
-#include <system_error>
 #include <thread>
 
 namespace fissile {
@@ -59,7 +59,10 @@ class Pool {
     take_tasks();
     // Late helpers find no place any more; those inside finish the task that they have.
     places_.store(0, std::memory_order_seq_cst);
-    while (inside_.load(std::memory_order_seq_cst) > 0) pause_briefly();
+    for (int spin = 0; inside_.load(std::memory_order_seq_cst) > 0; spin++) {
+      if (spin < SPINS) pause_briefly();
+      else std::this_thread::yield();
+    }
     return !failed_.load(std::memory_order_relaxed);
   }
 
@@ -67,7 +70,7 @@ class Pool {
   // Those that the system does not grant are done without, and asked for again next time.
   void start_missing(int64_t helpers) try {
     for (; started_ < helpers; started_++) std::thread([this] { help(); }).detach();
-  } catch (const std::system_error&) {
+  } catch (const std::exception&) {
   }
 
   void take_tasks() {

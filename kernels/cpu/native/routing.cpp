@@ -7,8 +7,6 @@
 namespace FISSILE_ISA {
 namespace {
 
-float lowest() { return -__builtin_inff(); }
-
 bool is_nan(float x) { return x != x; }
 
 bool above(float a, float b) { return a > b || (is_nan(a) && !is_nan(b)); }

@@ -67,12 +67,6 @@ void tile_store(void* to) {
   __builtin_memcpy(to, emulated_tiles[TILE].bytes, emulated_tiles[TILE].rows * TILE_BYTES);
 }
 
-// Denormals are zeros, as inputs and as results, whatever the thread's mode.
-FISSILE_INLINE Floats flushed(Floats x) {
-  const Words magnitude = (Words)x & splat_word(0x7FFFFFFFu);
-  return (Floats)(magnitude < splat_word(0x00800000u) ? (Words)x & splat_word(0x80000000u) : (Words)x);
-}
-
 // The first or the second numbers of pairs, as float32.
 FISSILE_INLINE Floats first_of(Words pairs) { return flushed((Floats)(pairs << 16)); }
 FISSILE_INLINE Floats second_of(Words pairs) { return flushed((Floats)(pairs & splat_word(0xFFFF0000u))); }

@@ -51,6 +51,15 @@ struct Fp8 {
 
 #define FISSILE_INLINE static inline __attribute__((always_inline))
 
+FISSILE_INLINE int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+FISSILE_INLINE int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+
+// How many parts of up to `size` there are in `count`.
+FISSILE_INLINE int64_t parts(int64_t count, int64_t size) { return (count + size - 1) / size; }
+
+// Below every score.
+FISSILE_INLINE float lowest() { return -__builtin_inff(); }
+
 FISSILE_INLINE float widened(float value) { return value; }
 
 FISSILE_INLINE float widened(Bf16 value) {
@@ -70,6 +79,12 @@ FISSILE_INLINE Words splat_word(uint32_t value) {
 #define FISSILE_SAME(lane) value
   return Words FISSILE_LANES(FISSILE_SAME);
 #undef FISSILE_SAME
+}
+
+// Denormals as zeros, which is how instructions for bfloat16 take and give them whatever the thread's mode.
+FISSILE_INLINE Floats flushed(Floats x) {
+  const Words magnitude = (Words)x & splat_word(0x7FFFFFFFu);
+  return (Floats)(magnitude < splat_word(0x00800000u) ? (Words)x & splat_word(0x80000000u) : (Words)x);
 }
 
 // Byte `byte` of each lane in the lane's highest byte, zeros below.

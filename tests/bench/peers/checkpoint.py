@@ -12,29 +12,12 @@ from typing import Any, Final
 
 from tests.bench.peers.folder import PeerFolder, add_folder_option
 from tests.checkpoints import make_checkpoint
+from tests.shapes import QWEN3_0_6B, QWEN3_60M
 
 _COMMON: Final[dict[str, Any]] = {"max_position_embeddings": 4096, "tie_word_embeddings": True}
 SHAPES: Final[dict[str, dict[str, Any]]] = {
-    "qwen3-0.6b": {
-        **_COMMON,
-        "hidden_size": 1024,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 16,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "intermediate_size": 3072,
-        "vocab_size": 151_936,
-    },
-    "qwen3-60m": {
-        **_COMMON,
-        "hidden_size": 512,
-        "num_hidden_layers": 8,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "head_dim": 64,
-        "intermediate_size": 1536,
-        "vocab_size": 32_000,
-    },
+    "qwen3-0.6b": _COMMON | QWEN3_0_6B,
+    "qwen3-60m": _COMMON | QWEN3_60M,
 }
 DEFAULT_SHAPE: Final = "qwen3-0.6b"
 

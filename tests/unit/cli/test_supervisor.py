@@ -15,6 +15,7 @@ import pytest
 from common.cli.console import Console
 from common.cli.failure import CommandError
 from common.cli.supervisor import MAX_LINE_BYTES, Child, Supervisor
+from tests.processes import is_alive
 
 CHILD = "tests.unit.cli.a_child"
 
@@ -38,14 +39,6 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
 
 
 async def test_passes_lines_on_with_the_childs_name() -> None:
@@ -119,7 +112,7 @@ async def test_stop_during_back_off_starts_nothing() -> None:
     running = asyncio.create_task(supervisor.run())
     await until(lambda: bool(console.lines))
     assert await supervisor.stop() == []
-    await asyncio.wait_for(running, 0.3)
+    await asyncio.wait_for(running, 5)
     assert not only.running
 
 
@@ -163,7 +156,7 @@ def test_no_child_survives_a_killed_supervisor() -> None:
         "async def main():\n"
         "    supervisor = Supervisor(children, Console(terminal=False), {})\n"
         "    running = asyncio.create_task(supervisor.run())\n"
-        "    while not all(child.last_lines for child in children): await asyncio.sleep(0.01)\n"
+        "    while not running.done() and not all(child.last_lines for child in children): await asyncio.sleep(0.01)\n"
         "    print(*(child.process.pid for child in children), flush=True)\n"
         "    await running\n"
         "asyncio.run(main())\n"

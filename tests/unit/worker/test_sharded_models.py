@@ -64,7 +64,8 @@ class ThreadCollectives:
         return torch.cat(self._all(x), dim=-1)
 
     def _all(self, x: torch.Tensor) -> list[torch.Tensor]:
-        self.exchange.given[self.rank] = x
+        # What one rank does with its own afterwards is no other's business.
+        self.exchange.given[self.rank] = x.clone()
         self.exchange.barrier.wait()
         parts = [self.exchange.given[rank] for rank in range(self.exchange.size)]
         self.exchange.barrier.wait()

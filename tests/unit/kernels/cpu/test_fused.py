@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import CDLL
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from tests.checkpoints import make_checkpoint
 from tests.unit.kernels.steps import Rows, metadata, scattered_blocks
 from worker import model_runner
 from worker.batch import ScheduledBatch
+from worker.distributed import PeerLostError
 from worker.model_config import ModelConfig
 from worker.model_runner import ModelRunner
 from worker.sequence import Sequence
@@ -54,14 +56,18 @@ KINDS = {
 }
 
 
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+
 class Model:
     """Random layers, packed by a back end, and a cache that is NaN where nothing is written."""
 
-    def __init__(self, kind: Kind, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    def __init__(self, kind: Kind, dtype: torch.dtype, kv_dtype: torch.dtype, all_reduce: Reduce | None = None) -> None:
         self.kind, self.backend, self.dtype = kind, CpuBackend(), dtype
         self._generator = torch.Generator().manual_seed(7)
         norm = 1 + self.drawn(kind.hidden)
-        self.decoder = Decoder(tuple(self.layer() for _ in range(LAYERS)), norm, 1e-5, kind.heads, kind.dim**-0.5)
+        layers = tuple(self.layer() for _ in range(LAYERS))
+        self.decoder = Decoder(layers, norm, 1e-5, kind.heads, kind.dim**-0.5, all_reduce)
         self.cache = PagedKVCache.allocate(KVSpec(kind.kv_heads, kind.dim), LAYERS, 50, BLOCK, kv_dtype)
         self.cache.data[:] = torch.nan
         self.blocks = scattered_blocks(LENGTHS, BLOCK, 50, seed=3)
@@ -92,6 +98,7 @@ class Model:
     def single(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: AttentionMetaData) -> torch.Tensor:
         """The layers, operation by operation."""
         do, eps, residual = self.backend, self.decoder.eps, None
+        join = self.decoder.all_reduce or torch.clone
         for i, layer in enumerate(self.decoder.layers):
             if residual is None:
                 normed, residual = do.rms_norm(x, layer.input_norm, eps), x
@@ -104,8 +111,9 @@ class Model:
             q, k = do.rope(q, k, cos, sin)
             do.write_kv(self.cache, i, k, v, step)
             attended = do.attention(q, self.cache, i, step, self.decoder.scale, layer.window, layer.sinks)
-            x, residual = do.add_rms_norm(do.linear(attended.flatten(1), layer.out), residual, layer.post_norm, eps)
-            x = do.linear(do.silu_and_mul(do.linear(x, layer.gate_up)), layer.down)
+            out = join(do.linear(attended.flatten(1), layer.out))
+            x, residual = do.add_rms_norm(out, residual, layer.post_norm, eps)
+            x = join(do.linear(do.silu_and_mul(do.linear(x, layer.gate_up)), layer.down))
         assert residual is not None
         return do.add_rms_norm(x, residual, self.decoder.norm, eps)[0]
 
@@ -116,9 +124,11 @@ class Model:
         return made
 
 
-def check(kind: Kind, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int = 1) -> None:
+def check(
+    kind: Kind, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int = 1, all_reduce: Reduce | None = None
+) -> None:
     """Step after step, each over the cache that both have filled alike."""
-    one, other = Model(kind, dtype, kv_dtype), Model(kind, dtype, kv_dtype)
+    one, other = Model(kind, dtype, kv_dtype, all_reduce), Model(kind, dtype, kv_dtype, all_reduce)
     fused = other.backend.fuse_decoder(other.decoder, kv_dtype)
     assert fused is not None
     for spans in STEPS:
@@ -140,6 +150,33 @@ def check(kind: Kind, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int = 
 def test_bits_are_those_of_single_operations(threads: CDLL, dtype: torch.dtype, kind: Kind) -> None:
     for count in (1, 3):
         check(kind, dtype, dtype, count)
+
+
+@pytest.mark.parametrize("all_reduce", [lambda x: x * 1.5, lambda x: x.mul_(1.5)], ids=["another", "in_place"])
+def test_ranks_meet_within_the_call(threads: CDLL, all_reduce: Reduce) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check(KINDS["biases"], dtype, dtype, 2, all_reduce)
+
+
+def test_what_is_raised_where_ranks_meet_comes_out(threads: CDLL) -> None:
+    met = 0
+
+    def lost(x: torch.Tensor) -> torch.Tensor:
+        nonlocal met
+        met += 1
+        if met == 3:
+            raise PeerLostError("gone")
+        return x
+
+    model = Model(KINDS["llama"], torch.float32, torch.float32, lost)
+    fused = model.backend.fuse_decoder(model.decoder, torch.float32)
+    assert fused is not None
+    x, angles = model.drawn(630, model.kind.hidden), torch.rand(630, 1, 10)
+    for _ in range(2):
+        met = 0
+        with pytest.raises(PeerLostError, match="gone"):
+            fused.run(x, angles.cos(), angles.sin(), model.cache, model.step(STEPS[0]))
+        assert met == 3
 
 
 def test_a_cache_of_another_dtype(threads: CDLL) -> None:

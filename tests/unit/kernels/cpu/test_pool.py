@@ -73,6 +73,7 @@ def test_callers_at_the_same_time_and_from_within_do_not_wait_for_each_other(thr
 # end. PyTorch's own threads do not survive one either, so the child uses nothing of it that may work on them.
 FORKING = """
 import os
+import signal
 import torch
 from kernels.cpu import library, linear
 
@@ -84,6 +85,7 @@ packed = linear.pack(native, torch.randn(200, 64), None, torch.float32)
 expected = linear.linear(native, x, packed).numpy().tobytes()
 child = os.fork()
 if child == 0:
+    signal.alarm(60)
     os._exit(0 if linear.linear(native, x, packed).numpy().tobytes() == expected else 1)
 raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """

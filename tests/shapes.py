@@ -1,0 +1,26 @@
+"""Shapes of models that several tests and benchmarks make checkpoints of; parameters of `make_checkpoint`."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+# 596 M parameters.
+QWEN3_0_6B: Final[dict[str, Any]] = {
+    "hidden_size": 1024,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 3072,
+    "vocab_size": 151_936,
+}
+# The 60M shape of ../shared/performance-notes.md.
+QWEN3_60M: Final[dict[str, Any]] = {
+    "hidden_size": 512,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 64,
+    "intermediate_size": 1536,
+    "vocab_size": 32_000,
+}
