@@ -128,17 +128,21 @@ def test_f1_with_a_real_model(tmp_path: Path) -> None:
     """F1: the demo model: a killed worker's streams, greedy and seeded, go on with the same tokens and text."""
 
     def asked(i: int) -> pb.ChatRequest:
-        params = pb.SamplingParams(temperature=0.8 if i % 2 else 0.0, seed=i, max_tokens=90, ignore_eos=True)
+        params = pb.SamplingParams(temperature=0.8 if i % 2 else 0.0, seed=i, max_tokens=200, ignore_eos=True)
         params.repetition_penalty = 1.1
         question = pb.ChatMessage(role="user", content=f"Tell me a story about {i} foxes.")
         made = pb.ChatRequest(messages=[question], sampling_params=params)
         made.output_options.return_token_ids = True
         return made
 
+    begun = threading.Semaphore(0)
+
     def ask(stub: InferenceServiceStub, i: int) -> Answer:
         answer = Answer()
         for part in stub.Chat(asked(i), timeout=60):
             answer.add(part)
+            if answer.messages == 2:
+                begun.release()
         return answer
 
     options = ["--threads", "1"]
@@ -146,9 +150,11 @@ def test_f1_with_a_real_model(tmp_path: Path) -> None:
         wait_workers(service, 2)
         with ThreadPoolExecutor(6) as pool:
             undisturbed = list(pool.map(lambda i: ask(service.stub, i), range(6)))
+            begun = threading.Semaphore(0)
             running = [pool.submit(ask, service.stub, i) for i in range(6)]
-            time.sleep(0.4)
-            service.workers[0].stop(signal.SIGKILL)
+            assert all(begun.acquire(timeout=30) for _ in running)
+            busiest = max(range(2), key=lambda index: service.worker_load(index).decoding_seqs)
+            service.workers[busiest].stop(signal.SIGKILL)
             got = [f.result() for f in running]
     assert_same(got, undisturbed)
     assert any(a.finish is not None and a.finish.attempts == 2 for a in got)

@@ -59,7 +59,7 @@ class Pool {
     take_tasks();
     // Late helpers find no place any more; those inside finish the task that they have.
     places_.store(0, std::memory_order_seq_cst);
-    for (int spin = 0; inside_.load(std::memory_order_seq_cst) > 0; spin++) {
+    for (int64_t spin = 0; inside_.load(std::memory_order_seq_cst) > 0; spin++) {
       if (spin < SPINS) pause_briefly();
       else std::this_thread::yield();
     }
