@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as version_of
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import click
 import structlog
@@ -531,29 +531,34 @@ def worker(log_level: str, **given: Any) -> int:
     return uvloop.run(run_worker(worker_options(**given)))
 
 
+# Options that are fields of Config by the same name.
+_OF_CONFIG: Final = (
+    "max_num_seqs",
+    "max_num_batched_tokens",
+    "scheduling_policy",
+    "scheduler_delay_factor",
+    "hash_seed",
+    "dtype",
+    "kv_cache_dtype",
+    "kernels",
+    "cpu_isa",
+    "quantize",
+    "enable_expert_parallel",
+)
+
+
 def worker_options(
     *,
     model: str,
     model_name: str | None,
     max_model_len: int | None,
-    max_num_seqs: int,
-    max_num_batched_tokens: int,
     kv_cache_memory: int | None,
     block_size: int,
-    scheduling_policy: str,
     prefix_caching: bool,
-    scheduler_delay_factor: float,
-    hash_seed: int,
-    dtype: str,
-    kv_cache_dtype: str,
-    kernels: str,
     weights_cache: str | None,
-    cpu_isa: str,
-    quantize: str,
     drain_timeout: float,
     simulate: str | None,
     tp_size: int,
-    enable_expert_parallel: bool,
     nnodes: int,
     node_rank: int,
     dist_init: str,
@@ -578,24 +583,14 @@ def worker_options(
         folder = model_folder(model, weights=simulate is None)
         config = Config(
             model=str(folder),
-            max_num_seqs=max_num_seqs,
-            max_num_batched_tokens=max_num_batched_tokens,
             kv_cache_block_size=block_size,
-            scheduling_policy=scheduling_policy,
             enable_prefix_caching=prefix_caching,
-            scheduler_delay_factor=scheduler_delay_factor,
             kv_cache_memory=kv_cache_memory or 0,
             max_model_len=max_model_len or 0,
-            dtype=dtype,
-            kv_cache_dtype=kv_cache_dtype,
-            kernels=kernels,
             weights_cache=_weights_cache(weights_cache),
-            cpu_isa=cpu_isa,
-            quantize=quantize,
-            hash_seed=hash_seed,
             tensor_parallel_size=tp_size,
-            enable_expert_parallel=enable_expert_parallel,
             parallel_config=ParallelConfig(dp_size, dp_rank),
+            **{name: others.pop(name) for name in _OF_CONFIG},
         )
         cost = None if simulate is None else cost_model(simulate)
     except (ApiError, HubError) as error:

@@ -39,7 +39,7 @@ from tests.e2e.simulated import OPTIONS, request, simulated_model, wait_workers
 HEARTBEAT_S = 0.5
 MARGIN_S = 0.25
 EPSILON_S = 1e-4
-SETTINGS = settings(max_examples=SCALE.a2_examples, stateful_step_count=40, deadline=None)
+SETTINGS = settings(max_examples=SCALE.a2_examples, stateful_step_count=40)
 
 
 @dataclass

@@ -305,7 +305,7 @@ def test_m3_random_parameters(service: Service) -> None:
     """M3: NaN, infinities, zeros, counts and lengths out of range: INVALID_ARGUMENT with the field's path, or an
     answer; never INTERNAL."""
 
-    @settings(max_examples=SCALE.m3_examples, deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+    @settings(max_examples=SCALE.m3_examples, suppress_health_check=list(HealthCheck), derandomize=True)
     @given(requests())
     def check(asked: pb.GenerateRequest) -> None:
         bad = problems(asked)

@@ -102,7 +102,7 @@ ROWS = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(logits=LOGITS, rows=st.lists(ROWS, min_size=1, max_size=4))
 def test_equals_the_reference(logits: list[float], rows: list[Row]) -> None:
     batch = np.array([logits] * len(rows), np.float32)

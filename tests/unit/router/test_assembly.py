@@ -71,7 +71,7 @@ def reference(ids: list[int], stops: tuple[str, ...], include: bool, min_tokens:
     return text + searched + (head.flush() if len(ids) < min_tokens else ""), len(ids), None
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     ids=st.lists(st.integers(0, 298).filter(lambda i: i != EOS), min_size=1, max_size=40),
     cuts=st.lists(st.integers(0, 40), max_size=6),

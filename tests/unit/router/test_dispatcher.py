@@ -375,5 +375,5 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert lane.unseen_seqs == sum(g.seqs for g in lane._unseen)
 
 
-DispatcherMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+DispatcherMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestDispatcherMachine = DispatcherMachine.TestCase

@@ -149,11 +149,11 @@ class FairQueueMachine(RuleBasedStateMachine):
             assert self.shares.waiting(priority) == sum(r.priority == priority for r in self.reference.waiting)
 
 
-FairQueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50, deadline=None)
+FairQueueMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=50)
 TestFairQueueMachine = FairQueueMachine.TestCase
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     tokens=st.lists(st.tuples(st.sampled_from("ab"), st.integers(1, 50)), min_size=2, max_size=60),
     weights=st.tuples(st.floats(0.1, 10), st.floats(0.1, 10)),
@@ -202,7 +202,7 @@ def test_a_higher_class_goes_first_and_its_queue_is_its_own() -> None:
     queue.check_room(HIGH, 0.0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     low=st.lists(st.integers(1, 40), min_size=1, max_size=40),
     high=st.lists(st.integers(1, 40), min_size=1, max_size=200),
@@ -280,7 +280,7 @@ def test_a_lane_keeps_no_more_than_what_waits(seed: int) -> None:
     assert sum(map(len, lane._arrivals.values())) + len(lane._deadlines) < 400
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.integers(0, 8), max_size=200))
 def test_earliest_is_the_least_of_those_alive(events: list[int]) -> None:
     alive: dict[int, float] = {}

@@ -43,7 +43,7 @@ def kinds(found: list[wpb.SessionRequest]) -> list[str | None]:
     return [frame.WhichOneof("frame") for frame in found]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     groups=st.lists(
         st.lists(

@@ -114,7 +114,7 @@ class IndexMachine(RuleBasedStateMachine):
 
 
 PARTS = {tuple(chain(*parts)): parts for n in range(8) for parts in itertools.product((0, 1), repeat=n)}
-IndexMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+IndexMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
 TestIndexMachine = IndexMachine.TestCase
 
 
@@ -233,7 +233,7 @@ def lane(worker: str, model: str = "m", **load: float) -> Lane:
     return Lane(worker, model, LoadReport(0.0, room_tokens=10_000, room_seqs=100, **load))  # type: ignore[arg-type]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0, 10, 20, 30, None])), max_size=150))
 def test_the_least_loaded_by_sorting(events: list[tuple[int, int | None]]) -> None:
     order, lanes = LoadOrder(), [lane(f"w{i}") for i in range(6)]
@@ -410,7 +410,7 @@ def test_who_moves_keeps_its_place_and_goes_neither_back_nor_out_of_its_class() 
     assert bound(d) == {1: "b", 2: "c"}
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     st.lists(st.integers(0, 30), min_size=2, max_size=5),
     st.lists(st.integers(1, 20), min_size=1, max_size=12),

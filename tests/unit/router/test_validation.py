@@ -98,7 +98,7 @@ def test_absent_values_come_from_the_model() -> None:
     assert given == SamplingParams()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     prompt=st.integers(1, 200), length=st.integers(2, 200), most=st.integers(1, 2**32 - 1), fewest=st.integers(0, 50)
 )

@@ -70,7 +70,7 @@ def sequences() -> list[Sequence]:
     return made
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(STEPS, st.sampled_from([6, 7, 8192]))
 def test_batches_arrive_as_they_were(steps: list[tuple[list[int], int, bool]], max_tables: int) -> None:
     seqs, pair = sequences(), Pair(max_tables)

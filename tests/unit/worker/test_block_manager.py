@@ -364,6 +364,6 @@ def weak_chain(tokens: Seq[int], size: int, *, root: int | None = None, seed: in
 
 
 TestCache = CacheMachine.TestCase
-TestCache.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestCache.settings = settings(max_examples=40, stateful_step_count=30)
 TestWeakHash = WeakHashMachine.TestCase
-TestWeakHash.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestWeakHash.settings = settings(max_examples=40, stateful_step_count=30)

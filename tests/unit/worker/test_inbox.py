@@ -202,7 +202,7 @@ def test_giving_up_names_everything_that_is_on_its_way() -> None:
     assert box.is_empty
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_any_cutting_and_interleaving_of_groups_gives_the_same_sequences(seed: int) -> None:
     """Groups are cut into Submit and Extend frames, frames of several groups are mixed, some sequences cancelled."""

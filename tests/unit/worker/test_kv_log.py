@@ -104,7 +104,7 @@ class LogMachine(RuleBasedStateMachine):
             assert len(self.log._changes) <= 2 * 6
 
 
-LogMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+LogMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestLogMachine = LogMachine.TestCase
 
 
@@ -173,7 +173,7 @@ def prompt(parts: Sequence[int]) -> list[int]:
     return [part + i % 7 for part in parts for i in range(8 * GRANULE_BLOCKS)]
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     st.lists(st.lists(st.lists(st.sampled_from([10, 20]), min_size=1, max_size=8), max_size=3), max_size=12),
     st.booleans(),

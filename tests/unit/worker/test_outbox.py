@@ -59,7 +59,7 @@ class Reader:
         self.submit_seen = frame.submit_seen
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 40), st.sampled_from([1, 3, 700, 9000]))
 def test_every_interleaving_delivers_every_token_once_in_order(seed: int, num_seqs: int, longest_run: int) -> None:
     random = Random(seed)
@@ -88,7 +88,7 @@ def test_every_interleaving_delivers_every_token_once_in_order(seed: int, num_se
     assert reader.started == {rid for rid, tokens in sent.items() if tokens}
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_streams_that_break_lose_frames_and_no_tokens(seed: int) -> None:
     """Frames are lost from some point on; the next stream rewinds to what the router has, as its Hello says."""

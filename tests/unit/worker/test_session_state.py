@@ -458,7 +458,7 @@ def test_a_neighbouring_version_is_served() -> None:
         check_hello(submit(1, record(1)))
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2**32))
 def test_cancel_storm_with_two_routers(seed: int) -> None:
     """Random submits, cancels and slow readers: every stream is right, each has one end, nothing is left."""

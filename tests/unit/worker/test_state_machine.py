@@ -86,9 +86,7 @@ class LongMachine(SchedulerMachine):
     """The same, for as long as one likes."""
 
 
-_SETTINGS = settings(
-    max_examples=NUM_EXAMPLES, stateful_step_count=12, deadline=None, suppress_health_check=list(HealthCheck)
-)
+_SETTINGS = settings(max_examples=NUM_EXAMPLES, stateful_step_count=12, suppress_health_check=list(HealthCheck))
 TestScheduler = SchedulerMachine.TestCase
 TestScheduler.settings = _SETTINGS
 TestLong = pytest.mark.long(LongMachine.TestCase)

@@ -83,7 +83,7 @@ SEQUENCES = st.builds(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(seqs=st.lists(SEQUENCES, min_size=1, max_size=5), seed=st.integers(0, 100))
 def test_equals_brute_force(seqs: list[Sequence], seed: int) -> None:
     logits = np.random.default_rng(seed).normal(0, 5, (len(seqs), VOCAB)).astype(np.float32)

@@ -128,7 +128,7 @@ SHARED_TOKENIZER = Tokenizer.from_files(files("byte_level", eos_token=EOS))
 SHARED = {source: template(source) for source in (CHATML, KITCHEN_SINK)}
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=80)
 @given(
     st.lists(
         st.sampled_from(["<|im_end|>", "<|im_start|>", "<|im_", "end|>", "</think>", "a", "\n", " "]), max_size=10

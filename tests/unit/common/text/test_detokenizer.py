@@ -29,7 +29,7 @@ def cut(ids: list[int], sizes: list[int]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(text=ANY_TEXT, sizes=st.lists(st.integers(0, 4), max_size=20))
 def test_text_streams_as_it_decodes_at_once(kind: str, text: str, sizes: list[int]) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -40,7 +40,7 @@ def test_text_streams_as_it_decodes_at_once(kind: str, text: str, sizes: list[in
     assert tokenizer.decode(ids) == expected
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.integers(0, TOKENIZERS["byte_level"].vocab_size + 3), max_size=30), st.lists(st.integers(0, 3)))
 def test_any_byte_level_ids_stream_as_they_decode_at_once(ids: list[int], sizes: list[int]) -> None:
     expected = backend("byte_level").decode(ids, skip_special_tokens=True)
@@ -49,7 +49,7 @@ def test_any_byte_level_ids_stream_as_they_decode_at_once(ids: list[int], sizes:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(data=st.data(), sizes=st.lists(st.integers(0, 3), max_size=20))
 def test_result_does_not_depend_on_the_pieces(kind: str, data: st.DataObject, sizes: list[int]) -> None:
     tokenizer = TOKENIZERS[kind]
@@ -58,7 +58,7 @@ def test_result_does_not_depend_on_the_pieces(kind: str, data: st.DataObject, si
     assert "".join(streamed(tokenizer, cut(ids, sizes))) == tokenizer.decode(ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.lists(st.integers(5, TOKENIZERS["sentencepiece"].vocab_size - 1), max_size=30))
 def test_byte_fallback_equals_the_library_outside_of_invalid_bytes(ids: list[int]) -> None:
     first_byte, space = 5, 5 + 0x20

@@ -26,7 +26,7 @@ def held(text: str, stops: tuple[str, ...]) -> int:
     return next((n for n in sizes if n <= len(text) and any(stop.startswith(text[-n:]) for stop in stops)), 0)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     stops=st.lists(LETTERS, max_size=4).map(tuple),
     pieces=st.lists(st.text("abc", max_size=6), max_size=8),

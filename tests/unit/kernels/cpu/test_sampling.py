@@ -34,7 +34,7 @@ def check(native: CDLL, logits: np.ndarray, rows: list[Row]) -> None:
     assert ids.tolist() == reference.sample(logits.copy(), *given).tolist()
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(logits=LOGITS, rows=st.lists(ROWS, min_size=1, max_size=4))
 def test_equals_the_brute_force_reference(native: CDLL, logits: list[float], rows: list[Row]) -> None:
     batch = np.array([logits] * len(rows), np.float32)
@@ -124,7 +124,7 @@ def test_rows_of_a_view(native: CDLL) -> None:
     assert sampling.sample(native, np.asfortranarray(wide[:, :33]), *params).tolist() == expected
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(fraction=st.floats(0, 1, width=32, exclude_max=True), total=st.integers(0, 2**63 - 1))
 def test_the_share_of_a_mass_is_what_the_kernel_takes_it_for(fraction: float, total: int) -> None:
     """The kernel's integer arithmetic, in Python: a float32 is mantissa * 2^-shift."""
