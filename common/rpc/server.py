@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import logging
 import socket
 from collections.abc import Sequence
 from typing import Any, Final
@@ -31,6 +32,18 @@ READINESS: Final = "readiness"
 _HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def _is_no_ended_call(record: logging.LogRecord) -> bool:
+    """False for a status that could not be sent because gRPC itself had ended the call: nothing that is ours to mend.
+
+    It does so for messages that can not be decompressed; a client could fill the log with tracebacks.
+    """
+    return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
+
+
+# Where grpc.aio logs what handlers raise. A filter is added once, however often this runs.
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_ended_call)
 
 
 class PortTakenError(Exception):
