@@ -47,11 +47,11 @@ setup: $(ALL_STAMP) $(NATIVE_STAMP) ## Make .venv with everything in it: service
 run: $(RUN_STAMP) $(NATIVE_STAMP) ## Serve the demo model (or MODEL=folder) with one router and one worker, and ask it something
 	@exec $(BIN)/fissile serve $(if $(MODEL),--model "$(MODEL)") --ask $(ARGS)
 
-test: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests: unit, sim, parity, e2e, clients, deploy, chaos
-	@scripts/test.sh unit sim parity e2e clients deploy chaos
+test: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests: unit, sim, kernels, parity, e2e, clients, deploy, chaos
+	@scripts/test.sh unit sim kernels parity e2e clients deploy chaos
 
 test-long: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests that take minutes each
-	@PYTEST_MARK=long scripts/test.sh unit sim parity e2e clients deploy chaos
+	@PYTEST_MARK=long scripts/test.sh unit sim kernels parity e2e clients deploy chaos
 
 chaos: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the chaos tests alone, with full times and numbers, and print what they measured
 	@CHAOS_SCALE=full scripts/test.sh chaos

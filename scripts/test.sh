@@ -17,7 +17,7 @@ outcome() {
 # the machine to itself. A process that dies ends the part: pytest-xdist 3.8 may wait for ever for one that takes its place.
 options() {
   case "$1" in
-  unit | parity | e2e | deploy)
+  unit | kernels | parity | e2e | deploy)
     echo "-n $(($(nproc) < 4 ? $(nproc) : 4)) --dist loadfile --max-worker-restart 0"
     ;;
   esac
@@ -25,7 +25,7 @@ options() {
 # threads PART: of each PyTorch.
 threads() {
   case "$1" in
-  unit | parity | e2e | deploy) echo 1 ;;
+  unit | kernels | parity | e2e | deploy) echo 1 ;;
   *) nproc ;;
   esac
 }

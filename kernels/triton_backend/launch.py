@@ -1,0 +1,64 @@
+"""Runs a Triton kernel: on a GPU as it is; in the interpreter on float32 copies of what it can not compute with.
+
+The interpreter computes bfloat16 on bit patterns, truncates where it stores narrow numbers and knows not every FP8
+(kernel-notes section 4, traps 1, 2 and 4). There, tensors of these dtypes are widened before the kernel and rounded,
+by PyTorch, behind it. So what a kernel rounds in between is not rounded there: such tests need a tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from kernels import float8
+from kernels.triton_backend.target import interpreted
+
+_WIDENED = (torch.bfloat16, torch.float8_e4m3fn, torch.float8_e4m3fnuz, torch.float8_e5m2)
+# How a compiler is to treat a kernel; the interpreter does not know them all.
+_COMPILER_OPTIONS = ("num_warps", "num_stages", "waves_per_eu", "matrix_instr_nonkdim", "kpack")
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
+    """Runs `kernel` on every program of `grid`; a grid with a 0 in it runs none.
+
+    Args:
+        kernel: a function decorated by `triton.jit`.
+        grid: programs in up to 3 dimensions.
+        args: tensors and numbers, in the kernel's order.
+        constants: its `tl.constexpr` arguments and the compiler's options by name.
+    """
+    if 0 in grid:
+        return
+    if not interpreted():
+        kernel[grid](*args, **constants)
+        return
+    constants = {name: value for name, value in constants.items() if name not in _COMPILER_OPTIONS}
+    with _widened(args) as wide:
+        kernel[grid](*wide, **constants)
+
+
+@contextmanager
+def _widened(args: tuple[Any, ...]) -> Iterator[list[Any]]:
+    """The arguments with narrow tensors as float32 of the same strides; what was written comes back at the end.
+
+    Views of one memory stay views of one memory.
+    """
+    bases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    yield [_wide(arg, bases) for arg in args]
+    for narrow, wide in bases.values():
+        changed = wide != narrow.float()
+        float8.raw(narrow)[changed] = float8.raw(wide[changed].to(narrow.dtype))
+
+
+def _wide(arg: Any, bases: dict[int, tuple[torch.Tensor, torch.Tensor]]) -> Any:
+    if not isinstance(arg, torch.Tensor) or arg.dtype not in _WIDENED:
+        return arg
+    storage = arg.untyped_storage()
+    if storage.data_ptr() not in bases:
+        narrow = torch.empty(0, dtype=arg.dtype).set_(storage)
+        bases[storage.data_ptr()] = (narrow, narrow.float())
+    wide = bases[storage.data_ptr()][1]
+    return wide.as_strided(arg.shape, arg.stride(), arg.storage_offset())

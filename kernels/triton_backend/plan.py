@@ -1,0 +1,115 @@
+"""What attention needs of a step, as tensors on the device: one copy a step.
+
+Kernels take their grids and constants from the shapes of these tensors and from `max_seqlen_q` and `max_seqlen_k` alone,
+so that a graph captured with a padded plan serves every step that fits into it: its tensors are written anew, and
+nothing else changes. Padding sequences have no rows and no keys; padding rows have the slot -1.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.interface import AttentionMetaData
+
+Staged = npt.NDArray[np.int32]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How large a step is.
+
+    Attributes:
+        rows: T, tokens and padding.
+        seqs: S, sequences and padding.
+        blocks: width of the block tables.
+        max_seqlen_q: most rows of a sequence.
+        max_seqlen_k: most keys of a sequence.
+    """
+
+    rows: int
+    seqs: int
+    blocks: int
+    max_seqlen_q: int
+    max_seqlen_k: int
+
+    @classmethod
+    def of(cls, metadata: AttentionMetaData) -> Shape:
+        """That of a step without padding."""
+        seqs, blocks = metadata.block_tables.shape
+        return cls(
+            rows=metadata.num_tokens,
+            seqs=seqs,
+            blocks=blocks,
+            max_seqlen_q=int(np.diff(metadata.cu_seqlens_q).max(initial=0)),
+            max_seqlen_k=int(metadata.seq_lens.max(initial=0)),
+        )
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Numbers of each tensor, in the order in which they lie in memory."""
+        return (self.seqs + 1, self.seqs, self.rows, self.seqs * self.blocks)
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A step on the device. Query row i of sequence s is at position seq_lens[s] - (its rows) + i.
+
+    Attributes:
+        memory: int32, holds all that follow.
+        shape: sizes.
+        cu_seqlens_q: int32 [S+1], where each sequence's rows begin.
+        seq_lens: int32 [S], keys visible to each sequence's last row.
+        slot_mapping: int32 [T], where each row's key and value are written; -1 for nowhere.
+        block_tables: int32 [S, blocks]; entries past a sequence's end are 0 and not read.
+    """
+
+    memory: torch.Tensor
+    shape: Shape
+    cu_seqlens_q: torch.Tensor
+    seq_lens: torch.Tensor
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+
+    @classmethod
+    def over(cls, memory: torch.Tensor, shape: Shape) -> StepPlan:
+        """The plan whose numbers lie, or will lie, in `memory` int32 [sum(shape.sizes)]."""
+        borders = np.cumsum([0, *shape.sizes]).tolist()
+        cu_seqlens_q, seq_lens, slots, tables = (memory[start:end] for start, end in pairwise(borders))
+        return cls(memory, shape, cu_seqlens_q, seq_lens, slots, tables.view(shape.seqs, shape.blocks))
+
+
+def staged(metadata: AttentionMetaData, shape: Shape) -> Staged:
+    """The numbers of a plan of that shape, int32 [sum(shape.sizes)], on the host.
+
+    Raises:
+        ValueError: the step does not fit.
+    """
+    own = Shape.of(metadata)
+    if any(getattr(own, name) > getattr(shape, name) for name in Shape.__dataclass_fields__):
+        raise ValueError(f"a step of {own} does not fit into {shape}")
+    memory = np.zeros(sum(shape.sizes), np.int32)
+    starts, lengths, slots, tables = np.split(memory, np.cumsum(shape.sizes)[:-1])
+    starts[: own.seqs + 1] = metadata.cu_seqlens_q
+    starts[own.seqs + 1 :] = own.rows
+    lengths[: own.seqs] = metadata.seq_lens
+    slots[: own.rows] = metadata.slot_mapping
+    slots[own.rows :] = -1
+    tables.reshape(shape.seqs, shape.blocks)[: own.seqs, : own.blocks] = metadata.block_tables
+    return memory
+
+
+def plan(metadata: AttentionMetaData, device: torch.device) -> StepPlan:
+    """The plan of one step; the copy to the device is asynchronous."""
+    shape = Shape.of(metadata)
+    return StepPlan.over(to_device(staged(metadata, shape), device), shape)
+
+
+def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
+    """A copy on the device, which the stream of the caller orders; from pinned memory, so that nobody waits."""
+    host = torch.from_numpy(np.ascontiguousarray(array))
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -1,0 +1,74 @@
+"""What the kernels are compiled for, and how they are to be tuned."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+from triton import knobs
+from triton.runtime import driver
+
+INTERPRETER = "interpreter"
+
+
+@dataclass(frozen=True)
+class Target:
+    """An architecture, or the interpreter.
+
+    Attributes:
+        name: `gfx942`, `gfx950`, `sm_90`, ...; or `interpreter`.
+        is_amd: whether it is one of AMD's.
+        shared_bytes: of memory that a program may use on the chip (kernel-notes section 4).
+        fp8: the dtype of E4M3 numbers that its matrix instructions take; gfx942's have other exponents.
+    """
+
+    name: str
+    is_amd: bool
+    shared_bytes: int
+    fp8: torch.dtype = torch.float8_e4m3fn
+
+
+TARGETS = {
+    target.name: target
+    for target in (
+        Target("gfx942", True, 65_536, torch.float8_e4m3fnuz),
+        Target("gfx950", True, 163_840),
+        Target("sm_90", False, 232_448),
+        Target(INTERPRETER, False, 1 << 31),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What launchers choose tiles by.
+
+    Attributes:
+        target: what is compiled for.
+        batch_invariant: whether tiles and splits are chosen without looking at how many rows or sequences there are, so
+            that a row's bits do not depend on the others (design-details section 3).
+    """
+
+    target: Target
+    batch_invariant: bool = True
+
+
+def interpreted() -> bool:
+    """Whether kernels run in Triton's interpreter, on tensors of the CPU."""
+    return bool(knobs.runtime.interpret)
+
+
+@functools.cache
+def current() -> Target:
+    """The target of this process; an architecture that we have no figures of is taken for the smallest of its maker.
+
+    Raises:
+        RuntimeError: there is no GPU, and kernels are not interpreted.
+    """
+    if interpreted():
+        return TARGETS[INTERPRETER]
+    found = driver.active.get_current_target()
+    name = found.arch if found.backend == "hip" else f"sm_{found.arch}"
+    least = TARGETS["gfx942"] if found.backend == "hip" else Target(name, False, 101_376)
+    return TARGETS.get(name, least)
