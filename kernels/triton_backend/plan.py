@@ -1,8 +1,8 @@
 """What attention needs of a step, as tensors on the device: one copy a step.
 
-Kernels take their grids and constants from the shapes of these tensors and from `max_seqlen_q` and `max_seqlen_k` alone,
-so that a graph captured with a padded plan serves every step that fits into it: its tensors are written anew, and
-nothing else changes. Padding sequences have no rows and no keys; padding rows have the slot -1.
+Kernels take their grids and constants from the plan's `Shape` alone, so that a graph captured with a padded plan serves
+every step that fits into it: its tensors are written anew, and nothing else changes. Padding sequences have no rows and
+no keys; padding rows have the slot -1.
 """
 
 from __future__ import annotations
