@@ -15,8 +15,8 @@ def _norms(dtype: torch.dtype, *shape: int) -> None:
 
 
 def _rope(dtype: torch.dtype, rotary_dim: int) -> None:
-    qkv = torch.empty(7, (32 + 2 * 8) * 128, dtype=dtype)
-    q, k = qkv.view(7, 48, 128)[:, :40].split((32, 8), dim=1)
+    heads = torch.empty(7, 32 + 2 * 8, 128, dtype=dtype)
+    q, k = heads[:, :32], heads[:, 32:40]
     angles = torch.empty(7, 1, rotary_dim // 2)
     elementwise.rope(q, k, angles, angles)
 
