@@ -16,14 +16,13 @@ import triton
 import triton.language as tl
 
 from kernels.interface import ClampedSwiglu, ExpertWeights
-from kernels.triton_backend import mxfp4
+from kernels.triton_backend import mxfp4, packed_weight
 from kernels.triton_backend.launch import launch
+from kernels.triton_backend.packed_weight import GROUP
 from kernels.triton_backend.target import Settings
+from kernels.triton_backend.tiles import Tiles, compiler_options
 
-# Numbers of K that share a scale of narrow weights, see KernelBackend.pack_linear.
-SCALE_GROUP = 128
-# The largest multiples of their scale that numbers of 8 bits stand for.
-_LARGEST = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0, torch.float8_e4m3fnuz: 240.0}
+_EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _MXFP4 = torch.float4_e2m1fn_x2
 
 
@@ -33,7 +32,7 @@ class StackedWeights:
 
     Attributes:
         numbers: [E, N, K] in the model dtype, int8 or FP8; or uint8 as in kernels/triton_backend/mxfp4.py.
-        scales: None for the model dtype; float32 [E, K / SCALE_GROUP rounded up, N]: number times scale is the weight;
+        scales: None for the model dtype; float32 [E, K / GROUP rounded up, N]: number times scale is the weight;
             or those of MXFP4, [E, N, ...].
         bias: [E, N] in the model dtype, or None.
     """
@@ -75,20 +74,20 @@ def pack(
         clamp: see PackedExperts.
         dtype: the model's: bfloat16, float16 or float32.
         packed_dtype: that of the numbers; `dtype` or None for the model's; int8, or the target's FP8, for the nearest
-            multiples of a float32 scale for each row of a weight and SCALE_GROUP numbers of K; float4_e2m1fn_x2 for
+            multiples of a float32 scale for each row of a weight and GROUP numbers of K; float4_e2m1fn_x2 for
             MXFP4.
         device: where to.
 
     Raises:
         ValueError: another packed dtype.
     """
-    if packed_dtype not in (None, dtype, _MXFP4, *_LARGEST):
+    if packed_dtype not in (None, dtype, _MXFP4, *_EIGHT_BITS):
         raise ValueError(f"experts in {dtype} can not be packed as {packed_dtype}")
     gate_up: list[StackedWeights] = []
     down: list[StackedWeights] = []
     for expert in experts:
-        bias = None if expert.gate_up_bias is None else _in_turn(expert.gate_up_bias)
-        gate_up.append(_packed(_in_turn(expert.gate_up), bias, dtype, packed_dtype or dtype, device))
+        bias = None if expert.gate_up_bias is None else _in_turn(expert.gate_up_bias.to(device))
+        gate_up.append(_packed(_in_turn(expert.gate_up.to(device)), bias, dtype, packed_dtype or dtype, device))
         down.append(_packed(expert.down, expert.down_bias, dtype, packed_dtype or dtype, device))
     if not down:
         return PackedExperts(first, None, None, clamp)
@@ -112,20 +111,10 @@ def _packed(
     weight = weight.to(device, dtype)
     if packed_dtype == dtype:
         return StackedWeights(weight, None, bias)
-    quantized = mxfp4.quantized(weight) if packed_dtype == _MXFP4 else _quantized(weight, packed_dtype)
-    return StackedWeights(*quantized, bias)
-
-
-def _quantized(weight: torch.Tensor, packed_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers [N, K] and scales [groups, N] of a weight [N, K]; a NaN shows in all products of its group."""
-    rows, inner = weight.shape
-    groups = torch.nn.functional.pad(weight.float(), (0, -inner % SCALE_GROUP)).view(rows, -1, SCALE_GROUP)
-    largest = _LARGEST[packed_dtype]
-    scales = groups.abs().amax(2) / largest
-    usable = (scales > 0) & scales.isfinite()
-    multiples = torch.where(usable.unsqueeze(2), groups / scales.unsqueeze(2), 0.0).clamp_(-largest, largest)
-    numbers = multiples.round_().to(torch.int8) if packed_dtype == torch.int8 else multiples.to(packed_dtype)
-    return numbers.view(rows, -1)[:, :inner].contiguous(), scales.t().contiguous()
+    if packed_dtype == _MXFP4:
+        return StackedWeights(*mxfp4.quantized(weight), bias)
+    numbers, scales = packed_weight.quantized(weight, packed_dtype, GROUP)
+    return StackedWeights(numbers, scales.t().contiguous(), bias)
 
 
 def _stacked(experts: list[StackedWeights]) -> StackedWeights:
@@ -137,24 +126,6 @@ def _stacked(experts: list[StackedWeights]) -> StackedWeights:
     return StackedWeights(numbers, torch.stack(scales) if scales else None, torch.stack(biases) if biases else None)
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How the grouped products are cut.
-
-    Attributes:
-        rows: pairs of a tile, all of one expert.
-        columns: of the weight, for a program.
-        inner: numbers of K in a step, a divisor of SCALE_GROUP.
-        num_warps, num_stages: of a program.
-    """
-
-    rows: int
-    columns: int
-    inner: int
-    num_warps: int
-    num_stages: int
-
-
 # Tiles of neighbouring programs, which read the same weights one soon after the other.
 _SWIZZLE = 8
 # Pairs that a program of the sort looks at in one go.
@@ -162,7 +133,7 @@ _SORT_BLOCK = 2048
 
 
 def tiles_for(settings: Settings, num_pairs: int, num_experts: int, x_size: int, weight_size: int) -> Tiles:
-    """The tiles of both products; always those of 64 rows in batch-invariant mode.
+    """The tiles of both products: rows are pairs of one expert; always 64 of them in batch-invariant mode.
 
     Others follow the number of pairs that an expert gets if all get the same: few rows need many bytes of weights in
     flight, and many rows are worth larger tiles.
@@ -213,9 +184,9 @@ def moe(
     tiles = tiles_for(settings, ids.numel(), num_experts, x.element_size(), packed.down.numbers.element_size())
     work = _sorted(ids, packed.first, num_experts, tiles.rows)
     activated = x.new_empty(ids.numel(), inner)
-    _multiply(x, packed.gate_up, activated, work, ids.shape[1], tiles, packed.clamp, gated=True)
+    _multiply(x, packed.gate_up, activated, work, ids.shape[1], tiles, packed.clamp, True, settings)
     outputs = x.new_empty(ids.numel(), hidden)
-    _multiply(activated, packed.down, outputs, work, 1, tiles, None, gated=False)
+    _multiply(activated, packed.down, outputs, work, 1, tiles, None, False, settings)
     return _combined(outputs, ids, weights, packed.first, num_experts)
 
 
@@ -359,7 +330,7 @@ def _grouped_product_kernel(
     FP4: tl.constexpr,
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
-    SCALE_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
     SWIZZLE: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -378,8 +349,8 @@ def _grouped_product_kernel(
     if expert < 0:
         return
     pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
-    # Padding and columns beyond the last compute with numbers that are there, and are not stored.
-    row = (tl.maximum(pair, 0) // pairs_per_row).to(tl.int64)
+    # Padding computes what the tile's first pair does, columns beyond the last what that does; neither is stored.
+    row = (tl.where(pair >= 0, pair, tl.load(pairs + tile * ROWS)) // pairs_per_row).to(tl.int64)
     weight_column = tl.minimum(block * COLUMNS + tl.arange(0, COLUMNS), columns - 1)
     weight_row = expert * columns + weight_column
     k = tl.arange(0, INNER // 2 if FP4 else INNER)
@@ -405,7 +376,7 @@ def _grouped_product_kernel(
             weights = tl.load(weight_at + start, mask=k[:, None] < inner - start, other=0.0)
         if SCALED:
             part = tl.dot(numbers, weights.to(numbers.dtype), input_precision="ieee")
-            total += part * tl.load(scale_at + start // SCALE_GROUP * columns)[None, :]
+            total += part * tl.load(scale_at + start // GROUP * columns)[None, :]
         elif not FP4:
             total = tl.dot(numbers, weights, total, input_precision="ieee")
     if bias is not None:
@@ -432,13 +403,14 @@ def _multiply(
     tiles: Tiles,
     clamp: ClampedSwiglu | None,
     gated: bool,
+    settings: Settings,
 ) -> None:
     """Rows `pair // pairs_per_row` of x times the weights of the pairs' experts, into rows `pair` of contiguous out."""
     columns, inner = weights.numbers.shape[1], x.shape[1]
     scales = weights.numbers if weights.scales is None else weights.scales
     is_fp4 = weights.numbers.dtype == torch.uint8
     scale_stride = scales.stride(1) if is_fp4 else scales.stride(0)
-    step = mxfp4.SPAN if is_fp4 else tiles.inner
+    step = GROUP if is_fp4 else tiles.inner
     launch(
         _grouped_product_kernel,
         (len(work.experts) * triton.cdiv(columns, tiles.columns),),
@@ -450,14 +422,13 @@ def _multiply(
         FP4=is_fp4,
         GATED=gated,
         CLAMPED=clamp is not None,
-        SCALE_GROUP=SCALE_GROUP,
+        GROUP=GROUP,
         SWIZZLE=_SWIZZLE,
         EVEN=inner % step == 0,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
         INNER=step,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        **compiler_options(tiles, settings.target),
     )
 
 

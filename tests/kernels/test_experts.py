@@ -11,6 +11,7 @@ from torch.nn.functional import silu
 
 from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
 from kernels.triton_backend import experts, mxfp4
+from kernels.triton_backend.packed_weight import GROUP
 from kernels.triton_backend.routing import route
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from tests.kernels.row_alone import multiply_rows_alone
@@ -203,7 +204,7 @@ def meant(weight: experts.StackedWeights, inner: int) -> torch.Tensor:
         sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
         numbers, scales, group = torch.cat([sizes, -sizes])[codes], 2.0 ** (weight.scales.double() - 127), 32
     else:
-        numbers, scales, group = weight.numbers.double(), weight.scales.double().mT, experts.SCALE_GROUP
+        numbers, scales, group = weight.numbers.double(), weight.scales.double().mT, GROUP
     return numbers[:, :, :inner] * scales.repeat_interleave(group, 2)[:, :, :inner]
 
 
