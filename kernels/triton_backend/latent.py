@@ -311,10 +311,10 @@ def latent_attention(
     out = q.new_zeros(*q.shape[:2], cache.value_dim)
     if not shape.rows or not shape.seqs:
         return out
-    topk = shape.max_seqlen_k if selection is None else selection.shape[1]
+    topk = 0 if selection is None else selection.shape[1]
     tiles = _tiles(q, cache, shape, settings)
     programs = (num_tiles(shape.rows, shape.seqs, tiles.tokens), triton.cdiv(q.shape[1], tiles.heads))
-    splits = min(MAX_SPLITS, triton.cdiv(min(shape.max_seqlen_k, topk), SPLIT_KEYS))
+    splits = min(MAX_SPLITS, triton.cdiv(min(shape.max_seqlen_k, topk or shape.max_seqlen_k), SPLIT_KEYS))
     split = splits > 1 and _splits_pay(q, cache, shape, tiles, splits)
     values = {
         "VALUE_DIM": cache.value_dim,
