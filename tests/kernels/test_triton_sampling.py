@@ -129,13 +129,13 @@ def test_any_row_of_many(row: Row) -> None:
 
 def test_ties_at_the_border_keep_the_lowest_ids() -> None:
     """Over several chunks, at the border of top_k, of top_p, and of top_p inside that of top_k."""
-    rows, vocab = 4, 5000
+    rows, vocab = 3, 5000
     logits = np.zeros((rows, vocab), np.float32)
     logits[:, ::100] = 1.0
     given = SampleParams(
         np.ones(rows, np.float32),
-        np.array([4200, 0, 4300, 49]),
-        np.array([1, 0.75, 0.9, 0.5], np.float32),
+        np.array([4200, 0, 4300]),
+        np.array([1, 0.75, 0.9], np.float32),
         np.zeros(rows, np.float32),
     )
     assert_same(logits, given, np.random.default_rng(3))
