@@ -10,6 +10,7 @@ sees nothing of a split, or of a tile of it, leaves every number of it as it was
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -25,10 +26,17 @@ from kernels.triton_backend.target import Settings
 # A split's keys: the first of SPLIT_KEYS, 2 SPLIT_KEYS, 4 SPLIT_KEYS, ... at which a row has MAX_SPLITS or fewer.
 SPLIT_KEYS = 256
 MAX_SPLITS = 32
-# From so many programs on, each takes all splits of its rows: there are enough for all processors of a GPU.
+# From so many programs on, each takes all splits of its rows: there are enough for all processors of a GPU. So do they
+# where the splits of all rows would take more memory than this.
 FULL_GRID = 256
+PARTS_BYTES = 256 << 20
 # Heads of a program that merges splits.
 MERGE_HEADS = 4
+# By whether the target is AMD's. Its instruction is the same for 16 rows and for 32.
+_OPTIONS = {
+    True: {"num_warps": 4, "num_stages": 2, "matrix_instr_nonkdim": 16},
+    False: {"num_warps": 8, "num_stages": 2},
+}
 
 
 @dataclass(frozen=True)
@@ -39,13 +47,13 @@ class Tiles:
         tokens: neighbouring tokens, at positions from a multiple of this on.
         heads: of each token; a power of two, 16 or more.
         keys: at a time.
-        num_warps: of the program.
+        options: for the compiler.
     """
 
     tokens: int
     heads: int
     keys: int
-    num_warps: int
+    options: Mapping[str, int]
 
 
 @triton.jit
@@ -309,7 +317,7 @@ def latent_attention(
     tiles = _tiles(q, cache, shape, settings)
     programs = (num_tiles(shape.rows, shape.seqs, tiles.tokens), triton.cdiv(q.shape[1], tiles.heads))
     splits = min(MAX_SPLITS, triton.cdiv(min(shape.max_seqlen_k, topk), SPLIT_KEYS))
-    split = splits > 1 and math.prod(programs) < FULL_GRID
+    split = splits > 1 and _splits_pay(q, cache, shape, tiles, splits)
     values = {
         "VALUE_DIM": cache.value_dim,
         "VALUE_PAD": _padded(cache.value_dim),
@@ -328,7 +336,7 @@ def latent_attention(
         keys.stride(1), plan.cu_seqlens_q, plan.seq_lens, plan.block_tables, chosen, *results, shape.blocks, splits,
         topk, base_2, HEAD_DIM=cache.head_dim, REST_PAD=_rest_pad(cache), BLOCK_SIZE=cache.block_size,
         WIDE=_is_wide(q.dtype, keys.dtype), SPLIT=split, TOKENS=tiles.tokens, HEADS=tiles.heads, KEYS=tiles.keys,
-        num_warps=tiles.num_warps, num_stages=1, **values,
+        **tiles.options, **values,
     )  # fmt: skip
     if split:
         launch(
@@ -336,6 +344,13 @@ def latent_attention(
             *results, splits, topk, base_2, HEADS=MERGE_HEADS, num_warps=4, **values,
         )  # fmt: skip
     return out
+
+
+def _splits_pay(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, tiles: Tiles, splits: int) -> bool:
+    """Whether a program takes one split: there are few rows, and room for what becomes of them."""
+    working = max(triton.cdiv(shape.rows, tiles.tokens), shape.seqs) * triton.cdiv(q.shape[1], tiles.heads)
+    part_bytes = 4 * q.shape[0] * q.shape[1] * cache.value_dim * splits
+    return bool(working < FULL_GRID and part_bytes <= PARTS_BYTES)
 
 
 def _padded(width: int) -> int:
@@ -359,7 +374,9 @@ def _tiles(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, settings: Settin
     With an indexer, a program takes one token, whose keys are its own; without a selection too, since a row that
     selects all has the bits of one for which nothing was selected.
     """
-    num_rows = 32
-    heads = min(num_rows, _padded(q.shape[1]))
+    wide = q.dtype == torch.float32 or _is_wide(q.dtype, cache.data.dtype)
+    # Two accumulators of 32 rows and 512 columns are half of a program's registers.
+    rows, keys = (16, 16) if wide else (32, 32)
+    heads = min(rows, _padded(q.shape[1]))
     alone = cache.index_spec is not None or (not settings.batch_invariant and shape.max_seqlen_q == 1)
-    return Tiles(tokens=1 if alone else num_rows // heads, heads=heads, keys=32, num_warps=4)
+    return Tiles(1 if alone else rows // heads, heads, keys, _OPTIONS[settings.target.is_amd])

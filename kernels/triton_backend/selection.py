@@ -15,7 +15,6 @@ from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.plan import StepPlan
 from kernels.triton_backend.sequences import sequence_of
-from kernels.triton_backend.target import Settings
 
 # Ranks held at once, 8 bytes each; more are computed in panels of rows.
 PANEL_BYTES = 256 << 20
@@ -80,24 +79,26 @@ def _rank_kernel(
     table = tables + sequence.to(tl.int64) * num_blocks
     results = ranks + tl.program_id(0).to(tl.int64) * width
     start = tl.program_id(1) * PROGRAM_KEYS
-    for first in range(start, start + PROGRAM_KEYS, KEYS):
+    seen = tl.maximum(0, tl.minimum(PROGRAM_KEYS, visible - start))
+    for first in range(start, start + seen, KEYS):
         positions = first + tl.arange(0, KEYS)
         exists = positions < visible
-        rank = tl.full([KEYS], INVISIBLE, tl.int64)
-        if first < visible:
-            blocks = tl.load(table + positions // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
-            rows = keys + (blocks * BLOCK_SIZE + positions % BLOCK_SIZE) * key_stride
-            mask = exists[:, None] & is_number[None, :]
-            key = tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0).to(query.dtype)
-            products = tl.dot(query, tl.trans(key), input_precision="ieee")
-            weighted = tl.where(products < 0.0, 0.0, products) * weight[:, None]
-            score = tl.sum(tl.where((heads < num_heads)[:, None], weighted, 0.0), 0)
-            rank = tl.where(exists, _rank(score, positions), rank)
+        blocks = tl.load(table + positions // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
+        rows = keys + (blocks * BLOCK_SIZE + positions % BLOCK_SIZE) * key_stride
+        mask = exists[:, None] & is_number[None, :]
+        key = tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0).to(query.dtype)
+        products = tl.dot(query, tl.trans(key), input_precision="ieee")
+        weighted = tl.where(products < 0.0, 0.0, products) * weight[:, None]
+        score = tl.sum(tl.where((heads < num_heads)[:, None], weighted, 0.0), 0)
+        rank = tl.where(exists, _rank(score, positions), INVISIBLE)
         tl.store(results + positions, rank, mask=positions < width)
+    for first in range(start + tl.cdiv(seen, KEYS) * KEYS, start + PROGRAM_KEYS, KEYS):
+        positions = first + tl.arange(0, KEYS)
+        tl.store(results + positions, tl.full([KEYS], INVISIBLE, tl.int64), mask=positions < width)
 
 
 def select_tokens(
-    q: torch.Tensor, weights: torch.Tensor, cache: DeviceKVCache, layer: int, plan: StepPlan, settings: Settings
+    q: torch.Tensor, weights: torch.Tensor, cache: DeviceKVCache, layer: int, plan: StepPlan
 ) -> torch.Tensor | None:
     """See KernelBackend; what is returned is for `latent.latent_attention`.
 
@@ -107,7 +108,6 @@ def select_tokens(
         cache: with an indexer, whose index keys are in any float dtype.
         layer: of the cache.
         plan: of the step; its block tables hold all keys of a row, this step's too.
-        settings: nothing depends on them.
 
     Returns:
         int32 [T, k]: positions in ascending order, then -1; only -1 for padding rows. None where no sequence of the
@@ -141,7 +141,7 @@ def _ranks(
         HEAD_PAD=max(16, triton.next_power_of_2(index.head_dim)), BLOCK_SIZE=index.block_size,
         WIDE=keys.dtype.itemsize > 1 and keys.dtype != q.dtype, INVISIBLE=INVISIBLE,
         HEADS=max(16, triton.next_power_of_2(q.shape[1])), KEYS=TILE_KEYS, PROGRAM_KEYS=PROGRAM_KEYS, num_warps=4,
-        num_stages=1,
+        num_stages=2,
     )  # fmt: skip
     return ranks
 

@@ -88,7 +88,7 @@ class Sequences:
         if self.spec.index is None:
             return None
         q, weights = rows_of(self.index_queries, work, plan), rows_of(self.index_weights, work, plan)
-        return selection.select_tokens(q, weights, self.cache, 1, plan, self.settings)
+        return selection.select_tokens(q, weights, self.cache, 1, plan)
 
     def run(self, work: Work, padding: tuple[int, int, int, int] = (5, 2, 1, 0)) -> list[torch.Tensor]:
         """Attention of each of the `work`'s rows."""
@@ -279,10 +279,10 @@ def test_scores_without_an_order() -> None:
     q, weights = torch.zeros(1, 1, 4), torch.ones(1, 1)
     q[:, :, 0] = 1.0
     plan = sequences.plan([(0, 7, 8)], (0, 0, 0, 0))
-    found = selection.select_tokens(q, weights, sequences.cache, 1, plan, sequences.settings)
+    found = selection.select_tokens(q, weights, sequences.cache, 1, plan)
     assert found is not None
     assert found.tolist() == [[1, 2, 3, 4, 5, 7]]
-    found = selection.select_tokens(q, -weights, sequences.cache, 1, plan, sequences.settings)
+    found = selection.select_tokens(q, -weights, sequences.cache, 1, plan)
     assert found is not None
     assert found.tolist() == [[0, 1, 3, 4, 5, 7]]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kernels.interface import IndexSpec, KVSpec
-from kernels.triton_backend import latent
+from kernels.triton_backend import latent, selection
 from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.plan import Shape, StepPlan
 from kernels.triton_backend.target import Settings
@@ -37,13 +37,22 @@ def _attention(
     latent.latent_attention(q, cache, 0, _plan(shape), 0.1, chosen, settings)
 
 
-ATTENTION = frozenset({"_latent_attention_kernel"})
+def _selection(settings: Settings, block_size: int, narrow: bool) -> None:
+    cache_dtype = settings.target.fp8 if narrow else torch.bfloat16
+    cache = DeviceKVCache.allocate(KVSpec(1, 576, 512, INDEX), 1, 4, block_size, cache_dtype, torch.device("cpu"))
+    q, weights = torch.empty(8, 64, 128, dtype=torch.bfloat16), torch.empty(8, 64)
+    selection.select_tokens(q, weights, cache, 0, _plan(DECODE))
+
+
+ATTENTION, RANKS = frozenset({"_latent_attention_kernel"}), frozenset({"_rank_kernel"})
+# What the compiler keeps of 32 rows beside the accumulators.
+SPILLS = (("_latent_attention_kernel", 20),)
 CASES = {
     "decode": Case(lambda s: _attention(s, DECODE, 16, 64), ATTENTION),
-    "decode-fp8": Case(lambda s: _attention(s, DECODE, 16, 16, narrow=True), ATTENTION),
-    "decode-128-heads": Case(lambda s: _attention(s, DECODE, 128, 64), ATTENTION),
-    "decode-selected": Case(lambda s: _attention(s, DECODE, 16, 64, selected=True), ATTENTION),
-    "prefill": Case(lambda s: _attention(s, PREFILL, 16, 16), ATTENTION),
-    "prefill-fp8": Case(lambda s: _attention(s, PREFILL, 128, 64, torch.float16, narrow=True), ATTENTION),
+    "decode-fp8": Case(lambda s: _attention(s, DECODE, 128, 16, torch.float16, narrow=True), ATTENTION),
+    "decode-float32": Case(lambda s: _attention(s, DECODE, 16, 16, torch.float32)),
+    "prefill": Case(lambda s: _attention(s, PREFILL, 16, 16), ATTENTION, SPILLS),
     "prefill-selected": Case(lambda s: _attention(s, PREFILL, 16, 64, narrow=True, selected=True), ATTENTION),
+    "selection": Case(lambda s: _selection(s, 64, narrow=False), RANKS),
+    "selection-fp8": Case(lambda s: _selection(s, 16, narrow=True), RANKS),
 }
