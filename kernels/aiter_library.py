@@ -8,6 +8,7 @@ from their sources. Only what passed is imported.
 from __future__ import annotations
 
 import importlib
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata
@@ -15,9 +16,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import structlog
 import torch
 
 from kernels.aiter_signatures import Signatures, declared, signature
+
+_log = structlog.get_logger(__name__)
 
 # The distribution's name on AMD's index and in its own setup.py.
 DISTRIBUTION = "amd-aiter"
@@ -113,6 +117,7 @@ class AiterLibrary:
         self.version = installation.version
         self.functions = functions
         self._functions = {name: _imported(name, installation.version) for name in functions}
+        self._uncalled = set(functions)
         for name in functions:
             _check_schema(name, installation.version, signatures)
 
@@ -127,8 +132,18 @@ class AiterLibrary:
         return cls(installation, checked(installation, signatures, since), signatures)
 
     def call(self, function: str, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls `module:function`, which must be a literal: our calls are read from the source (tests/kernels)."""
-        return self._functions[function](*args, **kwargs)
+        """Calls `module:function`, which must be a literal: our calls are read from the source (tests/kernels).
+
+        The first call of each is logged, since AITER may compile for minutes then.
+        """
+        if function not in self._uncalled:
+            return self._functions[function](*args, **kwargs)
+        self._uncalled.discard(function)
+        _log.info("first call of an AITER function", function=function)
+        began = time.monotonic()
+        result = self._functions[function](*args, **kwargs)
+        _log.info("AITER function ready", function=function, seconds=round(time.monotonic() - began, 3))
+        return result
 
     def enum(self, name: str, member: str) -> Any:
         """A member of an enumeration that AITER's compiled module declares.
