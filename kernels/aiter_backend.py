@@ -83,7 +83,7 @@ OPERATIONS: Final = {
     "silu_and_mul": Operation(("aiter.ops.activation:silu_and_mul",), row_by_row=True),
     "route": Operation(("aiter.ops.moe_op:topk_softmax", "aiter.ops.topk:biased_grouped_topk")),
     "linear": Operation(("aiter.tuned_gemm:gemm_a16w16",)),
-    "linear_fp8": Operation(
+    "quantized_linear": Operation(
         (
             "aiter.ops.shuffle:shuffle_weight",
             "aiter.ops.quant:per_token_quant_hip",
@@ -287,7 +287,7 @@ class AiterBackend:
         packed_dtype: torch.dtype | None = None,
     ) -> PackedLinear:
         """See KernelBackend. `packed_dtype` may be `fp8` too: then inputs are rounded to FP8, with a scale per row."""
-        operation = "linear" if packed_dtype is None else "linear_fp8"
+        operation = "linear" if packed_dtype is None else "quantized_linear"
         if not self._choices.takes(operation, _refuse_linear, dtype, packed_dtype, self.fp8, *weight.shape):
             return self._fallback.pack_linear(weight, bias, dtype, packed_dtype)
         own_bias = None if bias is None else bias.to(self._device, dtype)

@@ -152,11 +152,11 @@ _BODIES = {
     assert all(each.shape == (1,) and each.dtype == torch.float32 for each in (k_scale, v_scale))
     assert (kv_cache_dtype == "fp8") == (key_cache.element_size() == 1)
     largest = torch.finfo(key_cache.dtype).max
-    for row, slot in enumerate(slot_mapping.tolist()):
-        for source, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-            if slot >= 0:
-                block, place = divmod(slot, cache.shape[1])
-                cache[block, place] = (source[row].float() / scale).clamp(-largest, largest).to(cache.dtype)""",
+    kept = slot_mapping >= 0
+    for source, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
+        stored = (source[kept].float() / scale).clamp(-largest, largest).to(cache.dtype)
+        bits = torch.uint8 if cache.element_size() == 1 else cache.dtype
+        cache.view(bits).view(-1, *cache.shape[2:])[slot_mapping[kept].long()] = stored.view(bits)""",
     "aiter.ops.triton.attention.unified_attention:unified_attention": """
     assert causal and window_size[1] == (0 if window_size[0] >= 0 else -1) and softcap == 0.0 and q_descale is None
     for each in (k_descale, v_descale):

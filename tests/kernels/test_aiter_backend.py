@@ -183,6 +183,8 @@ def test_linear_argmax(backend: AiterBackend) -> None:
     assert rows.tolist() == [7, 3, 0]
     odd = AiterLinear(torch.ones(3, 32, dtype=torch.bfloat16), None)
     assert backend.linear_argmax(x[3:], odd, 3).tolist() == [0, 0]
+    weight[5] = torch.nan
+    assert backend.linear_argmax(x[:2], packed, 20).tolist() == [7, 3]
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
@@ -259,6 +261,14 @@ def test_attention(
     close(found[:tokens], REFERENCE.attention(q[:tokens], run.expected, 1, run.reference, 0.2, window, sinks))
     assert not found[tokens:].any()
     assert fallback_of(backend) == []
+
+
+def test_heads_that_lie_apart_are_stored(backend: AiterBackend) -> None:
+    run = step(backend, MIXED, KVSpec(2, 32), torch.bfloat16, None)
+    k, v = draw(24, 2, 40)[..., :32], draw(24, 4, 32)[:, ::2]
+    backend.write_kv(run.found, 1, k, v, run.mine)
+    REFERENCE.write_kv(run.expected, 1, k, v, run.reference)
+    assert torch.equal(run.found.data.transpose(3, 4), run.expected.data[:, :, :-1])
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
