@@ -1,4 +1,4 @@
-"""Elementwise kernels on the rows of Qwen3-8B."""
+"""Elementwise kernels on the rows of Qwen3-8B, of a wide model, and of heads that are rotated in part."""
 
 from __future__ import annotations
 
@@ -7,6 +7,32 @@ import torch
 from kernels.triton_backend import elementwise
 from tests.kernels.cases import Case
 
+
+def _norms(dtype: torch.dtype, *shape: int) -> None:
+    x, weight = torch.empty(shape, dtype=dtype), torch.empty(shape[-1], dtype=dtype)
+    elementwise.rms_norm(x, weight, 1e-6)
+    elementwise.add_rms_norm(x, x, weight, 1e-6)
+
+
+def _rope(dtype: torch.dtype, rotary_dim: int) -> None:
+    heads = torch.empty(7, 32 + 2 * 8, 128, dtype=dtype)
+    q, k = heads[:, :32], heads[:, 32:40]
+    angles = torch.empty(7, 1, rotary_dim // 2)
+    elementwise.rope(q, k, angles, angles)
+
+
+def _layer_norm(dtype: torch.dtype) -> None:
+    weight = torch.empty(128, dtype=dtype)
+    elementwise.layer_norm(torch.empty(7, 128, dtype=dtype), weight, weight, 1e-6)
+
+
 CASES = {
     "silu_and_mul": Case(lambda _: elementwise.silu_and_mul(torch.empty(7, 24_576, dtype=torch.bfloat16))),
+    "norms": Case(lambda _: _norms(torch.bfloat16, 7, 4096)),
+    "norms_float16": Case(lambda _: _norms(torch.float16, 7, 4096)),
+    "norms_of_heads": Case(lambda _: elementwise.rms_norm(torch.empty(7, 48, 128), torch.empty(128), 1e-6)),
+    "norms_wide": Case(lambda _: _norms(torch.bfloat16, 7, 16_384)),
+    "layer_norm": Case(lambda _: _layer_norm(torch.bfloat16)),
+    "rope": Case(lambda _: _rope(torch.bfloat16, 128)),
+    "rope_float16_partial": Case(lambda _: _rope(torch.float16, 96)),
 }

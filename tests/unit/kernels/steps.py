@@ -58,11 +58,17 @@ def reference_attention(
     scale: float,
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
 ) -> torch.Tensor:
-    """q [rows, Hq, D] at positions from `start`, in float64: [rows, Hq, D]; see KernelBackend.attention."""
+    """q [rows, Hq, D] at positions from `start`, in float64: [rows, Hq, D]; see KernelBackend.attention.
+
+    Scores become softcap * tanh(score / softcap), if it is not 0.
+    """
     group = q.shape[1] // keys.shape[0]
     k, v = (x.double().repeat_interleave(group, 0) for x in (keys, values))
     scores = torch.einsum("thd,hkd->htk", q.double(), k) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
     positions = torch.arange(start, start + len(q))
     scores.masked_fill_(torch.arange(k.shape[1]) > positions[:, None], -torch.inf)
     if window is not None:

@@ -1,0 +1,491 @@
+"""Paged attention of mixed steps: prefill, chunks and decodes in one launch.
+
+A program has a query tile: some tokens of one sequence and the query heads of one key head, BLOCK_M rows of a matrix
+product. It walks the keys in tiles at absolute positions [j * BLOCK_N, (j + 1) * BLOCK_N), and these by splits
+[j * split, (j + 1) * split). Each split has an online softmax of its own; its largest score, sum and weighted values,
+all float32, are merged in the order of splits (design-details section 3). Either one program merges all splits of its
+tile, or the splits are dealt out to several programs and a second kernel merges them: the same machine code computes a
+split both times, and the merge is the same float operations. A key tile or a split of which a row sees nothing leaves
+its numbers as they are. So with tiles and splits of fixed size, a row's bits depend on its own keys alone: not on
+chunks, other sequences or padding, nor on how splits are dealt out.
+
+Arguments that change from step to step are not specialised: neither must a step wait for the compiler, nor may a
+number of rows divisible by 16 run other machine code than its neighbour.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton_backend.kv_cache import DeviceKVCache
+from kernels.triton_backend.launch import launch
+from kernels.triton_backend.plan import Shape, StepPlan
+from kernels.triton_backend.target import Settings
+
+# Keys of a split. Long enough for results of splits to be a few percent of the bytes of their keys and values, short
+# enough for a decode of 8 k keys to fill an H100 (16 splits x 8 heads).
+SPLIT = 512
+# One split of everything, where one program walks all keys and bits need not be those of shorter splits.
+WHOLE = 1 << 30
+# Programs that fill any GPU that we know a few times over, since sequences differ in length.
+PROGRAMS = 1024
+# Bytes of splits' results that may wait for their merge; where it would be more, programs merge what they compute.
+PARTIAL_BYTES = 256 << 20
+# Heads of a program that merges.
+_MERGE_HEADS = 4
+_LOG2_E = math.log2(math.e)
+
+
+@triton.jit
+def _owner(item, starts, seqs, BLOCK_Q: tl.constexpr):
+    """The last sequence whose first query tile is at most `item`; `seqs` stands for the padding rows.
+
+    Sequence s begins at tile starts[s] // BLOCK_Q + s, since each has at most one tile that is not full. With a
+    BLOCK_Q of 0, items are rows.
+    """
+    low = 0
+    high = seqs + 1
+    while low < high:
+        middle = (low + high) // 2
+        first = tl.load(starts + middle)
+        if BLOCK_Q > 0:
+            first = first // BLOCK_Q + middle
+        if first <= item:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _merge(m, total, values, other_m, other_total, other_values):
+    """Joins two softmaxes: largest scores (powers of 2) and sums [M], weighted values [M, D]; (-inf, 0, 0) is neutral.
+
+    With `tl.fma` written out, no compiler chooses what is rounded.
+    """
+    highest = tl.maximum(m, other_m)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    own = tl.exp2(m - base)
+    other = tl.exp2(other_m - base)
+    total = tl.fma(total, own, other_total * other)
+    values = tl.fma(values, own[:, None], other_values * other[:, None])
+    return highest, total, values
+
+
+@triton.jit
+def _finished(m, total, values, sinks, head, used, SINKS: tl.constexpr):
+    """Weighted values [M, D] divided by the sums, in which a sink takes part last; zeros where there are no keys."""
+    if SINKS:
+        sink = tl.load(sinks + head, mask=used, other=0.0) * 1.4426950408889634
+        m, total, values = _merge(m, total, values, sink, tl.full(m.shape, 1.0, tl.float32), tl.zeros_like(values))
+    inverse = 1.0 / tl.where(total > 0.0, total, 1.0)
+    return values * inverse[:, None]
+
+
+@triton.jit
+def _attend_split(
+    q,
+    keys,
+    values,
+    table,
+    position,
+    low,
+    high,
+    slot_stride,
+    window,
+    factor,
+    cap_factor,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+):
+    """The online softmax over keys [low, high) of rows at `position` [M]: largest scores, sums, weighted values."""
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    columns = tl.arange(0, BLOCK_D)
+    rows = tl.arange(0, BLOCK_N)
+    for start in range(low, high, BLOCK_N):
+        key = start + rows
+        # Slots past the end are never read: 0 x NaN would be NaN.
+        inside = key < high
+        if PAGE % BLOCK_N == 0:
+            first_slot = tl.load(table + start // PAGE).to(tl.int64) * PAGE + start % PAGE
+            places = first_slot * slot_stride + (rows[:, None] * slot_stride + columns[None, :])
+        else:
+            slot = tl.load(table + key // PAGE, mask=inside, other=0).to(tl.int64) * PAGE + key % PAGE
+            places = slot[:, None] * slot_stride + columns[None, :]
+        mask = inside[:, None]
+        if BLOCK_D > D:
+            mask = mask & (columns < D)[None, :]
+        k = tl.load(keys + places, mask=mask, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+        if CAPPED:
+            # The tanh of scaled scores; the cap itself is in `factor`.
+            scores = 1.0 - 2.0 / (tl.exp2(scores * cap_factor) + 1.0)
+        visible = key[None, :] <= position[:, None]
+        if WINDOWED:
+            visible = visible & (key[None, :] > position[:, None] - window)
+        scores = tl.where(visible, scores, float("-inf"))
+        highest = tl.maximum(m, tl.max(scores, 1) * factor)
+        base = tl.where(highest == float("-inf"), 0.0, highest)
+        p = tl.exp2(tl.fma(scores, factor, -base[:, None]))
+        kept = tl.exp2(m - base)
+        total = tl.fma(total, kept, tl.sum(p, 1))
+        v = tl.load(values + places, mask=mask, other=0.0).to(q.dtype)
+        weighted = tl.dot(p.to(q.dtype), v, weighted * kept[:, None], input_precision="ieee")
+        m = highest
+    return m, total, weighted
+
+
+_ALTERING = ["seqs", "rows", "one_row", "table_stride", "split", "slots", "window"]
+_PLACED = ["starts", "lengths", "tables"]
+
+
+@triton.jit(do_not_specialize=_ALTERING, do_not_specialize_on_alignment=_PLACED)
+def _attention_kernel(
+    q,
+    keys,
+    values,
+    out,
+    partials,
+    softmaxes,
+    starts,
+    lengths,
+    tables,
+    sinks,
+    seqs,
+    rows,
+    one_row,
+    table_stride,
+    q_row_stride,
+    q_head_stride,
+    slot_stride,
+    split,
+    slots,
+    window,
+    factor,
+    cap_factor,
+    GROUP: tl.constexpr,
+    HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Program (query tile, key head and HEADS of its query heads, z of Z): splits z, z + Z, ... of those it sees.
+
+    With Z = 1 the result goes to `out`, otherwise each split's to `partials` and `softmaxes`.
+    """
+    BLOCK_Q: tl.constexpr = BLOCK_M // HEADS
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    # A sequence's last tiles have the most keys and begin first.
+    tile = tl.num_programs(0) - 1 - tl.program_id(0)
+    if one_row:
+        seq = tl.minimum(tile, seqs)
+        first_tile = seq
+    else:
+        seq = _owner(tile, starts, seqs, BLOCK_Q)
+        first_tile = tl.load(starts + seq) // BLOCK_Q + seq
+    start_row = tl.load(starts + seq)
+    end_row = tl.load(starts + seq + 1, mask=seq < seqs, other=0)
+    end_row = tl.where(seq < seqs, end_row, rows)
+    first_token = (tile - first_tile) * BLOCK_Q
+    if start_row + first_token >= end_row:
+        return
+    length = tl.load(lengths + seq, mask=seq < seqs, other=0)
+    context = length - (end_row - start_row)
+
+    kv_head = tl.program_id(1) // HEAD_TILES
+    places = tl.arange(0, BLOCK_M)
+    token = first_token + places // HEADS
+    group_head = tl.program_id(1) % HEAD_TILES * HEADS + places % HEADS
+    row = start_row + token
+    used = (places < BLOCK_Q * HEADS) & (row < end_row) & (group_head < GROUP)
+    head = kv_head * GROUP + group_head
+    columns = tl.arange(0, BLOCK_D)
+    mask = used[:, None] & (columns < D)[None, :]
+    q_places = row.to(tl.int64)[:, None] * q_row_stride + head[:, None] * q_head_stride + columns[None, :]
+    queries = tl.load(q + q_places, mask=mask, other=0.0)
+
+    low = 0
+    if WINDOWED:
+        low = tl.maximum(context + first_token - window + 1, 0)
+    high = tl.minimum(context + first_token + BLOCK_Q, length)
+    m = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dealt = tl.num_programs(2)
+    for index in range(low // split + tl.program_id(2), tl.cdiv(high, split), dealt):
+        split_m, split_total, split_weighted = _attend_split(
+            queries,
+            keys + kv_head * D,
+            values + kv_head * D,
+            tables + seq.to(tl.int64) * table_stride,
+            context + token,
+            tl.maximum(low, index * split) // BLOCK_N * BLOCK_N,
+            tl.minimum(high, (index + 1) * split),
+            slot_stride,
+            window,
+            factor,
+            cap_factor,
+            D,
+            BLOCK_D,
+            PAGE,
+            BLOCK_M,
+            BLOCK_N,
+            WINDOWED,
+            CAPPED,
+        )
+        if dealt > 1:
+            place = (row.to(tl.int64) * NUM_HEADS + head) * slots + index % slots
+            tl.store(softmaxes + place * 2, split_m, mask=used)
+            tl.store(softmaxes + place * 2 + 1, split_total, mask=used)
+            tl.store(partials + place[:, None] * D + columns[None, :], split_weighted, mask=mask)
+        m, total, weighted = _merge(m, total, weighted, split_m, split_total, split_weighted)
+    if dealt == 1:
+        found = _finished(m, total, weighted, sinks, head, used, SINKS)
+        out_places = (row.to(tl.int64) * NUM_HEADS + head)[:, None] * D + columns[None, :]
+        tl.store(out + out_places, found.to(out.dtype.element_ty), mask=mask)
+
+
+@triton.jit(do_not_specialize=_ALTERING, do_not_specialize_on_alignment=_PLACED)
+def _merge_kernel(
+    out,
+    partials,
+    softmaxes,
+    starts,
+    lengths,
+    sinks,
+    seqs,
+    split,
+    slots,
+    window,
+    HEADS: tl.constexpr,
+    NUM_HEADS: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """Program (row, part of its heads): merges the results of the splits that the row sees, in their order."""
+    row = tl.program_id(0)
+    head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
+    used = head < NUM_HEADS
+    seq = _owner(row, starts, seqs, 0)
+    end_row = tl.load(starts + seq + 1, mask=seq < seqs, other=0)
+    # Padding rows are behind the end, and see nothing.
+    position = tl.load(lengths + seq, mask=seq < seqs, other=0) - (end_row - row)
+    position = tl.where(seq < seqs, position, -1)
+    low = 0
+    if WINDOWED:
+        low = tl.maximum(position - window + 1, 0)
+    columns = tl.arange(0, BLOCK_D)
+    mask = used[:, None] & (columns < D)[None, :]
+    m = tl.full([HEADS], float("-inf"), tl.float32)
+    total = tl.zeros([HEADS], tl.float32)
+    weighted = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    first_place = (row.to(tl.int64) * NUM_HEADS + head) * slots
+    for index in tl.range(low // split, tl.cdiv(position + 1, split), loop_unroll_factor=4):
+        place = first_place + index % slots
+        split_m = tl.load(softmaxes + place * 2, mask=used, other=0.0)
+        split_total = tl.load(softmaxes + place * 2 + 1, mask=used, other=0.0)
+        split_weighted = tl.load(partials + place[:, None] * D + columns[None, :], mask=mask, other=0.0)
+        m, total, weighted = _merge(m, total, weighted, split_m, split_total, split_weighted)
+    found = _finished(m, total, weighted, sinks, head, used, SINKS)
+    out_places = (row.to(tl.int64) * NUM_HEADS + head)[:, None] * D + columns[None, :]
+    tl.store(out + out_places, found.to(out.dtype.element_ty), mask=mask)
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What becomes of the products of queries and keys.
+
+    Attributes:
+        scale: they are multiplied by it, above 0.
+        window: tokens that a row sees, itself included; None for all.
+        sinks: float32 [Hq], scores that take part in the softmax without a value; None for none.
+        softcap: scores become softcap * tanh(score / softcap); 0 for off.
+    """
+
+    scale: float
+    window: int | None = None
+    sinks: torch.Tensor | None = None
+    softcap: float = 0.0
+
+    @property
+    def reach(self) -> int:
+        """Tokens that a row sees."""
+        return WHOLE if self.window is None else self.window
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a step is cut.
+
+    Attributes:
+        block_m: rows of a program, heads x tokens, 16 or more, so that matrix instructions are used.
+        heads: query heads of a program.
+        block_n: keys of a tile.
+        split: keys of a split, a multiple of `block_n`.
+        dealt: programs that the splits of a query tile are dealt out to.
+        num_warps: of a program.
+        mfma: rows of AMD's matrix instructions, so that each warp has rows of its own; None for other makers.
+    """
+
+    block_m: int
+    heads: int
+    block_n: int
+    split: int
+    dealt: int
+    num_warps: int
+    mfma: int | None
+
+    @property
+    def block_q(self) -> int:
+        """Tokens of a program."""
+        return self.block_m // self.heads
+
+    def programs(self, rows: int, shape: Shape, num_heads: int, num_kv_heads: int) -> tuple[int, int]:
+        """Query tiles of a step, those of padding rows included, and parts of the heads."""
+        query_tiles = rows // self.block_q + shape.seqs + 1
+        if shape.max_seqlen_q <= 1:
+            query_tiles = shape.seqs + math.ceil(rows / self.block_q)
+        return query_tiles, num_kv_heads * math.ceil(num_heads // num_kv_heads / self.heads)
+
+    def slots(self, shape: Shape, reach: int) -> int:
+        """Splits that a query tile sees, at most."""
+        seen = min(shape.max_seqlen_k, reach + self.block_q - 1)
+        return max(1, min(math.ceil(shape.max_seqlen_k / self.split), (seen - 2) // self.split + 2))
+
+
+def attention(
+    q: torch.Tensor,
+    cache: DeviceKVCache,
+    layer: int,
+    plan: StepPlan,
+    scale: float,
+    settings: Settings,
+    window: int | None = None,
+    sinks: torch.Tensor | None = None,
+    softcap: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention of q [T, Hq, D] over the cache, which holds the step's keys already: [T, Hq, D] in q's dtype.
+
+    See KernelBackend, and `Scores` for the last three. Rows and heads of q may lie apart. The cache's dtype may be any:
+    keys and values are brought to q's for the products. Rows behind the plan's last token, and sequences without keys,
+    give zeros. Takes up to PARTIAL_BYTES of memory for as long as it runs.
+    """
+    scores = Scores(scale, window, sinks, softcap)
+    return attend(q, cache, layer, plan, scores, tiles_of(q, cache, plan.shape, scores.reach, settings))
+
+
+def tiles_of(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, reach: int, settings: Settings) -> Tiles:
+    """Tiles for a step whose rows see `reach` tokens; in the batch invariant setting only `dealt` depends on the step.
+
+    Tuned, a decode has as few rows of a tile as matrix instructions allow, and a program that walks all keys has no
+    splits to merge.
+    """
+    _, num_heads, head_dim = q.shape
+    group = num_heads // cache.num_kv_heads
+    block_m, block_d = 64, _block_d(head_dim)
+    if not settings.batch_invariant:
+        most = 128 if block_d <= 128 and q.element_size() == 2 else 64
+        block_m = min(most, max(16, int(triton.next_power_of_2(group * max(1, shape.max_seqlen_q)))))
+    tile_row_bytes = block_d * max(q.element_size(), cache.data.element_size())
+    tiles = Tiles(
+        block_m=block_m,
+        heads=min(group, block_m),
+        block_n=min(64, max(16, (64 * 256) // tile_row_bytes)),
+        split=SPLIT,
+        dealt=1,
+        num_warps=8 if block_m > 64 or (block_d > 128 and not settings.target.is_amd) else 4,
+        mfma=16 if settings.target.is_amd else None,
+    )
+    dealt = _dealt(tiles, q, cache.num_kv_heads, shape, reach)
+    whole = dealt == 1 and not settings.batch_invariant
+    return replace(tiles, dealt=dealt, split=WHOLE if whole else SPLIT)
+
+
+def _dealt(tiles: Tiles, q: torch.Tensor, num_kv_heads: int, shape: Shape, reach: int) -> int:
+    """Programs for the splits of a query tile, so that there are enough of them in all."""
+    rows, num_heads, head_dim = q.shape
+    slots = tiles.slots(shape, reach)
+    if rows * num_heads * slots * (head_dim + 2) * 4 > PARTIAL_BYTES:
+        return 1
+    return min(slots, math.ceil(PROGRAMS / math.prod(tiles.programs(rows, shape, num_heads, num_kv_heads))))
+
+
+def _block_d(head_dim: int) -> int:
+    return max(16, int(triton.next_power_of_2(head_dim)))
+
+
+def attend(
+    q: torch.Tensor, cache: DeviceKVCache, layer: int, plan: StepPlan, scores: Scores, tiles: Tiles
+) -> torch.Tensor:
+    """`attention` in given tiles."""
+    rows, num_heads, head_dim = q.shape
+    out = q.new_empty(rows, num_heads, head_dim)
+    if rows == 0:
+        return out
+    slots = tiles.slots(plan.shape, scores.reach)
+    held = (rows, num_heads, slots) if tiles.dealt > 1 else (0, 0, 0)
+    partials = q.new_empty(*held, head_dim, dtype=torch.float32)
+    softmaxes = q.new_empty(*held, 2, dtype=torch.float32)
+    softcap = scores.softcap
+    launch(
+        _attention_kernel,
+        (*tiles.programs(rows, plan.shape, num_heads, cache.num_kv_heads), tiles.dealt),
+        *(q, cache.keys(layer), cache.values(layer), out, partials, softmaxes),
+        *(plan.cu_seqlens_q, plan.seq_lens, plan.block_tables, scores.sinks),
+        *(plan.shape.seqs, rows, int(plan.shape.max_seqlen_q <= 1), plan.block_tables.stride(0)),
+        *(q.stride(0), q.stride(1), cache.num_kv_heads * head_dim, tiles.split, slots, scores.reach),
+        (softcap or scores.scale) * _LOG2_E,
+        2.0 * _LOG2_E * scores.scale / softcap if softcap else 0.0,
+        GROUP=num_heads // cache.num_kv_heads,
+        HEADS=tiles.heads,
+        PAGE=cache.block_size,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        CAPPED=softcap > 0,
+        num_warps=tiles.num_warps,
+        num_stages=2,
+        **({"matrix_instr_nonkdim": tiles.mfma} if tiles.mfma else {}),
+        **_constants(q, scores),
+    )
+    if tiles.dealt > 1:
+        launch(
+            _merge_kernel,
+            (rows, math.ceil(num_heads / _MERGE_HEADS)),
+            *(out, partials, softmaxes, plan.cu_seqlens_q, plan.seq_lens, scores.sinks),
+            *(plan.shape.seqs, tiles.split, slots, scores.reach),
+            HEADS=_MERGE_HEADS,
+            num_warps=4,
+            **_constants(q, scores),
+        )
+    return out
+
+
+def _constants(q: torch.Tensor, scores: Scores) -> dict[str, int | bool]:
+    """Those of both kernels."""
+    return {
+        "NUM_HEADS": q.shape[1],
+        "D": q.shape[2],
+        "BLOCK_D": _block_d(q.shape[2]),
+        "WINDOWED": scores.window is not None,
+        "SINKS": scores.sinks is not None,
+    }

@@ -1,0 +1,464 @@
+"""Mixture of experts: pairs of row and slot sorted by expert into row tiles, two grouped products, a sum by slots.
+
+Five kernels a layer, none of which needs anything on the host: grids are bounds that hold for every choice of experts,
+and programs without work end at once. A pair's product is the same whoever shares its tile, and a row's results are
+added in float32 in the order of its slots (design-details section 3), so a row's bits do not depend on the others
+where tiles are not chosen by how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.interface import ClampedSwiglu, ExpertWeights
+from kernels.triton_backend.launch import launch
+from kernels.triton_backend.target import Settings
+
+# Numbers of K that share a scale of narrow weights, see KernelBackend.pack_linear.
+SCALE_GROUP = 128
+# The largest multiple of its scale that a narrow weight stands for.
+_LARGEST = {torch.int8: 127.0}
+
+
+@dataclass(frozen=True)
+class StackedWeights:
+    """A weight [N, K] of each of E experts.
+
+    Attributes:
+        numbers: [E, N, K] in the model dtype, or narrower.
+        scales: float32 [E, N, K / SCALE_GROUP rounded up]: number times scale is the weight; None for no scales.
+        bias: [E, N] in the model dtype, or None.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor | None
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """This rank's E experts, the first of which has the id `first`; both weights are None where it has none.
+
+    Attributes:
+        gate_up: [2I, H] of each, a gate and its up in turn: a program that has both computes what is inside.
+        down: [H, I] of each.
+        clamp: the activation, if it is not silu(gate) * up.
+    """
+
+    first: int
+    gate_up: StackedWeights | None
+    down: StackedWeights | None
+    clamp: ClampedSwiglu | None
+
+
+def pack(
+    experts: Iterable[ExpertWeights],
+    first: int,
+    clamp: ClampedSwiglu | None,
+    dtype: torch.dtype,
+    packed_dtype: torch.dtype | None,
+    device: torch.device,
+) -> PackedExperts:
+    """Packs experts as they come, in `dtype`, on the device.
+
+    Args:
+        experts: ids `first`, `first` + 1, ..., on any device.
+        first: id of the first.
+        clamp: see PackedExperts.
+        dtype: the model's: bfloat16, float16 or float32.
+        packed_dtype: that of the numbers; `dtype` or None for the model's, int8 for the nearest of 255 multiples of a
+            float32 scale for each row of a weight and SCALE_GROUP numbers of K.
+        device: where to.
+
+    Raises:
+        ValueError: another packed dtype.
+    """
+    if packed_dtype not in (None, dtype, *_LARGEST):
+        raise ValueError(f"experts in {dtype} can not be packed as {packed_dtype}")
+    gate_up: list[StackedWeights] = []
+    down: list[StackedWeights] = []
+    for expert in experts:
+        bias = None if expert.gate_up_bias is None else _in_turn(expert.gate_up_bias)
+        gate_up.append(_packed(_in_turn(expert.gate_up), bias, dtype, packed_dtype or dtype, device))
+        down.append(_packed(expert.down, expert.down_bias, dtype, packed_dtype or dtype, device))
+    if not down:
+        return PackedExperts(first, None, None, clamp)
+    return PackedExperts(first, _stacked(gate_up), _stacked(down), clamp)
+
+
+def _in_turn(rows: torch.Tensor) -> torch.Tensor:
+    """All gates, then all ups, as gate, up, gate, up, ..."""
+    return torch.stack(rows.chunk(2), 1).flatten(0, 1)
+
+
+def _packed(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    packed_dtype: torch.dtype,
+    device: torch.device,
+) -> StackedWeights:
+    """Of one expert."""
+    bias = None if bias is None else bias.to(device, dtype)
+    weight = weight.to(device, dtype)
+    if packed_dtype == dtype:
+        return StackedWeights(weight, None, bias)
+    return StackedWeights(*_quantized(weight, packed_dtype), bias)
+
+
+def _quantized(weight: torch.Tensor, packed_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Numbers [N, K] and scales [N, groups] of a weight [N, K]; a NaN shows in all products of its group."""
+    rows, inner = weight.shape
+    groups = torch.nn.functional.pad(weight.float(), (0, -inner % SCALE_GROUP)).view(rows, -1, SCALE_GROUP)
+    largest = _LARGEST[packed_dtype]
+    scales = groups.abs().amax(2) / largest
+    usable = (scales > 0) & scales.isfinite()
+    multiples = torch.where(usable.unsqueeze(2), groups / scales.unsqueeze(2), 0.0).clamp_(-largest, largest)
+    return multiples.round_().to(packed_dtype).view(rows, -1)[:, :inner].contiguous(), scales
+
+
+def _stacked(experts: list[StackedWeights]) -> StackedWeights:
+    """One object for all; takes them out of the list, so that memory comes free where another part follows."""
+    numbers = torch.stack([expert.numbers for expert in experts])
+    scales = [expert.scales for expert in experts if expert.scales is not None]
+    biases = [expert.bias for expert in experts if expert.bias is not None]
+    experts.clear()
+    return StackedWeights(numbers, torch.stack(scales) if scales else None, torch.stack(biases) if biases else None)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How the grouped products are cut.
+
+    Attributes:
+        rows: pairs of a tile, all of one expert.
+        columns: of the weight, for a program.
+        inner: numbers of K in a step, a divisor of SCALE_GROUP.
+        num_warps, num_stages: of a program.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    num_warps: int
+    num_stages: int
+
+
+# Tiles of neighbouring programs, which read the same weights one soon after the other.
+_SWIZZLE = 8
+# Pairs that a program of the sort looks at in one go.
+_SORT_BLOCK = 2048
+
+
+def tiles_for(settings: Settings, num_pairs: int, num_experts: int, element_size: int) -> Tiles:
+    """The tiles of both products; always those of 64 rows in batch-invariant mode.
+
+    Others follow the number of pairs that an expert gets if all get the same: few rows need many bytes of weights in
+    flight, and many rows are worth larger tiles.
+
+    Args:
+        settings: target and mode.
+        num_pairs: T * k.
+        num_experts: E of this rank.
+        element_size: bytes of a number of x.
+    """
+    stages = 2 if settings.target.shared_bytes < 100_000 else 3
+    inner = 128 // element_size
+    rows = 64
+    if not settings.batch_invariant:
+        rows = min(128, max(16, triton.next_power_of_2(num_pairs // num_experts)))
+    return Tiles(rows, 128, inner, 8 if rows == 128 else 4, stages)
+
+
+def moe(
+    x: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    packed: PackedExperts,
+    settings: Settings,
+) -> torch.Tensor:
+    """Weighted sum of what this rank's experts make of x; other ranks' experts add nothing.
+
+    Args:
+        x: [T, H] in the model dtype; rows may lie apart.
+        topk_ids: int64 [T, k].
+        topk_weights: float32 [T, k].
+        packed: this rank's experts.
+        settings: what tiles are chosen by.
+
+    Returns:
+        [T, H] in the model dtype.
+    """
+    ids, weights = topk_ids.contiguous(), topk_weights.contiguous()
+    if packed.gate_up is None or packed.down is None or not len(x):
+        return x.new_zeros(x.shape)
+    x = x if x.stride(1) == 1 else x.contiguous()
+    num_experts, hidden, inner = packed.down.numbers.shape
+    tiles = tiles_for(settings, ids.numel(), num_experts, x.element_size())
+    work = _sorted(ids, packed.first, num_experts, tiles.rows)
+    activated = x.new_empty(ids.numel(), inner)
+    _multiply(x, packed.gate_up, activated, work, ids.shape[1], tiles, packed.clamp, gated=True)
+    outputs = x.new_empty(ids.numel(), hidden)
+    _multiply(activated, packed.down, outputs, work, 1, tiles, None, gated=False)
+    return _combined(outputs, ids, weights, packed.first, num_experts)
+
+
+@dataclass(frozen=True)
+class _Work:
+    """Pairs in row tiles. A pair is row * k + slot.
+
+    Attributes:
+        experts: int32 [tiles], which of this rank's experts; -1 for a tile without pairs, behind all others.
+        pairs: int32 [tiles * rows of a tile], the pair at each place of tiles with pairs; -1 where they are padded.
+    """
+
+    experts: torch.Tensor
+    pairs: torch.Tensor
+
+
+def most_tiles(num_pairs: int, num_experts: int, rows: int) -> int:
+    """The number of tiles of that many rows that pairs need at most: each expert has one that is not full."""
+    used = min(num_pairs, num_experts)
+    return used + (num_pairs - used) // rows
+
+
+# A program counts the pairs of one expert.
+@triton.jit(do_not_specialize=["num_pairs"])
+def _count_pairs_kernel(ids, counts, first, num_pairs, BLOCK: tl.constexpr):
+    expert = tl.program_id(0)
+    found = tl.full([BLOCK], 0, tl.int32)
+    for start in range(0, num_pairs, BLOCK):
+        pair = start + tl.arange(0, BLOCK)
+        chosen = tl.load(ids + pair, mask=pair < num_pairs, other=-1)
+        found += (chosen == first + expert).to(tl.int32)
+    tl.store(counts + expert, tl.sum(found))
+
+
+# A program lists the pairs of one expert, in their order, and its tiles; one more program closes the list of tiles.
+@triton.jit(do_not_specialize=["num_pairs", "num_tiles"])
+def _place_pairs_kernel(
+    ids,
+    counts,
+    tile_experts,
+    pairs,
+    first,
+    num_pairs,
+    num_experts,
+    num_tiles,
+    EXPERTS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    expert = tl.program_id(0)
+    is_expert = expert < num_experts
+    every = tl.arange(0, EXPERTS)
+    tiles = (tl.load(counts + every, mask=every < num_experts, other=0) + ROWS - 1) // ROWS
+    start = tl.sum(tl.where(every < expert, tiles, 0))
+    end = tl.where(is_expert, start + tl.sum(tl.where(every == expert, tiles, 0)), num_tiles)
+    for tile in range(start, end, EXPERTS):
+        tl.store(tile_experts + tile + every, tl.where(is_expert, expert, -1), mask=tile + every < end)
+    place = start * ROWS
+    for begin in range(0, tl.where(is_expert, num_pairs, 0), BLOCK):
+        pair = begin + tl.arange(0, BLOCK)
+        mine = tl.load(ids + pair, mask=pair < num_pairs, other=-1) == first + expert
+        rank = tl.cumsum(mine.to(tl.int32), 0)
+        tl.store(pairs + place + rank - 1, pair, mask=mine)
+        place += tl.max(rank)
+    padding = place + tl.arange(0, ROWS)
+    tl.store(pairs + padding, -1, mask=is_expert & (padding < end * ROWS))
+
+
+def _sorted(ids: torch.Tensor, first: int, num_experts: int, rows: int) -> _Work:
+    """Pairs of contiguous ids int64 [T, k], T above 0, in tiles of so many rows."""
+    num_pairs = ids.numel()
+    num_tiles = most_tiles(num_pairs, num_experts, rows)
+    counts = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
+    work = _Work(counts.new_empty(num_tiles), counts.new_empty(num_tiles * rows))
+    launch(_count_pairs_kernel, (num_experts,), ids, counts, first, num_pairs, BLOCK=_SORT_BLOCK, num_warps=8)
+    launch(
+        _place_pairs_kernel,
+        (num_experts + 1,),
+        ids,
+        counts,
+        work.experts,
+        work.pairs,
+        first,
+        num_pairs,
+        num_experts,
+        num_tiles,
+        EXPERTS=triton.next_power_of_2(num_experts),
+        ROWS=rows,
+        BLOCK=_SORT_BLOCK,
+        num_warps=8,
+    )
+    return work
+
+
+@triton.jit
+def _silu_and_mul(gate, up, dtype: tl.constexpr):
+    """In float32 of float32; silu is rounded to the model dtype before the product."""
+    return (gate / (1.0 + tl.exp(-gate))).to(dtype).to(tl.float32) * up
+
+
+@triton.jit
+def _clamped_swiglu(gate, up, alpha, limit):
+    """See ClampedSwiglu; NaN stays."""
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
+
+
+# A program multiplies one tile of pairs by rows of its expert's weight. A tile's pairs lie anywhere in x and out.
+# GATED: out gets what the activation makes of each gate and the up behind it, else the products themselves.
+# No function that is a kernel's part itself is called where it can be helped: the interpreter takes 3 ms for each call.
+@triton.jit
+def _grouped_product_kernel(
+    x,
+    weight,
+    scales,
+    bias,
+    out,
+    tile_experts,
+    pairs,
+    x_stride,
+    pairs_per_row,
+    columns,
+    inner,
+    alpha,
+    limit,
+    SCALED: tl.constexpr,
+    GATED: tl.constexpr,
+    CLAMPED: tl.constexpr,
+    SCALE_GROUP: tl.constexpr,
+    SWIZZLE: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    INNER: tl.constexpr,
+):
+    # Programs run through SWIZZLE tiles before they come to the next columns.
+    column_blocks = (columns + COLUMNS - 1) // COLUMNS
+    num_tiles = tl.num_programs(0) // column_blocks
+    program = tl.program_id(0)
+    first_tile = program // (SWIZZLE * column_blocks) * SWIZZLE
+    neighbours = tl.minimum(num_tiles - first_tile, SWIZZLE)
+    in_group = program % (SWIZZLE * column_blocks)
+    tile = first_tile + in_group % neighbours
+    block = in_group // neighbours
+    expert = tl.load(tile_experts + tile).to(tl.int64)
+    if expert < 0:
+        return
+    pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
+    # Padding and columns beyond the last compute with numbers that are there, and are not stored.
+    row = (tl.maximum(pair, 0) // pairs_per_row).to(tl.int64)
+    weight_row = expert * columns + tl.minimum(block * COLUMNS + tl.arange(0, COLUMNS), columns - 1)
+    k = tl.arange(0, INNER)
+    x_at = x + row[:, None] * x_stride + k[None, :]
+    weight_at = weight + weight_row[None, :] * inner + k[:, None]
+    # Where there are no scales, these are not read.
+    scale_at = scales + weight_row * ((inner + SCALE_GROUP - 1) // SCALE_GROUP)
+    total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+    for start in range(0, inner, INNER):
+        if EVEN:
+            numbers = tl.load(x_at + start)
+            weights = tl.load(weight_at + start)
+        else:
+            numbers = tl.load(x_at + start, mask=k[None, :] < inner - start, other=0.0)
+            weights = tl.load(weight_at + start, mask=k[:, None] < inner - start, other=0.0)
+        if SCALED:
+            part = tl.dot(numbers, weights.to(numbers.dtype), input_precision="ieee")
+            total += part * tl.load(scale_at + start // SCALE_GROUP)[None, :]
+        else:
+            total = tl.dot(numbers, weights, total, input_precision="ieee")
+    if bias is not None:
+        total += tl.load(bias + weight_row).to(tl.float32)[None, :]
+    dtype = out.dtype.element_ty
+    if GATED:
+        gate, up = tl.split(tl.reshape(total.to(dtype).to(tl.float32), [ROWS, COLUMNS // 2, 2]))
+        result = _clamped_swiglu(gate, up, alpha, limit) if CLAMPED else _silu_and_mul(gate, up, dtype)
+        width = columns // 2
+        column = block * (COLUMNS // 2) + tl.arange(0, COLUMNS // 2)
+    else:
+        result = total
+        width = columns
+        column = block * COLUMNS + tl.arange(0, COLUMNS)
+    to = out + pair[:, None].to(tl.int64) * width + column[None, :]
+    tl.store(to, result.to(dtype), mask=(pair[:, None] >= 0) & (column[None, :] < width))
+
+
+def _multiply(
+    x: torch.Tensor,
+    weights: StackedWeights,
+    out: torch.Tensor,
+    work: _Work,
+    pairs_per_row: int,
+    tiles: Tiles,
+    clamp: ClampedSwiglu | None,
+    gated: bool,
+) -> None:
+    """Rows `pair // pairs_per_row` of x times the weights of the pairs' experts, into rows `pair` of contiguous out."""
+    _, columns, inner = weights.numbers.shape
+    launch(
+        _grouped_product_kernel,
+        (len(work.experts) * triton.cdiv(columns, tiles.columns),),
+        x,
+        weights.numbers,
+        weights.numbers if weights.scales is None else weights.scales,
+        weights.bias,
+        out,
+        work.experts,
+        work.pairs,
+        x.stride(0),
+        pairs_per_row,
+        columns,
+        inner,
+        0.0 if clamp is None else clamp.alpha,
+        0.0 if clamp is None else clamp.limit,
+        SCALED=weights.scales is not None,
+        GATED=gated,
+        CLAMPED=clamp is not None,
+        SCALE_GROUP=SCALE_GROUP,
+        SWIZZLE=_SWIZZLE,
+        EVEN=inner % tiles.inner == 0,
+        ROWS=tiles.rows,
+        COLUMNS=tiles.columns,
+        INNER=tiles.inner,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+    )
+
+
+# A program adds columns of one row's outputs, in the order of its slots.
+@triton.jit
+def _combine_kernel(outputs, ids, weights, out, first, num_experts, slots, columns, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    there = column < columns
+    total = tl.full([BLOCK], 0.0, tl.float32)
+    for slot in range(slots):
+        pair = row * slots + slot
+        expert = tl.load(ids + pair) - first
+        mine = (expert >= 0) & (expert < num_experts)
+        part = tl.load(outputs + pair * columns + column, mask=there & mine, other=0.0).to(tl.float32)
+        total += part * tl.load(weights + pair)
+    tl.store(out + row * columns + column, total.to(out.dtype.element_ty), mask=there)
+
+
+def _combined(
+    outputs: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, first: int, num_experts: int
+) -> torch.Tensor:
+    """[T, H]: outputs [T * k, H] by weights [T, k], those of other ranks' experts left out."""
+    rows, slots = ids.shape
+    columns = outputs.shape[1]
+    out = outputs.new_empty(rows, columns)
+    block = min(1024, triton.next_power_of_2(columns))
+    grid = (rows, triton.cdiv(columns, block))
+    launch(
+        _combine_kernel, grid, outputs, ids, weights, out, first, num_experts, slots, columns, BLOCK=block, num_warps=4
+    )
+    return out

@@ -1,0 +1,531 @@
+"""Matrix products by weights [N, K]: floats, numbers of 8 or 4 bits with scales, and rows of 8 bits by such.
+
+One function computes a tile of rows by a tile of columns for all of them; what differs is how a piece of K is read.
+Sums are float32 (int32 of int8 by int8); scales of rows and the bias are applied in float32, and the result is rounded
+once.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from kernels.triton_backend.launch import launch
+from kernels.triton_backend.packed_weight import GROUP, PackedWeight
+from kernels.triton_backend.target import Settings
+from kernels.triton_backend.tiles import Cut, Operands, compiler_options, cut
+
+# Tiles of rows whose programs follow each other, so that they find a tile of the weight in the cache.
+_TOGETHER = 8
+# Columns of the sums that a program brings together, and best columns of tiles that it compares at once.
+_SUM_BLOCK = 512
+_BEST_BLOCK = 1024
+
+
+@triton.jit
+def _tile(program, row_tiles, column_tiles, TOGETHER: tl.constexpr):
+    # TOGETHER tiles of rows go through the columns side by side: each tile of the weight is read once for all of them,
+    # and theirs stay in the cache.
+    programs = TOGETHER * column_tiles
+    first = program // programs * TOGETHER
+    height = tl.minimum(row_tiles - first, TOGETHER)
+    within = program % programs
+    return first + within % height, within // height
+
+
+@triton.jit
+def _fp4_value(code):
+    # E2M1 of the lower four bits as float32: two bits of exponent and one of mantissa, moved to their places.
+    size = code & 7
+    bits = tl.where(size > 1, (size + 252) << 22, tl.where(size == 1, 0x3F000000, 0))
+    return (bits | ((code & 8) << 28)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _power_of_two(exponent):
+    # E8M0 as float32: 0 is 2^-127, which float32 has only below its normal numbers, and 255 is no number.
+    exponent = exponent.to(tl.int32)
+    bits = tl.where(exponent == 0, 0x400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _float_part(x, weight, in_rows, start, end, inner, acc, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
+    # Also FP8 by FP8, which on Hopper sums many products in less than float32 unless it is told not to.
+    for at in range(start, end, BLOCK_K):
+        k = at + tl.arange(0, BLOCK_K)
+        a = tl.load(x + k[None, :], mask=in_rows if EVEN else in_rows & (k < inner)[None, :], other=0.0)
+        b = tl.load(weight + k[:, None]) if EVEN else tl.load(weight + k[:, None], mask=(k < inner)[:, None], other=0.0)
+        acc = tl.dot(a, b.to(a.dtype), acc, input_precision="ieee", max_num_imprecise_acc=BLOCK_K)
+    return acc
+
+
+@triton.jit
+def _int8_part(x, weight, in_rows, start, end, inner, acc, BLOCK_K: tl.constexpr, EVEN: tl.constexpr):
+    sums = tl.zeros(acc.shape, tl.int32)
+    for at in range(start, end, BLOCK_K):
+        k = at + tl.arange(0, BLOCK_K)
+        a = tl.load(x + k[None, :], mask=in_rows if EVEN else in_rows & (k < inner)[None, :], other=0.0)
+        b = tl.load(weight + k[:, None]) if EVEN else tl.load(weight + k[:, None], mask=(k < inner)[:, None], other=0.0)
+        sums = tl.dot(a, b, sums, out_dtype=tl.int32)
+    return sums.to(tl.float32)
+
+
+@triton.jit
+def _grouped_part(
+    x,
+    weight,
+    scales,
+    in_rows,
+    start,
+    end,
+    inner,
+    n,
+    acc,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    # A scale is applied to the sum over a piece of its group: so the numbers themselves are multiplied exactly.
+    for at in range(start, end, BLOCK_K):
+        k = at + tl.arange(0, BLOCK_K)
+        a = tl.load(x + k[None, :], mask=in_rows if EVEN else in_rows & (k < inner)[None, :], other=0.0)
+        b = tl.load(weight + k[:, None]) if EVEN else tl.load(weight + k[:, None], mask=(k < inner)[:, None], other=0.0)
+        scale = tl.load(scales + at // GROUP * n)
+        acc = tl.fma(tl.dot(a, b.to(a.dtype), input_precision="ieee"), tl.broadcast_to(scale, acc.shape), acc)
+    return acc
+
+
+@triton.jit
+def _fp4_part(x, weight, scales, in_rows, start, end, inner, acc, GROUP: tl.constexpr, EVEN: tl.constexpr):
+    # The first 64 of 128 numbers are the lower halves of 64 bytes, the others the upper ones: two products without
+    # moving numbers about. A factor is rounded to x's dtype, as a loader rounds it.
+    HALF: tl.constexpr = GROUP // 2
+    for at in range(start, end, GROUP):
+        codes = tl.load(weight + (at // 2 + tl.arange(0, HALF))[:, None]).to(tl.int32)
+        for half in tl.static_range(2):
+            k = at + half * HALF + tl.arange(0, HALF)
+            a = tl.load(x + k[None, :], mask=in_rows if EVEN else in_rows & (k < inner)[None, :], other=0.0)
+            powers = _power_of_two(tl.load(scales + (at // 32 + half * 2 + tl.arange(0, 2))[:, None]))
+            spread = tl.broadcast_to(powers[:, None, :], (2, HALF // 2, acc.shape[1]))
+            b = _fp4_value(codes >> (4 * half)) * tl.reshape(spread, (HALF, acc.shape[1]))
+            acc = tl.dot(a, b.to(a.dtype), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def _part(
+    x,
+    weight,
+    scales,
+    in_rows,
+    part,
+    part_length,
+    inner,
+    scale_stride,
+    FORMAT: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    # The sum over one part of K, from zero.
+    start = part * part_length
+    end = tl.minimum(start + part_length, inner)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    if FORMAT == "fp4":
+        acc = _fp4_part(x, weight, scales, in_rows, start, end, inner, acc, GROUP, EVEN)
+    elif FORMAT == "grouped":
+        acc = _grouped_part(x, weight, scales, in_rows, start, end, inner, scale_stride, acc, BLOCK_K, GROUP, EVEN)
+    elif FORMAT == "int8":
+        acc = _int8_part(x, weight, in_rows, start, end, inner, acc, BLOCK_K, EVEN)
+    else:
+        acc = _float_part(x, weight, in_rows, start, end, inner, acc, BLOCK_K, EVEN)
+    return acc
+
+
+@triton.jit
+def _product(
+    x,
+    weight,
+    scales,
+    row_tile,
+    column_tile,
+    part,
+    rows,
+    columns,
+    inner,
+    x_stride,
+    part_length,
+    FORMAT: tl.constexpr,
+    ROW_GRAIN: tl.constexpr,
+    PARTS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    # float32 [BLOCK_M, BLOCK_N] of one part of K, or of PARTS from `part` on, added in order. Rows behind the last are
+    # zero; columns behind the last are the last once more.
+    row = tl.arange(0, BLOCK_M)[:, None]
+    in_rows = row < rows - row_tile * BLOCK_M
+    x_rows = x + row_tile.to(tl.int64) * BLOCK_M * x_stride + row * x_stride
+    column = tl.minimum(tl.arange(0, BLOCK_N), columns - 1 - column_tile * BLOCK_N)[None, :]
+    first = column_tile.to(tl.int64) * BLOCK_N
+    width = tl.cdiv(inner, GROUP) * (GROUP // 2) if FORMAT == "fp4" else inner
+    weight_rows = weight + first * width + column * width
+    if FORMAT == "fp4":
+        scales += first * (width // 16) + column * (width // 16)
+    elif FORMAT == "grouped":
+        scales += (column_tile * BLOCK_N + column) // ROW_GRAIN
+    n = tl.cdiv(columns, ROW_GRAIN)
+    if PARTS == 1:
+        total = _part(
+            x_rows, weight_rows, scales, in_rows, part, part_length, inner, n,
+            FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN,
+        )  # fmt: skip
+    else:
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for each in range(PARTS):
+            total += _part(
+                x_rows, weight_rows, scales, in_rows, each, part_length, inner, n,
+                FORMAT, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN,
+            )  # fmt: skip
+    return total
+
+
+@triton.jit
+def _finished(total, x_scales, scales, bias, row, column, rows, columns, FORMAT: tl.constexpr):
+    # Scales of rows and the bias. Multiplied and added at once, and said so, lest compilers differ between kernels.
+    row = tl.minimum(row, rows - 1)[:, None]
+    column = tl.minimum(column, columns - 1)[None, :]
+    if (FORMAT == "rows") | (FORMAT == "int8"):
+        factor = tl.broadcast_to(tl.load(scales + column), total.shape)
+        if x_scales is not None:
+            factor = factor * tl.load(x_scales + row)
+        if bias is not None:
+            total = tl.fma(total, factor, tl.broadcast_to(tl.load(bias + column), total.shape))
+        else:
+            total = total * factor
+    elif bias is not None:
+        total += tl.load(bias + column)
+    return total
+
+
+# A program computes a tile of the result, or one part of its sum over K.
+@triton.jit(do_not_specialize=["rows"])
+def _linear_kernel(
+    x,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    out,
+    rows,
+    columns,
+    inner,
+    x_stride,
+    x_head_stride,
+    out_stride,
+    part_length,
+    FORMAT: tl.constexpr,
+    ROW_GRAIN: tl.constexpr,
+    PARTS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    head, part = tl.program_id(1).to(tl.int64), tl.program_id(2)
+    row_tile, column_tile = _tile(tl.program_id(0), tl.cdiv(rows, BLOCK_M), tl.cdiv(columns, BLOCK_N), TOGETHER)
+    total = _product(
+        x + head * x_head_stride, weight + head * columns * inner, scales, row_tile, column_tile, part,
+        rows, columns, inner, x_stride, part_length,
+        FORMAT, ROW_GRAIN, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN,
+    )  # fmt: skip
+    row = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    if not SPLIT:
+        total = _finished(total, x_scales, scales, bias, row, column, rows, columns, FORMAT)
+    place = out + part.to(tl.int64) * rows * out_stride + head * columns + row[:, None] * out_stride + column[None, :]
+    tl.store(place, total.to(out.dtype.element_ty), mask=(row < rows)[:, None] & (column < columns)[None, :])
+
+
+# A program adds the parts of some columns of one row, in order.
+@triton.jit(do_not_specialize=["rows"])
+def _sum_kernel(
+    sums, x_scales, scales, bias, out, rows, columns, FORMAT: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64) + tl.arange(0, 1)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (column < columns)[None, :]
+    total = tl.zeros((1, BLOCK), tl.float32)
+    for part in range(PARTS):
+        place = sums + (part * rows + row[:, None]) * columns + column[None, :]
+        total += tl.load(place, mask=inside, other=0.0)
+    total = _finished(total, x_scales, scales, bias, row, column, rows, columns, FORMAT)
+    tl.store(out + row[:, None] * columns + column[None, :], total.to(out.dtype.element_ty), mask=inside)
+
+
+# A program finds the best column of its tile for each row; the values are rounded to their tensor's dtype first.
+@triton.jit(do_not_specialize=["rows"])
+def _tile_best_kernel(
+    x,
+    x_scales,
+    weight,
+    scales,
+    bias,
+    values,
+    ids,
+    limit,
+    rows,
+    columns,
+    inner,
+    x_stride,
+    part_length,
+    FORMAT: tl.constexpr,
+    ROW_GRAIN: tl.constexpr,
+    PARTS: tl.constexpr,
+    TOGETHER: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    column_tiles = tl.cdiv(limit, BLOCK_N)
+    row_tile, column_tile = _tile(tl.program_id(0), tl.cdiv(rows, BLOCK_M), column_tiles, TOGETHER)
+    total = _product(
+        x, weight, scales, row_tile, column_tile, 0, rows, columns, inner, x_stride, part_length,
+        FORMAT, ROW_GRAIN, PARTS, BLOCK_M, BLOCK_N, BLOCK_K, GROUP, EVEN,
+    )  # fmt: skip
+    row = row_tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+    column = column_tile * BLOCK_N + tl.arange(0, BLOCK_N)
+    total = _finished(total, x_scales, scales, bias, row, column, rows, columns, FORMAT)
+    value = total.to(values.dtype.element_ty).to(tl.float32)
+    # NaN is not above minus infinity.
+    value = tl.where((value > float("-inf")) & (column < limit)[None, :], value, float("-inf"))
+    best = tl.max(value, axis=1)
+    first = tl.min(tl.where(value == best[:, None], column[None, :], 0x7FFFFFFF), axis=1)
+    tl.store(values + row * column_tiles + column_tile, best.to(values.dtype.element_ty), mask=row < rows)
+    tl.store(ids + row * column_tiles + column_tile, first, mask=row < rows)
+
+
+# A program finds the best of one row's tiles, of equals the lowest id.
+@triton.jit
+def _best_kernel(values, ids, out, tiles, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    best = tl.full((BLOCK,), float("-inf"), tl.float32)
+    first = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
+    for at in range(0, tiles, BLOCK):
+        tile = at + tl.arange(0, BLOCK)
+        value = tl.load(values + row * tiles + tile, mask=tile < tiles, other=float("-inf")).to(tl.float32)
+        # A lane meets its tiles in rising order, so an equal one is no better.
+        first = tl.where(value > best, tl.load(ids + row * tiles + tile, mask=tile < tiles, other=0), first)
+        best = tl.maximum(best, value)
+    largest = tl.max(best, axis=0)
+    winner = tl.min(tl.where(best == largest, first, 0x7FFFFFFF), axis=0)
+    tl.store(out + row, tl.where(largest > float("-inf"), winner, 0).to(tl.int64))
+
+
+# A program quantizes a row, which it reads twice.
+@triton.jit
+def _quantize_kernel(
+    x, numbers, scales, inner, x_stride, LARGEST: tl.constexpr, ROUND: tl.constexpr, BLOCK: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    sizes = tl.zeros((BLOCK,), tl.float32)
+    for at in range(0, inner, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        size = tl.abs(tl.load(x + row * x_stride + column, mask=column < inner, other=0.0).to(tl.float32))
+        sizes = tl.maximum(sizes, tl.where(size < float("inf"), size, float("inf")))
+    # A row with a number that is not finite becomes zeros with an infinite scale, whose products are no numbers.
+    scale = tl.div_rn(tl.max(sizes, axis=0), LARGEST)
+    tl.store(scales + row, scale)
+    divisor = tl.where(scale > 0, scale, 1.0)
+    for at in range(0, inner, BLOCK):
+        column = at + tl.arange(0, BLOCK)
+        value = tl.load(x + row * x_stride + column, mask=column < inner, other=0.0).to(tl.float32)
+        value = tl.where(tl.abs(value) < float("inf"), value, 0.0)
+        value = tl.div_rn(value, tl.broadcast_to(divisor, value.shape))
+        value = tl.minimum(tl.maximum(value, -LARGEST), LARGEST)
+        if ROUND:
+            # To the nearest integer, even ones in the middle: there are no others beyond 2^23.
+            value = (value + 12582912.0) - 12582912.0
+        tl.store(numbers + row * inner + column, value.to(numbers.dtype.element_ty), mask=column < inner)
+
+
+def linear(x: torch.Tensor, packed: PackedWeight, settings: Settings) -> torch.Tensor:
+    """x [T, K] times the packed weight [N, K], plus its bias: [T, N], both in the model dtype.
+
+    Any row stride. Numbers of 8 or 4 bits become those of x's dtype first, or x is quantized, where `quantizes_rows`.
+
+    Raises:
+        ValueError: x has another width or dtype than the weight was packed for.
+    """
+    _check(x, packed)
+    out = x.new_empty(x.shape[0], packed.columns)
+    _multiply(x.unsqueeze(1), packed, out, settings)
+    return out
+
+
+def head_linear(x: torch.Tensor, packed: PackedWeight, settings: Settings) -> torch.Tensor:
+    """Each head of x [T, Hq, K] times its own matrix of `pack_heads`: [T, Hq, N] in the model dtype.
+
+    Raises:
+        ValueError: as `linear`.
+    """
+    _check(x, packed)
+    out = x.new_empty(*x.shape[:2], packed.columns)
+    _multiply(x, packed, out, settings)
+    return out
+
+
+def rows(packed: PackedWeight, ids: torch.Tensor) -> torch.Tensor:
+    """Rows `ids` int64 [T] of a packed weight of floats, [T, K].
+
+    Raises:
+        ValueError: the weight is quantized.
+    """
+    if packed.scales is not None:
+        raise ValueError(f"a weight of {packed.numbers.dtype} has no rows of {packed.dtype}")
+    return packed.numbers.index_select(0, ids)
+
+
+def argmax(x: torch.Tensor, packed: PackedWeight, limit: int, settings: Settings) -> torch.Tensor:
+    """Of each row of `linear(x, packed)` the column of the largest number among the first `limit`, int64 [T].
+
+    Of equals, as rounded to the model dtype, the first; NaN counts as the lowest; 0 where nothing is above minus
+    infinity. Memory holds one value and column for each row and tile of columns.
+    """
+    _check(x, packed)
+    plan = _cut(x.unsqueeze(1), packed, settings)
+    limit = min(limit, packed.columns)
+    row_tiles, column_tiles = -(-x.shape[0] // plan.tiles.rows), -(-limit // plan.tiles.columns)
+    values = x.new_empty(x.shape[0], column_tiles)
+    ids = torch.empty(x.shape[0], column_tiles, dtype=torch.int32, device=x.device)
+    x, x_scales = _operand(x, packed)
+    launch(
+        _tile_best_kernel,
+        (row_tiles * column_tiles,),
+        *(x, x_scales, packed.numbers, packed.scales, packed.bias, values, ids, limit),
+        *(x.shape[0], packed.columns, packed.inner, x.stride(0), plan.part_length),
+        PARTS=plan.parts,
+        **_constants(packed, plan, settings),
+    )
+    out = torch.empty(x.shape[0], dtype=torch.int64, device=x.device)
+    block = min(_BEST_BLOCK, triton.next_power_of_2(column_tiles))
+    launch(_best_kernel, (x.shape[0],), values, ids, out, column_tiles, BLOCK=block, num_warps=4)
+    return out
+
+
+def quantize_rows(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, K] of any float dtype as multiples of a scale for each row: `dtype` [T, K] and float32 [T, 1].
+
+    `dtype` is int8 or the target's FP8. A scale is the row's largest number divided by the largest of `dtype` (127); a
+    row with a number that is not finite has an infinite scale.
+    """
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    numbers = torch.empty(x.shape, dtype=dtype, device=x.device)
+    scales = torch.empty(x.shape[0], 1, device=x.device)
+    launch(
+        _quantize_kernel,
+        (x.shape[0],),
+        *(x, numbers, scales, x.shape[1], x.stride(0)),
+        LARGEST=127.0 if dtype == torch.int8 else torch.finfo(dtype).max,
+        ROUND=dtype == torch.int8,
+        BLOCK=min(4096, triton.next_power_of_2(x.shape[1])),
+        num_warps=4,
+    )
+    return numbers, scales
+
+
+def _check(x: torch.Tensor, packed: PackedWeight) -> None:
+    if x.shape[-1] != packed.inner or x.dtype != packed.dtype:
+        raise ValueError(
+            f"rows of {x.shape[-1]} numbers in {x.dtype} do not go with a weight of {packed.inner} in {packed.dtype}"
+        )
+
+
+def _multiply(x: torch.Tensor, packed: PackedWeight, out: torch.Tensor, settings: Settings) -> None:
+    """x [T, H, K] into out [T, H * N] or [T, H, N], contiguous."""
+    num_rows, heads, inner = x.shape
+    plan = _cut(x, packed, settings)
+    x, x_scales = _operand(x, packed)
+    width = heads * packed.columns
+    into = torch.empty(plan.parts, num_rows, width, device=x.device) if plan.split else out
+    row_tiles, column_tiles = -(-num_rows // plan.tiles.rows), -(-packed.columns // plan.tiles.columns)
+    launch(
+        _linear_kernel,
+        (row_tiles * column_tiles, heads, plan.parts if plan.split else 1),
+        *(x, x_scales, packed.numbers, packed.scales, packed.bias, into, num_rows, packed.columns, inner),
+        *(x.stride(0), x.stride(1), width, plan.part_length),
+        PARTS=1 if plan.split else plan.parts,
+        SPLIT=plan.split,
+        **_constants(packed, plan, settings),
+    )
+    if plan.split:
+        launch(
+            _sum_kernel,
+            (num_rows, triton.cdiv(width, _SUM_BLOCK)),
+            *(into, x_scales, packed.scales, packed.bias, out, num_rows, width),
+            FORMAT=_format(packed),
+            PARTS=plan.parts,
+            BLOCK=_SUM_BLOCK,
+            num_warps=4,
+        )
+
+
+def _operand(x: torch.Tensor, packed: PackedWeight) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """x as the kernel takes it, each row in one piece: as it is, or quantized, with its scales."""
+    if packed.quantizes_rows:
+        numbers, scales = quantize_rows(x.flatten(1), packed.numbers.dtype)
+        return numbers.view(x.shape), scales
+    return (x if x.stride(-1) == 1 else x.contiguous()), None
+
+
+def _cut(x: torch.Tensor, packed: PackedWeight, settings: Settings) -> Cut:
+    return cut(settings, _operands(packed), x.shape[0], packed.columns, packed.inner, heads=x.shape[1])
+
+
+def _operands(packed: PackedWeight) -> Operands:
+    if packed.quantizes_rows:
+        return "eight"
+    if packed.dtype == torch.float32:
+        return "single"
+    return "half" if packed.scales is None else "widened"
+
+
+def _format(packed: PackedWeight) -> str:
+    """How the kernel reads a weight; see `_part` and `_finished`."""
+    if packed.scales is None:
+        return "float"
+    if packed.numbers.dtype == torch.uint8:
+        return "fp4"
+    if packed.scales.dim() == 2:
+        return "grouped"
+    return "int8" if packed.quantizes_rows and packed.numbers.dtype == torch.int8 else "rows"
+
+
+def _constants(packed: PackedWeight, plan: Cut, settings: Settings) -> dict[str, Any]:
+    block = GROUP if _format(packed) == "fp4" else plan.tiles.inner
+    return {
+        "FORMAT": _format(packed),
+        "ROW_GRAIN": packed.row_grain,
+        "TOGETHER": _TOGETHER,
+        "BLOCK_M": plan.tiles.rows,
+        "BLOCK_N": plan.tiles.columns,
+        "BLOCK_K": plan.tiles.inner,
+        "GROUP": GROUP,
+        "EVEN": packed.inner % block == 0,
+        **compiler_options(plan.tiles, settings.target),
+    }

@@ -1,0 +1,208 @@
+"""Weights of matrix products as the kernels read them: floats, numbers of 8 bits or of 4, with scales."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kernels import float8
+
+# Numbers of K that share a scale, where a whole row does not.
+GROUP = 128
+# As MXFP4 has it (OCP MX specification 1.0): numbers that share a power of two.
+_FP4_GROUP = 32
+_FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+# Weights are quantized in pieces of so many numbers, to need little memory beside them.
+_PIECE = 1 << 26
+
+
+@dataclass(frozen=True)
+class PackedWeight:
+    """A weight [N, K], or one for each of H heads.
+
+    Attributes:
+        numbers: [N, K] or [H, N, K], contiguous, in `dtype`, int8 or FP8; or FP4, uint8 [N, K' / 2] with K' the next
+            multiple of 128: of 128 numbers in 64 bytes, byte j has number j in its lower half, 64 + j in its upper one.
+        scales: None for floats; float32 [K / 128, n] where scales change along K, n being N / `row_grain` (both are
+            rounded up), else float32 [N]; for FP4 exponents with a bias of 127, uint8 [N, K' / 32].
+        bias: float32 [N], rounded to `dtype` before, or None.
+        dtype: the model's.
+        columns: N.
+        inner: K.
+        row_grain: rows of the weight that share a scale.
+        quantizes_rows: whether x is quantized too, row by row.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor | None
+    bias: torch.Tensor | None
+    dtype: torch.dtype
+    columns: int
+    inner: int
+    row_grain: int = 1
+    quantizes_rows: bool = False
+
+
+def pack(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    packed_dtype: torch.dtype | None,
+    device: torch.device,
+) -> PackedWeight:
+    """Packs a weight [N, K] and a bias [N] of any float dtype; may share their memory.
+
+    Args:
+        dtype: the model's.
+        packed_dtype: None or `dtype`; int8 or FP8 for the nearest multiples of a float32 scale for each row and 128
+            numbers of K. FP8 must be the target's own (`Target.fp8`).
+
+    Raises:
+        ValueError: another packed dtype.
+    """
+    if packed_dtype not in (None, dtype, torch.int8, *_FP8):
+        raise ValueError(f"weights in {dtype} can not be packed as {packed_dtype}")
+    placed = _placed(weight, dtype, device)
+    packed_bias = _packed_bias(bias, dtype, device)
+    if packed_dtype in (None, dtype):
+        return PackedWeight(placed, None, packed_bias, dtype, *weight.shape)
+    numbers, scales = quantized(placed, packed_dtype, GROUP)
+    return PackedWeight(numbers, scales.t().contiguous(), packed_bias, dtype, *weight.shape)
+
+
+def pack_w8a8(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    packed_dtype: torch.dtype,
+    device: torch.device,
+) -> PackedWeight:
+    """As `pack`, to int8 or FP8 with a scale for each row; x is quantized to the same dtype when it is multiplied."""
+    if packed_dtype not in (torch.int8, *_FP8):
+        raise ValueError(f"rows can not be quantized to {packed_dtype}")
+    numbers, scales = quantized(_placed(weight, dtype, device), packed_dtype, weight.shape[1])
+    packed_bias = _packed_bias(bias, dtype, device)
+    columns, inner = weight.shape
+    return PackedWeight(numbers, scales.flatten(), packed_bias, dtype, columns, inner, quantizes_rows=True)
+
+
+def pack_heads(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> PackedWeight:
+    """Packs a matrix for each head, [Hq, N, K] of any float dtype; may share their memory."""
+    return PackedWeight(_placed(weight, dtype, device), None, None, dtype, *weight.shape[1:])
+
+
+def from_numbers(
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fp8: torch.dtype,
+    device: torch.device,
+    quantizes_rows: bool = False,
+) -> PackedWeight:
+    """Packs a checkpoint's numbers as they are.
+
+    Args:
+        numbers: [N, K], int8 or either FP8.
+        scales: of any float dtype: [] or [1] for the tensor, [N] or [N, 1] for rows, [N, K / 128] for groups or
+            [N / 128, K / 128] for blocks, rounded up.
+        bias: [N] or None.
+        dtype: the model's.
+        fp8: the target's own, to which FP8 numbers are brought.
+        quantizes_rows: whether x is to be quantized too; not with scales that change along K.
+
+    Raises:
+        ValueError: scales of another shape.
+    """
+    rows, inner = numbers.shape
+    numbers, scales = numbers.to(device), scales.to(device, torch.float32)
+    if numbers.dtype in _FP8 and numbers.dtype != fp8:
+        numbers, scales = _other_fp8(numbers, scales, fp8)
+    grain, laid_out = _laid_out(scales, rows, inner)
+    if quantizes_rows and laid_out.dim() == 2:
+        raise ValueError("rows can not be quantized for a weight whose scales change along K")
+    packed_bias = _packed_bias(bias, dtype, device)
+    return PackedWeight(numbers.contiguous(), laid_out, packed_bias, dtype, rows, inner, grain, quantizes_rows)
+
+
+def from_mxfp4(
+    numbers: torch.Tensor,
+    scales: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> PackedWeight:
+    """Packs MXFP4 as gpt-oss stores it: uint8 [N, K / 2], the lower halves first, and exponents uint8 [N, K / 32].
+
+    Raises:
+        ValueError: the shapes do not go together.
+    """
+    rows, inner = numbers.shape[0], 2 * numbers.shape[1]
+    if scales.shape != (rows, inner // _FP4_GROUP) or inner % _FP4_GROUP:
+        raise ValueError(f"MXFP4 scales {list(scales.shape)} do not go with numbers {list(numbers.shape)}")
+    codes = torch.stack((numbers & 15, numbers >> 4), dim=2).view(rows, inner)
+    codes = torch.nn.functional.pad(codes.to(device), (0, -inner % GROUP)).view(rows, -1, 2, GROUP // 2)
+    padded = torch.nn.functional.pad(scales.to(device), (0, -(inner // _FP4_GROUP) % (GROUP // _FP4_GROUP)))
+    halves = (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(rows, -1)
+    return PackedWeight(halves, padded.contiguous(), _packed_bias(bias, dtype, device), dtype, rows, inner)
+
+
+def quantized(weight: torch.Tensor, dtype: torch.dtype, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A weight [N, K] as multiples [N, K] of scales float32 [N, groups], each for a row and `group` numbers of K.
+
+    A scale is the largest number divided by the largest of `dtype`; int8 goes from -127 to 127. A group with a number
+    that is not finite has no finite scale.
+    """
+    rows, inner = weight.shape
+    numbers = torch.empty(rows, inner, dtype=dtype, device=weight.device)
+    scales = torch.empty(rows, -(-inner // group), device=weight.device)
+    step = max(1, _PIECE // max(1, inner))
+    for start in range(0, rows, step):
+        piece = slice(start, start + step)
+        numbers[piece], scales[piece] = _quantized_piece(weight[piece], dtype, group)
+    return numbers, scales
+
+
+def _quantized_piece(weight: torch.Tensor, dtype: torch.dtype, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    rows, inner = weight.shape
+    groups = torch.nn.functional.pad(weight.float(), (0, -inner % group)).view(rows, -1, group)
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scales = groups.abs().amax(2, keepdim=True) / largest
+    shrunk = (groups / scales.where(scales > 0, 1.0)).nan_to_num(0.0).clamp(-largest, largest)
+    numbers = shrunk.round().to(dtype) if dtype == torch.int8 else shrunk.to(dtype)
+    return numbers.view(rows, -1)[:, :inner], scales.squeeze(2)
+
+
+def _placed(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """On the device, and rounded there."""
+    return weight.to(device).to(dtype).contiguous()
+
+
+def _packed_bias(bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    return None if bias is None else bias.to(device).to(dtype, copy=True).float()
+
+
+def _other_fp8(numbers: torch.Tensor, scales: torch.Tensor, fp8: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same worth in the other FP8. A byte means twice as much in E4M3FN as in E4M3FNUZ, which has no -0.
+
+    The other way some numbers below 2^-6 lose half a step, as E4M3FN has none between; all others are kept.
+    """
+    if fp8 == torch.float8_e4m3fn:
+        return numbers.float().to(fp8), scales
+    raw = float8.raw(numbers)
+    nan, zero = torch.full_like(raw, 128), torch.zeros_like(raw)
+    return torch.where((raw & 127) == 127, nan, torch.where(raw == 128, zero, raw)).view(fp8), scales * 2
+
+
+def _laid_out(scales: torch.Tensor, rows: int, inner: int) -> tuple[int, torch.Tensor]:
+    """The rows that share a scale, and scales as `PackedWeight` has them."""
+    groups = -(-inner // GROUP)
+    if scales.numel() == 1:
+        return 1, scales.reshape(1).expand(rows).contiguous()
+    if scales.shape in ((rows,), (rows, 1)):
+        return 1, scales.reshape(rows).contiguous()
+    for grain in (1, GROUP):
+        if scales.shape == (-(-rows // grain), groups):
+            return grain, scales.t().contiguous()
+    raise ValueError(f"scales {list(scales.shape)} do not go with a weight [{rows}, {inner}]")

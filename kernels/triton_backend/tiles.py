@@ -1,0 +1,191 @@
+"""How matrix products are cut into programs: tables for each architecture, and parts of K.
+
+K is summed in `parts` of equal length, each from zero, and the parts are added in order. So one program may do them
+all, or a program each part and another kernel the sum: the bits are the same, and a few rows still keep the whole
+device busy. Where a row's bits must not depend on the others, tiles and parts are chosen without looking at the rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kernels.triton_backend.packed_weight import GROUP
+from kernels.triton_backend.target import INTERPRETER, Settings, Target
+
+# What is multiplied: floats of 2 bytes; float32 in full precision; floats of 2 bytes by numbers that must become such
+# first; numbers of 8 bits on both sides.
+Operands = Literal["half", "single", "widened", "eight"]
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """What a program computes, and how.
+
+    Attributes:
+        rows: of x, at least 16 for matrix instructions.
+        columns: rows of the weight.
+        inner: numbers of K that are multiplied at once.
+        warps: of the program.
+        stages: of its software pipeline.
+    """
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int = 4
+    stages: int = 2
+
+
+@dataclass(frozen=True)
+class Table:
+    """The tiles of an architecture for one kind of operands.
+
+    Attributes:
+        invariant: those for any number of rows.
+        tuned: (largest number of rows, tiles), in rising order; the last serve any more.
+    """
+
+    invariant: Tiles
+    tuned: tuple[tuple[int, Tiles], ...]
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one product is cut.
+
+    Attributes:
+        tiles: of its programs.
+        parts: of K.
+        part_length: numbers of K in each, a multiple of `tiles.inner` and of 128; the last may have fewer.
+        split: whether each part is a program of its own.
+    """
+
+    tiles: Tiles
+    parts: int
+    part_length: int
+    split: bool
+
+
+_NVIDIA: dict[Operands, Table] = {
+    "half": Table(
+        Tiles(64, 128, 64, stages=4),
+        (
+            (16, Tiles(16, 32, 256, stages=4)),
+            (64, Tiles(64, 64, 128, stages=4)),
+            (256, Tiles(64, 128, 64, stages=4)),
+            (1024, Tiles(128, 128, 64, 8, 4)),
+            (0, Tiles(128, 256, 64, 8, 3)),
+        ),
+    ),
+    "single": Table(Tiles(32, 64, 32, stages=3), ((16, Tiles(16, 64, 32, stages=3)), (0, Tiles(64, 64, 32, stages=3)))),
+    "widened": Table(
+        Tiles(64, 64, 128, stages=3),
+        (
+            (16, Tiles(16, 32, 128, stages=4)),
+            (128, Tiles(64, 64, 128, stages=3)),
+            (0, Tiles(128, 64, 128, 8, 3)),
+        ),
+    ),
+    "eight": Table(
+        Tiles(64, 128, 128, stages=4),
+        (
+            (16, Tiles(16, 32, 256, stages=4)),
+            (128, Tiles(64, 128, 128, stages=4)),
+            (0, Tiles(128, 128, 128, 8, 4)),
+        ),
+    ),
+}
+
+# 64 KiB on the chip (gfx942), of which a pipeline of two stages takes one of its tiles.
+_AMD: dict[Operands, Table] = {
+    "half": Table(
+        Tiles(64, 128, 64),
+        (
+            (16, Tiles(16, 32, 256)),
+            (64, Tiles(64, 64, 128)),
+            (256, Tiles(64, 128, 64)),
+            (1024, Tiles(128, 128, 64)),
+            (0, Tiles(256, 128, 64, 8)),
+        ),
+    ),
+    "single": Table(Tiles(32, 64, 32), ((16, Tiles(16, 64, 32)), (0, Tiles(64, 64, 32)))),
+    "widened": Table(
+        Tiles(64, 64, 128),
+        ((16, Tiles(16, 32, 128)), (128, Tiles(64, 64, 128)), (0, Tiles(128, 128, 64, 8))),
+    ),
+    "eight": Table(
+        Tiles(64, 128, 128),
+        ((16, Tiles(16, 32, 256)), (128, Tiles(64, 128, 128)), (0, Tiles(128, 128, 128, 8))),
+    ),
+}
+
+# Of NVIDIA's architectures that we have no figures of: within 99 KiB.
+_NVIDIA_SMALL: dict[Operands, Table] = {
+    "half": Table(
+        Tiles(64, 128, 64, stages=3), ((16, Tiles(16, 32, 128, stages=4)), (0, Tiles(64, 128, 64, stages=3)))
+    ),
+    "single": _NVIDIA["single"],
+    "widened": Table(
+        Tiles(64, 64, 128, stages=2), ((16, Tiles(16, 32, 128, stages=3)), (0, Tiles(64, 64, 128, stages=2)))
+    ),
+    "eight": Table(
+        Tiles(64, 128, 128, stages=3), ((16, Tiles(16, 32, 128, stages=4)), (0, Tiles(64, 128, 128, stages=3)))
+    ),
+}
+
+# Small, so that a test has several tiles of each kind.
+_TINY = Table(Tiles(16, 32, 16), ((16, Tiles(16, 16, 32)), (0, Tiles(32, 32, 32))))
+_INTERPRETED: dict[Operands, Table] = dict.fromkeys(("half", "single", "widened", "eight"), _TINY)
+
+_TABLES = {"gfx942": _AMD, "gfx950": _AMD, "sm_90": _NVIDIA, INTERPRETER: _INTERPRETED}
+# Programs that run at once, one on each compute unit or multiprocessor.
+_PROCESSORS = {"gfx942": 304, "gfx950": 256, "sm_90": 132, INTERPRETER: 4}
+_UNKNOWN_PROCESSORS = 100
+# A part has at least so many tiles of K, to be worth its sum; and a sum has at most so many parts.
+_LEAST_TILES = 8
+_MOST_PARTS = 8
+
+
+def cut(settings: Settings, operands: Operands, rows: int, columns: int, inner: int, heads: int = 1) -> Cut:
+    """How to multiply x [rows, inner] by a weight [columns, inner], for each of `heads`.
+
+    In batch-invariant settings the bits follow from the weight's shape alone: tiles and parts do.
+    """
+    tiles = _tiles(settings, operands, rows)
+    processors = _PROCESSORS.get(settings.target.name, _UNKNOWN_PROCESSORS)
+    row_tiles, column_tiles = -(-rows // tiles.rows), -(-columns // tiles.columns)
+    programs = row_tiles * column_tiles * heads
+    parts = _parts(column_tiles * heads if settings.batch_invariant else programs, processors, inner, tiles.inner)
+    # Whole groups of scales, and whole tiles.
+    unit = max(tiles.inner, GROUP)
+    length = -(-inner // (parts * unit)) * unit
+    return Cut(tiles, parts, length, parts > 1 and programs < processors)
+
+
+def _tiles(settings: Settings, operands: Operands, rows: int) -> Tiles:
+    table = _table(settings.target)[operands]
+    if settings.batch_invariant:
+        return table.invariant
+    return next((tiles for most, tiles in table.tuned if rows <= most), table.tuned[-1][1])
+
+
+def _table(target: Target) -> dict[Operands, Table]:
+    return _TABLES.get(target.name, _AMD if target.is_amd else _NVIDIA_SMALL)
+
+
+def _parts(programs: int, processors: int, inner: int, tile: int) -> int:
+    """The least power of two that gives every processor about a program, while parts are long enough."""
+    parts = 1
+    while parts < _MOST_PARTS and programs * parts * 10 < processors * 9 and inner >= 2 * parts * _LEAST_TILES * tile:
+        parts *= 2
+    return parts
+
+
+def compiler_options(tiles: Tiles, target: Target) -> dict[str, int]:
+    """What the compiler is told beside a kernel's constants."""
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+    if target.is_amd:
+        # Matrix instructions of 16 x 16, and on gfx942 two of them for each wide read from the chip's memory.
+        options |= {"matrix_instr_nonkdim": 16, "kpack": 2 if target.name == "gfx942" else 1}
+    return options

@@ -1,0 +1,71 @@
+"""Products of real shapes, for a few rows, which split K, and for many."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.triton_backend import linear
+from kernels.triton_backend.packed_weight import PackedWeight
+from kernels.triton_backend.target import Settings
+from tests.kernels.cases import Case
+
+BF16, FP16 = torch.bfloat16, torch.float16
+# The output projection of Qwen3-8B's attention; the inner dimension of gpt-oss, which is no whole number of tiles.
+N, K = 4096, 4096
+UNEVEN = 2880
+FEW, MANY = 7, 5000
+MATRIX = frozenset({"_linear_kernel"})
+
+
+def multiply(packed: PackedWeight, settings: Settings, *rows: int) -> None:
+    for each in rows:
+        linear.linear(torch.empty(each, packed.inner, dtype=packed.dtype), packed, settings)
+
+
+def floats(dtype: torch.dtype, inner: int = K) -> PackedWeight:
+    return PackedWeight(torch.empty(N, inner, dtype=dtype), None, None, dtype, N, inner)
+
+
+def scaled(numbers: torch.dtype, *scales: int, quantizes_rows: bool = False) -> PackedWeight:
+    values = torch.empty(N, K, dtype=numbers)
+    return PackedWeight(values, torch.empty(scales), None, BF16, N, K, quantizes_rows=quantizes_rows)
+
+
+def fp4(settings: Settings) -> None:
+    numbers = torch.empty(N, 23 * 64, dtype=torch.uint8)
+    powers, bias = torch.empty(N, 23 * 4, dtype=torch.uint8), torch.empty(N)
+    multiply(PackedWeight(numbers, powers, bias, BF16, N, UNEVEN), settings, FEW, MANY)
+
+
+def fp8(settings: Settings) -> None:
+    multiply(scaled(settings.target.fp8, K // 128, N), settings, MANY)
+    multiply(scaled(settings.target.fp8, N), settings, FEW)
+
+
+def w8a8(settings: Settings) -> None:
+    multiply(scaled(torch.int8, N, quantizes_rows=True), settings, MANY)
+    multiply(scaled(settings.target.fp8, N, quantizes_rows=True), settings, FEW, MANY)
+
+
+def argmax(settings: Settings) -> None:
+    packed = PackedWeight(torch.empty(8, K, dtype=BF16), None, None, BF16, 151_936, K)
+    linear.argmax(torch.empty(FEW, K, dtype=BF16), packed, 151_669, settings)
+
+
+def heads(settings: Settings) -> None:
+    packed = PackedWeight(torch.empty(128, 512, 128, dtype=BF16), None, None, BF16, 512, 128)
+    linear.head_linear(torch.empty(FEW, 128, 192, dtype=BF16)[:, :, :128], packed, settings)
+
+
+CASES = {
+    "bfloat16": Case(lambda settings: multiply(floats(BF16), settings, FEW, 60, 1000, MANY), MATRIX),
+    "float16": Case(lambda settings: multiply(floats(FP16, UNEVEN), settings, FEW), MATRIX),
+    # NVIDIA's matrix instructions do not multiply float32 as such.
+    "float32": Case(lambda settings: multiply(floats(torch.float32), settings, FEW, MANY)),
+    "int8": Case(lambda settings: multiply(scaled(torch.int8, K // 128, N), settings, FEW, MANY), MATRIX),
+    "fp8": Case(fp8, MATRIX),
+    "fp4": Case(fp4, MATRIX),
+    "w8a8": Case(w8a8, MATRIX),
+    "argmax": Case(argmax, frozenset({"_tile_best_kernel"})),
+    "heads": Case(heads, MATRIX),
+}

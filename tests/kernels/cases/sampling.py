@@ -1,0 +1,28 @@
+"""Sampling over Qwen3's vocabulary, with all filters, and penalties."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from kernels.interface import MaskedIds, Penalties, SampleParams
+from kernels.triton_backend import sampling
+from tests.kernels.cases import Case
+
+VOCAB = 151_936
+
+
+def _sample() -> None:
+    one, half, zero = np.ones(2, np.float32), np.full(2, 0.5, np.float32), np.zeros(2, np.int64)
+    penalties = Penalties(zero, np.arange(2), one, one, one, one)
+    params = SampleParams(one, zero + 20, half, half, penalties, MaskedIds(zero, zero))
+    tensors = sampling.prepare(params, zero.astype(np.uint64), zero, zero, torch.device("cpu"))
+    sampling.sample(torch.empty(2, VOCAB), tensors)
+
+
+CASES = {
+    "sample": Case(lambda _: _sample()),
+    "greedy": Case(lambda _: sampling.greedy(torch.empty(2, VOCAB), VOCAB)),
+    "greedy_bfloat16": Case(lambda _: sampling.greedy(torch.empty(2, VOCAB, dtype=torch.bfloat16), VOCAB)),
+    "greedy_float16": Case(lambda _: sampling.greedy(torch.empty(2, VOCAB, dtype=torch.float16), VOCAB)),
+}
