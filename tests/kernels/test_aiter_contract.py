@@ -6,6 +6,7 @@ The calls are read from the source, so a new one is in the test as soon as it is
 from __future__ import annotations
 
 import ast
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -86,6 +87,15 @@ def test_operations_name_their_functions() -> None:
     called = {call.function for call in calls(BACKEND.read_text("utf-8"))}
     assert called == {name for operation in OPERATIONS.values() for name in operation.functions} | OF_THE_GROUP
     assert called == set(SIGNATURES.functions)
+
+
+def test_the_documentation_names_versions_and_functions() -> None:
+    text = (ROOT / "docs/rocm.md").read_text("utf-8")
+    assert f"The versions {', '.join(SUPPORTED[:-1])} and {SUPPORTED[-1]} are supported." in text
+    rows = dict(re.findall(r"^\| `(\w+)` \| ([^|]*) \|", text, re.MULTILINE))
+    for name, operation in OPERATIONS.items():
+        own = {function.rpartition(":")[2] for function in operation.functions} - {"shuffle_weight"}
+        assert set(re.findall(r"`(\w+)`", rows[name])) == own
 
 
 def test_nothing_else_calls_or_imports_aiter() -> None:
