@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import structlog
 import torch
+from torch.nn.functional import pad
 
 from kernels import float8
 from kernels.aiter_library import AiterLibrary, AiterUnavailableError
@@ -54,6 +55,10 @@ _NEOX: Final = 0
 _SHUFFLED_ROWS, _SHUFFLED_COLUMNS = 16, 32
 _LEAST_HEAD, _LARGEST_HEAD = 32, 256
 _LEAST_TILE: Final = 16
+# Of a rank; aiter/ops/triton/attention/mla.py had no more before 0.1.20.
+_LATENT_HEADS: Final = 16
+# Numbers of groups that aiter's csrc/kernels/topk_softmax_kernels_group.cu is compiled for.
+_GROUPS: Final = (1, 2, 4, 8)
 
 # Functions that not every supported version has -> the first that does.
 SINCE: Final = {
@@ -239,7 +244,7 @@ class AiterBackend:
         self._device = device
         self._expert_parallel = expert_parallel
         self._choices = Choices(library, settings.batch_invariant, fallback.name)
-        # AITER reads scales even where there is nothing to scale.
+        # AITER reads scales even where there is nothing to scale; a cache in FP8 has a scale of 1.
         self._one = torch.ones(1, dtype=torch.float32, device=device)
 
     @property
@@ -353,7 +358,7 @@ class AiterBackend:
         """See KernelBackend, but for the rounding before the weight, which AITER leaves out."""
         if not x.numel() or not self._choices.takes("rms_norm", _refuse_dtype, x.dtype):
             return self._fallback.rms_norm(x, weight, eps)
-        rows = x.reshape(-1, x.shape[-1])
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
         out: torch.Tensor = self._aiter.call("aiter.ops.rmsnorm:rmsnorm2d_fwd", rows, weight, eps)
         return out.view(x.shape)
 
@@ -409,7 +414,7 @@ class AiterBackend:
     def route(
         self, logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See KernelBackend; with groups the order of the chosen is AITER's."""
+        """See KernelBackend; of chosen experts that are equal the first is AITER's choice."""
         facts = (routing, logits.shape[1], correction_bias is not None)
         if not len(logits) or not self._choices.takes("route", _refuse_route, *facts):
             return self._fallback.route(logits, routing, correction_bias)
@@ -491,13 +496,14 @@ class AiterBackend:
         if not len(x):
             return torch.empty_like(x)
         quantized = packed.gate_up_scale is not None
+        ids, weights = _local(topk_ids, topk_weights, packed)
         out: torch.Tensor = self._aiter.call(
             "aiter.fused_moe:fused_moe",
             x.contiguous(),
             packed.gate_up,
             packed.down,
-            topk_weights,
-            _local_ids(topk_ids, packed).int(),
+            weights,
+            ids,
             expert_mask=packed.mask,
             activation=self._aiter.enum("ActivationType", "Silu"),
             quant_type=self._aiter.enum("QuantType", "per_Token" if quantized else "No"),
@@ -521,8 +527,7 @@ class AiterBackend:
         self, cache: DeviceKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
     ) -> None:
         """See KernelBackend."""
-        stored = cache.data.dtype
-        if not k.numel() or not self._choices.takes("write_kv", _refuse_stored, k.dtype, stored, self.fp8):
+        if not k.numel() or not self._choices.takes("write_kv", _refuse_written, k.dtype, cache.data.dtype):
             self._fallback.write_kv(cache, layer, k, v, metadata)
             return
         plan: StepPlan = metadata.plan
@@ -532,8 +537,9 @@ class AiterBackend:
             _whole_rows(v),
             cache.keys(layer),
             cache.values(layer),
-            plan.slot_mapping,
-            "fp8" if stored == self.fp8 else "auto",
+            # Read as int64 whatever they are (csrc/kernels/cache_kernels.cu).
+            plan.slot_mapping.long(),
+            "auto",
             self._one,
             self._one,
         )
@@ -582,7 +588,7 @@ class AiterBackend:
         return self._one if cache.data.dtype == self.fp8 else None
 
     def write_latent(self, cache: DeviceKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
-        """See KernelBackend: not AITER's, whose function takes slots as int64."""
+        """See KernelBackend: not AITER's, whose function takes latent and rotated part apart."""
         self._fallback.write_latent(cache, layer, k, metadata)
 
     def write_index(self, cache: DeviceKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
@@ -616,7 +622,8 @@ class AiterBackend:
         return out
 
     def _takes_latent(self, q: torch.Tensor, cache: DeviceKVCache) -> bool:
-        facts = (q.dtype, cache.data.dtype, self.fp8, cache.head_dim, cache.value_dim, cache.block_size)
+        sizes = (cache.value_dim, cache.head_dim - cache.value_dim, cache.block_size)
+        facts = (q.dtype, cache.data.dtype, self.fp8, q.shape[1], sizes)
         return self._choices.takes("latent_attention", _refuse_latent, *facts)
 
     def _decode_latent(
@@ -717,13 +724,18 @@ class AiterGroup:
         self._aiter.call("aiter.ops.communication:destroy_dist_env")
 
 
-def _local_ids(ids: torch.Tensor, packed: AiterExperts) -> torch.Tensor:
-    """Numbers among the packed experts; those of other ranks have the number behind the last, which is masked."""
+def _local(ids: torch.Tensor, weights: torch.Tensor, packed: AiterExperts) -> tuple[torch.Tensor, torch.Tensor]:
+    """Chosen experts by their number among the packed ones, int32, and their weights.
+
+    Experts of other ranks have the number behind the last, which is masked. Where there may be any, AITER expects one
+    more slot that is: it looks its settings up by one less (aiter/fused_moe.py, `is_ep`).
+    """
     local = ids - packed.first
-    if packed.mask is None:
-        return local
-    count = len(packed.gate_up)
-    return torch.where((local >= 0) & (local < count), local, count)
+    if packed.mask is not None:
+        count = len(packed.gate_up)
+        inside = torch.where((local >= 0) & (local < count), local, count)
+        local, weights = pad(inside, (0, 1), value=count), pad(weights, (0, 1))
+    return local.int(), weights
 
 
 def _stacked(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
@@ -746,6 +758,12 @@ def _refuse_dtype(dtype: torch.dtype) -> str | None:
     return None if dtype in _NARROW else f"AITER's kernels are for bfloat16 and float16, not {_text(dtype)}"
 
 
+def _refuse_written(dtype: torch.dtype, stored: torch.dtype) -> str | None:
+    if stored == dtype:
+        return _refuse_dtype(dtype)
+    return f"AITER stores what is beyond the range of {_text(stored)} as NaN or infinity, not as the largest number"
+
+
 def _refuse_stored(dtype: torch.dtype, stored: torch.dtype, fp8: torch.dtype) -> str | None:
     if stored in (dtype, fp8):
         return _refuse_dtype(dtype)
@@ -759,9 +777,10 @@ def _refuse_attention(dtype: torch.dtype, stored: torch.dtype, fp8: torch.dtype,
 
 
 def _refuse_latent(
-    dtype: torch.dtype, stored: torch.dtype, fp8: torch.dtype, head_dim: int, value_dim: int, block_size: int
+    dtype: torch.dtype, stored: torch.dtype, fp8: torch.dtype, num_heads: int, sizes: tuple[int, ...]
 ) -> str | None:
-    sizes = (value_dim, head_dim - value_dim, block_size)
+    if num_heads > _LATENT_HEADS:
+        return f"AITER's latent attention is for {_LATENT_HEADS} heads of a rank at most, not {num_heads}"
     if any(size < _LEAST_TILE or size & (size - 1) for size in sizes):
         return f"AITER's latent attention is for powers of 2 from 16: latent, rotated part and block are {sizes}"
     return _refuse_stored(dtype, stored, fp8)
@@ -793,11 +812,13 @@ def _refuse_experts(
 
 
 def _refuse_route(routing: Routing, num_experts: int, corrected: bool) -> str | None:
-    grouped = routing.num_groups > 1
     if routing.scoring != "sigmoid":
+        grouped = routing.num_groups > 1
         return "AITER's softmax routing has other groups, and no correction" if grouped or corrected else None
-    if not corrected or not grouped or not routing.renormalize or num_experts % routing.num_groups:
-        return "AITER's sigmoid routing is for groups, with a correction and renormalized weights"
+    if not corrected or not routing.renormalize:
+        return "AITER's sigmoid routing has a correction, and weights that are renormalized"
+    if routing.num_groups not in _GROUPS or num_experts % routing.num_groups:
+        return f"AITER's sigmoid routing has {_GROUPS} groups, not {routing.num_groups} of {num_experts} experts"
     return None
 
 

@@ -19,7 +19,7 @@ from typing import Any
 import structlog
 import torch
 
-from kernels.aiter_signatures import Signatures, declared, signature
+from kernels.aiter_signatures import Signatures, Variants, declared, signature
 
 _log = structlog.get_logger(__name__)
 
@@ -87,10 +87,25 @@ def checked(installation: Installation, signatures: Signatures, since: Mapping[s
         if function not in found and function not in since:
             raise _unsupported(installation.version, f"there is no function {function}", signatures.tags)
         if function in found and found[function] not in variants:
-            supported = "; ".join(f"({text}) of {', '.join(tags)}" for text, tags in variants.items())
-            what = f"function {function} has parameters ({found[function]}), supported: {supported}"
+            what = f"function {function} has parameters ({found[function]}){_unlike(found[function], variants)}"
             raise _unsupported(installation.version, what, signatures.tags)
     return frozenset(found)
+
+
+def _unlike(found: str, variants: Variants) -> str:
+    """How parameters differ from those of the last version that is known."""
+    last = list(variants)[-1]
+    found_names, known = _texts(found), _texts(last)
+    more = [name for name in found_names if name not in known]
+    fewer = [name for name in known if name not in found_names]
+    parts = [f"with {', '.join(more)}"] * bool(more) + [f"without {', '.join(fewer)}"] * bool(fewer)
+    return f", unlike {variants[last][-1]} {' and '.join(parts) or 'in another order'}"
+
+
+def _texts(parameters: str) -> list[str]:
+    """Each of the parameters, with its default."""
+    every = signature(parameters).parameters.values()
+    return [each.name if each.default is each.empty else f"{each.name}={each.default}" for each in every]
 
 
 def _unsupported(version: str, what: str, tags: Iterable[str]) -> AiterUnavailableError:

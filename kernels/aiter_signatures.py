@@ -196,7 +196,7 @@ def with_version(known: Signatures, tag: str, found: Mapping[str, str], function
     for name in sorted(set(functions)):
         others = {text: tuple(t for t in tags if t != tag) for text, tags in known.functions.get(name, {}).items()}
         if name in found:
-            others[found[name]] = (*others.get(found[name], ()), tag)
+            others[found[name]] = tuple(sorted((*others.get(found[name], ()), tag), key=release))
         chosen[name] = {text: tags for text, tags in others.items() if tags}
     return Signatures(tuple(sorted({*known.tags, tag}, key=release)), chosen)
 

@@ -73,7 +73,7 @@ def attend_all(q, keys, values, out, starts, all_decode, lengths, tables, scale,
 
 _BODIES = {
     "aiter.ops.rmsnorm:rmsnorm2d_fwd": """
-    assert input.dim() == 2 and weight.dtype == input.dtype
+    assert input.dim() == 2 and input.is_contiguous() and weight.dtype == input.dtype
     return rms(input, weight, epsilon)""",
     "aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add": """
     assert input.dim() == 2 and all(each.is_contiguous() for each in (out, input, residual_in, residual_out))
@@ -105,7 +105,8 @@ _BODIES = {
     topk_weights.copy_(best / best.sum(-1, keepdim=True) if need_renorm else best)
     topk_indices.copy_(ids)""",
     "aiter.ops.topk:biased_grouped_topk": """
-    assert need_renorm and correction_bias.dtype == gating_output.dtype and topk_ids.dtype == torch.int32
+    assert need_renorm and num_expert_group in (1, 2, 4, 8)
+    assert correction_bias.dtype == gating_output.dtype and topk_ids.dtype == torch.int32
     scores = gating_output.float().sigmoid()
     groups = (scores + correction_bias).unflatten(1, (num_expert_group, -1))
     kept = groups.topk(2).values.sum(-1).topk(topk_group).indices
@@ -134,6 +135,7 @@ _BODIES = {
     "aiter.fused_moe:fused_moe": """
     assert topk_ids.dtype == torch.int32 and topk_weight.dtype == torch.float32 and hidden_states.is_contiguous()
     assert activation is ActivationType.Silu and (quant_type is QuantType.per_Token) == (w1_scale is not None)
+    assert expert_mask is None or not expert_mask[topk_ids[:, -1].long()].any()
     up_weights, down_weights = unshuffled(w1).float(), unshuffled(w2).float()
     if w1_scale is not None:
         assert w1_scale.shape == (*w1.shape[:2], 1) and w2_scale.shape == (*w2.shape[:2], 1)
@@ -147,16 +149,13 @@ _BODIES = {
             out[row] += weight * (down_weights[expert] @ (torch.nn.functional.silu(gate) * up))
     return out.to(hidden_states.dtype)""",
     "aiter.ops.cache:reshape_and_cache_flash": """
-    assert slot_mapping.dtype in (torch.int32, torch.int64) and len(slot_mapping) == len(key)
+    assert slot_mapping.dtype == torch.int64 and len(slot_mapping) == len(key)
     assert all(each.stride()[1:] == (each.shape[2], 1) for each in (key, value))
     assert all(each.shape == (1,) and each.dtype == torch.float32 for each in (k_scale, v_scale))
-    assert (kv_cache_dtype == "fp8") == (key_cache.element_size() == 1)
-    largest = torch.finfo(key_cache.dtype).max
+    assert kv_cache_dtype == "auto" and key.dtype == key_cache.dtype
     kept = slot_mapping >= 0
-    for source, cache, scale in ((key, key_cache, k_scale), (value, value_cache, v_scale)):
-        stored = (source[kept].float() / scale).clamp(-largest, largest).to(cache.dtype)
-        bits = torch.uint8 if cache.element_size() == 1 else cache.dtype
-        cache.view(bits).view(-1, *cache.shape[2:])[slot_mapping[kept].long()] = stored.view(bits)""",
+    for source, cache in ((key, key_cache), (value, value_cache)):
+        cache.view(-1, *cache.shape[2:])[slot_mapping[kept]] = source[kept]""",
     "aiter.ops.triton.attention.unified_attention:unified_attention": """
     assert causal and window_size[1] == (0 if window_size[0] >= 0 else -1) and softcap == 0.0 and q_descale is None
     for each in (k_descale, v_descale):

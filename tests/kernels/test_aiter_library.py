@@ -73,16 +73,22 @@ def test_a_supported_version(place: Path, tag: str) -> None:
 def test_other_parameters(place: Path) -> None:
     lay(place, LATEST, {NORM: "input, weight, gemma, epsilon"})
     message = refused()
-    assert message.startswith(
-        f"unsupported aiter version 9.8.7: function {NORM} has parameters (input, weight, gemma, epsilon), supported: "
-        "(input, weight, epsilon, use_model_sensitive_rmsnorm=0) of 0.1.13, 0.1.16, 0.1.18, 0.1.20.post1; supported "
+    assert message == (
+        f"unsupported aiter version 9.8.7: function {NORM} has parameters (input, weight, gemma, epsilon), unlike "
+        "0.1.20.post1 with gemma and without use_model_sensitive_rmsnorm=0; supported tags: "
+        "0.1.13, 0.1.16, 0.1.18, 0.1.20.post1"
     )
     assert "aiter" not in sys.modules
 
 
+def test_parameters_in_another_order(place: Path) -> None:
+    lay(place, LATEST, {NORM: "input, epsilon, weight, use_model_sensitive_rmsnorm=0"})
+    assert "unlike 0.1.20.post1 in another order; supported" in refused()
+
+
 def test_another_default_is_another_version(place: Path) -> None:
     lay(place, LATEST, {NORM: "input, weight, epsilon, use_model_sensitive_rmsnorm=1"})
-    assert "use_model_sensitive_rmsnorm=1" in refused()
+    assert "with use_model_sensitive_rmsnorm=1 and without use_model_sensitive_rmsnorm=0; supported" in refused()
 
 
 def test_a_missing_function(place: Path) -> None:

@@ -214,10 +214,10 @@ class Verifier:
     def attention(
         self, step: str, window: int | None = None, with_sinks: bool = False, dtype: torch.dtype = torch.bfloat16
     ) -> Pair:
-        """Over a cache that AITER has written, the keys of this step and all before."""
+        """Over a cache that AITER has written, if it is in bfloat16."""
         metadata, plan = self._step(step)
         cache: Any = self.backend.allocate_kv(KVSpec(8, 128), 1, BLOCKS, BLOCK_SIZE, dtype)
-        whole = self._written(cache)
+        whole = self._filled(cache)
         q = self.draw(metadata.num_tokens, 32, 128)
         sinks = self.draw(32, dtype=torch.float32) if with_sinks else None
         metadata.plan = plan
@@ -253,20 +253,23 @@ class Verifier:
         )
         return metadata, step_plan.plan(metadata, self.device)
 
-    def _written(self, cache: DeviceKVCache) -> torch.Tensor:
-        """Writes random keys and values into every slot by AITER; returns what is there now, in float32."""
+    def _filled(self, cache: DeviceKVCache) -> torch.Tensor:
+        """Random keys and values in every slot, written by AITER if it does that; returns them in float32."""
         slots = BLOCKS * BLOCK_SIZE
-        k, v = self.draw(slots, 8, 128), self.draw(slots, 8, 128)
+        rows = self.draw(2, slots, 8, 128)
         mapping = np.random.default_rng(1).permutation(slots)
-        everything = AttentionMetaData(np.array([0, slots]), np.array([slots]), np.arange(BLOCKS)[None], mapping)
-        everything.plan = step_plan.plan(everything, self.device)
-        self.backend.write_kv(cache, 0, self.on(k), self.on(v), everything)
-        whole = torch.zeros(2, slots, 8, 128)
-        whole[:, torch.from_numpy(mapping)] = torch.stack((k, v)).to(cache.data.dtype).float()
-        expected = whole.view(1, 2, BLOCKS, BLOCK_SIZE, 8, 128)
-        if not torch.equal(cache.data.float().cpu(), expected):
-            raise AssertionError("write_kv has stored other numbers")
-        return expected
+        stored = torch.zeros_like(rows)
+        stored[:, torch.from_numpy(mapping)] = rows
+        expected = stored.to(cache.data.dtype).view(cache.data.shape)
+        if cache.data.dtype == rows.dtype:
+            everything = AttentionMetaData(np.array([0, slots]), np.array([slots]), np.arange(BLOCKS)[None], mapping)
+            everything.plan = step_plan.plan(everything, self.device)
+            self.backend.write_kv(cache, 0, self.on(rows[0]), self.on(rows[1]), everything)
+            if not torch.equal(cache.data.cpu(), expected):
+                raise AssertionError("write_kv has stored other numbers")
+        else:
+            cache.data.copy_(expected)
+        return expected.float()
 
 
 def _reference_cache(whole: torch.Tensor, spec: KVSpec) -> PagedKVCache:
