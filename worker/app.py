@@ -22,10 +22,10 @@ from fissile.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_serve
 
 from common.cli.config_file import ConfigurableCommand, config_option
 from common.cli.failure import CommandError
-from common.cli.options import ByteSize, option
+from common.cli.options import ByteSize, Sizes, option
 from common.cli.restart_policy import GiveUp, RestartPolicy
 from common.cli.security import health_port_option, server_tls, server_tls_options
-from common.config import QUANTIZE, SCHEDULING_POLICIES, Config, ParallelConfig
+from common.config import QUANTIZE, SCHEDULING_POLICIES, CompilationConfig, Config, ParallelConfig
 from common.errors import ApiError
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import (
@@ -421,7 +421,20 @@ class WorkerCommand(ConfigurableCommand):
 )  # fmt: skip
 @option(
     "--kernels", envvar="FISSILE_KERNELS", default="auto",
-    help="cpu: our native kernels; torch: PyTorch's; auto: native where this machine can.",
+    help="aiter, triton: of GPUs; cpu: our native ones; torch: PyTorch's; auto: the first that this machine can run.",
+)  # fmt: skip
+@option(
+    "--batch-invariant/--no-batch-invariant", envvar="FISSILE_BATCH_INVARIANT", default=Config.batch_invariant,
+    help="On a GPU: whether answers never depend on what else runs. Without it kernels may be quicker, and equal "
+    "requests may get different answers.",
+)  # fmt: skip
+@option(
+    "--enforce-eager", envvar="FISSILE_ENFORCE_EAGER", is_flag=True, default=Config.enforce_eager,
+    help="On a GPU: capture no graphs. Starts sooner, takes less memory, decodes slower.",
+)  # fmt: skip
+@option(
+    "--graph-sizes", envvar="FISSILE_GRAPH_SIZES", type=Sizes(), default=(), metavar="N,N,...",
+    help="On a GPU: numbers of sequences whose decode is captured; absent: 1, 2, 4, 8, 16, 24, ... to --max-num-seqs.",
 )  # fmt: skip
 @option(
     "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", default=None, metavar="DIR|off",
@@ -558,6 +571,8 @@ _OF_CONFIG: Final = (
     "kv_cache_dtype",
     "kernels",
     "cpu_isa",
+    "batch_invariant",
+    "enforce_eager",
     "quantize",
     "enable_expert_parallel",
 )
@@ -574,6 +589,7 @@ def worker_options(
     weights_cache: str | None,
     drain_timeout: float,
     simulate: str | None,
+    graph_sizes: tuple[int, ...],
     tp_size: int,
     nnodes: int,
     node_rank: int,
@@ -606,6 +622,7 @@ def worker_options(
             weights_cache=_weights_cache(weights_cache),
             tensor_parallel_size=tp_size,
             parallel_config=ParallelConfig(dp_size, dp_rank),
+            compilation_config=CompilationConfig(cudagraph_capture_sizes=graph_sizes),
             **{name: others.pop(name) for name in _OF_CONFIG},
         )
         cost = None if simulate is None else cost_model(simulate)
