@@ -32,7 +32,6 @@ from kernels.triton_backend.selection import select_tokens as choose_tokens
 from kernels.triton_backend.target import Settings
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PACKED_DTYPES = (torch.int8,)
 
 
 class TritonBackend:
@@ -84,9 +83,9 @@ class TritonBackend:
         """See KernelBackend: matrix instructions take narrow numbers."""
         return dtype in _DTYPES
 
-    def can_quantize(self, dtype: torch.dtype) -> bool:
+    def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
         """See KernelBackend."""
-        return dtype in _DTYPES
+        return {"int8": torch.int8, "fp8": self.settings.target.fp8}.get(name) if dtype in _DTYPES else None
 
     def pack_linear(
         self,
