@@ -65,15 +65,15 @@ def exact_in_tiles(n: int, k: int, rows: int) -> tuple[torch.Tensor, torch.Tenso
     return torch.ldexp(weight, powers), x
 
 
-@pytest.mark.parametrize(("n", "k"), [(33, 24), (50, 300), (20, 530)])
-def test_a_rows_bits_do_not_depend_on_the_other_rows(n: int, k: int) -> None:
-    weight, x = exact_in_tiles(n, k, 19)
+# (N, K, T): so many rows that one program does all parts of K, of which there are one, two and four.
+@pytest.mark.parametrize(("n", "k", "rows"), [(33, 24, 19), (50, 300, 19), (20, 530, 50)])
+def test_a_rows_bits_do_not_depend_on_the_other_rows(n: int, k: int, rows: int) -> None:
+    weight, x = exact_in_tiles(n, k, rows)
     packed = pack(weight, torch.randn(n), torch.float32, None, CPU)
     whole = linear.linear(x, packed, INVARIANT)
-    generator = torch.Generator().manual_seed(1)
+    order = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
     for count in (1, 7, 17):
-        order = torch.randperm(19, generator=generator)[:count]
-        assert torch.equal(linear.linear(x[order], packed, INVARIANT), whole[order]), f"{count} rows"
+        assert torch.equal(linear.linear(x[order[:count]], packed, INVARIANT), whole[order[:count]]), f"{count} rows"
     chunks = [linear.linear(chunk, packed, INVARIANT) for chunk in (x[:1], x[1:17], x[17:])]
     assert torch.equal(torch.cat(chunks), whole)
 
@@ -86,13 +86,14 @@ def test_the_order_of_k_can_be_seen_in_the_bits() -> None:
     assert not torch.equal(linear.linear(x, packed, tuned), linear.linear(x, packed, INVARIANT))
 
 
-def test_parts_of_k_are_added_in_order_by_one_program_and_by_several() -> None:
-    """Both ways are taken in the test above, which would show nothing otherwise."""
-    few, many = (cut(INVARIANT, "single", rows, 50, 300) for rows in (7, 17))
+@pytest.mark.parametrize(("n", "k", "rows", "parts"), [(50, 300, 19, 2), (20, 530, 50, 4)])
+def test_few_rows_split_parts_that_many_do_not(n: int, k: int, rows: int, parts: int) -> None:
+    """Else the test of bits would not show that both ways add alike."""
+    few, many = (cut(INVARIANT, "single", each, n, k) for each in (7, rows))
+    assert few.parts == parts
     assert few.split
     assert not many.split
     assert few == replace(many, split=True)
-    assert few.parts == 2
 
 
 @given(
