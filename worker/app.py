@@ -62,6 +62,7 @@ from worker.topology import Topology, threads_per_rank
 
 log = structlog.get_logger(__name__)
 
+WARMUP: Final = "warmup"
 _FAILED = 1
 _OTHERS_LOOK_S = 0.05
 
@@ -390,7 +391,20 @@ async def run_worker(options: WorkerOptions) -> int:
     return code
 
 
-@click.command(cls=ConfigurableCommand, context_settings={"help_option_names": ["-h", "--help"]})
+class WorkerCommand(ConfigurableCommand):
+    """`fissile worker`; with `warmup` as its first argument, that command, which runs no worker."""
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> click.Context:
+        """See ConfigurableCommand."""
+        if args[:1] != [WARMUP]:
+            return super().make_context(info_name, args, *rest, **extra)
+        # It takes its options from the command below.
+        from worker.warmup import warmup  # noqa: PLC0415
+
+        return warmup.make_context(f"{info_name} {WARMUP}", args[1:], *rest, **extra)
+
+
+@click.command(cls=WorkerCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option("worker")
 @option(
     "--model", envvar="FISSILE_MODEL", required=True, metavar="MODEL",
@@ -539,6 +553,8 @@ def worker(log_level: str, **given: Any) -> int:
 
     Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, routers move running answers to other workers of the same
     numerics class, those that nobody can take finish, exit code 0. The Drain RPC asks for the same.
+
+    `fissile worker warmup --model MODEL` compiles the kernels that a worker on a GPU needs, before it is started.
     """
     setup_logging(log_level, service="worker")
     return uvloop.run(run_worker(worker_options(**given)))
