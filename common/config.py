@@ -74,12 +74,15 @@ class Config:
         kernels: `auto` or the name of a back end.
         weights_cache: folder of packed weights that processes share and later starts map; empty keeps none.
         cpu_isa: instruction set of the native CPU kernels, or `auto`.
+        batch_invariant: whether tiles and splits of GPU kernels are chosen without looking at how much work there is,
+            so that a token never depends on the batch. CPU kernels always do so.
+        enforce_eager: whether decode steps run kernel by kernel on a GPU, instead of as captured graphs.
         quantize: `int8` brings the weights of matrix products to 8 bits when they are loaded, with a scale for each
             output and 128 inputs; `no` keeps `dtype`.
         tensor_parallel_size: ranks that share the model, each a process of its own when there are several.
         enable_expert_parallel: whether each rank holds some experts of a mixture whole, instead of a part of each.
         parallel_config: engines in lockstep, whose ranks share the experts.
-        compilation_config: nothing is compiled or captured so far.
+        compilation_config: which decode steps are captured into graphs on a GPU; nothing is compiled so far.
         quant_config: how the weights of a checkpoint are quantized whose config.json does not say so. They are
             brought to `dtype` when they are loaded.
         hash_seed: fleet-wide seed of the block hashes.
@@ -111,6 +114,8 @@ class Config:
     kernels: str = "auto"
     weights_cache: str = ""
     cpu_isa: str = "auto"
+    batch_invariant: bool = True
+    enforce_eager: bool = False
     quantize: str = QUANTIZE_NO
     tensor_parallel_size: int = 1
     enable_expert_parallel: bool = False
@@ -146,6 +151,8 @@ class Config:
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         require_one_of("dtype", self.dtype, ("auto", *DTYPES))
         require_one_of("quantize", self.quantize, QUANTIZE)
+        eager = not (self.enforce_eager and self.compilation_config.cudagraph_capture_sizes)
+        _require(eager, "enforce_eager", True, "False with compilation_config.cudagraph_capture_sizes")
         require_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
         _require(0 <= self.hash_seed < 1 << 64, "hash_seed", self.hash_seed, "an unsigned 64-bit number")
         for name in ("bos_token_id", "eos_token_id"):
@@ -156,10 +163,8 @@ class Config:
 
     def _refuse_unbuilt(self) -> None:
         """Refuses what no code acts on yet."""
-        level, sizes = self.compilation_config.level, self.compilation_config.cudagraph_capture_sizes
+        level = self.compilation_config.level
         _require(level == 0, "compilation_config.level", level, "0: compilation is not built yet")
-        name = "compilation_config.cudagraph_capture_sizes"
-        _require(not sizes, name, sizes, "(): capture into graphs is not built yet")
         for layer in self.quant_config.layer_configs:
             known = layer.quant_type == "no" or layer.quant_type in WEIGHT_FORMATS.get(layer.quant_dtype, ())
             _require(known, "quant_config", layer, weight_formats())

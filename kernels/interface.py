@@ -255,6 +255,25 @@ class FusedDecoder(Protocol):
         ...
 
 
+class StepGraphs(Protocol):
+    """Captures a step's kernels, so that they run again without the Python between them (CUDA and HIP graphs).
+
+    What is captured runs over memory that stays where it is: tensors and a plan whose numbers are written anew.
+    """
+
+    def plan(self, cache: KVCache, num_heads: int, rows: int, max_seq_len: int) -> AttentionPlan:
+        """A plan for every step of up to `rows` sequences, one row each, that are up to `max_seq_len` tokens long."""
+        ...
+
+    def write(self, plan: AttentionPlan, metadata: AttentionMetaData) -> None:
+        """Writes a step's numbers into such a plan; rows that are not the step's are padding."""
+        ...
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """Runs `run` and captures it: what does its kernels again, and gives the same tensor with new numbers."""
+        ...
+
+
 class KernelBackend(Protocol):
     """The operations. None writes to its inputs, except `write_kv` to the cache and `sample` to the logits."""
 
@@ -279,6 +298,16 @@ class KernelBackend(Protocol):
 
         Known when a model has been built with the back end. Its text is part of the numerics class.
         """
+        ...
+
+    @property
+    def device(self) -> torch.device:
+        """Where weights, activations and the KV cache lie, and every tensor that goes in and comes out."""
+        ...
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """How steps are captured; None where that would gain nothing."""
         ...
 
     @property
@@ -483,6 +512,14 @@ class KernelBackend(Protocol):
 
     def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> FusedDecoder | None:
         """All layers as one operation, over KV caches of that dtype; None where there are single operations only."""
+        ...
+
+    def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
+        """Of each row of logits [S, V] what `linear_argmax` gives of a product's: int64 [S]."""
+        ...
+
+    def fetch(self, ids: torch.Tensor) -> Callable[[], list[int]]:
+        """Begins to copy int64 [S] to the host; the result waits for the numbers, and for nothing that comes later."""
         ...
 
     def sample(

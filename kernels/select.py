@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import structlog
+import torch
 
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.instruction_sets import AUTO, CHOICES
@@ -10,17 +13,20 @@ from kernels.cpu.library import PLAIN, LibraryUnavailableError
 from kernels.interface import KernelBackend
 from kernels.torch_backend import TorchBackend
 
-TORCH, CPU = "torch", "cpu"
-BACKENDS = (TORCH, CPU)
+TORCH, CPU, TRITON, AITER = "torch", "cpu", "triton", "aiter"
+CPU_BACKENDS = (TORCH, CPU)
+BACKENDS = (*CPU_BACKENDS, TRITON, AITER)
 _log = structlog.get_logger(__name__)
 
 
-def select_backend(name: str = AUTO, cpu_isa: str = AUTO) -> KernelBackend:
-    """The back end called `name`; `auto` takes the native kernels where they are fast, else PyTorch's.
+def select_backend(name: str = AUTO, cpu_isa: str = AUTO, batch_invariant: bool = True) -> KernelBackend:
+    """The back end called `name`; `auto` takes a GPU's where there is one, the native kernels where they are fast, else
+    PyTorch's.
 
     Args:
-        name: `auto`, `cpu` or `torch`.
+        name: `auto`, or one of BACKENDS.
         cpu_isa: the native kernels' instruction set, or `auto`; a name makes `auto` take the native kernels.
+        batch_invariant: see Config; on a CPU a row's bits never depend on the batch.
 
     Raises:
         ValueError: there is no such back end or instruction set, or it can not serve here; names the choices, or the
@@ -30,16 +36,31 @@ def select_backend(name: str = AUTO, cpu_isa: str = AUTO) -> KernelBackend:
         raise ValueError(f"kernels {name!r} is not known; choose one of: {', '.join([AUTO, *BACKENDS])}")
     if cpu_isa not in CHOICES:
         raise ValueError(f"cpu_isa {cpu_isa!r} is not known; choose one of: {', '.join(CHOICES)}")
-    if name == TORCH and cpu_isa != AUTO:
-        raise ValueError(f"cpu_isa {cpu_isa!r}: PyTorch's kernels choose for themselves; take kernels 'cpu', or 'auto'")
+    if name not in (AUTO, CPU) and cpu_isa != AUTO:
+        raise ValueError(f"cpu_isa {cpu_isa!r}: of native kernels only; take kernels 'cpu', or 'auto'")
     if name == TORCH:
         return TorchBackend()
+    if name in (TRITON, AITER):
+        return _gpu_backend(name, batch_invariant)
     if name == AUTO and cpu_isa == AUTO:
-        return _best_backend()
+        return _gpu_backend(AUTO, batch_invariant) if torch.cuda.is_available() else _best_backend()
     try:
         return CpuBackend(cpu_isa)
     except LibraryUnavailableError as error:
         raise ValueError(f"kernels {CPU!r}: {error}") from error
+
+
+def _gpu_backend(name: str, batch_invariant: bool) -> KernelBackend:
+    """AITER's kernels, where they are installed, for `auto`; Triton's for what it does not do, or as asked for."""
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(f"kernels {TRITON!r}: Triton is not installed; install fissile[triton]")
+    # Triton finds out at its import whether kernels are interpreted, and takes half a second.
+    from kernels.triton_backend.backend import TritonBackend  # noqa: PLC0415
+
+    try:
+        return TritonBackend(batch_invariant)
+    except RuntimeError as error:
+        raise ValueError(f"kernels {name!r}: {error}") from error
 
 
 def _best_backend() -> KernelBackend:

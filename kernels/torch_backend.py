@@ -9,7 +9,7 @@ Where PyTorch's bits could depend on the batch, and what is done (measured with 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import numpy.typing as npt
@@ -35,6 +35,8 @@ class TorchBackend:
     description = "torch"
     batch_invariant = True
     row_multiple = ROW_TILE
+    device = torch.device("cpu")
+    graphs = None
 
     def __init__(self) -> None:
         self._attention = paged_attention.PagedAttention()
@@ -84,7 +86,7 @@ class TorchBackend:
 
     def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
         """See KernelBackend."""
-        return torch.from_numpy(sampling.greedy(self.linear(x, packed)[:, :limit].float().numpy()))
+        return self.argmax(self.linear(x, packed), limit)
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
         """See KernelBackend."""
@@ -218,6 +220,14 @@ class TorchBackend:
     def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> None:
         """See KernelBackend: single operations only."""
         return
+
+    def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
+        """See KernelBackend."""
+        return torch.from_numpy(sampling.greedy(logits[:, :limit].float().numpy()))
+
+    def fetch(self, ids: torch.Tensor) -> Callable[[], list[int]]:
+        """See KernelBackend: they are on the host."""
+        return ids.tolist
 
     def sample(
         self,

@@ -14,6 +14,17 @@ QWEN3_0_6B: Final[dict[str, Any]] = {
     "intermediate_size": 3072,
     "vocab_size": 151_936,
 }
+# 8.2 G parameters.
+QWEN3_8B: Final[dict[str, Any]] = {
+    "hidden_size": 4096,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 12_288,
+    "vocab_size": 151_936,
+    "tie_word_embeddings": False,
+}
 # The 60M shape of ../shared/performance-notes.md.
 QWEN3_60M: Final[dict[str, Any]] = {
     "hidden_size": 512,

@@ -22,10 +22,10 @@ from fissile.worker.v1.worker_pb2_grpc import add_WorkerServiceServicer_to_serve
 
 from common.cli.config_file import ConfigurableCommand, config_option
 from common.cli.failure import CommandError
-from common.cli.options import ByteSize, option
+from common.cli.options import ByteSize, Sizes, option
 from common.cli.restart_policy import GiveUp, RestartPolicy
 from common.cli.security import health_port_option, server_tls, server_tls_options
-from common.config import QUANTIZE, SCHEDULING_POLICIES, Config, ParallelConfig
+from common.config import QUANTIZE, SCHEDULING_POLICIES, CompilationConfig, Config, ParallelConfig
 from common.errors import ApiError
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import (
@@ -62,6 +62,7 @@ from worker.topology import Topology, threads_per_rank
 
 log = structlog.get_logger(__name__)
 
+WARMUP: Final = "warmup"
 _FAILED = 1
 _OTHERS_LOOK_S = 0.05
 
@@ -390,7 +391,20 @@ async def run_worker(options: WorkerOptions) -> int:
     return code
 
 
-@click.command(cls=ConfigurableCommand, context_settings={"help_option_names": ["-h", "--help"]})
+class WorkerCommand(ConfigurableCommand):
+    """`fissile worker`; with `warmup` as its first argument, that command, which runs no worker."""
+
+    def make_context(self, info_name: str | None, args: list[str], *rest: Any, **extra: Any) -> click.Context:
+        """See ConfigurableCommand."""
+        if args[:1] != [WARMUP]:
+            return super().make_context(info_name, args, *rest, **extra)
+        # It takes its options from the command below.
+        from worker.warmup import warmup  # noqa: PLC0415
+
+        return warmup.make_context(f"{info_name} {WARMUP}", args[1:], *rest, **extra)
+
+
+@click.command(cls=WorkerCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option("worker")
 @option(
     "--model", envvar="FISSILE_MODEL", required=True, metavar="MODEL",
@@ -407,7 +421,20 @@ async def run_worker(options: WorkerOptions) -> int:
 )  # fmt: skip
 @option(
     "--kernels", envvar="FISSILE_KERNELS", default="auto",
-    help="cpu: our native kernels; torch: PyTorch's; auto: native where this machine can.",
+    help="aiter, triton: of GPUs; cpu: our native ones; torch: PyTorch's; auto: the first that this machine can run.",
+)  # fmt: skip
+@option(
+    "--batch-invariant/--no-batch-invariant", envvar="FISSILE_BATCH_INVARIANT", default=Config.batch_invariant,
+    help="On a GPU: whether answers never depend on what else runs. Without it kernels may be quicker, and equal "
+    "requests may get different answers.",
+)  # fmt: skip
+@option(
+    "--enforce-eager", envvar="FISSILE_ENFORCE_EAGER", is_flag=True, default=Config.enforce_eager,
+    help="On a GPU: capture no graphs. Starts sooner, takes less memory, decodes slower.",
+)  # fmt: skip
+@option(
+    "--graph-sizes", envvar="FISSILE_GRAPH_SIZES", type=Sizes(), default=(), metavar="N,N,...",
+    help="On a GPU: numbers of sequences whose decode is captured; absent: 1, 2, 4, 8, 16, 24, ... to --max-num-seqs.",
 )  # fmt: skip
 @option(
     "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", default=None, metavar="DIR|off",
@@ -526,6 +553,8 @@ def worker(log_level: str, **given: Any) -> int:
 
     Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, routers move running answers to other workers of the same
     numerics class, those that nobody can take finish, exit code 0. The Drain RPC asks for the same.
+
+    `fissile worker warmup --model MODEL` compiles the kernels that a worker on a GPU needs, before it is started.
     """
     setup_logging(log_level, service="worker")
     return uvloop.run(run_worker(worker_options(**given)))
@@ -542,6 +571,8 @@ _OF_CONFIG: Final = (
     "kv_cache_dtype",
     "kernels",
     "cpu_isa",
+    "batch_invariant",
+    "enforce_eager",
     "quantize",
     "enable_expert_parallel",
 )
@@ -558,6 +589,7 @@ def worker_options(
     weights_cache: str | None,
     drain_timeout: float,
     simulate: str | None,
+    graph_sizes: tuple[int, ...],
     tp_size: int,
     nnodes: int,
     node_rank: int,
@@ -590,6 +622,7 @@ def worker_options(
             weights_cache=_weights_cache(weights_cache),
             tensor_parallel_size=tp_size,
             parallel_config=ParallelConfig(dp_size, dp_rank),
+            compilation_config=CompilationConfig(cudagraph_capture_sizes=graph_sizes),
             **{name: others.pop(name) for name in _OF_CONFIG},
         )
         cost = None if simulate is None else cost_model(simulate)

@@ -306,15 +306,17 @@ class ScheduledBatch:
         """Index of each row's answer."""
         return self._columns.choices
 
-    def input_token_ids(self, last_output: ScheduledBatchOutput) -> list[int]:
-        """All rows' tokens, one after the other, with those that the runner's last step has sampled where they were
-        missing."""
-        if not self.is_plain_decode:
-            return list(chain.from_iterable(self.input_tokens(last_output)))
-        if not any(self.from_last_output):
+    @property
+    def known_token_ids(self) -> list[int]:
+        """All rows' tokens, one after the other; any id stands for one that the runner's last step samples."""
+        if self.is_plain_decode:
             return self._last_tokens
-        rows = zip(self.req_ids, self._last_tokens, self.from_last_output, strict=True)
-        return [last_output.token_ids[seq_id][-1] if late else token for seq_id, token, late in rows]
+        return list(chain.from_iterable(tokens or [0] for tokens in self.scheduled_tokens))
+
+    @property
+    def late_rows(self) -> list[int]:
+        """Indices of the rows whose one token the runner's last step samples."""
+        return [i for i, late in enumerate(self.from_last_output) if late]
 
     def input_tokens(self, last_output: ScheduledBatchOutput) -> list[list[int]]:
         """`scheduled_tokens` with the tokens that the runner's last step has sampled where they were missing."""

@@ -31,7 +31,7 @@ from worker.model_config import ModelError
 from worker.rank_group import RankLostError
 
 # Options of `fissile worker` that say nothing of what the engine computes alone, and what stands in for them.
-_OF_A_SERVICE: Final[dict[str, Any]] = {
+OF_A_SERVICE: Final[dict[str, Any]] = {
     "model_name": None,
     "hash_seed": 0,
     "drain_timeout": DRAIN_TIMEOUT_S,
@@ -47,7 +47,7 @@ _OF_A_SERVICE: Final[dict[str, Any]] = {
     "tls_client_ca": None,
     "router_identities": (),
 }
-_LEFT_AWAY: Final = {*_OF_A_SERVICE, "config", "host", "port", "worker_id", "health_port", "log_level"}
+_LEFT_AWAY: Final = {*OF_A_SERVICE, "config", "host", "port", "worker_id", "health_port", "log_level"}
 
 
 class EngineTarget:
@@ -144,7 +144,7 @@ def offline(**given: Any) -> int:
     plan = Plan.of(**given)
     _refuse_messages(plan)
     setup_logging(os.environ.get(LEVEL_VARIABLE, "warning"), service="offline")
-    options = worker_options(**engine, **_OF_A_SERVICE)
+    options = worker_options(**engine, **OF_A_SERVICE)
     return measure(plan, EngineTarget(options.config, options.threads, plan.terms()), {"engine": engine})
 
 

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import datetime
 import socket
+from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 import torch
 import torch.distributed
 
-# Which library carries tensors of a device; torch names RCCL "nccl" too. What is needed of them has no stubs.
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+# What is needed of it has no stubs.
 _dist: Any = torch.distributed
 # How long ranks wait for others, which may load a large model or may not have been started yet.
 _PATIENCE = datetime.timedelta(days=1)
@@ -45,8 +46,8 @@ def address_towards(host: str) -> str:
         return str(probe.getsockname()[0])
 
 
-def join(store: Any, rank: int, size: int, address: str, timeout_s: float, device: str = "cpu") -> GroupCollectives:
-    """The collectives of `size` ranks; returns when all have joined.
+def join(store: Any, rank: int, size: int, address: str, timeout_s: float) -> GroupCollectives:
+    """The collectives of `size` ranks, for tensors of CPUs and of GPUs; returns when all have joined.
 
     Args:
         store: the one that all of them use.
@@ -54,18 +55,20 @@ def join(store: Any, rank: int, size: int, address: str, timeout_s: float, devic
         size: ranks in all.
         address: an address of this machine that the other ranks reach; gloo listens there.
         timeout_s: after which an operation that a rank does not take part in fails.
-        device: type of the tensors, a key of BACKENDS.
     """
     timeout = datetime.timedelta(seconds=timeout_s)
-    if BACKENDS[device] == "gloo":
-        options = _dist.ProcessGroupGloo._Options()
-        # Without an address gloo takes the one of the host's name, which other machines may not reach.
-        options._devices = [_dist.ProcessGroupGloo.create_device(hostname=socket.gethostbyname(address))]
-        options._timeout = timeout
-        return GroupCollectives(_dist.ProcessGroupGloo(store, rank, size, options))
-    options = _dist.ProcessGroupNCCL.Options()
+    options = _dist.ProcessGroupGloo._Options()
+    # Without an address gloo takes the one of the host's name, which other machines may not reach.
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=socket.gethostbyname(address))]
     options._timeout = timeout
-    return GroupCollectives(_dist.ProcessGroupNCCL(store, rank, size, options))
+
+    def join_gpus() -> Any:
+        # torch names RCCL "NCCL" too.
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return _dist.ProcessGroupNCCL(part_of_store("gpus", store), rank, size, options)
+
+    return GroupCollectives(_dist.ProcessGroupGloo(store, rank, size, options), join_gpus)
 
 
 class PeerLostError(Exception):
@@ -73,14 +76,23 @@ class PeerLostError(Exception):
 
 
 class GroupCollectives:
-    """Collectives of a process group; every rank gets the same bits.
+    """Collectives of ranks; every rank gets the same bits.
+
+    Args:
+        cpus: process group for tensors on CPUs.
+        join_gpus: makes the one for tensors on GPUs, when there is the first such tensor: all ranks have it at once.
 
     Raises:
         PeerLostError: from every operation.
     """
 
-    def __init__(self, group: Any) -> None:
-        self._group = group
+    def __init__(self, cpus: Any, join_gpus: Callable[[], Any]) -> None:
+        self._cpus = cpus
+        self._join_gpus = join_gpus
+
+    @cached_property
+    def _gpus(self) -> Any:
+        return self._join_gpus()
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, added in float32 from rank 0 on and rounded once."""
@@ -96,9 +108,10 @@ class GroupCollectives:
 
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
         own = x.contiguous()
-        parts = [torch.empty_like(own) for _ in range(self._group.size())]
+        parts = [torch.empty_like(own) for _ in range(self._cpus.size())]
         try:
-            self._group.allgather([parts], [own]).wait()
+            group = self._cpus if own.device.type == "cpu" else self._gpus
+            group.allgather([parts], [own]).wait()
         except RuntimeError as error:
             raise PeerLostError("a rank that it computes with is gone") from error
         return parts

@@ -2,10 +2,14 @@
 
 Processes of their own, the ranks, are in worker.rank_group. All compute one batch at a time, in the order in which they
 were submitted.
+
+On a GPU a step is launched while the one before it still runs, so that the device never waits for Python
+(PipelinedExecutor): that one's tokens go from step to step on the device.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
@@ -13,6 +17,8 @@ from typing import NamedTuple, Protocol
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 
 Forward = Callable[[ScheduledBatch], ScheduledBatchOutput]
+# Begins a step; what it returns waits for the step's tokens.
+Launch = Callable[[ScheduledBatch], Callable[[], ScheduledBatchOutput]]
 
 
 class Executed(NamedTuple):
@@ -81,6 +87,43 @@ class ThreadExecutor:
     def close(self) -> None:
         """Lets the thread end after the batch that it is in."""
         self._pool.shutdown(wait=False)
+
+
+class PipelinedExecutor:
+    """Launches on one thread, and waits for tokens on another, so that the next step is launched meanwhile.
+
+    A step counts from its launch, or from the end of the one before it if that came later: so durations of steps that
+    follow each other add up to the time that has passed.
+    """
+
+    def __init__(self, launch: Launch, clock: Callable[[], float]) -> None:
+        self._launch = launch
+        self._clock = clock
+        self._ended = -math.inf
+        self._launching = ThreadPoolExecutor(max_workers=1, thread_name_prefix="launcher")
+        self._waiting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="waiter")
+
+    def submit(self, batch: ScheduledBatch) -> Future[Executed]:
+        """Returns at once."""
+        return self._waiting.submit(self._wait, self._launching.submit(self._begin, batch))
+
+    def failure(self) -> Exception | None:
+        """Nothing fails by itself here."""
+        return None
+
+    def close(self) -> None:
+        """Lets the threads end after the batches that they have."""
+        self._launching.shutdown(wait=False)
+        self._waiting.shutdown(wait=False)
+
+    def _begin(self, batch: ScheduledBatch) -> tuple[float, Callable[[], ScheduledBatchOutput]]:
+        return self._clock(), self._launch(batch)
+
+    def _wait(self, begun: Future[tuple[float, Callable[[], ScheduledBatchOutput]]]) -> Executed:
+        start, tokens = begun.result()
+        output = tokens()
+        start, self._ended = max(start, self._ended), self._clock()
+        return Executed(output, self._ended - start)
 
 
 def _execute(forward: Forward, batch: ScheduledBatch, clock: Callable[[], float]) -> Executed:

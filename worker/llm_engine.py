@@ -27,9 +27,11 @@ from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer
 from worker.batch import RequestOutput, Runner
-from worker.engine_config import available_memory, with_pool, with_special_tokens
+from worker.engine_config import with_pool, with_special_tokens
 from worker.engine_core import EngineCore, EngineDeadError
+from worker.executor import Executor
 from worker.model_config import ModelConfig, ModelError
+from worker.model_engine import launched_ahead, sized
 from worker.model_runner import ModelRunner
 from worker.progress import Progress
 from worker.rank_engine import load_ranks
@@ -270,18 +272,18 @@ class LLMEngine:
         engines = config.parallel_config.data_parallel_size
         if engines > 1:
             raise InvalidFieldError("parallel_config.data_parallel_size", f"is {engines}", "1 here: run workers")
-        ranks: RankGroup | None = None
+        executor: Executor | None = None
         if runner is None and config.tensor_parallel_size > 1:
             config, ranks = _load_ranks(config, model_config)
-            runner = ranks
+            runner = executor = ranks
         elif runner is None:
-            config, runner = _load_model(config, model_config)
+            config, runner, _, executor = launched_ahead(*_load_model(config, model_config), clock)
         else:
             config = with_pool(config, model_config.max_position_embeddings, lambda _: 0, 0)
         has_tokenizer = (Path(config.model) / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(config.model) if has_tokenizer else None
         self.config = config
-        self.core = EngineCore(config, runner, clock, ranks)
+        self.core = EngineCore(config, runner, clock, executor)
         self.io = InputOutputProcessor(tokenizer, model_config, config.kv_cache_block_size)
         self._clock = clock
         # The same live answers by sequence and by request.
@@ -481,14 +483,15 @@ def _load_ranks(config: Config, model_config: ModelConfig) -> tuple[Config, Rank
     return config, group
 
 
-def _load_model(config: Config, model_config: ModelConfig) -> tuple[Config, Runner]:
+def _load_model(config: Config, model_config: ModelConfig) -> tuple[Config, ModelRunner]:
     runner = ModelRunner(config, model_config)
     model_len = model_config.max_position_embeddings
-    config = with_pool(config, model_len, runner.num_blocks_for, available_memory(runner.mapped_bytes))
+    config = sized(config, runner)
     if config.max_model_len < model_len:
         log.info("model length lowered", max_model_len=config.max_model_len, models_own=model_len)
     runner.allocate_kv_cache(config.num_kvcache_blocks)
     runner.warmup()
+    runner.capture_graphs()
     return config, runner
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
 from common.config import Config
+from worker.device_memory import device_memory
 from worker.engine_config import available_memory, with_pool
 from worker.engine_core import EngineCore
+from worker.executor import Executor, PipelinedExecutor
 from worker.facts import WorkerFacts
 from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import ModelRunner
@@ -29,11 +33,13 @@ def build_model_engine(
         torch.set_num_threads(threads)
     progress.stage("loading weights")
     runner = ModelRunner(config, model_config, progress.bytes)
-    model_len = model_config.max_position_embeddings
-    config = with_pool(config, model_len, runner.num_blocks_for, available_memory(runner.mapped_bytes))
+    config = sized(config, runner)
     allocate(runner, config.num_kvcache_blocks)
     progress.stage("warming up")
     runner.warmup()
+    if runner.captures_graphs:
+        progress.stage("capturing graphs")
+        runner.capture_graphs(progress.count)
     facts = replace(
         facts,
         max_model_len=config.max_model_len,
@@ -43,7 +49,31 @@ def build_model_engine(
         kernels=runner.kernels.description,
         dtype=str(runner.dtype).removeprefix("torch."),
     )
-    return EngineCore(config, runner), facts
+    return EngineCore(*launched_ahead(config, runner)), facts
+
+
+def sized(config: Config, runner: ModelRunner) -> Config:
+    """`config` with the KV pool's size and the models' length (`with_pool`), by the memory of the runner's device.
+
+    Raises:
+        InvalidFieldError: the lengths do not fit the KV memory.
+    """
+    model_len = runner.model_config.max_position_embeddings
+    if runner.kernels.device.type == "cpu":
+        return with_pool(config, model_len, runner.num_blocks_for, available_memory(runner.mapped_bytes))
+    free_bytes = device_memory(runner)
+    # The whole of it: a GPU's memory is nobody else's.
+    config = replace(config, kv_cache_memory=config.kv_cache_memory or free_bytes)
+    return with_pool(config, model_len, runner.num_blocks_for, free_bytes)
+
+
+def launched_ahead(
+    config: Config, runner: ModelRunner, clock: Callable[[], float] = time.monotonic
+) -> tuple[Config, ModelRunner, Callable[[], float], Executor | None]:
+    """What an EngineCore is made with; on a GPU each step is launched before the one before it has ended."""
+    if runner.kernels.device.type == "cpu":
+        return config, runner, clock, None
+    return replace(config, deferred_output=True), runner, clock, PipelinedExecutor(runner.launch, clock)
 
 
 def allocate(runner: ModelRunner, num_blocks: int) -> None:

@@ -6,7 +6,7 @@ chunk, decode or re-prefill.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -22,6 +22,7 @@ from common.text.tokenizer import Tokenizer, TokenizerError
 from kernels.interface import AttentionMetaData, KVCache, SampleParams
 from kernels.select import select_backend
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.decode_graphs import DecodeGraphs, capture_sizes
 from worker.dtype import resolve_dtype, resolve_kv_dtype, resolve_packed_dtype
 from worker.forward_context import (
     Context,
@@ -56,12 +57,34 @@ class ModelInput:
         context: positions and counts.
         metadata: what attention needs, with its plan.
         final_rows: int64 [F], rows whose logits are sampled, in batch order.
+        is_captured: whether a captured step runs it, which has a plan of its own; all rows are final.
     """
 
     token_ids: torch.Tensor
     context: Context
     metadata: AttentionMetaData
     final_rows: torch.Tensor
+    is_captured: bool
+
+
+class SampledTokens:
+    """The tokens of a step: on the device at once, on the host when they have come.
+
+    Args:
+        seq_ids: of the sequences that have one.
+        ids: int64 [F], on the device.
+        fetched: waits for them on the host.
+    """
+
+    def __init__(self, seq_ids: list[int], ids: torch.Tensor, fetched: Callable[[], list[int]]) -> None:
+        self.ids = ids
+        self.place = {seq_id: i for i, seq_id in enumerate(seq_ids)}
+        self._fetched = fetched
+
+    @cached_property
+    def output(self) -> ScheduledBatchOutput:
+        """Waits; may be asked for by two threads at once."""
+        return ScheduledBatchOutput({seq: (token,) for seq, token in zip(self.place, self._fetched(), strict=True)})
 
 
 class ModelRunner:
@@ -91,7 +114,7 @@ class ModelRunner:
         self.model_config = model_config
         self.max_model_len = config.max_model_len or model_config.max_position_embeddings
         try:
-            self.kernels = select_backend(config.kernels, config.cpu_isa)
+            self.kernels = select_backend(config.kernels, config.cpu_isa, config.batch_invariant)
         except ValueError as error:
             raise ModelError(str(error)) from error
         self.dtype = resolve_dtype(config.dtype, model_config, self.kernels)
@@ -108,7 +131,10 @@ class ModelRunner:
         with torch.inference_mode():
             self.model = self._load(progress)
         self._sampled_ids = _sampled_ids(config.model, model_config)
-        self._last_output = ScheduledBatchOutput({})
+        self._last = self._sampled([], torch.zeros(0, dtype=torch.int64))
+        self._graphs: DecodeGraphs | None = None
+        if config.compilation_config.cudagraph_capture_sizes and self.kernels.graphs is None:
+            raise ModelError(f"cudagraph_capture_sizes: kernels {self.kernels.name} capture no graphs; leave it empty")
         self._kv_cache: KVCache = None
         self._kv_cache_data: dict[str, KVCacheTensor] = {}
 
@@ -123,7 +149,7 @@ class ModelRunner:
         def build(kept: Keeper) -> CausalModel:
             return self._build(kept, progress)
 
-        if not self.config.weights_cache:
+        if not self.config.weights_cache or self.kernels.device.type != "cpu":
             return build(Making())
         return WeightsCache(Path(self.config.weights_cache)).load(self._key(), build, progress, self.kernels.adopt)
 
@@ -178,7 +204,8 @@ class ModelRunner:
         return kv_bytes // self.kv_block_bytes
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
-        """Makes the KV pool; earlier content is lost."""
+        """Makes the KV pool; earlier content is lost, and so are captured steps."""
+        self._graphs = None
         layers = self.model_config.num_hidden_layers
         self._kv_cache = self.kernels.allocate_kv(
             self._kv_spec, layers, num_blocks, self.config.kv_cache_block_size, self.kv_dtype
@@ -188,12 +215,12 @@ class ModelRunner:
     @contextmanager
     def scratch_kv_cache(self, num_blocks: int) -> Iterator[None]:
         """A KV pool of its own for as long as the block runs, so that probes leave no trace in the real one."""
-        kept = self._kv_cache, self._kv_cache_data
+        kept = self._kv_cache, self._kv_cache_data, self._graphs
         self.allocate_kv_cache(num_blocks)
         try:
             yield
         finally:
-            self._kv_cache, self._kv_cache_data = kept
+            self._kv_cache, self._kv_cache_data, self._graphs = kept
 
     def warmup(self) -> None:
         """Runs one prefill and one decode, so that the first request does not pay for first calls."""
@@ -204,18 +231,54 @@ class ModelRunner:
             seq.num_computed_tokens = seq.num_tokens - 1
             self.forward(ScheduledBatch({seq.id: seq}, [1], 1))
 
+    @property
+    def captures_graphs(self) -> bool:
+        """Whether decode steps are captured: engines in lockstep ask each other in every step, which no graph can."""
+        return self.kernels.graphs is not None and not self.config.enforce_eager and self.shard.data is None
+
+    def capture_graphs(self, progress: Callable[[int, int], None] = no_progress) -> None:
+        """Captures decode steps over the KV pool, where the back end can and `enforce_eager` does not say otherwise.
+
+        Args:
+            progress: called with (steps captured, steps to capture).
+        """
+        if not self.captures_graphs:
+            return
+        graphs = self.kernels.graphs
+        assert graphs is not None
+        block_size, num_blocks = self.config.kv_cache_block_size, self._kv_cache.num_blocks
+        self._graphs = DecodeGraphs(
+            graphs,
+            self._kv_cache,
+            self._num_heads,
+            min(self.max_model_len, num_blocks * block_size),
+            capture_sizes(self.config),
+            self._decode,
+            self.kernels.device,
+            progress,
+        )
+
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Computes one step; only sequences whose last token is reached get a token (T31)."""
+        return self.launch(batch)()
+
+    def launch(self, batch: ScheduledBatch) -> Callable[[], ScheduledBatchOutput]:
+        """Begins one step, and ends it on a CPU; what is returned waits for its tokens, on any thread.
+
+        The next step may be launched before: it takes its tokens from this one on the device. Only penalties and masks
+        of a sequence whose token is not there yet make the next launch wait for it.
+        """
         if batch.is_dummy_run:
             self.dummy_run()
         if not batch.req_ids:
-            return ScheduledBatchOutput({})
+            return lambda: ScheduledBatchOutput({})
         step = self.prepare_model(batch)
-        if batch.is_greedy:
-            self._last_output = _output(batch, np.flatnonzero(batch.is_final), self._greedy(step))
-        else:
-            self._last_output = self.postprocess(batch, self.run_model(step))
-        return self._last_output
+        ids = self._greedy(step) if batch.is_greedy else self._sample(batch, self.run_model(step))
+        last = self._last = self._sampled([batch.req_ids[i] for i in _final(batch).tolist()], ids)
+        return lambda: last.output
+
+    def _sampled(self, seq_ids: list[int], ids: torch.Tensor) -> SampledTokens:
+        return SampledTokens(seq_ids, ids, self.kernels.fetch(ids))
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
         """Turns the batch's lists into tensors, once per step.
@@ -237,13 +300,38 @@ class ModelRunner:
             block_tables=tables,
             slot_mapping=tables[rows, blocks] * self.config.kv_cache_block_size + offsets,
         )
-        metadata.plan = self.kernels.plan_attention(metadata, self._kv_cache, self._num_heads)
+        captured = self._graphs is not None and batch.is_plain_decode and self._graphs.fits(len(lengths))
+        if not captured:
+            metadata.plan = self.kernels.plan_attention(metadata, self._kv_cache, self._num_heads)
         multiple = self.kernels.row_multiple
         padded = -(-total // multiple) * multiple
-        context = Context(_padded(positions, padded), batch.total_seqs_num_prefill, len(lengths), padded)
-        token_ids = _padded(np.array(batch.input_token_ids(self._last_output), np.int64), padded)
-        final_rows = torch.from_numpy(ends[np.array(batch.is_final, np.bool_)] - 1)
-        return ModelInput(token_ids, context, metadata, final_rows)
+        given = np.zeros((2, padded), np.int64)
+        given[0, :total], given[1, :total] = batch.known_token_ids, positions
+        inputs = self._upload(np.concatenate((given.ravel(), ends[np.array(batch.is_final, np.bool_)] - 1)))
+        token_ids = self._with_late_tokens(batch, inputs[:padded], ends - lengths)
+        context = Context(inputs[padded : 2 * padded], batch.total_seqs_num_prefill, len(lengths), padded)
+        return ModelInput(token_ids, context, metadata, inputs[2 * padded :], captured)
+
+    def _upload(self, values: Ints) -> torch.Tensor:
+        """A copy on the device, in the order of the stream; nobody waits for it."""
+        host = torch.from_numpy(values)
+        on_host = self.kernels.device.type == "cpu"
+        return host if on_host else host.pin_memory().to(self.kernels.device, non_blocking=True)
+
+    def _with_late_tokens(self, batch: ScheduledBatch, token_ids: torch.Tensor, starts: Ints) -> torch.Tensor:
+        """`token_ids` with those that the last step has sampled, which never leave the device for it.
+
+        Args:
+            batch: whose tokens they are.
+            token_ids: int64 [T], written to.
+            starts: int64 [S], each sequence's first row.
+        """
+        late = batch.late_rows
+        if late:
+            places = np.array([self._last.place[batch.req_ids[i]] for i in late], np.int64)
+            rows, places_there = self._upload(np.stack((starts[late], places)))
+            token_ids.index_copy_(0, rows, self._last.ids.index_select(0, places_there))
+        return token_ids
 
     @torch.inference_mode()
     def run_model(self, step: ModelInput) -> torch.Tensor:
@@ -259,13 +347,25 @@ class ModelRunner:
 
     def _final_states(self, step: ModelInput) -> torch.Tensor:
         """Hidden states [F, H] of the final rows."""
+        if step.is_captured:
+            assert self._graphs is not None
+            return self._graphs.run(step.token_ids, step.context.positions, step.metadata)
+        return self._hidden(step.token_ids, step.metadata, step.context).index_select(0, step.final_rows)
+
+    def _hidden(self, token_ids: torch.Tensor, metadata: AttentionMetaData, context: Context) -> torch.Tensor:
+        """Hidden states [T, H]."""
         set_kv_cache_data(self._kv_cache_data)
-        set_forward_context(step.metadata, self.config, step.context, self._dp_metadata(step.context.graph_bs))
+        set_forward_context(metadata, self.config, context, self._dp_metadata(context.graph_bs))
         try:
-            hidden = self.model.forward(step.token_ids, step.context.positions)
+            return self.model.forward(token_ids, context.positions)
         finally:
             reset_forward_context()
-        return hidden.index_select(0, step.final_rows)
+
+    @torch.inference_mode()
+    def _decode(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData) -> torch.Tensor:
+        """Hidden states [T, H] of one row of each sequence."""
+        rows = len(token_ids)
+        return self._hidden(token_ids, metadata, Context(positions, 0, rows, rows))
 
     def _dp_metadata(self, num_rows: int) -> DPMetadata | None:
         data = self.shard.data
@@ -278,13 +378,20 @@ class ModelRunner:
         with self.scratch_kv_cache(1):
             self.run_model(self.prepare_model(ScheduledBatch({seq.id: seq}, [1], 1)))
 
-    @torch.inference_mode()
     def postprocess(self, batch: ScheduledBatch, logits: torch.Tensor) -> ScheduledBatchOutput:
         """Samples the final rows. Penalties and masks are written into `logits`."""
-        final = np.flatnonzero(np.array(batch.is_final, np.bool_))
+        tokens = self._sample(batch, logits).tolist()
+        return ScheduledBatchOutput(
+            {batch.req_ids[i]: (token,) for i, token in zip(_final(batch).tolist(), tokens, strict=True)}
+        )
+
+    @torch.inference_mode()
+    def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> torch.Tensor:
+        """int64 [F]: the tokens of the final rows."""
+        final = _final(batch)
         if not len(final):
-            return ScheduledBatchOutput({})
-        known = batch.token_histories(self._last_output)
+            return torch.zeros(0, dtype=torch.int64)
+        known = batch.token_histories(self._last.output) if batch.histories else {}
         histories = {row: known[i] for row, i in enumerate(final.tolist()) if i in known}
         params = SampleParams(
             temperature=np.array(batch.temperatures, np.float32)[final],
@@ -294,21 +401,18 @@ class ModelRunner:
             penalties=penalties(histories),
             masked=masked_ids(histories, self.config.eos_token_ids, logits.shape[1]),
         )
-        ids = self.kernels.sample(
+        return self.kernels.sample(
             logits,
             params,
             seeds=np.array(batch.seeds, np.uint64)[final],
             positions=np.array(batch.context_lens, np.int64)[final],
             choices=np.array(batch.choices, np.int64)[final],
         )
-        return _output(batch, final, ids)
 
 
-def _output(batch: ScheduledBatch, final: Ints, ids: torch.Tensor) -> ScheduledBatchOutput:
-    """The tokens `ids` of the sequences at `final`."""
-    return ScheduledBatchOutput(
-        {batch.req_ids[i]: (token,) for i, token in zip(final.tolist(), ids.tolist(), strict=True)}
-    )
+def _final(batch: ScheduledBatch) -> Ints:
+    """Places of the sequences whose last token is reached."""
+    return np.flatnonzero(np.array(batch.is_final, np.bool_))
 
 
 def _quantization(config: Config, model_config: ModelConfig) -> QuantizationConfig:
@@ -328,12 +432,6 @@ def _sampled_ids(folder: str, model_config: ModelConfig) -> int:
 
 def _flat(lists: Iterable[list[int]], count: int) -> Ints:
     return np.fromiter(chain.from_iterable(lists), np.int64, count)
-
-
-def _padded(values: Ints, length: int) -> torch.Tensor:
-    padded = np.zeros(length, np.int64)
-    padded[: len(values)] = values
-    return torch.from_numpy(padded)
 
 
 def _block_tables(tables: list[list[int]], needed: Ints) -> Ints:

@@ -67,7 +67,7 @@ def _step(runner: ModelRunner, digest: hashlib.blake2b, scheduled: dict[Sequence
     seqs = {seq.id: seq for seq in scheduled}
     batch = ScheduledBatch(seqs, list(scheduled.values()), sum(scheduled.values()))
     logits = runner.run_model(runner.prepare_model(batch))
-    digest.update(logits.numpy().tobytes())
+    digest.update(logits.cpu().numpy().tobytes())
     output = runner.postprocess(batch, logits)
     for seq, count in scheduled.items():
         seq.num_computed_tokens += count

@@ -40,17 +40,29 @@ class Progress:
 
     def bytes(self, done: int, total: int) -> None:
         """So many bytes of the stage are done."""
+        percent = 100 * done // max(1, total)
+        if self._is_due():
+            self._show(f"{percent:3} % of {total // _MIB} MiB", "loading", percent=percent, total_mib=total // _MIB)
+
+    def count(self, done: int, total: int) -> None:
+        """So many things of the stage are done."""
+        if self._is_due():
+            self._show(f"{done} of {total}", "starting", done=done, total=total)
+
+    def _is_due(self) -> bool:
         now = self._clock()
         if now - self._shown < self._interval_s:
-            return
+            return False
         self._shown = now
-        percent = 100 * done // max(1, total)
+        return True
+
+    def _show(self, line: str, event: str, **facts: int) -> None:
         if self._is_terminal:
             self._has_line = True
-            self._stream.write(f"\r{percent:3} % of {total // _MIB} MiB\x1b[K")
+            self._stream.write(f"\r{line}\x1b[K")
             self._stream.flush()
         else:
-            log.info("loading", percent=percent, total_mib=total // _MIB)
+            log.info(event, **facts)
 
     def done(self) -> None:
         """The last stage has ended, well or not."""

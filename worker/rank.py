@@ -155,6 +155,9 @@ class Rank:
         from worker.parallel import Alone, Shard  # noqa: PLC0415
 
         torch.set_num_threads(threads)
+        if torch.cuda.is_available():
+            # Ranks of one machine have consecutive numbers.
+            torch.cuda.set_device(self._rank % torch.cuda.device_count())
         config = replace(config, model=self._model)
         collectives = self._collectives or Alone()
         shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)
@@ -162,9 +165,13 @@ class Rank:
         self._runner = ModelRunner(config, model_config, self._progress, shard)
         return self._runner.kv_block_bytes
 
-    def free_memory(self) -> int:
-        """Bytes that this machine has left, now that its ranks have loaded."""
-        return available_memory(self.runner.mapped_bytes)
+    def free_memory(self) -> tuple[int, bool]:
+        """Bytes that are left, now that all ranks have loaded; whether they are this rank's alone, on its GPU."""
+        from worker.device_memory import device_memory  # noqa: PLC0415
+
+        if self.runner.kernels.device.type == "cpu":
+            return available_memory(self.runner.mapped_bytes), False
+        return device_memory(self.runner), True
 
     def allocate(self, num_blocks: int) -> None:
         """Makes the KV pool."""
@@ -177,6 +184,7 @@ class Rank:
         from worker.numerics import numerics_digest  # noqa: PLC0415
 
         self.runner.warmup()
+        self.runner.capture_graphs()
         return {
             "weights_digest": self.runner.weights_digest,
             "numerics": numerics_digest(self.runner),

@@ -72,7 +72,7 @@ def load_ranks(
         stack.callback(group.close)
         progress.stage("loading weights")
         block_bytes = max(group.call("load", config, group.threads).values())
-        free_bytes = min(group.call("free_memory").values()) // group.topology.ranks_per_node
+        config, free_bytes = _shared_memory(config, group)
         model_len = model_config.max_position_embeddings
         config = with_pool(config, model_len, lambda num_bytes: num_bytes // block_bytes, free_bytes)
         group.call("allocate", config.num_kvcache_blocks)
@@ -81,6 +81,15 @@ def load_ranks(
         group.set_ready()
         stack.pop_all()
     return config, known
+
+
+def _shared_memory(config: Config, group: RankGroup) -> tuple[Config, int]:
+    """Bytes that each rank may take, and the config with all of them for the KV cache where they are its GPU's."""
+    answers = group.call("free_memory").values()
+    free_bytes = min(num_bytes for num_bytes, _ in answers)
+    if all(own for _, own in answers):
+        return replace(config, kv_cache_memory=config.kv_cache_memory or free_bytes), free_bytes
+    return config, free_bytes // group.topology.ranks_per_node
 
 
 def _agreed(answers: dict[int, dict[str, str]]) -> dict[str, str]:

@@ -58,6 +58,21 @@ class ByteSize(click.ParamType[int]):
         return size
 
 
+class Sizes(click.ParamType[tuple[int, ...]]):
+    """Numbers of at least 1, from `1,2,8`."""
+
+    name = "sizes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Reads the text of an option."""
+        if isinstance(value, tuple):
+            return value
+        numbers = tuple(int(part) if part.strip().isdecimal() else 0 for part in str(value).split(","))
+        if min(numbers) < 1:
+            self.fail(f"{value!r} is no list of sizes; use for example 1,2,8", param, ctx)
+        return numbers
+
+
 def option(*names: str, envvar: str, **attributes: Any) -> Callable[[click.decorators.FC], click.decorators.FC]:
     """`click.option` with its default and its environment variable shown in the help."""
     return click.option(*names, envvar=envvar, show_envvar=True, show_default=True, **attributes)

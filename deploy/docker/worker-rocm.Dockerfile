@@ -42,7 +42,9 @@ ENV PYTHONUNBUFFERED=1 \
     FISSILE_ADDRESS=127.0.0.1:50061 \
     FISSILE_HEALTH_SERVICE=liveness \
     HF_HOME=/cache \
-    FISSILE_WEIGHTS_CACHE=/cache/fissile-weights
+    FISSILE_WEIGHTS_CACHE=/cache/fissile-weights \
+    AITER_JIT_DIR=/cache/aiter \
+    TRITON_CACHE_DIR=/cache/triton
 USER 10001:10001
 WORKDIR /tmp
 VOLUME ["/cache"]

@@ -7,7 +7,7 @@ alone, at load, so it never changes between two steps of a model (design-details
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 import numpy as np
@@ -61,6 +61,8 @@ class CpuBackend:
     name = "cpu"
     batch_invariant = True
     row_multiple = 1
+    device = torch.device("cpu")
+    graphs = None
 
     def __init__(self, instruction_set: str = instruction_sets.AUTO) -> None:
         self._library = library.load()
@@ -282,6 +284,14 @@ class CpuBackend:
         if kv_dtype not in KV_DTYPES or not fused.is_native(decoder):
             return None
         return NativeDecoder(self._library, decoder)
+
+    def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
+        """See KernelBackend."""
+        return self._torch.argmax(logits, limit)
+
+    def fetch(self, ids: torch.Tensor) -> Callable[[], list[int]]:
+        """See KernelBackend."""
+        return self._torch.fetch(ids)
 
     def sample(
         self,

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from kernels.interface import AttentionMetaData, KernelBackend, KVSpec
-from kernels.select import BACKENDS, select_backend
+from kernels.select import CPU_BACKENDS, select_backend
 
 HEADS, KV_HEADS, DIM, BLOCK_SIZE = 16, 8, 128, 16
 # Of keys and values, all layers together, at least: so much that no cache has the next layer's.
@@ -115,7 +115,7 @@ def peaks(clock: Clock) -> tuple[float, float]:
 def main() -> None:
     """Prints a line for each workload and back end."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", nargs="+", choices=list(BACKENDS), default=list(BACKENDS))
+    parser.add_argument("--kernels", nargs="+", choices=list(CPU_BACKENDS), default=list(CPU_BACKENDS))
     parser.add_argument("--dtype", default="bfloat16", help="of the model")
     parser.add_argument("--kv-dtype", help="of the cache; the model's if left out")
     parser.add_argument("--threads", type=int, default=1)

@@ -24,7 +24,7 @@ import torch
 
 from common.config import Config
 from common.sampling_params import SamplingParams
-from kernels.select import BACKENDS
+from kernels.select import CPU_BACKENDS
 from tests.checkpoints import make_checkpoint
 from tests.shapes import QWEN3_0_6B
 from worker.batch import ScheduledBatch
@@ -103,7 +103,7 @@ def profile(run: Callable[[], object], steps: int) -> None:
 def main() -> None:
     """Prints a line for each workload."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kernels", nargs="+", choices=list(BACKENDS), default=list(BACKENDS))
+    parser.add_argument("--kernels", nargs="+", choices=list(CPU_BACKENDS), default=list(CPU_BACKENDS))
     parser.add_argument("--shape", choices=list(SHAPES), default="demo")
     parser.add_argument("--layers", type=int, help="fewer layers than the shape has")
     parser.add_argument("--dtype", default="float32")

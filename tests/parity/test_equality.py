@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import time
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -25,12 +26,13 @@ from common.text.tokenizer import Tokenizer
 from deploy.demo.questions import questions
 from kernels.interface import KernelBackend
 from kernels.paged_attention import PagedKVCache
-from kernels.select import BACKENDS, select_backend
+from kernels.select import CPU_BACKENDS, select_backend
 from tests.parity.draws import filters_and_penalties
 from tests.unit.mutants import MUTANTS as TRAPS
 from tests.unit.mutants import Mutant
 from worker import model_runner
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.executor import PipelinedExecutor
 from worker.llm_engine import LLMEngine
 from worker.model_config import ModelConfig
 from worker.model_runner import ModelRunner
@@ -49,12 +51,16 @@ Key = tuple[str, int]
 
 @dataclass(frozen=True)
 class Setting:
-    """How an engine runs; none of it may show in a stream. A tight pool holds just one longest sequence."""
+    """How an engine runs; none of it may show in a stream. A tight pool holds just one longest sequence.
+
+    With `ahead` a step is launched before the one before it has ended, as on a GPU.
+    """
 
     policy: str = PREFILL_FIRST
     budget: int = 512
     caching: bool = False
     deferred: bool = False
+    ahead: bool = False
     tight: bool = False
     block_size: int = 16
     max_num_seqs: int = 8
@@ -150,11 +156,19 @@ class Watched:
     seen: Counter[str] = field(default_factory=Counter)
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        self.watch(batch)
+        return self.runner.forward(batch)
+
+    def launch(self, batch: ScheduledBatch) -> Callable[[], ScheduledBatchOutput]:
+        self.watch(batch)
+        self.seen["launched ahead"] += 1
+        return self.runner.launch(batch)
+
+    def watch(self, batch: ScheduledBatch) -> None:
         self.seen["prompts and decodes in one step"] += 0 < batch.total_seqs_num_prefill < batch.total_seqs_num
         self.seen["chunks"] += batch.is_final.count(False)
         self.seen["hits"] += sum(n > 0 for n in batch.num_cached_tokens)
         self.seen["rows before their token"] += sum(batch.from_last_output)
-        return self.runner.forward(batch)
 
 
 @cache
@@ -168,7 +182,10 @@ def loaded(block_size: int, kernels: str) -> ModelRunner:
 
 def make_engine(setting: Setting, watched: Watched) -> LLMEngine:
     watched.runner.allocate_kv_cache(setting.config.num_kvcache_blocks)
-    return LLMEngine(setting.config, runner=watched)
+    engine = LLMEngine(setting.config, runner=watched)
+    if setting.ahead:
+        engine.core.executor = PipelinedExecutor(watched.launch, time.monotonic)
+    return engine
 
 
 @cache
@@ -225,10 +242,10 @@ def check(number: int, setting: Setting, runner: ModelRunner | None = None) -> C
 def settings(policy: str, budget: int, kernels: str = "torch") -> Iterator[Setting]:
     switches = itertools.product([False, True], repeat=3)
     for (caching, deferred, tight), block_size in zip(switches, BLOCK_SIZES, strict=True):
-        yield Setting(policy, budget, caching, deferred, tight, block_size, kernels=kernels)
+        yield Setting(policy, budget, caching, deferred, deferred and caching, tight, block_size, kernels=kernels)
 
 
-@pytest.fixture(scope="module", params=list(BACKENDS))
+@pytest.fixture(scope="module", params=list(CPU_BACKENDS))
 def kernels(request: pytest.FixtureRequest) -> str:
     """Each back end that runs on this machine."""
     try:
@@ -251,6 +268,7 @@ def test_streams_are_those_of_each_sequence_alone(policy: str, budget: int, kern
     assert preempted > 0
     assert hits > 0
     assert late > 0
+    assert seen["launched ahead"] > 0
     assert seen["aborted"] > 0
     assert (seen["prompts and decodes in one step"] > 0) == (policy == MIXED)
     assert (seen["chunks"] > 0) == (budget < MODEL_LEN)
@@ -286,17 +304,16 @@ class RemembersTables(ModelRunner):
         return super().forward(batch)
 
 
-_PADDED = "_padded(positions, padded)"
+_POSITIONS = "batch.known_token_ids, positions"
 _SAMPLED_AT = "positions=np.array(batch.context_lens, np.int64)[final]"
 MUTANTS = [
-    Mutant("noise by the step", ModelRunner, "postprocess", _SAMPLED_AT,
+    Mutant("noise by the step", ModelRunner, "_sample", _SAMPLED_AT,
            "positions=final * 0 + batch.total_tokens_num"),
-    Mutant("noise without the choice", ModelRunner, "postprocess", "choices=np.array(batch.choices, np.int64)[final]",
+    Mutant("noise without the choice", ModelRunner, "_sample", "choices=np.array(batch.choices, np.int64)[final]",
            "choices=final * 0"),
-    Mutant("positions off by one when a prompt goes on", ModelRunner, "prepare_model", _PADDED,
-           f"{_PADDED} + _padded(np.repeat((starts > 0) & (lengths > 1), lengths), padded)"),
-    Mutant("the neighbour's token", ScheduledBatch, "input_token_ids", "last_output.token_ids[seq_id][-1]",
-           "next(iter(last_output.token_ids.values()))[-1]"),
+    Mutant("positions off by one when a prompt goes on", ModelRunner, "prepare_model", _POSITIONS,
+           f"{_POSITIONS} + np.repeat((starts > 0) & (lengths > 1), lengths)"),
+    Mutant("the neighbour's token", ModelRunner, "_with_late_tokens", "self._last.place[batch.req_ids[i]]", "0"),
     # A block that can be found before its last slot is written, and the token of a chunk's last row.
     *(mutant for mutant in TRAPS if mutant.trap in ("t20", "t31")),
 ]  # fmt: skip

@@ -14,7 +14,7 @@ import torch
 from common.config import Config
 from common.sampling_params import SamplingParams
 from kernels.cpu.instruction_sets import AUTO
-from kernels.select import BACKENDS
+from kernels.select import CPU_BACKENDS
 from tests.checkpoints import make_checkpoint
 from worker.batch import ScheduledBatch
 from worker.model_config import ModelConfig, ModelError
@@ -237,7 +237,7 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     return load_reference(make_checkpoint(tmp_path_factory.mktemp(request.param), **CHECKPOINTS[request.param]))
 
 
-@pytest.fixture(scope="module", params=list(BACKENDS))
+@pytest.fixture(scope="module", params=list(CPU_BACKENDS))
 def models(request: pytest.FixtureRequest, reference: Reference) -> Models:
     try:
         return Models(reference, make_runner(reference.folder, request.param))

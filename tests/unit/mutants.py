@@ -17,11 +17,12 @@ from typing import Any
 
 from common.text.detokenizer import Detokenizer
 from kernels import sampling
-from worker import model_runner, stop_rules
+from worker import stop_rules
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.block_manager import BlockManager
 from worker.executor import ThreadExecutor
 from worker.inbox import Inbox
+from worker.model_runner import ModelRunner
 from worker.scheduler import Scheduler
 from worker.sequence import Sequence
 from worker.sequence_queue import SequenceQueue, SequenceSet
@@ -182,7 +183,7 @@ MUTANTS = [
         "iter(set(chain.from_iterable(seqs.values() for seqs in self._classes.values())))",
     ),
     Mutant("t44", Scheduler, "abort", "self._emit(seq, [])", "pass"),
-    Mutant("t45", model_runner, "_padded", "np.zeros(length, np.int64)", "np.full(length, -1)"),
+    Mutant("t45", ModelRunner, "prepare_model", "np.zeros((2, padded), np.int64)", "np.full((2, padded), -1)"),
 ]
 
 # Faults that no seed has, for the oracle (tests/unit/worker/test_oracle.py).

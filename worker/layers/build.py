@@ -42,4 +42,4 @@ class Build:
 
 def taken(build: Build, name: str, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:
     """A tensor of the checkpoint that a layer keeps as it is, or rows of it, in `dtype`."""
-    return build.kept.keep(name, lambda: build.weights.take(name, rows=rows, dtype=dtype))
+    return build.kept.keep(name, lambda: build.weights.take(name, rows=rows, dtype=dtype).to(build.kernels.device))

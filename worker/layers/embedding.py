@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 
 from kernels.interface import PackedLinear
-from kernels.sampling import greedy
 from worker.layers.build import Build
 
 
@@ -32,7 +31,11 @@ class Embedding:
         self.packed: PackedLinear = head_weight(build, name) if for_head else None
         # Quantized, a head's weight no longer has the rows that the checkpoint says.
         kept = not for_head or build.packed_dtype is not None
-        self._weight = build.kept.keep(f"{name}.weight", lambda: _read(build, name, rows, share)) if kept else None
+        self._weight = self._kept_rows(build, name, rows, share) if kept else None
+
+    @staticmethod
+    def _kept_rows(build: Build, name: str, rows: slice, share: int) -> torch.Tensor:
+        return build.kept.keep(f"{name}.weight", lambda: _read(build, name, rows, share).to(build.kernels.device))
 
     def _rows(self, local: torch.Tensor) -> torch.Tensor:
         """int64 [T], places in this rank's rows -> [T, H]"""
@@ -96,4 +99,4 @@ class LMHead:
         """int64 [T]: the lowest id below `limit` of each row's largest logit, on every rank."""
         if self._whole:
             return self._kernels.linear_argmax(hidden, self._packed, limit)
-        return torch.from_numpy(greedy(self(hidden)[:, :limit].numpy()))
+        return self._kernels.argmax(self(hidden), limit)

@@ -65,13 +65,14 @@ class RotaryEmbedding:
         rope: which wavelengths, and whether only the first part of a head is rotated.
         head_dim: of the heads that are rotated.
         max_position: positions of the tables.
+        device: where they lie.
     """
 
-    def __init__(self, rope: RopeConfig, head_dim: int, max_position: int) -> None:
+    def __init__(self, rope: RopeConfig, head_dim: int, max_position: int, device: torch.device | str = "cpu") -> None:
         positions = torch.arange(max_position, dtype=torch.float32)
         angles = torch.outer(positions, inverse_frequencies(rope, head_dim)).double()
-        self._cos = (angles.cos() * rope.attention_factor).to(torch.float32).unsqueeze(1)
-        self._sin = (angles.sin() * rope.attention_factor).to(torch.float32).unsqueeze(1)
+        self._cos = (angles.cos() * rope.attention_factor).to(device, torch.float32).unsqueeze(1)
+        self._sin = (angles.sin() * rope.attention_factor).to(device, torch.float32).unsqueeze(1)
 
     def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Cosines and sines float32 [T, 1, rotary_dim / 2] of positions int64 [T]."""

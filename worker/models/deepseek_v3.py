@@ -37,7 +37,9 @@ class DeepseekV3ForCausalLM(GroupedMoEForCausalLM):
 
     def make_rotary(self, build: Build) -> RotaryEmbedding:
         """Of the rotated part of a head."""
-        return RotaryEmbedding(build.config.rope, build.config.count("qk_rope_head_dim"), build.max_position)
+        return RotaryEmbedding(
+            build.config.rope, build.config.count("qk_rope_head_dim"), build.max_position, build.kernels.device
+        )
 
     def make_attention(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor, CosSin], torch.Tensor]:
         """Latent attention."""

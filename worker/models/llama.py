@@ -190,7 +190,7 @@ class LlamaForCausalLM:
 
     def make_rotary(self, build: Build) -> RotaryEmbedding:
         """The rotary embedding of all layers."""
-        return RotaryEmbedding(build.config.rope, build.config.head_dim, build.max_position)
+        return RotaryEmbedding(build.config.rope, build.config.head_dim, build.max_position, build.kernels.device)
 
     def make_attention(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor, CosSin], torch.Tensor]:
         """The attention of one layer."""

@@ -91,11 +91,6 @@ def test_numbers_that_are_no_numbers_of_that_kind() -> None:
         ),
         ("compilation_config", CompilationConfig(3), "compilation_config.level is 3; valid: 0: .* not built yet"),
         (
-            "compilation_config",
-            CompilationConfig(cudagraph_capture_sizes=(1, 2)),
-            r"compilation_config.cudagraph_capture_sizes is \(1, 2\); valid: \(\): .* not built yet",
-        ),
-        (
             "quant_config",
             QuantizationConfig(LayerQuantConfig("per_token", "int4x2")),
             "quant_config is .*'int4x2'.*; valid: fp8 per_tensor, per_token, .*; int8 .*; fp4x2 per_1x32",

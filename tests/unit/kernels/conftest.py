@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from kernels.interface import KernelBackend
-from kernels.select import BACKENDS, select_backend
+from kernels.select import CPU_BACKENDS, select_backend
 
 
-@pytest.fixture(scope="session", params=list(BACKENDS))
+@pytest.fixture(scope="session", params=list(CPU_BACKENDS))
 def backend(request: pytest.FixtureRequest) -> KernelBackend:
     """Each back end; those that this machine can not run are skipped."""
     try:

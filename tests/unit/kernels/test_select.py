@@ -49,5 +49,5 @@ def test_auto_on_a_processor_without_avx2_takes_torch_and_says_why(monkeypatch: 
 
 
 def test_unknown_name_says_the_choices() -> None:
-    with pytest.raises(ValueError, match="'cuda' is not known; choose one of: auto, torch, cpu"):
+    with pytest.raises(ValueError, match="'cuda' is not known; choose one of: auto, torch, cpu, triton, aiter"):
         select_backend("cuda")

@@ -42,7 +42,7 @@ def view(batch: ScheduledBatch, last: ScheduledBatchOutput) -> dict[str, Any]:
     return {
         "fields": [as_lists(getattr(batch, name)) for name in NAMES],
         "tokens": as_lists(batch.input_tokens(last)),
-        "flat": as_lists(batch.input_token_ids(last)),
+        "flat": as_lists([batch.known_token_ids, batch.late_rows]),
         "histories": [
             (i, h.params, h.prompt_ids.tolist(), list(h.output_ids)) for i, h in batch.token_histories(last).items()
         ],

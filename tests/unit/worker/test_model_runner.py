@@ -7,10 +7,10 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from common.config import Config, SpeculativeConfig
+from common.config import CompilationConfig, Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
 from kernels.cpu.instruction_sets import AUTO
-from kernels.select import BACKENDS, select_backend
+from kernels.select import CPU_BACKENDS, select_backend
 from tests.checkpoints import make_checkpoint
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.dtype import resolve_dtype
@@ -73,7 +73,7 @@ def test_only_final_rows_are_sampled(runner: ModelRunner) -> None:
     assert runner.forward(batch_of((chunk, 30))).token_ids == {}
 
 
-@pytest.mark.parametrize("kernels", list(BACKENDS))
+@pytest.mark.parametrize("kernels", list(CPU_BACKENDS))
 def test_greedy_steps_without_logits_give_the_tokens_of_logits(folder: Path, kernels: str) -> None:
     try:
         runner = make_runner(folder, "bfloat16", kernels=kernels)
@@ -301,3 +301,11 @@ def test_digest_is_stable_and_tells_classes_apart(folder: Path, tmp_path: Path) 
 @pytest.mark.parametrize("max_model_len", [2, 40, 64])
 def test_digest_of_short_models(folder: Path, max_model_len: int) -> None:
     assert len(numerics_digest(make_runner(folder, max_model_len=max_model_len))) == 16
+
+
+def test_graphs_are_for_gpus(folder: Path) -> None:
+    config = Config(model=str(folder), kernels="torch", compilation_config=CompilationConfig(0, (1, 2)))
+    with pytest.raises(ModelError, match="cudagraph_capture_sizes: kernels torch capture no graphs; leave it empty"):
+        ModelRunner(config, ModelConfig.from_folder(folder))
+    eager = Config(model=str(folder), kernels="torch")
+    assert not ModelRunner(eager, ModelConfig.from_folder(folder)).captures_graphs

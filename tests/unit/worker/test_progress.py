@@ -48,3 +48,18 @@ def test_a_log_line_now_and_then_elsewhere() -> None:
         load(Progress(stream, clock), clock)
     assert stream.getvalue() == ""
     assert [entry["event"] for entry in logs] == ["starting", "loading", "loading", "loading", "starting"]
+
+
+def test_things_are_counted() -> None:
+    terminal, clock = Terminal(), Clock()
+    progress = Progress(terminal, clock)
+    for done in (1, 2):
+        clock.now += 0.0625
+        progress.count(done, 35)
+    progress.done()
+    assert terminal.getvalue() == "\r2 of 35\x1b[K\r\x1b[K"
+    with capture_logs() as logs:
+        progress = Progress(io.StringIO(), clock)
+        clock.now += 2.5
+        progress.count(3, 35)
+    assert logs == [{"event": "starting", "done": 3, "total": 35, "log_level": "info"}]

@@ -21,7 +21,7 @@ from common.config import Config
 from common.sampling_params import SamplingParams
 from kernels.experts import PackedExperts
 from kernels.row_tiles import PackedHeads, PackedLinear
-from kernels.select import BACKENDS, select_backend
+from kernels.select import CPU_BACKENDS, select_backend
 from kernels.torch_backend import TorchBackend
 from tests.checkpoints import make_checkpoint
 from worker import loader, model_runner, packed_file, weights_cache
@@ -75,7 +75,7 @@ def events(logs: list[Any]) -> list[str]:
     return [line["event"] for line in logs if "packed weights" in line["event"]]
 
 
-@pytest.mark.parametrize("kernels", BACKENDS)
+@pytest.mark.parametrize("kernels", CPU_BACKENDS)
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_mapped_model_has_the_bits_of_a_packed_one(
     architecture: str, kernels: str, checkpoints: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -1,0 +1,65 @@
+"""Steps captured into CUDA and HIP graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.interface import AttentionMetaData
+from kernels.triton_backend.kv_cache import DeviceKVCache
+from kernels.triton_backend.plan import Shape, StepPlan, staged, to_device
+
+# Runs before the capture: Triton compiles, and libraries allocate what they keep.
+_WARM_RUNS = 2
+
+
+class TritonGraphs:
+    """StepGraphs on a GPU. Where kernels are interpreted, what is captured is run again: over the same memory.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        # Graphs never run at the same time, so that they share what they allocate.
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+
+    def plan(self, cache: DeviceKVCache, num_heads: int, rows: int, max_seq_len: int) -> StepPlan:
+        """See StepGraphs: nothing but padding as yet."""
+        shape = Shape(
+            rows=rows,
+            seqs=rows,
+            blocks=-(-max_seq_len // cache.block_size),
+            max_seqlen_q=1,
+            max_seqlen_k=max_seq_len,
+        )
+        memory = torch.zeros(sum(shape.sizes), dtype=torch.int32, device=self._device)
+        plan = StepPlan.over(memory, shape)
+        plan.slot_mapping.fill_(-1)
+        return plan
+
+    def write(self, plan: StepPlan, metadata: AttentionMetaData) -> None:
+        """See StepGraphs: one copy, which the stream orders."""
+        plan.memory.copy_(to_device(staged(metadata, plan.shape), self._device), non_blocking=True)
+
+    def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        """See StepGraphs."""
+        if self._device.type != "cuda":
+            return run
+        warm = torch.cuda.Stream(self._device)
+        warm.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(warm):
+            for _ in range(_WARM_RUNS):
+                run()
+        torch.cuda.current_stream(self._device).wait_stream(warm)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, pool=self._pool):
+            result = run()
+
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return result
+
+        return replay

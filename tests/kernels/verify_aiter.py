@@ -1,0 +1,310 @@
+"""Compares what AITER computes on this machine's GPU with PyTorch's back end in float32: what no machine of ours can.
+
+    python -m tests.kernels.verify_aiter [PART_OF_A_NAME]
+
+Prints each operation's relative error, and ends with 1 if one is too large or was not AITER's. On an AMD GPU with
+AITER; tests/kernels/test_aiter_verify.py runs the same comparisons over a stand-in.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+
+from kernels.aiter_backend import SINCE, AiterBackend
+from kernels.aiter_library import AiterLibrary, AiterUnavailableError
+from kernels.interface import AttentionMetaData, ExpertWeights, KVSpec, Routing
+from kernels.paged_attention import PagedKVCache
+from kernels.torch_backend import TorchBackend
+from kernels.triton_backend import plan as step_plan
+from kernels.triton_backend import target
+from kernels.triton_backend.kv_cache import DeviceKVCache
+from kernels.triton_backend.plan import StepPlan
+from kernels.triton_backend.target import Settings
+
+REFERENCE = TorchBackend()
+# Of the Euclidean norm. bfloat16 has 8 bits, E4M3 has 4, and both sides of an FP8 product are rounded.
+LARGEST_ERROR, LARGEST_FP8_ERROR = 0.01, 0.05
+HIDDEN, BLOCK_SIZE, BLOCKS = 4096, 64, 64
+# Rows and keys of sequences: a chunk, a prompt, decodes of a short and a long context; then decodes only.
+STEPS = {"mixed": [(70, 200), (33, 33), (1, 5), (1, 900)], "decode": [(1, 200), (1, 33), (1, 5), (1, 900)]}
+
+
+class Nothing:
+    """A back end that has only what AITER's needs of another: cache and plan."""
+
+    name = "nothing"
+    batch_invariant = False
+    numerics: tuple[object, ...] = ()
+    layout: tuple[object, ...] = ()
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+
+    def allocate_kv(
+        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> DeviceKVCache:
+        """See KernelBackend."""
+        return DeviceKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype, self.device)
+
+    def plan_attention(self, metadata: AttentionMetaData, cache: object, num_heads: int) -> StepPlan:
+        """See KernelBackend."""
+        return step_plan.plan(metadata, self.device)
+
+
+# AITER's result and the reference's.
+Pair = tuple[torch.Tensor, torch.Tensor]
+# A name, the error that is allowed, and what computes both.
+Case = tuple[str, float, Callable[[], Pair]]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One operation on one kind of input.
+
+    Attributes:
+        name: for people.
+        error: of AITER's result, relative to the reference's Euclidean norm; infinite where AITER did not compute it.
+        allowed: how large it may be.
+        reason: why it was not computed.
+    """
+
+    name: str
+    error: float
+    allowed: float
+    reason: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the error is small enough."""
+        return self.error <= self.allowed
+
+    def __str__(self) -> str:
+        verdict = "ok    " if self.passed else "FAILED"
+        return f"{verdict} {self.name:44} {self.error:.2e} (at most {self.allowed:.0e}) {self.reason}".rstrip()
+
+
+class Verifier:
+    """The comparisons of one back end, bfloat16 on `device`."""
+
+    def __init__(self, backend: AiterBackend, device: torch.device) -> None:
+        self.backend = backend
+        self.device = device
+        self._random = torch.Generator().manual_seed(0)
+
+    def draw(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
+        """Normal numbers on the CPU."""
+        return (torch.randn(shape, generator=self._random) * scale).to(dtype)
+
+    def on(self, tensor: torch.Tensor | None) -> Any:
+        """A copy on the device."""
+        return None if tensor is None else tensor.to(self.device)
+
+    def all(self, part: str) -> Iterator[Comparison]:
+        """Every operation with `part` in its name."""
+        for name, allowed, compute in self._cases():
+            if part not in name:
+                continue
+            try:
+                found, expected = compute()
+            except Exception as error:
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                yield Comparison(name, float("inf"), allowed, reason)
+            else:
+                yield Comparison(name, _error(found, expected), allowed)
+
+    def _cases(self) -> Iterator[Case]:
+        fp8 = self.backend.fp8
+        for rows in (1, 33):
+            yield f"rms_norm, {rows} rows", LARGEST_ERROR, partial(self.rms_norm, rows)
+            yield f"add_rms_norm, {rows} rows", LARGEST_ERROR, partial(self.add_rms_norm, rows)
+            yield f"silu_and_mul, {rows} rows", LARGEST_ERROR, partial(self.silu_and_mul, rows)
+            yield f"linear, {rows} rows", LARGEST_ERROR, partial(self.linear, rows)
+            yield f"linear in FP8, {rows} rows", LARGEST_FP8_ERROR, partial(self.linear, rows, fp8)
+            yield f"moe, {rows} rows", LARGEST_ERROR, partial(self.moe, rows)
+            yield f"moe in FP8, {rows} rows", LARGEST_FP8_ERROR, partial(self.moe, rows, fp8)
+        yield "layer_norm", LARGEST_ERROR, self.layer_norm
+        yield "rms_norm of heads", LARGEST_ERROR, self.head_norm
+        yield "rope", LARGEST_ERROR, partial(self.rope, 128)
+        yield "rope of a part of heads", LARGEST_ERROR, partial(self.rope, 64)
+        yield "route by softmax", LARGEST_ERROR, partial(self.route, Routing(8, renormalize=True), 128)
+        groups = Routing(8, "sigmoid", renormalize=True, num_groups=8, top_groups=4, scale=2.5)
+        yield "route by sigmoid in groups", LARGEST_ERROR, partial(self.route, groups, 256)
+        for step in STEPS:
+            attention = partial(self.attention, step)
+            yield f"attention, {step}", LARGEST_ERROR, attention
+            yield f"attention with window and sinks, {step}", LARGEST_ERROR, partial(attention, 100, True)
+            yield f"attention over FP8, {step}", LARGEST_ERROR, partial(attention, dtype=fp8)
+            yield f"latent attention, {step}", LARGEST_ERROR, partial(self.latent_attention, step)
+
+    def rms_norm(self, rows: int) -> Pair:
+        """As are all of these: what AITER makes of random numbers, and what the reference does."""
+        x, weight = self.draw(rows, HIDDEN), self.draw(HIDDEN)
+        found = self.backend.rms_norm(self.on(x), self.on(weight), 1e-6)
+        return found, REFERENCE.rms_norm(x.float(), weight.float(), 1e-6)
+
+    def head_norm(self) -> Pair:
+        """Of a part of wider rows."""
+        qkv, weight = self.draw(9, 48, 128), self.draw(128)
+        found = self.backend.rms_norm(self.on(qkv)[:, :32], self.on(weight), 1e-6)
+        return found, REFERENCE.rms_norm(qkv[:, :32].float(), weight.float(), 1e-6)
+
+    def add_rms_norm(self, rows: int) -> Pair:
+        """Both results, side by side."""
+        x, residual, weight = self.draw(rows, HIDDEN), self.draw(rows, HIDDEN), self.draw(HIDDEN)
+        found = self.backend.add_rms_norm(self.on(x), self.on(residual), self.on(weight), 1e-6)
+        expected = REFERENCE.add_rms_norm(x.float(), residual.float(), weight.float(), 1e-6)
+        return torch.cat(found), torch.cat(expected)
+
+    def layer_norm(self) -> Pair:
+        """Of the indexer's width."""
+        x, weight, bias = self.draw(9, 128), self.draw(128), self.draw(128)
+        found = self.backend.layer_norm(self.on(x), self.on(weight), self.on(bias), 1e-6)
+        return found, REFERENCE.layer_norm(x.float(), weight.float(), bias.float(), 1e-6)
+
+    def rope(self, rotary_dim: int) -> Pair:
+        """Queries and keys, side by side."""
+        qkv, angles = self.draw(9, 48, 128), self.draw(9, 1, rotary_dim // 2, dtype=torch.float32)
+        wide, on_device = qkv.float(), self.on(qkv)
+        cos, sin = angles.cos(), angles.sin()
+        found = self.backend.rope(on_device[:, :32], on_device[:, 32:40], self.on(cos), self.on(sin))
+        return torch.cat(found, 1), torch.cat(REFERENCE.rope(wide[:, :32], wide[:, 32:40], cos, sin), 1)
+
+    def silu_and_mul(self, rows: int) -> Pair:
+        """See `rms_norm`."""
+        x = self.draw(rows, HIDDEN)
+        return self.backend.silu_and_mul(self.on(x)), REFERENCE.silu_and_mul(x.float())
+
+    def linear(self, rows: int, packed_dtype: torch.dtype | None = None) -> Pair:
+        """With a bias."""
+        x, weight, bias = self.draw(rows, 1024), self.draw(1536, 1024, scale=0.03), self.draw(1536)
+        packed = self.backend.pack_linear(self.on(weight), self.on(bias), torch.bfloat16, packed_dtype)
+        reference = REFERENCE.pack_linear(weight, bias, torch.float32)
+        return self.backend.linear(self.on(x), packed), REFERENCE.linear(x.float(), reference)
+
+    def route(self, routing: Routing, num_experts: int) -> Pair:
+        """Weights by expert, so that the order of the chosen does not count."""
+        logits = self.draw(33, num_experts, dtype=torch.float32)
+        bias = self.draw(num_experts, dtype=torch.float32) if routing.scoring == "sigmoid" else None
+        ids, weights = self.backend.route(self.on(logits), routing, self.on(bias))
+        expected_ids, expected = REFERENCE.route(logits, routing, bias)
+        none = torch.zeros_like(logits)
+        return none.scatter(1, ids.cpu(), weights.cpu()), none.scatter(1, expected_ids, expected)
+
+    def moe(self, rows: int, packed_dtype: torch.dtype | None = None) -> Pair:
+        """Half of the experts are another rank's."""
+        x, count = self.draw(rows, 512), 8
+        gate_ups = [self.draw(512, 512, scale=0.05) for _ in range(count)]
+        downs = [self.draw(512, 256, scale=0.05) for _ in range(count)]
+        both = list(zip(gate_ups, downs, strict=True))
+        ids = torch.rand(rows, 2 * count, generator=self._random).argsort(1)[:, :4]
+        weights = self.draw(rows, 4, dtype=torch.float32).softmax(1)
+        mine = (ExpertWeights(self.on(gate_up), self.on(down)) for gate_up, down in both)
+        packed = self.backend.pack_experts(mine, count, None, torch.bfloat16, packed_dtype)
+        reference = REFERENCE.pack_experts([ExpertWeights(*pair) for pair in both], count, None, torch.float32)
+        found = self.backend.moe(self.on(x), self.on(ids), self.on(weights), packed)
+        return found, REFERENCE.moe(x.float(), ids, weights, reference)
+
+    def attention(
+        self, step: str, window: int | None = None, with_sinks: bool = False, dtype: torch.dtype = torch.bfloat16
+    ) -> Pair:
+        """Over a cache that AITER has written, if it is in bfloat16."""
+        metadata, plan = self._step(step)
+        cache: Any = self.backend.allocate_kv(KVSpec(8, 128), 1, BLOCKS, BLOCK_SIZE, dtype)
+        whole = self._filled(cache)
+        q = self.draw(metadata.num_tokens, 32, 128)
+        sinks = self.draw(32, dtype=torch.float32) if with_sinks else None
+        metadata.plan = plan
+        found = self.backend.attention(self.on(q), cache, 0, metadata, 0.09, window, self.on(sinks))
+        reference = _reference_cache(whole, KVSpec(8, 128))
+        metadata.plan = REFERENCE.plan_attention(metadata, reference, 32)
+        return found, REFERENCE.attention(q.float(), reference, 0, metadata, 0.09, window, sinks)
+
+    def latent_attention(self, step: str) -> Pair:
+        """DeepSeek's: latents of 512 and 64 rotated numbers, 16 heads of a rank."""
+        metadata, plan = self._step(step)
+        spec = KVSpec(1, 576, latent_value_dim=512)
+        cache: Any = self.backend.allocate_kv(spec, 1, BLOCKS, BLOCK_SIZE, torch.bfloat16)
+        whole = self.draw(1, 1, BLOCKS, BLOCK_SIZE, 1, 576)
+        cache.data.copy_(whole)
+        q = self.draw(metadata.num_tokens, 16, 576)
+        metadata.plan = plan
+        found = self.backend.latent_attention(self.on(q), cache, 0, metadata, 0.06, None)
+        reference = _reference_cache(whole.float(), spec)
+        metadata.plan = REFERENCE.plan_attention(metadata, reference, 16)
+        return found, REFERENCE.latent_attention(q.float(), reference, 0, metadata, 0.06, None)
+
+    def _step(self, name: str) -> tuple[AttentionMetaData, StepPlan]:
+        counts, lengths = (np.array(column, np.int64) for column in zip(*STEPS[name], strict=True))
+        longest = -(-int(lengths.max()) // BLOCK_SIZE)
+        order = np.random.default_rng(0).permutation(BLOCKS)
+        tables = order[: len(counts) * longest].reshape(len(counts), longest)
+        metadata = AttentionMetaData(
+            cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), counts.cumsum())),
+            seq_lens=lengths,
+            block_tables=tables,
+            slot_mapping=np.zeros(int(counts.sum()), np.int64),
+        )
+        return metadata, step_plan.plan(metadata, self.device)
+
+    def _filled(self, cache: DeviceKVCache) -> torch.Tensor:
+        """Random keys and values in every slot, written by AITER if it does that; returns them in float32."""
+        slots = BLOCKS * BLOCK_SIZE
+        rows = self.draw(2, slots, 8, 128)
+        mapping = np.random.default_rng(1).permutation(slots)
+        stored = torch.zeros_like(rows)
+        stored[:, torch.from_numpy(mapping)] = rows
+        expected = stored.to(cache.data.dtype).view(cache.data.shape)
+        if cache.data.dtype == rows.dtype:
+            everything = AttentionMetaData(np.array([0, slots]), np.array([slots]), np.arange(BLOCKS)[None], mapping)
+            everything.plan = step_plan.plan(everything, self.device)
+            self.backend.write_kv(cache, 0, self.on(rows[0]), self.on(rows[1]), everything)
+            if not torch.equal(cache.data.cpu(), expected):
+                raise AssertionError("write_kv has stored other numbers")
+        else:
+            cache.data.copy_(expected)
+        return expected.float()
+
+
+def _reference_cache(whole: torch.Tensor, spec: KVSpec) -> PagedKVCache:
+    cache = REFERENCE.allocate_kv(spec, 1, BLOCKS, BLOCK_SIZE, torch.float32)
+    cache.data[:, :, :-1] = whole.transpose(3, 4)
+    return cache
+
+
+def _error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    found, expected = found.double().cpu(), expected.double().cpu()
+    return float((found - expected).norm() / expected.norm()) if found.shape == expected.shape else float("inf")
+
+
+def verify(library: AiterLibrary, settings: Settings, device: torch.device, part: str = "") -> list[Comparison]:
+    """All comparisons with `part` in their names, printed as they come."""
+    other: Any = Nothing(device)
+    comparisons = []
+    for comparison in Verifier(AiterBackend(other, library, settings, device), device).all(part):
+        print(comparison, flush=True)
+        comparisons.append(comparison)
+    return comparisons
+
+
+def main(arguments: list[str]) -> int:
+    """Compares what has the first argument in its name. Returns the exit code."""
+    try:
+        library = AiterLibrary.load(SINCE)
+        settings = Settings(target.current(), batch_invariant=False)
+        comparisons = verify(library, settings, torch.device("cuda"), *arguments[:1])
+    except (AiterUnavailableError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"aiter {library.version} on {settings.target.name}")
+    return 0 if all(comparison.passed for comparison in comparisons) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
