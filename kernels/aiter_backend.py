@@ -39,6 +39,7 @@ from kernels.interface import (
     PackedLinear,
     Routing,
     SampleParams,
+    StepGraphs,
     TokenSelection,
 )
 from kernels.triton_backend.kv_cache import DeviceKVCache
@@ -256,6 +257,16 @@ class AiterBackend:
     def batch_invariant(self) -> bool:
         """See KernelBackend: if the settings ask for it, and the other back end is."""
         return self._settings.batch_invariant and self._fallback.batch_invariant
+
+    @property
+    def device(self) -> torch.device:
+        """See KernelBackend."""
+        return self._device
+
+    @property
+    def graphs(self) -> StepGraphs | None:
+        """See KernelBackend: the other back end's, whose plan AITER's calls take."""
+        return self._fallback.graphs
 
     @property
     def numerics(self) -> tuple[object, ...]:
@@ -671,6 +682,14 @@ class AiterBackend:
     def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> None:
         """See KernelBackend: single operations only."""
         return
+
+    def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
+        """See KernelBackend."""
+        return self._fallback.argmax(logits, limit)
+
+    def fetch(self, ids: torch.Tensor) -> Callable[[], list[int]]:
+        """See KernelBackend."""
+        return self._fallback.fetch(ids)
 
     def sample(
         self,
