@@ -349,8 +349,8 @@ class KernelBackend(Protocol):
         """Brings a weight [N, K] and a bias [N] of any float dtype into the back end's layout, in `dtype`.
 
         `packed_dtype` comes from the method of that name: int8 and FP8 keep numbers of 8 bits with a scale for each row
-        of the weight and each 128 numbers of K. None keeps `dtype`. The result may share the weight's memory, which must
-        therefore stay unchanged.
+        of the weight and each 128 numbers of K. None keeps `dtype`. The result may share the weight's memory, which
+        must therefore stay unchanged.
         """
         ...
 

@@ -23,6 +23,7 @@ from kernels.triton_backend import (
     target,
 )
 from kernels.triton_backend.experts import PackedExperts
+from kernels.triton_backend.decoder import TritonDecoder
 from kernels.triton_backend.graphs import TritonGraphs
 from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.packed_weight import PackedWeight
@@ -220,9 +221,9 @@ class TritonBackend:
         """See KernelBackend."""
         return latent.latent_attention(q, cache, layer, metadata.plan, scale, selection, self.settings)
 
-    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> None:
-        """See KernelBackend: single operations, which graphs put together."""
-        return
+    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> TritonDecoder:
+        """See KernelBackend."""
+        return TritonDecoder(decoder, self.settings)
 
     def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
         """See KernelBackend."""
