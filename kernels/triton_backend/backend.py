@@ -22,8 +22,8 @@ from kernels.triton_backend import (
     sampling,
     target,
 )
-from kernels.triton_backend.experts import PackedExperts
 from kernels.triton_backend.decoder import TritonDecoder
+from kernels.triton_backend.experts import PackedExperts
 from kernels.triton_backend.graphs import TritonGraphs
 from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.packed_weight import PackedWeight
