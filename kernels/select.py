@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import TYPE_CHECKING
 
 import structlog
 import torch
@@ -12,6 +13,9 @@ from kernels.cpu.instruction_sets import AUTO, CHOICES
 from kernels.cpu.library import PLAIN, LibraryUnavailableError
 from kernels.interface import KernelBackend
 from kernels.torch_backend import TorchBackend
+
+if TYPE_CHECKING:
+    from kernels.triton_backend.backend import TritonBackend
 
 TORCH, CPU, TRITON, AITER = "torch", "cpu", "triton", "aiter"
 CPU_BACKENDS = (TORCH, CPU)
@@ -51,16 +55,35 @@ def select_backend(name: str = AUTO, cpu_isa: str = AUTO, batch_invariant: bool 
 
 
 def _gpu_backend(name: str, batch_invariant: bool) -> KernelBackend:
-    """AITER's kernels, where they are installed, for `auto`; Triton's for what it does not do, or as asked for."""
+    """Triton's kernels, or AITER's above them: as asked for, or, for `auto`, where they are installed.
+
+    Raises:
+        ValueError: they can not serve here; gives the reason.
+    """
     if importlib.util.find_spec("triton") is None:
-        raise ValueError(f"kernels {TRITON!r}: Triton is not installed; install fissile[triton]")
+        raise ValueError(f"kernels {name!r}: Triton is not installed; install fissile[triton]")
     # Triton finds out at its import whether kernels are interpreted, and takes half a second.
+    from kernels.aiter_library import AiterUnavailableError  # noqa: PLC0415
     from kernels.triton_backend.backend import TritonBackend  # noqa: PLC0415
 
     try:
-        return TritonBackend(batch_invariant)
+        own = TritonBackend(batch_invariant)
+        return own if name == TRITON else _above(own)
     except RuntimeError as error:
         raise ValueError(f"kernels {name!r}: {error}") from error
+    except AiterUnavailableError as error:
+        if name == AITER:
+            raise ValueError(f"kernels {AITER!r}: {error}") from error
+        _log.info("Triton's kernels serve", reason=str(error))
+        return own
+
+
+def _above(own: TritonBackend) -> KernelBackend:
+    """AITER's kernels, where Triton's do the rest; see AiterBackend."""
+    from kernels.aiter_backend import SINCE, AiterBackend  # noqa: PLC0415
+    from kernels.aiter_library import AiterLibrary  # noqa: PLC0415
+
+    return AiterBackend(own, AiterLibrary.load(SINCE), own.settings, own.device)
 
 
 def _best_backend() -> KernelBackend:

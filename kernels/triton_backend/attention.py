@@ -82,7 +82,9 @@ def _finished(m, total, values, sinks, head, used, SINKS: tl.constexpr):
     """Weighted values [M, D] divided by the sums, in which a sink takes part last; zeros where there are no keys."""
     if SINKS:
         sink = tl.load(sinks + head, mask=used, other=0.0) * 1.4426950408889634
-        m, total, values = _merge(m, total, values, sink, tl.full(m.shape, 1.0, tl.float32), tl.zeros_like(values))
+        m, total, values = _merge(
+            m, total, values, sink, tl.full(m.shape, 1.0, tl.float32), tl.full(values.shape, 0.0, tl.float32)
+        )
     inverse = 1.0 / tl.where(total > 0.0, total, 1.0)
     return values * inverse[:, None]
 
@@ -110,8 +112,8 @@ def _attend_split(
 ):
     """The online softmax over keys [low, high) of rows at `position` [M]: largest scores, sums, weighted values."""
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    weighted = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
     columns = tl.arange(0, BLOCK_D)
     rows = tl.arange(0, BLOCK_N)
     for start in range(low, high, BLOCK_N):
@@ -227,10 +229,10 @@ def _attention_kernel(
         low = tl.maximum(context + first_token - window + 1, 0)
     high = tl.minimum(context + first_token + BLOCK_Q, length)
     m = tl.full([BLOCK_M], float("-inf"), tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    weighted = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    total = tl.full([BLOCK_M], 0.0, tl.float32)
+    weighted = tl.full([BLOCK_M, BLOCK_D], 0.0, tl.float32)
     dealt = tl.num_programs(2)
-    for index in range(low // split + tl.program_id(2), tl.cdiv(high, split), dealt):
+    for index in range(low // split + tl.program_id(2), (high + split - 1) // split, dealt):
         split_m, split_total, split_weighted = _attend_split(
             queries,
             keys + kv_head * D,
@@ -297,10 +299,10 @@ def _merge_kernel(
     columns = tl.arange(0, BLOCK_D)
     mask = used[:, None] & (columns < D)[None, :]
     m = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    weighted = tl.zeros([HEADS, BLOCK_D], tl.float32)
+    total = tl.full([HEADS], 0.0, tl.float32)
+    weighted = tl.full([HEADS, BLOCK_D], 0.0, tl.float32)
     first_place = (row.to(tl.int64) * NUM_HEADS + head) * slots
-    for index in tl.range(low // split, tl.cdiv(position + 1, split), loop_unroll_factor=4):
+    for index in tl.range(low // split, (position + split) // split, loop_unroll_factor=4):
         place = first_place + index % slots
         split_m = tl.load(softmaxes + place * 2, mask=used, other=0.0)
         split_total = tl.load(softmaxes + place * 2 + 1, mask=used, other=0.0)

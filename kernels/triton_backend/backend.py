@@ -41,6 +41,9 @@ class TritonBackend:
     Args:
         batch_invariant: whether tiles and splits are chosen without looking at how much work there is.
 
+    Attributes:
+        settings: what tiles are chosen by.
+
     Raises:
         RuntimeError: there is no GPU, and kernels are not interpreted.
     """
@@ -55,24 +58,24 @@ class TritonBackend:
         self.device = torch.device("cpu") if interpreted else torch.device("cuda", torch.cuda.current_device())
         self.batch_invariant = batch_invariant
         self.graphs = TritonGraphs(self.device)
-        self._settings = Settings(target.current(), batch_invariant)
+        self.settings = Settings(target.current(), batch_invariant)
         self._copies = None if interpreted else torch.cuda.Stream(self.device)
 
     @property
     def description(self) -> str:
         """See KernelBackend."""
-        return f"{self.name}:{self._settings.target.name}"
+        return f"{self.name}:{self.settings.target.name}"
 
     @property
     def numerics(self) -> tuple[object, ...]:
         """See KernelBackend."""
         versions = (triton.__version__, torch.version.hip or torch.version.cuda)
-        return (self.name, self._settings.target.name, self.batch_invariant, *versions)
+        return (self.name, self.settings.target.name, self.batch_invariant, *versions)
 
     @property
     def layout(self) -> tuple[object, ...]:
         """See KernelBackend."""
-        return (self.name, self._settings.target.name)
+        return (self.name, self.settings.target.name)
 
     def adopt(self, packed: object) -> None:
         """See KernelBackend."""
@@ -97,7 +100,7 @@ class TritonBackend:
 
     def linear(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         """See KernelBackend."""
-        return linear.linear(x, packed, self._settings)
+        return linear.linear(x, packed, self.settings)
 
     def packed_rows(self, packed: PackedWeight, ids: torch.Tensor) -> torch.Tensor:
         """See KernelBackend."""
@@ -105,7 +108,7 @@ class TritonBackend:
 
     def linear_argmax(self, x: torch.Tensor, packed: PackedWeight, limit: int) -> torch.Tensor:
         """See KernelBackend; no more than some columns of the product are ever in memory."""
-        return linear.argmax(x, packed, limit, self._settings)
+        return linear.argmax(x, packed, limit, self.settings)
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedWeight:
         """See KernelBackend."""
@@ -113,7 +116,7 @@ class TritonBackend:
 
     def head_linear(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         """See KernelBackend."""
-        return linear.head_linear(x, packed, self._settings)
+        return linear.head_linear(x, packed, self.settings)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See KernelBackend."""
@@ -160,7 +163,7 @@ class TritonBackend:
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts
     ) -> torch.Tensor:
         """See KernelBackend."""
-        return experts.moe(x, topk_ids, topk_weights, packed, self._settings)
+        return experts.moe(x, topk_ids, topk_weights, packed, self.settings)
 
     def allocate_kv(
         self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
@@ -189,7 +192,7 @@ class TritonBackend:
         sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See KernelBackend."""
-        return attention.attention(q, cache, layer, metadata.plan, scale, self._settings, window, sinks)
+        return attention.attention(q, cache, layer, metadata.plan, scale, self.settings, window, sinks)
 
     def write_latent(self, cache: DeviceKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
         """See KernelBackend."""
@@ -216,7 +219,7 @@ class TritonBackend:
         selection: torch.Tensor | None,
     ) -> torch.Tensor:
         """See KernelBackend."""
-        return latent.latent_attention(q, cache, layer, metadata.plan, scale, selection, self._settings)
+        return latent.latent_attention(q, cache, layer, metadata.plan, scale, selection, self.settings)
 
     def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> None:
         """See KernelBackend: single operations, which graphs put together."""

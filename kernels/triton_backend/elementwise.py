@@ -124,7 +124,7 @@ def _layer_norm_kernel(
 
 
 @dataclass(frozen=True)
-class _Tile:
+class RowTile:
     """How rows of one width are shared among programs.
 
     Attributes:
@@ -138,17 +138,20 @@ class _Tile:
     num_warps: int
 
     @classmethod
-    def of(cls, width: int) -> _Tile:
+    def of(cls, width: int) -> RowTile:
+        """That of rows of `width` numbers."""
         block = triton.next_power_of_2(width)
         rows = max(1, _TILE // block)
         num_warps = 4 if block <= 2048 else 8 if block <= 8192 else 16
         return cls(rows, block, num_warps)
 
     def grid(self, rows: int) -> tuple[int]:
+        """Programs for so many rows."""
         return (triton.cdiv(rows, self.rows),)
 
     @property
     def constants(self) -> dict[str, int | bool]:
+        """Constants and options of a kernel of norms."""
         return {"ROWS": self.rows, "BLOCK": self.block, "num_warps": self.num_warps, "enable_fp_fusion": False}
 
 
@@ -165,7 +168,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = _in_rows(x)
     outer, inner, width = rows.shape
-    tile = _Tile.of(width)
+    tile = RowTile.of(width)
     launch(
         _rms_norm_kernel,
         tile.grid(outer * inner),
@@ -183,7 +186,7 @@ def add_rms_norm(
     total = torch.empty_like(out)
     rows, added = _in_rows(x), _in_rows(residual)
     outer, inner, width = rows.shape
-    tile = _Tile.of(width)
+    tile = RowTile.of(width)
     launch(
         _add_rms_norm_kernel,
         tile.grid(outer * inner),
@@ -199,7 +202,7 @@ def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: f
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = _in_rows(x)
     outer, inner, width = rows.shape
-    tile = _Tile.of(width)
+    tile = RowTile.of(width)
     launch(
         _layer_norm_kernel,
         tile.grid(outer * inner),

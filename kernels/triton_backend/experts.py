@@ -16,13 +16,14 @@ import triton
 import triton.language as tl
 
 from kernels.interface import ClampedSwiglu, ExpertWeights
+from kernels.triton_backend import mxfp4, packed_weight
 from kernels.triton_backend.launch import launch
+from kernels.triton_backend.packed_weight import GROUP
 from kernels.triton_backend.target import Settings
+from kernels.triton_backend.tiles import Tiles, compiler_options
 
-# Numbers of K that share a scale of narrow weights, see KernelBackend.pack_linear.
-SCALE_GROUP = 128
-# The largest multiple of its scale that a narrow weight stands for.
-_LARGEST = {torch.int8: 127.0}
+_EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+_MXFP4 = torch.float4_e2m1fn_x2
 
 
 @dataclass(frozen=True)
@@ -30,8 +31,9 @@ class StackedWeights:
     """A weight [N, K] of each of E experts.
 
     Attributes:
-        numbers: [E, N, K] in the model dtype, or narrower.
-        scales: float32 [E, N, K / SCALE_GROUP rounded up]: number times scale is the weight; None for no scales.
+        numbers: [E, N, K] in the model dtype, int8 or FP8; or uint8 as in kernels/triton_backend/mxfp4.py.
+        scales: None for the model dtype; float32 [E, K / GROUP rounded up, N]: number times scale is the weight;
+            or those of MXFP4, [E, N, ...].
         bias: [E, N] in the model dtype, or None.
     """
 
@@ -71,20 +73,21 @@ def pack(
         first: id of the first.
         clamp: see PackedExperts.
         dtype: the model's: bfloat16, float16 or float32.
-        packed_dtype: that of the numbers; `dtype` or None for the model's, int8 for the nearest of 255 multiples of a
-            float32 scale for each row of a weight and SCALE_GROUP numbers of K.
+        packed_dtype: that of the numbers; `dtype` or None for the model's; int8, or the target's FP8, for the nearest
+            multiples of a float32 scale for each row of a weight and GROUP numbers of K; float4_e2m1fn_x2 for
+            MXFP4.
         device: where to.
 
     Raises:
         ValueError: another packed dtype.
     """
-    if packed_dtype not in (None, dtype, *_LARGEST):
+    if packed_dtype not in (None, dtype, _MXFP4, *_EIGHT_BITS):
         raise ValueError(f"experts in {dtype} can not be packed as {packed_dtype}")
     gate_up: list[StackedWeights] = []
     down: list[StackedWeights] = []
     for expert in experts:
-        bias = None if expert.gate_up_bias is None else _in_turn(expert.gate_up_bias)
-        gate_up.append(_packed(_in_turn(expert.gate_up), bias, dtype, packed_dtype or dtype, device))
+        bias = None if expert.gate_up_bias is None else _in_turn(expert.gate_up_bias.to(device))
+        gate_up.append(_packed(_in_turn(expert.gate_up.to(device)), bias, dtype, packed_dtype or dtype, device))
         down.append(_packed(expert.down, expert.down_bias, dtype, packed_dtype or dtype, device))
     if not down:
         return PackedExperts(first, None, None, clamp)
@@ -108,18 +111,10 @@ def _packed(
     weight = weight.to(device, dtype)
     if packed_dtype == dtype:
         return StackedWeights(weight, None, bias)
-    return StackedWeights(*_quantized(weight, packed_dtype), bias)
-
-
-def _quantized(weight: torch.Tensor, packed_dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Numbers [N, K] and scales [N, groups] of a weight [N, K]; a NaN shows in all products of its group."""
-    rows, inner = weight.shape
-    groups = torch.nn.functional.pad(weight.float(), (0, -inner % SCALE_GROUP)).view(rows, -1, SCALE_GROUP)
-    largest = _LARGEST[packed_dtype]
-    scales = groups.abs().amax(2) / largest
-    usable = (scales > 0) & scales.isfinite()
-    multiples = torch.where(usable.unsqueeze(2), groups / scales.unsqueeze(2), 0.0).clamp_(-largest, largest)
-    return multiples.round_().to(packed_dtype).view(rows, -1)[:, :inner].contiguous(), scales
+    if packed_dtype == _MXFP4:
+        return StackedWeights(*mxfp4.quantized(weight), bias)
+    numbers, scales = packed_weight.quantized(weight, packed_dtype, GROUP)
+    return StackedWeights(numbers, scales.t().contiguous(), bias)
 
 
 def _stacked(experts: list[StackedWeights]) -> StackedWeights:
@@ -131,32 +126,14 @@ def _stacked(experts: list[StackedWeights]) -> StackedWeights:
     return StackedWeights(numbers, torch.stack(scales) if scales else None, torch.stack(biases) if biases else None)
 
 
-@dataclass(frozen=True)
-class Tiles:
-    """How the grouped products are cut.
-
-    Attributes:
-        rows: pairs of a tile, all of one expert.
-        columns: of the weight, for a program.
-        inner: numbers of K in a step, a divisor of SCALE_GROUP.
-        num_warps, num_stages: of a program.
-    """
-
-    rows: int
-    columns: int
-    inner: int
-    num_warps: int
-    num_stages: int
-
-
 # Tiles of neighbouring programs, which read the same weights one soon after the other.
 _SWIZZLE = 8
 # Pairs that a program of the sort looks at in one go.
 _SORT_BLOCK = 2048
 
 
-def tiles_for(settings: Settings, num_pairs: int, num_experts: int, element_size: int) -> Tiles:
-    """The tiles of both products; always those of 64 rows in batch-invariant mode.
+def tiles_for(settings: Settings, num_pairs: int, num_experts: int, x_size: int, weight_size: int) -> Tiles:
+    """The tiles of both products: rows are pairs of one expert; always 64 of them in batch-invariant mode.
 
     Others follow the number of pairs that an expert gets if all get the same: few rows need many bytes of weights in
     flight, and many rows are worth larger tiles.
@@ -165,14 +142,18 @@ def tiles_for(settings: Settings, num_pairs: int, num_experts: int, element_size
         settings: target and mode.
         num_pairs: T * k.
         num_experts: E of this rank.
-        element_size: bytes of a number of x.
+        x_size: bytes of a number of x.
+        weight_size: bytes of a number of the weights.
     """
-    stages = 2 if settings.target.shared_bytes < 100_000 else 3
-    inner = 128 // element_size
+    large_memory = settings.target.shared_bytes > 100_000 and not settings.target.is_amd
     rows = 64
     if not settings.batch_invariant:
         rows = min(128, max(16, triton.next_power_of_2(num_pairs // num_experts)))
-    return Tiles(rows, 128, inner, 8 if rows == 128 else 4, stages)
+    # Of narrow weights, a whole group of scales in a step.
+    inner = (128 if weight_size == x_size and rows >= 64 else 256) // x_size
+    if rows < 64:
+        return Tiles(rows, 64, inner, 4, 4 if large_memory else 2)
+    return Tiles(rows, 128, inner, 8 if rows == 128 else 4, 3 if large_memory else 2)
 
 
 def moe(
@@ -198,13 +179,14 @@ def moe(
     if packed.gate_up is None or packed.down is None or not len(x):
         return x.new_zeros(x.shape)
     x = x if x.stride(1) == 1 else x.contiguous()
-    num_experts, hidden, inner = packed.down.numbers.shape
-    tiles = tiles_for(settings, ids.numel(), num_experts, x.element_size())
+    num_experts, hidden, _ = packed.down.numbers.shape
+    inner = packed.gate_up.numbers.shape[1] // 2
+    tiles = tiles_for(settings, ids.numel(), num_experts, x.element_size(), packed.down.numbers.element_size())
     work = _sorted(ids, packed.first, num_experts, tiles.rows)
     activated = x.new_empty(ids.numel(), inner)
-    _multiply(x, packed.gate_up, activated, work, ids.shape[1], tiles, packed.clamp, gated=True)
+    _multiply(x, packed.gate_up, activated, work, ids.shape[1], tiles, packed.clamp, True, settings)
     outputs = x.new_empty(ids.numel(), hidden)
-    _multiply(activated, packed.down, outputs, work, 1, tiles, None, gated=False)
+    _multiply(activated, packed.down, outputs, work, 1, tiles, None, False, settings)
     return _combined(outputs, ids, weights, packed.first, num_experts)
 
 
@@ -313,6 +295,17 @@ def _clamped_swiglu(gate, up, alpha, limit):
     return gate / (1.0 + tl.exp(-alpha * gate)) * (up + 1.0)
 
 
+@triton.jit
+def _fp4_product(total, numbers, codes, exponents, dtype: tl.constexpr):
+    """total + numbers [rows, 64] times 64 weights: the lower halves of codes [64, columns], exponents [2, columns]."""
+    # E2M1 at the begin of float16's bits is 2^-14 of itself, below its normal numbers too. 255 makes a zero a NaN.
+    bits = ((codes & 7) << 9) | ((codes & 8) << 12)
+    powers = (exponents.to(tl.int32) << 23).to(tl.float32, bitcast=True) * 16384.0
+    powers = tl.broadcast_to(powers[:, None, :], [2, 32, codes.shape[1]])
+    weights = bits.to(tl.float16, bitcast=True).to(tl.float32) * tl.reshape(powers, codes.shape)
+    return tl.dot(numbers, weights.to(dtype), total, input_precision="ieee")
+
+
 # A program multiplies one tile of pairs by rows of its expert's weight. A tile's pairs lie anywhere in x and out.
 # GATED: out gets what the activation makes of each gate and the up behind it, else the products themselves.
 # No function that is a kernel's part itself is called where it can be helped: the interpreter takes 3 ms for each call.
@@ -326,15 +319,18 @@ def _grouped_product_kernel(
     tile_experts,
     pairs,
     x_stride,
+    weight_stride,
+    scale_stride,
     pairs_per_row,
     columns,
     inner,
     alpha,
     limit,
     SCALED: tl.constexpr,
+    FP4: tl.constexpr,
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
-    SCALE_GROUP: tl.constexpr,
+    GROUP: tl.constexpr,
     SWIZZLE: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -343,10 +339,9 @@ def _grouped_product_kernel(
 ):
     # Programs run through SWIZZLE tiles before they come to the next columns.
     column_blocks = (columns + COLUMNS - 1) // COLUMNS
-    num_tiles = tl.num_programs(0) // column_blocks
     program = tl.program_id(0)
     first_tile = program // (SWIZZLE * column_blocks) * SWIZZLE
-    neighbours = tl.minimum(num_tiles - first_tile, SWIZZLE)
+    neighbours = tl.minimum(tl.num_programs(0) // column_blocks - first_tile, SWIZZLE)
     in_group = program % (SWIZZLE * column_blocks)
     tile = first_tile + in_group % neighbours
     block = in_group // neighbours
@@ -354,17 +349,26 @@ def _grouped_product_kernel(
     if expert < 0:
         return
     pair = tl.load(pairs + tile * ROWS + tl.arange(0, ROWS))
-    # Padding and columns beyond the last compute with numbers that are there, and are not stored.
-    row = (tl.maximum(pair, 0) // pairs_per_row).to(tl.int64)
-    weight_row = expert * columns + tl.minimum(block * COLUMNS + tl.arange(0, COLUMNS), columns - 1)
-    k = tl.arange(0, INNER)
+    # Padding computes what the tile's first pair does, columns beyond the last what that does; neither is stored.
+    row = (tl.where(pair >= 0, pair, tl.load(pairs + tile * ROWS)) // pairs_per_row).to(tl.int64)
+    weight_column = tl.minimum(block * COLUMNS + tl.arange(0, COLUMNS), columns - 1)
+    weight_row = expert * columns + weight_column
+    k = tl.arange(0, INNER // 2 if FP4 else INNER)
     x_at = x + row[:, None] * x_stride + k[None, :]
-    weight_at = weight + weight_row[None, :] * inner + k[:, None]
+    weight_at = weight + weight_row[None, :] * weight_stride + k[:, None]
     # Where there are no scales, these are not read.
-    scale_at = scales + weight_row * ((inner + SCALE_GROUP - 1) // SCALE_GROUP)
+    scale_at = scales + (weight_row * scale_stride if FP4 else expert * scale_stride + weight_column)
+    dtype = out.dtype.element_ty
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
     for start in range(0, inner, INNER):
-        if EVEN:
+        if FP4:
+            codes = tl.load(weight_at + start // 2).to(tl.int16)
+            lower = tl.load(x_at + start, mask=k[None, :] < inner - start, other=0.0)
+            upper = tl.load(x_at + start + INNER // 2, mask=k[None, :] < inner - start - INNER // 2, other=0.0)
+            exponent_at = scale_at[None, :] + start // 32 + tl.arange(0, 2)[:, None]
+            total = _fp4_product(total, lower, codes, tl.load(exponent_at), dtype)
+            total = _fp4_product(total, upper, codes >> 4, tl.load(exponent_at + 2), dtype)
+        elif EVEN:
             numbers = tl.load(x_at + start)
             weights = tl.load(weight_at + start)
         else:
@@ -372,12 +376,11 @@ def _grouped_product_kernel(
             weights = tl.load(weight_at + start, mask=k[:, None] < inner - start, other=0.0)
         if SCALED:
             part = tl.dot(numbers, weights.to(numbers.dtype), input_precision="ieee")
-            total += part * tl.load(scale_at + start // SCALE_GROUP)[None, :]
-        else:
+            total += part * tl.load(scale_at + start // GROUP * columns)[None, :]
+        elif not FP4:
             total = tl.dot(numbers, weights, total, input_precision="ieee")
     if bias is not None:
         total += tl.load(bias + weight_row).to(tl.float32)[None, :]
-    dtype = out.dtype.element_ty
     if GATED:
         gate, up = tl.split(tl.reshape(total.to(dtype).to(tl.float32), [ROWS, COLUMNS // 2, 2]))
         result = _clamped_swiglu(gate, up, alpha, limit) if CLAMPED else _silu_and_mul(gate, up, dtype)
@@ -400,36 +403,32 @@ def _multiply(
     tiles: Tiles,
     clamp: ClampedSwiglu | None,
     gated: bool,
+    settings: Settings,
 ) -> None:
     """Rows `pair // pairs_per_row` of x times the weights of the pairs' experts, into rows `pair` of contiguous out."""
-    _, columns, inner = weights.numbers.shape
+    columns, inner = weights.numbers.shape[1], x.shape[1]
+    scales = weights.numbers if weights.scales is None else weights.scales
+    is_fp4 = weights.numbers.dtype == torch.uint8
+    scale_stride = scales.stride(1) if is_fp4 else scales.stride(0)
+    step = GROUP if is_fp4 else tiles.inner
     launch(
         _grouped_product_kernel,
         (len(work.experts) * triton.cdiv(columns, tiles.columns),),
-        x,
-        weights.numbers,
-        weights.numbers if weights.scales is None else weights.scales,
-        weights.bias,
-        out,
-        work.experts,
-        work.pairs,
-        x.stride(0),
-        pairs_per_row,
-        columns,
-        inner,
+        *(x, weights.numbers, scales, weights.bias, out, work.experts, work.pairs),
+        *(x.stride(0), weights.numbers.stride(1), scale_stride, pairs_per_row, columns, inner),
         0.0 if clamp is None else clamp.alpha,
         0.0 if clamp is None else clamp.limit,
-        SCALED=weights.scales is not None,
+        SCALED=weights.scales is not None and not is_fp4,
+        FP4=is_fp4,
         GATED=gated,
         CLAMPED=clamp is not None,
-        SCALE_GROUP=SCALE_GROUP,
+        GROUP=GROUP,
         SWIZZLE=_SWIZZLE,
-        EVEN=inner % tiles.inner == 0,
+        EVEN=inner % step == 0,
         ROWS=tiles.rows,
         COLUMNS=tiles.columns,
-        INNER=tiles.inner,
-        num_warps=tiles.num_warps,
-        num_stages=tiles.num_stages,
+        INNER=step,
+        **compiler_options(tiles, settings.target),
     )
 
 

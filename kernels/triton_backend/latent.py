@@ -181,13 +181,11 @@ def _latent_attention_kernel(
     base = (first_position // TOKENS + tile) * TOKENS
     if base >= seq_len:
         return
-    # The last row of the tile sees `limit` keys; all rows of the tile have splits of one length.
     limit = tl.minimum(base + TOKENS, seq_len)
-    lowest = base
     if SELECTED:
         limit = tl.minimum(limit, topk)
-        lowest = limit - 1
-    length = _split_length(lowest, SPLIT_KEYS, MAX_SPLITS)
+    # That of the tile's last row, and of each other: it grows at multiples of TOKENS only.
+    length = _split_length(limit - 1, SPLIT_KEYS, MAX_SPLITS)
     if SPLIT and tl.program_id(2) * length >= limit:
         return
 
@@ -313,10 +311,10 @@ def latent_attention(
     out = q.new_zeros(*q.shape[:2], cache.value_dim)
     if not shape.rows or not shape.seqs:
         return out
-    topk = shape.max_seqlen_k if selection is None else selection.shape[1]
+    topk = 0 if selection is None else selection.shape[1]
     tiles = _tiles(q, cache, shape, settings)
     programs = (num_tiles(shape.rows, shape.seqs, tiles.tokens), triton.cdiv(q.shape[1], tiles.heads))
-    splits = min(MAX_SPLITS, triton.cdiv(min(shape.max_seqlen_k, topk), SPLIT_KEYS))
+    splits = min(MAX_SPLITS, triton.cdiv(min(shape.max_seqlen_k, topk or shape.max_seqlen_k), SPLIT_KEYS))
     split = splits > 1 and _splits_pay(q, cache, shape, tiles, splits)
     values = {
         "VALUE_DIM": cache.value_dim,
@@ -375,8 +373,10 @@ def _tiles(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, settings: Settin
     selects all has the bits of one for which nothing was selected.
     """
     wide = q.dtype == torch.float32 or _is_wide(q.dtype, cache.data.dtype)
-    # Two accumulators of 32 rows and 512 columns are half of a program's registers.
-    rows, keys = (16, 16) if wide else (32, 32)
+    # Two accumulators of 32 rows and 512 columns are half of a program's registers; 32 queries and 16 keys in float32
+    # are 111 KB of shared memory.
+    rows = 16 if wide and settings.target.shared_bytes < 131_072 else 32
+    keys = 16 if wide else 32
     heads = min(rows, _padded(q.shape[1]))
     alone = cache.index_spec is not None or (not settings.batch_invariant and shape.max_seqlen_q == 1)
     return Tiles(1 if alone else rows // heads, heads, keys, _OPTIONS[settings.target.is_amd])

@@ -49,8 +49,10 @@ _MASS_ONE = tl.constexpr(2.0**44)
 _NO_MASS_BELOW = tl.constexpr(-31.5)
 # To add it rounds a float64 below 2^51 to an integer, ties to even.
 _ROUNDER = tl.constexpr(1.5 * 2.0**52)
-# Noise is between -3.14 and 22.9: what lies further below the largest number can not win.
+# Noise is between -3.14 and 22.9: what lies further below the largest number can not win. Sums of numbers and noise
+# are rounded, each by less than this part of the largest number.
 _HOPELESS_BELOW = tl.constexpr(-27.0)
+_ROUNDING = tl.constexpr(2.0**-22)
 # What becomes of a row.
 _GREEDY = tl.constexpr(0)
 _UNFILTERED = tl.constexpr(1)
@@ -506,7 +508,8 @@ def _draw_kernel(
         key = _key(x).to(tl.int64)
         border = tl.load(own + _BORDER)
         kept = inside & ((key > border) | ((key == border) & (id <= tl.load(own + _LAST_TIE))))
-        kept = kept & (x >= tl.load(largest + row) + _HOPELESS_BELOW)
+        highest = tl.load(largest + row)
+        kept = kept & (x >= highest + _HOPELESS_BELOW - tl.minimum(tl.abs(highest), 1e30) * _ROUNDING)
         place = drawn + row * tl.num_programs(1) + tl.program_id(1)
         if tl.max(kept.to(tl.int32)) > 0:
             first, second, third, fourth = tl.philox(

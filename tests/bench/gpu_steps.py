@@ -45,7 +45,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "tuned, eager": {"batch_invariant": False, "enforce_eager": True},
 }
 BLOCK_SIZE = 16
-GREEDY = {"temperature": 0.0, "ignore_eos": True}
+GREEDY: dict[str, Any] = {"temperature": 0.0, "ignore_eos": True}
 COPIED_BYTES = {"cuda": 4 << 30, "cpu": 64 << 20}
 PRODUCT = {"cuda": 8192, "cpu": 512}
 REPETITIONS = 10

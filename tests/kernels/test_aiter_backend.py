@@ -133,8 +133,10 @@ def test_norms(backend: AiterBackend, dtype: torch.dtype) -> None:
 
 
 def test_norm_of_heads(backend: AiterBackend) -> None:
-    """Queries are a part of each row of what the projection gave."""
+    """Queries are a part of each row of what the projection gave, and so is a latent."""
     qkv, weight = draw(6, 8, 32), draw(32)
+    rows = draw(6, 40)[:, :32]
+    close(backend.rms_norm(rows, weight, 1e-6), REFERENCE.rms_norm(rows, weight, 1e-6))
     close(backend.rms_norm(qkv[:, :5], weight, 1e-6), REFERENCE.rms_norm(qkv[:, :5], weight, 1e-6))
 
 
@@ -405,6 +407,15 @@ def test_what_aiter_does_not_do(library: AiterLibrary, asked: Any, reason: str) 
     assert line["event"] == "kernels chosen"
     assert line["kernels"] == "fallback"
     assert reason in line["reason"]
+
+
+def test_a_reason_is_logged_once(library: AiterLibrary) -> None:
+    backend = AiterBackend(Fallback(), library, TUNED)
+    with structlog.testing.capture_logs() as logs:
+        for rows in (8, 16, 24):
+            backend.pack_linear(draw(rows, 8), None, torch.float32)
+            backend.pack_linear(draw(rows, 8), None, torch.bfloat16)
+    assert [line["kernels"] for line in logs] == ["fallback", "aiter"]
 
 
 def test_attention_that_aiter_does_not_do(library: AiterLibrary) -> None:

@@ -10,7 +10,8 @@ import torch
 from torch.nn.functional import silu
 
 from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
-from kernels.triton_backend import experts
+from kernels.triton_backend import experts, mxfp4
+from kernels.triton_backend.packed_weight import GROUP
 from kernels.triton_backend.routing import route
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from tests.kernels.row_alone import multiply_rows_alone
@@ -75,10 +76,15 @@ def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-5) ->
 
 
 @pytest.mark.parametrize(
-    ("dtype", "clamp"),
-    [(torch.float32, None), (torch.float32, CLAMP), (torch.float16, None), (torch.bfloat16, None)],
+    ("dtype", "rows", "clamp"),
+    [
+        (torch.float32, 1, None),
+        (torch.float32, 12, None),
+        (torch.float32, 12, CLAMP),
+        (torch.float16, 12, None),
+        (torch.bfloat16, 12, CLAMP),
+    ],
 )
-@pytest.mark.parametrize("rows", [1, 20])
 def test_moe(settings: Settings, dtype: torch.dtype, rows: int, clamp: ClampedSwiglu | None) -> None:
     weights = made(dtype, bias=clamp is not None)
     x, ids, shares = step(rows, dtype)
@@ -87,45 +93,45 @@ def test_moe(settings: Settings, dtype: torch.dtype, rows: int, clamp: ClampedSw
     close(out, expected(x, ids, shares, weights, clamp is not None), TOLERANCE[dtype])
 
 
-def test_no_rows(settings: Settings) -> None:
+def test_no_rows() -> None:
     packed = experts.pack(made(torch.float16), 0, None, torch.float16, None, CPU)
-    out = experts.moe(*step(0, torch.float16), packed, settings)
+    out = experts.moe(*step(0, torch.float16), packed, INVARIANT)
     assert (out.shape, out.dtype) == ((0, HIDDEN), torch.float16)
 
 
-def test_all_rows_on_one_expert(settings: Settings) -> None:
+def test_all_rows_on_one_expert() -> None:
     """In several tiles, of which the last is not full."""
     weights = made()
     x, _, shares = step(70)
     ids = torch.full((70, 1), 4)
-    out = experts.moe(x, ids, shares[:, :1], experts.pack(weights, 0, None, torch.float32, None, CPU), settings)
+    out = experts.moe(x, ids, shares[:, :1], experts.pack(weights, 0, None, torch.float32, None, CPU), INVARIANT)
     close(out, expected(x, ids, shares[:, :1], weights, clamp=False))
 
 
-def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none(settings: Settings) -> None:
+def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none() -> None:
     weights = made()
-    x, ids, shares = step(12)
+    x, ids, shares = step(8)
     parts = [slice(0, 0), slice(0, 3), slice(3, 7)]
     packed = [experts.pack(weights[part], part.start, None, torch.float32, None, CPU) for part in parts]
-    outs = [experts.moe(x, ids, shares, one, settings) for one in packed]
+    outs = [experts.moe(x, ids, shares, one, INVARIANT) for one in packed]
     assert not outs[0].any()
     close(outs[1] + outs[2], expected(x, ids, shares, weights, clamp=False))
 
 
-def test_a_rank_whose_experts_nobody_chose_adds_zeros(settings: Settings) -> None:
+def test_a_rank_whose_experts_nobody_chose_adds_zeros() -> None:
     packed = experts.pack(made(), 100, None, torch.float32, None, CPU)
-    assert torch.equal(experts.moe(*step(5), packed, settings), torch.zeros(5, HIDDEN))
+    assert torch.equal(experts.moe(*step(2), packed, INVARIANT), torch.zeros(2, HIDDEN))
 
 
-def test_rows_may_lie_apart(settings: Settings) -> None:
+def test_rows_may_lie_apart() -> None:
     packed = experts.pack(made(), 0, None, torch.float32, None, CPU)
-    x, ids, shares = step(9)
-    wide = torch.full((9, HIDDEN + 40), torch.nan)
+    x, ids, shares = step(4)
+    wide = torch.full((4, HIDDEN + 40), torch.nan)
     wide[:, 24 : 24 + HIDDEN] = x
-    out = experts.moe(x, ids, shares, packed, settings)
-    assert torch.equal(experts.moe(wide[:, 24 : 24 + HIDDEN], ids, shares, packed, settings), out)
+    out = experts.moe(x, ids, shares, packed, INVARIANT)
+    assert torch.equal(experts.moe(wide[:, 24 : 24 + HIDDEN], ids, shares, packed, INVARIANT), out)
     strided_ids, strided_shares = ids.t().contiguous().t(), shares.t().contiguous().t()
-    assert torch.equal(experts.moe(x, strided_ids, strided_shares, packed, settings), out)
+    assert torch.equal(experts.moe(x, strided_ids, strided_shares, packed, INVARIANT), out)
 
 
 @pytest.mark.parametrize(("packed_dtype", "clamp"), [(None, None), (torch.int8, CLAMP)])
@@ -135,10 +141,10 @@ def test_a_rows_bits_do_not_depend_on_the_other_rows(
     """In any order, in parts, alone, and with so many others that an expert has several tiles."""
     multiply_rows_alone(monkeypatch)
     packed = experts.pack(made(bias=True), 0, clamp, torch.float32, packed_dtype, CPU)
-    x, ids, shares = step(24)
+    x, ids, shares = step(10)
     whole = experts.moe(x, ids, shares, packed, INVARIANT)
-    order = torch.randperm(24, generator=torch.Generator().manual_seed(3))
-    for rows in (order[:5], torch.tensor([23]), torch.cat([order, torch.full((41,), 12)])):
+    order = torch.randperm(10, generator=torch.Generator().manual_seed(3))
+    for rows in (order[:5], torch.tensor([9]), torch.cat([order, torch.full((60,), 2)])):
         assert torch.equal(experts.moe(x[rows], ids[rows], shares[rows], packed, INVARIANT), whole[rows])
 
 
@@ -162,7 +168,7 @@ def test_as_transformers(name: str) -> None:
     block_class, config, figures, routing = blocks()[name]
     block = block_class(config(hidden_size=64, num_experts_per_tok=2, **figures))
     generator = torch.Generator().manual_seed(2)
-    x = torch.randn(1, 12, 64, generator=generator)
+    x = torch.randn(1, 6, 64, generator=generator)
     with torch.no_grad():
         for parameter in block.parameters():
             parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
@@ -189,48 +195,119 @@ def _taken(theirs: dict[str, torch.Tensor], name: str) -> tuple[list[ExpertWeigh
     return own, ClampedSwiglu(1.702, 7.0)
 
 
-def meant(weight: experts.StackedWeights) -> torch.Tensor:
+def meant(weight: experts.StackedWeights, inner: int) -> torch.Tensor:
     """[E, N, K] in float64: what numbers and scales stand for."""
     assert weight.scales is not None
-    scales = weight.scales.double().repeat_interleave(experts.SCALE_GROUP, 2)
-    return weight.numbers.double() * scales[:, :, : weight.numbers.shape[2]]
+    if weight.numbers.dtype == torch.uint8:
+        halves = weight.numbers.view(*weight.numbers.shape[:2], -1, 64)
+        codes = torch.stack([halves & 15, halves >> 4], 3).flatten(2).long()
+        sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6], dtype=torch.float64)
+        numbers, scales, group = torch.cat([sizes, -sizes])[codes], 2.0 ** (weight.scales.double() - 127), 32
+    else:
+        numbers, scales, group = weight.numbers.double(), weight.scales.double().mT, GROUP
+    return numbers[:, :, :inner] * scales.repeat_interleave(group, 2)[:, :, :inner]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_int8_weights_are_the_nearest_multiples_of_their_scales(settings: Settings, dtype: torch.dtype) -> None:
-    weights = made(dtype, bias=True)
-    packed = experts.pack(weights, 0, None, dtype, torch.int8, CPU)
+def meant_experts(packed: experts.PackedExperts, own: list[ExpertWeights]) -> list[ExpertWeights]:
+    """In float64, with biases of their own."""
     assert packed.gate_up is not None
     assert packed.down is not None
-    gate_up, down = meant(packed.gate_up), meant(packed.down)
-    gate_up = torch.cat([gate_up[:, 0::2], gate_up[:, 1::2]], 1)
-    for one, used in zip(weights, gate_up, strict=True):
-        sizes = torch.nn.functional.pad(one.gate_up.double().abs(), (0, -HIDDEN % 128)).view(2 * INNER, -1, 128)
-        half_scale = (sizes.amax(2) / 254).repeat_interleave(128, 1)[:, :HIDDEN]
-        assert bool(((used - one.gate_up.double()).abs() <= half_scale * 1.001).all())
-    used = [
-        ExpertWeights(one, two, own.gate_up_bias, own.down_bias)
-        for one, two, own in zip(gate_up, down, weights, strict=True)
+    in_turn, down = meant(packed.gate_up, HIDDEN), meant(packed.down, INNER)
+    gate_up = torch.cat([in_turn[:, 0::2], in_turn[:, 1::2]], 1)
+    return [
+        ExpertWeights(one, two, its.gate_up_bias, its.down_bias)
+        for one, two, its in zip(gate_up, down, own, strict=True)
     ]
-    x, ids, shares = step(12, dtype)
-    close(experts.moe(x, ids, shares, packed, settings), expected(x, ids, shares, used, clamp=False), TOLERANCE[dtype])
 
 
-def test_int8_weights_that_are_no_numbers_or_nearly_nothing() -> None:
+# How far a weight may be from what it is packed as, in parts of its group's largest and of itself.
+ROUNDINGS = {
+    torch.int8: (128, 1 / 254, 0.0),
+    torch.float8_e4m3fn: (128, 2.0**-10 / 448, 1 / 16),
+    torch.float8_e4m3fnuz: (128, 2.0**-11 / 240, 1 / 16),
+    # Up to 8 times a scale is cut to 6 times.
+    torch.float4_e2m1fn_x2: (32, 1 / 4, 0.0),
+}
+
+
+@pytest.mark.parametrize("packed_dtype", list(ROUNDINGS))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_narrow_weights(dtype: torch.dtype, packed_dtype: torch.dtype) -> None:
+    """They are near the weights, and are what is computed with."""
+    weights = made(dtype, bias=True)
+    packed = experts.pack(weights, 0, None, dtype, packed_dtype, CPU)
+    used = meant_experts(packed, weights)
+    group, of_largest, of_own = ROUNDINGS[packed_dtype]
+    for one, its in zip(weights, used, strict=True):
+        for weight, near in ((one.gate_up.double(), its.gate_up), (one.down.double(), its.down)):
+            sizes = torch.nn.functional.pad(weight.abs(), (0, -weight.shape[1] % group)).view(len(weight), -1, group)
+            largest = sizes.amax(2).repeat_interleave(group, 1)[:, : weight.shape[1]]
+            assert bool(((near - weight).abs() <= 1.001 * (of_largest * largest + of_own * weight.abs())).all())
+    x, ids, shares = step(4, dtype)
+    close(experts.moe(x, ids, shares, packed, INVARIANT), expected(x, ids, shares, used, clamp=False), TOLERANCE[dtype])
+
+
+def test_weights_that_were_mxfp4_are_kept() -> None:
+    generator = torch.Generator().manual_seed(4)
+    sizes = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+
+    def drawn(rows: int, inner: int) -> torch.Tensor:
+        codes = torch.randint(0, 8, (rows, inner), generator=generator)
+        codes[: rows // 2] %= torch.randint(1, 8, (rows // 2, 1), generator=generator)
+        signs = 1 - 2 * torch.randint(0, 2, (rows, inner), generator=generator)
+        powers = torch.randint(-20, 3, (rows, -(-inner // 32)), generator=generator).repeat_interleave(32, 1)
+        return (sizes[codes] * signs * 2.0 ** powers[:, :inner]).bfloat16()
+
+    own = [ExpertWeights(drawn(2 * INNER, HIDDEN), drawn(HIDDEN, INNER)) for _ in range(2)]
+    packed = experts.pack(own, 0, None, torch.bfloat16, torch.float4_e2m1fn_x2, CPU)
+    for one, its in zip(own, meant_experts(packed, own), strict=True):
+        assert torch.equal(one.gate_up.double(), its.gate_up)
+        assert torch.equal(one.down.double(), its.down)
+
+
+def test_mxfp4_rounds_to_the_nearest_and_to_even_in_the_middle() -> None:
+    sizes = torch.tensor([0.25, 0.26, 0.75, 0.74, 1.25, 1.75, 2.5, 3.5, 5, 5.1, 6, 7, 4, 0.1] + [0] * 18)
+    wanted = torch.tensor([0, 0.5, 1, 0.5, 1, 2, 2, 4, 4, 6, 6, 6, 4, 0] + [0] * 18)
+    numbers, scales = mxfp4.quantized(torch.stack([sizes, -sizes]))
+    packed = experts.StackedWeights(numbers[None], scales[None], None)
+    assert torch.equal(meant(packed, 32)[0].float(), torch.stack([wanted, -wanted]))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("packed_dtype", list(ROUNDINGS))
+def test_a_group_with_a_weight_that_is_no_number_shows_it(packed_dtype: torch.dtype) -> None:
     weight = made()[0]
-    weight.gate_up[2, 130] = torch.nan
-    weight.gate_up[3, :] = 0.0
-    packed = experts.pack([weight], 0, None, torch.float32, torch.int8, CPU).gate_up
-    assert packed is not None
-    used = torch.cat([meant(packed)[0][0::2], meant(packed)[0][1::2]])
-    assert used[2, 128:].isnan().all()
-    assert used.isfinite().sum() == used.numel() - (HIDDEN - 128)
-    assert not used[3].any()
+    weight.gate_up[:, :] = 0.0
+    weight.down[5, 40] = torch.inf
+    weight.down[6, 40] = torch.nan
+    packed = experts.pack([weight], 0, None, torch.float32, packed_dtype, CPU)
+    x, _, shares = step(2)
+    out = experts.moe(x, torch.zeros(2, 1, dtype=torch.int64), shares[:, :1], packed, INVARIANT)
+    assert out[:, 5:7].isnan().all()
+    assert not out[:, :5].any()
+    assert not out[:, 7:].any()
 
 
 def test_experts_can_not_be_packed_as_anything() -> None:
     with pytest.raises(ValueError, match=r"float32 can not be packed as torch\.int32"):
         experts.pack(made(), 0, None, torch.float32, torch.int32, CPU)
+
+
+@pytest.mark.parametrize("block", [16, 2048])
+def test_pairs_are_sorted_by_expert_and_tiles_padded(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Against lists; ids 5 to 9 are this rank's, and nobody chose 7."""
+    monkeypatch.setattr(experts, "_SORT_BLOCK", block)
+    likely = torch.tensor([1.0, 1, 1, 1, 1, 9, 3, 0, 1, 2, 1])
+    ids = torch.multinomial(likely.expand(25, -1), 3, generator=torch.Generator().manual_seed(1))
+    places = ids.flatten().tolist()
+    tiles: list[tuple[int, list[int]]] = []
+    for expert in range(5):
+        mine = [pair for pair, one in enumerate(places) if one == 5 + expert]
+        tiles += [(expert, mine[start : start + 4]) for start in range(0, len(mine), 4)]
+    work = experts._sorted(ids, 5, 5, 4)
+    assert work.experts.tolist() == [expert for expert, _ in tiles] + [-1] * (len(work.experts) - len(tiles))
+    listed = work.pairs.view(-1, 4).tolist()
+    assert listed[: len(tiles)] == [pairs + [-1] * (4 - len(pairs)) for _, pairs in tiles]
 
 
 @pytest.mark.parametrize(("num_pairs", "num_experts"), [(1, 1), (1, 8), (5, 2), (64, 3), (65, 1), (130, 2)])
@@ -250,5 +327,5 @@ def test_no_choice_needs_more_tiles(num_pairs: int, num_experts: int) -> None:
 def test_tiles_follow_the_number_of_pairs_only_where_rows_may_depend_on_others() -> None:
     tuned = Settings(TARGETS[INTERPRETER], batch_invariant=False)
     pairs = (1, 64, 1000, 100_000)
-    assert len({experts.tiles_for(INVARIANT, count, 8, 2) for count in pairs}) == 1
-    assert [experts.tiles_for(tuned, count, 8, 2).rows for count in pairs] == [16, 16, 128, 128]
+    assert len({experts.tiles_for(INVARIANT, count, 8, 2, 2) for count in pairs}) == 1
+    assert [experts.tiles_for(tuned, count, 8, 2, 2).rows for count in pairs] == [16, 16, 128, 128]

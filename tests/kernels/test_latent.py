@@ -134,8 +134,8 @@ def rows_of(rows: list[torch.Tensor], work: Work, plan: StepPlan) -> torch.Tenso
 
 def short_splits(monkeypatch: pytest.MonkeyPatch) -> None:
     """So short that these sequences have several, of both lengths."""
-    monkeypatch.setattr(latent, "SPLIT_KEYS", 32)
-    monkeypatch.setattr(latent, "MAX_SPLITS", 2)
+    monkeypatch.setattr(latent, "SPLIT_KEYS", 16)
+    monkeypatch.setattr(latent, "MAX_SPLITS", 3)
 
 
 @pytest.mark.parametrize(
@@ -201,25 +201,24 @@ def of_work(rows: list[torch.Tensor]) -> torch.Tensor:
     return torch.cat([rows[i][start:end] for i, start, end in WORK])
 
 
-@pytest.mark.parametrize("full_grid", [0, 1 << 30], ids=["one-program", "split"])
 @pytest.mark.parametrize("index", [None, INDEX], ids=["dense", "selected"])
-def test_bits_do_not_depend_on_the_step(
-    index: IndexSpec | None, full_grid: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_bits_do_not_depend_on_the_step(index: IndexSpec | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alone, in chunks, in a larger step with padding; by a program for each split or for all of them."""
     short_splits(monkeypatch)
     sequences = Sequences(KVSpec(1, 48, 32, index), heads=2)
     # Alone, a row of up to 20 tokens has the dense plan; beside a longer one it selects all.
-    places = [(1, 0), (1, 19), (1, 32), (1, 33), (1, 38), (2, 63), (2, 64), (2, 69)]
+    places = [(1, 0), (1, 19), (1, 31), (1, 32), (2, 47), (2, 48), (2, 69)]
     alone = {(i, p): sequences.run([(i, p, p + 1)], (0, 0, 0, 0))[0][0] for i, p in places}
-    monkeypatch.setattr(latent, "FULL_GRID", full_grid)
-    works: list[Work] = [
-        [(2, 62, 66), (1, 31, 34), (0, 0, 1)],
-        [(1, 18, 20), (1, 32, 35), (2, 69, 70)],
-        [(1, 0, 1), (1, 38, 39), (2, 69, 70)],
+    one_program, split = 0, 1 << 30
+    works: list[tuple[int, Work]] = [
+        (one_program, [(2, 47, 49), (1, 31, 34), (0, 0, 1)]),
+        (one_program, [(1, 18, 20), (1, 33, 35), (2, 69, 70)]),
+        (split, [(1, 0, 1), (2, 46, 49), (2, 69, 70)]),
+        (split, [(1, 32, 34), (2, 69, 70)]),
     ]
     seen = set()
-    for work in works:
+    for full_grid, work in works:
+        monkeypatch.setattr(latent, "FULL_GRID", full_grid)
         for out, (i, start, end) in zip(sequences.run(work, (3, 1, 2, 100)), work, strict=True):
             for p in range(start, end):
                 if (i, p) in alone:
@@ -231,7 +230,7 @@ def test_bits_do_not_depend_on_the_step(
 def test_a_prefill_has_the_bits_of_its_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     short_splits(monkeypatch)
     sequences = Sequences(heads=2, lengths=[36])
-    borders = [25, 26, 31, 33, 36]
+    borders = [29, 30, 33, 36]
     whole = sequences.run([(0, borders[0], borders[-1])])[0]
     chunks = [sequences.run([(0, start, end)])[0] for start, end in pairwise(borders)]
     assert torch.equal(torch.cat(chunks), whole)
@@ -266,6 +265,7 @@ def test_selection_in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(panels, whole)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")
 def test_scores_without_an_order() -> None:
     """Zeros of both signs are equal; NaN and minus infinity are equal and last."""
     sequences = Sequences(KVSpec(1, 12, 8, IndexSpec(1, 4, 6)), lengths=[8])

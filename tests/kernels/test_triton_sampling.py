@@ -74,7 +74,7 @@ def assert_same(logits: Logits, given: SampleParams, rng: np.random.Generator) -
 @pytest.mark.parametrize("vocab", [37, 700, 2500])
 def test_tokens_are_those_of_numpy(filters: str, vocab: int) -> None:
     rng = np.random.default_rng([vocab, *filters.encode()])
-    rows = 8 if vocab < 1000 else 3
+    rows = 6 if vocab < 1000 else 3
     assert_same(random_logits(rows, vocab, rng), params(rows, rng, FILTERS[filters]), rng)
 
 
@@ -114,7 +114,7 @@ def assert_same_row(row: Row) -> None:
     assert_same(np.array([values], np.float32), given, np.random.default_rng(seed))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10, deadline=None)
 @given(ROWS)
 def test_any_row(row: Row) -> None:
     assert_same_row(row)
@@ -129,13 +129,13 @@ def test_any_row_of_many(row: Row) -> None:
 
 def test_ties_at_the_border_keep_the_lowest_ids() -> None:
     """Over several chunks, at the border of top_k, of top_p, and of top_p inside that of top_k."""
-    rows, vocab = 4, 5000
+    rows, vocab = 3, 5000
     logits = np.zeros((rows, vocab), np.float32)
     logits[:, ::100] = 1.0
     given = SampleParams(
         np.ones(rows, np.float32),
-        np.array([4200, 0, 4300, 49]),
-        np.array([1, 0.75, 0.9, 0.5], np.float32),
+        np.array([4200, 0, 4300]),
+        np.array([1, 0.75, 0.9], np.float32),
         np.zeros(rows, np.float32),
     )
     assert_same(logits, given, np.random.default_rng(3))

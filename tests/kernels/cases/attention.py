@@ -18,8 +18,8 @@ DECODE = Shape(rows=8, seqs=8, blocks=512, max_seqlen_q=1, max_seqlen_k=8000)
 # 8 k tokens: one program walks all keys.
 PREFILL = Shape(rows=8192, seqs=2, blocks=512, max_seqlen_q=8000, max_seqlen_k=8000)
 MATRIX = frozenset({"_attention_kernel"})
-# What is merged over splits waits in memory, on sm_90, while the loop over a split's key tiles has all registers: read
-# in its machine code, where that loop has neither of the instructions for it. On AMD's, scalar registers in vector ones.
+# On sm_90, some of what is merged over splits waits in memory while the loop over a split's key tiles has the registers
+# (read in the machine code: that loop neither loads nor stores it). On AMD's, scalar registers go to vector ones.
 SPILLS = (("_attention_kernel", 40),)
 BF16, FP16, FP8 = torch.bfloat16, torch.float16, torch.float8_e4m3fn
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
 from kernels.interface import ClampedSwiglu, Routing
@@ -17,15 +19,37 @@ def _route(num_experts: int, routing: Routing, correction: bool = False) -> Case
 
 
 def _weight(
-    num_experts: int, rows: int, inner: int, dtype: torch.dtype, packed_dtype: torch.dtype, bias: bool
+    num_experts: int, rows: int, inner: int, dtype: torch.dtype, packed_dtype: torch.dtype | None, bias: bool
 ) -> experts.StackedWeights:
     """Memory that is never touched costs nothing."""
-    scaled = packed_dtype != dtype
-    return experts.StackedWeights(
-        torch.empty(num_experts, rows, inner, dtype=packed_dtype),
-        torch.empty(num_experts, rows, -(-inner // 128)) if scaled else None,
-        torch.empty(num_experts, rows, dtype=dtype) if bias else None,
-    )
+    own_bias = torch.empty(num_experts, rows, dtype=dtype) if bias else None
+    if packed_dtype is None:
+        return experts.StackedWeights(torch.empty(num_experts, rows, inner, dtype=dtype), None, own_bias)
+    spans = -(-inner // 128)
+    if packed_dtype == torch.float4_e2m1fn_x2:
+        numbers = torch.empty(num_experts, rows, 64 * spans, dtype=torch.uint8)
+        return experts.StackedWeights(numbers, numbers.new_empty(num_experts, rows, 4 * spans), own_bias)
+    numbers = torch.empty(num_experts, rows, inner, dtype=packed_dtype)
+    return experts.StackedWeights(numbers, torch.empty(num_experts, spans, rows), own_bias)
+
+
+def _run(
+    shape: tuple[int, int, int],
+    slots: int,
+    dtype: torch.dtype,
+    packed_dtype: torch.dtype | None,
+    clamp: ClampedSwiglu | None,
+    rows: tuple[int, ...],
+    settings: Settings,
+) -> None:
+    """Experts of a shape (E, H, I), with a bias where there is a clamp."""
+    num_experts, hidden, inner = shape
+    gate_up = _weight(num_experts, 2 * inner, hidden, dtype, packed_dtype, clamp is not None)
+    down = _weight(num_experts, hidden, inner, dtype, packed_dtype, clamp is not None)
+    for count in rows:
+        x = torch.empty(count, hidden, dtype=dtype)
+        ids, weights = torch.empty(count, slots, dtype=torch.int64), torch.empty(count, slots)
+        experts.moe(x, ids, weights, experts.PackedExperts(0, gate_up, down, clamp), settings)
 
 
 def _moe(
@@ -36,33 +60,23 @@ def _moe(
     clamp: ClampedSwiglu | None = None,
     rows: tuple[int, ...] = (8,),
 ) -> Case:
-    """Experts of a shape (E, H, I)."""
-    num_experts, hidden, inner = shape
-    bias = clamp is not None
-    packed = experts.PackedExperts(
-        0,
-        _weight(num_experts, 2 * inner, hidden, dtype, packed_dtype or dtype, bias),
-        _weight(num_experts, hidden, inner, dtype, packed_dtype or dtype, bias),
-        clamp,
-    )
-
-    def run(settings: Settings) -> None:
-        for count in rows:
-            x = torch.empty(count, hidden, dtype=dtype)
-            ids, weights = torch.empty(count, slots, dtype=torch.int64), torch.empty(count, slots)
-            experts.moe(x, ids, weights, packed, settings)
-
+    run = partial(_run, shape, slots, dtype, packed_dtype, clamp, rows)
     return Case(run, matrix=frozenset({"_grouped_product_kernel"}))
 
 
 QWEN3 = (128, 2048, 768)
 GPT_OSS = (32, 2880, 2880)
+CLAMP = ClampedSwiglu(1.702, 7.0)
 CASES: dict[str, Case] = {
     "route-qwen3": _route(128, Routing(8, renormalize=True)),
     "route-deepseek": _route(256, Routing(8, "sigmoid", True, 8, 4, 2.5), correction=True),
     "route-gpt-oss": _route(32, Routing(4, "topk_softmax")),
-    "moe-bf16": _moe(QWEN3, 8, torch.bfloat16, rows=(8, 512, 2048)),
+    "moe-bf16": _moe(QWEN3, 8, torch.bfloat16, rows=(8, 2048)),
     "moe-fp16": _moe(QWEN3, 8, torch.float16),
-    "moe-gpt-oss": _moe(GPT_OSS, 4, torch.bfloat16, clamp=ClampedSwiglu(1.702, 7.0)),
-    "moe-int8": _moe(QWEN3, 8, torch.bfloat16, torch.int8, rows=(8, 2048)),
+    "moe-int8": _moe(QWEN3, 8, torch.bfloat16, torch.int8),
+    "moe-fp8": Case(
+        lambda settings: _run(QWEN3, 8, torch.bfloat16, settings.target.fp8, None, (8,), settings),
+        matrix=frozenset({"_grouped_product_kernel"}),
+    ),
+    "moe-mxfp4": _moe(GPT_OSS, 4, torch.bfloat16, torch.float4_e2m1fn_x2, CLAMP),
 }

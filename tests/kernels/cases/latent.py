@@ -50,7 +50,7 @@ SPILLS = (("_latent_attention_kernel", 20),)
 CASES = {
     "decode": Case(lambda s: _attention(s, DECODE, 16, 64), ATTENTION),
     "decode-fp8": Case(lambda s: _attention(s, DECODE, 128, 16, torch.float16, narrow=True), ATTENTION),
-    "decode-float32": Case(lambda s: _attention(s, DECODE, 16, 16, torch.float32)),
+    "decode-float32": Case(lambda s: _attention(s, DECODE, 128, 16, torch.float32), spills=SPILLS),
     "prefill": Case(lambda s: _attention(s, PREFILL, 16, 16), ATTENTION, SPILLS),
     "prefill-selected": Case(lambda s: _attention(s, PREFILL, 16, 64, narrow=True, selected=True), ATTENTION),
     "selection": Case(lambda s: _selection(s, 64, narrow=False), RANKS),

@@ -4,6 +4,7 @@ from ctypes import CDLL
 from pathlib import Path
 
 import pytest
+import torch
 from structlog.testing import capture_logs
 
 from kernels.cpu import instruction_sets, library
@@ -51,3 +52,16 @@ def test_auto_on_a_processor_without_avx2_takes_torch_and_says_why(monkeypatch: 
 def test_unknown_name_says_the_choices() -> None:
     with pytest.raises(ValueError, match="'cuda' is not known; choose one of: auto, torch, cpu, triton, aiter"):
         select_backend("cuda")
+
+
+@pytest.mark.parametrize("name", ["triton", "aiter"])
+def test_kernels_of_gpus_need_one(name: str) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(ValueError, match=f"kernels '{name}': (PyTorch sees no GPU|Triton is not installed)"):
+        select_backend(name)
+
+
+def test_instruction_sets_are_of_native_kernels() -> None:
+    with pytest.raises(ValueError, match="cpu_isa 'avx2': of native kernels only"):
+        select_backend("triton", "avx2")

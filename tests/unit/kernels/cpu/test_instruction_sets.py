@@ -166,7 +166,7 @@ def test_a_name_chooses_the_native_kernels_and_is_refused_with_others(native: CD
     assert select_backend("auto", "plain").description == "cpu:plain"
     with pytest.raises(ValueError, match="cpu_isa 'sse' is not known; choose one of: auto, amx, avx512bf16, avx512"):
         select_backend("cpu", "sse")
-    with pytest.raises(ValueError, match="cpu_isa 'avx2': PyTorch's kernels choose for themselves"):
+    with pytest.raises(ValueError, match="cpu_isa 'avx2': of native kernels only"):
         select_backend("torch", "avx2")
     absent = [name for name, ability in library.abilities(native).items() if ability == Ability.ABSENT]
     if absent:
