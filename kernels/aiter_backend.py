@@ -258,18 +258,8 @@ class AiterBackend:
         return self._settings.batch_invariant and self._fallback.batch_invariant
 
     @property
-<<<<<<< HEAD
-    def graphs(self) -> StepGraphs | None:
-        """See KernelBackend: the other one's, whose plans these kernels take."""
-=======
-    def device(self) -> torch.device:
-        """See KernelBackend."""
-        return self._device
-
-    @property
     def graphs(self) -> StepGraphs | None:
         """See KernelBackend: the other back end's, whose plan AITER's calls take."""
->>>>>>> main
         return self._fallback.graphs
 
     @property
@@ -687,11 +677,7 @@ class AiterBackend:
         return
 
     def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
-<<<<<<< HEAD
-        """See KernelBackend: not AITER's."""
-=======
         """See KernelBackend."""
->>>>>>> main
         return self._fallback.argmax(logits, limit)
 
     def fetch(self, ids: torch.Tensor) -> Callable[[], list[int]]:
