@@ -285,9 +285,10 @@ class AiterBackend:
         """See KernelBackend."""
         return dtype in _NARROW or self._fallback.is_fast(dtype)
 
-    def can_quantize(self, dtype: torch.dtype) -> bool:
-        """See KernelBackend: AITER has no int8 with a scale for each 128 numbers, the other back end may."""
-        return self._fallback.can_quantize(dtype)
+    def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
+        """See KernelBackend: FP8 is AITER's; it has no int8 with a scale for each 128 numbers, the other may."""
+        own = self.fp8 if name == "fp8" and dtype in _NARROW else None
+        return own or self._fallback.packed_dtype(name, dtype)
 
     def pack_linear(
         self,

@@ -332,8 +332,11 @@ class KernelBackend(Protocol):
         """Whether a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
         ...
 
-    def can_quantize(self, dtype: torch.dtype) -> bool:
-        """Whether weights of a model in `dtype` can be packed as int8."""
+    def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
+        """What weights of a model in `dtype` are packed as when `name` is asked for: `int8` or `fp8`.
+
+        None where that can not be. FP8 is E4M3, in the form that the device multiplies.
+        """
         ...
 
     def pack_linear(
@@ -345,9 +348,9 @@ class KernelBackend(Protocol):
     ) -> PackedLinear:
         """Brings a weight [N, K] and a bias [N] of any float dtype into the back end's layout, in `dtype`.
 
-        `packed_dtype` int8, where `can_quantize(dtype)`, keeps numbers of 8 bits with a scale for each row of the
-        weight and each 128 numbers of K; None keeps `dtype`. The result may share the weight's memory, which must
-        therefore stay unchanged.
+        `packed_dtype` comes from the method of that name: int8 and FP8 keep numbers of 8 bits with a scale for each row
+        of the weight and each 128 numbers of K. None keeps `dtype`. The result may share the weight's memory, which
+        must therefore stay unchanged.
         """
         ...
 

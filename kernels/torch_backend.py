@@ -61,9 +61,9 @@ class TorchBackend:
         capabilities = torch.cpu.get_capabilities()
         return dtype == torch.float32 or any(capabilities.get(name, False) for name in _INSTRUCTIONS[dtype])
 
-    def can_quantize(self, dtype: torch.dtype) -> bool:
-        """See KernelBackend: no."""
-        return False
+    def packed_dtype(self, name: str, dtype: torch.dtype) -> None:
+        """See KernelBackend: none."""
+        return
 
     def pack_linear(
         self,

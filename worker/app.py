@@ -448,7 +448,7 @@ class WorkerCommand(ConfigurableCommand):
 )  # fmt: skip
 @option(
     "--quantize", envvar="FISSILE_QUANTIZE", type=click.Choice(QUANTIZE), default=Config.quantize,
-    help="int8: weights take half of bfloat16's memory and bandwidth, answers differ a little; needs native kernels. "
+    help="int8, on GPUs fp8 too: weights take half of bfloat16's memory and bandwidth, answers differ a little. "
     "Under --failover exact requests move only between workers with the same setting.",
 )  # fmt: skip
 @option(

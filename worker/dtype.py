@@ -31,6 +31,13 @@ def resolve_dtype(name: str, model_config: ModelConfig, kernels: KernelBackend) 
     return torch.float32
 
 
+# What packs weights as Config.quantize says.
+_NEEDED = {
+    "int8": "kernels 'cpu' and dtype float32 or bfloat16, or kernels of a GPU",
+    "fp8": "kernels of a GPU",
+}
+
+
 def resolve_packed_dtype(name: str, dtype: torch.dtype, kernels: KernelBackend) -> torch.dtype | None:
     """The dtype that weights are packed in for `Config.quantize`; None: the model's.
 
@@ -39,10 +46,11 @@ def resolve_packed_dtype(name: str, dtype: torch.dtype, kernels: KernelBackend) 
     """
     if name == QUANTIZE_NO:
         return None
-    if not kernels.can_quantize(dtype):
+    packed = kernels.packed_dtype(name, dtype)
+    if packed is None:
         found = f"kernels {kernels.name!r} and dtype {str(dtype).removeprefix('torch.')}"
-        raise ModelError(f"quantize {name!r} needs kernels 'cpu' and dtype float32 or bfloat16; here are {found}")
-    return torch.int8
+        raise ModelError(f"quantize {name!r} needs {_NEEDED[name]}; here are {found}")
+    return packed
 
 
 def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

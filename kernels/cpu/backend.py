@@ -95,9 +95,9 @@ class CpuBackend:
         """See KernelBackend: native weights are widened in registers, so that narrow ones are faster."""
         return dtype in DTYPES or self._torch.is_fast(dtype)
 
-    def can_quantize(self, dtype: torch.dtype) -> bool:
+    def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
         """See KernelBackend."""
-        return dtype in DTYPES
+        return torch.int8 if name == "int8" and dtype in DTYPES else None
 
     def pack_linear(
         self,

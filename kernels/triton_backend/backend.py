@@ -23,6 +23,7 @@ from kernels.triton_backend import (
     target,
 )
 from kernels.triton_backend.experts import PackedExperts
+from kernels.triton_backend.decoder import TritonDecoder
 from kernels.triton_backend.graphs import TritonGraphs
 from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.packed_weight import PackedWeight
@@ -32,7 +33,6 @@ from kernels.triton_backend.selection import select_tokens as choose_tokens
 from kernels.triton_backend.target import Settings
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PACKED_DTYPES = (torch.int8,)
 
 
 class TritonBackend:
@@ -84,9 +84,9 @@ class TritonBackend:
         """See KernelBackend: matrix instructions take narrow numbers."""
         return dtype in _DTYPES
 
-    def can_quantize(self, dtype: torch.dtype) -> bool:
+    def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
         """See KernelBackend."""
-        return dtype in _DTYPES
+        return {"int8": torch.int8, "fp8": self.settings.target.fp8}.get(name) if dtype in _DTYPES else None
 
     def pack_linear(
         self,
@@ -221,9 +221,9 @@ class TritonBackend:
         """See KernelBackend."""
         return latent.latent_attention(q, cache, layer, metadata.plan, scale, selection, self.settings)
 
-    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> None:
-        """See KernelBackend: single operations, which graphs put together."""
-        return
+    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> TritonDecoder:
+        """See KernelBackend."""
+        return TritonDecoder(decoder, self.settings)
 
     def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
         """See KernelBackend."""

@@ -135,7 +135,7 @@ _NVIDIA_SMALL: dict[Operands, Table] = {
 }
 
 # Small, so that a test has several tiles of each kind.
-_TINY = Table(Tiles(16, 32, 16), ((16, Tiles(16, 16, 32)), (0, Tiles(32, 32, 32))))
+_TINY = Table(Tiles(16, 32, 32), ((16, Tiles(16, 16, 64)), (0, Tiles(32, 32, 16))))
 _INTERPRETED: dict[Operands, Table] = dict.fromkeys(("half", "single", "widened", "eight"), _TINY)
 
 _TABLES = {"gfx942": _AMD, "gfx950": _AMD, "sm_90": _NVIDIA, INTERPRETER: _INTERPRETED}
@@ -143,7 +143,7 @@ _TABLES = {"gfx942": _AMD, "gfx950": _AMD, "sm_90": _NVIDIA, INTERPRETER: _INTER
 _PROCESSORS = {"gfx942": 304, "gfx950": 256, "sm_90": 132, INTERPRETER: 4}
 _UNKNOWN_PROCESSORS = 100
 # A part has at least so many tiles of K, to be worth its sum; and a sum has at most so many parts.
-_LEAST_TILES = 8
+_LEAST_TILES = 4
 _MOST_PARTS = 8
 
 

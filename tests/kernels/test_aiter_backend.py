@@ -445,7 +445,8 @@ def test_int8_is_for_the_other_back_end(backend: AiterBackend) -> None:
         backend.pack_linear(draw(48, 64), None, torch.bfloat16, torch.int8)
     with pytest.raises(ValueError, match="do not pack"):
         backend.pack_experts(experts(1, 64, 32), 0, None, torch.bfloat16, torch.int8)
-    assert not backend.can_quantize(torch.bfloat16)
+    assert backend.packed_dtype("int8", torch.bfloat16) is None
+    assert backend.packed_dtype("fp8", torch.bfloat16) == backend.fp8
 
 
 def test_batch_invariance_leaves_only_what_has_no_sums(library: AiterLibrary) -> None:

@@ -165,6 +165,18 @@ def test_long_sequences_are_dealt_out(settings: Settings) -> None:
     assert torch.equal(actual, whole)
 
 
+@pytest.mark.parametrize("dealt", [1, 2])
+def test_tiles_before_a_window_are_not_read(dealt: int) -> None:
+    found = pool([90])
+    step, scores = [(0, 85, 90)], Scores(0.25, window=20)
+    expected = found.expected(step, scores)
+    for block in found.blocks[0][:4]:
+        found.cache.data[1, :, block] = torch.nan
+    tiles = replace(SMALL, dealt=dealt)
+    actual = attend(found.rows(step), found.cache, 1, found.plan(step), scores, tiles)
+    torch.testing.assert_close(actual.double(), expected, rtol=3e-6, atol=3e-6)
+
+
 @pytest.mark.parametrize("scores", [PLAIN, Scores(0.25, 40, torch.tensor([0.5, -1.0]), 3.0)], ids=["plain", "all"])
 def test_bits_do_not_depend_on_the_step(scores: Scores, monkeypatch: pytest.MonkeyPatch) -> None:
     """The rows of a sequence as one prompt, as chunks, as decodes; alone, among others; dealt out or not."""

@@ -86,11 +86,10 @@ def test_fp8_weights_have_the_scales_of_int8(dtype: torch.dtype, settings: Setti
 
 
 @pytest.mark.parametrize("scheme", [name for name, scheme in SCHEMES.items() if scheme.number != "fp4"])
-@pytest.mark.parametrize("fp8", [FN, FNUZ])
-def test_a_checkpoints_numbers_are_taken_as_they_are(scheme: str, fp8: torch.dtype) -> None:
-    if SCHEMES[scheme].number == "int8" and fp8 == FNUZ:
-        pytest.skip("int8 is the same on all targets")
-    weight, bias, x = drawn(140, 150, 2, torch.float32)
+def test_a_checkpoints_numbers_are_taken_as_they_are(scheme: str) -> None:
+    weight, bias, x = drawn(130, 150, 2, torch.float32)
+    # Most meet the FP8 that they do not have.
+    fp8 = FN if SCHEMES[scheme].number == "fnuz" or scheme in ("deepseek", "w8a8-fp8") else FNUZ
     numbers, scales, worth = stored(SCHEMES[scheme], weight)
     packed = from_numbers(numbers, scales, bias, torch.float32, fp8, CPU)
     assert packed.numbers.dtype in (torch.int8, fp8)
@@ -166,7 +165,7 @@ def test_rows_are_quantized_by_their_largest_number(dtype: torch.dtype, k: int) 
 @pytest.mark.parametrize("packed_dtype", [torch.int8, FN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_rows_and_weight_of_8_bits(packed_dtype: torch.dtype, dtype: torch.dtype, settings: Settings) -> None:
-    weight, bias, x = drawn(33, 300, 19, dtype)
+    weight, bias, x = drawn(17, 270, 17, dtype)
     packed = pack_w8a8(weight, bias, dtype, packed_dtype, CPU)
     assert packed.scales is not None
     worth = packed.numbers.double() * packed.scales[:, None].double()
@@ -206,18 +205,18 @@ def test_a_quantized_products_bits_do_not_depend_on_the_other_rows() -> None:
     """x has few bits and each number of the weight too, so products of tiles are exact (see test_linear)."""
     generator = torch.Generator().manual_seed(5)
     weight = torch.randn(33, 288, generator=generator)
-    x = torch.randint(-3, 4, (19, 288), generator=generator).float()
+    x = torch.randint(-3, 4, (17, 288), generator=generator).float()
     for name, packed in quantized_ways(weight).items():
         whole = linear.linear(x, packed, INVARIANT)
-        for rows in ([4], [18, 4, 0]):
+        for rows in ([4], [16, 4, 0]):
             assert torch.equal(linear.linear(x[rows], packed, INVARIANT), whole[rows]), (name, rows)
 
 
 def test_argmax_of_a_quantized_head(settings: Settings) -> None:
-    weight, _, x = drawn(70, 64, 5, torch.float32)
+    weight, _, x = drawn(40, 64, 5, torch.float32)
     for name, packed in quantized_ways(weight).items():
-        expected = linear.linear(x, packed, settings)[:, :60].numpy().argmax(1)
-        assert np.array_equal(linear.argmax(x, packed, 60, settings).numpy(), expected), name
+        expected = linear.linear(x, packed, settings)[:, :35].numpy().argmax(1)
+        assert np.array_equal(linear.argmax(x, packed, 35, settings).numpy(), expected), name
 
 
 def test_what_does_not_fit_is_refused() -> None:
@@ -238,4 +237,4 @@ def test_parts_of_a_quantized_weight_are_split() -> None:
 
     settings = Settings(TARGETS[INTERPRETER])
     assert cut(settings, "single", 1, 33, 288).split
-    assert not cut(settings, "single", 19, 33, 288).split
+    assert not cut(settings, "single", 17, 33, 288).split

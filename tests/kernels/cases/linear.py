@@ -22,8 +22,8 @@ def multiply(packed: PackedWeight, settings: Settings, *rows: int) -> None:
         linear.linear(torch.empty(each, packed.inner, dtype=packed.dtype), packed, settings)
 
 
-def floats(dtype: torch.dtype, inner: int = K) -> PackedWeight:
-    return PackedWeight(torch.empty(N, inner, dtype=dtype), None, None, dtype, N, inner)
+def floats(dtype: torch.dtype, columns: int = N, inner: int = K) -> PackedWeight:
+    return PackedWeight(torch.empty(columns, inner, dtype=dtype), None, None, dtype, columns, inner)
 
 
 def scaled(numbers: torch.dtype, *scales: int, quantizes_rows: bool = False) -> PackedWeight:
@@ -44,7 +44,7 @@ def fp8(settings: Settings) -> None:
 
 def w8a8(settings: Settings) -> None:
     multiply(scaled(torch.int8, N, quantizes_rows=True), settings, MANY)
-    multiply(scaled(settings.target.fp8, N, quantizes_rows=True), settings, FEW, MANY)
+    multiply(scaled(settings.target.fp8, N, quantizes_rows=True), settings, FEW)
 
 
 def argmax(settings: Settings) -> None:
@@ -58,8 +58,10 @@ def heads(settings: Settings) -> None:
 
 
 CASES = {
-    "bfloat16": Case(lambda settings: multiply(floats(BF16), settings, FEW, 60, 1000, MANY), MATRIX),
-    "float16": Case(lambda settings: multiply(floats(FP16, UNEVEN), settings, FEW), MATRIX),
+    "bfloat16": Case(lambda settings: multiply(floats(BF16), settings, FEW, 1000, MANY), MATRIX),
+    "float16": Case(lambda settings: multiply(floats(FP16, inner=UNEVEN), settings, FEW), MATRIX),
+    # The gate of Qwen2-MoE's shared expert.
+    "column": Case(lambda settings: multiply(floats(BF16, columns=1, inner=2048), settings, FEW), MATRIX),
     # NVIDIA's matrix instructions do not multiply float32 as such.
     "float32": Case(lambda settings: multiply(floats(torch.float32), settings, FEW, MANY)),
     "int8": Case(lambda settings: multiply(scaled(torch.int8, K // 128, N), settings, FEW, MANY), MATRIX),

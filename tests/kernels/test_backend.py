@@ -1,0 +1,36 @@
+"""The Triton back end as a whole: what it packs weights as, and operations that only it puts together."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.select import select_backend
+from kernels.triton_backend.backend import TritonBackend
+from worker.dtype import resolve_packed_dtype
+from worker.model_config import ModelError
+
+
+@pytest.mark.parametrize(("name", "tolerance"), [("int8", 0.02), ("fp8", 0.06)])
+def test_weights_in_8_bits(name: str, tolerance: float) -> None:
+    backend = select_backend("triton")
+    assert isinstance(backend, TritonBackend)
+    packed_dtype = resolve_packed_dtype(name, torch.float32, backend)
+    assert packed_dtype == {"int8": torch.int8, "fp8": backend.settings.target.fp8}[name]
+    x, weight = (torch.randn(n, 200, generator=torch.Generator().manual_seed(n)) for n in (3, 50))
+    found = backend.linear(x, backend.pack_linear(weight, None, torch.float32, packed_dtype))
+    expected = x @ weight.t()
+    error = (found - expected).norm() / expected.norm()
+    assert 0.001 < error < tolerance
+
+
+def test_what_cpus_do_not_pack_is_refused() -> None:
+    with pytest.raises(ModelError, match="quantize 'fp8' needs kernels of a GPU; here are kernels 'torch' and dtype"):
+        resolve_packed_dtype("fp8", torch.float32, select_backend("torch"))
+
+
+def test_tokens_come_to_the_host_in_order() -> None:
+    backend = TritonBackend()
+    logits = torch.tensor([[0.0, 3.0, 3.0, 9.0], [float("nan"), 1.0, 0.0, 0.0]])
+    ids = backend.argmax(logits, 3)
+    assert backend.fetch(ids)() == [1, 1]
