@@ -213,10 +213,10 @@ class AiterBackend:
         fallback: does the rest. Its KV cache is a DeviceKVCache and its plan a StepPlan, as the Triton back end's are.
         library: AITER.
         settings: the architecture, and whether rows must not depend on the batch.
-        device: where weights go.
         expert_parallel: whether rows choose experts that other ranks hold.
 
     Attributes:
+        device: see KernelBackend; the other one's.
         fp8: the dtype of E4M3 numbers of this architecture, which `packed_dtype` and the KV cache may have.
 
     Raises:
@@ -231,7 +231,6 @@ class AiterBackend:
         fallback: KernelBackend,
         library: AiterLibrary,
         settings: Settings,
-        device: torch.device,
         expert_parallel: bool = True,
     ) -> None:
         target = settings.target
@@ -242,11 +241,11 @@ class AiterBackend:
         self._fallback = fallback
         self._aiter = library
         self._settings = settings
-        self._device = device
+        self.device = fallback.device
         self._expert_parallel = expert_parallel
         self._choices = Choices(library, settings.batch_invariant, fallback.name)
         # AITER reads scales even where there is nothing to scale; a cache in FP8 has a scale of 1.
-        self._one = torch.ones(1, dtype=torch.float32, device=device)
+        self._one = torch.ones(1, dtype=torch.float32, device=self.device)
 
     @property
     def description(self) -> str:
@@ -257,11 +256,6 @@ class AiterBackend:
     def batch_invariant(self) -> bool:
         """See KernelBackend: if the settings ask for it, and the other back end is."""
         return self._settings.batch_invariant and self._fallback.batch_invariant
-
-    @property
-    def device(self) -> torch.device:
-        """See KernelBackend."""
-        return self._device
 
     @property
     def graphs(self) -> StepGraphs | None:
@@ -307,10 +301,10 @@ class AiterBackend:
         operation = "linear" if packed_dtype is None else "quantized_linear"
         if not self._choices.takes(operation, _refuse_linear, dtype, packed_dtype, self.fp8, *weight.shape):
             return self._fallback.pack_linear(weight, bias, dtype, packed_dtype)
-        own_bias = None if bias is None else bias.to(self._device, dtype)
+        own_bias = None if bias is None else bias.to(self.device, dtype)
         if packed_dtype is None:
-            return AiterLinear(weight.to(self._device, dtype).contiguous(), own_bias)
-        return AiterScaledLinear(*self._scaled(weight.to(self._device)), own_bias)
+            return AiterLinear(weight.to(self.device, dtype).contiguous(), own_bias)
+        return AiterScaledLinear(*self._scaled(weight.to(self.device)), own_bias)
 
     def _scaled(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """A weight [..., N, K] as FP8, shuffled, and the scale of its rows, float32 [..., N, 1]."""
@@ -355,8 +349,7 @@ class AiterBackend:
         """See KernelBackend."""
         if not isinstance(packed, AiterLinear | AiterScaledLinear):
             return self._fallback.linear_argmax(x, packed, limit)
-        found = self.linear(x, packed)[:, :limit]
-        return found.masked_fill(found.isnan(), -torch.inf).argmax(-1)
+        return self.argmax(self.linear(x, packed), limit)
 
     def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
         """See KernelBackend: not AITER's."""
@@ -486,7 +479,7 @@ class AiterBackend:
         self, expert: ExpertWeights, dtype: torch.dtype, packed_dtype: torch.dtype | None
     ) -> tuple[torch.Tensor | None, ...]:
         """Its two weights, shuffled, each followed by the scale of its rows, None if it has none."""
-        weights = [weight.to(self._device) for weight in (expert.gate_up, expert.down)]
+        weights = [weight.to(self.device) for weight in (expert.gate_up, expert.down)]
         if packed_dtype is None:
             gate_up, down = (self._shuffled(weight.to(dtype).contiguous()) for weight in weights)
             return gate_up, None, down, None
@@ -495,7 +488,7 @@ class AiterBackend:
     def _mask(self, num_experts: int) -> torch.Tensor | None:
         if not self._expert_parallel:
             return None
-        mask = torch.ones(num_experts + 1, dtype=torch.int32, device=self._device)
+        mask = torch.ones(num_experts + 1, dtype=torch.int32, device=self.device)
         mask[-1] = 0
         return mask
 

@@ -4,8 +4,8 @@ aiter_signatures.json beside this file holds it. AITER declares its compiled fun
 hides their parameters at run time, so parameters are read from the syntax trees of its sources, here and where a
 running version is checked (aiter_library.py); nothing of AITER is imported for it.
 
-    python -m kernels.aiter_signatures FULL.json             what we call, out of a file of all functions
-    python -m kernels.aiter_signatures FOLDER 0.1.21         adds a version: FOLDER holds `aiter/`; default $AITER_SRC
+    python -m kernels.aiter_signatures FULL.json           what we call, out of a file of all functions
+    python -m kernels.aiter_signatures [FOLDER] 0.1.21     adds a version; FOLDER, or else $AITER_SRC, holds `aiter/`
 
 Both rewrite the file for the calls that aiter_backend.py makes now, which are read from its syntax tree.
 """
@@ -213,12 +213,13 @@ def release(version: str) -> tuple[int, ...]:
 
 def main(arguments: list[str]) -> int:
     """Rewrites the file. Returns the exit code."""
-    source = Path(arguments[0] if arguments else os.environ.get("AITER_SRC", ""))
+    *folder, last = arguments or [""]
+    source = Path(*folder) if folder else Path(os.environ.get("AITER_SRC", ""))
     functions = [call.function for call in calls(BACKEND.read_text("utf-8"))]
-    if source.is_file() and len(arguments) == 1:
-        from_full(json.loads(source.read_text("utf-8")), functions).save()
-    elif (source / "aiter").is_dir() and len(arguments) == 2:
-        with_version(Signatures.load(), arguments[1], declared(source, functions), functions).save()
+    if not folder and Path(last).is_file():
+        from_full(json.loads(Path(last).read_text("utf-8")), functions).save()
+    elif (source / "aiter").is_dir() and release(last):
+        with_version(Signatures.load(), last, declared(source, functions), functions).save()
     else:
         sys.stderr.write(f"{__doc__}\n")
         return 2

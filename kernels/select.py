@@ -83,7 +83,7 @@ def _above(own: TritonBackend) -> KernelBackend:
     from kernels.aiter_backend import SINCE, AiterBackend  # noqa: PLC0415
     from kernels.aiter_library import AiterLibrary  # noqa: PLC0415
 
-    return AiterBackend(own, AiterLibrary.load(SINCE), own.settings, own.device)
+    return AiterBackend(own, AiterLibrary.load(SINCE), own.settings)
 
 
 def _best_backend() -> KernelBackend:

@@ -29,6 +29,7 @@ from kernels.aiter_library import AiterLibrary, AiterUnavailableError
 from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import plan as step_plan
+from kernels.triton_backend.backend import TritonBackend
 from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.plan import Shape, StepPlan
 from kernels.triton_backend.target import TARGETS, Settings
@@ -60,7 +61,7 @@ class Fallback(TorchBackend):
         return step_plan.plan(metadata, CPU)
 
     def __getattribute__(self, name: str) -> Any:
-        if name in OPERATIONS or name in ("write_latent", "pack_linear", "pack_experts", "sample"):
+        if name in OPERATIONS or name in ("write_latent", "pack_linear", "pack_experts", "argmax", "sample"):
             self.asked.append(name)
         return super().__getattribute__(name)
 
@@ -97,7 +98,7 @@ def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 @pytest.fixture
 def backend(library: AiterLibrary) -> AiterBackend:
-    return AiterBackend(Fallback(), library, TUNED, CPU)
+    return AiterBackend(Fallback(), library, TUNED)
 
 
 def fallback_of(backend: AiterBackend) -> list[str]:
@@ -132,8 +133,10 @@ def test_norms(backend: AiterBackend, dtype: torch.dtype) -> None:
 
 
 def test_norm_of_heads(backend: AiterBackend) -> None:
-    """Queries are a part of each row of what the projection gave."""
+    """Queries are a part of each row of what the projection gave, and so is a latent."""
     qkv, weight = draw(6, 8, 32), draw(32)
+    rows = draw(6, 40)[:, :32]
+    close(backend.rms_norm(rows, weight, 1e-6), REFERENCE.rms_norm(rows, weight, 1e-6))
     close(backend.rms_norm(qkv[:, :5], weight, 1e-6), REFERENCE.rms_norm(qkv[:, :5], weight, 1e-6))
 
 
@@ -181,6 +184,7 @@ def test_linear_argmax(backend: AiterBackend) -> None:
     packed = AiterLinear(weight, None)
     rows = backend.linear_argmax(x[:3], packed, 20)
     assert rows.tolist() == [7, 3, 0]
+    assert fallback_of(backend) == ["argmax"]
     odd = AiterLinear(torch.ones(3, 32, dtype=torch.bfloat16), None)
     assert backend.linear_argmax(x[3:], odd, 3).tolist() == [0, 0]
     weight[5] = torch.nan
@@ -190,7 +194,7 @@ def test_linear_argmax(backend: AiterBackend) -> None:
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear_in_fp8(library: AiterLibrary, target: str, with_bias: bool) -> None:
-    backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False), CPU)
+    backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
     assert backend.fp8 == (torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn)
     x, weight, bias = draw(5, 64), draw(48, 64), draw(48) if with_bias else None
     packed = backend.pack_linear(weight, bias, torch.bfloat16, backend.fp8)
@@ -271,10 +275,31 @@ def test_heads_that_lie_apart_are_stored(backend: AiterBackend) -> None:
     assert torch.equal(run.found.data.transpose(3, 4), run.expected.data[:, :, :-1])
 
 
+def test_over_the_triton_back_end(library: AiterLibrary) -> None:
+    """Its cache, its plans, those of captured steps too, and what it does beside AITER."""
+    backend = AiterBackend(TritonBackend(batch_invariant=False), library, TUNED)
+    run = step(backend, DECODE, KVSpec(2, 32), torch.bfloat16, None)
+    graphs = backend.graphs
+    assert graphs is not None
+    captured = graphs.plan(run.found, 4, rows=5, max_seq_len=128)
+    graphs.write(captured, run.mine)
+    run.mine.plan = captured
+    q, k, v = draw(5, 4, 32), draw(5, 2, 32), draw(5, 2, 32, seed=1)
+    backend.write_kv(run.found, 1, k, v, run.mine)
+    REFERENCE.write_kv(run.expected, 1, k[:3], v[:3], run.reference)
+    found = backend.attention(q, run.found, 1, run.mine, 0.2)
+    close(found[:3], REFERENCE.attention(q[:3], run.expected, 1, run.reference, 0.2))
+    assert not found[3:].any()
+    x, weight = draw(3, 64, dtype=torch.float32), draw(48, 64, dtype=torch.float32)
+    for dtype in (None, torch.int8):
+        product = backend.linear(x, backend.pack_linear(weight, None, torch.float32, dtype))
+        assert (product - x @ weight.t()).norm() / product.norm() < 0.02
+
+
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_a_cache_in_fp8(library: AiterLibrary, target: str) -> None:
     """Is read by AITER, and not written: numbers beyond its range would not become the largest."""
-    backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False), CPU)
+    backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
     run = step(backend, MIXED, KVSpec(2, 32), backend.fp8, None)
     q = draw(24, 4, 32)
     found = backend.attention(q, run.found, 1, run.mine, 0.2)
@@ -341,7 +366,7 @@ def experts(count: int, hidden: int, inner: int) -> list[ExpertWeights]:
 @pytest.mark.parametrize("quantized", [False, True])
 @pytest.mark.parametrize("expert_parallel", [False, True])
 def test_moe(library: AiterLibrary, first: int, quantized: bool, expert_parallel: bool) -> None:
-    backend = AiterBackend(Fallback(), library, TUNED, CPU, expert_parallel)
+    backend = AiterBackend(Fallback(), library, TUNED, expert_parallel)
     x, weights = draw(6, 64), experts(4, 64, 32)
     last = 8 if expert_parallel else first + 4
     least = 0 if expert_parallel else first
@@ -374,7 +399,7 @@ def test_moe(library: AiterLibrary, first: int, quantized: bool, expert_parallel
 )
 def test_what_aiter_does_not_do(library: AiterLibrary, asked: Any, reason: str) -> None:
     with structlog.testing.capture_logs() as logs:
-        backend = AiterBackend(Fallback(), library, TUNED, CPU)
+        backend = AiterBackend(Fallback(), library, TUNED)
         asked(backend)
         asked(backend)
     assert len(fallback_of(backend)) == 2
@@ -384,8 +409,17 @@ def test_what_aiter_does_not_do(library: AiterLibrary, asked: Any, reason: str) 
     assert reason in line["reason"]
 
 
+def test_a_reason_is_logged_once(library: AiterLibrary) -> None:
+    backend = AiterBackend(Fallback(), library, TUNED)
+    with structlog.testing.capture_logs() as logs:
+        for rows in (8, 16, 24):
+            backend.pack_linear(draw(rows, 8), None, torch.float32)
+            backend.pack_linear(draw(rows, 8), None, torch.bfloat16)
+    assert [line["kernels"] for line in logs] == ["fallback", "aiter"]
+
+
 def test_attention_that_aiter_does_not_do(library: AiterLibrary) -> None:
-    backend = AiterBackend(Fallback(), library, TUNED, CPU)
+    backend = AiterBackend(Fallback(), library, TUNED)
     with structlog.testing.capture_logs() as logs:
         for spec, dtype in ((KVSpec(2, 24), torch.bfloat16), (KVSpec(2, 32), torch.float8_e4m3fn)):
             run = step(backend, DECODE, KVSpec(2, 32), torch.bfloat16, None)
@@ -417,7 +451,7 @@ def test_int8_is_for_the_other_back_end(backend: AiterBackend) -> None:
 
 def test_batch_invariance_leaves_only_what_has_no_sums(library: AiterLibrary) -> None:
     fallback = Fallback()
-    backend = AiterBackend(fallback, library, Settings(TARGETS["gfx950"], batch_invariant=True), CPU)
+    backend = AiterBackend(fallback, library, Settings(TARGETS["gfx950"], batch_invariant=True))
     assert backend.batch_invariant
     x, angles = draw(4, 8, 32), draw(4, 1, 16, dtype=torch.float32)
     backend.rope(x, x, angles.cos(), angles.sin())
@@ -433,7 +467,7 @@ def test_batch_invariance_leaves_only_what_has_no_sums(library: AiterLibrary) ->
     backend.moe(draw(1, 64), torch.tensor([[0]]), torch.ones(1, 1), mixture)
     backend.route(draw(1, 8, dtype=torch.float32), Routing(2))
     assert fallback.asked == ["pack_linear", "linear", "attention", "rms_norm", "pack_experts", "moe", "route"]
-    assert not AiterBackend(fallback, library, TUNED, CPU).batch_invariant
+    assert not AiterBackend(fallback, library, TUNED).batch_invariant
 
 
 def test_empty_inputs(backend: AiterBackend) -> None:
@@ -447,13 +481,15 @@ def test_what_it_is(backend: AiterBackend, library: AiterLibrary) -> None:
     assert (backend.name, backend.description, backend.row_multiple) == ("aiter", "aiter:gfx942", 1)
     assert backend.numerics[:4] == ("aiter", library.version, "gfx942", False)
     assert backend.numerics[-4:] == backend._fallback.numerics
-    other = AiterBackend(Fallback(), library, Settings(TARGETS["gfx950"], False), CPU)
+    other = AiterBackend(Fallback(), library, Settings(TARGETS["gfx950"], False))
     assert len({backend.numerics, other.numerics}) == len({backend.layout, other.layout}) == 2
     assert backend.is_fast(torch.bfloat16)
+    assert (backend.device, backend.graphs) == (CPU, None)
+    assert backend.fetch(torch.tensor([3, 1]))() == [3, 1]
     for packed in (AiterLinear(draw(2, 2), None), REFERENCE.pack_linear(draw(2, 2), None, torch.float32)):
         backend.adopt(packed)
     with pytest.raises(AiterUnavailableError, match="are for gfx942 and gfx950; this is sm_90"):
-        AiterBackend(Fallback(), library, Settings(TARGETS["sm_90"], False), CPU)
+        AiterBackend(Fallback(), library, Settings(TARGETS["sm_90"], False))
 
 
 def test_sampling_is_never_aiters(backend: AiterBackend) -> None:

@@ -6,6 +6,7 @@ The calls are read from the source, so a new one is in the test as soon as it is
 from __future__ import annotations
 
 import ast
+import json
 import re
 from itertools import pairwise
 from pathlib import Path
@@ -15,6 +16,7 @@ import pytest
 from kernels import aiter_signatures
 from kernels.aiter_backend import OPERATIONS, SINCE
 from kernels.aiter_signatures import BACKEND, Signatures, calls, release
+from tests.kernels.fake_aiter import lay
 
 ROOT = Path(__file__).resolve().parents[2]
 SIGNATURES = Signatures.load()
@@ -136,6 +138,30 @@ def test_the_file_is_made_from_sources(tmp_path: Path) -> None:
     assert list(known.functions) == [names[0]]
     known.save(tmp_path / "signatures.json")
     assert Signatures.load(tmp_path / "signatures.json") == known
+
+
+def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lay(tmp_path, "0.1.13")
+    file = tmp_path / "signatures.json"
+    saved: list[Signatures] = []
+
+    def save(self: Signatures) -> None:
+        saved.append(self)
+
+    monkeypatch.setattr(Signatures, "save", save)
+    monkeypatch.setenv("AITER_SRC", str(tmp_path))
+    assert aiter_signatures.main(["0.1.14"]) == aiter_signatures.main([str(tmp_path), "0.1.14"]) == 0
+    full = {name: [{"params": "a", "tags": ["v0.1.13"]}] for name in SIGNATURES.functions}
+    file.write_text(json.dumps(full), "utf-8")
+    assert aiter_signatures.main([str(file)]) == 0
+    for made in saved[:2]:
+        assert made.tags == ("0.1.13", "0.1.14", *SUPPORTED[1:])
+        assert {made.parameters(name, "0.1.14") for name in SINCE} == {None}
+        assert all(made.parameters(name, "0.1.14") == SIGNATURES.parameters(name, "0.1.13") for name in made.functions)
+    assert saved[2] == Signatures(("0.1.13",), {name: {"a": ("0.1.13",)} for name in sorted(full)})
+    for wrong in ([], ["newest"], [str(tmp_path / "nothing"), "0.1.14"]):
+        assert aiter_signatures.main(wrong) == 2
+    assert len(saved) == 3
 
 
 def test_the_file_is_made_from_a_list_of_all_functions() -> None:

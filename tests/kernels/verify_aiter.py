@@ -287,7 +287,7 @@ def verify(library: AiterLibrary, settings: Settings, device: torch.device, part
     """All comparisons with `part` in their names, printed as they come."""
     other: Any = Nothing(device)
     comparisons = []
-    for comparison in Verifier(AiterBackend(other, library, settings, device), device).all(part):
+    for comparison in Verifier(AiterBackend(other, library, settings), device).all(part):
         print(comparison, flush=True)
         comparisons.append(comparison)
     return comparisons
