@@ -17,9 +17,11 @@ outcome() {
 # the machine to itself. A process that dies ends the part: pytest-xdist 3.8 may wait for ever for one that takes its place.
 options() {
   case "$1" in
-  unit | kernels | parity | e2e | deploy)
+  unit | parity | e2e | deploy)
     echo "-n $(($(nproc) < 4 ? $(nproc) : 4)) --dist loadfile --max-worker-restart 0"
     ;;
+  # A few of its files take most of its time.
+  kernels) echo "-n $(($(nproc) < 4 ? $(nproc) : 4)) --dist worksteal --max-worker-restart 0" ;;
   esac
 }
 # threads PART: of each PyTorch.

@@ -49,7 +49,8 @@ def _widened(args: tuple[Any, ...]) -> Iterator[list[Any]]:
     bases: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     yield [_wide(arg, bases) for arg in args]
     for narrow, wide in bases.values():
-        changed = wide != narrow.float()
+        # By bits, so that a zero written over one of the other sign comes back.
+        changed = wide.view(torch.int32) != narrow.float().view(torch.int32)
         float8.raw(narrow)[changed] = float8.raw(wide[changed].to(narrow.dtype))
 
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kernels.select import select_backend
+from kernels.triton_backend import elementwise
 from kernels.triton_backend.backend import TritonBackend
 from worker.dtype import resolve_packed_dtype
 from worker.model_config import ModelError
@@ -34,3 +35,11 @@ def test_tokens_come_to_the_host_in_order() -> None:
     logits = torch.tensor([[0.0, 3.0, 3.0, 9.0], [float("nan"), 1.0, 0.0, 0.0]])
     ids = backend.argmax(logits, 3)
     assert backend.fetch(ids)() == [1, 1]
+
+
+def test_a_zero_keeps_its_sign_through_the_interpreter() -> None:
+    """What an output held before the kernel, a zero of the other sign, does not show."""
+    x = torch.tensor([[-0.0, 1.0]], dtype=torch.bfloat16)
+    for _ in range(20):
+        torch.zeros(64, dtype=torch.bfloat16)
+        assert elementwise.silu_and_mul(x).signbit().all()
