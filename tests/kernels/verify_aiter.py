@@ -19,7 +19,7 @@ import torch
 
 from kernels.aiter_backend import SINCE, AiterBackend
 from kernels.aiter_library import AiterLibrary, AiterUnavailableError
-from kernels.interface import AttentionMetaData, ExpertWeights, KVSpec, Routing
+from kernels.interface import AttentionMetaData, ExpertWeights, KernelBackend, KVSpec, Routing
 from kernels.paged_attention import PagedKVCache
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import plan as step_plan
@@ -70,7 +70,7 @@ class Comparison:
 
     Attributes:
         name: for people.
-        error: of AITER's result, relative to the reference's Euclidean norm; infinite where AITER did not compute it.
+        error: of the result, relative to the reference's Euclidean norm; infinite where there is none.
         allowed: how large it may be.
         reason: why it was not computed.
     """
@@ -91,11 +91,12 @@ class Comparison:
 
 
 class Verifier:
-    """The comparisons of one back end, bfloat16 on `device`."""
+    """The comparisons of one back end, bfloat16 on `device`; `fp8` is what it packs weights and keys as."""
 
-    def __init__(self, backend: AiterBackend, device: torch.device) -> None:
+    def __init__(self, backend: KernelBackend, fp8: torch.dtype, device: torch.device) -> None:
         self.backend = backend
         self.device = device
+        self._fp8 = fp8
         self._random = torch.Generator().manual_seed(0)
 
     def draw(self, *shape: int, dtype: torch.dtype = torch.bfloat16, scale: float = 1.0) -> torch.Tensor:
@@ -120,7 +121,7 @@ class Verifier:
                 yield Comparison(name, _error(found, expected), allowed)
 
     def _cases(self) -> Iterator[Case]:
-        fp8 = self.backend.fp8
+        fp8 = self._fp8
         for rows in (1, 33):
             yield f"rms_norm, {rows} rows", LARGEST_ERROR, partial(self.rms_norm, rows)
             yield f"add_rms_norm, {rows} rows", LARGEST_ERROR, partial(self.add_rms_norm, rows)
@@ -287,7 +288,7 @@ def verify(library: AiterLibrary, settings: Settings, device: torch.device, part
     """All comparisons with `part` in their names, printed as they come."""
     other: Any = Nothing(device)
     comparisons = []
-    for comparison in Verifier(AiterBackend(other, library, settings), device).all(part):
+    for comparison in Verifier(AiterBackend(other, library, settings), settings.target.fp8, device).all(part):
         print(comparison, flush=True)
         comparisons.append(comparison)
     return comparisons

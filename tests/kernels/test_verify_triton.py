@@ -1,0 +1,46 @@
+"""What is to be run on a GPU runs, and can fail: a part of it in the interpreter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kernels.triton_backend import elementwise
+from kernels.triton_backend.backend import TritonBackend
+from tests.kernels import verify_triton
+from tests.kernels.row_alone import multiply_rows_alone
+from tests.kernels.verify_triton import BitVerifier
+
+
+def test_what_passes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify_triton.main(["rope"]) == 0
+    assert "ok     rope of a part of heads" in capsys.readouterr().out
+
+
+def test_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(elementwise, "rope", lambda q, k, cos, sin: (q, k))
+    assert verify_triton.main(["rope"]) == 1
+    assert "FAILED rope " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("part", ["rows", "chunks", "sampled", "captured"])
+def test_bits(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
+    multiply_rows_alone(monkeypatch)
+    checks = list(BitVerifier(TritonBackend(), inner=32, outer=48, rows=70, tokens=310, vocab=500).all(part))
+    assert [check.name for check in checks if not check.passed] == []
+    assert checks
+
+
+def test_rows_that_depend_on_their_number_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TritonBackend()
+    monkeypatch.setattr(backend, "linear", lambda x, packed: x + len(x))
+    checks = BitVerifier(backend, inner=32, outer=48).all("rows")
+    assert not any(check.passed for check in checks)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr("kernels.triton_backend.target.interpreted", lambda: False)
+    assert verify_triton.main([]) == 2
+    assert "PyTorch sees no GPU" in capsys.readouterr().err

@@ -1,0 +1,152 @@
+"""Runs our Triton kernels on this machine's GPU, against PyTorch's and against themselves: what no machine of ours can.
+
+    python -m tests.kernels.verify_triton [PART_OF_A_NAME]
+
+First each operation's error relative to PyTorch's in float32, then what has to be equal to the bit: a row among other
+rows, a prompt as decodes, sampled tokens and numpy's, a captured step and the same step kernel by kernel. Ends with 1
+where one is not. tests/kernels/test_verify_triton.py runs some of it in the interpreter.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import numpy as np
+import torch
+
+from kernels import sampling
+from kernels.interface import AttentionMetaData, KVSpec, SampleParams
+from kernels.select import select_backend
+from kernels.triton_backend import plan
+from kernels.triton_backend.backend import TritonBackend
+from tests.kernels.verify_aiter import BLOCK_SIZE, Comparison, Verifier
+
+Check = tuple[str, Callable[[], bool]]
+
+
+class BitVerifier:
+    """What must be equal to the bit.
+
+    Args:
+        backend: batch-invariant.
+        inner, outer, rows: K, N and T of products.
+        tokens: of the prompt that is computed in one step, in two, and token by token.
+        vocab: ids that are sampled from.
+    """
+
+    def __init__(
+        self,
+        backend: TritonBackend,
+        inner: int = 4096,
+        outer: int = 6144,
+        rows: int = 300,
+        tokens: int = 700,
+        vocab: int = 151_936,
+    ) -> None:
+        self.backend = backend
+        self._inner, self._outer, self._rows = inner, outer, rows
+        self._tokens, self._vocab = tokens, vocab
+        self._random = torch.Generator().manual_seed(0)
+
+    def all(self, part: str) -> Iterator[Comparison]:
+        """Every check with `part` in its name; an error of infinity is one that failed."""
+        for name, check in self._checks():
+            if part in name:
+                yield Comparison(name, 0.0 if check() else float("inf"), 0.0)
+
+    def _checks(self) -> Iterator[Check]:
+        fp8 = self.backend.settings.target.fp8
+        for packed_dtype in (None, torch.int8, fp8):
+            yield f"bits of rows of a product, weights {packed_dtype}", partial(self.rows, packed_dtype)
+        yield "bits of a prompt in chunks and in decodes", self.chunks
+        yield "tokens sampled as numpy does", self.sampled
+        yield "bits of a captured step", self.captured
+
+    def draw(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        """Normal numbers on the device."""
+        return torch.randn(shape, generator=self._random).to(self.backend.device, dtype)
+
+    def rows(self, packed_dtype: torch.dtype | None) -> bool:
+        """Rows among all, among the first few, and in another order."""
+        x, weight = self.draw(self._rows, self._inner), self.draw(self._outer, self._inner)
+        packed = self.backend.pack_linear(weight, None, torch.bfloat16, packed_dtype)
+        whole, order = self.backend.linear(x, packed), torch.randperm(len(x), generator=self._random).to(x.device)
+        fewer = all(torch.equal(self.backend.linear(x[:n], packed), whole[:n]) for n in (1, 2, 7, 16, 33, 64, 65, 129))
+        return fewer and torch.equal(self.backend.linear(x[order], packed), whole[order])
+
+    def chunks(self) -> bool:
+        """Attention of a prompt as one step, as two chunks, and of its last tokens as decodes beside another."""
+        tokens = self._tokens
+        cache = self.backend.allocate_kv(KVSpec(2, 128), 1, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, torch.bfloat16)
+        q, k, v = self.draw(tokens, 8, 128), self.draw(tokens, 2, 128), self.draw(tokens, 2, 128)
+        self.backend.write_kv(cache, 0, k, v, self._step((0, tokens)))
+        whole = self.backend.attention(q, cache, 0, self._step((0, tokens)), 0.09)
+        for spans in ([(0, 300), (300, tokens)], *([(i, i + 1), (0, 40)] for i in range(tokens - 3, tokens))):
+            rows = torch.cat([q[start:end] for start, end in spans])
+            found = self.backend.attention(rows, cache, 0, self._step(*spans), 0.09)
+            if not torch.equal(found, torch.cat([whole[start:end] for start, end in spans])):
+                return False
+        return True
+
+    def _step(self, *spans: tuple[int, int]) -> AttentionMetaData:
+        """Rows [start, end) of one sequence, as sequences of their own that share its blocks."""
+        starts, ends = (np.array(column, np.int64) for column in zip(*spans, strict=True))
+        blocks = np.arange(-(-self._tokens // BLOCK_SIZE), dtype=np.int64)
+        metadata = AttentionMetaData(
+            cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), (ends - starts).cumsum())),
+            seq_lens=ends,
+            block_tables=np.tile(blocks, (len(spans), 1)),
+            slot_mapping=np.concatenate([np.arange(start, end) for start, end in spans]),
+        )
+        metadata.plan = plan.plan(metadata, self.backend.device)
+        return metadata
+
+    def sampled(self) -> bool:
+        """With every filter; float64 logarithms are the device's own, so that one token in very many may differ."""
+        count = 16
+        logits = self.draw(count, self._vocab, dtype=torch.float32) * 4
+        params = SampleParams(
+            temperature=np.linspace(0, 2, count, dtype=np.float32),
+            top_k=np.arange(count, dtype=np.int64) * 7 % 60,
+            top_p=np.linspace(0.5, 1, count, dtype=np.float32),
+            min_p=np.linspace(0, 0.1, count, dtype=np.float32),
+        )
+        rows = np.arange(count)
+        choice = rows.astype(np.uint64), rows + 9, rows * 0
+        expected = sampling.sample(logits.cpu().numpy().copy(), params, *choice)
+        return np.array_equal(self.backend.sample(logits, params, *choice).cpu().numpy(), expected)
+
+    def captured(self) -> bool:
+        """A product, a norm and their replay over other numbers."""
+        x, weight, norm = self.draw(5, 512), self.draw(768, 512), self.draw(768)
+        packed = self.backend.pack_linear(weight, None, torch.bfloat16)
+
+        def run() -> torch.Tensor:
+            return self.backend.rms_norm(self.backend.linear(x, packed), norm, 1e-6)
+
+        replay = self.backend.graphs.capture(run)
+        x.copy_(self.draw(5, 512))
+        return torch.equal(replay().clone(), run())
+
+
+def main(arguments: list[str]) -> int:
+    """Checks what has the first argument in its name. Returns the exit code."""
+    try:
+        backend = select_backend("triton")
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    assert isinstance(backend, TritonBackend)
+    part, failed = "".join(arguments[:1]), 0
+    for verifier in (Verifier(backend, backend.settings.target.fp8, backend.device), BitVerifier(backend)):
+        for comparison in verifier.all(part):
+            print(comparison, flush=True)
+            failed += not comparison.passed
+    print(f"{backend.description}: {failed} failed")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
