@@ -151,8 +151,8 @@ class Config:
             _require(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         require_one_of("dtype", self.dtype, ("auto", *DTYPES))
         require_one_of("quantize", self.quantize, QUANTIZE)
-        eager = not (self.enforce_eager and self.compilation_config.cudagraph_capture_sizes)
-        _require(eager, "enforce_eager", True, "False with compilation_config.cudagraph_capture_sizes")
+        agrees = not (self.enforce_eager and self.compilation_config.cudagraph_capture_sizes)
+        _require(agrees, "enforce_eager", True, "False with compilation_config.cudagraph_capture_sizes")
         require_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
         _require(0 <= self.hash_seed < 1 << 64, "hash_seed", self.hash_seed, "an unsigned 64-bit number")
         for name in ("bos_token_id", "eos_token_id"):

@@ -50,7 +50,7 @@ class CompilationConfig:
     Attributes:
         level: 0 runs it as it is; 1 to 3 are PyTorch's compiler as is, once, and piecewise.
         cudagraph_capture_sizes: numbers of sequences whose decode step is captured into a graph on a GPU; empty takes
-            1, 2, 4, 8, 16, 24, ... up to 256 or the most that run at once (`Config.enforce_eager` captures none).
+            1, 2, 4, 8, 16, 24, ... up to 512 or the most that run at once (`Config.enforce_eager` captures none).
 
     Raises:
         InvalidFieldError: a value is out of range.

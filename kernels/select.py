@@ -47,11 +47,21 @@ def select_backend(name: str = AUTO, cpu_isa: str = AUTO, batch_invariant: bool 
     if name in (TRITON, AITER):
         return _gpu_backend(name, batch_invariant)
     if name == AUTO and cpu_isa == AUTO:
-        return _gpu_backend(AUTO, batch_invariant) if torch.cuda.is_available() else _best_backend()
+        return _gpu_backend(AUTO, batch_invariant) if _sees_gpu() else _best_backend()
     try:
         return CpuBackend(cpu_isa)
     except LibraryUnavailableError as error:
         raise ValueError(f"kernels {CPU!r}: {error}") from error
+
+
+def _sees_gpu() -> bool:
+    """Whether kernels of GPUs can serve; a GPU without Triton is worth a line."""
+    if not torch.cuda.is_available():
+        return False
+    has_triton = importlib.util.find_spec("triton") is not None
+    if not has_triton:
+        _log.warning("the GPU is not used", reason="Triton is not installed: pip install fissile[triton]")
+    return has_triton
 
 
 def _gpu_backend(name: str, batch_invariant: bool) -> KernelBackend:

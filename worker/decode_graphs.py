@@ -17,10 +17,10 @@ from common.config import Config
 from kernels.interface import AttentionMetaData, AttentionPlan, KVCache, StepGraphs
 
 # What is captured when no sizes are given, as far as `max_num_seqs` goes.
-DEFAULT_SIZES = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16))
+DEFAULT_SIZES = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
 
 # What runs a decode: token ids and positions int64 [rows], metadata -> hidden states [rows, H].
-Forward = Callable[[torch.Tensor, torch.Tensor, AttentionMetaData], torch.Tensor]
+Decode = Callable[[torch.Tensor, torch.Tensor, AttentionMetaData], torch.Tensor]
 
 
 def capture_sizes(config: Config) -> tuple[int, ...]:
@@ -55,7 +55,7 @@ class DecodeGraphs:
         num_heads: Hq of this rank.
         max_seq_len: tokens of the longest sequence.
         sizes: numbers of sequences, ascending.
-        forward: runs a decode.
+        decode: runs one.
         device: of the inputs.
         progress: called with (captured, to capture).
     """
@@ -67,7 +67,7 @@ class DecodeGraphs:
         num_heads: int,
         max_seq_len: int,
         sizes: tuple[int, ...],
-        forward: Forward,
+        decode: Decode,
         device: torch.device,
         progress: Callable[[int, int], None],
     ) -> None:
@@ -77,14 +77,14 @@ class DecodeGraphs:
         # The largest first, so that the smaller ones find its memory.
         for size in reversed(sizes):
             plan = graphs.plan(cache, num_heads, size, max_seq_len)
-            self._steps[size] = self._captured(size, plan, forward, device)
+            self._steps[size] = self._captured(size, plan, decode, device)
             progress(len(self._steps), len(sizes))
 
-    def _captured(self, rows: int, plan: AttentionPlan, forward: Forward, device: torch.device) -> CapturedStep:
+    def _captured(self, rows: int, plan: AttentionPlan, decode: Decode, device: torch.device) -> CapturedStep:
         token_ids, positions = torch.zeros(2, rows, dtype=torch.int64, device=device)
         metadata = _padding(rows)
         metadata.plan = plan
-        replay = self._graphs.capture(lambda: forward(token_ids, positions, metadata))
+        replay = self._graphs.capture(lambda: decode(token_ids, positions, metadata))
         return CapturedStep(token_ids, positions, plan, replay)
 
     def fits(self, num_seqs: int) -> bool:

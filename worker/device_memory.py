@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import torch
 
+from common.sampling_params import SamplingParams
 from worker.batch import ScheduledBatch
 from worker.model_runner import ModelRunner
 from worker.sequence import Sequence
+
+# Their logits are made and sorted out.
+_SAMPLED = SamplingParams(temperature=1.0, top_k=2, top_p=0.9)
 
 
 def device_memory(runner: ModelRunner) -> int:
@@ -36,7 +40,9 @@ def _largest_step(runner: ModelRunner) -> int:
     seqs: list[Sequence] = []
     num_blocks = 0
     while left and len(seqs) < runner.config.max_num_seqs:
-        seq = Sequence([0] * min(left, runner.max_model_len), block_size)
+        # As many sampled rows as there can be beside the long prompts.
+        others = runner.config.max_num_seqs - len(seqs) - 1
+        seq = Sequence([0] * min(max(1, left - others), runner.max_model_len), block_size, _SAMPLED)
         seq.block_table = list(range(num_blocks, num_blocks + seq.num_blocks))
         num_blocks += seq.num_blocks
         left -= seq.num_tokens

@@ -109,8 +109,8 @@ class GroupCollectives:
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
         own = x.contiguous()
         parts = [torch.empty_like(own) for _ in range(self._cpus.size())]
+        group = self._cpus if own.device.type == "cpu" else self._gpus
         try:
-            group = self._cpus if own.device.type == "cpu" else self._gpus
             group.allgather([parts], [own]).wait()
         except RuntimeError as error:
             raise PeerLostError("a rank that it computes with is gone") from error

@@ -94,13 +94,20 @@ class PipelinedExecutor:
 
     A step counts from its launch, or from the end of the one before it if that came later: so durations of steps that
     follow each other add up to the time that has passed.
+
+    Args:
+        launch: begins a step.
+        clock: monotonic seconds.
+        prepare: called once on the thread that launches, which has a current device of its own.
     """
 
-    def __init__(self, launch: Launch, clock: Callable[[], float]) -> None:
+    def __init__(
+        self, launch: Launch, clock: Callable[[], float], prepare: Callable[[], object] = lambda: None
+    ) -> None:
         self._launch = launch
         self._clock = clock
         self._ended = -math.inf
-        self._launching = ThreadPoolExecutor(max_workers=1, thread_name_prefix="launcher")
+        self._launching = ThreadPoolExecutor(1, "launcher", initializer=prepare)
         self._waiting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="waiter")
 
     def submit(self, batch: ScheduledBatch) -> Future[Executed]:

@@ -277,7 +277,9 @@ class LLMEngine:
             config, ranks = _load_ranks(config, model_config)
             runner = executor = ranks
         elif runner is None:
-            config, runner, _, executor = launched_ahead(*_load_model(config, model_config), clock)
+            config, loaded = _load_model(config, model_config)
+            config, executor = launched_ahead(config, loaded, clock)
+            runner = loaded
         else:
             config = with_pool(config, model_config.max_position_embeddings, lambda _: 0, 0)
         has_tokenizer = (Path(config.model) / "tokenizer.json").is_file()

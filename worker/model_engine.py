@@ -5,10 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import torch
 
 from common.config import Config
+from common.errors import InvalidFieldError
 from worker.device_memory import device_memory
 from worker.engine_config import available_memory, with_pool
 from worker.engine_core import EngineCore
@@ -49,7 +51,8 @@ def build_model_engine(
         kernels=runner.kernels.description,
         dtype=str(runner.dtype).removeprefix("torch."),
     )
-    return EngineCore(*launched_ahead(config, runner)), facts
+    config, executor = launched_ahead(config, runner)
+    return EngineCore(config, runner, executor=executor), facts
 
 
 def sized(config: Config, runner: ModelRunner) -> Config:
@@ -62,6 +65,9 @@ def sized(config: Config, runner: ModelRunner) -> Config:
     if runner.kernels.device.type == "cpu":
         return with_pool(config, model_len, runner.num_blocks_for, available_memory(runner.mapped_bytes))
     free_bytes = device_memory(runner)
+    if not free_bytes:
+        share = config.gpu_memory_utilization
+        raise InvalidFieldError("gpu_memory_utilization", f"is {share}", "more: weights and a step take all of that")
     # The whole of it: a GPU's memory is nobody else's.
     config = replace(config, kv_cache_memory=config.kv_cache_memory or free_bytes)
     return with_pool(config, model_len, runner.num_blocks_for, free_bytes)
@@ -69,11 +75,13 @@ def sized(config: Config, runner: ModelRunner) -> Config:
 
 def launched_ahead(
     config: Config, runner: ModelRunner, clock: Callable[[], float] = time.monotonic
-) -> tuple[Config, ModelRunner, Callable[[], float], Executor | None]:
-    """What an EngineCore is made with; on a GPU each step is launched before the one before it has ended."""
-    if runner.kernels.device.type == "cpu":
-        return config, runner, clock, None
-    return replace(config, deferred_output=True), runner, clock, PipelinedExecutor(runner.launch, clock)
+) -> tuple[Config, Executor | None]:
+    """An engine's config and executor; on a GPU each step is launched before the one before it has ended."""
+    device = runner.kernels.device
+    if device.type == "cpu":
+        return config, None
+    prepare = partial(torch.cuda.set_device, device)
+    return replace(config, deferred_output=True), PipelinedExecutor(runner.launch, clock, prepare)
 
 
 def allocate(runner: ModelRunner, num_blocks: int) -> None:

@@ -91,8 +91,9 @@ class ModelRunner:
     """A loaded model and its KV cache; implements worker.batch.Runner. Not for two threads at a time.
 
     Args:
-        config: `model` is the checkpoint folder; `dtype`, `kv_cache_dtype`, `kernels`, `cpu_isa`, `quantize`,
-            `max_model_len`, `kv_cache_block_size`, `quant_config` and `weights_cache` count.
+        config: `model` is the checkpoint folder; `dtype`, `kv_cache_dtype`, `kernels`, `cpu_isa`, `batch_invariant`,
+            `quantize`, `max_model_len`, `kv_cache_block_size`, `quant_config`, `enforce_eager`, `compilation_config`
+            and, on CPUs, `weights_cache` count.
         model_config: from the same folder.
         progress: called with (bytes loaded, bytes in all) for each tensor.
         shard: the part of the model that this rank holds; all of it when None.
@@ -117,6 +118,8 @@ class ModelRunner:
             self.kernels = select_backend(config.kernels, config.cpu_isa, config.batch_invariant)
         except ValueError as error:
             raise ModelError(str(error)) from error
+        if config.compilation_config.cudagraph_capture_sizes and self.kernels.graphs is None:
+            raise ModelError(f"cudagraph_capture_sizes: kernels {self.kernels.name} capture no graphs; leave it empty")
         self.dtype = resolve_dtype(config.dtype, model_config, self.kernels)
         self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
         self.packed_dtype = resolve_packed_dtype(config.quantize, self.dtype, self.kernels)
@@ -131,10 +134,8 @@ class ModelRunner:
         with torch.inference_mode():
             self.model = self._load(progress)
         self._sampled_ids = _sampled_ids(config.model, model_config)
-        self._last = self._sampled([], torch.zeros(0, dtype=torch.int64))
+        self._last = self._sampled([], self._no_ids())
         self._graphs: DecodeGraphs | None = None
-        if config.compilation_config.cudagraph_capture_sizes and self.kernels.graphs is None:
-            raise ModelError(f"cudagraph_capture_sizes: kernels {self.kernels.name} capture no graphs; leave it empty")
         self._kv_cache: KVCache = None
         self._kv_cache_data: dict[str, KVCacheTensor] = {}
 
@@ -277,6 +278,9 @@ class ModelRunner:
         last = self._last = self._sampled([batch.req_ids[i] for i in _final(batch).tolist()], ids)
         return lambda: last.output
 
+    def _no_ids(self) -> torch.Tensor:
+        return torch.zeros(0, dtype=torch.int64, device=self.kernels.device)
+
     def _sampled(self, seq_ids: list[int], ids: torch.Tensor) -> SampledTokens:
         return SampledTokens(seq_ids, ids, self.kernels.fetch(ids))
 
@@ -390,8 +394,9 @@ class ModelRunner:
         """int64 [F]: the tokens of the final rows."""
         final = _final(batch)
         if not len(final):
-            return torch.zeros(0, dtype=torch.int64)
-        known = batch.token_histories(self._last.output) if batch.histories else {}
+            return self._no_ids()
+        waits = any(batch.from_last_output[i] for i in batch.histories)
+        known = batch.token_histories(self._last.output if waits else ScheduledBatchOutput({}))
         histories = {row: known[i] for row, i in enumerate(final.tolist()) if i in known}
         params = SampleParams(
             temperature=np.array(batch.temperatures, np.float32)[final],

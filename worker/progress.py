@@ -47,7 +47,7 @@ class Progress:
     def count(self, done: int, total: int) -> None:
         """So many things of the stage are done."""
         if self._is_due():
-            self._show(f"{done} of {total}", "starting", done=done, total=total)
+            self._show(f"{done} of {total}", "progress", done=done, total=total)
 
     def _is_due(self) -> bool:
         now = self._clock()

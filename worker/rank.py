@@ -151,13 +151,15 @@ class Rank:
         """Loads this rank's part of the model; bytes of one KV block on this rank."""
         import torch  # noqa: PLC0415
 
+        from kernels.select import CPU_BACKENDS  # noqa: PLC0415
         from worker.model_runner import ModelRunner  # noqa: PLC0415
         from worker.parallel import Alone, Shard  # noqa: PLC0415
 
         torch.set_num_threads(threads)
-        if torch.cuda.is_available():
-            # Ranks of one machine have consecutive numbers.
-            torch.cuda.set_device(self._rank % torch.cuda.device_count())
+        if torch.cuda.is_available() and config.kernels not in CPU_BACKENDS:
+            # Ranks of one machine have consecutive numbers, and so have the engines of a group.
+            engine = 0 if self._data is None else self._data.rank
+            torch.cuda.set_device((engine * config.tensor_parallel_size + self._rank) % torch.cuda.device_count())
         config = replace(config, model=self._model)
         collectives = self._collectives or Alone()
         shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)

@@ -84,7 +84,7 @@ def load_ranks(
 
 
 def _shared_memory(config: Config, group: RankGroup) -> tuple[Config, int]:
-    """Bytes that each rank may take, and the config with all of them for the KV cache where they are its GPU's."""
+    """The config, with all bytes for the KV cache where they are a GPU's, and how many each rank may take."""
     answers = group.call("free_memory").values()
     free_bytes = min(num_bytes for num_bytes, _ in answers)
     if all(own for _, own in answers):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -41,8 +42,16 @@ class TritonGraphs:
         return plan
 
     def write(self, plan: StepPlan, metadata: AttentionMetaData) -> None:
-        """See StepGraphs: one copy, which the stream orders."""
-        plan.memory.copy_(to_device(staged(metadata, plan.shape), self._device), non_blocking=True)
+        """See StepGraphs. Of the block tables only what the step has: entries past a sequence's end are not read.
+
+        Raises:
+            ValueError: the step does not fit.
+        """
+        shape = replace(plan.shape, blocks=min(plan.shape.blocks, metadata.block_tables.shape[1]))
+        given = StepPlan.over(to_device(staged(metadata, shape), self._device), shape)
+        head = len(given.memory) - given.block_tables.numel()
+        plan.memory[:head].copy_(given.memory[:head])
+        plan.block_tables[:, : shape.blocks].copy_(given.block_tables)
 
     def capture(self, run: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         """See StepGraphs."""

@@ -139,7 +139,11 @@ def _split(
     return highest, total, values
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_blocks", "num_splits"])
+# A plan's tensors lie behind each other: where they begin depends on the step's size, for which nothing is compiled.
+@triton.jit(
+    do_not_specialize=["num_seqs", "num_blocks", "num_splits"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "tables", "chosen"],
+)
 def _latent_attention_kernel(
     q,
     q_token_stride,
@@ -237,7 +241,7 @@ def _latent_attention_kernel(
         tl.store(out + results[:, None] * VALUE_DIM + columns[None, :], values.to(out.dtype.element_ty), mask=mask)
 
 
-@triton.jit(do_not_specialize=["num_seqs", "num_splits"])
+@triton.jit(do_not_specialize=["num_seqs", "num_splits"], do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens"])
 def _merge_kernel(
     cu_seqlens_q,
     seq_lens,

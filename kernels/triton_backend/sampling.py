@@ -430,6 +430,7 @@ def _border_kernel(
         highest = tl.load(largest + row)
         border = tl.load(own + _BORDER)
         ties = tl.load(own + _TIES)
+        known_before = tl.load(own + _KNOWN)
         is_first = above == 32
         each = tl.full((), 1, tl.int64)
         if WANTED == _WANTED_MASS:
@@ -438,6 +439,8 @@ def _border_kernel(
             mantissa, exponent = tl.load(top_p_mantissa + row).to(tl.int64), tl.load(top_p_shift + row).to(tl.int64)
             fraction = tl.maximum(_ceil_product(mantissa, exponent, total + ties * each), 1)
             wanted = tl.where(is_first, fraction, wanted)
+        # All warps have read the state before one of them changes it.
+        tl.debug_barrier()
         if is_first & (wanted > total):
             # All above the border is kept; for counts that is all there is, masses take some of the border's ties.
             if WANTED == _WANTED_MASS:
@@ -447,7 +450,7 @@ def _border_kernel(
             upto = tl.cumsum(sums, axis=0)
             crossing = tl.sum((upto < wanted).to(tl.int32), axis=0)
             wanted -= tl.max(tl.where(upto < wanted, upto, 0), axis=0)
-            known = tl.where(is_first, 0, tl.load(own + _KNOWN)) | ((BINS - 1 - crossing).to(tl.int64) << shift)
+            known = tl.where(is_first, 0, known_before) | ((BINS - 1 - crossing).to(tl.int64) << shift)
             tl.store(own + _KNOWN, known)
             tl.store(own + WANTED, tl.where(shift == 0, 0, wanted))
             if shift == 0:

@@ -35,7 +35,10 @@ def _rank(score, position):
     return (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - position.to(tl.int64))
 
 
-@triton.jit(do_not_specialize=["first_row", "num_seqs", "num_blocks", "width"])
+@triton.jit(
+    do_not_specialize=["first_row", "num_seqs", "num_blocks", "width"],
+    do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "tables"],
+)
 def _rank_kernel(
     q,
     q_token_stride,
@@ -150,6 +153,6 @@ def _highest(ranks: torch.Tensor, topk: int) -> torch.Tensor:
     """int32 [rows, topk]: positions of the highest ranks in ascending order, then -1."""
     best = ranks.topk(topk, dim=1, sorted=False).values
     nowhere = torch.iinfo(torch.int32).max
-    positions = torch.where(best == INVISIBLE, nowhere, 0xFFFFFFFF - (best & 0xFFFFFFFF)).to(torch.int32)
+    positions = (0xFFFFFFFF - (best & 0xFFFFFFFF)).masked_fill_(best == INVISIBLE, nowhere).to(torch.int32)
     ascending = positions.sort(dim=1).values
     return ascending.masked_fill_(ascending == nowhere, -1)

@@ -19,7 +19,15 @@ from tests.deploy.tools import DEPLOY, ROOT, run, tool
 
 FILES = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
 # Of libraries and of Python itself; everything else must be an option's.
-FOREIGN = {"PATH", "HF_HOME", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE", "FISSILE_LOG_FORMAT"}
+FOREIGN = {
+    "AITER_JIT_DIR",
+    "TRITON_CACHE_DIR",
+    "PATH",
+    "HF_HOME",
+    "PYTHONUNBUFFERED",
+    "PYTHONDONTWRITEBYTECODE",
+    "FISSILE_LOG_FORMAT",
+}
 BUILD_ONLY = {"PIP_DISABLE_PIP_VERSION_CHECK", "PIP_NO_CACHE_DIR", "PIP_BREAK_SYSTEM_PACKAGES"}
 
 each_file = pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)

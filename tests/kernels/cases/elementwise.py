@@ -49,6 +49,11 @@ CASES = {
     "norms": Case(lambda _: _norms(torch.bfloat16, 7, 4096)),
     "norms_float16": Case(lambda _: _norms(torch.float16, 7, 4096)),
     "norms_of_heads": Case(lambda _: elementwise.rms_norm(torch.empty(7, 48, 128), torch.empty(128), 1e-6)),
+    "norms_of_heads_bfloat16": Case(
+        lambda _: elementwise.rms_norm(
+            torch.empty(7, 48, 128, dtype=torch.bfloat16), torch.empty(128, dtype=torch.bfloat16), 1e-6
+        )
+    ),
     "norms_wide": Case(lambda _: _norms(torch.bfloat16, 7, 16_384)),
     "layer_norm": Case(lambda _: _layer_norm(torch.bfloat16)),
     "rope": Case(lambda _: _rope(torch.bfloat16, 128)),

@@ -11,6 +11,7 @@ from common.config import CompilationConfig, Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
 from kernels.cpu.instruction_sets import AUTO
 from kernels.select import CPU_BACKENDS, select_backend
+from kernels.torch_backend import TorchBackend
 from tests.checkpoints import make_checkpoint
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.dtype import resolve_dtype
@@ -309,3 +310,18 @@ def test_graphs_are_for_gpus(folder: Path) -> None:
         ModelRunner(config, ModelConfig.from_folder(folder))
     eager = Config(model=str(folder), kernels="torch")
     assert not ModelRunner(eager, ModelConfig.from_folder(folder)).captures_graphs
+
+
+def test_no_tokens_lie_on_the_device_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a step that samples nothing: a GPU's streams know nothing of tensors elsewhere."""
+    runner = make_runner(folder, kernels="torch")
+    runner.allocate_kv_cache(8)
+    nothing = runner._no_ids()
+    monkeypatch.setattr(runner, "_no_ids", lambda: nothing)
+    chunk = Sequence(list(range(40)), 16, SamplingParams(temperature=0.5))
+    chunk.block_table = [0, 1, 2]
+    assert runner.forward(batch_of((chunk, 16))).token_ids == {}
+    assert runner._last.ids is nothing
+    monkeypatch.undo()
+    monkeypatch.setattr(TorchBackend, "device", torch.device("meta"))
+    assert runner._no_ids().device.type == "meta"

@@ -62,4 +62,4 @@ def test_things_are_counted() -> None:
         progress = Progress(io.StringIO(), clock)
         clock.now += 2.5
         progress.count(3, 35)
-    assert logs == [{"event": "starting", "done": 3, "total": 35, "log_level": "info"}]
+    assert logs == [{"event": "progress", "done": 3, "total": 35, "log_level": "info"}]
