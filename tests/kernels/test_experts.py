@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import silu
 
 from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
 from kernels.triton_backend import experts, mxfp4
@@ -15,6 +14,7 @@ from kernels.triton_backend.packed_weight import GROUP
 from kernels.triton_backend.routing import route
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from tests.kernels.row_alone import multiply_rows_alone
+from tests.unit.kernels.moe_reference import reference_moe
 
 CLAMP = ClampedSwiglu(alpha=1.702, limit=1.5)
 # Neither is a multiple of a tile of columns or of K.
@@ -50,27 +50,6 @@ def step(rows: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, t
     return x, ids.long(), torch.rand(rows, SLOTS, generator=generator)
 
 
-def expected(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, all_experts: list[ExpertWeights], clamp: bool
-) -> torch.Tensor:
-    """float64, row by row."""
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for row, (chosen, shares) in enumerate(zip(ids.tolist(), weights.double(), strict=True)):
-        for expert, share in zip(chosen, shares, strict=True):
-            one = all_experts[expert]
-            bias = 0.0 if one.gate_up_bias is None else one.gate_up_bias.double()
-            gate, up = (one.gate_up.double() @ x[row].double() + bias).chunk(2)
-            inner = _clamped(gate, up) if clamp else silu(gate) * up
-            down_bias = 0.0 if one.down_bias is None else one.down_bias.double()
-            out[row] += share * (one.down.double() @ inner + down_bias)
-    return out
-
-
-def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate.clamp(max=CLAMP.limit), up.clamp(-CLAMP.limit, CLAMP.limit)
-    return gate / (1 + torch.exp(-CLAMP.alpha * gate)) * (up + 1)
-
-
 def close(found: torch.Tensor, wanted: torch.Tensor, tolerance: float = 2e-5) -> None:
     torch.testing.assert_close(found.double(), wanted.double(), atol=tolerance, rtol=tolerance)
 
@@ -90,7 +69,7 @@ def test_moe(settings: Settings, dtype: torch.dtype, rows: int, clamp: ClampedSw
     x, ids, shares = step(rows, dtype)
     out = experts.moe(x, ids, shares, experts.pack(iter(weights), 0, clamp, dtype, None, CPU), settings)
     assert out.dtype == dtype
-    close(out, expected(x, ids, shares, weights, clamp is not None), TOLERANCE[dtype])
+    close(out, reference_moe(x, ids, shares, weights, clamp), TOLERANCE[dtype])
 
 
 def test_no_rows() -> None:
@@ -105,7 +84,7 @@ def test_all_rows_on_one_expert() -> None:
     x, _, shares = step(70)
     ids = torch.full((70, 1), 4)
     out = experts.moe(x, ids, shares[:, :1], experts.pack(weights, 0, None, torch.float32, None, CPU), INVARIANT)
-    close(out, expected(x, ids, shares[:, :1], weights, clamp=False))
+    close(out, reference_moe(x, ids, shares[:, :1], weights, None))
 
 
 def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none() -> None:
@@ -115,7 +94,7 @@ def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none() -> None:
     packed = [experts.pack(weights[part], part.start, None, torch.float32, None, CPU) for part in parts]
     outs = [experts.moe(x, ids, shares, one, INVARIANT) for one in packed]
     assert not outs[0].any()
-    close(outs[1] + outs[2], expected(x, ids, shares, weights, clamp=False))
+    close(outs[1] + outs[2], reference_moe(x, ids, shares, weights, None))
 
 
 def test_a_rank_whose_experts_nobody_chose_adds_zeros() -> None:
@@ -244,7 +223,7 @@ def test_narrow_weights(dtype: torch.dtype, packed_dtype: torch.dtype) -> None:
             largest = sizes.amax(2).repeat_interleave(group, 1)[:, : weight.shape[1]]
             assert bool(((near - weight).abs() <= 1.001 * (of_largest * largest + of_own * weight.abs())).all())
     x, ids, shares = step(4, dtype)
-    close(experts.moe(x, ids, shares, packed, INVARIANT), expected(x, ids, shares, used, clamp=False), TOLERANCE[dtype])
+    close(experts.moe(x, ids, shares, packed, INVARIANT), reference_moe(x, ids, shares, used, None), TOLERANCE[dtype])
 
 
 def test_weights_that_were_mxfp4_are_kept() -> None:

@@ -14,7 +14,7 @@ from kernels.triton_backend import latent, selection
 from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.plan import Shape, StepPlan, plan, staged
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
-from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks
+from tests.unit.kernels.steps import Rows, metadata, reference_attention, reference_selection, scattered_blocks
 
 CPU = torch.device("cpu")
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}
@@ -113,9 +113,9 @@ class Sequences:
         spec = self.spec.index
         if spec is None:
             return list(range(p + 1))
-        products = torch.einsum("hd,kd->hk", self.index_queries[i][p].double(), self.index_keys[i][: p + 1].double())
-        scores = (self.index_weights[i][p].double()[:, None] * products.relu()).sum(0).tolist()
-        return sorted(sorted(range(p + 1), key=lambda k: (-scores[k], k))[: spec.topk])
+        return reference_selection(
+            self.index_queries[i][p], self.index_keys[i][: p + 1], self.index_weights[i][p], spec.topk
+        )
 
     def check(self, work: Work) -> None:
         tolerance = TOLERANCE[self.dtype]

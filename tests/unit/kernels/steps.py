@@ -77,3 +77,11 @@ def reference_attention(
         own = sinks.double()[:, None, None].expand(-1, len(q), 1)
         scores = torch.cat((scores, own), -1)
     return torch.einsum("htk,hkd->thd", scores.softmax(-1)[..., : k.shape[1]], v)
+
+
+def reference_selection(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, topk: int) -> list[int]:
+    """Positions that a token selects by index queries q [Hi, Di] and weights [Hi] among keys [tokens, Di], ascending;
+    see KernelBackend.select_tokens."""
+    products = torch.einsum("hd,kd->hk", q.double(), keys.double())
+    scores = (weights.double()[:, None] * products.relu()).sum(0).tolist()
+    return sorted(sorted(range(len(keys)), key=lambda k: (-scores[k], k))[:topk])

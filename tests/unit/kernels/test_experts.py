@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.functional import silu
 
 from kernels.interface import ClampedSwiglu, ExpertWeights, KernelBackend, Routing
+from tests.unit.kernels.moe_reference import reference_moe
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -47,27 +47,6 @@ def step(rows: int, seed: int, dtype: torch.dtype = torch.float32) -> tuple[torc
     return x, ids, torch.rand(rows, SLOTS, generator=generator)
 
 
-def expected(
-    x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, all_experts: list[ExpertWeights], clamp: bool
-) -> torch.Tensor:
-    """float64, row by row."""
-    out = torch.zeros(x.shape, dtype=torch.float64)
-    for row, (chosen, shares) in enumerate(zip(ids.tolist(), weights.double(), strict=True)):
-        for expert, share in zip(chosen, shares, strict=True):
-            one = all_experts[expert]
-            bias = 0.0 if one.gate_up_bias is None else one.gate_up_bias.double()
-            gate, up = (one.gate_up.double() @ x[row].double() + bias).chunk(2)
-            inner = _clamped(gate, up) if clamp else silu(gate) * up
-            down_bias = 0.0 if one.down_bias is None else one.down_bias.double()
-            out[row] += share * (one.down.double() @ inner + down_bias)
-    return out
-
-
-def _clamped(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    gate, up = gate.clamp(max=CLAMP.limit), up.clamp(-CLAMP.limit, CLAMP.limit)
-    return gate / (1 + torch.exp(-CLAMP.alpha * gate)) * (up + 1)
-
-
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.bfloat16, 3e-2)])
 @pytest.mark.parametrize("rows", [1, 16, 100])
 @pytest.mark.parametrize("clamp", [None, CLAMP])
@@ -78,7 +57,7 @@ def test_moe(
     x, ids, weights = step(rows, seed=rows, dtype=dtype)
     out = backend.moe(x, ids, weights, backend.pack_experts(iter(made), 0, clamp, dtype))
     assert out.dtype == dtype
-    close(out, expected(x, ids, weights, made, clamp is not None), tolerance)
+    close(out, reference_moe(x, ids, weights, made, clamp), tolerance)
 
 
 def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none(backend: KernelBackend) -> None:
@@ -88,7 +67,7 @@ def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none(backend: K
     packed = [backend.pack_experts(made[part], part.start, None, torch.float32) for part in parts]
     outs = [backend.moe(x, ids, weights, one) for one in packed]
     assert not outs[0].any()
-    close(outs[1] + outs[2], expected(x, ids, weights, made, clamp=False))
+    close(outs[1] + outs[2], reference_moe(x, ids, weights, made, None))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from kernels.interface import IndexSpec, KernelBackend, KVSpec
 from kernels.paged_attention import PagedKVCache
 from kernels.token_selection import highest
-from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks
+from tests.unit.kernels.steps import Rows, metadata, reference_attention, reference_selection, scattered_blocks
 
 pytestmark = pytest.mark.filterwarnings("error")
 
@@ -120,9 +120,9 @@ class Step:
         spec = self.spec.index
         if spec is None:
             return list(range(p + 1))
-        products = torch.einsum("hd,kd->hk", self.index_queries[i][p].double(), self.index_keys[i][: p + 1].double())
-        scores = (self.index_weights[i][p].double()[:, None] * products.relu()).sum(0).tolist()
-        return sorted(sorted(range(p + 1), key=lambda k: (-scores[k], k))[: spec.topk])
+        return reference_selection(
+            self.index_queries[i][p], self.index_keys[i][: p + 1], self.index_weights[i][p], spec.topk
+        )
 
 
 INDEX = IndexSpec(num_heads=3, head_dim=8, topk=20)
