@@ -21,6 +21,7 @@ from common.config import Config, QuantizationConfig
 from common.text.tokenizer import Tokenizer, TokenizerError
 from kernels.interface import AttentionMetaData, KVCache, SampleParams
 from kernels.select import select_backend
+from kernels.upload import to_device
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.decode_graphs import DecodeGraphs, capture_sizes
 from worker.dtype import resolve_dtype, resolve_kv_dtype, resolve_packed_dtype
@@ -311,16 +312,11 @@ class ModelRunner:
         padded = -(-total // multiple) * multiple
         given = np.zeros((2, padded), np.int64)
         given[0, :total], given[1, :total] = batch.known_token_ids, positions
-        inputs = self._upload(np.concatenate((given.ravel(), ends[np.array(batch.is_final, np.bool_)] - 1)))
+        final_rows = ends[np.array(batch.is_final, np.bool_)] - 1
+        inputs = to_device(np.concatenate((given.ravel(), final_rows)), self.kernels.device)
         token_ids = self._with_late_tokens(batch, inputs[:padded], ends - lengths)
         context = Context(inputs[padded : 2 * padded], batch.total_seqs_num_prefill, len(lengths), padded)
         return ModelInput(token_ids, context, metadata, inputs[2 * padded :], captured)
-
-    def _upload(self, values: Ints) -> torch.Tensor:
-        """A copy on the device, in the order of the stream; nobody waits for it."""
-        host = torch.from_numpy(values)
-        on_host = self.kernels.device.type == "cpu"
-        return host if on_host else host.pin_memory().to(self.kernels.device, non_blocking=True)
 
     def _with_late_tokens(self, batch: ScheduledBatch, token_ids: torch.Tensor, starts: Ints) -> torch.Tensor:
         """`token_ids` with those that the last step has sampled, which never leave the device for it.
@@ -333,7 +329,7 @@ class ModelRunner:
         late = batch.late_rows
         if late:
             places = np.array([self._last.place[batch.req_ids[i]] for i in late], np.int64)
-            rows, places_there = self._upload(np.stack((starts[late], places)))
+            rows, places_there = to_device(np.stack((starts[late], places)), self.kernels.device)
             token_ids.index_copy_(0, rows, self._last.ids.index_select(0, places_there))
         return token_ids
 

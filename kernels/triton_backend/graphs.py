@@ -9,7 +9,8 @@ import torch
 
 from kernels.interface import AttentionMetaData
 from kernels.triton_backend.kv_cache import DeviceKVCache
-from kernels.triton_backend.plan import Shape, StepPlan, staged, to_device
+from kernels.triton_backend.plan import Shape, StepPlan, staged
+from kernels.upload import to_device
 
 # Runs before the capture: Triton compiles, and libraries allocate what they keep.
 _WARM_RUNS = 2

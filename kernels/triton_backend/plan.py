@@ -15,6 +15,7 @@ import numpy.typing as npt
 import torch
 
 from kernels.interface import AttentionMetaData
+from kernels.upload import to_device
 
 Staged = npt.NDArray[np.int32]
 
@@ -107,9 +108,3 @@ def plan(metadata: AttentionMetaData, device: torch.device) -> StepPlan:
     """The plan of one step; the copy to the device is asynchronous."""
     shape = Shape.of(metadata)
     return StepPlan.over(to_device(staged(metadata, shape), device), shape)
-
-
-def to_device(array: npt.NDArray[np.generic], device: torch.device) -> torch.Tensor:
-    """A copy on the device, which the stream of the caller orders; from pinned memory, so that nobody waits."""
-    host = torch.from_numpy(np.ascontiguousarray(array))
-    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)

@@ -29,7 +29,7 @@ import triton.language as tl
 from kernels.interface import MaskedIds, Penalties, SampleParams
 from kernels.philox import DOMAIN
 from kernels.triton_backend.launch import launch
-from kernels.triton_backend.plan import to_device
+from kernels.upload import to_device
 
 # Numbers of a row that a program looks at.
 _CHUNK = 1024
