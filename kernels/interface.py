@@ -195,6 +195,21 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
+class PackedFormat:
+    """What numbers of 8 bits a packed weight has in place of the model's dtype.
+
+    Attributes:
+        dtype: int8, or FP8 as the device multiplies it.
+        quantizes_rows: False: a scale for each row of the weight and each 128 numbers of K, and x stays what it is.
+            True: a scale for each row of the weight, and x is brought to `dtype` too, with a scale for each of its
+            rows.
+    """
+
+    dtype: torch.dtype
+    quantizes_rows: bool = False
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
     """A dense decoder layer on one rank, packed: attention and a gated network, each behind a norm.
 
@@ -332,8 +347,8 @@ class KernelBackend(Protocol):
         """Whether a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
         ...
 
-    def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
-        """What weights of a model in `dtype` are packed as when `name` is asked for: `int8` or `fp8`.
+    def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
+        """What weights of a model in `dtype` are packed as for `name`: `int8`, `fp8`, `w8a8_int8` or `w8a8_fp8`.
 
         None where that can not be. FP8 is E4M3, in the form that the device multiplies.
         """
@@ -344,13 +359,12 @@ class KernelBackend(Protocol):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PackedLinear:
         """Brings a weight [N, K] and a bias [N] of any float dtype into the back end's layout, in `dtype`.
 
-        `packed_dtype` comes from the method of that name: int8 and FP8 keep numbers of 8 bits with a scale for each row
-        of the weight and each 128 numbers of K. None keeps `dtype`. The result may share the weight's memory, which
-        must therefore stay unchanged.
+        `packed_format` comes from the method of that name; None keeps `dtype`. The result may share the weight's
+        memory, which must therefore stay unchanged.
         """
         ...
 
@@ -359,7 +373,7 @@ class KernelBackend(Protocol):
         ...
 
     def packed_rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` int64 [T] of a packed weight [N, K], in its dtype: [T, K]; not of one packed as int8.
+        """Rows `ids` int64 [T] of a packed weight [N, K], in its dtype: [T, K]; not of one with a `PackedFormat`.
 
         For embeddings that are heads too.
         """
@@ -423,11 +437,11 @@ class KernelBackend(Protocol):
         first: int,
         clamp: ClampedSwiglu | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PackedExperts:
         """Brings a rank's experts, ids `first`, `first` + 1, ..., into the back end's layout, in `dtype`.
 
-        `packed_dtype` as in `pack_linear`. They are silu(gate) * up inside, or as `clamp` says. The result may share
+        `packed_format` as in `pack_linear`. They are silu(gate) * up inside, or as `clamp` says. The result may share
         the weights' memory.
         """
         ...

@@ -30,7 +30,7 @@ def numerics_digest(runner: ModelRunner) -> str:
         runner.model_config.architecture,
         runner.dtype,
         runner.kv_dtype,
-        runner.packed_dtype,
+        runner.packed_format,
         runner.kernels.numerics,
         runner.shard.size,
         runner.shard.expert_parallel,

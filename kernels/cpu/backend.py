@@ -23,7 +23,16 @@ from kernels.cpu.library import DTYPES, KV_DTYPES
 from kernels.cpu.linear import PanelHeads, PanelLinear
 from kernels.cpu.routing import route as choose_experts
 from kernels.experts import PackedExperts
-from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
+from kernels.interface import (
+    AttentionMetaData,
+    ClampedSwiglu,
+    Decoder,
+    ExpertWeights,
+    KVSpec,
+    PackedFormat,
+    Routing,
+    SampleParams,
+)
 from kernels.paged_attention import AttentionPlan, PagedKVCache
 from kernels.row_tiles import PackedHeads, PackedLinear
 from kernels.torch_backend import TorchBackend
@@ -95,22 +104,22 @@ class CpuBackend:
         """See KernelBackend: native weights are widened in registers, so that narrow ones are faster."""
         return dtype in DTYPES or self._torch.is_fast(dtype)
 
-    def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
+    def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
         """See KernelBackend."""
-        return torch.int8 if name == "int8" and dtype in DTYPES else None
+        return PackedFormat(torch.int8) if name == "int8" and dtype in DTYPES else None
 
     def pack_linear(
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PanelLinear | PackedLinear:
         """See KernelBackend."""
         if dtype in DTYPES:
-            return linear.pack(self._library, weight, bias, dtype, packed_dtype)
+            return linear.pack(self._library, weight, bias, dtype, _packed_dtype(packed_format))
         self._delegates = True
-        return self._torch.pack_linear(weight, bias, dtype, packed_dtype)
+        return self._torch.pack_linear(weight, bias, dtype, packed_format)
 
     def linear(self, x: torch.Tensor, packed: PanelLinear | PackedLinear) -> torch.Tensor:
         """See KernelBackend."""
@@ -185,13 +194,13 @@ class CpuBackend:
         first: int,
         clamp: ClampedSwiglu | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PanelExperts | PackedExperts:
         """See KernelBackend."""
         if dtype in DTYPES:
-            return experts.pack(self._library, weights, first, clamp, dtype, packed_dtype)
+            return experts.pack(self._library, weights, first, clamp, dtype, _packed_dtype(packed_format))
         self._delegates = True
-        return self._torch.pack_experts(weights, first, clamp, dtype, packed_dtype)
+        return self._torch.pack_experts(weights, first, clamp, dtype, packed_format)
 
     def moe(
         self,
@@ -311,3 +320,11 @@ class CpuBackend:
 
 def _native(x: torch.Tensor, cache: PagedKVCache) -> bool:
     return x.dtype in DTYPES and cache.data.dtype in KV_DTYPES
+
+
+def _packed_dtype(packed_format: PackedFormat | None) -> torch.dtype | None:
+    if packed_format is None:
+        return None
+    if packed_format.quantizes_rows:
+        raise ValueError("native kernels do not quantize rows")
+    return packed_format.dtype

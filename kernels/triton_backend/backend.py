@@ -9,7 +9,16 @@ import numpy.typing as npt
 import torch
 import triton
 
-from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
+from kernels.interface import (
+    AttentionMetaData,
+    ClampedSwiglu,
+    Decoder,
+    ExpertWeights,
+    KVSpec,
+    PackedFormat,
+    Routing,
+    SampleParams,
+)
 from kernels.triton_backend import (
     attention,
     elementwise,
@@ -33,6 +42,8 @@ from kernels.triton_backend.selection import select_tokens as choose_tokens
 from kernels.triton_backend.target import Settings
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# How names of formats begin whose rows are quantized too.
+_W8A8 = "w8a8_"
 
 
 class TritonBackend:
@@ -84,19 +95,25 @@ class TritonBackend:
         """See KernelBackend: matrix instructions take narrow numbers."""
         return dtype in _DTYPES
 
-    def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
+    def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
         """See KernelBackend."""
-        return {"int8": torch.int8, "fp8": self.settings.target.fp8}.get(name) if dtype in _DTYPES else None
+        numbers = {"int8": torch.int8, "fp8": self.settings.target.fp8}.get(name.removeprefix(_W8A8))
+        if numbers is None or dtype not in _DTYPES:
+            return None
+        return PackedFormat(numbers, quantizes_rows=name.startswith(_W8A8))
 
     def pack_linear(
         self,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PackedWeight:
         """See KernelBackend."""
-        return packed_weight.pack(weight, bias, dtype, packed_dtype, self.device)
+        if packed_format is None:
+            return packed_weight.pack(weight, bias, dtype, None, self.device)
+        pack = packed_weight.pack_w8a8 if packed_format.quantizes_rows else packed_weight.pack
+        return pack(weight, bias, dtype, packed_format.dtype, self.device)
 
     def linear(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         """See KernelBackend."""
@@ -154,9 +171,10 @@ class TritonBackend:
         first: int,
         clamp: ClampedSwiglu | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PackedExperts:
         """See KernelBackend."""
+        packed_dtype = None if packed_format is None else packed_format.dtype
         return experts.pack(weights, first, clamp, dtype, packed_dtype, self.device)
 
     def moe(

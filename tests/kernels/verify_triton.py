@@ -24,6 +24,7 @@ from kernels.triton_backend.backend import TritonBackend
 from tests.kernels.verify_aiter import BLOCK_SIZE, Comparison, Verifier
 
 Check = tuple[str, Callable[[], bool]]
+FORMATS = ("int8", "fp8", "w8a8_int8", "w8a8_fp8")
 
 
 class BitVerifier:
@@ -57,9 +58,8 @@ class BitVerifier:
                 yield Comparison(name, 0.0 if check() else float("inf"), 0.0)
 
     def _checks(self) -> Iterator[Check]:
-        fp8 = self.backend.settings.target.fp8
-        for packed_dtype in (None, torch.int8, fp8):
-            yield f"bits of rows of a product, weights {packed_dtype}", partial(self.rows, packed_dtype)
+        for quantize in (None, *FORMATS):
+            yield f"bits of rows of a product, weights {quantize or 'bfloat16'}", partial(self.rows, quantize)
         yield "bits of a prompt in chunks and in decodes", self.chunks
         yield "tokens sampled as numpy does", self.sampled
         yield "bits of a captured step", self.captured
@@ -68,10 +68,11 @@ class BitVerifier:
         """Normal numbers on the device."""
         return torch.randn(shape, generator=self._random).to(self.backend.device, dtype)
 
-    def rows(self, packed_dtype: torch.dtype | None) -> bool:
+    def rows(self, quantize: str | None) -> bool:
         """Rows among all, among the first few, and in another order."""
         x, weight = self.draw(self._rows, self._inner), self.draw(self._outer, self._inner)
-        packed = self.backend.pack_linear(weight, None, torch.bfloat16, packed_dtype)
+        packed_format = None if quantize is None else self.backend.packed_format(quantize, torch.bfloat16)
+        packed = self.backend.pack_linear(weight, None, torch.bfloat16, packed_format)
         whole, order = self.backend.linear(x, packed), torch.randperm(len(x), generator=self._random).to(x.device)
         fewer = all(torch.equal(self.backend.linear(x[:n], packed), whole[:n]) for n in (1, 2, 7, 16, 33, 64, 65, 129))
         return fewer and torch.equal(self.backend.linear(x[order], packed), whole[order])
@@ -140,7 +141,8 @@ def main(arguments: list[str]) -> int:
         return 2
     assert isinstance(backend, TritonBackend)
     part, failed = "".join(arguments[:1]), 0
-    for verifier in (Verifier(backend, backend.settings.target.fp8, backend.device), BitVerifier(backend)):
+    errors = Verifier(backend, backend.settings.target.fp8, backend.device, FORMATS)
+    for verifier in (errors, BitVerifier(backend)):
         for comparison in verifier.all(part):
             print(comparison, flush=True)
             failed += not comparison.passed

@@ -43,7 +43,7 @@ class ColumnLinear:
     def _pack(self, build: Build, parts: Mapping[str, slice], bias: bool) -> PackedLinear:
         weight = joined(build, parts, "weight")
         own_bias = joined(build, parts, "bias") if bias else None
-        return self._kernels.pack_linear(weight, own_bias, build.dtype, build.packed_dtype)
+        return self._kernels.pack_linear(weight, own_bias, build.dtype, build.packed_format)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] -> [T, sum of this rank's N_i]"""
@@ -72,7 +72,7 @@ class RowLinear:
         weight = build.weights.take(f"{name}.weight", columns=part, dtype=build.dtype)
         own_bias = build.weights.take(f"{name}.bias") if bias else None
         used_bias = own_bias if build.shard.rank == 0 else None
-        return self._kernels.pack_linear(weight, used_bias, build.dtype, build.packed_dtype)
+        return self._kernels.pack_linear(weight, used_bias, build.dtype, build.packed_format)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's K] -> [T, N], this rank's summand"""
