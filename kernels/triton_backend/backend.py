@@ -174,8 +174,10 @@ class TritonBackend:
         packed_format: PackedFormat | None = None,
     ) -> PackedExperts:
         """See KernelBackend."""
-        packed_dtype = None if packed_format is None else packed_format.dtype
-        return experts.pack(weights, first, clamp, dtype, packed_dtype, self.device)
+        if packed_format is None:
+            return experts.pack(weights, first, clamp, dtype, None, self.device)
+        numbers, quantizes_rows = packed_format.dtype, packed_format.quantizes_rows
+        return experts.pack(weights, first, clamp, dtype, numbers, self.device, quantizes_rows)
 
     def moe(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts

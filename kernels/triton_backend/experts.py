@@ -18,6 +18,7 @@ import triton.language as tl
 from kernels.interface import ClampedSwiglu, ExpertWeights
 from kernels.triton_backend import mxfp4, packed_weight
 from kernels.triton_backend.launch import launch
+from kernels.triton_backend.linear import quantize_rows
 from kernels.triton_backend.packed_weight import GROUP
 from kernels.triton_backend.target import Settings
 from kernels.triton_backend.tiles import Tiles, compiler_options
@@ -32,14 +33,16 @@ class StackedWeights:
 
     Attributes:
         numbers: [E, N, K] in the model dtype, int8 or FP8; or uint8 as in kernels/triton_backend/mxfp4.py.
-        scales: None for the model dtype; float32 [E, K / GROUP rounded up, N]: number times scale is the weight;
-            or those of MXFP4, [E, N, ...].
+        scales: None for the model dtype; float32 [E, K / GROUP rounded up, N], or [E, 1, N] where rows are quantized:
+            number times scale is the weight; or those of MXFP4, [E, N, ...].
         bias: [E, N] in the model dtype, or None.
+        quantizes_rows: whether what is multiplied is brought to the numbers' dtype too, row by row.
     """
 
     numbers: torch.Tensor
     scales: torch.Tensor | None
     bias: torch.Tensor | None
+    quantizes_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,7 @@ def pack(
     dtype: torch.dtype,
     packed_dtype: torch.dtype | None,
     device: torch.device,
+    quantizes_rows: bool = False,
 ) -> PackedExperts:
     """Packs experts as they come, in `dtype`, on the device.
 
@@ -77,18 +81,20 @@ def pack(
             multiples of a float32 scale for each row of a weight and GROUP numbers of K; float4_e2m1fn_x2 for
             MXFP4.
         device: where to.
+        quantizes_rows: of numbers of 8 bits: a scale for each row of a weight, and what is multiplied is quantized too.
 
     Raises:
         ValueError: another packed dtype.
     """
-    if packed_dtype not in (None, dtype, _MXFP4, *_EIGHT_BITS):
+    if packed_dtype not in (None, dtype, _MXFP4, *_EIGHT_BITS) or (quantizes_rows and packed_dtype not in _EIGHT_BITS):
         raise ValueError(f"experts in {dtype} can not be packed as {packed_dtype}")
     gate_up: list[StackedWeights] = []
     down: list[StackedWeights] = []
     for expert in experts:
         bias = None if expert.gate_up_bias is None else _in_turn(expert.gate_up_bias.to(device))
-        gate_up.append(_packed(_in_turn(expert.gate_up.to(device)), bias, dtype, packed_dtype or dtype, device))
-        down.append(_packed(expert.down, expert.down_bias, dtype, packed_dtype or dtype, device))
+        into = (dtype, packed_dtype or dtype, device, quantizes_rows)
+        gate_up.append(_packed(_in_turn(expert.gate_up.to(device)), bias, *into))
+        down.append(_packed(expert.down, expert.down_bias, *into))
     if not down:
         return PackedExperts(first, None, None, clamp)
     return PackedExperts(first, _stacked(gate_up), _stacked(down), clamp)
@@ -105,6 +111,7 @@ def _packed(
     dtype: torch.dtype,
     packed_dtype: torch.dtype,
     device: torch.device,
+    quantizes_rows: bool,
 ) -> StackedWeights:
     """Of one expert."""
     bias = None if bias is None else bias.to(device, dtype)
@@ -113,8 +120,8 @@ def _packed(
         return StackedWeights(weight, None, bias)
     if packed_dtype == _MXFP4:
         return StackedWeights(*mxfp4.quantized(weight), bias)
-    numbers, scales = packed_weight.quantized(weight, packed_dtype, GROUP)
-    return StackedWeights(numbers, scales.t().contiguous(), bias)
+    numbers, scales = packed_weight.quantized(weight, packed_dtype, weight.shape[1] if quantizes_rows else GROUP)
+    return StackedWeights(numbers, scales.t().contiguous(), bias, quantizes_rows)
 
 
 def _stacked(experts: list[StackedWeights]) -> StackedWeights:
@@ -122,8 +129,10 @@ def _stacked(experts: list[StackedWeights]) -> StackedWeights:
     numbers = torch.stack([expert.numbers for expert in experts])
     scales = [expert.scales for expert in experts if expert.scales is not None]
     biases = [expert.bias for expert in experts if expert.bias is not None]
+    quantizes_rows = experts[0].quantizes_rows
     experts.clear()
-    return StackedWeights(numbers, torch.stack(scales) if scales else None, torch.stack(biases) if biases else None)
+    stacked_scales = torch.stack(scales) if scales else None
+    return StackedWeights(numbers, stacked_scales, torch.stack(biases) if biases else None, quantizes_rows)
 
 
 # Tiles of neighbouring programs, which read the same weights one soon after the other.
@@ -181,9 +190,12 @@ def moe(
     x = x if x.stride(1) == 1 else x.contiguous()
     num_experts, hidden, _ = packed.down.numbers.shape
     inner = packed.gate_up.numbers.shape[1] // 2
-    tiles = tiles_for(settings, ids.numel(), num_experts, x.element_size(), packed.down.numbers.element_size())
+    weight_size = packed.down.numbers.element_size()
+    x_size = weight_size if packed.down.quantizes_rows else x.element_size()
+    tiles = tiles_for(settings, ids.numel(), num_experts, x_size, weight_size)
     work = _sorted(ids, packed.first, num_experts, tiles.rows)
-    activated = x.new_empty(ids.numel(), inner)
+    # Where all rows are quantized, so are those of other ranks' pairs, which nothing is written to.
+    activated = (x.new_zeros if packed.down.quantizes_rows else x.new_empty)(ids.numel(), inner)
     _multiply(x, packed.gate_up, activated, work, ids.shape[1], tiles, packed.clamp, True, settings)
     outputs = x.new_empty(ids.numel(), hidden)
     _multiply(activated, packed.down, outputs, work, 1, tiles, None, False, settings)
@@ -306,12 +318,24 @@ def _fp4_product(total, numbers, codes, exponents, dtype: tl.constexpr):
     return tl.dot(numbers, weights.to(dtype), total, input_precision="ieee")
 
 
+@triton.jit
+def _fp4_piece(total, x_at, weight_at, scale_at, start, k, inner, dtype: tl.constexpr, INNER: tl.constexpr):
+    """total + INNER numbers of x from `start` on times as many weights, the lower and then the upper half of them."""
+    codes = tl.load(weight_at + start // 2).to(tl.int16)
+    lower = tl.load(x_at + start, mask=k[None, :] < inner - start, other=0.0)
+    upper = tl.load(x_at + start + INNER // 2, mask=k[None, :] < inner - start - INNER // 2, other=0.0)
+    exponent_at = scale_at[None, :] + start // 32 + tl.arange(0, 2)[:, None]
+    total = _fp4_product(total, lower, codes, tl.load(exponent_at), dtype)
+    return _fp4_product(total, upper, codes >> 4, tl.load(exponent_at + 2), dtype)
+
+
 # A program multiplies one tile of pairs by rows of its expert's weight. A tile's pairs lie anywhere in x and out.
 # GATED: out gets what the activation makes of each gate and the up behind it, else the products themselves.
 # No function that is a kernel's part itself is called where it can be helped: the interpreter takes 3 ms for each call.
 @triton.jit
 def _grouped_product_kernel(
     x,
+    x_scales,
     weight,
     scales,
     bias,
@@ -327,6 +351,7 @@ def _grouped_product_kernel(
     alpha,
     limit,
     SCALED: tl.constexpr,
+    INT8: tl.constexpr,
     FP4: tl.constexpr,
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
@@ -359,15 +384,10 @@ def _grouped_product_kernel(
     # Where there are no scales, these are not read.
     scale_at = scales + (weight_row * scale_stride if FP4 else expert * scale_stride + weight_column)
     dtype = out.dtype.element_ty
-    total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.int32 if INT8 else tl.float32)
     for start in range(0, inner, INNER):
         if FP4:
-            codes = tl.load(weight_at + start // 2).to(tl.int16)
-            lower = tl.load(x_at + start, mask=k[None, :] < inner - start, other=0.0)
-            upper = tl.load(x_at + start + INNER // 2, mask=k[None, :] < inner - start - INNER // 2, other=0.0)
-            exponent_at = scale_at[None, :] + start // 32 + tl.arange(0, 2)[:, None]
-            total = _fp4_product(total, lower, codes, tl.load(exponent_at), dtype)
-            total = _fp4_product(total, upper, codes >> 4, tl.load(exponent_at + 2), dtype)
+            total = _fp4_piece(total, x_at, weight_at, scale_at, start, k, inner, dtype, INNER)
         elif EVEN:
             numbers = tl.load(x_at + start)
             weights = tl.load(weight_at + start)
@@ -377,8 +397,13 @@ def _grouped_product_kernel(
         if SCALED:
             part = tl.dot(numbers, weights.to(numbers.dtype), input_precision="ieee")
             total += part * tl.load(scale_at + start // GROUP * columns)[None, :]
+        elif INT8:
+            total = tl.dot(numbers, weights, total, out_dtype=tl.int32)
         elif not FP4:
-            total = tl.dot(numbers, weights, total, input_precision="ieee")
+            # FP8 by FP8 too, which on Hopper sums many products in less than float32 unless it is told not to.
+            total = tl.dot(numbers, weights, total, input_precision="ieee", max_num_imprecise_acc=INNER)
+    if x_scales is not None:
+        total = total.to(tl.float32) * (tl.load(x_scales + row)[:, None] * tl.load(scale_at)[None, :])
     if bias is not None:
         total += tl.load(bias + weight_row).to(tl.float32)[None, :]
     if GATED:
@@ -407,6 +432,9 @@ def _multiply(
 ) -> None:
     """Rows `pair // pairs_per_row` of x times the weights of the pairs' experts, into rows `pair` of contiguous out."""
     columns, inner = weights.numbers.shape[1], x.shape[1]
+    x_scales: torch.Tensor | None = None
+    if weights.quantizes_rows:
+        x, x_scales = quantize_rows(x, weights.numbers.dtype)
     scales = weights.numbers if weights.scales is None else weights.scales
     is_fp4 = weights.numbers.dtype == torch.uint8
     scale_stride = scales.stride(1) if is_fp4 else scales.stride(0)
@@ -414,11 +442,12 @@ def _multiply(
     launch(
         _grouped_product_kernel,
         (len(work.experts) * triton.cdiv(columns, tiles.columns),),
-        *(x, weights.numbers, scales, weights.bias, out, work.experts, work.pairs),
+        *(x, x_scales, weights.numbers, scales, weights.bias, out, work.experts, work.pairs),
         *(x.stride(0), weights.numbers.stride(1), scale_stride, pairs_per_row, columns, inner),
         0.0 if clamp is None else clamp.alpha,
         0.0 if clamp is None else clamp.limit,
-        SCALED=weights.scales is not None and not is_fp4,
+        SCALED=weights.scales is not None and x_scales is None and not is_fp4,
+        INT8=x_scales is not None and x.dtype == torch.int8,
         FP4=is_fp4,
         GATED=gated,
         CLAMPED=clamp is not None,

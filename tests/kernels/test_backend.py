@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kernels.interface import PackedFormat
+from kernels.interface import ExpertWeights, PackedFormat
 from kernels.select import select_backend
 from kernels.triton_backend import elementwise
 from kernels.triton_backend.backend import TritonBackend
@@ -31,6 +31,16 @@ def test_weights_in_8_bits(name: str, tolerance: float) -> None:
     expected = x @ weight.t()
     error = (found - expected).norm() / expected.norm()
     assert 0.001 < error < tolerance
+
+
+@pytest.mark.parametrize("name", ["fp8", "w8a8_int8"])
+def test_experts_in_8_bits(name: str) -> None:
+    backend = TritonBackend()
+    expert = ExpertWeights(torch.ones(4, 8), torch.ones(8, 2))
+    packed = backend.pack_experts([expert], 0, None, torch.float32, backend.packed_format(name, torch.float32))
+    assert packed.down is not None
+    assert packed.down.numbers.dtype == (torch.int8 if "int8" in name else backend.settings.target.fp8)
+    assert packed.down.quantizes_rows == name.startswith("w8a8")
 
 
 @pytest.mark.parametrize("name", ["fp8", "w8a8_int8", "w8a8_fp8"])

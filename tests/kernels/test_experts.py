@@ -113,13 +113,19 @@ def test_rows_may_lie_apart() -> None:
     assert torch.equal(experts.moe(x, strided_ids, strided_shares, packed, INVARIANT), out)
 
 
-@pytest.mark.parametrize(("packed_dtype", "clamp"), [(None, None), (torch.int8, CLAMP)])
+@pytest.mark.parametrize(
+    ("packed_dtype", "clamp", "quantizes_rows"),
+    [(None, None, False), (torch.int8, CLAMP, False), (torch.int8, CLAMP, True)],
+)
 def test_a_rows_bits_do_not_depend_on_the_other_rows(
-    monkeypatch: pytest.MonkeyPatch, packed_dtype: torch.dtype | None, clamp: ClampedSwiglu | None
+    monkeypatch: pytest.MonkeyPatch,
+    packed_dtype: torch.dtype | None,
+    clamp: ClampedSwiglu | None,
+    quantizes_rows: bool,
 ) -> None:
     """In any order, in parts, alone, and with so many others that an expert has several tiles."""
     multiply_rows_alone(monkeypatch)
-    packed = experts.pack(made(bias=True), 0, clamp, torch.float32, packed_dtype, CPU)
+    packed = experts.pack(made(bias=True), 0, clamp, torch.float32, packed_dtype, CPU, quantizes_rows)
     x, ids, shares = step(10)
     whole = experts.moe(x, ids, shares, packed, INVARIANT)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(3))
@@ -224,6 +230,54 @@ def test_narrow_weights(dtype: torch.dtype, packed_dtype: torch.dtype) -> None:
             assert bool(((near - weight).abs() <= 1.001 * (of_largest * largest + of_own * weight.abs())).all())
     x, ids, shares = step(4, dtype)
     close(experts.moe(x, ids, shares, packed, INVARIANT), reference_moe(x, ids, shares, used, None), TOLERANCE[dtype])
+
+
+def rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Each row to the nearest multiples of its scale, in float64."""
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scales = rows.float().abs().amax(1, keepdim=True) / largest
+    shrunk = rows.float() / scales
+    return (shrunk.round() if dtype == torch.int8 else shrunk.to(dtype)).double() * scales.double()
+
+
+def rounded_moe(
+    x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, own: list[ExpertWeights], dtype: torch.dtype
+) -> torch.Tensor:
+    """In float64, with weights and rows rounded; pair by pair."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for row, (chosen, weights) in enumerate(zip(ids, shares, strict=True)):
+        for expert, weight in zip(chosen.tolist(), weights.double(), strict=True):
+            gate, up = (rounded(x[row : row + 1], dtype) @ rounded(own[expert].gate_up, dtype).t()).chunk(2, 1)
+            inner = rounded(torch.nn.functional.silu(gate) * up, dtype)
+            out[row] += weight * (inner @ rounded(own[expert].down, dtype).t())[0]
+    return out
+
+
+@pytest.mark.parametrize("packed_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [1, 12])
+def test_weights_and_rows_of_8_bits(settings: Settings, packed_dtype: torch.dtype, rows: int) -> None:
+    """A number between two products may lie at the border of two roundings; others are the same."""
+    weights = made()
+    x, ids, shares = step(rows)
+    packed = experts.pack(weights, 0, None, torch.float32, packed_dtype, CPU, quantizes_rows=True)
+    found = experts.moe(x, ids, shares, packed, settings)
+    wanted = rounded_moe(x, ids, shares, weights, packed_dtype)
+    assert (found - wanted).norm() < 1e-3 * wanted.norm()
+    exact = reference_moe(x, ids, shares, weights, None)
+    assert 5e-3 < (wanted - exact).norm() / exact.norm() < {torch.int8: 0.03, torch.float8_e4m3fn: 0.1}[packed_dtype]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("packed_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantized_row_that_overflowed_shows_it(packed_dtype: torch.dtype) -> None:
+    """And no other does; nor do pairs of another rank's experts, which nothing is computed for."""
+    packed = experts.pack(made()[:3], 0, None, torch.float32, packed_dtype, CPU, quantizes_rows=True)
+    x, ids, shares = step(6)
+    ids[:] = torch.tensor([0, 2, 5])
+    x[4, 7] = torch.inf
+    out = experts.moe(x, ids, shares, packed, INVARIANT)
+    assert out.isfinite().all(1).tolist() == [True, True, True, True, False, True]
+    assert out[4].isnan().all()
 
 
 def test_weights_that_were_mxfp4_are_kept() -> None:

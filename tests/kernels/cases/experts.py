@@ -19,7 +19,13 @@ def _route(num_experts: int, routing: Routing, correction: bool = False) -> Case
 
 
 def _weight(
-    num_experts: int, rows: int, inner: int, dtype: torch.dtype, packed_dtype: torch.dtype | None, bias: bool
+    num_experts: int,
+    rows: int,
+    inner: int,
+    dtype: torch.dtype,
+    packed_dtype: torch.dtype | None,
+    bias: bool,
+    quantizes_rows: bool,
 ) -> experts.StackedWeights:
     """Memory that is never touched costs nothing."""
     own_bias = torch.empty(num_experts, rows, dtype=dtype) if bias else None
@@ -30,7 +36,8 @@ def _weight(
         numbers = torch.empty(num_experts, rows, 64 * spans, dtype=torch.uint8)
         return experts.StackedWeights(numbers, numbers.new_empty(num_experts, rows, 4 * spans), own_bias)
     numbers = torch.empty(num_experts, rows, inner, dtype=packed_dtype)
-    return experts.StackedWeights(numbers, torch.empty(num_experts, spans, rows), own_bias)
+    scales = torch.empty(num_experts, 1 if quantizes_rows else spans, rows)
+    return experts.StackedWeights(numbers, scales, own_bias, quantizes_rows)
 
 
 def _run(
@@ -41,11 +48,12 @@ def _run(
     clamp: ClampedSwiglu | None,
     rows: tuple[int, ...],
     settings: Settings,
+    quantizes_rows: bool = False,
 ) -> None:
     """Experts of a shape (E, H, I), with a bias where there is a clamp."""
     num_experts, hidden, inner = shape
-    gate_up = _weight(num_experts, 2 * inner, hidden, dtype, packed_dtype, clamp is not None)
-    down = _weight(num_experts, hidden, inner, dtype, packed_dtype, clamp is not None)
+    gate_up = _weight(num_experts, 2 * inner, hidden, dtype, packed_dtype, clamp is not None, quantizes_rows)
+    down = _weight(num_experts, hidden, inner, dtype, packed_dtype, clamp is not None, quantizes_rows)
     for count in rows:
         x = torch.empty(count, hidden, dtype=dtype)
         ids, weights = torch.empty(count, slots, dtype=torch.int64), torch.empty(count, slots)
@@ -76,6 +84,14 @@ CASES: dict[str, Case] = {
     "moe-int8": _moe(QWEN3, 8, torch.bfloat16, torch.int8),
     "moe-fp8": Case(
         lambda settings: _run(QWEN3, 8, torch.bfloat16, settings.target.fp8, None, (8,), settings),
+        matrix=frozenset({"_grouped_product_kernel"}),
+    ),
+    "moe-w8a8-int8": Case(
+        lambda settings: _run(QWEN3, 8, torch.bfloat16, torch.int8, None, (8, 2048), settings, True),
+        matrix=frozenset({"_grouped_product_kernel"}),
+    ),
+    "moe-w8a8-fp8": Case(
+        lambda settings: _run(QWEN3, 8, torch.bfloat16, settings.target.fp8, None, (8, 2048), settings, True),
         matrix=frozenset({"_grouped_product_kernel"}),
     ),
     "moe-mxfp4": _moe(GPT_OSS, 4, torch.bfloat16, torch.float4_e2m1fn_x2, CLAMP),
