@@ -24,10 +24,13 @@ from kernels.interface import (
     ExpertWeights,
     KVSpec,
     PackedFormat,
+    QuantizedFormat,
+    QuantizedWeight,
     Routing,
     SampleParams,
 )
 from kernels.paged_attention import AttentionPlan, PagedKVCache, StepPlan
+from kernels.quantized_weight import as_floats
 from kernels.row_tiles import ROW_TILE, PackedHeads, PackedLinear
 
 # Names of `torch.cpu.get_capabilities` for what multiplies a dtype.
@@ -74,16 +77,20 @@ class TorchBackend:
         """See KernelBackend: none."""
         return
 
+    def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
+        """See KernelBackend: none."""
+        return False
+
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
     ) -> PackedLinear:
         """See KernelBackend."""
         _require_float(packed_format)
-        return row_tiles.pack(weight, bias, dtype)
+        return row_tiles.pack(as_floats(weight), bias, dtype)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """See KernelBackend: one fixed-shape product per tile of ROW_TILE rows."""

@@ -30,10 +30,13 @@ from kernels.interface import (
     ExpertWeights,
     KVSpec,
     PackedFormat,
+    QuantizedFormat,
+    QuantizedWeight,
     Routing,
     SampleParams,
 )
 from kernels.paged_attention import AttentionPlan, PagedKVCache
+from kernels.quantized_weight import as_floats
 from kernels.row_tiles import PackedHeads, PackedLinear
 from kernels.torch_backend import TorchBackend
 
@@ -108,16 +111,20 @@ class CpuBackend:
         """See KernelBackend."""
         return PackedFormat(torch.int8) if name == "int8" and dtype in DTYPES else None
 
+    def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
+        """See KernelBackend: none."""
+        return False
+
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
     ) -> PanelLinear | PackedLinear:
         """See KernelBackend."""
         if dtype in DTYPES:
-            return linear.pack(self._library, weight, bias, dtype, _packed_dtype(packed_format))
+            return linear.pack(self._library, as_floats(weight), bias, dtype, _packed_dtype(packed_format))
         self._delegates = True
         return self._torch.pack_linear(weight, bias, dtype, packed_format)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -16,9 +17,12 @@ from kernels.interface import (
     ExpertWeights,
     KVSpec,
     PackedFormat,
+    QuantizedFormat,
+    QuantizedWeight,
     Routing,
     SampleParams,
 )
+from kernels.quantized_weight import as_floats
 from kernels.triton_backend import (
     attention,
     elementwise,
@@ -97,23 +101,39 @@ class TritonBackend:
 
     def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
         """See KernelBackend."""
-        numbers = {"int8": torch.int8, "fp8": self.settings.target.fp8}.get(name.removeprefix(_W8A8))
+        fp8 = self.settings.target.fp8 if self.settings.target.has_fp8 else None
+        numbers = {"int8": torch.int8, "fp8": fp8}.get(name.removeprefix(_W8A8))
         if numbers is None or dtype not in _DTYPES:
             return None
         return PackedFormat(numbers, quantizes_rows=name.startswith(_W8A8))
 
+    def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
+        """See KernelBackend: all but FP8 that the target has not, or has not all numbers of."""
+        return dtype in _DTYPES and packed_weight.keeps(stored, self.settings.target)
+
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
     ) -> PackedWeight:
         """See KernelBackend."""
+        kept = self._kept(weight, dtype, packed_format)
+        if isinstance(kept, QuantizedWeight):
+            return packed_weight.from_quantized(kept, bias, dtype, self.settings.target.fp8, self.device)
         if packed_format is None:
-            return packed_weight.pack(weight, bias, dtype, None, self.device)
+            return packed_weight.pack(kept, bias, dtype, None, self.device)
         pack = packed_weight.pack_w8a8 if packed_format.quantizes_rows else packed_weight.pack
-        return pack(weight, bias, dtype, packed_format.dtype, self.device)
+        return pack(kept, bias, dtype, packed_format.dtype, self.device)
+
+    def _kept(
+        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, packed_format: PackedFormat | None
+    ) -> torch.Tensor | QuantizedWeight:
+        """A weight as it is packed: stored numbers only where they stay, floats elsewhere."""
+        if isinstance(weight, QuantizedWeight) and packed_format is None and self.keeps_quantized(weight.format, dtype):
+            return weight
+        return as_floats(weight)
 
     def linear(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         """See KernelBackend."""
@@ -174,10 +194,15 @@ class TritonBackend:
         packed_format: PackedFormat | None = None,
     ) -> PackedExperts:
         """See KernelBackend."""
-        if packed_format is None:
-            return experts.pack(weights, first, clamp, dtype, None, self.device)
-        numbers, quantizes_rows = packed_format.dtype, packed_format.quantizes_rows
-        return experts.pack(weights, first, clamp, dtype, numbers, self.device, quantizes_rows)
+        kept = (
+            replace(
+                each,
+                gate_up=self._kept(each.gate_up, dtype, packed_format),
+                down=self._kept(each.down, dtype, packed_format),
+            )
+            for each in weights
+        )
+        return experts.pack(kept, first, clamp, dtype, packed_format, self.device, self.settings.target.fp8)
 
     def moe(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts

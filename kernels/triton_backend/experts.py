@@ -9,13 +9,15 @@ where tiles are not chosen by how many there are.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.interface import ClampedSwiglu, ExpertWeights
+from kernels import float8
+from kernels.interface import ClampedSwiglu, ExpertWeights, PackedFormat, QuantizedWeight
+from kernels.quantized_weight import with_row_scales
 from kernels.triton_backend import mxfp4, packed_weight
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.linear import quantize_rows
@@ -25,6 +27,10 @@ from kernels.triton_backend.tiles import Tiles, compiler_options
 
 _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _MXFP4 = torch.float4_e2m1fn_x2
+_FORMATS = (
+    PackedFormat(_MXFP4),
+    *(PackedFormat(dtype, quantizes_rows) for dtype in _EIGHT_BITS for quantizes_rows in (False, True)),
+)
 
 
 @dataclass(frozen=True)
@@ -66,35 +72,39 @@ def pack(
     first: int,
     clamp: ClampedSwiglu | None,
     dtype: torch.dtype,
-    packed_dtype: torch.dtype | None,
+    packed_format: PackedFormat | None,
     device: torch.device,
-    quantizes_rows: bool = False,
+    fp8: torch.dtype = torch.float8_e4m3fn,
 ) -> PackedExperts:
     """Packs experts as they come, in `dtype`, on the device.
 
     Args:
-        experts: ids `first`, `first` + 1, ..., on any device.
+        experts: ids `first`, `first` + 1, ..., on any device; a QuantizedWeight is one that `packed_weight.keeps`.
         first: id of the first.
         clamp: see PackedExperts.
         dtype: the model's: bfloat16, float16 or float32.
-        packed_dtype: that of the numbers; `dtype` or None for the model's; int8, or the target's FP8, for the nearest
-            multiples of a float32 scale for each row of a weight and GROUP numbers of K; float4_e2m1fn_x2 for
-            MXFP4.
+        packed_format: None for the model's dtype; int8, or the target's FP8, for the nearest multiples of a float32
+            scale; float4_e2m1fn_x2, whose rows stay what they are, for MXFP4.
         device: where to.
-        quantizes_rows: of numbers of 8 bits: a scale for each row of a weight, and what is multiplied is quantized too.
+        fp8: the target's own, to which a checkpoint's FP8 numbers are brought.
 
     Raises:
-        ValueError: another packed dtype.
+        ValueError: another packed format.
     """
-    if packed_dtype not in (None, dtype, _MXFP4, *_EIGHT_BITS) or (quantizes_rows and packed_dtype not in _EIGHT_BITS):
-        raise ValueError(f"experts in {dtype} can not be packed as {packed_dtype}")
+    if packed_format is not None and packed_format not in _FORMATS:
+        raise ValueError(f"experts in {dtype} can not be packed as {packed_format}")
+
+    def one(weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> StackedWeights:
+        if isinstance(weight, QuantizedWeight):
+            return _stored(weight, bias, dtype, fp8, device)
+        return _packed(weight, bias, dtype, packed_format, device)
+
     gate_up: list[StackedWeights] = []
     down: list[StackedWeights] = []
     for expert in experts:
         bias = None if expert.gate_up_bias is None else _in_turn(expert.gate_up_bias.to(device))
-        into = (dtype, packed_dtype or dtype, device, quantizes_rows)
-        gate_up.append(_packed(_in_turn(expert.gate_up.to(device)), bias, *into))
-        down.append(_packed(expert.down, expert.down_bias, *into))
+        gate_up.append(one(_weight_in_turn(expert.gate_up, device), bias))
+        down.append(one(expert.down, expert.down_bias))
     if not down:
         return PackedExperts(first, None, None, clamp)
     return PackedExperts(first, _stacked(gate_up), _stacked(down), clamp)
@@ -102,26 +112,50 @@ def pack(
 
 def _in_turn(rows: torch.Tensor) -> torch.Tensor:
     """All gates, then all ups, as gate, up, gate, up, ..."""
-    return torch.stack(rows.chunk(2), 1).flatten(0, 1)
+    return torch.stack(float8.raw(rows).chunk(2), 1).flatten(0, 1).view(rows.dtype)
+
+
+def _weight_in_turn(weight: torch.Tensor | QuantizedWeight, device: torch.device) -> torch.Tensor | QuantizedWeight:
+    if isinstance(weight, torch.Tensor):
+        return _in_turn(weight.to(device))
+    by_rows = with_row_scales(weight)
+    numbers, scales = (_in_turn(each.to(device)) for each in (by_rows.numbers, by_rows.scales))
+    return replace(by_rows, numbers=numbers, scales=scales)
+
+
+def _stored(
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fp8: torch.dtype,
+    device: torch.device,
+) -> StackedWeights:
+    """Of one expert, as a checkpoint has it; scales of 8 bits for each row and group, whatever theirs are."""
+    packed = packed_weight.from_quantized(with_row_scales(weight), None, dtype, fp8, device)
+    scales = packed.scales
+    assert scales is not None
+    if scales.dim() == 1:
+        scales = scales.expand(-(-packed.inner // GROUP), -1).contiguous()
+    return StackedWeights(packed.numbers, scales, None if bias is None else bias.to(device, dtype))
 
 
 def _packed(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
-    packed_dtype: torch.dtype,
+    packed_format: PackedFormat | None,
     device: torch.device,
-    quantizes_rows: bool,
 ) -> StackedWeights:
     """Of one expert."""
     bias = None if bias is None else bias.to(device, dtype)
     weight = weight.to(device, dtype)
-    if packed_dtype == dtype:
+    if packed_format is None:
         return StackedWeights(weight, None, bias)
-    if packed_dtype == _MXFP4:
+    if packed_format.dtype == _MXFP4:
         return StackedWeights(*mxfp4.quantized(weight), bias)
-    numbers, scales = packed_weight.quantized(weight, packed_dtype, weight.shape[1] if quantizes_rows else GROUP)
-    return StackedWeights(numbers, scales.t().contiguous(), bias, quantizes_rows)
+    group = weight.shape[1] if packed_format.quantizes_rows else GROUP
+    numbers, scales = packed_weight.quantized(weight, packed_format.dtype, group)
+    return StackedWeights(numbers, scales.t().contiguous(), bias, packed_format.quantizes_rows)
 
 
 def _stacked(experts: list[StackedWeights]) -> StackedWeights:

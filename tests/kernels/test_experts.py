@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
+from kernels.interface import ClampedSwiglu, ExpertWeights, PackedFormat, Routing
+from kernels.quantized_weight import as_floats
 from kernels.triton_backend import experts, mxfp4
 from kernels.triton_backend.packed_weight import GROUP
 from kernels.triton_backend.routing import route
@@ -114,18 +115,15 @@ def test_rows_may_lie_apart() -> None:
 
 
 @pytest.mark.parametrize(
-    ("packed_dtype", "clamp", "quantizes_rows"),
-    [(None, None, False), (torch.int8, CLAMP, False), (torch.int8, CLAMP, True)],
+    ("packed_format", "clamp"),
+    [(None, None), (PackedFormat(torch.int8), CLAMP), (PackedFormat(torch.int8, quantizes_rows=True), CLAMP)],
 )
 def test_a_rows_bits_do_not_depend_on_the_other_rows(
-    monkeypatch: pytest.MonkeyPatch,
-    packed_dtype: torch.dtype | None,
-    clamp: ClampedSwiglu | None,
-    quantizes_rows: bool,
+    monkeypatch: pytest.MonkeyPatch, packed_format: PackedFormat | None, clamp: ClampedSwiglu | None
 ) -> None:
     """In any order, in parts, alone, and with so many others that an expert has several tiles."""
     multiply_rows_alone(monkeypatch)
-    packed = experts.pack(made(bias=True), 0, clamp, torch.float32, packed_dtype, CPU, quantizes_rows)
+    packed = experts.pack(made(bias=True), 0, clamp, torch.float32, packed_format, CPU)
     x, ids, shares = step(10)
     whole = experts.moe(x, ids, shares, packed, INVARIANT)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(3))
@@ -220,11 +218,12 @@ ROUNDINGS = {
 def test_narrow_weights(dtype: torch.dtype, packed_dtype: torch.dtype) -> None:
     """They are near the weights, and are what is computed with."""
     weights = made(dtype, bias=True)
-    packed = experts.pack(weights, 0, None, dtype, packed_dtype, CPU)
+    packed = experts.pack(weights, 0, None, dtype, PackedFormat(packed_dtype), CPU)
     used = meant_experts(packed, weights)
     group, of_largest, of_own = ROUNDINGS[packed_dtype]
     for one, its in zip(weights, used, strict=True):
-        for weight, near in ((one.gate_up.double(), its.gate_up), (one.down.double(), its.down)):
+        for own, stand_in in ((one.gate_up, its.gate_up), (one.down, its.down)):
+            weight, near = as_floats(own).double(), as_floats(stand_in)
             sizes = torch.nn.functional.pad(weight.abs(), (0, -weight.shape[1] % group)).view(len(weight), -1, group)
             largest = sizes.amax(2).repeat_interleave(group, 1)[:, : weight.shape[1]]
             assert bool(((near - weight).abs() <= 1.001 * (of_largest * largest + of_own * weight.abs())).all())
@@ -259,7 +258,7 @@ def test_weights_and_rows_of_8_bits(settings: Settings, packed_dtype: torch.dtyp
     """A number between two products may lie at the border of two roundings; others are the same."""
     weights = made()
     x, ids, shares = step(rows)
-    packed = experts.pack(weights, 0, None, torch.float32, packed_dtype, CPU, quantizes_rows=True)
+    packed = experts.pack(weights, 0, None, torch.float32, PackedFormat(packed_dtype, quantizes_rows=True), CPU)
     found = experts.moe(x, ids, shares, packed, settings)
     wanted = rounded_moe(x, ids, shares, weights, packed_dtype)
     assert (found - wanted).norm() < 1e-3 * wanted.norm()
@@ -271,7 +270,7 @@ def test_weights_and_rows_of_8_bits(settings: Settings, packed_dtype: torch.dtyp
 @pytest.mark.parametrize("packed_dtype", [torch.int8, torch.float8_e4m3fn])
 def test_a_quantized_row_that_overflowed_shows_it(packed_dtype: torch.dtype) -> None:
     """And no other does; nor do pairs of another rank's experts, which nothing is computed for."""
-    packed = experts.pack(made()[:3], 0, None, torch.float32, packed_dtype, CPU, quantizes_rows=True)
+    packed = experts.pack(made()[:3], 0, None, torch.float32, PackedFormat(packed_dtype, quantizes_rows=True), CPU)
     x, ids, shares = step(6)
     ids[:] = torch.tensor([0, 2, 5])
     x[4, 7] = torch.inf
@@ -292,10 +291,10 @@ def test_weights_that_were_mxfp4_are_kept() -> None:
         return (sizes[codes] * signs * 2.0 ** powers[:, :inner]).bfloat16()
 
     own = [ExpertWeights(drawn(2 * INNER, HIDDEN), drawn(HIDDEN, INNER)) for _ in range(2)]
-    packed = experts.pack(own, 0, None, torch.bfloat16, torch.float4_e2m1fn_x2, CPU)
+    packed = experts.pack(own, 0, None, torch.bfloat16, PackedFormat(torch.float4_e2m1fn_x2), CPU)
     for one, its in zip(own, meant_experts(packed, own), strict=True):
-        assert torch.equal(one.gate_up.double(), its.gate_up)
-        assert torch.equal(one.down.double(), its.down)
+        assert torch.equal(as_floats(one.gate_up).double(), as_floats(its.gate_up))
+        assert torch.equal(as_floats(one.down).double(), as_floats(its.down))
 
 
 def test_mxfp4_rounds_to_the_nearest_and_to_even_in_the_middle() -> None:
@@ -310,10 +309,11 @@ def test_mxfp4_rounds_to_the_nearest_and_to_even_in_the_middle() -> None:
 @pytest.mark.parametrize("packed_dtype", list(ROUNDINGS))
 def test_a_group_with_a_weight_that_is_no_number_shows_it(packed_dtype: torch.dtype) -> None:
     weight = made()[0]
-    weight.gate_up[:, :] = 0.0
-    weight.down[5, 40] = torch.inf
-    weight.down[6, 40] = torch.nan
-    packed = experts.pack([weight], 0, None, torch.float32, packed_dtype, CPU)
+    as_floats(weight.gate_up)[:, :] = 0.0
+    down = as_floats(weight.down)
+    down[5, 40] = torch.inf
+    down[6, 40] = torch.nan
+    packed = experts.pack([weight], 0, None, torch.float32, PackedFormat(packed_dtype), CPU)
     x, _, shares = step(2)
     out = experts.moe(x, torch.zeros(2, 1, dtype=torch.int64), shares[:, :1], packed, INVARIANT)
     assert out[:, 5:7].isnan().all()
@@ -322,8 +322,10 @@ def test_a_group_with_a_weight_that_is_no_number_shows_it(packed_dtype: torch.dt
 
 
 def test_experts_can_not_be_packed_as_anything() -> None:
-    with pytest.raises(ValueError, match=r"float32 can not be packed as torch\.int32"):
-        experts.pack(made(), 0, None, torch.float32, torch.int32, CPU)
+    with pytest.raises(ValueError, match=r"float32 can not be packed as PackedFormat\(dtype=torch\.int32"):
+        experts.pack(made(), 0, None, torch.float32, PackedFormat(torch.int32), CPU)
+    with pytest.raises(ValueError, match="float4_e2m1fn_x2, quantizes_rows=True"):
+        experts.pack(made(), 0, None, torch.float32, PackedFormat(torch.float4_e2m1fn_x2, quantizes_rows=True), CPU)
 
 
 @pytest.mark.parametrize("block", [16, 2048])
