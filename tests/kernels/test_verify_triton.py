@@ -23,7 +23,7 @@ def test_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "FAILED rope " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("part", ["rows", "chunks", "sampled", "captured"])
+@pytest.mark.parametrize("part", ["rows", "chunks", "selected", "sampled", "captured"])
 def test_bits(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     multiply_rows_alone(monkeypatch)
     checks = list(BitVerifier(TritonBackend(), inner=32, outer=48, rows=70, tokens=310, vocab=500).all(part))

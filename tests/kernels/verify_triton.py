@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kernels import sampling
-from kernels.interface import AttentionMetaData, KVSpec, SampleParams
+from kernels.interface import AttentionMetaData, IndexSpec, KVSpec, SampleParams
 from kernels.select import select_backend
 from kernels.triton_backend import plan
 from kernels.triton_backend.backend import TritonBackend
@@ -61,6 +61,7 @@ class BitVerifier:
         for quantize in (None, *FORMATS):
             yield f"bits of rows of a product, weights {quantize or 'bfloat16'}", partial(self.rows, quantize)
         yield "bits of a prompt in chunks and in decodes", self.chunks
+        yield "tokens selected by an indexer", self.selected
         yield "tokens sampled as numpy does", self.sampled
         yield "bits of a captured step", self.captured
 
@@ -103,6 +104,27 @@ class BitVerifier:
         )
         metadata.plan = plan.plan(metadata, self.backend.device)
         return metadata
+
+    def selected(self) -> bool:
+        """In a plan for far longer sequences, by scores that are integers, so that many are equal: against a sort."""
+        tokens, topk = self._tokens, self._tokens // 3
+        cache = self.backend.allocate_kv(
+            KVSpec(1, 64, 32, IndexSpec(4, 128, topk)), 1, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, torch.bfloat16
+        )
+        keys, q, weights = (self.draw(*shape).round() for shape in ((tokens, 128), (8, 4, 128), (8, 4)))
+        self.backend.write_index(cache, 0, keys, self._step((0, tokens)))
+        ends = (tokens, topk, topk + 1, 1)
+        step = self._step(*((end - 1, end) for end in ends))
+        step.plan = self.backend.graphs.plan(cache, 1, len(q), 16 * tokens)
+        self.backend.graphs.write(step.plan, step)
+        found = self.backend.select_tokens(q, weights.float(), cache, 0, step)
+        assert found is not None
+        scores = ((q.double() @ keys.double().t()).relu() * weights.double()[:, :, None]).sum(1)
+        for row, (score, end) in enumerate(zip(scores.tolist(), ends, strict=False)):
+            expected = sorted(sorted(range(end), key=lambda position: (-score[position], position))[:topk])
+            if found[row].tolist() != expected + [-1] * (topk - len(expected)):
+                return False
+        return bool((found[len(ends) :] == -1).all())
 
     def sampled(self) -> bool:
         """With every filter; float64 logarithms are the device's own, so that one token in very many may differ."""
