@@ -321,7 +321,8 @@ class FusedDecoder(Protocol):
 class StepGraphs(Protocol):
     """Captures a step's kernels, so that they run again without the Python between them (CUDA and HIP graphs).
 
-    What is captured runs over memory that stays where it is: tensors and a plan whose numbers are written anew.
+    What is captured runs over memory that stays where it is: tensors and a plan whose numbers are written anew. With a
+    `batch_invariant` back end its rows have the bits of the same step kernel by kernel.
     """
 
     def plan(self, cache: KVCache, num_heads: int, rows: int, max_seq_len: int) -> AttentionPlan:
