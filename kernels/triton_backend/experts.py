@@ -34,14 +34,16 @@ class StackedWeights:
 
     Attributes:
         numbers: [E, N, K] in the model dtype, int8 or FP8; or uint8 as in kernels/triton_backend/mxfp4.py.
-        scales: None for the model dtype; float32 [E, K / GROUP rounded up, N]: number times scale is the weight;
-            or those of MXFP4, [E, N, ...].
+        scales: None for the model dtype; float32 [E, K / GROUP, N / row_grain], rounded up: number times scale is the
+            weight; or those of MXFP4, [E, N, ...].
         bias: [E, N] in the model dtype, or None.
+        row_grain: rows that share a scale; where gates and ups take turns, so do the scales of their blocks.
     """
 
     numbers: torch.Tensor
     scales: torch.Tensor | None
     bias: torch.Tensor | None
+    row_grain: int = 1
 
 
 @dataclass(frozen=True)
@@ -112,9 +114,11 @@ def _in_turn(rows: torch.Tensor) -> torch.Tensor:
 def _weight_in_turn(weight: torch.Tensor | QuantizedWeight, device: torch.device) -> torch.Tensor | QuantizedWeight:
     if isinstance(weight, torch.Tensor):
         return _in_turn(weight.to(device))
-    by_rows = with_row_scales(weight)
-    numbers, scales = (_in_turn(each.to(device)) for each in (by_rows.numbers, by_rows.scales))
-    return replace(by_rows, numbers=numbers, scales=scales)
+    if weight.shape[0] % (2 * GROUP):
+        # A block may hold gates and ups.
+        weight = with_row_scales(weight)
+    numbers, scales = (_in_turn(each.to(device)) for each in (weight.numbers, weight.scales))
+    return replace(weight, numbers=numbers, scales=scales)
 
 
 def _stored(
@@ -124,13 +128,13 @@ def _stored(
     fp8: torch.dtype,
     device: torch.device,
 ) -> StackedWeights:
-    """Of one expert, as a checkpoint has it; scales of 8 bits for each row and group, whatever theirs are."""
-    packed = packed_weight.from_quantized(with_row_scales(weight), None, dtype, fp8, device)
+    """Of one expert, as a checkpoint has it; scales for whole rows are repeated for each group."""
+    packed = packed_weight.from_quantized(weight, None, dtype, fp8, device)
     scales = packed.scales
     assert scales is not None
     if scales.dim() == 1:
         scales = scales.expand(-(-packed.inner // GROUP), -1).contiguous()
-    return StackedWeights(packed.numbers, scales, None if bias is None else bias.to(device, dtype))
+    return StackedWeights(packed.numbers, scales, None if bias is None else bias.to(device, dtype), packed.row_grain)
 
 
 def _packed(
@@ -153,11 +157,12 @@ def _packed(
 
 def _stacked(experts: list[StackedWeights]) -> StackedWeights:
     """One object for all; takes them out of the list, so that memory comes free where another part follows."""
-    numbers = torch.stack([expert.numbers for expert in experts])
+    numbers, row_grain = torch.stack([expert.numbers for expert in experts]), experts[0].row_grain
     scales = [expert.scales for expert in experts if expert.scales is not None]
     biases = [expert.bias for expert in experts if expert.bias is not None]
     experts.clear()
-    return StackedWeights(numbers, torch.stack(scales) if scales else None, torch.stack(biases) if biases else None)
+    stacked_scales, stacked_biases = (torch.stack(each) if each else None for each in (scales, biases))
+    return StackedWeights(numbers, stacked_scales, stacked_biases, row_grain)
 
 
 # Tiles of neighbouring programs, which read the same weights one soon after the other.
@@ -358,6 +363,7 @@ def _grouped_product_kernel(
     x_stride,
     weight_stride,
     scale_stride,
+    scale_columns,
     pairs_per_row,
     columns,
     inner,
@@ -368,6 +374,7 @@ def _grouped_product_kernel(
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     GROUP: tl.constexpr,
+    ROW_GRAIN: tl.constexpr,
     SWIZZLE: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -394,7 +401,8 @@ def _grouped_product_kernel(
     x_at = x + row[:, None] * x_stride + k[None, :]
     weight_at = weight + weight_row[None, :] * weight_stride + k[:, None]
     # Where there are no scales, these are not read.
-    scale_at = scales + (weight_row * scale_stride if FP4 else expert * scale_stride + weight_column)
+    scale_column = (weight_column // (2 * ROW_GRAIN) * 2 + weight_column % 2) if GATED else weight_column // ROW_GRAIN
+    scale_at = scales + (weight_row * scale_stride if FP4 else expert * scale_stride + scale_column)
     dtype = out.dtype.element_ty
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
     for start in range(0, inner, INNER):
@@ -413,7 +421,7 @@ def _grouped_product_kernel(
             weights = tl.load(weight_at + start, mask=k[:, None] < inner - start, other=0.0)
         if SCALED:
             part = tl.dot(numbers, weights.to(numbers.dtype), input_precision="ieee")
-            total += part * tl.load(scale_at + start // GROUP * columns)[None, :]
+            total += part * tl.load(scale_at + start // GROUP * scale_columns)[None, :]
         elif not FP4:
             total = tl.dot(numbers, weights, total, input_precision="ieee")
     if bias is not None:
@@ -427,8 +435,11 @@ def _grouped_product_kernel(
         result = total
         width = columns
         column = block * COLUMNS + tl.arange(0, COLUMNS)
-    to = out + pair[:, None].to(tl.int64) * width + column[None, :]
-    tl.store(to, result.to(dtype), mask=(pair[:, None] >= 0) & (column[None, :] < width))
+    tl.store(
+        out + pair[:, None].to(tl.int64) * width + column[None, :],
+        result.to(dtype),
+        mask=(pair[:, None] >= 0) & (column[None, :] < width),
+    )
 
 
 def _multiply(
@@ -452,7 +463,7 @@ def _multiply(
         _grouped_product_kernel,
         (len(work.experts) * triton.cdiv(columns, tiles.columns),),
         *(x, weights.numbers, scales, weights.bias, out, work.experts, work.pairs),
-        *(x.stride(0), weights.numbers.stride(1), scale_stride, pairs_per_row, columns, inner),
+        *(x.stride(0), weights.numbers.stride(1), scale_stride, scales.shape[2], pairs_per_row, columns, inner),
         0.0 if clamp is None else clamp.alpha,
         0.0 if clamp is None else clamp.limit,
         SCALED=weights.scales is not None and not is_fp4,
@@ -460,6 +471,7 @@ def _multiply(
         GATED=gated,
         CLAMPED=clamp is not None,
         GROUP=GROUP,
+        ROW_GRAIN=weights.row_grain,
         SWIZZLE=_SWIZZLE,
         EVEN=inner % step == 0,
         ROWS=tiles.rows,
