@@ -13,6 +13,7 @@ from kernels.quantized_weight import as_floats
 from kernels.triton_backend import experts, packed_weight
 from kernels.triton_backend.backend import TritonBackend
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
+from tests.kernels.row_alone import multiply_rows_alone
 from tests.quantizers import SCHEMES
 from tests.stored_weights import quantized_weight
 from tests.unit.kernels.moe_reference import reference_moe
@@ -100,6 +101,19 @@ def test_experts_stay_as_they_are_stored(scheme: str, clamp: ClampedSwiglu | Non
     if clamp is None:
         tuned = Settings(backend.settings.target, batch_invariant=False)
         torch.testing.assert_close(experts.moe(x, ids, shares, packed, tuned).double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("scheme", ["deepseek", "quark-mxfp4"])
+def test_a_rows_bits_do_not_depend_on_the_other_rows(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    multiply_rows_alone(monkeypatch)
+    backend = backend_of(FN)
+    experts_packed = backend.pack_experts(stored_experts(scheme, bias=False)[0], 0, None, torch.float32)
+    linear_packed = backend.pack_linear(quantized_weight(scheme, drawn(40, HIDDEN))[0], None, torch.float32)
+    x, ids, shares = drawn(20, HIDDEN, seed=7), torch.arange(20)[:, None] % EXPERTS, torch.ones(20, 1)
+    rows = torch.tensor([17, 3, 4])
+    whole = backend.moe(x, ids, shares, experts_packed)
+    assert torch.equal(backend.moe(x[rows], ids[rows], shares[rows], experts_packed), whole[rows])
+    assert torch.equal(backend.linear(x[rows], linear_packed), backend.linear(x, linear_packed)[rows])
 
 
 def test_blocks_of_experts_stay_blocks() -> None:
