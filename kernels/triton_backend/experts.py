@@ -39,15 +39,17 @@ class StackedWeights:
 
     Attributes:
         numbers: [E, N, K] in the model dtype, int8 or FP8; or uint8 as in kernels/triton_backend/mxfp4.py.
-        scales: None for the model dtype; float32 [E, K / GROUP rounded up, N], or [E, 1, N] where rows are quantized:
-            number times scale is the weight; or those of MXFP4, [E, N, ...].
+        scales: None for the model dtype; float32 [E, K / GROUP, N / row_grain], rounded up, or [E, 1, N] where rows are
+            quantized: number times scale is the weight; or those of MXFP4, [E, N, ...].
         bias: [E, N] in the model dtype, or None.
+        row_grain: rows that share a scale; where gates and ups take turns, so do the scales of their blocks.
         quantizes_rows: whether what is multiplied is brought to the numbers' dtype too, row by row.
     """
 
     numbers: torch.Tensor
     scales: torch.Tensor | None
     bias: torch.Tensor | None
+    row_grain: int = 1
     quantizes_rows: bool = False
 
 
@@ -118,9 +120,11 @@ def _in_turn(rows: torch.Tensor) -> torch.Tensor:
 def _weight_in_turn(weight: torch.Tensor | QuantizedWeight, device: torch.device) -> torch.Tensor | QuantizedWeight:
     if isinstance(weight, torch.Tensor):
         return _in_turn(weight.to(device))
-    by_rows = with_row_scales(weight)
-    numbers, scales = (_in_turn(each.to(device)) for each in (by_rows.numbers, by_rows.scales))
-    return replace(by_rows, numbers=numbers, scales=scales)
+    if weight.shape[0] % (2 * GROUP):
+        # A block may hold gates and ups.
+        weight = with_row_scales(weight)
+    numbers, scales = (_in_turn(each.to(device)) for each in (weight.numbers, weight.scales))
+    return replace(weight, numbers=numbers, scales=scales)
 
 
 def _stored(
@@ -130,13 +134,13 @@ def _stored(
     fp8: torch.dtype,
     device: torch.device,
 ) -> StackedWeights:
-    """Of one expert, as a checkpoint has it; scales of 8 bits for each row and group, whatever theirs are."""
-    packed = packed_weight.from_quantized(with_row_scales(weight), None, dtype, fp8, device)
+    """Of one expert, as a checkpoint has it; scales for whole rows are repeated for each group."""
+    packed = packed_weight.from_quantized(weight, None, dtype, fp8, device)
     scales = packed.scales
     assert scales is not None
     if scales.dim() == 1:
         scales = scales.expand(-(-packed.inner // GROUP), -1).contiguous()
-    return StackedWeights(packed.numbers, scales, None if bias is None else bias.to(device, dtype))
+    return StackedWeights(packed.numbers, scales, None if bias is None else bias.to(device, dtype), packed.row_grain)
 
 
 def _packed(
@@ -155,18 +159,18 @@ def _packed(
         return StackedWeights(*mxfp4.quantized(weight), bias)
     group = weight.shape[1] if packed_format.quantizes_rows else GROUP
     numbers, scales = packed_weight.quantized(weight, packed_format.dtype, group)
-    return StackedWeights(numbers, scales.t().contiguous(), bias, packed_format.quantizes_rows)
+    return StackedWeights(numbers, scales.t().contiguous(), bias, quantizes_rows=packed_format.quantizes_rows)
 
 
 def _stacked(experts: list[StackedWeights]) -> StackedWeights:
     """One object for all; takes them out of the list, so that memory comes free where another part follows."""
-    numbers = torch.stack([expert.numbers for expert in experts])
+    numbers, row_grain = torch.stack([expert.numbers for expert in experts]), experts[0].row_grain
     scales = [expert.scales for expert in experts if expert.scales is not None]
     biases = [expert.bias for expert in experts if expert.bias is not None]
     quantizes_rows = experts[0].quantizes_rows
     experts.clear()
-    stacked_scales = torch.stack(scales) if scales else None
-    return StackedWeights(numbers, stacked_scales, torch.stack(biases) if biases else None, quantizes_rows)
+    stacked_scales, stacked_biases = (torch.stack(each) if each else None for each in (scales, biases))
+    return StackedWeights(numbers, stacked_scales, stacked_biases, row_grain, quantizes_rows)
 
 
 # Tiles of neighbouring programs, which read the same weights one soon after the other.
@@ -176,7 +180,7 @@ _SORT_BLOCK = 2048
 
 
 def tiles_for(settings: Settings, num_pairs: int, num_experts: int, x_size: int, weight_size: int) -> Tiles:
-    """The tiles of both products: rows are pairs of one expert; always 64 of them in batch-invariant mode.
+    """The tiles of a product: rows are pairs of one expert, as many whatever the weights; 64 in batch-invariant mode.
 
     Others follow the number of pairs that an expert gets if all get the same: few rows need many bytes of weights in
     flight, and many rows are worth larger tiles.
@@ -224,16 +228,22 @@ def moe(
     x = x if x.stride(1) == 1 else x.contiguous()
     num_experts, hidden, _ = packed.down.numbers.shape
     inner = packed.gate_up.numbers.shape[1] // 2
-    weight_size = packed.down.numbers.element_size()
-    x_size = weight_size if packed.down.quantizes_rows else x.element_size()
-    tiles = tiles_for(settings, ids.numel(), num_experts, x_size, weight_size)
-    work = _sorted(ids, packed.first, num_experts, tiles.rows)
+    up_tiles, down_tiles = (
+        tiles_for(settings, ids.numel(), num_experts, _x_size(x, weights), weights.numbers.element_size())
+        for weights in (packed.gate_up, packed.down)
+    )
+    work = _sorted(ids, packed.first, num_experts, up_tiles.rows)
     # Where all rows are quantized, so are those of other ranks' pairs, which nothing is written to.
     activated = (x.new_zeros if packed.down.quantizes_rows else x.new_empty)(ids.numel(), inner)
-    _multiply(x, packed.gate_up, activated, work, ids.shape[1], tiles, packed.clamp, True, settings)
+    _multiply(x, packed.gate_up, activated, work, ids.shape[1], up_tiles, packed.clamp, True, settings)
     outputs = x.new_empty(ids.numel(), hidden)
-    _multiply(activated, packed.down, outputs, work, 1, tiles, None, False, settings)
+    _multiply(activated, packed.down, outputs, work, 1, down_tiles, None, False, settings)
     return _combined(outputs, ids, weights, packed.first, num_experts)
+
+
+def _x_size(x: torch.Tensor, weights: StackedWeights) -> int:
+    """Bytes of a number of what is multiplied."""
+    return weights.numbers.element_size() if weights.quantizes_rows else x.element_size()
 
 
 @dataclass(frozen=True)
@@ -379,6 +389,7 @@ def _grouped_product_kernel(
     x_stride,
     weight_stride,
     scale_stride,
+    scale_columns,
     pairs_per_row,
     columns,
     inner,
@@ -390,6 +401,7 @@ def _grouped_product_kernel(
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     GROUP: tl.constexpr,
+    ROW_GRAIN: tl.constexpr,
     SWIZZLE: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -416,7 +428,8 @@ def _grouped_product_kernel(
     x_at = x + row[:, None] * x_stride + k[None, :]
     weight_at = weight + weight_row[None, :] * weight_stride + k[:, None]
     # Where there are no scales, these are not read.
-    scale_at = scales + (weight_row * scale_stride if FP4 else expert * scale_stride + weight_column)
+    scale_column = (weight_column // (2 * ROW_GRAIN) * 2 + weight_column % 2) if GATED else weight_column // ROW_GRAIN
+    scale_at = scales + (weight_row * scale_stride if FP4 else expert * scale_stride + scale_column)
     dtype = out.dtype.element_ty
     total = tl.zeros([ROWS, COLUMNS], tl.int32 if INT8 else tl.float32)
     for start in range(0, inner, INNER):
@@ -430,7 +443,7 @@ def _grouped_product_kernel(
             weights = tl.load(weight_at + start, mask=k[:, None] < inner - start, other=0.0)
         if SCALED:
             part = tl.dot(numbers, weights.to(numbers.dtype), input_precision="ieee")
-            total += part * tl.load(scale_at + start // GROUP * columns)[None, :]
+            total += part * tl.load(scale_at + start // GROUP * scale_columns)[None, :]
         elif INT8:
             total = tl.dot(numbers, weights, total, out_dtype=tl.int32)
         elif not FP4:
@@ -449,8 +462,11 @@ def _grouped_product_kernel(
         result = total
         width = columns
         column = block * COLUMNS + tl.arange(0, COLUMNS)
-    to = out + pair[:, None].to(tl.int64) * width + column[None, :]
-    tl.store(to, result.to(dtype), mask=(pair[:, None] >= 0) & (column[None, :] < width))
+    tl.store(
+        out + pair[:, None].to(tl.int64) * width + column[None, :],
+        result.to(dtype),
+        mask=(pair[:, None] >= 0) & (column[None, :] < width),
+    )
 
 
 def _multiply(
@@ -477,7 +493,7 @@ def _multiply(
         _grouped_product_kernel,
         (len(work.experts) * triton.cdiv(columns, tiles.columns),),
         *(x, x_scales, weights.numbers, scales, weights.bias, out, work.experts, work.pairs),
-        *(x.stride(0), weights.numbers.stride(1), scale_stride, pairs_per_row, columns, inner),
+        *(x.stride(0), weights.numbers.stride(1), scale_stride, scales.shape[2], pairs_per_row, columns, inner),
         0.0 if clamp is None else clamp.alpha,
         0.0 if clamp is None else clamp.limit,
         SCALED=weights.scales is not None and x_scales is None and not is_fp4,
@@ -486,6 +502,7 @@ def _multiply(
         GATED=gated,
         CLAMPED=clamp is not None,
         GROUP=GROUP,
+        ROW_GRAIN=weights.row_grain,
         SWIZZLE=_SWIZZLE,
         EVEN=inner % step == 0,
         ROWS=tiles.rows,

@@ -37,7 +37,7 @@ def _weight(
         return experts.StackedWeights(numbers, numbers.new_empty(num_experts, rows, 4 * spans), own_bias)
     numbers = torch.empty(num_experts, rows, inner, dtype=packed_dtype)
     scales = torch.empty(num_experts, 1 if quantizes_rows else spans, rows)
-    return experts.StackedWeights(numbers, scales, own_bias, quantizes_rows)
+    return experts.StackedWeights(numbers, scales, own_bias, quantizes_rows=quantizes_rows)
 
 
 def _run(
@@ -58,6 +58,20 @@ def _run(
         x = torch.empty(count, hidden, dtype=dtype)
         ids, weights = torch.empty(count, slots, dtype=torch.int64), torch.empty(count, slots)
         experts.moe(x, ids, weights, experts.PackedExperts(0, gate_up, down, clamp), settings)
+
+
+def _run_blocks(settings: Settings) -> None:
+    """A rank's experts of DeepSeek-V3, as they are stored."""
+    num_experts, hidden, inner = 32, 7168, 2048
+
+    def blocks(rows: int, width: int) -> experts.StackedWeights:
+        numbers = torch.empty(num_experts, rows, width, dtype=settings.target.fp8)
+        return experts.StackedWeights(numbers, torch.empty(num_experts, width // 128, rows // 128), None, 128)
+
+    gate_up, down = blocks(2 * inner, hidden), blocks(hidden, inner)
+    ids, weights = torch.empty(8, 8, dtype=torch.int64), torch.empty(8, 8)
+    x = torch.empty(8, hidden, dtype=torch.bfloat16)
+    experts.moe(x, ids, weights, experts.PackedExperts(0, gate_up, down, None), settings)
 
 
 def _moe(
@@ -94,5 +108,6 @@ CASES: dict[str, Case] = {
         lambda settings: _run(QWEN3, 8, torch.bfloat16, settings.target.fp8, None, (8, 2048), settings, True),
         matrix=frozenset({"_grouped_product_kernel"}),
     ),
+    "moe-fp8-blocks": Case(_run_blocks, matrix=frozenset({"_grouped_product_kernel"})),
     "moe-mxfp4": _moe(GPT_OSS, 4, torch.bfloat16, torch.float4_e2m1fn_x2, CLAMP),
 }
