@@ -1,8 +1,8 @@
 """AMD's own kernels: AITER for what it has and does right, another back end, the Triton one, for everything else.
 
-The only module that calls AITER, always through `AiterLibrary.call` with a literal name: tests/kernels reads the calls
-from this source and binds each against every supported version. Only leading arguments, which no version has moved, go
-by position; all others by name (kernel-notes section 5).
+Only modules called `aiter_*` call AITER, always through `AiterLibrary.call` with a literal name: tests/kernels reads
+the calls from their sources and binds each against every supported version. Only leading arguments, which no version
+has moved, go by position; all others by name (kernel-notes section 5).
 
 Who does an operation is decided once for each kind of numbers that a model has (dtype, sizes, architecture, AITER's
 version), never by what a step holds, and logged with the reason. With `Settings.batch_invariant` AITER does only what
@@ -25,6 +25,7 @@ import torch
 from torch.nn.functional import pad
 
 from kernels import float8
+from kernels.aiter_decoder import AiterDecoder
 from kernels.aiter_library import AiterLibrary, AiterUnavailableError
 from kernels.interface import (
     AttentionMetaData,
@@ -86,6 +87,7 @@ OPERATIONS: Final = {
     "add_rms_norm": Operation(("aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add",)),
     "layer_norm": Operation(("aiter.ops.norm:layernorm2d_fwd",)),
     "rope": Operation(("aiter.ops.rope:rope_cached_2c_fwd",), row_by_row=True),
+    "rope_write": Operation(("aiter.ops.triton.fusions.fused_kv_cache:fused_qk_rope_reshape_and_cache",)),
     "silu_and_mul": Operation(("aiter.ops.activation:silu_and_mul",), row_by_row=True),
     "route": Operation(("aiter.ops.moe_op:topk_softmax", "aiter.ops.topk:biased_grouped_topk")),
     "linear": Operation(("aiter.tuned_gemm:gemm_a16w16",)),
@@ -673,9 +675,9 @@ class AiterBackend:
             kv_descale=self._stored_scale(cache),
         )
 
-    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> None:
-        """See KernelBackend: single operations only."""
-        return
+    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> AiterDecoder:
+        """See KernelBackend."""
+        return AiterDecoder(decoder, self, self._aiter, self._choices)
 
     def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
         """See KernelBackend."""

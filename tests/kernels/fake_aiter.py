@@ -156,6 +156,24 @@ _BODIES = {
     kept = slot_mapping >= 0
     for source, cache in ((key, key_cache), (value, value_cache)):
         cache.view(-1, *cache.shape[2:])[slot_mapping[kept]] = source[kept]""",
+    "aiter.ops.triton.fusions.fused_kv_cache:fused_qk_rope_reshape_and_cache": """
+    rows, heads, width = q.shape
+    assert is_neox and flash_layout and not apply_scale and not output_zeros and offs is None
+    assert len(k) == len(v) == len(slot_mapping) == rows and k.shape == v.shape and heads % k.shape[1] == 0
+    assert key_cache.shape == value_cache.shape and key_cache.shape[2:] == k.shape[1:] and k.shape[2] == width
+    assert key_cache.dtype == value_cache.dtype == torch.bfloat16 and not width & (width - 1)
+    assert not key_cache.shape[1] & (key_cache.shape[1] - 1) and cos.shape[-1] * 2 == width and cos.dim() == 2
+    assert pos.dtype == torch.int64 and pos.max() < len(cos) and k_scale.dtype == v_scale.dtype == torch.float32
+    own_cos, own_sin = cos[pos, None], sin[pos, None]
+
+    def rotated(x):
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * own_cos - b * own_sin, b * own_cos + a * own_sin), -1).to(x.dtype)
+
+    kept, slots = slot_mapping >= 0, slot_mapping[slot_mapping >= 0].long()
+    for source, cache in ((rotated(k), key_cache), (v, value_cache)):
+        cache.view(-1, *cache.shape[2:])[slots] = source[kept]
+    return rotated(q), torch.empty_like(k), key_cache, value_cache""",
     "aiter.ops.triton.attention.unified_attention:unified_attention": """
     assert causal and window_size[1] == (0 if window_size[0] >= 0 else -1) and softcap == 0.0 and q_descale is None
     for each in (k_descale, v_descale):

@@ -15,22 +15,24 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.aiter_backend import SINCE, AiterBackend
 from kernels.aiter_library import AiterLibrary, AiterUnavailableError
 from kernels.interface import AttentionMetaData, ExpertWeights, KernelBackend, KVSpec, Routing
 from kernels.paged_attention import PagedKVCache
-from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import plan as step_plan
 from kernels.triton_backend import target
 from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.plan import StepPlan
 from kernels.triton_backend.target import Settings
+from tests.kernels.dense_layers import REFERENCE, Sizes, by_single_operations, decoder
 
-REFERENCE = TorchBackend()
 # Of the Euclidean norm. bfloat16 has 8 bits, E4M3 has 4, and both sides of an FP8 product are rounded.
 LARGEST_ERROR, LARGEST_FP8_ERROR = 0.01, 0.05
+# Of two layers, which round to bfloat16 between their operations.
+LARGEST_LAYERS_ERROR = 0.03
 HIDDEN, BLOCK_SIZE, BLOCKS = 4096, 64, 64
 # Rows and keys of sequences: a chunk, a prompt, decodes of a short and a long context; then decodes only.
 STEPS = {"mixed": [(70, 200), (33, 33), (1, 5), (1, 900)], "decode": [(1, 200), (1, 33), (1, 5), (1, 900)]}
@@ -138,6 +140,7 @@ class Verifier:
         groups = Routing(8, "sigmoid", renormalize=True, num_groups=8, top_groups=4, scale=2.5)
         yield "route by sigmoid in groups", LARGEST_ERROR, partial(self.route, groups, 256)
         for step in STEPS:
+            yield f"decoder layers, {step}", LARGEST_LAYERS_ERROR, partial(self.layers, step)
             attention = partial(self.attention, step)
             yield f"attention, {step}", LARGEST_ERROR, attention
             yield f"attention with window and sinks, {step}", LARGEST_ERROR, partial(attention, 100, True)
@@ -227,6 +230,28 @@ class Verifier:
         metadata.plan = REFERENCE.plan_attention(metadata, reference, 32)
         return found, REFERENCE.attention(q.float(), reference, 0, metadata, 0.09, window, sinks)
 
+    def layers(self, step: str) -> Pair:
+        """What `fuse_decoder` makes of two layers: their results, and all that is stored behind them."""
+        metadata, plan = self._step(step)
+        sizes = Sizes(hidden=512, inner=1024, heads=32, kv_heads=8, head_dim=128)
+        spec = KVSpec(sizes.kv_heads, sizes.head_dim)
+        cache: Any = self.backend.allocate_kv(spec, 2, BLOCKS, BLOCK_SIZE, torch.bfloat16)
+        whole = self.draw(*cache.data.shape)
+        cache.data.copy_(whole)
+        x, angles = self.draw(metadata.num_tokens, 512), self.draw(metadata.num_tokens, 1, 64, dtype=torch.float32)
+        cos, sin = angles.cos(), angles.sin()
+        metadata.plan = plan
+        fused: Any = self.backend.fuse_decoder(decoder(self.backend, torch.bfloat16, sizes), torch.bfloat16)
+        found = fused.run(self.on(x), self.on(cos), self.on(sin), cache, metadata)
+        reference = _reference_cache(whole.float(), spec)
+        metadata.plan = REFERENCE.plan_attention(metadata, reference, 32)
+        model = decoder(REFERENCE, torch.float32, sizes)
+        expected = by_single_operations(model, x.float(), cos, sin, reference, metadata)
+        stored = cache.data.transpose(3, 4).flatten().float()
+        return torch.cat((found.flatten().float(), stored)), torch.cat(
+            (expected.flatten(), reference.data[:, :, :-1].flatten())
+        )
+
     def latent_attention(self, step: str) -> Pair:
         """DeepSeek's: latents of 512 and 64 rotated numbers, 16 heads of a rank."""
         metadata, plan = self._step(step)
@@ -250,7 +275,7 @@ class Verifier:
             cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), counts.cumsum())),
             seq_lens=lengths,
             block_tables=tables,
-            slot_mapping=np.zeros(int(counts.sum()), np.int64),
+            slot_mapping=_slots(counts, lengths, tables),
         )
         return metadata, step_plan.plan(metadata, self.device)
 
@@ -273,8 +298,18 @@ class Verifier:
         return expected.float()
 
 
+def _slots(
+    counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Where the last `counts` tokens of sequences lie."""
+    places = [np.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)]
+    return np.concatenate(
+        [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for table, p in zip(tables, places, strict=True)]
+    )
+
+
 def _reference_cache(whole: torch.Tensor, spec: KVSpec) -> PagedKVCache:
-    cache = REFERENCE.allocate_kv(spec, 1, BLOCKS, BLOCK_SIZE, torch.float32)
+    cache = REFERENCE.allocate_kv(spec, len(whole), BLOCKS, BLOCK_SIZE, torch.float32)
     cache.data[:, :, :-1] = whole.transpose(3, 4)
     return cache
 
