@@ -9,13 +9,15 @@ where tiles are not chosen by how many there are.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.interface import ClampedSwiglu, ExpertWeights
+from kernels import float8
+from kernels.interface import ClampedSwiglu, ExpertWeights, QuantizedWeight
+from kernels.quantized_weight import with_row_scales
 from kernels.triton_backend import mxfp4, packed_weight
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.packed_weight import GROUP
@@ -65,11 +67,12 @@ def pack(
     dtype: torch.dtype,
     packed_dtype: torch.dtype | None,
     device: torch.device,
+    fp8: torch.dtype = torch.float8_e4m3fn,
 ) -> PackedExperts:
     """Packs experts as they come, in `dtype`, on the device.
 
     Args:
-        experts: ids `first`, `first` + 1, ..., on any device.
+        experts: ids `first`, `first` + 1, ..., on any device; a QuantizedWeight is one that `packed_weight.keeps`.
         first: id of the first.
         clamp: see PackedExperts.
         dtype: the model's: bfloat16, float16 or float32.
@@ -77,18 +80,25 @@ def pack(
             multiples of a float32 scale for each row of a weight and GROUP numbers of K; float4_e2m1fn_x2 for
             MXFP4.
         device: where to.
+        fp8: the target's own, to which a checkpoint's FP8 numbers are brought.
 
     Raises:
         ValueError: another packed dtype.
     """
     if packed_dtype not in (None, dtype, _MXFP4, *_EIGHT_BITS):
         raise ValueError(f"experts in {dtype} can not be packed as {packed_dtype}")
+
+    def one(weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> StackedWeights:
+        if isinstance(weight, QuantizedWeight):
+            return _stored(weight, bias, dtype, fp8, device)
+        return _packed(weight, bias, dtype, packed_dtype or dtype, device)
+
     gate_up: list[StackedWeights] = []
     down: list[StackedWeights] = []
     for expert in experts:
         bias = None if expert.gate_up_bias is None else _in_turn(expert.gate_up_bias.to(device))
-        gate_up.append(_packed(_in_turn(expert.gate_up.to(device)), bias, dtype, packed_dtype or dtype, device))
-        down.append(_packed(expert.down, expert.down_bias, dtype, packed_dtype or dtype, device))
+        gate_up.append(one(_weight_in_turn(expert.gate_up, device), bias))
+        down.append(one(expert.down, expert.down_bias))
     if not down:
         return PackedExperts(first, None, None, clamp)
     return PackedExperts(first, _stacked(gate_up), _stacked(down), clamp)
@@ -96,7 +106,31 @@ def pack(
 
 def _in_turn(rows: torch.Tensor) -> torch.Tensor:
     """All gates, then all ups, as gate, up, gate, up, ..."""
-    return torch.stack(rows.chunk(2), 1).flatten(0, 1)
+    return torch.stack(float8.raw(rows).chunk(2), 1).flatten(0, 1).view(rows.dtype)
+
+
+def _weight_in_turn(weight: torch.Tensor | QuantizedWeight, device: torch.device) -> torch.Tensor | QuantizedWeight:
+    if isinstance(weight, torch.Tensor):
+        return _in_turn(weight.to(device))
+    by_rows = with_row_scales(weight)
+    numbers, scales = (_in_turn(each.to(device)) for each in (by_rows.numbers, by_rows.scales))
+    return replace(by_rows, numbers=numbers, scales=scales)
+
+
+def _stored(
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fp8: torch.dtype,
+    device: torch.device,
+) -> StackedWeights:
+    """Of one expert, as a checkpoint has it; scales of 8 bits for each row and group, whatever theirs are."""
+    packed = packed_weight.from_quantized(with_row_scales(weight), None, dtype, fp8, device)
+    scales = packed.scales
+    assert scales is not None
+    if scales.dim() == 1:
+        scales = scales.expand(-(-packed.inner // GROUP), -1).contiguous()
+    return StackedWeights(packed.numbers, scales, None if bias is None else bias.to(device, dtype))
 
 
 def _packed(

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels import float8
+from kernels.interface import QuantizedFormat, QuantizedWeight
+from kernels.triton_backend.target import Target
 
 # Numbers of K that share a scale, where a whole row does not.
 GROUP = 128
@@ -90,6 +92,25 @@ def pack_w8a8(
 def pack_heads(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -> PackedWeight:
     """Packs a matrix for each head, [Hq, N, K] of any float dtype; may share their memory."""
     return PackedWeight(_placed(weight, dtype, device), None, None, dtype, *weight.shape[1:])
+
+
+def keeps(stored: QuantizedFormat, target: Target) -> bool:
+    """Whether numbers of a checkpoint can be multiplied as they are, with nothing lost.
+
+    E4M3FNUZ has numbers that E4M3FN has not (`_other_fp8`).
+    """
+    if stored.numbers in _FP8:
+        return target.has_fp8 and stored.numbers in (torch.float8_e4m3fn, target.fp8)
+    return stored.numbers == (torch.uint8 if stored.quant_type == "per_1x32" else torch.int8)
+
+
+def from_quantized(
+    weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, fp8: torch.dtype, device: torch.device
+) -> PackedWeight:
+    """Packs a weight that `keeps` is true of as it is; see `from_numbers`."""
+    if weight.quant_type == "per_1x32":
+        return from_mxfp4(weight.numbers, weight.scales, bias, dtype, device)
+    return from_numbers(weight.numbers, weight.scales, bias, dtype, fp8, device)
 
 
 def from_numbers(
