@@ -20,7 +20,7 @@ import torch
 
 from kernels.aiter_backend import SINCE, AiterBackend
 from kernels.aiter_library import AiterLibrary, AiterUnavailableError
-from kernels.interface import AttentionMetaData, ExpertWeights, KernelBackend, KVSpec, Routing
+from kernels.interface import AttentionMetaData, ExpertWeights, KernelBackend, KVSpec, QuantizedWeight, Routing
 from kernels.paged_attention import PagedKVCache
 from kernels.triton_backend import plan as step_plan
 from kernels.triton_backend import target
@@ -130,6 +130,8 @@ class Verifier:
             yield f"silu_and_mul, {rows} rows", LARGEST_ERROR, partial(self.silu_and_mul, rows)
             yield f"linear, {rows} rows", LARGEST_ERROR, partial(self.linear, rows)
             yield f"linear in FP8, {rows} rows", LARGEST_FP8_ERROR, partial(self.linear, rows, fp8)
+            yield f"linear stored by blocks, {rows} rows", LARGEST_FP8_ERROR, partial(self.block_linear, rows)
+            yield f"moe stored by blocks, {rows} rows", LARGEST_FP8_ERROR, partial(self.block_moe, rows)
             yield f"moe, {rows} rows", LARGEST_ERROR, partial(self.moe, rows)
             yield f"moe in FP8, {rows} rows", LARGEST_FP8_ERROR, partial(self.moe, rows, fp8)
         yield "layer_norm", LARGEST_ERROR, self.layer_norm
@@ -201,19 +203,52 @@ class Verifier:
         none = torch.zeros_like(logits)
         return none.scatter(1, ids.cpu(), weights.cpu()), none.scatter(1, expected_ids, expected)
 
+    def chosen(self, rows: int, count: int) -> torch.Tensor:
+        """Four experts of each row, every other one of another rank, which has the first `count`."""
+        orders = [torch.rand(rows, count, generator=self._random).argsort(1)[:, :2] for _ in range(2)]
+        return torch.stack((orders[0] + count, orders[1]), 2).flatten(1)
+
     def moe(self, rows: int, packed_dtype: torch.dtype | None = None) -> Pair:
         """Half of the experts are another rank's."""
         x, count = self.draw(rows, 512), 8
         gate_ups = [self.draw(512, 512, scale=0.05) for _ in range(count)]
         downs = [self.draw(512, 256, scale=0.05) for _ in range(count)]
         both = list(zip(gate_ups, downs, strict=True))
-        ids = torch.rand(rows, 2 * count, generator=self._random).argsort(1)[:, :4]
+        ids = self.chosen(rows, count)
         weights = self.draw(rows, 4, dtype=torch.float32).softmax(1)
         mine = (ExpertWeights(self.on(gate_up), self.on(down)) for gate_up, down in both)
         packed = self.backend.pack_experts(mine, count, None, torch.bfloat16, packed_dtype)
         reference = REFERENCE.pack_experts([ExpertWeights(*pair) for pair in both], count, None, torch.float32)
         found = self.backend.moe(self.on(x), self.on(ids), self.on(weights), packed)
         return found, REFERENCE.moe(x.float(), ids, weights, reference)
+
+    def stored(self, rows: int, columns: int) -> tuple[QuantizedWeight, QuantizedWeight]:
+        """A weight as a checkpoint has it, on the device and on the CPU."""
+        numbers = self.draw(rows, columns, scale=100.0).to(torch.float8_e4m3fn)
+        shape = (-(-rows // 128), columns // 128)
+        scales = (1 + torch.rand(shape, generator=self._random)) * 0.01 * columns**-0.5
+        on_device = QuantizedWeight(self.on(numbers), self.on(scales), "per_128x128")
+        return on_device, QuantizedWeight(numbers, scales, "per_128x128")
+
+    def block_linear(self, rows: int) -> Pair:
+        """With rows that fill no block."""
+        x, bias = self.draw(rows, 1024), self.draw(1600)
+        mine, reference = self.stored(1600, 1024)
+        packed = self.backend.pack_linear(mine, self.on(bias), torch.bfloat16)
+        found = self.backend.linear(self.on(x), packed)
+        return found, REFERENCE.linear(x.float(), REFERENCE.pack_linear(reference, bias, torch.float32))
+
+    def block_moe(self, rows: int) -> Pair:
+        """Half of the experts are another rank's."""
+        x, count = self.draw(rows, 512), 8
+        pairs = [(self.stored(512, 512), self.stored(512, 256)) for _ in range(count)]
+        ids = self.chosen(rows, count)
+        weights = self.draw(rows, 4, dtype=torch.float32).softmax(1)
+        mine, reference = ([ExpertWeights(gate_up[side], down[side]) for gate_up, down in pairs] for side in (0, 1))
+        packed = self.backend.pack_experts(mine, count, None, torch.bfloat16)
+        found = self.backend.moe(self.on(x), self.on(ids), self.on(weights), packed)
+        floats = REFERENCE.pack_experts(reference, count, None, torch.float32)
+        return found, REFERENCE.moe(x.float(), ids, weights, floats)
 
     def attention(
         self, step: str, window: int | None = None, with_sinks: bool = False, dtype: torch.dtype = torch.bfloat16
@@ -231,7 +266,7 @@ class Verifier:
         return found, REFERENCE.attention(q.float(), reference, 0, metadata, 0.09, window, sinks)
 
     def layers(self, step: str) -> Pair:
-        """What `fuse_decoder` makes of two layers: their results, and all that is stored behind them."""
+        """What `fuse_decoder` makes of two layers: their results, and the keys and values that they store."""
         metadata, plan = self._step(step)
         sizes = Sizes(hidden=512, inner=1024, heads=32, kv_heads=8, head_dim=128)
         spec = KVSpec(sizes.kv_heads, sizes.head_dim)
@@ -247,9 +282,12 @@ class Verifier:
         metadata.plan = REFERENCE.plan_attention(metadata, reference, 32)
         model = decoder(REFERENCE, torch.float32, sizes)
         expected = by_single_operations(model, x.float(), cos, sin, reference, metadata)
-        stored = cache.data.transpose(3, 4).flatten().float()
-        return torch.cat((found.flatten().float(), stored)), torch.cat(
-            (expected.flatten(), reference.data[:, :, :-1].flatten())
+        slots = torch.from_numpy(metadata.slot_mapping)
+        stored = cache.data.cpu().float().flatten(2, 3)[:, :, slots]
+        wanted = reference.data[:, :, :-1].transpose(3, 4).flatten(2, 3)[:, :, slots]
+        return (
+            torch.cat((found.cpu().float().flatten(), stored.flatten())),
+            torch.cat((expected.flatten(), wanted.flatten())),
         )
 
     def latent_attention(self, step: str) -> Pair:
