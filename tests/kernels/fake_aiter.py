@@ -49,6 +49,13 @@ def by_blocks(weight, scale):
     return weight.float() * wide[..., : weight.shape[-2], : weight.shape[-1]]
 
 
+def rounded(x, dtype, group):
+    """A row as numbers of an FP8 times a scale for each `group` of them"""
+    groups = x.float().view(-1, group)
+    scales = (groups.abs().amax(-1, keepdim=True) / torch.finfo(dtype).max).clamp(min=1e-10)
+    return ((groups / scales).to(dtype).float() * scales).view(x.shape)
+
+
 def attend(q, keys, values, scale, positions, window=None, sinks=None):
     """One sequence: q [rows, Hq, D], keys and values [n, Hkv, ...]"""
     group = q.shape[1] // keys.shape[1]
@@ -163,13 +170,17 @@ _BODIES = {
     elif w1_scale is not None:
         assert w1_scale.shape == (*w1.shape[:2], 1) and w2_scale.shape == (*w2.shape[:2], 1)
         up_weights, down_weights = up_weights * w1_scale, down_weights * w2_scale
+    def as_input(x):
+        return x.float() if w1_scale is None else rounded(
+            x, w1.dtype, 128 if quant_type is QuantType.per_128x128 else len(x))
+
     out = torch.zeros(hidden_states.shape)
     for row, (ids, weights) in enumerate(zip(topk_ids.tolist(), topk_weight.tolist())):
         for expert, weight in zip(ids, weights):
             if expert_mask is not None and not expert_mask[expert]:
                 continue
-            gate, up = (up_weights[expert] @ hidden_states[row].float()).chunk(2)
-            out[row] += weight * (down_weights[expert] @ (torch.nn.functional.silu(gate) * up))
+            gate, up = (up_weights[expert] @ as_input(hidden_states[row])).chunk(2)
+            out[row] += weight * (down_weights[expert] @ as_input(torch.nn.functional.silu(gate) * up))
     return out.to(hidden_states.dtype)""",
     "aiter.ops.cache:reshape_and_cache_flash": """
     assert slot_mapping.dtype == torch.int64 and len(slot_mapping) == len(key)

@@ -389,7 +389,7 @@ def test_moe(library: AiterLibrary, first: int, quantized: bool, expert_parallel
     reference = REFERENCE.pack_experts(weights, first, None, torch.bfloat16)
     expected = REFERENCE.moe(x, ids + least, slot_weights, reference)
     # The reference rounds what is between the two products.
-    assert (found - expected).float().norm() / expected.float().norm() < (0.05 if quantized else 0.01)
+    assert (found - expected).float().norm() / expected.float().norm() < (0.08 if quantized else 0.01)
     assert backend.moe(x[:0], ids[:0], slot_weights[:0], packed).shape == (0, 64)
     assert fallback_of(backend) == []
 
@@ -527,8 +527,10 @@ def test_ranks(library: AiterLibrary, tmp_path: Path) -> None:
 
 
 def stored(rows: int, columns: int, scheme: str = "deepseek", seed: int = 0) -> tuple[QuantizedWeight, torch.Tensor]:
-    """A weight as a checkpoint has it, and its worth."""
-    return quantized_weight(scheme, draw(rows, columns, seed=seed) * columns**-0.5)
+    """A weight as a checkpoint has it, and its worth; its blocks are of very different sizes."""
+    sizes = draw(-(-rows // 128), -(-columns // 128), dtype=torch.float32, seed=99).exp()
+    blocks = sizes.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return quantized_weight(scheme, draw(rows, columns, seed=seed) * columns**-0.5 * blocks)
 
 
 def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
@@ -593,7 +595,7 @@ def test_experts_stored_by_blocks(library: AiterLibrary, target: str, expert_par
     assert packed.gate_up.dtype == packed.down.dtype == backend.fp8
     floats = [ExpertWeights(gate_up[1], down[1]) for gate_up, down in pairs]
     expected = REFERENCE.moe(x, ids, weights, REFERENCE.pack_experts(floats, first, None, torch.bfloat16))
-    assert distance(backend.moe(x, ids, weights, packed), expected) < 0.02
+    assert distance(backend.moe(x, ids, weights, packed), expected) < 0.06
     assert fallback_of(backend) == []
 
 
