@@ -142,6 +142,35 @@ class CheckpointIndex:
             self._misshapen.append(f"{name} is {list(entry.shape)}, expected {list(wanted)}")
 
 
+def as_stored(name: str, shape: Shape, quantization: QuantizationConfig) -> dict[str, tuple[str, Shape]]:
+    """The tensors of a checkpoint that hold one of a model, as `find` looks for them: names, dtypes and shapes.
+
+    Args:
+        name: the model's.
+        shape: likewise.
+        quantization: how the checkpoint is quantized: its projections are, all else is in bfloat16.
+    """
+    config = quantization.of_layer(name.removesuffix(".weight"))
+    layout = _layout_of(config)
+    if config.quant_type == "no" or len(shape) < 2 or "_proj" not in name or (layout.transposed and len(shape) < 3):
+        return {name: ("BF16", shape)}
+    matrix = matrix_shape(shape, layout.transposed)
+    values = _values_shape(shape, layout, config.quant_dtype == "fp4x2")
+    scales = (*shape[:-2], *scales_shape(matrix, _grain(config, matrix)))
+    return {
+        name + layout.values: (VALUES[config.quant_dtype][0], values),
+        name + layout.scales[0]: (SCALES[config.quant_dtype][0], scales),
+    }
+
+
+def _layout_of(config: LayerQuantConfig) -> _Layout:
+    """The one that a method writes."""
+    plain, packed, blocks = _LAYOUTS
+    if config.quant_dtype != "fp4x2":
+        return plain
+    return {"mxfp4": blocks, "compressed-tensors": packed}.get(config.quant_method, plain)
+
+
 def some(names: list[str]) -> str:
     """The first names, and how many more there are."""
     more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
