@@ -1,4 +1,4 @@
-"""All layers of a dense model over AITER's operations, what is between projection and attention fused.
+"""All layers of a model over AITER's operations, what is between projection and attention fused.
 
 Rotation and the write to the cache are one kernel of AITER's where that can serve, else our Triton one, which norms
 heads too (kernels/triton_backend/fused_qkv.py).
@@ -94,6 +94,8 @@ class AiterDecoder:
         return self._reduced(backend.linear(out.flatten(1), layer.out))
 
     def _network(self, x: torch.Tensor, layer: DecoderLayer) -> torch.Tensor:
+        if layer.network is not None:
+            return layer.network(x)
         inner = self._backend.silu_and_mul(self._backend.linear(x, layer.gate_up))
         return self._reduced(self._backend.linear(inner, layer.down))
 

@@ -1,4 +1,4 @@
-"""All layers of a dense model: the single operations in their order, what is between projection and attention fused."""
+"""All layers of a model: the single operations in their order, what is between projection and attention fused."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ class TritonDecoder:
         return self._reduced(linear(out.flatten(1), layer.out, self._settings))
 
     def _network(self, x: torch.Tensor, layer: DecoderLayer) -> torch.Tensor:
+        if layer.network is not None:
+            return layer.network(x)
         inner = silu_and_mul(linear(x, layer.gate_up, self._settings))
         return self._reduced(linear(inner, layer.down, self._settings))
 

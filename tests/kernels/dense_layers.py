@@ -1,4 +1,4 @@
-"""Dense layers with random weights, and what PyTorch's single operations make of them."""
+"""Layers with random weights, and what PyTorch's single operations make of them."""
 
 from __future__ import annotations
 
@@ -25,6 +25,7 @@ class Sizes:
         kv_heads: Hkv.
         head_dim: D.
         norms_heads: whether there are norms of heads.
+        other_network: whether the second layer has no gated network, but another.
     """
 
     hidden: int = 64
@@ -33,6 +34,7 @@ class Sizes:
     kv_heads: int = 2
     head_dim: int = 32
     norms_heads: bool = False
+    other_network: bool = False
 
 
 def decoder(
@@ -56,6 +58,7 @@ def decoder(
 
     def layer(window: int | None) -> DecoderLayer:
         width = sizes.heads * sizes.head_dim
+        gated = window is None or not sizes.other_network
         return DecoderLayer(
             input_norm=norm(sizes.hidden),
             qkv=product(width + 2 * sizes.kv_heads * sizes.head_dim, sizes.hidden, bias=True),
@@ -64,8 +67,9 @@ def decoder(
             sinks=None if window is None else draw(sizes.heads).float(),
             out=product(sizes.hidden, width),
             post_norm=norm(sizes.hidden),
-            gate_up=product(2 * sizes.inner, sizes.hidden),
-            down=product(sizes.hidden, sizes.inner),
+            gate_up=product(2 * sizes.inner, sizes.hidden) if gated else None,
+            down=product(sizes.hidden, sizes.inner) if gated else None,
+            network=None if gated else torch.tanh,
         )
 
     layers = (layer(None), layer(24))
@@ -89,7 +93,10 @@ def by_single_operations(
         found = REFERENCE.attention(q, cache, index, metadata, model.scale, layer.window, layer.sinks)
         x = reduce(REFERENCE.linear(found.flatten(1), layer.out))
         normed, residual = REFERENCE.add_rms_norm(x, residual, layer.post_norm, eps)
-        x = reduce(REFERENCE.linear(REFERENCE.silu_and_mul(REFERENCE.linear(normed, layer.gate_up)), layer.down))
+        if layer.network is not None:
+            x = layer.network(normed)
+        else:
+            x = reduce(REFERENCE.linear(REFERENCE.silu_and_mul(REFERENCE.linear(normed, layer.gate_up)), layer.down))
     return REFERENCE.add_rms_norm(x, residual, model.norm, eps)[0]
 
 

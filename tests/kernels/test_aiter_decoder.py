@@ -115,6 +115,13 @@ def test_where_our_kernel_rotates_and_writes(library: AiterLibrary, kind: dict[s
     assert reason in line["reason"]
 
 
+def test_another_network(library: AiterLibrary) -> None:
+    """Such as a mixture of experts, which sums over the ranks itself."""
+    error, line = run(AiterBackend(Fallback(), library, TUNED), MIXED, other_network=True)
+    assert error < 0.02
+    assert line["kernels"] == "aiter"
+
+
 def test_batch_invariance_leaves_it_to_ours(library: AiterLibrary) -> None:
     """Since 0.1.20 another kernel rotates from 128 rows on."""
     backend = AiterBackend(WritingFallback(), library, Settings(TARGETS["gfx950"], batch_invariant=True))
