@@ -227,7 +227,7 @@ class QuantizedWeight:
 class ExpertWeights:
     """One expert's feed-forward network, or a rank's I of its inner units, in any float dtype or as it is stored.
 
-    Where weights are quantized, those of all experts of a mixture have one format.
+    Where weights are quantized, `gate_up` has one format in all experts of a mixture, and so has `down`.
 
     Attributes:
         gate_up: [2I, H], all gates, then all ups.

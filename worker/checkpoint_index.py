@@ -41,14 +41,13 @@ class _Layout:
     transposed: bool = False
 
 
-_LAYOUTS: Final = (
-    # Floats; FP8 and INT8 of all methods; FP4 of Quark.
-    _Layout("", ("_scale_inv", "_scale")),
-    # FP4 of compressed-tensors.
-    _Layout("_packed", ("_scale",)),
-    # FP4 of gpt-oss.
-    _Layout("_blocks", ("_scales",), transposed=True),
-)
+# Floats; FP8 and INT8 of all methods; FP4 of Quark.
+_PLAIN: Final = _Layout("", ("_scale_inv", "_scale"))
+# FP4 of compressed-tensors.
+_PACKED: Final = _Layout("_packed", ("_scale",))
+# FP4 of gpt-oss.
+_BLOCKS: Final = _Layout("_blocks", ("_scales",), transposed=True)
+_LAYOUTS: Final = (_PLAIN, _PACKED, _BLOCKS)
 
 
 class CheckpointIndex:
@@ -142,33 +141,24 @@ class CheckpointIndex:
             self._misshapen.append(f"{name} is {list(entry.shape)}, expected {list(wanted)}")
 
 
-def as_stored(name: str, shape: Shape, quantization: QuantizationConfig) -> dict[str, tuple[str, Shape]]:
-    """The tensors of a checkpoint that hold one of a model, as `find` looks for them: names, dtypes and shapes.
+def stored_as(name: str, shape: Shape, quantization: QuantizationConfig) -> dict[str, tuple[str, Shape]]:
+    """Name, safetensors' dtype and shape of what a checkpoint may have for a tensor: quantized wherever it can be.
 
-    Args:
-        name: the model's.
-        shape: likewise.
-        quantization: how the checkpoint is quantized: its projections are, all else is in bfloat16.
+    Also where checkpoints have floats, as for embeddings and routers, which are dequantized when they are read.
     """
     config = quantization.of_layer(name.removesuffix(".weight"))
-    layout = _layout_of(config)
-    if config.quant_type == "no" or len(shape) < 2 or "_proj" not in name or (layout.transposed and len(shape) < 3):
+    packed = config.quant_dtype == "fp4x2"
+    layout = _BLOCKS if packed and len(shape) > 2 else _PACKED if packed else _PLAIN
+    if config.quant_type == "no" or len(shape) < 2:
         return {name: ("BF16", shape)}
     matrix = matrix_shape(shape, layout.transposed)
-    values = _values_shape(shape, layout, config.quant_dtype == "fp4x2")
+    if packed and matrix[1] % 32:
+        return {name: ("BF16", shape)}
     scales = (*shape[:-2], *scales_shape(matrix, _grain(config, matrix)))
     return {
-        name + layout.values: (VALUES[config.quant_dtype][0], values),
-        name + layout.scales[0]: (SCALES[config.quant_dtype][0], scales),
+        name + layout.values: (VALUES[config.quant_dtype][0], _values_shape(shape, layout, packed)),
+        name + layout.scales[-1]: (SCALES[config.quant_dtype][0], scales),
     }
-
-
-def _layout_of(config: LayerQuantConfig) -> _Layout:
-    """The one that a method writes."""
-    plain, packed, blocks = _LAYOUTS
-    if config.quant_dtype != "fp4x2":
-        return plain
-    return {"mxfp4": blocks, "compressed-tensors": packed}.get(config.quant_method, plain)
 
 
 def some(names: list[str]) -> str:

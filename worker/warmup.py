@@ -3,8 +3,8 @@
 AITER and Triton compile kernels when they are first called; a cold cache costs minutes, and AITER's attention alone
 may take twenty (kernel-notes section 1). So the kernels are called here first, by the engine itself: with the shapes of
 a model whose config.json is all that is read, as few layers of it as there are kinds, and weights of zero, quantized as
-it says, in a file without content. Workers then find the compiled kernels in the same folders ($AITER_JIT_DIR,
-$TRITON_CACHE_DIR).
+config.json says, in a file without content. Workers then find the compiled kernels in the same folders
+($AITER_JIT_DIR, $TRITON_CACHE_DIR).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -47,8 +46,6 @@ _OF_SCHEDULING: Final[dict[str, Any]] = {
     "scheduler_delay_factor": 0.0,
 }
 _LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
-# Dtypes whose numbers have more than one byte.
-_STORED_BYTES: Final = {"BF16": 2, "F32": 4}
 _HEADER_ALIGNMENT: Final = 8
 _ANSWER: Final = 3
 _SHORT_PROMPT: Final = 8
@@ -83,8 +80,8 @@ def blank_checkpoint(folder: Path, source: Path) -> int:
     Raises:
         ModelError: the model can not be served.
     """
-    # They import PyTorch.
-    from worker.checkpoint_index import as_stored  # noqa: PLC0415
+    # It imports PyTorch.
+    from worker.checkpoint_index import stored_as  # noqa: PLC0415
     from worker.models.registry import model_class  # noqa: PLC0415
 
     whole = ModelConfig.from_folder(source)
@@ -93,9 +90,10 @@ def blank_checkpoint(folder: Path, source: Path) -> int:
     config = _shortened(json.loads((source / "config.json").read_text("utf-8")), layers)
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     short = ModelConfig.from_folder(folder)
-    expected = model_class(short.architecture).tensor_shapes(short)
-    stored = [as_stored(name, shape, short.quant_config) for name, shape in expected.items()]
-    _write_zeros(folder / "model.safetensors", dict(chain.from_iterable(each.items() for each in stored)))
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in model_class(short.architecture).tensor_shapes(short).items():
+        tensors |= stored_as(name, shape, short.quant_config)
+    _write_zeros(folder / "model.safetensors", tensors)
     return layers
 
 
@@ -128,10 +126,13 @@ def _shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:
 
 
 def _write_zeros(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """A safetensors file of these dtypes and shapes that ends behind its header, and is then made longer."""
+    """A safetensors file of (dtype, shape) that ends behind its header, and is then made longer."""
+    # It imports PyTorch.
+    from worker.safetensors_file import DTYPES  # noqa: PLC0415
+
     header, end = {}, 0
     for name, (dtype, shape) in tensors.items():
-        begin, end = end, end + prod(shape) * _STORED_BYTES.get(dtype, 1)
+        begin, end = end, end + prod(shape) * DTYPES[dtype].itemsize
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)

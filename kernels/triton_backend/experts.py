@@ -167,7 +167,7 @@ _SORT_BLOCK = 2048
 
 
 def tiles_for(settings: Settings, num_pairs: int, num_experts: int, x_size: int, weight_size: int) -> Tiles:
-    """The tiles of both products: rows are pairs of one expert; always 64 of them in batch-invariant mode.
+    """The tiles of a product: rows are pairs of one expert, as many whatever the weights; 64 in batch-invariant mode.
 
     Others follow the number of pairs that an expert gets if all get the same: few rows need many bytes of weights in
     flight, and many rows are worth larger tiles.
@@ -215,12 +215,15 @@ def moe(
     x = x if x.stride(1) == 1 else x.contiguous()
     num_experts, hidden, _ = packed.down.numbers.shape
     inner = packed.gate_up.numbers.shape[1] // 2
-    tiles = tiles_for(settings, ids.numel(), num_experts, x.element_size(), packed.down.numbers.element_size())
-    work = _sorted(ids, packed.first, num_experts, tiles.rows)
+    up_tiles, down_tiles = (
+        tiles_for(settings, ids.numel(), num_experts, x.element_size(), weights.numbers.element_size())
+        for weights in (packed.gate_up, packed.down)
+    )
+    work = _sorted(ids, packed.first, num_experts, up_tiles.rows)
     activated = x.new_empty(ids.numel(), inner)
-    _multiply(x, packed.gate_up, activated, work, ids.shape[1], tiles, packed.clamp, True, settings)
+    _multiply(x, packed.gate_up, activated, work, ids.shape[1], up_tiles, packed.clamp, True, settings)
     outputs = x.new_empty(ids.numel(), hidden)
-    _multiply(activated, packed.down, outputs, work, 1, tiles, None, False, settings)
+    _multiply(activated, packed.down, outputs, work, 1, down_tiles, None, False, settings)
     return _combined(outputs, ids, weights, packed.first, num_experts)
 
 

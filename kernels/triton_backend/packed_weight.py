@@ -162,8 +162,9 @@ def from_mxfp4(
     rows, inner = numbers.shape[0], 2 * numbers.shape[1]
     if scales.shape != (rows, inner // _FP4_GROUP) or inner % _FP4_GROUP:
         raise ValueError(f"MXFP4 scales {list(scales.shape)} do not go with numbers {list(numbers.shape)}")
+    numbers = numbers.to(device)
     codes = torch.stack((numbers & 15, numbers >> 4), dim=2).view(rows, inner)
-    codes = torch.nn.functional.pad(codes.to(device), (0, -inner % GROUP)).view(rows, -1, 2, GROUP // 2)
+    codes = torch.nn.functional.pad(codes, (0, -inner % GROUP)).view(rows, -1, 2, GROUP // 2)
     padded = torch.nn.functional.pad(scales.to(device), (0, -(inner // _FP4_GROUP) % (GROUP // _FP4_GROUP)))
     halves = (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(rows, -1)
     return PackedWeight(halves, padded.contiguous(), _packed_bias(bias, dtype, device), dtype, rows, inner)

@@ -16,12 +16,11 @@ from common.cli.failure import CommandError
 from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE
 from tests.quantizers import SCHEMES
 from worker.app import worker
-from worker.checkpoint_index import CheckpointIndex
 from worker.llm_engine import LLMEngine
+from worker.loader import load_weights
 from worker.model_config import ModelConfig, ModelError
-from worker.models.registry import model_class
+from worker.models.qwen3_moe import Qwen3MoeForCausalLM
 from worker.safetensors_file import read_entries
-from worker.stored_tensors import QuantizedTensor
 from worker.warmup import blank_checkpoint, num_layers, require_jit_folder, works
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -85,48 +84,41 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("scheme", list(SCHEMES))
-def test_weights_are_quantized_as_the_models(tmp_path: Path, scheme: str) -> None:
-    """Stored as a checkpoint would have them, so that kernels for that are compiled."""
-    check_quantized(tmp_path, "qwen3", dict(SCHEMES[scheme].config))
-
-
-def test_experts_are_quantized_as_gpt_oss_stores_them(tmp_path: Path) -> None:
-    config = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]}
-    names = check_quantized(tmp_path, "gpt_oss", config)
-    assert names == {
-        f"model.layers.{layer}.mlp.experts.{part}" for layer in (0, 1) for part in ("gate_up_proj", "down_proj")
-    }
-
-
-def check_quantized(folder: Path, architecture: str, quantization: dict[str, Any]) -> set[str]:
-    """Serves a blank checkpoint with that `quantization_config`; names of its quantized tensors."""
-    source = config_only(folder, architecture, quantization_config=quantization)
-    blank = folder / "blank"
-    blank.mkdir()
-    assert blank_checkpoint(blank, source) == 2
-    config = ModelConfig.from_folder(blank)
-    expected = model_class(config.architecture).tensor_shapes(config)
-    found = CheckpointIndex(read_entries(blank / "model.safetensors"), config.quant_config).find(expected)
-    names = {name for name, tensor in found.items() if isinstance(tensor, QuantizedTensor)}
-    assert names
-    assert all("_proj" in name for name in names)
-    (answer,) = LLMEngine(str(blank)).generate([[1, 2, 3]], {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True})
-    assert answer["token_ids"] == [0, 0]
-    return names
-
-
-def test_kinds_of_layers_are_left_out(tmp_path: Path) -> None:
+def test_kinds_of_layers_and_quantization(tmp_path: Path) -> None:
     folder = config_only(tmp_path, "gpt_oss", num_hidden_layers=4)
     config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["quantization_config"] = {"quant_method": "mxfp4"}
     config["layer_types"] = ["full_attention"] * 2 + ["sliding_attention"] * 2
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     blank = tmp_path / "blank"
     blank.mkdir()
     assert blank_checkpoint(blank, folder) == 3
     short = json.loads((blank / "config.json").read_text("utf-8"))
+    assert short["quantization_config"] == config["quantization_config"]
+    stored = {name: (entry.dtype, entry.shape) for name, entry in read_entries(blank / "model.safetensors").items()}
+    experts = "model.layers.2.mlp.experts.down_proj"
+    assert stored[f"{experts}_blocks"] == ("U8", (5, 64, 2, 16))
+    assert stored[f"{experts}_scales"] == ("U8", (5, 64, 2))
     assert short["layer_types"] == ["full_attention", "full_attention", "sliding_attention"]
-    assert ModelConfig.from_folder(blank).num_hidden_layers == 3
+    (answer,) = LLMEngine(str(blank)).generate([[1, 2, 3]], {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True})
+    assert answer["token_ids"] == [0, 0]
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_a_quantized_model_is_quantized(tmp_path: Path, scheme: str) -> None:
+    """All that a checkpoint can have so; what the model wants as floats is dequantized."""
+    folder = config_only(tmp_path, "qwen3_moe", moe_intermediate_size=64)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["quantization_config"] = SCHEMES[scheme].config
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    blank = tmp_path / "blank"
+    blank.mkdir()
+    blank_checkpoint(blank, folder)
+    short = ModelConfig.from_folder(blank)
+    weights = load_weights(blank, Qwen3MoeForCausalLM.tensor_shapes(short), quantization=short.quant_config)
+    for layer in ("self_attn.q_proj", "mlp.experts.3.down_proj"):
+        assert weights.quantized(f"model.layers.1.{layer}.weight") is not None
+        assert not weights.take(f"model.layers.1.{layer}.weight").any()
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:
