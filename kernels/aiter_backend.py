@@ -1,8 +1,8 @@
 """AMD's own kernels: AITER for what it has and does right, another back end, the Triton one, for everything else.
 
-The only module that calls AITER, always through `AiterLibrary.call` with a literal name: tests/kernels reads the calls
-from this source and binds each against every supported version. Only leading arguments, which no version has moved, go
-by position; all others by name (kernel-notes section 5).
+Only modules called `aiter_*` call AITER, always through `AiterLibrary.call` with a literal name: tests/kernels reads
+the calls from their sources and binds each against every supported version. Only leading arguments, which no version
+has moved, go by position; all others by name (kernel-notes section 5).
 
 Who does an operation is decided once for each kind of numbers that a model has (dtype, sizes, architecture, AITER's
 version), never by what a step holds, and logged with the reason. With `Settings.batch_invariant` AITER does only what
@@ -25,6 +25,8 @@ import torch
 from torch.nn.functional import pad
 
 from kernels import float8
+from kernels.aiter_blocks import AiterBlockLinear, AiterBlocks
+from kernels.aiter_decoder import AiterDecoder
 from kernels.aiter_library import AiterLibrary, AiterUnavailableError
 from kernels.interface import (
     AttentionMetaData,
@@ -90,6 +92,7 @@ OPERATIONS: Final = {
     "add_rms_norm": Operation(("aiter.ops.rmsnorm:rmsnorm2d_fwd_with_add",)),
     "layer_norm": Operation(("aiter.ops.norm:layernorm2d_fwd",)),
     "rope": Operation(("aiter.ops.rope:rope_cached_2c_fwd",), row_by_row=True),
+    "rope_write": Operation(("aiter.ops.triton.fusions.fused_kv_cache:fused_qk_rope_reshape_and_cache",)),
     "silu_and_mul": Operation(("aiter.ops.activation:silu_and_mul",), row_by_row=True),
     "route": Operation(("aiter.ops.moe_op:topk_softmax", "aiter.ops.topk:biased_grouped_topk")),
     "linear": Operation(("aiter.tuned_gemm:gemm_a16w16",)),
@@ -100,7 +103,9 @@ OPERATIONS: Final = {
             "aiter.ops.gemm_op_a8w8:gemm_a8w8_bpreshuffle",
         )
     ),
+    "block_linear": Operation(("aiter.ops.quant:per_group_quant_hip", "aiter.ops.gemm_op_a8w8:gemm_a8w8_blockscale")),
     "moe": Operation(("aiter.ops.shuffle:shuffle_weight", "aiter.fused_moe:fused_moe")),
+    "block_moe": Operation(("aiter.ops.shuffle:shuffle_weight", "aiter.fused_moe:fused_moe")),
     "write_kv": Operation(("aiter.ops.cache:reshape_and_cache_flash",), row_by_row=True),
     "attention": Operation(("aiter.ops.triton.attention.unified_attention:unified_attention",)),
     "latent_attention": Operation(
@@ -143,8 +148,8 @@ class AiterExperts:
         first: id of the first.
         gate_up: [E, 2I, H], shuffled.
         down: [E, H, I], shuffled.
-        gate_up_scale: of FP8, float32 [E, 2I, 1]; else None.
-        down_scale: of FP8, float32 [E, H, 1]; else None.
+        gate_up_scale: of FP8, float32 [E, 2I, 1] of rows or [E, 2I / 128, H / 128] of blocks; else None.
+        down_scale: of FP8, float32 [E, H, 1] or [E, H / 128, I / 128]; else None.
         mask: int32 [E + 1], 1 for each and 0 for the experts of other ranks; None where there are no others.
     """
 
@@ -158,6 +163,13 @@ class AiterExperts:
     def __post_init__(self) -> None:
         _mark_shuffled(self.gate_up)
         _mark_shuffled(self.down)
+
+    @property
+    def quant_type(self) -> str:
+        """The member of AITER's QuantType."""
+        if self.gate_up_scale is None:
+            return "No"
+        return "per_Token" if self.gate_up_scale.shape[1] == self.gate_up.shape[1] else "per_128x128"
 
 
 def _mark_shuffled(weight: torch.Tensor) -> None:
@@ -248,6 +260,7 @@ class AiterBackend:
         self.device = fallback.device
         self._expert_parallel = expert_parallel
         self._choices = Choices(library, settings.batch_invariant, fallback.name)
+        self._blocks = AiterBlocks(library, self._choices, self.fp8, self.device)
         # AITER reads scales even where there is nothing to scale; a cache in FP8 has a scale of 1.
         self._one = torch.ones(1, dtype=torch.float32, device=self.device)
 
@@ -282,7 +295,7 @@ class AiterBackend:
 
     def adopt(self, packed: Any) -> None:
         """See KernelBackend."""
-        if not isinstance(packed, AiterLinear | AiterScaledLinear | AiterExperts):
+        if not isinstance(packed, AiterLinear | AiterScaledLinear | AiterBlockLinear | AiterExperts):
             self._fallback.adopt(packed)
 
     def is_fast(self, dtype: torch.dtype) -> bool:
@@ -308,6 +321,8 @@ class AiterBackend:
     ) -> PackedLinear:
         """See KernelBackend."""
         if isinstance(weight, QuantizedWeight):
+            if packed_format is None and self._blocks.takes_linear(weight, dtype):
+                return self._blocks.pack_linear(weight, bias, dtype)
             return self._fallback.pack_linear(weight, bias, dtype, packed_format)
         operation = "linear" if packed_format is None else "quantized_linear"
         if not self._choices.takes(operation, _refuse_linear, dtype, packed_format, self.fp8, *weight.shape):
@@ -329,10 +344,12 @@ class AiterBackend:
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """See KernelBackend."""
-        if not isinstance(packed, AiterLinear | AiterScaledLinear):
+        if not isinstance(packed, AiterLinear | AiterScaledLinear | AiterBlockLinear):
             return self._fallback.linear(x, packed)
         if not len(x):
             return x.new_empty(0, len(packed.weight))
+        if isinstance(packed, AiterBlockLinear):
+            return self._blocks.linear(x, packed)
         return self._plain(x, packed) if isinstance(packed, AiterLinear) else self._fp8(x, packed)
 
     def _plain(self, x: torch.Tensor, packed: AiterLinear) -> torch.Tensor:
@@ -358,7 +375,7 @@ class AiterBackend:
 
     def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
         """See KernelBackend."""
-        if not isinstance(packed, AiterLinear | AiterScaledLinear):
+        if not isinstance(packed, AiterLinear | AiterScaledLinear | AiterBlockLinear):
             return self._fallback.linear_argmax(x, packed, limit)
         return self.argmax(self.linear(x, packed), limit)
 
@@ -475,14 +492,20 @@ class AiterBackend:
         model = next(experts, None)
         if model is None:
             return self._fallback.pack_experts((), first, clamp, dtype, packed_format)
-        if isinstance(model.gate_up, QuantizedWeight) or isinstance(model.down, QuantizedWeight):
-            return self._fallback.pack_experts(chain([model], experts), first, clamp, dtype, packed_format)
         plain = clamp is None and model.gate_up_bias is None and model.down_bias is None
-        facts = (dtype, packed_format, self.fp8, *model.down.shape, plain)
         experts = chain([model], experts)
+        if isinstance(model.gate_up, QuantizedWeight):
+            if packed_format is not None or not self._blocks.takes_experts(model, plain, dtype):
+                return self._fallback.pack_experts(experts, first, clamp, dtype, packed_format)
+            return self._stacked_experts(first, map(self._blocks.pack_expert, experts))
+        facts = (dtype, packed_format, self.fp8, *model.down.shape, plain)
         if not self._choices.takes("moe", _refuse_experts, *facts):
             return self._fallback.pack_experts(experts, first, clamp, dtype, packed_format)
-        pairs = [self._pack_expert(each, dtype, packed_format) for each in experts]
+        return self._stacked_experts(first, (self._pack_expert(each, dtype, packed_format) for each in experts))
+
+    def _stacked_experts(self, first: int, experts: Iterable[tuple[torch.Tensor | None, ...]]) -> AiterExperts:
+        """Of each expert its two weights, each followed by its scales."""
+        pairs = list(experts)
         gate_up, gate_up_scale, down, down_scale = (_stacked(parts) for parts in zip(*pairs, strict=True))
         assert gate_up is not None
         assert down is not None
@@ -513,7 +536,6 @@ class AiterBackend:
             return self._fallback.moe(x, topk_ids, topk_weights, packed)
         if not len(x):
             return torch.empty_like(x)
-        quantized = packed.gate_up_scale is not None
         ids, weights = _local(topk_ids, topk_weights, packed)
         out: torch.Tensor = self._aiter.call(
             "aiter.fused_moe:fused_moe",
@@ -524,7 +546,7 @@ class AiterBackend:
             ids,
             expert_mask=packed.mask,
             activation=self._aiter.enum("ActivationType", "Silu"),
-            quant_type=self._aiter.enum("QuantType", "per_Token" if quantized else "No"),
+            quant_type=self._aiter.enum("QuantType", packed.quant_type),
             w1_scale=packed.gate_up_scale,
             w2_scale=packed.down_scale,
         )
@@ -686,9 +708,9 @@ class AiterBackend:
             kv_descale=self._stored_scale(cache),
         )
 
-    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> None:
-        """See KernelBackend: single operations only."""
-        return
+    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> AiterDecoder:
+        """See KernelBackend."""
+        return AiterDecoder(decoder, self, self._aiter, self._choices)
 
     def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
         """See KernelBackend."""

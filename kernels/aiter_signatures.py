@@ -7,7 +7,7 @@ running version is checked (aiter_library.py); nothing of AITER is imported for 
     python -m kernels.aiter_signatures FULL.json           what we call, out of a file of all functions
     python -m kernels.aiter_signatures [FOLDER] 0.1.21     adds a version; FOLDER, or else $AITER_SRC, holds `aiter/`
 
-Both rewrite the file for the calls that aiter_backend.py makes now, which are read from its syntax tree.
+Both rewrite the file for the calls that our modules make now, which are read from their syntax trees.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from pathlib import Path
 from typing import Any, Final
 
 FILE: Final = Path(__file__).with_suffix(".json")
-BACKEND: Final = Path(__file__).with_name("aiter_backend.py")
+# Our modules that may call AITER.
+CALLERS: Final = tuple(sorted(Path(__file__).parent.glob("aiter_*.py")))
 # The method whose first argument names a function as `module:function`.
 CALL: Final = "call"
 
@@ -100,6 +101,11 @@ def calls(source: str) -> list[Call]:
     """
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     return [_call(node) for node in nodes if isinstance(node.func, ast.Attribute) and node.func.attr == CALL]
+
+
+def own_calls() -> list[Call]:
+    """All calls of AITER's functions that we make; see `calls`."""
+    return [call for path in CALLERS for call in calls(path.read_text("utf-8"))]
 
 
 def _call(node: ast.Call) -> Call:
@@ -215,7 +221,7 @@ def main(arguments: list[str]) -> int:
     """Rewrites the file. Returns the exit code."""
     *folder, last = arguments or [""]
     source = Path(*folder) if folder else Path(os.environ.get("AITER_SRC", ""))
-    functions = [call.function for call in calls(BACKEND.read_text("utf-8"))]
+    functions = [call.function for call in own_calls()]
     if not folder and Path(last).is_file():
         from_full(json.loads(Path(last).read_text("utf-8")), functions).save()
     elif (source / "aiter").is_dir() and release(last):

@@ -259,7 +259,7 @@ class PackedFormat:
 
 @dataclass(frozen=True)
 class DecoderLayer:
-    """A dense decoder layer on one rank, packed: attention and a gated network, each behind a norm.
+    """A decoder layer on one rank, packed: attention and a gated network or another, each behind a norm.
 
     Attributes:
         input_norm: [H], as all norms in the model dtype.
@@ -269,8 +269,10 @@ class DecoderLayer:
         sinks: float32 [Hq], see `KernelBackend.attention`; None for none.
         out: Hq * D to H.
         post_norm: [H].
-        gate_up: H to 2I.
-        down: I to H.
+        gate_up: H to 2I; None where there is a `network`.
+        down: I to H; likewise.
+        network: what stands in place of the gated one, such as a mixture of experts: [T, H] -> [T, H], the sum over all
+            ranks. None for none.
     """
 
     input_norm: torch.Tensor
@@ -282,11 +284,12 @@ class DecoderLayer:
     post_norm: torch.Tensor
     gate_up: PackedLinear
     down: PackedLinear
+    network: Callable[[torch.Tensor], torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """All layers of a model whose layers are dense.
+    """All layers of a model whose attention has keys and values for each head.
 
     Attributes:
         layers: from the first to the last.

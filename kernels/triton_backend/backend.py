@@ -268,7 +268,7 @@ class TritonBackend:
 
     def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> TritonDecoder:
         """See KernelBackend."""
-        return TritonDecoder(decoder, self.settings)
+        return TritonDecoder(decoder, self)
 
     def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
         """See KernelBackend."""

@@ -97,7 +97,7 @@ def pack_heads(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -
 def keeps(stored: QuantizedFormat, target: Target) -> bool:
     """Whether numbers of a checkpoint can be multiplied as they are, with nothing lost.
 
-    E4M3FNUZ has numbers that E4M3FN has not (`_other_fp8`).
+    E4M3FNUZ has numbers that E4M3FN has not (`other_fp8`).
     """
     if stored.numbers in _FP8:
         return target.has_fp8 and stored.numbers in (torch.float8_e4m3fn, target.fp8)
@@ -139,7 +139,7 @@ def from_numbers(
     rows, inner = numbers.shape
     numbers, scales = numbers.to(device), scales.to(device, torch.float32)
     if numbers.dtype in _FP8 and numbers.dtype != fp8:
-        numbers, scales = _other_fp8(numbers, scales, fp8)
+        numbers, scales = other_fp8(numbers, scales, fp8)
     grain, laid_out = _laid_out(scales, rows, inner)
     if quantizes_rows and laid_out.dim() == 2:
         raise ValueError("rows can not be quantized for a weight whose scales change along K")
@@ -205,7 +205,7 @@ def _packed_bias(bias: torch.Tensor | None, dtype: torch.dtype, device: torch.de
     return None if bias is None else bias.to(device).to(dtype, copy=True).float()
 
 
-def _other_fp8(numbers: torch.Tensor, scales: torch.Tensor, fp8: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def other_fp8(numbers: torch.Tensor, scales: torch.Tensor, fp8: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """The same worth in the other FP8. A byte means twice as much in E4M3FN as in E4M3FNUZ, which has no -0.
 
     The other way some numbers below 2^-6 lose half a step, as E4M3FN has none between; all others are kept.

@@ -18,9 +18,9 @@ import types
 import torch
 
 ActivationType = enum.IntEnum("ActivationType", {"Silu": 0, "Gelu": 1})
-QuantType = enum.IntEnum("QuantType", {"No": 0, "per_Token": 2})
+QuantType = enum.IntEnum("QuantType", {"No": 0, "per_Token": 2, "per_128x128": 5})
 GateMode = enum.Enum("GateMode", {"SEPARATED": "separated"})
-dtypes = types.SimpleNamespace(bf16=torch.bfloat16, i8=torch.int8)
+dtypes = types.SimpleNamespace(bf16=torch.bfloat16, fp32=torch.float32, i8=torch.int8)
 
 
 def rms(x, weight, eps):
@@ -39,6 +39,21 @@ def unshuffled(x):
     rows, within, columns, pieces, piece = blocks(x)[-5:]
     tiles = x.reshape(-1, rows, columns, pieces, within, piece)
     return tiles.permute(0, 1, 4, 2, 3, 5).reshape(x.shape)
+
+
+def by_blocks(weight, scale):
+    """[..., N, K] times a scale [..., N / 128, K / 128] of each block"""
+    rows, columns = (-(-size // 128) for size in weight.shape[-2:])
+    assert scale.shape == (*weight.shape[:-2], rows, columns) and scale.dtype == torch.float32 and scale.is_contiguous()
+    wide = scale.repeat_interleave(128, -2).repeat_interleave(128, -1)
+    return weight.float() * wide[..., : weight.shape[-2], : weight.shape[-1]]
+
+
+def rounded(x, dtype, group):
+    """A row as numbers of an FP8 times a scale for each `group` of them"""
+    groups = x.float().view(-1, group)
+    scales = (groups.abs().amax(-1, keepdim=True) / torch.finfo(dtype).max).clamp(min=1e-10)
+    return ((groups / scales).to(dtype).float() * scales).view(x.shape)
 
 
 def attend(q, keys, values, scale, positions, window=None, sinks=None):
@@ -128,25 +143,44 @@ _BODIES = {
     assert scale is None and x.is_contiguous()
     scales = (x.float().abs().amax(-1, keepdim=True) / torch.finfo(quant_dtype).max).clamp(min=1e-10)
     return (x.float() / scales).to(quant_dtype), scales""",
+    "aiter.ops.quant:per_group_quant_hip": """
+    assert scale is None and x.is_contiguous() and not transpose_scale and x.dtype in (torch.bfloat16, torch.float16)
+    groups = x.float().view(len(x), -1, group_size)
+    scales = (groups.abs().amax(-1) / torch.finfo(quant_dtype).max).clamp(min=1e-10)
+    return (groups / scales.unsqueeze(-1)).to(quant_dtype).view(x.shape), scales""",
+    "aiter.ops.gemm_op_a8w8:gemm_a8w8_blockscale": """
+    assert not isBpreshuffled and not hasattr(WQ, "is_shuffled") and dtype in (torch.bfloat16, torch.float16)
+    assert XQ.dtype == WQ.dtype and WQ.element_size() == 1 and WQ.shape[0] % 8 == 0 and WQ.shape[1] % 128 == 0
+    assert x_scale.shape == (len(XQ), XQ.shape[1] // 128) and x_scale.is_contiguous()
+    inputs = XQ.float() * x_scale.repeat_interleave(128, 1)
+    return (inputs @ by_blocks(WQ, w_scale).t()).to(dtype)""",
     "aiter.ops.gemm_op_a8w8:gemm_a8w8_bpreshuffle": """
     assert bias is None and x_scale.shape == (len(XQ), 1) and w_scale.shape == (len(WQ), 1)
     assert XQ.dtype == WQ.dtype and x_scale.dtype == w_scale.dtype == torch.float32
     return ((XQ.float() * x_scale) @ (unshuffled(WQ).float() * w_scale).t()).to(dtype)""",
     "aiter.fused_moe:fused_moe": """
     assert topk_ids.dtype == torch.int32 and topk_weight.dtype == torch.float32 and hidden_states.is_contiguous()
-    assert activation is ActivationType.Silu and (quant_type is QuantType.per_Token) == (w1_scale is not None)
+    assert activation is ActivationType.Silu and (quant_type is QuantType.No) == (w1_scale is None)
     assert expert_mask is None or not expert_mask[topk_ids[:, -1].long()].any()
     up_weights, down_weights = unshuffled(w1).float(), unshuffled(w2).float()
-    if w1_scale is not None:
+    if quant_type is QuantType.per_128x128:
+        assert hidden_states.dtype == torch.bfloat16 and not (w2.shape[1] % 128 or w2.shape[2] % 128)
+        assert w1.dtype == w2.dtype and w1.element_size() == 1
+        up_weights, down_weights = by_blocks(up_weights, w1_scale), by_blocks(down_weights, w2_scale)
+    elif w1_scale is not None:
         assert w1_scale.shape == (*w1.shape[:2], 1) and w2_scale.shape == (*w2.shape[:2], 1)
         up_weights, down_weights = up_weights * w1_scale, down_weights * w2_scale
+    def as_input(x):
+        return x.float() if w1_scale is None else rounded(
+            x, w1.dtype, 128 if quant_type is QuantType.per_128x128 else len(x))
+
     out = torch.zeros(hidden_states.shape)
     for row, (ids, weights) in enumerate(zip(topk_ids.tolist(), topk_weight.tolist())):
         for expert, weight in zip(ids, weights):
             if expert_mask is not None and not expert_mask[expert]:
                 continue
-            gate, up = (up_weights[expert] @ hidden_states[row].float()).chunk(2)
-            out[row] += weight * (down_weights[expert] @ (torch.nn.functional.silu(gate) * up))
+            gate, up = (up_weights[expert] @ as_input(hidden_states[row])).chunk(2)
+            out[row] += weight * (down_weights[expert] @ as_input(torch.nn.functional.silu(gate) * up))
     return out.to(hidden_states.dtype)""",
     "aiter.ops.cache:reshape_and_cache_flash": """
     assert slot_mapping.dtype == torch.int64 and len(slot_mapping) == len(key)
@@ -156,6 +190,24 @@ _BODIES = {
     kept = slot_mapping >= 0
     for source, cache in ((key, key_cache), (value, value_cache)):
         cache.view(-1, *cache.shape[2:])[slot_mapping[kept]] = source[kept]""",
+    "aiter.ops.triton.fusions.fused_kv_cache:fused_qk_rope_reshape_and_cache": """
+    rows, heads, width = q.shape
+    assert is_neox and flash_layout and not apply_scale and not output_zeros and offs is None
+    assert len(k) == len(v) == len(slot_mapping) == rows and k.shape == v.shape and heads % k.shape[1] == 0
+    assert key_cache.shape == value_cache.shape and key_cache.shape[2:] == k.shape[1:] and k.shape[2] == width
+    assert key_cache.dtype == value_cache.dtype == torch.bfloat16 and not width & (width - 1)
+    assert not key_cache.shape[1] & (key_cache.shape[1] - 1) and cos.shape[-1] * 2 == width and cos.dim() == 2
+    assert pos.dtype == torch.int64 and pos.max() < len(cos) and k_scale.dtype == v_scale.dtype == torch.float32
+    own_cos, own_sin = cos[pos, None], sin[pos, None]
+
+    def rotated(x):
+        a, b = x.float().chunk(2, -1)
+        return torch.cat((a * own_cos - b * own_sin, b * own_cos + a * own_sin), -1).to(x.dtype)
+
+    kept, slots = slot_mapping >= 0, slot_mapping[slot_mapping >= 0].long()
+    for source, cache in ((rotated(k), key_cache), (v, value_cache)):
+        cache.view(-1, *cache.shape[2:])[slots] = source[kept]
+    return rotated(q), torch.empty_like(k), key_cache, value_cache""",
     "aiter.ops.triton.attention.unified_attention:unified_attention": """
     assert causal and window_size[1] == (0 if window_size[0] >= 0 else -1) and softcap == 0.0 and q_descale is None
     for each in (k_descale, v_descale):

@@ -15,7 +15,7 @@ import pytest
 
 from kernels import aiter_signatures
 from kernels.aiter_backend import OPERATIONS, SINCE
-from kernels.aiter_signatures import BACKEND, Signatures, calls, release
+from kernels.aiter_signatures import CALLERS, Call, Signatures, calls, own_calls, release
 from tests.kernels.fake_aiter import lay
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -30,10 +30,10 @@ OF_THE_GROUP = {
 }
 
 
-def problems(source: str, tag: str) -> list[str]:
-    """What is wrong with the calls of a module under one version."""
+def problems(made: list[Call], tag: str) -> list[str]:
+    """What is wrong with calls under one version."""
     found = []
-    for call in calls(source):
+    for call in made:
         parameters = SIGNATURES.parameters(call.function, tag)
         if parameters is not None:
             found += [problem for problem in [call.problem(parameters)] if problem]
@@ -48,9 +48,8 @@ def test_the_file_is_of_the_supported_versions() -> None:
 
 @pytest.mark.parametrize("tag", SUPPORTED)
 def test_all_calls_bind(tag: str) -> None:
-    source = BACKEND.read_text("utf-8")
-    assert len(calls(source)) >= len(OPERATIONS)
-    assert problems(source, tag) == []
+    assert len(own_calls()) >= len(OPERATIONS)
+    assert problems(own_calls(), tag) == []
 
 
 @pytest.mark.parametrize(
@@ -64,7 +63,7 @@ def test_all_calls_bind(tag: str) -> None:
     ],
 )
 def test_a_wrong_call_is_found(call: str, expected: str) -> None:
-    assert expected in "\n".join(problems(f"def f(self):\n    return {call}\n", "0.1.13"))
+    assert expected in "\n".join(problems(calls(f"def f(self):\n    return {call}\n"), "0.1.13"))
 
 
 @pytest.mark.parametrize(
@@ -86,7 +85,7 @@ def test_only_later_functions_are_guarded() -> None:
 
 
 def test_operations_name_their_functions() -> None:
-    called = {call.function for call in calls(BACKEND.read_text("utf-8"))}
+    called = {call.function for call in own_calls()}
     assert called == {name for operation in OPERATIONS.values() for name in operation.functions} | OF_THE_GROUP
     assert called == set(SIGNATURES.functions)
 
@@ -107,13 +106,13 @@ def test_nothing_else_calls_or_imports_aiter() -> None:
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not any(name.partition(".")[0] == "aiter" for name in names), path
-        if path != BACKEND:
+        if path not in CALLERS:
             assert not any(f".call({quote}aiter" in source for quote in "\"'"), path
 
 
 def test_leading_arguments_are_those_of_all_versions() -> None:
     """What goes by position has one name in all versions, so its meaning has not moved."""
-    for call in calls(BACKEND.read_text("utf-8")):
+    for call in own_calls():
         texts = [SIGNATURES.parameters(call.function, tag) for tag in SUPPORTED]
         leading = [list(aiter_signatures.signature(text).parameters)[: call.positional] for text in texts if text]
         assert all(a == b for a, b in pairwise(leading)), call

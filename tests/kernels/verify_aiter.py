@@ -15,23 +15,33 @@ from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from kernels.aiter_backend import SINCE, AiterBackend
 from kernels.aiter_library import AiterLibrary, AiterUnavailableError
-from kernels.interface import AttentionMetaData, ExpertWeights, KernelBackend, KVSpec, PackedFormat, Routing
+from kernels.interface import (
+    AttentionMetaData,
+    ExpertWeights,
+    KernelBackend,
+    KVSpec,
+    PackedFormat,
+    QuantizedWeight,
+    Routing,
+)
 from kernels.paged_attention import PagedKVCache
-from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import plan as step_plan
 from kernels.triton_backend import target
 from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.plan import StepPlan
 from kernels.triton_backend.target import Settings
+from tests.kernels.dense_layers import REFERENCE, Sizes, by_single_operations, decoder
 
-REFERENCE = TorchBackend()
 # Of the Euclidean norm. bfloat16 has 8 bits, E4M3 has 4, and both sides of an FP8 product are rounded; in an
 # expert a gate is multiplied by an up, and another product comes behind them (measured in the interpreter: 0.067).
 LARGEST_ERROR, LARGEST_8_BIT_ERROR, LARGEST_8_BIT_EXPERT_ERROR = 0.01, 0.05, 0.1
+# Of two layers, which round to bfloat16 between their operations.
+LARGEST_LAYERS_ERROR = 0.03
 HIDDEN, BLOCK_SIZE, BLOCKS = 4096, 64, 64
 # Rows and keys of sequences: a chunk, a prompt, decodes of a short and a long context; then decodes only.
 STEPS = {"mixed": [(70, 200), (33, 33), (1, 5), (1, 900)], "decode": [(1, 200), (1, 33), (1, 5), (1, 900)]}
@@ -142,6 +152,8 @@ class Verifier:
             for name in self._formats:
                 yield f"linear, {name}, {rows} rows", LARGEST_8_BIT_ERROR, partial(self.linear, rows, name)
                 yield f"moe, {name}, {rows} rows", LARGEST_8_BIT_EXPERT_ERROR, partial(self.moe, rows, name)
+            yield f"linear stored by blocks, {rows} rows", LARGEST_8_BIT_ERROR, partial(self.block_linear, rows)
+            yield f"moe stored by blocks, {rows} rows", LARGEST_8_BIT_EXPERT_ERROR, partial(self.block_moe, rows)
         yield "layer_norm", LARGEST_ERROR, self.layer_norm
         yield "rms_norm of heads", LARGEST_ERROR, self.head_norm
         yield "rope", LARGEST_ERROR, partial(self.rope, 128)
@@ -150,6 +162,7 @@ class Verifier:
         groups = Routing(8, "sigmoid", renormalize=True, num_groups=8, top_groups=4, scale=2.5)
         yield "route by sigmoid in groups", LARGEST_ERROR, partial(self.route, groups, 256)
         for step in STEPS:
+            yield f"decoder layers, {step}", LARGEST_LAYERS_ERROR, partial(self.layers, step)
             attention = partial(self.attention, step)
             yield f"attention, {step}", LARGEST_ERROR, attention
             yield f"attention with window and sinks, {step}", LARGEST_ERROR, partial(attention, 100, True)
@@ -213,19 +226,52 @@ class Verifier:
         none = torch.zeros_like(logits)
         return none.scatter(1, ids.cpu(), weights.cpu()), none.scatter(1, expected_ids, expected)
 
+    def chosen(self, rows: int, count: int) -> torch.Tensor:
+        """Four experts of each row, every other one of another rank, which has the first `count`."""
+        orders = [torch.rand(rows, count, generator=self._random).argsort(1)[:, :2] for _ in range(2)]
+        return torch.stack((orders[0] + count, orders[1]), 2).flatten(1)
+
     def moe(self, rows: int, quantize: str | None = None) -> Pair:
         """Half of the experts are another rank's."""
         x, count = self.draw(rows, 512), 8
         gate_ups = [self.draw(512, 512, scale=0.05) for _ in range(count)]
         downs = [self.draw(512, 256, scale=0.05) for _ in range(count)]
         both = list(zip(gate_ups, downs, strict=True))
-        ids = torch.rand(rows, 2 * count, generator=self._random).argsort(1)[:, :4]
+        ids = self.chosen(rows, count)
         weights = self.draw(rows, 4, dtype=torch.float32).softmax(1)
         mine = (ExpertWeights(self.on(gate_up), self.on(down)) for gate_up, down in both)
         packed = self.backend.pack_experts(mine, count, None, torch.bfloat16, self._format(quantize))
         reference = REFERENCE.pack_experts([ExpertWeights(*pair) for pair in both], count, None, torch.float32)
         found = self.backend.moe(self.on(x), self.on(ids), self.on(weights), packed)
         return found, REFERENCE.moe(x.float(), ids, weights, reference)
+
+    def stored(self, rows: int, columns: int) -> tuple[QuantizedWeight, QuantizedWeight]:
+        """A weight as a checkpoint has it, on the device and on the CPU."""
+        numbers = self.draw(rows, columns, scale=100.0).to(torch.float8_e4m3fn)
+        shape = (-(-rows // 128), columns // 128)
+        scales = (1 + torch.rand(shape, generator=self._random)) * 0.01 * columns**-0.5
+        on_device = QuantizedWeight(self.on(numbers), self.on(scales), "per_128x128")
+        return on_device, QuantizedWeight(numbers, scales, "per_128x128")
+
+    def block_linear(self, rows: int) -> Pair:
+        """With rows that fill no block."""
+        x, bias = self.draw(rows, 1024), self.draw(1600)
+        mine, reference = self.stored(1600, 1024)
+        packed = self.backend.pack_linear(mine, self.on(bias), torch.bfloat16)
+        found = self.backend.linear(self.on(x), packed)
+        return found, REFERENCE.linear(x.float(), REFERENCE.pack_linear(reference, bias, torch.float32))
+
+    def block_moe(self, rows: int) -> Pair:
+        """Half of the experts are another rank's."""
+        x, count = self.draw(rows, 512), 8
+        pairs = [(self.stored(512, 512), self.stored(512, 256)) for _ in range(count)]
+        ids = self.chosen(rows, count)
+        weights = self.draw(rows, 4, dtype=torch.float32).softmax(1)
+        mine, reference = ([ExpertWeights(gate_up[side], down[side]) for gate_up, down in pairs] for side in (0, 1))
+        packed = self.backend.pack_experts(mine, count, None, torch.bfloat16)
+        found = self.backend.moe(self.on(x), self.on(ids), self.on(weights), packed)
+        floats = REFERENCE.pack_experts(reference, count, None, torch.float32)
+        return found, REFERENCE.moe(x.float(), ids, weights, floats)
 
     def attention(
         self, step: str, window: int | None = None, with_sinks: bool = False, dtype: torch.dtype = torch.bfloat16
@@ -241,6 +287,31 @@ class Verifier:
         reference = _reference_cache(whole, KVSpec(8, 128))
         metadata.plan = REFERENCE.plan_attention(metadata, reference, 32)
         return found, REFERENCE.attention(q.float(), reference, 0, metadata, 0.09, window, sinks)
+
+    def layers(self, step: str) -> Pair:
+        """What `fuse_decoder` makes of two layers: their results, and the keys and values that they store."""
+        metadata, plan = self._step(step)
+        sizes = Sizes(hidden=512, inner=1024, heads=32, kv_heads=8, head_dim=128)
+        spec = KVSpec(sizes.kv_heads, sizes.head_dim)
+        cache: Any = self.backend.allocate_kv(spec, 2, BLOCKS, BLOCK_SIZE, torch.bfloat16)
+        whole = self.draw(*cache.data.shape)
+        cache.data.copy_(whole)
+        x, angles = self.draw(metadata.num_tokens, 512), self.draw(metadata.num_tokens, 1, 64, dtype=torch.float32)
+        cos, sin = angles.cos(), angles.sin()
+        metadata.plan = plan
+        fused: Any = self.backend.fuse_decoder(decoder(self.backend, torch.bfloat16, sizes), torch.bfloat16)
+        found = fused.run(self.on(x), self.on(cos), self.on(sin), cache, metadata)
+        reference = _reference_cache(whole.float(), spec)
+        metadata.plan = REFERENCE.plan_attention(metadata, reference, 32)
+        model = decoder(REFERENCE, torch.float32, sizes)
+        expected = by_single_operations(model, x.float(), cos, sin, reference, metadata)
+        slots = torch.from_numpy(metadata.slot_mapping)
+        stored = cache.data.cpu().float().flatten(2, 3)[:, :, slots]
+        wanted = reference.data[:, :, :-1].transpose(3, 4).flatten(2, 3)[:, :, slots]
+        return (
+            torch.cat((found.cpu().float().flatten(), stored.flatten())),
+            torch.cat((expected.flatten(), wanted.flatten())),
+        )
 
     def latent_attention(self, step: str) -> Pair:
         """DeepSeek's: latents of 512 and 64 rotated numbers, 16 heads of a rank."""
@@ -265,7 +336,7 @@ class Verifier:
             cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), counts.cumsum())),
             seq_lens=lengths,
             block_tables=tables,
-            slot_mapping=np.zeros(int(counts.sum()), np.int64),
+            slot_mapping=_slots(counts, lengths, tables),
         )
         return metadata, step_plan.plan(metadata, self.device)
 
@@ -288,8 +359,18 @@ class Verifier:
         return expected.float()
 
 
+def _slots(
+    counts: npt.NDArray[np.int64], lengths: npt.NDArray[np.int64], tables: npt.NDArray[np.int64]
+) -> npt.NDArray[np.int64]:
+    """Where the last `counts` tokens of sequences lie."""
+    places = [np.arange(length - count, length) for count, length in zip(counts, lengths, strict=True)]
+    return np.concatenate(
+        [table[p // BLOCK_SIZE] * BLOCK_SIZE + p % BLOCK_SIZE for table, p in zip(tables, places, strict=True)]
+    )
+
+
 def _reference_cache(whole: torch.Tensor, spec: KVSpec) -> PagedKVCache:
-    cache = REFERENCE.allocate_kv(spec, 1, BLOCKS, BLOCK_SIZE, torch.float32)
+    cache = REFERENCE.allocate_kv(spec, len(whole), BLOCKS, BLOCK_SIZE, torch.float32)
     cache.data[:, :, :-1] = whole.transpose(3, 4)
     return cache
 

@@ -30,7 +30,8 @@ from kernels.interface import (
 from kernels.select import select_backend
 from kernels.triton_backend import plan
 from kernels.triton_backend.backend import TritonBackend
-from tests.kernels.verify_aiter import BLOCK_SIZE, REFERENCE, Comparison, Verifier
+from tests.kernels.dense_layers import REFERENCE
+from tests.kernels.verify_aiter import BLOCK_SIZE, Comparison, Verifier
 
 Check = tuple[str, Callable[[], bool]]
 FORMATS = ("int8", "fp8", "w8a8_int8", "w8a8_fp8")

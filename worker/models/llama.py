@@ -116,11 +116,12 @@ class LlamaDecoderLayer:
         self._post_norm = RMSNorm(build, f"{prefix}.post_attention_layernorm")
         self._mlp = mlp
 
-    def dense(self) -> DecoderLayer | None:
-        """The layer as a back end can fuse it; None where attention or network are of another kind."""
+    def fusible(self) -> DecoderLayer | None:
+        """The layer as a back end can fuse it; None where attention is of another kind."""
         attention, mlp = self._attention, self._mlp
-        if not (isinstance(attention, LlamaAttention) and isinstance(mlp, LlamaMLP)):
+        if not isinstance(attention, LlamaAttention):
             return None
+        gated = mlp if isinstance(mlp, LlamaMLP) else None
         return DecoderLayer(
             input_norm=self._input_norm.weight,
             qkv=attention.qkv.packed,
@@ -129,8 +130,9 @@ class LlamaDecoderLayer:
             sinks=attention.attention.sinks,
             out=attention.out.packed,
             post_norm=self._post_norm.weight,
-            gate_up=mlp.gate_up.packed,
-            down=mlp.down.packed,
+            gate_up=gated and gated.gate_up.packed,
+            down=gated and gated.down.packed,
+            network=None if gated else mlp,
         )
 
     def __call__(
@@ -168,7 +170,7 @@ class LlamaForCausalLM:
 
     def _fuse(self, build: Build) -> FusedDecoder | None:
         """All layers as one operation, where there is one."""
-        layers = tuple(filter(None, (layer.dense() for layer in self._layers)))
+        layers = tuple(filter(None, (layer.fusible() for layer in self._layers)))
         if len(layers) < len(self._layers):
             return None
         config, shard = build.config, build.shard
