@@ -72,7 +72,7 @@ def load_ranks(
         stack.callback(group.close)
         progress.stage("loading weights")
         block_bytes = max(group.call("load", config, group.threads).values())
-        config, free_bytes = _shared_memory(config, group)
+        config, free_bytes = _on_devices(config, group)
         model_len = model_config.max_position_embeddings
         config = with_pool(config, model_len, lambda num_bytes: num_bytes // block_bytes, free_bytes)
         group.call("allocate", config.num_kvcache_blocks)
@@ -83,12 +83,16 @@ def load_ranks(
     return config, known
 
 
-def _shared_memory(config: Config, group: RankGroup) -> tuple[Config, int]:
-    """The config, with all bytes for the KV cache where they are a GPU's, and how many each rank may take."""
+def _on_devices(config: Config, group: RankGroup) -> tuple[Config, int]:
+    """The config for the ranks' devices, and bytes that each rank's KV cache may take.
+
+    On GPUs the cache gets all of those bytes, and steps are launched before the tokens of the one before have come.
+    """
     answers = group.call("free_memory").values()
     free_bytes = min(num_bytes for num_bytes, _ in answers)
     if all(own for _, own in answers):
-        return replace(config, kv_cache_memory=config.kv_cache_memory or free_bytes), free_bytes
+        memory = config.kv_cache_memory or free_bytes
+        return replace(config, kv_cache_memory=memory, deferred_output=True), free_bytes
     return config, free_bytes // group.topology.ranks_per_node
 
 
