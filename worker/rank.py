@@ -93,7 +93,7 @@ class Rank:
         self._rank = rank
         self._link = link
         self._model = model
-        self._progress_sent = 0.0
+        self._said = 0.0
         self._collectives: Collectives | None = None
         self._store: Any = None
         self._engines_store: Any = None
@@ -170,7 +170,7 @@ class Rank:
         collectives = self._collectives or Alone()
         shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)
         model_config = ModelConfig.from_folder(self._model)
-        self._runner = ModelRunner(config, model_config, self._progress, shard)
+        self._runner = ModelRunner(config, model_config, partial(self._say, "loaded"), shard)
         if self._rank == 0:
             self._waiter = waits_for_tokens(config, self._runner, time.perf_counter)
         return self._runner.kv_block_bytes
@@ -189,12 +189,22 @@ class Rank:
 
         allocate(self.runner, num_blocks)
 
-    def prepare(self) -> dict[str, str]:
-        """Warms up; facts of the model, which are the same on every rank."""
+    def warmup(self) -> bool:
+        """Warms up; whether decode steps are captured next."""
+        self.runner.warmup()
+        return self.runner.captures_graphs
+
+    def capture_graphs(self) -> None:
+        """Captures decode steps. Rank 0 says how far it is; all take the same steps."""
+        if self._rank:
+            self.runner.capture_graphs()
+        else:
+            self.runner.capture_graphs(partial(self._say, "captured"))
+
+    def describe(self) -> dict[str, str]:
+        """Facts of the model, which are the same on every rank."""
         from worker.numerics import numerics_digest  # noqa: PLC0415
 
-        self.runner.warmup()
-        self.runner.capture_graphs()
         return {
             "weights_digest": self.runner.weights_digest,
             "numerics": numerics_digest(self.runner),
@@ -221,11 +231,11 @@ class Rank:
         if self._waiter is not None:
             self._waiter.close(wait=True)
 
-    def _progress(self, done: int, total: int) -> None:
+    def _say(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if done == total or now - self._progress_sent >= _PROGRESS_INTERVAL_S:
-            self._progress_sent = now
-            self._link.send("progress", done, total)
+        if done == total or now - self._said >= _PROGRESS_INTERVAL_S:
+            self._said = now
+            self._link.send(what, done, total)
 
 
 def serve(rank: Rank, link: Link) -> None:
@@ -243,7 +253,9 @@ def serve(rank: Rank, link: Link) -> None:
             rank.load,
             rank.free_memory,
             rank.allocate,
-            rank.prepare,
+            rank.warmup,
+            rank.capture_graphs,
+            rank.describe,
             rank.forward,
         )
     }

@@ -24,7 +24,7 @@ def build_rank_engine(
         config: `kv_cache_memory` is each rank's.
         model_config: from the same folder.
         facts: what is known of the worker.
-        progress: is told the stages; the group says what is loaded.
+        progress: is told the stages; the group's own, which is told the rest.
 
     Raises:
         RankLostError, ModelError, InvalidFieldError: see `load_ranks`.
@@ -56,7 +56,7 @@ def load_ranks(
         group: not started yet.
         config: `kv_cache_memory` is each rank's.
         model_config: from the same folder.
-        progress: is told the stages.
+        progress: is told the stages; the group's own, which is told the rest.
 
     Returns:
         The config with its pool, and what all ranks say of the model: weights_digest, numerics, kernels, dtype.
@@ -77,7 +77,10 @@ def load_ranks(
         config = with_pool(config, model_len, lambda num_bytes: num_bytes // block_bytes, free_bytes)
         group.call("allocate", config.num_kvcache_blocks)
         progress.stage("warming up")
-        known = _agreed(group.call("prepare"))
+        if all(group.call("warmup").values()):
+            progress.stage("capturing graphs")
+            group.call("capture_graphs")
+        known = _agreed(group.call("describe"))
         group.set_ready()
         stack.pop_all()
     return config, known

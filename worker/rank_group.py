@@ -42,6 +42,7 @@ from worker.batch_delta import BatchEncoder
 from worker.executor import Executed
 from worker.frames import FrameError, FrameReader, encode, receive
 from worker.model_config import ModelError
+from worker.progress import Progress
 from worker.topology import Topology
 
 log = structlog.get_logger(__name__)
@@ -87,7 +88,7 @@ class RankGroup:
         topology: which ranks there are, and where.
         model: the checkpoint's folder.
         threads: of each rank's arithmetic.
-        progress: called with bytes loaded and bytes in all, means over the ranks.
+        progress: is told bytes loaded and in all, means over the ranks, and steps captured and to capture.
         step_timeout_s: after which a step counts as hung.
         clock: monotonic seconds.
     """
@@ -97,7 +98,7 @@ class RankGroup:
         topology: Topology,
         model: str,
         threads: int,
-        progress: Callable[[int, int], None],
+        progress: Progress,
         step_timeout_s: float = STEP_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -314,9 +315,11 @@ class RankGroup:
                 self._answered(peer.rank, *content)
             elif kind == "failed":
                 raise self._failure(peer.rank, *content)
-            elif kind == "progress":
+            elif kind == "loaded":
                 self._loaded[peer.rank] = (content[0], content[1])
-                self._say_progress()
+                self._say_loaded()
+            elif kind == "captured":
+                self._progress.count(*content)
 
     def _failure(self, rank: int, serial: int, kind: str, message: str) -> Exception:
         if kind == "model":
@@ -360,9 +363,9 @@ class RankGroup:
         if oldest is not None and oldest.name in _TIMED and self._clock() - oldest.began > self._step_timeout_s:
             raise RankLostError(f"a step took longer than --step-timeout {self._step_timeout_s:g} s: a rank hangs")
 
-    def _say_progress(self) -> None:
+    def _say_loaded(self) -> None:
         done, total = (sum(column) for column in zip(*self._loaded.values(), strict=True))
-        self._progress(done // len(self._peers), total // len(self._loaded))
+        self._progress.bytes(done // len(self._peers), total // len(self._loaded))
 
     def _fail(self, error: Exception) -> None:
         """Ends all calls and all ranks. Only the first error counts."""

@@ -154,8 +154,9 @@ def answers_ahead(model: Path, meeting: str, rank: int) -> list[list[int]]:
         parallel_config=ParallelConfig(2),
         deferred_output=True,
     )
-    group = RankGroup(Topology(dp_size=2, dp_rank=rank, dist_init=meeting), str(model), 1, lambda *_: None)
-    config, _ = load_ranks(group, config, ModelConfig.from_folder(model), Progress())
+    progress = Progress()
+    group = RankGroup(Topology(dp_size=2, dp_rank=rank, dist_init=meeting), str(model), 1, progress)
+    config, _ = load_ranks(group, config, ModelConfig.from_folder(model), progress)
     core = DPEngineCoreProc(config, group)
     params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
     mine = [Sequence(prompt, config.kv_cache_block_size, params) for prompt in PROMPTS[3 * rank : 3 * rank + 3]]

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from common.config import CompilationConfig, Config
 from common.sampling_params import SamplingParams
@@ -105,7 +106,9 @@ def test_two_ranks_captured_and_launched_ahead(tmp_path: Path) -> None:
     expected, _ = answers(config(folder, kernels="torch"), NUM_TOKENS)
     sizes = CompilationConfig(cudagraph_capture_sizes=(1, 3))
     options = {"tensor_parallel_size": 2, "deferred_output": True, "compilation_config": sizes}
-    engine = LLMEngine(config(folder, kernels="triton", kv_cache_memory=1 << 24, **options))
+    with capture_logs() as logs:
+        engine = LLMEngine(config(folder, kernels="triton", kv_cache_memory=1 << 24, **options))
+    assert "capturing graphs" in [entry.get("stage") for entry in logs]
     try:
         assert generated(engine, NUM_TOKENS) == expected
     finally:

@@ -34,7 +34,7 @@ class HeldGroup(RankGroup):
     """One rank, whose tokens come when its folder says (held_rank)."""
 
     def __init__(self, model: Path, folder: Path) -> None:
-        super().__init__(Topology(1), str(model), 1, lambda *_: None)
+        super().__init__(Topology(1), str(model), 1, Progress())
         self.folder = folder
 
     def _spawn(self, rank: int) -> _Peer:
