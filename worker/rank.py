@@ -171,6 +171,7 @@ class Rank:
         shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)
         model_config = ModelConfig.from_folder(self._model)
         self._runner = ModelRunner(config, model_config, partial(self._say, "loaded"), shard)
+        collectives.use(self._runner.kernels)
         if self._rank == 0:
             self._waiter = waits_for_tokens(config, self._runner, time.perf_counter)
         return self._runner.kv_block_bytes
@@ -231,6 +232,11 @@ class Rank:
         if self._waiter is not None:
             self._waiter.close(wait=True)
 
+    def leave(self) -> None:
+        """Ends what the ranks share on their devices; no call may follow."""
+        self.answer_launched()
+        self.runner.shard.collectives.close()
+
     def _say(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
         if done == total or now - self._said >= _PROGRESS_INTERVAL_S:
@@ -257,6 +263,7 @@ def serve(rank: Rank, link: Link) -> None:
             rank.capture_graphs,
             rank.describe,
             rank.forward,
+            rank.leave,
         )
     }
     for serial, name, *arguments in link.messages():

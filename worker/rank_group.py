@@ -114,7 +114,7 @@ class RankGroup:
         self._calls: deque[_Call] = deque()
         self._serial = 0
         self._error: Exception | None = None
-        self._most_silent = RANK_MISSED_HEARTBEATS_LOADING
+        self._is_ready = False
         # Held while a call is sent, so that all ranks see the calls in one order; that may take until a rank that does
         # not read is killed, so the watcher never takes it.
         self._sending = threading.Lock()
@@ -180,7 +180,7 @@ class RankGroup:
 
     def set_ready(self) -> None:
         """The ranks have loaded: from now on silence is noticed within seconds."""
-        self._most_silent = RANK_MISSED_HEARTBEATS
+        self._is_ready = True
 
     def submit(self, batch: ScheduledBatch) -> Future[Executed]:
         """Computes a batch after those submitted before; its duration is what rank 0 measures."""
@@ -207,11 +207,18 @@ class RankGroup:
 
     def close(self) -> None:
         """Ends the ranks; waits for their end. May be called twice."""
+        self._leave()
         self._fail(RankLostError("the engine has ended its ranks"))
         if self._watcher.ident is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
         for peer in self._peers.values():
             _end(peer)
+
+    def _leave(self) -> None:
+        """Lets ranks that are well end what they share on their devices, for a moment at most."""
+        if self._is_ready and self._error is None:
+            with contextlib.suppress(RankLostError, ModelError, TimeoutError):
+                self._send("leave", dict.fromkeys(self._peers, ()), set(self._peers)).result(RANK_END_S)
 
     def _spawn(self, rank: int) -> _Peer:
         ours, theirs = socket.socketpair()
@@ -354,9 +361,10 @@ class RankGroup:
 
     def _check(self) -> None:
         """Once per heartbeat. Silence is counted in the watcher's turns, so that its own pause is no rank's silence."""
+        most_silent = RANK_MISSED_HEARTBEATS if self._is_ready else RANK_MISSED_HEARTBEATS_LOADING
         for peer in self._peers.values():
             peer.silent += 1
-            if peer.silent > self._most_silent:
+            if peer.silent > most_silent:
                 raise RankLostError(f"rank {peer.rank} has been silent for {peer.silent * RANK_HEARTBEAT_S:g} s")
         with self._lock:
             oldest = self._calls[0] if self._calls else None

@@ -9,7 +9,16 @@ import numpy.typing as npt
 import torch
 import triton
 
-from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
+from kernels.interface import (
+    AttentionMetaData,
+    ClampedSwiglu,
+    Decoder,
+    ExpertWeights,
+    KVSpec,
+    Ranks,
+    Routing,
+    SampleParams,
+)
 from kernels.triton_backend import (
     attention,
     elementwise,
@@ -76,6 +85,9 @@ class TritonBackend:
     def layout(self) -> tuple[object, ...]:
         """See KernelBackend."""
         return (self.name, self.settings.target.name)
+
+    def join_ranks(self, ranks: Ranks) -> None:
+        """See KernelBackend: the caller adds up."""
 
     def adopt(self, packed: object) -> None:
         """See KernelBackend."""

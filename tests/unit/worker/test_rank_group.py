@@ -191,6 +191,25 @@ def test_what_rank_0_has_captured_is_counted(captures: bool, tmp_path: Path) -> 
     assert (config.deferred_output, config.num_kvcache_blocks) == (True, (1 << 24) // (1 << 14))
 
 
+def test_ranks_that_are_well_leave_before_they_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that does not answer holds nobody up."""
+    group = started()
+    group.close()
+    assert [fake.calls[-1] for fake in group.fakes] == [("leave",)] * 2
+    monkeypatch.setattr(rank_group, "RANK_END_S", 0.2)
+    group, began = started(), time.monotonic()
+    group.fakes[1].answer = lambda *call: None
+    group.close()
+    assert 0.2 <= time.monotonic() - began < 2.0
+    group = Group()
+    group.start()
+    group.fakes[0].close()
+    while group.failure() is None:
+        time.sleep(0.01)
+    group.close()
+    assert "leave" not in [call[0] for call in group.fakes[1].calls]
+
+
 def lost(group: Group, why: str, within_s: float = 3.0) -> None:
     """Steps in flight and later ones end with the reason, exactly once each."""
     for fake in group.fakes:
