@@ -13,10 +13,13 @@ import torch
 from kernels.aiter_backend import SINCE, AiterBackend
 from kernels.aiter_library import AiterLibrary
 from kernels.torch_backend import TorchBackend
+from kernels.triton_backend.graphs import TritonGraphs
 from kernels.triton_backend.target import TARGETS, Settings
-from worker.distributed import GroupCollectives, join, open_store, reach_store
+from tests.kernels.verify_aiter_sums import compared, join_rank
+from worker.distributed import GroupCollectives
+from worker.parallel import Alone
 
-HOST, SIZE, TIMEOUT_S = "127.0.0.1", 2, 60.0
+SIZE, CPU = 2, torch.device("cpu")
 
 
 def main() -> None:
@@ -24,24 +27,45 @@ def main() -> None:
     folder, rank, port = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     sys.path.insert(0, folder)
     library = AiterLibrary.load(SINCE)
-    store = open_store(HOST, port)[0] if rank == 0 else reach_store(HOST, port)
-    collectives = join(store, rank, SIZE, HOST, TIMEOUT_S)
+    collectives = join_rank(rank, SIZE, port)
     check_sums(collectives, rank, captured=3.0)
     for batch_invariant in (True, False):
         backend = AiterBackend(TorchBackend(), library, Settings(TARGETS["gfx942"], batch_invariant))
         before = backend.numerics
         collectives.use(backend)
-        # The stand-in's captured sums are zeros, as AITER's are until a step is replayed.
+        # The stand-in's sums are zeros while steps are captured, as AITER's are until these are replayed.
         check_sums(collectives, rank, captured=3.0 if batch_invariant else 0.0)
         assert (backend.numerics == before) == batch_invariant
         assert torch.distributed.is_initialized() != batch_invariant
+    comparisons = list(compared(collectives, TritonGraphs(CPU), rank, SIZE, CPU, rows=(1, 33)))
+    assert [comparison for comparison in comparisons if not comparison.passed] == []
+    assert len(comparisons) == 4
+    for wrong in (Wrong(collectives, 2.0), Wrong(collectives, 1.0 + rank)):
+        assert not any(each.passed for each in compared(wrong, TritonGraphs(CPU), rank, SIZE, CPU, rows=(1,)))
     collectives.close()
     collectives.close()
     assert not torch.distributed.is_initialized()
     check_sums(collectives, rank, captured=3.0)
 
 
+class Wrong(Alone):
+    """Multiplies sums."""
+
+    def __init__(self, collectives: GroupCollectives, factor: float) -> None:
+        self._collectives = collectives
+        self._factor = factor
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """As Collectives, but for the factor."""
+        return self._collectives.all_reduce(x) * self._factor
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """As Collectives."""
+        return self._collectives.all_gather(x)
+
+
 def check_sums(collectives: GroupCollectives, rank: int, captured: float) -> None:
+    """What is added up and gathered, outside of a capture and within."""
     own = torch.full((3, 8), rank + 1.0, dtype=torch.bfloat16)
     assert collectives.all_reduce(own.T).eq(3.0).all()
     assert collectives.all_reduce(own[:0]).shape == (0, 8)

@@ -34,6 +34,7 @@ from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.plan import Shape, StepPlan
 from kernels.triton_backend.target import TARGETS, Settings
 from tests.e2e.service import free_port
+from tests.kernels import verify_aiter_sums
 from tests.kernels.fake_aiter import lay
 from tests.unit.kernels.steps import Rows, metadata, scattered_blocks
 from worker.distributed import in_order
@@ -530,6 +531,12 @@ def test_ranks_that_aiter_does_not_add_up_over(
     with structlog.testing.capture_logs() as logs:
         assert backend.join_ranks(Ranks(0, size, None, ordered)) is None
     assert [(entry["operation"], entry["reason"]) for entry in logs] == [("all_reduce", reason)]
+
+
+def test_sums_are_not_verified_without_gpus(capsys: pytest.CaptureFixture[str]) -> None:
+    if torch.cuda.device_count() < 8:
+        assert verify_aiter_sums.main(["8"]) == 2
+        assert capsys.readouterr().err.startswith("error: 8 ranks need as many GPUs; PyTorch sees ")
 
 
 def test_ranks_in_order() -> None:
