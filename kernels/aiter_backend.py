@@ -719,7 +719,7 @@ class AiterGroup:
     """RankSums of AITER: between the GPUs of one machine without RCCL, up to $AITER_CUSTOM_AR_MAX_SIZE bytes.
 
     It makes PyTorch's default process group, which AITER takes as it finds it, over a store that the ranks have: so
-    there is no port to agree on.
+    there is no port to agree on. AITER asks for a TCPStore.
 
     Args:
         library: AITER.

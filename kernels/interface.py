@@ -282,7 +282,7 @@ class Ranks:
     Attributes:
         rank: of this process, of `size`.
         size: processes.
-        store: a `torch.distributed` store that all of them have, for the back end alone.
+        store: a `torch.distributed` store that all of them have, of a TCPStore, for the back end alone.
         in_order: whether they are on one machine, rank i on its device i.
     """
 

@@ -183,6 +183,10 @@ _BODIES = {
     "aiter.ops.communication:init_dist_env": """
     if not torch.distributed.is_initialized():
         raise AssertionError("AITER would look for a port of its own, and set HIP_VISIBLE_DEVICES")
+    store = torch.distributed.distributed_c10d._get_default_store()
+    while isinstance(store, torch.distributed.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, torch.distributed.TCPStore), "what AITER tells the ranks goes through it"
     assert torch.distributed.get_world_size() == tensor_model_parallel_size in (2, 4, 6, 8)
     assert torch.distributed.get_rank() == rankID == local_rank""",
     "aiter.ops.communication:destroy_dist_env": """
