@@ -253,16 +253,26 @@ std::vector<QueryTile> query_tiles(
   return tiles;
 }
 
-// Several tasks for the keys of one row only where there would be too few tasks for the threads.
-int64_t splits(const std::vector<QueryTile>& tiles, int64_t kv_heads) {
-  if (tiles.empty() || threads() == 1 || static_cast<int64_t>(tiles.size()) * kv_heads >= 4 * threads()) return 1;
-  return (tiles.front().position + tiles.front().tokens + KV_SPLIT - 1) / KV_SPLIT;
+// With fewer pairs of a query tile and a head for each thread, threads share the keys of one pair.
+constexpr int64_t LEAST_PAIRS = 4;
+// Of each thread, about, where pairs are many: the longest come first, so that all threads end at about the same time.
+constexpr int64_t TASKS = 8;
+
+int64_t splits(const Attention& work) {
+  if (!work.num_tiles || threads() == 1 || work.num_tiles * work.kv_heads >= LEAST_PAIRS * threads()) return 1;
+  return (work.tiles[0].position + work.tiles[0].tokens + KV_SPLIT - 1) / KV_SPLIT;
+}
+
+int64_t task_heads(const Attention& work) {
+  return std::clamp<int64_t>(work.num_tiles * work.kv_heads / (TASKS * threads()), 1, work.kv_heads);
 }
 
 int64_t tokens_of_tile(int64_t group) { return std::max<int64_t>(1, QUERY_ROWS / group); }
 
 // The first rows of `out`, contiguous, those of tokens. Whether there was memory.
 bool attend(Attention work) {
+  work.splits = splits(work);
+  work.task_heads = task_heads(work);
   if (work.splits > 1) {
     work.states = scratch(OF_CALL, kernels().attention_tasks(work) * kernels().attention_state_size(work));
     if (!work.states) return false;
@@ -283,7 +293,7 @@ FISSILE_API int fissile_attention(
     const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
     return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, values, heads, kv_heads, dim, dim, block_size,
                    block_tables, table_stride, nullptr, 0, scale, window, sinks, out, tiles.data(),
-                   static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, kv_heads), nullptr});
+                   static_cast<int64_t>(tiles.size()), tile_tokens, 1, 1, nullptr});
   });
 }
 
@@ -301,7 +311,7 @@ FISSILE_API int fissile_latent_attention(
       for (QueryTile& tile : tiles) tile.position = std::min(tile.position, topk - 1);
     return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, value_dim, block_size,
                    block_tables, table_stride, selected, topk, scale, 0, nullptr, out, tiles.data(),
-                   static_cast<int64_t>(tiles.size()), tile_tokens, splits(tiles, 1), nullptr});
+                   static_cast<int64_t>(tiles.size()), tile_tokens, 1, 1, nullptr});
   });
 }
 
@@ -316,7 +326,7 @@ FISSILE_API int fissile_select_tokens(
     const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
     const SelectTokens work{{dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, dim,
                              block_size, block_tables, table_stride, nullptr, 0, 1.0f, 0, nullptr, nullptr,
-                             tiles.data(), static_cast<int64_t>(tiles.size()), tile_tokens, 1, nullptr},
+                             tiles.data(), static_cast<int64_t>(tiles.size()), tile_tokens, 1, 1, nullptr},
                             weights, topk, positions};
     return share(kernels().select_tokens_tasks(work), kernels().select_tokens, work);
   });

@@ -9,8 +9,10 @@
 // Keys that a row does not see have no part in its numbers, not even as zeros times something: what lies in unwritten
 // slots, or belongs to later tokens, may be NaN.
 //
-// All query heads of a key head share one reading of its keys and values. Few rows read them where they are, and fetch what
-// comes next while they compute; many rows have them widened to float32 once. Numbers of a row stand in the order in which
+// All query heads of a key head share one reading of its keys and values. Few rows read them where they are, and meanwhile
+// fetch those of the next tile, keys beside keys and values beside values: a tile's values, fetched beside its keys, would
+// not be there in time. Many rows have them widened to float32 once, and fetch what is widened next. After a head's last
+// tile comes the first one of the task's next head. Numbers of a row stand in the order in which
 // they are cheapest to widen (load_two), in queries and sums as in the cache: order within a row does not matter to either
 // until the sums are written.
 #include "attention.hpp"
@@ -263,6 +265,8 @@ struct Task {
   const Shape shape{work};
   const fissile::QueryTile& tile;
   const int64_t head;
+  // Behind the last head that follows this one in its task.
+  const int64_t end_head;
   const int64_t rows = tile.tokens * shape.group;
   // Whether keys and values are widened before they are used.
   const bool widened = shape.width != work.dim || shape.value_width != work.value_dim ||
@@ -276,10 +280,11 @@ struct Task {
     return shape.most_rows * (shape.width + KV_TILE) + KV_TILE * shape.stride;
   }
 
-  Task(const fissile::Attention& work, const fissile::QueryTile& tile, int64_t head, float* memory)
+  Task(const fissile::Attention& work, const fissile::QueryTile& tile, int64_t head, int64_t end_head, float* memory)
       : work(work),
         tile(tile),
         head(head),
+        end_head(end_head),
         q(memory),
         scores(q + shape.most_rows * shape.width),
         wide(scores + shape.most_rows * KV_TILE) {}
@@ -375,26 +380,33 @@ struct Task {
   // How many keys of a tile there are for these rows.
   int64_t filled(int64_t first_key) const { return at_most(tile.position + tile.tokens - first_key, KV_TILE); }
 
-  // Where the keys of a tile are, and the values; those past the last one stand for it.
-  void locate(int64_t first, int64_t* offsets) const {
+  // Where a head's keys of a tile are, and the values; those past the last one stand for it.
+  void locate(int64_t of_head, int64_t first, int64_t* offsets) const {
     const int64_t count = filled(first);
-    if (work.selected) locate_selected(work.selected + tile.row * work.topk + first, count, offsets);
-    else locate_all(first, count, offsets);
+    if (work.selected) locate_selected(of_head, work.selected + tile.row * work.topk + first, count, offsets);
+    else locate_all(of_head, first, count, offsets);
     for (int64_t k = count; k < KV_TILE; k++) offsets[k] = offsets[count - 1];
   }
 
-  int64_t offset_of(int64_t key) const {
+  // The tile that is needed after the one at `first`; the same when there is none.
+  void locate_next(int64_t first, int64_t* offsets) const {
+    if (first + KV_TILE < tile.position + tile.tokens) locate(head, first + KV_TILE, offsets);
+    else if (head + 1 < end_head) locate(head + 1, first_seen_tile(), offsets);
+    else locate(head, first, offsets);
+  }
+
+  int64_t offset_of(int64_t of_head, int64_t key) const {
     const int64_t block = work.block_tables[tile.sequence * work.table_stride + key / work.block_size];
-    return ((block * work.kv_heads + head) * work.block_size + key % work.block_size) * work.dim;
+    return ((block * work.kv_heads + of_head) * work.block_size + key % work.block_size) * work.dim;
   }
 
-  void locate_selected(const int64_t* positions, int64_t count, int64_t* offsets) const {
-    for (int64_t k = 0; k < count; k++) offsets[k] = offset_of(positions[k]);
+  void locate_selected(int64_t of_head, const int64_t* positions, int64_t count, int64_t* offsets) const {
+    for (int64_t k = 0; k < count; k++) offsets[k] = offset_of(of_head, positions[k]);
   }
 
-  void locate_all(int64_t first, int64_t count, int64_t* offsets) const {
+  void locate_all(int64_t of_head, int64_t first, int64_t count, int64_t* offsets) const {
     for (int64_t k = 0; k < count;) {
-      int64_t offset = offset_of(first + k);
+      int64_t offset = offset_of(of_head, first + k);
       const int64_t end = at_most(count, k + work.block_size - (first + k) % work.block_size);
       for (; k < end; k++, offset += work.dim) offsets[k] = offset;
     }
@@ -413,7 +425,7 @@ struct Task {
     else widen_as<KvNumber>(base, here, ahead, next, count);
   }
 
-  // The tile at `first_key`, whose rows are at `here`; those of the next one, at `next`, are fetched.
+  // The tile at `first_key`, whose rows are at `here`; those of the one that comes then, at `next`, are fetched.
   void add_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
     if (widened) add_wide_tile(first_key, here, next, state);
     else add_narrow_tile(first_key, here, next, state);
@@ -421,9 +433,9 @@ struct Task {
 
   void add_narrow_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
     const KvNumber *keys = static_cast<const KvNumber*>(work.keys), *values = static_cast<const KvNumber*>(work.values);
-    score_all(first_key, Rows<KvNumber>{keys, here}, Rows<KvNumber>{values, here});
+    score_all(first_key, Rows<KvNumber>{keys, here}, Rows<KvNumber>{keys, next});
     weigh_all(first_key, state);
-    add_all(first_key, Rows<KvNumber>{values, here}, Rows<KvNumber>{keys, next}, state);
+    add_all(first_key, Rows<KvNumber>{values, here}, Rows<KvNumber>{values, next}, state);
   }
 
   void add_wide_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
@@ -431,25 +443,30 @@ struct Task {
     for (int64_t k = 0; k < KV_TILE; k++) offsets[k] = k * shape.stride;
     const Rows<float> rows_at{wide, offsets};
     const int64_t count = filled(first_key);
-    widen_tile(work.keys, here, work.values, here, count);
+    const bool latent = work.keys == work.values;
+    widen_tile(work.keys, here, work.values, latent ? next : here, count);
     score_all(first_key, rows_at, rows_at);
     weigh_all(first_key, state);
-    if (work.keys != work.values) widen_tile(work.values, here, work.keys, next, count);
+    if (!latent) widen_tile(work.values, here, work.keys, next, count);
     add_all(first_key, rows_at, rows_at, state);
+  }
+
+  // The first key of the first tile of which the rows see something.
+  int64_t first_seen_tile() const {
+    return work.window ? at_least(tile.position - work.window + 1, 0) / KV_TILE * KV_TILE : 0;
   }
 
   // The state of one split.
   void add_split(int64_t split, const State& state) const {
     state.clear(shape, rows);
     const int64_t last = at_most(tile.position + tile.tokens, (split + 1) * KV_SPLIT);
-    const int64_t first_seen = work.window ? at_least(tile.position - work.window + 1, 0) : 0;
     int64_t places[2][KV_TILE];
     int64_t *here = places[0], *next = places[1];
-    int64_t key = at_least(split * KV_SPLIT, first_seen / KV_TILE * KV_TILE);
-    if (key < last) locate(key, here);
+    int64_t key = at_least(split * KV_SPLIT, first_seen_tile());
+    if (key < last) locate(head, key, here);
     for (; key < last; key += KV_TILE) {
-      if (key + KV_TILE < last) locate(key + KV_TILE, next);
-      add_tile(key, here, key + KV_TILE < last ? next : here, state);
+      locate_next(key, next);
+      add_tile(key, here, next, state);
       int64_t* const done = here;
       here = next;
       next = done;
@@ -499,29 +516,48 @@ struct Task {
   }
 };
 
+// One split of the keys of a query tile and a head, for `run_merge`.
 template <class KvNumber>
-void run(const fissile::Attention& work, int64_t task) {
+void run_split(const fissile::Attention& work, int64_t task) {
   const Shape shape(work);
-  const int64_t split = task % work.splits, pair = task / work.splits;
+  const int64_t pair = task / work.splits, head = pair % work.kv_heads;
+  float* memory = fissile::scratch(fissile::OF_TASK, Task<KvNumber>::memory(shape));
+  if (!memory) return;
+  const Task<KvNumber> made(work, work.tiles[pair / work.kv_heads], head, head + 1, memory);
+  made.load_queries();
+  made.add_split(task % work.splits, State(shape, work.states + task * shape.state_size()));
+}
+
+// A query tile and some heads.
+template <class KvNumber>
+void run_heads(const fissile::Attention& work, int64_t task) {
+  const Shape shape(work);
+  const int64_t shares = parts(work.kv_heads, work.task_heads), first = task % shares * work.task_heads;
+  const int64_t end = at_most(first + work.task_heads, work.kv_heads);
   const int64_t memory_of_task = Task<KvNumber>::memory(shape);
   float* memory = fissile::scratch(fissile::OF_TASK, memory_of_task + 2 * shape.state_size());
   if (!memory) return;
-  const Task<KvNumber> made(work, work.tiles[pair / work.kv_heads], pair % work.kv_heads, memory);
-  made.load_queries();
-  if (work.splits > 1) {
-    made.add_split(split, State(shape, work.states + task * shape.state_size()));
-    return;
-  }
   float* states = memory + memory_of_task;
   const State state(shape, states);
-  made.add_all_splits(state, State(shape, states + shape.state_size()));
-  made.finish(state);
+  for (int64_t head = first; head < end; head++) {
+    const Task<KvNumber> made(work, work.tiles[task / shares], head, end, memory);
+    made.load_queries();
+    made.add_all_splits(state, State(shape, states + shape.state_size()));
+    made.finish(state);
+  }
+}
+
+template <class KvNumber>
+void run(const fissile::Attention& work, int64_t task) {
+  if (work.splits > 1) run_split<KvNumber>(work, task);
+  else run_heads<KvNumber>(work, task);
 }
 
 template <class KvNumber>
 void run_merge(const fissile::Attention& work, int64_t task) {
   const Shape shape(work);
-  const Task<KvNumber> made(work, work.tiles[task / work.kv_heads], task % work.kv_heads, nullptr);
+  const int64_t head = task % work.kv_heads;
+  const Task<KvNumber> made(work, work.tiles[task / work.kv_heads], head, head + 1, nullptr);
   float* states = work.states + task * work.splits * shape.state_size();
   const State state(shape, states);
   const int64_t splits = parts(made.tile.position + made.tile.tokens, KV_SPLIT);
@@ -570,14 +606,14 @@ struct SelectTask {
 
   SelectTask(const fissile::SelectTokens& work, const fissile::QueryTile& tile, float* memory)
       : work(work),
-        task(work.keys, tile, 0, memory),
+        task(work.keys, tile, 0, 1, memory),
         ranks(reinterpret_cast<uint32_t*>(memory + Task<KvNumber>::memory(Shape(work.keys)))),
         length(length_of(tile)) {}
 
   void score_tile(int64_t first_key) const {
     int64_t here[KV_TILE], offsets[KV_TILE];
     for (int64_t k = 0; k < KV_TILE; k++) offsets[k] = k * task.shape.stride;
-    task.locate(first_key, here);
+    task.locate(0, first_key, here);
     if (!task.widened) {
       const Rows<KvNumber> keys{static_cast<const KvNumber*>(work.keys.keys), here};
       return task.score_all(first_key, keys, keys);
@@ -632,7 +668,9 @@ void run_selection(const fissile::SelectTokens& work, int64_t task) {
 
 int64_t attention_state_size(const fissile::Attention& work) { return Shape(work).state_size(); }
 
-int64_t attention_tasks(const fissile::Attention& work) { return work.num_tiles * work.kv_heads * work.splits; }
+int64_t attention_tasks(const fissile::Attention& work) {
+  return work.num_tiles * (work.splits > 1 ? work.kv_heads * work.splits : parts(work.kv_heads, work.task_heads));
+}
 
 void attention(const fissile::Attention& work, int64_t task) {
   if (work.kv_dtype == BFLOAT16) run<Bf16>(work, task);

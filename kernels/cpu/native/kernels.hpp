@@ -209,8 +209,10 @@ struct Attention {
   const QueryTile* tiles;
   int64_t num_tiles;
   int64_t tile_tokens;
-  // How many tasks share the keys of a tile; with more than one, their states wait in `states` to be merged.
+  // How many tasks share the keys of a tile and a head; with more than one, their states wait in `states` to be merged.
+  // With one, a task takes so many heads one after the other.
   int64_t splits;
+  int64_t task_heads;
   float* states;
 };
 
