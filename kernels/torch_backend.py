@@ -17,16 +17,7 @@ import torch
 
 from kernels import experts, paged_attention, row_tiles, sampling, token_selection
 from kernels.experts import PackedExperts
-from kernels.interface import (
-    AttentionMetaData,
-    ClampedSwiglu,
-    Decoder,
-    ExpertWeights,
-    KVSpec,
-    Ranks,
-    Routing,
-    SampleParams,
-)
+from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
 from kernels.paged_attention import AttentionPlan, PagedKVCache, StepPlan
 from kernels.row_tiles import ROW_TILE, PackedHeads, PackedLinear
 
@@ -62,7 +53,7 @@ class TorchBackend:
         """See KernelBackend."""
         return (self.name,)
 
-    def join_ranks(self, ranks: Ranks) -> None:
+    def join_ranks(self, ranks: object) -> None:
         """See KernelBackend: the caller adds up."""
 
     def adopt(self, packed: object) -> None:

@@ -23,16 +23,7 @@ from kernels.cpu.library import DTYPES, KV_DTYPES
 from kernels.cpu.linear import PanelHeads, PanelLinear
 from kernels.cpu.routing import route as choose_experts
 from kernels.experts import PackedExperts
-from kernels.interface import (
-    AttentionMetaData,
-    ClampedSwiglu,
-    Decoder,
-    ExpertWeights,
-    KVSpec,
-    Ranks,
-    Routing,
-    SampleParams,
-)
+from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
 from kernels.paged_attention import AttentionPlan, PagedKVCache
 from kernels.row_tiles import PackedHeads, PackedLinear
 from kernels.torch_backend import TorchBackend
@@ -96,7 +87,7 @@ class CpuBackend:
         """See KernelBackend."""
         return (self.name, self.instruction_set, sources_digest())
 
-    def join_ranks(self, ranks: Ranks) -> None:
+    def join_ranks(self, ranks: object) -> None:
         """See KernelBackend: the caller adds up."""
 
     def adopt(self, packed: object) -> None:

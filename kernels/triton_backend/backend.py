@@ -9,16 +9,7 @@ import numpy.typing as npt
 import torch
 import triton
 
-from kernels.interface import (
-    AttentionMetaData,
-    ClampedSwiglu,
-    Decoder,
-    ExpertWeights,
-    KVSpec,
-    Ranks,
-    Routing,
-    SampleParams,
-)
+from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
 from kernels.triton_backend import (
     attention,
     elementwise,
@@ -86,7 +77,7 @@ class TritonBackend:
         """See KernelBackend."""
         return (self.name, self.settings.target.name)
 
-    def join_ranks(self, ranks: Ranks) -> None:
+    def join_ranks(self, ranks: object) -> None:
         """See KernelBackend: the caller adds up."""
 
     def adopt(self, packed: object) -> None:
