@@ -256,9 +256,10 @@ class AiterBackend:
         self.device = fallback.device
         self._expert_parallel = expert_parallel
         self._choices = Choices(library, settings.batch_invariant, fallback.name)
-        self._reduces = False
         # AITER reads scales even where there is nothing to scale; a cache in FP8 has a scale of 1.
         self._one = torch.ones(1, dtype=torch.float32, device=self.device)
+        # Whether it adds up over ranks.
+        self._reduces = False
 
     @property
     def description(self) -> str:

@@ -9,9 +9,11 @@ from __future__ import annotations
 import sys
 
 import torch
+from structlog.testing import capture_logs
 
 from kernels.aiter_backend import SINCE, AiterBackend
 from kernels.aiter_library import AiterLibrary
+from kernels.interface import Ranks
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend.graphs import TritonGraphs
 from kernels.triton_backend.target import TARGETS, Settings
@@ -42,10 +44,23 @@ def main() -> None:
     assert len(comparisons) == 4
     for wrong in (Wrong(collectives, 2.0), Wrong(collectives, 1.0 + rank)):
         assert not any(each.passed for each in compared(wrong, TritonGraphs(CPU), rank, SIZE, CPU, rows=(1,)))
+    check_refusals(library)
     collectives.close()
     collectives.close()
     assert not torch.distributed.is_initialized()
     check_sums(collectives, rank, captured=3.0)
+
+
+def check_refusals(library: AiterLibrary) -> None:
+    """Ranks that AITER does not add up over; the log says why, once."""
+    backend = AiterBackend(TorchBackend(), library, Settings(TARGETS["gfx942"], batch_invariant=False))
+    with capture_logs() as logs:
+        for ranks in (Ranks(0, 3, None, True), Ranks(0, 2, None, False), Ranks(1, 2, None, False)):
+            assert backend.join_ranks(ranks) is None
+    assert [(entry["operation"], entry["reason"]) for entry in logs] == [
+        ("all_reduce", "AITER adds up over 2, 4, 6 or 8 ranks, not 3"),
+        ("all_reduce", "AITER adds up over ranks of one machine, each on the GPU of its number"),
+    ]
 
 
 class Wrong(Alone):

@@ -22,6 +22,8 @@ ActivationType = enum.IntEnum("ActivationType", {"Silu": 0, "Gelu": 1})
 QuantType = enum.IntEnum("QuantType", {"No": 0, "per_Token": 2})
 GateMode = enum.Enum("GateMode", {"SEPARATED": "separated"})
 dtypes = types.SimpleNamespace(bf16=torch.bfloat16, i8=torch.int8)
+
+
 # One for each `graph_capture` that is held.
 capturing = []
 

@@ -5,7 +5,6 @@ The numbers of AITER's kernels are not tested here; no machine of ours can run t
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -26,18 +25,15 @@ from kernels.aiter_backend import (
     AiterScaledLinear,
 )
 from kernels.aiter_library import AiterLibrary, AiterUnavailableError
-from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Ranks, Routing, SampleParams
+from kernels.interface import AttentionMetaData, ClampedSwiglu, ExpertWeights, KVSpec, Routing, SampleParams
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import plan as step_plan
 from kernels.triton_backend.backend import TritonBackend
 from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.plan import Shape, StepPlan
 from kernels.triton_backend.target import TARGETS, Settings
-from tests.e2e.service import free_port
-from tests.kernels import verify_aiter_sums
 from tests.kernels.fake_aiter import lay
 from tests.unit.kernels.steps import Rows, metadata, scattered_blocks
-from worker.distributed import in_order
 
 REFERENCE = TorchBackend()
 CPU = torch.device("cpu")
@@ -501,45 +497,3 @@ def test_sampling_is_never_aiters(backend: AiterBackend) -> None:
     ids = backend.sample(torch.tensor([[0.0, 3.0, 1.0]]), params, whole.astype(np.uint64), whole, whole)
     assert ids.tolist() == [1]
     assert fallback_of(backend) == ["sample"]
-
-
-@pytest.mark.parametrize("tag", TAGS)
-def test_sums_over_ranks(tag: str, tmp_path: Path) -> None:
-    """Two processes; what they check is in aiter_rank.py."""
-    lay(tmp_path, tag)
-    command = [sys.executable, "-m", "tests.kernels.aiter_rank", str(tmp_path)]
-    port = str(free_port())
-    ranks = [subprocess.Popen([*command, str(rank), port], stderr=subprocess.PIPE, text=True) for rank in range(2)]
-    try:
-        errors = [rank.communicate(timeout=120)[1] for rank in ranks]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(errors)
-
-
-@pytest.mark.parametrize(
-    ("size", "ordered", "reason"),
-    [
-        (3, True, "AITER adds up over 2, 4, 6 or 8 ranks, not 3"),
-        (2, False, "AITER adds up over ranks of one machine, each on the GPU of its number"),
-    ],
-)
-def test_ranks_that_aiter_does_not_add_up_over(
-    library: AiterLibrary, size: int, ordered: bool, reason: str, backend: AiterBackend
-) -> None:
-    with structlog.testing.capture_logs() as logs:
-        assert backend.join_ranks(Ranks(0, size, None, ordered)) is None
-    assert [(entry["operation"], entry["reason"]) for entry in logs] == [("all_reduce", reason)]
-
-
-def test_sums_are_not_verified_without_gpus(capsys: pytest.CaptureFixture[str]) -> None:
-    if torch.cuda.device_count() < 8:
-        assert verify_aiter_sums.main(["8"]) == 2
-        assert capsys.readouterr().err.startswith("error: 8 ranks need as many GPUs; PyTorch sees ")
-
-
-def test_ranks_in_order() -> None:
-    assert in_order([[5, 0], [5, 1], [5, 2]])
-    for places in ([[5, 0], [6, 1]], [[5, 1], [5, 0]], [[5, 0], [5, 0]], [[5, 2], [5, 3]]):
-        assert not in_order(places)

@@ -4,7 +4,7 @@
 
 RANKS is 2 unless it is given; each is a process with a GPU. Prints the relative errors, eager and in a captured step,
 and ends with 1 if one is too large, if ranks have different bits, or if the sums are not AITER's.
-tests/kernels/test_aiter_backend.py runs the same comparisons over a stand-in.
+tests/kernels/test_aiter_sums.py runs the same comparisons over a stand-in.
 """
 
 from __future__ import annotations
