@@ -9,6 +9,7 @@ unless its kernels may look at the batch and have a faster way (`KernelBackend.j
 from __future__ import annotations
 
 import datetime
+import hashlib
 import socket
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -153,4 +154,6 @@ def in_order(places: list[list[int]]) -> bool:
 
 def _machine() -> int:
     """A number of the running machine, the same in all of its processes."""
-    return int(Path("/proc/sys/kernel/random/boot_id").read_text("ascii").replace("-", "")[:15], 16)
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = socket.gethostname() + (boot.read_text("ascii") if boot.exists() else "")
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())
