@@ -4,7 +4,8 @@
 // order, so the border of top-k and of top-p is found by histograms of bits, of counts or of integer masses: what is kept
 // is everything above a border, and the first few ids that are equal to it. Top-k and min-p look at few ids: one pass over
 // the row divides by the temperature and keeps the largest of each block of ids, and blocks that are wholly too small are
-// passed over from then on. Noise is computed in float64, but only for ids that can still win.
+// passed over from then on. Noise is computed in float64, but only for ids that can still win; without a filter most blocks
+// are passed over by the largest noise in them, which their random words, made by vectors, give a bound of.
 #include "sampling.hpp"
 
 #include "scratch.hpp"
@@ -42,25 +43,49 @@ struct Border {
   int64_t ties = ALL;
 };
 
-// Philox4x32-10 (kernels/philox.py): the random words of four neighbouring ids.
-struct Words {
-  uint32_t x[4];
+// What random words are a function of beside the id.
+struct Stream {
+  uint64_t seed;
+  uint32_t position;
+  uint32_t choice;
 };
 
-Words philox(uint32_t block, uint32_t position, uint32_t choice, uint64_t seed) {
-  uint32_t c0 = block, c1 = position, c2 = choice, c3 = DOMAIN;
-  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-  for (int round = 0; round < 10; round++) {
-    const uint64_t first = uint64_t{0xD2511F53u} * c0, second = uint64_t{0xCD9E8D57u} * c2;
-    c0 = static_cast<uint32_t>(second >> 32) ^ c1 ^ k0;
-    c1 = static_cast<uint32_t>(second);
-    c2 = static_cast<uint32_t>(first >> 32) ^ c3 ^ k1;
-    c3 = static_cast<uint32_t>(first);
-    k0 += 0x9E3779B9u;
-    k1 += 0xBB67AE85u;
-  }
-  return {{c0, c1, c2, c3}};
+using Longs = int64_t __attribute__((vector_size(WIDTH * 4)));
+using UnsignedLongs = uint64_t __attribute__((vector_size(WIDTH * 4)));
+constexpr int LONGS = WIDTH / 2;
+
+FISSILE_INLINE uint64_t product(uint64_t x, uint32_t factor) { return (x & 0xFFFFFFFFu) * factor; }
+
+FISSILE_INLINE UnsignedLongs product(UnsignedLongs x, uint32_t factor) {
+#if FISSILE_WIDTH == 16 && defined(__AVX512F__)
+  return (UnsignedLongs)_mm512_mul_epu32((__m512i)x, _mm512_set1_epi64(factor));
+#elif FISSILE_WIDTH == 8 && defined(__AVX2__)
+  return (UnsignedLongs)_mm256_mul_epu32((__m256i)x, _mm256_set1_epi64x(factor));
+#else
+  return (x & 0xFFFFFFFFu) * factor;
+#endif
 }
+
+// Philox4x32-10 (kernels/philox.py) of one number or of a vector: the random words of four neighbouring ids, in the lower
+// halves; what is in the upper ones means nothing.
+template <class Number>
+struct Philox {
+  Number words[4];
+
+  Philox(Number ids_over_4, const Stream& stream)
+      : words{ids_over_4, Number{} + stream.position, Number{} + stream.choice, Number{} + DOMAIN} {
+    uint32_t k0 = static_cast<uint32_t>(stream.seed), k1 = static_cast<uint32_t>(stream.seed >> 32);
+    for (int round = 0; round < 10; round++) {
+      const Number first = product(words[0], 0xD2511F53u), second = product(words[2], 0xCD9E8D57u);
+      words[0] = (second >> 32) ^ words[1] ^ k0;
+      words[1] = second;
+      words[2] = (first >> 32) ^ words[3] ^ k1;
+      words[3] = first;
+      k0 += 0x9E3779B9u;
+      k1 += 0xBB67AE85u;
+    }
+  }
+};
 
 float gumbel(uint32_t word) {
   const double uniform = (static_cast<double>(word) + 0.5) * 0x1p-32;
@@ -159,16 +184,33 @@ float scale(const float* logits, int64_t count, float temperature, float* scaled
   return nan ? __builtin_nanf("") : highest;
 }
 
+// The least random word of a block's ids, which the largest noise comes from.
+uint32_t least_word(int64_t first_id, const Stream& stream) {
+  Longs least = Longs{} + INT64_MAX;
+  for (int64_t i = 0; i < BLOCK / 4; i += LONGS) {
+    UnsignedLongs ids_over_4;
+    for (int lane = 0; lane < LONGS; lane++) ids_over_4[lane] = static_cast<uint64_t>(first_id / 4 + i + lane);
+    const Philox<UnsignedLongs> made(ids_over_4, stream);
+    for (const UnsignedLongs& word : made.words) {
+      const Longs low = (Longs)(word & 0xFFFFFFFFu);
+      least = low < least ? low : least;
+    }
+  }
+  int64_t one = least[0];
+  for (int lane = 1; lane < LONGS; lane++) one = least[lane] < one ? least[lane] : one;
+  return static_cast<uint32_t>(one);
+}
+
 using Doubles = double __attribute__((vector_size(WIDTH * 4)));
-using Longs = int64_t __attribute__((vector_size(WIDTH * 4)));
 using HalfFloats = float __attribute__((vector_size(WIDTH * 2)));
-constexpr int DOUBLES = WIDTH / 2;
+constexpr int DOUBLES = LONGS;
 // Of e^r's series, from the highest power to the square: 1 / 13!, ..., 1 / 2!.
 constexpr double SERIES[] = {1.0 / 6227020800.0, 1.0 / 479001600.0, 1.0 / 39916800.0, 1.0 / 3628800.0,
                              1.0 / 362880.0,     1.0 / 40320.0,     1.0 / 5040.0,     1.0 / 720.0,
                              1.0 / 120.0,        1.0 / 24.0,        1.0 / 6.0,        1.0 / 2.0};
 
 FISSILE_INLINE Doubles splat_double(double value) { return Doubles{} + value; }
+FISSILE_INLINE HalfFloats splat_half(float value) { return HalfFloats{} + value; }
 
 // rint(e^x * 2^44) for x in [NO_MASS_BELOW, 0], exact for 0; one in 10^4 is off by one, since e^x is to about one unit in
 // the last place. Reduction by ln 2 in two parts, then the series.
@@ -233,16 +275,30 @@ struct Row {
     each(0, count, border, ties, f);
   }
 
-  // Masses of all: what is far below the highest has none.
+  // Masses of DOUBLES ids: what is far below the highest has none, and what is past the end.
+  __attribute__((always_inline)) Longs masses_at(int64_t first) const {
+    const int64_t size = at_most(count - first, DOUBLES);
+    HalfFloats some = splat_half(-__builtin_inff());
+    if (size == DOUBLES) __builtin_memcpy(&some, values + first, sizeof some);
+    else __builtin_memcpy(&some, values + first, static_cast<uint64_t>(size) * sizeof *values);
+    const Doubles below = __builtin_convertvector(some - highest, Doubles);
+    const Longs seen = below >= splat_double(NO_MASS_BELOW);
+    return masses_of(seen ? below : Doubles{}) & seen;
+  }
+
+  // Of all.
+  int64_t mass() const {
+    Longs sums = {};
+    for (int64_t first = 0; first < count; first += DOUBLES) sums += masses_at(first);
+    int64_t total = 0;
+    for (int lane = 0; lane < DOUBLES; lane++) total += sums[lane];
+    return total;
+  }
+
   void weigh() const {
     for (int64_t first = 0; first < count; first += DOUBLES) {
-      const int64_t size = count - first < DOUBLES ? count - first : DOUBLES;
-      HalfFloats some = {};
-      if (size == DOUBLES) __builtin_memcpy(&some, values + first, sizeof some);
-      else __builtin_memcpy(&some, values + first, static_cast<uint64_t>(size) * sizeof *values);
-      const Doubles below = __builtin_convertvector(some - highest, Doubles);
-      const Longs seen = below >= splat_double(NO_MASS_BELOW);
-      const Longs masses = masses_of(seen ? below : Doubles{}) & seen;
+      const Longs masses = masses_at(first);
+      const int64_t size = at_most(count - first, DOUBLES);
       if (size == DOUBLES) __builtin_memcpy(room.masses + first, &masses, sizeof masses);
       else __builtin_memcpy(room.masses + first, &masses, static_cast<uint64_t>(size) * sizeof *room.masses);
     }
@@ -298,12 +354,22 @@ struct Row {
   }
 
   Border top_p(Border from, float fraction) const {
-    int64_t total = 0;
     weigh();
+    return reaching(ceil_product(fraction, weighed(from)), from);
+  }
+
+  // Of what is kept, after weigh().
+  int64_t weighed(Border from) const {
+    int64_t total = 0;
     each(from, [&](int64_t i, uint32_t) { total += room.masses[i]; });
-    int64_t left = ceil_product(fraction, total), place = 0;
-    const uint32_t key = border_key(from, left, place, [&](int64_t i) { return room.masses[i]; });
-    return {key, (left + room.masses[place] - 1) / room.masses[place]};
+    return total;
+  }
+
+  // The border above which there is a mass, after weigh().
+  Border reaching(int64_t wanted, Border from) const {
+    int64_t place = 0;
+    const uint32_t key = border_key(from, wanted, place, [&](int64_t i) { return room.masses[i]; });
+    return {key, (wanted + room.masses[place] - 1) / room.masses[place]};
   }
 
   // The ids that are at least `lowest`.
@@ -322,15 +388,12 @@ struct Row {
   }
 
   // The best of value plus noise among what is kept, the lower id of equals.
-  int64_t best(Border border, uint64_t seed, int64_t position, int64_t choice) const {
-    int64_t block = -1;
-    Words words{};
+  int64_t best(Border border, const Stream& stream) const {
+    int64_t four = -1;
+    Philox<uint64_t> some(0, stream);
     auto word_of = [&](int64_t id) {
-      if (id >> 2 != block) {
-        block = id >> 2;
-        words = philox(static_cast<uint32_t>(block), static_cast<uint32_t>(position), static_cast<uint32_t>(choice), seed);
-      }
-      return words.x[id & 3];
+      if (id >> 2 != four) some = {static_cast<uint64_t>(four = id >> 2), stream};
+      return static_cast<uint32_t>(some.words[id & 3]);
     };
     // Room for the rounding of scores to float32.
     auto below = [](float score) { return score - 1e-6 * (1.0 + __builtin_fabs(score)); };
@@ -356,8 +419,10 @@ struct Row {
     };
     int64_t ties = border.ties;
     for (int64_t first = 0; first < count; first += BLOCK) {
-      // Ties of the border that are passed over here would be hopeless elsewhere, too.
-      if (!ids && room.largest_of[first / BLOCK] + MOST_NOISE < hopeless) continue;
+      // Ties of the border that are passed over here would be hopeless elsewhere, too; not so if it is for their words.
+      const double most = ids ? 0.0 : room.largest_of[first / BLOCK];
+      if (!ids && most + MOST_NOISE < hopeless) continue;
+      if (!ids && border.ties == ALL && most + noise_bound(least_word(first, stream)) < hopeless) continue;
       each(first, first + BLOCK < count ? first + BLOCK : count, border, ties, consider);
     }
     return found;
@@ -384,6 +449,24 @@ float lowest_by_top_k(const Row& all, int64_t k) {
   return value_of(largest_ones.key_at(Border{}, rank));
 }
 
+// How far below the highest the ids of a nucleus are looked for, before all are looked at.
+constexpr float NUCLEUS[] = {6.0f, 12.0f};
+
+// Top-p among all ids, with ids that have all it keeps: the likeliest alone, where their mass is enough.
+Row nucleus(const Row& all, float fraction, Border& border) {
+  const int64_t wanted = ceil_product(fraction, all.mass());
+  for (const float below : NUCLEUS) {
+    const Row likely = all.at_least(all.highest - below);
+    likely.weigh();
+    if (likely.weighed(border) < wanted) continue;
+    border = likely.reaching(wanted, border);
+    return likely;
+  }
+  all.weigh();
+  border = all.reaching(wanted, border);
+  return all;
+}
+
 int64_t sample_row(const fissile::Sample& work, int64_t row, const Row& all) {
   const float min_p = work.min_p[row], top_p = work.top_p[row];
   const int64_t top_k = work.top_k[row];
@@ -393,11 +476,15 @@ int64_t sample_row(const fissile::Sample& work, int64_t row, const Row& all) {
     const float by_k = lowest_by_top_k(all, top_k);
     lowest = by_k > lowest ? by_k : lowest;
   }
-  const Row kept = lowest == -__builtin_inff() ? all : all.at_least(lowest);
+  const Stream stream{work.seeds[row], static_cast<uint32_t>(work.positions[row]),
+                      static_cast<uint32_t>(work.choices[row])};
   Border border;
+  if (lowest == -__builtin_inff() && top_k == 0 && top_p < 1.0f)
+    return nucleus(all, top_p, border).best(border, stream);
+  const Row kept = lowest == -__builtin_inff() ? all : all.at_least(lowest);
   if (top_k > 0) border = kept.top_k(border, top_k);
   if (top_p < 1.0f) border = kept.top_p(border, top_p);
-  return kept.best(border, work.seeds[row], work.positions[row], work.choices[row]);
+  return kept.best(border, stream);
 }
 
 }  // namespace

@@ -75,6 +75,33 @@ def test_equals_numpy_on_a_large_vocabulary(native: CDLL) -> None:
     check(native, rng.normal(0, 2, (24, 151_936)).astype(np.float32), mixed_rows(24, 9))
 
 
+def seeded_rows(count: int, top_p: float = 1.0) -> list[Row]:
+    seeds = np.random.default_rng(11).integers(2**63, size=count)
+    return [Row(top_p=top_p, seed=int(seed), position=i) for i, seed in enumerate(seeds)]
+
+
+@pytest.mark.parametrize("vocab", [64, 700, 1500])
+def test_the_winner_of_a_flat_row_is_found_wherever_it_is(each_isa: CDLL, vocab: int) -> None:
+    """Without a filter blocks of ids are passed over by a bound on their noise: no block may be that has the winner."""
+    rows = seeded_rows(250)
+    logits = np.zeros((len(rows), vocab), np.float32)
+    tokens = reference.sample(logits.copy(), *arguments(rows))
+    assert len(set((tokens // 4).tolist())) > min(vocab // 4, 100) * 0.7  # all over the row
+    check(each_isa, logits, rows)
+
+
+@pytest.mark.parametrize(("below", "share"), [(3.0, 0.9), (8.0, 0.9), (13.0, 0.05)])
+def test_a_nucleus_far_below_the_highest(native: CDLL, below: float, share: float) -> None:
+    """A nucleus is looked for among ids near the highest first; these have most of the mass, or a little, or none."""
+    rows = seeded_rows(16, top_p=float32(0.97))
+    rng = np.random.default_rng(2)
+    logits = np.float32(-below) - rng.random((len(rows), 100_000), np.float32) / 2
+    logits[:, 70_001] = 0.0
+    masses = np.exp(logits.astype(np.float64))
+    assert 1 - (masses[:, 70_001] / masses.sum(1)).mean() > share
+    check(native, logits, rows)
+
+
 def test_threads_do_not_change_tokens(threads: CDLL) -> None:
     logits = np.random.default_rng(3).normal(0, 2, (50, 900)).astype(np.float32)
     given = arguments(mixed_rows(50, 3))
