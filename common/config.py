@@ -84,7 +84,7 @@ class Config:
         parallel_config: engines in lockstep, whose ranks share the experts.
         compilation_config: which decode steps are captured into graphs on a GPU; nothing is compiled so far.
         quant_config: how the weights of a checkpoint are quantized whose config.json does not say so. They are
-            brought to `dtype` when they are loaded.
+            brought to `dtype` when they are loaded, where the kernels do not multiply them as they are.
         hash_seed: fleet-wide seed of the block hashes.
         bos_token_id: beginning-of-sequence id, None when the model has none.
         eos_token_id: the model's first end-of-sequence id, None when it has none.

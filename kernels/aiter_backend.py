@@ -38,12 +38,15 @@ from kernels.interface import (
     PackedExperts,
     PackedHeads,
     PackedLinear,
+    QuantizedFormat,
+    QuantizedWeight,
     Ranks,
     Routing,
     SampleParams,
     StepGraphs,
     TokenSelection,
 )
+from kernels.quantized_weight import as_floats
 from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.plan import Shape, StepPlan
 from kernels.triton_backend.target import Settings
@@ -309,14 +312,20 @@ class AiterBackend:
         own = self.fp8 if name == "fp8" and dtype in _NARROW else None
         return own or self._fallback.packed_dtype(name, dtype)
 
+    def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
+        """See KernelBackend: what the other one does."""
+        return self._fallback.keeps_quantized(stored, dtype)
+
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_dtype: torch.dtype | None = None,
     ) -> PackedLinear:
         """See KernelBackend. `packed_dtype` may be `fp8` too: then inputs are rounded to FP8, with a scale per row."""
+        if isinstance(weight, QuantizedWeight):
+            return self._fallback.pack_linear(weight, bias, dtype, packed_dtype)
         operation = "linear" if packed_dtype is None else "quantized_linear"
         if not self._choices.takes(operation, _refuse_linear, dtype, packed_dtype, self.fp8, *weight.shape):
             return self._fallback.pack_linear(weight, bias, dtype, packed_dtype)
@@ -483,6 +492,8 @@ class AiterBackend:
         model = next(experts, None)
         if model is None:
             return self._fallback.pack_experts((), first, clamp, dtype, packed_dtype)
+        if isinstance(model.gate_up, QuantizedWeight) or isinstance(model.down, QuantizedWeight):
+            return self._fallback.pack_experts(chain([model], experts), first, clamp, dtype, packed_dtype)
         plain = clamp is None and model.gate_up_bias is None and model.down_bias is None
         facts = (dtype, packed_dtype, self.fp8, *model.down.shape, plain)
         experts = chain([model], experts)
@@ -498,7 +509,7 @@ class AiterBackend:
         self, expert: ExpertWeights, dtype: torch.dtype, packed_dtype: torch.dtype | None
     ) -> tuple[torch.Tensor | None, ...]:
         """Its two weights, shuffled, each followed by the scale of its rows, None if it has none."""
-        weights = [weight.to(self.device) for weight in (expert.gate_up, expert.down)]
+        weights = [as_floats(weight).to(self.device) for weight in (expert.gate_up, expert.down)]
         if packed_dtype is None:
             gate_up, down = (self._shuffled(weight.to(dtype).contiguous()) for weight in weights)
             return gate_up, None, down, None

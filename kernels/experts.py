@@ -16,6 +16,7 @@ import torch
 
 from kernels import elementwise, row_tiles
 from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
+from kernels.quantized_weight import as_floats
 from kernels.row_tiles import ROW_TILE, PackedLinear
 
 Ints = npt.NDArray[np.int64]
@@ -37,8 +38,8 @@ def pack(
     """Packs experts as they come, so that only one is held in two copies."""
     packed = PackedExperts(first, [], [], clamp)
     for expert in experts:
-        packed.gate_up.append(row_tiles.pack(expert.gate_up, expert.gate_up_bias, dtype))
-        packed.down.append(row_tiles.pack(expert.down, expert.down_bias, dtype))
+        packed.gate_up.append(row_tiles.pack(as_floats(expert.gate_up), expert.gate_up_bias, dtype))
+        packed.down.append(row_tiles.pack(as_floats(expert.down), expert.down_bias, dtype))
     return packed
 
 

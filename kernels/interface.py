@@ -19,6 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+# The granularity of a weight's scales (QUANT_TYPES of the configuration): `per_token` is one for each row.
+QuantType = Literal["per_token", "per_1x32", "per_1x128", "per_128x128"]
 PackedLinear = Any
 PackedHeads = Any
 PackedExperts = Any
@@ -179,8 +181,54 @@ class ClampedSwiglu:
 
 
 @dataclass(frozen=True)
+class QuantizedFormat:
+    """How a quantized weight is stored.
+
+    Attributes:
+        numbers: dtype: int8, float8_e4m3fn or float8_e4m3fnuz; uint8 for MXFP4.
+        quant_type: `per_1x32` for MXFP4, and for nothing else.
+    """
+
+    numbers: torch.dtype
+    quant_type: QuantType
+
+
+@dataclass(frozen=True)
+class QuantizedWeight:
+    """A weight [N, K] as a checkpoint stores it, or a part of one: a number is worth itself times its scale.
+
+    Parts of K begin at a multiple of what shares a scale, so that the first scale is that of the first number.
+
+    Attributes:
+        numbers: [N, K] in int8 or either FP8; of MXFP4 uint8 [N, K / 2], the earlier number of a byte in
+            its lower half.
+        scales: float32 [N] for `per_token` (a scale for the whole tensor comes as one for each row), [N, K / 128] for
+            `per_1x128`, [N / 128, K / 128] for `per_128x128`, rounded up; of MXFP4 (`per_1x32`) exponents of 2 with a
+            bias of 127, uint8 [N, K / 32], 255 for NaN.
+        quant_type: as above.
+    """
+
+    numbers: torch.Tensor
+    scales: torch.Tensor
+    quant_type: QuantType
+
+    @property
+    def format(self) -> QuantizedFormat:
+        """How it is stored."""
+        return QuantizedFormat(self.numbers.dtype, self.quant_type)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, K)"""
+        rows, width = self.numbers.shape
+        return rows, 2 * width if self.quant_type == "per_1x32" else width
+
+
+@dataclass(frozen=True)
 class ExpertWeights:
-    """One expert's feed-forward network, or a rank's I of its inner units, in any float dtype.
+    """One expert's feed-forward network, or a rank's I of its inner units, in any float dtype or as it is stored.
+
+    Where weights are quantized, `gate_up` has one format in all experts of a mixture, and so has `down`.
 
     Attributes:
         gate_up: [2I, H], all gates, then all ups.
@@ -189,8 +237,8 @@ class ExpertWeights:
         down_bias: [H] or None.
     """
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | QuantizedWeight
+    down: torch.Tensor | QuantizedWeight
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
@@ -377,9 +425,16 @@ class KernelBackend(Protocol):
         """
         ...
 
+    def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
+        """Whether products of a model in `dtype` multiply weights of that format as they are.
+
+        If not, they are best given as floats: a QuantizedWeight of it is dequantized when it is packed.
+        """
+        ...
+
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_dtype: torch.dtype | None = None,
@@ -387,8 +442,8 @@ class KernelBackend(Protocol):
         """Brings a weight [N, K] and a bias [N] of any float dtype into the back end's layout, in `dtype`.
 
         `packed_dtype` comes from the method of that name: int8 and FP8 keep numbers of 8 bits with a scale for each row
-        of the weight and each 128 numbers of K. None keeps `dtype`. The result may share the weight's memory, which
-        must therefore stay unchanged.
+        of the weight and each 128 numbers of K. None keeps `dtype`, and a QuantizedWeight as it is where
+        `keeps_quantized` says so. The result may share the weight's memory, which must therefore stay unchanged.
         """
         ...
 

@@ -17,8 +17,19 @@ import torch
 
 from kernels import experts, paged_attention, row_tiles, sampling, token_selection
 from kernels.experts import PackedExperts
-from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
+from kernels.interface import (
+    AttentionMetaData,
+    ClampedSwiglu,
+    Decoder,
+    ExpertWeights,
+    KVSpec,
+    QuantizedFormat,
+    QuantizedWeight,
+    Routing,
+    SampleParams,
+)
 from kernels.paged_attention import AttentionPlan, PagedKVCache, StepPlan
+from kernels.quantized_weight import as_floats
 from kernels.row_tiles import ROW_TILE, PackedHeads, PackedLinear
 
 # Names of `torch.cpu.get_capabilities` for what multiplies a dtype.
@@ -68,16 +79,20 @@ class TorchBackend:
         """See KernelBackend: none."""
         return
 
+    def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
+        """See KernelBackend: none."""
+        return False
+
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_dtype: torch.dtype | None = None,
     ) -> PackedLinear:
         """See KernelBackend."""
         _require_float(packed_dtype)
-        return row_tiles.pack(weight, bias, dtype)
+        return row_tiles.pack(as_floats(weight), bias, dtype)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """See KernelBackend: one fixed-shape product per tile of ROW_TILE rows."""

@@ -226,8 +226,10 @@ def write_safetensors(file: Path, tensors: Mapping[str, Stored]) -> None:
 PROJECTIONS = re.compile(r".*(_proj|_proj_with_mqa|\.w[123]|\.indexer\.w(q_b|k))\.weight")
 
 
-def quantize_checkpoint(folder: Path, scheme: Scheme) -> dict[str, Floats]:
-    """Quantizes the projections of a float32 checkpoint in place; every weight's worth by name.
+def quantize_checkpoint(
+    folder: Path, scheme: Scheme, wanted: Callable[[str], bool] = lambda _: True
+) -> dict[str, Floats]:
+    """Quantizes the `wanted` projections of a float32 checkpoint in place; every weight's worth by name.
 
     FP4 leaves weights alone whose rows are no whole groups, as quantizers do.
     """
@@ -237,7 +239,7 @@ def quantize_checkpoint(folder: Path, scheme: Scheme) -> dict[str, Floats]:
     tensors: dict[str, Stored] = {}
     worths: dict[str, Floats] = {}
     for name, weight in load_file(file).items():
-        if PROJECTIONS.fullmatch(name) and not (scheme.number == "fp4" and weight.shape[1] % 32):
+        if PROJECTIONS.fullmatch(name) and wanted(name) and not (scheme.number == "fp4" and weight.shape[1] % 32):
             stored, worths[name] = scheme.quantize(name, weight)
             tensors |= stored
         else:

@@ -41,14 +41,13 @@ class _Layout:
     transposed: bool = False
 
 
-_LAYOUTS: Final = (
-    # Floats; FP8 and INT8 of all methods; FP4 of Quark.
-    _Layout("", ("_scale_inv", "_scale")),
-    # FP4 of compressed-tensors.
-    _Layout("_packed", ("_scale",)),
-    # FP4 of gpt-oss.
-    _Layout("_blocks", ("_scales",), transposed=True),
-)
+# Floats; FP8 and INT8 of all methods; FP4 of Quark.
+_PLAIN: Final = _Layout("", ("_scale_inv", "_scale"))
+# FP4 of compressed-tensors.
+_PACKED: Final = _Layout("_packed", ("_scale",))
+# FP4 of gpt-oss.
+_BLOCKS: Final = _Layout("_blocks", ("_scales",), transposed=True)
+_LAYOUTS: Final = (_PLAIN, _PACKED, _BLOCKS)
 
 
 class CheckpointIndex:
@@ -140,6 +139,26 @@ class CheckpointIndex:
         one_for_all = config.quant_type == "per_tensor" and math.prod(entry.shape) == 1
         if _without_ones(entry.shape) != _without_ones(wanted) and not one_for_all:
             self._misshapen.append(f"{name} is {list(entry.shape)}, expected {list(wanted)}")
+
+
+def stored_as(name: str, shape: Shape, quantization: QuantizationConfig) -> dict[str, tuple[str, Shape]]:
+    """Name, safetensors' dtype and shape of what a checkpoint may have for a tensor: quantized wherever it can be.
+
+    Also where checkpoints have floats, as for embeddings and routers, which are dequantized when they are read.
+    """
+    config = quantization.of_layer(name.removesuffix(".weight"))
+    packed = config.quant_dtype == "fp4x2"
+    layout = _BLOCKS if packed and len(shape) > 2 else _PACKED if packed else _PLAIN
+    if config.quant_type == "no" or len(shape) < 2:
+        return {name: ("BF16", shape)}
+    matrix = matrix_shape(shape, layout.transposed)
+    if packed and matrix[1] % 32:
+        return {name: ("BF16", shape)}
+    scales = (*shape[:-2], *scales_shape(matrix, _grain(config, matrix)))
+    return {
+        name + layout.values: (VALUES[config.quant_dtype][0], _values_shape(shape, layout, packed)),
+        name + layout.scales[-1]: (SCALES[config.quant_dtype][0], scales),
+    }
 
 
 def some(names: list[str]) -> str:

@@ -6,17 +6,22 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import structlog
 import torch
 
 from common.config_parts import QuantizationConfig
+from kernels.interface import QuantizedWeight
 from worker.checkpoint_index import CheckpointIndex, some
 from worker.model_config import ModelError
 from worker.safetensors_file import Entry, Shape, header_bytes, read_entries
-from worker.stored_tensors import Files, Index, StoredTensor
+from worker.stored_tensors import Files, Index, MatrixPart, QuantizedTensor, StoredTensor
 
 __all__ = ["Progress", "Shape", "Weights", "load_weights", "no_progress", "weight_files", "weights_digest"]
+
+_log = structlog.get_logger(__name__)
 
 Progress = Callable[[int, int], None]
 
@@ -34,15 +39,45 @@ def no_progress(done_bytes: int, total_bytes: int) -> None:
     """Progress for nobody."""
 
 
+@dataclass
+class QuantizedUse:
+    """What became of a checkpoint's quantized tensors.
+
+    Attributes:
+        kept: names of those that were taken as they are stored.
+        dequantized: names of the others that were read -> why.
+    """
+
+    kept: set[str] = field(default_factory=set)
+    dequantized: dict[str, str] = field(default_factory=dict)
+
+    def log(self) -> None:
+        """One line, where there were any."""
+        if self.kept or self.dequantized:
+            _log.info(
+                "quantized weights", kept=len(self.kept), dequantized=len(self.dequantized), reasons=self.reasons()
+            )
+
+    def reasons(self) -> str:
+        """Why tensors were dequantized: each reason with their number and the first of them."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.dequantized.items():
+            by_reason.setdefault(reason, []).append(name)
+        return "; ".join(f"{reason}: {len(names)}, such as {names[0]}" for reason, names in by_reason.items())
+
+
 class Weights:
     """The tensors of a checkpoint, of which each rank reads its parts, in pieces that leave no pages behind.
 
-    Quantized tensors look like others: what is read is dequantized.
+    Quantized tensors look like others, what is read is dequantized; `take_quantized` gives them as they are.
 
     Args:
         tensors: where each expected tensor is.
         progress: called with (bytes read, bytes that this rank will have read) after each tensor or part. How much of
             the coming tensors this rank reads is estimated from the share that it has read of the earlier ones.
+
+    Attributes:
+        use: what became of the quantized tensors that were read.
     """
 
     def __init__(self, tensors: Mapping[str, StoredTensor], progress: Progress) -> None:
@@ -54,6 +89,7 @@ class Weights:
         self._touched_bytes = 0
         self._read_bytes = 0
         self._files = Files()
+        self.use = QuantizedUse()
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -105,13 +141,36 @@ class Weights:
         if list(out.shape) != shape:
             raise ValueError(f"{name}: the part is {shape}, the place for it {list(out.shape)}")
         tensor.copy(self._files, index, out)
-        self._count(name, tensor.num_bytes * math.prod(shape) // max(1, math.prod(tensor.shape)))
+        if isinstance(tensor, QuantizedTensor):
+            self.use.dequantized.setdefault(name, "the model wants floats")
+        self._count(name, math.prod(shape))
 
-    def _count(self, name: str, read_bytes: int) -> None:
+    def quantized(self, name: str) -> QuantizedTensor | None:
+        """How a tensor is quantized; None where it is stored as floats."""
+        tensor = self._tensors[name]
+        return tensor if isinstance(tensor, QuantizedTensor) else None
+
+    def take_quantized(self, part: MatrixPart) -> QuantizedWeight:
+        """A part of a quantized tensor as it is stored, the caller's own.
+
+        Raises:
+            ValueError: it can not be had so.
+        """
+        tensor = self.quantized(part.name)
+        refusal = "stored as floats" if tensor is None else tensor.refusal(part)
+        if tensor is None or refusal is not None:
+            raise ValueError(f"{part.name}: {refusal}")
+        weight = tensor.quantized(self._files, part)
+        self.use.kept.add(part.name)
+        self._count(part.name, math.prod(weight.shape))
+        return weight
+
+    def _count(self, name: str, read_numbers: int) -> None:
+        tensor = self._tensors[name]
         if name not in self._touched:
             self._touched.add(name)
-            self._touched_bytes += self._tensors[name].num_bytes
-        self._read_bytes += read_bytes
+            self._touched_bytes += tensor.num_bytes
+        self._read_bytes += tensor.num_bytes * read_numbers // max(1, math.prod(tensor.shape))
         expected = self._whole_bytes * self._read_bytes // max(1, self._touched_bytes)
         self._progress(self._read_bytes, max(expected, self._read_bytes))
 

@@ -167,7 +167,7 @@ class ModelRunner:
                 kept=architecture.kept_tensors(config),
                 quantization=_quantization(self.config, config),
             )
-        return architecture(
+        model = architecture(
             Build(
                 config,
                 self.kernels,
@@ -180,6 +180,8 @@ class ModelRunner:
                 kept,
             )
         )
+        weights.use.log()
+        return model
 
     def _key(self) -> Key:
         shard, data = self.shard, self.shard.data

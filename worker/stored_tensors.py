@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from kernels import float8
+from kernels.interface import QuantizedWeight, QuantType
 from worker.safetensors_file import DTYPES, Entry, MappedFile, Shape
 
 Index = tuple[slice, ...]
@@ -40,6 +41,24 @@ class Files:
     def tensor(self, entry: Entry) -> torch.Tensor:
         """A tensor as it lies in its file."""
         return self.of(entry).tensor(entry)
+
+
+class MatrixPart(NamedTuple):
+    """A part of a matrix [N, K] of the checkpoint, by which inputs of K numbers are multiplied.
+
+    Attributes:
+        name: of the tensor.
+        rows: of N.
+        columns: of K.
+        expert: which matrix, where the tensor has several.
+        transposed: whether the model has it as [K, N].
+    """
+
+    name: str
+    rows: slice = slice(None)
+    columns: slice = slice(None)
+    expert: int = 0
+    transposed: bool = False
 
 
 class StoredTensor(Protocol):
@@ -120,6 +139,65 @@ class QuantizedTensor:
     def num_bytes(self) -> int:
         """See StoredTensor."""
         return self.values.num_bytes + self.scales.num_bytes
+
+    @property
+    def quant_type(self) -> QuantType:
+        """The granularity of the scales; one for all rows, or all columns, counts as one for each row."""
+        if self.packed:
+            return "per_1x32"
+        rows, columns = self.grain
+        if columns >= matrix_shape(self.shape, self.transposed)[1]:
+            return "per_token"
+        return "per_1x128" if rows == 1 else "per_128x128"
+
+    @property
+    def numbers(self) -> torch.dtype:
+        """Dtype of the stored numbers."""
+        return DTYPES[self.values.dtype]
+
+    def refusal(self, part: MatrixPart) -> str | None:
+        """Why a part can not be had as it is stored; None if it can."""
+        if part.transposed != self.transposed:
+            return "stored the other way round"
+        every = range(matrix_shape(self.shape, self.transposed)[1])
+        wanted, grain = every[part.columns], self.grain[1]
+        if self.quant_type == "per_token" or wanted == every or not (wanted.start % grain or len(wanted) % grain):
+            return None
+        return f"{len(wanted)} columns of each rank cut groups of {grain}"
+
+    def part_rows(self, part: MatrixPart) -> int:
+        """How many rows a part has."""
+        return len(range(matrix_shape(self.shape, self.transposed)[0])[part.rows])
+
+    def part_quant_type(self, part: MatrixPart) -> QuantType:
+        """The granularity of a part: blocks are blocks where they begin at a whole one."""
+        if self.quant_type == "per_128x128" and (part.rows.start or 0) % self.grain[0]:
+            return "per_1x128"
+        return self.quant_type
+
+    def quantized(self, files: Files, part: MatrixPart) -> QuantizedWeight:
+        """A part that `refusal` has nothing against, as it is stored."""
+        sizes = matrix_shape(self.shape, self.transposed)
+        wanted = zip((part.rows, part.columns), sizes, strict=True)
+        rows, columns = (slice(*each.indices(size)[:2]) for each, size in wanted)
+        values, scales = (each[part.expert] for each in self._matrices(files))
+        stored = values[rows, columns.start // 2 : columns.stop // 2] if self.packed else values[rows, columns]
+        numbers = torch.empty(stored.shape, dtype=stored.dtype)
+        files.of(self.values).copy(stored, numbers)
+        quant_type = self.part_quant_type(part)
+        if quant_type != "per_token":
+            scales = scales[:, columns.start // self.grain[1] : -(-columns.stop // self.grain[1])]
+        return QuantizedWeight(numbers, self._row_scales(files, scales, rows, quant_type), quant_type)
+
+    def _row_scales(self, files: Files, stored: torch.Tensor, rows: slice, quant_type: QuantType) -> torch.Tensor:
+        """Scales of the rows, of stored ones [n, k], as QuantizedWeight has them."""
+        scales = stored.view(torch.uint8).clone() if self.packed else stored.float()
+        files.of(self.scales).release(stored)
+        grain = self.grain[0]
+        if quant_type == "per_128x128":
+            return scales[rows.start // grain : -(-rows.stop // grain)].contiguous()
+        spread = scales.index_select(0, torch.arange(rows.start, rows.stop) // grain)
+        return spread.flatten() if quant_type == "per_token" else spread
 
     def copy(self, files: Files, index: Index, out: torch.Tensor) -> None:
         """See StoredTensor."""

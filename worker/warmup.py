@@ -2,8 +2,9 @@
 
 AITER and Triton compile kernels when they are first called; a cold cache costs minutes, and AITER's attention alone
 may take twenty (kernel-notes section 1). So the kernels are called here first, by the engine itself: with the shapes of
-a model whose config.json is all that is read, as few layers of it as there are kinds, and weights of zero in a file
-without content. Workers then find the compiled kernels in the same folders ($AITER_JIT_DIR, $TRITON_CACHE_DIR).
+a model whose config.json is all that is read, as few layers of it as there are kinds, and weights of zero, quantized as
+config.json says, in a file without content. Workers then find the compiled kernels in the same folders
+($AITER_JIT_DIR, $TRITON_CACHE_DIR).
 """
 
 from __future__ import annotations
@@ -45,8 +46,6 @@ _OF_SCHEDULING: Final[dict[str, Any]] = {
     "scheduler_delay_factor": 0.0,
 }
 _LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
-_STORED: Final = "BF16"
-_STORED_BYTES: Final = 2
 _HEADER_ALIGNMENT: Final = 8
 _ANSWER: Final = 3
 _SHORT_PROMPT: Final = 8
@@ -82,6 +81,7 @@ def blank_checkpoint(folder: Path, source: Path) -> int:
         ModelError: the model can not be served.
     """
     # It imports PyTorch.
+    from worker.checkpoint_index import stored_as  # noqa: PLC0415
     from worker.models.registry import model_class  # noqa: PLC0415
 
     whole = ModelConfig.from_folder(source)
@@ -90,7 +90,10 @@ def blank_checkpoint(folder: Path, source: Path) -> int:
     config = _shortened(json.loads((source / "config.json").read_text("utf-8")), layers)
     (folder / "config.json").write_text(json.dumps(config), "utf-8")
     short = ModelConfig.from_folder(folder)
-    _write_zeros(folder / "model.safetensors", model_class(short.architecture).tensor_shapes(short))
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in model_class(short.architecture).tensor_shapes(short).items():
+        tensors |= stored_as(name, shape, short.quant_config)
+    _write_zeros(folder / "model.safetensors", tensors)
     return layers
 
 
@@ -115,20 +118,22 @@ def num_layers(shapes: Mapping[str, tuple[int, ...]], layer_types: object) -> in
 
 
 def _shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:
-    """config.json with fewer layers, whose weights are not quantized."""
-    kept = {key: value for key, value in config.items() if key != "quantization_config"}
-    kept["num_hidden_layers"] = layers
+    """config.json with fewer layers."""
+    kept = {**config, "num_hidden_layers": layers}
     if isinstance(kept.get("layer_types"), list):
         kept["layer_types"] = kept["layer_types"][:layers]
     return kept
 
 
-def _write_zeros(file: Path, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """A safetensors file that ends behind its header, and is then made longer."""
+def _write_zeros(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """A safetensors file of (dtype, shape) that ends behind its header, and is then made longer."""
+    # It imports PyTorch.
+    from worker.safetensors_file import DTYPES  # noqa: PLC0415
+
     header, end = {}, 0
-    for name, shape in shapes.items():
-        begin, end = end, end + prod(shape) * _STORED_BYTES
-        header[name] = {"dtype": _STORED, "shape": shape, "data_offsets": (begin, end)}
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % _HEADER_ALIGNMENT)
     with file.open("wb") as stream:

@@ -23,8 +23,19 @@ from kernels.cpu.library import DTYPES, KV_DTYPES
 from kernels.cpu.linear import PanelHeads, PanelLinear
 from kernels.cpu.routing import route as choose_experts
 from kernels.experts import PackedExperts
-from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
+from kernels.interface import (
+    AttentionMetaData,
+    ClampedSwiglu,
+    Decoder,
+    ExpertWeights,
+    KVSpec,
+    QuantizedFormat,
+    QuantizedWeight,
+    Routing,
+    SampleParams,
+)
 from kernels.paged_attention import AttentionPlan, PagedKVCache
+from kernels.quantized_weight import as_floats
 from kernels.row_tiles import PackedHeads, PackedLinear
 from kernels.torch_backend import TorchBackend
 
@@ -102,16 +113,20 @@ class CpuBackend:
         """See KernelBackend."""
         return torch.int8 if name == "int8" and dtype in DTYPES else None
 
+    def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
+        """See KernelBackend: none."""
+        return False
+
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_dtype: torch.dtype | None = None,
     ) -> PanelLinear | PackedLinear:
         """See KernelBackend."""
         if dtype in DTYPES:
-            return linear.pack(self._library, weight, bias, dtype, packed_dtype)
+            return linear.pack(self._library, as_floats(weight), bias, dtype, packed_dtype)
         self._delegates = True
         return self._torch.pack_linear(weight, bias, dtype, packed_dtype)
 

@@ -11,6 +11,7 @@ import torch
 from kernels.cpu import linear
 from kernels.cpu.library import DTYPES, PACKED_DTYPES, check
 from kernels.interface import ClampedSwiglu, ExpertWeights
+from kernels.quantized_weight import as_floats
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ def pack(
     """Packs experts as they come, in `dtype`, one of `DTYPES`; `packed_dtype` as in `linear.pack`."""
     gate_up, down, inner = [], [], 0
     for expert in experts:
-        gate_up.append(linear.pack(library, expert.gate_up, expert.gate_up_bias, dtype, packed_dtype))
-        down.append(linear.pack(library, expert.down, expert.down_bias, dtype, packed_dtype))
+        gate_up.append(linear.pack(library, as_floats(expert.gate_up), expert.gate_up_bias, dtype, packed_dtype))
+        down.append(linear.pack(library, as_floats(expert.down), expert.down_bias, dtype, packed_dtype))
         inner = expert.down.shape[1]
     panels = linear.stacked(gate_up), linear.stacked(down)
     code = PACKED_DTYPES[packed_dtype or dtype]

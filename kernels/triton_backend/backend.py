@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
 import triton
 
-from kernels.interface import AttentionMetaData, ClampedSwiglu, Decoder, ExpertWeights, KVSpec, Routing, SampleParams
+from kernels.interface import (
+    AttentionMetaData,
+    ClampedSwiglu,
+    Decoder,
+    ExpertWeights,
+    KVSpec,
+    QuantizedFormat,
+    QuantizedWeight,
+    Routing,
+    SampleParams,
+)
+from kernels.quantized_weight import as_floats
 from kernels.triton_backend import (
     attention,
     elementwise,
@@ -89,17 +101,33 @@ class TritonBackend:
 
     def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
         """See KernelBackend."""
-        return {"int8": torch.int8, "fp8": self.settings.target.fp8}.get(name) if dtype in _DTYPES else None
+        fp8 = self.settings.target.fp8 if self.settings.target.has_fp8 else None
+        return {"int8": torch.int8, "fp8": fp8}.get(name) if dtype in _DTYPES else None
+
+    def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
+        """See KernelBackend: all but FP8 that the target has not, or has not all numbers of."""
+        return dtype in _DTYPES and packed_weight.keeps(stored, self.settings.target)
 
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_dtype: torch.dtype | None = None,
     ) -> PackedWeight:
         """See KernelBackend."""
-        return packed_weight.pack(weight, bias, dtype, packed_dtype, self.device)
+        kept = self._kept(weight, dtype, packed_dtype)
+        if isinstance(kept, QuantizedWeight):
+            return packed_weight.from_quantized(kept, bias, dtype, self.settings.target.fp8, self.device)
+        return packed_weight.pack(kept, bias, dtype, packed_dtype, self.device)
+
+    def _kept(
+        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, packed_dtype: torch.dtype | None
+    ) -> torch.Tensor | QuantizedWeight:
+        """A weight as it is packed: stored numbers only where they stay, floats elsewhere."""
+        if isinstance(weight, QuantizedWeight) and packed_dtype is None and self.keeps_quantized(weight.format, dtype):
+            return weight
+        return as_floats(weight)
 
     def linear(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
         """See KernelBackend."""
@@ -160,7 +188,15 @@ class TritonBackend:
         packed_dtype: torch.dtype | None = None,
     ) -> PackedExperts:
         """See KernelBackend."""
-        return experts.pack(weights, first, clamp, dtype, packed_dtype, self.device)
+        kept = (
+            replace(
+                each,
+                gate_up=self._kept(each.gate_up, dtype, packed_dtype),
+                down=self._kept(each.down, dtype, packed_dtype),
+            )
+            for each in weights
+        )
+        return experts.pack(kept, first, clamp, dtype, packed_dtype, self.device, self.settings.target.fp8)
 
     def moe(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts

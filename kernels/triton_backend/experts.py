@@ -9,13 +9,15 @@ where tiles are not chosen by how many there are.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
 import triton.language as tl
 
-from kernels.interface import ClampedSwiglu, ExpertWeights
+from kernels import float8
+from kernels.interface import ClampedSwiglu, ExpertWeights, QuantizedWeight
+from kernels.quantized_weight import with_row_scales
 from kernels.triton_backend import mxfp4, packed_weight
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.packed_weight import GROUP
@@ -32,14 +34,16 @@ class StackedWeights:
 
     Attributes:
         numbers: [E, N, K] in the model dtype, int8 or FP8; or uint8 as in kernels/triton_backend/mxfp4.py.
-        scales: None for the model dtype; float32 [E, K / GROUP rounded up, N]: number times scale is the weight;
-            or those of MXFP4, [E, N, ...].
+        scales: None for the model dtype; float32 [E, K / GROUP, N / row_grain], rounded up: number times scale is the
+            weight; or those of MXFP4, [E, N, ...].
         bias: [E, N] in the model dtype, or None.
+        row_grain: rows that share a scale; where gates and ups take turns, so do the scales of their blocks.
     """
 
     numbers: torch.Tensor
     scales: torch.Tensor | None
     bias: torch.Tensor | None
+    row_grain: int = 1
 
 
 @dataclass(frozen=True)
@@ -65,11 +69,12 @@ def pack(
     dtype: torch.dtype,
     packed_dtype: torch.dtype | None,
     device: torch.device,
+    fp8: torch.dtype = torch.float8_e4m3fn,
 ) -> PackedExperts:
     """Packs experts as they come, in `dtype`, on the device.
 
     Args:
-        experts: ids `first`, `first` + 1, ..., on any device.
+        experts: ids `first`, `first` + 1, ..., on any device; a QuantizedWeight is one that `packed_weight.keeps`.
         first: id of the first.
         clamp: see PackedExperts.
         dtype: the model's: bfloat16, float16 or float32.
@@ -77,18 +82,25 @@ def pack(
             multiples of a float32 scale for each row of a weight and GROUP numbers of K; float4_e2m1fn_x2 for
             MXFP4.
         device: where to.
+        fp8: the target's own, to which a checkpoint's FP8 numbers are brought.
 
     Raises:
         ValueError: another packed dtype.
     """
     if packed_dtype not in (None, dtype, _MXFP4, *_EIGHT_BITS):
         raise ValueError(f"experts in {dtype} can not be packed as {packed_dtype}")
+
+    def one(weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> StackedWeights:
+        if isinstance(weight, QuantizedWeight):
+            return _stored(weight, bias, dtype, fp8, device)
+        return _packed(weight, bias, dtype, packed_dtype or dtype, device)
+
     gate_up: list[StackedWeights] = []
     down: list[StackedWeights] = []
     for expert in experts:
         bias = None if expert.gate_up_bias is None else _in_turn(expert.gate_up_bias.to(device))
-        gate_up.append(_packed(_in_turn(expert.gate_up.to(device)), bias, dtype, packed_dtype or dtype, device))
-        down.append(_packed(expert.down, expert.down_bias, dtype, packed_dtype or dtype, device))
+        gate_up.append(one(_weight_in_turn(expert.gate_up, device), bias))
+        down.append(one(expert.down, expert.down_bias))
     if not down:
         return PackedExperts(first, None, None, clamp)
     return PackedExperts(first, _stacked(gate_up), _stacked(down), clamp)
@@ -96,7 +108,33 @@ def pack(
 
 def _in_turn(rows: torch.Tensor) -> torch.Tensor:
     """All gates, then all ups, as gate, up, gate, up, ..."""
-    return torch.stack(rows.chunk(2), 1).flatten(0, 1)
+    return torch.stack(float8.raw(rows).chunk(2), 1).flatten(0, 1).view(rows.dtype)
+
+
+def _weight_in_turn(weight: torch.Tensor | QuantizedWeight, device: torch.device) -> torch.Tensor | QuantizedWeight:
+    if isinstance(weight, torch.Tensor):
+        return _in_turn(weight.to(device))
+    if weight.shape[0] % (2 * GROUP):
+        # A block may hold gates and ups.
+        weight = with_row_scales(weight)
+    numbers, scales = (_in_turn(each.to(device)) for each in (weight.numbers, weight.scales))
+    return replace(weight, numbers=numbers, scales=scales)
+
+
+def _stored(
+    weight: QuantizedWeight,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+    fp8: torch.dtype,
+    device: torch.device,
+) -> StackedWeights:
+    """Of one expert, as a checkpoint has it; scales for whole rows are repeated for each group."""
+    packed = packed_weight.from_quantized(weight, None, dtype, fp8, device)
+    scales = packed.scales
+    assert scales is not None
+    if scales.dim() == 1:
+        scales = scales.expand(-(-packed.inner // GROUP), -1).contiguous()
+    return StackedWeights(packed.numbers, scales, None if bias is None else bias.to(device, dtype), packed.row_grain)
 
 
 def _packed(
@@ -119,11 +157,12 @@ def _packed(
 
 def _stacked(experts: list[StackedWeights]) -> StackedWeights:
     """One object for all; takes them out of the list, so that memory comes free where another part follows."""
-    numbers = torch.stack([expert.numbers for expert in experts])
+    numbers, row_grain = torch.stack([expert.numbers for expert in experts]), experts[0].row_grain
     scales = [expert.scales for expert in experts if expert.scales is not None]
     biases = [expert.bias for expert in experts if expert.bias is not None]
     experts.clear()
-    return StackedWeights(numbers, torch.stack(scales) if scales else None, torch.stack(biases) if biases else None)
+    stacked_scales, stacked_biases = (torch.stack(each) if each else None for each in (scales, biases))
+    return StackedWeights(numbers, stacked_scales, stacked_biases, row_grain)
 
 
 # Tiles of neighbouring programs, which read the same weights one soon after the other.
@@ -133,7 +172,7 @@ _SORT_BLOCK = 2048
 
 
 def tiles_for(settings: Settings, num_pairs: int, num_experts: int, x_size: int, weight_size: int) -> Tiles:
-    """The tiles of both products: rows are pairs of one expert; always 64 of them in batch-invariant mode.
+    """The tiles of a product: rows are pairs of one expert, as many whatever the weights; 64 in batch-invariant mode.
 
     Others follow the number of pairs that an expert gets if all get the same: few rows need many bytes of weights in
     flight, and many rows are worth larger tiles.
@@ -181,12 +220,15 @@ def moe(
     x = x if x.stride(1) == 1 else x.contiguous()
     num_experts, hidden, _ = packed.down.numbers.shape
     inner = packed.gate_up.numbers.shape[1] // 2
-    tiles = tiles_for(settings, ids.numel(), num_experts, x.element_size(), packed.down.numbers.element_size())
-    work = _sorted(ids, packed.first, num_experts, tiles.rows)
+    up_tiles, down_tiles = (
+        tiles_for(settings, ids.numel(), num_experts, x.element_size(), weights.numbers.element_size())
+        for weights in (packed.gate_up, packed.down)
+    )
+    work = _sorted(ids, packed.first, num_experts, up_tiles.rows)
     activated = x.new_empty(ids.numel(), inner)
-    _multiply(x, packed.gate_up, activated, work, ids.shape[1], tiles, packed.clamp, True, settings)
+    _multiply(x, packed.gate_up, activated, work, ids.shape[1], up_tiles, packed.clamp, True, settings)
     outputs = x.new_empty(ids.numel(), hidden)
-    _multiply(activated, packed.down, outputs, work, 1, tiles, None, False, settings)
+    _multiply(activated, packed.down, outputs, work, 1, down_tiles, None, False, settings)
     return _combined(outputs, ids, weights, packed.first, num_experts)
 
 
@@ -321,6 +363,7 @@ def _grouped_product_kernel(
     x_stride,
     weight_stride,
     scale_stride,
+    scale_columns,
     pairs_per_row,
     columns,
     inner,
@@ -331,6 +374,7 @@ def _grouped_product_kernel(
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     GROUP: tl.constexpr,
+    ROW_GRAIN: tl.constexpr,
     SWIZZLE: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -357,7 +401,8 @@ def _grouped_product_kernel(
     x_at = x + row[:, None] * x_stride + k[None, :]
     weight_at = weight + weight_row[None, :] * weight_stride + k[:, None]
     # Where there are no scales, these are not read.
-    scale_at = scales + (weight_row * scale_stride if FP4 else expert * scale_stride + weight_column)
+    scale_column = (weight_column // (2 * ROW_GRAIN) * 2 + weight_column % 2) if GATED else weight_column // ROW_GRAIN
+    scale_at = scales + (weight_row * scale_stride if FP4 else expert * scale_stride + scale_column)
     dtype = out.dtype.element_ty
     total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
     for start in range(0, inner, INNER):
@@ -376,7 +421,7 @@ def _grouped_product_kernel(
             weights = tl.load(weight_at + start, mask=k[:, None] < inner - start, other=0.0)
         if SCALED:
             part = tl.dot(numbers, weights.to(numbers.dtype), input_precision="ieee")
-            total += part * tl.load(scale_at + start // GROUP * columns)[None, :]
+            total += part * tl.load(scale_at + start // GROUP * scale_columns)[None, :]
         elif not FP4:
             total = tl.dot(numbers, weights, total, input_precision="ieee")
     if bias is not None:
@@ -390,8 +435,11 @@ def _grouped_product_kernel(
         result = total
         width = columns
         column = block * COLUMNS + tl.arange(0, COLUMNS)
-    to = out + pair[:, None].to(tl.int64) * width + column[None, :]
-    tl.store(to, result.to(dtype), mask=(pair[:, None] >= 0) & (column[None, :] < width))
+    tl.store(
+        out + pair[:, None].to(tl.int64) * width + column[None, :],
+        result.to(dtype),
+        mask=(pair[:, None] >= 0) & (column[None, :] < width),
+    )
 
 
 def _multiply(
@@ -415,7 +463,7 @@ def _multiply(
         _grouped_product_kernel,
         (len(work.experts) * triton.cdiv(columns, tiles.columns),),
         *(x, weights.numbers, scales, weights.bias, out, work.experts, work.pairs),
-        *(x.stride(0), weights.numbers.stride(1), scale_stride, pairs_per_row, columns, inner),
+        *(x.stride(0), weights.numbers.stride(1), scale_stride, scales.shape[2], pairs_per_row, columns, inner),
         0.0 if clamp is None else clamp.alpha,
         0.0 if clamp is None else clamp.limit,
         SCALED=weights.scales is not None and not is_fp4,
@@ -423,6 +471,7 @@ def _multiply(
         GATED=gated,
         CLAMPED=clamp is not None,
         GROUP=GROUP,
+        ROW_GRAIN=weights.row_grain,
         SWIZZLE=_SWIZZLE,
         EVEN=inner % step == 0,
         ROWS=tiles.rows,

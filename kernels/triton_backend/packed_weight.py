@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from kernels import float8
+from kernels.interface import QuantizedFormat, QuantizedWeight
+from kernels.triton_backend.target import Target
 
 # Numbers of K that share a scale, where a whole row does not.
 GROUP = 128
@@ -92,6 +94,25 @@ def pack_heads(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -
     return PackedWeight(_placed(weight, dtype, device), None, None, dtype, *weight.shape[1:])
 
 
+def keeps(stored: QuantizedFormat, target: Target) -> bool:
+    """Whether numbers of a checkpoint can be multiplied as they are, with nothing lost.
+
+    E4M3FNUZ has numbers that E4M3FN has not (`_other_fp8`).
+    """
+    if stored.numbers in _FP8:
+        return target.has_fp8 and stored.numbers in (torch.float8_e4m3fn, target.fp8)
+    return stored.numbers == (torch.uint8 if stored.quant_type == "per_1x32" else torch.int8)
+
+
+def from_quantized(
+    weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype, fp8: torch.dtype, device: torch.device
+) -> PackedWeight:
+    """Packs a weight that `keeps` is true of as it is; see `from_numbers`."""
+    if weight.quant_type == "per_1x32":
+        return from_mxfp4(weight.numbers, weight.scales, bias, dtype, device)
+    return from_numbers(weight.numbers, weight.scales, bias, dtype, fp8, device)
+
+
 def from_numbers(
     numbers: torch.Tensor,
     scales: torch.Tensor,
@@ -141,8 +162,9 @@ def from_mxfp4(
     rows, inner = numbers.shape[0], 2 * numbers.shape[1]
     if scales.shape != (rows, inner // _FP4_GROUP) or inner % _FP4_GROUP:
         raise ValueError(f"MXFP4 scales {list(scales.shape)} do not go with numbers {list(numbers.shape)}")
+    numbers = numbers.to(device)
     codes = torch.stack((numbers & 15, numbers >> 4), dim=2).view(rows, inner)
-    codes = torch.nn.functional.pad(codes.to(device), (0, -inner % GROUP)).view(rows, -1, 2, GROUP // 2)
+    codes = torch.nn.functional.pad(codes, (0, -inner % GROUP)).view(rows, -1, 2, GROUP // 2)
     padded = torch.nn.functional.pad(scales.to(device), (0, -(inner // _FP4_GROUP) % (GROUP // _FP4_GROUP)))
     halves = (codes[:, :, 0] | codes[:, :, 1] << 4).reshape(rows, -1)
     return PackedWeight(halves, padded.contiguous(), _packed_bias(bias, dtype, device), dtype, rows, inner)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from triton import knobs
 from triton.runtime import driver
 
 INTERPRETER = "interpreter"
+# The first of NVIDIA's architectures whose FP8 (E4M3) Triton compiles: Ada.
+_FIRST_FP8 = 89
 
 
 @dataclass(frozen=True)
@@ -21,12 +23,14 @@ class Target:
         is_amd: whether it is one of AMD's.
         shared_bytes: of memory that a program may use on the chip (kernel-notes section 4).
         fp8: the dtype of E4M3 numbers that its matrix instructions take; gfx942's have other exponents.
+        has_fp8: whether it converts them at all.
     """
 
     name: str
     is_amd: bool
     shared_bytes: int
     fp8: torch.dtype = torch.float8_e4m3fn
+    has_fp8: bool = True
 
 
 TARGETS = {
@@ -70,5 +74,8 @@ def current() -> Target:
         return TARGETS[INTERPRETER]
     found = driver.active.get_current_target()
     name = found.arch if found.backend == "hip" else f"sm_{found.arch}"
-    least = TARGETS["gfx942"] if found.backend == "hip" else Target(name, False, 101_376)
+    if found.backend == "hip":
+        least = replace(TARGETS["gfx942"], has_fp8=False)
+    else:
+        least = Target(name, False, 101_376, has_fp8=int(found.arch) >= _FIRST_FP8)
     return TARGETS.get(name, least)

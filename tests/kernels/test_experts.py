@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
+from kernels.quantized_weight import as_floats
 from kernels.triton_backend import experts, mxfp4
 from kernels.triton_backend.packed_weight import GROUP
 from kernels.triton_backend.routing import route
@@ -218,7 +219,8 @@ def test_narrow_weights(dtype: torch.dtype, packed_dtype: torch.dtype) -> None:
     used = meant_experts(packed, weights)
     group, of_largest, of_own = ROUNDINGS[packed_dtype]
     for one, its in zip(weights, used, strict=True):
-        for weight, near in ((one.gate_up.double(), its.gate_up), (one.down.double(), its.down)):
+        for own, stand_in in ((one.gate_up, its.gate_up), (one.down, its.down)):
+            weight, near = as_floats(own).double(), as_floats(stand_in)
             sizes = torch.nn.functional.pad(weight.abs(), (0, -weight.shape[1] % group)).view(len(weight), -1, group)
             largest = sizes.amax(2).repeat_interleave(group, 1)[:, : weight.shape[1]]
             assert bool(((near - weight).abs() <= 1.001 * (of_largest * largest + of_own * weight.abs())).all())
@@ -240,8 +242,8 @@ def test_weights_that_were_mxfp4_are_kept() -> None:
     own = [ExpertWeights(drawn(2 * INNER, HIDDEN), drawn(HIDDEN, INNER)) for _ in range(2)]
     packed = experts.pack(own, 0, None, torch.bfloat16, torch.float4_e2m1fn_x2, CPU)
     for one, its in zip(own, meant_experts(packed, own), strict=True):
-        assert torch.equal(one.gate_up.double(), its.gate_up)
-        assert torch.equal(one.down.double(), its.down)
+        assert torch.equal(as_floats(one.gate_up).double(), as_floats(its.gate_up))
+        assert torch.equal(as_floats(one.down).double(), as_floats(its.down))
 
 
 def test_mxfp4_rounds_to_the_nearest_and_to_even_in_the_middle() -> None:
@@ -256,9 +258,10 @@ def test_mxfp4_rounds_to_the_nearest_and_to_even_in_the_middle() -> None:
 @pytest.mark.parametrize("packed_dtype", list(ROUNDINGS))
 def test_a_group_with_a_weight_that_is_no_number_shows_it(packed_dtype: torch.dtype) -> None:
     weight = made()[0]
-    weight.gate_up[:, :] = 0.0
-    weight.down[5, 40] = torch.inf
-    weight.down[6, 40] = torch.nan
+    as_floats(weight.gate_up)[:, :] = 0.0
+    down = as_floats(weight.down)
+    down[5, 40] = torch.inf
+    down[6, 40] = torch.nan
     packed = experts.pack([weight], 0, None, torch.float32, packed_dtype, CPU)
     x, _, shares = step(2)
     out = experts.moe(x, torch.zeros(2, 1, dtype=torch.int64), shares[:, :1], packed, INVARIANT)

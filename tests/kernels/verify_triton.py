@@ -2,7 +2,8 @@
 
     python -m tests.kernels.verify_triton [PART_OF_A_NAME]
 
-First each operation's error relative to PyTorch's in float32, then what has to be equal to the bit: a row among other
+First each operation's error relative to PyTorch's in float32, with weights as checkpoints store them too; then what has
+to be equal to the bit: a row among other
 rows, a prompt as decodes, sampled tokens and numpy's, a captured step and the same step kernel by kernel. Ends with 1
 where one is not. tests/kernels/test_verify_triton.py runs some of it in the interpreter.
 """
@@ -17,13 +18,27 @@ import numpy as np
 import torch
 
 from kernels import sampling
-from kernels.interface import AttentionMetaData, KVSpec, SampleParams
+from kernels.interface import (
+    AttentionMetaData,
+    ExpertWeights,
+    KVSpec,
+    QuantizedFormat,
+    QuantizedWeight,
+    SampleParams,
+)
 from kernels.select import select_backend
 from kernels.triton_backend import plan
 from kernels.triton_backend.backend import TritonBackend
-from tests.kernels.verify_aiter import BLOCK_SIZE, Comparison, Verifier
+from tests.kernels.verify_aiter import BLOCK_SIZE, REFERENCE, Comparison, Verifier
 
 Check = tuple[str, Callable[[], bool]]
+STORED = (
+    QuantizedFormat(torch.float8_e4m3fn, "per_128x128"),
+    QuantizedFormat(torch.float8_e4m3fn, "per_1x128"),
+    QuantizedFormat(torch.float8_e4m3fn, "per_token"),
+    QuantizedFormat(torch.int8, "per_token"),
+    QuantizedFormat(torch.uint8, "per_1x32"),
+)
 
 
 class BitVerifier:
@@ -131,6 +146,71 @@ class BitVerifier:
         return torch.equal(replay().clone(), run())
 
 
+class StoredVerifier:
+    """Products and experts by weights as checkpoints store them, against PyTorch's by what they are worth.
+
+    Args:
+        backend: Triton's.
+        inner, outer, rows: K, N and T of products; `outer` is I of experts, and `inner` their H.
+    """
+
+    def __init__(self, backend: TritonBackend, inner: int = 2880, outer: int = 1536, rows: int = 40) -> None:
+        self.backend = backend
+        self._inner, self._outer, self._rows = inner, outer, rows
+        self._random = torch.Generator().manual_seed(0)
+
+    def all(self, part: str) -> Iterator[Comparison]:
+        """Every format that the back end keeps, with `part` in the name."""
+        for stored in STORED:
+            numbers = str(stored.numbers).removeprefix("torch.")
+            for name, compute in (("linear", self.linear), ("moe", self.moe)):
+                title = f"{name} of stored {numbers} {stored.quant_type}"
+                if part in title and self.backend.keeps_quantized(stored, torch.bfloat16):
+                    found, expected = compute(stored)
+                    error = (found.float().cpu() - expected).norm() / expected.norm()
+                    yield Comparison(title, float(error), 1e-2)
+
+    def draw(self, stored: QuantizedFormat, rows: int, inner: int) -> QuantizedWeight:
+        """Numbers about as large as weights are."""
+        mxfp4 = stored.quant_type == "per_1x32"
+        shapes = {
+            "per_token": (rows,),
+            "per_1x32": (rows, inner // 32),
+            "per_1x128": (rows, -(-inner // 128)),
+            "per_128x128": (-(-rows // 128), -(-inner // 128)),
+        }
+        width = inner // 2 if mxfp4 else inner
+        drawn = torch.randint(0 if mxfp4 else -100, 256 if mxfp4 else 100, (rows, width), generator=self._random)
+        scales = torch.randint(1, 9, shapes[stored.quant_type], generator=self._random)
+        return QuantizedWeight(
+            drawn.float().to(stored.numbers),
+            (scales + 112).byte() if mxfp4 else scales * 1e-4,
+            stored.quant_type,
+        )
+
+    def linear(self, stored: QuantizedFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        """A product with a bias."""
+        weight, bias = self.draw(stored, self._outer, self._inner), torch.randn(self._outer, generator=self._random)
+        x = torch.randn(self._rows, self._inner, generator=self._random).bfloat16()
+        packed = self.backend.pack_linear(weight, bias, torch.bfloat16)
+        expected = REFERENCE.linear(x.float(), REFERENCE.pack_linear(weight, bias, torch.float32))
+        return self.backend.linear(x.to(self.backend.device), packed), expected
+
+    def moe(self, stored: QuantizedFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two of four experts for each row."""
+        inner = self._outer
+        experts = [
+            ExpertWeights(self.draw(stored, 2 * inner, self._inner), self.draw(stored, self._inner, inner))
+            for _ in range(4)
+        ]
+        x = torch.randn(self._rows, self._inner, generator=self._random).bfloat16() / 8
+        ids = torch.rand(self._rows, 4, generator=self._random).argsort(1)[:, :2].contiguous()
+        shares = torch.rand(self._rows, 2, generator=self._random)
+        expected = REFERENCE.moe(x.float(), ids, shares, REFERENCE.pack_experts(experts, 0, None, torch.float32))
+        packed, device = self.backend.pack_experts(experts, 0, None, torch.bfloat16), self.backend.device
+        return self.backend.moe(x.to(device), ids.to(device), shares.to(device), packed), expected
+
+
 def main(arguments: list[str]) -> int:
     """Checks what has the first argument in its name. Returns the exit code."""
     try:
@@ -140,7 +220,8 @@ def main(arguments: list[str]) -> int:
         return 2
     assert isinstance(backend, TritonBackend)
     part, failed = "".join(arguments[:1]), 0
-    for verifier in (Verifier(backend, backend.settings.target.fp8, backend.device), BitVerifier(backend)):
+    near = Verifier(backend, backend.settings.target.fp8, backend.device)
+    for verifier in (near, StoredVerifier(backend), BitVerifier(backend)):
         for comparison in verifier.all(part):
             print(comparison, flush=True)
             failed += not comparison.passed

@@ -8,19 +8,11 @@ import torch
 
 from kernels.interface import PackedLinear
 from worker.layers.build import Build
+from worker.layers.product import product_floats, product_weight, stay_quantized
+from worker.stored_tensors import MatrixPart
 
 # All rows or columns of a tensor.
 WHOLE = slice(None)
-
-
-def joined(build: Build, parts: Mapping[str, slice], kind: str) -> torch.Tensor:
-    """Rows of `{name}.{kind}` below each other, read and converted once, into the rows of the result."""
-    shapes = [build.weights.part_shape(f"{name}.{kind}", rows=part) for name, part in parts.items()]
-    joined = torch.empty(sum(shape[0] for shape in shapes), *shapes[0][1:], dtype=build.dtype)
-    places = torch.split(joined, [shape[0] for shape in shapes])
-    for (name, part), place in zip(parts.items(), places, strict=True):
-        build.weights.copy_to(place, f"{name}.{kind}", rows=part)
-    return joined
 
 
 class ColumnLinear:
@@ -41,8 +33,10 @@ class ColumnLinear:
         self.packed = build.kept.keep(" ".join(parts), lambda: self._pack(build, parts, bias))
 
     def _pack(self, build: Build, parts: Mapping[str, slice], bias: bool) -> PackedLinear:
-        weight = joined(build, parts, "weight")
-        own_bias = joined(build, parts, "bias") if bias else None
+        product = [MatrixPart(f"{name}.weight", rows) for name, rows in parts.items()]
+        weight = product_weight(build, product, stay_quantized(build, [product]))
+        biases = [MatrixPart(f"{name}.bias", rows) for name, rows in parts.items()]
+        own_bias = product_floats(build, biases) if bias else None
         return self._kernels.pack_linear(weight, own_bias, build.dtype, build.packed_dtype)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
@@ -69,7 +63,8 @@ class RowLinear:
         self.packed = build.kept.keep(name, lambda: self._pack(build, name, part, bias))
 
     def _pack(self, build: Build, name: str, part: slice, bias: bool) -> PackedLinear:
-        weight = build.weights.take(f"{name}.weight", columns=part, dtype=build.dtype)
+        product = [MatrixPart(f"{name}.weight", columns=part)]
+        weight = product_weight(build, product, stay_quantized(build, [product]))
         own_bias = build.weights.take(f"{name}.bias") if bias else None
         used_bias = own_bias if build.shard.rank == 0 else None
         return self._kernels.pack_linear(weight, used_bias, build.dtype, build.packed_dtype)

@@ -15,10 +15,11 @@ import torch
 from kernels.interface import ClampedSwiglu, ExpertWeights, PackedLinear, Routing
 from worker.forward_context import get_forward_context
 from worker.layers.build import Build, taken
-from worker.layers.linear import joined
+from worker.layers.product import product_weight, stay_quantized
 from worker.loader import Shape
 from worker.model_config import ModelConfig, ModelError
 from worker.parallel import DataParallel, Shard
+from worker.stored_tensors import MatrixPart
 
 # Rows of each engine that are gathered at a time with data parallelism.
 _MAX_GATHERED_ROWS: Final = 1024
@@ -198,10 +199,14 @@ class ExpertNames:
     def take(self, build: Build, prefix: str, config: MoEConfig) -> Iterator[ExpertWeights]:
         """This rank's share, one expert at a time."""
         share = ExpertShare.of(build.shard, config)
-        for expert in share.ids:
-            parts = {f"{prefix}.{expert}.{name}": share.inner for name in (self.gate, self.up)}
-            down = build.weights.take(f"{prefix}.{expert}.{self.down}.weight", columns=share.inner, dtype=build.dtype)
-            yield ExpertWeights(joined(build, parts, "weight"), down)
+        both = [
+            [MatrixPart(f"{prefix}.{expert}.{part}.weight", rows=share.inner) for part in (self.gate, self.up)]
+            for expert in share.ids
+        ]
+        downs = [[MatrixPart(f"{prefix}.{expert}.{self.down}.weight", columns=share.inner)] for expert in share.ids]
+        both_stay, downs_stay = stay_quantized(build, both), stay_quantized(build, downs)
+        for gate_up, down in zip(both, downs, strict=True):
+            yield ExpertWeights(product_weight(build, gate_up, both_stay), product_weight(build, down, downs_stay))
 
 
 def grouped_moe_config(config: ModelConfig) -> MoEConfig:

@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
+from kernels.interface import ClampedSwiglu, ExpertWeights, QuantizedWeight, Routing
+from kernels.quantized_weight import selected_rows
 from worker.layers.build import Build, taken
+from worker.layers.linear import WHOLE
 from worker.layers.moe import ExpertShare, MoE, MoEConfig, Router
+from worker.layers.product import stay_quantized
 from worker.loader import Shape
 from worker.model_config import ModelConfig, ModelError
 from worker.models.llama import LlamaAttention, LlamaForCausalLM, refuse_partial_rotary
 from worker.parallel import times
+from worker.stored_tensors import MatrixPart
 
 
 class GptOssAttention(LlamaAttention):
@@ -79,17 +83,33 @@ def _experts(build: Build, prefix: str, config: MoEConfig) -> Iterator[ExpertWei
     share = ExpertShare.of(build.shard, config)
     both = times(share.inner, 2)
     adds_down_bias = build.shard.expert_parallel or build.shard.rank == 0
-    for expert in share.ids:
-        one = slice(expert, expert + 1)
-        gate_up = build.weights.take(f"{prefix}.gate_up_proj", rows=one, columns=both, dtype=build.dtype)[0]
+    gate_ups = [MatrixPart(f"{prefix}.gate_up_proj", both, WHOLE, expert, transposed=True) for expert in share.ids]
+    downs = [MatrixPart(f"{prefix}.down_proj", WHOLE, share.inner, expert, transposed=True) for expert in share.ids]
+    gate_ups_stay = stay_quantized(build, [[part] for part in gate_ups])
+    downs_stay = stay_quantized(build, [[part] for part in downs])
+    for gate_up, down in zip(gate_ups, downs, strict=True):
+        one = slice(gate_up.expert, gate_up.expert + 1)
         gate_up_bias = build.weights.take(f"{prefix}.gate_up_proj_bias", rows=one, columns=both, dtype=build.dtype)[0]
-        down = build.weights.take(f"{prefix}.down_proj", rows=one, middle=share.inner, dtype=build.dtype)[0]
         down_bias = (
             build.weights.take(f"{prefix}.down_proj_bias", rows=one, dtype=build.dtype)[0] if adds_down_bias else None
         )
         yield ExpertWeights(
-            gate_up=torch.cat((gate_up[:, 0::2], gate_up[:, 1::2]), dim=1).t(),
-            down=down.t(),
+            gate_up=_gates_then_ups(_weight(build, gate_up, gate_ups_stay)),
+            down=_weight(build, down, downs_stay),
             gate_up_bias=torch.cat((gate_up_bias[0::2], gate_up_bias[1::2])),
             down_bias=down_bias,
         )
+
+
+def _weight(build: Build, part: MatrixPart, stays: bool) -> torch.Tensor | QuantizedWeight:
+    """[N, K] of one expert, as it is stored if it `stays`, else in the model's dtype."""
+    if stays:
+        return build.weights.take_quantized(part)
+    one = slice(part.expert, part.expert + 1)
+    return build.weights.take(part.name, rows=one, middle=part.columns, columns=part.rows, dtype=build.dtype)[0].t()
+
+
+def _gates_then_ups(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor | QuantizedWeight:
+    if isinstance(weight, QuantizedWeight):
+        return selected_rows(weight, slice(0, None, 2), slice(1, None, 2))
+    return torch.cat((weight[0::2], weight[1::2]))

@@ -52,6 +52,20 @@ def _run(
         experts.moe(x, ids, weights, experts.PackedExperts(0, gate_up, down, clamp), settings)
 
 
+def _run_blocks(settings: Settings) -> None:
+    """A rank's experts of DeepSeek-V3, as they are stored."""
+    num_experts, hidden, inner = 32, 7168, 2048
+
+    def blocks(rows: int, width: int) -> experts.StackedWeights:
+        numbers = torch.empty(num_experts, rows, width, dtype=settings.target.fp8)
+        return experts.StackedWeights(numbers, torch.empty(num_experts, width // 128, rows // 128), None, 128)
+
+    gate_up, down = blocks(2 * inner, hidden), blocks(hidden, inner)
+    ids, weights = torch.empty(8, 8, dtype=torch.int64), torch.empty(8, 8)
+    x = torch.empty(8, hidden, dtype=torch.bfloat16)
+    experts.moe(x, ids, weights, experts.PackedExperts(0, gate_up, down, None), settings)
+
+
 def _moe(
     shape: tuple[int, int, int],
     slots: int,
@@ -78,5 +92,6 @@ CASES: dict[str, Case] = {
         lambda settings: _run(QWEN3, 8, torch.bfloat16, settings.target.fp8, None, (8,), settings),
         matrix=frozenset({"_grouped_product_kernel"}),
     ),
+    "moe-fp8-blocks": Case(_run_blocks, matrix=frozenset({"_grouped_product_kernel"})),
     "moe-mxfp4": _moe(GPT_OSS, 4, torch.bfloat16, torch.float4_e2m1fn_x2, CLAMP),
 }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from kernels.interface import QuantizedWeight
 from kernels.triton_backend import linear
-from kernels.triton_backend.packed_weight import PackedWeight
+from kernels.triton_backend.packed_weight import PackedWeight, from_quantized
 from kernels.triton_backend.target import Settings
 from tests.kernels.cases import Case
 
@@ -42,6 +43,13 @@ def fp8(settings: Settings) -> None:
     multiply(scaled(settings.target.fp8, N), settings, FEW)
 
 
+def fp8_blocks(settings: Settings) -> None:
+    """A checkpoint's, as of DeepSeek-V3."""
+    weight = torch.empty(N, K, dtype=torch.float8_e4m3fn)
+    stored = QuantizedWeight(weight, torch.empty(N // 128, K // 128), "per_128x128")
+    multiply(from_quantized(stored, None, BF16, settings.target.fp8, torch.device("cpu")), settings, FEW)
+
+
 def w8a8(settings: Settings) -> None:
     multiply(scaled(torch.int8, N, quantizes_rows=True), settings, MANY)
     multiply(scaled(settings.target.fp8, N, quantizes_rows=True), settings, FEW)
@@ -66,6 +74,7 @@ CASES = {
     "float32": Case(lambda settings: multiply(floats(torch.float32), settings, FEW, MANY)),
     "int8": Case(lambda settings: multiply(scaled(torch.int8, K // 128, N), settings, FEW, MANY), MATRIX),
     "fp8": Case(fp8, MATRIX),
+    "fp8-blocks": Case(fp8_blocks, MATRIX),
     "fp4": Case(fp4, MATRIX),
     "w8a8": Case(w8a8, MATRIX),
     "argmax": Case(argmax, frozenset({"_tile_best_kernel"})),

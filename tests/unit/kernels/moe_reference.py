@@ -6,6 +6,7 @@ import torch
 from torch.nn.functional import silu
 
 from kernels.interface import ClampedSwiglu, ExpertWeights
+from kernels.quantized_weight import as_floats
 
 
 def reference_moe(
@@ -21,10 +22,10 @@ def reference_moe(
         for expert, share in zip(chosen, shares, strict=True):
             one = all_experts[expert]
             bias = 0.0 if one.gate_up_bias is None else one.gate_up_bias.double()
-            gate, up = (one.gate_up.double() @ x[row].double() + bias).chunk(2)
+            gate, up = (as_floats(one.gate_up).double() @ x[row].double() + bias).chunk(2)
             inner = silu(gate) * up if clamp is None else _clamped(gate, up, clamp)
             down_bias = 0.0 if one.down_bias is None else one.down_bias.double()
-            out[row] += share * (one.down.double() @ inner + down_bias)
+            out[row] += share * (as_floats(one.down).double() @ inner + down_bias)
     return out
 
 

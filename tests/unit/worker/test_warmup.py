@@ -14,9 +14,13 @@ from click.testing import CliRunner
 
 from common.cli.failure import CommandError
 from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE
+from tests.quantizers import SCHEMES
 from worker.app import worker
 from worker.llm_engine import LLMEngine
+from worker.loader import load_weights
 from worker.model_config import ModelConfig, ModelError
+from worker.models.qwen3_moe import Qwen3MoeForCausalLM
+from worker.safetensors_file import read_entries
 from worker.warmup import blank_checkpoint, num_layers, require_jit_folder, works
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -80,7 +84,7 @@ def test_a_model_that_is_not_there(tmp_path: Path) -> None:
     )
 
 
-def test_quantization_and_kinds_of_layers_are_left_out(tmp_path: Path) -> None:
+def test_kinds_of_layers_and_quantization(tmp_path: Path) -> None:
     folder = config_only(tmp_path, "gpt_oss", num_hidden_layers=4)
     config = json.loads((folder / "config.json").read_text("utf-8"))
     config["quantization_config"] = {"quant_method": "mxfp4"}
@@ -90,9 +94,31 @@ def test_quantization_and_kinds_of_layers_are_left_out(tmp_path: Path) -> None:
     blank.mkdir()
     assert blank_checkpoint(blank, folder) == 3
     short = json.loads((blank / "config.json").read_text("utf-8"))
-    assert "quantization_config" not in short
+    assert short["quantization_config"] == config["quantization_config"]
+    stored = {name: (entry.dtype, entry.shape) for name, entry in read_entries(blank / "model.safetensors").items()}
+    experts = "model.layers.2.mlp.experts.down_proj"
+    assert stored[f"{experts}_blocks"] == ("U8", (5, 64, 2, 16))
+    assert stored[f"{experts}_scales"] == ("U8", (5, 64, 2))
     assert short["layer_types"] == ["full_attention", "full_attention", "sliding_attention"]
-    assert ModelConfig.from_folder(blank).num_hidden_layers == 3
+    (answer,) = LLMEngine(str(blank)).generate([[1, 2, 3]], {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True})
+    assert answer["token_ids"] == [0, 0]
+
+
+@pytest.mark.parametrize("scheme", list(SCHEMES))
+def test_a_quantized_model_is_quantized(tmp_path: Path, scheme: str) -> None:
+    """All that a checkpoint can have so; what the model wants as floats is dequantized."""
+    folder = config_only(tmp_path, "qwen3_moe", moe_intermediate_size=64)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config["quantization_config"] = SCHEMES[scheme].config
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    blank = tmp_path / "blank"
+    blank.mkdir()
+    blank_checkpoint(blank, folder)
+    short = ModelConfig.from_folder(blank)
+    weights = load_weights(blank, Qwen3MoeForCausalLM.tensor_shapes(short), quantization=short.quant_config)
+    for layer in ("self_attn.q_proj", "mlp.experts.3.down_proj"):
+        assert weights.quantized(f"model.layers.1.{layer}.weight") is not None
+        assert not weights.take(f"model.layers.1.{layer}.weight").any()
 
 
 def test_an_unknown_architecture(tmp_path: Path) -> None:

@@ -1,0 +1,91 @@
+"""Weights as a checkpoint stores them: what they are worth, and several below each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Final
+
+import torch
+
+from kernels import float8
+from kernels.interface import QuantizedWeight, QuantType
+
+# Rows, and columns, of a block of `per_128x128`.
+_BLOCK = 128
+# Columns that share a scale.
+_GRAIN = {"per_1x32": 32, "per_1x128": _BLOCK}
+# Granularities whose scales are not those of single rows -> the nearest whose are.
+_BY_ROWS: Final[dict[QuantType, QuantType]] = {"per_128x128": "per_1x128"}
+# E2M1, its sign in the highest of four bits.
+_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+
+
+def as_floats(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
+    """A weight [N, K] of floats as it is; a quantized one as float32, each number times its scale, rounded once."""
+    return weight if isinstance(weight, torch.Tensor) else _dequantized(weight)
+
+
+def with_row_scales(weight: QuantizedWeight) -> QuantizedWeight:
+    """The same weight, the first dimension of whose scales is N: those of blocks are repeated."""
+    if weight.quant_type not in _BY_ROWS:
+        return weight
+    scales = weight.scales.repeat_interleave(_BLOCK, 0)[: weight.shape[0]]
+    return replace(weight, scales=scales, quant_type=_BY_ROWS[weight.quant_type])
+
+
+def joined_quant_type(types: Sequence[QuantType], rows: Sequence[int]) -> QuantType | None:
+    """That of weights of so many rows each below each other; None where their scales do not go together.
+
+    Blocks stay blocks where each weight but the last has whole ones.
+    """
+    if set(types) == {"per_128x128"} and all(count % _BLOCK == 0 for count in rows[:-1]):
+        return "per_128x128"
+    by_rows = {_BY_ROWS.get(each, each) for each in types}
+    return by_rows.pop() if len(by_rows) == 1 else None
+
+
+def joined_weights(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """Weights of one dtype of numbers below each other.
+
+    Raises:
+        ValueError: their scales do not go together.
+    """
+    quant_type = joined_quant_type([each.quant_type for each in weights], [each.shape[0] for each in weights])
+    if quant_type is None:
+        raise ValueError(f"weights {', '.join(each.quant_type for each in weights)} do not go below each other")
+    parts = weights if quant_type == "per_128x128" else [with_row_scales(each) for each in weights]
+    numbers, scales = _below([each.numbers for each in parts]), torch.cat([each.scales for each in parts])
+    return QuantizedWeight(numbers, scales, quant_type)
+
+
+def selected_rows(weight: QuantizedWeight, *parts: slice) -> QuantizedWeight:
+    """Some rows of it below each other: those of the first part, of the next, ..."""
+    by_rows = with_row_scales(weight)
+    numbers, scales = _below([by_rows.numbers[part] for part in parts]), [by_rows.scales[part] for part in parts]
+    return replace(by_rows, numbers=numbers, scales=torch.cat(scales))
+
+
+def _below(numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.cat([float8.raw(each) for each in numbers]).view(numbers[0].dtype)
+
+
+def _dequantized(weight: QuantizedWeight) -> torch.Tensor:
+    weight = with_row_scales(weight)
+    numbers, scales = _numbers(weight), weight.scales.cpu()
+    if weight.quant_type == "per_token":
+        return numbers.mul_(scales.unsqueeze(1))
+    if weight.quant_type == "per_1x32":
+        scales = scales.view(torch.float8_e8m0fnu).float()
+    return numbers.mul_(scales.repeat_interleave(_GRAIN[weight.quant_type], 1)[:, : numbers.shape[1]])
+
+
+def _numbers(weight: QuantizedWeight) -> torch.Tensor:
+    """Unscaled, float32 [N, K], in memory of their own."""
+    stored = weight.numbers.cpu()
+    if weight.quant_type == "per_1x32":
+        codes = torch.stack((stored & 15, stored >> 4), dim=2).flatten(1)
+        return torch.tensor(_FP4)[codes.int()]
+    numbers = torch.empty(stored.shape)
+    float8.widen(stored, numbers)
+    return numbers
