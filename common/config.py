@@ -44,7 +44,7 @@ MIXED: Final = "mixed"
 SCHEDULING_POLICIES: Final = (PREFILL_FIRST, MIXED)
 # What weights are quantized to when they are loaded.
 QUANTIZE_NO: Final = "no"
-QUANTIZE: Final = (QUANTIZE_NO, "int8", "fp8")
+QUANTIZE: Final = (QUANTIZE_NO, "int8", "fp8", "w8a8_int8", "w8a8_fp8")
 DTYPES: Final = ("float32", "bfloat16", "float16")
 KV_CACHE_DTYPES: Final = ("bfloat16", "float16", "fp8")
 
@@ -78,13 +78,14 @@ class Config:
             so that a token never depends on the batch. CPU kernels always do so.
         enforce_eager: whether decode steps run kernel by kernel on a GPU, instead of as captured graphs.
         quantize: `int8`, or `fp8` (E4M3) on GPUs, brings the weights of matrix products to 8 bits when they are loaded,
-            with a scale for each output and 128 inputs; `no` keeps `dtype`.
+            with a scale for each output and 128 inputs; `w8a8_int8` and `w8a8_fp8`, on GPUs, do so with a scale for
+            each output, and bring each row that is multiplied to 8 bits too; `no` keeps `dtype`.
         tensor_parallel_size: ranks that share the model, each a process of its own when there are several.
         enable_expert_parallel: whether each rank holds some experts of a mixture whole, instead of a part of each.
         parallel_config: engines in lockstep, whose ranks share the experts.
         compilation_config: which decode steps are captured into graphs on a GPU; nothing is compiled so far.
         quant_config: how the weights of a checkpoint are quantized whose config.json does not say so. They are
-            brought to `dtype` when they are loaded.
+            brought to `dtype` when they are loaded, where the kernels do not multiply them as they are.
         hash_seed: fleet-wide seed of the block hashes.
         bos_token_id: beginning-of-sequence id, None when the model has none.
         eos_token_id: the model's first end-of-sequence id, None when it has none.

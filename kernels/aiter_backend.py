@@ -37,6 +37,7 @@ from kernels.interface import (
     KernelBackend,
     KVSpec,
     PackedExperts,
+    PackedFormat,
     PackedHeads,
     PackedLinear,
     QuantizedFormat,
@@ -232,7 +233,7 @@ class AiterBackend:
 
     Attributes:
         device: see KernelBackend; the other one's.
-        fp8: the dtype of E4M3 numbers of this architecture, which `packed_dtype` and the KV cache may have.
+        fp8: the dtype of E4M3 numbers of this architecture, which weights and the KV cache may have.
 
     Raises:
         AiterUnavailableError: it has no kernels for this architecture.
@@ -301,10 +302,11 @@ class AiterBackend:
         """See KernelBackend."""
         return dtype in _NARROW or self._fallback.is_fast(dtype)
 
-    def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
-        """See KernelBackend: FP8 is AITER's; it has no int8 with a scale for each 128 numbers, the other may."""
-        own = self.fp8 if name == "fp8" and dtype in _NARROW else None
-        return own or self._fallback.packed_dtype(name, dtype)
+    def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
+        """See KernelBackend: rows and weights in FP8 are AITER's; all else is the other's."""
+        if name == "w8a8_fp8" and dtype in _NARROW:
+            return PackedFormat(self.fp8, quantizes_rows=True)
+        return self._fallback.packed_format(name, dtype)
 
     def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
         """See KernelBackend: what the other one does."""
@@ -315,18 +317,18 @@ class AiterBackend:
         weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PackedLinear:
-        """See KernelBackend. `packed_dtype` may be `fp8` too: then inputs are rounded to FP8, with a scale per row."""
+        """See KernelBackend."""
         if isinstance(weight, QuantizedWeight):
-            if packed_dtype is None and self._blocks.takes_linear(weight, dtype):
+            if packed_format is None and self._blocks.takes_linear(weight, dtype):
                 return self._blocks.pack_linear(weight, bias, dtype)
-            return self._fallback.pack_linear(weight, bias, dtype, packed_dtype)
-        operation = "linear" if packed_dtype is None else "quantized_linear"
-        if not self._choices.takes(operation, _refuse_linear, dtype, packed_dtype, self.fp8, *weight.shape):
-            return self._fallback.pack_linear(weight, bias, dtype, packed_dtype)
+            return self._fallback.pack_linear(weight, bias, dtype, packed_format)
+        operation = "linear" if packed_format is None else "quantized_linear"
+        if not self._choices.takes(operation, _refuse_linear, dtype, packed_format, self.fp8, *weight.shape):
+            return self._fallback.pack_linear(weight, bias, dtype, packed_format)
         own_bias = None if bias is None else bias.to(self.device, dtype)
-        if packed_dtype is None:
+        if packed_format is None:
             return AiterLinear(weight.to(self.device, dtype).contiguous(), own_bias)
         return AiterScaledLinear(*self._scaled(weight.to(self.device)), own_bias)
 
@@ -483,23 +485,23 @@ class AiterBackend:
         first: int,
         clamp: ClampedSwiglu | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PackedExperts:
-        """See KernelBackend. `packed_dtype` may be `fp8` too, as in `pack_linear`."""
+        """See KernelBackend."""
         experts = iter(weights)
         model = next(experts, None)
         if model is None:
-            return self._fallback.pack_experts((), first, clamp, dtype, packed_dtype)
+            return self._fallback.pack_experts((), first, clamp, dtype, packed_format)
         plain = clamp is None and model.gate_up_bias is None and model.down_bias is None
         experts = chain([model], experts)
         if isinstance(model.gate_up, QuantizedWeight):
-            if packed_dtype is not None or not self._blocks.takes_experts(model, plain, dtype):
-                return self._fallback.pack_experts(experts, first, clamp, dtype, packed_dtype)
+            if packed_format is not None or not self._blocks.takes_experts(model, plain, dtype):
+                return self._fallback.pack_experts(experts, first, clamp, dtype, packed_format)
             return self._stacked_experts(first, map(self._blocks.pack_expert, experts))
-        facts = (dtype, packed_dtype, self.fp8, *model.down.shape, plain)
+        facts = (dtype, packed_format, self.fp8, *model.down.shape, plain)
         if not self._choices.takes("moe", _refuse_experts, *facts):
-            return self._fallback.pack_experts(experts, first, clamp, dtype, packed_dtype)
-        return self._stacked_experts(first, (self._pack_expert(each, dtype, packed_dtype) for each in experts))
+            return self._fallback.pack_experts(experts, first, clamp, dtype, packed_format)
+        return self._stacked_experts(first, (self._pack_expert(each, dtype, packed_format) for each in experts))
 
     def _stacked_experts(self, first: int, experts: Iterable[tuple[torch.Tensor | None, ...]]) -> AiterExperts:
         """Of each expert its two weights, each followed by its scales."""
@@ -510,11 +512,11 @@ class AiterBackend:
         return AiterExperts(first, gate_up, down, gate_up_scale, down_scale, self._mask(len(pairs)))
 
     def _pack_expert(
-        self, expert: ExpertWeights, dtype: torch.dtype, packed_dtype: torch.dtype | None
+        self, expert: ExpertWeights, dtype: torch.dtype, packed_format: PackedFormat | None
     ) -> tuple[torch.Tensor | None, ...]:
         """Its two weights, shuffled, each followed by the scale of its rows, None if it has none."""
         weights = [as_floats(weight).to(self.device) for weight in (expert.gate_up, expert.down)]
-        if packed_dtype is None:
+        if packed_format is None:
             gate_up, down = (self._shuffled(weight.to(dtype).contiguous()) for weight in weights)
             return gate_up, None, down, None
         return (*self._scaled(weights[0]), *self._scaled(weights[1]))
@@ -833,28 +835,29 @@ def _refuse_latent(
 
 
 def _refuse_linear(
-    dtype: torch.dtype, packed_dtype: torch.dtype | None, fp8: torch.dtype, rows: int, columns: int
+    dtype: torch.dtype, packed_format: PackedFormat | None, fp8: torch.dtype, rows: int, columns: int
 ) -> str | None:
-    return _refuse_dtype(dtype) or _refuse_packed(packed_dtype, fp8, rows, columns, packed_dtype is not None)
+    return _refuse_dtype(dtype) or _refuse_packed(packed_format, fp8, rows, columns, packed_format is not None)
 
 
 def _refuse_packed(
-    packed_dtype: torch.dtype | None, fp8: torch.dtype, rows: int, columns: int, shuffled: bool
+    packed_format: PackedFormat | None, fp8: torch.dtype, rows: int, columns: int, shuffled: bool
 ) -> str | None:
-    if packed_dtype not in (None, fp8):
-        return f"AITER has no weights of {_text(packed_dtype)} for our scales"
+    if packed_format is not None and packed_format != PackedFormat(fp8, quantizes_rows=True):
+        what = "weights and rows" if packed_format.quantizes_rows else "weights only"
+        return f"AITER has weights and rows in {_text(fp8)}, not {what} in {_text(packed_format.dtype)}"
     if shuffled and (rows % _SHUFFLED_ROWS or columns % _SHUFFLED_COLUMNS):
         return f"AITER shuffles weights of multiples of 16 x 32, not {rows} x {columns}"
     return None
 
 
 def _refuse_experts(
-    dtype: torch.dtype, packed_dtype: torch.dtype | None, fp8: torch.dtype, hidden: int, inner: int, plain: bool
+    dtype: torch.dtype, packed_format: PackedFormat | None, fp8: torch.dtype, hidden: int, inner: int, plain: bool
 ) -> str | None:
     if not plain:
         return "AITER's mixture of experts is for silu without biases"
-    gate_up = _refuse_packed(packed_dtype, fp8, 2 * inner, hidden, shuffled=True)
-    return _refuse_dtype(dtype) or gate_up or _refuse_packed(packed_dtype, fp8, hidden, inner, shuffled=True)
+    gate_up = _refuse_packed(packed_format, fp8, 2 * inner, hidden, shuffled=True)
+    return _refuse_dtype(dtype) or gate_up or _refuse_packed(packed_format, fp8, hidden, inner, shuffled=True)
 
 
 def _refuse_route(routing: Routing, num_experts: int, corrected: bool) -> str | None:
@@ -868,5 +871,5 @@ def _refuse_route(routing: Routing, num_experts: int, corrected: bool) -> str | 
     return None
 
 
-def _text(dtype: torch.dtype | None) -> str:
+def _text(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -243,6 +243,21 @@ class ExpertWeights:
 
 
 @dataclass(frozen=True)
+class PackedFormat:
+    """What numbers of 8 bits a packed weight has in place of the model's dtype.
+
+    Attributes:
+        dtype: int8, or FP8 as the device multiplies it.
+        quantizes_rows: False: a scale for each row of the weight and each 128 numbers of K, and x stays what it is.
+            True: a scale for each row of the weight, and x is brought to `dtype` too, with a scale for each of its
+            rows.
+    """
+
+    dtype: torch.dtype
+    quantizes_rows: bool = False
+
+
+@dataclass(frozen=True)
 class DecoderLayer:
     """A decoder layer on one rank, packed: attention and a gated network or another, each behind a norm.
 
@@ -309,7 +324,8 @@ class FusedDecoder(Protocol):
 class StepGraphs(Protocol):
     """Captures a step's kernels, so that they run again without the Python between them (CUDA and HIP graphs).
 
-    What is captured runs over memory that stays where it is: tensors and a plan whose numbers are written anew.
+    What is captured runs over memory that stays where it is: tensors and a plan whose numbers are written anew. With a
+    `batch_invariant` back end its rows have the bits of the same step kernel by kernel.
     """
 
     def plan(self, cache: KVCache, num_heads: int, rows: int, max_seq_len: int) -> AttentionPlan:
@@ -383,8 +399,8 @@ class KernelBackend(Protocol):
         """Whether a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
         ...
 
-    def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
-        """What weights of a model in `dtype` are packed as when `name` is asked for: `int8` or `fp8`.
+    def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
+        """What weights of a model in `dtype` are packed as for `name`: `int8`, `fp8`, `w8a8_int8` or `w8a8_fp8`.
 
         None where that can not be. FP8 is E4M3, in the form that the device multiplies.
         """
@@ -402,12 +418,11 @@ class KernelBackend(Protocol):
         weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PackedLinear:
         """Brings a weight [N, K] and a bias [N] of any float dtype into the back end's layout, in `dtype`.
 
-        `packed_dtype` comes from the method of that name: int8 and FP8 keep numbers of 8 bits with a scale for each row
-        of the weight and each 128 numbers of K. None keeps `dtype`, and a QuantizedWeight as it is where
+        `packed_format` comes from the method of that name; None keeps `dtype`, and a QuantizedWeight as it is where
         `keeps_quantized` says so. The result may share the weight's memory, which must therefore stay unchanged.
         """
         ...
@@ -417,7 +432,7 @@ class KernelBackend(Protocol):
         ...
 
     def packed_rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
-        """Rows `ids` int64 [T] of a packed weight [N, K], in its dtype: [T, K]; not of one packed as int8.
+        """Rows `ids` int64 [T] of a packed weight [N, K], in its dtype: [T, K]; not of one with a `PackedFormat`.
 
         For embeddings that are heads too.
         """
@@ -481,11 +496,11 @@ class KernelBackend(Protocol):
         first: int,
         clamp: ClampedSwiglu | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PackedExperts:
         """Brings a rank's experts, ids `first`, `first` + 1, ..., into the back end's layout, in `dtype`.
 
-        `packed_dtype` as in `pack_linear`. They are silu(gate) * up inside, or as `clamp` says. The result may share
+        `packed_format` as in `pack_linear`. They are silu(gate) * up inside, or as `clamp` says. The result may share
         the weights' memory.
         """
         ...

@@ -23,6 +23,7 @@ from kernels.interface import (
     Decoder,
     ExpertWeights,
     KVSpec,
+    PackedFormat,
     QuantizedFormat,
     QuantizedWeight,
     Routing,
@@ -72,7 +73,7 @@ class TorchBackend:
         capabilities = torch.cpu.get_capabilities()
         return dtype == torch.float32 or any(capabilities.get(name, False) for name in _INSTRUCTIONS[dtype])
 
-    def packed_dtype(self, name: str, dtype: torch.dtype) -> None:
+    def packed_format(self, name: str, dtype: torch.dtype) -> None:
         """See KernelBackend: none."""
         return
 
@@ -85,10 +86,10 @@ class TorchBackend:
         weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PackedLinear:
         """See KernelBackend."""
-        _require_float(packed_dtype)
+        _require_float(packed_format)
         return row_tiles.pack(as_floats(weight), bias, dtype)
 
     def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
@@ -153,10 +154,10 @@ class TorchBackend:
         first: int,
         clamp: ClampedSwiglu | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PackedExperts:
         """See KernelBackend."""
-        _require_float(packed_dtype)
+        _require_float(packed_format)
         return experts.pack(weights, first, clamp, dtype)
 
     def moe(
@@ -263,6 +264,6 @@ def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Ten
     return rotated if rotary_dim == x.shape[-1] else torch.cat((rotated, x[..., rotary_dim:]), dim=-1)
 
 
-def _require_float(packed_dtype: torch.dtype | None) -> None:
-    if packed_dtype is not None:
-        raise ValueError(f"PyTorch's kernels do not pack weights as {packed_dtype}")
+def _require_float(packed_format: PackedFormat | None) -> None:
+    if packed_format is not None:
+        raise ValueError(f"PyTorch's kernels do not pack weights as {packed_format.dtype}")

@@ -448,8 +448,9 @@ class WorkerCommand(ConfigurableCommand):
 )  # fmt: skip
 @option(
     "--quantize", envvar="FISSILE_QUANTIZE", type=click.Choice(QUANTIZE), default=Config.quantize,
-    help="int8, on GPUs fp8 too: weights take half of bfloat16's memory and bandwidth, answers differ a little. "
-    "Under --failover exact requests move only between workers with the same setting.",
+    help="int8, on GPUs fp8 too: weights take half of bfloat16's memory and bandwidth, answers differ a little. On "
+    "GPUs w8a8_int8 and w8a8_fp8: inputs of products in 8 bits too. Under --failover exact requests move only "
+    "between workers with the same setting.",
 )  # fmt: skip
 @option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),

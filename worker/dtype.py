@@ -6,7 +6,7 @@ import structlog
 import torch
 
 from common.config import QUANTIZE_NO
-from kernels.interface import KernelBackend
+from kernels.interface import KernelBackend, PackedFormat
 from worker.model_config import ModelConfig, ModelError
 
 _log = structlog.get_logger(__name__)
@@ -34,19 +34,21 @@ def resolve_dtype(name: str, model_config: ModelConfig, kernels: KernelBackend) 
 # What packs weights as Config.quantize says.
 _NEEDED = {
     "int8": "kernels 'cpu' and dtype float32 or bfloat16, or kernels of a GPU",
-    "fp8": "kernels of a GPU",
+    "fp8": "kernels of a GPU that has FP8",
+    "w8a8_int8": "kernels of a GPU",
+    "w8a8_fp8": "kernels of a GPU that has FP8",
 }
 
 
-def resolve_packed_dtype(name: str, dtype: torch.dtype, kernels: KernelBackend) -> torch.dtype | None:
-    """The dtype that weights are packed in for `Config.quantize`; None: the model's.
+def resolve_packed_format(name: str, dtype: torch.dtype, kernels: KernelBackend) -> PackedFormat | None:
+    """What weights are packed as for `Config.quantize`; None: in the model's dtype.
 
     Raises:
         ModelError: the kernels can not do it with this dtype.
     """
     if name == QUANTIZE_NO:
         return None
-    packed = kernels.packed_dtype(name, dtype)
+    packed = kernels.packed_format(name, dtype)
     if packed is None:
         found = f"kernels {kernels.name!r} and dtype {str(dtype).removeprefix('torch.')}"
         raise ModelError(f"quantize {name!r} needs {_NEEDED[name]}; here are {found}")

@@ -24,7 +24,7 @@ from kernels.select import select_backend
 from kernels.upload import to_device
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.decode_graphs import DecodeGraphs, capture_sizes
-from worker.dtype import resolve_dtype, resolve_kv_dtype, resolve_packed_dtype
+from worker.dtype import resolve_dtype, resolve_kv_dtype, resolve_packed_format
 from worker.forward_context import (
     Context,
     DPMetadata,
@@ -123,7 +123,7 @@ class ModelRunner:
             raise ModelError(f"cudagraph_capture_sizes: kernels {self.kernels.name} capture no graphs; leave it empty")
         self.dtype = resolve_dtype(config.dtype, model_config, self.kernels)
         self.kv_dtype = resolve_kv_dtype(config.kv_cache_dtype, self.dtype)
-        self.packed_dtype = resolve_packed_dtype(config.quantize, self.dtype, self.kernels)
+        self.packed_format = resolve_packed_format(config.quantize, self.dtype, self.kernels)
         self.shard = shard or Shard()
         if config.enable_expert_parallel and not model_config.has_experts:
             raise ModelError(
@@ -176,7 +176,7 @@ class ModelRunner:
                 self.max_model_len,
                 self.shard,
                 self.kv_dtype,
-                self.packed_dtype,
+                self.packed_format,
                 kept,
             )
         )
@@ -193,7 +193,7 @@ class ModelRunner:
             dtype=str(self.dtype),
             layout=repr(self.kernels.layout),
             sources=sources_digest(),
-            quantization=repr((_quantization(self.config, self.model_config), self.packed_dtype)),
+            quantization=repr((_quantization(self.config, self.model_config), self.packed_format)),
             rank=repr((shard.rank, shard.size, shard.expert_parallel, *engines)),
         )
 

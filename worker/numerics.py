@@ -6,6 +6,7 @@ import hashlib
 
 from common.sampling_params import SamplingParams
 from worker.batch import ScheduledBatch
+from worker.decode_graphs import capture_sizes
 from worker.model_runner import ModelRunner
 from worker.sequence import Sequence
 
@@ -22,19 +23,20 @@ def numerics_digest(runner: ModelRunner) -> str:
     """64-bit hex digest of the logit bits of a fixed probe, and of the facts that make a class.
 
     The probe is a prefill, a prompt in two chunks and 40 sampled decodes of both together, in a KV pool of its own.
-    Facts: architecture, dtypes of model, KV cache and packed weights, what the kernels' bits depend on, ranks. Ranks
-    compute it together, and each gets the same digest.
+    Facts: architecture, dtypes of model, KV cache and packed weights, what the kernels' bits depend on, ranks,
+    `captured_facts`. Ranks compute it together, and each gets the same digest.
     """
     digest = hashlib.blake2b(digest_size=8)
     facts = (
         runner.model_config.architecture,
         runner.dtype,
         runner.kv_dtype,
-        runner.packed_dtype,
+        runner.packed_format,
         runner.kernels.numerics,
         runner.shard.size,
         runner.shard.expert_parallel,
         1 if runner.shard.data is None else runner.shard.data.size,
+        *captured_facts(runner),
     )
     digest.update(repr(facts).encode())
     decodes = min(_DECODES, (runner.max_model_len - 1) // 2)
@@ -47,6 +49,18 @@ def numerics_digest(runner: ModelRunner) -> str:
         for _ in range(decodes - 1):
             _step(runner, digest, {first: 1, second: 1})
     return digest.hexdigest()
+
+
+def captured_facts(runner: ModelRunner) -> tuple[int, ...]:
+    """What bits depend on where steps are captured: the longest sequence and the numbers of rows they have room for.
+
+    Nothing with batch-invariant kernels: their tiles and splits follow from the model alone, so that a captured step's
+    rows have the bits of the same step kernel by kernel (tests/kernels/test_captured_tiles.py). Tuned ones choose them
+    by the room that a step has.
+    """
+    if runner.kernels.batch_invariant or not runner.captures_graphs:
+        return ()
+    return (runner.max_model_len, *capture_sizes(runner.config))
 
 
 def _probe_sequence(runner: ModelRunner, length: int, decodes: int, first_block: int) -> Sequence:

@@ -381,8 +381,8 @@ def describe_kv_memory(fleet: Fleet) -> str:
 )  # fmt: skip
 @option(
     "--quantize", envvar="FISSILE_QUANTIZE", type=click.Choice(QUANTIZE),
-    help="int8, on GPUs fp8 too: weights take half of bfloat16's memory and bandwidth, answers differ a little; "
-    "absent: as they are.",
+    help="int8, on GPUs fp8 too: weights take half of bfloat16's memory and bandwidth, answers differ a little; on "
+    "GPUs w8a8_int8 and w8a8_fp8: inputs of products in 8 bits too; absent: as they are.",
 )  # fmt: skip
 @option(
     "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", metavar="DIR|off",

@@ -29,6 +29,7 @@ from kernels.interface import (
     Decoder,
     ExpertWeights,
     KVSpec,
+    PackedFormat,
     QuantizedFormat,
     QuantizedWeight,
     Routing,
@@ -106,9 +107,9 @@ class CpuBackend:
         """See KernelBackend: native weights are widened in registers, so that narrow ones are faster."""
         return dtype in DTYPES or self._torch.is_fast(dtype)
 
-    def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
+    def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
         """See KernelBackend."""
-        return torch.int8 if name == "int8" and dtype in DTYPES else None
+        return PackedFormat(torch.int8) if name == "int8" and dtype in DTYPES else None
 
     def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
         """See KernelBackend: none."""
@@ -119,13 +120,13 @@ class CpuBackend:
         weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PanelLinear | PackedLinear:
         """See KernelBackend."""
         if dtype in DTYPES:
-            return linear.pack(self._library, as_floats(weight), bias, dtype, packed_dtype)
+            return linear.pack(self._library, as_floats(weight), bias, dtype, _packed_dtype(packed_format))
         self._delegates = True
-        return self._torch.pack_linear(weight, bias, dtype, packed_dtype)
+        return self._torch.pack_linear(weight, bias, dtype, packed_format)
 
     def linear(self, x: torch.Tensor, packed: PanelLinear | PackedLinear) -> torch.Tensor:
         """See KernelBackend."""
@@ -200,13 +201,13 @@ class CpuBackend:
         first: int,
         clamp: ClampedSwiglu | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PanelExperts | PackedExperts:
         """See KernelBackend."""
         if dtype in DTYPES:
-            return experts.pack(self._library, weights, first, clamp, dtype, packed_dtype)
+            return experts.pack(self._library, weights, first, clamp, dtype, _packed_dtype(packed_format))
         self._delegates = True
-        return self._torch.pack_experts(weights, first, clamp, dtype, packed_dtype)
+        return self._torch.pack_experts(weights, first, clamp, dtype, packed_format)
 
     def moe(
         self,
@@ -326,3 +327,11 @@ class CpuBackend:
 
 def _native(x: torch.Tensor, cache: PagedKVCache) -> bool:
     return x.dtype in DTYPES and cache.data.dtype in KV_DTYPES
+
+
+def _packed_dtype(packed_format: PackedFormat | None) -> torch.dtype | None:
+    if packed_format is None:
+        return None
+    if packed_format.quantizes_rows:
+        raise ValueError("native kernels do not quantize rows")
+    return packed_format.dtype

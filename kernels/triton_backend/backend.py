@@ -16,6 +16,7 @@ from kernels.interface import (
     Decoder,
     ExpertWeights,
     KVSpec,
+    PackedFormat,
     QuantizedFormat,
     QuantizedWeight,
     Routing,
@@ -45,6 +46,8 @@ from kernels.triton_backend.selection import select_tokens as choose_tokens
 from kernels.triton_backend.target import Settings
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# How names of formats begin whose rows are quantized too.
+_W8A8 = "w8a8_"
 
 
 class TritonBackend:
@@ -96,10 +99,13 @@ class TritonBackend:
         """See KernelBackend: matrix instructions take narrow numbers."""
         return dtype in _DTYPES
 
-    def packed_dtype(self, name: str, dtype: torch.dtype) -> torch.dtype | None:
+    def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
         """See KernelBackend."""
         fp8 = self.settings.target.fp8 if self.settings.target.has_fp8 else None
-        return {"int8": torch.int8, "fp8": fp8}.get(name) if dtype in _DTYPES else None
+        numbers = {"int8": torch.int8, "fp8": fp8}.get(name.removeprefix(_W8A8))
+        if numbers is None or dtype not in _DTYPES:
+            return None
+        return PackedFormat(numbers, quantizes_rows=name.startswith(_W8A8))
 
     def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
         """See KernelBackend: all but FP8 that the target has not, or has not all numbers of."""
@@ -110,19 +116,22 @@ class TritonBackend:
         weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PackedWeight:
         """See KernelBackend."""
-        kept = self._kept(weight, dtype, packed_dtype)
+        kept = self._kept(weight, dtype, packed_format)
         if isinstance(kept, QuantizedWeight):
             return packed_weight.from_quantized(kept, bias, dtype, self.settings.target.fp8, self.device)
-        return packed_weight.pack(kept, bias, dtype, packed_dtype, self.device)
+        if packed_format is None:
+            return packed_weight.pack(kept, bias, dtype, None, self.device)
+        pack = packed_weight.pack_w8a8 if packed_format.quantizes_rows else packed_weight.pack
+        return pack(kept, bias, dtype, packed_format.dtype, self.device)
 
     def _kept(
-        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, packed_dtype: torch.dtype | None
+        self, weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, packed_format: PackedFormat | None
     ) -> torch.Tensor | QuantizedWeight:
         """A weight as it is packed: stored numbers only where they stay, floats elsewhere."""
-        if isinstance(weight, QuantizedWeight) and packed_dtype is None and self.keeps_quantized(weight.format, dtype):
+        if isinstance(weight, QuantizedWeight) and packed_format is None and self.keeps_quantized(weight.format, dtype):
             return weight
         return as_floats(weight)
 
@@ -182,18 +191,18 @@ class TritonBackend:
         first: int,
         clamp: ClampedSwiglu | None,
         dtype: torch.dtype,
-        packed_dtype: torch.dtype | None = None,
+        packed_format: PackedFormat | None = None,
     ) -> PackedExperts:
         """See KernelBackend."""
         kept = (
             replace(
                 each,
-                gate_up=self._kept(each.gate_up, dtype, packed_dtype),
-                down=self._kept(each.down, dtype, packed_dtype),
+                gate_up=self._kept(each.gate_up, dtype, packed_format),
+                down=self._kept(each.down, dtype, packed_format),
             )
             for each in weights
         )
-        return experts.pack(kept, first, clamp, dtype, packed_dtype, self.device, self.settings.target.fp8)
+        return experts.pack(kept, first, clamp, dtype, packed_format, self.device, self.settings.target.fp8)
 
     def moe(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts

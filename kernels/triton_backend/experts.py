@@ -16,16 +16,21 @@ import triton
 import triton.language as tl
 
 from kernels import float8
-from kernels.interface import ClampedSwiglu, ExpertWeights, QuantizedWeight
+from kernels.interface import ClampedSwiglu, ExpertWeights, PackedFormat, QuantizedWeight
 from kernels.quantized_weight import with_row_scales
 from kernels.triton_backend import mxfp4, packed_weight
 from kernels.triton_backend.launch import launch
+from kernels.triton_backend.linear import quantize_rows
 from kernels.triton_backend.packed_weight import GROUP
 from kernels.triton_backend.target import Settings
 from kernels.triton_backend.tiles import Tiles, compiler_options
 
 _EIGHT_BITS = (torch.int8, torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 _MXFP4 = torch.float4_e2m1fn_x2
+_FORMATS = (
+    PackedFormat(_MXFP4),
+    *(PackedFormat(dtype, quantizes_rows) for dtype in _EIGHT_BITS for quantizes_rows in (False, True)),
+)
 
 
 @dataclass(frozen=True)
@@ -34,14 +39,18 @@ class StackedWeights:
 
     Attributes:
         numbers: [E, N, K] in the model dtype, int8 or FP8; or uint8 as in kernels/triton_backend/mxfp4.py.
-        scales: None for the model dtype; float32 [E, K / GROUP rounded up, N]: number times scale is the weight;
-            or those of MXFP4, [E, N, ...].
+        scales: None for the model dtype; float32 [E, K / GROUP, N / row_grain], rounded up, or [E, 1, N] where rows are
+            quantized: number times scale is the weight; or those of MXFP4, [E, N, ...].
         bias: [E, N] in the model dtype, or None.
+        row_grain: rows that share a scale; where gates and ups take turns, so do the scales of their blocks.
+        quantizes_rows: whether what is multiplied is brought to the numbers' dtype too, row by row.
     """
 
     numbers: torch.Tensor
     scales: torch.Tensor | None
     bias: torch.Tensor | None
+    row_grain: int = 1
+    quantizes_rows: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +74,7 @@ def pack(
     first: int,
     clamp: ClampedSwiglu | None,
     dtype: torch.dtype,
-    packed_dtype: torch.dtype | None,
+    packed_format: PackedFormat | None,
     device: torch.device,
     fp8: torch.dtype = torch.float8_e4m3fn,
 ) -> PackedExperts:
@@ -76,22 +85,21 @@ def pack(
         first: id of the first.
         clamp: see PackedExperts.
         dtype: the model's: bfloat16, float16 or float32.
-        packed_dtype: that of the numbers; `dtype` or None for the model's; int8, or the target's FP8, for the nearest
-            multiples of a float32 scale for each row of a weight and GROUP numbers of K; float4_e2m1fn_x2 for
-            MXFP4.
+        packed_format: None for the model's dtype; int8, or the target's FP8, for the nearest multiples of a float32
+            scale; float4_e2m1fn_x2, whose rows stay what they are, for MXFP4.
         device: where to.
         fp8: the target's own, to which a checkpoint's FP8 numbers are brought.
 
     Raises:
-        ValueError: another packed dtype.
+        ValueError: another packed format.
     """
-    if packed_dtype not in (None, dtype, _MXFP4, *_EIGHT_BITS):
-        raise ValueError(f"experts in {dtype} can not be packed as {packed_dtype}")
+    if packed_format is not None and packed_format not in _FORMATS:
+        raise ValueError(f"experts in {dtype} can not be packed as {packed_format}")
 
     def one(weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> StackedWeights:
         if isinstance(weight, QuantizedWeight):
             return _stored(weight, bias, dtype, fp8, device)
-        return _packed(weight, bias, dtype, packed_dtype or dtype, device)
+        return _packed(weight, bias, dtype, packed_format, device)
 
     gate_up: list[StackedWeights] = []
     down: list[StackedWeights] = []
@@ -112,9 +120,11 @@ def _in_turn(rows: torch.Tensor) -> torch.Tensor:
 def _weight_in_turn(weight: torch.Tensor | QuantizedWeight, device: torch.device) -> torch.Tensor | QuantizedWeight:
     if isinstance(weight, torch.Tensor):
         return _in_turn(weight.to(device))
-    by_rows = with_row_scales(weight)
-    numbers, scales = (_in_turn(each.to(device)) for each in (by_rows.numbers, by_rows.scales))
-    return replace(by_rows, numbers=numbers, scales=scales)
+    if weight.shape[0] % (2 * GROUP):
+        # A block may hold gates and ups.
+        weight = with_row_scales(weight)
+    numbers, scales = (_in_turn(each.to(device)) for each in (weight.numbers, weight.scales))
+    return replace(weight, numbers=numbers, scales=scales)
 
 
 def _stored(
@@ -124,40 +134,43 @@ def _stored(
     fp8: torch.dtype,
     device: torch.device,
 ) -> StackedWeights:
-    """Of one expert, as a checkpoint has it; scales of 8 bits for each row and group, whatever theirs are."""
-    packed = packed_weight.from_quantized(with_row_scales(weight), None, dtype, fp8, device)
+    """Of one expert, as a checkpoint has it; scales for whole rows are repeated for each group."""
+    packed = packed_weight.from_quantized(weight, None, dtype, fp8, device)
     scales = packed.scales
     assert scales is not None
     if scales.dim() == 1:
         scales = scales.expand(-(-packed.inner // GROUP), -1).contiguous()
-    return StackedWeights(packed.numbers, scales, None if bias is None else bias.to(device, dtype))
+    return StackedWeights(packed.numbers, scales, None if bias is None else bias.to(device, dtype), packed.row_grain)
 
 
 def _packed(
     weight: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
-    packed_dtype: torch.dtype,
+    packed_format: PackedFormat | None,
     device: torch.device,
 ) -> StackedWeights:
     """Of one expert."""
     bias = None if bias is None else bias.to(device, dtype)
     weight = weight.to(device, dtype)
-    if packed_dtype == dtype:
+    if packed_format is None:
         return StackedWeights(weight, None, bias)
-    if packed_dtype == _MXFP4:
+    if packed_format.dtype == _MXFP4:
         return StackedWeights(*mxfp4.quantized(weight), bias)
-    numbers, scales = packed_weight.quantized(weight, packed_dtype, GROUP)
-    return StackedWeights(numbers, scales.t().contiguous(), bias)
+    group = weight.shape[1] if packed_format.quantizes_rows else GROUP
+    numbers, scales = packed_weight.quantized(weight, packed_format.dtype, group)
+    return StackedWeights(numbers, scales.t().contiguous(), bias, quantizes_rows=packed_format.quantizes_rows)
 
 
 def _stacked(experts: list[StackedWeights]) -> StackedWeights:
     """One object for all; takes them out of the list, so that memory comes free where another part follows."""
-    numbers = torch.stack([expert.numbers for expert in experts])
+    numbers, row_grain = torch.stack([expert.numbers for expert in experts]), experts[0].row_grain
     scales = [expert.scales for expert in experts if expert.scales is not None]
     biases = [expert.bias for expert in experts if expert.bias is not None]
+    quantizes_rows = experts[0].quantizes_rows
     experts.clear()
-    return StackedWeights(numbers, torch.stack(scales) if scales else None, torch.stack(biases) if biases else None)
+    stacked_scales, stacked_biases = (torch.stack(each) if each else None for each in (scales, biases))
+    return StackedWeights(numbers, stacked_scales, stacked_biases, row_grain, quantizes_rows)
 
 
 # Tiles of neighbouring programs, which read the same weights one soon after the other.
@@ -216,15 +229,21 @@ def moe(
     num_experts, hidden, _ = packed.down.numbers.shape
     inner = packed.gate_up.numbers.shape[1] // 2
     up_tiles, down_tiles = (
-        tiles_for(settings, ids.numel(), num_experts, x.element_size(), weights.numbers.element_size())
+        tiles_for(settings, ids.numel(), num_experts, _x_size(x, weights), weights.numbers.element_size())
         for weights in (packed.gate_up, packed.down)
     )
     work = _sorted(ids, packed.first, num_experts, up_tiles.rows)
-    activated = x.new_empty(ids.numel(), inner)
+    # Where all rows are quantized, so are those of other ranks' pairs, which nothing is written to.
+    activated = (x.new_zeros if packed.down.quantizes_rows else x.new_empty)(ids.numel(), inner)
     _multiply(x, packed.gate_up, activated, work, ids.shape[1], up_tiles, packed.clamp, True, settings)
     outputs = x.new_empty(ids.numel(), hidden)
     _multiply(activated, packed.down, outputs, work, 1, down_tiles, None, False, settings)
     return _combined(outputs, ids, weights, packed.first, num_experts)
+
+
+def _x_size(x: torch.Tensor, weights: StackedWeights) -> int:
+    """Bytes of a number of what is multiplied."""
+    return weights.numbers.element_size() if weights.quantizes_rows else x.element_size()
 
 
 @dataclass(frozen=True)
@@ -343,12 +362,24 @@ def _fp4_product(total, numbers, codes, exponents, dtype: tl.constexpr):
     return tl.dot(numbers, weights.to(dtype), total, input_precision="ieee")
 
 
+@triton.jit
+def _fp4_piece(total, x_at, weight_at, scale_at, start, k, inner, dtype: tl.constexpr, INNER: tl.constexpr):
+    """total + INNER numbers of x from `start` on times as many weights, the lower and then the upper half of them."""
+    codes = tl.load(weight_at + start // 2).to(tl.int16)
+    lower = tl.load(x_at + start, mask=k[None, :] < inner - start, other=0.0)
+    upper = tl.load(x_at + start + INNER // 2, mask=k[None, :] < inner - start - INNER // 2, other=0.0)
+    exponent_at = scale_at[None, :] + start // 32 + tl.arange(0, 2)[:, None]
+    total = _fp4_product(total, lower, codes, tl.load(exponent_at), dtype)
+    return _fp4_product(total, upper, codes >> 4, tl.load(exponent_at + 2), dtype)
+
+
 # A program multiplies one tile of pairs by rows of its expert's weight. A tile's pairs lie anywhere in x and out.
 # GATED: out gets what the activation makes of each gate and the up behind it, else the products themselves.
 # No function that is a kernel's part itself is called where it can be helped: the interpreter takes 3 ms for each call.
 @triton.jit
 def _grouped_product_kernel(
     x,
+    x_scales,
     weight,
     scales,
     bias,
@@ -358,16 +389,19 @@ def _grouped_product_kernel(
     x_stride,
     weight_stride,
     scale_stride,
+    scale_columns,
     pairs_per_row,
     columns,
     inner,
     alpha,
     limit,
     SCALED: tl.constexpr,
+    INT8: tl.constexpr,
     FP4: tl.constexpr,
     GATED: tl.constexpr,
     CLAMPED: tl.constexpr,
     GROUP: tl.constexpr,
+    ROW_GRAIN: tl.constexpr,
     SWIZZLE: tl.constexpr,
     EVEN: tl.constexpr,
     ROWS: tl.constexpr,
@@ -394,17 +428,13 @@ def _grouped_product_kernel(
     x_at = x + row[:, None] * x_stride + k[None, :]
     weight_at = weight + weight_row[None, :] * weight_stride + k[:, None]
     # Where there are no scales, these are not read.
-    scale_at = scales + (weight_row * scale_stride if FP4 else expert * scale_stride + weight_column)
+    scale_column = (weight_column // (2 * ROW_GRAIN) * 2 + weight_column % 2) if GATED else weight_column // ROW_GRAIN
+    scale_at = scales + (weight_row * scale_stride if FP4 else expert * scale_stride + scale_column)
     dtype = out.dtype.element_ty
-    total = tl.full([ROWS, COLUMNS], 0.0, tl.float32)
+    total = tl.zeros([ROWS, COLUMNS], tl.int32 if INT8 else tl.float32)
     for start in range(0, inner, INNER):
         if FP4:
-            codes = tl.load(weight_at + start // 2).to(tl.int16)
-            lower = tl.load(x_at + start, mask=k[None, :] < inner - start, other=0.0)
-            upper = tl.load(x_at + start + INNER // 2, mask=k[None, :] < inner - start - INNER // 2, other=0.0)
-            exponent_at = scale_at[None, :] + start // 32 + tl.arange(0, 2)[:, None]
-            total = _fp4_product(total, lower, codes, tl.load(exponent_at), dtype)
-            total = _fp4_product(total, upper, codes >> 4, tl.load(exponent_at + 2), dtype)
+            total = _fp4_piece(total, x_at, weight_at, scale_at, start, k, inner, dtype, INNER)
         elif EVEN:
             numbers = tl.load(x_at + start)
             weights = tl.load(weight_at + start)
@@ -413,9 +443,14 @@ def _grouped_product_kernel(
             weights = tl.load(weight_at + start, mask=k[:, None] < inner - start, other=0.0)
         if SCALED:
             part = tl.dot(numbers, weights.to(numbers.dtype), input_precision="ieee")
-            total += part * tl.load(scale_at + start // GROUP * columns)[None, :]
+            total += part * tl.load(scale_at + start // GROUP * scale_columns)[None, :]
+        elif INT8:
+            total = tl.dot(numbers, weights, total, out_dtype=tl.int32)
         elif not FP4:
-            total = tl.dot(numbers, weights, total, input_precision="ieee")
+            # FP8 by FP8 too, which on Hopper sums many products in less than float32 unless it is told not to.
+            total = tl.dot(numbers, weights, total, input_precision="ieee", max_num_imprecise_acc=INNER)
+    if x_scales is not None:
+        total = total.to(tl.float32) * (tl.load(x_scales + row)[:, None] * tl.load(scale_at)[None, :])
     if bias is not None:
         total += tl.load(bias + weight_row).to(tl.float32)[None, :]
     if GATED:
@@ -427,8 +462,11 @@ def _grouped_product_kernel(
         result = total
         width = columns
         column = block * COLUMNS + tl.arange(0, COLUMNS)
-    to = out + pair[:, None].to(tl.int64) * width + column[None, :]
-    tl.store(to, result.to(dtype), mask=(pair[:, None] >= 0) & (column[None, :] < width))
+    tl.store(
+        out + pair[:, None].to(tl.int64) * width + column[None, :],
+        result.to(dtype),
+        mask=(pair[:, None] >= 0) & (column[None, :] < width),
+    )
 
 
 def _multiply(
@@ -444,6 +482,9 @@ def _multiply(
 ) -> None:
     """Rows `pair // pairs_per_row` of x times the weights of the pairs' experts, into rows `pair` of contiguous out."""
     columns, inner = weights.numbers.shape[1], x.shape[1]
+    x_scales: torch.Tensor | None = None
+    if weights.quantizes_rows:
+        x, x_scales = quantize_rows(x, weights.numbers.dtype)
     scales = weights.numbers if weights.scales is None else weights.scales
     is_fp4 = weights.numbers.dtype == torch.uint8
     scale_stride = scales.stride(1) if is_fp4 else scales.stride(0)
@@ -451,15 +492,17 @@ def _multiply(
     launch(
         _grouped_product_kernel,
         (len(work.experts) * triton.cdiv(columns, tiles.columns),),
-        *(x, weights.numbers, scales, weights.bias, out, work.experts, work.pairs),
-        *(x.stride(0), weights.numbers.stride(1), scale_stride, pairs_per_row, columns, inner),
+        *(x, x_scales, weights.numbers, scales, weights.bias, out, work.experts, work.pairs),
+        *(x.stride(0), weights.numbers.stride(1), scale_stride, scales.shape[2], pairs_per_row, columns, inner),
         0.0 if clamp is None else clamp.alpha,
         0.0 if clamp is None else clamp.limit,
-        SCALED=weights.scales is not None and not is_fp4,
+        SCALED=weights.scales is not None and x_scales is None and not is_fp4,
+        INT8=x_scales is not None and x.dtype == torch.int8,
         FP4=is_fp4,
         GATED=gated,
         CLAMPED=clamp is not None,
         GROUP=GROUP,
+        ROW_GRAIN=weights.row_grain,
         SWIZZLE=_SWIZZLE,
         EVEN=inner % step == 0,
         ROWS=tiles.rows,

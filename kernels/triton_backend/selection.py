@@ -1,8 +1,12 @@
 """Which tokens a query attends to: the indexer of DeepSeek sparse attention (DeepSeek-V3.2).
 
-A kernel scores a row's tokens and writes numbers that order them: by score, then by position. They are all different,
-so the k highest are one set whatever finds them. A row's selection lists them in the order of positions: a row that
-selects all its tokens attends to them as if nothing had been selected, to the bit.
+A kernel scores a row's tokens and writes numbers that order them by score; of equal ones the lower position comes
+first. Another finds the number of the k-th token, eight bits at a time by histograms, and lists what is selected in the
+order of positions: a row that selects all its tokens attends to them as if nothing had been selected, to the bit. How
+work is dealt out to programs does not show in either.
+
+Both look at no more tokens than a row sees, which they read on the device: in a captured step, whose tensors have
+places for the longest sequence that a worker takes, short sequences cost what they cost in any other.
 """
 
 from __future__ import annotations
@@ -16,30 +20,41 @@ from kernels.triton_backend.launch import launch
 from kernels.triton_backend.plan import StepPlan
 from kernels.triton_backend.sequences import sequence_of
 
-# Ranks held at once, 8 bytes each; more are computed in panels of rows.
+# Orders held at once, 4 bytes each; more are computed in panels of rows.
 PANEL_BYTES = 256 << 20
-# Tokens that a program scores, and of those at a time.
+# Tokens that a program scores before it takes others, and of those at a time.
 PROGRAM_KEYS = 512
 TILE_KEYS = 64
-# The rank of a token that a row does not see.
-INVISIBLE = torch.iinfo(torch.int64).min
+# Programs that score, where there are not more rows.
+PROGRAMS = 2048
+# Tokens of a row that are looked at in one go when the selected ones are found.
+SELECT_BLOCK = 2048
+# Below the order of any score.
+_LEAST_ORDER = tl.constexpr(-(2**31))
 
 
 @triton.jit
-def _rank(score, position):
-    """int64: greater for a higher score, of equal ones for the lower position; NaN and -inf are equal and lowest."""
+def _order(score):
+    """int32: greater for a higher score; NaN and -inf are equal and lowest."""
     score = tl.where(score > -3.0e38, score, -3.0e38)
     # One zero, not two.
     bits = tl.where(score == 0.0, 0.0, score).to(tl.int32, bitcast=True)
-    ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
-    return (ordered.to(tl.int64) << 32) | (0xFFFFFFFF - position.to(tl.int64))
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def _visible(cu_seqlens_q, seq_lens, row, num_seqs):
+    """The sequence of a row, and how many of its tokens the row sees; none for a row of padding."""
+    sequence, _ = sequence_of(cu_seqlens_q, row, num_seqs, 1)
+    end = tl.load(cu_seqlens_q + sequence + 1)
+    return sequence, tl.where(row < end, tl.load(seq_lens + sequence) - end + row + 1, 0)
 
 
 @triton.jit(
     do_not_specialize=["first_row", "num_seqs", "num_blocks", "width"],
     do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens", "tables"],
 )
-def _rank_kernel(
+def _order_kernel(
     q,
     q_token_stride,
     q_head_stride,
@@ -50,7 +65,7 @@ def _rank_kernel(
     cu_seqlens_q,
     seq_lens,
     tables,
-    ranks,
+    orders,
     first_row,
     num_heads,
     num_seqs,
@@ -60,16 +75,18 @@ def _rank_kernel(
     HEAD_PAD: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
     WIDE: tl.constexpr,
-    INVISIBLE: tl.constexpr,
     HEADS: tl.constexpr,
     KEYS: tl.constexpr,
     PROGRAM_KEYS: tl.constexpr,
 ):
-    """Program (row of the panel, part): ranks of PROGRAM_KEYS tokens, with all index heads as rows of a product."""
+    """Program (row of the panel, z of Z): orders of the tokens that the row sees, of parts z, z + Z, ... of them.
+
+    A part has PROGRAM_KEYS tokens; all index heads are rows of one product.
+    """
     row = first_row + tl.program_id(0)
-    sequence, _ = sequence_of(cu_seqlens_q, row, num_seqs, 1)
-    end = tl.load(cu_seqlens_q + sequence + 1)
-    visible = tl.where(row < end, tl.load(seq_lens + sequence) - end + row + 1, 0)
+    sequence, visible = _visible(cu_seqlens_q, seq_lens, row, num_seqs)
+    if tl.program_id(1) * PROGRAM_KEYS >= visible:
+        return
     heads = tl.arange(0, HEADS)
     columns = tl.arange(0, HEAD_PAD)
     is_number = columns < HEAD_DIM
@@ -80,11 +97,13 @@ def _rank_kernel(
         query = query.to(tl.float32)
     weight = tl.load(weights + row.to(tl.int64) * weights_stride + heads, mask=heads < num_heads, other=0.0)
     table = tables + sequence.to(tl.int64) * num_blocks
-    results = ranks + tl.program_id(0).to(tl.int64) * width
-    start = tl.program_id(1) * PROGRAM_KEYS
-    seen = tl.maximum(0, tl.minimum(PROGRAM_KEYS, visible - start))
-    for first in range(start, start + seen, KEYS):
-        positions = first + tl.arange(0, KEYS)
+    results = orders + tl.program_id(0).to(tl.int64) * width
+    parts = tl.cdiv(visible, PROGRAM_KEYS)
+    tiles = PROGRAM_KEYS // KEYS
+    own_parts = tl.cdiv(parts - tl.program_id(1), tl.num_programs(1))
+    for index in range(0, own_parts * tiles):
+        part = tl.program_id(1) + index // tiles * tl.num_programs(1)
+        positions = part * PROGRAM_KEYS + index % tiles * KEYS + tl.arange(0, KEYS)
         exists = positions < visible
         blocks = tl.load(table + positions // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         rows = keys + (blocks * BLOCK_SIZE + positions % BLOCK_SIZE) * key_stride
@@ -93,11 +112,73 @@ def _rank_kernel(
         products = tl.dot(query, tl.trans(key), input_precision="ieee")
         weighted = tl.where(products < 0.0, 0.0, products) * weight[:, None]
         score = tl.sum(tl.where((heads < num_heads)[:, None], weighted, 0.0), 0)
-        rank = tl.where(exists, _rank(score, positions), INVISIBLE)
-        tl.store(results + positions, rank, mask=positions < width)
-    for first in range(start + tl.cdiv(seen, KEYS) * KEYS, start + PROGRAM_KEYS, KEYS):
-        positions = first + tl.arange(0, KEYS)
-        tl.store(results + positions, tl.full([KEYS], INVISIBLE, tl.int64), mask=positions < width)
+        tl.store(results + positions, _order(score), mask=exists)
+
+
+@triton.jit
+def _next_bits(orders, visible, known, wanted, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
+    """Eight bits more of the highest order that `wanted` of those with the known bits reach, and how many of them."""
+    bins = tl.arange(0, 256)
+    counts = tl.zeros([256], tl.int32)
+    for first in range(0, visible, BLOCK):
+        positions = first + tl.arange(0, BLOCK)
+        counted = positions < visible
+        order = tl.load(orders + positions, mask=counted, other=0)
+        digit = order >> SHIFT
+        if SHIFT == 24:
+            # With the sign, from the lowest on.
+            digit += 128
+        else:
+            digit = digit & 255
+            counted = counted & ((order >> (SHIFT + 8)) == known)
+        counts += tl.histogram(digit, 256, mask=counted)
+    above = tl.sum(counts) - tl.cumsum(counts, 0)
+    here = (above < wanted) & (above + counts >= wanted)
+    found = tl.sum(tl.where(here, bins, 0))
+    known = found - 128 if SHIFT == 24 else (known << 8) | found
+    return known, wanted - tl.sum(tl.where(here, above, 0))
+
+
+@triton.jit
+def _border(orders, visible, topk, BLOCK: tl.constexpr):
+    """The `topk`-th highest of a row's orders, of which there are more, and how many that equal it are selected."""
+    known, wanted = _next_bits(orders, visible, 0, topk, 24, BLOCK)
+    known, wanted = _next_bits(orders, visible, known, wanted, 16, BLOCK)
+    known, wanted = _next_bits(orders, visible, known, wanted, 8, BLOCK)
+    return _next_bits(orders, visible, known, wanted, 0, BLOCK)
+
+
+@triton.jit(
+    do_not_specialize=["first_row", "num_seqs", "width"], do_not_specialize_on_alignment=["cu_seqlens_q", "seq_lens"]
+)
+def _select_kernel(
+    orders, cu_seqlens_q, seq_lens, selection, first_row, num_seqs, width, topk, BLOCK: tl.constexpr
+):  # fmt: skip
+    """Program (row of the panel): positions of its `topk` highest orders, ascending, then -1."""
+    row = first_row + tl.program_id(0)
+    _, visible = _visible(cu_seqlens_q, seq_lens, row, num_seqs)
+    own = orders + tl.program_id(0).to(tl.int64) * width
+    chosen = selection + row.to(tl.int64) * topk
+    border = tl.full((), _LEAST_ORDER, tl.int32)
+    wanted = tl.full((), 0, tl.int32)
+    if visible > topk:
+        border, wanted = _border(own, visible, topk, BLOCK)
+    placed = tl.full((), 0, tl.int32)
+    equal = tl.full((), 0, tl.int32)
+    for first in range(0, visible, BLOCK):
+        positions = first + tl.arange(0, BLOCK)
+        exists = positions < visible
+        order = tl.load(own + positions, mask=exists, other=_LEAST_ORDER)
+        is_equal = exists & (order == border)
+        is_tie = is_equal & (equal + tl.cumsum(is_equal.to(tl.int32), 0) <= wanted)
+        is_chosen = (order > border) | is_tie
+        places = placed + tl.cumsum(is_chosen.to(tl.int32), 0) - 1
+        tl.store(chosen + places, positions, mask=is_chosen)
+        placed += tl.sum(is_chosen.to(tl.int32))
+        equal += tl.sum(is_equal.to(tl.int32))
+    for first in range(placed, topk, BLOCK):
+        places = first + tl.arange(0, BLOCK)
+        tl.store(chosen + places, tl.full([BLOCK], -1, tl.int32), mask=places < topk)
 
 
 def select_tokens(
@@ -121,38 +202,33 @@ def select_tokens(
         return None
     rows, width = q.shape[0], plan.shape.max_seqlen_k
     selection = torch.empty(rows, spec.topk, dtype=torch.int32, device=q.device)
-    panel = max(1, PANEL_BYTES // (8 * width))
+    if not plan.shape.seqs:
+        return selection.fill_(-1)
+    panel = max(1, PANEL_BYTES // (4 * width))
     for start in range(0, rows, panel):
         count = min(panel, rows - start)
-        ranks = _ranks(q, weights, index, layer, plan, start, count)
-        selection[start : start + count] = _highest(ranks, spec.topk)
+        orders = _orders(q, weights, index, layer, plan, start, count)
+        launch(
+            _select_kernel, (count,), orders, plan.cu_seqlens_q, plan.seq_lens, selection, start, plan.shape.seqs,
+            width, spec.topk, BLOCK=SELECT_BLOCK, num_warps=8,
+        )  # fmt: skip
     return selection
 
 
-def _ranks(
+def _orders(
     q: torch.Tensor, weights: torch.Tensor, index: DeviceKVCache, layer: int, plan: StepPlan, start: int, count: int
 ) -> torch.Tensor:
-    """int64 [count, longest sequence] of the rows from `start` on; INVISIBLE past a row's own token."""
+    """int32 [count, longest sequence] of the rows from `start` on; past a row's own token nothing is written."""
     keys, width = index.keys(layer), plan.shape.max_seqlen_k
-    ranks = torch.empty(count, width, dtype=torch.int64, device=q.device)
-    if not plan.shape.seqs:
-        return ranks.fill_(INVISIBLE)
+    orders = torch.empty(count, width, dtype=torch.int32, device=q.device)
+    parts = min(triton.cdiv(width, PROGRAM_KEYS), max(1, PROGRAMS // count))
     launch(
-        _rank_kernel, (count, triton.cdiv(width, PROGRAM_KEYS)), q, q.stride(0), q.stride(1), weights,
-        weights.stride(0), keys, keys.stride(1), plan.cu_seqlens_q, plan.seq_lens, plan.block_tables, ranks, start,
+        _order_kernel, (count, parts), q, q.stride(0), q.stride(1), weights,
+        weights.stride(0), keys, keys.stride(1), plan.cu_seqlens_q, plan.seq_lens, plan.block_tables, orders, start,
         q.shape[1], plan.shape.seqs, plan.shape.blocks, width, HEAD_DIM=index.head_dim,
         HEAD_PAD=max(16, triton.next_power_of_2(index.head_dim)), BLOCK_SIZE=index.block_size,
-        WIDE=keys.dtype.itemsize > 1 and keys.dtype != q.dtype, INVISIBLE=INVISIBLE,
+        WIDE=keys.dtype.itemsize > 1 and keys.dtype != q.dtype,
         HEADS=max(16, triton.next_power_of_2(q.shape[1])), KEYS=TILE_KEYS, PROGRAM_KEYS=PROGRAM_KEYS, num_warps=4,
         num_stages=2,
     )  # fmt: skip
-    return ranks
-
-
-def _highest(ranks: torch.Tensor, topk: int) -> torch.Tensor:
-    """int32 [rows, topk]: positions of the highest ranks in ascending order, then -1."""
-    best = ranks.topk(topk, dim=1, sorted=False).values
-    nowhere = torch.iinfo(torch.int32).max
-    positions = (0xFFFFFFFF - (best & 0xFFFFFFFF)).masked_fill_(best == INVISIBLE, nowhere).to(torch.int32)
-    ascending = positions.sort(dim=1).values
-    return ascending.masked_fill_(ascending == nowhere, -1)
+    return orders

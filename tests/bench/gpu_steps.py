@@ -3,7 +3,9 @@
 Random weights. For each way to run (captured or not, batch-invariant or tuned): decodes of several batch sizes,
 launched ahead as a worker does, and one long prompt. The floor of a decode is what it must read, all weights once and
 the keys and values of its sequences, over the bandwidth of a copy; that of a prompt is its multiplications over the
-rate of a large product, both measured first. `--json FILE` keeps the figures.
+rate of a large product, both measured first. `--compared BATCH [...]` puts transformers' continuous batching beside the
+first of these ways, output tokens per second of whole requests (tests/bench/gpu_transformers.py). `--json FILE` keeps
+the figures.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ import torch
 
 from common.config import Config
 from common.sampling_params import SamplingParams
+from tests.bench.gpu_transformers import Throughput, Transformers, Work, compare
 from tests.checkpoints import make_checkpoint
 from tests.shapes import QWEN3_0_6B, QWEN3_8B
 from worker.llm_engine import LLMEngine
@@ -34,7 +37,7 @@ from worker.model_runner import ModelRunner
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_0_6B,
     "qwen3-8b": QWEN3_8B,
-    # For a try without a GPU: TRITON_INTERPRET=1 and --batches 1 --prefill 16 --context 8 --steps 3.
+    # For a try without a GPU: TRITON_INTERPRET=1 or --kernels cpu, and --batches 1 --prefill 16 --context 8 --steps 3.
     "tiny": {"num_hidden_layers": 1},
 }
 # How to run, by name.
@@ -150,7 +153,26 @@ def weight_numbers(runner: ModelRunner) -> int:
     return config.num_hidden_layers * layer + config.hidden_size * config.vocab_size
 
 
-def main() -> None:
+def comparisons(folder: Path, device: torch.device, options: argparse.Namespace) -> Iterator[Throughput]:
+    """Ours and theirs of each batch size, in turn; their memory for keys and values comes beside ours."""
+    works = [Work(batch, options.context, options.steps, max(options.prefill, 2048)) for batch in options.compared]
+    blocks = max(work.batch * -(-(work.context + work.tokens) // BLOCK_SIZE) for work in works) + 1
+    own = replace(
+        config(str(folder), options.ways[0], options),
+        max_model_len=options.context + options.steps,
+        max_num_seqs=max(options.compared),
+        num_kvcache_blocks=blocks,
+    )
+    engine, peer = LLMEngine(own), Transformers(folder, options.dtype, device)
+    for work in works:
+        ours, theirs = compare(engine, peer, work, options.repetitions)
+        line = f"{work.batch} requests: {ours.median:.1f} tokens/s, transformers ({peer.attention}) {theirs.median:.1f}"
+        print(f"{options.ways[0]}: {line}: {ours.median / theirs.median:.2f} times", flush=True)
+        yield from (ours, theirs)
+    engine.close()
+
+
+def main(arguments: list[str] | None = None) -> None:
     """Prints a line for each figure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=list(SHAPES), default="qwen3-8b")
@@ -161,8 +183,10 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=512, help="tokens of each prompt before a decode")
     parser.add_argument("--prefill", type=int, default=8192, help="tokens of the long prompt")
     parser.add_argument("--steps", type=int, default=64, help="decode steps of each batch size")
+    parser.add_argument("--compared", nargs="+", type=int, default=[], help="batch sizes for transformers beside ours")
+    parser.add_argument("--repetitions", type=int, default=3, help="of a comparison")
     parser.add_argument("--json", type=Path, help="file for the figures")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     machine = measured(device)
     print(f"{machine.name}: {machine.bandwidth / 1e9:.0f} GB/s, {machine.rate / 1e12:.1f} TFLOP/s", flush=True)
@@ -181,8 +205,10 @@ def main() -> None:
             gc.collect()
             if device.type == "cuda":
                 torch.cuda.empty_cache()
+        throughputs = [asdict(each) for each in comparisons(Path(folder), device, options)] if options.compared else []
     if options.json:
-        options.json.write_text(json.dumps({"machine": asdict(machine), "figures": found}, indent=1))
+        kept = {"machine": asdict(machine), "figures": found, "throughputs": throughputs}
+        options.json.write_text(json.dumps(kept, indent=1))
 
 
 def config(folder: str, way: str, options: argparse.Namespace) -> Config:

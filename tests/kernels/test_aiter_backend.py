@@ -32,6 +32,7 @@ from kernels.interface import (
     ClampedSwiglu,
     ExpertWeights,
     KVSpec,
+    PackedFormat,
     QuantizedWeight,
     Routing,
     SampleParams,
@@ -40,6 +41,7 @@ from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import plan as step_plan
 from kernels.triton_backend.backend import TritonBackend
 from kernels.triton_backend.kv_cache import DeviceKVCache
+from kernels.triton_backend.packed_weight import PackedWeight
 from kernels.triton_backend.plan import Shape, StepPlan
 from kernels.triton_backend.target import TARGETS, Settings
 from tests.kernels.fake_aiter import lay
@@ -207,7 +209,7 @@ def test_linear_in_fp8(library: AiterLibrary, target: str, with_bias: bool) -> N
     backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
     assert backend.fp8 == (torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn)
     x, weight, bias = draw(5, 64), draw(48, 64), draw(48) if with_bias else None
-    packed = backend.pack_linear(weight, bias, torch.bfloat16, backend.fp8)
+    packed = backend.pack_linear(weight, bias, torch.bfloat16, PackedFormat(backend.fp8, quantizes_rows=True))
     assert isinstance(packed, AiterScaledLinear)
     assert packed.weight.dtype == backend.fp8
     found = backend.linear(x, replace(packed, weight=packed.weight.clone())).float()
@@ -301,9 +303,13 @@ def test_over_the_triton_back_end(library: AiterLibrary) -> None:
     close(found[:3], REFERENCE.attention(q[:3], run.expected, 1, run.reference, 0.2))
     assert not found[3:].any()
     x, weight = draw(3, 64, dtype=torch.float32), draw(48, 64, dtype=torch.float32)
-    for dtype in (None, torch.int8):
-        product = backend.linear(x, backend.pack_linear(weight, None, torch.float32, dtype))
+    for name in ("int8", "w8a8_int8"):
+        packed_format = backend.packed_format(name, torch.float32)
+        product = backend.linear(x, backend.pack_linear(weight, None, torch.float32, packed_format))
         assert (product - x @ weight.t()).norm() / product.norm() < 0.02
+    weight_only = backend.pack_linear(weight, None, torch.bfloat16, backend.packed_format("fp8", torch.bfloat16))
+    assert isinstance(weight_only, PackedWeight)
+    assert not weight_only.quantizes_rows
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
@@ -382,8 +388,8 @@ def test_moe(library: AiterLibrary, first: int, quantized: bool, expert_parallel
     least = 0 if expert_parallel else first
     ids = torch.stack([torch.randperm(last - least, generator=torch.Generator().manual_seed(i))[:3] for i in range(6)])
     slot_weights = draw(6, 3, dtype=torch.float32).abs()
-    dtype = backend.fp8 if quantized else None
-    packed = backend.pack_experts(iter(weights), first, None, torch.bfloat16, dtype)
+    packed_format = PackedFormat(backend.fp8, quantizes_rows=True) if quantized else None
+    packed = backend.pack_experts(iter(weights), first, None, torch.bfloat16, packed_format)
     assert isinstance(packed, AiterExperts)
     found = backend.moe(x, ids + least, slot_weights, packed)
     reference = REFERENCE.pack_experts(weights, first, None, torch.bfloat16)
@@ -449,14 +455,29 @@ def test_latent_attention_of_more_heads(backend: AiterBackend) -> None:
     assert fallback_of(backend) == ["latent_attention"]
 
 
-def test_int8_is_for_the_other_back_end(backend: AiterBackend) -> None:
-    """PyTorch's refuses it, the Triton one packs it."""
-    with pytest.raises(ValueError, match="do not pack"):
-        backend.pack_linear(draw(48, 64), None, torch.bfloat16, torch.int8)
-    with pytest.raises(ValueError, match="do not pack"):
-        backend.pack_experts(experts(1, 64, 32), 0, None, torch.bfloat16, torch.int8)
-    assert backend.packed_dtype("int8", torch.bfloat16) is None
-    assert backend.packed_dtype("fp8", torch.bfloat16) == backend.fp8
+def test_other_weights_in_8_bits_are_for_the_other_back_end(library: AiterLibrary) -> None:
+    """PyTorch's refuses them, the Triton one packs them."""
+    backend = AiterBackend(Fallback(), library, TUNED)
+    formats = (PackedFormat(torch.int8), PackedFormat(torch.int8, quantizes_rows=True), PackedFormat(backend.fp8))
+    with structlog.testing.capture_logs() as logs:
+        for packed_format in formats:
+            with pytest.raises(ValueError, match="do not pack"):
+                backend.pack_linear(draw(48, 64), None, torch.bfloat16, packed_format)
+            with pytest.raises(ValueError, match="do not pack"):
+                backend.pack_experts(experts(1, 64, 32), 0, None, torch.bfloat16, packed_format)
+    assert {line["reason"].partition(", not ")[2] for line in logs} == {
+        "weights only in int8",
+        "weights and rows in int8",
+        "weights only in float8_e4m3fnuz",
+    }
+
+
+def test_formats_that_are_aiters(backend: AiterBackend) -> None:
+    """The stand-in for the Triton back end has none."""
+    assert backend.packed_format("w8a8_fp8", torch.bfloat16) == PackedFormat(backend.fp8, quantizes_rows=True)
+    assert backend.packed_format("w8a8_fp8", torch.float32) is None
+    for name in ("int8", "fp8", "w8a8_int8"):
+        assert backend.packed_format(name, torch.bfloat16) is None
 
 
 def test_batch_invariance_leaves_only_what_has_no_sums(library: AiterLibrary) -> None:
@@ -663,4 +684,4 @@ def test_stored_weights_with_batch_invariance(library: AiterLibrary) -> None:
     backend.pack_experts([ExpertWeights(stored(256, 128)[0], stored(128, 128)[0])], 0, None, torch.bfloat16)
     assert fallback.asked == ["pack_linear", "pack_experts"]
     with pytest.raises(ValueError, match="do not pack"):
-        AiterBackend(fallback, library, TUNED).pack_linear(weight, None, torch.bfloat16, torch.int8)
+        AiterBackend(fallback, library, TUNED).pack_linear(weight, None, torch.bfloat16, PackedFormat(torch.int8))

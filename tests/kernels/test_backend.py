@@ -5,30 +5,52 @@ from __future__ import annotations
 import pytest
 import torch
 
+from kernels.interface import ExpertWeights, PackedFormat
 from kernels.select import select_backend
 from kernels.triton_backend import elementwise
 from kernels.triton_backend.backend import TritonBackend
 from kernels.triton_backend.launch import launch
-from worker.dtype import resolve_packed_dtype
+from worker.dtype import resolve_packed_format
 from worker.model_config import ModelError
 
 
-@pytest.mark.parametrize(("name", "tolerance"), [("int8", 0.02), ("fp8", 0.06)])
+@pytest.mark.parametrize(
+    ("name", "tolerance"), [("int8", 0.02), ("fp8", 0.06), ("w8a8_int8", 0.03), ("w8a8_fp8", 0.08)]
+)
 def test_weights_in_8_bits(name: str, tolerance: float) -> None:
     backend = select_backend("triton")
     assert isinstance(backend, TritonBackend)
-    packed_dtype = resolve_packed_dtype(name, torch.float32, backend)
-    assert packed_dtype == {"int8": torch.int8, "fp8": backend.settings.target.fp8}[name]
+    packed_format = resolve_packed_format(name, torch.float32, backend)
+    quantizes_rows, narrow = name.startswith("w8a8"), torch.int8 if "int8" in name else backend.settings.target.fp8
+    assert packed_format == PackedFormat(narrow, quantizes_rows)
     x, weight = (torch.randn(n, 200, generator=torch.Generator().manual_seed(n)) for n in (3, 50))
-    found = backend.linear(x, backend.pack_linear(weight, None, torch.float32, packed_dtype))
+    packed = backend.pack_linear(weight, None, torch.float32, packed_format)
+    assert packed.quantizes_rows == quantizes_rows
+    assert packed.numbers.dtype == narrow
+    found = backend.linear(x, packed)
     expected = x @ weight.t()
     error = (found - expected).norm() / expected.norm()
     assert 0.001 < error < tolerance
 
 
-def test_what_cpus_do_not_pack_is_refused() -> None:
-    with pytest.raises(ModelError, match="quantize 'fp8' needs kernels of a GPU; here are kernels 'torch' and dtype"):
-        resolve_packed_dtype("fp8", torch.float32, select_backend("torch"))
+@pytest.mark.parametrize("name", ["fp8", "w8a8_int8"])
+def test_experts_in_8_bits(name: str) -> None:
+    backend = TritonBackend()
+    expert = ExpertWeights(torch.ones(4, 8), torch.ones(8, 2))
+    packed = backend.pack_experts([expert], 0, None, torch.float32, backend.packed_format(name, torch.float32))
+    assert packed.down is not None
+    assert packed.down.numbers.dtype == (torch.int8 if "int8" in name else backend.settings.target.fp8)
+    assert packed.down.quantizes_rows == name.startswith("w8a8")
+
+
+@pytest.mark.parametrize("name", ["fp8", "w8a8_int8", "w8a8_fp8"])
+@pytest.mark.parametrize("kernels", ["torch", "cpu"])
+def test_what_cpus_do_not_pack_is_refused(kernels: str, name: str) -> None:
+    wanted = (
+        rf"quantize '{name}' needs kernels of a GPU( that has FP8)?; here are kernels '{kernels}' and dtype float32"
+    )
+    with pytest.raises(ModelError, match=wanted):
+        resolve_packed_format(name, torch.float32, select_backend(kernels))
 
 
 def test_tokens_come_to_the_host_in_order() -> None:

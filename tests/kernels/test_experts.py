@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
+from kernels.interface import ClampedSwiglu, ExpertWeights, PackedFormat, Routing
 from kernels.quantized_weight import as_floats
 from kernels.triton_backend import experts, mxfp4
 from kernels.triton_backend.packed_weight import GROUP
@@ -114,13 +114,16 @@ def test_rows_may_lie_apart() -> None:
     assert torch.equal(experts.moe(x, strided_ids, strided_shares, packed, INVARIANT), out)
 
 
-@pytest.mark.parametrize(("packed_dtype", "clamp"), [(None, None), (torch.int8, CLAMP)])
+@pytest.mark.parametrize(
+    ("packed_format", "clamp"),
+    [(None, None), (PackedFormat(torch.int8), CLAMP), (PackedFormat(torch.int8, quantizes_rows=True), CLAMP)],
+)
 def test_a_rows_bits_do_not_depend_on_the_other_rows(
-    monkeypatch: pytest.MonkeyPatch, packed_dtype: torch.dtype | None, clamp: ClampedSwiglu | None
+    monkeypatch: pytest.MonkeyPatch, packed_format: PackedFormat | None, clamp: ClampedSwiglu | None
 ) -> None:
     """In any order, in parts, alone, and with so many others that an expert has several tiles."""
     multiply_rows_alone(monkeypatch)
-    packed = experts.pack(made(bias=True), 0, clamp, torch.float32, packed_dtype, CPU)
+    packed = experts.pack(made(bias=True), 0, clamp, torch.float32, packed_format, CPU)
     x, ids, shares = step(10)
     whole = experts.moe(x, ids, shares, packed, INVARIANT)
     order = torch.randperm(10, generator=torch.Generator().manual_seed(3))
@@ -215,7 +218,7 @@ ROUNDINGS = {
 def test_narrow_weights(dtype: torch.dtype, packed_dtype: torch.dtype) -> None:
     """They are near the weights, and are what is computed with."""
     weights = made(dtype, bias=True)
-    packed = experts.pack(weights, 0, None, dtype, packed_dtype, CPU)
+    packed = experts.pack(weights, 0, None, dtype, PackedFormat(packed_dtype), CPU)
     used = meant_experts(packed, weights)
     group, of_largest, of_own = ROUNDINGS[packed_dtype]
     for one, its in zip(weights, used, strict=True):
@@ -226,6 +229,54 @@ def test_narrow_weights(dtype: torch.dtype, packed_dtype: torch.dtype) -> None:
             assert bool(((near - weight).abs() <= 1.001 * (of_largest * largest + of_own * weight.abs())).all())
     x, ids, shares = step(4, dtype)
     close(experts.moe(x, ids, shares, packed, INVARIANT), reference_moe(x, ids, shares, used, None), TOLERANCE[dtype])
+
+
+def rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Each row to the nearest multiples of its scale, in float64."""
+    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
+    scales = rows.float().abs().amax(1, keepdim=True) / largest
+    shrunk = rows.float() / scales
+    return (shrunk.round() if dtype == torch.int8 else shrunk.to(dtype)).double() * scales.double()
+
+
+def rounded_moe(
+    x: torch.Tensor, ids: torch.Tensor, shares: torch.Tensor, own: list[ExpertWeights], dtype: torch.dtype
+) -> torch.Tensor:
+    """In float64, with weights and rows rounded; pair by pair."""
+    out = torch.zeros(x.shape, dtype=torch.float64)
+    for row, (chosen, weights) in enumerate(zip(ids, shares, strict=True)):
+        for expert, weight in zip(chosen.tolist(), weights.double(), strict=True):
+            gate, up = (rounded(x[row : row + 1], dtype) @ rounded(own[expert].gate_up, dtype).t()).chunk(2, 1)
+            inner = rounded(torch.nn.functional.silu(gate) * up, dtype)
+            out[row] += weight * (inner @ rounded(own[expert].down, dtype).t())[0]
+    return out
+
+
+@pytest.mark.parametrize("packed_dtype", [torch.int8, torch.float8_e4m3fn])
+@pytest.mark.parametrize("rows", [1, 12])
+def test_weights_and_rows_of_8_bits(settings: Settings, packed_dtype: torch.dtype, rows: int) -> None:
+    """A number between two products may lie at the border of two roundings; others are the same."""
+    weights = made()
+    x, ids, shares = step(rows)
+    packed = experts.pack(weights, 0, None, torch.float32, PackedFormat(packed_dtype, quantizes_rows=True), CPU)
+    found = experts.moe(x, ids, shares, packed, settings)
+    wanted = rounded_moe(x, ids, shares, weights, packed_dtype)
+    assert (found - wanted).norm() < 1e-3 * wanted.norm()
+    exact = reference_moe(x, ids, shares, weights, None)
+    assert 5e-3 < (wanted - exact).norm() / exact.norm() < {torch.int8: 0.03, torch.float8_e4m3fn: 0.1}[packed_dtype]
+
+
+@pytest.mark.filterwarnings("ignore:invalid value encountered")
+@pytest.mark.parametrize("packed_dtype", [torch.int8, torch.float8_e4m3fn])
+def test_a_quantized_row_that_overflowed_shows_it(packed_dtype: torch.dtype) -> None:
+    """And no other does; nor do pairs of another rank's experts, which nothing is computed for."""
+    packed = experts.pack(made()[:3], 0, None, torch.float32, PackedFormat(packed_dtype, quantizes_rows=True), CPU)
+    x, ids, shares = step(6)
+    ids[:] = torch.tensor([0, 2, 5])
+    x[4, 7] = torch.inf
+    out = experts.moe(x, ids, shares, packed, INVARIANT)
+    assert out.isfinite().all(1).tolist() == [True, True, True, True, False, True]
+    assert out[4].isnan().all()
 
 
 def test_weights_that_were_mxfp4_are_kept() -> None:
@@ -240,7 +291,7 @@ def test_weights_that_were_mxfp4_are_kept() -> None:
         return (sizes[codes] * signs * 2.0 ** powers[:, :inner]).bfloat16()
 
     own = [ExpertWeights(drawn(2 * INNER, HIDDEN), drawn(HIDDEN, INNER)) for _ in range(2)]
-    packed = experts.pack(own, 0, None, torch.bfloat16, torch.float4_e2m1fn_x2, CPU)
+    packed = experts.pack(own, 0, None, torch.bfloat16, PackedFormat(torch.float4_e2m1fn_x2), CPU)
     for one, its in zip(own, meant_experts(packed, own), strict=True):
         assert torch.equal(as_floats(one.gate_up).double(), as_floats(its.gate_up))
         assert torch.equal(as_floats(one.down).double(), as_floats(its.down))
@@ -262,7 +313,7 @@ def test_a_group_with_a_weight_that_is_no_number_shows_it(packed_dtype: torch.dt
     down = as_floats(weight.down)
     down[5, 40] = torch.inf
     down[6, 40] = torch.nan
-    packed = experts.pack([weight], 0, None, torch.float32, packed_dtype, CPU)
+    packed = experts.pack([weight], 0, None, torch.float32, PackedFormat(packed_dtype), CPU)
     x, _, shares = step(2)
     out = experts.moe(x, torch.zeros(2, 1, dtype=torch.int64), shares[:, :1], packed, INVARIANT)
     assert out[:, 5:7].isnan().all()
@@ -271,8 +322,10 @@ def test_a_group_with_a_weight_that_is_no_number_shows_it(packed_dtype: torch.dt
 
 
 def test_experts_can_not_be_packed_as_anything() -> None:
-    with pytest.raises(ValueError, match=r"float32 can not be packed as torch\.int32"):
-        experts.pack(made(), 0, None, torch.float32, torch.int32, CPU)
+    with pytest.raises(ValueError, match=r"float32 can not be packed as PackedFormat\(dtype=torch\.int32"):
+        experts.pack(made(), 0, None, torch.float32, PackedFormat(torch.int32), CPU)
+    with pytest.raises(ValueError, match="float4_e2m1fn_x2, quantizes_rows=True"):
+        experts.pack(made(), 0, None, torch.float32, PackedFormat(torch.float4_e2m1fn_x2, quantizes_rows=True), CPU)
 
 
 @pytest.mark.parametrize("block", [16, 2048])

@@ -12,6 +12,7 @@ from kernels.interface import IndexSpec, KVSpec
 from kernels.torch_backend import TorchBackend
 from kernels.triton_backend import latent, selection
 from kernels.triton_backend.kv_cache import DeviceKVCache
+from kernels.triton_backend.launch import launch
 from kernels.triton_backend.plan import Shape, StepPlan, plan, staged
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, reference_selection, scattered_blocks
@@ -259,10 +260,40 @@ def test_selection_in_panels(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = sequences.plan(WORK, (2, 1, 0, 0))
     whole = sequences.select(WORK, plan)
     assert whole is not None
-    monkeypatch.setattr(selection, "PANEL_BYTES", 8 * 70 * 3)
+    monkeypatch.setattr(selection, "PANEL_BYTES", 4 * 70 * 3)
     panels = sequences.select(WORK, plan)
     assert panels is not None
     assert torch.equal(panels, whole)
+
+
+def test_a_captured_steps_selection_costs_what_the_sequences_have(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a plan for a million tokens no more is looked at than there are: the interpreter would take minutes."""
+    sequences = Sequences(KVSpec(1, 12, 8, INDEX))
+    found = []
+    for most_programs, block, keys in ((2048, 2048, 0), (1, 16, 0), (13, 64, 1_000_000)):
+        monkeypatch.setattr(selection, "PROGRAMS", most_programs)
+        monkeypatch.setattr(selection, "PROGRAM_KEYS", 64)
+        monkeypatch.setattr(selection, "SELECT_BLOCK", block)
+        found.append(sequences.select(WORK, sequences.plan(WORK, (2, 1, 0, keys))))
+    assert all(found[0] is not None and each is not None and torch.equal(each, found[0]) for each in found)
+
+
+@pytest.mark.parametrize("block", [16, 128])
+def test_the_highest_orders_are_found_bit_by_bit(block: int) -> None:
+    """Of any int32, with few and with many equal ones, against a sort; rows see 40 to 100 of 100."""
+    random = torch.Generator().manual_seed(1)
+    lowest, highest = -(2**31) + 1, 2**31 - 1
+    spans = [(lowest, highest), (-300, 300), (0, 3), (5, 6), (highest - 1, highest), (lowest, lowest + 70_000)]
+    orders = torch.stack([torch.randint(low, high, (100,), generator=random) for low, high in spans]).to(torch.int32)
+    step = metadata([Rows(39 + 12 * i, 40 + 12 * i, [i]) for i in range(len(spans))], 128)
+    found = torch.full((len(spans), 41), 7, dtype=torch.int32)
+    made = plan(step, CPU)
+    fixed = (made.cu_seqlens_q, made.seq_lens, found, 0, len(spans), 100, 41)
+    launch(selection._select_kernel, (len(spans),), orders, *fixed, BLOCK=block)
+    for row, (order, chosen) in enumerate(zip(orders.tolist(), found.tolist(), strict=True)):
+        visible = range(40 + 12 * row)
+        expected = sorted(sorted(visible, key=lambda position: (-order[position], position))[:41])
+        assert chosen == expected + [-1] * (41 - len(expected))
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in matmul")

@@ -8,10 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from kernels.interface import ClampedSwiglu, ExpertWeights, QuantizedFormat
+from kernels.interface import ClampedSwiglu, ExpertWeights, PackedFormat, QuantizedFormat
+from kernels.quantized_weight import as_floats
 from kernels.triton_backend import experts, packed_weight
 from kernels.triton_backend.backend import TritonBackend
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
+from tests.kernels.row_alone import multiply_rows_alone
 from tests.quantizers import SCHEMES
 from tests.stored_weights import quantized_weight
 from tests.unit.kernels.moe_reference import reference_moe
@@ -51,23 +53,23 @@ def test_what_can_not_stay_is_dequantized() -> None:
     assert backend_of(FNUZ).keeps_quantized(stored.format, torch.float32)
     packed = ours.pack_linear(stored, None, torch.float32)
     assert torch.equal(packed.numbers, worth)
-    as_int8 = ours.pack_linear(stored, None, torch.float32, torch.int8)
-    assert torch.equal(as_int8.numbers, ours.pack_linear(worth, None, torch.float32, torch.int8).numbers)
+    as_int8 = ours.pack_linear(stored, None, torch.float32, PackedFormat(torch.int8))
+    assert torch.equal(as_int8.numbers, ours.pack_linear(worth, None, torch.float32, PackedFormat(torch.int8)).numbers)
     assert not ours.keeps_quantized(QuantizedFormat(FN, "per_token"), torch.float64)
     old = Settings(replace(TARGETS[INTERPRETER], has_fp8=False))
     assert not packed_weight.keeps(QuantizedFormat(FN, "per_128x128"), old.target)
     assert packed_weight.keeps(QuantizedFormat(torch.int8, "per_128x128"), old.target)
     ours.settings = old
-    assert ours.packed_dtype("fp8", torch.float32) is None
+    assert ours.packed_format("fp8", torch.float32) is None
 
 
-def stored_experts(scheme: str, bias: bool) -> tuple[list[ExpertWeights], list[ExpertWeights]]:
+def stored_experts(scheme: str, bias: bool, inner: int = INNER) -> tuple[list[ExpertWeights], list[ExpertWeights]]:
     """As they are stored, and in floats of the same worth."""
     stored, floats = [], []
     for seed in range(EXPERTS):
-        gate_up, gate_up_worth = quantized_weight(scheme, drawn(2 * INNER, HIDDEN, seed=seed))
-        down, down_worth = quantized_weight(scheme, drawn(HIDDEN, INNER, seed=seed + 100))
-        biases = (drawn(2 * INNER, 1, seed=seed).flatten(), drawn(HIDDEN, 1, seed=seed).flatten()) if bias else ()
+        gate_up, gate_up_worth = quantized_weight(scheme, drawn(2 * inner, HIDDEN, seed=seed))
+        down, down_worth = quantized_weight(scheme, drawn(HIDDEN, inner, seed=seed + 100))
+        biases = (drawn(2 * inner, 1, seed=seed).flatten(), drawn(HIDDEN, 1, seed=seed).flatten()) if bias else ()
         stored.append(ExpertWeights(gate_up, down, *biases))
         floats.append(ExpertWeights(gate_up_worth, down_worth, *biases))
     return stored, floats
@@ -99,6 +101,52 @@ def test_experts_stay_as_they_are_stored(scheme: str, clamp: ClampedSwiglu | Non
     if clamp is None:
         tuned = Settings(backend.settings.target, batch_invariant=False)
         torch.testing.assert_close(experts.moe(x, ids, shares, packed, tuned).double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("scheme", ["deepseek", "quark-mxfp4"])
+def test_a_rows_bits_do_not_depend_on_the_other_rows(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
+    multiply_rows_alone(monkeypatch)
+    backend = backend_of(FN)
+    experts_packed = backend.pack_experts(stored_experts(scheme, bias=False)[0], 0, None, torch.float32)
+    linear_packed = backend.pack_linear(quantized_weight(scheme, drawn(40, HIDDEN))[0], None, torch.float32)
+    x, ids, shares = drawn(20, HIDDEN, seed=7), torch.arange(20)[:, None] % EXPERTS, torch.ones(20, 1)
+    rows = torch.tensor([17, 3, 4])
+    whole = backend.moe(x, ids, shares, experts_packed)
+    assert torch.equal(backend.moe(x[rows], ids[rows], shares[rows], experts_packed), whole[rows])
+    assert torch.equal(backend.linear(x[rows], linear_packed), backend.linear(x, linear_packed)[rows])
+
+
+def test_blocks_of_experts_stay_blocks() -> None:
+    """Where none holds gates and ups: of 256 units, two of each, which take turns as their rows do."""
+    stored, floats = stored_experts("deepseek", bias=False, inner=256)
+    packed = backend_of(FN).pack_experts(stored[:2], 0, None, torch.float32)
+    assert packed.gate_up is not None
+    assert packed.down is not None
+    assert packed.gate_up.scales is not None
+    assert packed.down.scales is not None
+    assert packed.gate_up.scales.shape == (2, 2, 4)
+    assert packed.down.scales.shape == (2, 2, 2)
+    x, ids, shares = drawn(2, HIDDEN, seed=7), torch.tensor([[0, 1], [1, 0]]), torch.rand(2, 2)
+    expected = reference_moe(x, ids, shares, floats, None)
+    found = backend_of(FN).moe(x, ids, shares, packed)
+    torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
+
+
+@pytest.mark.parametrize("which", ["gate_up", "down"])
+@pytest.mark.parametrize("scheme", ["deepseek", "quark-mxfp4"])
+def test_one_weight_of_each_expert_may_be_stored_otherwise(scheme: str, which: str) -> None:
+    """Where a rank's part of the other cuts groups."""
+    stored, floats = stored_experts(scheme, bias=False)
+    mixed = [
+        replace(one, **{which: as_floats(getattr(other, which))}) for one, other in zip(stored, floats, strict=True)
+    ]
+    x, shares, ids = drawn(3, HIDDEN, seed=7), torch.rand(3, 2), torch.tensor([[0, 1], [2, 0], [1, 3]])
+    packed = backend_of(FN).pack_experts(mixed, 0, None, torch.float32)
+    assert packed.gate_up is not None
+    assert packed.down is not None
+    assert {packed.gate_up.numbers.element_size(), packed.down.numbers.element_size()} == {1, 4}
+    expected = reference_moe(x, ids, shares, floats, None)
+    torch.testing.assert_close(backend_of(FN).moe(x, ids, shares, packed).double(), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_experts_that_can_not_stay_are_dequantized() -> None:

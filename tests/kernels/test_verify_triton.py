@@ -9,7 +9,7 @@ from kernels.triton_backend import elementwise
 from kernels.triton_backend.backend import TritonBackend
 from tests.kernels import verify_triton
 from tests.kernels.row_alone import multiply_rows_alone
-from tests.kernels.verify_triton import BitVerifier
+from tests.kernels.verify_triton import BitVerifier, StoredVerifier
 
 
 def test_what_passes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,12 +23,22 @@ def test_a_wrong_kernel_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "FAILED rope " in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("part", ["rows", "chunks", "sampled", "captured"])
+@pytest.mark.parametrize("part", ["rows", "chunks", "selected", "sampled", "captured"])
 def test_bits(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
     multiply_rows_alone(monkeypatch)
     checks = list(BitVerifier(TritonBackend(), inner=32, outer=48, rows=70, tokens=310, vocab=500).all(part))
     assert [check.name for check in checks if not check.passed] == []
     assert checks
+
+
+def test_stored_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = TritonBackend()
+    verifier = StoredVerifier(backend, inner=160, outer=128, rows=3)
+    checks = list(verifier.all(""))
+    assert [str(check) for check in checks if not check.passed] == []
+    assert len(checks) == 2 * len(verify_triton.STORED)
+    monkeypatch.setattr(backend, "linear", lambda x, packed: x[:, :128] * 0 + 1)
+    assert not any(check.passed for check in verifier.all("linear"))
 
 
 def test_rows_that_depend_on_their_number_fail(monkeypatch: pytest.MonkeyPatch) -> None:

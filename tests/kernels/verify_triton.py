@@ -2,7 +2,8 @@
 
     python -m tests.kernels.verify_triton [PART_OF_A_NAME]
 
-First each operation's error relative to PyTorch's in float32, then what has to be equal to the bit: a row among other
+First each operation's error relative to PyTorch's in float32, with weights as checkpoints store them too; then what has
+to be equal to the bit: a row among other
 rows, a prompt as decodes, sampled tokens and numpy's, a captured step and the same step kernel by kernel. Ends with 1
 where one is not. tests/kernels/test_verify_triton.py runs some of it in the interpreter.
 """
@@ -17,13 +18,30 @@ import numpy as np
 import torch
 
 from kernels import sampling
-from kernels.interface import AttentionMetaData, KVSpec, SampleParams
+from kernels.interface import (
+    AttentionMetaData,
+    ExpertWeights,
+    IndexSpec,
+    KVSpec,
+    QuantizedFormat,
+    QuantizedWeight,
+    SampleParams,
+)
 from kernels.select import select_backend
 from kernels.triton_backend import plan
 from kernels.triton_backend.backend import TritonBackend
+from tests.kernels.dense_layers import REFERENCE
 from tests.kernels.verify_aiter import BLOCK_SIZE, Comparison, Verifier
 
 Check = tuple[str, Callable[[], bool]]
+FORMATS = ("int8", "fp8", "w8a8_int8", "w8a8_fp8")
+STORED = (
+    QuantizedFormat(torch.float8_e4m3fn, "per_128x128"),
+    QuantizedFormat(torch.float8_e4m3fn, "per_1x128"),
+    QuantizedFormat(torch.float8_e4m3fn, "per_token"),
+    QuantizedFormat(torch.int8, "per_token"),
+    QuantizedFormat(torch.uint8, "per_1x32"),
+)
 
 
 class BitVerifier:
@@ -57,10 +75,10 @@ class BitVerifier:
                 yield Comparison(name, 0.0 if check() else float("inf"), 0.0)
 
     def _checks(self) -> Iterator[Check]:
-        fp8 = self.backend.settings.target.fp8
-        for packed_dtype in (None, torch.int8, fp8):
-            yield f"bits of rows of a product, weights {packed_dtype}", partial(self.rows, packed_dtype)
+        for quantize in (None, *FORMATS):
+            yield f"bits of rows of a product, weights {quantize or 'bfloat16'}", partial(self.rows, quantize)
         yield "bits of a prompt in chunks and in decodes", self.chunks
+        yield "tokens selected by an indexer", self.selected
         yield "tokens sampled as numpy does", self.sampled
         yield "bits of a captured step", self.captured
 
@@ -68,10 +86,11 @@ class BitVerifier:
         """Normal numbers on the device."""
         return torch.randn(shape, generator=self._random).to(self.backend.device, dtype)
 
-    def rows(self, packed_dtype: torch.dtype | None) -> bool:
+    def rows(self, quantize: str | None) -> bool:
         """Rows among all, among the first few, and in another order."""
         x, weight = self.draw(self._rows, self._inner), self.draw(self._outer, self._inner)
-        packed = self.backend.pack_linear(weight, None, torch.bfloat16, packed_dtype)
+        packed_format = None if quantize is None else self.backend.packed_format(quantize, torch.bfloat16)
+        packed = self.backend.pack_linear(weight, None, torch.bfloat16, packed_format)
         whole, order = self.backend.linear(x, packed), torch.randperm(len(x), generator=self._random).to(x.device)
         fewer = all(torch.equal(self.backend.linear(x[:n], packed), whole[:n]) for n in (1, 2, 7, 16, 33, 64, 65, 129))
         return fewer and torch.equal(self.backend.linear(x[order], packed), whole[order])
@@ -103,6 +122,27 @@ class BitVerifier:
         metadata.plan = plan.plan(metadata, self.backend.device)
         return metadata
 
+    def selected(self) -> bool:
+        """In a plan for far longer sequences, by scores that are integers, so that many are equal: against a sort."""
+        tokens, topk = self._tokens, self._tokens // 3
+        cache = self.backend.allocate_kv(
+            KVSpec(1, 64, 32, IndexSpec(4, 128, topk)), 1, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, torch.bfloat16
+        )
+        keys, q, weights = (self.draw(*shape).round() for shape in ((tokens, 128), (8, 4, 128), (8, 4)))
+        self.backend.write_index(cache, 0, keys, self._step((0, tokens)))
+        ends = (tokens, topk, topk + 1, 1)
+        step = self._step(*((end - 1, end) for end in ends))
+        step.plan = self.backend.graphs.plan(cache, 1, len(q), 16 * tokens)
+        self.backend.graphs.write(step.plan, step)
+        found = self.backend.select_tokens(q, weights.float(), cache, 0, step)
+        assert found is not None
+        scores = ((q.double() @ keys.double().t()).relu() * weights.double()[:, :, None]).sum(1)
+        for row, (score, end) in enumerate(zip(scores.tolist(), ends, strict=False)):
+            expected = sorted(sorted(range(end), key=lambda position: (-score[position], position))[:topk])
+            if found[row].tolist() != expected + [-1] * (topk - len(expected)):
+                return False
+        return bool((found[len(ends) :] == -1).all())
+
     def sampled(self) -> bool:
         """With every filter; float64 logarithms are the device's own, so that one token in very many may differ."""
         count = 16
@@ -131,6 +171,71 @@ class BitVerifier:
         return torch.equal(replay().clone(), run())
 
 
+class StoredVerifier:
+    """Products and experts by weights as checkpoints store them, against PyTorch's by what they are worth.
+
+    Args:
+        backend: Triton's.
+        inner, outer, rows: K, N and T of products; `outer` is I of experts, and `inner` their H.
+    """
+
+    def __init__(self, backend: TritonBackend, inner: int = 2880, outer: int = 1536, rows: int = 40) -> None:
+        self.backend = backend
+        self._inner, self._outer, self._rows = inner, outer, rows
+        self._random = torch.Generator().manual_seed(0)
+
+    def all(self, part: str) -> Iterator[Comparison]:
+        """Every format that the back end keeps, with `part` in the name."""
+        for stored in STORED:
+            numbers = str(stored.numbers).removeprefix("torch.")
+            for name, compute in (("linear", self.linear), ("moe", self.moe)):
+                title = f"{name} of stored {numbers} {stored.quant_type}"
+                if part in title and self.backend.keeps_quantized(stored, torch.bfloat16):
+                    found, expected = compute(stored)
+                    error = (found.float().cpu() - expected).norm() / expected.norm()
+                    yield Comparison(title, float(error), 1e-2)
+
+    def draw(self, stored: QuantizedFormat, rows: int, inner: int) -> QuantizedWeight:
+        """Numbers about as large as weights are."""
+        mxfp4 = stored.quant_type == "per_1x32"
+        shapes = {
+            "per_token": (rows,),
+            "per_1x32": (rows, inner // 32),
+            "per_1x128": (rows, -(-inner // 128)),
+            "per_128x128": (-(-rows // 128), -(-inner // 128)),
+        }
+        width = inner // 2 if mxfp4 else inner
+        drawn = torch.randint(0 if mxfp4 else -100, 256 if mxfp4 else 100, (rows, width), generator=self._random)
+        scales = torch.randint(1, 9, shapes[stored.quant_type], generator=self._random)
+        return QuantizedWeight(
+            drawn.float().to(stored.numbers),
+            (scales + 112).byte() if mxfp4 else scales * 1e-4,
+            stored.quant_type,
+        )
+
+    def linear(self, stored: QuantizedFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        """A product with a bias."""
+        weight, bias = self.draw(stored, self._outer, self._inner), torch.randn(self._outer, generator=self._random)
+        x = torch.randn(self._rows, self._inner, generator=self._random).bfloat16()
+        packed = self.backend.pack_linear(weight, bias, torch.bfloat16)
+        expected = REFERENCE.linear(x.float(), REFERENCE.pack_linear(weight, bias, torch.float32))
+        return self.backend.linear(x.to(self.backend.device), packed), expected
+
+    def moe(self, stored: QuantizedFormat) -> tuple[torch.Tensor, torch.Tensor]:
+        """Two of four experts for each row."""
+        inner = self._outer
+        experts = [
+            ExpertWeights(self.draw(stored, 2 * inner, self._inner), self.draw(stored, self._inner, inner))
+            for _ in range(4)
+        ]
+        x = torch.randn(self._rows, self._inner, generator=self._random).bfloat16() / 8
+        ids = torch.rand(self._rows, 4, generator=self._random).argsort(1)[:, :2].contiguous()
+        shares = torch.rand(self._rows, 2, generator=self._random)
+        expected = REFERENCE.moe(x.float(), ids, shares, REFERENCE.pack_experts(experts, 0, None, torch.float32))
+        packed, device = self.backend.pack_experts(experts, 0, None, torch.bfloat16), self.backend.device
+        return self.backend.moe(x.to(device), ids.to(device), shares.to(device), packed), expected
+
+
 def main(arguments: list[str]) -> int:
     """Checks what has the first argument in its name. Returns the exit code."""
     try:
@@ -140,7 +245,8 @@ def main(arguments: list[str]) -> int:
         return 2
     assert isinstance(backend, TritonBackend)
     part, failed = "".join(arguments[:1]), 0
-    for verifier in (Verifier(backend, backend.settings.target.fp8, backend.device), BitVerifier(backend)):
+    near = Verifier(backend, backend.settings.target.fp8, backend.device, FORMATS)
+    for verifier in (near, StoredVerifier(backend), BitVerifier(backend)):
         for comparison in verifier.all(part):
             print(comparison, flush=True)
             failed += not comparison.passed

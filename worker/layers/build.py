@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from kernels.interface import KernelBackend
+from kernels.interface import KernelBackend, PackedFormat
 from worker.loader import Weights
 from worker.model_config import ModelConfig
 from worker.parallel import Shard
@@ -25,7 +25,7 @@ class Build:
         max_position: positions that rotary tables are made for.
         shard: the part of the model that this rank holds.
         kv_dtype: of the KV cache; `dtype` when None.
-        packed_dtype: of the weights of products other than routers, in memory; `dtype` when None.
+        packed_format: of the weights of products other than routers, in memory; in `dtype` when None.
         kept: where every tensor and packed object comes from that a layer keeps of the checkpoint.
     """
 
@@ -36,7 +36,7 @@ class Build:
     max_position: int
     shard: Shard = field(default_factory=Shard)
     kv_dtype: torch.dtype | None = None
-    packed_dtype: torch.dtype | None = None
+    packed_format: PackedFormat | None = None
     kept: Keeper = field(default_factory=Making)
 
 

@@ -30,7 +30,7 @@ class Embedding:
         self._num_rows = share
         self.packed: PackedLinear = head_weight(build, name) if for_head else None
         # Quantized, a head's weight no longer has the rows that the checkpoint says.
-        kept = not for_head or build.packed_dtype is not None
+        kept = not for_head or build.packed_format is not None
         self._weight = self._kept_rows(build, name, rows, share) if kept else None
 
     @staticmethod
@@ -58,7 +58,7 @@ def head_weight(build: Build, name: str) -> PackedLinear:
     share, rows = _share(build)
 
     def pack() -> PackedLinear:
-        return build.kernels.pack_linear(_read(build, name, rows, share), None, build.dtype, build.packed_dtype)
+        return build.kernels.pack_linear(_read(build, name, rows, share), None, build.dtype, build.packed_format)
 
     return build.kept.keep(name, pack)
 

@@ -37,7 +37,7 @@ class ColumnLinear:
         weight = product_weight(build, product, stay_quantized(build, [product]))
         biases = [MatrixPart(f"{name}.bias", rows) for name, rows in parts.items()]
         own_bias = product_floats(build, biases) if bias else None
-        return self._kernels.pack_linear(weight, own_bias, build.dtype, build.packed_dtype)
+        return self._kernels.pack_linear(weight, own_bias, build.dtype, build.packed_format)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] -> [T, sum of this rank's N_i]"""
@@ -67,7 +67,7 @@ class RowLinear:
         weight = product_weight(build, product, stay_quantized(build, [product]))
         own_bias = build.weights.take(f"{name}.bias") if bias else None
         used_bias = own_bias if build.shard.rank == 0 else None
-        return self._kernels.pack_linear(weight, used_bias, build.dtype, build.packed_dtype)
+        return self._kernels.pack_linear(weight, used_bias, build.dtype, build.packed_format)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's K] -> [T, N], this rank's summand"""

@@ -147,7 +147,7 @@ class MoE:
         first = ExpertShare.of(build.shard, config).experts.start
         self._packed = build.kept.keep(
             name,
-            lambda: build.kernels.pack_experts(experts, first, config.clamp, build.dtype, build.packed_dtype),
+            lambda: build.kernels.pack_experts(experts, first, config.clamp, build.dtype, build.packed_format),
         )
         self._shared = shared
 

@@ -50,7 +50,7 @@ def product_floats(build: Build, product: Product) -> torch.Tensor:
 
 
 def _refusal(build: Build, products: Sequence[Product]) -> str | None:
-    if build.packed_dtype is not None:
+    if build.packed_format is not None:
         return "quantize asks for other numbers"
     formats = set()
     for product in products:

@@ -19,7 +19,13 @@ def _route(num_experts: int, routing: Routing, correction: bool = False) -> Case
 
 
 def _weight(
-    num_experts: int, rows: int, inner: int, dtype: torch.dtype, packed_dtype: torch.dtype | None, bias: bool
+    num_experts: int,
+    rows: int,
+    inner: int,
+    dtype: torch.dtype,
+    packed_dtype: torch.dtype | None,
+    bias: bool,
+    quantizes_rows: bool,
 ) -> experts.StackedWeights:
     """Memory that is never touched costs nothing."""
     own_bias = torch.empty(num_experts, rows, dtype=dtype) if bias else None
@@ -30,7 +36,8 @@ def _weight(
         numbers = torch.empty(num_experts, rows, 64 * spans, dtype=torch.uint8)
         return experts.StackedWeights(numbers, numbers.new_empty(num_experts, rows, 4 * spans), own_bias)
     numbers = torch.empty(num_experts, rows, inner, dtype=packed_dtype)
-    return experts.StackedWeights(numbers, torch.empty(num_experts, spans, rows), own_bias)
+    scales = torch.empty(num_experts, 1 if quantizes_rows else spans, rows)
+    return experts.StackedWeights(numbers, scales, own_bias, quantizes_rows=quantizes_rows)
 
 
 def _run(
@@ -41,15 +48,30 @@ def _run(
     clamp: ClampedSwiglu | None,
     rows: tuple[int, ...],
     settings: Settings,
+    quantizes_rows: bool = False,
 ) -> None:
     """Experts of a shape (E, H, I), with a bias where there is a clamp."""
     num_experts, hidden, inner = shape
-    gate_up = _weight(num_experts, 2 * inner, hidden, dtype, packed_dtype, clamp is not None)
-    down = _weight(num_experts, hidden, inner, dtype, packed_dtype, clamp is not None)
+    gate_up = _weight(num_experts, 2 * inner, hidden, dtype, packed_dtype, clamp is not None, quantizes_rows)
+    down = _weight(num_experts, hidden, inner, dtype, packed_dtype, clamp is not None, quantizes_rows)
     for count in rows:
         x = torch.empty(count, hidden, dtype=dtype)
         ids, weights = torch.empty(count, slots, dtype=torch.int64), torch.empty(count, slots)
         experts.moe(x, ids, weights, experts.PackedExperts(0, gate_up, down, clamp), settings)
+
+
+def _run_blocks(settings: Settings) -> None:
+    """A rank's experts of DeepSeek-V3, as they are stored."""
+    num_experts, hidden, inner = 32, 7168, 2048
+
+    def blocks(rows: int, width: int) -> experts.StackedWeights:
+        numbers = torch.empty(num_experts, rows, width, dtype=settings.target.fp8)
+        return experts.StackedWeights(numbers, torch.empty(num_experts, width // 128, rows // 128), None, 128)
+
+    gate_up, down = blocks(2 * inner, hidden), blocks(hidden, inner)
+    ids, weights = torch.empty(8, 8, dtype=torch.int64), torch.empty(8, 8)
+    x = torch.empty(8, hidden, dtype=torch.bfloat16)
+    experts.moe(x, ids, weights, experts.PackedExperts(0, gate_up, down, None), settings)
 
 
 def _moe(
@@ -78,5 +100,14 @@ CASES: dict[str, Case] = {
         lambda settings: _run(QWEN3, 8, torch.bfloat16, settings.target.fp8, None, (8,), settings),
         matrix=frozenset({"_grouped_product_kernel"}),
     ),
+    "moe-w8a8-int8": Case(
+        lambda settings: _run(QWEN3, 8, torch.bfloat16, torch.int8, None, (8, 2048), settings, True),
+        matrix=frozenset({"_grouped_product_kernel"}),
+    ),
+    "moe-w8a8-fp8": Case(
+        lambda settings: _run(QWEN3, 8, torch.bfloat16, settings.target.fp8, None, (8, 2048), settings, True),
+        matrix=frozenset({"_grouped_product_kernel"}),
+    ),
+    "moe-fp8-blocks": Case(_run_blocks, matrix=frozenset({"_grouped_product_kernel"})),
     "moe-mxfp4": _moe(GPT_OSS, 4, torch.bfloat16, torch.float4_e2m1fn_x2, CLAMP),
 }

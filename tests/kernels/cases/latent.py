@@ -44,7 +44,7 @@ def _selection(settings: Settings, block_size: int, narrow: bool) -> None:
     selection.select_tokens(q, weights, cache, 0, _plan(DECODE))
 
 
-ATTENTION, RANKS = frozenset({"_latent_attention_kernel"}), frozenset({"_rank_kernel"})
+ATTENTION, RANKS = frozenset({"_latent_attention_kernel"}), frozenset({"_order_kernel"})
 # What the compiler keeps of 32 rows beside the accumulators.
 SPILLS = (("_latent_attention_kernel", 20),)
 CASES = {

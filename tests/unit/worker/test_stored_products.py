@@ -17,7 +17,7 @@ from structlog.testing import capture_logs
 
 from common.config import LayerQuantConfig, QuantizationConfig
 from kernels.cpu.backend import CpuBackend
-from kernels.interface import QuantizedWeight
+from kernels.interface import PackedFormat, QuantizedWeight
 from kernels.quantized_weight import as_floats, joined_weights, selected_rows
 from kernels.torch_backend import TorchBackend
 from tests.checkpoints import make_checkpoint
@@ -252,20 +252,20 @@ def test_a_projection_that_is_excluded_stays_in_floats_and_those_joined_with_it(
 
 def test_what_is_asked_for_wins(tmp_path: Path, keeps_all: None, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made(tmp_path, "qwen3", "w8a8-fp8")
-    asked: list[torch.dtype | None] = []
+    asked: list[PackedFormat | None] = []
     pack = TorchBackend.pack_linear
 
-    def remembered(self: TorchBackend, weight: Any, bias: Any, dtype: Any, packed_dtype: Any = None) -> Any:
+    def remembered(self: TorchBackend, weight: Any, bias: Any, dtype: Any, packed_format: Any = None) -> Any:
         assert isinstance(weight, torch.Tensor)
-        asked.append(packed_dtype)
+        asked.append(packed_format)
         return pack(self, weight, bias, dtype)
 
-    monkeypatch.setattr(TorchBackend, "packed_dtype", lambda *_: torch.int8)
+    monkeypatch.setattr(TorchBackend, "packed_format", lambda *_: PackedFormat(torch.int8))
     monkeypatch.setattr(TorchBackend, "pack_linear", remembered)
     _, line = use_of(folder, quantize="int8")
     assert (line["kept"], line["dequantized"]) == (0, 7)
     assert line["reasons"].startswith("quantize asks for other numbers: 7")
-    assert set(asked) == {torch.int8}
+    assert set(asked) == {PackedFormat(torch.int8)}
 
 
 def test_numbers_in_the_models_dtype_where_they_do_not_stay(tmp_path: Path) -> None:
