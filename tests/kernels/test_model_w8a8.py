@@ -13,7 +13,8 @@ import torch
 from common.config import Config
 from common.sampling_params import SamplingParams
 from kernels import row_tiles
-from kernels.interface import PackedFormat
+from kernels.interface import PackedFormat, QuantizedWeight
+from kernels.quantized_weight import as_floats
 from kernels.torch_backend import TorchBackend
 from tests.checkpoints import make_checkpoint
 from worker import model_runner
@@ -46,14 +47,14 @@ class RoundingBackend(TorchBackend):
 
     def pack_linear(
         self,
-        weight: torch.Tensor,
+        weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
         dtype: torch.dtype,
         packed_format: PackedFormat | None = None,
     ) -> row_tiles.PackedLinear:
         if packed_format is None:
             return super().pack_linear(weight, bias, dtype)
-        packed = super().pack_linear(rounded(weight, packed_format.dtype), bias, dtype)
+        packed = super().pack_linear(rounded(as_floats(weight), packed_format.dtype), bias, dtype)
         self._rounded[id(packed)] = packed_format.dtype
         return packed
 
