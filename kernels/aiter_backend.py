@@ -13,7 +13,8 @@ What AITER computes was never run by us on a GPU (docs/rocm.md lists what was ve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, cast
@@ -42,6 +43,7 @@ from kernels.interface import (
     PackedLinear,
     QuantizedFormat,
     QuantizedWeight,
+    Ranks,
     Routing,
     SampleParams,
     StepGraphs,
@@ -66,6 +68,8 @@ _LEAST_TILE: Final = 16
 _LATENT_HEADS: Final = 16
 # Numbers of groups that aiter's csrc/kernels/topk_softmax_kernels_group.cu is compiled for.
 _GROUPS: Final = (1, 2, 4, 8)
+# Numbers of ranks that AITER itself reduces between (CustomAllreduce._SUPPORTED_WORLD_SIZES).
+_REDUCED_RANKS: Final = (2, 4, 6, 8)
 
 # Functions that not every supported version has -> the first that does.
 SINCE: Final = {
@@ -110,6 +114,14 @@ OPERATIONS: Final = {
     "attention": Operation(("aiter.ops.triton.attention.unified_attention:unified_attention",)),
     "latent_attention": Operation(
         ("aiter.ops.triton.attention.mla:mla_decode_fwd", "aiter.ops.triton.attention.mla:mla_prefill_fwd")
+    ),
+    "all_reduce": Operation(
+        (
+            "aiter.ops.communication:init_dist_env",
+            "aiter.dist.communication_op:tensor_model_parallel_all_reduce",
+            "aiter.dist.parallel_state:graph_capture",
+            "aiter.ops.communication:destroy_dist_env",
+        )
     ),
 }
 
@@ -263,6 +275,8 @@ class AiterBackend:
         self._blocks = AiterBlocks(library, self._choices, self.fp8, self.device)
         # AITER reads scales even where there is nothing to scale; a cache in FP8 has a scale of 1.
         self._one = torch.ones(1, dtype=torch.float32, device=self.device)
+        # Whether it adds up over ranks.
+        self._reduces = False
 
     @property
     def description(self) -> str:
@@ -284,7 +298,7 @@ class AiterBackend:
         """See KernelBackend."""
         settings = self._settings
         own = (AITER, self._aiter.version, settings.target.name, settings.batch_invariant, torch.__version__)
-        return (*own, *self._fallback.numerics)
+        return (*own, self._reduces, *self._fallback.numerics)
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -292,6 +306,11 @@ class AiterBackend:
         settings = self._settings
         own = (AITER, self._aiter.version, settings.target.name, settings.batch_invariant, self._expert_parallel)
         return (*own, *self._fallback.layout)
+
+    def join_ranks(self, ranks: Ranks) -> AiterGroup | None:
+        """See KernelBackend."""
+        self._reduces = self._choices.takes("all_reduce", _refuse_ranks, ranks.size, ranks.in_order)
+        return AiterGroup(self._aiter, ranks, self.device) if self._reduces else None
 
     def adopt(self, packed: Any) -> None:
         """See KernelBackend."""
@@ -733,42 +752,46 @@ class AiterBackend:
 
 
 class AiterGroup:
-    """The ranks of a tensor-parallel model on one machine, which AITER reduces between without RCCL where it can.
+    """RankSums of AITER: between the GPUs of one machine without RCCL, up to $AITER_CUSTOM_AR_MAX_SIZE bytes.
+
+    It makes PyTorch's default process group, which AITER takes as it finds it, over a store that the ranks have: so
+    there is no port to agree on. AITER asks for a TCPStore.
 
     Args:
         library: AITER.
-        size: of the group; AITER's own reduction is for 2, 4, 6 and 8.
-        rank: this process's.
-        local_rank: number of its GPU.
-        init_method: where the ranks meet, as `tcp://127.0.0.1:PORT`.
+        ranks: of which AITER takes that rank i is on GPU i.
+        device: of this rank.
     """
 
-    def __init__(self, library: AiterLibrary, size: int, rank: int, local_rank: int, init_method: str) -> None:
+    def __init__(self, library: AiterLibrary, ranks: Ranks, device: torch.device) -> None:
         self._aiter = library
-        library.call(
-            "aiter.ops.communication:init_dist_env",
-            size,
-            rank,
-            distributed_init_method=init_method,
-            local_rank=local_rank,
+        self._device = device
+        process_groups = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        cast(Any, torch.distributed).init_process_group(
+            process_groups, store=ranks.store, rank=ranks.rank, world_size=ranks.size
         )
+        library.call("aiter.ops.communication:init_dist_env", ranks.size, ranks.rank, local_rank=ranks.rank)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum over all ranks, as a new tensor; safe in a captured graph."""
-        out: torch.Tensor = self._aiter.call("aiter.dist.communication_op:tensor_model_parallel_all_reduce", x)
-        return out
-
-    def all_reduce_add_rms_norm(
-        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`KernelBackend.add_rms_norm` of the sum of x over all ranks, in one kernel."""
-        normed, total = self._aiter.call(
-            "aiter.dist.communication_op:tensor_model_parallel_fused_allreduce_rmsnorm", x, residual, weight, eps
+        """See RankSums."""
+        if not x.numel():
+            return x
+        summed: torch.Tensor = self._aiter.call(
+            "aiter.dist.communication_op:tensor_model_parallel_all_reduce", x.contiguous()
         )
-        return normed, total
+        return summed
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """See RankSums: the ranks tell each other afterwards where the tensors are that captured steps add up."""
+        with self._aiter.call("aiter.dist.parallel_state:graph_capture"):
+            yield
+        # What steps read was written on AITER's stream, and is written from now on on another.
+        if self._device.type != "cpu":
+            torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """Ends what the constructor began."""
+        """See RankSums: the process group too."""
         self._aiter.call("aiter.ops.communication:destroy_dist_env")
 
 
@@ -869,6 +892,12 @@ def _refuse_route(routing: Routing, num_experts: int, corrected: bool) -> str | 
     if routing.num_groups not in _GROUPS or num_experts % routing.num_groups:
         return f"AITER's sigmoid routing has {_GROUPS} groups, not {routing.num_groups} of {num_experts} experts"
     return None
+
+
+def _refuse_ranks(size: int, in_order: bool) -> str | None:
+    if size not in _REDUCED_RANKS:
+        return f"AITER adds up over 2, 4, 6 or 8 ranks, not {size}"
+    return None if in_order else "AITER adds up over ranks of one machine, each on the GPU of its number"
 
 
 def _text(dtype: torch.dtype) -> str:

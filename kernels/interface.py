@@ -11,6 +11,7 @@ section 3). A back end that can not promise it says so in `batch_invariant`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -341,6 +342,39 @@ class StepGraphs(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that share a tensor-parallel model, each with a device.
+
+    Attributes:
+        rank: of this process, of `size`.
+        size: processes.
+        store: a `torch.distributed` store that all of them have, of a TCPStore, for the back end alone.
+        in_order: whether they are on one machine, rank i on its device i.
+    """
+
+    rank: int
+    size: int
+    store: Any
+    in_order: bool
+
+
+class RankSums(Protocol):
+    """A back end's own way of adding up over ranks, in an order of its own. Every rank calls the same operations."""
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`, with the same bits on every rank; safe in captured steps."""
+        ...
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """To be held while steps are captured."""
+        ...
+
+    def close(self) -> None:
+        """Ends it; all ranks do."""
+        ...
+
+
 class KernelBackend(Protocol):
     """The operations. None writes to its inputs, except `write_kv` to the cache and `sample` to the logits."""
 
@@ -389,6 +423,10 @@ class KernelBackend(Protocol):
         Packed objects of one layout may come from another process (`adopt`). They are dataclasses of this package,
         with fields of numbers, tensors and others of them.
         """
+        ...
+
+    def join_ranks(self, ranks: Ranks) -> RankSums | None:
+        """What adds up over the ranks; None leaves it to the caller. All ranks must call it, and get the same."""
         ...
 
     def adopt(self, packed: Any) -> None:

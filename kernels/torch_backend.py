@@ -65,6 +65,9 @@ class TorchBackend:
         """See KernelBackend."""
         return (self.name,)
 
+    def join_ranks(self, ranks: object) -> None:
+        """See KernelBackend: the caller adds up."""
+
     def adopt(self, packed: object) -> None:
         """See KernelBackend."""
 

@@ -289,7 +289,7 @@ class Worker:
     def _build_on_ranks(self, progress: Progress) -> EngineCore:
         options, topology = self._options, self._options.topology
         threads = threads_per_rank(options.threads, topology.ranks_per_node)
-        group = RankGroup(topology, options.config.model, threads, progress.bytes, options.step_timeout_s)
+        group = RankGroup(topology, options.config.model, threads, progress, options.step_timeout_s)
         try:
             core, self._loaded = build_rank_engine(group, self._config, self._model_config, self._loaded, progress)
         finally:

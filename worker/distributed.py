@@ -2,19 +2,25 @@
 
 A sum has one order, that of the ranks, whatever the size of the tensor and the number of ranks: gloo's own all_reduce
 cuts a tensor into chunks by its size and starts each at another rank, so that a row's bits depend on the batch
-(design-details section 1: 3 patterns with 3 ranks, 5 with 8). So every rank gathers all parts and adds them itself.
+(design-details section 1: 3 patterns with 3 ranks, 5 with 8). So every rank gathers all parts and adds them itself,
+unless its kernels may look at the batch and have a faster way (`KernelBackend.join_ranks`).
 """
 
 from __future__ import annotations
 
 import datetime
+import hashlib
 import socket
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed
+
+from kernels.interface import KernelBackend, Ranks, RankSums
 
 # What is needed of it has no stubs.
 _dist: Any = torch.distributed
@@ -68,7 +74,8 @@ def join(store: Any, rank: int, size: int, address: str, timeout_s: float) -> Gr
         options._timeout = timeout
         return _dist.ProcessGroupNCCL(part_of_store("gpus", store), rank, size, options)
 
-    return GroupCollectives(_dist.ProcessGroupGloo(store, rank, size, options), join_gpus)
+    cpus = _dist.ProcessGroupGloo(store, rank, size, options)
+    return GroupCollectives(cpus, join_gpus, part_of_store("kernels", store))
 
 
 class PeerLostError(Exception):
@@ -81,21 +88,34 @@ class GroupCollectives:
     Args:
         cpus: process group for tensors on CPUs.
         join_gpus: makes the one for tensors on GPUs, when there is the first such tensor: all ranks have it at once.
+        store: for what the kernels do between the ranks.
 
     Raises:
         PeerLostError: from every operation.
     """
 
-    def __init__(self, cpus: Any, join_gpus: Callable[[], Any]) -> None:
+    def __init__(self, cpus: Any, join_gpus: Callable[[], Any], store: Any) -> None:
         self._cpus = cpus
         self._join_gpus = join_gpus
+        self._store = store
+        self._sums: RankSums | None = None
 
     @cached_property
     def _gpus(self) -> Any:
         return self._join_gpus()
 
+    def use(self, kernels: KernelBackend) -> None:
+        """Leaves sums to a back end that has a way of its own; every rank has the same one."""
+        rank, size = self._cpus.rank(), self._cpus.size()
+        # A CPU has no number, and every rank may be on it.
+        number = rank if kernels.device.index is None else kernels.device.index
+        places = self.all_gather(torch.tensor([_machine(), number])).view(size, 2)
+        self._sums = kernels.join_ranks(Ranks(rank, size, self._store, in_order(places.tolist())))
+
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' `x`, added in float32 from rank 0 on and rounded once."""
+        """The sum of all ranks' `x`: the kernels' own, or added in float32 from rank 0 on and rounded once."""
+        if self._sums is not None:
+            return self._sums.all_reduce(x)
         first, *others = self._parts(x)
         total = first.to(torch.float32)
         for other in others:
@@ -106,6 +126,16 @@ class GroupCollectives:
         """All ranks' `x` [..., N], side by side along the last dimension in the order of ranks."""
         return torch.cat(self._parts(x), dim=-1)
 
+    def capturing(self) -> AbstractContextManager[None]:
+        """To be held while steps are captured."""
+        return nullcontext() if self._sums is None else self._sums.capturing()
+
+    def close(self) -> None:
+        """Ends what the kernels do between the ranks; all of them must call it."""
+        if self._sums is not None:
+            self._sums.close()
+            self._sums = None
+
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
         own = x.contiguous()
         parts = [torch.empty_like(own) for _ in range(self._cpus.size())]
@@ -115,3 +145,15 @@ class GroupCollectives:
         except RuntimeError as error:
             raise PeerLostError("a rank that it computes with is gone") from error
         return parts
+
+
+def in_order(places: list[list[int]]) -> bool:
+    """Whether ranks are on one machine, each on the device of its number; of each its machine and its device."""
+    return all(place == [places[0][0], rank] for rank, place in enumerate(places))
+
+
+def _machine() -> int:
+    """A number of the running machine, the same in all of its processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = socket.gethostname() + (boot.read_text("ascii") if boot.exists() else "")
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())

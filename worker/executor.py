@@ -17,8 +17,10 @@ from typing import NamedTuple, Protocol
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 
 Forward = Callable[[ScheduledBatch], ScheduledBatchOutput]
-# Begins a step; what it returns waits for the step's tokens.
-Launch = Callable[[ScheduledBatch], Callable[[], ScheduledBatchOutput]]
+# Waits for the tokens of a step that has begun.
+Tokens = Callable[[], ScheduledBatchOutput]
+# Begins a step.
+Launch = Callable[[ScheduledBatch], Tokens]
 
 
 class Executed(NamedTuple):
@@ -26,6 +28,13 @@ class Executed(NamedTuple):
 
     output: ScheduledBatchOutput
     duration_s: float
+
+
+class Launched(NamedTuple):
+    """A step that has begun, and when: seconds of a monotonic clock."""
+
+    begin: float
+    tokens: Tokens
 
 
 class Executor(Protocol):
@@ -89,16 +98,48 @@ class ThreadExecutor:
         self._pool.shutdown(wait=False)
 
 
-class PipelinedExecutor:
-    """Launches on one thread, and waits for tokens on another, so that the next step is launched meanwhile.
+class TokenWaiter:
+    """Waits for the tokens of launched steps on a thread of its own, so that the next step is launched meanwhile.
 
     A step counts from its launch, or from the end of the one before it if that came later: so durations of steps that
     follow each other add up to the time that has passed.
 
     Args:
+        clock: monotonic seconds.
+        prepare: called once on the thread, which has a current device of its own.
+    """
+
+    def __init__(self, clock: Callable[[], float], prepare: Callable[[], object] = lambda: None) -> None:
+        self._clock = clock
+        self._ended = -math.inf
+        self._pool = ThreadPoolExecutor(1, "waiter", initializer=prepare)
+
+    def submit(self, launched: Callable[[], Launched]) -> Future[Executed]:
+        """Waits for a step after those submitted before; the future raises what its launch or its tokens raise.
+
+        Args:
+            launched: gives the step; called on the thread.
+        """
+        return self._pool.submit(self._wait, launched)
+
+    def close(self, wait: bool = False) -> None:
+        """Lets the thread end after the steps that it has; `wait` returns when it has, and all futures have theirs."""
+        self._pool.shutdown(wait=wait)
+
+    def _wait(self, launched: Callable[[], Launched]) -> Executed:
+        begin, tokens = launched()
+        output = tokens()
+        begin, self._ended = max(begin, self._ended), self._clock()
+        return Executed(output, self._ended - begin)
+
+
+class PipelinedExecutor:
+    """Launches on one thread, and waits for tokens on another (TokenWaiter).
+
+    Args:
         launch: begins a step.
         clock: monotonic seconds.
-        prepare: called once on the thread that launches, which has a current device of its own.
+        prepare: called once on each of the threads, which have current devices of their own.
     """
 
     def __init__(
@@ -106,13 +147,12 @@ class PipelinedExecutor:
     ) -> None:
         self._launch = launch
         self._clock = clock
-        self._ended = -math.inf
         self._launching = ThreadPoolExecutor(1, "launcher", initializer=prepare)
-        self._waiting = ThreadPoolExecutor(max_workers=1, thread_name_prefix="waiter")
+        self._waiter = TokenWaiter(clock, prepare)
 
     def submit(self, batch: ScheduledBatch) -> Future[Executed]:
         """Returns at once."""
-        return self._waiting.submit(self._wait, self._launching.submit(self._begin, batch))
+        return self._waiter.submit(self._launching.submit(self._begin, batch).result)
 
     def failure(self) -> Exception | None:
         """Nothing fails by itself here."""
@@ -121,16 +161,10 @@ class PipelinedExecutor:
     def close(self) -> None:
         """Lets the threads end after the batches that they have."""
         self._launching.shutdown(wait=False)
-        self._waiting.shutdown(wait=False)
+        self._waiter.close()
 
-    def _begin(self, batch: ScheduledBatch) -> tuple[float, Callable[[], ScheduledBatchOutput]]:
-        return self._clock(), self._launch(batch)
-
-    def _wait(self, begun: Future[tuple[float, Callable[[], ScheduledBatchOutput]]]) -> Executed:
-        start, tokens = begun.result()
-        output = tokens()
-        start, self._ended = max(start, self._ended), self._clock()
-        return Executed(output, self._ended - start)
+    def _begin(self, batch: ScheduledBatch) -> Launched:
+        return Launched(self._clock(), self._launch(batch))
 
 
 def _execute(forward: Forward, batch: ScheduledBatch, clock: Callable[[], float]) -> Executed:

@@ -477,7 +477,7 @@ def _folder(model: str, *, weights: bool) -> str:
 
 def _load_ranks(config: Config, model_config: ModelConfig) -> tuple[Config, RankGroup]:
     topology, progress = Topology(config.tensor_parallel_size), Progress()
-    group = RankGroup(topology, config.model, threads_per_rank(None, len(topology.local_ranks)), progress.bytes)
+    group = RankGroup(topology, config.model, threads_per_rank(None, len(topology.local_ranks)), progress)
     try:
         config, _ = load_ranks(group, config, model_config, progress)
     finally:

@@ -14,7 +14,7 @@ from common.errors import InvalidFieldError
 from worker.device_memory import device_memory
 from worker.engine_config import available_memory, with_pool
 from worker.engine_core import EngineCore
-from worker.executor import Executor, PipelinedExecutor
+from worker.executor import Executor, PipelinedExecutor, TokenWaiter
 from worker.facts import WorkerFacts
 from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import ModelRunner
@@ -77,11 +77,22 @@ def launched_ahead(
     config: Config, runner: ModelRunner, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Config, Executor | None]:
     """An engine's config and executor; on a GPU each step is launched before the one before it has ended."""
-    device = runner.kernels.device
-    if device.type == "cpu":
+    if runner.kernels.device.type == "cpu":
         return config, None
-    prepare = partial(torch.cuda.set_device, device)
-    return replace(config, deferred_output=True), PipelinedExecutor(runner.launch, clock, prepare)
+    return replace(config, deferred_output=True), PipelinedExecutor(runner.launch, clock, partial(_enter, runner))
+
+
+def waits_for_tokens(config: Config, runner: ModelRunner, clock: Callable[[], float]) -> TokenWaiter | None:
+    """What waits for a rank's tokens while it launches the next step: on a GPU, and with deferred output; else None."""
+    if runner.kernels.device.type == "cpu" and not config.deferred_output:
+        return None
+    return TokenWaiter(clock, partial(_enter, runner))
+
+
+def _enter(runner: ModelRunner) -> None:
+    """Makes the runner's device this thread's current one."""
+    if runner.kernels.device.type != "cpu":
+        torch.cuda.set_device(runner.kernels.device)
 
 
 def allocate(runner: ModelRunner, num_blocks: int) -> None:

@@ -251,16 +251,17 @@ class ModelRunner:
         graphs = self.kernels.graphs
         assert graphs is not None
         block_size, num_blocks = self.config.kv_cache_block_size, self._kv_cache.num_blocks
-        self._graphs = DecodeGraphs(
-            graphs,
-            self._kv_cache,
-            self._num_heads,
-            min(self.max_model_len, num_blocks * block_size),
-            capture_sizes(self.config),
-            self._decode,
-            self.kernels.device,
-            progress,
-        )
+        with self.shard.collectives.capturing():
+            self._graphs = DecodeGraphs(
+                graphs,
+                self._kv_cache,
+                self._num_heads,
+                min(self.max_model_len, num_blocks * block_size),
+                capture_sizes(self.config),
+                self._decode,
+                self.kernels.device,
+                progress,
+            )
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
         """Computes one step; only sequences whose last token is reached get a token (T31)."""

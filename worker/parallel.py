@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
 
+from kernels.interface import KernelBackend
 from worker.model_config import ModelError
 
 
 class Collectives(Protocol):
     """What the ranks of a tensor-parallel group do together. Every rank calls the same operations in the same order."""
+
+    def use(self, kernels: KernelBackend) -> None:
+        """Leaves sums to a back end that has a way of its own (`KernelBackend.join_ranks`)."""
+        ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`, on every rank; may reuse `x`."""
@@ -21,9 +27,20 @@ class Collectives(Protocol):
         """All ranks' `x` [..., N], side by side along the last dimension in the order of ranks."""
         ...
 
+    def capturing(self) -> AbstractContextManager[None]:
+        """To be held while steps are captured."""
+        ...
+
+    def close(self) -> None:
+        """Ends what `use` began."""
+        ...
+
 
 class Alone:
     """Collectives of a group of one."""
+
+    def use(self, kernels: KernelBackend) -> None:
+        """There is nothing to add up."""
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """`x`."""
@@ -32,6 +49,13 @@ class Alone:
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
         """`x`."""
         return x
+
+    def capturing(self) -> AbstractContextManager[None]:
+        """Nobody needs to know."""
+        return nullcontext()
+
+    def close(self) -> None:
+        """Nothing was begun."""
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """One rank's process: a shard of the model, and the calls of the engine that it executes (seed 003, AsyncIOProc).
 
 `python -m common.cli.child PARENT worker.rank RANK fd:N|HOST:PORT MODEL`. Ranks never schedule: every rank gets the
-same calls in the same order and computes the same tokens; rank 0's answer counts. A rank ends with its engine, in
-whatever way that ended: its parent's death kills it, and a connection without a reader ends it.
+same calls in the same order and computes the same tokens; rank 0's answer counts. On a GPU every rank launches a step
+as soon as it is told to, and rank 0 answers when the step's tokens have come, on another thread. A rank ends with its
+engine, in whatever way that ended: its parent's death kills it, and a connection without a reader ends it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from common.config import Config
@@ -25,6 +28,7 @@ from common.limits import RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
 from common.telemetry.logs import setup_logging
 from worker.batch_delta import BatchDecoder
 from worker.engine_config import available_memory
+from worker.executor import Executed, Launched, TokenWaiter
 from worker.frames import FrameReader, encode, receive
 from worker.model_config import ModelConfig, ModelError
 
@@ -40,7 +44,7 @@ _ENGINE_GONE: Final = 3
 
 
 class Link:
-    """The rank's end of the connection with its engine. Two threads send: what a call answers, and heartbeats."""
+    """The rank's end of the connection with its engine. Threads send: what calls answer, and heartbeats."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -89,13 +93,14 @@ class Rank:
         self._rank = rank
         self._link = link
         self._model = model
-        self._progress_sent = 0.0
+        self._said = 0.0
         self._collectives: Collectives | None = None
         self._store: Any = None
         self._engines_store: Any = None
         self._data: DataParallel | None = None
         self._decoder = BatchDecoder()
         self._runner: ModelRunner | None = None
+        self._waiter: TokenWaiter | None = None
 
     @property
     def runner(self) -> ModelRunner:
@@ -152,6 +157,7 @@ class Rank:
         import torch  # noqa: PLC0415
 
         from kernels.select import CPU_BACKENDS  # noqa: PLC0415
+        from worker.model_engine import waits_for_tokens  # noqa: PLC0415
         from worker.model_runner import ModelRunner  # noqa: PLC0415
         from worker.parallel import Alone, Shard  # noqa: PLC0415
 
@@ -164,7 +170,10 @@ class Rank:
         collectives = self._collectives or Alone()
         shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)
         model_config = ModelConfig.from_folder(self._model)
-        self._runner = ModelRunner(config, model_config, self._progress, shard)
+        self._runner = ModelRunner(config, model_config, partial(self._say, "loaded"), shard)
+        collectives.use(self._runner.kernels)
+        if self._rank == 0:
+            self._waiter = waits_for_tokens(config, self._runner, time.perf_counter)
         return self._runner.kv_block_bytes
 
     def free_memory(self) -> tuple[int, bool]:
@@ -181,12 +190,22 @@ class Rank:
 
         allocate(self.runner, num_blocks)
 
-    def prepare(self) -> dict[str, str]:
-        """Warms up; facts of the model, which are the same on every rank."""
+    def warmup(self) -> bool:
+        """Warms up; whether decode steps are captured next."""
+        self.runner.warmup()
+        return self.runner.captures_graphs
+
+    def capture_graphs(self) -> None:
+        """Captures decode steps. Rank 0 says how far it is; all take the same steps."""
+        if self._rank:
+            self.runner.capture_graphs()
+        else:
+            self.runner.capture_graphs(partial(self._say, "captured"))
+
+    def describe(self) -> dict[str, str]:
+        """Facts of the model, which are the same on every rank."""
         from worker.numerics import numerics_digest  # noqa: PLC0415
 
-        self.runner.warmup()
-        self.runner.capture_graphs()
         return {
             "weights_digest": self.runner.weights_digest,
             "numerics": numerics_digest(self.runner),
@@ -194,22 +213,42 @@ class Rank:
             "dtype": str(self.runner.dtype).removeprefix("torch."),
         }
 
-    def forward(self, *sent: Any) -> Any:
-        """Computes one step (BatchEncoder). Rank 0 answers with its output and how long it took, seconds."""
-        batch = self._decoder.decode(*sent)
-        begin = time.perf_counter()
-        output = self.runner.forward(batch)
-        return (output, time.perf_counter() - begin) if self._rank == 0 else None
+    def forward(self, *sent: Any) -> Future[Executed] | Executed | None:
+        """Computes one step (BatchEncoder). Rank 0 answers with its output and how long it took, seconds.
 
-    def _progress(self, done: int, total: int) -> None:
+        Where steps are launched ahead it answers later, in the order of the steps, and this returns as soon as the
+        step is launched.
+        """
+        begin = time.perf_counter()
+        launched = Launched(begin, self.runner.launch(self._decoder.decode(*sent)))
+        if self._rank:
+            return None
+        if self._waiter is not None:
+            return self._waiter.submit(lambda: launched)
+        return Executed(launched.tokens(), time.perf_counter() - begin)
+
+    def answer_launched(self) -> None:
+        """Returns when the steps that have been launched are answered; no more may follow. Not a call."""
+        if self._waiter is not None:
+            self._waiter.close(wait=True)
+
+    def leave(self) -> None:
+        """Ends what the ranks share on their devices; no call may follow."""
+        self.answer_launched()
+        self.runner.shard.collectives.close()
+
+    def _say(self, what: str, done: int, total: int) -> None:
         now = time.monotonic()
-        if done == total or now - self._progress_sent >= _PROGRESS_INTERVAL_S:
-            self._progress_sent = now
-            self._link.send("progress", done, total)
+        if done == total or now - self._said >= _PROGRESS_INTERVAL_S:
+            self._said = now
+            self._link.send(what, done, total)
 
 
 def serve(rank: Rank, link: Link) -> None:
-    """Executes calls until the engine ends the connection. A call that fails is answered, and is the last."""
+    """Executes calls until the engine ends the connection.
+
+    A call that fails is answered, after steps that were launched before it, and is the last.
+    """
     calls: dict[str, Callable[..., Any]] = {
         each.__name__: each
         for each in (
@@ -220,19 +259,37 @@ def serve(rank: Rank, link: Link) -> None:
             rank.load,
             rank.free_memory,
             rank.allocate,
-            rank.prepare,
+            rank.warmup,
+            rank.capture_graphs,
+            rank.describe,
             rank.forward,
+            rank.leave,
         )
     }
     for serial, name, *arguments in link.messages():
         try:
             result = calls[name](*arguments)
         except Exception as error:
-            kind = "model" if isinstance(error, ModelError | ApiError) else type(error).__name__
-            link.send("failed", serial, kind, " ".join(str(error).split()))
+            rank.answer_launched()
+            _answer_failed(link, serial, error)
             return
-        if result is not None or name != "forward":
+        if isinstance(result, Future):
+            result.add_done_callback(partial(_answer, link, serial))
+        elif result is not None or name != "forward":
             link.send("done", serial, result)
+
+
+def _answer(link: Link, serial: int, step: Future[Executed]) -> None:
+    error = step.exception()
+    if error is None:
+        link.send("done", serial, step.result())
+    else:
+        _answer_failed(link, serial, error)
+
+
+def _answer_failed(link: Link, serial: int, error: BaseException) -> None:
+    kind = "model" if isinstance(error, ModelError | ApiError) else type(error).__name__
+    link.send("failed", serial, kind, " ".join(str(error).split()))
 
 
 def _connect(target: str) -> socket.socket:

@@ -24,7 +24,7 @@ def build_rank_engine(
         config: `kv_cache_memory` is each rank's.
         model_config: from the same folder.
         facts: what is known of the worker.
-        progress: is told the stages; the group says what is loaded.
+        progress: is told the stages; the group's own, which is told the rest.
 
     Raises:
         RankLostError, ModelError, InvalidFieldError: see `load_ranks`.
@@ -56,7 +56,7 @@ def load_ranks(
         group: not started yet.
         config: `kv_cache_memory` is each rank's.
         model_config: from the same folder.
-        progress: is told the stages.
+        progress: is told the stages; the group's own, which is told the rest.
 
     Returns:
         The config with its pool, and what all ranks say of the model: weights_digest, numerics, kernels, dtype.
@@ -72,23 +72,30 @@ def load_ranks(
         stack.callback(group.close)
         progress.stage("loading weights")
         block_bytes = max(group.call("load", config, group.threads).values())
-        config, free_bytes = _shared_memory(config, group)
+        config, free_bytes = _on_devices(config, group)
         model_len = model_config.max_position_embeddings
         config = with_pool(config, model_len, lambda num_bytes: num_bytes // block_bytes, free_bytes)
         group.call("allocate", config.num_kvcache_blocks)
         progress.stage("warming up")
-        known = _agreed(group.call("prepare"))
+        if all(group.call("warmup").values()):
+            progress.stage("capturing graphs")
+            group.call("capture_graphs")
+        known = _agreed(group.call("describe"))
         group.set_ready()
         stack.pop_all()
     return config, known
 
 
-def _shared_memory(config: Config, group: RankGroup) -> tuple[Config, int]:
-    """The config, with all bytes for the KV cache where they are a GPU's, and how many each rank may take."""
+def _on_devices(config: Config, group: RankGroup) -> tuple[Config, int]:
+    """The config for the ranks' devices, and bytes that each rank's KV cache may take.
+
+    On GPUs the cache gets all of those bytes, and steps are launched before the tokens of the one before have come.
+    """
     answers = group.call("free_memory").values()
     free_bytes = min(num_bytes for num_bytes, _ in answers)
     if all(own for _, own in answers):
-        return replace(config, kv_cache_memory=config.kv_cache_memory or free_bytes), free_bytes
+        memory = config.kv_cache_memory or free_bytes
+        return replace(config, kv_cache_memory=memory, deferred_output=True), free_bytes
     return config, free_bytes // group.topology.ranks_per_node
 
 

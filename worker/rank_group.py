@@ -42,6 +42,7 @@ from worker.batch_delta import BatchEncoder
 from worker.executor import Executed
 from worker.frames import FrameError, FrameReader, encode, receive
 from worker.model_config import ModelError
+from worker.progress import Progress
 from worker.topology import Topology
 
 log = structlog.get_logger(__name__)
@@ -87,7 +88,7 @@ class RankGroup:
         topology: which ranks there are, and where.
         model: the checkpoint's folder.
         threads: of each rank's arithmetic.
-        progress: called with bytes loaded and bytes in all, means over the ranks.
+        progress: is told bytes loaded and in all, means over the ranks, and steps captured and to capture.
         step_timeout_s: after which a step counts as hung.
         clock: monotonic seconds.
     """
@@ -97,7 +98,7 @@ class RankGroup:
         topology: Topology,
         model: str,
         threads: int,
-        progress: Callable[[int, int], None],
+        progress: Progress,
         step_timeout_s: float = STEP_TIMEOUT_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -113,7 +114,7 @@ class RankGroup:
         self._calls: deque[_Call] = deque()
         self._serial = 0
         self._error: Exception | None = None
-        self._most_silent = RANK_MISSED_HEARTBEATS_LOADING
+        self._is_ready = False
         # Held while a call is sent, so that all ranks see the calls in one order; that may take until a rank that does
         # not read is killed, so the watcher never takes it.
         self._sending = threading.Lock()
@@ -179,7 +180,7 @@ class RankGroup:
 
     def set_ready(self) -> None:
         """The ranks have loaded: from now on silence is noticed within seconds."""
-        self._most_silent = RANK_MISSED_HEARTBEATS
+        self._is_ready = True
 
     def submit(self, batch: ScheduledBatch) -> Future[Executed]:
         """Computes a batch after those submitted before; its duration is what rank 0 measures."""
@@ -206,11 +207,18 @@ class RankGroup:
 
     def close(self) -> None:
         """Ends the ranks; waits for their end. May be called twice."""
+        self._leave()
         self._fail(RankLostError("the engine has ended its ranks"))
         if self._watcher.ident is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
         for peer in self._peers.values():
             _end(peer)
+
+    def _leave(self) -> None:
+        """Lets ranks that are well end what they share on their devices, for a moment at most."""
+        if self._is_ready and self._error is None:
+            with contextlib.suppress(RankLostError, ModelError, TimeoutError):
+                self._send("leave", dict.fromkeys(self._peers, ()), set(self._peers)).result(RANK_END_S)
 
     def _spawn(self, rank: int) -> _Peer:
         ours, theirs = socket.socketpair()
@@ -314,9 +322,11 @@ class RankGroup:
                 self._answered(peer.rank, *content)
             elif kind == "failed":
                 raise self._failure(peer.rank, *content)
-            elif kind == "progress":
+            elif kind == "loaded":
                 self._loaded[peer.rank] = (content[0], content[1])
-                self._say_progress()
+                self._say_loaded()
+            elif kind == "captured":
+                self._progress.count(*content)
 
     def _failure(self, rank: int, serial: int, kind: str, message: str) -> Exception:
         if kind == "model":
@@ -351,18 +361,19 @@ class RankGroup:
 
     def _check(self) -> None:
         """Once per heartbeat. Silence is counted in the watcher's turns, so that its own pause is no rank's silence."""
+        most_silent = RANK_MISSED_HEARTBEATS if self._is_ready else RANK_MISSED_HEARTBEATS_LOADING
         for peer in self._peers.values():
             peer.silent += 1
-            if peer.silent > self._most_silent:
+            if peer.silent > most_silent:
                 raise RankLostError(f"rank {peer.rank} has been silent for {peer.silent * RANK_HEARTBEAT_S:g} s")
         with self._lock:
             oldest = self._calls[0] if self._calls else None
         if oldest is not None and oldest.name in _TIMED and self._clock() - oldest.began > self._step_timeout_s:
             raise RankLostError(f"a step took longer than --step-timeout {self._step_timeout_s:g} s: a rank hangs")
 
-    def _say_progress(self) -> None:
+    def _say_loaded(self) -> None:
         done, total = (sum(column) for column in zip(*self._loaded.values(), strict=True))
-        self._progress(done // len(self._peers), total // len(self._loaded))
+        self._progress.bytes(done // len(self._peers), total // len(self._loaded))
 
     def _fail(self, error: Exception) -> None:
         """Ends all calls and all ranks. Only the first error counts."""

@@ -99,6 +99,9 @@ class CpuBackend:
         """See KernelBackend."""
         return (self.name, self.instruction_set, sources_digest())
 
+    def join_ranks(self, ranks: object) -> None:
+        """See KernelBackend: the caller adds up."""
+
     def adopt(self, packed: object) -> None:
         """See KernelBackend."""
         self._delegates |= isinstance(packed, PackedLinear | PackedHeads | PackedExperts)

@@ -92,6 +92,9 @@ class TritonBackend:
         """See KernelBackend."""
         return (self.name, self.settings.target.name)
 
+    def join_ranks(self, ranks: object) -> None:
+        """See KernelBackend: the caller adds up."""
+
     def adopt(self, packed: object) -> None:
         """See KernelBackend."""
 
@@ -279,7 +282,9 @@ class TritonBackend:
         if self._copies is None:
             return ids.tolist
         host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
-        arrived = torch.cuda.Event()
+        # The thread that waits sleeps instead of turning on a core, which other threads and ranks need
+        # (cudaEventBlockingSync; hipEventBlockingSync is documented alike).
+        arrived = torch.cuda.Event(blocking=True)
         self._copies.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self._copies):
             host.copy_(ids, non_blocking=True)

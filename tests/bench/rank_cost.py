@@ -79,8 +79,9 @@ def engine(folder: Path, ranks: int) -> EngineCore:
         model=str(folder), dtype="float32", kv_cache_memory=1 << 26, max_model_len=1024, tensor_parallel_size=ranks
     )
     if ranks > 1:
-        group = RankGroup(Topology(ranks), str(folder), 1, lambda *_: None)
-        config, _ = load_ranks(group, config, model_config, Progress())
+        progress = Progress()
+        group = RankGroup(Topology(ranks), str(folder), 1, progress)
+        config, _ = load_ranks(group, config, model_config, progress)
         return EngineCore(config, group, executor=group)
     runner = ModelRunner(config, model_config)
     config = with_pool(config, 1024, runner.num_blocks_for, available_memory(runner.mapped_bytes))

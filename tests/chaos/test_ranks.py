@@ -206,9 +206,10 @@ def test_two_ranks_give_the_tokens_of_one(service: Service, model: Path) -> None
 
 
 def test_llm_engine_on_ranks(model: Path) -> None:
-    """With deferred output a rank takes the token that is in flight from its own last output."""
+    """With deferred output ranks launch steps ahead, and take the token that is in flight from their own last step."""
     prompts = [[7, 8, 9] * n for n in (1, 9, 40)]
-    params = {"temperature": 0.7, "max_tokens": 24, "repetition_penalty": 1.2, "seed": 5, "ignore_eos": True}
+    steered = {"temperature": 0.7, "max_tokens": 24, "repetition_penalty": 1.2, "seed": 5, "ignore_eos": True}
+    params = [steered, {"temperature": 0.0, "max_tokens": 30}, {"temperature": 0.9, "max_tokens": 20, "seed": 3}]
     expected = [answer["token_ids"] for answer in LLMEngine(default_config(model)).generate(prompts, params)]
     config = replace(default_config(model), tensor_parallel_size=2, deferred_output=True)
     engine = LLMEngine(config)

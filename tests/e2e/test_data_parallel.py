@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import grpc
@@ -14,9 +15,18 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
+from common.config import ParallelConfig
+from common.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import Process, free_port
+from worker.engine_core import DPEngineCoreProc
 from worker.llm_engine import LLMEngine, default_config
+from worker.model_config import ModelConfig
+from worker.progress import Progress
+from worker.rank_engine import load_ranks
+from worker.rank_group import RankGroup
+from worker.sequence import Sequence
+from worker.topology import Topology
 
 PROMPTS = [[7 + i, 8, 9 + i, 10] * (3 + 5 * i) for i in range(6)]
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}
@@ -123,6 +133,45 @@ def test_the_first_that_has_drained_waits_for_the_other(workers: list[Process]) 
             worker.running.send_signal(signal.SIGTERM)
         assert len(running.result()) == 300
     assert [worker.running.wait(10) for worker in workers] == [0, 0]
+
+
+def test_engines_in_lockstep_launch_ahead(model: Path, expected: list[list[int]]) -> None:
+    """As on GPUs: the tokens are the same, and each engine makes the steps of both."""
+    meeting = f"tcp://127.0.0.1:{free_port()}"
+    # Ranks end with the thread that started them.
+    with ThreadPoolExecutor(2) as pool:
+        found = list(pool.map(lambda rank: answers_ahead(model, meeting, rank), range(2)))
+    assert found == [expected[:3], expected[3:]]
+
+
+def answers_ahead(model: Path, meeting: str, rank: int) -> list[list[int]]:
+    """The tokens of a half of the prompts, from one of two engines that launch steps ahead."""
+    config = replace(
+        default_config(model),
+        dtype="float32",
+        kv_cache_memory=1 << 24,
+        enable_expert_parallel=True,
+        parallel_config=ParallelConfig(2),
+        deferred_output=True,
+    )
+    progress = Progress()
+    group = RankGroup(Topology(dp_size=2, dp_rank=rank, dist_init=meeting), str(model), 1, progress)
+    config, _ = load_ranks(group, config, ModelConfig.from_folder(model), progress)
+    core = DPEngineCoreProc(config, group)
+    params = SamplingParams(temperature=0.0, max_tokens=24, ignore_eos=True)
+    mine = [Sequence(prompt, config.kv_cache_block_size, params) for prompt in PROMPTS[3 * rank : 3 * rank + 3]]
+    try:
+        for seq in mine[rank:]:
+            core.add_request(seq)
+        steps = 0
+        while core.has_unfinished() or core.check():
+            if rank and steps == 9:
+                core.add_request(mine[0])
+            core.step()
+            steps += 1
+        return [seq.completion_token_ids for seq in mine]
+    finally:
+        core.close()
 
 
 def ranks_of(worker: Process) -> list[int]:

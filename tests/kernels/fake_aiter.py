@@ -12,6 +12,7 @@ from pathlib import Path
 from kernels.aiter_signatures import Signatures
 
 _COMMON = '''
+import contextlib
 import enum
 import types
 
@@ -21,6 +22,10 @@ ActivationType = enum.IntEnum("ActivationType", {"Silu": 0, "Gelu": 1})
 QuantType = enum.IntEnum("QuantType", {"No": 0, "per_Token": 2, "per_128x128": 5})
 GateMode = enum.Enum("GateMode", {"SEPARATED": "separated"})
 dtypes = types.SimpleNamespace(bf16=torch.bfloat16, fp32=torch.float32, i8=torch.int8)
+
+
+# One for each `graph_capture` that is held.
+capturing = []
 
 
 def rms(x, weight, eps):
@@ -230,20 +235,31 @@ _BODIES = {
     attend_all(q, wide, wide[..., :kv_lora_rank], out, cu_seqlens_q, False, seqused_k, block_tables, softmax_scale)
     return out""",
     "aiter.ops.communication:init_dist_env": """
-    torch.distributed.init_process_group(
-        "gloo", init_method=distributed_init_method, rank=rankID, world_size=tensor_model_parallel_size)
-    assert local_rank >= 0""",
+    if not torch.distributed.is_initialized():
+        raise AssertionError("AITER would look for a port of its own, and set HIP_VISIBLE_DEVICES")
+    store = torch.distributed.distributed_c10d._get_default_store()
+    while isinstance(store, torch.distributed.PrefixStore):
+        store = store.underlying_store
+    assert isinstance(store, torch.distributed.TCPStore), "what AITER tells the ranks goes through it"
+    assert torch.distributed.get_world_size() == tensor_model_parallel_size in (2, 4, 6, 8)
+    assert torch.distributed.get_rank() == rankID == local_rank""",
     "aiter.ops.communication:destroy_dist_env": """
     torch.distributed.destroy_process_group()""",
     "aiter.dist.communication_op:tensor_model_parallel_all_reduce": """
+    assert input_.is_contiguous() and input_.numel()
+    if capturing:
+        return torch.zeros_like(input_)
     out = input_.clone()
     torch.distributed.all_reduce(out)
     return out""",
-    "aiter.dist.communication_op:tensor_model_parallel_fused_allreduce_rmsnorm": """
-    total = input_.clone()
-    torch.distributed.all_reduce(total)
-    total += residual_inp_
-    return rms(total, weight_, eps), total""",
+    "aiter.dist.parallel_state:graph_capture": """
+    capturing.append(True)
+    try:
+        yield
+    finally:
+        capturing.pop()
+        # Addresses are told to all ranks.
+        torch.distributed.barrier()""",
 }
 
 
@@ -265,7 +281,8 @@ def lay(folder: Path, tag: str, changed: dict[str, str] | None = None, without: 
         module, name = function.split(":")
         path = folder.joinpath(*module.split(".")).with_suffix(".py")
         texts.setdefault(path, "from aiter.common import *\n")
-        texts[path] += f"\n\ndef {name}({parameters}):{body}\n"
+        decorator = "@contextlib.contextmanager\n" if "    yield" in body else ""
+        texts[path] += f"\n\n{decorator}def {name}({parameters}):{body}\n"
     for path, text in texts.items():
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, "utf-8")

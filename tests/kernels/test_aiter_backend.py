@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,6 @@ from kernels.aiter_backend import (
     SINCE,
     AiterBackend,
     AiterExperts,
-    AiterGroup,
     AiterLinear,
     AiterScaledLinear,
 )
@@ -529,22 +527,6 @@ def test_sampling_is_never_aiters(backend: AiterBackend) -> None:
     ids = backend.sample(torch.tensor([[0.0, 3.0, 1.0]]), params, whole.astype(np.uint64), whole, whole)
     assert ids.tolist() == [1]
     assert fallback_of(backend) == ["sample"]
-
-
-def test_ranks(library: AiterLibrary, tmp_path: Path) -> None:
-    group = AiterGroup(library, size=1, rank=0, local_rank=0, init_method=f"file://{tmp_path}/meeting")
-    x, residual, weight = draw(3, 32), draw(3, 32, seed=1), draw(32)
-    summed = group.all_reduce(x)
-    assert torch.equal(summed, x)
-    assert summed.data_ptr() != x.data_ptr()
-    found, expected = (
-        group.all_reduce_add_rms_norm(x, residual, weight, 1e-6),
-        REFERENCE.add_rms_norm(x, residual, weight, 1e-6),
-    )
-    close(found[0], expected[0])
-    assert torch.equal(found[1], expected[1])
-    group.close()
-    assert not torch.distributed.is_initialized()
 
 
 def stored(rows: int, columns: int, scheme: str = "deepseek", seed: int = 0) -> tuple[QuantizedWeight, torch.Tensor]:

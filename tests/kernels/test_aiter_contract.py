@@ -21,13 +21,6 @@ from tests.kernels.fake_aiter import lay
 ROOT = Path(__file__).resolve().parents[2]
 SIGNATURES = Signatures.load()
 SUPPORTED = ("0.1.13", "0.1.16", "0.1.18", "0.1.20.post1")
-# Functions that no operation is behind: those of `AiterGroup`.
-OF_THE_GROUP = {
-    "aiter.ops.communication:init_dist_env",
-    "aiter.ops.communication:destroy_dist_env",
-    "aiter.dist.communication_op:tensor_model_parallel_all_reduce",
-    "aiter.dist.communication_op:tensor_model_parallel_fused_allreduce_rmsnorm",
-}
 
 
 def problems(made: list[Call], tag: str) -> list[str]:
@@ -80,13 +73,13 @@ def test_only_later_functions_are_guarded() -> None:
     for name, first in SINCE.items():
         having = {tag for tag in SUPPORTED if release(tag) >= release(first)}
         assert SIGNATURES.tags_of(name) == having
-        # An operation without them is not AITER's; the group has no such guard.
+        # An operation without them is not AITER's.
         assert any(name in operation.functions for operation in OPERATIONS.values())
 
 
 def test_operations_name_their_functions() -> None:
     called = {call.function for call in own_calls()}
-    assert called == {name for operation in OPERATIONS.values() for name in operation.functions} | OF_THE_GROUP
+    assert called == {name for operation in OPERATIONS.values() for name in operation.functions}
     assert called == set(SIGNATURES.functions)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 
 from common.config import CompilationConfig, Config
 from common.sampling_params import SamplingParams
@@ -67,10 +68,15 @@ def answers(settings: Config, max_tokens: int, ahead: bool = False) -> tuple[lis
     engine = LLMEngine(settings, runner=counted)
     if ahead:
         engine.core.executor = PipelinedExecutor(counted.launch, time.monotonic)
+    found = generated(engine, max_tokens)
+    engine.close()
+    return found, counted
+
+
+def generated(engine: LLMEngine, max_tokens: int) -> list[list[int]]:
     params = [SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=5, **each) for each in _kinds()]
     found = engine.generate(PROMPTS, params, request_ids=["a", "b", "c"])
-    engine.close()
-    return [answer["token_ids"] for answer in found], counted
+    return [answer["token_ids"] for answer in found]
 
 
 def _kinds() -> Iterable[dict[str, Any]]:
@@ -91,6 +97,22 @@ def test_captured_and_launched_ahead_the_tokens_are_those_of_pytorch(folder: Pat
     )
     assert found == expected
     assert counted.captured >= 2
+
+
+@pytest.mark.long
+def test_two_ranks_captured_and_launched_ahead(tmp_path: Path) -> None:
+    """Real processes, which interpret the kernels too."""
+    folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=1)
+    expected, _ = answers(config(folder, kernels="torch"), NUM_TOKENS)
+    sizes = CompilationConfig(cudagraph_capture_sizes=(1, 3))
+    options = {"tensor_parallel_size": 2, "deferred_output": True, "compilation_config": sizes}
+    with capture_logs() as logs:
+        engine = LLMEngine(config(folder, kernels="triton", kv_cache_memory=1 << 24, **options))
+    assert "capturing graphs" in [entry.get("stage") for entry in logs]
+    try:
+        assert generated(engine, NUM_TOKENS) == expected
+    finally:
+        engine.close()
 
 
 @pytest.mark.long

@@ -76,7 +76,7 @@ class Group:
         pass
 
 
-def engines() -> tuple[list[DPEngineCoreProc], list[Group]]:
+def engines(deferred: bool = False) -> tuple[list[DPEngineCoreProc], list[Group]]:
     rounds, steps = Meeting(), Meeting()
     groups = [Group(rank, rounds, steps) for rank in range(ENGINES)]
     config = Config(
@@ -85,6 +85,7 @@ def engines() -> tuple[list[DPEngineCoreProc], list[Group]]:
         max_num_batched_tokens=64,
         eos_token_id=49,
         enable_expert_parallel=True,
+        deferred_output=deferred,
         parallel_config=ParallelConfig(ENGINES),
     )
     return [DPEngineCoreProc(config, group, lambda: 0.0) for group in groups], groups
@@ -106,8 +107,9 @@ def turns(core: DPEngineCoreProc, mine: list[Sequence], count: int) -> None:
             core.step()
 
 
-def test_every_engine_makes_every_step() -> None:
-    cores, groups = engines()
+@pytest.mark.parametrize("deferred", [False, True])
+def test_every_engine_makes_every_step(deferred: bool) -> None:
+    cores, groups = engines(deferred)
     mine = [requests(rank) for rank in range(ENGINES)]
     kept = [list(each) for each in mine]
     with ThreadPoolExecutor(ENGINES) as pool:

@@ -7,16 +7,21 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from common.config import Config
+from tests.checkpoints import make_checkpoint
 from tests.e2e.service import free_port
 from worker import rank_group
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.batch_delta import BatchDecoder
 from worker.frames import FrameReader, encode, receive
-from worker.model_config import ModelError
+from worker.model_config import ModelConfig, ModelError
+from worker.progress import Progress
+from worker.rank_engine import load_ranks
 from worker.rank_group import RankGroup, RankLostError, _Peer
 from worker.sequence import Sequence
 from worker.topology import Topology
@@ -79,13 +84,30 @@ class FakeRank:
             pass
 
 
+class Recorded(Progress):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[object, ...]] = []
+
+    def bytes(self, done: int, total: int) -> None:
+        self.told.append(("bytes", done, total))
+
+    def count(self, done: int, total: int) -> None:
+        self.told.append(("count", done, total))
+
+    def stage(self, name: str) -> None:
+        self.told.append(("stage", name))
+
+
 class Group(RankGroup):
     """A group on fake ranks."""
 
     def __init__(self, size: int = 2, **options: Any) -> None:
         self.fakes: list[FakeRank] = []
-        self.progress: list[tuple[int, int]] = []
-        super().__init__(Topology(size), "model", 1, lambda *loaded: self.progress.append(loaded), **options)
+        self.progress = Recorded()
+        super().__init__(Topology(size), "model", 1, self.progress, **options)
 
     def _spawn(self, rank: int) -> _Peer:
         ours, theirs = socket.socketpair()
@@ -127,17 +149,65 @@ def test_all_ranks_are_called_in_one_order(group: Group) -> None:
     ]
     assert all(step.result().duration_s == 0.25 for step in steps)
     assert group.forward(batches[0]).token_ids == {batches[0].req_ids[0]: (batches[0].req_ids[0],)}
-    group.call("prepare")
+    group.call("describe")
     names = [[call[0] for call in fake.calls] for fake in group.fakes]
-    assert names[0] == ["open_store", "join", "load", *["forward"] * 21, "prepare"]
+    assert names[0] == ["open_store", "join", "load", *["forward"] * 21, "describe"]
     assert names[1] == names[0][1:]
 
 
 def test_progress_is_the_mean_of_the_ranks(group: Group) -> None:
-    group.fakes[0].send("progress", 10, 100)
-    group.fakes[1].send("progress", 40, 100)
-    group.call("prepare")
-    assert group.progress[-1] == (25, 100)
+    group.fakes[0].send("loaded", 10, 100)
+    group.fakes[1].send("loaded", 40, 100)
+    group.call("load")
+    assert group.progress.told[-1] == ("bytes", 25, 100)
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_what_rank_0_has_captured_is_counted(captures: bool, tmp_path: Path) -> None:
+    """Ranks that capture are asked to, in a stage of its own; steps on GPUs are launched ahead."""
+    answers = {"load": 1 << 14, "free_memory": (1 << 24, True), "warmup": captures, "describe": {"numerics": "n"}}
+
+    class Capturing(Group):
+        def _spawn(self, rank: int) -> _Peer:
+            peer = super()._spawn(rank)
+            self.fakes[rank].answer = lambda name, *given: self.answer(rank, name)
+            return peer
+
+        def answer(self, rank: int, name: str) -> Any:
+            if name == "capture_graphs" and rank == 0:
+                for done in (1, 2, 3):
+                    self.fakes[0].send("captured", done, 3)
+            return answers.get(name, name)
+
+    group, model_config = Capturing(), ModelConfig.from_folder(make_checkpoint(tmp_path, num_hidden_layers=1))
+    config, known = load_ranks(group, Config(model=str(tmp_path)), model_config, group.progress)
+    group.close()
+    told = group.progress.told
+    counted = [("count", done, 3) for done in (1, 2, 3)]
+    capturing = [("stage", "capturing graphs"), *counted] if captures else []
+    assert told[told.index(("stage", "warming up")) + 1 :] == capturing
+    assert ("capture_graphs" in [call[0] for call in group.fakes[1].calls]) == captures
+    assert known == {"numerics": "n"}
+    assert (config.deferred_output, config.num_kvcache_blocks) == (True, (1 << 24) // (1 << 14))
+
+
+def test_ranks_that_are_well_leave_before_they_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that does not answer holds nobody up."""
+    group = started()
+    group.close()
+    assert [fake.calls[-1] for fake in group.fakes] == [("leave",)] * 2
+    monkeypatch.setattr(rank_group, "RANK_END_S", 0.2)
+    group, began = started(), time.monotonic()
+    group.fakes[1].answer = lambda *call: None
+    group.close()
+    assert 0.2 <= time.monotonic() - began < 2.0
+    group = Group()
+    group.start()
+    group.fakes[0].close()
+    while group.failure() is None:
+        time.sleep(0.01)
+    group.close()
+    assert "leave" not in [call[0] for call in group.fakes[1].calls]
 
 
 def lost(group: Group, why: str, within_s: float = 3.0) -> None:

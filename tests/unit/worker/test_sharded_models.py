@@ -21,7 +21,7 @@ from tests.quantizers import Scheme, Stored, write_safetensors
 from worker.batch import ScheduledBatch
 from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import ModelRunner
-from worker.parallel import Shard
+from worker.parallel import Alone, Shard
 from worker.sequence import Sequence
 
 BLOCK_SIZE = 16
@@ -51,7 +51,7 @@ class Exchange:
 
 
 @dataclass
-class ThreadCollectives:
+class ThreadCollectives(Alone):
     """Collectives of ranks that are threads."""
 
     exchange: Exchange
