@@ -13,8 +13,7 @@ What AITER computes was never run by us on a GPU (docs/rocm.md lists what was ve
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, cast
@@ -28,6 +27,7 @@ from torch.nn.functional import pad
 from kernels import float8
 from kernels.aiter_blocks import AiterBlockLinear, AiterBlocks
 from kernels.aiter_decoder import AiterDecoder
+from kernels.aiter_group import AiterGroup
 from kernels.aiter_library import AiterLibrary, AiterUnavailableError
 from kernels.interface import (
     AttentionMetaData,
@@ -749,50 +749,6 @@ class AiterBackend:
     ) -> torch.Tensor:
         """See KernelBackend: never AITER's, whose samplers take no seeds."""
         return self._fallback.sample(logits, params, seeds, positions, choices)
-
-
-class AiterGroup:
-    """RankSums of AITER: between the GPUs of one machine without RCCL, up to $AITER_CUSTOM_AR_MAX_SIZE bytes.
-
-    It makes PyTorch's default process group, which AITER takes as it finds it, over a store that the ranks have: so
-    there is no port to agree on. AITER asks for a TCPStore.
-
-    Args:
-        library: AITER.
-        ranks: of which AITER takes that rank i is on GPU i.
-        device: of this rank.
-    """
-
-    def __init__(self, library: AiterLibrary, ranks: Ranks, device: torch.device) -> None:
-        self._aiter = library
-        self._device = device
-        process_groups = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
-        cast(Any, torch.distributed).init_process_group(
-            process_groups, store=ranks.store, rank=ranks.rank, world_size=ranks.size
-        )
-        library.call("aiter.ops.communication:init_dist_env", ranks.size, ranks.rank, local_rank=ranks.rank)
-
-    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """See RankSums."""
-        if not x.numel():
-            return x
-        summed: torch.Tensor = self._aiter.call(
-            "aiter.dist.communication_op:tensor_model_parallel_all_reduce", x.contiguous()
-        )
-        return summed
-
-    @contextmanager
-    def capturing(self) -> Iterator[None]:
-        """See RankSums: the ranks tell each other afterwards where the tensors are that captured steps add up."""
-        with self._aiter.call("aiter.dist.parallel_state:graph_capture"):
-            yield
-        # What steps read was written on AITER's stream, and is written from now on on another.
-        if self._device.type != "cpu":
-            torch.cuda.synchronize(self._device)
-
-    def close(self) -> None:
-        """See RankSums: the process group too."""
-        self._aiter.call("aiter.ops.communication:destroy_dist_env")
 
 
 def _local(ids: torch.Tensor, weights: torch.Tensor, packed: AiterExperts) -> tuple[torch.Tensor, torch.Tensor]:
