@@ -160,6 +160,11 @@ class AiterLibrary:
         _log.info("AITER function ready", function=function, seconds=round(time.monotonic() - began, 3))
         return result
 
+    @property
+    def called(self) -> frozenset[str]:
+        """Those of `functions` that have been called."""
+        return self.functions - self._uncalled
+
     def enum(self, name: str, member: str) -> Any:
         """A member of an enumeration that AITER's compiled module declares.
 
