@@ -13,6 +13,7 @@ What AITER computes was never run by us on a GPU (docs/rocm.md lists what was ve
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from itertools import chain
@@ -71,6 +72,9 @@ _GROUPS: Final = (1, 2, 4, 8)
 # Numbers of ranks that AITER itself reduces between (CustomAllreduce._SUPPORTED_WORLD_SIZES).
 _REDUCED_RANKS: Final = (2, 4, 6, 8)
 
+# Of the environment: AITER's sums over ranks are RCCL's beyond a size, or of parts that are quantized.
+SUM_VARIABLES: Final = ("AITER_CUSTOM_AR_MAX_SIZE", "AITER_QUICK_REDUCE_QUANTIZATION")
+
 # Functions that not every supported version has -> the first that does.
 SINCE: Final = {
     "aiter.ops.triton.attention.mla:mla_decode_fwd": "0.1.16",
@@ -84,7 +88,7 @@ class Operation:
 
     Attributes:
         functions: that it calls.
-        row_by_row: whether a row's bits can depend on nothing else: there is no sum in it.
+        row_by_row: whether a row's bits can depend on nothing else: no sum, and one kernel for all numbers of rows.
     """
 
     functions: tuple[str, ...]
@@ -110,7 +114,6 @@ OPERATIONS: Final = {
     "block_linear": Operation(("aiter.ops.quant:per_group_quant_hip", "aiter.ops.gemm_op_a8w8:gemm_a8w8_blockscale")),
     "moe": Operation(("aiter.ops.shuffle:shuffle_weight", "aiter.fused_moe:fused_moe")),
     "block_moe": Operation(("aiter.ops.shuffle:shuffle_weight", "aiter.fused_moe:fused_moe")),
-    "write_kv": Operation(("aiter.ops.cache:reshape_and_cache_flash",), row_by_row=True),
     "attention": Operation(("aiter.ops.triton.attention.unified_attention:unified_attention",)),
     "latent_attention": Operation(
         ("aiter.ops.triton.attention.mla:mla_decode_fwd", "aiter.ops.triton.attention.mla:mla_prefill_fwd")
@@ -298,7 +301,8 @@ class AiterBackend:
         """See KernelBackend."""
         settings = self._settings
         own = (AITER, self._aiter.version, settings.target.name, settings.batch_invariant, torch.__version__)
-        return (*own, self._reduces, *self._fallback.numerics)
+        sums = tuple(os.environ.get(name) for name in SUM_VARIABLES) if self._reduces else ()
+        return (*own, self._reduces, *sums, *self._fallback.numerics)
 
     @property
     def layout(self) -> tuple[object, ...]:
@@ -340,7 +344,7 @@ class AiterBackend:
     ) -> PackedLinear:
         """See KernelBackend."""
         if isinstance(weight, QuantizedWeight):
-            if packed_format is None and self._blocks.takes_linear(weight, dtype):
+            if self._blocks.takes_linear(weight, dtype, packed_format):
                 return self._blocks.pack_linear(weight, bias, dtype)
             return self._fallback.pack_linear(weight, bias, dtype, packed_format)
         operation = "linear" if packed_format is None else "quantized_linear"
@@ -513,8 +517,8 @@ class AiterBackend:
             return self._fallback.pack_experts((), first, clamp, dtype, packed_format)
         plain = clamp is None and model.gate_up_bias is None and model.down_bias is None
         experts = chain([model], experts)
-        if isinstance(model.gate_up, QuantizedWeight):
-            if packed_format is not None or not self._blocks.takes_experts(model, plain, dtype):
+        if isinstance(model.gate_up, QuantizedWeight) or isinstance(model.down, QuantizedWeight):
+            if not self._blocks.takes_experts(model, plain, dtype, packed_format):
                 return self._fallback.pack_experts(experts, first, clamp, dtype, packed_format)
             return self._stacked_experts(first, map(self._blocks.pack_expert, experts))
         facts = (dtype, packed_format, self.fp8, *model.down.shape, plain)
@@ -585,23 +589,8 @@ class AiterBackend:
     def write_kv(
         self, cache: DeviceKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
     ) -> None:
-        """See KernelBackend."""
-        if not k.numel() or not self._choices.takes("write_kv", _refuse_written, k.dtype, cache.data.dtype):
-            self._fallback.write_kv(cache, layer, k, v, metadata)
-            return
-        plan: StepPlan = metadata.plan
-        self._aiter.call(
-            "aiter.ops.cache:reshape_and_cache_flash",
-            _whole_rows(k),
-            _whole_rows(v),
-            cache.keys(layer),
-            cache.values(layer),
-            # Read as int64 whatever they are (csrc/kernels/cache_kernels.cu).
-            plan.slot_mapping.long(),
-            "auto",
-            self._one,
-            self._one,
-        )
+        """See KernelBackend: not AITER's. Models write in `fuse_decoder` or `write_latent`."""
+        self._fallback.write_kv(cache, layer, k, v, metadata)
 
     def attention(
         self,
@@ -755,7 +744,8 @@ def _local(ids: torch.Tensor, weights: torch.Tensor, packed: AiterExperts) -> tu
     """Chosen experts by their number among the packed ones, int32, and their weights.
 
     Experts of other ranks have the number behind the last, which is masked. Where there may be any, AITER expects one
-    more slot that is: it looks its settings up by one less (aiter/fused_moe.py, `is_ep`).
+    more slot that is: since 0.1.16 it looks its settings up by one less (aiter/fused_moe.py, `is_ep`). 0.1.13 looks
+    them up by all slots, so that it does not find those tuned for the model and takes its own defaults.
     """
     local = ids - packed.first
     if packed.mask is not None:
@@ -771,11 +761,6 @@ def _stacked(parts: tuple[torch.Tensor | None, ...]) -> torch.Tensor | None:
     return torch.stack(tensors) if tensors else None
 
 
-def _whole_rows(x: torch.Tensor) -> torch.Tensor:
-    """A row's heads side by side, which AITER takes for granted; rows may lie apart."""
-    return x if x.stride()[1:] == (x.shape[2], 1) else x.contiguous()
-
-
 def _max_seqlen_q(shape: Shape) -> int:
     """1 makes AITER write a row for each sequence, those of padding too: there have to be as many rows."""
     return max(2, shape.max_seqlen_q) if shape.seqs > shape.rows else shape.max_seqlen_q
@@ -783,12 +768,6 @@ def _max_seqlen_q(shape: Shape) -> int:
 
 def _refuse_dtype(dtype: torch.dtype) -> str | None:
     return None if dtype in _NARROW else f"AITER's kernels are for bfloat16 and float16, not {_text(dtype)}"
-
-
-def _refuse_written(dtype: torch.dtype, stored: torch.dtype) -> str | None:
-    if stored == dtype:
-        return _refuse_dtype(dtype)
-    return f"AITER stores what is beyond the range of {_text(stored)} as NaN or infinity, not as the largest number"
 
 
 def _refuse_stored(dtype: torch.dtype, stored: torch.dtype, fp8: torch.dtype) -> str | None:

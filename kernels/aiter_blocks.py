@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kernels.aiter_library import AiterLibrary
-from kernels.interface import ExpertWeights, QuantizedFormat, QuantizedWeight
+from kernels.interface import ExpertWeights, PackedFormat, QuantizedFormat, QuantizedWeight
 from kernels.triton_backend.packed_weight import other_fp8
 
 if TYPE_CHECKING:
@@ -59,9 +59,9 @@ class AiterBlocks:
         self._fp8 = fp8
         self._device = device
 
-    def takes_linear(self, weight: QuantizedWeight, dtype: torch.dtype) -> bool:
-        """Whether AITER multiplies rows in `dtype` by a stored weight."""
-        facts = (dtype, weight.format, self._fp8, *weight.shape)
+    def takes_linear(self, weight: QuantizedWeight, dtype: torch.dtype, packed_format: PackedFormat | None) -> bool:
+        """Whether AITER multiplies rows in `dtype` by a stored weight, if it is not to be packed in another format."""
+        facts = (dtype, weight.format, packed_format, self._fp8, *weight.shape)
         return self._choices.takes("block_linear", _refuse_linear, *facts)
 
     def pack_linear(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> AiterBlockLinear:
@@ -79,17 +79,19 @@ class AiterBlocks:
         )
         return out if packed.bias is None else out.add_(packed.bias)
 
-    def takes_experts(self, model: ExpertWeights, plain: bool, dtype: torch.dtype) -> bool:
+    def takes_experts(
+        self, model: ExpertWeights, plain: bool, dtype: torch.dtype, packed_format: PackedFormat | None
+    ) -> bool:
         """Whether AITER computes a mixture of experts like `model`, one of them.
 
         Args:
-            model: both of its weights are quantized, or neither is.
+            model: one of its weights is quantized at least; a rank's part that cuts blocks is not.
             plain: whether their activation is silu and they have no biases.
             dtype: the model's.
+            packed_format: that they are to be packed in; None for as they are stored.
         """
-        if not isinstance(model.gate_up, QuantizedWeight) or not isinstance(model.down, QuantizedWeight):
-            return False
-        facts = (dtype, model.gate_up.format, model.down.format, self._fp8, *model.down.shape, plain)
+        stored = (_format(model.gate_up), _format(model.down))
+        facts = (dtype, *stored, packed_format, self._fp8, *model.down.shape, plain)
         return self._choices.takes("block_moe", _refuse_experts, *facts)
 
     def pack_expert(self, expert: ExpertWeights) -> tuple[torch.Tensor, ...]:
@@ -112,7 +114,15 @@ class AiterBlocks:
         return shuffled
 
 
-def _refuse_format(stored: QuantizedFormat, fp8: torch.dtype) -> str | None:
+def _format(weight: torch.Tensor | QuantizedWeight) -> QuantizedFormat | None:
+    return weight.format if isinstance(weight, QuantizedWeight) else None
+
+
+def _refuse_format(stored: QuantizedFormat | None, packed_format: PackedFormat | None, fp8: torch.dtype) -> str | None:
+    if packed_format is not None:
+        return "AITER multiplies stored weights as they are, not packed in another format"
+    if stored is None:
+        return "only some of the experts' weights are as they are stored: the parts of ranks cut blocks of others"
     if stored.quant_type == "per_1x32":
         return "AITER rounds the inputs of MXFP4 products too, to what depends on the number of rows"
     if stored.quant_type != "per_128x128" or stored.numbers not in (fp8, torch.float8_e4m3fn):
@@ -122,9 +132,14 @@ def _refuse_format(stored: QuantizedFormat, fp8: torch.dtype) -> str | None:
 
 
 def _refuse_linear(
-    dtype: torch.dtype, stored: QuantizedFormat, fp8: torch.dtype, rows: int, columns: int
+    dtype: torch.dtype,
+    stored: QuantizedFormat,
+    packed_format: PackedFormat | None,
+    fp8: torch.dtype,
+    rows: int,
+    columns: int,
 ) -> str | None:
-    reason = _refuse_format(stored, fp8)
+    reason = _refuse_format(stored, packed_format, fp8)
     if reason is None and dtype not in (torch.bfloat16, torch.float16):
         return f"AITER's products of blocks are for bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
     if reason is None and (rows % _ROWS or columns % _BLOCK):
@@ -134,14 +149,15 @@ def _refuse_linear(
 
 def _refuse_experts(
     dtype: torch.dtype,
-    gate_up: QuantizedFormat,
-    down: QuantizedFormat,
+    gate_up: QuantizedFormat | None,
+    down: QuantizedFormat | None,
+    packed_format: PackedFormat | None,
     fp8: torch.dtype,
     hidden: int,
     inner: int,
     plain: bool,
 ) -> str | None:
-    reason = _refuse_format(gate_up, fp8) or _refuse_format(down, fp8)
+    reason = _refuse_format(gate_up, packed_format, fp8) or _refuse_format(down, packed_format, fp8)
     if reason is None and not plain:
         return "AITER's mixture of experts is for silu without biases"
     # Above 32 rows its kernels are assembly, for bfloat16 only (`fused_moe_1stage_dict`).

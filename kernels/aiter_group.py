@@ -13,7 +13,9 @@ from kernels.interface import Ranks
 
 
 class AiterGroup:
-    """RankSums of AITER: between the GPUs of one machine without RCCL, up to $AITER_CUSTOM_AR_MAX_SIZE bytes.
+    """RankSums of AITER: between the GPUs of one machine without RCCL, up to a size.
+
+    The size is AITER's, since 0.1.18 $AITER_CUSTOM_AR_MAX_SIZE bytes.
 
     It makes PyTorch's default process group, which AITER takes as it finds it, over a store that the ranks have: so
     there is no port to agree on. AITER asks for a TCPStore.

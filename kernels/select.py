@@ -23,7 +23,9 @@ BACKENDS = (*CPU_BACKENDS, TRITON, AITER)
 _log = structlog.get_logger(__name__)
 
 
-def select_backend(name: str = AUTO, cpu_isa: str = AUTO, batch_invariant: bool = True) -> KernelBackend:
+def select_backend(
+    name: str = AUTO, cpu_isa: str = AUTO, batch_invariant: bool = True, expert_parallel: bool = True
+) -> KernelBackend:
     """The back end called `name`; `auto` takes a GPU's where there is one, the native kernels where they are fast, else
     PyTorch's.
 
@@ -31,6 +33,7 @@ def select_backend(name: str = AUTO, cpu_isa: str = AUTO, batch_invariant: bool 
         name: `auto`, or one of BACKENDS.
         cpu_isa: the native kernels' instruction set, or `auto`; a name makes `auto` take the native kernels.
         batch_invariant: see Config; on a CPU a row's bits never depend on the batch.
+        expert_parallel: whether rows choose experts that other ranks hold, of which AITER has to be told.
 
     Raises:
         ValueError: there is no such back end or instruction set, or it can not serve here; names the choices, or the
@@ -45,9 +48,9 @@ def select_backend(name: str = AUTO, cpu_isa: str = AUTO, batch_invariant: bool 
     if name == TORCH:
         return TorchBackend()
     if name in (TRITON, AITER):
-        return _gpu_backend(name, batch_invariant)
+        return _gpu_backend(name, batch_invariant, expert_parallel)
     if name == AUTO and cpu_isa == AUTO:
-        return _gpu_backend(AUTO, batch_invariant) if _sees_gpu() else _best_backend()
+        return _gpu_backend(AUTO, batch_invariant, expert_parallel) if _sees_gpu() else _best_backend()
     try:
         return CpuBackend(cpu_isa)
     except LibraryUnavailableError as error:
@@ -64,7 +67,7 @@ def _sees_gpu() -> bool:
     return has_triton
 
 
-def _gpu_backend(name: str, batch_invariant: bool) -> KernelBackend:
+def _gpu_backend(name: str, batch_invariant: bool, expert_parallel: bool) -> KernelBackend:
     """Triton's kernels, or AITER's above them: as asked for, or, for `auto`, where they are installed.
 
     Raises:
@@ -78,7 +81,7 @@ def _gpu_backend(name: str, batch_invariant: bool) -> KernelBackend:
 
     try:
         own = TritonBackend(batch_invariant)
-        return own if name == TRITON else _above(own)
+        return own if name == TRITON else _above(own, expert_parallel)
     except RuntimeError as error:
         raise ValueError(f"kernels {name!r}: {error}") from error
     except AiterUnavailableError as error:
@@ -88,12 +91,12 @@ def _gpu_backend(name: str, batch_invariant: bool) -> KernelBackend:
         return own
 
 
-def _above(own: TritonBackend) -> KernelBackend:
+def _above(own: TritonBackend, expert_parallel: bool) -> KernelBackend:
     """AITER's kernels, where Triton's do the rest; see AiterBackend."""
     from kernels.aiter_backend import SINCE, AiterBackend  # noqa: PLC0415
     from kernels.aiter_library import AiterLibrary  # noqa: PLC0415
 
-    return AiterBackend(own, AiterLibrary.load(SINCE), own.settings)
+    return AiterBackend(own, AiterLibrary.load(SINCE), own.settings, expert_parallel)
 
 
 def _best_backend() -> KernelBackend:

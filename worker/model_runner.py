@@ -116,7 +116,9 @@ class ModelRunner:
         self.model_config = model_config
         self.max_model_len = config.max_model_len or model_config.max_position_embeddings
         try:
-            self.kernels = select_backend(config.kernels, config.cpu_isa, config.batch_invariant)
+            self.kernels = select_backend(
+                config.kernels, config.cpu_isa, config.batch_invariant, config.enable_expert_parallel
+            )
         except ValueError as error:
             raise ModelError(str(error)) from error
         if config.compilation_config.cudagraph_capture_sizes and self.kernels.graphs is None:

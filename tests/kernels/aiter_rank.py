@@ -6,12 +6,13 @@ if sums were AITER's where they may be, and ours where a row's bits may not depe
 
 from __future__ import annotations
 
+import os
 import sys
 
 import torch
 from structlog.testing import capture_logs
 
-from kernels.aiter_backend import SINCE, AiterBackend
+from kernels.aiter_backend import SINCE, SUM_VARIABLES, AiterBackend
 from kernels.aiter_library import AiterLibrary
 from kernels.interface import Ranks
 from kernels.torch_backend import TorchBackend
@@ -39,6 +40,7 @@ def main() -> None:
         check_sums(collectives, rank, captured=3.0 if batch_invariant else 0.0)
         assert (backend.numerics == before) == batch_invariant
         assert torch.distributed.is_initialized() != batch_invariant
+        check_variables(backend, batch_invariant)
     comparisons = list(compared(collectives, TritonGraphs(CPU), rank, SIZE, CPU, rows=(1, 33)))
     assert [comparison for comparison in comparisons if not comparison.passed] == []
     assert len(comparisons) == 4
@@ -49,6 +51,15 @@ def main() -> None:
     collectives.close()
     assert not torch.distributed.is_initialized()
     check_sums(collectives, rank, captured=3.0)
+
+
+def check_variables(backend: AiterBackend, batch_invariant: bool) -> None:
+    """What AITER's sums depend on besides is in the numerics where they serve."""
+    for name in SUM_VARIABLES:
+        before = backend.numerics
+        os.environ[name] = "1"
+        assert (backend.numerics == before) == batch_invariant
+        del os.environ[name]
 
 
 def check_refusals(library: AiterLibrary) -> None:

@@ -187,14 +187,6 @@ _BODIES = {
             gate, up = (up_weights[expert] @ as_input(hidden_states[row])).chunk(2)
             out[row] += weight * (down_weights[expert] @ as_input(torch.nn.functional.silu(gate) * up))
     return out.to(hidden_states.dtype)""",
-    "aiter.ops.cache:reshape_and_cache_flash": """
-    assert slot_mapping.dtype == torch.int64 and len(slot_mapping) == len(key)
-    assert all(each.stride()[1:] == (each.shape[2], 1) for each in (key, value))
-    assert all(each.shape == (1,) and each.dtype == torch.float32 for each in (k_scale, v_scale))
-    assert kv_cache_dtype == "auto" and key.dtype == key_cache.dtype
-    kept = slot_mapping >= 0
-    for source, cache in ((key, key_cache), (value, value_cache)):
-        cache.view(-1, *cache.shape[2:])[slot_mapping[kept]] = source[kept]""",
     "aiter.ops.triton.fusions.fused_kv_cache:fused_qk_rope_reshape_and_cache": """
     rows, heads, width = q.shape
     assert is_neox and flash_layout and not apply_scale and not output_zeros and offs is None

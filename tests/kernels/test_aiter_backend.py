@@ -75,8 +75,10 @@ class Fallback(TorchBackend):
             self.asked.append(name)
         return super().__getattribute__(name)
 
-    def write_kv(self, *given: Any) -> None:
-        pass
+    def write_kv(self, cache: Any, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData) -> None:
+        slots = metadata.plan.slot_mapping.long()
+        for rows, stored in ((k, cache.keys(layer)), (v, cache.values(layer))):
+            stored.flatten(0, 1)[slots[slots >= 0]] = rows[slots >= 0].to(cache.data.dtype)
 
     def write_latent(self, cache: Any, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
         slots: StepPlan = metadata.plan
@@ -87,6 +89,20 @@ class Fallback(TorchBackend):
 
     def latent_attention(self, q: torch.Tensor, cache: Any, *given: Any) -> torch.Tensor:
         return q.new_zeros(*q.shape[:2], cache.value_dim)
+
+
+class Remembering(Fallback):
+    """Packs nothing; remembers the formats that it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formats: list[PackedFormat | None] = []
+
+    def pack_linear(self, *given: Any) -> Any:
+        self.formats.append(given[3])
+
+    def pack_experts(self, *given: Any) -> Any:
+        self.formats.append(given[4])
 
 
 def forget() -> None:
@@ -265,24 +281,12 @@ def test_attention(
     spec, tokens = KVSpec(2, 32), sum(each.count for each in rows)
     run = step(backend, rows, spec, torch.bfloat16, padded)
     count = padded.rows if padded else tokens
-    qkv = draw(count, 8, 32)
-    q, k, v = qkv[:, :4], qkv[:, 4:6], qkv[:, 6:]
+    q = draw(count, 8, 32)[:, :4]
     sinks = draw(4, dtype=torch.float32) if with_sinks else None
-    backend.write_kv(run.found, 1, k, v, run.mine)
-    REFERENCE.write_kv(run.expected, 1, k[:tokens], v[:tokens], run.reference)
-    assert torch.equal(run.found.data.transpose(3, 4), run.expected.data[:, :, :-1])
     found = backend.attention(q, run.found, 1, run.mine, 0.2, window, sinks)
     close(found[:tokens], REFERENCE.attention(q[:tokens], run.expected, 1, run.reference, 0.2, window, sinks))
     assert not found[tokens:].any()
     assert fallback_of(backend) == []
-
-
-def test_heads_that_lie_apart_are_stored(backend: AiterBackend) -> None:
-    run = step(backend, MIXED, KVSpec(2, 32), torch.bfloat16, None)
-    k, v = draw(24, 2, 40)[..., :32], draw(24, 4, 32)[:, ::2]
-    backend.write_kv(run.found, 1, k, v, run.mine)
-    REFERENCE.write_kv(run.expected, 1, k, v, run.reference)
-    assert torch.equal(run.found.data.transpose(3, 4), run.expected.data[:, :, :-1])
 
 
 def test_over_the_triton_back_end(library: AiterLibrary) -> None:
@@ -312,15 +316,12 @@ def test_over_the_triton_back_end(library: AiterLibrary) -> None:
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
 def test_a_cache_in_fp8(library: AiterLibrary, target: str) -> None:
-    """Is read by AITER, and not written: numbers beyond its range would not become the largest."""
     backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
     run = step(backend, MIXED, KVSpec(2, 32), backend.fp8, None)
     q = draw(24, 4, 32)
     found = backend.attention(q, run.found, 1, run.mine, 0.2)
     close(found, REFERENCE.attention(q, run.expected, 1, run.reference, 0.2))
     assert fallback_of(backend) == []
-    backend.write_kv(run.found, 1, draw(24, 2, 32), draw(24, 2, 32), run.mine)
-    assert fallback_of(backend) == ["write_kv"]
 
 
 @pytest.mark.parametrize(("rows", "padded"), PADDED)
@@ -389,6 +390,7 @@ def test_moe(library: AiterLibrary, first: int, quantized: bool, expert_parallel
     packed_format = PackedFormat(backend.fp8, quantizes_rows=True) if quantized else None
     packed = backend.pack_experts(iter(weights), first, None, torch.bfloat16, packed_format)
     assert isinstance(packed, AiterExperts)
+    assert (packed.mask is not None) == expert_parallel
     found = backend.moe(x, ids + least, slot_weights, packed)
     reference = REFERENCE.pack_experts(weights, first, None, torch.bfloat16)
     expected = REFERENCE.moe(x, ids + least, slot_weights, reference)
@@ -486,7 +488,6 @@ def test_batch_invariance_leaves_only_what_has_no_sums(library: AiterLibrary) ->
     backend.rope(x, x, angles.cos(), angles.sin())
     backend.silu_and_mul(x.flatten(1))
     run = step(backend, DECODE, KVSpec(2, 32), torch.bfloat16, None)
-    backend.write_kv(run.found, 1, draw(3, 2, 32), draw(3, 2, 32), run.mine)
     assert fallback.asked == []
     linear = backend.pack_linear(draw(64, 64), None, torch.bfloat16)
     backend.linear(draw(4, 64), linear)
@@ -655,6 +656,29 @@ def test_stored_experts_that_aiter_does_not_compute(
     assert [line["operation"] for line in logs] == ["block_moe"]
     assert reason in logs[0]["reason"]
     assert fallback_of(backend) == ["pack_experts", "moe"]
+
+
+def test_stored_weights_that_are_not_kept(library: AiterLibrary) -> None:
+    """One of two is a rank's part that cuts blocks (Qwen3-235B-A3B on eight), or they are packed in another format."""
+    (gate_up, worth), (down, down_worth) = stored(256, 128), stored(128, 128)
+    int8 = PackedFormat(torch.int8)
+    cases: list[tuple[ExpertWeights, PackedFormat | None, str]] = [
+        (ExpertWeights(gate_up, down_worth), None, "the parts of ranks cut blocks"),
+        (ExpertWeights(worth, down), None, "the parts of ranks cut blocks"),
+        (ExpertWeights(gate_up, down), int8, "not packed in another format"),
+    ]
+    for expert, packed_format, reason in cases:
+        fallback = Remembering()
+        backend = AiterBackend(fallback, library, TUNED)
+        with structlog.testing.capture_logs() as logs:
+            backend.pack_experts([expert], 0, None, torch.bfloat16, packed_format)
+        assert [(line["operation"], reason in line["reason"]) for line in logs] == [("block_moe", True)]
+        assert fallback.formats == [packed_format]
+    backend = AiterBackend(Remembering(), library, TUNED)
+    with structlog.testing.capture_logs() as logs:
+        backend.pack_linear(gate_up, None, torch.bfloat16, int8)
+    assert [line["operation"] for line in logs] == ["block_linear"]
+    assert "not packed in another format" in logs[0]["reason"]
 
 
 def test_stored_weights_with_batch_invariance(library: AiterLibrary) -> None:
