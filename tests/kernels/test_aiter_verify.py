@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from kernels import aiter_decoder
 from kernels.aiter_backend import OPERATIONS, SINCE
 from kernels.aiter_library import AiterLibrary, AiterUnavailableError
 from kernels.triton_backend.target import TARGETS, Settings
 from tests.kernels import verify_aiter
+from tests.kernels.dense_layers import REFERENCE
 from tests.kernels.fake_aiter import lay
-from tests.kernels.verify_aiter import Comparison, verify
+from tests.kernels.verify_aiter import Comparison, Verifier, verify
 
 CPU = torch.device("cpu")
 LATEST = "0.1.20.post1"
@@ -39,10 +41,9 @@ def test_everything_is_compared(load: Callable[[], AiterLibrary]) -> None:
     library = load()
     comparisons = verify(library, SETTINGS, CPU)
     assert [comparison for comparison in comparisons if not comparison.passed] == []
-    called = library.functions - library._uncalled
     # Sums need several GPUs.
     alone = [operation for name, operation in OPERATIONS.items() if name != "all_reduce"]
-    assert called >= {name for operation in alone for name in operation.functions}
+    assert library.called >= {name for operation in alone for name in operation.functions}
 
 
 def test_a_wrong_kernel_fails(load: Callable[[], AiterLibrary], tmp_path: Path) -> None:
@@ -63,6 +64,39 @@ def test_a_wrong_kernel_fails(load: Callable[[], AiterLibrary], tmp_path: Path) 
         "rope of a part of heads",
     ]
     assert [each.name for each in compared if each.passed] == ["layer_norm"]
+
+
+def test_a_rotation_that_is_not_aiters_fails(load: Callable[[], AiterLibrary], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our Triton kernel, interpreted, gives the right numbers then."""
+    monkeypatch.setattr(aiter_decoder, "_refuse_rope_write", lambda *_: "refused")
+    compared = verify(load(), SETTINGS, CPU, "decoder layers, decode")
+    assert [(each.passed, each.reason) for each in compared] == [
+        (False, "AssertionError: rotation and write were not AITER's")
+    ]
+
+
+@pytest.mark.parametrize("wrong", ["slot_mapping >= -1", "slot_mapping != 0"])
+def test_padding_that_is_written_fails(load: Callable[[], AiterLibrary], tmp_path: Path, wrong: str) -> None:
+    """A slot of -1 is the last one to a kernel that does not look."""
+    file = tmp_path / "aiter/ops/triton/fusions/fused_kv_cache.py"
+    text = file.read_text("utf-8")
+    assert text.count("slot_mapping >= 0") == 2
+    file.write_text(text.replace("slot_mapping >= 0", wrong), "utf-8")
+    (compared,) = verify(load(), SETTINGS, CPU, "decoder layers, captured")
+    assert (compared.passed, compared.reason) == (
+        False,
+        "AssertionError: keys or values of other tokens were overwritten",
+    )
+
+
+def test_formats_that_are_missing_are_not_verified() -> None:
+    verifier = Verifier(REFERENCE, torch.float8_e4m3fn, CPU, ("fp8",))
+    compared = list(verifier.all("fp8"))
+    assert len(compared) == 4
+    for each in compared:
+        assert each.passed
+        assert str(each).startswith("none ")
+        assert str(each).endswith("weights in fp8 are not for this machine")
 
 
 def test_what_aiter_does_not_do_fails() -> None:
