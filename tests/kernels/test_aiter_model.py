@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from common.config import Config
 from kernels.aiter_backend import SINCE, AiterBackend
@@ -21,19 +22,28 @@ from tests.checkpoints import make_checkpoint
 from tests.kernels.dense_layers import relative
 from tests.kernels.fake_aiter import lay
 from tests.kernels.test_aiter_backend import TAGS, forget
-from tests.kernels.test_quantized_checkpoints import logits
 from tests.quantizers import SCHEMES, quantize_checkpoint
 from worker import model_runner
+from worker.batch import ScheduledBatch
 from worker.model_config import ModelConfig
 from worker.model_runner import ModelRunner
+from worker.sequence import Sequence
 
-# Every projection has whole blocks.
-SHAPE = {
+# Every projection has whole blocks; and as little as shuffled experts can have.
+WHOLE_BLOCKS = {
     "hidden_size": 256,
     "head_dim": 32,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
     "intermediate_size": 256,
+}
+SMALL = {
+    "hidden_size": 64,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 1,
+    "intermediate_size": 64,
+    "moe_intermediate_size": 32,
 }
 ROTATION = {"aiter.ops.triton.fusions.fused_kv_cache:fused_qk_rope_reshape_and_cache"}
 BLOCKS = {"aiter.ops.quant:per_group_quant_hip", "aiter.ops.gemm_op_a8w8:gemm_a8w8_blockscale"}
@@ -44,6 +54,8 @@ MODELS = {
     "qwen3_moe": (True, BLOCKS | EXPERTS),
     "deepseek_v3": (True, BLOCKS | EXPERTS),
     "gpt_oss": (False, ROTATION | {"aiter.tuned_gemm:gemm_a16w16"}),
+    # Heads are normed and rotated in part, so that is our Triton kernel; a dense layer comes before the experts.
+    "glm4_moe": (False, EXPERTS | {"aiter.tuned_gemm:gemm_a16w16", "aiter.ops.topk:biased_grouped_topk"}),
 }
 
 
@@ -67,6 +79,23 @@ def runner_of(folder: Path, kernels: str) -> ModelRunner:
     return runner
 
 
+def logits(runner: ModelRunner) -> torch.Tensor:
+    """Of two prompts in one step, and of a decode of both."""
+    seqs = [Sequence([7, 77, 177, 277, 377], 16), Sequence([99, 98], 16)]
+    for block, seq in enumerate(seqs):
+        seq.block_table = [block]
+    found = [step(runner, seqs, [5, 2])]
+    for seq in seqs:
+        seq.num_computed_tokens = seq.num_tokens
+        seq.append_token(55)
+    return torch.cat((*found, step(runner, seqs, [1, 1])))
+
+
+def step(runner: ModelRunner, seqs: list[Sequence], counts: list[int]) -> torch.Tensor:
+    batch = ScheduledBatch({seq.id: seq for seq in seqs}, counts, sum(counts))
+    return runner.run_model(runner.prepare_model(batch))
+
+
 # Checkpoints are quantized number by number, in Python.
 @pytest.mark.parametrize(
     "architecture", [pytest.param(name, marks=pytest.mark.long if MODELS[name][0] else ()) for name in MODELS]
@@ -76,8 +105,9 @@ def test_logits_are_those_of_pytorch(
 ) -> None:
     by_blocks, functions = MODELS[architecture]
     # The first layer of DeepSeek's is dense.
-    shape: dict[str, Any] = {**SHAPE, "num_hidden_layers": 2 if architecture == "deepseek_v3" else 1}
-    if functions >= EXPERTS:
+    layers = 1 if architecture in ("llama", "qwen3_moe") else 2
+    shape: dict[str, Any] = {**(WHOLE_BLOCKS if by_blocks else SMALL), "num_hidden_layers": layers}
+    if by_blocks and functions >= EXPERTS:
         shape["moe_intermediate_size"] = 256
     make_checkpoint(tmp_path, architecture, **shape)
     if by_blocks:
@@ -94,5 +124,5 @@ def test_logits_are_those_of_pytorch(
     library._uncalled.update(library.functions)
     found = logits(runner_of(tmp_path, "aiter"))
     # Both round to bfloat16 behind each operation; AITER rounds inputs to FP8 too. Other numbers would be 1.4 apart.
-    assert relative(found, expected) < (0.2 if by_blocks else 0.05)
+    assert relative(found, expected) < (0.2 if by_blocks else 0.1)
     assert functions <= library.called

@@ -27,7 +27,9 @@ SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repeti
 MAX_LEN, NUM_TOKENS = 64, 4
 
 
-@pytest.fixture(scope="module", params=["qwen3", "gpt_oss", "deepseek_v3"])
+@pytest.fixture(
+    scope="module", params=["qwen3", "gpt_oss", "deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.long)]
+)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), request.param, num_hidden_layers=2)
 
