@@ -240,6 +240,11 @@ class ModelRunner:
         """Whether decode steps are captured: engines in lockstep ask each other in every step, which no graph can."""
         return self.kernels.graphs is not None and not self.config.enforce_eager and self.shard.data is None
 
+    @property
+    def captured_seq_len(self) -> int:
+        """Tokens of the longest sequence that captured steps have room for, in the KV pool that there is now."""
+        return min(self.max_model_len, self._kv_cache.num_blocks * self.config.kv_cache_block_size)
+
     def capture_graphs(self, progress: Callable[[int, int], None] = no_progress) -> None:
         """Captures decode steps over the KV pool, where the back end can and `enforce_eager` does not say otherwise.
 
@@ -250,13 +255,12 @@ class ModelRunner:
             return
         graphs = self.kernels.graphs
         assert graphs is not None
-        block_size, num_blocks = self.config.kv_cache_block_size, self._kv_cache.num_blocks
         with self.shard.collectives.capturing():
             self._graphs = DecodeGraphs(
                 graphs,
                 self._kv_cache,
                 self._num_heads,
-                min(self.max_model_len, num_blocks * block_size),
+                self.captured_seq_len,
                 capture_sizes(self.config),
                 self._decode,
                 self.kernels.device,
