@@ -243,7 +243,8 @@ class ModelRunner:
     @property
     def captured_seq_len(self) -> int:
         """Tokens of the longest sequence that captured steps have room for, in the KV pool that there is now."""
-        return min(self.max_model_len, self._kv_cache.num_blocks * self.config.kv_cache_block_size)
+        num_blocks: int = self._kv_cache.num_blocks
+        return min(self.max_model_len, num_blocks * self.config.kv_cache_block_size)
 
     def capture_graphs(self, progress: Callable[[int, int], None] = no_progress) -> None:
         """Captures decode steps over the KV pool, where the back end can and `enforce_eager` does not say otherwise.
