@@ -112,9 +112,9 @@ def test_the_numerics_class(tmp_path_factory: pytest.TempPathFactory) -> None:
         runner.allocate_kv_cache(6)
     assert [captured_facts(runner) for runner in runners] == [(4, 1, 2, 4), (), (4, 1, 2)]
     assert capture_sizes(tuned) == (1, 2, 4)
-    digests = [numerics_digest(runner) for runner in runners[:2]]
+    digest = numerics_digest(runners[0])
     runners[0].allocate_kv_cache(2)
     assert captured_facts(runners[0]) == (2, 1, 2, 4)
-    assert len({*digests, numerics_digest(runners[0])}) == 3
+    assert numerics_digest(runners[0]) != digest
     runners[0].kernels = TritonBackend(batch_invariant=True)
     assert captured_facts(runners[0]) == ()
