@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from common.config import Config
 from common.errors import ApiError
-from common.limits import RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
+from common.limits import RANK_END_S, RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
 from common.telemetry.logs import setup_logging
 from worker.batch_delta import BatchDecoder
 from worker.engine_config import available_memory
@@ -228,12 +228,12 @@ class Rank:
         return Executed(launched.tokens(), time.perf_counter() - begin)
 
     def answer_launched(self) -> None:
-        """Returns when the steps that have been launched are answered; no more may follow. Not a call."""
+        """Rank 0 answers the steps that it has launched, for RANK_END_S at most: one may hang. Not a call."""
         if self._waiter is not None:
-            self._waiter.close(wait=True)
+            self._waiter.drain(RANK_END_S)
 
     def leave(self) -> None:
-        """Ends what the ranks share on their devices; no call may follow."""
+        """Ends what the ranks share on their devices, when these have computed their steps; no call may follow."""
         self.answer_launched()
         self.runner.shard.collectives.close()
 
@@ -247,7 +247,7 @@ class Rank:
 def serve(rank: Rank, link: Link) -> None:
     """Executes calls until the engine ends the connection.
 
-    A call that fails is answered, after steps that were launched before it, and is the last.
+    A call that fails is answered and is the last; on rank 0 after steps that were launched before it, unless they hang.
     """
     calls: dict[str, Callable[..., Any]] = {
         each.__name__: each
