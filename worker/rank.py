@@ -171,10 +171,16 @@ class Rank:
         shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)
         model_config = ModelConfig.from_folder(self._model)
         self._runner = ModelRunner(config, model_config, partial(self._say, "loaded"), shard)
-        collectives.use(self._runner.kernels)
         if self._rank == 0:
             self._waiter = waits_for_tokens(config, self._runner, time.perf_counter)
         return self._runner.kv_block_bytes
+
+    def share_sums(self) -> bool:
+        """Leaves sums over the ranks to the kernels; whether these have a way of their own, which `leave` ends.
+
+        A call of its own, since all ranks take part: one whose load fails would leave the others waiting.
+        """
+        return self.runner.shard.collectives.use(self.runner.kernels)
 
     def free_memory(self) -> tuple[int, bool]:
         """Bytes that are left, now that all ranks have loaded; whether they are this rank's alone, on its GPU."""
@@ -257,6 +263,7 @@ def serve(rank: Rank, link: Link) -> None:
             rank.join_engines,
             rank.any_has_work,
             rank.load,
+            rank.share_sums,
             rank.free_memory,
             rank.allocate,
             rank.warmup,
