@@ -291,7 +291,9 @@ class ModelRunner:
         return torch.zeros(0, dtype=torch.int64, device=self.kernels.device)
 
     def _sampled(self, seq_ids: list[int], ids: torch.Tensor) -> SampledTokens:
-        return SampledTokens(seq_ids, ids, self.kernels.fetch(ids))
+        # Rank 0 answers; the others need them at most for penalties, and wait then.
+        fetched = ids.tolist if self.shard.rank else self.kernels.fetch(ids)
+        return SampledTokens(seq_ids, ids, fetched)
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
         """Turns the batch's lists into tensors, once per step.
