@@ -50,9 +50,13 @@ class AiterGroup:
         with self._aiter.call("aiter.dist.parallel_state:graph_capture"):
             yield
         # What steps read was written on AITER's stream, and is written from now on on another.
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """See RankSums."""
         if self._device.type != "cpu":
             torch.cuda.synchronize(self._device)
 
     def close(self) -> None:
-        """See RankSums: the process group too."""
+        """See RankSums: the process group too, and this rank's buffers, which the other GPUs' kernels read."""
         self._aiter.call("aiter.ops.communication:destroy_dist_env")

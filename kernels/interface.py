@@ -370,8 +370,12 @@ class RankSums(Protocol):
         """To be held while steps are captured."""
         ...
 
+    def synchronize(self) -> None:
+        """Returns when this rank's device has computed all sums that it was told to."""
+        ...
+
     def close(self) -> None:
-        """Ends it; all ranks do."""
+        """Ends it; all ranks do, when the devices of all have computed their sums."""
         ...
 
 

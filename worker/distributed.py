@@ -11,8 +11,8 @@ from __future__ import annotations
 import datetime
 import hashlib
 import socket
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -104,18 +104,20 @@ class GroupCollectives:
     def _gpus(self) -> Any:
         return self._join_gpus()
 
-    def use(self, kernels: KernelBackend) -> None:
-        """Leaves sums to a back end that has a way of its own; every rank has the same one."""
+    def use(self, kernels: KernelBackend) -> bool:
+        """Leaves sums to a back end that has a way of its own; whether it has. Every rank has the same one."""
         rank, size = self._cpus.rank(), self._cpus.size()
         # A CPU has no number, and every rank may be on it.
         number = rank if kernels.device.index is None else kernels.device.index
         places = self.all_gather(torch.tensor([_machine(), number])).view(size, 2)
         self._sums = kernels.join_ranks(Ranks(rank, size, self._store, in_order(places.tolist())))
+        return self._sums is not None
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' `x`: the kernels' own, or added in float32 from rank 0 on and rounded once."""
         if self._sums is not None:
-            return self._sums.all_reduce(x)
+            with _with_peers("sums over ranks failed"):
+                return self._sums.all_reduce(x)
         first, *others = self._parts(x)
         total = first.to(torch.float32)
         for other in others:
@@ -126,25 +128,46 @@ class GroupCollectives:
         """All ranks' `x` [..., N], side by side along the last dimension in the order of ranks."""
         return torch.cat(self._parts(x), dim=-1)
 
-    def capturing(self) -> AbstractContextManager[None]:
-        """To be held while steps are captured."""
-        return nullcontext() if self._sums is None else self._sums.capturing()
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """To be held while steps are captured. What these raise is not changed."""
+        with ExitStack() as stack:
+            if self._sums is not None:
+                with _with_peers("sums over ranks failed"):
+                    stack.enter_context(self._sums.capturing())
+            yield
+            with _with_peers("sums over ranks failed"):
+                stack.close()
 
     def close(self) -> None:
-        """Ends what the kernels do between the ranks; all of them must call it."""
-        if self._sums is not None:
-            self._sums.close()
-            self._sums = None
+        """Ends what the kernels do between the ranks, when all of them have called it and their devices are done.
+
+        A rank's device reads the memory of the others, so none may give it up while another one still computes.
+        """
+        sums, self._sums = self._sums, None
+        if sums is not None:
+            sums.synchronize()
+            self.all_gather(torch.zeros(1))
+            sums.close()
 
     def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
         own = x.contiguous()
         parts = [torch.empty_like(own) for _ in range(self._cpus.size())]
         group = self._cpus if own.device.type == "cpu" else self._gpus
-        try:
+        with _with_peers("a rank that it computes with is gone"):
             group.allgather([parts], [own]).wait()
-        except RuntimeError as error:
-            raise PeerLostError("a rank that it computes with is gone") from error
         return parts
+
+
+@contextmanager
+def _with_peers(failed: str) -> Iterator[None]:
+    """What fails within is most likely the end of another rank; a lack of memory is this one's own."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise PeerLostError(f"{failed}: {error}") from error
 
 
 def in_order(places: list[list[int]]) -> bool:

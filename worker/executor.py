@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol
 
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
@@ -122,9 +122,19 @@ class TokenWaiter:
         """
         return self._pool.submit(self._wait, launched)
 
-    def close(self, wait: bool = False) -> None:
-        """Lets the thread end after the steps that it has; `wait` returns when it has, and all futures have theirs."""
-        self._pool.shutdown(wait=wait)
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until the futures of all steps are done and have called back; whether that was within the time."""
+        try:
+            # What comes after them, since a future is done before it calls back.
+            last = self._pool.submit(lambda: None)
+        except RuntimeError:
+            # The thread could not begin, or has ended, and so have the futures.
+            return True
+        return not wait((last,), timeout_s).not_done
+
+    def close(self) -> None:
+        """Lets the thread end after the steps that it has."""
+        self._pool.shutdown(wait=False)
 
     def _wait(self, launched: Callable[[], Launched]) -> Executed:
         begin, tokens = launched()

@@ -242,6 +242,12 @@ class ModelRunner:
         """Whether decode steps are captured: engines in lockstep ask each other in every step, which no graph can."""
         return self.kernels.graphs is not None and not self.config.enforce_eager and self.shard.data is None
 
+    @property
+    def captured_seq_len(self) -> int:
+        """Tokens of the longest sequence that captured steps have room for, in the KV pool that there is now."""
+        num_blocks: int = self._kv_cache.num_blocks
+        return min(self.max_model_len, num_blocks * self.config.kv_cache_block_size)
+
     def capture_graphs(self, progress: Callable[[int, int], None] = no_progress) -> None:
         """Captures decode steps over the KV pool, where the back end can and `enforce_eager` does not say otherwise.
 
@@ -252,13 +258,12 @@ class ModelRunner:
             return
         graphs = self.kernels.graphs
         assert graphs is not None
-        block_size, num_blocks = self.config.kv_cache_block_size, self._kv_cache.num_blocks
         with self.shard.collectives.capturing():
             self._graphs = DecodeGraphs(
                 graphs,
                 self._kv_cache,
                 self._num_heads,
-                min(self.max_model_len, num_blocks * block_size),
+                self.captured_seq_len,
                 capture_sizes(self.config),
                 self._decode,
                 self.kernels.device,
@@ -288,7 +293,9 @@ class ModelRunner:
         return torch.zeros(0, dtype=torch.int64, device=self.kernels.device)
 
     def _sampled(self, seq_ids: list[int], ids: torch.Tensor) -> SampledTokens:
-        return SampledTokens(seq_ids, ids, self.kernels.fetch(ids))
+        # Rank 0 answers; the others need them at most for penalties, and wait then.
+        fetched = ids.tolist if self.shard.rank else self.kernels.fetch(ids)
+        return SampledTokens(seq_ids, ids, fetched)
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
         """Turns the batch's lists into tensors, once per step.

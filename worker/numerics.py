@@ -24,7 +24,7 @@ def numerics_digest(runner: ModelRunner) -> str:
 
     The probe is a prefill, a prompt in two chunks and 40 sampled decodes of both together, in a KV pool of its own.
     Facts: architecture, dtypes of model, KV cache and packed weights, what the kernels' bits depend on, ranks,
-    `captured_facts`. Ranks compute it together, and each gets the same digest.
+    `captured_facts`, for which the real pool must be there. Ranks compute it together, and each gets the same digest.
     """
     digest = hashlib.blake2b(digest_size=8)
     facts = (
@@ -54,13 +54,15 @@ def numerics_digest(runner: ModelRunner) -> str:
 def captured_facts(runner: ModelRunner) -> tuple[int, ...]:
     """What bits depend on where steps are captured: the longest sequence and the numbers of rows they have room for.
 
+    To be asked for while the runner has the KV pool that it captures over, which bounds the longest sequence.
+
     Nothing with batch-invariant kernels: their tiles and splits follow from the model alone, so that a captured step's
     rows have the bits of the same step kernel by kernel (tests/kernels/test_captured_tiles.py). Tuned ones choose them
     by the room that a step has.
     """
     if runner.kernels.batch_invariant or not runner.captures_graphs:
         return ()
-    return (runner.max_model_len, *capture_sizes(runner.config))
+    return (runner.captured_seq_len, *capture_sizes(runner.config))
 
 
 def _probe_sequence(runner: ModelRunner, length: int, decodes: int, first_block: int) -> Sequence:

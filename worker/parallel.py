@@ -15,8 +15,8 @@ from worker.model_config import ModelError
 class Collectives(Protocol):
     """What the ranks of a tensor-parallel group do together. Every rank calls the same operations in the same order."""
 
-    def use(self, kernels: KernelBackend) -> None:
-        """Leaves sums to a back end that has a way of its own (`KernelBackend.join_ranks`)."""
+    def use(self, kernels: KernelBackend) -> bool:
+        """Leaves sums to a back end that has a way of its own (`KernelBackend.join_ranks`); whether it has."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -39,8 +39,9 @@ class Collectives(Protocol):
 class Alone:
     """Collectives of a group of one."""
 
-    def use(self, kernels: KernelBackend) -> None:
+    def use(self, kernels: KernelBackend) -> bool:
         """There is nothing to add up."""
+        return False
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
         """`x`."""

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from common.config import Config
 from common.errors import ApiError
-from common.limits import RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
+from common.limits import RANK_END_S, RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
 from common.telemetry.logs import setup_logging
 from worker.batch_delta import BatchDecoder
 from worker.engine_config import available_memory
@@ -171,10 +171,16 @@ class Rank:
         shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)
         model_config = ModelConfig.from_folder(self._model)
         self._runner = ModelRunner(config, model_config, partial(self._say, "loaded"), shard)
-        collectives.use(self._runner.kernels)
         if self._rank == 0:
             self._waiter = waits_for_tokens(config, self._runner, time.perf_counter)
         return self._runner.kv_block_bytes
+
+    def share_sums(self) -> bool:
+        """Leaves sums over the ranks to the kernels; whether these have a way of their own, which `leave` ends.
+
+        A call of its own, since all ranks take part: one whose load fails would leave the others waiting.
+        """
+        return self.runner.shard.collectives.use(self.runner.kernels)
 
     def free_memory(self) -> tuple[int, bool]:
         """Bytes that are left, now that all ranks have loaded; whether they are this rank's alone, on its GPU."""
@@ -228,12 +234,12 @@ class Rank:
         return Executed(launched.tokens(), time.perf_counter() - begin)
 
     def answer_launched(self) -> None:
-        """Returns when the steps that have been launched are answered; no more may follow. Not a call."""
+        """Rank 0 answers the steps that it has launched, for RANK_END_S at most: one may hang. Not a call."""
         if self._waiter is not None:
-            self._waiter.close(wait=True)
+            self._waiter.drain(RANK_END_S)
 
     def leave(self) -> None:
-        """Ends what the ranks share on their devices; no call may follow."""
+        """Ends what the ranks share on their devices, when these have computed their steps; no call may follow."""
         self.answer_launched()
         self.runner.shard.collectives.close()
 
@@ -247,7 +253,7 @@ class Rank:
 def serve(rank: Rank, link: Link) -> None:
     """Executes calls until the engine ends the connection.
 
-    A call that fails is answered, after steps that were launched before it, and is the last.
+    A call that fails is answered and is the last; on rank 0 after steps that were launched before it, unless they hang.
     """
     calls: dict[str, Callable[..., Any]] = {
         each.__name__: each
@@ -257,6 +263,7 @@ def serve(rank: Rank, link: Link) -> None:
             rank.join_engines,
             rank.any_has_work,
             rank.load,
+            rank.share_sums,
             rank.free_memory,
             rank.allocate,
             rank.warmup,

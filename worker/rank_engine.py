@@ -72,6 +72,7 @@ def load_ranks(
         stack.callback(group.close)
         progress.stage("loading weights")
         block_bytes = max(group.call("load", config, group.threads).values())
+        shares_sums = any(group.call("share_sums").values())
         config, free_bytes = _on_devices(config, group)
         model_len = model_config.max_position_embeddings
         config = with_pool(config, model_len, lambda num_bytes: num_bytes // block_bytes, free_bytes)
@@ -81,7 +82,7 @@ def load_ranks(
             progress.stage("capturing graphs")
             group.call("capture_graphs")
         known = _agreed(group.call("describe"))
-        group.set_ready()
+        group.set_ready(shares_sums)
         stack.pop_all()
     return config, known
 

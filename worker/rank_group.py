@@ -115,6 +115,7 @@ class RankGroup:
         self._serial = 0
         self._error: Exception | None = None
         self._is_ready = False
+        self._shares_sums = False
         # Held while a call is sent, so that all ranks see the calls in one order; that may take until a rank that does
         # not read is killed, so the watcher never takes it.
         self._sending = threading.Lock()
@@ -178,9 +179,13 @@ class RankGroup:
         ranks = self._peers if only is None else (only,)
         return self._call_each(name, dict.fromkeys(ranks, arguments))
 
-    def set_ready(self) -> None:
-        """The ranks have loaded: from now on silence is noticed within seconds."""
-        self._is_ready = True
+    def set_ready(self, shares_sums: bool) -> None:
+        """The ranks have loaded: from now on silence is noticed within seconds.
+
+        Args:
+            shares_sums: whether their devices share memory for sums, which they have to give up together.
+        """
+        self._is_ready, self._shares_sums = True, shares_sums
 
     def submit(self, batch: ScheduledBatch) -> Future[Executed]:
         """Computes a batch after those submitted before; its duration is what rank 0 measures."""
@@ -207,18 +212,27 @@ class RankGroup:
 
     def close(self) -> None:
         """Ends the ranks; waits for their end. May be called twice."""
-        self._leave()
-        self._fail(RankLostError("the engine has ended its ranks"))
+        try:
+            if self._shares_sums and self._error is None:
+                self._leave()
+        finally:
+            self._fail(RankLostError("the engine has ended its ranks"))
         if self._watcher.ident is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
         for peer in self._peers.values():
             _end(peer)
 
     def _leave(self) -> None:
-        """Lets ranks that are well end what they share on their devices, for a moment at most."""
-        if self._is_ready and self._error is None:
-            with contextlib.suppress(RankLostError, ModelError, TimeoutError):
-                self._send("leave", dict.fromkeys(self._peers, ()), set(self._peers)).result(RANK_END_S)
+        """Lets ranks end what they share on their devices, for RANK_END_S at most."""
+
+        def call() -> None:
+            with contextlib.suppress(RankLostError, ModelError):
+                self.call("leave")
+
+        # On a thread, which a rank that does not read holds up.
+        leaving = threading.Thread(target=call, name="leave", daemon=True)
+        leaving.start()
+        leaving.join(RANK_END_S)
 
     def _spawn(self, rank: int) -> _Peer:
         ours, theirs = socket.socketpair()

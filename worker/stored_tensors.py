@@ -161,6 +161,8 @@ class QuantizedTensor:
             return "stored the other way round"
         every = range(matrix_shape(self.shape, self.transposed)[1])
         wanted, grain = every[part.columns], self.grain[1]
+        if self.packed and len(every) % grain:
+            return f"{len(every)} columns end in less than a group of {grain}"
         if self.quant_type == "per_token" or wanted == every or not (wanted.start % grain or len(wanted) % grain):
             return None
         return f"{len(wanted)} columns of each rank cut groups of {grain}"
@@ -170,8 +172,13 @@ class QuantizedTensor:
         return len(range(matrix_shape(self.shape, self.transposed)[0])[part.rows])
 
     def part_quant_type(self, part: MatrixPart) -> QuantType:
-        """The granularity of a part: blocks are blocks where they begin at a whole one."""
-        if self.quant_type == "per_128x128" and (part.rows.start or 0) % self.grain[0]:
+        """The granularity of a part: blocks stay blocks where it has whole ones only, or all of the matrix.
+
+        So ranks with equal shares of the rows have one granularity, also where the first share begins at a whole block.
+        """
+        every = range(matrix_shape(self.shape, self.transposed)[0])
+        wanted, grain = every[part.rows], self.grain[0]
+        if self.quant_type == "per_128x128" and wanted != every and (wanted.start % grain or len(wanted) % grain):
             return "per_1x128"
         return self.quant_type
 
@@ -191,7 +198,8 @@ class QuantizedTensor:
 
     def _row_scales(self, files: Files, stored: torch.Tensor, rows: slice, quant_type: QuantType) -> torch.Tensor:
         """Scales of the rows, of stored ones [n, k], as QuantizedWeight has them."""
-        scales = stored.view(torch.uint8).clone() if self.packed else stored.float()
+        # Copied before it is released; else float32 scales would be the file's own pages.
+        scales = stored.view(torch.uint8).clone() if self.packed else stored.to(torch.float32, copy=True)
         files.of(self.scales).release(stored)
         grain = self.grain[0]
         if quant_type == "per_128x128":
@@ -226,7 +234,7 @@ class QuantizedTensor:
     ) -> None:
         rows, columns = part
         row_grain, column_grain = self.grain
-        factors = scales.float()
+        factors = scales.to(torch.float32, copy=True)
         files.of(self.scales).release(scales)
         step = max(1, PIECE_NUMBERS // max(1, columns.stop - columns.start))
         for start in range(rows.start, rows.stop, step):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from triton import knobs
+from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
 INTERPRETER = "interpreter"
@@ -72,10 +73,15 @@ def current() -> Target:
     """
     if interpreted():
         return TARGETS[INTERPRETER]
-    found = driver.active.get_current_target()
-    name = found.arch if found.backend == "hip" else f"sm_{found.arch}"
-    if found.backend == "hip":
-        least = replace(TARGETS["gfx942"], has_fp8=False)
+    return of(driver.active.get_current_target())
+
+
+def of(gpu: GPUTarget) -> Target:
+    """The target that Triton names so, as `current` says; an unknown one has the name of its own architecture."""
+    if gpu.backend == "hip":
+        name = str(gpu.arch)
+        least = replace(TARGETS["gfx942"], name=name, has_fp8=False)
     else:
-        least = Target(name, False, 101_376, has_fp8=int(found.arch) >= _FIRST_FP8)
+        name = f"sm_{gpu.arch}"
+        least = Target(name, False, 101_376, has_fp8=int(gpu.arch) >= _FIRST_FP8)
     return TARGETS.get(name, least)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,23 @@ def test_sums_are_not_verified_without_gpus(capsys: pytest.CaptureFixture[str]) 
     size = torch.cuda.device_count() + 1
     assert verify_aiter_sums.main([str(size)]) == 2
     assert capsys.readouterr().err.startswith(f"error: {size} ranks need as many GPUs; PyTorch sees {size - 1}")
+
+
+@pytest.mark.parametrize(
+    ("ends", "code"),
+    [
+        (["", ""], 0),
+        (["", "os.kill(os.getpid(), signal.SIGKILL)"], 9),
+        (["os.kill(os.getpid(), signal.SIGSEGV)", "time.sleep(60)"], 11),
+        (["time.sleep(60)", "sys.exit(2)"], 2),
+    ],
+)
+def test_a_rank_that_ends_otherwise_is_not_verified(ends: list[str], code: int) -> None:
+    """And another one does not wait for it."""
+    began = time.monotonic()
+    ranks = [subprocess.Popen([sys.executable, "-c", f"import os, signal, sys, time; {end}"]) for end in ends]
+    assert verify_aiter_sums.exit_code(ranks) == code
+    assert time.monotonic() - began < 30.0
 
 
 def test_ranks_in_order() -> None:

@@ -54,7 +54,7 @@ def test_products_of_captured_steps(target: str) -> None:
             for operands in OPERANDS:
                 found, expected = (cut(settings, operands, shape.rows, columns, inner) for shape in (captured, own))
                 assert replace(found, split=expected.split) == expected
-        for x_size, weight_size in ((2, 2), (2, 1), (1, 1)):
+        for x_size, weight_size in ((4, 4), (4, 1), (2, 2), (2, 1), (1, 1)):
             of_experts = {
                 experts.tiles_for(settings, 8 * shape.rows, 128, x_size, weight_size) for shape in (captured, own)
             }
@@ -73,8 +73,11 @@ def test_attention_of_captured_steps(target: str, reach: int) -> None:
             for shape in (captured, own)
         )
         assert replace(found, dealt=expected.dealt) == expected
-        q = torch.empty(own.rows, 128, 576, dtype=BF16, device="meta")
-        assert latent._tiles(q, latents, captured, settings) == latent._tiles(q, latents, own, settings)
+        of_latent, expected_of_latent = (
+            latent._tiles(torch.empty(shape.rows, 128, 576, dtype=BF16, device="meta"), latents, shape, settings)
+            for shape in (captured, own)
+        )
+        assert of_latent == expected_of_latent
 
 
 def test_tuned_tiles_follow_a_captured_steps_room() -> None:
@@ -92,15 +95,26 @@ def test_tuned_tiles_follow_a_captured_steps_room() -> None:
 
 
 def test_the_numerics_class(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """Tuned kernels' says what is captured; batch-invariant ones' does not."""
+    """Tuned kernels' says what is captured, the pool's size too where it is less; batch-invariant ones' does not."""
     folder = make_checkpoint(tmp_path_factory.mktemp("model"), "qwen3", num_hidden_layers=1)
     tuned = Config(
-        model=str(folder), dtype="float32", kernels="triton", max_model_len=4, max_num_seqs=4, batch_invariant=False
+        model=str(folder),
+        dtype="float32",
+        kernels="triton",
+        kv_cache_block_size=1,
+        max_model_len=4,
+        max_num_seqs=4,
+        batch_invariant=False,
     )
     configs = [tuned, replace(tuned, enforce_eager=True), replace(tuned, max_num_seqs=2)]
     runners = [ModelRunner(each, ModelConfig.from_folder(each.model)) for each in configs]
+    for runner in runners:
+        runner.allocate_kv_cache(6)
     assert [captured_facts(runner) for runner in runners] == [(4, 1, 2, 4), (), (4, 1, 2)]
     assert capture_sizes(tuned) == (1, 2, 4)
-    assert numerics_digest(runners[0]) != numerics_digest(runners[1])
+    digest = numerics_digest(runners[0])
+    runners[0].allocate_kv_cache(2)
+    assert captured_facts(runners[0]) == (2, 1, 2, 4)
+    assert numerics_digest(runners[0]) != digest
     runners[0].kernels = TritonBackend(batch_invariant=True)
     assert captured_facts(runners[0]) == ()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from kernels.triton_backend import elementwise
 from kernels.triton_backend.backend import TritonBackend
+from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from tests.kernels import verify_triton
 from tests.kernels.row_alone import multiply_rows_alone
 from tests.kernels.verify_triton import BitVerifier, StoredVerifier
@@ -46,6 +49,21 @@ def test_rows_that_depend_on_their_number_fail(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(backend, "linear", lambda x, packed: x + len(x))
     checks = BitVerifier(backend, inner=32, outer=48).all("rows")
     assert not any(check.passed for check in checks)
+
+
+def test_formats_that_a_gpu_has_not_are_skipped_and_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Else bfloat16 would be verified under their names."""
+    backend = TritonBackend()
+    backend.settings = Settings(replace(TARGETS[INTERPRETER], has_fp8=False))
+    monkeypatch.setattr(verify_triton, "select_backend", lambda _: backend)
+    assert verify_triton.main(["no such check"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines[:-1]] == ["skip   weights fp8", "skip   weights w8a8_fp8"]
+    monkeypatch.setattr(BitVerifier, "rows", lambda *_: True)
+    names = [check.name.split()[-1] for check in BitVerifier(backend).all("weights")]
+    assert names == ["bfloat16", "int8", "w8a8_int8"]
 
 
 def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

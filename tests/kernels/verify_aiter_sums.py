@@ -3,14 +3,16 @@
     python -m tests.kernels.verify_aiter_sums [RANKS]
 
 RANKS is 2 unless it is given; each is a process with a GPU. Prints the relative errors, eager and in a captured step,
-and ends with 1 if one is too large, if ranks have different bits, or if the sums are not AITER's.
-tests/kernels/test_aiter_sums.py runs the same comparisons over a stand-in.
+and ends with 1 if one is too large, if ranks have different bits, or if the sums are not AITER's; with another number
+than 0 if a rank fails or is killed. tests/kernels/test_aiter_sums.py runs the same
+comparisons over a stand-in.
 """
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from functools import partial
 
@@ -100,8 +102,18 @@ def main(arguments: list[str]) -> int:
         return 2
     command = [sys.executable, "-m", "tests.kernels.verify_aiter_sums"]
     ranks = [subprocess.Popen([*command, str(rank), str(size), str(port)]) for rank in range(size)]
+    return exit_code(ranks)
+
+
+def exit_code(ranks: list[subprocess.Popen[bytes]]) -> int:
+    """0 if all end so. Else of one that does not, as a positive number; the others, which may wait for it, are killed.
+
+    That of a rank that is killed is the signal's number.
+    """
     try:
-        return max(rank.wait() for rank in ranks)
+        while not any(codes := [rank.poll() for rank in ranks]) and None in codes:
+            time.sleep(0.05)
+        return max(abs(code or 0) for code in codes)
     finally:
         for rank in ranks:
             rank.kill()

@@ -44,6 +44,11 @@ STORED = (
 )
 
 
+def packed_formats(backend: TritonBackend) -> tuple[str, ...]:
+    """Those of FORMATS that the GPU has; without FP8 in its hardware only the others."""
+    return tuple(name for name in FORMATS if backend.packed_format(name, torch.bfloat16) is not None)
+
+
 class BitVerifier:
     """What must be equal to the bit.
 
@@ -75,7 +80,7 @@ class BitVerifier:
                 yield Comparison(name, 0.0 if check() else float("inf"), 0.0)
 
     def _checks(self) -> Iterator[Check]:
-        for quantize in (None, *FORMATS):
+        for quantize in (None, *packed_formats(self.backend)):
             yield f"bits of rows of a product, weights {quantize or 'bfloat16'}", partial(self.rows, quantize)
         yield "bits of a prompt in chunks and in decodes", self.chunks
         yield "tokens selected by an indexer", self.selected
@@ -245,7 +250,11 @@ def main(arguments: list[str]) -> int:
         return 2
     assert isinstance(backend, TritonBackend)
     part, failed = "".join(arguments[:1]), 0
-    near = Verifier(backend, backend.settings.target.fp8, backend.device, FORMATS)
+    formats = packed_formats(backend)
+    for name in FORMATS:
+        if name not in formats:
+            print(f"skip   weights {name}: {backend.description} has no FP8")
+    near = Verifier(backend, backend.settings.target.fp8, backend.device, formats)
     for verifier in (near, StoredVerifier(backend), BitVerifier(backend)):
         for comparison in verifier.all(part):
             print(comparison, flush=True)

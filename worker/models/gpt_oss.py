@@ -112,4 +112,6 @@ def _weight(build: Build, part: MatrixPart, stays: bool) -> torch.Tensor | Quant
 def _gates_then_ups(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor | QuantizedWeight:
     if isinstance(weight, QuantizedWeight):
         return selected_rows(weight, slice(0, None, 2), slice(1, None, 2))
-    return torch.cat((weight[0::2], weight[1::2]))
+    # As it lies in memory, [K, N]: rows of a transposed view are copied number by number.
+    stored = weight.t()
+    return torch.cat((stored[:, 0::2], stored[:, 1::2]), dim=1).t()

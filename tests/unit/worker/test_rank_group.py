@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import socket
 import threading
 import time
@@ -128,10 +129,10 @@ def group() -> Iterator[Group]:
     made.close()
 
 
-def started(**options: Any) -> Group:
+def started(shares_sums: bool = False, **options: Any) -> Group:
     made = Group(**options)
     made.start()
-    made.set_ready()
+    made.set_ready(shares_sums)
     return made
 
 
@@ -165,7 +166,8 @@ def test_progress_is_the_mean_of_the_ranks(group: Group) -> None:
 @pytest.mark.parametrize("captures", [True, False])
 def test_what_rank_0_has_captured_is_counted(captures: bool, tmp_path: Path) -> None:
     """Ranks that capture are asked to, in a stage of its own; steps on GPUs are launched ahead."""
-    answers = {"load": 1 << 14, "free_memory": (1 << 24, True), "warmup": captures, "describe": {"numerics": "n"}}
+    answers = {"load": 1 << 14, "free_memory": (1 << 24, True), "describe": {"numerics": "n"}}
+    answers |= {"share_sums": captures, "warmup": captures}
 
     class Capturing(Group):
         def _spawn(self, rank: int) -> _Peer:
@@ -187,27 +189,54 @@ def test_what_rank_0_has_captured_is_counted(captures: bool, tmp_path: Path) -> 
     capturing = [("stage", "capturing graphs"), *counted] if captures else []
     assert told[told.index(("stage", "warming up")) + 1 :] == capturing
     assert ("capture_graphs" in [call[0] for call in group.fakes[1].calls]) == captures
+    # The second takes all ranks, so it begins when all have loaded; what it began is ended.
+    calls = [call[0] for call in group.fakes[1].calls]
+    assert calls[1:4] == ["load", "share_sums", "free_memory"]
+    assert ("leave" in calls) == captures
     assert known == {"numerics": "n"}
     assert (config.deferred_output, config.num_kvcache_blocks) == (True, (1 << 24) // (1 << 14))
 
 
-def test_ranks_that_are_well_leave_before_they_are_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And one that does not answer holds nobody up."""
-    group = started()
-    group.close()
-    assert [fake.calls[-1] for fake in group.fakes] == [("leave",)] * 2
+def test_ranks_that_share_sums_and_are_well_leave_before_they_are_ended() -> None:
+    group = started(shares_sums=True)
+    for _ in range(2):
+        group.close()
+    assert [fake.calls.count(("leave",)) for fake in group.fakes] == [1, 1]
+    lost_one = started(shares_sums=True)
+    lost_one.fakes[0].close()
+    while lost_one.failure() is None:
+        time.sleep(0.01)
+    alone = started(shares_sums=False)
+    for group in (lost_one, alone):
+        group.close()
+        assert "leave" not in [call[0] for call in group.fakes[1].calls]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_rank_that_does_not_leave_holds_nobody_up(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that does not answer, nor one whose socket is full."""
     monkeypatch.setattr(rank_group, "RANK_END_S", 0.2)
-    group, began = started(), time.monotonic()
+    group = started(shares_sums=True)
     group.fakes[1].answer = lambda *call: None
+    if not reads:
+        group.fakes[1].reading.clear()
+        threading.Thread(target=group.submit, args=(batch(400_000),)).start()
+        while not group._sending.locked():
+            time.sleep(0.001)
+    began = time.monotonic()
     group.close()
     assert 0.2 <= time.monotonic() - began < 2.0
-    group = Group()
-    group.start()
-    group.fakes[0].close()
-    while group.failure() is None:
-        time.sleep(0.01)
+    assert group.failure() is not None
+
+
+def test_an_interrupt_while_ranks_leave_ends_them() -> None:
+    group = started(shares_sums=True)
+    group.fakes[1].answer = lambda *call: None
+    threading.Timer(0.1, _thread.interrupt_main).start()
+    with pytest.raises(KeyboardInterrupt):
+        group.close()
+    assert isinstance(group.failure(), RankLostError)
     group.close()
-    assert "leave" not in [call[0] for call in group.fakes[1].calls]
 
 
 def lost(group: Group, why: str, within_s: float = 3.0) -> None:

@@ -123,6 +123,14 @@ def test_a_step_is_launched_before_the_tokens_of_the_one_before_have_come(start:
         fails.result(SOON_S)
 
 
+def test_a_launch_that_fails_is_told_although_the_step_before_it_hangs(start: Callable[[bool], HeldGroup]) -> None:
+    group = start(True)
+    hangs, fails = group.submit(step(7)), group.submit(step(7, num_blocks=0))
+    for each in (fails, hangs):
+        with pytest.raises(RankLostError, match="rank 0 failed: ValueError: a block table does not cover its sequence"):
+            each.result(SOON_S)
+
+
 def test_tokens_that_never_come_fail_all_steps_once(start: Callable[[bool], HeldGroup]) -> None:
     group = start(True)
     steps = two_launched(group)

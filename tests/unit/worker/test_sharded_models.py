@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -107,6 +108,33 @@ def test_two_ranks_equal_one(folder: Path, expert_parallel: bool) -> None:
     assert torch.equal(first, second), "the ranks disagree"
     error = (first - whole).abs().max() / whole.abs().max()
     assert error < 1e-4, f"relative error {error:.1e}"
+
+
+def test_only_rank_0_fetches_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others have them where they need them."""
+    folder = make_checkpoint(tmp_path, "qwen3", tokenizer=False, num_hidden_layers=1)
+    config = Config(model=str(folder), dtype="float32", kernels="torch", kv_cache_block_size=BLOCK_SIZE)
+    fetched: list[int] = []
+
+    def run(shard: Shard) -> dict[int, tuple[int, ...]]:
+        runner = ModelRunner(config, ModelConfig.from_folder(folder), shard=shard)
+        runner.allocate_kv_cache(8)
+        fetch = runner.kernels.fetch
+
+        def counted(ids: torch.Tensor) -> Callable[[], list[int]]:
+            fetched.append(shard.rank)
+            return fetch(ids)
+
+        monkeypatch.setattr(runner.kernels, "fetch", counted)
+        seq = Sequence(PROMPT, BLOCK_SIZE)
+        seq.block_table = list(range(8))
+        return runner.forward(ScheduledBatch({0: seq}, [len(PROMPT)], len(PROMPT))).token_ids
+
+    exchange = Exchange(2)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(run, [Shard(rank, 2, ThreadCollectives(exchange, rank)) for rank in range(2)])
+    assert list(first.values()) == list(second.values())
+    assert fetched == [0]
 
 
 def in_mxfp4(folder: Path, worth_folder: Path) -> None:

@@ -45,12 +45,12 @@ def keeps_all(monkeypatch: pytest.MonkeyPatch) -> None:
     set_keeps(monkeypatch, True)
 
 
-def loaded(folder: Path, scheme: Scheme) -> tuple[Weights, Floats]:
-    drawn = np.random.default_rng(2).normal(size=SHAPE).astype(np.float32)
+def loaded(folder: Path, scheme: Scheme, shape: tuple[int, int] = SHAPE) -> tuple[Weights, Floats]:
+    drawn = np.random.default_rng(2).normal(size=shape).astype(np.float32)
     stored, worth = scheme.quantize(NAME, drawn)
     write_safetensors(folder / "model.safetensors", stored)
     config = ModelConfig.from_folder(write_config(folder, scheme.config)).quant_config
-    return load_weights(folder, {NAME: SHAPE}, quantization=config), worth
+    return load_weights(folder, {NAME: shape}, quantization=config), worth
 
 
 @pytest.mark.parametrize("name", list(SCHEMES))
@@ -87,6 +87,36 @@ def test_columns_must_not_cut_what_shares_a_scale(tmp_path: Path, name: str, fit
     if cuts is not None:
         with pytest.raises(ValueError, match=r"down_proj\.weight: \d+ columns of each rank cut groups of"):
             weights.take_quantized(MatrixPart(NAME, columns=cuts))
+
+
+def test_mxfp4_has_whole_groups_only(tmp_path: Path) -> None:
+    """No back end packs others."""
+    weights, worth = loaded(tmp_path, SCHEMES["quark-mxfp4"], (40, 48))
+    for columns in (slice(None), slice(0, 32)):
+        with pytest.raises(ValueError, match="48 columns end in less than a group of 32"):
+            weights.take_quantized(MatrixPart(NAME, columns=columns))
+    assert np.array_equal(weights.take(NAME, dtype=torch.float32).numpy(), worth)
+
+
+@pytest.mark.parametrize(
+    ("rows", "size", "quant_type"),
+    [(320, 2, "per_1x128"), (384, 3, "per_128x128"), (512, 2, "per_128x128"), (150, 1, "per_128x128")],
+)
+def test_ranks_have_one_granularity(tmp_path: Path, rows: int, size: int, quant_type: str) -> None:
+    """Else they would choose other kernels; also where only the second rank's rows begin within a block."""
+    weights, _ = loaded(tmp_path, SCHEMES["deepseek"], (rows, 256))
+    share = rows // size
+    parts = [MatrixPart(NAME, slice(rank * share, (rank + 1) * share)) for rank in range(size)]
+    assert [weights.take_quantized(part).quant_type for part in parts] == [quant_type] * size
+
+
+def test_what_is_taken_is_no_part_of_the_file(tmp_path: Path) -> None:
+    """Its pages are let go of, and may change: here they do."""
+    scheme = SCHEMES["deepseek"]
+    weights, worth = loaded(tmp_path, scheme)
+    taken = weights.take_quantized(MatrixPart(NAME))
+    (tmp_path / "model.safetensors").write_bytes(bytes((tmp_path / "model.safetensors").stat().st_size))
+    assert np.array_equal(as_floats(taken).numpy(), worth)
 
 
 def test_a_tensor_of_floats_has_no_stored_numbers(tmp_path: Path) -> None:
