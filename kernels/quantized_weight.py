@@ -19,11 +19,19 @@ _GRAIN = {"per_1x32": 32, "per_1x128": _BLOCK}
 _BY_ROWS: Final[dict[QuantType, QuantType]] = {"per_128x128": "per_1x128"}
 # E2M1, its sign in the highest of four bits.
 _FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+# [256, 2]: the two numbers of a byte, the lower four bits first.
+_FP4_PAIRS = torch.tensor([[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(256)])
 
 
 def as_floats(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
     """A weight [N, K] of floats as it is; a quantized one as float32, each number times its scale, rounded once."""
     return weight if isinstance(weight, torch.Tensor) else _dequantized(weight)
+
+
+def fp4_numbers(stored: torch.Tensor) -> torch.Tensor:
+    """MXFP4 of uint8 [N, K / 2], unscaled: float32 [N, K], in memory of its own."""
+    rows, width = stored.shape
+    return _FP4_PAIRS.index_select(0, stored.int().flatten()).view(rows, 2 * width)
 
 
 def with_row_scales(weight: QuantizedWeight) -> QuantizedWeight:
@@ -84,8 +92,7 @@ def _numbers(weight: QuantizedWeight) -> torch.Tensor:
     """Unscaled, float32 [N, K], in memory of their own."""
     stored = weight.numbers.cpu()
     if weight.quant_type == "per_1x32":
-        codes = torch.stack((stored & 15, stored >> 4), dim=2).flatten(1)
-        return torch.tensor(_FP4)[codes.int()]
+        return fp4_numbers(stored)
     numbers = torch.empty(stored.shape)
     float8.widen(stored, numbers)
     return numbers

@@ -14,16 +14,13 @@ import torch
 
 from kernels import float8
 from kernels.interface import QuantizedWeight, QuantType
+from kernels.quantized_weight import fp4_numbers
 from worker.safetensors_file import DTYPES, Entry, MappedFile, Shape
 
 Index = tuple[slice, ...]
 
 # Numbers that are dequantized at once.
 PIECE_NUMBERS = 1 << 20
-# E2M1, its sign in the highest of four bits.
-_FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
-# [256, 2]: the two numbers of a byte, the lower four bits first.
-_FP4_PAIRS = torch.tensor([[_FP4[byte & 15], _FP4[byte >> 4]] for byte in range(256)])
 
 
 class Files:
@@ -251,8 +248,7 @@ class QuantizedTensor:
             float8.widen(stored, numbers)
         else:
             stored = values[:, columns.start // 2 : -(-columns.stop // 2)]
-            pairs = _FP4_PAIRS.index_select(0, stored.int().flatten()).view(stored.shape[0], -1)
-            numbers = pairs[:, columns.start % 2 :][:, : columns.stop - columns.start]
+            numbers = fp4_numbers(stored)[:, columns.start % 2 :][:, : columns.stop - columns.start]
         files.of(self.values).release(stored)
         return numbers
 

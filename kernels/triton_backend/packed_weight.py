@@ -120,7 +120,6 @@ def from_numbers(
     dtype: torch.dtype,
     fp8: torch.dtype,
     device: torch.device,
-    quantizes_rows: bool = False,
 ) -> PackedWeight:
     """Packs a checkpoint's numbers as they are.
 
@@ -131,7 +130,6 @@ def from_numbers(
         bias: [N] or None.
         dtype: the model's.
         fp8: the target's own, to which FP8 numbers are brought.
-        quantizes_rows: whether x is to be quantized too; not with scales that change along K.
 
     Raises:
         ValueError: scales of another shape.
@@ -141,10 +139,8 @@ def from_numbers(
     if numbers.dtype in _FP8 and numbers.dtype != fp8:
         numbers, scales = other_fp8(numbers, scales, fp8)
     grain, laid_out = _laid_out(scales, rows, inner)
-    if quantizes_rows and laid_out.dim() == 2:
-        raise ValueError("rows can not be quantized for a weight whose scales change along K")
     packed_bias = _packed_bias(bias, dtype, device)
-    return PackedWeight(numbers.contiguous(), laid_out, packed_bias, dtype, rows, inner, grain, quantizes_rows)
+    return PackedWeight(numbers.contiguous(), laid_out, packed_bias, dtype, rows, inner, grain)
 
 
 def from_mxfp4(
