@@ -47,8 +47,8 @@ class InstructionSet:
         name: of its namespace.
         width: floats of a vector.
         flags: for the compiler.
-        base: the instruction set whose kernels serve for all but products of bfloat16; empty where all are its own.
-        linear: the source of those products.
+        base: the instruction set whose kernels serve where it has none of its own; empty where all are its own.
+        own: the sources of its own kernels.
         newest: an instruction that not every compiler and assembler knows.
     """
 
@@ -56,13 +56,16 @@ class InstructionSet:
     width: int
     flags: tuple[str, ...] = ()
     base: str = ""
-    linear: str = ""
+    own: tuple[str, ...] = ARITHMETIC
     newest: str = ""
 
 
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _EMULATED = "-DFISSILE_EMULATED"
+# Attention by products of pairs of bfloat16, too.
+_PAIRS = "-DFISSILE_PAIRS"
+_OF_BF16 = ("linear_bf16", "attention")
 _PLAIN = (InstructionSet("plain", 8),)
 # avx2x16 is the 16-wide code on machines without AVX-512, the emulated ones that of newer instructions: for tests.
 _X86 = (
@@ -70,16 +73,28 @@ _X86 = (
     InstructionSet("avx2", 8, _AVX2),
     InstructionSet("avx2x16", 16, _AVX2),
     InstructionSet("avx512", 16, _AVX512),
-    InstructionSet("amx_emulated", 16, (*_AVX2, _EMULATED), "avx2x16", "linear_amx"),
-    InstructionSet("avx512bf16_emulated", 16, (*_AVX2, _EMULATED), "avx2x16", "linear_bf16"),
+    InstructionSet("amx_emulated", 16, (*_AVX2, _EMULATED), "avx2x16", ("linear_amx",)),
+    InstructionSet("avx512bf16_emulated", 16, (*_AVX2, _EMULATED, _PAIRS), "avx2x16", _OF_BF16),
 )
+# Both bring int8 to bfloat16 by AVX512-VBMI, which the processors that have them have too, but for Cooper Lake.
+_AVX512_VBMI = (*_AVX512, "-mavx512vbmi")
 # Instructions that not every compiler and assembler knows; native/select.cpp is told which ones are in.
 _NEWER = (
     InstructionSet(
-        "amx", 16, (*_AVX512, "-mamx-tile", "-mamx-bf16"), "avx512", "linear_amx", "tdpbf16ps %tmm2, %tmm1, %tmm0"
+        "amx",
+        16,
+        (*_AVX512_VBMI, "-mamx-tile", "-mamx-bf16"),
+        "avx512",
+        ("linear_amx",),
+        "tdpbf16ps %tmm2, %tmm1, %tmm0",
     ),
     InstructionSet(
-        "avx512bf16", 16, (*_AVX512, "-mavx512bf16"), "avx512", "linear_bf16", "vdpbf16ps %zmm2, %zmm1, %zmm0"
+        "avx512bf16",
+        16,
+        (*_AVX512_VBMI, "-mavx512bf16", _PAIRS),
+        "avx512",
+        _OF_BF16,
+        "vdpbf16ps %zmm2, %zmm1, %zmm0",
     ),
 )
 
@@ -163,7 +178,7 @@ def _compilations(compiler: list[str], folder: Path) -> Iterator[list[str]]:
     sets = instruction_sets(compiler)
     for target in sorted(sets, key=lambda one: (bool(one.base), -one.width)):
         names = (f"-DFISSILE_ISA={target.name}", f"-DFISSILE_WIDTH={target.width}", f"-DFISSILE_BASE={target.base}")
-        for name in (target.linear,) if target.base else ARITHMETIC:
+        for name in target.own:
             made = str(folder / f"{name}.{target.name}.o")
             source = str(SOURCES / f"{name}.cpp")
             yield [*compiler, *_FLAGS, *target.flags, *names, *_QUIET, "-c", source, "-o", made]

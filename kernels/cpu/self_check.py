@@ -24,8 +24,9 @@ from kernels.paged_attention import PagedKVCache
 # thousand float32 in another order.
 TOLERANCES = {torch.float32: 2e-5, torch.bfloat16: 1.6e-2}
 ROWS = 40
-# How many rows are computed at once, to be compared with all at once: on both sides of tiles of 6 and 16 rows.
-COUNTS = (1, 2, 5, 6, 7, 16, 17, 33)
+# How many rows are computed at once, to be compared with all at once: on both sides of tiles of 6, 12 and 16 rows, and
+# of 4 rows of int8 weights.
+COUNTS = (1, 2, 3, 4, 5, 6, 7, 12, 13, 16, 17, 33)
 
 Rows = torch.Tensor
 # Computes the given rows of the fixed inputs, ids into [0, ROWS).
@@ -106,6 +107,7 @@ def checks(dtype: torch.dtype) -> list[Check]:
         _experts(dtype),
         *(_attention(dtype, kv_dtype, None) for kv_dtype in (dtype, torch.float16, torch.float8_e4m3fn)),
         _attention(dtype, dtype, 65),
+        *(_chunk(dtype, group, dim, window) for group, dim, window in ((2, 64, None), (3, 40, 65))),
         _latent(dtype),
         _route(),
         _sample(),
@@ -230,6 +232,24 @@ def _attention(dtype: torch.dtype, kv_dtype: torch.dtype, window: int | None) ->
     kind = "" if kv_dtype == dtype else f" over {str(kv_dtype).removeprefix('torch.')}"
     kind += "" if window is None else " with a window"
     return Check(f"attention{kind}", ("write_kv_tasks", "write_kv", *entries), compute)
+
+
+def _chunk(dtype: torch.dtype, group: int, dim: int, window: int | None) -> Check:
+    """The rows as the last ones of a chunk of one sequence, which share keys, and one of which alone is a decode."""
+    k, q = _drawn(_KEYS, 2, dim, dtype=dtype), _drawn(ROWS, 2 * group, dim, dtype=dtype)
+    v = _drawn(_KEYS, 2, dim + 1)[..., 1:].to(dtype)
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        cache = _cache(KVSpec(2, dim), dtype)
+        attention.write_kv(library, cache, 0, k, v, _prefill())
+        ordered, places = rows.sort()
+        end = _KEYS - ROWS + int(ordered[-1]) + 1
+        slots = _SLOTS[end - len(rows) : end]
+        step = StepArrays(AttentionMetaData(np.array([0, len(rows)]), np.array([end]), _TABLE[None], slots))
+        out = attention.attention(library, q[ordered], cache, 0, step, dim**-0.5, window, None)
+        return out[places.argsort()]
+
+    return Check(f"attention of a chunk, {group} heads to a key head", ("attention",), compute)
 
 
 def _latent(dtype: torch.dtype) -> Check:

@@ -15,9 +15,17 @@
 // tile comes the first one of the task's next head. Numbers of a row stand in the order in which
 // they are cheapest to widen (load_two), in queries and sums as in the cache: order within a row does not matter to either
 // until the sums are written.
+//
+// Where the processor multiplies pairs of bfloat16, attention_pairs.hpp computes a tile of such a cache instead: queries are
+// [pairs][rows] there, weights two bfloat16 each, and many rows have the tile's keys and values packed, not widened.
 #include "attention.hpp"
 
+#include "kv_rows.hpp"
 #include "scratch.hpp"
+
+#ifdef FISSILE_PAIRS
+#include "attention_pairs.hpp"
+#endif
 
 namespace FISSILE_ISA {
 namespace {
@@ -33,8 +41,9 @@ using fissile::KV_TILE;
 constexpr int64_t WIDEN_FROM = 5;
 // Numbers of two vectors: rows are padded to a multiple of it.
 constexpr int64_t TWO = 2 * WIDTH;
-// Pairs of vectors of values that are summed at a time.
+// Pairs of vectors of values that are summed at a time, and those of bfloat16 that make a line of a cache.
 constexpr int VALUE_PAIRS = 2;
+constexpr int LINE_PAIRS = 32 / TWO;
 
 float scalar_exp(float x) { return exp(splat(x))[0]; }
 
@@ -100,31 +109,11 @@ void merge(const Shape& shape, const State& into, const State& next, int64_t row
   }
 }
 
-// The keys [begin, end) of a KV tile that a row sees.
-struct Range {
-  int64_t begin;
-  int64_t end;
-
-  bool empty() const { return begin >= end; }
-};
-
+// What a row sees of a KV tile.
 Range seen_by(const fissile::Attention& work, int64_t position, int64_t first_key) {
   int64_t begin = work.window ? position - work.window + 1 - first_key : 0;
   return {at_least(begin, 0), at_most(position + 1 - first_key, KV_TILE)};
 }
-
-// Keys or values of a KV tile.
-template <class Number>
-struct Rows {
-  const Number* base;
-  const int64_t* offsets;
-
-  const Number* operator[](int64_t k) const { return base + offsets[k]; }
-};
-
-// Narrow rows are read where they are, and come from memory; float32 ones have mostly been widened just now.
-FISSILE_INLINE void fetch(const Bf16* from) { __builtin_prefetch(from); }
-FISSILE_INLINE void fetch(const float*) {}
 
 // Adds the products of the TWO numbers at i to the sums: a lane's one after the other, whatever ROWS and KEYS.
 template <int ROWS, int KEYS>
@@ -150,7 +139,7 @@ FISSILE_INLINE void multiply(
     const float* q, int64_t width, const Bf16* const* keys, const Bf16* const* ahead, int64_t i, Floats (*sums)[KEYS]) {
 #pragma GCC unroll 8
   for (int k = 0; k < KEYS; k++) {
-    __builtin_prefetch(ahead[k] + i);
+    fetch(ahead[k] + i);
     Two key = load_two(keys[k] + i);
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++) sums[r][k] = fma(load(q + r * width + i), key.first, sums[r][k]);
@@ -177,7 +166,40 @@ FISSILE_INLINE void score(
     }
 }
 
+// Where a row's weights go: in place of its scores.
+struct InPlace {
+  float* const scores;
+
+  void put(int64_t k, Floats weights) { store(scores + k, weights); }
+  void finish(Range) const {}
+};
+
+#ifdef FISSILE_PAIRS
+// As two bfloat16 each, what the first one leaves out being the second: in all as close as float32 nearly.
+struct AsTwo {
+  float* const scores;
+  alignas(64) Bf16 halves[2 * KV_TILE];
+
+  explicit AsTwo(float* scores) : scores(scores) {}
+
+  void put(int64_t k, Floats weights) {
+    const Floats first = rounded(weights, halves);
+    store(halves + k, first);
+    store(halves + KV_TILE + k, weights - first);
+  }
+
+  // Only now, since the second ones take the places of later scores.
+  void finish(Range vectors) const {
+    Bf16* const to = reinterpret_cast<Bf16*>(scores);
+    const uint64_t bytes = static_cast<uint64_t>(vectors.end - vectors.begin) * sizeof(Bf16);
+    for (int64_t part = 0; part < 2 * KV_TILE; part += KV_TILE)
+      __builtin_memcpy(to + part + vectors.begin, halves + part + vectors.begin, bytes);
+  }
+};
+#endif
+
 // Turns a row's scores into weights, and brings its state up to their largest.
+template <class Weights>
 void weigh(const Shape& shape, const State& state, int64_t r, Range seen, float* scores) {
   const Ints begin = (Ints)splat_word(static_cast<uint32_t>(seen.begin));
   const Ints end = (Ints)splat_word(static_cast<uint32_t>(seen.end));
@@ -191,11 +213,13 @@ void weigh(const Shape& shape, const State& state, int64_t r, Range seen, float*
     best = maximum(best, inside(k) ? load(scores + k) : splat(lowest()));
   raise(shape, state, r, largest(best));
   Floats highest = splat(state.highest[r]), total = zeros();
+  Weights to{scores};
   for (int64_t k = first; k < seen.end; k += WIDTH) {
     Floats weights = inside(k) ? exp(load(scores + k) - highest) : zeros();
-    store(scores + k, weights);
+    to.put(k, weights);
     total += weights;
   }
+  to.finish({first, parts(seen.end, WIDTH) * WIDTH});
   state.sums[r] += sum(total);
 }
 
@@ -236,7 +260,8 @@ FISSILE_INLINE void add_values(const float* weights, Rows<Number> rows, Rows<Num
   for (int64_t k = seen.begin; k < seen.end; k++) {
     Floats factors[ROWS];
     for (int r = 0; r < ROWS; r++) factors[r] = kept(splat(weights[r * KV_TILE + k]));
-    fetch(ahead[k] + column);
+#pragma GCC unroll 4
+    for (int p = 0; p < PAIRS; p += LINE_PAIRS) fetch(ahead[k] + column + p * TWO);
     add_products<ROWS, PAIRS>(factors, rows[k] + column, sums);
   }
   for (int r = 0; r < ROWS; r++)
@@ -258,6 +283,14 @@ void widen(Rows<Number> rows, Rows<Number> ahead, int64_t dim, const Shape& shap
   }
 }
 
+// Whether keys and values of this kind are multiplied by pairs with queries of bfloat16 (attention_pairs.hpp).
+template <class KvNumber>
+#ifdef FISSILE_PAIRS
+constexpr bool HAS_PAIRS = sizeof(KvNumber) == sizeof(Bf16);
+#else
+constexpr bool HAS_PAIRS = false;
+#endif
+
 // One query tile and one key head, tile by tile of its keys.
 template <class KvNumber>
 struct Task {
@@ -272,10 +305,12 @@ struct Task {
   const bool widened = shape.width != work.dim || shape.value_width != work.value_dim ||
                        work.kv_dtype == FLOAT16 || work.kv_dtype == FLOAT8 ||
                        (work.kv_dtype == BFLOAT16 && rows >= WIDEN_FROM);
+  const bool paired = HAS_PAIRS<KvNumber> && work.dtype == BFLOAT16;
   float* const q;
   float* const scores;
   float* const wide;
 
+  // Packed pairs need half as much for keys and for values, of which a row has no more numbers than of keys.
   static int64_t memory(const Shape& shape) {
     return shape.most_rows * (shape.width + KV_TILE) + KV_TILE * shape.stride;
   }
@@ -293,10 +328,15 @@ struct Task {
 
   // Row t * group + g is head g of token t.
   template <class Number>
+  const Number* query(int64_t r) const {
+    return static_cast<const Number*>(work.q) + (tile.row + r / shape.group) * work.q_row_stride +
+           (head * shape.group + r % shape.group) * work.q_head_stride;
+  }
+
+  template <class Number>
   void load_queries_of() const {
     for (int64_t r = 0; r < rows; r++) {
-      const Number* from = static_cast<const Number*>(work.q) + (tile.row + r / shape.group) * work.q_row_stride +
-                           (head * shape.group + r % shape.group) * work.q_head_stride;
+      const Number* from = query<Number>(r);
       for (int64_t i = 0; i < shape.width; i += TWO) {
         Two two{load_up_to(from + i, work.dim - i), load_up_to(from + i + WIDTH, work.dim - i - WIDTH)};
         Two scaled{two.first * splat(work.scale), two.second * splat(work.scale)};
@@ -325,10 +365,11 @@ struct Task {
       score<ROWS, KEYS>(q + r * shape.width, shape.width, keys, ahead, k, scores + r * KV_TILE);
   }
 
+  template <class Weights>
   void weigh_all(int64_t first_key, const State& state) const {
     for (int64_t r = 0; r < rows; r++) {
       Range seen = seen_by(work, position(r), first_key);
-      if (!seen.empty()) weigh(shape, state, r, seen, scores + r * KV_TILE);
+      if (!seen.empty()) weigh<Weights>(shape, state, r, seen, scores + r * KV_TILE);
     }
   }
 
@@ -427,6 +468,10 @@ struct Task {
 
   // The tile at `first_key`, whose rows are at `here`; those of the one that comes then, at `next`, are fetched.
   void add_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
+#ifdef FISSILE_PAIRS
+    if constexpr (HAS_PAIRS<KvNumber>)
+      if (paired) return add_paired_tile(first_key, here, next, state);
+#endif
     if (widened) add_wide_tile(first_key, here, next, state);
     else add_narrow_tile(first_key, here, next, state);
   }
@@ -434,7 +479,7 @@ struct Task {
   void add_narrow_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
     const KvNumber *keys = static_cast<const KvNumber*>(work.keys), *values = static_cast<const KvNumber*>(work.values);
     score_all(first_key, Rows<KvNumber>{keys, here}, Rows<KvNumber>{keys, next});
-    weigh_all(first_key, state);
+    weigh_all<InPlace>(first_key, state);
     add_all(first_key, Rows<KvNumber>{values, here}, Rows<KvNumber>{values, next}, state);
   }
 
@@ -446,10 +491,117 @@ struct Task {
     const bool latent = work.keys == work.values;
     widen_tile(work.keys, here, work.values, latent ? next : here, count);
     score_all(first_key, rows_at, rows_at);
-    weigh_all(first_key, state);
+    weigh_all<InPlace>(first_key, state);
     if (!latent) widen_tile(work.values, here, work.keys, next, count);
     add_all(first_key, rows_at, rows_at, state);
   }
+
+#ifdef FISSILE_PAIRS
+  // To [pairs of numbers][PAIRED_ROWS], or as many rows as there are left.
+  void pack_queries() const {
+    uint32_t* to = reinterpret_cast<uint32_t*>(q);
+    for (int64_t first = 0; first < rows; first += PAIRED_ROWS) {
+      const int64_t count = at_most(PAIRED_ROWS, rows - first);
+      for (int64_t r = 0; r < count; r++)
+        for (int64_t i = 0; i < shape.width; i += TWO) {
+          uint32_t pairs[WIDTH];
+          store_words(pairs, load_pairs(query<Bf16>(first + r) + i, work.dim - i));
+          for (int64_t p = 0; p < WIDTH; p++) to[(i / 2 + p) * count + r] = pairs[p];
+        }
+      to += shape.width / 2 * count;
+    }
+  }
+
+  // Whether a decode's rows are so few, and their numbers whole lines, that nothing is packed.
+  bool is_few() const {
+    return tile.tokens == 1 && rows <= FEW_ROWS && work.dim == shape.width && work.value_dim == shape.value_width;
+  }
+
+  template <int ROWS>
+  void add_few(int64_t first_key, Rows<Bf16> keys, Rows<Bf16> next_keys, Rows<Bf16> values, Rows<Bf16> next_values,
+               const State& state) const {
+    constexpr int MOST = 2 * PAIRED_VECTORS;
+    const Range seen = seen_by(work, position(0), first_key);
+    const uint32_t *queries = reinterpret_cast<const uint32_t*>(q), *weights = reinterpret_cast<const uint32_t*>(scores);
+    score_turned<ROWS>(queries, keys, next_keys, work.dim, shape.width, seen.end, work.scale, scores);
+    weigh_all<AsTwo>(first_key, state);
+    int64_t column = 0;
+    for (; column + MOST * WIDTH <= shape.value_width; column += MOST * WIDTH)
+      add_values_of<ROWS, MOST>(weights, values, next_values, seen, column, state.values, shape.value_width);
+    for (; column < shape.value_width; column += TWO)
+      add_values_of<ROWS, 2>(weights, values, next_values, seen, column, state.values, shape.value_width);
+  }
+
+  void add_paired_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
+    const Bf16 *key_base = static_cast<const Bf16*>(work.keys), *value_base = static_cast<const Bf16*>(work.values);
+    const Rows<Bf16> keys{key_base, here}, next_keys{key_base, next};
+    const Rows<Bf16> values{value_base, here}, next_values{value_base, next};
+    if (is_few() && rows == 1) return add_few<1>(first_key, keys, next_keys, values, next_values, state);
+    if (is_few()) return add_few<2>(first_key, keys, next_keys, values, next_values, state);
+    uint32_t* const packed_keys = reinterpret_cast<uint32_t*>(wide);
+    uint32_t* const packed = packed_keys + KV_TILE / 2 * shape.width;
+    const int64_t count = filled(first_key);
+    pack_keys(keys, next_keys, work.dim, shape.width, count, packed_keys);
+    for (int64_t r = 0; r < rows; r += PAIRED_ROWS) score_group(r, packed_keys);
+    weigh_all<AsTwo>(first_key, state);
+    pack_values(values, next_values, work.value_dim, shape.value_width, count, packed);
+    int64_t column = 0;
+    for (; column + PAIRED_VECTORS * WIDTH <= shape.value_width; column += PAIRED_VECTORS * WIDTH)
+      add_paired_columns<PAIRED_VECTORS>(first_key, packed, column, state);
+    if (column < shape.value_width) add_paired_columns<2>(first_key, packed, column, state);
+  }
+
+  void score_group(int64_t first, const uint32_t* keys) const {
+    const int64_t pairs = shape.width / 2;
+    const uint32_t* queries = reinterpret_cast<const uint32_t*>(q) + first * pairs;
+    float* to = scores + first * KV_TILE;
+    switch (rows - first) {
+      case 1: return score_paired<1>(queries, keys, pairs, work.scale, to);
+      case 2: return score_paired<2>(queries, keys, pairs, work.scale, to);
+      case 3: return score_paired<3>(queries, keys, pairs, work.scale, to);
+      case 4: return score_paired<4>(queries, keys, pairs, work.scale, to);
+      case 5: return score_paired<5>(queries, keys, pairs, work.scale, to);
+      default: return score_paired<PAIRED_ROWS>(queries, keys, pairs, work.scale, to);
+    }
+  }
+
+  // Columns outside, as in `add_all`.
+  template <int VECTORS>
+  void add_paired_columns(int64_t first_key, const uint32_t* pairs, int64_t column, const State& state) const {
+    for (int64_t r = 0; r < rows; r += PAIRED_ROWS) switch (rows - r) {
+        case 1: add_paired_rows<1, VECTORS>(first_key, r, pairs, column, state); break;
+        case 2: add_paired_rows<2, VECTORS>(first_key, r, pairs, column, state); break;
+        case 3: add_paired_rows<3, VECTORS>(first_key, r, pairs, column, state); break;
+        case 4: add_paired_rows<4, VECTORS>(first_key, r, pairs, column, state); break;
+        case 5: add_paired_rows<5, VECTORS>(first_key, r, pairs, column, state); break;
+        default: add_paired_rows<PAIRED_ROWS, VECTORS>(first_key, r, pairs, column, state);
+      }
+  }
+
+  // The pairs of keys that all the rows see whole, in one go; what some see before and after them, row by row.
+  template <int ROWS, int VECTORS>
+  void add_paired_rows(
+      int64_t first_key, int64_t first_row, const uint32_t* pairs, int64_t column, const State& state) const {
+    const uint32_t* weights = reinterpret_cast<const uint32_t*>(scores) + first_row * KV_TILE;
+    float* values = state.values + first_row * shape.value_width + column;
+    Range all{parts(seen_by(work, position(first_row + ROWS - 1), first_key).begin, 2),
+              seen_by(work, position(first_row), first_key).end / 2};
+    all.end = at_least(all.begin, all.end);
+    auto one_by_one = [&](bool before) {
+      for (int64_t r = 0; r < ROWS; r++) {
+        Range seen = seen_by(work, position(first_row + r), first_key);
+        if (before) seen.end = at_most(seen.end, 2 * all.begin);
+        else seen.begin = at_least(seen.begin, 2 * all.end);
+        if (!seen.empty())
+          add_seen<VECTORS>(weights + r * KV_TILE, pairs + column, seen, values + r * shape.value_width,
+                            shape.value_width);
+      }
+    };
+    one_by_one(true);
+    add_paired<ROWS, VECTORS>(weights, pairs + column, all.begin, all.end, values, shape.value_width);
+    one_by_one(false);
+  }
+#endif
 
   // The first key of the first tile of which the rows see something.
   int64_t first_seen_tile() const {
@@ -488,6 +640,14 @@ struct Task {
     state.sums[row] += scalar_exp(sink - state.highest[row]);
   }
 
+  // Sums over values in the order of memory.
+  __attribute__((always_inline)) Two in_order(Two sums) const {
+#ifdef FISSILE_PAIRS
+    if (paired) return from_paired(sums);
+#endif
+    return as_stored(sums, static_cast<const KvNumber*>(nullptr));
+  }
+
   template <class Number>
   void write(const State& state) const {
     for (int64_t r = 0; r < rows; r++) {
@@ -498,7 +658,7 @@ struct Task {
       const float* from = state.values + r * shape.value_width;
       Floats total = splat(state.sums[r]);
       for (int64_t i = 0; i < work.value_dim; i += TWO) {
-        Two two = as_stored(load_two(from + i), static_cast<const KvNumber*>(nullptr));
+        Two two = in_order({load(from + i), load(from + i + WIDTH)});
         store_up_to(to + i, two.first / total, work.value_dim - i);
         store_up_to(to + i + WIDTH, two.second / total, work.value_dim - i - WIDTH);
       }
@@ -506,6 +666,14 @@ struct Task {
   }
 
   void load_queries() const {
+#ifdef FISSILE_PAIRS
+    if constexpr (HAS_PAIRS<KvNumber>)
+      if (paired) return pack_queries();
+#endif
+    load_wide_queries();
+  }
+
+  void load_wide_queries() const {
     if (work.dtype == FLOAT32) load_queries_of<float>();
     else load_queries_of<Bf16>();
   }
@@ -639,7 +807,7 @@ struct SelectTask {
   }
 
   void run() const {
-    task.load_queries();
+    task.load_wide_queries();
     for (int64_t key = 0; key < length; key += KV_TILE) {
       score_tile(key);
       for (int64_t token = 0; token < task.tile.tokens; token++) rank_tile(token, key);
@@ -690,5 +858,15 @@ void select_tokens(const fissile::SelectTokens& work, int64_t task) {
   if (work.keys.kv_dtype == BFLOAT16) run_selection<Bf16>(work, task);
   else run_selection<float>(work, task);
 }
+
+#ifdef FISSILE_PAIRS
+void use_own_attention(fissile::Kernels& table) {
+  table.attention_state_size = attention_state_size;
+  table.attention_tasks = attention_tasks;
+  table.attention = attention;
+  table.attention_merge_tasks = attention_merge_tasks;
+  table.attention_merge = attention_merge;
+}
+#endif
 
 }  // namespace FISSILE_ISA

@@ -91,6 +91,8 @@ struct Linear {
   int64_t y_stride;
   // x as this instruction set's products want it: memory of linear_scratch() numbers, filled by the packing tasks.
   float* packed_x;
+  // About how many tasks are done at the same time: a thread's next one is so many further.
+  int64_t under_way;
 };
 
 // RMS norm, or layer norm where there is a bias, of rows [outer][inner] of `width` numbers into contiguous `out`; with a

@@ -8,6 +8,7 @@
 // arithmetic work at the same time. x is copied to float32 tiles [inner][rows of the tile] of up to ROWS rows.
 #include "linear.hpp"
 
+#include "row_tiles.hpp"
 #include "write_row.hpp"
 
 namespace FISSILE_ISA {
@@ -40,6 +41,11 @@ struct Int8 {
   int8_t value;
 };
 
+// A number of a block that was widened once for all tiles.
+struct Widened {
+  float value;
+};
+
 template <class Number>
 constexpr fissile::Dtype DTYPE_OF = sizeof(Number) == 4   ? fissile::FLOAT32
                                     : sizeof(Number) == 2 ? fissile::BFLOAT16
@@ -49,11 +55,24 @@ constexpr fissile::Dtype DTYPE_OF = sizeof(Number) == 4   ? fissile::FLOAT32
 template <class Number>
 constexpr int GROUP = fissile::group_of(DTYPE_OF<Number>);
 
+// Up to so many rows a tile is mostly alone in its task, and waits for memory: what comes next is fetched into the second
+// cache then, where more lines can be under way. With more tiles a block stays in the first cache for long enough.
+constexpr int64_t few_rows(const void*) { return 2; }
+constexpr int64_t few_rows(const float*) { return 4; }
+constexpr int64_t few_rows(const Widened*) { return 0; }
+
+template <class Number, int ROW_COUNT>
+FISSILE_INLINE void fetch(const char* line) {
+  __builtin_prefetch(line, 0, ROW_COUNT <= few_rows(static_cast<const Number*>(nullptr)) ? 2 : 3);
+}
+
 // int8 comes as so many times the number, exactly, in all instruction sets.
 constexpr float INT8_FACTOR = 1 << 24;
 
 // Number g of WIDTH columns' groups.
 FISSILE_INLINE Floats columns_of(const float* from, int) { return load(from); }
+
+FISSILE_INLINE Floats columns_of(const Widened* from, int) { return load(&from->value); }
 
 FISSILE_INLINE Floats columns_of(const Bf16* from, int g) {
   Words words;
@@ -90,14 +109,17 @@ template <class Number, int ROW_COUNT, int PANELS>
 FISSILE_INLINE void multiply(const float* x, const Block& block, int64_t depth, Ahead ahead, float* totals) {
   const Number* const numbers = static_cast<const Number*>(block.numbers);
   Floats sums[ROW_COUNT][PANELS][VECTORS];
-  for (auto& row : sums)
-    for (auto& one : row)
-      for (auto& vector : one) vector = zeros();
+#pragma GCC unroll 8
+  for (int r = 0; r < ROW_COUNT; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
+      for (int v = 0; v < VECTORS; v++) sums[r][p][v] = zeros();
 #pragma GCC unroll 4
   for (int64_t k = 0; k < depth; k += GROUP<Number>, ahead.at += ahead.step)
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++) {
-      __builtin_prefetch(ahead.at + p * block.panel_stride);
+      fetch<Number, ROW_COUNT>(ahead.at + p * block.panel_stride);
       const Number* group = panel_of(numbers, block.panel_stride, p) + k * PANEL;
 #pragma GCC unroll 4
       for (int g = 0; g < GROUP<Number>; g++) {
@@ -115,9 +137,12 @@ FISSILE_INLINE void multiply(const float* x, const Block& block, int64_t depth, 
       }
     }
   const Floats unit = splat(block.scales ? 1.0f / INT8_FACTOR : 1.0f);
+#pragma GCC unroll 8
   for (int p = 0; p < PANELS; p++)
+#pragma GCC unroll 2
     for (int v = 0; v < VECTORS; v++) {
       const Floats scale = block.scales ? load(panel_of(block.scales, block.panel_stride, p) + v * WIDTH) : splat(1.0f);
+#pragma GCC unroll 8
       for (int r = 0; r < ROW_COUNT; r++) {
         float* to = totals + (r * TASK_PANELS + p) * PANEL + v * WIDTH;
         store(to, fma(sums[r][p][v] * unit, scale, load(to)));
@@ -150,25 +175,16 @@ void multiply_tile(int64_t rows, int64_t panels, const float* x, const Block& bl
 
 // `depth` numbers of k of one panel as [depth][PANEL].
 template <class Number>
-void widen(const Number* from, int64_t depth, float* to) {
+void widen(const Number* from, int64_t depth, Widened* to) {
   for (int64_t k = 0; k < depth; k += GROUP<Number>)
 #pragma GCC unroll 4
     for (int g = 0; g < GROUP<Number>; g++)
 #pragma GCC unroll 2
       for (int v = 0; v < VECTORS; v++)
-        store(to + (k + g) * PANEL + v * WIDTH, columns_of(from + k * PANEL + v * WIDTH * GROUP<Number>, g));
+        store(&to[(k + g) * PANEL + v * WIDTH].value, columns_of(from + k * PANEL + v * WIDTH * GROUP<Number>, g));
 }
 
-struct Tile {
-  int64_t first;
-  int64_t rows;
-};
-
-// The rows are shared out evenly among their tiles.
-Tile tile_of(const fissile::Linear& work, int64_t tile) {
-  const int64_t all = parts(work.rows, ROWS), share = work.rows / all, more = work.rows % all;
-  return {tile * share + at_most(tile, more), share + (tile < more)};
-}
+RowTile tile_of(const fissile::Linear& work, int64_t tile) { return row_tile(work.rows, ROWS, tile); }
 
 // A task: its panels, its tiles, and memory for them.
 template <class Number>
@@ -195,7 +211,7 @@ struct Task {
   const char* after(int64_t p, int64_t count, int64_t k) const {
     if (p + count < panels) return weights + (p + count) * panel_stride + fissile::block_offset(DTYPE_OF<Number>, k);
     if (k + K_BLOCK < inner) return weights + fissile::block_offset(DTYPE_OF<Number>, k + K_BLOCK);
-    return weights + panels * panel_stride;
+    return weights + TASK_PANELS * work.under_way * panel_stride;
   }
 
   template <class Wide>
@@ -204,7 +220,7 @@ struct Task {
     const bool streams = count > SOME_PANELS;
     const char* next = streams ? static_cast<const char*>(block.numbers) + PREFETCH : after(p, count, k);
     for (int64_t t = 0; t < tile_count; t++) {
-      const Tile tile = tile_of(work, first_tile + t);
+      const RowTile tile = tile_of(work, first_tile + t);
       const float* x = work.packed_x + tile.first * inner + k * tile.rows;
       const Ahead ahead{next + BYTES * t / tile_count, BYTES / GROUPS / tile_count};
       float* to = totals + ((tile.first - first_row) * TASK_PANELS + p) * PANEL;
@@ -217,9 +233,9 @@ struct Task {
     const int64_t depth = at_most(K_BLOCK, inner - k);
     const Block packed = block(p, k);
     if (rows < WIDEN_ROWS<Number>) return multiply_tiles<Number>(packed, p, count, k, depth);
-    alignas(64) float wide[K_BLOCK * PANEL];
+    alignas(64) Widened wide[K_BLOCK * PANEL];
     widen(static_cast<const Number*>(packed.numbers), depth, wide);
-    multiply_tiles<float>({wide, packed.scales, 0}, p, 1, k, depth);
+    multiply_tiles<Widened>({wide, packed.scales, 0}, p, 1, k, depth);
   }
 };
 
@@ -244,7 +260,7 @@ void run(const fissile::Linear& work, int64_t task) {
   const int64_t panels = at_most(TASK_PANELS, all_panels - first_panel);
   const int64_t tile_count = at_most(TASK_TILES, parts(work.rows, ROWS) - first_tile);
   const int64_t stride = fissile::panel_bytes(DTYPE_OF<Number>, work.weight.inner);
-  const Tile first = tile_of(work, first_tile), last = tile_of(work, first_tile + tile_count - 1);
+  const RowTile first = tile_of(work, first_tile), last = tile_of(work, first_tile + tile_count - 1);
   const int64_t rows = last.first + last.rows - first.first;
   alignas(64) float totals[TASK_TILES * ROWS * TASK_PANELS * PANEL];
   __builtin_memset(totals, 0, rows * TASK_PANELS * PANEL * sizeof(float));
@@ -263,7 +279,7 @@ void run(const fissile::Linear& work, int64_t task) {
 // Tile `task` of x: [inner][rows of the tile].
 template <class Number>
 void pack_rows(const fissile::Linear& work, int64_t task) {
-  const Tile tile = tile_of(work, task);
+  const RowTile tile = tile_of(work, task);
   const int64_t inner = work.weight.inner, padded = fissile::padded_inner(work.weight.dtype, inner);
   float* to = work.packed_x + tile.first * padded;
   for (int64_t r = 0; r < tile.rows; r++) {

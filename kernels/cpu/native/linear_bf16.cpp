@@ -2,10 +2,11 @@
 // each block from zero; VDPBF16PS adds two k at a time to it, in order. A block of int8 weights is brought to bfloat16,
 // exactly, and its sum multiplied by the scale of its column. float32 is the base's.
 //
-// x is copied to tiles of ROWS rows [pairs of k][rows of the tile], a zero behind an odd last k. With FISSILE_EMULATED
-// the instruction is made of others, by the pseudo-code of Intel's manual (volume 2, VDPBF16PS), for tests on AVX2.
+// x is copied to tiles of up to ROWS rows [pairs of k][rows of the tile], a zero behind an odd last k.
 #include "bf16_rows.hpp"
 #include "own_linear.hpp"
+#include "pairs.hpp"
+#include "row_tiles.hpp"
 #include "write_row.hpp"
 
 namespace FISSILE_ISA {
@@ -20,156 +21,275 @@ using fissile::K_BLOCK;
 
 // Of the numbers that are summed from zero.
 constexpr int64_t PAIRS = K_BLOCK / 2;
-constexpr int ROWS = 6;
-// A task: so many panels, so many rows (a multiple of ROWS).
-constexpr int64_t TASK_PANELS = 4;
-constexpr int64_t TASK_ROWS = 72;
-// Bytes that weights are asked for ahead of their use.
-constexpr int64_t PREFETCH = 2048;
+// Most rows of a tile.
+constexpr int64_t ROWS = 12;
+// Most panels of a task, and most tiles.
+constexpr int64_t MOST_PANELS = 4;
+constexpr int64_t TASK_TILES = 6;
 
-#ifdef FISSILE_EMULATED
-
-// Not inlined, which would take the compiler half a minute.
-__attribute__((noinline)) Floats add_pairs(Floats sum, Words a, Words b) {
-  const Words upper = splat_word(0xFFFF0000u);
-  sum = flushed(fma(flushed((Floats)(a & upper)), flushed((Floats)(b & upper)), flushed(sum)));
-  return flushed(fma(flushed((Floats)(a << 16)), flushed((Floats)(b << 16)), sum));
-}
-
-#else
-
-// sum += a's second numbers times b's, then the first ones.
-FISSILE_INLINE Floats add_pairs(Floats sum, Words a, Words b) {
-  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
-}
-
-#endif
-
-FISSILE_INLINE Words load_words(const Bf16* from) {
-  Words words;
-  __builtin_memcpy(&words, from, sizeof words);
-  return words;
-}
-
-// A block of some panels; with scales, or null, of each panel so many bytes further.
+// A block of some panels, so many bytes behind each other; with scales, or null, of each panel so many bytes further.
 struct Block {
-  const Bf16* weights;
-  int64_t panel_size;
-  const float* scales;
+  const char* numbers;
+  int64_t panel_stride;
+  const char* scales;
   int64_t scales_stride;
 };
 
-// totals[row][column] += the sums over some pairs, for ROW_COUNT rows and PANELS panels from `first` on.
-template <int ROW_COUNT, int PANELS>
-FISSILE_INLINE void multiply(const uint32_t* x, const Block& block, int64_t first, int64_t pairs, float* totals) {
+// Memory that comes next, in each panel: asked for by and by, `step` bytes with each pair of k.
+struct Ahead {
+  const char* at;
+  int64_t panel_stride;
+  int64_t step;
+};
+
+// Into the second cache: the first one has places for fewer lines that are under way.
+FISSILE_INLINE void fetch(const char* line) { __builtin_prefetch(line, 0, 2); }
+
+// What stands in a block, brought to pairs of bfloat16: so many vectors of a column's numbers of k at a time.
+struct AsPairs {
+  static constexpr int PAIRS = 1;
+  __attribute__((always_inline)) void operator()(Words words, Words* pairs) const { pairs[0] = words; }
+};
+
+struct AsInt8 : Widening {
+  static constexpr int PAIRS = 2;
+};
+
+// totals[row][column] += the sums over some pairs, for ROW_COUNT rows and PANELS panels; `width` is that of totals.
+template <int ROW_COUNT, int PANELS, class Numbers>
+__attribute__((noinline)) void multiply(
+    const uint32_t* x, const Block& block, int64_t pairs, Ahead ahead, float* totals, int64_t width) {
+  const Numbers numbers;
   Floats sums[ROW_COUNT][PANELS];
-  for (auto& row : sums)
-    for (auto& one : row) one = zeros();
-  for (int64_t k = 0; k < pairs; k++) {
-    Words columns[PANELS];
+#pragma GCC unroll 16
+  for (int r = 0; r < ROW_COUNT; r++)
+#pragma GCC unroll 8
+    for (int p = 0; p < PANELS; p++) sums[r][p] = zeros();
+  const char* at = block.numbers;
+  for (int64_t k = 0; k < pairs; k += Numbers::PAIRS) {
+    Words columns[PANELS][Numbers::PAIRS];
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++) {
-      const Bf16* pair = block.weights + (first + p) * block.panel_size + k * PANEL * 2;
-      __builtin_prefetch(reinterpret_cast<const char*>(pair) + PREFETCH);
-      columns[p] = load_words(pair);
+      fetch(ahead.at + p * ahead.panel_stride);
+      numbers(load_words(at + p * block.panel_stride), columns[p]);
     }
+#pragma GCC unroll 2
+    for (int i = 0; i < Numbers::PAIRS; i++)
+#pragma GCC unroll 16
+      for (int r = 0; r < ROW_COUNT; r++) {
+        const Words factors = splat_word(x[i * ROW_COUNT + r]);
 #pragma GCC unroll 8
-    for (int r = 0; r < ROW_COUNT; r++) {
-      const Words factors = splat_word(x[k * ROW_COUNT + r]);
-#pragma GCC unroll 8
-      for (int p = 0; p < PANELS; p++) sums[r][p] = add_pairs(sums[r][p], factors, columns[p]);
-    }
+        for (int p = 0; p < PANELS; p++) sums[r][p] = add_pairs(sums[r][p], factors, columns[p][i]);
+      }
+    at += sizeof(Words);
+    x += Numbers::PAIRS * ROW_COUNT;
+    ahead.at += ahead.step * Numbers::PAIRS;
   }
+  // A block of int8 is a line longer than its numbers, which have a line for each group.
+  if (Numbers::PAIRS > 1)
+    for (int p = 0; p < PANELS; p++) fetch(ahead.at + p * ahead.panel_stride);
+#pragma GCC unroll 8
   for (int p = 0; p < PANELS; p++) {
-    const char* scales = reinterpret_cast<const char*>(block.scales) + (first + p) * block.scales_stride;
-    const Floats scale = block.scales ? load(reinterpret_cast<const float*>(scales)) : splat(1.0f);
+    const Floats scale =
+        block.scales ? load(reinterpret_cast<const float*>(block.scales + p * block.scales_stride)) : splat(1.0f);
+#pragma GCC unroll 16
     for (int r = 0; r < ROW_COUNT; r++) {
-      float* to = totals + (r * TASK_PANELS + first + p) * PANEL;
+      float* to = totals + r * width + p * PANEL;
       store(to, fma(sums[r][p], scale, load(to)));
     }
   }
 }
 
-template <int ROW_COUNT>
-void multiply_panels(const uint32_t* x, const Block& block, int64_t panels, int64_t pairs, float* totals) {
-  if (panels == TASK_PANELS) return multiply<ROW_COUNT, TASK_PANELS>(x, block, 0, pairs, totals);
-  for (int64_t p = 0; p < panels; p++) multiply<ROW_COUNT, 1>(x, block, p, pairs, totals);
+// Panels of a task: as many sums as registers hold, and with many rows smaller tasks, so that threads end together.
+constexpr int64_t panels_of(int64_t rows) { return rows <= ROWS / 2 ? MOST_PANELS : 2; }
+
+int64_t task_panels(const Linear& work) { return panels_of(work.rows); }
+
+template <class Numbers, int ROW_COUNT>
+void multiply_rows(const uint32_t* x, const Block& block, int64_t panels, int64_t pairs, Ahead ahead, float* totals,
+                   int64_t width) {
+  if (panels == 1) return multiply<ROW_COUNT, 1, Numbers>(x, block, pairs, ahead, totals, width);
+  if constexpr (ROW_COUNT <= ROWS / 2)
+    if (panels == MOST_PANELS) return multiply<ROW_COUNT, MOST_PANELS, Numbers>(x, block, pairs, ahead, totals, width);
+  if constexpr (ROW_COUNT >= ROWS / 2) multiply<ROW_COUNT, 2, Numbers>(x, block, pairs, ahead, totals, width);
 }
 
-void multiply_tile(
-    const uint32_t* x, int64_t rows, const Block& block, int64_t panels, int64_t pairs, float* totals) {
+// Rows up to which int8 is brought to bfloat16 in registers, which the sums need with more.
+constexpr int64_t IN_REGISTERS = 4;
+
+void multiply_int8(int64_t rows, const uint32_t* x, const Block& block, int64_t panels, int64_t pairs, Ahead ahead,
+                   float* totals, int64_t width) {
+  ahead.step = PANEL * 2;
   switch (rows) {
-    case 1: return multiply_panels<1>(x, block, panels, pairs, totals);
-    case 2: return multiply_panels<2>(x, block, panels, pairs, totals);
-    case 3: return multiply_panels<3>(x, block, panels, pairs, totals);
-    case 4: return multiply_panels<4>(x, block, panels, pairs, totals);
-    case 5: return multiply_panels<5>(x, block, panels, pairs, totals);
-    default: return multiply_panels<6>(x, block, panels, pairs, totals);
+    case 1: return multiply_rows<AsInt8, 1>(x, block, panels, pairs, ahead, totals, width);
+    case 2: return multiply_rows<AsInt8, 2>(x, block, panels, pairs, ahead, totals, width);
+    case 3: return multiply_rows<AsInt8, 3>(x, block, panels, pairs, ahead, totals, width);
+    default: return multiply_rows<AsInt8, 4>(x, block, panels, pairs, ahead, totals, width);
   }
 }
 
-// The block of some panels from `pair` on; of int8 in `wide`.
-Block block_of(const Linear& work, const char* weights, int64_t panels, int64_t pair, Bf16* wide) {
-  const fissile::Weight& weight = work.weight;
-  const int64_t stride = fissile::panel_bytes(weight.dtype, weight.inner);
-  const char* at = weights + fissile::block_offset(weight.dtype, 2 * pair);
-  if (weight.dtype == fissile::BFLOAT16) return {reinterpret_cast<const Bf16*>(at), stride / 2, nullptr, 0};
-  const int64_t depth = at_most(K_BLOCK, fissile::padded_inner(weight.dtype, weight.inner) - 2 * pair);
-  for (int64_t p = 0; p < panels; p++) {
-    prefetch_block(at + p * stride + K_BLOCK * PANEL);
-    widen_block(at + p * stride, depth, wide + p * K_BLOCK * PANEL);
+// A tile of `rows` rows, and one panel or those of a task.
+void multiply_tile(int64_t rows, const uint32_t* x, const Block& block, int64_t panels, int64_t pairs, Ahead ahead,
+                   float* totals, int64_t width) {
+  switch (rows) {
+    case 1: return multiply_rows<AsPairs, 1>(x, block, panels, pairs, ahead, totals, width);
+    case 2: return multiply_rows<AsPairs, 2>(x, block, panels, pairs, ahead, totals, width);
+    case 3: return multiply_rows<AsPairs, 3>(x, block, panels, pairs, ahead, totals, width);
+    case 4: return multiply_rows<AsPairs, 4>(x, block, panels, pairs, ahead, totals, width);
+    case 5: return multiply_rows<AsPairs, 5>(x, block, panels, pairs, ahead, totals, width);
+    case 6: return multiply_rows<AsPairs, 6>(x, block, panels, pairs, ahead, totals, width);
+    case 7: return multiply_rows<AsPairs, 7>(x, block, panels, pairs, ahead, totals, width);
+    case 8: return multiply_rows<AsPairs, 8>(x, block, panels, pairs, ahead, totals, width);
+    case 9: return multiply_rows<AsPairs, 9>(x, block, panels, pairs, ahead, totals, width);
+    case 10: return multiply_rows<AsPairs, 10>(x, block, panels, pairs, ahead, totals, width);
+    case 11: return multiply_rows<AsPairs, 11>(x, block, panels, pairs, ahead, totals, width);
+    default: return multiply_rows<AsPairs, 12>(x, block, panels, pairs, ahead, totals, width);
   }
-  return {wide, K_BLOCK * PANEL, scales_of(at), stride};
 }
 
 int64_t pairs_of(const Linear& work) { return parts(work.weight.inner, 2); }
 
-int64_t scratch(const Linear& work) {
-  return work.rows * pairs_of(work);
+int64_t scratch(const Linear& work) { return work.rows * pairs_of(work); }
+
+RowTile tile_of(const Linear& work, int64_t tile) { return row_tile(work.rows, ROWS, tile); }
+
+using Words4 = uint32_t __attribute__((vector_size(16)));
+
+FISSILE_INLINE Words4 load_4(const Bf16* from) {
+  Words4 words;
+  __builtin_memcpy(&words, from, sizeof words);
+  return words;
 }
 
-int64_t pack_tasks(const Linear& work) {
-  return parts(work.rows, ROWS);
+// Four pairs of four rows, so many numbers apart, to [pairs][count].
+FISSILE_INLINE void pack_square(const Bf16* from, int64_t stride, uint32_t* to, int64_t count) {
+  const Words4 a = load_4(from), b = load_4(from + stride);
+  const Words4 c = load_4(from + 2 * stride), d = load_4(from + 3 * stride);
+  const Words4 ab = __builtin_shufflevector(a, b, 0, 4, 1, 5), ab2 = __builtin_shufflevector(a, b, 2, 6, 3, 7);
+  const Words4 cd = __builtin_shufflevector(c, d, 0, 4, 1, 5), cd2 = __builtin_shufflevector(c, d, 2, 6, 3, 7);
+  const Words4 pairs[4] = {
+      __builtin_shufflevector(ab, cd, 0, 1, 4, 5), __builtin_shufflevector(ab, cd, 2, 3, 6, 7),
+      __builtin_shufflevector(ab2, cd2, 0, 1, 4, 5), __builtin_shufflevector(ab2, cd2, 2, 3, 6, 7)};
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) __builtin_memcpy(to + i * count, &pairs[i], sizeof pairs[i]);
 }
 
+int64_t pack_tasks(const Linear& work) { return parts(work.rows, ROWS); }
+
+// Tile `task` of x.
 void pack_x(const Linear& work, int64_t task) {
-  const int64_t first = task * ROWS, count = at_most(ROWS, work.rows - first), pairs = pairs_of(work);
-  uint32_t* to = reinterpret_cast<uint32_t*>(work.packed_x) + first * pairs;
-  for (int64_t r = 0; r < count; r++) {
-    const Bf16* from = static_cast<const Bf16*>(work.x) + (first + r) * work.x_stride;
-    for (int64_t k = 0; k < work.weight.inner / 2; k++) __builtin_memcpy(to + k * count + r, from + 2 * k, sizeof *to);
-    if (work.weight.inner % 2) to[(pairs - 1) * count + r] = from[work.weight.inner - 1].bits;
+  const RowTile tile = tile_of(work, task);
+  const int64_t inner = work.weight.inner, pairs = pairs_of(work), squares = tile.rows < 4 ? 0 : inner / 8;
+  const Bf16* const x = static_cast<const Bf16*>(work.x) + tile.first * work.x_stride;
+  uint32_t* const to = reinterpret_cast<uint32_t*>(work.packed_x) + tile.first * pairs;
+  for (int64_t r = 0; r < tile.rows && squares; r += 4) {
+    // The last four rows may be packed twice.
+    const int64_t first = at_most(r, tile.rows - 4);
+    for (int64_t s = 0; s < squares; s++)
+      pack_square(x + first * work.x_stride + s * 8, work.x_stride, to + s * 4 * tile.rows + first, tile.rows);
+  }
+  for (int64_t r = 0; r < tile.rows; r++) {
+    const Bf16* const from = x + r * work.x_stride;
+    for (int64_t k = squares * 4; k < inner / 2; k++)
+      __builtin_memcpy(to + k * tile.rows + r, from + 2 * k, sizeof *to);
+    if (inner % 2) to[(pairs - 1) * tile.rows + r] = from[inner - 1].bits;
   }
 }
 
+// A task: its panels, its tiles, and memory for their sums.
+struct Task {
+  const Linear& work;
+  int64_t pairs;
+  int64_t panel_stride;
+  const char* weights;
+  const RowTile* tiles;
+  int64_t tile_count;
+  int64_t rows;
+  // [rows][width]
+  float* totals;
+  int64_t width;
+
+  const char* at(int64_t panel, int64_t pair) const {
+    return weights + panel * panel_stride + fissile::block_offset(work.weight.dtype, 2 * pair);
+  }
+
+  // Some panels from `pair` on to the end of their block, as they are packed.
+  Block block(int64_t first, int64_t pair) const {
+    const char* begin = at(first, pair);
+    if (work.weight.dtype == fissile::BFLOAT16) return {begin, panel_stride, nullptr, 0};
+    return {begin + fissile::BLOCK_SCALES, panel_stride, begin, panel_stride};
+  }
+
+  // `count` panels of int8, brought to bfloat16 in `wide`.
+  Block widened(const Block& packed, int64_t count, int64_t pair, Bf16* wide) const {
+    const int64_t depth = at_most(K_BLOCK, fissile::padded_inner(fissile::INT8, work.weight.inner) - 2 * pair);
+    for (int64_t p = 0; p < count; p++)
+      widen_numbers(packed.numbers + p * packed.panel_stride, depth, wide + p * K_BLOCK * PANEL);
+    return {reinterpret_cast<const char*>(wide), K_BLOCK * PANEL * 2, packed.scales, packed.scales_stride};
+  }
+
+  // What is needed after a block of the panels from `first` on: of this task, or of the thread's next one. One tile is
+  // done with a block before the next one has come, so that it asks for the one after that.
+  const char* after(int64_t first, int64_t pair) const {
+    const int64_t all = parts(pairs, PAIRS) * PAIRS, next = pair + (tile_count == 1 ? 2 : 1) * PAIRS;
+    if (next < all) return at(first, next);
+    const int64_t further = parts(work.under_way, parts(parts(work.rows, ROWS), TASK_TILES));
+    return at(first + task_panels(work) * further, next - all);
+  }
+
+  // All tiles by `count` panels from `first` on.
+  template <auto MULTIPLY>
+  void multiply_tiles(const Block& numbers, int64_t first, int64_t count, int64_t pair) const {
+    // Not a line may be left out: one that is waited for costs as much as a tile.
+    const int64_t bytes = fissile::block_offset(work.weight.dtype, K_BLOCK);
+    const char* const next = after(first, pair);
+    for (int64_t t = 0; t < tile_count; t++) {
+      const Ahead ahead{next + bytes * t / tile_count, panel_stride, bytes / PAIRS / tile_count};
+      const RowTile tile = tiles[t];
+      const uint32_t* x = reinterpret_cast<const uint32_t*>(work.packed_x) + tile.first * pairs + pair * tile.rows;
+      MULTIPLY(tile.rows, x, numbers, count, at_most(PAIRS, pairs - pair), ahead,
+               totals + (tile.first - tiles->first) * width + first * PANEL, width);
+    }
+  }
+
+  void multiply_block(int64_t first, int64_t count, int64_t pair) const {
+    const Block packed = block(first, pair);
+    if (work.weight.dtype == fissile::BFLOAT16) return multiply_tiles<multiply_tile>(packed, first, count, pair);
+    // Of an odd last pair x has nothing that goes with the second half of a group.
+    if (rows <= IN_REGISTERS && at_most(PAIRS, pairs - pair) % 2 == 0)
+      return multiply_tiles<multiply_int8>(packed, first, count, pair);
+    alignas(64) Bf16 wide[MOST_PANELS * K_BLOCK * PANEL];
+    multiply_tiles<multiply_tile>(widened(packed, count, pair, wide), first, count, pair);
+  }
+};
+
 int64_t tasks(const Linear& work) {
-  return parts(parts(work.weight.columns, PANEL), TASK_PANELS) * parts(work.rows, TASK_ROWS);
+  return parts(parts(work.weight.columns, PANEL), task_panels(work)) * parts(parts(work.rows, ROWS), TASK_TILES);
 }
 
 void run(const Linear& work, int64_t task) {
   // Tasks that follow each other share panels.
-  const int64_t row_groups = parts(work.rows, TASK_ROWS), pairs = pairs_of(work);
-  const int64_t first_panel = task / row_groups * TASK_PANELS, first_row = task % row_groups * TASK_ROWS;
-  const int64_t panels = at_most(TASK_PANELS, parts(work.weight.columns, PANEL) - first_panel);
-  const int64_t rows = at_most(TASK_ROWS, work.rows - first_row);
-  const char* weights = static_cast<const char*>(work.weight.panels) +
-                        first_panel * fissile::panel_bytes(work.weight.dtype, work.weight.inner);
-  const uint32_t* x = reinterpret_cast<const uint32_t*>(work.packed_x) + first_row * pairs;
-  alignas(64) float totals[TASK_ROWS * TASK_PANELS * PANEL];
-  alignas(64) Bf16 wide[TASK_PANELS * K_BLOCK * PANEL];
-  __builtin_memset(totals, 0, rows * TASK_PANELS * PANEL * sizeof(float));
-  for (int64_t k = 0; k < pairs; k += PAIRS) {
-    const Block block = block_of(work, weights, panels, k, wide);
-    for (int64_t r = 0; r < rows; r += ROWS) {
-      const int64_t count = at_most(ROWS, rows - r);
-      multiply_tile(x + r * pairs + k * count, count, block, panels, at_most(PAIRS, pairs - k),
-                    totals + r * TASK_PANELS * PANEL);
-    }
-  }
+  const int64_t groups = parts(parts(work.rows, ROWS), TASK_TILES), most = task_panels(work);
+  const int64_t first_panel = task / groups * most, first_tile = task % groups * TASK_TILES;
+  const int64_t panels = at_most(most, parts(work.weight.columns, PANEL) - first_panel);
+  const int64_t tile_count = at_most(TASK_TILES, parts(work.rows, ROWS) - first_tile);
+  RowTile tiles[TASK_TILES];
+  for (int64_t t = 0; t < tile_count; t++) tiles[t] = tile_of(work, first_tile + t);
+  const int64_t first_row = tiles->first, width = most * PANEL;
+  const int64_t rows = tiles[tile_count - 1].first + tiles[tile_count - 1].rows - first_row;
+  const int64_t stride = fissile::panel_bytes(work.weight.dtype, work.weight.inner);
+  alignas(64) float totals[TASK_TILES * ROWS * panels_of(ROWS) * PANEL];
+  static_assert(TASK_TILES * panels_of(ROWS) * 2 >= MOST_PANELS);
+  __builtin_memset(totals, 0, rows * width * sizeof(float));
+  const Task mine{work, pairs_of(work), stride, static_cast<const char*>(work.weight.panels) + first_panel * stride,
+                  tiles, tile_count, rows, totals, width};
+  const int64_t at_once = panels == most ? most : 1;
+  for (int64_t pair = 0; pair < mine.pairs; pair += PAIRS)
+    for (int64_t p = 0; p < panels; p += at_once) mine.multiply_block(p, at_once, pair);
   Bf16* y = static_cast<Bf16*>(work.y) + first_row * work.y_stride + first_panel * PANEL;
   for (int64_t r = 0; r < rows; r++, y += work.y_stride)
     for (int64_t p = 0; p < panels; p++)
-      write_row(work, totals + (r * TASK_PANELS + p) * PANEL, (first_panel + p) * PANEL, y + p * PANEL);
+      write_row(work, totals + r * width + p * PANEL, (first_panel + p) * PANEL, y + p * PANEL);
 }
 
 }  // namespace

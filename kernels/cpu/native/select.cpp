@@ -18,6 +18,10 @@
   namespace name { \
   void use_own_linear(fissile::Kernels& table); \
   }
+#define FISSILE_ATTENTION(name) \
+  namespace name { \
+  void use_own_attention(fissile::Kernels& table); \
+  }
 
 FISSILE_TABLE(plain)
 #if defined(__x86_64__)
@@ -26,9 +30,11 @@ FISSILE_TABLE(avx2x16)
 FISSILE_TABLE(avx512)
 FISSILE_LINEAR(amx_emulated)
 FISSILE_LINEAR(avx512bf16_emulated)
+FISSILE_ATTENTION(avx512bf16_emulated)
 #endif
 #if defined(FISSILE_AVX512BF16)
 FISSILE_LINEAR(avx512bf16)
+FISSILE_ATTENTION(avx512bf16)
 #endif
 #if defined(FISSILE_AMX)
 FISSILE_LINEAR(amx)
@@ -87,18 +93,27 @@ struct All {
     const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && has_f16c();
     const bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                             __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq");
+    // Products by instructions for bfloat16 widen int8 with it. What fills a table is compiled with the set's own
+    // instructions, too: only where they can be run.
+    [[maybe_unused]] const bool has_vbmi = has_avx512 && __builtin_cpu_supports("avx512vbmi");
     Ability amx_ability = ABSENT, bf16_ability = ABSENT;
 #if defined(FISSILE_AMX)
-    if (has_avx512 && has_amx()) amx_ability = may_use_tiles() ? USABLE : DENIED;
-    amx = with_linear(avx512::kernels, "amx", amx::use_own_linear);
+    if (has_vbmi && has_amx()) amx_ability = may_use_tiles() ? USABLE : DENIED;
+    if (amx_ability == USABLE) amx = with_linear(avx512::kernels, "amx", amx::use_own_linear);
 #endif
 #if defined(FISSILE_AVX512BF16)
-    if (has_avx512 && has_avx512bf16()) bf16_ability = USABLE;
-    avx512bf16 = with_linear(avx512::kernels, "avx512bf16", avx512bf16::use_own_linear);
+    if (has_vbmi && has_avx512bf16()) {
+      bf16_ability = USABLE;
+      avx512bf16 = with_linear(avx512::kernels, "avx512bf16", avx512bf16::use_own_linear);
+      avx512bf16::use_own_attention(avx512bf16);
+    }
 #endif
-    amx_emulated = with_linear(avx2x16::kernels, "amx_emulated", amx_emulated::use_own_linear);
-    avx512bf16_emulated =
-        with_linear(avx2x16::kernels, "avx512bf16_emulated", avx512bf16_emulated::use_own_linear);
+    if (has_avx2) {
+      amx_emulated = with_linear(avx2x16::kernels, "amx_emulated", amx_emulated::use_own_linear);
+      avx512bf16_emulated =
+          with_linear(avx2x16::kernels, "avx512bf16_emulated", avx512bf16_emulated::use_own_linear);
+      avx512bf16_emulated::use_own_attention(avx512bf16_emulated);
+    }
     const InstructionSet best_first[COUNT] = {
         {"amx", amx_ability, &amx},
         {"avx512bf16", bf16_ability, &avx512bf16},

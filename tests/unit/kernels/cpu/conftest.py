@@ -19,15 +19,38 @@ def native() -> CDLL:
         pytest.skip(str(error))
 
 
-@pytest.fixture(params=["plain", "avx2", "avx2x16", "avx512"])
-def each_isa(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDLL]:
-    """The library with one instruction set that this machine can run."""
+# Instruction sets whose kernels are all their own; those whose attention is by pairs of bfloat16, the rest another's.
+WHOLE = ["plain", "avx2", "avx2x16", "avx512"]
+PAIRED = ["avx512bf16_emulated", "avx512bf16"]
+
+
+def selected(native: CDLL, name: str) -> Iterator[CDLL]:
+    """The library with an instruction set that this machine can run; afterwards the base set serves, by one thread."""
     try:
-        library.select(native, request.param)
+        library.select(native, name)
     except library.LibraryUnavailableError as error:
         pytest.skip(str(error))
     yield native
+    native.fissile_set_threads(1)
     library.select(native)
+
+
+@pytest.fixture(params=WHOLE)
+def each_isa(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDLL]:
+    """The library with one instruction set after the other."""
+    yield from selected(native, request.param)
+
+
+@pytest.fixture(params=[*WHOLE, *PAIRED])
+def each_attention(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDLL]:
+    """The library with one way of attention after the other."""
+    yield from selected(native, request.param)
+
+
+@pytest.fixture(params=["avx2", *PAIRED])
+def some_attention(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDLL]:
+    """The same where one set of vectors is enough."""
+    yield from selected(native, request.param)
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from kernels.cpu import attention
+from kernels.cpu import attention, library
 from kernels.interface import KVSpec
 from kernels.paged_attention import PagedKVCache
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks, stored
@@ -54,13 +54,13 @@ def attend(
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 24), (2, 2, 128), (16, 1, 20)])
 @pytest.mark.parametrize("window", [None, 600])
 def test_against_float64(
-    each_isa: CDLL, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+    each_attention: CDLL, dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
 ) -> None:
-    cache, blocks = filled(each_isa, kv_heads, dim, dtype)
+    cache, blocks = filled(each_attention, kv_heads, dim, dtype)
     sinks = torch.linspace(-2.0, 4.0, heads)
     rows = [Rows(LENGTH - 30, LENGTH, blocks[0]), Rows(74, 75, blocks[1])]
     q = torch.randn(31, heads, dim).to(dtype)
-    out = attend(each_isa, cache, q, rows, window, sinks)
+    out = attend(each_attention, cache, q, rows, window, sinks)
     for part, row in ((slice(0, 30), rows[0]), (slice(30, 31), rows[1])):
         keys, values = stored(cache, 0, row.blocks, row.end)
         exact = reference_attention(q[part], keys, values, row.start, 0.2, window, sinks)
@@ -72,43 +72,100 @@ def test_against_float64(
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 24), (2, 2, 16)])
 @pytest.mark.parametrize("window", [None, 1, 65])
 def test_chunks_batches_and_threads_do_not_change_bits(
-    threads: CDLL, dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, kv_heads: int, dim: int, window: int | None
+    some_attention: CDLL,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    dim: int,
+    window: int | None,
 ) -> None:
-    cache, (blocks, others) = filled(threads, kv_heads, dim, dtype, kv_dtype)
+    cache, (blocks, others) = filled(some_attention, kv_heads, dim, dtype, kv_dtype)
     q, sinks = torch.randn(LENGTH, heads, dim).to(dtype), torch.randn(heads)
-    whole = attend(threads, cache, q, [Rows(0, LENGTH, blocks)], window, sinks)
-    other = attend(threads, cache, q[:75], [Rows(0, 75, others)], window, sinks)
+    whole = attend(some_attention, cache, q, [Rows(0, LENGTH, blocks)], window, sinks)
+    other = attend(some_attention, cache, q[:75], [Rows(0, 75, others)], window, sinks)
     for count in (1, 2, 5):
-        threads.fissile_set_threads(count)
+        some_attention.fissile_set_threads(count)
         for start, end in pairwise((0, 1, 2, 37, 64, 65, 512, 513, 1023, 1024, 1200, LENGTH - 1, LENGTH)):
-            alone = attend(threads, cache, q[start:end], [Rows(start, end, blocks)], window, sinks)
+            alone = attend(some_attention, cache, q[start:end], [Rows(start, end, blocks)], window, sinks)
             assert torch.equal(alone, whole[start:end]), f"rows {start} to {end} by {count} threads"
         mixed = [Rows(74, 75, others), Rows(900, LENGTH, blocks), Rows(3, 70, others)]
         rows = torch.cat((q[74:75], q[900:], q[3:70]))
         expected = torch.cat((other[74:75], whole[900:], other[3:70]))
-        assert torch.equal(attend(threads, cache, rows, mixed, window, sinks), expected)
+        assert torch.equal(attend(some_attention, cache, rows, mixed, window, sinks), expected)
 
 
-def test_many_sequences_at_once(threads: CDLL) -> None:
-    cache, (blocks, _) = filled(threads, 2, 32, torch.bfloat16)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1)])
+@pytest.mark.parametrize("dim", [32, 64, 128])
+@pytest.mark.parametrize("spoiled", [40, 41])
+def test_tokens_before_a_window_do_not_show(
+    some_attention: CDLL, heads: int, kv_heads: int, dim: int, spoiled: int
+) -> None:
+    """Not even one that overflowed, whose neighbour is seen; of a prefill and of decodes."""
+    window, end = 33, 140
+    cache, (blocks, _) = filled(some_attention, kv_heads, dim, torch.bfloat16)
+    q = torch.randn(end, heads, dim).bfloat16()
+    first = spoiled + window
+    kept = attend(some_attention, cache, q, [Rows(0, end, blocks)], window)[first:]
+    cache.data[0, :, blocks[spoiled // BLOCK], :, spoiled % BLOCK] = torch.nan
+    assert torch.equal(attend(some_attention, cache, q, [Rows(0, end, blocks)], window)[first:], kept)
+    for row in (first, first + 1, first + 2):
+        alone = attend(some_attention, cache, q[row : row + 1], [Rows(row, row + 1, blocks)], window)
+        assert torch.equal(alone[0], kept[row - first]), f"row {row}"
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(2, 2), (4, 2), (3, 1), (7, 1)])
+@pytest.mark.parametrize("dim", [32, 64, 128, 160])
+@pytest.mark.parametrize("window", [None, 33])
+def test_decodes_are_the_rows_of_a_prefill(
+    some_attention: CDLL, heads: int, kv_heads: int, dim: int, window: int | None
+) -> None:
+    """Of few query heads to a key head, which take no detour, and of more; keys that end within a pair and after it."""
+    cache, (blocks, _) = filled(some_attention, kv_heads, dim, torch.bfloat16)
+    q = torch.randn(150, heads, dim).bfloat16()
+    whole = attend(some_attention, cache, q, [Rows(0, 150, blocks)], window)
+    for row in (0, 1, 2, 31, 63, 64, 65, 127, 148, 149):
+        alone = attend(some_attention, cache, q[row : row + 1], [Rows(row, row + 1, blocks)], window)
+        assert torch.equal(alone[0], whole[row]), f"row {row}"
+
+
+def test_many_sequences_at_once(some_attention: CDLL) -> None:
+    cache, (blocks, _) = filled(some_attention, 2, 32, torch.bfloat16)
     q = torch.randn(LENGTH, 6, 32).bfloat16()
-    whole = attend(threads, cache, q, [Rows(0, LENGTH, blocks)])
+    whole = attend(some_attention, cache, q, [Rows(0, LENGTH, blocks)])
     ends = np.random.default_rng(0).permutation(LENGTH)[:70] + 1
-    threads.fissile_set_threads(3)
-    decoded = attend(threads, cache, q[ends - 1], [Rows(end - 1, end, blocks) for end in ends.tolist()])
+    some_attention.fissile_set_threads(3)
+    decoded = attend(some_attention, cache, q[ends - 1], [Rows(end - 1, end, blocks) for end in ends.tolist()])
     assert torch.equal(decoded, whole[ends - 1])
 
 
 @DTYPES
-def test_later_tokens_that_overflowed_do_not_show(native: CDLL, dtype: torch.dtype) -> None:
-    cache, (blocks, _) = filled(native, 1, 32, dtype)
+@pytest.mark.parametrize("spoiled", [100, 101])
+def test_later_tokens_that_overflowed_do_not_show(some_attention: CDLL, dtype: torch.dtype, spoiled: int) -> None:
+    """The first and the second of a pair of neighbours."""
+    cache, (blocks, _) = filled(some_attention, 1, 32, dtype)
     q = torch.randn(LENGTH, 4, 32).to(dtype)
-    kept = attend(native, cache, q, [Rows(0, LENGTH, blocks)])
-    spoiled = 100
+    kept = attend(some_attention, cache, q, [Rows(0, LENGTH, blocks)])
     cache.data[0, :, blocks[spoiled // BLOCK], :, spoiled % BLOCK] = torch.nan
-    out = attend(native, cache, q, [Rows(0, LENGTH, blocks)])
+    out = attend(some_attention, cache, q, [Rows(0, LENGTH, blocks)])
     assert torch.equal(out[:spoiled], kept[:spoiled])
     assert out[spoiled:].isnan().all()
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (3, 1, 24), (2, 2, 32)])
+def test_the_processors_pairs_are_the_emulated_ones(native: CDLL, heads: int, kv_heads: int, dim: int) -> None:
+    """To the bit, decodes and longer parts alike."""
+    outs = []
+    for name in ("avx512bf16_emulated", "avx512bf16"):
+        if library.abilities(native).get(name, library.Ability.ABSENT) == library.Ability.ABSENT:
+            pytest.skip(f"this machine can not run {name} kernels")
+        library.select(native, name)
+        cache, (blocks, others) = filled(native, kv_heads, dim, torch.bfloat16)
+        q = torch.randn(140, heads, dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+        rows = [Rows(LENGTH - 64, LENGTH, blocks), Rows(74, 75, others), Rows(0, 75, others)]
+        outs.append(attend(native, cache, q, rows, window=301))
+        library.select(native)
+    assert torch.equal(*outs)
 
 
 NARROW = [torch.bfloat16, torch.float16, torch.float8_e4m3fn]

@@ -83,12 +83,12 @@ class Latent:
 
 
 @NARROW
-@pytest.mark.parametrize(("heads", "dim", "value_dim"), [(3, 96, 64), (20, 50, 37)])
+@pytest.mark.parametrize(("heads", "dim", "value_dim"), [(2, 96, 64), (3, 96, 64), (20, 50, 37)])
 @pytest.mark.parametrize("sparse", [False, True])
 def test_against_float64(
-    each_isa: CDLL, dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, dim: int, value_dim: int, sparse: bool
+    each_attention: CDLL, dtype: torch.dtype, kv_dtype: torch.dtype, heads: int, dim: int, value_dim: int, sparse: bool
 ) -> None:
-    made = Latent(each_isa, dtype, kv_dtype, heads, dim, value_dim)
+    made = Latent(each_attention, dtype, kv_dtype, heads, dim, value_dim)
     out = made.attend([(0, 600, 700), (1, 0, 40)], sparse)
     for p in (600, 650, 699):
         keys = made.keys[None, made.chosen(p) if sparse else slice(0, p + 1)]
@@ -100,12 +100,12 @@ def test_against_float64(
 @NARROW
 @pytest.mark.parametrize("sparse", [False, True])
 def test_chunks_batches_and_threads_do_not_change_bits(
-    threads: CDLL, dtype: torch.dtype, kv_dtype: torch.dtype, sparse: bool
+    some_attention: CDLL, dtype: torch.dtype, kv_dtype: torch.dtype, sparse: bool
 ) -> None:
-    made = Latent(threads, dtype, kv_dtype, 6, 80, 48)
+    made = Latent(some_attention, dtype, kv_dtype, 6, 80, 48)
     whole = made.attend([(0, 0, 700)], sparse)
     for count in (1, 3):
-        threads.fissile_set_threads(count)
+        some_attention.fissile_set_threads(count)
         for start, end in pairwise((0, 1, 37, 64, 90, 91, 512, 640, 699, 700)):
             assert torch.equal(made.attend([(0, start, end)], sparse), whole[start:end]), f"rows {start} to {end}"
         mixed = made.attend([(1, 3, 40), (0, 500, 700)], sparse)

@@ -19,8 +19,9 @@ BF16 = torch.bfloat16
 SHAPES = [(1, 1), (16, 32), (33, 24), (50, 129), (130, 545), (72, 1031)]
 # Blocks of 128 that share a scale, groups of 4.
 INT8_SHAPES = [(1, 1), (33, 24), (50, 129), (130, 397), (72, 512)]
-# Either side of 16 rows (a tile), 32 (two) and 256 (a task); and of 6 and 72.
-COUNTS = [1, 2, 5, 6, 7, 15, 16, 17, 31, 32, 33, 48, 65, 72, 73, 80]
+# Either side of 16 rows (a tile of AMX), 32 (two) and 256 (a task); and of VDPBF16PS's 12 and 72, of 6, which take more
+# panels at once, and of 4, which widen int8 in registers.
+COUNTS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 48, 65, 72, 73, 80]
 
 
 @pytest.fixture(params=["amx_emulated", "avx512bf16_emulated", "amx", "avx512bf16"])
@@ -81,8 +82,9 @@ def test_more_rows_than_a_task_has(variant: CDLL, packed_dtype: torch.dtype) -> 
     assert torch.equal(whole, parts)
 
 
-def test_bits_do_not_depend_on_the_threads(variant: CDLL) -> None:
-    packed, x = linear.pack(variant, drawn(300, 200), None, BF16), drawn(50, 200)
+@pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
+def test_bits_do_not_depend_on_the_threads(variant: CDLL, packed_dtype: torch.dtype) -> None:
+    packed, x = linear.pack(variant, drawn(300, 200), None, BF16, packed_dtype), drawn(50, 200)
     outs = []
     for count in (1, 2, 5):
         variant.fissile_set_threads(count)
@@ -141,3 +143,20 @@ def test_denormals_are_zeros(variant: CDLL) -> None:
     assert tiny.ne(0).all()
     out = linear.linear(variant, tiny, linear.pack(variant, torch.full((16, 64), 1e9), None, BF16))
     assert out.eq(0).all()
+
+
+@pytest.mark.parametrize("name", ["amx", "avx512bf16"])
+@pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
+def test_the_processors_instructions_are_the_emulated_ones(native: CDLL, name: str, packed_dtype: torch.dtype) -> None:
+    """To the bit, with denormals, in and out, among the numbers."""
+    weight, x = drawn(70, 397), drawn(29, 397)
+    x[:, ::5] *= 1e-38
+    outs = []
+    for isa in (f"{name}_emulated", name):
+        if library.abilities(native).get(isa, library.Ability.ABSENT) < library.Ability.TESTED:
+            pytest.skip(f"this machine can not run {isa} kernels")
+        library.select(native, isa)
+        packed = linear.pack(native, weight, None, BF16, packed_dtype)
+        outs.append([linear.linear(native, x[:rows], packed) for rows in (1, 4, 6, 8, 29)])
+        library.select(native)
+    assert all(torch.equal(*pair) for pair in zip(*outs, strict=True))

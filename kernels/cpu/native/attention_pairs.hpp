@@ -1,0 +1,269 @@
+// What attention computes by VDPBF16PS where queries, keys and values are bfloat16: scores, sums over pairs of numbers of a
+// key in order, one chain for each row and key; and values, sums over pairs of neighbouring keys in order, by weights of
+// two bfloat16 each, which together are nearly as good as float32. The keys of a tile are turned, so that a vector holds a
+// pair of sixteen keys; of its values a vector holds sixteen numbers of a pair of keys.
+#pragma once
+
+#include "kernels.hpp"
+#include "kv_rows.hpp"
+#include "pairs.hpp"
+
+namespace FISSILE_ISA {
+
+static_assert(WIDTH == 16);
+
+// Rows, and vectors, that are summed at a time: as many sums as registers hold.
+constexpr int PAIRED_ROWS = 6;
+constexpr int PAIRED_VECTORS = 4;
+// Of one token, up to so many rows use keys and values as they are loaded; more have them packed.
+constexpr int FEW_ROWS = 2;
+constexpr int64_t KEY_VECTORS = fissile::KV_TILE / WIDTH;
+static_assert(KEY_VECTORS == PAIRED_VECTORS);
+
+#define FISSILE_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+
+// Column i of sixteen rows in place of row i.
+FISSILE_INLINE void turn(Words* rows) {
+  Words twos[16], fours[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    twos[i] = FISSILE_PICK(rows[i], rows[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
+    twos[i + 1] = FISSILE_PICK(rows[i], rows[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
+  }
+  // fours[4 i + c]: columns c, 4 + c, 8 + c and 12 + c of rows 4 i to 4 i + 3.
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {
+    const Words *a = twos + i, *b = a + 2;
+    fours[i] = FISSILE_PICK(a[0], b[0], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    fours[i + 1] = FISSILE_PICK(a[0], b[0], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+    fours[i + 2] = FISSILE_PICK(a[1], b[1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    fours[i + 3] = FISSILE_PICK(a[1], b[1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  }
+#pragma GCC unroll 4
+  for (int c = 0; c < 4; c++) {
+    const Words a = fours[c], b = fours[4 + c], d = fours[8 + c], e = fours[12 + c];
+    // Columns c and 8 + c, then 4 + c and 12 + c, of eight rows each.
+    const Words ab = FISSILE_PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    const Words de = FISSILE_PICK(d, e, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    const Words ab2 = FISSILE_PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    const Words de2 = FISSILE_PICK(d, e, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    rows[c] = FISSILE_PICK(ab, de, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    rows[8 + c] = FISSILE_PICK(ab, de, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+    rows[4 + c] = FISSILE_PICK(ab2, de2, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+    rows[12 + c] = FISSILE_PICK(ab2, de2, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+  }
+}
+
+// The first `count` numbers of 32, zeros behind them.
+FISSILE_INLINE Words load_pairs(const Bf16* from, int64_t count) {
+  if (count >= 2 * WIDTH) return load_words(from);
+  Bf16 buffer[2 * WIDTH] = {};
+  for (int64_t i = 0; i < count; i++) buffer[i] = from[i];
+  return load_words(buffer);
+}
+
+// The numbers from i on of sixteen keys. Fetches those of `ahead`.
+FISSILE_INLINE void load_keys(Rows<Bf16> keys, Rows<Bf16> ahead, int64_t first, int64_t i, int64_t dim, Words* rows) {
+#pragma GCC unroll 16
+  for (int k = 0; k < WIDTH; k++) {
+    fetch(ahead[first + k] + i);
+    rows[k] = load_pairs(keys[first + k] + i, dim - i);
+  }
+}
+
+// Keys of `dim` numbers, the first `count` and those that share a vector with them, to pairs [width / 2][KV_TILE]. Fetches
+// those of `ahead`.
+static void pack_keys(
+    Rows<Bf16> keys, Rows<Bf16> ahead, int64_t dim, int64_t width, int64_t count, uint32_t* to) {
+  for (int64_t first = 0; first < count; first += WIDTH)
+    for (int64_t i = 0; i < width; i += 2 * WIDTH) {
+      Words rows[WIDTH];
+      load_keys(keys, ahead, first, i, dim, rows);
+      turn(rows);
+      uint32_t* column = to + i / 2 * fissile::KV_TILE + first;
+#pragma GCC unroll 16
+      for (int c = 0; c < WIDTH; c++) store_words(column + c * fissile::KV_TILE, rows[c]);
+    }
+}
+
+// Pairs of the numbers of two rows, in the order that `from_paired` takes back.
+FISSILE_INLINE void pair_up(Words even, Words odd, Words* pairs) {
+  using Numbers = uint16_t __attribute__((vector_size(sizeof(Words))));
+  const Numbers a = (Numbers)even, b = (Numbers)odd;
+  pairs[0] = (Words)FISSILE_PICK(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43,
+                                 16, 48, 17, 49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
+  pairs[1] = (Words)FISSILE_PICK(a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47,
+                                 20, 52, 21, 53, 22, 54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
+}
+
+// The first `count` values, of `dim` numbers, to [KV_TILE / 2][width] pairs of neighbours, a zero behind an odd last one.
+// Fetches those of `ahead`.
+static void pack_values(
+    Rows<Bf16> values, Rows<Bf16> ahead, int64_t dim, int64_t width, int64_t count, uint32_t* to) {
+  for (int64_t k = 0; k < count; k += 2, to += width)
+    for (int64_t i = 0; i < width; i += 2 * WIDTH) {
+      fetch(ahead[k] + i);
+      fetch(ahead[k + 1] + i);
+      Words pairs[2];
+      pair_up(load_pairs(values[k] + i, dim - i),
+              k + 1 < count ? load_pairs(values[k + 1] + i, dim - i) : splat_word(0), pairs);
+      store_words(to + i, pairs[0]);
+      store_words(to + i + WIDTH, pairs[1]);
+    }
+}
+
+// 32 sums over values in the order of memory.
+FISSILE_INLINE Two from_paired(Two sums) {
+  return {FISSILE_PICK(sums.first, sums.second, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
+          FISSILE_PICK(sums.first, sums.second, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
+}
+
+// As `pack_keys` and `score_paired`, of so few rows that keys are better used at once, out of registers.
+template <int ROWS>
+void score_turned(const uint32_t* q, Rows<Bf16> keys, Rows<Bf16> ahead, int64_t dim, int64_t width, int64_t count,
+                  float scale, float* scores) {
+  Floats sums[ROWS][KEY_VECTORS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < KEY_VECTORS; v++) sums[r][v] = zeros();
+  for (int64_t i = 0; i < width; i += 2 * WIDTH, q += WIDTH * ROWS)
+#pragma GCC unroll 4
+    for (int v = 0; v < KEY_VECTORS; v++) {
+      if (v * WIDTH >= count) {
+        // The tile that comes next may have more keys than this one.
+        for (int k = 0; k < WIDTH; k++) fetch(ahead[v * WIDTH + k] + i);
+        continue;
+      }
+      Words rows[WIDTH];
+      load_keys(keys, ahead, v * WIDTH, i, dim, rows);
+      turn(rows);
+#pragma GCC unroll 16
+      for (int c = 0; c < WIDTH; c++)
+#pragma GCC unroll 8
+        for (int r = 0; r < ROWS; r++) sums[r][v] = add_pairs(sums[r][v], splat_word(q[c * ROWS + r]), rows[c]);
+    }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < KEY_VECTORS; v++)
+      store(scores + r * fissile::KV_TILE + v * WIDTH, sums[r][v] * splat(scale));
+}
+
+// scores[row][key] of ROWS rows, whose queries are [pairs][ROWS], and all keys of a tile.
+template <int ROWS>
+void score_paired(const uint32_t* q, const uint32_t* keys, int64_t pairs, float scale, float* scores) {
+  Floats sums[ROWS][KEY_VECTORS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < KEY_VECTORS; v++) sums[r][v] = zeros();
+  for (int64_t p = 0; p < pairs; p++, q += ROWS, keys += fissile::KV_TILE) {
+    Words columns[KEY_VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < KEY_VECTORS; v++) columns[v] = load_words(keys + v * WIDTH);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      const Words query = splat_word(q[r]);
+#pragma GCC unroll 4
+      for (int v = 0; v < KEY_VECTORS; v++) sums[r][v] = add_pairs(sums[r][v], query, columns[v]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < KEY_VECTORS; v++)
+      store(scores + r * fissile::KV_TILE + v * WIDTH, sums[r][v] * splat(scale));
+}
+
+// sums[row] += the weight of a pair of keys, of rows so many words apart, times their values: its first halves, then the
+// second ones, which stand behind those of all pairs.
+template <int ROWS, int VECTORS>
+FISSILE_INLINE void add_weighted(const uint32_t* weights, const Words* values, Floats (*sums)[VECTORS]) {
+#pragma GCC unroll 2
+  for (int64_t half = 0; half < fissile::KV_TILE; half += fissile::KV_TILE / 2)
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; r++) {
+      const Words weight = splat_word(weights[r * fissile::KV_TILE + half]);
+#pragma GCC unroll 8
+      for (int v = 0; v < VECTORS; v++) sums[r][v] = add_pairs(sums[r][v], weight, values[v]);
+    }
+}
+
+// values[row] += the pairs [begin, end) of weights [rows][KV_TILE words] times those of values, VECTORS vectors of them.
+template <int ROWS, int VECTORS>
+void add_paired(
+    const uint32_t* weights, const uint32_t* pairs, int64_t begin, int64_t end, float* values, int64_t width) {
+  Floats sums[ROWS][VECTORS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) sums[r][v] = load(values + r * width + v * WIDTH);
+  for (int64_t p = begin; p < end; p++) {
+    Words columns[VECTORS];
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) columns[v] = load_words(pairs + p * width + v * WIDTH);
+    add_weighted<ROWS, VECTORS>(weights + p, columns, sums);
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v++) store(values + r * width + v * WIDTH, sums[r][v]);
+}
+
+// The same of one row and the pairs of which it sees something; what it does not see has no part, even if it is NaN.
+template <int VECTORS>
+void add_seen(const uint32_t* weights, const uint32_t* pairs, Range seen, float* values, int64_t width) {
+  Floats sums[1][VECTORS];
+  for (int v = 0; v < VECTORS; v++) sums[0][v] = load(values + v * WIDTH);
+  for (int64_t p = seen.begin / 2; p < parts(seen.end, 2); p++) {
+    const uint32_t part = (2 * p >= seen.begin ? 0xFFFFu : 0) | (2 * p + 1 < seen.end ? 0xFFFF0000u : 0);
+    Words columns[VECTORS];
+    for (int v = 0; v < VECTORS; v++) columns[v] = load_words(pairs + p * width + v * WIDTH) & splat_word(part);
+    add_weighted<1, VECTORS>(weights + p, columns, sums);
+  }
+  for (int v = 0; v < VECTORS; v++) store(values + v * WIDTH, sums[0][v]);
+}
+
+// Two neighbouring values of VECTORS vectors, as pairs; of what is not seen zeros.
+template <int VECTORS>
+FISSILE_INLINE void load_values(Rows<Bf16> values, Range seen, int64_t pair, int64_t column, Words* pairs) {
+  const bool first = 2 * pair >= seen.begin, second = 2 * pair + 1 < seen.end;
+#pragma GCC unroll 4
+  for (int v = 0; v < VECTORS; v += 2) {
+    const int64_t i = column + v * WIDTH;
+    pair_up(first ? load_words(values[2 * pair] + i) : splat_word(0),
+            second ? load_words(values[2 * pair + 1] + i) : splat_word(0), pairs + v);
+  }
+}
+
+// As `pack_values` and `add_paired`, of so few rows that values are better used at once; all rows see the same keys.
+template <int ROWS, int VECTORS>
+void add_values_of(const uint32_t* weights, Rows<Bf16> values, Rows<Bf16> ahead, Range seen, int64_t column, float* to,
+                   int64_t width) {
+  Floats sums[ROWS][VECTORS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) sums[r][v] = load(to + r * width + column + v * WIDTH);
+  for (int64_t p = seen.begin / 2; p < parts(seen.end, 2); p++) {
+#pragma GCC unroll 4
+    for (int v = 0; v < VECTORS; v += 2) {
+      fetch(ahead[2 * p] + column + v * WIDTH);
+      fetch(ahead[2 * p + 1] + column + v * WIDTH);
+    }
+    Words pairs[VECTORS];
+    load_values<VECTORS>(values, seen, p, column, pairs);
+    add_weighted<ROWS, VECTORS>(weights + p, pairs, sums);
+  }
+  for (int64_t k = parts(seen.end, 2) * 2; k < fissile::KV_TILE; k++)
+    for (int v = 0; v < VECTORS; v += 2) fetch(ahead[k] + column + v * WIDTH);
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 8
+    for (int v = 0; v < VECTORS; v++) store(to + r * width + column + v * WIDTH, sums[r][v]);
+}
+
+}  // namespace FISSILE_ISA
+
+#undef FISSILE_PICK

@@ -1,0 +1,35 @@
+// VDPBF16PS: products of pairs of bfloat16. With FISSILE_EMULATED the instruction is made of others, by the pseudo-code of
+// Intel's manual (volume 2, VDPBF16PS), for tests on AVX2.
+#pragma once
+
+#include "vec.hpp"
+
+namespace FISSILE_ISA {
+
+#ifdef FISSILE_EMULATED
+
+// Not inlined, which would take the compiler half a minute.
+__attribute__((noinline, unused)) static Floats add_pairs(Floats sum, Words a, Words b) {
+  const Words upper = splat_word(0xFFFF0000u);
+  sum = flushed(fma(flushed((Floats)(a & upper)), flushed((Floats)(b & upper)), flushed(sum)));
+  return flushed(fma(flushed((Floats)(a << 16)), flushed((Floats)(b << 16)), sum));
+}
+
+#else
+
+// sum += a's second numbers times b's, then the first ones.
+FISSILE_INLINE Floats add_pairs(Floats sum, Words a, Words b) {
+  return (Floats)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+}
+
+#endif
+
+FISSILE_INLINE Words load_words(const void* from) {
+  Words words;
+  __builtin_memcpy(&words, from, sizeof words);
+  return words;
+}
+
+FISSILE_INLINE void store_words(void* to, Words words) { __builtin_memcpy(to, &words, sizeof words); }
+
+}  // namespace FISSILE_ISA
