@@ -110,8 +110,6 @@ WORKER_WAIT_S = 5.0
 # Engine.
 MAX_CACHE_SALTS = 4096
 MAX_KV_BLOCKS = 1 << 20
-# A GPU computes 16384 tokens in the time a CPU takes for this many.
-CPU_MAX_NUM_BATCHED_TOKENS = 2048
 
 # Ranks of a tensor-parallel worker. A rank that is silent for so many heartbeats is given up; while it loads, Python
 # may be inside of one call for long.

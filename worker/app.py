@@ -29,7 +29,6 @@ from common.config import QUANTIZE, SCHEDULING_POLICIES, CompilationConfig, Conf
 from common.errors import ApiError
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import (
-    CPU_MAX_NUM_BATCHED_TOKENS,
     DRAIN_PROPAGATION_S,
     DRAIN_TIMEOUT_S,
     ENGINE_JOIN_S,
@@ -45,6 +44,7 @@ from common.telemetry.logs import LEVELS, setup_logging
 from common.telemetry.metrics import setup_metrics
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError, files_sha256, tokenizer_files
+from common.token_budget import ON_CPU, ON_GPU, default_token_budget
 from worker.cost_model import CostModel
 from worker.engine_config import default_weights_cache, with_special_tokens
 from worker.engine_core import EngineCore
@@ -462,7 +462,7 @@ class WorkerCommand(ConfigurableCommand):
 )  # fmt: skip
 @option(
     "--max-num-batched-tokens", envvar="FISSILE_MAX_NUM_BATCHED_TOKENS", type=click.IntRange(min=1),
-    default=CPU_MAX_NUM_BATCHED_TOKENS, help="Most tokens computed in one step.",
+    help=f"Most tokens computed in one step; absent: {ON_CPU} on a CPU, {ON_GPU} on a GPU and with --simulate.",
 )  # fmt: skip
 @option(
     "--kv-cache-memory", envvar="FISSILE_KV_CACHE_MEMORY", type=ByteSize(),
@@ -564,7 +564,6 @@ def worker(log_level: str, **given: Any) -> int:
 # Options that are fields of Config by the same name.
 _OF_CONFIG: Final = (
     "max_num_seqs",
-    "max_num_batched_tokens",
     "scheduling_policy",
     "scheduler_delay_factor",
     "hash_seed",
@@ -586,6 +585,7 @@ def worker_options(
     max_model_len: int | None,
     kv_cache_memory: int | None,
     block_size: int,
+    max_num_batched_tokens: int | None,
     prefix_caching: bool,
     weights_cache: str | None,
     drain_timeout: float,
@@ -617,6 +617,10 @@ def worker_options(
         config = Config(
             model=str(folder),
             kv_cache_block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens
+            or default_token_budget(
+                others["kernels"], is_simulated=simulate is not None, max_num_seqs=others["max_num_seqs"]
+            ),
             enable_prefix_caching=prefix_caching,
             kv_cache_memory=kv_cache_memory or 0,
             max_model_len=max_model_len or 0,

@@ -20,12 +20,12 @@ import structlog
 from common.config import Config
 from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError
 from common.hub import HubError, model_folder
-from common.limits import CPU_MAX_NUM_BATCHED_TOKENS
 from common.sampling_params import SamplingParams
 from common.seed import derive_seed
 from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer
+from common.token_budget import default_token_budget
 from worker.batch import RequestOutput, Runner
 from worker.engine_config import with_pool, with_special_tokens
 from worker.engine_core import EngineCore, EngineDeadError
@@ -465,7 +465,8 @@ def _stream(answers: Iterable[Answer], on_error: Callable[[Answer], None]) -> No
 
 def default_config(folder: str | Path) -> Config:
     """How a checkpoint is run when nothing else is said."""
-    return Config(model=str(folder), enable_prefix_caching=True, max_num_batched_tokens=CPU_MAX_NUM_BATCHED_TOKENS)
+    budget = default_token_budget(Config.kernels, is_simulated=False, max_num_seqs=Config.max_num_seqs)
+    return Config(model=str(folder), enable_prefix_caching=True, max_num_batched_tokens=budget)
 
 
 def _folder(model: str, *, weights: bool) -> str:

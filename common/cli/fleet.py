@@ -125,7 +125,7 @@ class Fleet:
             "router": f"{self.host}:{self.port}",
             "workers": workers,
             "prefix caching": "on" if self.prefix_caching else "off",
-            "token budget": f"{self.max_num_batched_tokens} tokens per step (CPU-sized)",
+            "token budget": f"{self.max_num_batched_tokens} tokens per step",
             "KV memory": kv_memory,
         }
         return "\n".join([f"Fissile {version}", *(f"  {name:<15} {value}" for name, value in rows.items())])

@@ -38,10 +38,11 @@ from common.cli.options import option
 from common.cli.security import api_keys_option, server_tls, server_tls_options
 from common.cli.supervisor import REFUSED, Supervisor
 from common.cli.version import fissile_version
-from common.config import QUANTIZE, SCHEDULING_POLICIES
+from common.config import QUANTIZE, SCHEDULING_POLICIES, Config
 from common.hub import HubError, default_model_name, model_folder
-from common.limits import CPU_MAX_NUM_BATCHED_TOKENS, DRAIN_TIMEOUT_S
+from common.limits import DRAIN_TIMEOUT_S
 from common.telemetry.logs import FORMAT_VARIABLE, LEVELS, setup_logging
+from common.token_budget import ON_CPU, ON_GPU, default_token_budget
 
 DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
 DEMO_NAME = "demo"
@@ -235,7 +236,7 @@ def make_fleet(
     workers: int,
     host: str,
     port: int,
-    max_num_batched_tokens: int,
+    max_num_batched_tokens: int | None,
     prefix_caching: bool,
     kv_cache_memory: str | None,
     drain_timeout: float,
@@ -266,7 +267,12 @@ def make_fleet(
         host=host,
         port=port or router_port,
         worker_ports=worker_ports,
-        max_num_batched_tokens=max_num_batched_tokens,
+        max_num_batched_tokens=max_num_batched_tokens
+        or default_token_budget(
+            worker_options.get("kernels") or Config.kernels,
+            is_simulated=bool(simulate),
+            max_num_seqs=worker_options.get("max_num_seqs") or Config.max_num_seqs,
+        ),
         prefix_caching=prefix_caching,
         kv_cache_memory=kv_cache_memory or ("" if simulate else kv_memory_per_rank(workers, tp_size, free_memory())),
         drain_timeout_s=drain_timeout,
@@ -352,8 +358,7 @@ def describe_kv_memory(fleet: Fleet) -> str:
     "--max-num-batched-tokens",
     envvar="FISSILE_MAX_NUM_BATCHED_TOKENS",
     type=click.IntRange(min=1),
-    default=CPU_MAX_NUM_BATCHED_TOKENS,
-    help="Token budget of a worker's step.",
+    help=f"Token budget of a worker's step; absent: {ON_CPU} on a CPU, {ON_GPU} on a GPU and with --simulate.",
 )
 @option("--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.")
 @option(

@@ -142,7 +142,7 @@ def test_once_serves_streams_one_answer_and_ends(serve: Callable[..., Serve], si
     run = serve("--model", simulated, "--once")
     assert run.wait() == 0, run.everything()
     errors = "".join(run.errors)
-    for said in ("tiny from ", f"127.0.0.1:{run.port}", "prefix caching  on", "2048 tokens", "KV memory", "serves"):
+    for said in ("tiny from ", f"127.0.0.1:{run.port}", "prefix caching  on", "512 tokens", "KV memory", "serves"):
         assert said in errors
     figures = FIGURES.search(errors)
     assert figures is not None, errors

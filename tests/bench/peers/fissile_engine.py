@@ -14,7 +14,7 @@ import torch
 from common.bench.records import Record
 from common.bench.workload import Work
 from common.config import Config
-from common.limits import CPU_MAX_NUM_BATCHED_TOKENS
+from common.token_budget import ON_CPU
 from tests.bench.peers.runs import Clock, Job, Run, check, clock_from_now, serve_jobs
 from worker.llm_engine import LLMEngine, StreamOutput
 
@@ -71,7 +71,7 @@ def main() -> None:
         model=options.model,
         dtype="bfloat16",
         kv_cache_memory=options.kv_cache_memory,
-        max_num_batched_tokens=CPU_MAX_NUM_BATCHED_TOKENS,
+        max_num_batched_tokens=ON_CPU,
         quantize=options.quantize,
     )
     serve_jobs(lambda: _load(config))
