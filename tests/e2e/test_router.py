@@ -484,6 +484,8 @@ async def test_without_a_worker_streams_end_after_a_bounded_wait_by_what_the_cli
         begun = b.stub.Generate(request(params={"max_tokens": 4000}))
         await begun.read()
         worker.step_s = 60.0
+        # The step that is under way ends without the next request.
+        await asyncio.sleep(0.2)
         waiting = b.stub.Generate(request(params={"max_tokens": 4000}))
         await until(lambda: len(worker.submitted) == 2)
         await worker.stop()

@@ -89,7 +89,8 @@ class LastSlotLost(TorchBackend):
 
 def _interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     even, odd = x[..., 0::2], x[..., 1::2]
-    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2)
+    # Cosines are float32, and rows of the model's dtype, which `auto` takes from the processor.
+    return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
 def score(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> float:

@@ -64,6 +64,8 @@ def test_attention_over_what_was_stored(
     q = torch.randn(sum(lengths), 4, dim, generator=generator).to(model_dtype)
     k, v = (torch.randn(sum(lengths), heads, dim, generator=generator) * 3 for _ in range(2))
     k[::7] *= 1000.0
+    # Scores of up to 5: of 5000 float32 leaves so little behind the point that weights differ by 0.05 % with the order.
+    scale = 2e-4
 
     def attention(cache_dtype: torch.dtype, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         cache = backend.allocate_kv(spec, 1, 20, block_size, cache_dtype)
@@ -72,9 +74,9 @@ def test_attention_over_what_was_stored(
         step.plan = backend.plan_attention(step, cache, q.shape[1])
         if latent:
             backend.write_latent(cache, 0, k[:, 0], step)
-            return backend.latent_attention(q, cache, 0, step, 0.2, None)
+            return backend.latent_attention(q, cache, 0, step, scale, None)
         backend.write_kv(cache, 0, k, v, step)
-        return backend.attention(q, cache, 0, step, 0.2)
+        return backend.attention(q, cache, 0, step, scale)
 
     actual = attention(dtype, k.to(model_dtype), v.to(model_dtype))
     rounded = [float8.saturated(x.to(model_dtype), dtype).float() for x in (k, v)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import _thread
+import signal
 import socket
 import threading
 import time
@@ -232,7 +232,10 @@ def test_a_rank_that_does_not_leave_holds_nobody_up(reads: bool, monkeypatch: py
 def test_an_interrupt_while_ranks_leave_ends_them() -> None:
     group = started(shares_sums=True)
     group.fakes[1].answer = lambda *call: None
-    threading.Timer(0.1, _thread.interrupt_main).start()
+    main = threading.main_thread().ident
+    assert main is not None
+    # A real signal, as of a terminal: it ends a wait, which `interrupt_main` does not.
+    threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT)).start()
     with pytest.raises(KeyboardInterrupt):
         group.close()
     assert isinstance(group.failure(), RankLostError)
