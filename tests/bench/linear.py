@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from kernels.cpu import library, linear
+from kernels.cpu import instruction_sets, library, linear
 
 # (outputs, inputs) of queries, keys and values together; output; gate and up together; down.
 SHAPES = ((4096, 1024), (1024, 2048), (6144, 1024), (1024, 3072))
@@ -56,6 +56,7 @@ def candidates(options: argparse.Namespace) -> Iterator[Candidate]:
     if options.against:
         libraries = {" against": library.load(options.against), **libraries}
     for lib in libraries.values():
+        instruction_sets.take(lib, options.cpu_isa)
         lib.fissile_set_threads(options.threads)
     for dtype in options.dtypes:
         for suffix, lib in libraries.items():
@@ -72,11 +73,15 @@ def seconds(work: Callable[[], object], clock: Callable[[], float]) -> float:
 def layer_seconds(compared: list[Candidate], rows: int, repeats: int, clock: Callable[[], float]) -> list[float]:
     """Of each candidate: the sum over the products of a layer of the best time of each."""
     best = [[float("inf")] * len(SHAPES) for _ in compared]
-    inputs = {inner: torch.randn(rows, inner) for _, inner in SHAPES}
+    # Not within the turns: PyTorch's threads, once they have converted, look for work on the cores that are timed.
+    inputs = {
+        (inner, one.rows_dtype): torch.randn(rows, inner).to(one.rows_dtype) for _, inner in SHAPES for one in compared
+    }
+    time.sleep(0.5)
     for repeat in range(repeats):
         for which, one in enumerate(compared):
             for product, weight in enumerate(one.layers[repeat % len(one.layers)]):
-                x = inputs[weight.inner].to(one.rows_dtype)
+                x = inputs[weight.inner, one.rows_dtype]
                 taken = seconds(partial(linear.linear, one.library, x, weight), clock)
                 best[which][product] = min(best[which][product], taken)
     return [sum(products) for products in best]
@@ -96,6 +101,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 128])
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["bfloat16", "int8"])
+    parser.add_argument("--cpu-isa", choices=instruction_sets.CHOICES, default=instruction_sets.AUTO)
     parser.add_argument("--layers", type=int, default=4, help="layers whose weights are used in turn")
     parser.add_argument("--repeats", type=int, default=24, help="calls of each product, of which the best counts")
     parser.add_argument("--against", type=Path, help="another libfissile_cpu.so, compared as the first")
