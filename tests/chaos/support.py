@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import grpc
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
@@ -29,6 +30,11 @@ def rss_mib(process: Process) -> float:
         if line.startswith("VmRSS:"):
             return int(line.split()[1]) / 1024
     raise AssertionError("no VmRSS")
+
+
+def log_entries(process: Process) -> list[dict[str, Any]]:
+    """What a process has logged, without lines that are none of its own (gRPC writes some)."""
+    return [json.loads(line) for line in process.log.read_text().splitlines() if line.startswith("{")]
 
 
 def open_files(process: Process) -> int:

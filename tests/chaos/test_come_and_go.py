@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import random
 import signal
@@ -32,6 +31,7 @@ from router.app import Router, RouterOptions
 from tests.chaos.conftest import Report
 from tests.chaos.proxy import proxied
 from tests.chaos.scale import SCALE
+from tests.chaos.support import log_entries
 from tests.e2e.service import REPOSITORY, Answer, Process, Service, free_port, generate, running_service
 from tests.e2e.simulated import OPTIONS, outcome, request, simulated_model, wait_workers
 
@@ -234,8 +234,8 @@ def logged(process: Process, event: str, within_s: float = 5.0) -> float:
     """When a process logged an event, in seconds since 1970; waits for it."""
     end = time.monotonic() + within_s
     while True:
-        for line in process.log.read_text().splitlines():
-            if line.startswith("{") and (entry := json.loads(line))["event"] == event:
+        for entry in log_entries(process):
+            if entry["event"] == event:
                 return datetime.fromisoformat(entry["ts"]).timestamp()
         assert time.monotonic() < end, f"{process.name} has not logged {event!r}"
         time.sleep(0.01)
