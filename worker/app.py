@@ -39,12 +39,19 @@ from common.limits import (
 from common.rpc.access import PeerAccess
 from common.rpc.server import GrpcServer, PortTakenError
 from common.rpc.tls import ServerTls, TlsError
+from common.step_defaults import (
+    BUDGET_ON_CPU,
+    BUDGET_ON_GPU,
+    POLICY_ON_CPU,
+    POLICY_ON_GPU,
+    default_scheduling_policy,
+    default_token_budget,
+)
 from common.telemetry import names
 from common.telemetry.logs import LEVELS, setup_logging
 from common.telemetry.metrics import setup_metrics
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError, files_sha256, tokenizer_files
-from common.token_budget import ON_CPU, ON_GPU, default_token_budget
 from worker.cost_model import CostModel
 from worker.engine_config import default_weights_cache, with_special_tokens
 from worker.engine_core import EngineCore
@@ -462,7 +469,8 @@ class WorkerCommand(ConfigurableCommand):
 )  # fmt: skip
 @option(
     "--max-num-batched-tokens", envvar="FISSILE_MAX_NUM_BATCHED_TOKENS", type=click.IntRange(min=1),
-    help=f"Most tokens computed in one step; absent: {ON_CPU} on a CPU, {ON_GPU} on a GPU and with --simulate.",
+    help=f"Most tokens computed in one step; absent: {BUDGET_ON_CPU} on a CPU, {BUDGET_ON_GPU} on a GPU "
+    "and with --simulate.",
 )  # fmt: skip
 @option(
     "--kv-cache-memory", envvar="FISSILE_KV_CACHE_MEMORY", type=ByteSize(),
@@ -474,8 +482,8 @@ class WorkerCommand(ConfigurableCommand):
 )  # fmt: skip
 @option(
     "--scheduling-policy", envvar="FISSILE_SCHEDULING_POLICY", type=click.Choice(SCHEDULING_POLICIES),
-    default=Config.scheduling_policy,
-    help="prefill_first: prompts go before running answers; mixed: both share each step.",
+    help="prefill_first: prompts go before running answers; mixed: both share each step; absent: "
+    f"{POLICY_ON_CPU} on a CPU, {POLICY_ON_GPU} on a GPU and with --simulate.",
 )  # fmt: skip
 @option("--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.")
 @option(
@@ -564,7 +572,6 @@ def worker(log_level: str, **given: Any) -> int:
 # Options that are fields of Config by the same name.
 _OF_CONFIG: Final = (
     "max_num_seqs",
-    "scheduling_policy",
     "scheduler_delay_factor",
     "hash_seed",
     "dtype",
@@ -586,6 +593,7 @@ def worker_options(
     kv_cache_memory: int | None,
     block_size: int,
     max_num_batched_tokens: int | None,
+    scheduling_policy: str | None,
     prefix_caching: bool,
     weights_cache: str | None,
     drain_timeout: float,
@@ -611,6 +619,7 @@ def worker_options(
     """
     if simulate is not None and max(tp_size, dp_size) > 1:
         raise CommandError("--simulate runs no ranks: leave --tp-size and --dp-size away, and name a preset with -tpN")
+    kernels, is_simulated = others["kernels"], simulate is not None
     try:
         topology = Topology(tp_size, nnodes, node_rank, dist_init, dp_size, dp_rank)
         folder = model_folder(model, weights=simulate is None)
@@ -618,9 +627,8 @@ def worker_options(
             model=str(folder),
             kv_cache_block_size=block_size,
             max_num_batched_tokens=max_num_batched_tokens
-            or default_token_budget(
-                others["kernels"], is_simulated=simulate is not None, max_num_seqs=others["max_num_seqs"]
-            ),
+            or default_token_budget(kernels, is_simulated=is_simulated, max_num_seqs=others["max_num_seqs"]),
+            scheduling_policy=scheduling_policy or default_scheduling_policy(kernels, is_simulated=is_simulated),
             enable_prefix_caching=prefix_caching,
             kv_cache_memory=kv_cache_memory or 0,
             max_model_len=max_model_len or 0,

@@ -146,6 +146,7 @@ def offline(**given: Any) -> int:
     setup_logging(os.environ.get(LEVEL_VARIABLE, "warning"), service="offline")
     options = worker_options(**engine, **OF_A_SERVICE)
     engine["max_num_batched_tokens"] = options.config.max_num_batched_tokens
+    engine["scheduling_policy"] = options.config.scheduling_policy
     return measure(plan, EngineTarget(options.config, options.threads, plan.terms()), {"engine": engine})
 
 

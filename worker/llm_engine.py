@@ -22,10 +22,10 @@ from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerE
 from common.hub import HubError, model_folder
 from common.sampling_params import SamplingParams
 from common.seed import derive_seed
+from common.step_defaults import default_scheduling_policy, default_token_budget
 from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer
-from common.token_budget import default_token_budget
 from worker.batch import RequestOutput, Runner
 from worker.engine_config import with_pool, with_special_tokens
 from worker.engine_core import EngineCore, EngineDeadError
@@ -465,8 +465,14 @@ def _stream(answers: Iterable[Answer], on_error: Callable[[Answer], None]) -> No
 
 def default_config(folder: str | Path) -> Config:
     """How a checkpoint is run when nothing else is said."""
-    budget = default_token_budget(Config.kernels, is_simulated=False, max_num_seqs=Config.max_num_seqs)
-    return Config(model=str(folder), enable_prefix_caching=True, max_num_batched_tokens=budget)
+    return Config(
+        model=str(folder),
+        enable_prefix_caching=True,
+        max_num_batched_tokens=default_token_budget(
+            Config.kernels, is_simulated=False, max_num_seqs=Config.max_num_seqs
+        ),
+        scheduling_policy=default_scheduling_policy(Config.kernels, is_simulated=False),
+    )
 
 
 def _folder(model: str, *, weights: bool) -> str:

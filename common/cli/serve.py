@@ -41,8 +41,8 @@ from common.cli.version import fissile_version
 from common.config import QUANTIZE, SCHEDULING_POLICIES, Config
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import DRAIN_TIMEOUT_S
+from common.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU, default_token_budget
 from common.telemetry.logs import FORMAT_VARIABLE, LEVELS, setup_logging
-from common.token_budget import ON_CPU, ON_GPU, default_token_budget
 
 DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
 DEMO_NAME = "demo"
@@ -358,7 +358,8 @@ def describe_kv_memory(fleet: Fleet) -> str:
     "--max-num-batched-tokens",
     envvar="FISSILE_MAX_NUM_BATCHED_TOKENS",
     type=click.IntRange(min=1),
-    help=f"Token budget of a worker's step; absent: {ON_CPU} on a CPU, {ON_GPU} on a GPU and with --simulate.",
+    help=f"Token budget of a worker's step; absent: {BUDGET_ON_CPU} on a CPU, {BUDGET_ON_GPU} on a GPU "
+    "and with --simulate.",
 )
 @option("--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.")
 @option(

@@ -14,7 +14,7 @@ import torch
 from common.bench.records import Record
 from common.bench.workload import Work
 from common.config import Config
-from common.token_budget import ON_CPU
+from common.step_defaults import BUDGET_ON_CPU, POLICY_ON_CPU
 from tests.bench.peers.runs import Clock, Job, Run, check, clock_from_now, serve_jobs
 from worker.llm_engine import LLMEngine, StreamOutput
 
@@ -71,7 +71,8 @@ def main() -> None:
         model=options.model,
         dtype="bfloat16",
         kv_cache_memory=options.kv_cache_memory,
-        max_num_batched_tokens=ON_CPU,
+        max_num_batched_tokens=BUDGET_ON_CPU,
+        scheduling_policy=POLICY_ON_CPU,
         quantize=options.quantize,
     )
     serve_jobs(lambda: _load(config))

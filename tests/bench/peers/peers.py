@@ -27,6 +27,7 @@ from typing import Final
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.config import SCHEDULING_POLICIES
 from tests.bench.peers.client import HOST, Ask, closed_loop, grpc_generate, llama_completion, openai_completions
 from tests.bench.peers.folder import GGUF_TYPES, AbsentError, PeerFolder, need
 from tests.bench.peers.runs import Job, Run
@@ -280,7 +281,11 @@ def grpc_serves(port: int) -> bool:
 
 # What the worker or the offline engine is started with beside the common options.
 _INT8: Final = ("--quantize", "int8")
-_SERVED: Final[dict[str, tuple[str, ...]]] = {"fissile": (), "fissile-int8": _INT8}
+_SERVED: Final[dict[str, tuple[str, ...]]] = {
+    "fissile": (),
+    "fissile-int8": _INT8,
+    **{f"fissile-{policy}": ("--scheduling-policy", policy) for policy in SCHEDULING_POLICIES},
+}
 _OFFLINE: Final[dict[str, tuple[str, ...]]] = {"fissile-offline": (), "fissile-offline-int8": _INT8}
 
 

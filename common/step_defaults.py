@@ -1,0 +1,43 @@
+"""How a worker fills its steps when nobody says: by the kernels that will probably serve.
+
+Which ones do is known only with PyTorch loaded; these guesses cost speed where they are wrong, never an answer.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from common.config import MIXED, PREFILL_FIRST
+
+# Arithmetic is a CPU's limit from some dozen tokens on: larger steps are no quicker per token, and all prompts of a
+# step wait for the last one.
+BUDGET_ON_CPU: Final = 512
+# On a GPU, real or simulated. Config has 16384, for who knows that the memory for such a step is there.
+BUDGET_ON_GPU: Final = 2048
+# A step of prompts has read the weights that answers need too. On a GPU, steps of answers alone are captured graphs.
+POLICY_ON_CPU: Final = MIXED
+POLICY_ON_GPU: Final = PREFILL_FIRST
+# What the drivers of AMD and of NVIDIA make.
+DEVICES: Final = (Path("/dev/kfd"), Path("/dev/nvidiactl"))
+
+
+def default_token_budget(kernels: str, *, is_simulated: bool, max_num_seqs: int) -> int:
+    """Most tokens of a step.
+
+    Args:
+        kernels: as in Config.
+        is_simulated: whether a cost model stands for the kernels.
+        max_num_seqs: as in Config: each has at least one token in a step.
+    """
+    return max(BUDGET_ON_GPU if _as_on_gpu(kernels, is_simulated) else BUDGET_ON_CPU, max_num_seqs)
+
+
+def default_scheduling_policy(kernels: str, *, is_simulated: bool) -> str:
+    """As in Config; arguments as above."""
+    return POLICY_ON_GPU if _as_on_gpu(kernels, is_simulated) else POLICY_ON_CPU
+
+
+def _as_on_gpu(kernels: str, is_simulated: bool) -> bool:
+    may_be_gpu = kernels in ("triton", "aiter") or (kernels == "auto" and any(path.exists() for path in DEVICES))
+    return is_simulated or may_be_gpu
