@@ -41,7 +41,7 @@ from common.cli.version import fissile_version
 from common.config import QUANTIZE, SCHEDULING_POLICIES, Config
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import DRAIN_TIMEOUT_S
-from common.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU, default_token_budget
+from common.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU, POLICY_ON_CPU, POLICY_ON_GPU, default_token_budget
 from common.telemetry.logs import FORMAT_VARIABLE, LEVELS, setup_logging
 
 DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
@@ -373,7 +373,8 @@ def describe_kv_memory(fleet: Fleet) -> str:
 )
 @option(
     "--scheduling-policy", envvar="FISSILE_SCHEDULING_POLICY", type=click.Choice(SCHEDULING_POLICIES),
-    help="prefill_first: prompts go before running answers; mixed: both share each step; absent: the worker's default.",
+    help="prefill_first: prompts go before running answers; mixed: both share each step; absent: "
+    f"{POLICY_ON_CPU} on a CPU, {POLICY_ON_GPU} on a GPU and with --simulate.",
 )  # fmt: skip
 @option("--dtype", envvar="FISSILE_DTYPE", help="Absent: the checkpoint's, as far as this CPU computes in it.")
 @option(
