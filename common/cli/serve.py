@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import os
+import random
 import shlex
 import shutil
 import signal
@@ -12,7 +14,6 @@ import socket
 import sys
 import time
 from collections.abc import Mapping
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -59,15 +60,24 @@ _QUICK_RECONNECT = [
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_http_proxy", 0),
 ]
+# Below those that systems give to outgoing connections: one might have a port before the child that is told it.
+_PORTS: Final = range(20_000, 32_768)
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports on loopback, all different, that nobody listens on now."""
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind((LOOPBACK, 0))
-        return [int(each.getsockname()[1]) for each in sockets]
+    """TCP ports on loopback, all different, that nobody listens on now.
+
+    Raises:
+        OSError: there are not so many.
+    """
+    free: list[int] = []
+    for port in random.sample(_PORTS, len(_PORTS)):
+        with contextlib.suppress(OSError), socket.socket() as taken:
+            taken.bind((LOOPBACK, port))
+            free.append(port)
+        if len(free) == count:
+            return free
+    raise OSError(f"fewer than {count} ports of {_PORTS.start} to {_PORTS.stop - 1} are free")
 
 
 def free_memory() -> int:

@@ -147,9 +147,12 @@ class FakeWorker(WorkerServiceServicer):
         finally:
             runner.cancel()
             reader.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await reader
-            self.running.clear()
+            try:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await reader
+            finally:
+                # Also when reading has failed, as it may when the server stops.
+                self.running.clear()
 
     async def _read(self, context: Any) -> None:
         while (frame := await context.read()) is not grpc.aio.EOF:

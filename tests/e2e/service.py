@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,15 +19,15 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.cli.serve import free_ports
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now."""
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+    """A TCP port on loopback that nobody listens on now, and no connection will have."""
+    return free_ports(1)[0]
 
 
 @dataclass

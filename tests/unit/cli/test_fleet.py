@@ -1,10 +1,12 @@
 from __future__ import annotations
 
 import dataclasses
+import socket
 
 import pytest
 
-from common.cli.fleet import Fleet, kv_memory_per_rank, threads_per_worker
+from common.cli import serve
+from common.cli.fleet import LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.serve import free_memory, free_ports
 
 FLEET = Fleet(
@@ -74,7 +76,18 @@ def test_workers_share_a_quarter_of_the_memory() -> None:
 def test_ports_are_free_and_distinct() -> None:
     ports = free_ports(20)
     assert len(set(ports)) == 20
-    assert all(1024 < port < 65536 for port in ports)
+    # Linux gives connections those from here on.
+    assert all(1024 < port < 32768 for port in ports)
+
+
+def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    [taken] = free_ports(1)
+    monkeypatch.setattr(serve, "_PORTS", range(taken, taken + 1))
+    with socket.socket() as listener:
+        listener.bind((LOOPBACK, taken))
+        with pytest.raises(OSError, match=f"fewer than 1 ports of {taken} to {taken} are free"):
+            free_ports(1)
+    assert free_ports(1) == [taken]
 
 
 def test_free_memory_is_plausible() -> None:
