@@ -68,7 +68,7 @@ def free_ports(count: int) -> list[int]:
     """TCP ports on loopback, all different, that nobody listens on now.
 
     Raises:
-        OSError: there are not so many.
+        CommandError: there are not so many (exit code 1).
     """
     free: list[int] = []
     for port in random.sample(_PORTS, len(_PORTS)):
@@ -77,7 +77,7 @@ def free_ports(count: int) -> list[int]:
             free.append(port)
         if len(free) == count:
             return free
-    raise OSError(f"fewer than {count} ports of {_PORTS.start} to {_PORTS.stop - 1} are free")
+    raise CommandError(f"fewer than {count} ports of {_PORTS.start} to {_PORTS.stop - 1} are free", 1)
 
 
 def free_memory() -> int:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ from common.config import SCHEDULING_POLICIES
 from tests.bench.peers.client import HOST, Ask, closed_loop, grpc_generate, llama_completion, openai_completions
 from tests.bench.peers.folder import GGUF_TYPES, AbsentError, PeerFolder, need
 from tests.bench.peers.runs import Job, Run
+from tests.e2e.service import free_port
 
 REPOSITORY: Final = Path(__file__).resolve().parents[3]
 MODEL_NAME: Final = "peer"
@@ -251,13 +251,6 @@ class Engine(Peer):
             process.running.wait(_STOP_TIMEOUT_S)
             _ = process.running
         return line
-
-
-def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now."""
-    with socket.socket() as listener:
-        listener.bind((HOST, 0))
-        return int(listener.getsockname()[1])
 
 
 def http_serves(port: int) -> bool:

@@ -6,6 +6,7 @@ import socket
 import pytest
 
 from common.cli import serve
+from common.cli.failure import CommandError
 from common.cli.fleet import LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.serve import free_memory, free_ports
 
@@ -85,7 +86,7 @@ def test_a_port_that_is_taken_is_not_free(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(serve, "_PORTS", range(taken, taken + 1))
     with socket.socket() as listener:
         listener.bind((LOOPBACK, taken))
-        with pytest.raises(OSError, match=f"fewer than 1 ports of {taken} to {taken} are free"):
+        with pytest.raises(CommandError, match=f"fewer than 1 ports of {taken} to {taken} are free"):
             free_ports(1)
     assert free_ports(1) == [taken]
 

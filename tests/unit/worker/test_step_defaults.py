@@ -20,45 +20,44 @@ def config(*arguments: str) -> Config:
     return app.worker_options(**given).config
 
 
-@pytest.mark.parametrize(
-    ("arguments", "without_gpu", "with_gpu"),
-    [
-        ((), BUDGET_ON_CPU, BUDGET_ON_GPU),
-        (("--kernels", "cpu"), BUDGET_ON_CPU, BUDGET_ON_CPU),
-        (("--kernels", "torch"), BUDGET_ON_CPU, BUDGET_ON_CPU),
-        (("--kernels", "triton"), BUDGET_ON_GPU, BUDGET_ON_GPU),
-        (("--kernels", "aiter"), BUDGET_ON_GPU, BUDGET_ON_GPU),
-        (("--simulate", "mi300x-llama-8b"), BUDGET_ON_GPU, BUDGET_ON_GPU),
-        (("--max-num-seqs", "700"), 700, BUDGET_ON_GPU),
-        (("--max-num-batched-tokens", "77"), 77, 77),
-    ],
-)
-def test_the_budget_of_a_step(
-    arguments: tuple[str, ...], without_gpu: int, with_gpu: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    device = tmp_path / "kfd"
-    monkeypatch.setattr(step_defaults, "DEVICES", (device,))
-    assert config(*arguments).max_num_batched_tokens == without_gpu
-    device.touch()
-    assert config(*arguments).max_num_batched_tokens == with_gpu
+ON_CPU, ON_GPU = (BUDGET_ON_CPU, "mixed"), (BUDGET_ON_GPU, "prefill_first")
 
 
 @pytest.mark.parametrize(
     ("arguments", "without_gpu", "with_gpu"),
     [
-        ((), "mixed", "prefill_first"),
-        (("--kernels", "cpu"), "mixed", "mixed"),
-        (("--kernels", "triton"), "prefill_first", "prefill_first"),
-        (("--simulate", "mi300x-llama-8b"), "prefill_first", "prefill_first"),
-        (("--scheduling-policy", "prefill_first"), "prefill_first", "prefill_first"),
-        (("--scheduling-policy", "mixed", "--kernels", "triton"), "mixed", "mixed"),
+        ((), ON_CPU, ON_GPU),
+        (("--kernels", "cpu"), ON_CPU, ON_CPU),
+        (("--kernels", "torch"), ON_CPU, ON_CPU),
+        (("--kernels", "triton"), ON_GPU, ON_GPU),
+        (("--kernels", "aiter"), ON_GPU, ON_GPU),
+        (("--simulate", "mi300x-llama-8b"), ON_GPU, ON_GPU),
+        (("--max-num-seqs", "700"), (700, "mixed"), ON_GPU),
+        (("--max-num-batched-tokens", "77"), (77, "mixed"), (77, "prefill_first")),
+        (
+            ("--scheduling-policy", "prefill_first"),
+            (BUDGET_ON_CPU, "prefill_first"),
+            (BUDGET_ON_GPU, "prefill_first"),
+        ),
+        (
+            ("--scheduling-policy", "mixed", "--kernels", "triton"),
+            (BUDGET_ON_GPU, "mixed"),
+            (BUDGET_ON_GPU, "mixed"),
+        ),
     ],
 )
-def test_the_policy(
-    arguments: tuple[str, ...], without_gpu: str, with_gpu: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize("device_name", ["kfd", "nvidiactl"])
+def test_budget_and_policy(
+    arguments: tuple[str, ...],
+    without_gpu: tuple[int, str],
+    with_gpu: tuple[int, str],
+    device_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
-    device = tmp_path / "nvidiactl"
-    monkeypatch.setattr(step_defaults, "DEVICES", (device,))
-    assert config(*arguments).scheduling_policy == without_gpu
-    device.touch()
-    assert config(*arguments).scheduling_policy == with_gpu
+    device = tmp_path / device_name
+    monkeypatch.setattr(step_defaults, "DEVICES", tuple(tmp_path / path.name for path in step_defaults.DEVICES))
+    for expected in (without_gpu, with_gpu):
+        taken = config(*arguments)
+        assert (taken.max_num_batched_tokens, taken.scheduling_policy) == expected
+        device.touch()
