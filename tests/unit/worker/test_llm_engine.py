@@ -206,6 +206,7 @@ class Interrupts:
 def test_the_pool_and_the_length_come_from_the_memory(folder: Path) -> None:
     config = default_config(folder)
     assert (config.enable_prefix_caching, config.max_num_batched_tokens) == (True, 512)
+    assert config.scheduling_policy == "mixed"
     block_bytes = 2 * 2 * 2 * 24 * 4 * 16  # K and V, layers, heads, head_dim, float32, tokens
     engine = LLMEngine(replace(config, kv_cache_memory=5 * block_bytes))
     assert (engine.config.num_kvcache_blocks, engine.config.max_model_len) == (5, 80)
