@@ -77,7 +77,6 @@ class Products {
     if (!memory) return false;
     for (Linear& work : works_) {
       work.packed_x = memory;
-      work.under_way = threads();
       memory += kernels().linear_scratch(work);
     }
     return share_all(kernels().linear_pack_tasks, kernels().linear_pack) &&
@@ -121,7 +120,7 @@ FISSILE_API int fissile_linear(
     const void* panels, const float* bias, void* y, int64_t y_stride) {
   return failed([&] {
     Products products;
-    products.add({dtype, x, x_stride, rows, {weight_dtype, panels, bias, columns, inner}, y, y_stride, nullptr, 1});
+    products.add({dtype, x, x_stride, rows, {weight_dtype, panels, bias, columns, inner}, y, y_stride, nullptr});
     return products.run();
   });
 }
@@ -135,7 +134,7 @@ FISSILE_API int fissile_head_linear(
     for (int64_t head = 0; head < heads; head++)
       products.add({dtype, offset(x, dtype, head * head_stride), row_stride, rows,
                     nth({dtype, panels, nullptr, columns, inner}, head), offset(y, dtype, head * columns),
-                    heads * columns, nullptr, 1});
+                    heads * columns, nullptr});
     return products.run();
   });
 }
@@ -172,7 +171,7 @@ bool multiply(const Pairs& pairs, int64_t dtype, const Weight& first, const void
     const int64_t start = pairs.starts[e];
     products.add({dtype, offset(x, dtype, start * first.inner), first.inner, pairs.starts[e + 1] - start,
                   nth(first, static_cast<int64_t>(e)), offset(y, dtype, start * first.columns), first.columns,
-                  nullptr, 1});
+                  nullptr});
   }
   return products.run();
 }

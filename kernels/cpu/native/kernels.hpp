@@ -1,6 +1,7 @@
 // The micro-kernels of one instruction set, and the arguments that they share.
 //
 // A kernel is cut into tasks of a fixed size, which any thread may do in any order: a task writes what no other writes.
+// Neighbours are mostly done by one thread, one after the other, and those of neighbouring rows stand side by side.
 // How many threads there are can therefore not show in the bits. An instruction set fills one `Kernels`; AVX512-BF16
 // and AMX take AVX-512's and put products of their own into it (own_linear.hpp).
 #pragma once
@@ -91,8 +92,6 @@ struct Linear {
   int64_t y_stride;
   // x as this instruction set's products want it: memory of linear_scratch() numbers, filled by the packing tasks.
   float* packed_x;
-  // About how many tasks are done at the same time: a thread's next one is so many further.
-  int64_t under_way;
 };
 
 // RMS norm, or layer norm where there is a bias, of rows [outer][inner] of `width` numbers into contiguous `out`; with a

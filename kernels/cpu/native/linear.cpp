@@ -211,7 +211,7 @@ struct Task {
   const char* after(int64_t p, int64_t count, int64_t k) const {
     if (p + count < panels) return weights + (p + count) * panel_stride + fissile::block_offset(DTYPE_OF<Number>, k);
     if (k + K_BLOCK < inner) return weights + fissile::block_offset(DTYPE_OF<Number>, k + K_BLOCK);
-    return weights + TASK_PANELS * work.under_way * panel_stride;
+    return weights + TASK_PANELS * panel_stride;
   }
 
   template <class Wide>

@@ -7,6 +7,7 @@
 // tiles of that many. A panel of packed weights is a column of tiles already.
 #include "bf16_rows.hpp"
 #include "own_linear.hpp"
+#include "row_tiles.hpp"
 #include "tiles.hpp"
 #include "write_row.hpp"
 
@@ -26,12 +27,15 @@ constexpr int64_t SUMS_TILE = TILE_ROWS * PANEL;
 constexpr int64_t TASK_ROW_TILES = 16;
 constexpr int64_t TASK_PANELS = 8;
 constexpr int64_t TASK_PANELS_OF_FEW = 4;
-// Steps after which the next rows come, so that two panels stay in L1 and the task's rows of x in L2.
-constexpr int64_t STEPS_AT_ONCE = 16;
+// Steps after which the next rows come, so that the task's panels and rows of x stay in L2. Sums that wait cost more than
+// panels that would fit into L1 save.
+constexpr int64_t STEPS_AT_ONCE = 64;
 // Of a block of int8 weights.
 constexpr int64_t BLOCK_STEPS = K_BLOCK / STEP;
 // Bytes of each panel that are asked for ahead of their use.
 constexpr int64_t PREFETCH = 2048;
+constexpr int64_t LINE = 64;
+constexpr int64_t TILE_LINES = WEIGHT_TILE * static_cast<int64_t>(sizeof(Bf16)) / LINE;
 
 struct Shape {
   int64_t steps;
@@ -70,6 +74,15 @@ void shape_tiles(int64_t rows) {
   load_tile_shapes(shapes);
 }
 
+// Lines of each panel that are asked for with each step: from `near` on in the first steps, then from `next` on.
+struct Ahead {
+  const char* near;
+  int64_t near_steps;
+  const char* next;
+  int64_t panel_bytes;
+  int64_t lines;
+};
+
 // Some tiles of rows by some panels, over some steps.
 struct Block {
   const Bf16* x;
@@ -80,11 +93,12 @@ struct Block {
   int64_t steps;
   // The last step's weights of each panel, padded, where they are not a whole tile; or null.
   const Bf16* tail;
-  // Tiles of sums, and the distance from one row tile's to the next.
-  float* sums;
-  int64_t sums_stride;
-  bool continued;
-  bool prefetch;
+  // Tiles of sums to go on with, or null, and those that come out; the distances from one row tile's to the next.
+  const float* from;
+  int64_t from_stride;
+  float* to;
+  int64_t to_stride;
+  Ahead ahead;
 };
 
 template <int ROW_TILES, int PANELS>
@@ -101,58 +115,65 @@ struct Multiplier {
   template <int P = 0>
   FISSILE_INLINE void begin(const Block& block) {
     if constexpr (P < PANELS) {
-      begin_one<sums_tile(0, P)>(block, block.sums + P * SUMS_TILE);
-      if constexpr (ROW_TILES == 2) begin_one<sums_tile(1, P)>(block, block.sums + block.sums_stride + P * SUMS_TILE);
+      begin_one<sums_tile(0, P)>(block.from, P * SUMS_TILE);
+      if constexpr (ROW_TILES == 2) begin_one<sums_tile(1, P)>(block.from, block.from_stride + P * SUMS_TILE);
       begin<P + 1>(block);
     }
   }
 
   template <int TILE>
-  FISSILE_INLINE void begin_one(const Block& block, const float* sums) {
-    if (block.continued) tile_load<TILE>(sums);
+  FISSILE_INLINE void begin_one(const float* from, int64_t place) {
+    if (from) tile_load<TILE>(from + place);
     else tile_zero<TILE>();
   }
 
   template <int P = 0>
   FISSILE_INLINE void end(const Block& block) {
     if constexpr (P < PANELS) {
-      tile_store<sums_tile(0, P)>(block.sums + P * SUMS_TILE);
-      if constexpr (ROW_TILES == 2) tile_store<sums_tile(1, P)>(block.sums + block.sums_stride + P * SUMS_TILE);
+      tile_store<sums_tile(0, P)>(block.to + P * SUMS_TILE);
+      if constexpr (ROW_TILES == 2) tile_store<sums_tile(1, P)>(block.to + block.to_stride + P * SUMS_TILE);
       end<P + 1>(block);
     }
   }
 
   template <int P = 0>
-  FISSILE_INLINE void multiply_panels(const Bf16* weights, int64_t panel_size, bool prefetch) {
+  FISSILE_INLINE void multiply_panels(const Bf16* weights, int64_t panel_size) {
     if constexpr (P < PANELS) {
-      const Bf16* tile = weights + P * panel_size;
-      if (prefetch)
-#pragma GCC unroll 16
-        for (int line = 0; line < TILE_PAIRS; line++)
-          __builtin_prefetch(reinterpret_cast<const char*>(tile) + PREFETCH + line * TILE_BYTES, 0, 2);
-      tile_load<weights_tile<P>()>(tile);
+      tile_load<weights_tile<P>()>(weights + P * panel_size);
       tile_multiply<sums_tile(0, P), 4, weights_tile<P>()>();
       if constexpr (ROW_TILES == 2) tile_multiply<sums_tile(1, P), 5, weights_tile<P>()>();
-      multiply_panels<P + 1>(weights, panel_size, prefetch);
+      multiply_panels<P + 1>(weights, panel_size);
     }
   }
 
-  FISSILE_INLINE void step(const Block& block, int64_t step, const Bf16* weights, int64_t panel_size,
-                                  bool prefetch) {
+  FISSILE_INLINE void step(const Block& block, int64_t step, const Bf16* weights, int64_t panel_size) {
     const Bf16* x = block.x + step * block.x_step_size;
     tile_load<4>(x);
     if constexpr (ROW_TILES == 2) tile_load<5>(x + block.x_tile_size);
-    multiply_panels(weights, panel_size, prefetch);
+    multiply_panels(weights, panel_size);
+  }
+
+  FISSILE_INLINE void fetch(const char* at, int64_t panel_bytes, int64_t lines) {
+    for (int64_t line = 0; line < lines; line++, at += LINE)
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; p++) __builtin_prefetch(at + p * panel_bytes, 0, 2);
   }
 
   __attribute__((noinline)) static void run(const Block& block) {
     const int64_t whole = block.steps - (block.tail ? 1 : 0);
+    const Ahead& ahead = block.ahead;
+    const int64_t near_steps = at_most(ahead.near_steps, whole);
+    int64_t s = 0;
     begin(block);
-    if (block.prefetch)
-      for (int64_t s = 0; s < whole; s++) step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size, true);
-    else
-      for (int64_t s = 0; s < whole; s++) step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size, false);
-    if (block.tail) step(block, whole, block.tail, WEIGHT_TILE, false);
+    for (; s < near_steps; s++) {
+      fetch(ahead.near + s * TILE_LINES * LINE, ahead.panel_bytes, TILE_LINES);
+      step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size);
+    }
+    for (const char* next = ahead.next; s < whole; s++, next += ahead.lines * LINE) {
+      fetch(next, ahead.panel_bytes, ahead.lines);
+      step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size);
+    }
+    if (block.tail) step(block, whole, block.tail, WEIGHT_TILE);
     end(block);
   }
 };
@@ -171,11 +192,12 @@ void multiply(const Block& block, int64_t row_tiles, int64_t panels) {
 class Task {
  public:
   Task(const Linear& work, int64_t task) : work_(work), shape_(work) {
-    // Tasks that follow each other share panels.
-    first_panel_ = task / shape_.row_groups * shape_.task_panels;
-    first_tile_ = task % shape_.row_groups * TASK_ROW_TILES;
+    // Tasks that follow each other share rows.
+    first_panel_ = task % shape_.panel_groups * shape_.task_panels;
+    const RowTile tiles = row_tile(shape_.row_tiles, TASK_ROW_TILES, task / shape_.panel_groups);
+    first_tile_ = tiles.first;
+    row_tiles_ = tiles.rows;
     panels_ = at_most(shape_.task_panels, shape_.panels - first_panel_);
-    row_tiles_ = at_most(TASK_ROW_TILES, shape_.row_tiles - first_tile_);
     weights_ = static_cast<const char*>(work.weight.panels) + first_panel_ * shape_.panel_bytes;
     x_ = reinterpret_cast<const Bf16*>(work.packed_x) + first_tile_ * shape_.tile_size;
     y_ = static_cast<Bf16*>(work.y) + first_tile_ * TILE_ROWS * work.y_stride + first_panel_ * PANEL;
@@ -188,32 +210,78 @@ class Task {
     if (work_.weight.dtype == fissile::INT8) multiply_int8(at_once);
     else multiply_bf16(at_once);
     release_tiles();
-    for (int64_t row = 0; row < row_tiles_ * TILE_ROWS && first_tile_ * TILE_ROWS + row < work_.rows; row++)
-      for (int64_t panel = 0; panel < panels_; panel++)
-        write_row(work_, tile_of_sums(row / TILE_ROWS, panel) + row % TILE_ROWS * PANEL,
-                  (first_panel_ + panel) * PANEL, y_ + row * work_.y_stride + panel * PANEL);
   }
 
  private:
+  // Neighbouring panels, and some of their steps.
+  struct Part {
+    int64_t panel;
+    int64_t panels;
+    int64_t step;
+    int64_t steps;
+  };
+
   void multiply_bf16(int64_t at_once) {
     const int64_t steps_at_once = shape_.row_tiles <= 2 ? shape_.steps : STEPS_AT_ONCE;
     const bool has_tails = pad_tails();
     for (int64_t step = 0; step < shape_.steps; step += steps_at_once)
-      for (int64_t panel = 0; panel < panels_; panel += at_once) {
-        const int64_t steps = at_most(steps_at_once, shape_.steps - step);
-        const bool last = has_tails && step + steps == shape_.steps;
-        for (int64_t tile = 0; tile < row_tiles_; tile += 2) {
-          Block block = block_of(tile, step, steps);
-          block.weights = panel_of(panel) + step * WEIGHT_TILE;
-          block.panel_size = shape_.panel_bytes / static_cast<int64_t>(sizeof(Bf16));
-          block.tail = last ? tails_ + panel * WEIGHT_TILE : nullptr;
-          block.sums = tile_of_sums(tile, panel);
-          block.sums_stride = TASK_PANELS * SUMS_TILE;
-          block.continued = step > 0;
-          block.prefetch = tile == 0;
-          multiply(block, at_most(2, row_tiles_ - tile), at_most(at_once, panels_ - panel));
-        }
-      }
+      for (int64_t panel = 0; panel < panels_; panel += at_once)
+        multiply_part({panel, at_most(at_once, panels_ - panel), step, at_most(steps_at_once, shape_.steps - step)},
+                      has_tails);
+  }
+
+  // All tiles of rows. Sums wait in memory for the next steps; the last ones are written while they are near.
+  void multiply_part(const Part& part, bool has_tails) {
+    const bool last = part.step + part.steps == shape_.steps;
+    for (int64_t tile = 0; tile < row_tiles_; tile += 2) {
+      const int64_t tiles = at_most(2, row_tiles_ - tile);
+      float* const sums = tile_of_sums(tile, part.panel);
+      Block block = block_of(tile, part.step, part.steps);
+      block.weights = panel_of(part.panel) + part.step * WEIGHT_TILE;
+      block.panel_size = shape_.panel_bytes / static_cast<int64_t>(sizeof(Bf16));
+      block.tail = last && has_tails ? tails_ + part.panel * WEIGHT_TILE : nullptr;
+      block.from = part.step > 0 ? sums : nullptr;
+      block.from_stride = TASK_PANELS * SUMS_TILE;
+      block.to = last ? ready_ : sums;
+      block.to_stride = last ? 2 * SUMS_TILE : TASK_PANELS * SUMS_TILE;
+      block.ahead = ahead_of(part, tile / 2);
+      multiply(block, tiles, part.panels);
+      if (last) write(ready_, 2 * SUMS_TILE, {tile, tiles}, part);
+    }
+  }
+
+  // What passes of a part, two tiles of rows each, ask for: all of the part that comes next, each its share. A single one
+  // comes to its own weights before they have all been asked for, and asks for those a little ahead of it.
+  Ahead ahead_of(const Part& part, int64_t pass) const {
+    const int64_t passes = parts(row_tiles_, 2), bytes = part.steps * TILE_LINES * LINE;
+    if (passes == 1) {
+      const char* const own = weights_at(part.panel, part.step);
+      return {own + PREFETCH, part.steps - PREFETCH / (TILE_LINES * LINE), after(part), shape_.panel_bytes, TILE_LINES};
+    }
+    const int64_t lines = parts(TILE_LINES, passes), done = pass * part.steps * lines * LINE;
+    return {nullptr, 0, after(part) + done, shape_.panel_bytes, done < bytes ? lines : 0};
+  }
+
+  // Of this task, or of the one behind it.
+  const char* after(const Part& part) const {
+    if (part.panel + part.panels < panels_) return weights_at(part.panel + part.panels, part.step);
+    if (part.step + part.steps < shape_.steps) return weights_at(0, part.step + part.steps);
+    return weights_at(shape_.task_panels, 0);
+  }
+
+  const char* weights_at(int64_t panel, int64_t step) const {
+    return weights_ + panel * shape_.panel_bytes + step * TILE_LINES * LINE;
+  }
+
+  // Finished sums, so far apart from one tile of rows to the next.
+  void write(const float* sums, int64_t tile_stride, RowTile tiles, const Part& part) const {
+    const int64_t column = (first_panel_ + part.panel) * PANEL, first = tiles.first * TILE_ROWS;
+    const int64_t rows = at_most(tiles.rows * TILE_ROWS, work_.rows - first_tile_ * TILE_ROWS - first);
+    Bf16* y = y_ + first * work_.y_stride + part.panel * PANEL;
+    for (int64_t r = 0; r < rows; r++, y += work_.y_stride) {
+      const float* const row = sums + r / TILE_ROWS * tile_stride + r % TILE_ROWS * PANEL;
+      for (int64_t p = 0; p < part.panels; p++) write_row(work_, row + p * SUMS_TILE, column + p * PANEL, y + p * PANEL);
+    }
   }
 
   const Bf16* panel_of(int64_t panel) const {
@@ -247,8 +315,8 @@ class Task {
           Block block = block_of(tile, k / STEP, parts(depth, STEP));
           block.weights = wide_;
           block.panel_size = BLOCK_STEPS * WEIGHT_TILE;
-          block.sums = part_;
-          block.sums_stride = TASK_PANELS_OF_FEW * SUMS_TILE;
+          block.to = part_;
+          block.to_stride = TASK_PANELS_OF_FEW * SUMS_TILE;
           multiply(block, tiles, count);
           for (int64_t t = 0; t < tiles; t++)
             for (int64_t p = 0; p < count; p++)
@@ -256,6 +324,7 @@ class Task {
                          load(scales_of(numbers + p * shape_.panel_bytes)), tile_of_sums(tile + t, panel + p));
         }
       }
+    write(sums_, TASK_PANELS * SUMS_TILE, {0, row_tiles_}, {0, panels_, 0, shape_.steps});
   }
 
   // to += part * scale, for the rows of a tile.
@@ -284,21 +353,21 @@ class Task {
   Bf16* y_;
   alignas(64) Bf16 tails_[TASK_PANELS * WEIGHT_TILE];
   alignas(64) float sums_[TASK_ROW_TILES * TASK_PANELS * SUMS_TILE];
+  // Of two tiles of rows and two panels, or of one and four.
+  alignas(64) float ready_[4 * SUMS_TILE];
   // A block of int8: its weights, and the sums of two tiles of rows.
   alignas(64) Bf16 wide_[TASK_PANELS_OF_FEW * K_BLOCK * PANEL];
   alignas(64) float part_[2 * TASK_PANELS_OF_FEW * SUMS_TILE];
 };
 
-// A row of x, or zeros for a row that is not there, into its tile's steps.
-void pack_row(const Bf16* from, int64_t inner, const Shape& shape, Bf16* to) {
-  int64_t step = 0;
-  for (; (step + 1) * STEP <= inner; step++)
-    __builtin_memcpy(to + step * shape.step_size, from + step * STEP, STEP * sizeof *to);
-  for (; step < shape.steps; step++) {
-    Bf16* place = to + step * shape.step_size;
-    __builtin_memset(place, 0, STEP * sizeof *to);
-    for (int64_t k = step * STEP; k < inner; k++) *place++ = from[k];
+// Numbers of one row for one step, zeros behind the last k, and of a row that is not there.
+FISSILE_INLINE void pack_step(const Bf16* from, int64_t left, Bf16* to) {
+  if (left >= STEP) {
+    __builtin_memcpy(to, from, STEP * sizeof *to);
+    return;
   }
+  __builtin_memset(to, 0, STEP * sizeof *to);
+  for (int64_t k = 0; k < left; k++) to[k] = from[k];
 }
 
 int64_t scratch(const Linear& work) {
@@ -311,14 +380,15 @@ int64_t pack_tasks(const Linear& work) {
   return parts(work.rows, TILE_ROWS);
 }
 
+// Tile `task` of x. Steps outside: what is written lies side by side.
 void pack_x(const Linear& work, int64_t task) {
   const Shape shape(work);
+  const int64_t first = task * TILE_ROWS, rows = at_most(shape.tile_rows, work.rows - first);
+  const Bf16* const x = static_cast<const Bf16*>(work.x) + first * work.x_stride;
   Bf16* to = reinterpret_cast<Bf16*>(work.packed_x) + task * shape.tile_size;
-  for (int64_t row = 0; row < shape.tile_rows; row++) {
-    const int64_t from = task * TILE_ROWS + row;
-    const Bf16* x = static_cast<const Bf16*>(work.x) + from * work.x_stride;
-    pack_row(x, from < work.rows ? work.weight.inner : 0, shape, to + row * STEP);
-  }
+  for (int64_t k = 0; k < shape.steps * STEP; k += STEP)
+    for (int64_t row = 0; row < shape.tile_rows; row++, to += STEP)
+      pack_step(x + row * work.x_stride + k, row < rows ? work.weight.inner - k : 0, to);
 }
 
 int64_t tasks(const Linear& work) {

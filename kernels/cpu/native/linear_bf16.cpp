@@ -228,13 +228,12 @@ struct Task {
     return {reinterpret_cast<const char*>(wide), K_BLOCK * PANEL * 2, packed.scales, packed.scales_stride};
   }
 
-  // What is needed after a block of the panels from `first` on: of this task, or of the thread's next one. One tile is
+  // What is needed after a block of the panels from `first` on: of this task, or of the one behind it. One tile is
   // done with a block before the next one has come, so that it asks for the one after that.
   const char* after(int64_t first, int64_t pair) const {
     const int64_t all = parts(pairs, PAIRS) * PAIRS, next = pair + (tile_count == 1 ? 2 : 1) * PAIRS;
     if (next < all) return at(first, next);
-    const int64_t further = parts(work.under_way, parts(parts(work.rows, ROWS), TASK_TILES));
-    return at(first + task_panels(work) * further, next - all);
+    return at(first + task_panels(work), next - all);
   }
 
   // All tiles by `count` panels from `first` on.

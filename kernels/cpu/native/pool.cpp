@@ -1,6 +1,8 @@
 // One pool for the process. A second one, such as OpenMP's beside PyTorch's, would have its threads spin on the cores that
 // this one works on. Helpers wait for work spinning briefly, because kernels follow each other within microseconds, then
-// asleep. Tasks are taken one by one, so that a thread that is held up delays the others by one task at most.
+// asleep. Each thread has a share of the tasks that lie side by side, and the same one for every kernel: what it wrote
+// for some rows is in its core's cache when the next kernel wants them. It takes them one by one, and then others' ones,
+// so that a thread that is held up delays the others by one task at most.
 #include "pool.hpp"
 
 #include "scratch.hpp"
@@ -29,6 +31,12 @@ void pause_briefly() {
 #endif
 }
 
+// Tasks of a share that nobody has taken yet.
+struct alignas(64) Share {
+  std::atomic<int64_t> next{0};
+  int64_t end = 0;
+};
+
 class Pool {
  public:
   void set_threads(int64_t threads) { wanted_ = threads < 1 ? 1 : threads > MOST_THREADS ? MOST_THREADS : threads; }
@@ -49,14 +57,13 @@ class Pool {
       // Nobody is inside. A helper that is late may come in as soon as there are places, so these come last.
       task_ = task;
       context_ = context;
-      count_ = count;
+      share_out(count, helpers + 1);
       failed_.store(false, std::memory_order_relaxed);
-      next_.store(0, std::memory_order_relaxed);
       places_.store(helpers, std::memory_order_seq_cst);
       generation_.fetch_add(1, std::memory_order_release);
     }
     if (asleep_.load() > 0) wake_.notify_all();
-    take_tasks();
+    take_tasks(0);
     // Late helpers find no place any more; those inside finish the task that they have.
     places_.store(0, std::memory_order_seq_cst);
     for (int64_t spin = 0; inside_.load(std::memory_order_seq_cst) > 0; spin++) {
@@ -69,12 +76,24 @@ class Pool {
  private:
   // Those that the system does not grant are done without, and asked for again next time.
   void start_missing(int64_t helpers) try {
-    for (; started_ < helpers; started_++) std::thread([this] { help(); }).detach();
+    for (; started_ < helpers; started_++) std::thread([this, who = started_ + 1] { help(who); }).detach();
   } catch (const std::exception&) {
   }
 
-  void take_tasks() {
-    for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < count_;) task_(context_, i);
+  void share_out(int64_t count, int64_t shares) {
+    num_shares_ = shares;
+    for (int64_t i = 0; i < shares; i++) {
+      shares_[i].next.store(count * i / shares, std::memory_order_relaxed);
+      shares_[i].end = count * (i + 1) / shares;
+    }
+  }
+
+  // First this thread's own.
+  void take_tasks(int64_t who) {
+    for (int64_t i = 0; i < num_shares_; i++) {
+      Share& one = shares_[(who + i) % num_shares_];
+      for (int64_t task; (task = one.next.fetch_add(1, std::memory_order_relaxed)) < one.end;) task_(context_, task);
+    }
     if (take_scratch_failure()) failed_.store(true, std::memory_order_relaxed);
   }
 
@@ -86,11 +105,11 @@ class Pool {
     return false;
   }
 
-  [[noreturn]] void help() {
+  [[noreturn]] void help(int64_t who) {
     for (uint64_t seen = 0;;) {
       seen = next_generation(seen);
       if (enter()) {
-        take_tasks();
+        take_tasks(who);
         inside_.fetch_sub(1, std::memory_order_seq_cst);
       }
     }
@@ -120,9 +139,9 @@ class Pool {
 
   Task task_ = nullptr;
   const void* context_ = nullptr;
-  int64_t count_ = 0;
   std::atomic<bool> failed_{false};
-  alignas(64) std::atomic<int64_t> next_{0};
+  int64_t num_shares_ = 0;
+  Share shares_[MOST_THREADS];
   alignas(64) std::atomic<int64_t> places_{0};
   alignas(64) std::atomic<int64_t> inside_{0};
 };

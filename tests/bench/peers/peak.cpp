@@ -81,6 +81,8 @@ void compute(long rounds) {
   if (syscall(SYS_arch_prctl, kRequestPermission, kTileData) != 0) std::abort();
   TileConfig config;
   for (int i = 0; i < 8; ++i) config.columns[i] = 64, config.rows[i] = 16;
+  // GCC's intrinsic says that it reads a pointer's size of it alone, so that the rest would be left out.
+  asm volatile("" : : "r"(&config) : "memory");
   _tile_loadconfig(&config);
   _tile_zero(0);
   _tile_zero(1);
