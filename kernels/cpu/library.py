@@ -28,6 +28,10 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         ctypes.c_int,
         (_INT, _POINTER, *[_INT] * 5, _POINTER, _POINTER, _POINTER, _INT),
     ),
+    "fissile_gated_linear": (
+        ctypes.c_int,
+        (_INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER, _POINTER, _POINTER, _INT),
+    ),
     "fissile_head_linear": (ctypes.c_int, (_INT, _POINTER, *[_INT] * 6, _POINTER, _POINTER)),
     "fissile_moe": (
         ctypes.c_int,

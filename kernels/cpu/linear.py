@@ -93,6 +93,36 @@ def linear(library: CDLL, x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
     return out
 
 
+def gated_linear(library: CDLL, x: torch.Tensor, packed: PanelLinear, readable_rows: int | None = None) -> torch.Tensor:
+    """silu(gates) * ups of the product of x [T, K] and a weight of gates and, behind them, ups: [T, N / 2].
+
+    `readable_rows` of x's memory can be read, T or more; the others may hold anything.
+    """
+    x = _checked(x, packed)
+    rows, inner = x.shape
+    products = torch.empty(rows, packed.columns, dtype=x.dtype)
+    out = torch.empty(rows, packed.columns // 2, dtype=x.dtype)
+    bias = None if packed.bias is None else packed.bias.data_ptr()
+    check(
+        library.fissile_gated_linear(
+            DTYPES[x.dtype],
+            x.data_ptr(),
+            x.stride(0),
+            rows,
+            readable_rows or rows,
+            inner,
+            packed.columns,
+            packed.code,
+            packed.panels.data_ptr(),
+            bias,
+            products.data_ptr(),
+            out.data_ptr(),
+            packed.columns // 2,
+        )
+    )
+    return out
+
+
 def _checked(x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
     """x [T, K] with rows in one piece.
 

@@ -99,6 +99,7 @@ def checks(dtype: torch.dtype) -> list[Check]:
         # (columns, k): whole and broken panels, tasks of 4 and 8 panels, more k than are multiplied at once, odd k.
         *(_linear(n, k, dtype, dtype) for n, k in ((150, 1101), (33, 24), (16, 64))),
         _linear(70, 301, dtype, torch.int8),
+        *(_gated_linear(dtype, packed_dtype) for packed_dtype in (dtype, torch.int8)),
         _argmax(dtype),
         _norm(dtype),
         _layer_norm(dtype),
@@ -128,6 +129,18 @@ def _linear(columns: int, inner: int, dtype: torch.dtype, packed_dtype: torch.dt
     entries = ("pack_panel", "linear_scratch", "linear_pack_tasks", "linear_pack", "linear_tasks", "linear")
     kind = " of int8 weights" if packed_dtype == torch.int8 else ""
     return Check(f"linear {inner} to {columns}{kind}", entries, compute)
+
+
+def _gated_linear(dtype: torch.dtype, packed_dtype: torch.dtype) -> Check:
+    # Scaled so that rounding of gates does not add up.
+    columns, inner = 192, 96
+    weight, x = _drawn(columns, inner) / 7, _drawn(ROWS, inner, dtype=dtype)
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        return linear.gated_linear(library, x[rows], linear.pack(library, weight, None, dtype, packed_dtype))
+
+    kind = " of int8 weights" if packed_dtype == torch.int8 else ""
+    return Check(f"gated linear{kind}", ("multiplies_gated",), compute)
 
 
 def _argmax(dtype: torch.dtype) -> Check:

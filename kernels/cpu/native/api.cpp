@@ -114,14 +114,46 @@ Weight nth(Weight first, int64_t i) {
 
 }  // namespace
 
+namespace fissile {
+
+bool multiply(const Linear& work) {
+  Products products;
+  products.add(work);
+  return products.run();
+}
+
+bool multiply_gated(Linear work, void* products) {
+  work.gated = true;
+  if (kernels().multiplies_gated(work)) return multiply(work);
+  const int64_t columns = work.weight.columns;
+  const SiluAndMul activation{work.dtype, products, work.rows, columns, columns / 2, work.y, work.y_stride, 0.0f, 0.0f};
+  work.gated = false;
+  work.y = products;
+  work.y_stride = columns;
+  if (!multiply(work)) return false;
+  share(kernels().silu_and_mul_tasks(activation), kernels().silu_and_mul, activation);
+  return true;
+}
+
+}  // namespace fissile
+
 // 0, or 1 when memory ran out, as the following.
 FISSILE_API int fissile_linear(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
     const void* panels, const float* bias, void* y, int64_t y_stride) {
+  const Weight weight{weight_dtype, panels, bias, columns, inner};
   return failed([&] {
-    Products products;
-    products.add({dtype, x, x_stride, rows, {weight_dtype, panels, bias, columns, inner}, y, y_stride, nullptr});
-    return products.run();
+    return multiply({dtype, x, x_stride, rows, rows, weight, y, y_stride, false, nullptr});
+  });
+}
+
+// See multiply_gated(); rows of x can be read up to `readable_rows`.
+FISSILE_API int fissile_gated_linear(
+    int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t readable_rows, int64_t inner, int64_t columns,
+    int64_t weight_dtype, const void* panels, const float* bias, void* products, void* y, int64_t y_stride) {
+  const Weight weight{weight_dtype, panels, bias, columns, inner};
+  return failed([&] {
+    return multiply_gated({dtype, x, x_stride, rows, readable_rows, weight, y, y_stride, false, nullptr}, products);
   });
 }
 
@@ -132,9 +164,9 @@ FISSILE_API int fissile_head_linear(
   return failed([&] {
     Products products;
     for (int64_t head = 0; head < heads; head++)
-      products.add({dtype, offset(x, dtype, head * head_stride), row_stride, rows,
+      products.add({dtype, offset(x, dtype, head * head_stride), row_stride, rows, rows,
                     nth({dtype, panels, nullptr, columns, inner}, head), offset(y, dtype, head * columns),
-                    heads * columns, nullptr});
+                    heads * columns, false, nullptr});
     return products.run();
   });
 }
@@ -168,10 +200,10 @@ struct Pairs {
 bool multiply(const Pairs& pairs, int64_t dtype, const Weight& first, const void* x, void* y) {
   Products products;
   for (size_t e = 0; e + 1 < pairs.starts.size(); e++) {
-    const int64_t start = pairs.starts[e];
-    products.add({dtype, offset(x, dtype, start * first.inner), first.inner, pairs.starts[e + 1] - start,
+    const int64_t start = pairs.starts[e], rows = pairs.starts[e + 1] - start;
+    products.add({dtype, offset(x, dtype, start * first.inner), first.inner, rows, rows,
                   nth(first, static_cast<int64_t>(e)), offset(y, dtype, start * first.columns), first.columns,
-                  nullptr});
+                  false, nullptr});
   }
   return products.run();
 }
@@ -196,7 +228,7 @@ FISSILE_API int fissile_moe(
       std::memcpy(offset(a, dtype, place * hidden), offset(x, dtype, pairs.row_at[place] * hidden),
                   static_cast<size_t>(hidden * size_of(dtype)));
     if (!multiply(pairs, dtype, {weight_dtype, gate_up, gate_up_bias, 2 * inner, hidden}, a, b)) return false;
-    const SiluAndMul activation{dtype, b, count, 2 * inner, inner, a, alpha, limit};
+    const SiluAndMul activation{dtype, b, count, 2 * inner, inner, a, inner, alpha, limit};
     share(kernels().silu_and_mul_tasks(activation), kernels().silu_and_mul, activation);
     if (!multiply(pairs, dtype, {weight_dtype, down, down_bias, hidden, inner}, a, b)) return false;
     const Combine sum{dtype, b, rows, slots, hidden, pairs.places.data(), weights, y};
@@ -207,7 +239,7 @@ FISSILE_API int fissile_moe(
 FISSILE_API void fissile_norm(
     int64_t dtype, const void* x, int64_t rows, int64_t inner, int64_t outer_stride, int64_t inner_stride,
     int64_t width, const void* residual, const void* weight, const void* bias, float eps, void* out, void* total) {
-  const Norm work{dtype, x, rows, inner, outer_stride, inner_stride, width, residual, weight, bias, eps, out, total};
+  const Norm work{dtype, x, rows, inner, outer_stride, inner_stride, width, residual, weight, bias, eps, out, width, total};
   share(kernels().norm_tasks(work), kernels().norm, work);
 }
 
@@ -220,7 +252,7 @@ FISSILE_API void fissile_rope(
 
 FISSILE_API void fissile_silu_and_mul(
     int64_t dtype, const void* x, int64_t rows, int64_t row_stride, int64_t width, void* out) {
-  const SiluAndMul work{dtype, x, rows, row_stride, width, out, 0.0f, 0.0f};
+  const SiluAndMul work{dtype, x, rows, row_stride, width, out, width, 0.0f, 0.0f};
   share(kernels().silu_and_mul_tasks(work), kernels().silu_and_mul, work);
 }
 

@@ -4,6 +4,8 @@
 #include <cstdint>
 #include <new>
 
+#include "kernels.hpp"
+
 #define FISSILE_API extern "C" __attribute__((visibility("default")))
 
 namespace fissile {
@@ -18,11 +20,14 @@ int failed(const Call& call) noexcept {
   }
 }
 
-}  // namespace fissile
+// A product, its `packed_x` left out. Whether there was memory.
+bool multiply(const Linear& work);
 
-FISSILE_API int fissile_linear(
-    int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
-    const void* panels, const float* bias, void* y, int64_t y_stride);
+// silu(gate) * up of a product whose columns are gates and then ups: by one kernel where there is one, or by two with the
+// product in `products`, [rows, columns] contiguous. The bits are the same.
+bool multiply_gated(Linear work, void* products);
+
+}  // namespace fissile
 
 FISSILE_API int fissile_attention(
     int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,

@@ -2,6 +2,8 @@
 // number before its weight and an activation before its product are numbers of the model's dtype.
 #include "elementwise.hpp"
 
+#include "activation.hpp"
+
 namespace FISSILE_ISA {
 namespace {
 
@@ -80,7 +82,7 @@ void norm_row(const fissile::Norm& work, int64_t row) {
   if (work.residual) one.residual = static_cast<const Number*>(work.residual) + to;
   one.weight = static_cast<const Number*>(work.weight);
   one.bias = static_cast<const Number*>(work.bias);
-  one.out = static_cast<Number*>(work.out) + to;
+  one.out = static_cast<Number*>(work.out) + row * work.out_stride;
   if (work.residual) one.total = static_cast<Number*>(work.total) + to;
   one.width = work.width;
   one.eps = work.eps;
@@ -114,11 +116,10 @@ template <class Number>
 void silu_row(const fissile::SiluAndMul& work, int64_t row) {
   const Number* gate = static_cast<const Number*>(work.x) + row * work.row_stride;
   const Number* up = gate + work.width;
-  Number* out = static_cast<Number*>(work.out) + row * work.width;
+  Number* out = static_cast<Number*>(work.out) + row * work.out_stride;
   for (int64_t i = 0; i < work.width; i += WIDTH) {
-    Floats x = load_up_to(gate + i, work.width - i);
-    Floats silu = rounded(x / (splat(1.0f) + exp(-x)), gate);
-    store_up_to(out + i, silu * load_up_to(up + i, work.width - i), work.width - i);
+    const int64_t left = work.width - i;
+    store_up_to(out + i, FISSILE_ISA::silu_and_mul(load_up_to(gate + i, left), load_up_to(up + i, left), gate), left);
   }
 }
 
@@ -127,7 +128,7 @@ template <class Number>
 void clamped_swiglu_row(const fissile::SiluAndMul& work, int64_t row) {
   const Number* gates = static_cast<const Number*>(work.x) + row * work.row_stride;
   const Number* ups = gates + work.width;
-  Number* out = static_cast<Number*>(work.out) + row * work.width;
+  Number* out = static_cast<Number*>(work.out) + row * work.out_stride;
   const Floats limit = splat(work.limit), one = splat(1.0f);
   for (int64_t i = 0; i < work.width; i += WIDTH) {
     Floats gate = load_up_to(gates + i, work.width - i), up = load_up_to(ups + i, work.width - i);

@@ -70,7 +70,7 @@ FISSILE_API int fissile_linear_argmax(
     const void* panels, const float* bias, int64_t* places) {
   if (rows == 0) return 0;
   return failed([&] {
-    Linear whole{dtype, x, x_stride, rows, {weight_dtype, panels, bias, columns, inner}, nullptr, 0, nullptr};
+    Linear whole{dtype, x, x_stride, rows, rows, {weight_dtype, panels, bias, columns, inner}, nullptr, 0, false, nullptr};
     whole.packed_x = scratch(OF_CALL, kernels().linear_scratch(whole));
     if (!whole.packed_x || !share(kernels().linear_pack_tasks(whole), kernels().linear_pack, whole)) return false;
     Call call(whole);

@@ -87,14 +87,18 @@ struct Linear {
   const void* x;
   int64_t x_stride;
   int64_t rows;
+  // Rows of x that can be read, `rows` or more; what stands in the others does not matter.
+  int64_t readable_rows;
   Weight weight;
   void* y;
   int64_t y_stride;
+  // The first half of the columns are gates and the second one ups, and y is silu(gate) * up: only where multiplies_gated().
+  bool gated;
   // x as this instruction set's products want it: memory of linear_scratch() numbers, filled by the packing tasks.
   float* packed_x;
 };
 
-// RMS norm, or layer norm where there is a bias, of rows [outer][inner] of `width` numbers into contiguous `out`; with a
+// RMS norm, or layer norm where there is a bias, of rows [outer][inner] of `width` numbers into rows of `out`; with a
 // residual (contiguous) of the rounded sum of both, which goes to `total`.
 struct Norm {
   int64_t dtype;
@@ -109,6 +113,7 @@ struct Norm {
   const void* bias;
   float eps;
   void* out;
+  int64_t out_stride;
   void* total;
 };
 
@@ -127,7 +132,7 @@ struct Rope {
   void* out;
 };
 
-// silu(x[:, :width]) * x[:, width:] of x [rows, 2 width] into contiguous `out`; where `limit` is above 0 gpt-oss's
+// silu(x[:, :width]) * x[:, width:] of x [rows, 2 width] into rows of `out`; where `limit` is above 0 gpt-oss's
 // activation instead (kernels/interface.py, ClampedSwiglu).
 struct SiluAndMul {
   int64_t dtype;
@@ -136,6 +141,7 @@ struct SiluAndMul {
   int64_t row_stride;
   int64_t width;
   void* out;
+  int64_t out_stride;
   float alpha;
   float limit;
 };
@@ -285,6 +291,7 @@ struct Kernels {
   void (*linear_pack)(const Linear&, int64_t task);
   int64_t (*linear_tasks)(const Linear&);
   void (*linear)(const Linear&, int64_t task);
+  bool (*multiplies_gated)(const Linear&);
   int64_t (*norm_tasks)(const Norm&);
   void (*norm)(const Norm&, int64_t task);
   int64_t (*rope_tasks)(const Rope&);

@@ -73,6 +73,17 @@ constexpr int64_t HEAD_ROWS = 4;
 // Rows that pass the feed-forward network at a time: its inner numbers are the widest, and prompts are long.
 constexpr int64_t MLP_ROWS = 576;
 
+// Rows of a product can be read up to a multiple of this, which its tiles have; and they are an odd number of lines apart,
+// so that tiles of them do not meet in few places of the caches (linear_amx.cpp).
+constexpr int64_t TILE_ROWS = 16;
+
+int64_t padded_rows(int64_t rows) { return (rows + TILE_ROWS - 1) / TILE_ROWS * TILE_ROWS; }
+
+int64_t spread(int64_t dtype, int64_t width) {
+  const int64_t line = 64 / size_of(dtype);
+  return ((width + line - 1) / line | 1) * line;
+}
+
 // All tasks of a kernel on this thread.
 template <class Work>
 void run_all(int64_t (*tasks)(const Work&), void (*kernel)(const Work&, int64_t), const Work& work) {
@@ -112,6 +123,8 @@ class Run {
         q_width_(model.heads * step.dim),
         k_width_(step.kv_heads * step.dim),
         qkv_width_(q_width_ + 2 * k_width_),
+        hidden_stride_(spread(dtype_, model.hidden)),
+        inner_stride_(spread(dtype_, model.inner)),
         chunk_(std::min(step.rows, MLP_ROWS)) {}
 
   // Whether there was memory, and ranks met.
@@ -121,14 +134,14 @@ class Run {
     const void* residual = nullptr;
     for (int64_t layer = 0; layer < model_.num_layers; layer++) {
       const DecoderLayer& weights = model_.layers[layer];
-      norm(x, residual, weights.input_norm, normed_);
+      norm(x, residual, weights.input_norm, normed_, hidden_stride_);
       if (!attend(weights, layer) || !join()) return false;
-      norm(output_, residual ? residual_ : step_.x, weights.post_norm, normed_);
+      norm(output_, residual ? residual_ : step_.x, weights.post_norm, normed_, hidden_stride_);
       residual = residual_;
       if (!feed_forward(weights) || !join()) return false;
       x = output_;
     }
-    norm(x, residual, model_.norm, step_.out);
+    norm(x, residual, model_.norm, step_.out, model_.hidden);
     return true;
   }
 
@@ -136,11 +149,12 @@ class Run {
   bool allocate() {
     const int64_t rows = step_.rows;
     Arrays arrays(dtype_);
-    const int64_t residual = arrays.add(rows * model_.hidden), normed = arrays.add(rows * model_.hidden);
+    const int64_t residual = arrays.add(rows * model_.hidden), normed = arrays.add(padded_rows(rows) * hidden_stride_);
     const int64_t output = arrays.add(rows * model_.hidden), qkv = arrays.add(rows * qkv_width_);
     const int64_t q = arrays.add(rows * q_width_), k = arrays.add(rows * k_width_);
-    const int64_t attended = arrays.add(rows * q_width_);
-    const int64_t gate_up = arrays.add(chunk_ * 2 * model_.inner), activated = arrays.add(chunk_ * model_.inner);
+    const int64_t attended = arrays.add(padded_rows(rows) * q_width_);
+    const int64_t gate_up = arrays.add(chunk_ * 2 * model_.inner);
+    const int64_t activated = arrays.add(padded_rows(chunk_) * inner_stride_);
     if (!arrays.allocate()) return false;
     residual_ = arrays[residual], normed_ = arrays[normed], output_ = arrays[output], qkv_ = arrays[qkv];
     q_ = arrays[q], k_ = arrays[k], attended_ = arrays[attended];
@@ -152,15 +166,15 @@ class Run {
   }
 
   // Of x, or of the sum of x and the residual, which becomes the new one.
-  void norm(const void* x, const void* residual, const void* weight, void* out) const {
+  void norm(const void* x, const void* residual, const void* weight, void* out, int64_t out_stride) const {
     const Norm work{dtype_, x, step_.rows, 1, model_.hidden, 0, model_.hidden, residual, weight, nullptr,
-                    static_cast<float>(model_.eps), out, residual_};
+                    static_cast<float>(model_.eps), out, out_stride, residual_};
     share(kernels().norm_tasks(work), kernels().norm, work);
   }
 
-  bool multiply(const Weight& weight, const void* x, int64_t rows, void* y) const {
-    return fissile_linear(dtype_, x, weight.inner, rows, weight.inner, weight.columns, weight.dtype, weight.panels,
-                          weight.bias, y, weight.columns) == 0;
+  // Of rows of `x` that are padded to whole tiles; rows of y follow each other.
+  Linear product(const Weight& weight, const void* x, int64_t x_stride, int64_t rows, void* y) const {
+    return {dtype_, x, x_stride, rows, padded_rows(rows), weight, y, weight.columns, false, nullptr};
   }
 
   // Queries and keys of some rows: normed, if there are norms, and rotated.
@@ -172,7 +186,7 @@ class Run {
     if (norm_weight) {
       run_all(kernels().norm_tasks, kernels().norm,
               Norm{dtype_, from, rows * heads, heads, stride, step_.dim, step_.dim, nullptr, norm_weight, nullptr,
-                   static_cast<float>(model_.eps), out, nullptr});
+                   static_cast<float>(model_.eps), out, step_.dim, nullptr});
       from = out, stride = width;
     }
     // In place, after a norm: each pair is read before it is written.
@@ -205,7 +219,7 @@ class Run {
   }
 
   bool attend(const DecoderLayer& weights, int64_t layer) const {
-    if (!multiply(weights.qkv, normed_, step_.rows, qkv_)) return false;
+    if (!multiply(product(weights.qkv, normed_, hidden_stride_, step_.rows, qkv_))) return false;
     void* keys = offset(step_.keys, step_.kv_dtype, layer * step_.layer_stride);
     void* values = offset(step_.values, step_.kv_dtype, layer * step_.layer_stride);
     share((step_.rows + HEAD_ROWS - 1) / HEAD_ROWS, turn_and_store, HeadCall{*this, weights, keys, values});
@@ -213,21 +227,20 @@ class Run {
         dtype_, step_.kv_dtype, q_, q_width_, step_.dim, keys, values, model_.heads, step_.kv_heads, step_.dim,
         step_.block_size, step_.block_tables, step_.table_stride, step_.sequences, step_.cu_seqlens, step_.seq_lens,
         static_cast<float>(model_.scale), weights.window, weights.sinks, attended_);
-    return !failed && multiply(weights.out, attended_, step_.rows, output_);
+    return !failed && multiply(product(weights.out, attended_, q_width_, step_.rows, output_));
   }
 
   bool join() const { return !step_.join || step_.join(output_) == 0; }
 
   bool feed_forward(const DecoderLayer& weights) const {
-    const int64_t inner = weights.down.inner;
     for (int64_t first = 0; first < step_.rows; first += chunk_) {
       const int64_t rows = std::min(chunk_, step_.rows - first);
-      const void* x = offset(normed_, dtype_, first * model_.hidden);
-      if (!multiply(weights.gate_up, x, rows, gate_up_)) return false;
-      const SiluAndMul work{dtype_, gate_up_, rows, 2 * inner, inner, activated_, 0.0f, 0.0f};
-      share(kernels().silu_and_mul_tasks(work), kernels().silu_and_mul, work);
+      const void* x = offset(normed_, dtype_, first * hidden_stride_);
+      Linear gate_up = product(weights.gate_up, x, hidden_stride_, rows, activated_);
+      gate_up.y_stride = inner_stride_;
       void* y = offset(output_, dtype_, first * model_.hidden);
-      if (!multiply(weights.down, activated_, rows, y)) return false;
+      const Linear down = product(weights.down, activated_, inner_stride_, rows, y);
+      if (!multiply_gated(gate_up, gate_up_) || !multiply(down)) return false;
     }
     return true;
   }
@@ -238,6 +251,9 @@ class Run {
   const int64_t q_width_;
   const int64_t k_width_;
   const int64_t qkv_width_;
+  // Of rows that are multiplied next.
+  const int64_t hidden_stride_;
+  const int64_t inner_stride_;
   const int64_t chunk_;
   void* residual_ = nullptr;
   void* normed_ = nullptr;

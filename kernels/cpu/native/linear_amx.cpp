@@ -3,8 +3,9 @@
 // between (float32, exactly), never shows. A block of K_BLOCK int8 weights is brought to bfloat16, exactly; its sum from
 // zero is multiplied by the scale of its column and added to the others, in order. float32 is the base's.
 //
-// x is copied to tiles [rows / 16][k / 32][16][32], zeros behind the last row and k; a call of fewer than 16 rows has
-// tiles of that many. A panel of packed weights is a column of tiles already.
+// x is read where it is, if its rows stand so that tiles of them can be loaded fast (Shape::in_place); otherwise it is
+// copied to tiles [rows / 16][k / 32][16][32], zeros behind the last row and k. A call of fewer than 16 rows has tiles of
+// that many. A panel of packed weights is a column of tiles already.
 #include "bf16_rows.hpp"
 #include "own_linear.hpp"
 #include "row_tiles.hpp"
@@ -37,15 +38,29 @@ constexpr int64_t PREFETCH = 2048;
 constexpr int64_t LINE = 64;
 constexpr int64_t TILE_LINES = WEIGHT_TILE * static_cast<int64_t>(sizeof(Bf16)) / LINE;
 
+// Whether tiles can be loaded from x itself. Lines that are an even number apart share few places in the nearest cache,
+// which shows where a tile's rows come again for many panels.
+bool stands_well(const Linear& work, int64_t tile_rows) {
+  const uint64_t bytes = static_cast<uint64_t>(work.x_stride) * sizeof(Bf16);
+  const bool whole_lines = reinterpret_cast<uint64_t>(work.x) % LINE == 0 && bytes % LINE == 0 &&
+                           work.weight.inner % STEP == 0;
+  return whole_lines && parts(work.rows, tile_rows) * tile_rows <= work.readable_rows &&
+         (work.rows <= TILE_ROWS || bytes / LINE % 2 == 1);
+}
+
 struct Shape {
   int64_t steps;
   int64_t row_tiles;
-  // Rows of each tile, and numbers of x in one step of a tile and in all.
   int64_t tile_rows;
+  bool in_place;
+  // Numbers of x from row to row of a tile, from step to step, and from tile to tile.
+  int64_t row_size;
   int64_t step_size;
   int64_t tile_size;
+  // Panels, and bytes from one to the next that is multiplied with it: of gated work gates and ups alternate.
   int64_t panels;
   int64_t panel_bytes;
+  int64_t apart;
   int64_t task_panels;
   int64_t row_groups;
   int64_t panel_groups;
@@ -54,10 +69,13 @@ struct Shape {
     steps = parts(work.weight.inner, STEP);
     row_tiles = parts(work.rows, TILE_ROWS);
     tile_rows = at_most(TILE_ROWS, work.rows);
-    step_size = tile_rows * STEP;
-    tile_size = steps * step_size;
+    in_place = stands_well(work, tile_rows);
+    row_size = in_place ? work.x_stride : STEP;
+    step_size = in_place ? STEP : tile_rows * STEP;
+    tile_size = in_place ? tile_rows * work.x_stride : steps * step_size;
     panels = parts(work.weight.columns, PANEL);
     panel_bytes = fissile::panel_bytes(work.weight.dtype, work.weight.inner);
+    apart = work.gated ? panels / 2 * panel_bytes : panel_bytes;
     task_panels = row_tiles <= 2 ? TASK_PANELS_OF_FEW : TASK_PANELS;
     row_groups = parts(row_tiles, TASK_ROW_TILES);
     panel_groups = parts(panels, task_panels);
@@ -86,6 +104,7 @@ struct Ahead {
 // Some tiles of rows by some panels, over some steps.
 struct Block {
   const Bf16* x;
+  int64_t x_row_bytes;
   int64_t x_tile_size;
   int64_t x_step_size;
   const Bf16* weights;
@@ -148,8 +167,8 @@ struct Multiplier {
 
   FISSILE_INLINE void step(const Block& block, int64_t step, const Bf16* weights, int64_t panel_size) {
     const Bf16* x = block.x + step * block.x_step_size;
-    tile_load<4>(x);
-    if constexpr (ROW_TILES == 2) tile_load<5>(x + block.x_tile_size);
+    tile_load<4>(x, block.x_row_bytes);
+    if constexpr (ROW_TILES == 2) tile_load<5>(x + block.x_tile_size, block.x_row_bytes);
     multiply_panels(weights, panel_size);
   }
 
@@ -198,9 +217,8 @@ class Task {
     first_tile_ = tiles.first;
     row_tiles_ = tiles.rows;
     panels_ = at_most(shape_.task_panels, shape_.panels - first_panel_);
-    weights_ = static_cast<const char*>(work.weight.panels) + first_panel_ * shape_.panel_bytes;
-    x_ = reinterpret_cast<const Bf16*>(work.packed_x) + first_tile_ * shape_.tile_size;
-    y_ = static_cast<Bf16*>(work.y) + first_tile_ * TILE_ROWS * work.y_stride + first_panel_ * PANEL;
+    x_ = static_cast<const Bf16*>(shape_.in_place ? work.x : work.packed_x) + first_tile_ * shape_.tile_size;
+    y_ = static_cast<Bf16*>(work.y) + first_tile_ * TILE_ROWS * work.y_stride;
   }
 
   void run() {
@@ -237,8 +255,8 @@ class Task {
       const int64_t tiles = at_most(2, row_tiles_ - tile);
       float* const sums = tile_of_sums(tile, part.panel);
       Block block = block_of(tile, part.step, part.steps);
-      block.weights = panel_of(part.panel) + part.step * WEIGHT_TILE;
-      block.panel_size = shape_.panel_bytes / static_cast<int64_t>(sizeof(Bf16));
+      block.weights = reinterpret_cast<const Bf16*>(weights_at(part.panel, part.step));
+      block.panel_size = shape_.apart / static_cast<int64_t>(sizeof(Bf16));
       block.tail = last && has_tails ? tails_ + part.panel * WEIGHT_TILE : nullptr;
       block.from = part.step > 0 ? sums : nullptr;
       block.from_stride = TASK_PANELS * SUMS_TILE;
@@ -256,10 +274,10 @@ class Task {
     const int64_t passes = parts(row_tiles_, 2), bytes = part.steps * TILE_LINES * LINE;
     if (passes == 1) {
       const char* const own = weights_at(part.panel, part.step);
-      return {own + PREFETCH, part.steps - PREFETCH / (TILE_LINES * LINE), after(part), shape_.panel_bytes, TILE_LINES};
+      return {own + PREFETCH, part.steps - PREFETCH / (TILE_LINES * LINE), after(part), shape_.apart, TILE_LINES};
     }
     const int64_t lines = parts(TILE_LINES, passes), done = pass * part.steps * lines * LINE;
-    return {nullptr, 0, after(part) + done, shape_.panel_bytes, done < bytes ? lines : 0};
+    return {nullptr, 0, after(part) + done, shape_.apart, done < bytes ? lines : 0};
   }
 
   // Of this task, or of the one behind it.
@@ -269,23 +287,32 @@ class Task {
     return weights_at(shape_.task_panels, 0);
   }
 
-  const char* weights_at(int64_t panel, int64_t step) const {
-    return weights_ + panel * shape_.panel_bytes + step * TILE_LINES * LINE;
+  // A panel of this task, or one behind them.
+  const char* panel_of(int64_t panel) const {
+    const int64_t place = first_panel_ + panel;
+    const int64_t bytes = work_.gated ? place / 2 * shape_.panel_bytes + place % 2 * shape_.apart : place * shape_.apart;
+    return static_cast<const char*>(work_.weight.panels) + bytes;
   }
+
+  const char* weights_at(int64_t panel, int64_t step) const { return panel_of(panel) + step * TILE_LINES * LINE; }
 
   // Finished sums, so far apart from one tile of rows to the next.
   void write(const float* sums, int64_t tile_stride, RowTile tiles, const Part& part) const {
-    const int64_t column = (first_panel_ + part.panel) * PANEL, first = tiles.first * TILE_ROWS;
+    const int64_t first = tiles.first * TILE_ROWS;
     const int64_t rows = at_most(tiles.rows * TILE_ROWS, work_.rows - first_tile_ * TILE_ROWS - first);
-    Bf16* y = y_ + first * work_.y_stride + part.panel * PANEL;
-    for (int64_t r = 0; r < rows; r++, y += work_.y_stride) {
-      const float* const row = sums + r / TILE_ROWS * tile_stride + r % TILE_ROWS * PANEL;
-      for (int64_t p = 0; p < part.panels; p++) write_row(work_, row + p * SUMS_TILE, column + p * PANEL, y + p * PANEL);
-    }
+    for (int64_t r = 0; r < rows; r++)
+      write_columns(sums + r / TILE_ROWS * tile_stride + r % TILE_ROWS * PANEL, part,
+                    y_ + (first + r) * work_.y_stride);
   }
 
-  const Bf16* panel_of(int64_t panel) const {
-    return reinterpret_cast<const Bf16*>(weights_ + panel * shape_.panel_bytes);
+  // A part's columns of a row of y.
+  __attribute__((always_inline)) void write_columns(const float* sums, const Part& part, Bf16* y) const {
+    for (int64_t p = 0; p < part.panels; p += work_.gated ? 2 : 1) {
+      const int64_t panel = first_panel_ + part.panel + p, column = (work_.gated ? panel / 2 : panel) * PANEL;
+      const float* const from = sums + p * SUMS_TILE;
+      if (work_.gated) write_gated_row(work_, from, from + SUMS_TILE, column, y + column);
+      else write_row(work_, from, column, y + column);
+    }
   }
 
   // The last tile of each panel, where only a part of one is left; whether that is so.
@@ -293,7 +320,7 @@ class Task {
     const int64_t numbers = shape_.panel_bytes / static_cast<int64_t>(sizeof(Bf16)), left = numbers % WEIGHT_TILE;
     for (int64_t panel = 0; left && panel < panels_; panel++) {
       Bf16* to = tails_ + panel * WEIGHT_TILE;
-      __builtin_memcpy(to, panel_of(panel) + numbers - left, left * sizeof *to);
+      __builtin_memcpy(to, reinterpret_cast<const Bf16*>(panel_of(panel)) + numbers - left, left * sizeof *to);
       __builtin_memset(to + left, 0, (WEIGHT_TILE - left) * sizeof *to);
     }
     return left > 0;
@@ -305,10 +332,10 @@ class Task {
     for (int64_t panel = 0; panel < panels_; panel += at_once)
       for (int64_t k = 0; k < inner; k += K_BLOCK) {
         const int64_t count = at_most(at_once, panels_ - panel), depth = at_most(K_BLOCK, inner - k);
-        const char* numbers = weights_ + panel * shape_.panel_bytes + fissile::block_offset(fissile::INT8, k);
+        const char* numbers = panel_of(panel) + fissile::block_offset(fissile::INT8, k);
         for (int64_t p = 0; p < count; p++) {
-          prefetch_block(numbers + p * shape_.panel_bytes + K_BLOCK * PANEL);
-          widen_block(numbers + p * shape_.panel_bytes, depth, wide_ + p * K_BLOCK * PANEL);
+          prefetch_block(numbers + p * shape_.apart + K_BLOCK * PANEL);
+          widen_block(numbers + p * shape_.apart, depth, wide_ + p * K_BLOCK * PANEL);
         }
         for (int64_t tile = 0; tile < row_tiles_; tile += 2) {
           const int64_t tiles = at_most(2, row_tiles_ - tile);
@@ -321,7 +348,7 @@ class Task {
           for (int64_t t = 0; t < tiles; t++)
             for (int64_t p = 0; p < count; p++)
               add_scaled(part_ + (t * TASK_PANELS_OF_FEW + p) * SUMS_TILE,
-                         load(scales_of(numbers + p * shape_.panel_bytes)), tile_of_sums(tile + t, panel + p));
+                         load(scales_of(numbers + p * shape_.apart)), tile_of_sums(tile + t, panel + p));
         }
       }
     write(sums_, TASK_PANELS * SUMS_TILE, {0, row_tiles_}, {0, panels_, 0, shape_.steps});
@@ -337,6 +364,7 @@ class Task {
   Block block_of(int64_t tile, int64_t step, int64_t steps) const {
     Block block{};
     block.x = x_ + tile * shape_.tile_size + step * shape_.step_size;
+    block.x_row_bytes = shape_.row_size * static_cast<int64_t>(sizeof(Bf16));
     block.x_tile_size = shape_.tile_size;
     block.x_step_size = shape_.step_size;
     block.steps = steps;
@@ -348,7 +376,6 @@ class Task {
   const Linear& work_;
   const Shape shape_;
   int64_t first_panel_, first_tile_, panels_, row_tiles_;
-  const char* weights_;
   const Bf16* x_;
   Bf16* y_;
   alignas(64) Bf16 tails_[TASK_PANELS * WEIGHT_TILE];
@@ -373,11 +400,12 @@ FISSILE_INLINE void pack_step(const Bf16* from, int64_t left, Bf16* to) {
 int64_t scratch(const Linear& work) {
   const Shape shape(work);
   // Of float32, two bfloat16 each.
-  return shape.row_tiles * shape.tile_size / 2;
+  return shape.in_place ? 0 : shape.row_tiles * shape.tile_size / 2;
 }
 
 int64_t pack_tasks(const Linear& work) {
-  return parts(work.rows, TILE_ROWS);
+  const Shape shape(work);
+  return shape.in_place ? 0 : shape.row_tiles;
 }
 
 // Tile `task` of x. Steps outside: what is written lies side by side.
@@ -400,8 +428,16 @@ void run(const Linear& work, int64_t task) {
   Task(work, task).run();
 }
 
+// Of so few rows that they make one tile, four panels side by side are better than pairs of far ones.
+bool multiplies_gated(const Linear& work) {
+  return takes_bf16(work) && work.rows > TILE_ROWS && work.weight.columns % (2 * PANEL) == 0;
+}
+
 }  // namespace
 
-void use_own_linear(fissile::Kernels& table) { use<scratch, pack_tasks, pack_x, tasks, run>(table); }
+void use_own_linear(fissile::Kernels& table) {
+  use<scratch, pack_tasks, pack_x, tasks, run>(table);
+  table.multiplies_gated = multiplies_gated;
+}
 
 }  // namespace FISSILE_ISA

@@ -19,6 +19,7 @@ const fissile::Kernels kernels = {
     .linear_pack = linear_pack,
     .linear_tasks = linear_tasks,
     .linear = linear,
+    .multiplies_gated = [](const fissile::Linear&) { return false; },
     .norm_tasks = norm_tasks,
     .norm = norm,
     .rope_tasks = rope_tasks,

@@ -55,10 +55,11 @@ void tile_zero() {
 }
 
 template <int TILE>
-void tile_load(const void* from) {
+void tile_load(const void* from, int64_t row_bytes = TILE_BYTES) {
   require(emulated_tiles[TILE].rows > 0);
   tile_zero<TILE>();
-  __builtin_memcpy(emulated_tiles[TILE].bytes, from, emulated_tiles[TILE].rows * TILE_BYTES);
+  for (int row = 0; row < emulated_tiles[TILE].rows; row++)
+    __builtin_memcpy(emulated_tiles[TILE].bytes[row], static_cast<const uint8_t*>(from) + row * row_bytes, TILE_BYTES);
 }
 
 template <int TILE>
@@ -106,12 +107,13 @@ FISSILE_INLINE void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
 }
 
-// Rows lie one behind the other.
+// Of rows so far apart.
 template <int TILE>
-FISSILE_INLINE void tile_load(const void* from) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(int64_t{TILE_BYTES}), "i"(TILE) : "memory");
+FISSILE_INLINE void tile_load(const void* from, int64_t row_bytes = TILE_BYTES) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_bytes), "i"(TILE) : "memory");
 }
 
+// Rows lie one behind the other.
 template <int TILE>
 FISSILE_INLINE void tile_store(void* to) {
   asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(int64_t{TILE_BYTES}), "i"(TILE) : "memory");

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from common.config import Config
+from kernels.cpu import instruction_sets, library
 from kernels.cpu.backend import CpuBackend
 from kernels.interface import AttentionMetaData, Decoder, DecoderLayer, KVSpec
 from kernels.paged_attention import PagedKVCache
@@ -53,6 +54,8 @@ KINDS = {
     "qwen3": Kind(norms=True, dim=32, rotary=32),
     "biases": Kind(bias=True, heads=3, kv_heads=3, dim=24, rotary=8),
     "window, sinks, padding": Kind(window=33, sinks=True, padding=5, heads=8, kv_heads=1),
+    # Products in whole tiles and panels, which AMX reads in place and ends in the activation.
+    "whole tiles": Kind(hidden=64, dim=32, rotary=32, inner=96),
 }
 
 
@@ -62,8 +65,15 @@ Reduce = Callable[[torch.Tensor], torch.Tensor]
 class Model:
     """Random layers, packed by a back end, and a cache that is NaN where nothing is written."""
 
-    def __init__(self, kind: Kind, dtype: torch.dtype, kv_dtype: torch.dtype, all_reduce: Reduce | None = None) -> None:
-        self.kind, self.backend, self.dtype = kind, CpuBackend(), dtype
+    def __init__(
+        self,
+        kind: Kind,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        all_reduce: Reduce | None = None,
+        instruction_set: str = instruction_sets.AUTO,
+    ) -> None:
+        self.kind, self.backend, self.dtype = kind, CpuBackend(instruction_set), dtype
         self._generator = torch.Generator().manual_seed(7)
         norm = 1 + self.drawn(kind.hidden)
         layers = tuple(self.layer() for _ in range(LAYERS))
@@ -125,10 +135,15 @@ class Model:
 
 
 def check(
-    kind: Kind, dtype: torch.dtype, kv_dtype: torch.dtype, threads: int = 1, all_reduce: Reduce | None = None
+    kind: Kind,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    threads: int = 1,
+    all_reduce: Reduce | None = None,
+    instruction_set: str = instruction_sets.AUTO,
 ) -> None:
     """Step after step, each over the cache that both have filled alike."""
-    one, other = Model(kind, dtype, kv_dtype, all_reduce), Model(kind, dtype, kv_dtype, all_reduce)
+    one, other = (Model(kind, dtype, kv_dtype, all_reduce, instruction_set) for _ in range(2))
     fused = other.backend.fuse_decoder(other.decoder, kv_dtype)
     assert fused is not None
     for spans in STEPS:
@@ -150,6 +165,16 @@ def check(
 def test_bits_are_those_of_single_operations(threads: CDLL, dtype: torch.dtype, kind: Kind) -> None:
     for count in (1, 3):
         check(kind, dtype, dtype, count)
+
+
+@pytest.mark.parametrize("instruction_set", ["amx_emulated", "avx512bf16_emulated"])
+def test_also_by_instructions_for_bfloat16(threads: CDLL, instruction_set: str) -> None:
+    try:
+        check(KINDS["whole tiles"], torch.bfloat16, torch.bfloat16, 2, instruction_set=instruction_set)
+    except library.LibraryUnavailableError as error:
+        pytest.skip(str(error))
+    finally:
+        library.select(threads)
 
 
 @pytest.mark.parametrize("all_reduce", [lambda x: x * 1.5, lambda x: x.mul_(1.5)], ids=["another", "in_place"])

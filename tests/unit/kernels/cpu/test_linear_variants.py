@@ -11,7 +11,7 @@ from ctypes import CDLL
 import pytest
 import torch
 
-from kernels.cpu import experts, library, linear
+from kernels.cpu import elementwise, experts, library, linear
 from kernels.interface import ExpertWeights
 
 BF16 = torch.bfloat16
@@ -115,6 +115,40 @@ def test_experts_with_any_number_of_rows(variant: CDLL) -> None:
     library.select(variant, library.PLAIN)
     plain = experts.moe(variant, x, ids, shares, packed)
     torch.testing.assert_close(whole, plain, rtol=2e-2, atol=2e-2 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
+@pytest.mark.parametrize("columns", [64, 320, 40])
+def test_a_product_that_ends_in_its_activation_gives_the_bits_of_two_operations(
+    variant: CDLL, columns: int, packed_dtype: torch.dtype
+) -> None:
+    """40 columns are no whole panels of gates; more than 256 rows are two tasks."""
+    packed = linear.pack(variant, drawn(columns, 96) / 4, drawn(columns), BF16, packed_dtype)
+    for rows in (1, 16, 17, 40, 300):
+        x = drawn(rows, 96)
+        expected = elementwise.silu_and_mul(variant, linear.linear(variant, x, packed))
+        assert torch.equal(linear.gated_linear(variant, x, packed), expected), f"{rows} rows"
+
+
+@pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
+@pytest.mark.parametrize("lines", [3, 4, 7])
+def test_rows_that_are_read_in_place_give_the_bits_of_copied_ones(
+    variant: CDLL, lines: int, packed_dtype: torch.dtype
+) -> None:
+    """Rows an odd and an even number of lines apart, with NaN behind the last one and beside them."""
+    inner = 96
+    packed = linear.pack(variant, drawn(64, inner) / 4, None, BF16, packed_dtype)
+    for rows in (1, 5, 16, 17, 33, 48):
+        memory = linear.aligned(48 * lines * 64).view(BF16).view(48, lines * 32)
+        memory[:] = torch.nan
+        memory[:rows, :inner] = drawn(rows, inner)
+        x = memory[:rows, :inner]
+        # Off by two bytes, they are copied.
+        apart = linear.aligned(rows * inner * 2 + 2).view(BF16)[1:].view(rows, inner)
+        apart[:] = x
+        assert torch.equal(
+            linear.gated_linear(variant, x, packed, 48), linear.gated_linear(variant, apart, packed)
+        ), f"{rows} rows"
 
 
 def test_float32_is_the_base_sets(variant: CDLL) -> None:
