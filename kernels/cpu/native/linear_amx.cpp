@@ -7,6 +7,7 @@
 // copied to tiles [rows / 16][k / 32][16][32], zeros behind the last row and k. A call of fewer than 16 rows has tiles of
 // that many. A panel of packed weights is a column of tiles already.
 #include "bf16_rows.hpp"
+#include "few_rows_amx.hpp"
 #include "own_linear.hpp"
 #include "row_tiles.hpp"
 #include "tiles.hpp"
@@ -327,6 +328,7 @@ class Task {
   }
 
   void multiply_int8(int64_t at_once) {
+    const DenormalsAreZeros mode;
     const int64_t inner = fissile::padded_inner(fissile::INT8, work_.weight.inner);
     __builtin_memset(sums_, 0, row_tiles_ * TASK_PANELS * SUMS_TILE * sizeof *sums_);
     for (int64_t panel = 0; panel < panels_; panel += at_once)
@@ -398,18 +400,21 @@ FISSILE_INLINE void pack_step(const Bf16* from, int64_t left, Bf16* to) {
 }
 
 int64_t scratch(const Linear& work) {
+  if (has_few_rows(work)) return work.rows * fissile::padded_inner(fissile::INT8, work.weight.inner);
   const Shape shape(work);
   // Of float32, two bfloat16 each.
   return shape.in_place ? 0 : shape.row_tiles * shape.tile_size / 2;
 }
 
 int64_t pack_tasks(const Linear& work) {
+  if (has_few_rows(work)) return work.rows;
   const Shape shape(work);
   return shape.in_place ? 0 : shape.row_tiles;
 }
 
 // Tile `task` of x. Steps outside: what is written lies side by side.
 void pack_x(const Linear& work, int64_t task) {
+  if (has_few_rows(work)) return widen_row(work, task);
   const Shape shape(work);
   const int64_t first = task * TILE_ROWS, rows = at_most(shape.tile_rows, work.rows - first);
   const Bf16* const x = static_cast<const Bf16*>(work.x) + first * work.x_stride;
@@ -420,11 +425,13 @@ void pack_x(const Linear& work, int64_t task) {
 }
 
 int64_t tasks(const Linear& work) {
+  if (has_few_rows(work)) return few_tasks(work);
   const Shape shape(work);
   return shape.row_groups * shape.panel_groups;
 }
 
 void run(const Linear& work, int64_t task) {
+  if (has_few_rows(work)) return run_few(work, task);
   Task(work, task).run();
 }
 

@@ -146,9 +146,9 @@ def test_rows_that_are_read_in_place_give_the_bits_of_copied_ones(
         # Off by two bytes, they are copied.
         apart = linear.aligned(rows * inner * 2 + 2).view(BF16)[1:].view(rows, inner)
         apart[:] = x
-        assert torch.equal(
-            linear.gated_linear(variant, x, packed, 48), linear.gated_linear(variant, apart, packed)
-        ), f"{rows} rows"
+        assert torch.equal(linear.gated_linear(variant, x, packed, 48), linear.gated_linear(variant, apart, packed)), (
+            f"{rows} rows"
+        )
 
 
 def test_float32_is_the_base_sets(variant: CDLL) -> None:

@@ -1,0 +1,166 @@
+// int8 weights times so few rows that tiles would be mostly empty and cost more to store than to fill: by fma, in the order
+// in which TDPBF16PS adds. Of 32 k the even ones are summed in one chain from zero and the odd ones in another, both
+// together are added to the sum of their block, and numbers too small to be normal are zeros: the bits are those of tiles.
+//
+// x is widened to float32, rows of padded_inner() numbers.
+#pragma once
+
+#include "bf16_rows.hpp"
+#include "kernels.hpp"
+#include "vec.hpp"
+#include "write_row.hpp"
+
+namespace FISSILE_ISA {
+
+// While it lives, numbers that are not normal count as zeros, as they do in tiles.
+class DenormalsAreZeros {
+ public:
+  DenormalsAreZeros() { _mm_setcsr(before_ | FLUSH | ZEROS); }
+  ~DenormalsAreZeros() { _mm_setcsr(before_); }
+  DenormalsAreZeros(const DenormalsAreZeros&) = delete;
+  DenormalsAreZeros& operator=(const DenormalsAreZeros&) = delete;
+
+ private:
+  static constexpr unsigned FLUSH = 0x8000, ZEROS = 0x0040;
+  const unsigned before_ = _mm_getcsr();
+};
+
+// Most rows, k of a step, panels of a task, and bytes of each panel that are asked for ahead of their use.
+constexpr int64_t FEW_ROWS = 4;
+constexpr int64_t FEW_STEP = 32;
+constexpr int64_t FEW_PANELS = 4;
+constexpr int64_t FEW_AHEAD = 2048;
+
+FISSILE_INLINE bool has_few_rows(const fissile::Linear& work) {
+  return work.weight.dtype == fissile::INT8 && work.rows <= FEW_ROWS;
+}
+
+// The g-th number of each group of four, as float32.
+template <int G>
+FISSILE_INLINE Floats number_of(Words groups) {
+  return __builtin_convertvector((Ints)(groups << (24 - 8 * G)) >> 24, Floats);
+}
+
+// A block of neighbouring panels of int8, its scales before it; bytes from panel to panel.
+struct FewBlock {
+  const char* at;
+  int64_t panel_bytes;
+  int64_t depth;
+};
+
+template <int ROWS, int PANELS>
+struct FewRows {
+  Floats even[ROWS][PANELS], odd[ROWS][PANELS], sums[ROWS][PANELS];
+
+  // Numbers G and G + 1 of a group of each panel.
+  template <int G>
+  __attribute__((always_inline)) void add_two(const float* x, int64_t inner, const Words* groups) {
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++) {
+      const Floats first = number_of<G>(groups[p]), second = number_of<G + 1>(groups[p]);
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) {
+        even[r][p] = fma(splat(x[r * inner + G]), first, even[r][p]);
+        odd[r][p] = fma(splat(x[r * inner + G + 1]), second, odd[r][p]);
+      }
+    }
+  }
+
+  __attribute__((always_inline)) void add_step(const float* x, int64_t inner, const FewBlock& block, int64_t k) {
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; p++) even[r][p] = odd[r][p] = zeros();
+    const char* at = block.at + fissile::BLOCK_SCALES + k * fissile::PANEL;
+    for (int64_t i = k; i < at_most(k + FEW_STEP, block.depth); i += 4, at += sizeof(Words)) {
+      Words groups[PANELS];
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; p++) {
+        __builtin_prefetch(at + p * block.panel_bytes + FEW_AHEAD, 0, 2);
+        __builtin_memcpy(&groups[p], at + p * block.panel_bytes, sizeof groups[p]);
+      }
+      add_two<0>(x + i, inner, groups);
+      add_two<2>(x + i, inner, groups);
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; p++) sums[r][p] += even[r][p] + odd[r][p];
+  }
+
+  // totals [ROWS][FEW_PANELS][PANEL] += the block's sums times its scales.
+  __attribute__((noinline)) void add_block(const float* x, int64_t inner, const FewBlock& block, float* totals) {
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
+      for (int p = 0; p < PANELS; p++) sums[r][p] = zeros();
+    for (int64_t k = 0; k < block.depth; k += FEW_STEP) add_step(x, inner, block, k);
+#pragma GCC unroll 4
+    for (int p = 0; p < PANELS; p++) {
+      const Floats scale = load(scales_of(block.at + p * block.panel_bytes));
+#pragma GCC unroll 4
+      for (int r = 0; r < ROWS; r++) {
+        float* to = totals + (r * FEW_PANELS + p) * fissile::PANEL;
+        store(to, fma(sums[r][p], scale, load(to)));
+      }
+    }
+  }
+};
+
+template <int ROWS>
+void add_few(const float* x, int64_t inner, const FewBlock& block, int64_t panels, float* totals) {
+  constexpr int AT_ONCE = ROWS <= 2 ? 4 : 2;
+  for (int64_t p = 0, count; p < panels; p += count) {
+    count = panels - p >= AT_ONCE ? AT_ONCE : 1;
+    const FewBlock part{block.at + p * block.panel_bytes, block.panel_bytes, block.depth};
+    float* to = totals + p * fissile::PANEL;
+    if (count == 1) FewRows<ROWS, 1>().add_block(x, inner, part, to);
+    else FewRows<ROWS, AT_ONCE>().add_block(x, inner, part, to);
+  }
+}
+
+static void add_few_rows(
+    int64_t rows, const float* x, int64_t inner, const FewBlock& block, int64_t panels, float* totals) {
+  switch (rows) {
+    case 1: return add_few<1>(x, inner, block, panels, totals);
+    case 2: return add_few<2>(x, inner, block, panels, totals);
+    case 3: return add_few<3>(x, inner, block, panels, totals);
+    default: return add_few<4>(x, inner, block, panels, totals);
+  }
+}
+
+static int64_t few_tasks(const fissile::Linear& work) {
+  return parts(parts(work.weight.columns, fissile::PANEL), FEW_PANELS);
+}
+
+static void run_few(const fissile::Linear& work, int64_t task) {
+  using fissile::K_BLOCK;
+  using fissile::PANEL;
+  const DenormalsAreZeros mode;
+  const int64_t first = task * FEW_PANELS, panels = at_most(FEW_PANELS, parts(work.weight.columns, PANEL) - first);
+  const int64_t inner = fissile::padded_inner(fissile::INT8, work.weight.inner);
+  const int64_t bytes = fissile::panel_bytes(fissile::INT8, work.weight.inner);
+  const char* const weights = static_cast<const char*>(work.weight.panels) + first * bytes;
+  alignas(64) float totals[FEW_ROWS * FEW_PANELS * PANEL] = {};
+  for (int64_t k = 0; k < inner; k += K_BLOCK) {
+    const FewBlock block{weights + fissile::block_offset(fissile::INT8, k), bytes, at_most(K_BLOCK, inner - k)};
+    add_few_rows(work.rows, work.packed_x + k, inner, block, panels, totals);
+  }
+  for (int64_t r = 0; r < work.rows; r++)
+    for (int64_t p = 0; p < panels; p++) {
+      const int64_t column = (first + p) * PANEL;
+      write_row(work, totals + (r * FEW_PANELS + p) * PANEL, column,
+                static_cast<Bf16*>(work.y) + r * work.y_stride + column);
+    }
+}
+
+// Row `task` of x.
+static void widen_row(const fissile::Linear& work, int64_t task) {
+  const int64_t inner = work.weight.inner, padded = fissile::padded_inner(fissile::INT8, inner);
+  const Bf16* const from = static_cast<const Bf16*>(work.x) + task * work.x_stride;
+  float* const to = work.packed_x + task * padded;
+  for (int64_t k = 0; k < inner; k++) to[k] = widened(from[k]);
+  for (int64_t k = inner; k < padded; k++) to[k] = 0.0f;
+}
+
+}  // namespace FISSILE_ISA
