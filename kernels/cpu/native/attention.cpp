@@ -690,27 +690,51 @@ struct Task {
 
   void weigh_by_tiles(int64_t first_key, Range row_tiles, const State& state) const {
     for (int64_t t = row_tiles.begin; t < row_tiles.end; t++) {
-      const int64_t first = t * TILE_ROWS, end = at_most(first + TILE_ROWS, rows);
-      const SeenBy seen = seen_by_rows(t, first_key);
-      const auto weigh_some = seen.whole ? weigh_rows<true> : weigh_rows<false>;
-      const Floats factors = weigh_some(scores + t * SCORES, seen, work.scale, state.highest + first, state.sums + first);
-      for (int64_t r = first; r < end; r++)
-        if (factors[r - first] != 1.0f)
-          scale(state.values + r * shape.value_width, shape.value_width, factors[r - first]);
+      const int64_t first = t * TILE_ROWS;
+      if (rows - first <= FEW_ROWS) weigh_few(first_key, first, state);
+      else weigh_many(first_key, t, state);
     }
   }
 
+  void weigh_many(int64_t first_key, int64_t row_tile, const State& state) const {
+    const int64_t first = row_tile * TILE_ROWS, count = at_most(rows - first, TILE_ROWS);
+    const SeenBy seen = seen_by_rows(row_tile, first_key);
+    const auto weigh_them = seen.whole ? weigh_rows<true> : weigh_rows<false>;
+    const Floats factors =
+        weigh_them(scores + row_tile * SCORES, seen, work.scale, state.highest + first, state.sums + first);
+    for (int64_t r = 0; r < count; r++) scale_values(state, first + r, factors[r]);
+  }
+
+  // The last rows, from `first` on, of which there are too few for the lanes of vectors.
+  void weigh_few(int64_t first_key, int64_t first, const State& state) const {
+    alignas(64) float of_rows[FEW_ROWS * KV_TILE];
+    float* const of_tile = scores + first * KV_TILE;
+    turn_scores(of_tile, rows - first, of_rows);
+    for (int64_t r = first; r < rows; r++) {
+      uint32_t* const weights = reinterpret_cast<uint32_t*>(of_tile) + (r - first) * TILE_PAIRS;
+      const Range seen = seen_by(work, position(r), first_key);
+      const float factor = weigh_row(of_rows + (r - first) * KV_TILE, {at_most(seen.begin, KV_TILE), at_least(seen.end, 0)},
+                                     work.scale, state.highest + r, state.sums + r, weights);
+      scale_values(state, r, factor);
+    }
+  }
+
+  void scale_values(const State& state, int64_t row, float factor) const {
+    if (factor != 1.0f) scale(state.values + row * shape.value_width, shape.value_width, factor);
+  }
+
   // To the rows of some tiles, the values that are seen of some columns after others, so that what is packed of them stays
-  // in the nearest cache. Meanwhile fetches as many lines.
+  // in the nearest cache. Meanwhile fetches as many rows.
   void add_seen_values(Rows<Bf16> values, Range seen, Range row_tiles, Fetching& fetching, const State& state) const {
     const int64_t begin = seen.begin / TILE_STEP, end = parts(seen.end, TILE_STEP), width = shape.value_width;
     // Behind copies of keys.
     uint32_t* const pairs = reinterpret_cast<uint32_t*>(wide) + KV_TILE / 2 * shape.width;
     const uint32_t* const weights = reinterpret_cast<const uint32_t*>(scores);
     for (int64_t column = 0; column < width; column += COLUMNS) {
-      for (int64_t k = begin * TILE_STEP; k < end * TILE_STEP; k += 2) {
-        fetching.lines(2);
-        pack_neighbours(values, seen, k, column, work.value_dim, pairs + k / 2 * COLUMNS);
+      for (int64_t k = begin * TILE_STEP; k < end * TILE_STEP; k += TILE_PAIRS) {
+        fetching.rows(parts(TILE_PAIRS * COLUMNS, width));
+        for (int64_t i = k; i < k + TILE_PAIRS; i += 2)
+          pack_neighbours(values, seen, i, column, work.value_dim, pairs + i / 2 * COLUMNS);
       }
       for (int64_t t = row_tiles.begin; t < row_tiles.end; t += 2) {
         const auto add = t + 1 == row_tiles.end ? add_weighted<1> : add_weighted<2>;
@@ -759,7 +783,7 @@ struct Task {
       add_seen_values(values, {first.begin, last.end}, row_tiles, fetching, state);
     else
       add_by_tokens(first_key, values, fetching, state);
-    fetching.lines();
+    fetching.rows();
   }
 #endif
 

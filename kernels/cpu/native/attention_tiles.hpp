@@ -18,6 +18,8 @@ namespace FISSILE_ISA {
 // Words of a tile, and what one instruction sums over: numbers of a query and a key, or keys.
 constexpr int64_t TILE_WORDS = TILE_ROWS * TILE_PAIRS;
 constexpr int64_t TILE_STEP = 2 * TILE_PAIRS;
+// Up to so many rows of a tile are better weighed one by one than in the lanes of vectors.
+constexpr int64_t FEW_ROWS = 8;
 constexpr int KEY_TILES = fissile::KV_TILE / TILE_ROWS;
 // Of sixteen rows: scores of a KV tile, and then in their place the weights as tiles [steps][halves].
 constexpr int64_t SCORES = fissile::KV_TILE * TILE_ROWS;
@@ -68,43 +70,45 @@ struct KeyTiles {
   int64_t stride;
 };
 
-// Fetches the rows of a KV tile line by line, which memory gives faster than the same lines in another order.
+// Fetches the rows of a KV tile, each as a whole: memory gives neighbouring lines sooner than the same ones in another order.
 class Fetching {
  public:
   Fetching(Rows<Bf16> rows, int64_t width) : rows_(rows), width_(width) {}
 
-  // All that are left, or so many.
-  FISSILE_INLINED void lines(int64_t count = INT64_MAX) {
-    for (; count > 0 && key_ < fissile::KV_TILE; count--) {
-      fetch(rows_[key_] + i_);
-      i_ += 2 * WIDTH;
-      if (i_ < width_) continue;
-      i_ = 0;
-      key_++;
+  // So many rows, or all that are left.
+  FISSILE_INLINED void rows(int64_t count = fissile::KV_TILE) {
+    for (const int64_t end = at_most(next_ + count, fissile::KV_TILE); next_ < end; next_++) {
+      const Bf16* const row = rows_[next_];
+      int64_t i = 0;
+      for (; i + 4 * LINE <= width_; i += 4 * LINE)
+#pragma GCC unroll 4
+        for (int64_t line = 0; line < 4; line++) fetch(row + i + line * LINE);
+      for (; i < width_; i += LINE) fetch(row + i);
     }
   }
 
  private:
+  static constexpr int64_t LINE = 2 * WIDTH;
+
   const Rows<Bf16> rows_;
   const int64_t width_;
-  int64_t key_ = 0;
-  int64_t i_ = 0;
+  int64_t next_ = 0;
 };
 
 // scores[row tile][key][row] of two tiles of keys and ROWS tiles of queries, which are [width / 32][pairs][rows] each;
-// meanwhile fetches as many lines as the keys have.
+// meanwhile fetches as many rows.
 template <int ROWS>
 void score_tiles(const Bf16* const* keys, int64_t stride, const uint32_t* queries, int64_t width,
                                 Fetching& ahead, float* scores) {
   // One tile of rows may be too small for sums of sixteen keys.
   constexpr int SUMS = ROWS == 1 ? 4 : 0, KEYS = ROWS == 1 ? 6 : 4, QUERIES = ROWS == 1 ? 7 : 6;
-  const int64_t row_tile = width / 2 * TILE_ROWS;
+  const int64_t row_tile = width / 2 * TILE_ROWS, rows_of_step = parts(2 * TILE_ROWS * TILE_STEP, width);
   each<2 * ROWS>([&](auto sums) FISSILE_INLINED { tile_zero<SUMS + sums>(); });
   for (int64_t i = 0; i < width; i += TILE_STEP, queries += TILE_WORDS) {
+    ahead.rows(rows_of_step);
     each<ROWS>([&](auto r) FISSILE_INLINED { tile_load<QUERIES + r>(queries + r * row_tile); });
     each<2>([&](auto key_tile) FISSILE_INLINED {
       constexpr int k = key_tile, HERE = KEYS + k * (ROWS - 1);
-      ahead.lines(TILE_ROWS);
       tile_load<HERE>(keys[k] + i, stride);
       each<ROWS>([&](auto r) FISSILE_INLINED { tile_multiply<SUMS + k * ROWS + r, HERE, QUERIES + r>(); });
     });
@@ -129,7 +133,7 @@ FISSILE_INLINE Floats seen_or(const SeenBy& seen, int64_t k, Floats value, Float
   return (key >= seen.begin) & (key < seen.end) ? value : otherwise;
 }
 
-// Of sixteen rows, the largest of the scores [KV_TILE][TILE_ROWS] that they see.
+// Of sixteen rows, the largest of the scores [KV_TILE][TILE_ROWS] that they see and that are numbers.
 template <bool WHOLE>
 FISSILE_INLINE Floats highest_of(const float* scores, const SeenBy& seen, Floats scale) {
   Floats best[4];
@@ -138,62 +142,113 @@ FISSILE_INLINE Floats highest_of(const float* scores, const SeenBy& seen, Floats
 #pragma GCC unroll 4
     for (int part = 0; part < 4; part++) {
       const Floats score = load(scores + (k + part) * TILE_ROWS) * scale;
-      best[part] = maximum(best[part], seen_or<WHOLE>(seen, k + part, score, splat(lowest())));
+      best[part] = maximum(seen_or<WHOLE>(seen, k + part, score, splat(lowest())), best[part]);
     }
   return maximum(maximum(best[0], best[1]), maximum(best[2], best[3]));
 }
 
-// A pair of weights as one of bfloat16, and what these leave out as another: cut off first, then rounded.
-FISSILE_INLINE void split_pair(Floats even, Floats odd, Words* first, Words* second) {
-  const Words upper = splat_word(0xFFFF0000u), half = splat_word(0x8000u);
-  const Words a = (Words)even & upper, b = (Words)odd & upper;
-  *first = a >> 16 | b;
-  *second = ((Words)(even - (Floats)a) + half) >> 16 | (((Words)(odd - (Floats)b) + half) & upper);
+// Weights are two bfloat16 each, the first one cut off, the second one, of what that leaves out, rounded: they are the upper
+// halves of these.
+FISSILE_INLINE Words rest_of(Floats weight) {
+  const Floats first = (Floats)((Words)weight & splat_word(0xFFFF0000u));
+  return (Words)(weight - first) + splat_word(0x8000u);
 }
 
+// Upper halves of words as pairs.
+FISSILE_INLINE Words pair_uppers(Words even, Words odd) { return even >> 16 | (odd & splat_word(0xFFFF0000u)); }
+
 // Scores of one step of keys, from `first_key` on, to weights, which are zeros for keys that are not seen; adds those of
-// keys at even and at odd places to `totals`.
+// keys i and i + 16 to totals[i].
 template <bool WHOLE>
-void weigh_step(float* scores, const SeenBy& seen, int64_t first_key, Floats scale, Floats highest, Two& totals) {
+void weigh_step(float* scores, const SeenBy& seen, int64_t first_key, Floats scale, Floats highest, Floats* totals) {
   Words first[TILE_PAIRS], second[TILE_PAIRS];
-  auto weight = [&](int64_t k) FISSILE_INLINED {
-    return seen_or<WHOLE>(seen, first_key + k, exp(fma(load(scores + k * TILE_ROWS), scale, -highest)), zeros());
-  };
-  for (int64_t pair = 0; pair < TILE_PAIRS; pair++) {
-    const Floats even = weight(2 * pair), odd = weight(2 * pair + 1);
-    totals.first += even;
-    totals.second += odd;
-    split_pair(even, odd, first + pair, second + pair);
+  for (int64_t k = 0; k < TILE_STEP; k += 2) {
+    Floats weights[2];
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < 2; i++) {
+      const Floats score = fma(load(scores + (k + i) * TILE_ROWS), scale, -highest);
+      weights[i] = seen_or<WHOLE>(seen, first_key + k + i, exp(score), zeros());
+      totals[(k + i) % WIDTH] += weights[i];
+    }
+    first[k / 2] = pair_uppers((Words)weights[0], (Words)weights[1]);
+    second[k / 2] = pair_uppers(rest_of(weights[0]), rest_of(weights[1]));
   }
   uint32_t* const tiles = reinterpret_cast<uint32_t*>(scores);
   store_turned(first, tiles);
   store_turned(second, tiles + TILE_WORDS);
 }
 
+// What `sum` makes of a vector of such numbers.
+FISSILE_INLINE Floats sum_of(Floats* totals) {
+  for (int left = WIDTH / 2; left > 1; left /= 2)
+    for (int i = 0; i < left; i++) totals[i] += totals[i + left];
+  return totals[0] + totals[1];
+}
+
+// What sums and values so far are multiplied by where the largest score comes to be `now`. Where nothing has been seen
+// before they are zeros.
+FISSILE_INLINE Floats factor_for(Floats before, Floats now) {
+  return now > before ? exp(before - now) : splat(1.0f);
+}
+
 // Turns the scores of sixteen rows into weights and brings their largest score and their sums up to date; what their
 // values have to be multiplied by.
 template <bool WHOLE>
 Floats weigh_rows(float* scores, const SeenBy& seen, float scale, float* highest, float* sums) {
-  const Floats before = load(highest), best = highest_of<WHOLE>(scores, seen, splat(scale));
-  const Floats now = best > before ? best : before;
-  // Rows that have seen nothing before have nothing but zeros to be scaled.
-  const Floats factor = now > before ? exp(before - now) : splat(1.0f);
-  Two totals{zeros(), zeros()};
+  const Floats before = load(highest), now = maximum(highest_of<WHOLE>(scores, seen, splat(scale)), before);
+  Floats totals[WIDTH];
+  for (int i = 0; i < WIDTH; i++) totals[i] = zeros();
   for (int64_t k = 0; k < fissile::KV_TILE; k += TILE_STEP)
     weigh_step<WHOLE>(scores + k * TILE_ROWS, seen, k, splat(scale), now, totals);
+  const Floats factor = factor_for(before, now);
   store(highest, now);
-  store(sums, fma(load(sums), factor, totals.first + totals.second));
+  store(sums, fma(load(sums), factor, sum_of(totals)));
   return factor;
 }
 
-// Weights and values of some steps of keys: [row tile][step][half] tiles, and pairs [KV_TILE / 2][width].
-struct Weighted {
-  const uint32_t* weights;
-  const uint32_t* values;
-  int64_t width;
-  int64_t begin;
-  int64_t end;
-};
+// The upper halves of two vectors in order, as pairs of neighbours.
+FISSILE_INLINE Words uppers_of(Words a, Words b) {
+  using Numbers = uint16_t __attribute__((vector_size(sizeof(Words))));
+  return (Words)__builtin_shufflevector((Numbers)a, (Numbers)b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                        33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63);
+}
+
+// The same of one row with its scores [KV_TILE]; weights [row of a tile][TILE_PAIRS], to the bit what `weigh_rows` makes.
+static float weigh_row(
+    const float* scores, Range seen, float scale, float* highest, float* sum_so_far, uint32_t* weights) {
+  Floats products[KEY_TILES], best = splat(lowest()), total = zeros();
+  Ints inside[KEY_TILES];
+  for (int v = 0; v < KEY_TILES; v++) {
+    const Ints place = lane_numbers() + (Ints)splat_word(static_cast<uint32_t>(v * WIDTH));
+    inside[v] = (place >= (Ints)splat_word(static_cast<uint32_t>(seen.begin))) &
+                (place < (Ints)splat_word(static_cast<uint32_t>(seen.end)));
+    products[v] = load(scores + v * WIDTH);
+    best = maximum(inside[v] ? products[v] * splat(scale) : splat(lowest()), best);
+  }
+  const Floats before = splat(*highest), now = maximum(splat(largest(best)), before);
+  for (int v = 0; v < KEY_TILES; v++) {
+    products[v] = inside[v] ? exp(fma(products[v], splat(scale), -now)) : zeros();
+    total += products[v];
+  }
+  for (int v = 0; v < KEY_TILES; v += 2, weights += STEP_SCORES) {
+    store_words(weights, uppers_of((Words)products[v], (Words)products[v + 1]));
+    store_words(weights + TILE_WORDS, uppers_of(rest_of(products[v]), rest_of(products[v + 1])));
+  }
+  const Floats factor = factor_for(before, now);
+  *highest = now[0];
+  *sum_so_far = fma(splat(*sum_so_far), factor, splat(sum(total)))[0];
+  return factor[0];
+}
+
+// Scores [KV_TILE][TILE_ROWS] to those of some rows [KV_TILE].
+static void turn_scores(const float* scores, int64_t rows, float* to) {
+  for (int64_t k = 0; k < fissile::KV_TILE; k += TILE_ROWS) {
+    Words words[TILE_ROWS];
+    for (int i = 0; i < TILE_ROWS; i++) words[i] = load_words(scores + (k + i) * TILE_ROWS);
+    turn(words);
+    for (int64_t r = 0; r < rows; r++) store_words(to + r * fissile::KV_TILE + k, words[r]);
+  }
+}
 
 // Columns of values that are multiplied at a time: a line of each key, as few as `pair_up` takes.
 constexpr int64_t COLUMNS = 2 * WIDTH;
