@@ -63,9 +63,9 @@ class InstructionSet:
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mprefer-vector-width=512")
 _EMULATED = "-DFISSILE_EMULATED"
-# Attention by products of pairs of bfloat16, too.
-_PAIRS = "-DFISSILE_PAIRS"
-_OF_BF16 = ("linear_bf16", "attention")
+# Attention by products of pairs of bfloat16, or of tiles of them, too.
+_PAIRS, _TILES = "-DFISSILE_PAIRS", "-DFISSILE_TILES"
+_OF_BF16, _OF_AMX = ("linear_bf16", "attention"), ("linear_amx", "attention")
 _PLAIN = (InstructionSet("plain", 8),)
 # avx2x16 is the 16-wide code on machines without AVX-512, the emulated ones that of newer instructions: for tests.
 _X86 = (
@@ -73,7 +73,7 @@ _X86 = (
     InstructionSet("avx2", 8, _AVX2),
     InstructionSet("avx2x16", 16, _AVX2),
     InstructionSet("avx512", 16, _AVX512),
-    InstructionSet("amx_emulated", 16, (*_AVX2, _EMULATED), "avx2x16", ("linear_amx",)),
+    InstructionSet("amx_emulated", 16, (*_AVX2, _EMULATED, _TILES), "avx2x16", _OF_AMX),
     InstructionSet("avx512bf16_emulated", 16, (*_AVX2, _EMULATED, _PAIRS), "avx2x16", _OF_BF16),
 )
 # Both bring int8 to bfloat16 by AVX512-VBMI, which the processors that have them have too, but for Cooper Lake.
@@ -83,9 +83,9 @@ _NEWER = (
     InstructionSet(
         "amx",
         16,
-        (*_AVX512_VBMI, "-mamx-tile", "-mamx-bf16"),
+        (*_AVX512_VBMI, "-mamx-tile", "-mamx-bf16", _TILES),
         "avx512",
-        ("linear_amx",),
+        _OF_AMX,
         "tdpbf16ps %tmm2, %tmm1, %tmm0",
     ),
     InstructionSet(

@@ -17,14 +17,17 @@
 // until the sums are written.
 //
 // Where the processor multiplies pairs of bfloat16, attention_pairs.hpp computes a tile of such a cache instead: queries are
-// [pairs][rows] there, weights two bfloat16 each, and many rows have the tile's keys and values packed, not widened.
+// [pairs][rows] there, weights two bfloat16 each, and many rows have the tile's keys and values packed, not widened. Where it
+// multiplies tiles of them (AMX), attention_tiles.hpp does, with queries and weights of the same kind.
 #include "attention.hpp"
 
 #include "kv_rows.hpp"
 #include "scratch.hpp"
 
-#ifdef FISSILE_PAIRS
+#if defined(FISSILE_PAIRS)
 #include "attention_pairs.hpp"
+#elif defined(FISSILE_TILES)
+#include "attention_tiles.hpp"
 #endif
 
 namespace FISSILE_ISA {
@@ -44,6 +47,19 @@ constexpr int64_t TWO = 2 * WIDTH;
 // Pairs of vectors of values that are summed at a time, and those of bfloat16 that make a line of a cache.
 constexpr int VALUE_PAIRS = 2;
 constexpr int LINE_PAIRS = 32 / TWO;
+// Places for rows come in so many: a tile of AMX has them, whether there are rows or not.
+#ifdef FISSILE_TILES
+constexpr int64_t ROWS_TOGETHER = TILE_ROWS;
+#else
+constexpr int64_t ROWS_TOGETHER = 1;
+
+// Nothing has to be set up for a task.
+struct Tiles {
+  explicit Tiles(int64_t) {}
+};
+#endif
+
+int64_t places_of(int64_t rows) { return parts(rows, ROWS_TOGETHER) * ROWS_TOGETHER; }
 
 float scalar_exp(float x) { return exp(splat(x))[0]; }
 
@@ -53,14 +69,14 @@ struct Shape {
   int64_t width;        // of a key, rounded up to whole vectors
   int64_t value_width;  // of values
   int64_t stride;       // of rows that were widened: an odd number of cache lines, so that columns are not all in one set
-  int64_t most_rows;    // of a query tile
+  int64_t most_rows;    // of a query tile: places for them
 
   explicit Shape(const fissile::Attention& work)
       : group(work.heads / work.kv_heads),
         width(parts(work.dim, TWO) * TWO),
         value_width(parts(work.value_dim, TWO) * TWO),
         stride(width | 16),
-        most_rows(work.tile_tokens * group) {}
+        most_rows(places_of(work.tile_tokens * group)) {}
 
   int64_t state_size() const { return most_rows * (value_width + 2); }
 };
@@ -283,9 +299,10 @@ void widen(Rows<Number> rows, Rows<Number> ahead, int64_t dim, const Shape& shap
   }
 }
 
-// Whether keys and values of this kind are multiplied by pairs with queries of bfloat16 (attention_pairs.hpp).
+// Whether keys and values of this kind are multiplied by pairs with queries of bfloat16 (attention_pairs.hpp,
+// attention_tiles.hpp).
 template <class KvNumber>
-#ifdef FISSILE_PAIRS
+#if defined(FISSILE_PAIRS) || defined(FISSILE_TILES)
 constexpr bool HAS_PAIRS = sizeof(KvNumber) == sizeof(Bf16);
 #else
 constexpr bool HAS_PAIRS = false;
@@ -468,7 +485,7 @@ struct Task {
 
   // The tile at `first_key`, whose rows are at `here`; those of the one that comes then, at `next`, are fetched.
   void add_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
-#ifdef FISSILE_PAIRS
+#if defined(FISSILE_PAIRS) || defined(FISSILE_TILES)
     if constexpr (HAS_PAIRS<KvNumber>)
       if (paired) return add_paired_tile(first_key, here, next, state);
 #endif
@@ -496,7 +513,7 @@ struct Task {
     add_all(first_key, rows_at, rows_at, state);
   }
 
-#ifdef FISSILE_PAIRS
+#if defined(FISSILE_PAIRS)
   // To [pairs of numbers][PAIRED_ROWS], or as many rows as there are left.
   void pack_queries() const {
     uint32_t* to = reinterpret_cast<uint32_t*>(q);
@@ -601,6 +618,173 @@ struct Task {
     add_paired<ROWS, VECTORS>(weights, pairs + column, all.begin, all.end, values, shape.value_width);
     one_by_one(false);
   }
+#elif defined(FISSILE_TILES)
+  // To [tiles of rows][pairs of numbers][TILE_ROWS], zeros where there are no rows.
+  void pack_queries() const {
+    uint32_t* to = reinterpret_cast<uint32_t*>(q);
+    for (int64_t first = 0; first < rows; first += TILE_ROWS)
+      for (int64_t i = 0; i < shape.width; i += TILE_STEP, to += TILE_WORDS) {
+        Words pairs[TILE_ROWS];
+        for (int64_t r = 0; r < TILE_ROWS; r++)
+          pairs[r] = first + r < rows ? load_pairs(query<Bf16>(first + r) + i, work.dim - i) : splat_word(0);
+        store_turned(pairs, to);
+      }
+  }
+
+  // The tiles of rows of which some see some of the KV tile.
+  Range seeing_tiles(int64_t first_key) const {
+    const int64_t begin = at_least(first_key - tile.position, 0);
+    const int64_t end = first_key + KV_TILE + work.window - 1 - tile.position;
+    return {begin * shape.group / TILE_ROWS,
+            parts((work.window ? at_most(end, tile.tokens) : tile.tokens) * shape.group, TILE_ROWS)};
+  }
+
+  // What the rows of a tile see of the KV tile; those that there are not, what the last one sees.
+  SeenBy seen_by_rows(int64_t row_tile, int64_t first_key) const {
+    const int64_t first = row_tile * TILE_ROWS, last = at_most(first + TILE_ROWS, rows) - 1;
+    if (seen_by(work, position(last), first_key).begin == 0 && seen_by(work, position(first), first_key).end == KV_TILE)
+      return {Ints{}, Ints{}, true};
+    SeenBy seen{Ints{}, Ints{}, false};
+    for (int lane = 0; lane < TILE_ROWS; lane++) {
+      const Range range = seen_by(work, position(at_most(first + lane, last)), first_key);
+      // Positions of tokens may be too large for a lane.
+      seen.begin[lane] = static_cast<int32_t>(at_most(range.begin, KV_TILE));
+      seen.end[lane] = static_cast<int32_t>(at_least(range.end, 0));
+    }
+    return seen;
+  }
+
+  // Where tiles of keys are: in the cache where it has so many beside each other, else in copies.
+  KeyTiles locate_keys(Rows<Bf16> keys, int64_t count) const {
+    KeyTiles tiles{{}, work.dim};
+    const bool in_place = work.dim == shape.width && work.block_size % TILE_ROWS == 0 && !work.selected;
+    if (!in_place) copy_keys(keys, count);
+    if (!in_place) tiles.stride = shape.width;
+    // Tiles behind the last key are not seen: another one serves.
+    for (int64_t k = 0; k < KEY_TILES; k++)
+      tiles.at[k] = k * TILE_ROWS >= count ? tiles.at[0]
+                    : in_place             ? keys[k * TILE_ROWS]
+                                           : key_copies() + k * TILE_ROWS * shape.width;
+    return tiles;
+  }
+
+  Bf16* key_copies() const { return reinterpret_cast<Bf16*>(wide); }
+
+  void copy_keys(Rows<Bf16> keys, int64_t count) const {
+    for (int64_t k = 0; k < count; k++)
+      for (int64_t i = 0; i < shape.width; i += 2 * WIDTH)
+        store_words(key_copies() + k * shape.width + i, load_pairs(keys[k] + i, work.dim - i));
+  }
+
+  // scores [row tile][key][row]; fetches the keys of `ahead`.
+  void score_by_tiles(const KeyTiles& keys, Range row_tiles, Rows<Bf16> ahead) const {
+    const uint32_t* const queries = reinterpret_cast<const uint32_t*>(q);
+    const int64_t words = shape.width / 2 * TILE_ROWS, bytes = keys.stride * sizeof(Bf16);
+    Fetching fetching(ahead, shape.width);
+    for (int64_t t = row_tiles.begin; t < row_tiles.end; t += 2)
+      for (int64_t k = 0; k < KEY_TILES; k += 2) {
+        const auto score = t + 1 == row_tiles.end ? score_tiles<1> : score_tiles<2>;
+        score(keys.at + k, bytes, queries + t * words, shape.width, fetching, scores + t * SCORES + k * TILE_WORDS);
+      }
+  }
+
+  void weigh_by_tiles(int64_t first_key, Range row_tiles, const State& state) const {
+    for (int64_t t = row_tiles.begin; t < row_tiles.end; t++) {
+      const int64_t first = t * TILE_ROWS;
+      if (rows - first <= FEW_ROWS) weigh_few(first_key, first, state);
+      else weigh_many(first_key, t, state);
+    }
+  }
+
+  void weigh_many(int64_t first_key, int64_t row_tile, const State& state) const {
+    const int64_t first = row_tile * TILE_ROWS, count = at_most(rows - first, TILE_ROWS);
+    const SeenBy seen = seen_by_rows(row_tile, first_key);
+    const auto weigh_them = seen.whole ? weigh_rows<true> : weigh_rows<false>;
+    const Floats factors =
+        weigh_them(scores + row_tile * SCORES, seen, work.scale, state.highest + first, state.sums + first);
+    for (int64_t r = 0; r < count; r++) scale_values(state, first + r, factors[r]);
+  }
+
+  // The last rows, from `first` on, of which there are too few for the lanes of vectors.
+  void weigh_few(int64_t first_key, int64_t first, const State& state) const {
+    alignas(64) float of_rows[FEW_ROWS * KV_TILE];
+    float* const of_tile = scores + first * KV_TILE;
+    turn_scores(of_tile, rows - first, of_rows);
+    for (int64_t r = first; r < rows; r++) {
+      uint32_t* const weights = reinterpret_cast<uint32_t*>(of_tile) + (r - first) * TILE_PAIRS;
+      const Range seen = seen_by(work, position(r), first_key);
+      const float factor = weigh_row(of_rows + (r - first) * KV_TILE, {at_most(seen.begin, KV_TILE), at_least(seen.end, 0)},
+                                     work.scale, state.highest + r, state.sums + r, weights);
+      scale_values(state, r, factor);
+    }
+  }
+
+  void scale_values(const State& state, int64_t row, float factor) const {
+    if (factor != 1.0f) scale(state.values + row * shape.value_width, shape.value_width, factor);
+  }
+
+  // To the rows of some tiles, the values that are seen of some columns after others, so that what is packed of them stays
+  // in the nearest cache. Meanwhile fetches as many rows.
+  void add_seen_values(Rows<Bf16> values, Range seen, Range row_tiles, Fetching& fetching, const State& state) const {
+    const int64_t begin = seen.begin / TILE_STEP, end = parts(seen.end, TILE_STEP), width = shape.value_width;
+    // Behind copies of keys.
+    uint32_t* const pairs = reinterpret_cast<uint32_t*>(wide) + KV_TILE / 2 * shape.width;
+    const uint32_t* const weights = reinterpret_cast<const uint32_t*>(scores);
+    for (int64_t column = 0; column < width; column += COLUMNS) {
+      for (int64_t k = begin * TILE_STEP; k < end * TILE_STEP; k += TILE_PAIRS) {
+        fetching.rows(parts(TILE_PAIRS * COLUMNS, width));
+        for (int64_t i = k; i < k + TILE_PAIRS; i += 2)
+          pack_neighbours(values, seen, i, column, work.value_dim, pairs + i / 2 * COLUMNS);
+      }
+      for (int64_t t = row_tiles.begin; t < row_tiles.end; t += 2) {
+        const auto add = t + 1 == row_tiles.end ? add_weighted<1> : add_weighted<2>;
+        add(weights + t * SCORES, pairs, begin, end, state.values + t * TILE_ROWS * width + column, width);
+      }
+    }
+  }
+
+  // Zeros times what is not finite is not zero: where some rows see such a value and others do not, the tokens' rows are
+  // summed alone, with zeros in place of what their token does not see. Those beside them in tiles are kept.
+  void add_by_tokens(int64_t first_key, Rows<Bf16> values, Fetching& fetching, const State& state) const {
+    for (int64_t token = 0; token < tile.tokens; token++) {
+      const Range seen = seen_by(work, tile.position + token, first_key);
+      const Range own{token * shape.group, (token + 1) * shape.group};
+      if (seen.empty()) continue;
+      for (int64_t t = own.begin / TILE_ROWS; t * TILE_ROWS < own.end; t++) {
+        const uint64_t row = static_cast<uint64_t>(shape.value_width) * sizeof(float);
+        float* const to = state.values + t * TILE_ROWS * shape.value_width;
+        // In place of copies of keys, which have served.
+        __builtin_memcpy(wide, to, TILE_ROWS * row);
+        add_seen_values(values, seen, {t, t + 1}, fetching, state);
+        for (int64_t r = 0; r < TILE_ROWS; r++)
+          if (!own.has(t * TILE_ROWS + r))
+            __builtin_memcpy(to + r * shape.value_width, wide + r * shape.value_width, row);
+      }
+    }
+  }
+
+  void add_paired_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
+    const Bf16 *key_base = static_cast<const Bf16*>(work.keys), *value_base = static_cast<const Bf16*>(work.values);
+    const Rows<Bf16> keys{key_base, here}, next_keys{key_base, next};
+    const Rows<Bf16> values{value_base, here}, next_values{value_base, next};
+    const Range row_tiles = seeing_tiles(first_key);
+    score_by_tiles(locate_keys(keys, filled(first_key)), row_tiles, next_keys);
+    weigh_by_tiles(first_key, row_tiles, state);
+    add_values_by_tiles(first_key, row_tiles, values, next_values, state);
+  }
+
+  void add_values_by_tiles(
+      int64_t first_key, Range row_tiles, Rows<Bf16> values, Rows<Bf16> next, const State& state) const {
+    const Range first = seen_by(work, position(0), first_key), last = seen_by(work, position(rows - 1), first_key);
+    Fetching fetching(next, shape.value_width);
+    // What the first row sees, and the last one does not, and the other way round.
+    const Range before{first.begin, at_most(last.begin, KV_TILE)}, behind{at_least(first.end, 0), last.end};
+    if (are_finite(values, work.value_dim, before) && are_finite(values, work.value_dim, behind))
+      add_seen_values(values, {first.begin, last.end}, row_tiles, fetching, state);
+    else
+      add_by_tokens(first_key, values, fetching, state);
+    fetching.rows();
+  }
 #endif
 
   // The first key of the first tile of which the rows see something.
@@ -610,7 +794,7 @@ struct Task {
 
   // The state of one split.
   void add_split(int64_t split, const State& state) const {
-    state.clear(shape, rows);
+    state.clear(shape, places_of(rows));
     const int64_t last = at_most(tile.position + tile.tokens, (split + 1) * KV_SPLIT);
     int64_t places[2][KV_TILE];
     int64_t *here = places[0], *next = places[1];
@@ -642,8 +826,11 @@ struct Task {
 
   // Sums over values in the order of memory.
   __attribute__((always_inline)) Two in_order(Two sums) const {
-#ifdef FISSILE_PAIRS
+#if defined(FISSILE_PAIRS)
     if (paired) return from_paired(sums);
+#elif defined(FISSILE_TILES)
+    // Not -0, to which a KV tile of which the row sees nothing, but others do, adds 0.
+    if (paired) return from_paired({sums.first + zeros(), sums.second + zeros()});
 #endif
     return as_stored(sums, static_cast<const KvNumber*>(nullptr));
   }
@@ -666,7 +853,7 @@ struct Task {
   }
 
   void load_queries() const {
-#ifdef FISSILE_PAIRS
+#if defined(FISSILE_PAIRS) || defined(FISSILE_TILES)
     if constexpr (HAS_PAIRS<KvNumber>)
       if (paired) return pack_queries();
 #endif
@@ -692,6 +879,7 @@ void run_split(const fissile::Attention& work, int64_t task) {
   float* memory = fissile::scratch(fissile::OF_TASK, Task<KvNumber>::memory(shape));
   if (!memory) return;
   const Task<KvNumber> made(work, work.tiles[pair / work.kv_heads], head, head + 1, memory);
+  [[maybe_unused]] const Tiles tiles(made.rows);
   made.load_queries();
   made.add_split(task % work.splits, State(shape, work.states + task * shape.state_size()));
 }
@@ -707,6 +895,7 @@ void run_heads(const fissile::Attention& work, int64_t task) {
   if (!memory) return;
   float* states = memory + memory_of_task;
   const State state(shape, states);
+  [[maybe_unused]] const Tiles tiles(work.tiles[task / shares].tokens * shape.group);
   for (int64_t head = first; head < end; head++) {
     const Task<KvNumber> made(work, work.tiles[task / shares], head, end, memory);
     made.load_queries();
@@ -859,7 +1048,7 @@ void select_tokens(const fissile::SelectTokens& work, int64_t task) {
   else run_selection<float>(work, task);
 }
 
-#ifdef FISSILE_PAIRS
+#if defined(FISSILE_PAIRS) || defined(FISSILE_TILES)
 void use_own_attention(fissile::Kernels& table) {
   table.attention_state_size = attention_state_size;
   table.attention_tasks = attention_tasks;

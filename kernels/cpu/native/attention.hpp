@@ -14,7 +14,7 @@ void attention_merge(const fissile::Attention& work, int64_t task);
 int64_t select_tokens_tasks(const fissile::SelectTokens& work);
 void select_tokens(const fissile::SelectTokens& work, int64_t task);
 
-// Puts attention by pairs of bfloat16 (attention_pairs.hpp) into the table of another instruction set.
+// Puts attention by pairs of bfloat16 (attention_pairs.hpp, attention_tiles.hpp) into the table of another instruction set.
 void use_own_attention(fissile::Kernels& table);
 
 }  // namespace FISSILE_ISA

@@ -4,13 +4,10 @@
 // pair of sixteen keys; of its values a vector holds sixteen numbers of a pair of keys.
 #pragma once
 
-#include "kernels.hpp"
-#include "kv_rows.hpp"
+#include "kv_pairs.hpp"
 #include "pairs.hpp"
 
 namespace FISSILE_ISA {
-
-static_assert(WIDTH == 16);
 
 // Rows, and vectors, that are summed at a time: as many sums as registers hold.
 constexpr int PAIRED_ROWS = 6;
@@ -19,48 +16,6 @@ constexpr int PAIRED_VECTORS = 4;
 constexpr int FEW_ROWS = 2;
 constexpr int64_t KEY_VECTORS = fissile::KV_TILE / WIDTH;
 static_assert(KEY_VECTORS == PAIRED_VECTORS);
-
-#define FISSILE_PICK(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
-
-// Column i of sixteen rows in place of row i.
-FISSILE_INLINE void turn(Words* rows) {
-  Words twos[16], fours[16];
-#pragma GCC unroll 8
-  for (int i = 0; i < 16; i += 2) {
-    twos[i] = FISSILE_PICK(rows[i], rows[i + 1], 0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29);
-    twos[i + 1] = FISSILE_PICK(rows[i], rows[i + 1], 2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31);
-  }
-  // fours[4 i + c]: columns c, 4 + c, 8 + c and 12 + c of rows 4 i to 4 i + 3.
-#pragma GCC unroll 4
-  for (int i = 0; i < 16; i += 4) {
-    const Words *a = twos + i, *b = a + 2;
-    fours[i] = FISSILE_PICK(a[0], b[0], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-    fours[i + 1] = FISSILE_PICK(a[0], b[0], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-    fours[i + 2] = FISSILE_PICK(a[1], b[1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
-    fours[i + 3] = FISSILE_PICK(a[1], b[1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
-  }
-#pragma GCC unroll 4
-  for (int c = 0; c < 4; c++) {
-    const Words a = fours[c], b = fours[4 + c], d = fours[8 + c], e = fours[12 + c];
-    // Columns c and 8 + c, then 4 + c and 12 + c, of eight rows each.
-    const Words ab = FISSILE_PICK(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-    const Words de = FISSILE_PICK(d, e, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-    const Words ab2 = FISSILE_PICK(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    const Words de2 = FISSILE_PICK(d, e, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    rows[c] = FISSILE_PICK(ab, de, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-    rows[8 + c] = FISSILE_PICK(ab, de, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-    rows[4 + c] = FISSILE_PICK(ab2, de2, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-    rows[12 + c] = FISSILE_PICK(ab2, de2, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  }
-}
-
-// The first `count` numbers of 32, zeros behind them.
-FISSILE_INLINE Words load_pairs(const Bf16* from, int64_t count) {
-  if (count >= 2 * WIDTH) return load_words(from);
-  Bf16 buffer[2 * WIDTH] = {};
-  for (int64_t i = 0; i < count; i++) buffer[i] = from[i];
-  return load_words(buffer);
-}
 
 // The numbers from i on of sixteen keys. Fetches those of `ahead`.
 FISSILE_INLINE void load_keys(Rows<Bf16> keys, Rows<Bf16> ahead, int64_t first, int64_t i, int64_t dim, Words* rows) {
@@ -86,16 +41,6 @@ static void pack_keys(
     }
 }
 
-// Pairs of the numbers of two rows, in the order that `from_paired` takes back.
-FISSILE_INLINE void pair_up(Words even, Words odd, Words* pairs) {
-  using Numbers = uint16_t __attribute__((vector_size(sizeof(Words))));
-  const Numbers a = (Numbers)even, b = (Numbers)odd;
-  pairs[0] = (Words)FISSILE_PICK(a, b, 0, 32, 1, 33, 2, 34, 3, 35, 8, 40, 9, 41, 10, 42, 11, 43,
-                                 16, 48, 17, 49, 18, 50, 19, 51, 24, 56, 25, 57, 26, 58, 27, 59);
-  pairs[1] = (Words)FISSILE_PICK(a, b, 4, 36, 5, 37, 6, 38, 7, 39, 12, 44, 13, 45, 14, 46, 15, 47,
-                                 20, 52, 21, 53, 22, 54, 23, 55, 28, 60, 29, 61, 30, 62, 31, 63);
-}
-
 // The first `count` values, of `dim` numbers, to [KV_TILE / 2][width] pairs of neighbours, a zero behind an odd last one.
 // Fetches those of `ahead`.
 static void pack_values(
@@ -104,18 +49,8 @@ static void pack_values(
     for (int64_t i = 0; i < width; i += 2 * WIDTH) {
       fetch(ahead[k] + i);
       fetch(ahead[k + 1] + i);
-      Words pairs[2];
-      pair_up(load_pairs(values[k] + i, dim - i),
-              k + 1 < count ? load_pairs(values[k + 1] + i, dim - i) : splat_word(0), pairs);
-      store_words(to + i, pairs[0]);
-      store_words(to + i + WIDTH, pairs[1]);
+      pack_neighbours(values, {0, count}, k, i, dim, to + i);
     }
-}
-
-// 32 sums over values in the order of memory.
-FISSILE_INLINE Two from_paired(Two sums) {
-  return {FISSILE_PICK(sums.first, sums.second, 0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23),
-          FISSILE_PICK(sums.first, sums.second, 8, 9, 10, 11, 24, 25, 26, 27, 12, 13, 14, 15, 28, 29, 30, 31)};
 }
 
 // As `pack_keys` and `score_paired`, of so few rows that keys are better used at once, out of registers.
@@ -265,5 +200,3 @@ void add_values_of(const uint32_t* weights, Rows<Bf16> values, Rows<Bf16> ahead,
 }
 
 }  // namespace FISSILE_ISA
-
-#undef FISSILE_PICK

@@ -11,6 +11,7 @@ struct Range {
   int64_t end;
 
   bool empty() const { return begin >= end; }
+  bool has(int64_t k) const { return k >= begin && k < end; }
 };
 
 // Keys or values of a KV tile.

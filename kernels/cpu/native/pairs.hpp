@@ -24,12 +24,4 @@ FISSILE_INLINE Floats add_pairs(Floats sum, Words a, Words b) {
 
 #endif
 
-FISSILE_INLINE Words load_words(const void* from) {
-  Words words;
-  __builtin_memcpy(&words, from, sizeof words);
-  return words;
-}
-
-FISSILE_INLINE void store_words(void* to, Words words) { __builtin_memcpy(to, &words, sizeof words); }
-
 }  // namespace FISSILE_ISA

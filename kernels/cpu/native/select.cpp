@@ -29,6 +29,7 @@ FISSILE_TABLE(avx2)
 FISSILE_TABLE(avx2x16)
 FISSILE_TABLE(avx512)
 FISSILE_LINEAR(amx_emulated)
+FISSILE_ATTENTION(amx_emulated)
 FISSILE_LINEAR(avx512bf16_emulated)
 FISSILE_ATTENTION(avx512bf16_emulated)
 #endif
@@ -38,6 +39,7 @@ FISSILE_ATTENTION(avx512bf16)
 #endif
 #if defined(FISSILE_AMX)
 FISSILE_LINEAR(amx)
+FISSILE_ATTENTION(amx)
 #endif
 
 namespace fissile {
@@ -99,7 +101,10 @@ struct All {
     Ability amx_ability = ABSENT, bf16_ability = ABSENT;
 #if defined(FISSILE_AMX)
     if (has_vbmi && has_amx()) amx_ability = may_use_tiles() ? USABLE : DENIED;
-    if (amx_ability == USABLE) amx = with_linear(avx512::kernels, "amx", amx::use_own_linear);
+    if (amx_ability == USABLE) {
+      amx = with_linear(avx512::kernels, "amx", amx::use_own_linear);
+      amx::use_own_attention(amx);
+    }
 #endif
 #if defined(FISSILE_AVX512BF16)
     if (has_vbmi && has_avx512bf16()) {
@@ -110,6 +115,7 @@ struct All {
 #endif
     if (has_avx2) {
       amx_emulated = with_linear(avx2x16::kernels, "amx_emulated", amx_emulated::use_own_linear);
+      amx_emulated::use_own_attention(amx_emulated);
       avx512bf16_emulated =
           with_linear(avx2x16::kernels, "avx512bf16_emulated", avx512bf16_emulated::use_own_linear);
       avx512bf16_emulated::use_own_attention(avx512bf16_emulated);

@@ -31,7 +31,7 @@ struct Tile {
 };
 
 // No rows: the thread has no shapes loaded.
-static thread_local Tile emulated_tiles[8];
+inline thread_local Tile emulated_tiles[8];
 
 // As the processor does with a tile that has no shape, or one that does not fit.
 FISSILE_INLINE void require(bool fits) {
@@ -55,17 +55,19 @@ void tile_zero() {
 }
 
 template <int TILE>
-void tile_load(const void* from, int64_t row_bytes = TILE_BYTES) {
-  require(emulated_tiles[TILE].rows > 0);
+void tile_load(const void* from, int64_t stride = TILE_BYTES) {
+  Tile& tile = emulated_tiles[TILE];
   tile_zero<TILE>();
-  for (int row = 0; row < emulated_tiles[TILE].rows; row++)
-    __builtin_memcpy(emulated_tiles[TILE].bytes[row], static_cast<const uint8_t*>(from) + row * row_bytes, TILE_BYTES);
+  for (int row = 0; row < tile.rows; row++)
+    __builtin_memcpy(tile.bytes[row], static_cast<const char*>(from) + row * stride, TILE_BYTES);
 }
 
 template <int TILE>
-void tile_store(void* to) {
-  require(emulated_tiles[TILE].rows > 0);
-  __builtin_memcpy(to, emulated_tiles[TILE].bytes, emulated_tiles[TILE].rows * TILE_BYTES);
+void tile_store(void* to, int64_t stride = TILE_BYTES) {
+  const Tile& tile = emulated_tiles[TILE];
+  require(tile.rows > 0);
+  for (int row = 0; row < tile.rows; row++)
+    __builtin_memcpy(static_cast<char*>(to) + row * stride, tile.bytes[row], TILE_BYTES);
 }
 
 // The first or the second numbers of pairs, as float32.
@@ -107,16 +109,15 @@ FISSILE_INLINE void tile_zero() {
   asm volatile("tilezero %%tmm%c0" ::"i"(TILE));
 }
 
-// Of rows so far apart.
+// Rows lie `stride` bytes from one another.
 template <int TILE>
-FISSILE_INLINE void tile_load(const void* from, int64_t row_bytes = TILE_BYTES) {
-  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(row_bytes), "i"(TILE) : "memory");
+FISSILE_INLINE void tile_load(const void* from, int64_t stride = TILE_BYTES) {
+  asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");
 }
 
-// Rows lie one behind the other.
 template <int TILE>
-FISSILE_INLINE void tile_store(void* to) {
-  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(int64_t{TILE_BYTES}), "i"(TILE) : "memory");
+FISSILE_INLINE void tile_store(void* to, int64_t stride = TILE_BYTES) {
+  asm volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(to), "r"(stride), "i"(TILE) : "memory");
 }
 
 template <int SUMS, int A, int B>

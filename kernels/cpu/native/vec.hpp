@@ -192,6 +192,14 @@ FISSILE_INLINE Floats load(const Fp8* from) {
 
 FISSILE_INLINE void store(float* to, Floats value) { __builtin_memcpy(to, &value, sizeof value); }
 
+FISSILE_INLINE Words load_words(const void* from) {
+  Words words;
+  __builtin_memcpy(&words, from, sizeof words);
+  return words;
+}
+
+FISSILE_INLINE void store_words(void* to, Words words) { __builtin_memcpy(to, &words, sizeof words); }
+
 // 2 WIDTH numbers.
 struct Two {
   Floats first;

@@ -19,9 +19,10 @@ def native() -> CDLL:
         pytest.skip(str(error))
 
 
-# Instruction sets whose kernels are all their own; those whose attention is by pairs of bfloat16, the rest another's.
+# Instruction sets whose kernels are all their own; those whose attention is by pairs of bfloat16 or by tiles of them, the
+# rest another's.
 WHOLE = ["plain", "avx2", "avx2x16", "avx512"]
-PAIRED = ["avx512bf16_emulated", "avx512bf16"]
+PAIRED = ["avx512bf16_emulated", "avx512bf16", "amx_emulated", "amx"]
 
 
 def selected(native: CDLL, name: str) -> Iterator[CDLL]:

@@ -25,14 +25,14 @@ CACHES = [
 
 
 def filled(
-    native: CDLL, heads: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None
+    native: CDLL, heads: int, dim: int, dtype: torch.dtype, kv_dtype: torch.dtype | None = None, block: int = BLOCK
 ) -> tuple[PagedKVCache, list[list[int]]]:
     """A cache with two sequences, one longer than two splits of 512 keys; NaN where nothing is written."""
-    lengths = [LENGTH, 75]
-    blocks = scattered_blocks(lengths, BLOCK, 100, seed=dim)
-    cache = PagedKVCache.allocate(KVSpec(heads, dim), 1, 100, BLOCK, kv_dtype or dtype)
+    lengths, count = [LENGTH, 75], 1600 // block
+    blocks = scattered_blocks(lengths, block, count, seed=dim)
+    cache = PagedKVCache.allocate(KVSpec(heads, dim), 1, count, block, kv_dtype or dtype)
     cache.data.copy_(torch.full(cache.data.shape, torch.nan))
-    step = metadata([Rows(0, n, table) for n, table in zip(lengths, blocks, strict=True)], BLOCK)
+    step = metadata([Rows(0, n, table) for n, table in zip(lengths, blocks, strict=True)], block)
     generator = torch.Generator().manual_seed(dim)
     k, v = (torch.randn(sum(lengths), heads, dim, generator=generator).to(dtype) for _ in range(2))
     attention.write_kv(native, cache, 0, k, v, attention.StepArrays(step))
@@ -46,8 +46,9 @@ def attend(
     rows: list[Rows],
     window: int | None = None,
     sinks: torch.Tensor | None = None,
+    block: int = BLOCK,
 ) -> torch.Tensor:
-    return attention.attention(native, q, cache, 0, attention.StepArrays(metadata(rows, BLOCK)), 0.2, window, sinks)
+    return attention.attention(native, q, cache, 0, attention.StepArrays(metadata(rows, block)), 0.2, window, sinks)
 
 
 @DTYPES
@@ -152,11 +153,49 @@ def test_later_tokens_that_overflowed_do_not_show(some_attention: CDLL, dtype: t
     assert out[spoiled:].isnan().all()
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (3, 1, 24), (2, 2, 32)])
-def test_the_processors_pairs_are_the_emulated_ones(native: CDLL, heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize(("heads", "kv_heads"), [(1, 1), (5, 1), (9, 1), (24, 1), (4, 2)])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("spoiled", [torch.nan, -torch.inf])
+def test_values_that_overflowed_show_where_they_are_seen_alone(
+    some_attention: CDLL, heads: int, kv_heads: int, window: int | None, spoiled: float
+) -> None:
+    """In tokens whose rows are in one tile and in several; keys stay numbers."""
+    end, places = 150, [50, 101]
+    cache, (blocks, _) = filled(some_attention, kv_heads, 64, torch.bfloat16)
+    q = torch.randn(end, heads, 64).bfloat16()
+    kept = attend(some_attention, cache, q, [Rows(0, end, blocks)], window)
+    for place in places:
+        cache.data[0, 1, blocks[place // BLOCK], :, place % BLOCK] = spoiled
+    out = attend(some_attention, cache, q, [Rows(0, end, blocks)], window)
+    tokens = torch.arange(end)[:, None]
+    sees = ((tokens >= torch.tensor(places)) & (tokens < torch.tensor(places) + (window or end))).any(1)
+    assert torch.equal(out[~sees], kept[~sees])
+    assert not out[sees].isfinite().any()
+    for row in (49, 50, 51, 63, 89, 90, 100, 101, 149):
+        alone = attend(some_attention, cache, q[row : row + 1], [Rows(row, row + 1, blocks)], window)
+        assert torch.equal(alone[0].nan_to_num(7.0), out[row].nan_to_num(7.0)), f"row {row}"
+
+
+@pytest.mark.parametrize("dim", [32, 40])
+@pytest.mark.parametrize("window", [None, 70])
+def test_the_size_of_blocks_does_not_change_bits(some_attention: CDLL, dim: int, window: int | None) -> None:
+    outs = []
+    for block in (16, 1, 5, 24, 32, 64, 80):
+        cache, (blocks, others) = filled(some_attention, 2, dim, torch.bfloat16, block=block)
+        q = torch.randn(61, 6, dim, generator=torch.Generator().manual_seed(1)).bfloat16()
+        rows = [Rows(LENGTH - 58, LENGTH, blocks), Rows(74, 75, others), Rows(32, 34, others)]
+        outs.append(attend(some_attention, cache, q, rows, window, block=block))
+    assert all(torch.equal(out, outs[0]) for out in outs)
+
+
+@pytest.mark.parametrize("processors", ["avx512bf16", "amx"])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 128), (3, 1, 24), (2, 2, 32), (20, 1, 64)])
+def test_the_processors_pairs_are_the_emulated_ones(
+    native: CDLL, processors: str, heads: int, kv_heads: int, dim: int
+) -> None:
     """To the bit, decodes and longer parts alike."""
     outs = []
-    for name in ("avx512bf16_emulated", "avx512bf16"):
+    for name in (f"{processors}_emulated", processors):
         if library.abilities(native).get(name, library.Ability.ABSENT) == library.Ability.ABSENT:
             pytest.skip(f"this machine can not run {name} kernels")
         library.select(native, name)

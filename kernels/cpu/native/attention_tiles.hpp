@@ -1,0 +1,294 @@
+// What attention computes by tiles of AMX where queries, keys and values are bfloat16. A tile of scores has a key in each
+// row and a query in each column: keys are used as they lie in the cache, and a query tile's largest scores, weights and
+// sums are those of sixteen rows in the lanes of vectors, whichever rows these are. Weights, of two bfloat16 each, which
+// together are nearly as good as float32, are then turned to tiles with a query in each row, and multiply pairs of
+// neighbouring values.
+//
+// Sums of values, and weights, of fewer than sixteen rows are in tiles of that many; what else is computed of rows that
+// there are not is left alone.
+#pragma once
+
+#include "kv_pairs.hpp"
+#include "tiles.hpp"
+
+namespace FISSILE_ISA {
+
+#define FISSILE_INLINED __attribute__((always_inline))
+
+// Words of a tile, and what one instruction sums over: numbers of a query and a key, or keys.
+constexpr int64_t TILE_WORDS = TILE_ROWS * TILE_PAIRS;
+constexpr int64_t TILE_STEP = 2 * TILE_PAIRS;
+// Up to so many rows of a tile are better weighed one by one than in the lanes of vectors.
+constexpr int64_t FEW_ROWS = 8;
+constexpr int KEY_TILES = fissile::KV_TILE / TILE_ROWS;
+// Of sixteen rows: scores of a KV tile, and then in their place the weights as tiles [steps][halves].
+constexpr int64_t SCORES = fissile::KV_TILE * TILE_ROWS;
+constexpr int64_t STEP_SCORES = TILE_STEP * TILE_ROWS;
+static_assert(STEP_SCORES == 2 * TILE_WORDS);
+
+// This thread's tile registers, for a task with query tiles of so many rows. The first four are for rows; where there are
+// more tiles of rows than one, the others may be, too.
+class Tiles {
+ public:
+  explicit Tiles(int64_t rows) {
+    TileShapes shapes;
+    for (int tile = 0; tile < 8; tile++) {
+      shapes.bytes[tile] = TILE_BYTES;
+      shapes.rows[tile] = static_cast<uint8_t>(tile < 4 ? at_most(rows, TILE_ROWS) : TILE_ROWS);
+    }
+    load_tile_shapes(shapes);
+  }
+  ~Tiles() { release_tiles(); }
+  Tiles(const Tiles&) = delete;
+  Tiles& operator=(const Tiles&) = delete;
+};
+
+template <int VALUE>
+struct Constant {
+  constexpr operator int() const { return VALUE; }
+};
+
+// `body` of each number below COUNT, which it can use as an argument of templates.
+template <int COUNT, int FIRST = 0, class Body>
+FISSILE_INLINE void each(const Body& body) {
+  if constexpr (FIRST < COUNT) {
+    body(Constant<FIRST>{});
+    each<COUNT, FIRST + 1>(body);
+  }
+}
+
+// Sixteen rows of words, the i-th of each in row i of a tile.
+FISSILE_INLINE void store_turned(Words* rows, uint32_t* tile) {
+  turn(rows);
+#pragma GCC unroll 16
+  for (int r = 0; r < TILE_ROWS; r++) store_words(tile + r * TILE_PAIRS, rows[r]);
+}
+
+// Keys of a KV tile, sixteen by sixteen.
+struct KeyTiles {
+  const Bf16* at[KEY_TILES];
+  int64_t stride;
+};
+
+// Fetches the rows of a KV tile, each as a whole: memory gives neighbouring lines sooner than the same ones in another order.
+class Fetching {
+ public:
+  Fetching(Rows<Bf16> rows, int64_t width) : rows_(rows), width_(width) {}
+
+  // So many rows, or all that are left.
+  FISSILE_INLINED void rows(int64_t count = fissile::KV_TILE) {
+    for (const int64_t end = at_most(next_ + count, fissile::KV_TILE); next_ < end; next_++) {
+      const Bf16* const row = rows_[next_];
+      int64_t i = 0;
+      for (; i + 4 * LINE <= width_; i += 4 * LINE)
+#pragma GCC unroll 4
+        for (int64_t line = 0; line < 4; line++) fetch(row + i + line * LINE);
+      for (; i < width_; i += LINE) fetch(row + i);
+    }
+  }
+
+ private:
+  static constexpr int64_t LINE = 2 * WIDTH;
+
+  const Rows<Bf16> rows_;
+  const int64_t width_;
+  int64_t next_ = 0;
+};
+
+// scores[row tile][key][row] of two tiles of keys and ROWS tiles of queries, which are [width / 32][pairs][rows] each;
+// meanwhile fetches as many rows.
+template <int ROWS>
+void score_tiles(const Bf16* const* keys, int64_t stride, const uint32_t* queries, int64_t width,
+                                Fetching& ahead, float* scores) {
+  // One tile of rows may be too small for sums of sixteen keys.
+  constexpr int SUMS = ROWS == 1 ? 4 : 0, KEYS = ROWS == 1 ? 6 : 4, QUERIES = ROWS == 1 ? 7 : 6;
+  const int64_t row_tile = width / 2 * TILE_ROWS, rows_of_step = parts(2 * TILE_ROWS * TILE_STEP, width);
+  each<2 * ROWS>([&](auto sums) FISSILE_INLINED { tile_zero<SUMS + sums>(); });
+  for (int64_t i = 0; i < width; i += TILE_STEP, queries += TILE_WORDS) {
+    ahead.rows(rows_of_step);
+    each<ROWS>([&](auto r) FISSILE_INLINED { tile_load<QUERIES + r>(queries + r * row_tile); });
+    each<2>([&](auto key_tile) FISSILE_INLINED {
+      constexpr int k = key_tile, HERE = KEYS + k * (ROWS - 1);
+      tile_load<HERE>(keys[k] + i, stride);
+      each<ROWS>([&](auto r) FISSILE_INLINED { tile_multiply<SUMS + k * ROWS + r, HERE, QUERIES + r>(); });
+    });
+  }
+  each<2 * ROWS>([&](auto sums) FISSILE_INLINED {
+    tile_store<SUMS + sums>(scores + sums % ROWS * SCORES + sums / ROWS * TILE_WORDS);
+  });
+}
+
+// What sixteen rows see of a KV tile.
+struct SeenBy {
+  Ints begin;
+  Ints end;
+  // Whether all of them see all of it.
+  bool whole;
+};
+
+template <bool WHOLE>
+FISSILE_INLINE Floats seen_or(const SeenBy& seen, int64_t k, Floats value, Floats otherwise) {
+  if (WHOLE) return value;
+  const Ints key = (Ints)splat_word(static_cast<uint32_t>(k));
+  return (key >= seen.begin) & (key < seen.end) ? value : otherwise;
+}
+
+// Of sixteen rows, the largest of the scores [KV_TILE][TILE_ROWS] that they see and that are numbers.
+template <bool WHOLE>
+FISSILE_INLINE Floats highest_of(const float* scores, const SeenBy& seen, Floats scale) {
+  Floats best[4];
+  for (int part = 0; part < 4; part++) best[part] = splat(lowest());
+  for (int64_t k = 0; k < fissile::KV_TILE; k += 4)
+#pragma GCC unroll 4
+    for (int part = 0; part < 4; part++) {
+      const Floats score = load(scores + (k + part) * TILE_ROWS) * scale;
+      best[part] = maximum(seen_or<WHOLE>(seen, k + part, score, splat(lowest())), best[part]);
+    }
+  return maximum(maximum(best[0], best[1]), maximum(best[2], best[3]));
+}
+
+// Weights are two bfloat16 each, the first one cut off, the second one, of what that leaves out, rounded: they are the upper
+// halves of these.
+FISSILE_INLINE Words rest_of(Floats weight) {
+  const Floats first = (Floats)((Words)weight & splat_word(0xFFFF0000u));
+  return (Words)(weight - first) + splat_word(0x8000u);
+}
+
+// Upper halves of words as pairs.
+FISSILE_INLINE Words pair_uppers(Words even, Words odd) { return even >> 16 | (odd & splat_word(0xFFFF0000u)); }
+
+// Scores of one step of keys, from `first_key` on, to weights, which are zeros for keys that are not seen; adds those of
+// keys i and i + 16 to totals[i].
+template <bool WHOLE>
+void weigh_step(float* scores, const SeenBy& seen, int64_t first_key, Floats scale, Floats highest, Floats* totals) {
+  Words first[TILE_PAIRS], second[TILE_PAIRS];
+  for (int64_t k = 0; k < TILE_STEP; k += 2) {
+    Floats weights[2];
+#pragma GCC unroll 2
+    for (int64_t i = 0; i < 2; i++) {
+      const Floats score = fma(load(scores + (k + i) * TILE_ROWS), scale, -highest);
+      weights[i] = seen_or<WHOLE>(seen, first_key + k + i, exp(score), zeros());
+      totals[(k + i) % WIDTH] += weights[i];
+    }
+    first[k / 2] = pair_uppers((Words)weights[0], (Words)weights[1]);
+    second[k / 2] = pair_uppers(rest_of(weights[0]), rest_of(weights[1]));
+  }
+  uint32_t* const tiles = reinterpret_cast<uint32_t*>(scores);
+  store_turned(first, tiles);
+  store_turned(second, tiles + TILE_WORDS);
+}
+
+// What `sum` makes of a vector of such numbers.
+FISSILE_INLINE Floats sum_of(Floats* totals) {
+  for (int left = WIDTH / 2; left > 1; left /= 2)
+    for (int i = 0; i < left; i++) totals[i] += totals[i + left];
+  return totals[0] + totals[1];
+}
+
+// What sums and values so far are multiplied by where the largest score comes to be `now`. Where nothing has been seen
+// before they are zeros.
+FISSILE_INLINE Floats factor_for(Floats before, Floats now) {
+  return now > before ? exp(before - now) : splat(1.0f);
+}
+
+// Turns the scores of sixteen rows into weights and brings their largest score and their sums up to date; what their
+// values have to be multiplied by.
+template <bool WHOLE>
+Floats weigh_rows(float* scores, const SeenBy& seen, float scale, float* highest, float* sums) {
+  const Floats before = load(highest), now = maximum(highest_of<WHOLE>(scores, seen, splat(scale)), before);
+  Floats totals[WIDTH];
+  for (int i = 0; i < WIDTH; i++) totals[i] = zeros();
+  for (int64_t k = 0; k < fissile::KV_TILE; k += TILE_STEP)
+    weigh_step<WHOLE>(scores + k * TILE_ROWS, seen, k, splat(scale), now, totals);
+  const Floats factor = factor_for(before, now);
+  store(highest, now);
+  store(sums, fma(load(sums), factor, sum_of(totals)));
+  return factor;
+}
+
+// The upper halves of two vectors in order, as pairs of neighbours.
+FISSILE_INLINE Words uppers_of(Words a, Words b) {
+  using Numbers = uint16_t __attribute__((vector_size(sizeof(Words))));
+  return (Words)__builtin_shufflevector((Numbers)a, (Numbers)b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31,
+                                        33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63);
+}
+
+// The same of one row with its scores [KV_TILE]; weights [row of a tile][TILE_PAIRS], to the bit what `weigh_rows` makes.
+static float weigh_row(
+    const float* scores, Range seen, float scale, float* highest, float* sum_so_far, uint32_t* weights) {
+  Floats products[KEY_TILES], best = splat(lowest()), total = zeros();
+  Ints inside[KEY_TILES];
+  for (int v = 0; v < KEY_TILES; v++) {
+    const Ints place = lane_numbers() + (Ints)splat_word(static_cast<uint32_t>(v * WIDTH));
+    inside[v] = (place >= (Ints)splat_word(static_cast<uint32_t>(seen.begin))) &
+                (place < (Ints)splat_word(static_cast<uint32_t>(seen.end)));
+    products[v] = load(scores + v * WIDTH);
+    best = maximum(inside[v] ? products[v] * splat(scale) : splat(lowest()), best);
+  }
+  const Floats before = splat(*highest), now = maximum(splat(largest(best)), before);
+  for (int v = 0; v < KEY_TILES; v++) {
+    products[v] = inside[v] ? exp(fma(products[v], splat(scale), -now)) : zeros();
+    total += products[v];
+  }
+  for (int v = 0; v < KEY_TILES; v += 2, weights += STEP_SCORES) {
+    store_words(weights, uppers_of((Words)products[v], (Words)products[v + 1]));
+    store_words(weights + TILE_WORDS, uppers_of(rest_of(products[v]), rest_of(products[v + 1])));
+  }
+  const Floats factor = factor_for(before, now);
+  *highest = now[0];
+  *sum_so_far = fma(splat(*sum_so_far), factor, splat(sum(total)))[0];
+  return factor[0];
+}
+
+// Scores [KV_TILE][TILE_ROWS] to those of some rows [KV_TILE].
+static void turn_scores(const float* scores, int64_t rows, float* to) {
+  for (int64_t k = 0; k < fissile::KV_TILE; k += TILE_ROWS) {
+    Words words[TILE_ROWS];
+    for (int i = 0; i < TILE_ROWS; i++) words[i] = load_words(scores + (k + i) * TILE_ROWS);
+    turn(words);
+    for (int64_t r = 0; r < rows; r++) store_words(to + r * fissile::KV_TILE + k, words[r]);
+  }
+}
+
+// Columns of values that are multiplied at a time: a line of each key, as few as `pair_up` takes.
+constexpr int64_t COLUMNS = 2 * WIDTH;
+constexpr int64_t COLUMNS_BYTES = COLUMNS * 4;
+
+// values[row] += weights[row] * V, of ROWS tiles of rows, over the steps [begin, end) of weights [row tile][step][half] and
+// of pairs [KV_TILE / 2][COLUMNS]: first halves of a step's weights before second ones, whatever ROWS.
+template <int ROWS>
+void add_weighted(
+    const uint32_t* weights, const uint32_t* pairs, int64_t begin, int64_t end, float* values, int64_t width) {
+  constexpr int WEIGHTS = 2 * ROWS;
+  const int64_t bytes = width * 4;
+  auto at = [&](int sums) { return values + sums / 2 * TILE_ROWS * width + sums % 2 * WIDTH; };
+  each<2 * ROWS>([&](auto sums) FISSILE_INLINED { tile_load<sums>(at(sums), bytes); });
+  for (int64_t step = begin; step < end; step++) {
+    each<2>([&](auto c) FISSILE_INLINED { tile_load<6 + c>(pairs + step * TILE_PAIRS * COLUMNS + c * WIDTH, COLUMNS_BYTES); });
+    for (int64_t half = 0; half < 2; half++)
+      each<ROWS>([&](auto row_tile) FISSILE_INLINED {
+        constexpr int r = row_tile;
+        tile_load<WEIGHTS + r>(weights + r * SCORES + step * STEP_SCORES + half * TILE_WORDS);
+        each<2>([&](auto c) FISSILE_INLINED { tile_multiply<2 * r + c, WEIGHTS + r, 6 + c>(); });
+      });
+  }
+  each<2 * ROWS>([&](auto sums) FISSILE_INLINED { tile_store<sums>(at(sums), bytes); });
+}
+
+// Whether all of these values are finite numbers, `dim` of each key.
+static bool are_finite(Rows<Bf16> values, int64_t dim, Range keys) {
+  const Words lower = splat_word(0x7F80u), upper = lower << 16;
+  Words bad = splat_word(0);
+  for (int64_t k = keys.begin; k < keys.end; k++)
+    for (int64_t i = 0; i < dim; i += 2 * WIDTH) {
+      const Words pairs = load_pairs(values[k] + i, dim - i);
+      bad |= (Words)((pairs & lower) == lower) | (Words)((pairs & upper) == upper);
+    }
+  for (int lane = 0; lane < WIDTH; lane++)
+    if (bad[lane]) return false;
+  return true;
+}
+
+}  // namespace FISSILE_ISA
+
+#undef FISSILE_INLINED
