@@ -102,6 +102,37 @@ struct Ahead {
   int64_t lines;
 };
 
+// Finished sums [tiles of rows][panels][SUMS_TILE] on their way into y, row by row: in the steps of the next block, while
+// the tiles are busy.
+struct Finished {
+  const Linear* work;
+  const float* sums;
+  int64_t tile_stride;
+  int64_t row;
+  int64_t rows;
+  int64_t panel;
+  int64_t panels;
+  Bf16* y;
+
+  __attribute__((always_inline)) void write_next() {
+    if (row == rows) return;
+    const float* from = sums + row / TILE_ROWS * tile_stride + row % TILE_ROWS * PANEL;
+    if (work->gated) write_gated(from);
+    else for (int64_t p = panel; p < panel + panels; p++, from += SUMS_TILE) write_row(*work, from, p * PANEL, y + p * PANEL);
+    y += work->y_stride;
+    row++;
+  }
+
+  __attribute__((always_inline)) void write_gated(const float* from) const {
+    for (int64_t p = panel; p < panel + panels; p += 2, from += 2 * SUMS_TILE)
+      write_gated_row(*work, from, from + SUMS_TILE, p / 2 * PANEL, y + p / 2 * PANEL);
+  }
+
+  void write_all() {
+    while (row < rows) write_next();
+  }
+};
+
 // Some tiles of rows by some panels, over some steps.
 struct Block {
   const Bf16* x;
@@ -119,6 +150,8 @@ struct Block {
   float* to;
   int64_t to_stride;
   Ahead ahead;
+  // What is to be written meanwhile.
+  Finished* before;
 };
 
 template <int ROW_TILES, int PANELS>
@@ -187,10 +220,12 @@ struct Multiplier {
     begin(block);
     for (; s < near_steps; s++) {
       fetch(ahead.near + s * TILE_LINES * LINE, ahead.panel_bytes, TILE_LINES);
+      block.before->write_next();
       step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size);
     }
     for (const char* next = ahead.next; s < whole; s++, next += ahead.lines * LINE) {
       fetch(next, ahead.panel_bytes, ahead.lines);
+      block.before->write_next();
       step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size);
     }
     if (block.tail) step(block, whole, block.tail, WEIGHT_TILE);
@@ -229,6 +264,7 @@ class Task {
     if (work_.weight.dtype == fissile::INT8) multiply_int8(at_once);
     else multiply_bf16(at_once);
     release_tiles();
+    finished_.write_all();
   }
 
  private:
@@ -255,17 +291,18 @@ class Task {
     for (int64_t tile = 0; tile < row_tiles_; tile += 2) {
       const int64_t tiles = at_most(2, row_tiles_ - tile);
       float* const sums = tile_of_sums(tile, part.panel);
+      float* const ready = finished_.sums == ready_[0] ? ready_[1] : ready_[0];
       Block block = block_of(tile, part.step, part.steps);
       block.weights = reinterpret_cast<const Bf16*>(weights_at(part.panel, part.step));
       block.panel_size = shape_.apart / static_cast<int64_t>(sizeof(Bf16));
       block.tail = last && has_tails ? tails_ + part.panel * WEIGHT_TILE : nullptr;
       block.from = part.step > 0 ? sums : nullptr;
       block.from_stride = TASK_PANELS * SUMS_TILE;
-      block.to = last ? ready_ : sums;
+      block.to = last ? ready : sums;
       block.to_stride = last ? 2 * SUMS_TILE : TASK_PANELS * SUMS_TILE;
       block.ahead = ahead_of(part, tile / 2);
       multiply(block, tiles, part.panels);
-      if (last) write(ready_, 2 * SUMS_TILE, {tile, tiles}, part);
+      if (last) finish(ready, 2 * SUMS_TILE, {tile, tiles}, part);
     }
   }
 
@@ -297,23 +334,13 @@ class Task {
 
   const char* weights_at(int64_t panel, int64_t step) const { return panel_of(panel) + step * TILE_LINES * LINE; }
 
-  // Finished sums, so far apart from one tile of rows to the next.
-  void write(const float* sums, int64_t tile_stride, RowTile tiles, const Part& part) const {
+  // What was finished before is written by now, or will be at once.
+  void finish(const float* sums, int64_t tile_stride, RowTile tiles, const Part& part) {
+    finished_.write_all();
     const int64_t first = tiles.first * TILE_ROWS;
     const int64_t rows = at_most(tiles.rows * TILE_ROWS, work_.rows - first_tile_ * TILE_ROWS - first);
-    for (int64_t r = 0; r < rows; r++)
-      write_columns(sums + r / TILE_ROWS * tile_stride + r % TILE_ROWS * PANEL, part,
-                    y_ + (first + r) * work_.y_stride);
-  }
-
-  // A part's columns of a row of y.
-  __attribute__((always_inline)) void write_columns(const float* sums, const Part& part, Bf16* y) const {
-    for (int64_t p = 0; p < part.panels; p += work_.gated ? 2 : 1) {
-      const int64_t panel = first_panel_ + part.panel + p, column = (work_.gated ? panel / 2 : panel) * PANEL;
-      const float* const from = sums + p * SUMS_TILE;
-      if (work_.gated) write_gated_row(work_, from, from + SUMS_TILE, column, y + column);
-      else write_row(work_, from, column, y + column);
-    }
+    finished_ = {&work_, sums, tile_stride, 0, rows, first_panel_ + part.panel, part.panels,
+                 y_ + first * work_.y_stride};
   }
 
   // The last tile of each panel, where only a part of one is left; whether that is so.
@@ -353,7 +380,8 @@ class Task {
                          load(scales_of(numbers + p * shape_.apart)), tile_of_sums(tile + t, panel + p));
         }
       }
-    write(sums_, TASK_PANELS * SUMS_TILE, {0, row_tiles_}, {0, panels_, 0, shape_.steps});
+    finish(sums_, TASK_PANELS * SUMS_TILE, {0, row_tiles_}, {0, panels_, 0, shape_.steps});
+    finished_.write_all();
   }
 
   // to += part * scale, for the rows of a tile.
@@ -363,13 +391,14 @@ class Task {
   }
 
   // Rows of x from `tile` on, some steps; the weights are to be filled in.
-  Block block_of(int64_t tile, int64_t step, int64_t steps) const {
+  Block block_of(int64_t tile, int64_t step, int64_t steps) {
     Block block{};
     block.x = x_ + tile * shape_.tile_size + step * shape_.step_size;
     block.x_row_bytes = shape_.row_size * static_cast<int64_t>(sizeof(Bf16));
     block.x_tile_size = shape_.tile_size;
     block.x_step_size = shape_.step_size;
     block.steps = steps;
+    block.before = &finished_;
     return block;
   }
 
@@ -382,8 +411,9 @@ class Task {
   Bf16* y_;
   alignas(64) Bf16 tails_[TASK_PANELS * WEIGHT_TILE];
   alignas(64) float sums_[TASK_ROW_TILES * TASK_PANELS * SUMS_TILE];
-  // Of two tiles of rows and two panels, or of one and four.
-  alignas(64) float ready_[4 * SUMS_TILE];
+  // Of two tiles of rows and two panels, or of one and four; the next ones come while these are written.
+  alignas(64) float ready_[2][4 * SUMS_TILE];
+  Finished finished_{};
   // A block of int8: its weights, and the sums of two tiles of rows.
   alignas(64) Bf16 wide_[TASK_PANELS_OF_FEW * K_BLOCK * PANEL];
   alignas(64) float part_[2 * TASK_PANELS_OF_FEW * SUMS_TILE];
