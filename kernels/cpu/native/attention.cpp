@@ -824,15 +824,18 @@ struct Task {
     state.sums[row] += scalar_exp(sink - state.highest[row]);
   }
 
-  // Sums over values in the order of memory.
-  __attribute__((always_inline)) Two in_order(Two sums) const {
-#if defined(FISSILE_PAIRS)
-    if (paired) return from_paired(sums);
-#elif defined(FISSILE_TILES)
-    // Not -0, to which a KV tile of which the row sees nothing, but others do, adds 0.
-    if (paired) return from_paired({sums.first + zeros(), sums.second + zeros()});
+  // Sums over values, divided by those of weights, in the order of memory.
+  __attribute__((always_inline)) Two divided(Two sums, Floats total) const {
+#if defined(FISSILE_TILES)
+    // The zero makes 0 of -0, as a KV tile does of which the row sees nothing, but others do.
+    const Floats share = splat(1.0f) / total;
+    if (paired) return from_paired({fma(sums.first, share, zeros()), fma(sums.second, share, zeros())});
 #endif
-    return as_stored(sums, static_cast<const KvNumber*>(nullptr));
+    const Two quotients{sums.first / total, sums.second / total};
+#if defined(FISSILE_PAIRS)
+    if (paired) return from_paired(quotients);
+#endif
+    return as_stored(quotients, static_cast<const KvNumber*>(nullptr));
   }
 
   template <class Number>
@@ -845,9 +848,9 @@ struct Task {
       const float* from = state.values + r * shape.value_width;
       Floats total = splat(state.sums[r]);
       for (int64_t i = 0; i < work.value_dim; i += TWO) {
-        Two two = in_order({load(from + i), load(from + i + WIDTH)});
-        store_up_to(to + i, two.first / total, work.value_dim - i);
-        store_up_to(to + i + WIDTH, two.second / total, work.value_dim - i - WIDTH);
+        Two two = divided({load(from + i), load(from + i + WIDTH)}, total);
+        store_up_to(to + i, two.first, work.value_dim - i);
+        store_up_to(to + i + WIDTH, two.second, work.value_dim - i - WIDTH);
       }
     }
   }
