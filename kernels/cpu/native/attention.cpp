@@ -680,7 +680,7 @@ struct Task {
   void score_by_tiles(const KeyTiles& keys, Range row_tiles, Rows<Bf16> ahead) const {
     const uint32_t* const queries = reinterpret_cast<const uint32_t*>(q);
     const int64_t words = shape.width / 2 * TILE_ROWS, bytes = keys.stride * sizeof(Bf16);
-    Fetching fetching(ahead, shape.width);
+    Fetching fetching(ahead, shape.width, KEY_TILES / 2);
     for (int64_t t = row_tiles.begin; t < row_tiles.end; t += 2)
       for (int64_t k = 0; k < KEY_TILES; k += 2) {
         const auto score = t + 1 == row_tiles.end ? score_tiles<1> : score_tiles<2>;
@@ -724,7 +724,7 @@ struct Task {
   }
 
   // To the rows of some tiles, the values that are seen of some columns after others, so that what is packed of them stays
-  // in the nearest cache. Meanwhile fetches as many rows.
+  // in the nearest cache. Meanwhile other rows are fetched.
   void add_seen_values(Rows<Bf16> values, Range seen, Range row_tiles, Fetching& fetching, const State& state) const {
     const int64_t begin = seen.begin / TILE_STEP, end = parts(seen.end, TILE_STEP), width = shape.value_width;
     // Behind copies of keys.
@@ -732,7 +732,7 @@ struct Task {
     const uint32_t* const weights = reinterpret_cast<const uint32_t*>(scores);
     for (int64_t column = 0; column < width; column += COLUMNS) {
       for (int64_t k = begin * TILE_STEP; k < end * TILE_STEP; k += TILE_PAIRS) {
-        fetching.rows(parts(TILE_PAIRS * COLUMNS, width));
+        fetching.turn();
         for (int64_t i = k; i < k + TILE_PAIRS; i += 2)
           pack_neighbours(values, seen, i, column, work.value_dim, pairs + i / 2 * COLUMNS);
       }
@@ -776,14 +776,14 @@ struct Task {
   void add_values_by_tiles(
       int64_t first_key, Range row_tiles, Rows<Bf16> values, Rows<Bf16> next, const State& state) const {
     const Range first = seen_by(work, position(0), first_key), last = seen_by(work, position(rows - 1), first_key);
-    Fetching fetching(next, shape.value_width);
+    Fetching fetching(next, shape.value_width, KV_TILE / TILE_PAIRS);
     // What the first row sees, and the last one does not, and the other way round.
     const Range before{first.begin, at_most(last.begin, KV_TILE)}, behind{at_least(first.end, 0), last.end};
     if (are_finite(values, work.value_dim, before) && are_finite(values, work.value_dim, behind))
       add_seen_values(values, {first.begin, last.end}, row_tiles, fetching, state);
     else
       add_by_tokens(first_key, values, fetching, state);
-    fetching.rows();
+    fetching.fetch_rest();
   }
 #endif
 
@@ -824,15 +824,18 @@ struct Task {
     state.sums[row] += scalar_exp(sink - state.highest[row]);
   }
 
-  // Sums over values in the order of memory.
-  __attribute__((always_inline)) Two in_order(Two sums) const {
-#if defined(FISSILE_PAIRS)
-    if (paired) return from_paired(sums);
-#elif defined(FISSILE_TILES)
-    // Not -0, to which a KV tile of which the row sees nothing, but others do, adds 0.
-    if (paired) return from_paired({sums.first + zeros(), sums.second + zeros()});
+  // Sums over values, divided by those of weights, in the order of memory.
+  __attribute__((always_inline)) Two divided(Two sums, Floats total) const {
+#if defined(FISSILE_TILES)
+    // The zero makes 0 of -0, as a KV tile does of which the row sees nothing, but others do.
+    const Floats share = splat(1.0f) / total;
+    if (paired) return from_paired({fma(sums.first, share, zeros()), fma(sums.second, share, zeros())});
 #endif
-    return as_stored(sums, static_cast<const KvNumber*>(nullptr));
+    const Two quotients{sums.first / total, sums.second / total};
+#if defined(FISSILE_PAIRS)
+    if (paired) return from_paired(quotients);
+#endif
+    return as_stored(quotients, static_cast<const KvNumber*>(nullptr));
   }
 
   template <class Number>
@@ -845,9 +848,9 @@ struct Task {
       const float* from = state.values + r * shape.value_width;
       Floats total = splat(state.sums[r]);
       for (int64_t i = 0; i < work.value_dim; i += TWO) {
-        Two two = in_order({load(from + i), load(from + i + WIDTH)});
-        store_up_to(to + i, two.first / total, work.value_dim - i);
-        store_up_to(to + i + WIDTH, two.second / total, work.value_dim - i - WIDTH);
+        Two two = divided({load(from + i), load(from + i + WIDTH)}, total);
+        store_up_to(to + i, two.first, work.value_dim - i);
+        store_up_to(to + i + WIDTH, two.second, work.value_dim - i - WIDTH);
       }
     }
   }

@@ -71,13 +71,21 @@ struct KeyTiles {
 };
 
 // Fetches the rows of a KV tile, each as a whole: memory gives neighbouring lines sooner than the same ones in another order.
+// In so many turns for each line of a row.
 class Fetching {
  public:
-  Fetching(Rows<Bf16> rows, int64_t width) : rows_(rows), width_(width) {}
+  Fetching(Rows<Bf16> rows, int64_t width, int64_t turns)
+      : rows_(rows), width_(width), rows_of_turn_(parts(fissile::KV_TILE * LINE, width * turns)) {}
 
-  // So many rows, or all that are left.
-  FISSILE_INLINED void rows(int64_t count = fissile::KV_TILE) {
-    for (const int64_t end = at_most(next_ + count, fissile::KV_TILE); next_ < end; next_++) {
+  FISSILE_INLINED void turn() { fetch_to(at_most(next_ + rows_of_turn_, fissile::KV_TILE)); }
+
+  void fetch_rest() { fetch_to(fissile::KV_TILE); }
+
+ private:
+  static constexpr int64_t LINE = 2 * WIDTH;
+
+  FISSILE_INLINED void fetch_to(int64_t end) {
+    for (; next_ < end; next_++) {
       const Bf16* const row = rows_[next_];
       int64_t i = 0;
       for (; i + 4 * LINE <= width_; i += 4 * LINE)
@@ -87,25 +95,23 @@ class Fetching {
     }
   }
 
- private:
-  static constexpr int64_t LINE = 2 * WIDTH;
-
   const Rows<Bf16> rows_;
   const int64_t width_;
+  const int64_t rows_of_turn_;
   int64_t next_ = 0;
 };
 
 // scores[row tile][key][row] of two tiles of keys and ROWS tiles of queries, which are [width / 32][pairs][rows] each;
-// meanwhile fetches as many rows.
+// meanwhile some rows are fetched.
 template <int ROWS>
 void score_tiles(const Bf16* const* keys, int64_t stride, const uint32_t* queries, int64_t width,
                                 Fetching& ahead, float* scores) {
   // One tile of rows may be too small for sums of sixteen keys.
   constexpr int SUMS = ROWS == 1 ? 4 : 0, KEYS = ROWS == 1 ? 6 : 4, QUERIES = ROWS == 1 ? 7 : 6;
-  const int64_t row_tile = width / 2 * TILE_ROWS, rows_of_step = parts(2 * TILE_ROWS * TILE_STEP, width);
+  const int64_t row_tile = width / 2 * TILE_ROWS;
   each<2 * ROWS>([&](auto sums) FISSILE_INLINED { tile_zero<SUMS + sums>(); });
   for (int64_t i = 0; i < width; i += TILE_STEP, queries += TILE_WORDS) {
-    ahead.rows(rows_of_step);
+    ahead.turn();
     each<ROWS>([&](auto r) FISSILE_INLINED { tile_load<QUERIES + r>(queries + r * row_tile); });
     each<2>([&](auto key_tile) FISSILE_INLINED {
       constexpr int k = key_tile, HERE = KEYS + k * (ROWS - 1);
