@@ -19,8 +19,8 @@ def native() -> CDLL:
         pytest.skip(str(error))
 
 
-# Instruction sets whose kernels are all their own; those whose attention is by pairs of bfloat16 or by tiles of them, the
-# rest another's.
+# Instruction sets whose kernels are all their own; those whose attention is by pairs of bfloat16 or by tiles of them,
+# the rest another's.
 WHOLE = ["plain", "avx2", "avx2x16", "avx512"]
 PAIRED = ["avx512bf16_emulated", "avx512bf16", "amx_emulated", "amx"]
 
