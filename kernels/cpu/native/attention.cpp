@@ -676,11 +676,10 @@ struct Task {
         store_words(key_copies() + k * shape.width + i, load_pairs(keys[k] + i, work.dim - i));
   }
 
-  // scores [row tile][key][row]; fetches the keys of `ahead`.
-  void score_by_tiles(const KeyTiles& keys, Range row_tiles, Rows<Bf16> ahead) const {
+  // scores [row tile][key][row].
+  void score_by_tiles(const KeyTiles& keys, Range row_tiles, Fetching& fetching) const {
     const uint32_t* const queries = reinterpret_cast<const uint32_t*>(q);
     const int64_t words = shape.width / 2 * TILE_ROWS, bytes = keys.stride * sizeof(Bf16);
-    Fetching fetching(ahead, shape.width, KEY_TILES / 2);
     for (int64_t t = row_tiles.begin; t < row_tiles.end; t += 2)
       for (int64_t k = 0; k < KEY_TILES; k += 2) {
         const auto score = t + 1 == row_tiles.end ? score_tiles<1> : score_tiles<2>;
@@ -688,10 +687,11 @@ struct Task {
       }
   }
 
-  void weigh_by_tiles(int64_t first_key, Range row_tiles, const State& state) const {
+  void weigh_by_tiles(int64_t first_key, Range row_tiles, Fetching& fetching, const State& state) const {
     for (int64_t t = row_tiles.begin; t < row_tiles.end; t++) {
       const int64_t first = t * TILE_ROWS;
-      if (rows - first <= FEW_ROWS) weigh_few(first_key, first, state);
+      fetching.turn();
+      if (rows - first <= FEW_ROWS) weigh_few(first_key, first, fetching, state);
       else weigh_many(first_key, t, state);
     }
   }
@@ -706,10 +706,10 @@ struct Task {
   }
 
   // The last rows, from `first` on, of which there are too few for the lanes of vectors.
-  void weigh_few(int64_t first_key, int64_t first, const State& state) const {
+  void weigh_few(int64_t first_key, int64_t first, Fetching& fetching, const State& state) const {
     alignas(64) float of_rows[FEW_ROWS * KV_TILE];
     float* const of_tile = scores + first * KV_TILE;
-    turn_scores(of_tile, rows - first, of_rows);
+    turn_scores(of_tile, rows - first, fetching, of_rows);
     for (int64_t r = first; r < rows; r++) {
       uint32_t* const weights = reinterpret_cast<uint32_t*>(of_tile) + (r - first) * TILE_PAIRS;
       const Range seen = seen_by(work, position(r), first_key);
@@ -733,9 +733,14 @@ struct Task {
     for (int64_t column = 0; column < width; column += COLUMNS) {
       for (int64_t k = begin * TILE_STEP; k < end * TILE_STEP; k += TILE_PAIRS) {
         fetching.turn();
-        for (int64_t i = k; i < k + TILE_PAIRS; i += 2)
-          pack_neighbours(values, seen, i, column, work.value_dim, pairs + i / 2 * COLUMNS);
+        // Most are seen, and whole lines: without a question for each of them.
+        if (seen.begin <= k && seen.end >= k + TILE_PAIRS && column + COLUMNS <= work.value_dim)
+          pack_whole(values, k, column, pairs + k / 2 * COLUMNS);
+        else
+          for (int64_t i = k; i < k + TILE_PAIRS; i += 2)
+            pack_neighbours(values, seen, i, column, work.value_dim, pairs + i / 2 * COLUMNS);
       }
+      fetching.turn();
       for (int64_t t = row_tiles.begin; t < row_tiles.end; t += 2) {
         const auto add = t + 1 == row_tiles.end ? add_weighted<1> : add_weighted<2>;
         add(weights + t * SCORES, pairs, begin, end, state.values + t * TILE_ROWS * width + column, width);
@@ -768,15 +773,17 @@ struct Task {
     const Rows<Bf16> keys{key_base, here}, next_keys{key_base, next};
     const Rows<Bf16> values{value_base, here}, next_values{value_base, next};
     const Range row_tiles = seeing_tiles(first_key);
-    score_by_tiles(locate_keys(keys, filled(first_key)), row_tiles, next_keys);
-    weigh_by_tiles(first_key, row_tiles, state);
+    Fetching fetching(next_keys, shape.width, KEY_TILES / 2 + 1);
+    score_by_tiles(locate_keys(keys, filled(first_key)), row_tiles, fetching);
+    weigh_by_tiles(first_key, row_tiles, fetching, state);
+    fetching.fetch_rest();
     add_values_by_tiles(first_key, row_tiles, values, next_values, state);
   }
 
   void add_values_by_tiles(
       int64_t first_key, Range row_tiles, Rows<Bf16> values, Rows<Bf16> next, const State& state) const {
     const Range first = seen_by(work, position(0), first_key), last = seen_by(work, position(rows - 1), first_key);
-    Fetching fetching(next, shape.value_width, KV_TILE / TILE_PAIRS);
+    Fetching fetching(next, shape.value_width, KV_TILE / TILE_PAIRS + 1);
     // What the first row sees, and the last one does not, and the other way round.
     const Range before{first.begin, at_most(last.begin, KV_TILE)}, behind{at_least(first.end, 0), last.end};
     if (are_finite(values, work.value_dim, before) && are_finite(values, work.value_dim, behind))

@@ -71,7 +71,8 @@ struct KeyTiles {
 };
 
 // Fetches the rows of a KV tile, each as a whole: memory gives neighbouring lines sooner than the same ones in another order.
-// In so many turns for each line of a row.
+// In so many turns for each line of a row, or a few more, of which some come while nothing is read: few lines can be under
+// way at a time.
 class Fetching {
  public:
   Fetching(Rows<Bf16> rows, int64_t width, int64_t turns)
@@ -104,8 +105,8 @@ class Fetching {
 // scores[row tile][key][row] of two tiles of keys and ROWS tiles of queries, which are [width / 32][pairs][rows] each;
 // meanwhile some rows are fetched.
 template <int ROWS>
-void score_tiles(const Bf16* const* keys, int64_t stride, const uint32_t* queries, int64_t width,
-                                Fetching& ahead, float* scores) {
+void score_tiles(const Bf16* const* keys, int64_t stride, const uint32_t* queries, int64_t width, Fetching& ahead,
+                 float* scores) {
   // One tile of rows may be too small for sums of sixteen keys.
   constexpr int SUMS = ROWS == 1 ? 4 : 0, KEYS = ROWS == 1 ? 6 : 4, QUERIES = ROWS == 1 ? 7 : 6;
   const int64_t row_tile = width / 2 * TILE_ROWS;
@@ -247,9 +248,10 @@ static float weigh_row(
 }
 
 // Scores [KV_TILE][TILE_ROWS] to those of some rows [KV_TILE].
-static void turn_scores(const float* scores, int64_t rows, float* to) {
+static void turn_scores(const float* scores, int64_t rows, Fetching& fetching, float* to) {
   for (int64_t k = 0; k < fissile::KV_TILE; k += TILE_ROWS) {
     Words words[TILE_ROWS];
+    fetching.turn();
     for (int i = 0; i < TILE_ROWS; i++) words[i] = load_words(scores + (k + i) * TILE_ROWS);
     turn(words);
     for (int64_t r = 0; r < rows; r++) store_words(to + r * fissile::KV_TILE + k, words[r]);
@@ -259,6 +261,17 @@ static void turn_scores(const float* scores, int64_t rows, float* to) {
 // Columns of values that are multiplied at a time: a line of each key, as few as `pair_up` takes.
 constexpr int64_t COLUMNS = 2 * WIDTH;
 constexpr int64_t COLUMNS_BYTES = COLUMNS * 4;
+
+// As `pack_neighbours`, of sixteen keys that are all seen, and as many numbers of each.
+FISSILE_INLINE void pack_whole(Rows<Bf16> values, int64_t first, int64_t column, uint32_t* to) {
+#pragma GCC unroll 8
+  for (int64_t k = 0; k < TILE_PAIRS; k += 2) {
+    Words pairs[2];
+    pair_up(load_words(values[first + k] + column), load_words(values[first + k + 1] + column), pairs);
+    store_words(to + k / 2 * COLUMNS, pairs[0]);
+    store_words(to + k / 2 * COLUMNS + WIDTH, pairs[1]);
+  }
+}
 
 // values[row] += weights[row] * V, of ROWS tiles of rows, over the steps [begin, end) of weights [row tile][step][half] and
 // of pairs [KV_TILE / 2][COLUMNS]: first halves of a step's weights before second ones, whatever ROWS.
