@@ -22,7 +22,7 @@ def native() -> CDLL:
 # Instruction sets whose kernels are all their own; those whose attention is by pairs of bfloat16 or by tiles of them,
 # the rest another's.
 WHOLE = ["plain", "avx2", "avx2x16", "avx512"]
-PAIRED = ["avx512bf16_emulated", "avx512bf16", "amx_emulated", "amx"]
+PAIRED = ["avx512bf16", "amx"]
 
 
 def selected(native: CDLL, name: str) -> Iterator[CDLL]:
@@ -36,6 +36,15 @@ def selected(native: CDLL, name: str) -> Iterator[CDLL]:
     library.select(native)
 
 
+def real_or_emulated(native: CDLL, name: str) -> str:
+    """An instruction set of `PAIRED` where the processor has it; elsewhere its emulation, which is slow.
+
+    That both give the same bits is tested where both are (`test_the_processors_..._are_the_emulated_ones`).
+    """
+    real = library.abilities(native).get(name) == library.Ability.USABLE
+    return name if real or name not in PAIRED else f"{name}_emulated"
+
+
 @pytest.fixture(params=WHOLE)
 def each_isa(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDLL]:
     """The library with one instruction set after the other."""
@@ -45,13 +54,13 @@ def each_isa(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDLL]:
 @pytest.fixture(params=[*WHOLE, *PAIRED])
 def each_attention(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDLL]:
     """The library with one way of attention after the other."""
-    yield from selected(native, request.param)
+    yield from selected(native, real_or_emulated(native, request.param))
 
 
 @pytest.fixture(params=["avx2", *PAIRED])
 def some_attention(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDLL]:
     """The same where one set of vectors is enough."""
-    yield from selected(native, request.param)
+    yield from selected(native, real_or_emulated(native, request.param))
 
 
 @pytest.fixture
