@@ -17,8 +17,8 @@
 // until the sums are written.
 //
 // Where the processor multiplies pairs of bfloat16, attention_pairs.hpp computes a tile of such a cache instead: queries are
-// [pairs][rows] there, weights two bfloat16 each, and many rows have the tile's keys and values packed, not widened. Where it
-// multiplies tiles of them (AMX), attention_tiles.hpp does, with queries and weights of the same kind.
+// [pairs][rows] there, weights two bfloat16 each, and many rows have the tile's keys and values packed, not widened.
+// Where it multiplies tiles of them (AMX), attention_tiles.hpp does, with queries and weights of the same kind.
 #include "attention.hpp"
 
 #include "kv_rows.hpp"

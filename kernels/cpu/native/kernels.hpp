@@ -3,7 +3,7 @@
 // A kernel is cut into tasks of a fixed size, which any thread may do in any order: a task writes what no other writes.
 // Neighbours are mostly done by one thread, one after the other, and those of neighbouring rows stand side by side.
 // How many threads there are can therefore not show in the bits. An instruction set fills one `Kernels`; AVX512-BF16
-// and AMX take AVX-512's and put products of their own into it (own_linear.hpp).
+// and AMX take AVX-512's and put products (own_linear.hpp) and attention of their own into it.
 #pragma once
 
 #include <cstdint>

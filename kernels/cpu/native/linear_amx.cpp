@@ -25,7 +25,7 @@ constexpr int64_t STEP = 2 * TILE_PAIRS;
 // Of a tile of weights.
 constexpr int64_t WEIGHT_TILE = STEP * PANEL;
 constexpr int64_t SUMS_TILE = TILE_ROWS * PANEL;
-// A task: so many tiles of rows, so many panels; fewer panels where weights are read only once, to have more tasks.
+// Most of a task: tiles of rows, panels; fewer panels where weights are read only once, to have more tasks.
 constexpr int64_t TASK_ROW_TILES = 16;
 constexpr int64_t TASK_PANELS = 8;
 constexpr int64_t TASK_PANELS_OF_FEW = 4;
@@ -118,9 +118,14 @@ struct Finished {
     if (row == rows) return;
     const float* from = sums + row / TILE_ROWS * tile_stride + row % TILE_ROWS * PANEL;
     if (work->gated) write_gated(from);
-    else for (int64_t p = panel; p < panel + panels; p++, from += SUMS_TILE) write_row(*work, from, p * PANEL, y + p * PANEL);
+    else write_panels(from);
     y += work->y_stride;
     row++;
+  }
+
+  __attribute__((always_inline)) void write_panels(const float* from) const {
+    for (int64_t p = panel; p < panel + panels; p++, from += SUMS_TILE)
+      write_row(*work, from, p * PANEL, y + p * PANEL);
   }
 
   __attribute__((always_inline)) void write_gated(const float* from) const {
