@@ -239,7 +239,8 @@ FISSILE_API int fissile_moe(
 FISSILE_API void fissile_norm(
     int64_t dtype, const void* x, int64_t rows, int64_t inner, int64_t outer_stride, int64_t inner_stride,
     int64_t width, const void* residual, const void* weight, const void* bias, float eps, void* out, void* total) {
-  const Norm work{dtype, x, rows, inner, outer_stride, inner_stride, width, residual, weight, bias, eps, out, width, total};
+  const Norm work{dtype, x, rows, inner, outer_stride, inner_stride, width,
+                  residual, weight, bias, eps, out, width, total};
   share(kernels().norm_tasks(work), kernels().norm, work);
 }
 

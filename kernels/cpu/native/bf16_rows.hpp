@@ -82,9 +82,8 @@ static void widen_numbers(const char* from, int64_t depth, Bf16* to) {
   static_assert(WIDTH == fissile::PANEL);
   const Widening widened;
   for (int64_t k = 0; k < depth; k += 4, from += sizeof(Words), to += 4 * fissile::PANEL) {
-    Words words, pairs[2];
-    __builtin_memcpy(&words, from, sizeof words);
-    widened(words, pairs);
+    Words pairs[2];
+    widened(load_words(from), pairs);
     __builtin_memcpy(to, pairs, sizeof pairs);
   }
   if (depth < fissile::K_BLOCK) __builtin_memset(to, 0, (fissile::K_BLOCK - depth) * fissile::PANEL * sizeof *to);

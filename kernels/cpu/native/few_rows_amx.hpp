@@ -77,7 +77,7 @@ struct FewRows {
 #pragma GCC unroll 4
       for (int p = 0; p < PANELS; p++) {
         __builtin_prefetch(at + p * block.panel_bytes + FEW_AHEAD, 0, 2);
-        __builtin_memcpy(&groups[p], at + p * block.panel_bytes, sizeof groups[p]);
+        groups[p] = load_words(at + p * block.panel_bytes);
       }
       add_two<0>(x + i, inner, groups);
       add_two<2>(x + i, inner, groups);

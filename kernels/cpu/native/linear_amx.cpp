@@ -386,6 +386,7 @@ class Task {
         }
       }
     finish(sums_, TASK_PANELS * SUMS_TILE, {0, row_tiles_}, {0, panels_, 0, shape_.steps});
+    // In the mode in which few rows are written, too.
     finished_.write_all();
   }
 
