@@ -773,24 +773,24 @@ struct Task {
     const Rows<Bf16> keys{key_base, here}, next_keys{key_base, next};
     const Rows<Bf16> values{value_base, here}, next_values{value_base, next};
     const Range row_tiles = seeing_tiles(first_key);
-    Fetching fetching(next_keys, shape.width, KEY_TILES / 2 + 1);
+    const int64_t turns = KEY_TILES / 2 * shape.width / TILE_STEP + 1 + KEY_TILES +
+                          shape.value_width / COLUMNS * (KV_TILE / TILE_PAIRS + 1);
+    Fetching fetching(next_keys, shape.width, next_values, shape.value_width, turns);
     score_by_tiles(locate_keys(keys, filled(first_key)), row_tiles, fetching);
     weigh_by_tiles(first_key, row_tiles, fetching, state);
+    add_values_by_tiles(first_key, row_tiles, values, fetching, state);
     fetching.fetch_rest();
-    add_values_by_tiles(first_key, row_tiles, values, next_values, state);
   }
 
   void add_values_by_tiles(
-      int64_t first_key, Range row_tiles, Rows<Bf16> values, Rows<Bf16> next, const State& state) const {
+      int64_t first_key, Range row_tiles, Rows<Bf16> values, Fetching& fetching, const State& state) const {
     const Range first = seen_by(work, position(0), first_key), last = seen_by(work, position(rows - 1), first_key);
-    Fetching fetching(next, shape.value_width, KV_TILE / TILE_PAIRS + 1);
     // What the first row sees, and the last one does not, and the other way round.
     const Range before{first.begin, at_most(last.begin, KV_TILE)}, behind{at_least(first.end, 0), last.end};
     if (are_finite(values, work.value_dim, before) && are_finite(values, work.value_dim, behind))
       add_seen_values(values, {first.begin, last.end}, row_tiles, fetching, state);
     else
       add_by_tokens(first_key, values, fetching, state);
-    fetching.fetch_rest();
   }
 #endif
 

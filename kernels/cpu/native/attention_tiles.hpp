@@ -70,35 +70,49 @@ struct KeyTiles {
   int64_t stride;
 };
 
-// Fetches the rows of a KV tile, each as a whole: memory gives neighbouring lines sooner than the same ones in another order.
-// In so many turns for each line of a row, or a few more, of which some come while nothing is read: few lines can be under
-// way at a time.
+// Fetches the keys and values of a KV tile, row by row: memory gives neighbouring lines sooner than the same ones in another
+// order, and what reads ahead in the processor does so page by page, so that rows of several pages take turns. A few with
+// each turn: few lines can be under way at a time.
 class Fetching {
  public:
-  Fetching(Rows<Bf16> rows, int64_t width, int64_t turns)
-      : rows_(rows), width_(width), rows_of_turn_(parts(fissile::KV_TILE * LINE, width * turns)) {}
+  Fetching(Rows<Bf16> keys, int64_t key_width, Rows<Bf16> values, int64_t value_width, int64_t turns)
+      : keys_(keys), values_(values), key_width_(key_width), value_width_(value_width),
+        turns_(turns) {}
 
-  FISSILE_INLINED void turn() { fetch_to(at_most(next_ + rows_of_turn_, fissile::KV_TILE)); }
+  FISSILE_INLINED void turn() {
+    for (due_ += fissile::KV_TILE; due_ >= turns_ && next_ < fissile::KV_TILE; due_ -= turns_) fetch_next();
+  }
 
-  void fetch_rest() { fetch_to(fissile::KV_TILE); }
+  void fetch_rest() {
+    while (next_ < fissile::KV_TILE) fetch_next();
+  }
 
  private:
   static constexpr int64_t LINE = 2 * WIDTH;
+  // Rows of a stripe.
+  static constexpr int64_t STRIPE = TILE_ROWS;
 
-  FISSILE_INLINED void fetch_to(int64_t end) {
-    for (; next_ < end; next_++) {
-      const Bf16* const row = rows_[next_];
-      int64_t i = 0;
-      for (; i + 4 * LINE <= width_; i += 4 * LINE)
-#pragma GCC unroll 4
-        for (int64_t line = 0; line < 4; line++) fetch(row + i + line * LINE);
-      for (; i < width_; i += LINE) fetch(row + i);
-    }
+  FISSILE_INLINED void fetch_next() {
+    const int64_t row = next_ % KEY_TILES * STRIPE + next_ / KEY_TILES;
+    fetch_row(keys_[row], key_width_);
+    fetch_row(values_[row], value_width_);
+    next_++;
   }
 
-  const Rows<Bf16> rows_;
-  const int64_t width_;
-  const int64_t rows_of_turn_;
+  FISSILE_INLINED static void fetch_row(const Bf16* row, int64_t width) {
+    int64_t i = 0;
+    for (; i + 4 * LINE <= width; i += 4 * LINE)
+#pragma GCC unroll 4
+      for (int64_t line = 0; line < 4; line++) fetch(row + i + line * LINE);
+    for (; i < width; i += LINE) fetch(row + i);
+  }
+
+  const Rows<Bf16> keys_;
+  const Rows<Bf16> values_;
+  const int64_t key_width_;
+  const int64_t value_width_;
+  const int64_t turns_;
+  int64_t due_ = 0;
   int64_t next_ = 0;
 };
 

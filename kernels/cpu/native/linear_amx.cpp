@@ -38,6 +38,11 @@ constexpr int64_t BLOCK_STEPS = K_BLOCK / STEP;
 constexpr int64_t PREFETCH = 2048;
 constexpr int64_t LINE = 64;
 constexpr int64_t TILE_LINES = WEIGHT_TILE * static_cast<int64_t>(sizeof(Bf16)) / LINE;
+// Stripes of a panel.
+constexpr int64_t STRIPES = 2;
+// TILESTORED takes some 240 ns where none has been within the last 600, else next to nothing: so there is one in each so
+// many steps.
+constexpr int64_t AWAKE_STEPS = 4;
 
 // Whether tiles can be loaded from x itself. Lines that are an even number apart share few places in the nearest cache,
 // which shows where a tile's rows come again for many panels.
@@ -93,13 +98,29 @@ void shape_tiles(int64_t rows) {
   load_tile_shapes(shapes);
 }
 
-// Lines of each panel that are asked for with each step: from `near` on in the first steps, then from `next` on.
+// Weights that are asked for meanwhile, a line of each stripe of each panel at a time: what reads ahead in the processor does
+// so stripe by stripe. From `near` on for some steps, then from `next` on.
 struct Ahead {
   const char* near;
   int64_t near_steps;
   const char* next;
   int64_t panel_bytes;
+  // From stripe to stripe, and to the next line of a stripe.
+  int64_t stripe_bytes;
+  int64_t line_bytes;
+  // Of each stripe `lines` in `steps` steps; of the first one so many shares are due already.
   int64_t lines;
+  int64_t steps = 1;
+  int64_t due;
+
+  template <int PANELS>
+  __attribute__((always_inline)) void fetch(const char*& at) {
+    for (due += lines; due >= steps; due -= steps, at += line_bytes)
+#pragma GCC unroll 4
+      for (int stripe = 0; stripe < STRIPES; stripe++)
+#pragma GCC unroll 4
+        for (int p = 0; p < PANELS; p++) __builtin_prefetch(at + stripe * stripe_bytes + p * panel_bytes, 0, 2);
+  }
 };
 
 // Finished sums [tiles of rows][panels][SUMS_TILE] on their way into y, row by row: in the steps of the next block, while
@@ -157,6 +178,8 @@ struct Block {
   Ahead ahead;
   // What is to be written meanwhile.
   Finished* before;
+  // Room for a tile that nobody wants.
+  float* unused;
 };
 
 template <int ROW_TILES, int PANELS>
@@ -211,27 +234,25 @@ struct Multiplier {
     multiply_panels(weights, panel_size);
   }
 
-  FISSILE_INLINE void fetch(const char* at, int64_t panel_bytes, int64_t lines) {
-    for (int64_t line = 0; line < lines; line++, at += LINE)
-#pragma GCC unroll 4
-      for (int p = 0; p < PANELS; p++) __builtin_prefetch(at + p * panel_bytes, 0, 2);
+  FISSILE_INLINE void whole_step(const Block& block, int64_t s) {
+    block.before->write_next();
+    step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size);
+    if (s % AWAKE_STEPS == 0) tile_store<4>(block.unused);
   }
 
   __attribute__((noinline)) static void run(const Block& block) {
     const int64_t whole = block.steps - (block.tail ? 1 : 0);
-    const Ahead& ahead = block.ahead;
+    Ahead ahead = block.ahead;
     const int64_t near_steps = at_most(ahead.near_steps, whole);
     int64_t s = 0;
     begin(block);
     for (; s < near_steps; s++) {
-      fetch(ahead.near + s * TILE_LINES * LINE, ahead.panel_bytes, TILE_LINES);
-      block.before->write_next();
-      step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size);
+      ahead.template fetch<PANELS>(ahead.near);
+      whole_step(block, s);
     }
-    for (const char* next = ahead.next; s < whole; s++, next += ahead.lines * LINE) {
-      fetch(next, ahead.panel_bytes, ahead.lines);
-      block.before->write_next();
-      step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size);
+    for (; s < whole; s++) {
+      ahead.template fetch<PANELS>(ahead.next);
+      whole_step(block, s);
     }
     if (block.tail) step(block, whole, block.tail, WEIGHT_TILE);
     end(block);
@@ -314,20 +335,21 @@ class Task {
   // What passes of a part, two tiles of rows each, ask for: all of the part that comes next, each its share. A single one
   // comes to its own weights before they have all been asked for, and asks for those a little ahead of it.
   Ahead ahead_of(const Part& part, int64_t pass) const {
-    const int64_t passes = parts(row_tiles_, 2), bytes = part.steps * TILE_LINES * LINE;
-    if (passes == 1) {
-      const char* const own = weights_at(part.panel, part.step);
-      return {own + PREFETCH, part.steps - PREFETCH / (TILE_LINES * LINE), after(part), shape_.apart, TILE_LINES};
-    }
-    const int64_t lines = parts(TILE_LINES, passes), done = pass * part.steps * lines * LINE;
-    return {nullptr, 0, after(part) + done, shape_.apart, done < bytes ? lines : 0};
+    const Part next = after(part);
+    const char* const begin = weights_at(next.panel, next.step);
+    const int64_t passes = parts(row_tiles_, 2), lines = next.steps * TILE_LINES / STRIPES;
+    if (passes == 1)
+      return {weights_at(part.panel, part.step) + PREFETCH, part.steps - PREFETCH / (TILE_LINES * LINE), begin,
+              shape_.apart, LINE, STRIPES * LINE, TILE_LINES / STRIPES, 1, 0};
+    const int64_t steps = passes * part.steps, done = lines * pass * part.steps;
+    return {nullptr, 0, begin + done / steps * LINE, shape_.apart, lines * LINE, LINE, lines, steps, done % steps};
   }
 
-  // Of this task, or of the one behind it.
-  const char* after(const Part& part) const {
-    if (part.panel + part.panels < panels_) return weights_at(part.panel + part.panels, part.step);
-    if (part.step + part.steps < shape_.steps) return weights_at(0, part.step + part.steps);
-    return weights_at(shape_.task_panels, 0);
+  // Of this task, or the first one of the task behind it.
+  Part after(const Part& part) const {
+    if (part.panel + part.panels < panels_) return {part.panel + part.panels, part.panels, part.step, part.steps};
+    const int64_t step = part.step + part.steps < shape_.steps ? part.step + part.steps : 0;
+    return {step ? 0 : shape_.task_panels, part.panels, step, at_most(part.steps, shape_.steps - step)};
   }
 
   // A panel of this task, or one behind them.
@@ -405,6 +427,7 @@ class Task {
     block.x_step_size = shape_.step_size;
     block.steps = steps;
     block.before = &finished_;
+    block.unused = unused_;
     return block;
   }
 
@@ -420,6 +443,7 @@ class Task {
   // Of two tiles of rows and two panels, or of one and four; the next ones come while these are written.
   alignas(64) float ready_[2][4 * SUMS_TILE];
   Finished finished_{};
+  alignas(64) float unused_[SUMS_TILE];
   // A block of int8: its weights, and the sums of two tiles of rows.
   alignas(64) Bf16 wide_[TASK_PANELS_OF_FEW * K_BLOCK * PANEL];
   alignas(64) float part_[2 * TASK_PANELS_OF_FEW * SUMS_TILE];
