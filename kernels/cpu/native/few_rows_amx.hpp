@@ -1,6 +1,7 @@
-// int8 weights times so few rows that tiles would be mostly empty and cost more to store than to fill: by fma, in the order
-// in which TDPBF16PS adds. Of 32 k the even ones are summed in one chain from zero and the odd ones in another, both
-// together are added to the sum of their block, and numbers too small to be normal are zeros: the bits are those of tiles.
+// Products of so few rows that tiles would be mostly empty: by fma, in the order in which TDPBF16PS adds. Vectors are read
+// sooner than tiles, and sums of int8 weights need not be stored for each block. Of 32 k the even ones are summed in one
+// chain from zero and the odd ones in another, both together are added to the sum of their block, and numbers too small to be
+// normal are zeros: the bits are those of tiles.
 //
 // x is widened to float32, rows of padded_inner() numbers.
 #pragma once
@@ -25,31 +26,37 @@ class DenormalsAreZeros {
   const unsigned before_ = _mm_getcsr();
 };
 
-// Most rows, k of a step, panels of a task, and bytes of each panel that are asked for ahead of their use.
+// Most rows of int8 and of bfloat16 weights, k of a step, panels of a task, and bytes of each panel that are asked for ahead of
+// their use.
 constexpr int64_t FEW_ROWS = 4;
+constexpr int64_t FEW_ROWS_OF_BF16 = 2;
 constexpr int64_t FEW_STEP = 32;
 constexpr int64_t FEW_PANELS = 4;
 constexpr int64_t FEW_AHEAD = 2048;
 
 FISSILE_INLINE bool has_few_rows(const fissile::Linear& work) {
-  return work.weight.dtype == fissile::INT8 && work.rows <= FEW_ROWS;
+  return work.rows <= (work.weight.dtype == fissile::INT8 ? FEW_ROWS : FEW_ROWS_OF_BF16);
 }
 
-// The g-th number of each group of four, as float32.
-template <int G>
+// The g-th number of each group, as float32.
+template <int64_t DTYPE, int G>
 FISSILE_INLINE Floats number_of(Words groups) {
-  return __builtin_convertvector((Ints)(groups << (24 - 8 * G)) >> 24, Floats);
+  if constexpr (DTYPE == fissile::INT8) return __builtin_convertvector((Ints)(groups << (24 - 8 * G)) >> 24, Floats);
+  else return (Floats)(G ? groups & splat_word(0xFFFF0000u) : groups << 16);
 }
 
-// A block of neighbouring panels of int8, its scales before it; bytes from panel to panel.
+// Some k of neighbouring panels, behind the scales if there are any; bytes from panel to panel.
 struct FewBlock {
   const char* at;
   int64_t panel_bytes;
   int64_t depth;
 };
 
-template <int ROWS, int PANELS>
+template <int64_t DTYPE, int ROWS, int PANELS>
 struct FewRows {
+  static constexpr int64_t GROUP = fissile::group_of(DTYPE);
+  static constexpr int64_t SCALES = DTYPE == fissile::INT8 ? fissile::BLOCK_SCALES : 0;
+
   Floats even[ROWS][PANELS], odd[ROWS][PANELS], sums[ROWS][PANELS];
 
   // Numbers G and G + 1 of a group of each panel.
@@ -57,7 +64,7 @@ struct FewRows {
   __attribute__((always_inline)) void add_two(const float* x, int64_t inner, const Words* groups) {
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; p++) {
-      const Floats first = number_of<G>(groups[p]), second = number_of<G + 1>(groups[p]);
+      const Floats first = number_of<DTYPE, G>(groups[p]), second = number_of<DTYPE, G + 1>(groups[p]);
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; r++) {
         even[r][p] = fma(splat(x[r * inner + G]), first, even[r][p]);
@@ -71,8 +78,8 @@ struct FewRows {
     for (int r = 0; r < ROWS; r++)
 #pragma GCC unroll 4
       for (int p = 0; p < PANELS; p++) even[r][p] = odd[r][p] = zeros();
-    const char* at = block.at + fissile::BLOCK_SCALES + k * fissile::PANEL;
-    for (int64_t i = k; i < at_most(k + FEW_STEP, block.depth); i += 4, at += sizeof(Words)) {
+    const char* at = block.at + SCALES + k / GROUP * static_cast<int64_t>(sizeof(Words));
+    for (int64_t i = k; i < at_most(k + FEW_STEP, block.depth); i += GROUP, at += sizeof(Words)) {
       Words groups[PANELS];
 #pragma GCC unroll 4
       for (int p = 0; p < PANELS; p++) {
@@ -80,7 +87,7 @@ struct FewRows {
         groups[p] = load_words(at + p * block.panel_bytes);
       }
       add_two<0>(x + i, inner, groups);
-      add_two<2>(x + i, inner, groups);
+      if constexpr (GROUP == 4) add_two<2>(x + i, inner, groups);
     }
 #pragma GCC unroll 4
     for (int r = 0; r < ROWS; r++)
@@ -97,7 +104,7 @@ struct FewRows {
     for (int64_t k = 0; k < block.depth; k += FEW_STEP) add_step(x, inner, block, k);
 #pragma GCC unroll 4
     for (int p = 0; p < PANELS; p++) {
-      const Floats scale = load(scales_of(block.at + p * block.panel_bytes));
+      const Floats scale = SCALES ? load(scales_of(block.at + p * block.panel_bytes)) : splat(1.0f);
 #pragma GCC unroll 4
       for (int r = 0; r < ROWS; r++) {
         float* to = totals + (r * FEW_PANELS + p) * fissile::PANEL;
@@ -107,44 +114,45 @@ struct FewRows {
   }
 };
 
-template <int ROWS>
+template <int64_t DTYPE, int ROWS>
 void add_few(const float* x, int64_t inner, const FewBlock& block, int64_t panels, float* totals) {
   constexpr int AT_ONCE = ROWS <= 2 ? 4 : 2;
   for (int64_t p = 0, count; p < panels; p += count) {
     count = panels - p >= AT_ONCE ? AT_ONCE : 1;
     const FewBlock part{block.at + p * block.panel_bytes, block.panel_bytes, block.depth};
     float* to = totals + p * fissile::PANEL;
-    if (count == 1) FewRows<ROWS, 1>().add_block(x, inner, part, to);
-    else FewRows<ROWS, AT_ONCE>().add_block(x, inner, part, to);
+    if (count == 1) FewRows<DTYPE, ROWS, 1>().add_block(x, inner, part, to);
+    else FewRows<DTYPE, ROWS, AT_ONCE>().add_block(x, inner, part, to);
   }
 }
 
-static void add_few_rows(
-    int64_t rows, const float* x, int64_t inner, const FewBlock& block, int64_t panels, float* totals) {
-  switch (rows) {
-    case 1: return add_few<1>(x, inner, block, panels, totals);
-    case 2: return add_few<2>(x, inner, block, panels, totals);
-    case 3: return add_few<3>(x, inner, block, panels, totals);
-    default: return add_few<4>(x, inner, block, panels, totals);
+template <int64_t DTYPE>
+void add_few_rows(int64_t rows, const float* x, int64_t inner, const FewBlock& block, int64_t panels, float* totals) {
+  if (rows == 1) return add_few<DTYPE, 1>(x, inner, block, panels, totals);
+  if constexpr (DTYPE == fissile::INT8) {
+    if (rows == 3) return add_few<DTYPE, 3>(x, inner, block, panels, totals);
+    if (rows == 4) return add_few<DTYPE, 4>(x, inner, block, panels, totals);
   }
+  add_few<DTYPE, 2>(x, inner, block, panels, totals);
 }
 
 static int64_t few_tasks(const fissile::Linear& work) {
   return parts(parts(work.weight.columns, fissile::PANEL), FEW_PANELS);
 }
 
-static void run_few(const fissile::Linear& work, int64_t task) {
-  using fissile::K_BLOCK;
+// A block of int8 has its scales; bfloat16 is one block.
+template <int64_t DTYPE>
+void run_few_of(const fissile::Linear& work, int64_t task) {
   using fissile::PANEL;
-  const DenormalsAreZeros mode;
   const int64_t first = task * FEW_PANELS, panels = at_most(FEW_PANELS, parts(work.weight.columns, PANEL) - first);
-  const int64_t inner = fissile::padded_inner(fissile::INT8, work.weight.inner);
-  const int64_t bytes = fissile::panel_bytes(fissile::INT8, work.weight.inner);
+  const int64_t inner = fissile::padded_inner(DTYPE, work.weight.inner);
+  const int64_t bytes = fissile::panel_bytes(DTYPE, work.weight.inner);
+  const int64_t block_depth = DTYPE == fissile::INT8 ? fissile::K_BLOCK : inner;
   const char* const weights = static_cast<const char*>(work.weight.panels) + first * bytes;
   alignas(64) float totals[FEW_ROWS * FEW_PANELS * PANEL] = {};
-  for (int64_t k = 0; k < inner; k += K_BLOCK) {
-    const FewBlock block{weights + fissile::block_offset(fissile::INT8, k), bytes, at_most(K_BLOCK, inner - k)};
-    add_few_rows(work.rows, work.packed_x + k, inner, block, panels, totals);
+  for (int64_t k = 0; k < inner; k += block_depth) {
+    const FewBlock block{weights + fissile::block_offset(DTYPE, k), bytes, at_most(block_depth, inner - k)};
+    add_few_rows<DTYPE>(work.rows, work.packed_x + k, inner, block, panels, totals);
   }
   for (int64_t r = 0; r < work.rows; r++)
     for (int64_t p = 0; p < panels; p++) {
@@ -154,9 +162,15 @@ static void run_few(const fissile::Linear& work, int64_t task) {
     }
 }
 
+static void run_few(const fissile::Linear& work, int64_t task) {
+  const DenormalsAreZeros mode;
+  if (work.weight.dtype == fissile::INT8) run_few_of<fissile::INT8>(work, task);
+  else run_few_of<fissile::BFLOAT16>(work, task);
+}
+
 // Row `task` of x.
 static void widen_row(const fissile::Linear& work, int64_t task) {
-  const int64_t inner = work.weight.inner, padded = fissile::padded_inner(fissile::INT8, inner);
+  const int64_t inner = work.weight.inner, padded = fissile::padded_inner(work.weight.dtype, inner);
   const Bf16* const from = static_cast<const Bf16*>(work.x) + task * work.x_stride;
   float* const to = work.packed_x + task * padded;
   for (int64_t k = 0; k < inner; k++) to[k] = widened(from[k]);

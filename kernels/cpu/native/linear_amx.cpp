@@ -460,7 +460,7 @@ FISSILE_INLINE void pack_step(const Bf16* from, int64_t left, Bf16* to) {
 }
 
 int64_t scratch(const Linear& work) {
-  if (has_few_rows(work)) return work.rows * fissile::padded_inner(fissile::INT8, work.weight.inner);
+  if (has_few_rows(work)) return work.rows * fissile::padded_inner(work.weight.dtype, work.weight.inner);
   const Shape shape(work);
   // Of float32, two bfloat16 each.
   return shape.in_place ? 0 : shape.row_tiles * shape.tile_size / 2;
