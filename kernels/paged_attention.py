@@ -15,11 +15,8 @@ skipped for the same reason. A sink joins the sum of the weights once, after all
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import math
-import mmap
-import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -27,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels import float8
+from kernels import float8, large_pages
 from kernels.elementwise import exp2_, padded_length
 from kernels.interface import AttentionMetaData, IndexSpec, KVSpec
 
@@ -94,7 +91,7 @@ class PagedKVCache:
         if spec.index is not None:
             keys = KVSpec(1, spec.index.head_dim, latent_value_dim=spec.index.head_dim)
             index = cls.allocate(keys, num_layers, num_blocks, block_size, dtype)
-        data = _lazily_zeroed(math.prod(shape), dtype).view(shape)
+        data = large_pages.zeros(math.prod(shape), dtype).view(shape)
         return cls(data, spec.latent_value_dim or spec.head_dim, spec.index, index)
 
     def by_token(self) -> PagedKVCache:
@@ -116,21 +113,6 @@ class PagedKVCache:
         """Keys and values as `float8.raw` [granules, granule * D]: by block, head, place in it; the same if latent."""
         sides = self._granules[layer]
         return sides[0], sides[-1]
-
-
-def _lazily_zeroed(count: int, dtype: torch.dtype) -> torch.Tensor:
-    """`count` zeros, page by page as they are touched: `torch.zeros` writes them all, 1.4 s per GiB on this machine.
-
-    Pages are large where the system has such: blocks lie scattered, each was a page of its own to look up. The memory
-    is private; mmap's own choice is shared memory, for which most systems give none.
-    """
-    size = count * dtype.itemsize
-    if sys.platform != "linux":
-        return torch.frombuffer(mmap.mmap(-1, size), dtype=dtype)
-    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype)
 
 
 @dataclass(frozen=True)

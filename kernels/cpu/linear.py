@@ -7,7 +7,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from kernels import large_pages
 from kernels.cpu.library import CACHE_LINE, DTYPES, PACKED_DTYPES, PANEL, check
+
+# Bytes, on x86.
+_LARGE_PAGE = 2 << 20
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ def pack(
 
 
 def aligned(size: int) -> torch.Tensor:
-    """int8 [size], its first byte at the begin of a cache line."""
+    """int8 [size], its first byte at the begin of a cache line; in large pages where it fills one."""
+    if size >= _LARGE_PAGE:
+        return large_pages.zeros(size, torch.int8)
     memory = torch.empty(size + CACHE_LINE, dtype=torch.int8)
     first = -memory.data_ptr() % CACHE_LINE
     return memory[first : first + size]

@@ -1,9 +1,24 @@
 #include "scratch.hpp"
 
+#include <sys/mman.h>
+
 #include <cstdlib>
 
 namespace fissile {
 namespace {
+
+constexpr uint64_t LINE = 64;
+constexpr uint64_t LARGE_PAGE = uint64_t{2} << 20;
+
+// In large pages where it fills any and the system has them: tiles are read from many rows at a time.
+void* allocate(uint64_t bytes) {
+  const uint64_t unit = bytes < LARGE_PAGE ? LINE : LARGE_PAGE, whole = (bytes + unit) / unit * unit;
+  void* const memory = std::aligned_alloc(unit, whole);
+#ifdef MADV_HUGEPAGE
+  if (memory && unit == LARGE_PAGE) madvise(memory, whole, MADV_HUGEPAGE);
+#endif
+  return memory;
+}
 
 struct Kept {
   float* memory[PURPOSES] = {};
@@ -24,8 +39,7 @@ float* scratch(Purpose purpose, int64_t count) {
   int64_t& size = kept.size[purpose];
   if (size < count || !memory) {
     std::free(memory);
-    const uint64_t bytes = (static_cast<uint64_t>(count) * sizeof(float) + 64) / 64 * 64;
-    memory = static_cast<float*>(std::aligned_alloc(64, bytes));
+    memory = static_cast<float*>(allocate(static_cast<uint64_t>(count) * sizeof(float)));
     size = memory ? count : 0;
     failed |= !memory;
   }
