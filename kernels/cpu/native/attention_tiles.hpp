@@ -76,8 +76,7 @@ struct KeyTiles {
 class Fetching {
  public:
   Fetching(Rows<Bf16> keys, int64_t key_width, Rows<Bf16> values, int64_t value_width, int64_t turns)
-      : keys_(keys), values_(values), key_width_(key_width), value_width_(value_width),
-        turns_(turns) {}
+      : keys_(keys), values_(values), key_width_(key_width), value_width_(value_width), turns_(turns) {}
 
   FISSILE_INLINED void turn() {
     for (due_ += fissile::KV_TILE; due_ >= turns_ && next_ < fissile::KV_TILE; due_ -= turns_) fetch_next();

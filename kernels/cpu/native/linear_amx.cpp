@@ -41,8 +41,8 @@ constexpr int64_t TILE_LINES = WEIGHT_TILE * static_cast<int64_t>(sizeof(Bf16)) 
 // Stripes of a panel.
 constexpr int64_t STRIPES = 2;
 // TILESTORED takes some 240 ns where none has been within the last 600, else next to nothing: so there is one in each so
-// many steps.
-constexpr int64_t AWAKE_STEPS = 4;
+// many steps. Those of one tile of rows wait for memory.
+constexpr int64_t awake_steps(int row_tiles) { return row_tiles == 1 ? 1 : 4; }
 
 // Whether tiles can be loaded from x itself. Lines that are an even number apart share few places in the nearest cache,
 // which shows where a tile's rows come again for many panels.
@@ -237,7 +237,7 @@ struct Multiplier {
   FISSILE_INLINE void whole_step(const Block& block, int64_t s) {
     block.before->write_next();
     step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size);
-    if (s % AWAKE_STEPS == 0) tile_store<4>(block.unused);
+    if (s % awake_steps(ROW_TILES) == 0) tile_store<4>(block.unused);
   }
 
   __attribute__((noinline)) static void run(const Block& block) {
@@ -303,12 +303,15 @@ class Task {
   };
 
   void multiply_bf16(int64_t at_once) {
-    const int64_t steps_at_once = shape_.row_tiles <= 2 ? shape_.steps : STEPS_AT_ONCE;
     const bool has_tails = pad_tails();
-    for (int64_t step = 0; step < shape_.steps; step += steps_at_once)
+    for (int64_t step = 0; step < shape_.steps; step += steps_from(step))
       for (int64_t panel = 0; panel < panels_; panel += at_once)
-        multiply_part({panel, at_most(at_once, panels_ - panel), step, at_most(steps_at_once, shape_.steps - step)},
-                      has_tails);
+        multiply_part({panel, at_most(at_once, panels_ - panel), step, steps_from(step)}, has_tails);
+  }
+
+  // How many of them one part has.
+  int64_t steps_from(int64_t step) const {
+    return shape_.row_tiles <= 2 ? shape_.steps : at_most(STEPS_AT_ONCE, shape_.steps - step);
   }
 
   // All tiles of rows. Sums wait in memory for the next steps; the last ones are written while they are near.
@@ -349,7 +352,7 @@ class Task {
   Part after(const Part& part) const {
     if (part.panel + part.panels < panels_) return {part.panel + part.panels, part.panels, part.step, part.steps};
     const int64_t step = part.step + part.steps < shape_.steps ? part.step + part.steps : 0;
-    return {step ? 0 : shape_.task_panels, part.panels, step, at_most(part.steps, shape_.steps - step)};
+    return {step ? 0 : shape_.task_panels, part.panels, step, steps_from(step)};
   }
 
   // A panel of this task, or one behind them.

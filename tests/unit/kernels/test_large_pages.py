@@ -1,0 +1,48 @@
+"""Memory in large pages: it is zero, it is the caller's own, and the system was asked for such pages."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kernels import large_pages
+from kernels.cpu import linear
+from kernels.cpu.library import CACHE_LINE
+
+MIB = 1 << 20
+
+
+def flags_at(address: int) -> set[str]:
+    """What the kernel notes of the mapping with this address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(" ", 1)[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(bound, 16) for bound in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "VmFlags:":
+            return set(line.split()[1:])
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+def test_zeros_are_zero_and_can_be_written() -> None:
+    memory = large_pages.zeros(3 * MIB + 5, torch.bfloat16)
+    assert memory.shape == (3 * MIB + 5,) and memory.dtype == torch.bfloat16
+    assert memory.eq(0).all()
+    memory[-1] = 7
+    assert memory[-1] == 7 and large_pages.zeros(16, torch.bfloat16).eq(0).all()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what a mapping is")
+@pytest.mark.parametrize("size", [2 * MIB, 5 * MIB + 64])
+def test_packed_weights_are_in_large_pages_where_they_fill_one(size: int) -> None:
+    enabled = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not enabled.exists():
+        pytest.skip("this system has no large pages")
+    memory, small = linear.aligned(size), linear.aligned(MIB)
+    assert memory.shape == (size,) and small.shape == (MIB,)
+    assert memory.data_ptr() % CACHE_LINE == 0 and small.data_ptr() % CACHE_LINE == 0
+    assert "hg" in flags_at(memory.data_ptr() + size // 2)
