@@ -30,10 +30,12 @@ def flags_at(address: int) -> set[str]:
 
 def test_zeros_are_zero_and_can_be_written() -> None:
     memory = large_pages.zeros(3 * MIB + 5, torch.bfloat16)
-    assert memory.shape == (3 * MIB + 5,) and memory.dtype == torch.bfloat16
+    assert memory.shape == (3 * MIB + 5,)
+    assert memory.dtype == torch.bfloat16
     assert memory.eq(0).all()
     memory[-1] = 7
-    assert memory[-1] == 7 and large_pages.zeros(16, torch.bfloat16).eq(0).all()
+    assert memory[-1] == 7
+    assert large_pages.zeros(16, torch.bfloat16).eq(0).all()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what a mapping is")
@@ -43,6 +45,8 @@ def test_packed_weights_are_in_large_pages_where_they_fill_one(size: int) -> Non
     if not enabled.exists():
         pytest.skip("this system has no large pages")
     memory, small = linear.aligned(size), linear.aligned(MIB)
-    assert memory.shape == (size,) and small.shape == (MIB,)
-    assert memory.data_ptr() % CACHE_LINE == 0 and small.data_ptr() % CACHE_LINE == 0
+    assert memory.shape == (size,)
+    assert small.shape == (MIB,)
+    assert memory.data_ptr() % CACHE_LINE == 0
+    assert small.data_ptr() % CACHE_LINE == 0
     assert "hg" in flags_at(memory.data_ptr() + size // 2)
