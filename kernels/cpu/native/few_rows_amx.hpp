@@ -140,20 +140,26 @@ static int64_t few_tasks(const fissile::Linear& work) {
   return parts(parts(work.weight.columns, fissile::PANEL), FEW_PANELS);
 }
 
-// A block of int8 has its scales; bfloat16 is one block.
+// Some panels, from `first` on. A block of int8 has its scales; bfloat16 is one block.
 template <int64_t DTYPE>
-void run_few_of(const fissile::Linear& work, int64_t task) {
-  using fissile::PANEL;
-  const int64_t first = task * FEW_PANELS, panels = at_most(FEW_PANELS, parts(work.weight.columns, PANEL) - first);
+void multiply_few(const fissile::Linear& work, int64_t first, int64_t panels, float* totals) {
+  const DenormalsAreZeros mode;
   const int64_t inner = fissile::padded_inner(DTYPE, work.weight.inner);
   const int64_t bytes = fissile::panel_bytes(DTYPE, work.weight.inner);
   const int64_t block_depth = DTYPE == fissile::INT8 ? fissile::K_BLOCK : inner;
   const char* const weights = static_cast<const char*>(work.weight.panels) + first * bytes;
-  alignas(64) float totals[FEW_ROWS * FEW_PANELS * PANEL] = {};
   for (int64_t k = 0; k < inner; k += block_depth) {
     const FewBlock block{weights + fissile::block_offset(DTYPE, k), bytes, at_most(block_depth, inner - k)};
     add_few_rows<DTYPE>(work.rows, work.packed_x + k, inner, block, panels, totals);
   }
+}
+
+template <int64_t DTYPE>
+void run_few_of(const fissile::Linear& work, int64_t task) {
+  using fissile::PANEL;
+  const int64_t first = task * FEW_PANELS, panels = at_most(FEW_PANELS, parts(work.weight.columns, PANEL) - first);
+  alignas(64) float totals[FEW_ROWS * FEW_PANELS * PANEL] = {};
+  multiply_few<DTYPE>(work, first, panels, totals);
   for (int64_t r = 0; r < work.rows; r++)
     for (int64_t p = 0; p < panels; p++) {
       const int64_t column = (first + p) * PANEL;
@@ -162,10 +168,11 @@ void run_few_of(const fissile::Linear& work, int64_t task) {
     }
 }
 
+// What tiles give of int8 is written in the mode, too, and of bfloat16 out of it.
 static void run_few(const fissile::Linear& work, int64_t task) {
+  if (work.weight.dtype != fissile::INT8) return run_few_of<fissile::BFLOAT16>(work, task);
   const DenormalsAreZeros mode;
-  if (work.weight.dtype == fissile::INT8) run_few_of<fissile::INT8>(work, task);
-  else run_few_of<fissile::BFLOAT16>(work, task);
+  run_few_of<fissile::INT8>(work, task);
 }
 
 // Row `task` of x.

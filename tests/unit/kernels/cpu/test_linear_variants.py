@@ -179,6 +179,16 @@ def test_denormals_are_zeros(variant: CDLL) -> None:
     assert out.eq(0).all()
 
 
+@pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
+def test_a_bias_below_normal_numbers_is_the_same_for_few_rows_and_many(
+    variant: CDLL, packed_dtype: torch.dtype
+) -> None:
+    packed = linear.pack(variant, torch.zeros(20, 40), torch.full((20,), 3e-39), BF16, packed_dtype)
+    whole = linear.linear(variant, drawn(40, 40), packed)
+    for rows in COUNTS[:12]:
+        assert torch.equal(linear.linear(variant, drawn(rows, 40), packed), whole[:rows]), f"{rows} rows"
+
+
 @pytest.mark.parametrize("name", ["amx", "avx512bf16"])
 @pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
 def test_the_processors_instructions_are_the_emulated_ones(native: CDLL, name: str, packed_dtype: torch.dtype) -> None:
