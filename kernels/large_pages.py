@@ -12,6 +12,9 @@ import sys
 
 import torch
 
+# Bytes, on x86.
+LARGE_PAGE = 2 << 20
+
 
 def zeros(count: int, dtype: torch.dtype) -> torch.Tensor:
     """`count` zeros, one or more, page by page as they are touched, in large pages where the system has such.

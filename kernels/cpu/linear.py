@@ -10,9 +10,6 @@ import torch
 from kernels import large_pages
 from kernels.cpu.library import CACHE_LINE, DTYPES, PACKED_DTYPES, PANEL, check
 
-# Bytes, on x86.
-_LARGE_PAGE = 2 << 20
-
 
 @dataclass(frozen=True)
 class PanelLinear:
@@ -60,7 +57,7 @@ def pack(
 
 def aligned(size: int) -> torch.Tensor:
     """int8 [size], its first byte at the begin of a cache line; in large pages where it fills one."""
-    if size >= _LARGE_PAGE:
+    if size >= large_pages.LARGE_PAGE:
         return large_pages.zeros(size, torch.int8)
     memory = torch.empty(size + CACHE_LINE, dtype=torch.int8)
     first = -memory.data_ptr() % CACHE_LINE

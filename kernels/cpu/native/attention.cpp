@@ -768,14 +768,20 @@ struct Task {
     }
   }
 
+  // How often something can be fetched while a KV tile meets one tile of rows: its scores, weights and values.
+  int64_t turns_of_tile() const {
+    return KEY_TILES / 2 * shape.width / TILE_STEP + 1 + KEY_TILES +
+           shape.value_width / COLUMNS * (KV_TILE / TILE_PAIRS + 1);
+  }
+
   void add_paired_tile(int64_t first_key, const int64_t* here, const int64_t* next, const State& state) const {
     const Bf16 *key_base = static_cast<const Bf16*>(work.keys), *value_base = static_cast<const Bf16*>(work.values);
     const Rows<Bf16> keys{key_base, here}, next_keys{key_base, next};
     const Rows<Bf16> values{value_base, here}, next_values{value_base, next};
     const Range row_tiles = seeing_tiles(first_key);
-    const int64_t turns = KEY_TILES / 2 * shape.width / TILE_STEP + 1 + KEY_TILES +
-                          shape.value_width / COLUMNS * (KV_TILE / TILE_PAIRS + 1);
-    Fetching fetching(next_keys, shape.width, next_values, shape.value_width, turns);
+    // Values that are keys come with them.
+    const int64_t value_width = work.values == work.keys ? 0 : shape.value_width;
+    Fetching fetching(next_keys, shape.width, next_values, value_width, turns_of_tile());
     score_by_tiles(locate_keys(keys, filled(first_key)), row_tiles, fetching);
     weigh_by_tiles(first_key, row_tiles, fetching, state);
     add_values_by_tiles(first_key, row_tiles, values, fetching, state);

@@ -70,9 +70,9 @@ struct KeyTiles {
   int64_t stride;
 };
 
-// Fetches the keys and values of a KV tile, row by row: memory gives neighbouring lines sooner than the same ones in another
-// order, and what reads ahead in the processor does so page by page, so that rows of several pages take turns. A few with
-// each turn: few lines can be under way at a time.
+// Fetches the keys and values of a KV tile, row by row: memory gives neighbouring lines sooner than the same ones in
+// another order, and what reads ahead in the processor does so page by page, so that rows of several pages take turns. A
+// few with each turn: few lines can be under way at a time.
 class Fetching {
  public:
   Fetching(Rows<Bf16> keys, int64_t key_width, Rows<Bf16> values, int64_t value_width, int64_t turns)

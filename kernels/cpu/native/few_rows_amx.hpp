@@ -1,7 +1,7 @@
 // Products of so few rows that tiles would be mostly empty: by fma, in the order in which TDPBF16PS adds. Vectors are read
 // sooner than tiles, and sums of int8 weights need not be stored for each block. Of 32 k the even ones are summed in one
-// chain from zero and the odd ones in another, both together are added to the sum of their block, and numbers too small to be
-// normal are zeros: the bits are those of tiles.
+// chain from zero and the odd ones in another, both together are added to the sum of their block, and numbers too small to
+// be normal are zeros: the bits are those of tiles.
 //
 // x is widened to float32, rows of padded_inner() numbers.
 #pragma once
@@ -26,8 +26,8 @@ class DenormalsAreZeros {
   const unsigned before_ = _mm_getcsr();
 };
 
-// Most rows of int8 and of bfloat16 weights, k of a step, panels of a task, and bytes of each panel that are asked for ahead of
-// their use.
+// Most rows of int8 and of bfloat16 weights, k of a step, panels of a task, and bytes of each panel that are asked for ahead
+// of their use.
 constexpr int64_t FEW_ROWS = 4;
 constexpr int64_t FEW_ROWS_OF_BF16 = 2;
 constexpr int64_t FEW_STEP = 32;

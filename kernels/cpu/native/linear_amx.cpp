@@ -41,7 +41,7 @@ constexpr int64_t TILE_LINES = WEIGHT_TILE * static_cast<int64_t>(sizeof(Bf16)) 
 // Stripes of a panel.
 constexpr int64_t STRIPES = 2;
 // TILESTORED takes some 240 ns where none has been within the last 600, else next to nothing: so there is one in each so
-// many steps. Those of one tile of rows wait for memory.
+// many steps. Those of one tile of rows are long: they wait for memory.
 constexpr int64_t awake_steps(int row_tiles) { return row_tiles == 1 ? 1 : 4; }
 
 // Whether tiles can be loaded from x itself. Lines that are an even number apart share few places in the nearest cache,
@@ -98,8 +98,8 @@ void shape_tiles(int64_t rows) {
   load_tile_shapes(shapes);
 }
 
-// Weights that are asked for meanwhile, a line of each stripe of each panel at a time: what reads ahead in the processor does
-// so stripe by stripe. From `near` on for some steps, then from `next` on.
+// Weights that are asked for meanwhile, a line of each stripe of each panel at a time: what reads ahead in the processor
+// does so stripe by stripe. From `near` on for some steps, then from `next` on.
 struct Ahead {
   const char* near;
   int64_t near_steps;
@@ -178,7 +178,7 @@ struct Block {
   Ahead ahead;
   // What is to be written meanwhile.
   Finished* before;
-  // Room for a tile that nobody wants.
+  // Room for a tile that nobody wants; null where blocks are so short that their sums are stored often enough.
   float* unused;
 };
 
@@ -237,7 +237,7 @@ struct Multiplier {
   FISSILE_INLINE void whole_step(const Block& block, int64_t s) {
     block.before->write_next();
     step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size);
-    if (s % awake_steps(ROW_TILES) == 0) tile_store<4>(block.unused);
+    if (block.unused && s % awake_steps(ROW_TILES) == 0) tile_store<4>(block.unused);
   }
 
   __attribute__((noinline)) static void run(const Block& block) {
@@ -330,6 +330,7 @@ class Task {
       block.to = last ? ready : sums;
       block.to_stride = last ? 2 * SUMS_TILE : TASK_PANELS * SUMS_TILE;
       block.ahead = ahead_of(part, tile / 2);
+      block.unused = unused_;
       multiply(block, tiles, part.panels);
       if (last) finish(ready, 2 * SUMS_TILE, {tile, tiles}, part);
     }
@@ -430,7 +431,6 @@ class Task {
     block.x_step_size = shape_.step_size;
     block.steps = steps;
     block.before = &finished_;
-    block.unused = unused_;
     return block;
   }
 
