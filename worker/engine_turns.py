@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Final, Protocol
 
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -166,8 +167,14 @@ class EngineTurns:
         """Whether a turn without commands would do something."""
         return self.core.has_unfinished()
 
-    def run(self, commands: Iterable[Command]) -> Turn:
+    def run(self, commands: Iterable[Command], taken_in: Callable[[Turn], None] | None = None) -> Turn:
         """One turn.
+
+        Args:
+            commands: what to do before the step.
+            taken_in: told of groups once a step has been scheduled with them, before it is computed: what their router
+                sends upon that is there for the next step. What it sends upon the step's end comes too late for that
+                one, and half of a burst's steps would lack prompts. With deferred output the turn ends in time.
 
         Raises:
             EngineDeadError: the runner failed; what the engine holds is lost.
@@ -189,7 +196,8 @@ class EngineTurns:
                 case Flush(done):
                     flushed.append((done, self.core.scheduler.block_manager.flush()))
         if self.core.has_unfinished():
-            outputs += [self._output(out) for out in self.core.step().outputs]
+            tell = partial(self._tell, taken_in, seen)
+            outputs += [self._output(out) for out in self.core.step(tell).outputs]
             # After the step, which has had its chance to take them.
             outputs += [self._output(out, _OVERLOAD) for out in self.core.return_overdue(self._clock())]
         self._totals.count(outputs)
@@ -201,6 +209,12 @@ class EngineTurns:
         """What the engine is like now, with what a turn has produced."""
         load, granules = self.core.load(), self._block_manager.take_granule_changes()
         return Turn(self.core.num_steps, load, outputs or [], seen or [], self._figures(load), granules)
+
+    def _tell(self, taken_in: Callable[[Turn], None] | None, seen: list[tuple[Listener, int]]) -> None:
+        """Reports groups once."""
+        if taken_in is not None and seen and not self.core.config.deferred_output:
+            taken_in(self.report(seen=seen.copy()))
+            seen.clear()
 
     def _figures(self, load: LoadReport) -> EngineFigures:
         scheduler, totals = self.core.scheduler, self._totals
