@@ -40,6 +40,11 @@ _LLAMA_OPTIONS: Final = (
     "-DLLAMA_USE_PREBUILT_UI=OFF",
     "-DLLAMA_OPENSSL=OFF",
 )
+# GCC's intrinsic for tile shapes says that it reads their first 8 bytes; the rest of a local is never written then, and
+# llama-server ends with a segmentation fault where a processor has AMX (llama.cpp's #20824 and #26954).
+_AMX_SOURCE: Final = Path("ggml", "src", "ggml-cpu", "amx", "mmq.cpp")
+_SHAPES_LOADED: Final = "    _tile_loadconfig(&tc);\n"
+_SHAPES_WRITTEN: Final = '    __asm__ volatile("" : : "r"(&tc) : "memory");\n'
 
 
 def _run(*command: str | Path, cwd: Path | None = None) -> None:
@@ -109,10 +114,26 @@ def install_llamacpp(folder: PeerFolder, jobs: int) -> None:
     source = folder.peer("llamacpp") / "source"
     if not source.exists():
         _unpack(_download(folder, LLAMA, "--no-binary"), source)
+    amx = folder.llama_source / _AMX_SOURCE
+    text = amx.read_text()
+    if (mended := with_shapes_written(text)) != text:
+        amx.write_text(mended)
     build = folder.peer("llamacpp") / "build"
     generator = ("-G", "Ninja") if not (build / "CMakeCache.txt").exists() else ()
     _run("cmake", "-S", folder.llama_source, "-B", build, *generator, *_LLAMA_OPTIONS)
     _run("nice", "-n", "19", "cmake", "--build", build, "-j", str(jobs), "--target", *_LLAMA_TARGETS)
+
+
+def with_shapes_written(source: str) -> str:
+    """llama.cpp's products by AMX with all of a tile configuration in memory before it is loaded; may be called again.
+
+    Raises:
+        ValueError: it is loaded elsewhere or not at all, so that this version has to be looked at.
+    """
+    before, loaded, after = source.partition(_SHAPES_LOADED)
+    if not loaded or _SHAPES_LOADED in after:
+        raise ValueError(f"{_AMX_SOURCE} does not load tile shapes exactly once")
+    return source if before.endswith(_SHAPES_WRITTEN) else before + _SHAPES_WRITTEN + loaded + after
 
 
 def _unpack(sdist: Path, target: Path) -> None:

@@ -145,3 +145,23 @@ def test_requirements_leave_out_extras_and_what_a_text_model_does_not_need() -> 
         "Requires-Dist: torchvision\nRequires-Dist: aiohttp>=3.14.3\nRequires-Dist: pandas; extra == 'bench'\n\nbody\n"
     )
     assert install.requirements(metadata) == ["regex", "aiohttp>=3.14.3"]
+
+
+_LOADS = """    tc.rows[7] = 16;
+    _tile_loadconfig(&tc);
+    done = true;
+"""
+
+
+def test_tile_shapes_of_llama_cpp_are_written_before_they_are_loaded() -> None:
+    mended = install.with_shapes_written(_LOADS)
+    before, barrier, after = mended.splitlines()[0], mended.splitlines()[1], mended.splitlines()[2:]
+    assert [before, *after] == _LOADS.splitlines()
+    assert all(part in barrier for part in ('"memory"', "(&tc)"))
+    assert install.with_shapes_written(mended) == mended
+
+
+@pytest.mark.parametrize("source", ["", _LOADS * 2])
+def test_another_version_of_llama_cpp_has_to_be_looked_at(source: str) -> None:
+    with pytest.raises(ValueError, match="exactly once"):
+        install.with_shapes_written(source)
