@@ -108,5 +108,6 @@ def _best_backend() -> KernelBackend:
         if native.instruction_set != PLAIN:
             return native
         reason = "this processor has no AVX2"
-    _log.info("PyTorch's kernels serve", reason=reason)
+    # On a processor that has more than these, they take several times as long.
+    _log.warning("PyTorch's kernels serve", reason=reason)
     return TorchBackend()

@@ -31,6 +31,8 @@ def test_auto_without_the_library_takes_torch_and_says_why(monkeypatch: pytest.M
         assert select_backend().name == "torch"
     (line,) = logs
     assert "not compiled" in line["reason"]
+    # Several times as slow, so that whoever installed it should see it.
+    assert line["log_level"] == "warning"
 
 
 def test_auto_on_a_processor_without_avx2_takes_torch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,7 +47,7 @@ def test_auto_on_a_processor_without_avx2_takes_torch_and_says_why(monkeypatch: 
     monkeypatch.setattr(instruction_sets, "take", plain_only)
     with capture_logs() as logs:
         assert select_backend().name == "torch"
-    assert [line["reason"] for line in logs] == ["this processor has no AVX2"]
+    assert [(line["log_level"], line["reason"]) for line in logs] == [("warning", "this processor has no AVX2")]
     library.select(load())
 
 
