@@ -83,7 +83,7 @@ _NEWER = (
     InstructionSet(
         "amx",
         16,
-        (*_AVX512_VBMI, "-mamx-tile", "-mamx-bf16", _TILES),
+        (*_AVX512_VBMI, "-mavx512vnni", "-mamx-tile", "-mamx-bf16", _TILES),
         "avx512",
         _OF_AMX,
         "tdpbf16ps %tmm2, %tmm1, %tmm0",

@@ -100,7 +100,8 @@ struct All {
     [[maybe_unused]] const bool has_vbmi = has_avx512 && __builtin_cpu_supports("avx512vbmi");
     Ability amx_ability = ABSENT, bf16_ability = ABSENT;
 #if defined(FISSILE_AMX)
-    if (has_vbmi && has_amx()) amx_ability = may_use_tiles() ? USABLE : DENIED;
+    const bool has_vnni = has_vbmi && __builtin_cpu_supports("avx512vnni");
+    if (has_vnni && has_amx()) amx_ability = may_use_tiles() ? USABLE : DENIED;
     if (amx_ability == USABLE) {
       amx = with_linear(avx512::kernels, "amx", amx::use_own_linear);
       amx::use_own_attention(amx);

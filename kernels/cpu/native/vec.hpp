@@ -153,6 +153,8 @@ FISSILE_INLINE Floats load(const Bf16* from) {
   __builtin_memcpy(&halves, from, sizeof halves);
 #if FISSILE_WIDTH == 8 && defined(__AVX2__)
   return (Floats)_mm256_slli_epi32(_mm256_cvtepu16_epi32((__m128i)halves), 16);
+#elif FISSILE_WIDTH == 16 && defined(__AVX512F__)
+  return (Floats)_mm512_slli_epi32(_mm512_cvtepu16_epi32((__m256i)halves), 16);
 #else
   return (Floats)(__builtin_convertvector(halves, Words) << 16);
 #endif
@@ -259,11 +261,21 @@ FISSILE_INLINE Two as_stored(Two two, const Bf16*) {
 #undef FISSILE_UPPER
 }
 
-// Bits of the nearest bfloat16, ties to even, in the lower halves; NaN stays NaN.
+// Bits of the nearest bfloat16, ties to even, in the upper halves of words, and something in the lower ones; not of NaN.
+FISSILE_INLINE Words nearest(Floats value) {
+  const Words bits = (Words)value;
+  return bits + splat_word(0x7FFF) + ((bits >> 16) & splat_word(1));
+}
+
+// Those bits in the lower halves; NaN stays NaN.
 FISSILE_INLINE Words narrowed(Floats value) {
-  Words bits = (Words)value;
-  Words rounded = (bits + splat_word(0x7FFF) + ((bits >> 16) & splat_word(1))) >> 16;
-  return (Words)(value == value) ? rounded : splat_word(0x7FC0);
+#if FISSILE_WIDTH == 16 && defined(__AVX512F__)
+  // Compilers make two comparisons of one.
+  const __mmask16 numbers = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
+  return (Words)_mm512_mask_srli_epi32((__m512i)splat_word(0x7FC0), numbers, (__m512i)nearest(value), 16);
+#else
+  return (Words)(value == value) ? nearest(value) >> 16 : splat_word(0x7FC0);
+#endif
 }
 
 FISSILE_INLINE void store(Bf16* to, Floats value) {
@@ -271,6 +283,8 @@ FISSILE_INLINE void store(Bf16* to, Floats value) {
 #if FISSILE_WIDTH == 8 && defined(__AVX2__)
   __m256i packed = _mm256_packus_epi32((__m256i)words, (__m256i)words);
   _mm_storeu_si128((__m128i*)to, _mm256_castsi256_si128(_mm256_permute4x64_epi64(packed, 0x08)));
+#elif FISSILE_WIDTH == 16 && defined(__AVX512F__)
+  _mm256_storeu_si256((__m256i*)to, _mm512_cvtepi32_epi16((__m512i)words));
 #else
   Halves halves = __builtin_convertvector(words, Halves);
   __builtin_memcpy(to, &halves, sizeof halves);
@@ -310,7 +324,15 @@ FISSILE_INLINE void store(Fp8* to, Floats value) {
 
 // The value as `Number` holds it.
 FISSILE_INLINE Floats rounded(Floats value, const float*) { return value; }
-FISSILE_INLINE Floats rounded(Floats value, const Bf16*) { return (Floats)(narrowed(value) << 16); }
+FISSILE_INLINE Floats rounded(Floats value, const Bf16*) {
+#if FISSILE_WIDTH == 16 && defined(__AVX512F__)
+  const __mmask16 numbers = _mm512_cmp_ps_mask(value, value, _CMP_ORD_Q);
+  const __m512i upper = (__m512i)splat_word(0xFFFF0000u), nan = (__m512i)splat_word(0x7FC00000u);
+  return (Floats)_mm512_mask_and_epi32(nan, numbers, (__m512i)nearest(value), upper);
+#else
+  return (Floats)(narrowed(value) << 16);
+#endif
+}
 
 // The first `count` < WIDTH numbers, zeros behind them.
 template <class Number>

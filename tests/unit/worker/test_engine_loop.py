@@ -180,7 +180,7 @@ async def test_a_group_shares_its_first_batch_and_the_inbox_is_emptied_before_it
     assert site.listener.ends[group[1].id] == wpb.END_REASON_CANCELLED
 
 
-async def test_one_wake_up_of_the_event_loop_per_step_and_one_per_group(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_wake_up_of_the_event_loop_per_step_and_group(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, calls = asyncio.get_running_loop(), []
     original = loop.call_soon_threadsafe
 

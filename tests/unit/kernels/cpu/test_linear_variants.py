@@ -17,8 +17,8 @@ from kernels.interface import ExpertWeights
 BF16 = torch.bfloat16
 # (N, K): whole and broken panels (16), tasks (4 and 8 panels), steps of 32 k, more than the 512 that are done at once.
 SHAPES = [(1, 1), (16, 32), (33, 24), (50, 129), (130, 545), (72, 1031)]
-# Blocks of 128 that share a scale, groups of 4.
-INT8_SHAPES = [(1, 1), (33, 24), (50, 129), (130, 397), (72, 512)]
+# Blocks of 128 that share a scale, groups of 4; few rows take eight panels at once, four, or one.
+INT8_SHAPES = [(1, 1), (33, 24), (50, 129), (130, 397), (72, 512), (200, 264)]
 # Either side of 16 rows (a tile of AMX), 32 (two) and 256 (a task); and of VDPBF16PS's 12 and 72, of 6, which take more
 # panels at once, and of 4, which widen int8 in registers.
 COUNTS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 48, 65, 72, 73, 80]
