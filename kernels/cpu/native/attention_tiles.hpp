@@ -8,12 +8,11 @@
 // there are not is left alone.
 #pragma once
 
+#include "each.hpp"
 #include "kv_pairs.hpp"
 #include "tiles.hpp"
 
 namespace FISSILE_ISA {
-
-#define FISSILE_INLINED __attribute__((always_inline))
 
 // Words of a tile, and what one instruction sums over: numbers of a query and a key, or keys.
 constexpr int64_t TILE_WORDS = TILE_ROWS * TILE_PAIRS;
@@ -42,20 +41,6 @@ class Tiles {
   Tiles(const Tiles&) = delete;
   Tiles& operator=(const Tiles&) = delete;
 };
-
-template <int VALUE>
-struct Constant {
-  constexpr operator int() const { return VALUE; }
-};
-
-// `body` of each number below COUNT, which it can use as an argument of templates.
-template <int COUNT, int FIRST = 0, class Body>
-FISSILE_INLINE void each(const Body& body) {
-  if constexpr (FIRST < COUNT) {
-    body(Constant<FIRST>{});
-    each<COUNT, FIRST + 1>(body);
-  }
-}
 
 // Sixteen rows of words, the i-th of each in row i of a tile.
 FISSILE_INLINE void store_turned(Words* rows, uint32_t* tile) {
@@ -322,5 +307,3 @@ static bool are_finite(Rows<Bf16> values, int64_t dim, Range keys) {
 }
 
 }  // namespace FISSILE_ISA
-
-#undef FISSILE_INLINED

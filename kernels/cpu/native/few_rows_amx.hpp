@@ -7,6 +7,7 @@
 #pragma once
 
 #include "bf16_rows.hpp"
+#include "each.hpp"
 #include "kernels.hpp"
 #include "vec.hpp"
 #include "write_row.hpp"
@@ -28,7 +29,7 @@ class DenormalsAreZeros {
 
 // Most rows of int8 and of bfloat16 weights, k of a step, most panels of a task, and bytes of each panel that are asked for
 // ahead of their use.
-constexpr int64_t FEW_ROWS = 4;
+constexpr int64_t FEW_ROWS = 6;
 constexpr int64_t FEW_ROWS_OF_BF16 = 2;
 constexpr int64_t FEW_STEP = 32;
 constexpr int64_t FEW_PANELS = 8;
@@ -71,48 +72,41 @@ struct FewRows {
 
   using Sums = Floats[ROWS][PANELS];
 
-  __attribute__((always_inline)) static void clear(Sums& sums) {
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-      for (int p = 0; p < PANELS; p++) sums[r][p] = zeros();
+  template <class Body>
+  FISSILE_INLINED static void each_sum(const Body& body) {
+    each<ROWS>([&](auto r) FISSILE_INLINED { each<PANELS>([&](auto p) FISSILE_INLINED { body(r, p); }); });
   }
 
-  // Numbers G and G + 1 of a group of each panel.
+  FISSILE_INLINED static void clear(Sums& sums) {
+    each_sum([&](auto r, auto p) FISSILE_INLINED { sums[r][p] = zeros(); });
+  }
+
+  // Number G of a group of each panel.
   template <int G>
-  __attribute__((always_inline)) static void add_two(
-      const float* x, int64_t inner, const Words* groups, Sums& even, Sums& odd) {
-#pragma GCC unroll 8
-    for (int p = 0; p < PANELS; p++) {
-      const Floats first = number_of<DTYPE, G>(groups[p]), second = number_of<DTYPE, G + 1>(groups[p]);
-#pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++) {
-        even[r][p] = fma(splat(x[r * inner + G]), first, even[r][p]);
-        odd[r][p] = fma(splat(x[r * inner + G + 1]), second, odd[r][p]);
-      }
-    }
+  FISSILE_INLINED static void add_one(const float* x, int64_t inner, const Words* groups, Sums& sums) {
+    each<PANELS>([&](auto p) FISSILE_INLINED {
+      const Floats number = number_of<DTYPE, G>(groups[p]);
+      each<ROWS>([&](auto r) FISSILE_INLINED { sums[r][p] = fma(splat(x[r * inner + G]), number, sums[r][p]); });
+    });
   }
 
-  __attribute__((always_inline)) static void add_step(
-      const float* x, int64_t inner, const FewBlock& block, int64_t k, Sums& sums) {
+  FISSILE_INLINED static void add_step(const float* x, int64_t inner, const FewBlock& block, int64_t k, Sums& sums) {
     Sums even, odd;
     clear(even);
     clear(odd);
     const char* at = block.at + SCALES + k / GROUP * static_cast<int64_t>(sizeof(Words));
     for (int64_t i = k; i < at_most(k + FEW_STEP, block.depth); i += GROUP, at += sizeof(Words)) {
       Words groups[PANELS];
-#pragma GCC unroll 8
-      for (int p = 0; p < PANELS; p++) {
+      each<PANELS>([&](auto p) FISSILE_INLINED {
         __builtin_prefetch(at + p * block.panel_bytes + FEW_AHEAD, 0, 2);
         groups[p] = load_words(at + p * block.panel_bytes);
-      }
-      add_two<0>(x + i, inner, groups, even, odd);
-      if constexpr (GROUP == 4) add_two<2>(x + i, inner, groups, even, odd);
+      });
+      each<GROUP / 2>([&](auto pair) FISSILE_INLINED {
+        add_one<2 * pair>(x + i, inner, groups, even);
+        add_one<2 * pair + 1>(x + i, inner, groups, odd);
+      });
     }
-#pragma GCC unroll 4
-    for (int r = 0; r < ROWS; r++)
-#pragma GCC unroll 8
-      for (int p = 0; p < PANELS; p++) sums[r][p] += even[r][p] + odd[r][p];
+    each_sum([&](auto r, auto p) FISSILE_INLINED { sums[r][p] += even[r][p] + odd[r][p]; });
   }
 
   // totals [ROWS][FEW_PANELS][PANEL] += the block's sums times its scales.
@@ -120,15 +114,13 @@ struct FewRows {
     Sums sums;
     clear(sums);
     for (int64_t k = 0; k < block.depth; k += FEW_STEP) add_step(x, inner, block, k, sums);
-#pragma GCC unroll 8
-    for (int p = 0; p < PANELS; p++) {
+    each<PANELS>([&](auto p) FISSILE_INLINED {
       const Floats scale = SCALES ? load(scales_of(block.at + p * block.panel_bytes)) : splat(1.0f);
-#pragma GCC unroll 4
-      for (int r = 0; r < ROWS; r++) {
-        float* to = totals + (r * FEW_PANELS + p) * fissile::PANEL;
+      each<ROWS>([&](auto r) FISSILE_INLINED {
+        float* const to = totals + (r * FEW_PANELS + p) * fissile::PANEL;
         store(to, fma(sums[r][p], scale, load(to)));
-      }
-    }
+      });
+    });
   }
 };
 
@@ -147,13 +139,15 @@ void add_few(const float* x, int64_t inner, const FewBlock& block, int64_t panel
   }
 }
 
-// As many panels at once as there are registers for; eight of bfloat16, which is read faster, are no better than four.
+// As many panels at once as registers take; eight of bfloat16, which is read faster, are no better than four.
 template <int64_t DTYPE>
 void add_few_rows(int64_t rows, const float* x, int64_t inner, const FewBlock& block, int64_t panels, float* totals) {
   if (rows == 1) return add_few<DTYPE, 1, DTYPE == fissile::INT8 ? 8 : 4>(x, inner, block, panels, totals);
   if constexpr (DTYPE == fissile::INT8) {
-    if (rows == 3) return add_few<DTYPE, 3, 2>(x, inner, block, panels, totals);
+    if (rows == 3) return add_few<DTYPE, 3, 4>(x, inner, block, panels, totals);
     if (rows == 4) return add_few<DTYPE, 4, 2>(x, inner, block, panels, totals);
+    if (rows == 5) return add_few<DTYPE, 5, 2>(x, inner, block, panels, totals);
+    if (rows == 6) return add_few<DTYPE, 6, 2>(x, inner, block, panels, totals);
   }
   add_few<DTYPE, 2, 4>(x, inner, block, panels, totals);
 }

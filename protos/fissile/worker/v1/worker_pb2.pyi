@@ -691,7 +691,10 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):
-    """What engine steps produced, in columns: entry i of `rid`, `first_pos` and `n` describes the next `n` of `token_ids`."""
+    """What engine steps produced, in columns: entry i of `rid`, `first_pos` and `n` describes the next `n` of `token_ids`.
+    A worker whose steps do not overlap sends one without tokens before a step that has taken groups in, too, so that the
+    next group is there in time for the step after it.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -706,7 +709,7 @@ class StepOutput(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     SUBMIT_SEEN_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Number of the engine step."""
+    """Number of the last engine step."""
     submit_seen: _builtins.int
     """Serial number of the newest Submit that had been taken in before the step was scheduled."""
     @_builtins.property
@@ -739,7 +742,7 @@ class StepOutput(_message.Message):
 
     @_builtins.property
     def load(self) -> Global___Load:
-        """The load after the step."""
+        """The load after the step; or after what the next one takes has been chosen."""
 
     def __init__(
         self,
