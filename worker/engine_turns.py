@@ -19,7 +19,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.errors import ApiError
 from common.telemetry.metrics import EngineFigures
 from common.telemetry.tracing import SequenceTimes
-from worker.batch import RequestOutput
+from worker.batch import RequestOutput, ScheduledBatch
 from worker.engine_core import EngineCore, LoadReport
 from worker.outputs import PROTO_REASONS, End, SequenceOutput, Start
 from worker.sequence import EndReason, Sequence
@@ -121,6 +121,17 @@ def sequence_times(seq: Sequence) -> SequenceTimes:
     return SequenceTimes(seq.arrive_time, seq.first_scheduled_time, seq.first_token_time, ended)
 
 
+def _load_before(batch: ScheduledBatch, scheduled: LoadReport) -> LoadReport:
+    """The load with `batch` still to be computed, but for the room, of which it takes no more."""
+    last_chunks = sum(batch.is_final) - batch.total_seqs_num_decode
+    return replace(
+        scheduled,
+        decoding_seqs=scheduled.decoding_seqs - last_chunks,
+        waiting_seqs=scheduled.waiting_seqs + batch.total_seqs_num_prefill,
+        waiting_tokens=scheduled.waiting_tokens + batch.total_tokens_num_prefill,
+    )
+
+
 class _Totals:
     """What the outputs add up to since the start; `ended` by reason."""
 
@@ -207,13 +218,18 @@ class EngineTurns:
         self, outputs: list[SequenceOutput] | None = None, seen: list[tuple[Listener, int]] | None = None
     ) -> Turn:
         """What the engine is like now, with what a turn has produced."""
-        load, granules = self.core.load(), self._block_manager.take_granule_changes()
-        return Turn(self.core.num_steps, load, outputs or [], seen or [], self._figures(load), granules)
+        return self._report(self.core.load(), outputs or [], seen or [])
 
-    def _tell(self, taken_in: Callable[[Turn], None] | None, seen: list[tuple[Listener, int]]) -> None:
+    def _report(self, load: LoadReport, outputs: list[SequenceOutput], seen: list[tuple[Listener, int]]) -> Turn:
+        granules = self._block_manager.take_granule_changes()
+        return Turn(self.core.num_steps, load, outputs, seen, self._figures(load), granules)
+
+    def _tell(
+        self, taken_in: Callable[[Turn], None] | None, seen: list[tuple[Listener, int]], batch: ScheduledBatch
+    ) -> None:
         """Reports groups once."""
         if taken_in is not None and seen and not self.core.config.deferred_output:
-            taken_in(self.report(seen=seen.copy()))
+            taken_in(self._report(_load_before(batch, self.core.load()), [], seen.copy()))
             seen.clear()
 
     def _figures(self, load: LoadReport) -> EngineFigures:

@@ -127,9 +127,10 @@ async def test_a_group_is_reported_before_its_step_is_computed(site: Site) -> No
     await site.listener.until(lambda: site.listener.seen)
     assert (site.listener.seen, site.listener.tokens, site.runner.batches) == ([3], {}, [])
     load = site.engine.load
-    # The step has taken all of it, so that the next one has room for as much as any.
+    # Nothing is computed yet; but the step has taken all of it, so that the next one has room for as much as any.
     assert load is not None
-    assert (load.waiting_tokens, load.waiting_seqs, load.room_tokens) == (0, 0, CONFIG.max_num_batched_tokens)
+    assert (load.decoding_seqs, load.waiting_seqs, load.waiting_tokens) == (0, 1, 20)
+    assert load.room_tokens == CONFIG.max_num_batched_tokens
     site.runner.go.set()
     await site.idle()
     assert (site.listener.seen, len(site.listener.ends)) == ([3], 1)

@@ -120,6 +120,22 @@ def test_a_group_is_told_once_and_before_its_step() -> None:
     assert told == [(0, 1)]
 
 
+@pytest.mark.parametrize("policy", [MIXED, PREFILL_FIRST])
+def test_before_its_step_a_group_waits_and_what_decodes_decodes(policy: str) -> None:
+    """Whatever the step has of them: prompts alone, or some of a prompt beside decodes."""
+    turns = EngineTurns(EngineCore(replace(CONFIG, scheduling_policy=policy), Recorder()), lambda: 0.0)
+    params = SamplingParams(max_tokens=30, ignore_eos=True)
+    told: list[Turn] = []
+    turns.run([Submit(Nobody(), 1, [Sequence([content] * 10, 16, params) for content in (4, 5)])], told.append)
+    turns.run([])
+    turns.run([Submit(Nobody(), 2, [Sequence([content] * 40, 16, params) for content in (6, 7)])], told.append)
+    first, second = (turn.load for turn in told)
+    assert (first.decoding_seqs, first.waiting_seqs, first.waiting_tokens, first.room_tokens) == (0, 2, 20, BUDGET)
+    # Of 80 tokens a mixed step takes what two decodes leave; one of prompts alone takes a whole one.
+    left = 80 - (BUDGET - 2) if policy == MIXED else 40
+    assert (second.decoding_seqs, second.waiting_tokens, second.room_tokens) == (2, 80, BUDGET - left)
+
+
 def test_with_deferred_output_it_is_told_at_the_end_of_the_turn() -> None:
     turns = EngineTurns(EngineCore(replace(CONFIG, deferred_output=True), Recorder()), lambda: 0.0)
     early: list[Turn] = []
