@@ -218,18 +218,16 @@ class EngineTurns:
         self, outputs: list[SequenceOutput] | None = None, seen: list[tuple[Listener, int]] | None = None
     ) -> Turn:
         """What the engine is like now, with what a turn has produced."""
-        return self._report(self.core.load(), outputs or [], seen or [])
-
-    def _report(self, load: LoadReport, outputs: list[SequenceOutput], seen: list[tuple[Listener, int]]) -> Turn:
-        granules = self._block_manager.take_granule_changes()
-        return Turn(self.core.num_steps, load, outputs, seen, self._figures(load), granules)
+        load, granules = self.core.load(), self._block_manager.take_granule_changes()
+        return Turn(self.core.num_steps, load, outputs or [], seen or [], self._figures(load), granules)
 
     def _tell(
         self, taken_in: Callable[[Turn], None] | None, seen: list[tuple[Listener, int]], batch: ScheduledBatch
     ) -> None:
         """Reports groups once."""
         if taken_in is not None and seen and not self.core.config.deferred_output:
-            taken_in(self._report(_load_before(batch, self.core.load()), [], seen.copy()))
+            turn = self.report(seen=seen.copy())
+            taken_in(replace(turn, load=_load_before(batch, turn.load)))
             seen.clear()
 
     def _figures(self, load: LoadReport) -> EngineFigures:
