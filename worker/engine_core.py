@@ -189,13 +189,10 @@ class EngineCore:
         """Whether `step` has something to do: sequences, last outputs of aborted ones, or steps in flight."""
         return self.scheduler.has_unfinished() or bool(self._flights)
 
-    def step(self, on_schedule: Callable[[ScheduledBatch], None] = lambda _: None) -> StepResult:
+    def step(self) -> StepResult:
         """Schedules, computes and takes in one batch. With nothing to compute it only hands out last outputs.
 
         With deferred output the batch taken in is the one before: the first step of a burst has no tokens.
-
-        Args:
-            on_schedule: told of a batch that has been scheduled, before it is computed.
 
         Raises:
             EngineDeadError: the runner failed, now or before.
@@ -210,7 +207,6 @@ class EngineCore:
             self._nothing_scheduled()
         else:
             batch, seqs = scheduled
-            on_schedule(batch)
             self._flights.append(_Flight(batch, seqs, self.executor.submit(batch)))
             self.num_steps += 1
         stay = 1 if scheduled is not None and self.config.deferred_output else 0
@@ -335,12 +331,12 @@ class DPEngineCoreProc(EngineCore):
         self._open_round(has_work=False)
         return self._in_round
 
-    def step(self, on_schedule: Callable[[ScheduledBatch], None] = lambda _: None) -> StepResult:
+    def step(self) -> StepResult:
         """One round."""
         if not self._in_round:
             self._open_round(has_work=True)
         self._in_round = False
-        return super().step(on_schedule)
+        return super().step()
 
     def dummy_prefill_execution(self) -> None:
         """A step of this engine's ranks for the others (the guide's name)."""

@@ -2,8 +2,7 @@
 
 One thread owns the EngineCore. It empties its inbox once per turn, before it schedules, so that a group which has been
 released together is in one batch; it hands what a turn produced to the event loop with exactly one
-`call_soon_threadsafe`, and before a step with newly released groups tells it so with another one. It sleeps on a
-condition when nothing is unfinished. After a failure no sequence is left live.
+`call_soon_threadsafe`. It sleeps on a condition when nothing is unfinished. After a failure no sequence is left live.
 """
 
 from __future__ import annotations
@@ -119,7 +118,7 @@ class EngineThread:
             return False
         steps = turns.core.num_steps
         self._turn_began = self._clock()
-        turn = turns.run(commands, self._turned)
+        turn = turns.run(commands)
         self._turn_began = None
         if commands or turn.outputs or turn.granules or turn.step != steps:
             self._turned(turn)

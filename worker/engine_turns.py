@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Final, Protocol
 
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -19,7 +18,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.errors import ApiError
 from common.telemetry.metrics import EngineFigures
 from common.telemetry.tracing import SequenceTimes
-from worker.batch import RequestOutput, ScheduledBatch
+from worker.batch import RequestOutput
 from worker.engine_core import EngineCore, LoadReport
 from worker.outputs import PROTO_REASONS, End, SequenceOutput, Start
 from worker.sequence import EndReason, Sequence
@@ -121,17 +120,6 @@ def sequence_times(seq: Sequence) -> SequenceTimes:
     return SequenceTimes(seq.arrive_time, seq.first_scheduled_time, seq.first_token_time, ended)
 
 
-def _load_before(batch: ScheduledBatch, scheduled: LoadReport) -> LoadReport:
-    """The load with `batch` still to be computed, but for the room, of which it takes no more."""
-    last_chunks = sum(batch.is_final) - batch.total_seqs_num_decode
-    return replace(
-        scheduled,
-        decoding_seqs=scheduled.decoding_seqs - last_chunks,
-        waiting_seqs=scheduled.waiting_seqs + batch.total_seqs_num_prefill,
-        waiting_tokens=scheduled.waiting_tokens + batch.total_tokens_num_prefill,
-    )
-
-
 class _Totals:
     """What the outputs add up to since the start; `ended` by reason."""
 
@@ -178,14 +166,8 @@ class EngineTurns:
         """Whether a turn without commands would do something."""
         return self.core.has_unfinished()
 
-    def run(self, commands: Iterable[Command], taken_in: Callable[[Turn], None] | None = None) -> Turn:
+    def run(self, commands: Iterable[Command]) -> Turn:
         """One turn.
-
-        Args:
-            commands: what to do before the step.
-            taken_in: told of groups once a step has been scheduled with them, before it is computed: what their router
-                sends upon that is there for the next step. What it sends upon the step's end comes too late for that
-                one, and half of a burst's steps would lack prompts. With deferred output the turn ends in time.
 
         Raises:
             EngineDeadError: the runner failed; what the engine holds is lost.
@@ -207,8 +189,7 @@ class EngineTurns:
                 case Flush(done):
                     flushed.append((done, self.core.scheduler.block_manager.flush()))
         if self.core.has_unfinished():
-            tell = partial(self._tell, taken_in, seen)
-            outputs += [self._output(out) for out in self.core.step(tell).outputs]
+            outputs += [self._output(out) for out in self.core.step().outputs]
             # After the step, which has had its chance to take them.
             outputs += [self._output(out, _OVERLOAD) for out in self.core.return_overdue(self._clock())]
         self._totals.count(outputs)
@@ -220,15 +201,6 @@ class EngineTurns:
         """What the engine is like now, with what a turn has produced."""
         load, granules = self.core.load(), self._block_manager.take_granule_changes()
         return Turn(self.core.num_steps, load, outputs or [], seen or [], self._figures(load), granules)
-
-    def _tell(
-        self, taken_in: Callable[[Turn], None] | None, seen: list[tuple[Listener, int]], batch: ScheduledBatch
-    ) -> None:
-        """Reports groups once."""
-        if taken_in is not None and seen and not self.core.config.deferred_output:
-            turn = self.report(seen=seen.copy())
-            taken_in(replace(turn, load=_load_before(batch, turn.load)))
-            seen.clear()
 
     def _figures(self, load: LoadReport) -> EngineFigures:
         scheduler, totals = self.core.scheduler, self._totals

@@ -121,21 +121,6 @@ async def test_tokens_come_in_order_on_the_event_loop(site: Site) -> None:
     assert site.listener.thread == threading.get_ident()
 
 
-async def test_a_group_is_reported_before_its_step_is_computed(site: Site) -> None:
-    site.runner.go.clear()
-    site.engine.submit_group(site.listener, 3, [sequence()])
-    await site.listener.until(lambda: site.listener.seen)
-    assert (site.listener.seen, site.listener.tokens, site.runner.batches) == ([3], {}, [])
-    load = site.engine.load
-    # Nothing is computed yet; but the step has taken all of it, so that the next one has room for as much as any.
-    assert load is not None
-    assert (load.decoding_seqs, load.waiting_seqs, load.waiting_tokens) == (0, 1, 20)
-    assert load.room_tokens == CONFIG.max_num_batched_tokens
-    site.runner.go.set()
-    await site.idle()
-    assert (site.listener.seen, len(site.listener.ends)) == ([3], 1)
-
-
 async def test_a_flush_drops_the_cache_before_the_next_step(site: Site) -> None:
     def cached() -> int:
         return site.engine.figures.cached_tokens if site.engine.figures is not None else -1
@@ -181,7 +166,7 @@ async def test_a_group_shares_its_first_batch_and_the_inbox_is_emptied_before_it
     assert site.listener.ends[group[1].id] == wpb.END_REASON_CANCELLED
 
 
-async def test_one_wake_up_of_the_event_loop_per_step_and_group(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_one_wake_up_of_the_event_loop_per_step(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     loop, calls = asyncio.get_running_loop(), []
     original = loop.call_soon_threadsafe
 
@@ -194,10 +179,7 @@ async def test_one_wake_up_of_the_event_loop_per_step_and_group(site: Site, monk
     await site.idle()
     turns = [event for event in calls if isinstance(event, Turn)]
     assert len(turns) == len(calls)
-    of_groups, *of_steps = turns
-    assert (of_groups.step, of_groups.outputs) == (0, [])
-    assert len(of_steps) == len(site.runner.batches) == site.engine.num_steps
-    assert [turn.step for turn in of_steps] == list(range(1, len(of_steps) + 1))
+    assert len(turns) == len(site.runner.batches) == site.engine.num_steps
 
 
 async def test_an_idle_engine_does_not_spin(site: Site) -> None:

@@ -691,10 +691,7 @@ Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
 @_typing.final
 class StepOutput(_message.Message):
-    """What engine steps produced, in columns: entry i of `rid`, `first_pos` and `n` describes the next `n` of `token_ids`.
-    A worker whose steps do not overlap sends one without tokens before a step that has taken groups in, too, so that the
-    next group is there in time for the step after it.
-    """
+    """What engine steps produced, in columns: entry i of `rid`, `first_pos` and `n` describes the next `n` of `token_ids`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -709,7 +706,7 @@ class StepOutput(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     SUBMIT_SEEN_FIELD_NUMBER: _builtins.int
     step: _builtins.int
-    """Number of the last engine step."""
+    """Number of the engine step."""
     submit_seen: _builtins.int
     """Serial number of the newest Submit that had been taken in before the step was scheduled."""
     @_builtins.property
@@ -742,7 +739,7 @@ class StepOutput(_message.Message):
 
     @_builtins.property
     def load(self) -> Global___Load:
-        """The load after the step; or after what the next one takes has been chosen."""
+        """The load after the step."""
 
     def __init__(
         self,
