@@ -57,11 +57,16 @@ FISSILE_INLINE Floats number_of(Words groups) {
   else return (Floats)(G ? groups & splat_word(0xFFFF0000u) : groups << 16);
 }
 
-// Some k of neighbouring panels, behind the scales if there are any; bytes from panel to panel.
+// Some k of neighbouring panels, behind the scales if there are any; bytes from panel to panel. What comes FEW_AHEAD after
+// the first `near` k is in the same panels, after the others `skip` bytes further: in those of the next task.
 struct FewBlock {
   const char* at;
   int64_t panel_bytes;
   int64_t depth;
+  int64_t near;
+  int64_t skip;
+
+  FewBlock from(int64_t panel) const { return {at + panel * panel_bytes, panel_bytes, depth, near, skip}; }
 };
 
 // Sums in locals alone: as members they would be stored after each addition.
@@ -95,10 +100,11 @@ struct FewRows {
     clear(even);
     clear(odd);
     const char* at = block.at + SCALES + k / GROUP * static_cast<int64_t>(sizeof(Words));
+    const int64_t ahead = k < block.near ? FEW_AHEAD : FEW_AHEAD + block.skip;
     for (int64_t i = k; i < at_most(k + FEW_STEP, block.depth); i += GROUP, at += sizeof(Words)) {
       Words groups[PANELS];
       each<PANELS>([&](auto p) FISSILE_INLINED {
-        __builtin_prefetch(at + p * block.panel_bytes + FEW_AHEAD, 0, 2);
+        __builtin_prefetch(at + p * block.panel_bytes + ahead, 0, 2);
         groups[p] = load_words(at + p * block.panel_bytes);
       });
       each<GROUP / 2>([&](auto pair) FISSILE_INLINED {
@@ -128,14 +134,11 @@ struct FewRows {
 template <int64_t DTYPE, int ROWS, int AT_ONCE>
 void add_few(const float* x, int64_t inner, const FewBlock& block, int64_t panels, float* totals) {
   int64_t p = 0;
-  for (; p + AT_ONCE <= panels; p += AT_ONCE) {
-    const FewBlock part{block.at + p * block.panel_bytes, block.panel_bytes, block.depth};
-    FewRows<DTYPE, ROWS, AT_ONCE>::add_block(x, inner, part, totals + p * fissile::PANEL);
-  }
+  for (; p + AT_ONCE <= panels; p += AT_ONCE)
+    FewRows<DTYPE, ROWS, AT_ONCE>::add_block(x, inner, block.from(p), totals + p * fissile::PANEL);
   if constexpr (AT_ONCE > 1) {
     if (p == panels) return;
-    const FewBlock left{block.at + p * block.panel_bytes, block.panel_bytes, block.depth};
-    add_few<DTYPE, ROWS, AT_ONCE == 8 ? 4 : 1>(x, inner, left, panels - p, totals + p * fissile::PANEL);
+    add_few<DTYPE, ROWS, AT_ONCE == 8 ? 4 : 1>(x, inner, block.from(p), panels - p, totals + p * fissile::PANEL);
   }
 }
 
@@ -162,13 +165,18 @@ static int64_t few_tasks(const fissile::Linear& work) {
 // Some panels, from `first` on. A block of int8 has its scales; bfloat16 is one block.
 template <int64_t DTYPE>
 void multiply_few(const fissile::Linear& work, int64_t first, int64_t panels, float* totals) {
+  using fissile::PANEL;
   const DenormalsAreZeros mode;
   const int64_t inner = fissile::padded_inner(DTYPE, work.weight.inner);
   const int64_t bytes = fissile::panel_bytes(DTYPE, work.weight.inner);
   const int64_t block_depth = DTYPE == fissile::INT8 ? fissile::K_BLOCK : inner;
+  // Of a panel, the last k of which FEW_AHEAD is behind it.
+  const int64_t last = DTYPE == fissile::INT8 ? fissile::K_BLOCK : FEW_AHEAD / (PANEL * static_cast<int64_t>(sizeof(Bf16)));
+  const int64_t skip = (few_panels(DTYPE) - 1) * bytes;
   const char* const weights = static_cast<const char*>(work.weight.panels) + first * bytes;
   for (int64_t k = 0; k < inner; k += block_depth) {
-    const FewBlock block{weights + fissile::block_offset(DTYPE, k), bytes, at_most(block_depth, inner - k)};
+    const FewBlock block{weights + fissile::block_offset(DTYPE, k), bytes, at_most(block_depth, inner - k),
+                         inner - last - k, skip};
     add_few_rows<DTYPE>(work.rows, work.packed_x + k, inner, block, panels, totals);
   }
 }

@@ -93,10 +93,13 @@ struct Block {
   int64_t panel_stride;
 };
 
-// Memory that comes next, in each panel: fetched by and by, `step` bytes with each group.
+// Memory that comes next, in each panel: fetched by and by, `step` bytes with each group. Of panels that are streams, from
+// k `near` on it is `skip` bytes further.
 struct Ahead {
   const char* at;
   int64_t step;
+  int64_t near;
+  int64_t skip;
 };
 
 template <class Number>
@@ -116,7 +119,8 @@ FISSILE_INLINE void multiply(const float* x, const Block& block, int64_t depth, 
 #pragma GCC unroll 2
       for (int v = 0; v < VECTORS; v++) sums[r][p][v] = zeros();
 #pragma GCC unroll 4
-  for (int64_t k = 0; k < depth; k += GROUP<Number>, ahead.at += ahead.step)
+  for (int64_t k = 0; k < depth; k += GROUP<Number>, ahead.at += ahead.step) {
+    if (PANELS > SOME_PANELS && k == ahead.near) ahead.at += ahead.skip;
 #pragma GCC unroll 8
     for (int p = 0; p < PANELS; p++) {
       fetch<Number, ROW_COUNT>(ahead.at + p * block.panel_stride);
@@ -136,6 +140,7 @@ FISSILE_INLINE void multiply(const float* x, const Block& block, int64_t depth, 
         }
       }
     }
+  }
   const Floats unit = splat(block.scales ? 1.0f / INT8_FACTOR : 1.0f);
 #pragma GCC unroll 8
   for (int p = 0; p < PANELS; p++)
@@ -217,12 +222,15 @@ struct Task {
   template <class Wide>
   void multiply_tiles(const Block& block, int64_t p, int64_t count, int64_t k, int64_t depth) const {
     constexpr int64_t BYTES = K_BLOCK * PANEL * sizeof(Number), GROUPS = K_BLOCK / GROUP<Wide>;
+    // Streams that end go on in the next task's panels.
+    const int64_t left = PREFETCH / (PANEL * static_cast<int64_t>(sizeof(Number))), near = at_least(inner - left - k, 0);
     const bool streams = count > SOME_PANELS;
     const char* next = streams ? static_cast<const char*>(block.numbers) + PREFETCH : after(p, count, k);
     for (int64_t t = 0; t < tile_count; t++) {
       const RowTile tile = tile_of(work, first_tile + t);
       const float* x = work.packed_x + tile.first * inner + k * tile.rows;
-      const Ahead ahead{next + BYTES * t / tile_count, BYTES / GROUPS / tile_count};
+      const Ahead ahead{next + BYTES * t / tile_count, BYTES / GROUPS / tile_count, near,
+                        (TASK_PANELS - 1) * panel_stride};
       float* to = totals + ((tile.first - first_row) * TASK_PANELS + p) * PANEL;
       multiply_tile<Wide>(tile.rows, count, x, block, depth, ahead, to);
     }

@@ -392,9 +392,11 @@ class Task {
     for (int64_t panel = 0; panel < panels_; panel += at_once)
       for (int64_t k = 0; k < inner; k += K_BLOCK) {
         const int64_t count = at_most(at_once, panels_ - panel), depth = at_most(K_BLOCK, inner - k);
-        const char* numbers = panel_of(panel) + fissile::block_offset(fissile::INT8, k);
+        const char* const numbers = panel_of(panel) + fissile::block_offset(fissile::INT8, k);
+        const char* const next = k + K_BLOCK < inner ? panel_of(panel) + fissile::block_offset(fissile::INT8, k + K_BLOCK)
+                                                     : panel_of(panel + count);
         for (int64_t p = 0; p < count; p++) {
-          prefetch_block(numbers + p * shape_.apart + K_BLOCK * PANEL);
+          prefetch_block(next + p * shape_.apart);
           widen_block(numbers + p * shape_.apart, depth, wide_ + p * K_BLOCK * PANEL);
         }
         for (int64_t tile = 0; tile < row_tiles_; tile += 2) {
