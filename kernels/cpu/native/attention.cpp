@@ -317,6 +317,8 @@ struct Task {
   const int64_t head;
   // Behind the last head that follows this one in its task.
   const int64_t end_head;
+  // What comes behind it, or null.
+  const Task* const behind;
   const int64_t rows = tile.tokens * shape.group;
   // Whether keys and values are widened before they are used.
   const bool widened = shape.width != work.dim || shape.value_width != work.value_dim ||
@@ -332,11 +334,13 @@ struct Task {
     return shape.most_rows * (shape.width + KV_TILE) + KV_TILE * shape.stride;
   }
 
-  Task(const fissile::Attention& work, const fissile::QueryTile& tile, int64_t head, int64_t end_head, float* memory)
+  Task(const fissile::Attention& work, const fissile::QueryTile& tile, int64_t head, int64_t end_head, float* memory,
+       const Task* behind = nullptr)
       : work(work),
         tile(tile),
         head(head),
         end_head(end_head),
+        behind(behind),
         q(memory),
         scores(q + shape.most_rows * shape.width),
         wide(scores + shape.most_rows * KV_TILE) {}
@@ -450,6 +454,7 @@ struct Task {
   void locate_next(int64_t first, int64_t* offsets) const {
     if (first + KV_TILE < tile.position + tile.tokens) locate(head, first + KV_TILE, offsets);
     else if (head + 1 < end_head) locate(head + 1, first_seen_tile(), offsets);
+    else if (behind) behind->locate(behind->head, behind->first_seen_tile(), offsets);
     else locate(head, first, offsets);
   }
 
@@ -723,28 +728,66 @@ struct Task {
     if (factor != 1.0f) scale(state.values + row * shape.value_width, shape.value_width, factor);
   }
 
+  // Values of sixteen keys, as many as are seen, and their numbers from `column` on, as pairs.
+  void pack_seen(Rows<Bf16> values, Range seen, int64_t k, int64_t column, uint32_t* pairs) const {
+    // Most are seen, and whole lines: without a question for each of them.
+    if (seen.begin <= k && seen.end >= k + TILE_PAIRS && column + COLUMNS <= work.value_dim)
+      return pack_whole(values, k, column, pairs);
+    for (int64_t i = k; i < k + TILE_PAIRS; i += 2, pairs += COLUMNS)
+      pack_neighbours(values, seen, i, column, work.value_dim, pairs);
+  }
+
+  // The same of a step's keys; others are fetched meanwhile.
+  void pack_step(
+      Rows<Bf16> values, Range seen, int64_t step, int64_t column, Fetching& fetching, uint32_t* pairs) const {
+    for (int64_t k = step * TILE_STEP; k < (step + 1) * TILE_STEP; k += TILE_PAIRS, pairs += TILE_PAIRS / 2 * COLUMNS) {
+      fetching.turn();
+      pack_seen(values, seen, k, column, pairs);
+    }
+  }
+
+  // Behind copies of keys.
+  uint32_t* packed_values() const { return reinterpret_cast<uint32_t*>(wide) + KV_TILE / 2 * shape.width; }
+
   // To the rows of some tiles, the values that are seen of some columns after others, so that what is packed of them stays
-  // in the nearest cache. Meanwhile other rows are fetched.
+  // in the nearest cache.
   void add_seen_values(Rows<Bf16> values, Range seen, Range row_tiles, Fetching& fetching, const State& state) const {
-    const int64_t begin = seen.begin / TILE_STEP, end = parts(seen.end, TILE_STEP), width = shape.value_width;
-    // Behind copies of keys.
-    uint32_t* const pairs = reinterpret_cast<uint32_t*>(wide) + KV_TILE / 2 * shape.width;
+    if (row_tiles.begin + 1 == row_tiles.end) return add_to_one_tile(values, seen, row_tiles.begin, fetching, state);
+    const Range steps{seen.begin / TILE_STEP, parts(seen.end, TILE_STEP)};
+    const int64_t width = shape.value_width;
     const uint32_t* const weights = reinterpret_cast<const uint32_t*>(scores);
     for (int64_t column = 0; column < width; column += COLUMNS) {
-      for (int64_t k = begin * TILE_STEP; k < end * TILE_STEP; k += TILE_PAIRS) {
-        fetching.turn();
-        // Most are seen, and whole lines: without a question for each of them.
-        if (seen.begin <= k && seen.end >= k + TILE_PAIRS && column + COLUMNS <= work.value_dim)
-          pack_whole(values, k, column, pairs + k / 2 * COLUMNS);
-        else
-          for (int64_t i = k; i < k + TILE_PAIRS; i += 2)
-            pack_neighbours(values, seen, i, column, work.value_dim, pairs + i / 2 * COLUMNS);
-      }
+      for (int64_t step = steps.begin; step < steps.end; step++)
+        pack_step(values, seen, step, column, fetching, packed_values() + step * STEP_PAIRS);
       fetching.turn();
       for (int64_t t = row_tiles.begin; t < row_tiles.end; t += 2) {
         const auto add = t + 1 == row_tiles.end ? add_weighted<1> : add_weighted<2>;
-        add(weights + t * SCORES, pairs, begin, end, state.values + t * TILE_ROWS * width + column, width);
+        add(weights + t * SCORES, packed_values(), steps.begin, steps.end, state.values + t * TILE_ROWS * width + column,
+            width);
       }
+    }
+  }
+
+  // A step's values are packed while those of the one before are multiplied: a tile has to wait for what was just stored.
+  void add_to_one_tile(Rows<Bf16> values, Range seen, int64_t row_tile, Fetching& fetching, const State& state) const {
+    const Range steps{seen.begin / TILE_STEP, parts(seen.end, TILE_STEP)};
+    const int64_t width = shape.value_width;
+    const uint32_t* const weights = reinterpret_cast<const uint32_t*>(scores) + row_tile * SCORES;
+    uint32_t *packed = packed_values(), *room = packed + STEP_PAIRS;
+    pack_step(values, seen, steps.begin, 0, fetching, packed);
+    for (int64_t column = 0; column < width; column += COLUMNS) {
+      float* const sums = state.values + row_tile * TILE_ROWS * width + column;
+      load_sums<1>(sums, width);
+      for (int64_t step = steps.begin; step < steps.end; step++) {
+        if (step + 1 < steps.end) pack_step(values, seen, step + 1, column, fetching, room);
+        else if (column + COLUMNS < width) pack_step(values, seen, steps.begin, column + COLUMNS, fetching, room);
+        multiply_step<1>(weights + step * STEP_SCORES, packed);
+        uint32_t* const done = packed;
+        packed = room;
+        room = done;
+      }
+      store_sums<1>(sums, width);
+      fetching.turn();
     }
   }
 
@@ -900,20 +943,34 @@ void run_split(const fissile::Attention& work, int64_t task) {
   made.add_split(task % work.splits, State(shape, work.states + task * shape.state_size()));
 }
 
-// A query tile and some heads.
+// Some heads of a query tile: the tasks of `run_heads`.
+struct Heads {
+  const fissile::QueryTile& tile;
+  int64_t begin;
+  int64_t end;
+};
+
+Heads heads_of(const fissile::Attention& work, int64_t task) {
+  const int64_t shares = parts(work.kv_heads, work.task_heads), begin = task % shares * work.task_heads;
+  return {work.tiles[task / shares], begin, at_most(begin + work.task_heads, work.kv_heads)};
+}
+
 template <class KvNumber>
 void run_heads(const fissile::Attention& work, int64_t task) {
   const Shape shape(work);
-  const int64_t shares = parts(work.kv_heads, work.task_heads), first = task % shares * work.task_heads;
-  const int64_t end = at_most(first + work.task_heads, work.kv_heads);
+  const Heads heads = heads_of(work, task);
+  // A thread has tasks side by side.
+  const bool is_last = task + 1 == attention_tasks(work);
+  const Heads next = is_last ? heads : heads_of(work, task + 1);
   const int64_t memory_of_task = Task<KvNumber>::memory(shape);
   float* memory = fissile::scratch(fissile::OF_TASK, memory_of_task + 2 * shape.state_size());
   if (!memory) return;
   float* states = memory + memory_of_task;
   const State state(shape, states);
-  [[maybe_unused]] const Tiles tiles(work.tiles[task / shares].tokens * shape.group);
-  for (int64_t head = first; head < end; head++) {
-    const Task<KvNumber> made(work, work.tiles[task / shares], head, end, memory);
+  const Task<KvNumber> behind(work, next.tile, next.begin, next.end, memory);
+  [[maybe_unused]] const Tiles tiles(heads.tile.tokens * shape.group);
+  for (int64_t head = heads.begin; head < heads.end; head++) {
+    const Task<KvNumber> made(work, heads.tile, head, heads.end, memory, is_last ? nullptr : &behind);
     made.load_queries();
     made.add_all_splits(state, State(shape, states + shape.state_size()));
     made.finish(state);

@@ -271,25 +271,47 @@ FISSILE_INLINE void pack_whole(Rows<Bf16> values, int64_t first, int64_t column,
   }
 }
 
+// Pairs of the values of one step, of COLUMNS columns.
+constexpr int64_t STEP_PAIRS = TILE_PAIRS * COLUMNS;
+
+// Where the sums of a tile register are: of COLUMNS columns there are two in each tile of rows.
+FISSILE_INLINE float* sums_at(float* values, int sums, int64_t width) {
+  return values + sums / 2 * TILE_ROWS * width + sums % 2 * WIDTH;
+}
+
+template <int ROWS>
+FISSILE_INLINE void load_sums(float* values, int64_t width) {
+  each<2 * ROWS>([&](auto sums) FISSILE_INLINED { tile_load<sums>(sums_at(values, sums, width), width * 4); });
+}
+
+template <int ROWS>
+FISSILE_INLINE void store_sums(float* values, int64_t width) {
+  each<2 * ROWS>([&](auto sums) FISSILE_INLINED { tile_store<sums>(sums_at(values, sums, width), width * 4); });
+}
+
+// Adds to the sums of ROWS tiles of rows a step's weights [row tile][half] times its pairs [TILE_PAIRS][COLUMNS]: first
+// halves of weights before second ones, whatever ROWS.
+template <int ROWS>
+FISSILE_INLINE void multiply_step(const uint32_t* weights, const uint32_t* pairs) {
+  constexpr int WEIGHTS = 2 * ROWS;
+  each<2>([&](auto c) FISSILE_INLINED { tile_load<6 + c>(pairs + c * WIDTH, COLUMNS_BYTES); });
+  for (int64_t half = 0; half < 2; half++)
+    each<ROWS>([&](auto row_tile) FISSILE_INLINED {
+      constexpr int r = row_tile;
+      tile_load<WEIGHTS + r>(weights + r * SCORES + half * TILE_WORDS);
+      each<2>([&](auto c) FISSILE_INLINED { tile_multiply<2 * r + c, WEIGHTS + r, 6 + c>(); });
+    });
+}
+
 // values[row] += weights[row] * V, of ROWS tiles of rows, over the steps [begin, end) of weights [row tile][step][half] and
-// of pairs [KV_TILE / 2][COLUMNS]: first halves of a step's weights before second ones, whatever ROWS.
+// of pairs [KV_TILE / 2][COLUMNS].
 template <int ROWS>
 void add_weighted(
     const uint32_t* weights, const uint32_t* pairs, int64_t begin, int64_t end, float* values, int64_t width) {
-  constexpr int WEIGHTS = 2 * ROWS;
-  const int64_t bytes = width * 4;
-  auto at = [&](int sums) { return values + sums / 2 * TILE_ROWS * width + sums % 2 * WIDTH; };
-  each<2 * ROWS>([&](auto sums) FISSILE_INLINED { tile_load<sums>(at(sums), bytes); });
-  for (int64_t step = begin; step < end; step++) {
-    each<2>([&](auto c) FISSILE_INLINED { tile_load<6 + c>(pairs + step * TILE_PAIRS * COLUMNS + c * WIDTH, COLUMNS_BYTES); });
-    for (int64_t half = 0; half < 2; half++)
-      each<ROWS>([&](auto row_tile) FISSILE_INLINED {
-        constexpr int r = row_tile;
-        tile_load<WEIGHTS + r>(weights + r * SCORES + step * STEP_SCORES + half * TILE_WORDS);
-        each<2>([&](auto c) FISSILE_INLINED { tile_multiply<2 * r + c, WEIGHTS + r, 6 + c>(); });
-      });
-  }
-  each<2 * ROWS>([&](auto sums) FISSILE_INLINED { tile_store<sums>(at(sums), bytes); });
+  load_sums<ROWS>(values, width);
+  for (int64_t step = begin; step < end; step++)
+    multiply_step<ROWS>(weights + step * STEP_SCORES, pairs + step * STEP_PAIRS);
+  store_sums<ROWS>(values, width);
 }
 
 // Whether all of these values are finite numbers, `dim` of each key.
