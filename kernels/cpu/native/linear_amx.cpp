@@ -38,8 +38,8 @@ constexpr int64_t BLOCK_STEPS = K_BLOCK / STEP;
 constexpr int64_t PREFETCH = 2048;
 constexpr int64_t LINE = 64;
 constexpr int64_t TILE_LINES = WEIGHT_TILE * static_cast<int64_t>(sizeof(Bf16)) / LINE;
-// Stripes of a panel.
-constexpr int64_t STRIPES = 2;
+// Stripes of a panel: one pass takes no longer than its weights to come, which is sooner from more places.
+constexpr int64_t stripes(int64_t passes) { return passes == 1 ? 4 : 2; }
 // TILESTORED takes some 240 ns where none has been within the last 600, else next to nothing: so there is one in each so
 // many steps. Those of one tile of rows are long: they wait for memory.
 constexpr int64_t awake_steps(int row_tiles) { return row_tiles == 1 ? 1 : 4; }
@@ -105,7 +105,8 @@ struct Ahead {
   int64_t near_steps;
   const char* next;
   int64_t panel_bytes;
-  // From stripe to stripe, and to the next line of a stripe.
+  // How many, from one to another, and to the next line of each.
+  int64_t stripes;
   int64_t stripe_bytes;
   int64_t line_bytes;
   // Of each stripe `lines` in `steps` steps; of the first one so many shares are due already.
@@ -116,8 +117,7 @@ struct Ahead {
   template <int PANELS>
   __attribute__((always_inline)) void fetch(const char*& at) {
     for (due += lines; due >= steps; due -= steps, at += line_bytes)
-#pragma GCC unroll 4
-      for (int stripe = 0; stripe < STRIPES; stripe++)
+      for (int64_t stripe = 0; stripe < stripes; stripe++)
 #pragma GCC unroll 4
         for (int p = 0; p < PANELS; p++) __builtin_prefetch(at + stripe * stripe_bytes + p * panel_bytes, 0, 2);
   }
@@ -336,17 +336,17 @@ class Task {
     }
   }
 
-  // What passes of a part, two tiles of rows each, ask for: all of the part that comes next, each its share. A single one
+  // What passes of a part, two tiles of rows each, ask for: all of the part that comes next, each its share. A single tile
   // comes to its own weights before they have all been asked for, and asks for those a little ahead of it.
   Ahead ahead_of(const Part& part, int64_t pass) const {
     const Part next = after(part);
     const char* const begin = weights_at(next.panel, next.step);
-    const int64_t passes = parts(row_tiles_, 2), lines = next.steps * TILE_LINES / STRIPES;
-    if (passes == 1)
+    if (shape_.row_tiles == 1)
       return {weights_at(part.panel, part.step) + PREFETCH, part.steps - PREFETCH / (TILE_LINES * LINE), begin,
-              shape_.apart, LINE, STRIPES * LINE, TILE_LINES / STRIPES, 1, 0};
+              shape_.apart, 1, LINE, LINE, TILE_LINES, 1, 0};
+    const int64_t passes = parts(row_tiles_, 2), count = stripes(passes), lines = next.steps * TILE_LINES / count;
     const int64_t steps = passes * part.steps, done = lines * pass * part.steps;
-    return {nullptr, 0, begin + done / steps * LINE, shape_.apart, lines * LINE, LINE, lines, steps, done % steps};
+    return {nullptr, 0, begin + done / steps * LINE, shape_.apart, count, lines * LINE, LINE, lines, steps, done % steps};
   }
 
   // Of this task, or the first one of the task behind it.
