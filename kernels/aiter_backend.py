@@ -582,6 +582,9 @@ class AiterBackend:
         cache: DeviceKVCache = self._fallback.allocate_kv(spec, num_layers, num_blocks, block_size, dtype)
         return cache
 
+    def touch_kv(self, cache: DeviceKVCache, progress: Callable[[int, int], None]) -> None:
+        """See KernelBackend: the device has given them."""
+
     def plan_attention(self, metadata: AttentionMetaData, cache: DeviceKVCache, num_heads: int) -> AttentionPlan:
         """See KernelBackend."""
         return self._fallback.plan_attention(metadata, cache, num_heads)

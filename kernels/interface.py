@@ -566,6 +566,15 @@ class KernelBackend(Protocol):
         """
         ...
 
+    def touch_kv(self, cache: KVCache, progress: Callable[[int, int], None]) -> None:
+        """Has the system give the cache's pages now, so that no step waits for them; a GPU's are there.
+
+        Args:
+            cache: in use or not: what is in it stays.
+            progress: called with (bytes done, bytes in all).
+        """
+        ...
+
     def plan_attention(self, metadata: AttentionMetaData, cache: KVCache, num_heads: int) -> AttentionPlan:
         """Derives, once per step, what `write_kv` and `attention` need in every layer."""
         ...

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -93,6 +94,12 @@ class PagedKVCache:
             index = cls.allocate(keys, num_layers, num_blocks, block_size, dtype)
         data = large_pages.zeros(math.prod(shape), dtype).view(shape)
         return cls(data, spec.latent_value_dim or spec.head_dim, spec.index, index)
+
+    def touch(self, progress: Callable[[int, int], None]) -> None:
+        """Has the system give the cache's memory now, see `large_pages.touch`."""
+        large_pages.touch(self.data, progress)
+        if self.index is not None:
+            self.index.touch(progress)
 
     def by_token(self) -> PagedKVCache:
         """The same memory of a cache of one head as blocks of one token each: block id is slot."""

@@ -175,6 +175,10 @@ class TorchBackend:
         """See KernelBackend."""
         return PagedKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype)
 
+    def touch_kv(self, cache: PagedKVCache, progress: Callable[[int, int], None]) -> None:
+        """See KernelBackend."""
+        cache.touch(progress)
+
     def plan_attention(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> StepPlan:
         """See KernelBackend."""
         return StepPlan(metadata, cache, num_heads, token_selection.plan(metadata, cache, num_heads))

@@ -16,6 +16,8 @@ from worker.engine_config import available_memory, with_pool
 from worker.engine_core import EngineCore
 from worker.executor import Executor, PipelinedExecutor, TokenWaiter
 from worker.facts import WorkerFacts
+from worker.loader import Progress as LoadProgress
+from worker.loader import no_progress
 from worker.model_config import ModelConfig, ModelError
 from worker.model_runner import ModelRunner
 from worker.numerics import numerics_digest
@@ -36,7 +38,8 @@ def build_model_engine(
     progress.stage("loading weights")
     runner = ModelRunner(config, model_config, progress.bytes)
     config = sized(config, runner)
-    allocate(runner, config.num_kvcache_blocks)
+    progress.stage("taking memory for the KV cache")
+    allocate(runner, config.num_kvcache_blocks, progress.bytes)
     progress.stage("warming up")
     runner.warmup()
     if runner.captures_graphs:
@@ -95,8 +98,8 @@ def _enter(runner: ModelRunner) -> None:
         torch.cuda.set_device(runner.kernels.device)
 
 
-def allocate(runner: ModelRunner, num_blocks: int) -> None:
-    """Makes the KV pool.
+def allocate(runner: ModelRunner, num_blocks: int, progress: LoadProgress = no_progress) -> None:
+    """Makes the KV pool, and takes its memory where there is twice as much of it; else that is taken block by block.
 
     Raises:
         ModelError: it does not fit into memory.
@@ -105,3 +108,5 @@ def allocate(runner: ModelRunner, num_blocks: int) -> None:
         runner.allocate_kv_cache(num_blocks)
     except (RuntimeError, MemoryError, OSError):
         raise ModelError(f"{num_blocks} KV blocks do not fit into memory: lower --kv-cache-memory") from None
+    if 2 * num_blocks * runner.kv_block_bytes <= available_memory(runner.mapped_bytes):
+        runner.touch_kv_cache(progress)

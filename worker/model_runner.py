@@ -218,6 +218,10 @@ class ModelRunner:
         )
         self._kv_cache_data = {f"layers.{layer}": KVCacheTensor(layer, self._kv_cache) for layer in range(layers)}
 
+    def touch_kv_cache(self, progress: Progress = no_progress) -> None:
+        """Has the system give the KV pool's memory now, so that no request waits for it."""
+        self.kernels.touch_kv(self._kv_cache, progress)
+
     @contextmanager
     def scratch_kv_cache(self, num_blocks: int) -> Iterator[None]:
         """A KV pool of its own for as long as the block runs, so that probes leave no trace in the real one."""

@@ -231,6 +231,10 @@ class CpuBackend:
         self._delegates |= dtype not in KV_DTYPES
         return self._torch.allocate_kv(spec, num_layers, num_blocks, block_size, dtype)
 
+    def touch_kv(self, cache: PagedKVCache, progress: Callable[[int, int], None]) -> None:
+        """See KernelBackend."""
+        cache.touch(progress)
+
     def plan_attention(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> CpuPlan:
         """See KernelBackend."""
         return CpuPlan(metadata, cache, num_heads)

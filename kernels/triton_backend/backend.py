@@ -219,6 +219,9 @@ class TritonBackend:
         """See KernelBackend."""
         return DeviceKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype, self.device)
 
+    def touch_kv(self, cache: DeviceKVCache, progress: Callable[[int, int], None]) -> None:
+        """See KernelBackend: the device has given them."""
+
     def plan_attention(self, metadata: AttentionMetaData, cache: DeviceKVCache, num_heads: int) -> StepPlan:
         """See KernelBackend."""
         return plan.plan(metadata, self.device)

@@ -38,6 +38,48 @@ def test_zeros_are_zero_and_can_be_written() -> None:
     assert large_pages.zeros(16, torch.bfloat16).eq(0).all()
 
 
+def resident_at(address: int) -> int:
+    """Bytes in memory of the mapping with this address."""
+    inside = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        first = line.split(" ", 1)[0]
+        if "-" in first and not first.endswith(":"):
+            begin, end = (int(bound, 16) for bound in first.split("-"))
+            inside = begin <= address < end
+        elif inside and first == "Rss:":
+            return int(line.split()[1]) << 10
+    raise AssertionError(f"nothing is mapped at {address:#x}")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
+def test_touched_memory_is_there_and_keeps_its_content() -> None:
+    count = 75 * MIB
+    memory, told = large_pages.zeros(count, torch.bfloat16), list[tuple[int, int]]()
+    memory[12345] = 3
+    before = resident_at(memory.data_ptr() + count)
+    large_pages.touch(memory, lambda done, total: told.append((done, total)))
+    assert before < 64 * MIB
+    assert resident_at(memory.data_ptr() + count) >= 2 * count
+    assert memory[12345] == 3
+    assert memory.sum() == 3
+    assert told == [(64 * MIB, 2 * count), (128 * MIB, 2 * count), (2 * count, 2 * count)]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
+def test_where_the_system_can_not_do_it_pages_come_as_they_are_touched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(large_pages, "_MADV_POPULATE_WRITE", 9999)
+    memory, told = large_pages.zeros(75 * MIB, torch.bfloat16), list[int]()
+    large_pages.touch(memory, lambda done, _total: told.append(done))
+    assert told == []
+    assert memory[-1] == 0
+
+
+def test_nothing_is_touched_of_no_memory() -> None:
+    large_pages.touch(torch.empty(0), lambda _done, _total: pytest.fail("something was touched"))
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what a mapping is")
 @pytest.mark.parametrize("size", [2 * MIB, 5 * MIB + 64])
 def test_packed_weights_are_in_large_pages_where_they_fill_one(size: int) -> None:
