@@ -78,6 +78,8 @@ class AttentionMetaData:
         seq_lens: int64 [S], keys visible to each sequence's last row, this step's included.
         block_tables: int64 [S, longest], block ids in order; entries past a sequence's end are not read.
         slot_mapping: int64 [tokens], `block * block_size + offset` of each token.
+        wanted_rows: int64 [F], ascending, rows whose hidden states are asked for, each the last one of its sequence;
+            None for all rows.
         plan: what the back end derived from the above for this step, by `plan_attention`.
     """
 
@@ -85,6 +87,7 @@ class AttentionMetaData:
     seq_lens: npt.NDArray[np.int64]
     block_tables: npt.NDArray[np.int64]
     slot_mapping: npt.NDArray[np.int64]
+    wanted_rows: npt.NDArray[np.int64] | None = None
     plan: AttentionPlan = None
 
     @property
@@ -317,7 +320,8 @@ class FusedDecoder(Protocol):
     ) -> torch.Tensor:
         """All layers and the last norm, to the bit what the single operations give: x [T, H] -> [T, H].
 
-        cos and sin are those of `KernelBackend.rope`; layer i has the cache's layer i.
+        cos and sin are those of `KernelBackend.rope`; layer i has the cache's layer i. Rows of the result that are not
+        among `metadata.wanted_rows` may be anything.
         """
         ...
 

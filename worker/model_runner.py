@@ -315,11 +315,13 @@ class ModelRunner:
         positions = np.arange(total) + np.repeat(starts - (ends - lengths), lengths)
         tables = _block_tables(batch.block_tables, -(-(starts + lengths) // self.config.kv_cache_block_size))
         blocks, offsets = np.divmod(positions, self.config.kv_cache_block_size)
+        final_rows = ends[np.array(batch.is_final, np.bool_)] - 1
         metadata = AttentionMetaData(
             cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), ends)),
             seq_lens=starts + lengths,
             block_tables=tables,
             slot_mapping=tables[rows, blocks] * self.config.kv_cache_block_size + offsets,
+            wanted_rows=final_rows,
         )
         captured = self._graphs is not None and batch.is_plain_decode and self._graphs.fits(len(lengths))
         if not captured:
@@ -328,7 +330,6 @@ class ModelRunner:
         padded = -(-total // multiple) * multiple
         given = np.zeros((2, padded), np.int64)
         given[0, :total], given[1, :total] = batch.known_token_ids, positions
-        final_rows = ends[np.array(batch.is_final, np.bool_)] - 1
         inputs = to_device(np.concatenate((given.ravel(), final_rows)), self.kernels.device)
         token_ids = self._with_late_tokens(batch, inputs[:padded], ends - lengths)
         context = Context(inputs[padded : 2 * padded], batch.total_seqs_num_prefill, len(lengths), padded)

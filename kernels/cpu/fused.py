@@ -99,6 +99,8 @@ class _Step(ctypes.Structure):
         ("sequences", c_int64),
         ("cu_seqlens", c_void_p),
         ("seq_lens", c_void_p),
+        ("wanted", c_void_p),
+        ("num_wanted", c_int64),
         ("join", _JOIN),
         ("out", c_void_p),
     )
@@ -188,6 +190,7 @@ class NativeDecoder:
             data.stride(0),
             step.slots,
             *step.sequences,
+            *_wanted(metadata),
             _JOIN() if self._joiner is None else self._joiner.function,
             out.data_ptr(),
         )
@@ -201,6 +204,11 @@ class NativeDecoder:
         if self._joiner is not None and self._joiner.error is not None:
             raise self._joiner.error
         check(failed)
+
+
+def _wanted(metadata: AttentionMetaData) -> tuple[int | None, int]:
+    rows = metadata.wanted_rows
+    return (None, 0) if rows is None else (rows.ctypes.data, len(rows))
 
 
 def _pointer(tensor: torch.Tensor | None) -> int | None:

@@ -1,6 +1,8 @@
 // Dense decoder layers, all of a model in one call: the operations of worker/models/llama.py in their order, by the same
 // kernels on the same numbers, so that the bits are those of single calls. Sizes and strides are counted in numbers.
 #include <algorithm>
+#include <cstring>
+#include <vector>
 
 #include "api.hpp"
 #include "kernels.hpp"
@@ -63,6 +65,9 @@ struct DecoderStep {
   int64_t sequences;
   const int64_t* cu_seqlens;
   const int64_t* seq_lens;
+  // Rows of `out` that are asked for, ascending, each the last one of its sequence; null for all.
+  const int64_t* wanted;
+  int64_t num_wanted;
   // Brings the sum over all ranks in place of this rank's summand, [rows, hidden]; not 0 when that failed. Null for one.
   int (*join)(void* summand);
   void* out;
@@ -125,7 +130,8 @@ class Run {
         qkv_width_(q_width_ + 2 * k_width_),
         hidden_stride_(spread(dtype_, model.hidden)),
         inner_stride_(spread(dtype_, model.inner)),
-        chunk_(std::min(step.rows, MLP_ROWS)) {}
+        chunk_(std::min(step.rows, MLP_ROWS)),
+        rows_(step.rows) {}
 
   // Whether there was memory, and ranks met.
   bool all() {
@@ -135,13 +141,19 @@ class Run {
     for (int64_t layer = 0; layer < model_.num_layers; layer++) {
       const DecoderLayer& weights = model_.layers[layer];
       norm(x, residual, weights.input_norm, normed_, hidden_stride_);
+      if (!remember(weights, layer)) return false;
+      if (!residual) residual = step_.x;
+      // Of the last layer most rows of prompts are asked for their keys and values alone.
+      if (step_.wanted && layer + 1 == model_.num_layers) residual = keep_wanted(residual);
+      if (!rows_) return true;
       if (!attend(weights, layer) || !join()) return false;
-      norm(output_, residual ? residual_ : step_.x, weights.post_norm, normed_, hidden_stride_);
+      norm(output_, residual, weights.post_norm, normed_, hidden_stride_);
       residual = residual_;
       if (!feed_forward(weights) || !join()) return false;
       x = output_;
     }
     norm(x, residual, model_.norm, step_.out, model_.hidden);
+    if (step_.wanted) spread_wanted(step_.out, model_.hidden);
     return true;
   }
 
@@ -159,6 +171,7 @@ class Run {
     residual_ = arrays[residual], normed_ = arrays[normed], output_ = arrays[output], qkv_ = arrays[qkv];
     q_ = arrays[q], k_ = arrays[k], attended_ = arrays[attended];
     gate_up_ = arrays[gate_up], activated_ = arrays[activated];
+    cu_seqlens_.assign(step_.cu_seqlens, step_.cu_seqlens + step_.sequences + 1);
     // Padding rows attend to nothing.
     std::fill_n(static_cast<char*>(offset(attended_, dtype_, step_.tokens * q_width_)),
                 (rows - step_.tokens) * q_width_ * size_of(dtype_), char{0});
@@ -167,7 +180,7 @@ class Run {
 
   // Of x, or of the sum of x and the residual, which becomes the new one.
   void norm(const void* x, const void* residual, const void* weight, void* out, int64_t out_stride) const {
-    const Norm work{dtype_, x, step_.rows, 1, model_.hidden, 0, model_.hidden, residual, weight, nullptr,
+    const Norm work{dtype_, x, rows_, 1, model_.hidden, 0, model_.hidden, residual, weight, nullptr,
                     static_cast<float>(model_.eps), out, out_stride, residual_};
     share(kernels().norm_tasks(work), kernels().norm, work);
   }
@@ -218,23 +231,56 @@ class Run {
                     step_.kv_heads, step_.dim, step_.block_size, step_.slots + first, keys, values});
   }
 
+  void* keys_of(int64_t layer) const { return offset(step_.keys, step_.kv_dtype, layer * step_.layer_stride); }
+  void* values_of(int64_t layer) const { return offset(step_.values, step_.kv_dtype, layer * step_.layer_stride); }
+
+  // Queries, and keys and values into the cache.
+  bool remember(const DecoderLayer& weights, int64_t layer) const {
+    if (!multiply(product(weights.qkv, normed_, hidden_stride_, rows_, qkv_))) return false;
+    const HeadCall call{*this, weights, keys_of(layer), values_of(layer)};
+    share((rows_ + HEAD_ROWS - 1) / HEAD_ROWS, turn_and_store, call);
+    return true;
+  }
+
   bool attend(const DecoderLayer& weights, int64_t layer) const {
-    if (!multiply(product(weights.qkv, normed_, hidden_stride_, step_.rows, qkv_))) return false;
-    void* keys = offset(step_.keys, step_.kv_dtype, layer * step_.layer_stride);
-    void* values = offset(step_.values, step_.kv_dtype, layer * step_.layer_stride);
-    share((step_.rows + HEAD_ROWS - 1) / HEAD_ROWS, turn_and_store, HeadCall{*this, weights, keys, values});
     const int failed = fissile_attention(
-        dtype_, step_.kv_dtype, q_, q_width_, step_.dim, keys, values, model_.heads, step_.kv_heads, step_.dim,
-        step_.block_size, step_.block_tables, step_.table_stride, step_.sequences, step_.cu_seqlens, step_.seq_lens,
-        static_cast<float>(model_.scale), weights.window, weights.sinks, attended_);
-    return !failed && multiply(product(weights.out, attended_, q_width_, step_.rows, output_));
+        dtype_, step_.kv_dtype, q_, q_width_, step_.dim, keys_of(layer), values_of(layer), model_.heads, step_.kv_heads,
+        step_.dim, step_.block_size, step_.block_tables, step_.table_stride, step_.sequences, cu_seqlens_.data(),
+        step_.seq_lens, static_cast<float>(model_.scale), weights.window, weights.sinks, attended_);
+    return !failed && multiply(product(weights.out, attended_, q_width_, rows_, output_));
+  }
+
+  // Goes on with the rows that are wanted alone; what is left of the residual.
+  const void* keep_wanted(const void* residual) {
+    gather_wanted(q_, q_, q_width_);
+    gather_wanted(residual, residual_, model_.hidden);
+    int64_t kept = 0;
+    for (int64_t s = 0; s < step_.sequences; s++) {
+      const bool is_wanted = kept < step_.num_wanted && step_.wanted[kept] + 1 == step_.cu_seqlens[s + 1];
+      kept += is_wanted;
+      cu_seqlens_[s + 1] = kept;
+    }
+    rows_ = kept;
+    return residual_;
+  }
+
+  // Row `wanted[i]` to place i: from the first on, since none is before its place.
+  void gather_wanted(const void* from, void* to, int64_t width) const {
+    for (int64_t i = 0; i < step_.num_wanted; i++)
+      std::memmove(offset(to, dtype_, i * width), offset(from, dtype_, step_.wanted[i] * width), width * size_of(dtype_));
+  }
+
+  // Row i to place `wanted[i]`.
+  void spread_wanted(void* rows, int64_t width) const {
+    for (int64_t i = step_.num_wanted - 1; i >= 0; i--)
+      std::memmove(offset(rows, dtype_, step_.wanted[i] * width), offset(rows, dtype_, i * width), width * size_of(dtype_));
   }
 
   bool join() const { return !step_.join || step_.join(output_) == 0; }
 
   bool feed_forward(const DecoderLayer& weights) const {
-    for (int64_t first = 0; first < step_.rows; first += chunk_) {
-      const int64_t rows = std::min(chunk_, step_.rows - first);
+    for (int64_t first = 0; first < rows_; first += chunk_) {
+      const int64_t rows = std::min(chunk_, rows_ - first);
       const void* x = offset(normed_, dtype_, first * hidden_stride_);
       Linear gate_up = product(weights.gate_up, x, hidden_stride_, rows, activated_);
       gate_up.y_stride = inner_stride_;
@@ -255,6 +301,9 @@ class Run {
   const int64_t hidden_stride_;
   const int64_t inner_stride_;
   const int64_t chunk_;
+  // All, and from the last layer's attention on those that are wanted.
+  int64_t rows_;
+  std::vector<int64_t> cu_seqlens_;
   void* residual_ = nullptr;
   void* normed_ = nullptr;
   void* output_ = nullptr;

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from ctypes import CDLL
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,30 @@ def check(
 def test_bits_are_those_of_single_operations(threads: CDLL, dtype: torch.dtype, kind: Kind) -> None:
     for count in (1, 3):
         check(kind, dtype, dtype, count)
+
+
+@pytest.mark.parametrize("all_reduce", [None, lambda x: x * 1.5], ids=["alone", "ranks"])
+@pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_are_wanted_have_the_bits_of_all_rows(
+    threads: CDLL, dtype: torch.dtype, kind: Kind, all_reduce: Reduce | None
+) -> None:
+    whole, other = (Model(kind, dtype, dtype, all_reduce) for _ in range(2))
+    in_whole, in_other = (model.backend.fuse_decoder(model.decoder, dtype) for model in (whole, other))
+    assert in_whole is not None
+    assert in_other is not None
+    for spans in STEPS:
+        rows = sum(end - begin for begin, end in spans) + kind.padding
+        x, angles = whole.drawn(rows, kind.hidden), torch.rand(rows, 1, kind.rotary // 2) * 6
+        arguments = x, angles.cos(), angles.sin()
+        expected = in_whole.run(*arguments, whole.cache, whole.step(spans))
+        step = other.step(spans)
+        # None at first: their keys and values are stored all the same.
+        for wanted in product((False, True), repeat=len(spans)):
+            step.wanted_rows = step.cu_seqlens_q[1:][list(wanted)] - 1
+            actual = in_other.run(*arguments, other.cache, step)
+            assert torch.equal(actual[step.wanted_rows], expected[step.wanted_rows])
+            assert torch.equal(*(model.cache.data.float().nan_to_num(7.0) for model in (whole, other)))
 
 
 @pytest.mark.parametrize("instruction_set", ["amx_emulated", "avx512bf16_emulated"])
