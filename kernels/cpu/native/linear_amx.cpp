@@ -88,7 +88,8 @@ struct Shape {
   }
 };
 
-// Tiles 0-3 hold sums, 4 rows of x, 6 and 7 weights; 5 the second tile of rows, or weights where there is none.
+// Tiles 0-3 hold sums, 4 rows of x, 6 and 7 weights; 5 the second tile of rows, or weights where there is none. Of three
+// tiles of rows 0-5 hold sums, 6 rows of x, 7 weights.
 void shape_tiles(int64_t rows) {
   TileShapes shapes;
   for (int tile = 0; tile < 8; tile++) {
@@ -184,7 +185,9 @@ struct Block {
 
 template <int ROW_TILES, int PANELS>
 struct Multiplier {
-  static_assert(ROW_TILES == 1 ? PANELS <= 4 : ROW_TILES == 2 && PANELS <= 2);
+  static_assert(ROW_TILES == 1 ? PANELS <= 4 : ROW_TILES <= 3 && PANELS <= 2);
+
+  static constexpr int X_TILE = ROW_TILES == 3 ? 6 : 4;
 
   template <int PANEL_NUMBER>
   static constexpr int weights_tile() {
@@ -197,7 +200,8 @@ struct Multiplier {
   FISSILE_INLINE void begin(const Block& block) {
     if constexpr (P < PANELS) {
       begin_one<sums_tile(0, P)>(block.from, P * SUMS_TILE);
-      if constexpr (ROW_TILES == 2) begin_one<sums_tile(1, P)>(block.from, block.from_stride + P * SUMS_TILE);
+      if constexpr (ROW_TILES >= 2) begin_one<sums_tile(1, P)>(block.from, block.from_stride + P * SUMS_TILE);
+      if constexpr (ROW_TILES == 3) begin_one<sums_tile(2, P)>(block.from, 2 * block.from_stride + P * SUMS_TILE);
       begin<P + 1>(block);
     }
   }
@@ -212,7 +216,8 @@ struct Multiplier {
   FISSILE_INLINE void end(const Block& block) {
     if constexpr (P < PANELS) {
       tile_store<sums_tile(0, P)>(block.to + P * SUMS_TILE);
-      if constexpr (ROW_TILES == 2) tile_store<sums_tile(1, P)>(block.to + block.to_stride + P * SUMS_TILE);
+      if constexpr (ROW_TILES >= 2) tile_store<sums_tile(1, P)>(block.to + block.to_stride + P * SUMS_TILE);
+      if constexpr (ROW_TILES == 3) tile_store<sums_tile(2, P)>(block.to + 2 * block.to_stride + P * SUMS_TILE);
       end<P + 1>(block);
     }
   }
@@ -229,15 +234,35 @@ struct Multiplier {
 
   FISSILE_INLINE void step(const Block& block, int64_t step, const Bf16* weights, int64_t panel_size) {
     const Bf16* x = block.x + step * block.x_step_size;
+    if constexpr (ROW_TILES == 3) return step_of_three(block, x, weights, panel_size);
     tile_load<4>(x, block.x_row_bytes);
     if constexpr (ROW_TILES == 2) tile_load<5>(x + block.x_tile_size, block.x_row_bytes);
     multiply_panels(weights, panel_size);
   }
 
+  // All tiles but one are for sums: each of the others is loaded when it is its turn, rows of x twice.
+  FISSILE_INLINE void step_of_three(const Block& block, const Bf16* x, const Bf16* weights, int64_t panel_size) {
+    tile_load<7>(weights);
+    tile_load<6>(x, block.x_row_bytes);
+    tile_multiply<0, 6, 7>();
+    tile_load<6>(x + block.x_tile_size, block.x_row_bytes);
+    tile_multiply<2, 6, 7>();
+    tile_load<6>(x + 2 * block.x_tile_size, block.x_row_bytes);
+    tile_multiply<4, 6, 7>();
+    if constexpr (PANELS == 2) {
+      tile_load<7>(weights + panel_size);
+      tile_multiply<5, 6, 7>();
+      tile_load<6>(x + block.x_tile_size, block.x_row_bytes);
+      tile_multiply<3, 6, 7>();
+      tile_load<6>(x, block.x_row_bytes);
+      tile_multiply<1, 6, 7>();
+    }
+  }
+
   FISSILE_INLINE void whole_step(const Block& block, int64_t s) {
     block.before->write_next();
     step(block, s, block.weights + s * WEIGHT_TILE, block.panel_size);
-    if (block.unused && s % awake_steps(ROW_TILES) == 0) tile_store<4>(block.unused);
+    if (block.unused && s % awake_steps(ROW_TILES) == 0) tile_store<X_TILE>(block.unused);
   }
 
   __attribute__((noinline)) static void run(const Block& block) {
@@ -260,6 +285,7 @@ struct Multiplier {
 };
 
 void multiply(const Block& block, int64_t row_tiles, int64_t panels) {
+  if (row_tiles == 3) return panels == 2 ? Multiplier<3, 2>::run(block) : Multiplier<3, 1>::run(block);
   if (row_tiles == 2) return panels == 2 ? Multiplier<2, 2>::run(block) : Multiplier<2, 1>::run(block);
   switch (panels) {
     case 1: return Multiplier<1, 1>::run(block);
@@ -317,8 +343,9 @@ class Task {
   // All tiles of rows. Sums wait in memory for the next steps; the last ones are written while they are near.
   void multiply_part(const Part& part, bool has_tails) {
     const bool last = part.step + part.steps == shape_.steps;
-    for (int64_t tile = 0; tile < row_tiles_; tile += 2) {
-      const int64_t tiles = at_most(2, row_tiles_ - tile);
+    for (int64_t tile = 0, tiles; tile < row_tiles_; tile += tiles) {
+      // A last one alone would cost nearly as much as two.
+      tiles = row_tiles_ - tile == 3 ? 3 : at_most(2, row_tiles_ - tile);
       float* const sums = tile_of_sums(tile, part.panel);
       float* const ready = finished_.sums == ready_[0] ? ready_[1] : ready_[0];
       Block block = block_of(tile, part.step, part.steps);
@@ -337,14 +364,14 @@ class Task {
   }
 
   // What passes of a part, two tiles of rows each, ask for: all of the part that comes next, each its share. A single tile
-  // comes to its own weights before they have all been asked for, and asks for those a little ahead of it.
+  // of rows comes to its own weights before they have all been asked for, and asks for those a little ahead of it.
   Ahead ahead_of(const Part& part, int64_t pass) const {
     const Part next = after(part);
     const char* const begin = weights_at(next.panel, next.step);
     if (shape_.row_tiles == 1)
       return {weights_at(part.panel, part.step) + PREFETCH, part.steps - PREFETCH / (TILE_LINES * LINE), begin,
               shape_.apart, 1, LINE, LINE, TILE_LINES, 1, 0};
-    const int64_t passes = parts(row_tiles_, 2), count = stripes(passes), lines = next.steps * TILE_LINES / count;
+    const int64_t passes = at_least(row_tiles_ / 2, 1), count = stripes(passes), lines = next.steps * TILE_LINES / count;
     const int64_t steps = passes * part.steps, done = lines * pass * part.steps;
     return {nullptr, 0, begin + done / steps * LINE, shape_.apart, count, lines * LINE, LINE, lines, steps, done % steps};
   }
@@ -445,8 +472,8 @@ class Task {
   Bf16* y_;
   alignas(64) Bf16 tails_[TASK_PANELS * WEIGHT_TILE];
   alignas(64) float sums_[TASK_ROW_TILES * TASK_PANELS * SUMS_TILE];
-  // Of two tiles of rows and two panels, or of one and four; the next ones come while these are written.
-  alignas(64) float ready_[2][4 * SUMS_TILE];
+  // Of three tiles of rows and two panels, or of one and four; the next ones come while these are written.
+  alignas(64) float ready_[2][6 * SUMS_TILE];
   Finished finished_{};
   alignas(64) float unused_[SUMS_TILE];
   // A block of int8: its weights, and the sums of two tiles of rows.
