@@ -115,12 +115,24 @@ struct Ahead {
   int64_t steps = 1;
   int64_t due;
 
+  // Into the first cache what is wanted soon, into the second what the next part wants.
   template <int PANELS>
+  __attribute__((always_inline)) void fetch_near() {
+    fetch<PANELS, 3>(near);
+  }
+
+  template <int PANELS>
+  __attribute__((always_inline)) void fetch_next() {
+    fetch<PANELS, 2>(next);
+  }
+
+ private:
+  template <int PANELS, int LOCALITY>
   __attribute__((always_inline)) void fetch(const char*& at) {
     for (due += lines; due >= steps; due -= steps, at += line_bytes)
       for (int64_t stripe = 0; stripe < stripes; stripe++)
 #pragma GCC unroll 4
-        for (int p = 0; p < PANELS; p++) __builtin_prefetch(at + stripe * stripe_bytes + p * panel_bytes, 0, 2);
+        for (int p = 0; p < PANELS; p++) __builtin_prefetch(at + stripe * stripe_bytes + p * panel_bytes, 0, LOCALITY);
   }
 };
 
@@ -271,12 +283,13 @@ struct Multiplier {
     const int64_t near_steps = at_most(ahead.near_steps, whole);
     int64_t s = 0;
     begin(block);
+    // Behind the step's own loads, which would wait for places that these take.
     for (; s < near_steps; s++) {
-      ahead.template fetch<PANELS>(ahead.near);
       whole_step(block, s);
+      ahead.template fetch_near<PANELS>();
     }
     for (; s < whole; s++) {
-      ahead.template fetch<PANELS>(ahead.next);
+      ahead.template fetch_next<PANELS>();
       whole_step(block, s);
     }
     if (block.tail) step(block, whole, block.tail, WEIGHT_TILE);
