@@ -1,7 +1,8 @@
 """The peers: how each is started, asked and stopped.
 
 Every peer computes with the same number of threads, keeps no prompts for later ones (prefix caches are off), holds at
-most MOST_AT_ONCE sequences, and gets about the same memory for its KV cache. One that waits takes no processor time.
+most MOST_AT_ONCE sequences, and gets about the same memory for its KV cache. One that is not measured rests, and takes
+no processor time.
 """
 
 from __future__ import annotations
@@ -133,13 +134,20 @@ class Process:
             raise PeerError(f"{self.log.stem} does not run: {self.log}: {self.log.read_text(errors='replace')[-1000:]}")
         return self.child
 
+    def signal(self, which: signal.Signals) -> None:
+        """To it and what it has started, as far as they run."""
+        if self.child is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.child.pid, which)
+
     def stop(self) -> None:
         """Ends it and what it has started."""
         if self.child is None:
             return
+        # One that rests would not hear that it is to end.
+        self.signal(signal.SIGCONT)
         for which in (signal.SIGTERM, signal.SIGKILL):
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.child.pid, which)
+            self.signal(which)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self.child.wait(_STOP_TIMEOUT_S)
         self.child = None
@@ -164,6 +172,16 @@ class Peer(ABC):
             WrongWorkError: the answers have not the lengths asked for.
             PeerError: it ended.
         """
+
+    def rest(self) -> None:
+        """Stops its processes where they are: a server that waits looks for work again and again."""
+        for process in self.processes:
+            process.signal(signal.SIGSTOP)
+
+    def wake(self) -> None:
+        """Lets them go on."""
+        for process in self.processes:
+            process.signal(signal.SIGCONT)
 
     def stop(self) -> None:
         """Ends its processes, the last one first."""

@@ -1,7 +1,7 @@
 """Measures peers side by side in one run: `python -m tests.bench.peers.run [--peers ...] [--budget MINUTES]`.
 
 Each repetition has, at each concurrency, every peer once, one right after the other, with the same requests. One peer
-works at a time; the others wait or are not started. Rows are written as they come: an interrupted run keeps its rows.
+works at a time; the others rest or are not started. Rows are written as they come: an interrupted run keeps its rows.
 """
 
 from __future__ import annotations
@@ -103,6 +103,11 @@ class Measurement:
             print(f"{turn.peer} c={turn.concurrency}, repetition {turn.repeat}: no time left", flush=True)
             return
         peer = self._peers[turn.peer]
+        for other in self._peers.values():
+            if other is peer:
+                other.wake()
+            else:
+                other.rest()
         try:
             await self._prepare(peer)
             # What is left after a start is less than before it.

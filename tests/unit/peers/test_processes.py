@@ -1,0 +1,66 @@
+"""Peers that are not measured rest, and end all the same."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.bench.peers.peers import Engine, Process
+
+# Has a child of its own, which looks for work again and again.
+SERVER = """
+import subprocess, sys
+child = subprocess.Popen([sys.executable, "-c", "while True: pass"])
+print(child.pid, flush=True)
+child.wait()
+"""
+
+
+@pytest.fixture
+def peer(tmp_path: Path) -> Iterator[Engine]:
+    process = Process([sys.executable, "-c", SERVER], tmp_path / "log", answers=True)
+    made = Engine("busy", lambda: process)
+    made.processes = [process]
+    process.start()
+    yield made
+    made.stop()
+
+
+def states(peer: Engine) -> Callable[[], set[str]]:
+    """The states of its process and of that one's child (proc(5): T is stopped)."""
+    running = peer.processes[0].running
+    assert running.stdout is not None
+    pids = [running.pid, int(running.stdout.readline())]
+    return lambda: {Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] for pid in pids}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_one_that_rests_takes_no_time_until_it_is_woken(peer: Engine) -> None:
+    now = states(peer)
+    peer.rest()
+    wait_for(lambda: now() == {"T"})
+    peer.wake()
+    wait_for(lambda: "T" not in now())
+    assert peer.pids
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_one_that_rests_ends(peer: Engine) -> None:
+    now, child = states(peer), peer.processes[0].running
+    peer.rest()
+    wait_for(lambda: now() == {"T"})
+    peer.stop()
+    assert child.returncode == -signal.SIGTERM
+    assert not peer.started
