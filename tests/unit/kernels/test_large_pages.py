@@ -15,17 +15,23 @@ from kernels.cpu.library import CACHE_LINE
 MIB = 1 << 20
 
 
-def flags_at(address: int) -> set[str]:
-    """What the kernel notes of the mapping with this address."""
+def mapping_at(address: int) -> dict[str, list[str]]:
+    """What the kernel says of the mapping with this address, by name: numbers are KiB."""
+    facts: dict[str, list[str]] = {}
     inside = False
     for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split(" ", 1)[0]
+        first, *rest = line.split()
         if "-" in first and not first.endswith(":"):
             begin, end = (int(bound, 16) for bound in first.split("-"))
             inside = begin <= address < end
-        elif inside and first == "VmFlags:":
-            return set(line.split()[1:])
-    raise AssertionError(f"nothing is mapped at {address:#x}")
+        elif inside:
+            facts[first.removesuffix(":")] = rest
+    return facts
+
+
+def resident_at(address: int) -> int:
+    """Bytes in memory of the mapping with this address."""
+    return int(mapping_at(address)["Rss"][0]) << 10
 
 
 def test_zeros_are_zero_and_can_be_written() -> None:
@@ -36,19 +42,6 @@ def test_zeros_are_zero_and_can_be_written() -> None:
     memory[-1] = 7
     assert memory[-1] == 7
     assert large_pages.zeros(16, torch.bfloat16).eq(0).all()
-
-
-def resident_at(address: int) -> int:
-    """Bytes in memory of the mapping with this address."""
-    inside = False
-    for line in Path("/proc/self/smaps").read_text().splitlines():
-        first = line.split(" ", 1)[0]
-        if "-" in first and not first.endswith(":"):
-            begin, end = (int(bound, 16) for bound in first.split("-"))
-            inside = begin <= address < end
-        elif inside and first == "Rss:":
-            return int(line.split()[1]) << 10
-    raise AssertionError(f"nothing is mapped at {address:#x}")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
@@ -91,4 +84,4 @@ def test_packed_weights_are_in_large_pages_where_they_fill_one(size: int) -> Non
     assert small.shape == (MIB,)
     assert memory.data_ptr() % CACHE_LINE == 0
     assert small.data_ptr() % CACHE_LINE == 0
-    assert "hg" in flags_at(memory.data_ptr() + size // 2)
+    assert "hg" in mapping_at(memory.data_ptr() + size // 2)["VmFlags"]
