@@ -12,9 +12,9 @@
 // All query heads of a key head share one reading of its keys and values. Few rows read them where they are, and meanwhile
 // fetch those of the next tile, keys beside keys and values beside values: a tile's values, fetched beside its keys, would
 // not be there in time. Many rows have them widened to float32 once, and fetch what is widened next. After a head's last
-// tile comes the first one of the task's next head. Numbers of a row stand in the order in which
-// they are cheapest to widen (load_two), in queries and sums as in the cache: order within a row does not matter to either
-// until the sums are written.
+// tile comes the first one of the task's next head, and then of the next task. Numbers of a row stand in the order in
+// which they are cheapest to widen (load_two), in queries and sums as in the cache: order within a row does not matter to
+// either until the sums are written.
 //
 // Where the processor multiplies pairs of bfloat16, attention_pairs.hpp computes a tile of such a cache instead: queries are
 // [pairs][rows] there, weights two bfloat16 each, and many rows have the tile's keys and values packed, not widened.
@@ -768,7 +768,8 @@ struct Task {
     }
   }
 
-  // A step's values are packed while those of the one before are multiplied: a tile has to wait for what was just stored.
+  // The same for one tile of rows: a step's values are packed while those of the one before are multiplied, since a tile has
+  // to wait for what was just stored.
   void add_to_one_tile(Rows<Bf16> values, Range seen, int64_t row_tile, Fetching& fetching, const State& state) const {
     const Range steps{seen.begin / TILE_STEP, parts(seen.end, TILE_STEP)};
     const int64_t width = shape.value_width;
