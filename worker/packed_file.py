@@ -128,17 +128,55 @@ def write(file: BinaryIO, key: str, objects: Mapping[str, Any], progress: Callab
     """
     flattened = Flattened()
     header = flattened.header(key, objects)
-    file.write(_PREFIX.pack(MAGIC, len(header), _digest(header)))
-    file.write(header)
     begin = _begin(len(header))
+    pieces = _Pieces(file, lambda place: progress(max(0, place - begin), flattened.size))
+    pieces.put(_PREFIX.pack(MAGIC, len(header), _digest(header)) + header)
     for offset, region in flattened.regions.items():
-        file.seek(begin + offset)
-        view = region.numpy().data
-        for start in range(0, len(view), _PIECE_BYTES):
-            file.write(view[start : start + _PIECE_BYTES])
-            progress(offset + start, flattened.size)
-    file.truncate(begin + flattened.size)
-    progress(flattened.size, flattened.size)
+        pieces.pad_to(begin + offset)
+        pieces.put(region.numpy().data)
+    pieces.pad_to(begin + flattened.size)
+    pieces.finish()
+
+
+class _Pieces:
+    """Writes what comes one after the other in pieces that begin at multiples of their size.
+
+    A file system that can keeps these in large pages, and a process that maps the file gets those. Written tensor by
+    tensor, 22 % of a file of 1.1 GiB had small ones: around each place where one tensor ends and another begins.
+
+    Args:
+        file: open for writing, empty.
+        progress: called with the bytes written.
+    """
+
+    def __init__(self, file: BinaryIO, progress: Callable[[int], None]) -> None:
+        self._file, self._progress = file, progress
+        self._piece = memoryview(bytearray(_PIECE_BYTES))
+        self._place = 0
+
+    def put(self, data: bytes | memoryview) -> None:
+        """The next bytes."""
+        left = memoryview(data)
+        while left:
+            begin = self._place % _PIECE_BYTES
+            count = min(len(left), _PIECE_BYTES - begin)
+            self._piece[begin : begin + count] = left[:count]
+            left = left[count:]
+            self._place += count
+            if begin + count == _PIECE_BYTES:
+                self._write(_PIECE_BYTES)
+
+    def pad_to(self, place: int) -> None:
+        """Zeros up to there."""
+        self.put(bytes(place - self._place))
+
+    def finish(self) -> None:
+        """Writes what is left."""
+        self._write(self._place % _PIECE_BYTES)
+
+    def _write(self, count: int) -> None:
+        self._file.write(self._piece[:count])
+        self._progress(self._place)
 
 
 def _digest(header: bytes) -> bytes:
