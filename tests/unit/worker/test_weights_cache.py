@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import io
 import os
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -35,6 +36,9 @@ from worker.packed_file import DamagedFileError, PackedFile, UnkeptObjectError, 
 from worker.parallel import Shard
 from worker.sequence import Sequence
 from worker.weights_cache import Key, Making, WeightsCache
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 48, "intermediate_size": 80, "head_dim": 16}
 ARCHITECTURES = ("qwen3", "qwen3_moe", "gpt_oss", "deepseek_v32")
@@ -241,6 +245,40 @@ def test_a_file_of_another_key_is_not_used(tmp_path: Path) -> None:
     assert calls == [True, False]
     with cache.path(other).open("rb") as file, pytest.raises(DamagedFileError, match="other weights"):
         PackedFile(file, KEY.text)
+
+
+class Recorded(io.BytesIO):
+    """Keeps where each write began, and how long it was."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.writes: list[tuple[int, int]] = []
+
+    def write(self, data: ReadableBuffer, /) -> int:
+        place, count = self.tell(), super().write(data)
+        self.writes.append((place, count))
+        return count
+
+
+@pytest.mark.parametrize("sizes", [[1], [4096], [8192 - 4096], [3, 5000, 70_000, 8192], [20_000, 1]])
+def test_a_file_is_written_in_pieces_at_multiples_of_their_size(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, sizes: list[int]
+) -> None:
+    piece = 8192
+    monkeypatch.setattr(packed_file, "_PIECE_BYTES", piece)
+    tensors = [torch.randint(-128, 127, (size,), dtype=torch.int8) for size in sizes]
+    file, told = Recorded(), list[tuple[int, int]]()
+    write(file, "key", {"all": tensors}, lambda done, total: told.append((done, total)))
+    *whole, last = file.writes
+    assert [place for place, _ in file.writes] == [i * piece for i in range(len(file.writes))]
+    assert {count for _, count in whole} <= {piece}
+    assert last[1] < piece
+    assert told == sorted(told)
+    assert told[-1][0] == told[-1][1] == sum(-(-size // 4096) * 4096 for size in sizes)
+    (tmp_path / "file").write_bytes(file.getvalue())
+    with (tmp_path / "file").open("rb") as kept:
+        restored = PackedFile(kept, "key").restored("all")
+    assert all(torch.equal(one, other) for one, other in zip(restored, tensors, strict=True))
 
 
 def test_without_a_place_to_write_the_start_goes_on(tmp_path: Path) -> None:
