@@ -144,7 +144,7 @@ class Run {
       if (!remember(weights, layer)) return false;
       if (!residual) residual = step_.x;
       // Of the last layer most rows of prompts are asked for their keys and values alone.
-      if (step_.wanted && layer + 1 == model_.num_layers) residual = keep_wanted(residual);
+      if (leaves_out() && layer + 1 == model_.num_layers) residual = keep_wanted(residual);
       if (!rows_) return true;
       if (!attend(weights, layer) || !join()) return false;
       norm(output_, residual, weights.post_norm, normed_, hidden_stride_);
@@ -153,7 +153,7 @@ class Run {
       x = output_;
     }
     norm(x, residual, model_.norm, step_.out, model_.hidden);
-    if (step_.wanted) spread_wanted(step_.out, model_.hidden);
+    if (leaves_out()) spread_wanted(step_.out, model_.hidden);
     return true;
   }
 
@@ -249,6 +249,9 @@ class Run {
         step_.seq_lens, static_cast<float>(model_.scale), weights.window, weights.sinks, attended_);
     return !failed && multiply(product(weights.out, attended_, q_width_, rows_, output_));
   }
+
+  // Of a step of decodes all rows are wanted, and stay where they are.
+  bool leaves_out() const { return step_.wanted && step_.num_wanted < step_.rows; }
 
   // Goes on with the rows that are wanted alone; what is left of the residual.
   const void* keep_wanted(const void* residual) {
