@@ -3,6 +3,7 @@
 #include "elementwise.hpp"
 
 #include "activation.hpp"
+#include "each.hpp"
 
 namespace FISSILE_ISA {
 namespace {
@@ -12,9 +13,8 @@ using fissile::FLOAT32;
 // Numbers of a task, about: some microseconds of work.
 constexpr int64_t TASK_NUMBERS = 1 << 14;
 
-// Bytes ahead of their use at which numbers are asked for that another core may have in its cache, having made them: a few
-// heads, or a row.
-constexpr int64_t AHEAD = 2048;
+// Numbers of two vectors, in the order of load_two, take least to widen and to narrow.
+constexpr int64_t TWO = 2 * WIDTH;
 
 int64_t rows_per_task(int64_t width) { return width >= TASK_NUMBERS ? 1 : TASK_NUMBERS / (width < 1 ? 1 : width); }
 
@@ -28,7 +28,14 @@ FISSILE_INLINE float sum_of(int64_t width, Function f) {
   return sum(sums);
 }
 
-FISSILE_INLINE void fetch_ahead(const void* from) { __builtin_prefetch(static_cast<const char*>(from) + AHEAD); }
+// f(i, how many numbers of two vectors) for i in steps of TWO. Whole ones are a loop of their own: what reads a part calls
+// functions, around which compilers would keep everything in memory.
+template <class Function>
+FISSILE_INLINE void each_two(int64_t width, Function f) {
+  int64_t i = 0;
+  for (; i + TWO <= width; i += TWO) f(i, TWO);
+  if (i < width) f(i, width - i);
+}
 
 template <class Number>
 struct NormRow {
@@ -40,33 +47,42 @@ struct NormRow {
   Number* total;
   int64_t width;
   float eps;
+  // Numbers from row to row: the next one is asked for, which another core may have in its cache, having made it.
+  int64_t to_next;
 
-  // Adds the residual, if there is one; what is normed is then the sum.
-  const Number* add() const {
-    if (!residual) return x;
-    for (int64_t i = 0; i < width; i += WIDTH) {
-      fetch_ahead(x + i);
-      fetch_ahead(residual + i);
-      store_up_to(total + i, load_up_to(x + i, width - i) + load_up_to(residual + i, width - i), width - i);
-    }
-    return total;
+  // What is normed: x, or its sum with the residual, which is then stored.
+  FISSILE_INLINED Two value_at(int64_t i, int64_t left) const {
+    const Two value = load_two_up_to(x + i, left);
+    __builtin_prefetch(x + i + to_next);
+    if (!residual) return value;
+    const Two more = load_two_up_to(residual + i, left);
+    __builtin_prefetch(residual + i + to_next);
+    const Two sums{rounded(value.first + more.first, x), rounded(value.second + more.second, x)};
+    store_two_up_to(total + i, sums, left);
+    return sums;
   }
 
-  void rms() const {
-    const Number* from = add();
-    float squares = sum_of(width, [&](int64_t i, int64_t left) {
-      fetch_ahead(from + i);
-      Floats value = load_up_to(from + i, left);
-      return value * value;
+  // What a row's numbers are multiplied by before the weight.
+  float rms_scale() const {
+    Two squares{zeros(), zeros()};
+    each_two(width, [&](int64_t i, int64_t left) FISSILE_INLINED {
+      const Two value = value_at(i, left);
+      squares = {fma(value.first, value.first, squares.first), fma(value.second, value.second, squares.second)};
     });
-    Floats scale = splat(1.0f / __builtin_sqrtf(squares / static_cast<float>(width) + eps));
-    for (int64_t i = 0; i < width; i += WIDTH) {
-      Floats normed = rounded(load_up_to(from + i, width - i) * scale, from);
-      store_up_to(out + i, normed * load_up_to(weight + i, width - i), width - i);
-    }
+    const float mean = sum(squares.first + squares.second) / static_cast<float>(width);
+    return 1.0f / __builtin_sqrtf(mean + eps);
   }
 
-  void layer() const {
+  void write_rms(Floats scale) const {
+    const Number* const from = residual ? total : x;
+    each_two(width, [&](int64_t i, int64_t left) FISSILE_INLINED {
+      const Two value = load_two_up_to(from + i, left), by = load_two_up_to(weight + i, left);
+      const Two normed{rounded(value.first * scale, from) * by.first, rounded(value.second * scale, from) * by.second};
+      store_two_up_to(out + i, normed, left);
+    });
+  }
+
+  __attribute__((noinline)) void layer() const {
     float mean = sum_of(width, [&](int64_t i, int64_t left) { return load_up_to(x + i, left); }) /
                  static_cast<float>(width);
     float squares = sum_of(width, [&](int64_t i, int64_t left) {
@@ -83,12 +99,12 @@ struct NormRow {
   }
 };
 
+// Row `in` of those that stand `inner_stride` apart.
 template <class Number>
-void norm_row(const fissile::Norm& work, int64_t row) {
-  const int64_t from = row / work.inner * work.outer_stride + row % work.inner * work.inner_stride;
-  const int64_t to = row * work.width;
+NormRow<Number> norm_row(const fissile::Norm& work, int64_t out, int64_t in) {
+  const int64_t row = out * work.inner + in, to = row * work.width;
   NormRow<Number> one{};
-  one.x = static_cast<const Number*>(work.x) + from;
+  one.x = static_cast<const Number*>(work.x) + out * work.outer_stride + in * work.inner_stride;
   if (work.residual) one.residual = static_cast<const Number*>(work.residual) + to;
   one.weight = static_cast<const Number*>(work.weight);
   one.bias = static_cast<const Number*>(work.bias);
@@ -96,30 +112,55 @@ void norm_row(const fissile::Norm& work, int64_t row) {
   if (work.residual) one.total = static_cast<Number*>(work.total) + to;
   one.width = work.width;
   one.eps = work.eps;
-  if (work.bias) one.layer();
-  else one.rms();
+  one.to_next = work.outer_stride;
+  return one;
 }
 
-// One head: products and differences apart, as in PyTorch, so that the bits are the same.
+// Rows whose scales are computed one after the other, so that each does not wait for the one before.
+constexpr int64_t NORMED_TOGETHER = 4;
+
 template <class Number>
-void rotate(const Number* from, const float* cos, const float* sin, int64_t half, int64_t dim, Number* to) {
-  for (int64_t i = 0; i < half; i += WIDTH) {
-    const int64_t left = half - i;
-    Floats a = load_up_to(from + i, left), b = load_up_to(from + half + i, left);
-    Floats c = load_up_to(cos + i, left), s = load_up_to(sin + i, left);
-    store_up_to(to + i, a * c - b * s, left);
-    store_up_to(to + half + i, b * c + a * s, left);
+void norm_rows(const fissile::Norm& work, int64_t begin, int64_t end) {
+  int64_t out = begin / work.inner, in = begin % work.inner;
+  for (int64_t row = begin, count; row < end; row += count) {
+    count = at_most(end - row, NORMED_TOGETHER);
+    NormRow<Number> rows[NORMED_TOGETHER];
+    float scales[NORMED_TOGETHER];
+    for (int64_t r = 0; r < count; r++) {
+      rows[r] = norm_row<Number>(work, out, in);
+      if (++in == work.inner) in = 0, out++;
+    }
+    if (work.bias) {
+      for (int64_t r = 0; r < count; r++) rows[r].layer();
+      continue;
+    }
+    for (int64_t r = 0; r < count; r++) scales[r] = rows[r].rms_scale();
+    for (int64_t r = 0; r < count; r++) rows[r].write_rms(splat(scales[r]));
   }
-  for (int64_t i = 2 * half; i < dim; i++) to[i] = from[i];
+}
+
+// Products and differences apart, as in PyTorch, so that the bits are the same.
+template <class Number>
+FISSILE_INLINE void rotate(const Number* from, Two cos, Two sin, int64_t half, int64_t left, Number* to) {
+  const Two a = load_two_up_to(from, left), b = load_two_up_to(from + half, left);
+  const Two first{a.first * cos.first - b.first * sin.first, a.second * cos.second - b.second * sin.second};
+  const Two second{b.first * cos.first + a.first * sin.first, b.second * cos.second + a.second * sin.second};
+  store_two_up_to(to, first, left);
+  store_two_up_to(to + half, second, left);
 }
 
 template <class Number>
 void rope_row(const fissile::Rope& work, int64_t row) {
-  for (int64_t head = 0; head < work.heads; head++) {
-    const Number* from = static_cast<const Number*>(work.x) + row * work.row_stride + head * work.head_stride;
-    Number* to = static_cast<Number*>(work.out) + (row * work.heads + head) * work.dim;
-    rotate(from, work.cos + row * work.half, work.sin + row * work.half, work.half, work.dim, to);
-  }
+  const Number* const from = static_cast<const Number*>(work.x) + row * work.row_stride;
+  Number* const to = static_cast<Number*>(work.out) + row * work.heads * work.dim;
+  each_two(work.half, [&](int64_t i, int64_t left) FISSILE_INLINED {
+    const Two cos = as_loaded(load_two_up_to(work.cos + row * work.half + i, left), from);
+    const Two sin = as_loaded(load_two_up_to(work.sin + row * work.half + i, left), from);
+    for (int64_t head = 0; head < work.heads; head++)
+      rotate(from + head * work.head_stride + i, cos, sin, work.half, left, to + head * work.dim + i);
+  });
+  for (int64_t head = 0; head < work.heads; head++)
+    for (int64_t i = 2 * work.half; i < work.dim; i++) to[head * work.dim + i] = from[head * work.head_stride + i];
 }
 
 template <class Number>
@@ -214,7 +255,8 @@ void each_row(const Work& work, int64_t task, int64_t rows, int64_t width, void 
 int64_t norm_tasks(const fissile::Norm& work) { return tasks(work.rows, work.width); }
 
 void norm(const fissile::Norm& work, int64_t task) {
-  each_row(work, task, work.rows, work.width, work.dtype == FLOAT32 ? norm_row<float> : norm_row<Bf16>);
+  const int64_t per_task = rows_per_task(work.width), begin = task * per_task, end = at_most(work.rows, begin + per_task);
+  work.dtype == FLOAT32 ? norm_rows<float>(work, begin, end) : norm_rows<Bf16>(work, begin, end);
 }
 
 int64_t rope_tasks(const fissile::Rope& work) { return tasks(work.rows, work.heads * work.dim); }

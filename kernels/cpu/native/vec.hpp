@@ -264,7 +264,14 @@ FISSILE_INLINE Two as_stored(Two two, const Bf16*) {
 // Bits of the nearest bfloat16, ties to even, in the upper halves of words, and something in the lower ones; not of NaN.
 FISSILE_INLINE Words nearest(Floats value) {
   const Words bits = (Words)value;
+#if FISSILE_WIDTH == 16 && defined(__AVX512F__)
+  // Shifts are of one port only.
+  const __mmask16 odd = _mm512_test_epi32_mask((__m512i)bits, (__m512i)splat_word(0x10000));
+  const Words down = bits + splat_word(0x7FFF);
+  return (Words)_mm512_mask_add_epi32((__m512i)down, odd, (__m512i)bits, (__m512i)splat_word(0x8000));
+#else
   return bits + splat_word(0x7FFF) + ((bits >> 16) & splat_word(1));
+#endif
 }
 
 // Those bits in the lower halves; NaN stays NaN.
@@ -334,6 +341,10 @@ FISSILE_INLINE Floats rounded(Floats value, const Bf16*) {
 #endif
 }
 
+FISSILE_INLINE void store_two(Bf16* to, Two two) {
+  store_words(to, (Words)rounded(two.first, to) >> 16 | (Words)rounded(two.second, to));
+}
+
 // The first `count` < WIDTH numbers, zeros behind them.
 template <class Number>
 FISSILE_INLINE Floats load_part(const Number* from, int64_t count) {
@@ -367,6 +378,20 @@ template <class Number>
 FISSILE_INLINE void store_up_to(Number* to, Floats value, int64_t count) {
   if (count >= WIDTH) store(to, value);
   else store_part(to, value, count);
+}
+
+// The same of 2 WIDTH numbers, in the order of load_two.
+template <class Number>
+FISSILE_INLINE Two load_two_up_to(const Number* from, int64_t count) {
+  return count >= 2 * WIDTH ? load_two(from) : load_two_part(from, count);
+}
+
+template <class Number>
+FISSILE_INLINE void store_two_up_to(Number* to, Two two, int64_t count) {
+  if (count >= 2 * WIDTH) return store_two(to, two);
+  Number buffer[2 * WIDTH];
+  store_two(buffer, two);
+  for (int64_t i = 0; i < count; i++) to[i] = buffer[i];
 }
 
 #if FISSILE_WIDTH == 16
@@ -416,7 +441,8 @@ FISSILE_INLINE float largest(Floats x) {
 // e^x to about one unit in the last place, for x in [-87, 88]; beyond that what the border gives, NaN for NaN.
 // Cody and Waite's reduction by ln 2 in two parts, then a polynomial (the coefficients are those of Cephes' expf).
 FISSILE_INLINE Floats exp(Floats x) {
-  Floats clamped = minimum(maximum(x, splat(-87.0f)), splat(88.0f));
+  // NaN stays NaN.
+  Floats clamped = minimum(splat(88.0f), maximum(splat(-87.0f), x));
   Floats shifted = fma(clamped, splat(1.44269504088896341f), splat(12582912.0f));
   Floats whole = shifted - splat(12582912.0f);
   Floats rest = fma(whole, splat(-0.693359375f), clamped);
@@ -428,9 +454,13 @@ FISSILE_INLINE Floats exp(Floats x) {
   y = fma(y, rest, splat(1.6666665459e-1f));
   y = fma(y, rest, splat(5.0000001201e-1f));
   y = fma(y, rest * rest, rest) + splat(1.0f);
+#if FISSILE_WIDTH == 16 && defined(__AVX512F__)
+  return _mm512_scalef_ps(y, whole);
+#else
   Ints exponent = ((Ints)shifted - (Ints)splat(12582912.0f)) << 23;
   Floats result = (Floats)((Ints)y + exponent);
   return x == x ? result : x;
+#endif
 }
 
 }  // namespace FISSILE_ISA
