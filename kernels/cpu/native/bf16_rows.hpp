@@ -77,27 +77,24 @@ class Widening {
 
 #endif
 
-// `depth` numbers of k of a panel of int8 in pairs of bfloat16 [K_BLOCK / 2][PANEL][2], exactly, zeros behind.
-static void widen_numbers(const char* from, int64_t depth, Bf16* to) {
+// `depth` numbers of k of a panel of int8 in pairs of bfloat16 [K_BLOCK / 2][PANEL][2], exactly, zeros behind. Asks for as
+// many at `next`, unless it is null, a line with each line: all of them at once would take the places of those under way.
+static void widen_numbers(const char* from, int64_t depth, Bf16* to, const char* next = nullptr) {
   static_assert(WIDTH == fissile::PANEL);
   const Widening widened;
   for (int64_t k = 0; k < depth; k += 4, from += sizeof(Words), to += 4 * fissile::PANEL) {
     Words pairs[2];
+    if (next) __builtin_prefetch(next + k * fissile::PANEL, 0, 2);
     widened(load_words(from), pairs);
     __builtin_memcpy(to, pairs, sizeof pairs);
   }
   if (depth < fissile::K_BLOCK) __builtin_memset(to, 0, (fissile::K_BLOCK - depth) * fissile::PANEL * sizeof *to);
 }
 
-// The same of a block with its scales before.
-FISSILE_INLINE void widen_block(const char* block, int64_t depth, Bf16* to) {
-  widen_numbers(block + fissile::BLOCK_SCALES, depth, to);
-}
-
-// Asks for a block that comes next.
-FISSILE_INLINE void prefetch_block(const char* block) {
-#pragma GCC unroll 33
-  for (int64_t byte = 0; byte <= fissile::K_BLOCK * fissile::PANEL; byte += 64) __builtin_prefetch(block + byte, 0, 2);
+// The same of a block with its scales before, and of the next block.
+FISSILE_INLINE void widen_block(const char* block, const char* next, int64_t depth, Bf16* to) {
+  __builtin_prefetch(next, 0, 2);
+  widen_numbers(block + fissile::BLOCK_SCALES, depth, to, next + fissile::BLOCK_SCALES);
 }
 
 }  // namespace FISSILE_ISA
