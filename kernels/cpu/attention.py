@@ -116,6 +116,7 @@ def attention(
             scale,
             window or 0,
             None if wide_sinks is None else wide_sinks.data_ptr(),
+            heads * dim,
             out.data_ptr(),
         )
     )

@@ -61,7 +61,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
         (
             *(_INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
             *(_INT, _INT, _INT, _INT, _POINTER, _INT, _INT, _POINTER, _POINTER),
-            *(_FLOAT, _INT, _POINTER, _POINTER),
+            *(_FLOAT, _INT, _POINTER, _INT, _POINTER),
         ),
     ),
     "fissile_latent_attention": (

@@ -268,9 +268,6 @@ FISSILE_API void fissile_write_kv(
 
 namespace {
 
-// Rows of a query tile, about: enough to use the keys often that one has widened, few enough to share a prefill.
-constexpr int64_t QUERY_ROWS = 48;
-
 // Splits the step's tokens into query tiles, those with the most keys first: at the end threads wait for small ones.
 std::vector<QueryTile> query_tiles(
     int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, int64_t tile_tokens) {
@@ -300,9 +297,9 @@ int64_t task_heads(const Attention& work) {
   return std::clamp<int64_t>(work.num_tiles * work.kv_heads / (TASKS * threads()), 1, work.kv_heads);
 }
 
-int64_t tokens_of_tile(int64_t group) { return std::max<int64_t>(1, QUERY_ROWS / group); }
+int64_t tokens_of_tile(int64_t group) { return std::max<int64_t>(1, kernels().query_rows / group); }
 
-// The first rows of `out`, contiguous, those of tokens. Whether there was memory.
+// The first rows of `out` are those of tokens. Whether there was memory.
 bool attend(Attention work) {
   work.splits = splits(work);
   work.task_heads = task_heads(work);
@@ -320,12 +317,12 @@ FISSILE_API int fissile_attention(
     int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,
     const void* values, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
     int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
-    int64_t window, const float* sinks, void* out) {
+    int64_t window, const float* sinks, int64_t out_row_stride, void* out) {
   return failed([&] {
     const int64_t tile_tokens = tokens_of_tile(heads / kv_heads);
     const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
     return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, values, heads, kv_heads, dim, dim, block_size,
-                   block_tables, table_stride, nullptr, 0, scale, window, sinks, out, tiles.data(),
+                   block_tables, table_stride, nullptr, 0, scale, window, sinks, out_row_stride, out, tiles.data(),
                    static_cast<int64_t>(tiles.size()), tile_tokens, 1, 1, nullptr});
   });
 }
@@ -343,7 +340,7 @@ FISSILE_API int fissile_latent_attention(
     if (selected)
       for (QueryTile& tile : tiles) tile.position = std::min(tile.position, topk - 1);
     return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, value_dim, block_size,
-                   block_tables, table_stride, selected, topk, scale, 0, nullptr, out, tiles.data(),
+                   block_tables, table_stride, selected, topk, scale, 0, nullptr, heads * value_dim, out, tiles.data(),
                    static_cast<int64_t>(tiles.size()), tile_tokens, 1, 1, nullptr});
   });
 }
@@ -358,7 +355,7 @@ FISSILE_API int fissile_select_tokens(
     const int64_t tile_tokens = tokens_of_tile(heads);
     const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
     const SelectTokens work{{dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, dim,
-                             block_size, block_tables, table_stride, nullptr, 0, 1.0f, 0, nullptr, nullptr,
+                             block_size, block_tables, table_stride, nullptr, 0, 1.0f, 0, nullptr, 0, nullptr,
                              tiles.data(), static_cast<int64_t>(tiles.size()), tile_tokens, 1, 1, nullptr},
                             weights, topk, positions};
     return share(kernels().select_tokens_tasks(work), kernels().select_tokens, work);

@@ -33,4 +33,4 @@ FISSILE_API int fissile_attention(
     int64_t dtype, int64_t kv_dtype, const void* q, int64_t q_row_stride, int64_t q_head_stride, const void* keys,
     const void* values, int64_t heads, int64_t kv_heads, int64_t dim, int64_t block_size, const int64_t* block_tables,
     int64_t table_stride, int64_t sequences, const int64_t* cu_seqlens, const int64_t* seq_lens, float scale,
-    int64_t window, const float* sinks, void* out);
+    int64_t window, const float* sinks, int64_t out_row_stride, void* out);

@@ -627,13 +627,16 @@ struct Task {
   // To [tiles of rows][pairs of numbers][TILE_ROWS], zeros where there are no rows.
   void pack_queries() const {
     uint32_t* to = reinterpret_cast<uint32_t*>(q);
-    for (int64_t first = 0; first < rows; first += TILE_ROWS)
+    for (int64_t first = 0; first < rows; first += TILE_ROWS) {
+      const Bf16* from[TILE_ROWS];
+      for (int64_t r = 0; r < TILE_ROWS; r++) from[r] = first + r < rows ? query<Bf16>(first + r) : nullptr;
       for (int64_t i = 0; i < shape.width; i += TILE_STEP, to += TILE_WORDS) {
         Words pairs[TILE_ROWS];
         for (int64_t r = 0; r < TILE_ROWS; r++)
-          pairs[r] = first + r < rows ? load_pairs(query<Bf16>(first + r) + i, work.dim - i) : splat_word(0);
+          pairs[r] = from[r] ? load_pairs(from[r] + i, work.dim - i) : splat_word(0);
         store_turned(pairs, to);
       }
+    }
   }
 
   // The tiles of rows of which some see some of the KV tile.
@@ -900,8 +903,8 @@ struct Task {
     for (int64_t r = 0; r < rows; r++) {
       const int64_t out_head = head * shape.group + r % shape.group;
       if (work.sinks) add_sink(state, r, work.sinks[out_head]);
-      const int64_t out_row = (tile.row + r / shape.group) * work.heads + out_head;
-      Number* to = static_cast<Number*>(work.out) + out_row * work.value_dim;
+      Number* to = static_cast<Number*>(work.out) + (tile.row + r / shape.group) * work.out_row_stride +
+                   out_head * work.value_dim;
       const float* from = state.values + r * shape.value_width;
       Floats total = splat(state.sums[r]);
       for (int64_t i = 0; i < work.value_dim; i += TWO) {
@@ -1129,6 +1132,7 @@ void use_own_attention(fissile::Kernels& table) {
   table.attention = attention;
   table.attention_merge_tasks = attention_merge_tasks;
   table.attention_merge = attention_merge;
+  table.query_rows = QUERY_ROWS;
 }
 #endif
 

@@ -6,6 +6,14 @@
 
 namespace FISSILE_ISA {
 
+// Rows of a query tile, about: enough to use the keys often that one has widened or packed, few enough to share a prefill.
+// Tiles of AMX take a pair of sixteen rows in little more time than sixteen.
+#ifdef FISSILE_TILES
+constexpr int64_t QUERY_ROWS = 96;
+#else
+constexpr int64_t QUERY_ROWS = 48;
+#endif
+
 int64_t attention_state_size(const fissile::Attention& work);
 int64_t attention_tasks(const fissile::Attention& work);
 void attention(const fissile::Attention& work, int64_t task);

@@ -188,7 +188,7 @@ struct QueryTile {
 };
 
 // Causal attention of q [tokens, heads, dim] over one layer's cache, by the query tiles; see attention.cpp. Where `values`
-// are `keys`, they are the first `value_dim` numbers of these; `out` is [tokens, heads, value_dim].
+// are `keys`, they are the first `value_dim` numbers of these; rows of `out` are [heads, value_dim].
 struct Attention {
   int64_t dtype;
   int64_t kv_dtype;
@@ -212,6 +212,7 @@ struct Attention {
   // How many keys a row sees, its own included; 0 for all.
   int64_t window;
   const float* sinks;
+  int64_t out_row_stride;
   void* out;
   const QueryTile* tiles;
   int64_t num_tiles;
@@ -302,6 +303,8 @@ struct Kernels {
   void (*combine)(const Combine&, int64_t task);
   int64_t (*write_kv_tasks)(const WriteKV&);
   void (*write_kv)(const WriteKV&, int64_t task);
+  // Of a query tile of attention, about.
+  int64_t query_rows;
   int64_t (*attention_state_size)(const Attention&);
   int64_t (*attention_tasks)(const Attention&);
   void (*attention)(const Attention&, int64_t task);

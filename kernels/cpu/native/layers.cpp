@@ -129,6 +129,7 @@ class Run {
         k_width_(step.kv_heads * step.dim),
         qkv_width_(q_width_ + 2 * k_width_),
         hidden_stride_(spread(dtype_, model.hidden)),
+        attended_stride_(spread(dtype_, q_width_)),
         inner_stride_(spread(dtype_, model.inner)),
         chunk_(std::min(step.rows, MLP_ROWS)),
         rows_(step.rows) {}
@@ -164,7 +165,7 @@ class Run {
     const int64_t residual = arrays.add(rows * model_.hidden), normed = arrays.add(padded_rows(rows) * hidden_stride_);
     const int64_t output = arrays.add(rows * model_.hidden), qkv = arrays.add(rows * qkv_width_);
     const int64_t q = arrays.add(rows * q_width_), k = arrays.add(rows * k_width_);
-    const int64_t attended = arrays.add(padded_rows(rows) * q_width_);
+    const int64_t attended = arrays.add(padded_rows(rows) * attended_stride_);
     const int64_t gate_up = arrays.add(chunk_ * 2 * model_.inner);
     const int64_t activated = arrays.add(padded_rows(chunk_) * inner_stride_);
     if (!arrays.allocate()) return false;
@@ -173,8 +174,8 @@ class Run {
     gate_up_ = arrays[gate_up], activated_ = arrays[activated];
     cu_seqlens_.assign(step_.cu_seqlens, step_.cu_seqlens + step_.sequences + 1);
     // Padding rows attend to nothing.
-    std::fill_n(static_cast<char*>(offset(attended_, dtype_, step_.tokens * q_width_)),
-                (rows - step_.tokens) * q_width_ * size_of(dtype_), char{0});
+    std::fill_n(static_cast<char*>(offset(attended_, dtype_, step_.tokens * attended_stride_)),
+                (rows - step_.tokens) * attended_stride_ * size_of(dtype_), char{0});
     return true;
   }
 
@@ -246,8 +247,9 @@ class Run {
     const int failed = fissile_attention(
         dtype_, step_.kv_dtype, q_, q_width_, step_.dim, keys_of(layer), values_of(layer), model_.heads, step_.kv_heads,
         step_.dim, step_.block_size, step_.block_tables, step_.table_stride, step_.sequences, cu_seqlens_.data(),
-        step_.seq_lens, static_cast<float>(model_.scale), weights.window, weights.sinks, attended_);
-    return !failed && multiply(product(weights.out, attended_, q_width_, rows_, output_));
+        step_.seq_lens, static_cast<float>(model_.scale), weights.window, weights.sinks, attended_stride_,
+        attended_);
+    return !failed && multiply(product(weights.out, attended_, attended_stride_, rows_, output_));
   }
 
   // Of a step of decodes all rows are wanted, and stay where they are.
@@ -302,6 +304,7 @@ class Run {
   const int64_t qkv_width_;
   // Of rows that are multiplied next.
   const int64_t hidden_stride_;
+  const int64_t attended_stride_;
   const int64_t inner_stride_;
   const int64_t chunk_;
   // All, and from the last layer's attention on those that are wanted.

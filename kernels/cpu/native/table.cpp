@@ -30,6 +30,7 @@ const fissile::Kernels kernels = {
     .combine = combine,
     .write_kv_tasks = write_kv_tasks,
     .write_kv = write_kv,
+    .query_rows = QUERY_ROWS,
     .attention_state_size = attention_state_size,
     .attention_tasks = attention_tasks,
     .attention = attention,
