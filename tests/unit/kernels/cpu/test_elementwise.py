@@ -40,6 +40,16 @@ def test_norms(each_isa: CDLL, dtype: torch.dtype, width: int) -> None:
     close(elementwise.norm(each_isa, x, weight, 1e-5, bias)[0], scaled * weight.double() + bias.double(), 20)
 
 
+def test_sums_are_rounded_as_pytorch_rounds(each_isa: CDLL) -> None:
+    """Of every bfloat16, denormals, infinities and NaN included, and another one."""
+    x = torch.arange(-(2**15), 2**15, dtype=torch.int16).view(torch.bfloat16).view(256, 256)
+    residual = x.flatten()[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))].view_as(x)
+    total = elementwise.norm(each_isa, x, torch.ones(256, dtype=x.dtype), 1e-5, residual=residual)[1]
+    expected = x + residual
+    assert torch.equal(total.isnan(), expected.isnan())
+    assert torch.equal(total.nan_to_num(7.0).view(torch.int16), expected.nan_to_num(7.0).view(torch.int16))
+
+
 @DTYPES
 @pytest.mark.parametrize("inner", [1, 5, 40, 640])
 def test_silu_and_mul(each_isa: CDLL, dtype: torch.dtype, inner: int) -> None:
@@ -57,7 +67,7 @@ def test_silu_of_what_is_far_out(each_isa: CDLL) -> None:
 
 
 @DTYPES
-@pytest.mark.parametrize(("dim", "half"), [(8, 4), (24, 12), (64, 32), (96, 20), (5, 1)])
+@pytest.mark.parametrize(("dim", "half"), [(8, 4), (24, 12), (64, 32), (96, 20), (104, 48), (5, 1)])
 def test_rope_is_pytorchs_to_the_bit(each_isa: CDLL, dtype: torch.dtype, dim: int, half: int) -> None:
     qkv, angles = drawn(6, 7, dim, dtype=dtype), drawn(6, 1, half, dtype=torch.float32)
     q, k, _ = qkv.split_with_sizes([4, 2, 1], 1)
