@@ -116,7 +116,7 @@ NormRow<Number> norm_row(const fissile::Norm& work, int64_t out, int64_t in) {
   return one;
 }
 
-// Rows whose scales are computed one after the other, so that each does not wait for the one before.
+// Rows whose scales are computed side by side: alone, one waits for its sum, its root and its quotient.
 constexpr int64_t NORMED_TOGETHER = 4;
 
 template <class Number>
