@@ -42,8 +42,6 @@ using fissile::KV_TILE;
 
 // From so many rows on bfloat16 keys and values are widened once, not by each row; narrower ones always are.
 constexpr int64_t WIDEN_FROM = 5;
-// Numbers of two vectors: rows are padded to a multiple of it.
-constexpr int64_t TWO = 2 * WIDTH;
 // Pairs of vectors of values that are summed at a time, and those of bfloat16 that make a line of a cache.
 constexpr int VALUE_PAIRS = 2;
 constexpr int LINE_PAIRS = 32 / TWO;

@@ -13,9 +13,6 @@ using fissile::FLOAT32;
 // Numbers of a task, about: some microseconds of work.
 constexpr int64_t TASK_NUMBERS = 1 << 14;
 
-// Numbers of two vectors, in the order of load_two, take least to widen and to narrow.
-constexpr int64_t TWO = 2 * WIDTH;
-
 int64_t rows_per_task(int64_t width) { return width >= TASK_NUMBERS ? 1 : TASK_NUMBERS / (width < 1 ? 1 : width); }
 
 int64_t tasks(int64_t rows, int64_t width) { return (rows + rows_per_task(width) - 1) / rows_per_task(width); }
@@ -28,8 +25,8 @@ FISSILE_INLINE float sum_of(int64_t width, Function f) {
   return sum(sums);
 }
 
-// f(i, how many numbers of two vectors) for i in steps of TWO. Whole ones are a loop of their own: what reads a part calls
-// functions, around which compilers would keep everything in memory.
+// f(i, how many numbers are left) for i in steps of TWO, by which numbers take least to widen and to narrow. Whole ones are
+// a loop of their own: what reads a part calls functions, around which compilers would keep everything in memory.
 template <class Function>
 FISSILE_INLINE void each_two(int64_t width, Function f) {
   int64_t i = 0;
@@ -50,8 +47,8 @@ struct NormRow {
   // Numbers from row to row: the next one is asked for, which another core may have in its cache, having made it.
   int64_t to_next;
 
-  // What is normed: x, or its sum with the residual, which is then stored.
-  FISSILE_INLINED Two value_at(int64_t i, int64_t left) const {
+  // What is normed: x, or its sum with the residual, which goes to `total`.
+  FISSILE_INLINED Two add_residual(int64_t i, int64_t left) const {
     const Two value = load_two_up_to(x + i, left);
     __builtin_prefetch(x + i + to_next);
     if (!residual) return value;
@@ -62,11 +59,11 @@ struct NormRow {
     return sums;
   }
 
-  // What a row's numbers are multiplied by before the weight.
-  float rms_scale() const {
+  // Adds the residual; what the numbers are multiplied by then, before the weight.
+  float add_for_rms() const {
     Two squares{zeros(), zeros()};
     each_two(width, [&](int64_t i, int64_t left) FISSILE_INLINED {
-      const Two value = value_at(i, left);
+      const Two value = add_residual(i, left);
       squares = {fma(value.first, value.first, squares.first), fma(value.second, value.second, squares.second)};
     });
     const float mean = sum(squares.first + squares.second) / static_cast<float>(width);
@@ -82,7 +79,7 @@ struct NormRow {
     });
   }
 
-  __attribute__((noinline)) void layer() const {
+  void layer() const {
     float mean = sum_of(width, [&](int64_t i, int64_t left) { return load_up_to(x + i, left); }) /
                  static_cast<float>(width);
     float squares = sum_of(width, [&](int64_t i, int64_t left) {
@@ -134,7 +131,7 @@ void norm_rows(const fissile::Norm& work, int64_t begin, int64_t end) {
       for (int64_t r = 0; r < count; r++) rows[r].layer();
       continue;
     }
-    for (int64_t r = 0; r < count; r++) scales[r] = rows[r].rms_scale();
+    for (int64_t r = 0; r < count; r++) scales[r] = rows[r].add_for_rms();
     for (int64_t r = 0; r < count; r++) rows[r].write_rms(splat(scales[r]));
   }
 }

@@ -435,9 +435,8 @@ class Task {
         const char* const numbers = panel_of(panel) + fissile::block_offset(fissile::INT8, k);
         const char* const next = k + K_BLOCK < inner ? panel_of(panel) + fissile::block_offset(fissile::INT8, k + K_BLOCK)
                                                      : panel_of(panel + count);
-        for (int64_t p = 0; p < count; p++) {
+        for (int64_t p = 0; p < count; p++)
           widen_block(numbers + p * shape_.apart, next + p * shape_.apart, depth, wide_ + p * K_BLOCK * PANEL);
-        }
         for (int64_t tile = 0; tile < row_tiles_; tile += 2) {
           const int64_t tiles = at_most(2, row_tiles_ - tile);
           Block block = block_of(tile, k / STEP, parts(depth, STEP));

@@ -208,7 +208,8 @@ FISSILE_INLINE Words load_words(const void* from) {
 
 FISSILE_INLINE void store_words(void* to, Words words) { __builtin_memcpy(to, &words, sizeof words); }
 
-// 2 WIDTH numbers.
+// Numbers of two vectors, and so many numbers.
+constexpr int64_t TWO = 2 * WIDTH;
 struct Two {
   Floats first;
   Floats second;
@@ -380,16 +381,16 @@ FISSILE_INLINE void store_up_to(Number* to, Floats value, int64_t count) {
   else store_part(to, value, count);
 }
 
-// The same of 2 WIDTH numbers, in the order of load_two.
+// The same of TWO numbers, in the order of load_two.
 template <class Number>
 FISSILE_INLINE Two load_two_up_to(const Number* from, int64_t count) {
-  return count >= 2 * WIDTH ? load_two(from) : load_two_part(from, count);
+  return count >= TWO ? load_two(from) : load_two_part(from, count);
 }
 
 template <class Number>
 FISSILE_INLINE void store_two_up_to(Number* to, Two two, int64_t count) {
-  if (count >= 2 * WIDTH) return store_two(to, two);
-  Number buffer[2 * WIDTH];
+  if (count >= TWO) return store_two(to, two);
+  Number buffer[TWO];
   store_two(buffer, two);
   for (int64_t i = 0; i < count; i++) to[i] = buffer[i];
 }

@@ -46,8 +46,9 @@ def test_sums_are_rounded_as_pytorch_rounds(each_isa: CDLL) -> None:
     residual = x.flatten()[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))].view_as(x)
     total = elementwise.norm(each_isa, x, torch.ones(256, dtype=x.dtype), 1e-5, residual=residual)[1]
     expected = x + residual
-    assert torch.equal(total.isnan(), expected.isnan())
-    assert torch.equal(total.nan_to_num(7.0).view(torch.int16), expected.nan_to_num(7.0).view(torch.int16))
+    numbers = ~expected.isnan()
+    assert torch.equal(~total.isnan(), numbers)
+    assert torch.equal(total[numbers].view(torch.int16), expected[numbers].view(torch.int16))
 
 
 @DTYPES
