@@ -75,8 +75,10 @@ def test_int8_weights_are_exact_and_rows_do_not_depend_on_others(variant: CDLL, 
 
 
 @pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
-def test_more_rows_than_a_task_has(variant: CDLL, packed_dtype: torch.dtype) -> None:
-    packed, x = linear.pack(variant, drawn(20, 40), None, BF16, packed_dtype), drawn(600, 40)
+@pytest.mark.parametrize(("columns", "inner"), [(20, 40), (137, 545), (40, 2100)])
+def test_more_rows_than_a_task_has(variant: CDLL, columns: int, inner: int, packed_dtype: torch.dtype) -> None:
+    """Tasks of 13 and 12 tiles of rows, which take 512 k at a time; 2048 is the most before other panels come."""
+    packed, x = linear.pack(variant, drawn(columns, inner), None, BF16, packed_dtype), drawn(600, inner)
     whole = linear.linear(variant, x, packed)
     parts = torch.cat([linear.linear(variant, x[row : row + 37], packed) for row in range(0, 600, 37)])
     assert torch.equal(whole, parts)
