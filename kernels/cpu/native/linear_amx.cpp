@@ -31,8 +31,8 @@ constexpr int64_t TASK_PANELS = 8;
 constexpr int64_t TASK_PANELS_OF_FEW = 4;
 // Steps after which the next panels come, so that the task's panels and rows of x stay in L2.
 constexpr int64_t STEPS_AT_ONCE = 64;
-// Steps after which the next rows come: with so many tiles of rows as to outweigh sums that wait, few, so that two panels
-// stay in L1, which rows are loaded past.
+// Steps after which the next rows come, where a task has so many tiles of them: two panels stay in L1, which rows are loaded
+// past. With fewer rows, sums that wait cost more than that saves.
 constexpr int64_t NEAR_STEPS = 16;
 constexpr int64_t NEAR_FROM = 12;
 static_assert(STEPS_AT_ONCE % NEAR_STEPS == 0);
