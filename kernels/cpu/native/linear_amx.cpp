@@ -29,13 +29,9 @@ constexpr int64_t SUMS_TILE = TILE_ROWS * PANEL;
 constexpr int64_t TASK_ROW_TILES = 16;
 constexpr int64_t TASK_PANELS = 8;
 constexpr int64_t TASK_PANELS_OF_FEW = 4;
-// Steps after which the next panels come, so that the task's panels and rows of x stay in L2.
+// Steps after which the next rows come, so that the task's panels and rows of x stay in L2. Sums that wait cost more than
+// panels that would fit into L1 save.
 constexpr int64_t STEPS_AT_ONCE = 64;
-// Steps after which the next rows come, where a task has so many tiles of them: two panels stay in L1, which rows are loaded
-// past. With fewer rows, sums that wait cost more than that saves.
-constexpr int64_t NEAR_STEPS = 16;
-constexpr int64_t NEAR_FROM = 12;
-static_assert(STEPS_AT_ONCE % NEAR_STEPS == 0);
 // Of a block of int8 weights.
 constexpr int64_t BLOCK_STEPS = K_BLOCK / STEP;
 // Bytes of each panel that are asked for ahead of their use.
@@ -197,11 +193,9 @@ struct Block {
   Finished* before;
   // Room for a tile that nobody wants; null where blocks are so short that their sums are stored often enough.
   float* unused;
-  // Whether the weights are to stay in L1.
-  bool keeps_weights;
 };
 
-template <int ROW_TILES, int PANELS, bool KEEPS_WEIGHTS = false>
+template <int ROW_TILES, int PANELS>
 struct Multiplier {
   static_assert(ROW_TILES == 1 ? PANELS <= 4 : ROW_TILES <= 3 && PANELS <= 2);
 
@@ -253,15 +247,9 @@ struct Multiplier {
   FISSILE_INLINE void step(const Block& block, int64_t step, const Bf16* weights, int64_t panel_size) {
     const Bf16* x = block.x + step * block.x_step_size;
     if constexpr (ROW_TILES == 3) return step_of_three(block, x, weights, panel_size);
-    load_rows<4>(x, block.x_row_bytes);
-    if constexpr (ROW_TILES == 2) load_rows<5>(x + block.x_tile_size, block.x_row_bytes);
+    tile_load<4>(x, block.x_row_bytes);
+    if constexpr (ROW_TILES == 2) tile_load<5>(x + block.x_tile_size, block.x_row_bytes);
     multiply_panels(weights, panel_size);
-  }
-
-  template <int TILE>
-  FISSILE_INLINE void load_rows(const Bf16* x, int64_t row_bytes) {
-    if constexpr (KEEPS_WEIGHTS) tile_load_past_l1<TILE>(x, row_bytes);
-    else tile_load<TILE>(x, row_bytes);
   }
 
   // All tiles but one are for sums: each of the others is loaded when it is its turn, rows of x twice.
@@ -311,7 +299,6 @@ struct Multiplier {
 
 void multiply(const Block& block, int64_t row_tiles, int64_t panels) {
   if (row_tiles == 3) return panels == 2 ? Multiplier<3, 2>::run(block) : Multiplier<3, 1>::run(block);
-  if (row_tiles == 2 && panels == 2 && block.keeps_weights) return Multiplier<2, 2, true>::run(block);
   if (row_tiles == 2) return panels == 2 ? Multiplier<2, 2>::run(block) : Multiplier<2, 1>::run(block);
   switch (panels) {
     case 1: return Multiplier<1, 1>::run(block);
@@ -331,17 +318,16 @@ class Task {
     first_tile_ = tiles.first;
     row_tiles_ = tiles.rows;
     panels_ = at_most(shape_.task_panels, shape_.panels - first_panel_);
-    panels_at_once_ = shape_.row_tiles == 1 ? 4 : 2;
-    steps_at_once_ = shape_.row_tiles <= 2 ? shape_.steps : STEPS_AT_ONCE;
-    near_steps_ = row_tiles_ < NEAR_FROM ? steps_at_once_ : NEAR_STEPS;
     x_ = static_cast<const Bf16*>(shape_.in_place ? work.x : work.packed_x) + first_tile_ * shape_.tile_size;
     y_ = static_cast<Bf16*>(work.y) + first_tile_ * TILE_ROWS * work.y_stride;
   }
 
   void run() {
+    // One tile of rows takes as many panels at once as there are tiles for sums, more of them half as many.
+    const int64_t at_once = shape_.row_tiles == 1 ? 4 : 2;
     shape_tiles(shape_.tile_rows);
-    if (work_.weight.dtype == fissile::INT8) multiply_int8();
-    else multiply_bf16();
+    if (work_.weight.dtype == fissile::INT8) multiply_int8(at_once);
+    else multiply_bf16(at_once);
     release_tiles();
     finished_.write_all();
   }
@@ -355,13 +341,16 @@ class Task {
     int64_t steps;
   };
 
-  void multiply_bf16() {
+  void multiply_bf16(int64_t at_once) {
     const bool has_tails = pad_tails();
-    for (Part part = part_at(0, 0); part.panel < panels_; part = after(part)) multiply_part(part, has_tails);
+    for (int64_t step = 0; step < shape_.steps; step += steps_from(step))
+      for (int64_t panel = 0; panel < panels_; panel += at_once)
+        multiply_part({panel, at_most(at_once, panels_ - panel), step, steps_from(step)}, has_tails);
   }
 
-  Part part_at(int64_t panel, int64_t step) const {
-    return {panel, at_most(panels_at_once_, panels_ - panel), step, at_most(near_steps_, shape_.steps - step)};
+  // How many of them one part has.
+  int64_t steps_from(int64_t step) const {
+    return shape_.row_tiles <= 2 ? shape_.steps : at_most(STEPS_AT_ONCE, shape_.steps - step);
   }
 
   // All tiles of rows. Sums wait in memory for the next steps; the last ones are written while they are near.
@@ -382,7 +371,6 @@ class Task {
       block.to_stride = last ? 2 * SUMS_TILE : TASK_PANELS * SUMS_TILE;
       block.ahead = ahead_of(part, tile / 2);
       block.unused = unused_;
-      block.keeps_weights = near_steps_ < steps_at_once_;
       multiply(block, tiles, part.panels);
       if (last) finish(ready, 2 * SUMS_TILE, {tile, tiles}, part);
     }
@@ -401,12 +389,11 @@ class Task {
     return {nullptr, 0, begin + done / steps * LINE, shape_.apart, count, lines * LINE, LINE, lines, steps, done % steps};
   }
 
-  // The same panels' next steps, or the next panels, or the first ones with steps to come; then the task behind this one.
+  // Of this task, or the first one of the task behind it.
   Part after(const Part& part) const {
-    const int64_t begin = part.step / steps_at_once_ * steps_at_once_, step = part.step + part.steps;
-    if (step < at_most(begin + steps_at_once_, shape_.steps)) return part_at(part.panel, step);
-    if (part.panel + part.panels < panels_) return part_at(part.panel + part.panels, begin);
-    return step < shape_.steps ? part_at(0, step) : part_at(shape_.task_panels, 0);
+    if (part.panel + part.panels < panels_) return {part.panel + part.panels, part.panels, part.step, part.steps};
+    const int64_t step = part.step + part.steps < shape_.steps ? part.step + part.steps : 0;
+    return {step ? 0 : shape_.task_panels, part.panels, step, steps_from(step)};
   }
 
   // A panel of this task, or one behind them.
@@ -438,13 +425,13 @@ class Task {
     return left > 0;
   }
 
-  void multiply_int8() {
+  void multiply_int8(int64_t at_once) {
     const DenormalsAreZeros mode;
     const int64_t inner = fissile::padded_inner(fissile::INT8, work_.weight.inner);
     __builtin_memset(sums_, 0, row_tiles_ * TASK_PANELS * SUMS_TILE * sizeof *sums_);
-    for (int64_t panel = 0; panel < panels_; panel += panels_at_once_)
+    for (int64_t panel = 0; panel < panels_; panel += at_once)
       for (int64_t k = 0; k < inner; k += K_BLOCK) {
-        const int64_t count = at_most(panels_at_once_, panels_ - panel), depth = at_most(K_BLOCK, inner - k);
+        const int64_t count = at_most(at_once, panels_ - panel), depth = at_most(K_BLOCK, inner - k);
         const char* const numbers = panel_of(panel) + fissile::block_offset(fissile::INT8, k);
         const char* const next = k + K_BLOCK < inner ? panel_of(panel) + fissile::block_offset(fissile::INT8, k + K_BLOCK)
                                                      : panel_of(panel + count);
@@ -492,10 +479,6 @@ class Task {
   const Linear& work_;
   const Shape shape_;
   int64_t first_panel_, first_tile_, panels_, row_tiles_;
-  // One tile of rows takes as many panels at once as there are tiles for sums, more of them half as many.
-  int64_t panels_at_once_;
-  // What comes before the next panels, and of that, what comes before the next rows.
-  int64_t steps_at_once_, near_steps_;
   const Bf16* x_;
   Bf16* y_;
   alignas(64) Bf16 tails_[TASK_PANELS * WEIGHT_TILE];

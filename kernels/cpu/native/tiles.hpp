@@ -63,11 +63,6 @@ void tile_load(const void* from, int64_t stride = TILE_BYTES) {
 }
 
 template <int TILE>
-void tile_load_past_l1(const void* from, int64_t stride) {
-  tile_load<TILE>(from, stride);
-}
-
-template <int TILE>
 void tile_store(void* to, int64_t stride = TILE_BYTES) {
   const Tile& tile = emulated_tiles[TILE];
   require(tile.rows > 0);
@@ -118,12 +113,6 @@ FISSILE_INLINE void tile_zero() {
 template <int TILE>
 FISSILE_INLINE void tile_load(const void* from, int64_t stride = TILE_BYTES) {
   asm volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");
-}
-
-// What is in L1 stays there.
-template <int TILE>
-FISSILE_INLINE void tile_load_past_l1(const void* from, int64_t stride) {
-  asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(from), "r"(stride), "i"(TILE) : "memory");
 }
 
 template <int TILE>

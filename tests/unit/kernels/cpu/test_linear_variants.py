@@ -77,7 +77,7 @@ def test_int8_weights_are_exact_and_rows_do_not_depend_on_others(variant: CDLL, 
 @pytest.mark.parametrize("packed_dtype", [BF16, torch.int8])
 @pytest.mark.parametrize(("columns", "inner"), [(20, 40), (137, 545), (40, 2100)])
 def test_more_rows_than_a_task_has(variant: CDLL, columns: int, inner: int, packed_dtype: torch.dtype) -> None:
-    """Tasks of 13 and 12 tiles of rows, which take 512 k at a time; 2048 is the most before other panels come."""
+    """Broken panels and steps of 32 k, tasks that follow each other, more than the 2048 k that AMX does at once."""
     packed, x = linear.pack(variant, drawn(columns, inner), None, BF16, packed_dtype), drawn(600, inner)
     whole = linear.linear(variant, x, packed)
     parts = torch.cat([linear.linear(variant, x[row : row + 37], packed) for row in range(0, 600, 37)])
