@@ -66,10 +66,11 @@ async def test_a_held_loop_is_seen() -> None:
 
 
 async def test_an_idle_loop_is_seldom_woken() -> None:
-    """At 100 times a second it was 1.2 % of a core."""
-    watch = LoopLag()
+    """A hundred times a second took 1.2 % of a core."""
+    watch, began = LoopLag(), time.monotonic()
     watch.start()
     await asyncio.sleep(3.5 * INTERVAL_S)
     watch.stop()
     assert INTERVAL_S >= 0.1
-    assert 1 <= sum(watch.histogram.counts) <= 3
+    # However late this machine is: timers that were kept from firing are counted, too.
+    assert 1 <= sum(watch.histogram.counts) <= (time.monotonic() - began) / INTERVAL_S
