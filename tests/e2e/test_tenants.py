@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import grpc
@@ -16,6 +16,7 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from tests.e2e.service import Answer, Service, generate, running_service
 from tests.e2e.simulated import simulated_model, wait_workers
+from tests.fake_dns import wait_until
 
 # Of the 8 blocks of 16 tokens, 512 bytes each, a long prompt and its answer take all; a short prompt fills 2.
 LONG, SHORT, HITS = 100, 33, 32
@@ -60,6 +61,9 @@ def test_a_higher_class_overtakes_what_waits_for_blocks(service: Service) -> Non
         generate(service.stub, request(content, LONG, **fields))
         ended.append(name)
 
+    def waiting(count: int) -> bool:
+        return service.worker_load().waiting_seqs == count
+
     first = service.stub.Generate(request(2, LONG, max_tokens=28))
     next(iter(first))
     asked = [("low", pb.PRIORITY_LOW), ("normal", pb.PRIORITY_NORMAL), ("unset", 0), ("high", pb.PRIORITY_HIGH)]
@@ -67,9 +71,10 @@ def test_a_higher_class_overtakes_what_waits_for_blocks(service: Service) -> Non
         threading.Thread(target=ask, args=(name, 10 + i), kwargs={"priority": priority})
         for i, (name, priority) in enumerate(asked)
     ]
-    for thread in threads:
+    for count, thread in enumerate(threads, start=1):
         thread.start()
-        time.sleep(0.02)
+        # In this order, however long a busy machine takes for each.
+        wait_until(partial(waiting, count))
     assert service.worker_load().waiting_seqs == len(asked)
     list(first)
     for thread in threads:

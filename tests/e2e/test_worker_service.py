@@ -7,7 +7,6 @@ import contextlib
 import hashlib
 import random
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -25,6 +24,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.cli.failure import CommandError
 from common.config import Config
+from tests.e2e.service import free_port
 from tests.e2e.worker_client import EOS_ID, VOCAB_SIZE, RouterEnd, make_model_folder, sequence
 from worker.app import Worker, WorkerOptions, run_worker
 from worker.batch import ScheduledBatch, ScheduledBatchOutput
@@ -532,9 +532,7 @@ class Process:
     """`python -m worker --simulate fixed:2ms` on a free port."""
 
     def __init__(self, folder: Path, log: Path, *arguments: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = int(probe.getsockname()[1])
+        self.port = free_port()
         self.log = log
         command = [
             sys.executable,
