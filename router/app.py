@@ -155,7 +155,6 @@ class Router:
         registry: its models.
         service: its public service.
         admin: the gRPC server of AdminService, None when it is off.
-        loop_lag: how late the event loop is.
         configuration: what may change while the router runs.
 
     Args:
@@ -214,7 +213,7 @@ class Router:
         )
 
         self.configuration = Configuration(options.settings(), self._apply, reread)
-        self.loop_lag = LoopLag(on_lag=self._metrics.lag if self._metrics.enabled else None)
+        self._loop_lag = LoopLag(self._metrics.lag)
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
             services, tls, access = [admin.SERVICE, _CHANNELZ], security.admin_tls, security.access
@@ -240,7 +239,8 @@ class Router:
             await self.admin.set_serving(True)
             log.info("admin listening", address=self.admin.address)
         self._health = asyncio.create_task(self._follow_workers(), name="health")
-        self.loop_lag.start()
+        if self._metrics.enabled:
+            self._loop_lag.start()
         self._watch = asyncio.create_task(self._metrics.watch(self._figures), name="metrics")
         self.discovery.follow(parse_targets(self._options.workers))
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
@@ -261,7 +261,7 @@ class Router:
         await self.discovery.stop()
         await self.fleet.stop()
         self._encoder.close()
-        self.loop_lag.stop()
+        self._loop_lag.stop()
         await self._stop_metrics()
         await asyncio.to_thread(self._tracing.shutdown, TELEMETRY_SHUTDOWN_S)
         log.info("router stopped")

@@ -11,8 +11,8 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-from router.loop_lag import LagHistogram
 from tests.bench.router.bed import Row, RunningLoad, cpu_s, parser, prompts, quantile, service, show
+from tests.bench.router.lag_histogram import LagHistogram
 from tests.bench.router.load import ROUTER, Plan, Seen
 from tests.bench.router.watched import WatchedRouter
 from tests.e2e.service import Service

@@ -1,7 +1,7 @@
 """A router that tells its event loop's lag: `python -m tests.bench.router.watched WORKER...`.
 
-The router of `fissile router`, with its event loop, in a process of its own, looked at more often than it does itself.
-Prints its port, and for every line on standard input the counts of `router.loop_lag` so far.
+The router of `fissile router`, with its event loop, in a process of its own, looked at more often than for its metrics.
+Prints its port, and for every line on standard input the counts so far.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from collections.abc import Sequence
 
 from common.telemetry.logs import setup_logging
 from router.app import Router, RouterOptions, run_on_loop
-from router.loop_lag import LagHistogram, LoopLag
+from router.loop_lag import LoopLag
+from tests.bench.router.lag_histogram import LagHistogram
 from tests.e2e.service import REPOSITORY
 
 _INTERVAL_S = 0.01
@@ -61,11 +62,11 @@ class WatchedRouter:
 async def _serve(workers: Sequence[str]) -> None:
     router = Router(RouterOptions(workers=workers, port=0))
     await router.start()
-    watch = LoopLag(interval_s=_INTERVAL_S)
-    watch.start()
+    seen = LagHistogram()
+    LoopLag(seen.record, interval_s=_INTERVAL_S).start()
     print(router.server.port, flush=True)
     while await asyncio.to_thread(sys.stdin.readline):
-        print(json.dumps(watch.histogram.counts), flush=True)
+        print(json.dumps(seen.counts), flush=True)
 
 
 def main() -> None:
