@@ -1,7 +1,7 @@
 """The router's event loop beside long prompts: `python -m tests.bench.router.loop_lag [--tokens 100000]`.
 
 Streams run; then clients send prompts of 100,000 tokens as text, one after another, to be tokenized by the router in
-its threads and sent to the worker. How late the event loop is, alone and with them, is measured by the router itself
+its threads and sent to the worker. How late the event loop is, alone and with them, is measured in the router's process
 (`router/loop_lag.py`): the share of moments at which it is late by so much. How late this machine lets any process be
 says a second router that has nothing to do (`idle`).
 """
