@@ -1,6 +1,6 @@
 """The package's build: compiles the CPU kernels, for an editable install beside their sources, for a wheel into it.
 
-Where that fails the install succeeds and PyTorch's kernels serve (kernels/select.py).
+Without a C++ compiler the install succeeds and PyTorch's kernels serve (kernels/select.py); one that fails ends it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class KernelsBuildHook(BuildHookInterface[Any]):
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         """Compiles, and names the library to the wheel, which is then for this platform and any Python."""
-        build.main()
+        if code := build.main():
+            sys.exit(code)
         if build.LIBRARY.is_file() and version != "editable":
             build_data["force_include"][str(build.LIBRARY)] = str(build.LIBRARY.relative_to(self.root))
             build_data["pure_python"] = False

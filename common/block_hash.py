@@ -1,7 +1,7 @@
-"""Hashes of KV blocks: the chain that router and workers compute alike (design-details section 6).
+"""Hashes of KV blocks: the chain that router and workers compute alike (docs/determinism.md).
 
 A hash is a hint. The router routes by it; a worker takes it to find a block and then compares tokens and parent. xxh64
-is not collision-resistant (T23), so nothing may rest on equal hashes alone.
+is not collision-resistant, so nothing may rest on equal hashes alone.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _ROOT_DOMAIN = b"fissile.kv/1"
 def compute_hash(token_ids: Sequence[int], prefix: int | None = None, seed: int = 0) -> int:
     """Hash of one full block: xxh64(LE64(prefix) || token ids as little-endian int64).
 
-    With `seed` 0 this is the guide's function (seed 001 section 4.1); "no prefix" is None, never -1.
+    The chain of vLLM and nano-vLLM with `seed` 0; "no prefix" is None, never -1.
 
     Args:
         token_ids: the block's tokens, each in [0, 2^63).
@@ -69,7 +69,7 @@ def salt_root(model_digest: bytes, adapter_digest: bytes = b"", cache_salt: byte
 
 
 def _little_endian(token_ids: Sequence[int]) -> bytes:
-    # The width is fixed: the guide's np.array(...).tobytes() depends on the platform's int (T23).
+    # The width is fixed: that of np.array(...).tobytes() depends on the platform's int.
     if isinstance(token_ids, array):
         return np.frombuffer(token_ids, dtype=f"u{token_ids.itemsize}").astype("<i8").tobytes()
     words = array("q", token_ids)

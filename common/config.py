@@ -1,4 +1,4 @@
-"""The engine's configuration with the scheduling guide's defaults (seed 001, "Key config defaults"), validated.
+"""The engine's configuration, its defaults and their validation.
 
 Fields that a later version gives a meaning have one allowed value so far, their default; others are refused, so that
 no option is without effect. Frozen: what becomes known later (pool size, end-of-sequence ids) is filled in with
@@ -62,7 +62,7 @@ class Config:
         enable_prefix_caching: share full blocks between sequences with equal prefixes.
         scheduler_delay_factor: the delay gate of requests that come without a router; 0 is off.
         scheduling_policy: `prefill_first` computes prompts, or else one token of every running sequence; `mixed` packs
-            both into one step, decodes first and prompt chunks into what is left of the budget (seed 004).
+            both into one step, decodes first and prompt chunks into what is left of the budget.
         max_consecutive_prefill_steps: under `prefill_first`, after so many steps of prompts running sequences get one.
         gpu_memory_utilization: fraction of a GPU's memory to use.
         kv_cache_memory: bytes for the KV cache on CPU; 0 takes a quarter of the free memory.
@@ -89,7 +89,7 @@ class Config:
         hash_seed: fleet-wide seed of the block hashes.
         bos_token_id: beginning-of-sequence id, None when the model has none.
         eos_token_id: the model's first end-of-sequence id, None when it has none.
-        stop_token_ids: the further ids of `generation_config.eos_token_id` (seed 001 section 5.3).
+        stop_token_ids: the further ids of `generation_config.eos_token_id`.
         speculative_config: None when speculation is off.
 
     Raises:

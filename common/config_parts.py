@@ -1,4 +1,4 @@
-"""The parts of Config (seed 003, `atom/config.py`): what may be said. What this version runs of it, Config says."""
+"""The parts of Config: what may be said. What this version runs of it, Config says."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def _is_pattern(name: str) -> bool:
 
 @dataclass(frozen=True)
 class SpeculativeConfig:
-    """Speculative decoding: how many draft tokens are verified per step, for any number (the guide allows only 1).
+    """Speculative decoding: how many draft tokens are verified per step.
 
     Raises:
         InvalidFieldError: the number is out of range.

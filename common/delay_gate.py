@@ -1,8 +1,8 @@
-"""The delay gate: prompts wait a little so that more of them share a prefill (seed 001 section 1.3).
+"""The delay gate: prompts wait a little so that more of them share a prefill.
 
 The router asks once per lane and decision, a worker without a router once per `schedule()`: never once per admitted
-request, or the first admission of a burst shuts the gate on the rest (T11). Times are durations, measured on one
-machine by a monotonic clock (T13).
+request, or the first admission of a burst shuts the gate on the rest. Times are durations, measured on one
+machine by a monotonic clock.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _AFTER_S = 1e-6
 
 @dataclass(frozen=True)
 class DelayGate:
-    """The seed's rule with its bound (design-details section 5).
+    """Opens when the oldest prompt has waited `delay_factor` prefills, or `max_hold_s` (docs/architecture.md).
 
     Attributes:
         delay_factor: how many last prefill durations the oldest prompt waits; 0 is off: always open.
@@ -34,7 +34,7 @@ class DelayGate:
 
         Args:
             age_s: age of the oldest waiting prompt, seconds.
-            last_prompt_latency_s: duration of the worker's last step that computed prompt tokens, seconds (T12).
+            last_prompt_latency_s: duration of the worker's last step that computed prompt tokens, seconds.
             decoding: whether the worker decodes anything. An idle one gains nothing from waiting.
             waiting_at_worker: whether prompts wait there already.
         """

@@ -1,6 +1,6 @@
 """Errors that reach a client: a gRPC status with `google.rpc` details.
 
-One class per row of the design's table of codes. Pure code raises them; `common.rpc` turns them into a status.
+One class per row of the README's table of statuses. Pure code raises them; `common.rpc` turns them into a status.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from google.protobuf import any_pb2, duration_pb2
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2, status_pb2
 
-from common.limits import MAX_DEATHS
+from common.limits import ROUTER_RETRY_S
 
 DOMAIN = "fissile"
 
@@ -95,6 +95,14 @@ class MalformedRequestError(ApiError):
         super().__init__(grpc.StatusCode.INVALID_ARGUMENT, problem, reason="MALFORMED_REQUEST")
 
 
+class RequestTimeoutError(ApiError):
+    """DEADLINE_EXCEEDED: a call's message has not come in time."""
+
+    def __init__(self, seconds: float) -> None:
+        message = f"the request's message has not come within {seconds:g} s"
+        super().__init__(grpc.StatusCode.DEADLINE_EXCEEDED, message, reason="REQUEST_TIMEOUT")
+
+
 class UnservedFieldError(ApiError):
     """UNIMPLEMENTED: a field that this version does not serve."""
 
@@ -104,10 +112,19 @@ class UnservedFieldError(ApiError):
 
 
 class PromptTooLongError(ApiError):
-    """OUT_OF_RANGE: the prompt leaves no room for an answer."""
+    """OUT_OF_RANGE: the prompt leaves no room for an answer. A long text is not counted to its end: `at_least`."""
 
-    def __init__(self, path: str, prompt_tokens: int, max_model_len: int) -> None:
-        violation = FieldViolation(path, f"has {prompt_tokens} tokens", f"at most {max_model_len - 1}")
+    def __init__(self, path: str, prompt_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
+        has = f"has {'at least ' if at_least else ''}{prompt_tokens} tokens"
+        violation = FieldViolation(path, has, f"at most {max_model_len - 1}")
+        super().__init__(grpc.StatusCode.OUT_OF_RANGE, str(violation), (violation,))
+
+
+class TextTooLongError(ApiError):
+    """OUT_OF_RANGE: more text than can be tokenized, or sent back."""
+
+    def __init__(self, path: str, problem: str, valid: str = "less text, or several requests") -> None:
+        violation = FieldViolation(path, problem, valid)
         super().__init__(grpc.StatusCode.OUT_OF_RANGE, str(violation), (violation,))
 
 
@@ -200,12 +217,21 @@ class NoTokenizerError(ApiError):
 
 
 class QueueFullError(ApiError):
-    """RESOURCE_EXHAUSTED: the router's queue, or that of one class of it, is full."""
+    """RESOURCE_EXHAUSTED: the queue of a router or of a worker, or that of one class of it, is full.
 
-    def __init__(self, queued: int, retry_after_s: float, priority: str = "") -> None:
+    Args:
+        queued: requests that wait.
+        retry_after_s: when to ask again.
+        priority: name of the class.
+        tenant: who has its share of the queue, and gets no place beyond that.
+    """
+
+    def __init__(self, queued: int, retry_after_s: float, priority: str = "", tenant: str | None = None) -> None:
+        of_class = f" of priority {priority}" if priority else ""
+        share = "" if tenant is None else f", and tenant {tenant!r} has its share of it"
         super().__init__(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"the queue is full ({queued} requests{f' of priority {priority}' if priority else ''})",
+            f"the queue is full ({queued} requests{of_class}){share}",
             retry_after_s=retry_after_s,
             reason="QUEUE_FULL",
         )
@@ -237,12 +263,13 @@ class TenantLimitError(ApiError):
 
 
 class SlowClientError(ApiError):
-    """RESOURCE_EXHAUSTED: the client reads so slowly that its unread tokens passed the limit."""
+    """RESOURCE_EXHAUSTED: the client leaves too much unread, or lets a message wait for too long."""
 
-    def __init__(self, unread_tokens: int) -> None:
+    def __init__(self, unread_tokens: int, waited_s: float | None = None) -> None:
+        waited = "" if waited_s is None else f", and has let a message wait for {waited_s:g} s"
         super().__init__(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"the client left {unread_tokens} tokens unread",
+            f"the client left {unread_tokens} tokens unread{waited}",
             reason="SLOW_CLIENT",
         )
 
@@ -266,16 +293,39 @@ class WorkerLostError(ApiError):
         )
 
 
-class PoisonRequestError(ApiError):
-    """INTERNAL: workers died while they ran this request; it is not given to another."""
+class RouterEndingError(ApiError):
+    """This router ends: UNAVAILABLE while the client has got nothing, ABORTED when the text so far is partial."""
 
-    def __init__(self, attempts: int) -> None:
+    def __init__(self, tokens_sent: int = 0) -> None:
+        metadata = {"tokens_sent": str(tokens_sent)} if tokens_sent else {}
+        super().__init__(
+            grpc.StatusCode.ABORTED if tokens_sent else grpc.StatusCode.UNAVAILABLE,
+            f"this router ends after {tokens_sent} tokens; the text so far is partial"
+            if tokens_sent
+            else "this router ends; ask another one",
+            retry_after_s=None if tokens_sent else ROUTER_RETRY_S,
+            reason="ROUTER_ENDING",
+            metadata=metadata,
+        )
+
+
+class PoisonRequestError(ApiError):
+    """INTERNAL: workers die of this request, the last one while nothing else began there; no other one gets it."""
+
+    def __init__(self, deaths: int) -> None:
         super().__init__(
             grpc.StatusCode.INTERNAL,
-            f"{MAX_DEATHS} workers died while they ran this request; do not repeat it",
+            f"{deaths} workers died with this request, the last one while nothing else began there; do not repeat it",
             reason="POISON_REQUEST",
-            metadata={"attempts": str(attempts)},
+            metadata={"deaths": str(deaths)},
         )
+
+
+class RouterFailedError(ApiError):
+    """INTERNAL: a bug of the router; its log has the traceback."""
+
+    def __init__(self) -> None:
+        super().__init__(grpc.StatusCode.INTERNAL, "the router failed", reason="ROUTER_ERROR")
 
 
 class EngineError(ApiError):
@@ -299,15 +349,22 @@ class PermissionDeniedError(ApiError):
         super().__init__(grpc.StatusCode.PERMISSION_DENIED, message, reason=reason)
 
 
+class PriorityNotAllowedError(ApiError):
+    """PERMISSION_DENIED: the caller may not ask for a priority class that is so high."""
+
+    def __init__(self, asked: str, most: str) -> None:
+        violation = FieldViolation("priority", f"is {asked}", f"at most {most}, the highest for this caller")
+        super().__init__(
+            grpc.StatusCode.PERMISSION_DENIED,
+            str(violation),
+            (violation,),
+            reason="PRIORITY_NOT_ALLOWED",
+            metadata={"max_priority": most},
+        )
+
+
 class DeadlineError(ApiError):
     """DEADLINE_EXCEEDED: the call's deadline passed."""
 
     def __init__(self, where: str) -> None:
         super().__init__(grpc.StatusCode.DEADLINE_EXCEEDED, f"the deadline passed {where}")
-
-
-class CancelledByClientError(ApiError):
-    """CANCELLED: the client cancelled."""
-
-    def __init__(self) -> None:
-        super().__init__(grpc.StatusCode.CANCELLED, "cancelled by the client")

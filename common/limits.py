@@ -1,4 +1,4 @@
-"""Every bound of the service in one place (design-details section 8)."""
+"""Every bound of the service in one place."""
 
 MIB = 1 << 20
 
@@ -7,8 +7,13 @@ MAX_FRAME_BYTES = MIB
 MAX_FRAME_TOKENS = 16_384
 TOKENIZER_CHUNK_BYTES = 512 * 1024
 MAX_END_MESSAGE_BYTES = 512
-# Tokens of prompts whose last Extend has not come, per Session.
+# What has not come whole, per Session: groups, their records, and the tokens of prompts whose last Extend is missing.
+MAX_OPEN_GROUPS = 64
+MAX_ASSEMBLING_BYTES = 128 * MIB
 MAX_ASSEMBLING_TOKENS = 1 << 24
+# Sequences of one router: on their way in, running, and ended ones that have not gone out.
+MAX_ROUTER_SEQS = 1 << 16
+MAX_ROUTERS = 4096
 # Ended sequences that a worker keeps per router after they were sent, in case the frame is lost.
 MAX_TAILS = 1024
 MAX_TAIL_TOKENS = 1 << 18
@@ -36,6 +41,23 @@ MAX_TEMPLATE_S = 2.0
 MAX_STREAMS_PER_CONNECTION = 4096
 MAX_METADATA_BYTES = 16 * 1024
 HANDSHAKE_TIMEOUT_S = 10.0
+# New calls that the event loop has not taken yet: from the first number on some are dropped at random, from the second
+# on all, with CANCELLED and no word why; and so are those that have waited for so many seconds. So all three lie beyond
+# what descriptors, streams and clients' patience allow.
+MAX_UNACCEPTED_CALLS = 100_000
+MAX_UNACCEPTED_CALLS_HARD = 200_000
+MAX_UNACCEPTED_S = 3600
+# A connection without calls is closed after this time.
+CONNECTION_IDLE_S = 300.0
+# How long a call's message may take to come.
+REQUEST_READ_TIMEOUT_S = 60.0
+# Of the descriptors that a process may have: those that connections of callers never get, at least so many and this
+# share. Of each port beside the main one: most connections.
+RESERVED_DESCRIPTORS = 128
+RESERVED_DESCRIPTORS_SHARE = 8
+MAX_SIDE_CONNECTIONS = 128
+# Fewer are worth a warning at the start.
+FEW_DESCRIPTORS = 4096
 
 # API keys, and how soon a change of their file counts.
 MAX_API_KEYS = 4096
@@ -49,6 +71,11 @@ MAX_TENANTS = 4096
 # A class that has waited for so long goes before higher ones, with at most this share of the tokens while those wait.
 PROMOTE_AFTER_S = 5.0
 PROMOTED_SHARE = 0.125
+# Shares of tenants: prompt tokens that an output token counts as, and how often output is charged at most: of so many
+# running requests in one turn of the loop.
+OUTPUT_TOKEN_COST = 2.0
+CHARGE_OUTPUT_S = 0.1
+CHARGED_PER_TURN = 256
 MAX_SESSIONS = 65_536
 # Waiting requests whose lane is looked at again, and how often at most; and when a worker is idle meanwhile.
 MAX_REPLACED_REQUESTS = 256
@@ -61,15 +88,32 @@ EXPECTED_S = 2.0
 MAX_EXPECTED_GRANULES = 1 << 17
 MAX_TENANT_BYTES = 128
 MAX_UNREAD_TOKENS = 65_536
+# A client that lets a message wait for so long is dropped, seconds.
+SLOW_CLIENT_TIMEOUT_S = 30.0
 MAX_HOLD_S = 0.25
 MAX_TOKENIZER_BYTES = 256 * MIB
 TOKENIZER_TIMEOUT_S = 30.0
 TOKENIZE_THREADS = 2
 REDIAL_S = 0.25
+# The interval grows by this part of the time for which an address has failed, to the most of where nothing listens, and
+# of where a process says that it does not serve; each differs by up to this part.
+REDIAL_GROWTH = 0.05
+MAX_REDIAL_S = 5.0
+MAX_REDIAL_UNREADY_S = 1.0
+REDIAL_JITTER = 0.2
+# A worker that has died this young so often in a row is on probation: for so long, twice as long each time, it gets no
+# more requests at a time than these.
+SHORT_LIFE_S = 60.0
+SHORT_LIVES = 2
+PROBATION_S = 10.0
+MAX_PROBATION_S = 60.0
+PROBATION_SEQS = 2
 # Discovery. DNS is asked again after its time to live, within these bounds; at once when a worker is lost.
 DNS_MIN_REFRESH_S = 0.5
 DNS_MAX_REFRESH_S = 10.0
 DNS_TIMEOUT_S = 3.0
+# A name that has had no addresses for so long has none: until then they may come back.
+DNS_EMPTY_S = 600.0
 WORKER_LIST_POLL_S = 0.5
 MAX_WORKER_LIST_BYTES = MIB
 
@@ -95,19 +139,27 @@ STALL_PREFILLS = 10
 VIOLATION_MEMORY_S = 10.0
 SESSION_GOODBYE_S = 0.25
 
-# KV events (design-details section 2): the time between two frames of a Session, the changes that a frame brings, and
+# KV events (docs/architecture.md): the time between two frames of a Session, the changes that a frame brings, and
 # those that a worker remembers for routers that come back or are slow. Who needs older ones gets a snapshot.
 KV_EVENTS_S = 0.05
 MAX_KV_FRAME_CHANGES = 4096
 MAX_KV_LOG = 1 << 16
 
-# Failover. Workers that a request may be given to, and workers that may die with it.
+# Failover. Attempts of a request that bring no token, one after the other; all of its attempts; deaths of workers that
+# may meet it; and deaths within its first tokens there, after which it runs alone for as long or as many tokens.
 MAX_ATTEMPTS = 8
-MAX_DEATHS = 2
+MAX_ATTEMPTS_IN_ALL = 64
+MAX_DEATHS = 8
+MAX_SUSPICIONS = 2
+FIRST_TOKENS = 16
+ALONE_S = 30.0
 # How long a request waits for a worker when there is none for it.
 WORKER_WAIT_S = 5.0
 
-# Engine.
+# Direct calls that a worker takes beyond those that it can run at once.
+MAX_WAITING_CALLS = 4096
+# Engine. In steps that mix both, prompts have this share of the tokens for certain, whatever decodes beside them.
+PREFILL_SHARE = 0.125
 MAX_CACHE_SALTS = 4096
 MAX_KV_BLOCKS = 1 << 20
 
@@ -128,11 +180,41 @@ RANK_TCP_TIMEOUT_S = 8.0
 WEIGHTS_CACHE_BYTES = 64 << 30
 WEIGHTS_CACHE_WAIT_S = 600.0
 
+# Log lines and other text that waits to be written, and how long the end of a process waits for it.
+MAX_OUTPUT_PIECES = 16_384
+MAX_OUTPUT_BYTES = 4 * MIB
+OUTPUT_DRAIN_S = 1.0
+
+# A long-lived task that failed begins anew after this time, growing up to the longest; one that has run for so long
+# without failing is forgiven.
+TASK_RESTART_S = 0.1
+TASK_RESTART_MAX_S = 10.0
+TASK_FORGIVEN_S = 60.0
+
 # Shutdown. Between health's NOT_SERVING and the first refusal, balancers get time to learn of it.
 DRAIN_PROPAGATION_S = 0.25
 DRAIN_TIMEOUT_S = 30.0
+# How long a router that ends waits until the statuses of its last calls have gone out, and when a client that has got
+# nothing should ask again.
+ROUTER_ENDING_S = 1.0
+ROUTER_RETRY_S = 0.5
 # What is left to write to routers when everything has ended.
 SESSION_FLUSH_S = 1.0
 # How long the process waits for the step or the load that the engine thread is in.
 ENGINE_JOIN_S = 0.5
 TELEMETRY_SHUTDOWN_S = 1.0
+# How long a server that stops goes on to accept calls that come one after the other, to refuse them with a status.
+# A burst of 5,000 takes 3 to 5 s on two cores that have much else to do; one that never ends may not keep a server.
+STOP_ACCEPTING_S = 10.0
+# How long after the last call's end its status may take to go out.
+STATUS_FLUSH_S = 1.0
+
+# Texts in the router: bytes of those that wait for the tokenizer or are in it, and of a part that can not be cut.
+MAX_QUEUED_TEXT_BYTES = 64 * MIB
+MAX_UNCUT_TEXT_BYTES = MIB
+# An answer of Tokenize or Detokenize, so that clients take it without a setting of their own; and a text of Tokenize,
+# whose answer has up to 11 bytes for one of the text.
+MAX_TEXT_ANSWER_BYTES = 4 * MIB - 1024
+MAX_TOKENIZE_TEXT_BYTES = 256 * 1024
+# Characters and entries of all values that a chat template makes for one prompt.
+MAX_TEMPLATE_WORK = 256 * MIB

@@ -1,7 +1,7 @@
 """Sampling parameters, validated and canonical.
 
 Real numbers are rounded to float32 once, here, because they travel as proto `float`: 0.7 is not float32(0.7), and the
-same request must sample the same tokens through gRPC and through LLMEngine (design-details section 3).
+same request must sample the same tokens through gRPC and through LLMEngine (docs/determinism.md).
 """
 
 from __future__ import annotations
@@ -9,14 +9,16 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Final
 
 from common.errors import InvalidFieldError
 from common.limits import MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
 
+_FLOAT32: Final = struct.Struct("<f")
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
 # Those that shape the distribution which tokens are drawn from.
@@ -34,14 +36,14 @@ DISTRIBUTION_FIELDS: Final = (
 def float32(value: float) -> float:
     """`value` rounded to the nearest float32; infinite when it is out of range."""
     try:
-        return float(struct.unpack("<f", struct.pack("<f", value))[0])
+        return _FLOAT32.unpack(_FLOAT32.pack(value))[0]  # type: ignore[no-any-return]
     except OverflowError:
         return math.copysign(math.inf, value)
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when generation stops (seed 001 section 7.2; names and ranges as in the proto).
+    """How tokens are chosen and when generation stops.
 
     Raises:
         InvalidFieldError: a value is out of range; names the field and what would be valid.
@@ -66,16 +68,26 @@ class SamplingParams:
 
     def __post_init__(self) -> None:
         for name, (valid, ok) in _REAL_RANGES.items():
-            value = float32(getattr(self, name))
+            given = getattr(self, name)
+            _require_kind(name, given, float, Real, valid)
+            value = float32(given)
             if not ok(value):
-                raise InvalidFieldError(f"sampling_params.{name}", f"is {getattr(self, name)}", valid)
+                raise InvalidFieldError(f"sampling_params.{name}", f"is {given}", valid)
             object.__setattr__(self, name, value)
         for name, (low, high) in _INTEGER_RANGES.items():
             value = getattr(self, name)
+            if name != "seed" or value is not None:
+                _require_kind(name, value, int, Integral, f"an integer from {low} to {high}")
             if value is not None and not low <= value <= high:
                 raise InvalidFieldError(f"sampling_params.{name}", f"is {value}", f"an integer from {low} to {high}")
         object.__setattr__(self, "stop_strings", _checked_stop_strings(self.stop_strings))
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        for name in ("ignore_eos", "include_stop_string"):
+            if not isinstance(getattr(self, name), bool):
+                raise InvalidFieldError(f"sampling_params.{name}", f"is {getattr(self, name)!r}", "true or false")
+        object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
+        sequences = _listed("stop_token_sequences", self.stop_token_sequences)
+        checked = (_checked_ids(f"stop_token_sequences[{i}]", ids) for i, ids in enumerate(sequences))
+        object.__setattr__(self, "stop_token_sequences", tuple(checked))
         if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
             raise InvalidFieldError(
                 "sampling_params.stop_token_ids",
@@ -98,7 +110,7 @@ def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
     """What stands in for absent parameters: the model's `generation_config.json`, else the defaults above.
 
     The sampling parameters that transformers and vLLM take from that file, but for its lengths. `do_sample` plays no
-    part: a request that wants greedy says `temperature` 0 (design.md, "The contract"). A value that is not valid is
+    part: a request that wants greedy says `temperature` 0. A value that is not valid is
     left out: a checkpoint's odd value must not fail every request.
     """
     params = SamplingParams()
@@ -136,10 +148,33 @@ _INTEGER_RANGES = {
 }
 
 
+def _require_kind(name: str, value: object, usual: type, kind: type, valid: str) -> None:
+    """Refuses what is no `kind`; `usual` is the one of them that is found out fastest."""
+    if type(value) is not usual and (isinstance(value, bool) or not isinstance(value, kind)):
+        raise InvalidFieldError(f"sampling_params.{name}", f"is {value!r}", valid)
+
+
+def _listed(name: str, value: Any) -> tuple[Any, ...]:
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise InvalidFieldError(f"sampling_params.{name}", f"is {value!r}", "a list")
+    return tuple(value)
+
+
+def _checked_ids(name: str, ids: Any) -> tuple[int, ...]:
+    listed = _listed(name, ids)
+    for i, token in enumerate(listed):
+        if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
+            raise InvalidFieldError(f"sampling_params.{name}[{i}]", f"is {token!r}", "a token id")
+    return listed
+
+
 def _checked_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
     path = "sampling_params.stop_strings"
     if isinstance(strings, str):
         raise InvalidFieldError(path, "is one string", "a list of strings")
+    for i, text in enumerate(_listed("stop_strings", strings)):
+        if not isinstance(text, str):
+            raise InvalidFieldError(f"{path}[{i}]", f"is {text!r}", "a string")
     if len(strings) > MAX_STOP_STRINGS:
         raise InvalidFieldError(path, f"has {len(strings)} entries", f"at most {MAX_STOP_STRINGS}")
     for i, text in enumerate(strings):

@@ -28,9 +28,11 @@ def default_token_budget(kernels: str, *, is_simulated: bool, max_num_seqs: int)
     Args:
         kernels: as in Config.
         is_simulated: whether a cost model stands for the kernels.
-        max_num_seqs: as in Config: each has at least one token in a step.
+        max_num_seqs: as in Config: each has a token in a step. Where steps are mixed, prompts have theirs beside them.
     """
-    return max(BUDGET_ON_GPU if _as_on_gpu(kernels, is_simulated) else BUDGET_ON_CPU, max_num_seqs)
+    if _as_on_gpu(kernels, is_simulated):
+        return max(BUDGET_ON_GPU, max_num_seqs)
+    return BUDGET_ON_CPU + max_num_seqs
 
 
 def default_scheduling_policy(kernels: str, *, is_simulated: bool) -> str:

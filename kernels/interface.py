@@ -4,8 +4,8 @@ A back end owns the layout of packed weights and of the KV cache; callers pass b
 step (its tokens, then padding), S sequences, H hidden size, Hq query heads, Hkv key/value heads, D head size, I
 intermediate size, V vocabulary size. "Model dtype" is the dtype of weights and activations.
 
-Every operation computes each row alone: a row's bits depend neither on the other rows nor on its place (design-details
-section 3). A back end that can not promise it says so in `batch_invariant`.
+Every operation computes each row alone: a row's bits depend neither on the other rows nor on its place
+(docs/determinism.md). A back end that can not promise it says so in `batch_invariant`.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from typing import Any, Literal, Protocol
 import numpy as np
 import numpy.typing as npt
 import torch
+
+from kernels.penalties import Penalties
 
 # The granularity of a weight's scales (QUANT_TYPES of the configuration): `per_token` is one for each row.
 QuantType = Literal["per_token", "per_1x32", "per_1x128", "per_128x128"]
@@ -69,14 +71,15 @@ class KVSpec:
 
 @dataclass
 class AttentionMetaData:
-    """What one step's attention needs (seed 003 section 4, kernel-notes section 6).
+    """What one step's attention needs.
 
     Query row i of sequence s has the absolute position `seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i`.
 
     Attributes:
         cu_seqlens_q: int64 [S+1], where each sequence's rows begin; the last entry is the number of tokens.
         seq_lens: int64 [S], keys visible to each sequence's last row, this step's included.
-        block_tables: int64 [S, longest], block ids in order; entries past a sequence's end are not read.
+        block_tables: int64 [S, longest], block ids in order, perhaps part of wider rows; entries past a sequence's end
+            are not read.
         slot_mapping: int64 [tokens], `block * block_size + offset` of each token.
         wanted_rows: int64 [F], ascending, rows whose hidden states are asked for, each the last one of its sequence;
             None for all rows.
@@ -94,30 +97,6 @@ class AttentionMetaData:
     def num_tokens(self) -> int:
         """Rows that are tokens, without padding."""
         return int(self.cu_seqlens_q[-1])
-
-
-@dataclass(frozen=True)
-class Penalties:
-    """Penalties of those of S rows that ask for any: N entries, one for each row and id that the row has seen.
-
-    Entries are flat, so that rows of different lengths need no padding: a padding id would be punished with the others
-    (the trap in seed 004's `build_prev_ids`).
-
-    Attributes:
-        rows: int64 [N].
-        ids: int64 [N]; no pair of row and id comes twice.
-        output_counts: float32 [N], how often the id is in the output; 0 for one that is in the prompt only.
-        repetition: float32 [N], of the entry's row, as are the following; above 0, 1 is off.
-        presence: float32 [N]; 0 is off.
-        frequency: float32 [N]; 0 is off.
-    """
-
-    rows: npt.NDArray[np.int64]
-    ids: npt.NDArray[np.int64]
-    output_counts: npt.NDArray[np.float32]
-    repetition: npt.NDArray[np.float32]
-    presence: npt.NDArray[np.float32]
-    frequency: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -142,16 +121,16 @@ class SampleParams:
         top_k: int64 [S].
         top_p: float32 [S].
         min_p: float32 [S].
-        penalties: None when no row has any.
         masked: None when no row has any.
+        penalties: None when no row has any.
     """
 
     temperature: npt.NDArray[np.float32]
     top_k: npt.NDArray[np.int64]
     top_p: npt.NDArray[np.float32]
     min_p: npt.NDArray[np.float32]
-    penalties: Penalties | None = None
     masked: MaskedIds | None = None
+    penalties: Penalties | None = None
 
 
 @dataclass(frozen=True)
@@ -487,7 +466,7 @@ class KernelBackend(Protocol):
     def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
         """Of each row of `linear` the column of the largest number among the first `limit`, the first of equals: [T].
 
-        NaN counts as the lowest; 0 where nothing is above minus infinity.
+        NaN counts as the lowest; NO_TOKEN where the largest number is not finite.
         """
         ...
 
@@ -661,9 +640,10 @@ class KernelBackend(Protocol):
         positions: npt.NDArray[np.int64],
         choices: npt.NDArray[np.int64],
     ) -> torch.Tensor:
-        """Token ids int64 [S] from float32 logits [S, V], by the rules of design-details section 4.
+        """Token ids int64 [S] from float32 logits [S, V], by the rules of docs/determinism.md.
 
-        `positions[i]` is the number of tokens before the sampled one, `choices[i]` the index of the answer. Penalties
-        and masks are written into `logits`.
+        NO_TOKEN for a row whose largest logit, after the masks, is not finite. `positions[i]` is the number of tokens
+        before the sampled one, `choices[i]` the index of the answer. Penalties (kernels/penalties.py), then masks are
+        written into `logits`.
         """
         ...

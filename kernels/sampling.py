@@ -1,4 +1,4 @@
-"""Sampling by Gumbel noise, exactly as design-details section 4 says; numpy, on the host.
+"""Sampling by Gumbel noise, exactly as docs/determinism.md says; numpy, on the host.
 
 Integer masses and the order (value descending, id ascending) make the result independent of tiles, shards and sorting
 algorithms. Noise is computed only for the ids that the filters leave.
@@ -11,7 +11,9 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from kernels.interface import Penalties, SampleParams
+from kernels.interface import SampleParams
+from kernels.no_token import NO_TOKEN
+from kernels.penalties import penalize
 from kernels.philox import Words, all_token_words, token_words
 
 Floats = npt.NDArray[np.float32]
@@ -34,8 +36,9 @@ _FIRST_SORTED = 1024
 def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, choices: Ids) -> Ids:
     """Token ids int64 [S] for float32 logits [S, V]; see KernelBackend.sample.
 
-    Penalties come first, then masks, then the division by the temperature and the filters. Rows that have overflowed
-    to NaN or infinity give the largest number's id: they must not end the other rows' step.
+    Penalties (kernels/penalties.py) come first, then masks, the division by the temperature and the filters. A row with
+    NaN, or whose division overflows, gives the largest number's id; one whose largest number is not finite gives
+    NO_TOKEN.
     """
     if params.penalties is not None:
         penalize(logits, params.penalties)
@@ -45,7 +48,10 @@ def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, c
     broken = ~np.isfinite(logits.max(axis=1))
     if broken.any():
         logits = np.where(np.isnan(logits), -np.inf, logits).astype(np.float32)
+    largest = logits.max(axis=1)
     greedy = broken | (params.temperature == 0)
+    with np.errstate(over="ignore"):
+        greedy |= ~np.isfinite(largest / np.where(greedy, np.float32(1), params.temperature))
     filtered = ~greedy & ((params.min_p > 0) | (params.top_k > 0) | (params.top_p < 1))
     counters = (seeds, positions.astype(np.uint64), choices.astype(np.uint64))
     # argmax takes the first of equal values: the lowest id.
@@ -55,30 +61,21 @@ def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, c
         matching = np.flatnonzero(mask)
         for start in range(0, len(matching), per_call):
             rows = matching[start : start + per_call]
-            ids[rows] = sample_rows(logits[rows] / params.temperature[rows, None], params, rows, counters)
+            with np.errstate(over="ignore"):
+                scaled = logits[rows] / params.temperature[rows, None]
+            ids[rows] = sample_rows(scaled, params, rows, counters)
+    ids[~np.isfinite(largest)] = NO_TOKEN
     return ids
 
 
 def greedy(logits: Floats) -> Ids:
-    """The lowest id of the largest logit of each row of float32 [S, V], int64 [S]; NaN counts as the lowest."""
-    # argmax takes the first of equal values: the lowest id.
-    return np.asarray(np.where(np.isnan(logits), -np.inf, logits).argmax(axis=1))
+    """The lowest id of the largest logit of each row of float32 [S, V], int64 [S]; NaN counts as the lowest.
 
-
-def penalize(logits: Floats, penalties: Penalties) -> None:
-    """Changes the entries' logits: repetition, then presence, then frequency, each rounded to float32.
-
-    Repetition divides a positive logit and multiplies another, so both become less likely (transformers'
-    RepetitionPenaltyLogitsProcessor); the others subtract, once and per occurrence in the output.
+    NO_TOKEN where the largest is not finite.
     """
-    place = (penalties.rows, penalties.ids)
-    values, counts = logits[place], penalties.output_counts
-    # A tiny penalty may overflow; `sample` bears infinities.
-    with np.errstate(over="ignore"):
-        values = np.where(values > 0, values / penalties.repetition, values * penalties.repetition)
-        values -= penalties.presence * (counts > 0)
-        values -= penalties.frequency * counts
-    logits[place] = values
+    numbers = np.where(np.isnan(logits), -np.inf, logits)
+    # argmax takes the first of equal values: the lowest id.
+    return np.where(np.isfinite(numbers.max(axis=1)), numbers.argmax(axis=1), NO_TOKEN)
 
 
 def gumbel(words: Words) -> Floats:

@@ -1,4 +1,4 @@
-"""Chooses the kernel back end, once, at load (design-details section 3: never per call)."""
+"""Chooses the kernel back end, once, at load (docs/determinism.md)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kernels.cpu.backend import CpuBackend
 from kernels.cpu.instruction_sets import AUTO, CHOICES
 from kernels.cpu.library import PLAIN, LibraryUnavailableError
 from kernels.interface import KernelBackend
-from kernels.torch_backend import TorchBackend
+from kernels.torch_backend.backend import TorchBackend
 
 if TYPE_CHECKING:
     from kernels.triton_backend.backend import TritonBackend
@@ -76,7 +76,7 @@ def _gpu_backend(name: str, batch_invariant: bool, expert_parallel: bool) -> Ker
     if importlib.util.find_spec("triton") is None:
         raise ValueError(f"kernels {name!r}: Triton is not installed; install fissile[triton]")
     # Triton finds out at its import whether kernels are interpreted, and takes half a second.
-    from kernels.aiter_library import AiterUnavailableError  # noqa: PLC0415
+    from kernels.aiter.library import AiterUnavailableError  # noqa: PLC0415
     from kernels.triton_backend.backend import TritonBackend  # noqa: PLC0415
 
     try:
@@ -93,8 +93,8 @@ def _gpu_backend(name: str, batch_invariant: bool, expert_parallel: bool) -> Ker
 
 def _above(own: TritonBackend, expert_parallel: bool) -> KernelBackend:
     """AITER's kernels, where Triton's do the rest; see AiterBackend."""
-    from kernels.aiter_backend import SINCE, AiterBackend  # noqa: PLC0415
-    from kernels.aiter_library import AiterLibrary  # noqa: PLC0415
+    from kernels.aiter.backend import SINCE, AiterBackend  # noqa: PLC0415
+    from kernels.aiter.library import AiterLibrary  # noqa: PLC0415
 
     return AiterBackend(own, AiterLibrary.load(SINCE), own.settings, expert_parallel)
 

@@ -21,9 +21,9 @@ from fissile.admin.v1.admin_pb2_grpc import add_AdminServiceServicer_to_server
 from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from grpc_channelz.v1 import channelz
 
-from common.cli.config_file import ConfigurableCommand, arguments_of, config_option
-from common.cli.failure import CommandError
-from common.cli.options import Duration, option
+from common.cli.core.config_file import ConfigurableCommand, arguments_of, config_option
+from common.cli.core.errors import CommandError
+from common.cli.core.options import Duration, option
 from common.delay_gate import DelayGate
 from common.errors import ApiError
 from common.limits import (
@@ -35,34 +35,43 @@ from common.limits import (
     MAX_LEASE_S,
     MAX_QUEUED_REQUESTS,
     MAX_UNREAD_TOKENS,
+    ROUTER_ENDING_S,
+    SLOW_CLIENT_TIMEOUT_S,
     STALL_TIMEOUT_S,
     TELEMETRY_SHUTDOWN_S,
     WORKER_WAIT_S,
 )
+from common.memory import give_memory_back
+from common.priority import PRIORITIES
+from common.process.tasks import keep_running
+from common.rpc.descriptors import max_side_connections, raise_descriptor_limit
 from common.rpc.server import GrpcServer, PortTakenError
 from common.rpc.tls import Dialer, TlsError
+from common.telemetry.exporter import ExportError
 from common.telemetry.logs import LEVELS, setup_logging
 from common.telemetry.metrics import setup_metrics
+from common.telemetry.output import guard_standard_streams
 from common.telemetry.tracing import setup_tracing
 from common.text.tokenizer import TokenizerError
-from router import admin
-from router.call import SERVICE
-from router.discovery import Discovery, read_list
-from router.dispatcher import Dispatcher
-from router.failover import FailoverPolicy
-from router.fair_queue import TenantShares
-from router.fleet import FailoverOptions, Fleet
-from router.loop_lag import LoopLag
-from router.metrics import RouterFigures, RouterMetrics
+from router.api import admin
+from router.api.inference import InferenceService
+from router.api.rpc_scope import SERVICE
+from router.api.shutdown import OpenCalls
+from router.api.tenants import TENANT_KEY, TenantPolicy
 from router.model_registry import ModelRegistry
-from router.placement import PLACEMENTS
-from router.prompts import PromptEncoder
-from router.routing import Configuration, Reread, Routing, Settings
+from router.requests.fleet import FailoverOptions, Fleet
+from router.runtime_config import Configuration, Reread, Routing, Settings
+from router.scheduling.dispatcher import Dispatcher
+from router.scheduling.failover import FailoverPolicy
+from router.scheduling.fair_queue import TenantShares
+from router.scheduling.placement import PLACEMENTS
 from router.security import RouterSecurity, with_security
-from router.service import InferenceService
-from router.targets import AddressError, FileTarget, parse_targets
-from router.tenants import TENANT_KEY, TenantPolicy, tenant_policy
-from router.tokenizer_store import TokenizerStore
+from router.telemetry.loop_lag import LoopLag
+from router.telemetry.metrics import RouterFigures, RouterMetrics
+from router.text.prompts import PromptEncoder
+from router.text.tokenizer_store import TokenizerStore
+from router.workers.addresses import AddressError, FileTarget, parse_targets
+from router.workers.discovery import Discovery, read_list
 
 SWITCH_INTERVAL_S: Final = 0.0005
 
@@ -78,6 +87,7 @@ _RELOADED = frozenset(
         "queue_size",
         "tenant_weights",
         "tenant_concurrency",
+        "tenant_max_priority",
         "log_level",
     }
 )
@@ -89,7 +99,7 @@ class RouterOptions:
     """What one router is started with; times in seconds.
 
     Attributes:
-        workers: the workers, in the forms of `targets`.
+        workers: the workers, in the forms of `addresses`.
         host: address to listen on.
         port: TCP port; 0 takes any.
         delay_factor: of the delay gate; 0 is off.
@@ -99,6 +109,7 @@ class RouterOptions:
         tokenizer: folder to take tokenizer and template from, None to ask the workers.
         drain_timeout_s: how long streams may go on after SIGTERM.
         max_unread_tokens: a client that leaves more unread is dropped.
+        slow_client_timeout_s: a client that lets a message wait for so long is dropped; 0 is never.
         failover: what happens to requests whose worker is lost.
         admin_port: TCP port of AdminService on `admin_host`; 0 takes any, None is off.
         admin_host: address of AdminService.
@@ -118,6 +129,7 @@ class RouterOptions:
     tokenizer: Path | None = None
     drain_timeout_s: float = DRAIN_TIMEOUT_S
     max_unread_tokens: int = MAX_UNREAD_TOKENS
+    slow_client_timeout_s: float = SLOW_CLIENT_TIMEOUT_S
     failover: FailoverOptions = field(default_factory=FailoverOptions)
     admin_port: int | None = None
     admin_host: str = "127.0.0.1"
@@ -141,6 +153,7 @@ class RouterOptions:
             self.queue_size,
             tenant_weight=dict(self.tenants.weights),
             tenant_concurrency={**others, **self.tenants.concurrency_of},
+            tenant_max_priority=dict(self.tenants.max_priority_of),
         )
         return Settings(routing, tuple(self.workers), self.log_level)
 
@@ -163,6 +176,7 @@ class Router:
 
     Raises:
         TlsError: the certificate for workers can not be used.
+        ExportError: the environment asks for an export that there is not.
     """
 
     def __init__(self, options: RouterOptions, reread: Callable[[], Reread] | None = None) -> None:
@@ -174,6 +188,7 @@ class Router:
         self._watch: asyncio.Task[None] | None = None
         self._store = TokenizerStore()
         self._encoder = PromptEncoder()
+        self._calls = OpenCalls()
         instance = secrets.token_hex(8)
         self._tracing = setup_tracing("fissile-router", instance)
         self._metrics = RouterMetrics(setup_metrics("fissile-router", instance))
@@ -200,6 +215,7 @@ class Router:
             failover=failover,
             worker_lost=self._refresh,
             dialer=dialer,
+            slow_client_timeout_s=options.slow_client_timeout_s,
         )
         self.discovery = Discovery(self.fleet.set_workers)
         self.service = InferenceService(
@@ -210,6 +226,8 @@ class Router:
             max_unread_tokens=options.max_unread_tokens,
             tenants=options.tenants,
             metrics=self._metrics,
+            calls=self._calls,
+            has_keys=security.access is not None,
         )
 
         self.configuration = Configuration(options.settings(), self._apply, reread)
@@ -217,7 +235,14 @@ class Router:
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
             services, tls, access = [admin.SERVICE, _CHANNELZ], security.admin_tls, security.access
-            self.admin = GrpcServer(options.admin_host, options.admin_port, services, tls=tls, access=access)
+            self.admin = GrpcServer(
+                options.admin_host,
+                options.admin_port,
+                services,
+                tls=tls,
+                access=access,
+                max_connections=max_side_connections(),
+            )
 
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
@@ -232,32 +257,53 @@ class Router:
         add_InferenceServiceServicer_to_server(self.service, self.server.server)
         await self.server.start()
         if self.admin is not None:
-            service = admin.AdminService(self.fleet, self.configuration, self._tracing)
+            service = admin.AdminService(self.fleet, self.configuration, self._tracing, self._calls)
             add_AdminServiceServicer_to_server(service, self.admin.server)
             channelz.add_channelz_servicer(self.admin.server)
             await self.admin.start()
             await self.admin.set_serving(True)
             log.info("admin listening", address=self.admin.address)
-        self._health = asyncio.create_task(self._follow_workers(), name="health")
+        self._health = asyncio.create_task(keep_running("health", self._follow_workers), name="health")
         if self._metrics.enabled:
             self._loop_lag.start()
-        self._watch = asyncio.create_task(self._metrics.watch(self._figures), name="metrics")
+        watch = keep_running("metrics", lambda: self._metrics.watch(self._figures))
+        self._watch = asyncio.create_task(watch, name="metrics")
         self.discovery.follow(parse_targets(self._options.workers))
         log.info("router listening", address=self.server.address, workers=list(self._options.workers))
 
     async def drain(self) -> None:
         """Takes no new requests, lets streams finish within the drain timeout, then stops."""
-        log.info("draining", in_flight=self.service.in_flight, timeout_s=self._options.drain_timeout_s)
+        timeout_s = self._options.drain_timeout_s
+        log.info("draining", in_flight=self.service.in_flight, timeout_s=timeout_s)
         await self._leave_health()
-        await self.server.drain(DRAIN_PROPAGATION_S, self._options.drain_timeout_s)
-        await self.stop()
+        stopping = asyncio.create_task(self.server.drain(DRAIN_PROPAGATION_S, timeout_s + ROUTER_ENDING_S))
+        idle = asyncio.create_task(self._idle_after(DRAIN_PROPAGATION_S))
+        try:
+            await asyncio.wait(
+                {stopping, idle}, timeout=DRAIN_PROPAGATION_S + timeout_s, return_when=asyncio.FIRST_COMPLETED
+            )
+            await self.stop()
+        finally:
+            stopping.cancel()
+            idle.cancel()
+            await asyncio.gather(stopping, idle, return_exceptions=True)
+
+    async def _idle_after(self, propagation_s: float) -> None:
+        """Waits until there is no call any more, once clients have had the time to learn of the drain."""
+        await asyncio.sleep(propagation_s)
+        await self._calls.wait_until_none()
 
     async def stop(self) -> None:
         """Ends what still runs, and everything else. May be called at any time, twice too."""
         await self._leave_health()
-        await self.server.stop(0)
+        if self.service.in_flight:
+            log.warning("ending requests", in_flight=self.service.in_flight)
+        # Before the server does it, with a status that says what the client has got.
+        self._calls.end()
+        self.fleet.end_streams()
+        await self.server.stop(ROUTER_ENDING_S)
         if self.admin is not None:
-            await self.admin.stop(0)
+            await self.admin.stop(ROUTER_ENDING_S)
         await self.discovery.stop()
         await self.fleet.stop()
         self._encoder.close()
@@ -269,13 +315,9 @@ class Router:
     def reload(self) -> None:
         """Reads the configuration again; what is wrong with it is logged, and changes nothing."""
         try:
-            done = self.configuration.reload()
+            admin.reread(self.configuration)
         except CommandError as error:
             log.error("configuration not reloaded", why=str(error))
-            return
-        log.info("configuration reloaded", version=done.version, changed=list(done.changed))
-        if done.needs_restart:
-            log.warning("a change of these options needs a restart", options=list(done.needs_restart))
 
     def _apply(self, settings: Settings) -> None:
         """Takes settings into force, between two decisions."""
@@ -284,7 +326,8 @@ class Router:
         self._placement = routing.placement
         gate = DelayGate(routing.delay_factor, routing.max_hold_s)
         self.fleet.configure(gate, placement, routing.queue_size, weights)
-        self.service.set_tenants(tenant_policy(self._options.tenants.key, weights, routing.tenant_concurrency))
+        limits = weights, routing.tenant_concurrency, routing.tenant_max_priority
+        self.service.set_tenants(self._options.tenants.with_limits(*limits))
         if settings.log_level != self._log_level:
             self._log_level = settings.log_level
             setup_logging(settings.log_level, service="router")
@@ -302,6 +345,7 @@ class Router:
             releases=fleet.num_releases,
             released=fleet.num_released,
             failed=dict(self._metrics.failed),
+            usage=dict(self._metrics.usage),
             config_version=self.configuration.version,
         )
 
@@ -317,9 +361,9 @@ class Router:
 
     async def _follow_workers(self) -> None:
         while True:
-            await self._serving.wait()
             self._serving.clear()
             await self.server.set_serving(self.registry.serving)
+            await self._serving.wait()
 
     async def _leave_health(self) -> None:
         if self._health is not None:
@@ -355,7 +399,7 @@ async def run_router(options: RouterOptions, reread: Callable[[], Reread] | None
         asyncio.get_running_loop().add_signal_handler(number, on_signal)
     try:
         router = Router(options, reread)
-    except TlsError as error:
+    except (TlsError, ExportError) as error:
         raise CommandError(str(error)) from None
     asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, router.reload)
     try:
@@ -381,12 +425,8 @@ class Lease(Duration):
 
     name = "lease"
 
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Reads the text of an option."""
-        seconds = super().convert(value, param, ctx)
-        if not 2 * HEARTBEAT_S <= seconds <= MAX_LEASE_S:
-            self.fail(f"{value} is out of range; use {2 * HEARTBEAT_S:g}s to {MAX_LEASE_S:g}s", param, ctx)
-        return seconds
+    def __init__(self) -> None:
+        super().__init__(2 * HEARTBEAT_S, MAX_LEASE_S)
 
 
 class MetadataKey(click.ParamType[str]):
@@ -426,6 +466,21 @@ class PerTenant(click.ParamType[tuple[str, float]]):
         return name, read
 
 
+class TenantPriority(click.ParamType[tuple[str, str]]):
+    """`TENANT=PRIORITY`, or a priority alone, which is for the tenants that have none of their own."""
+
+    name = "priority"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[str, str]:
+        """Reads the text of an option; the tenant is "" when there is none."""
+        if isinstance(value, tuple):
+            return value
+        tenant, named, priority = str(value).rpartition("=")
+        if priority not in PRIORITIES or (named and not tenant):
+            self.fail(f"{value!r} is not [TENANT=]PRIORITY, with one of {', '.join(PRIORITIES)}", param, ctx)
+        return tenant, priority
+
+
 @click.command(cls=ConfigurableCommand, context_settings={"help_option_names": ["-h", "--help"]})
 @config_option("router")
 @option(
@@ -443,20 +498,39 @@ class PerTenant(click.ParamType[tuple[str, float]]):
 @option("--max-hold", envvar="FISSILE_MAX_HOLD", default="250ms", type=Duration(), help="Longest such wait.")
 @option(
     "--queue-size", envvar="FISSILE_QUEUE_SIZE", default=MAX_QUEUED_REQUESTS, type=click.IntRange(1),
-    help="Most requests of one priority class that wait for a worker; more are refused with RESOURCE_EXHAUSTED.",
+    help="Most requests of one priority class that wait for a worker; more are refused with RESOURCE_EXHAUSTED, or "
+    "take the place of one of the tenant that has the most waiting for its weight.",
 )  # fmt: skip
 @option(
     "--tenant-key", envvar="FISSILE_TENANT_KEY", default=TENANT_KEY, type=MetadataKey(), metavar="NAME",
-    help="Metadata whose value says which tenant a call is for. Tenants share the queue fairly, by prompt tokens.",
+    help="Metadata whose value says which tenant a call is for. Tenants share the queue fairly, by prompt "
+    "and output tokens.",
 )  # fmt: skip
 @option(
     "--tenant-weight", "tenant_weights", envvar="FISSILE_TENANT_WEIGHT", multiple=True, type=PerTenant(float),
-    metavar="TENANT=WEIGHT", help="A tenant's share in the queue; the others have 1. Repeat it for several tenants.",
+    metavar="TENANT=WEIGHT",
+    help="A tenant's share of the queue and of the service; the others have 1. Repeat it for several tenants.",
 )  # fmt: skip
 @option(
     "--tenant-concurrency", envvar="FISSILE_TENANT_CONCURRENCY", multiple=True, type=PerTenant(int),
     metavar="[TENANT=]N",
     help="Most requests that a tenant may have in flight; without a name, each of the others. 0 is no limit.",
+)  # fmt: skip
+@option(
+    "--tenant-max-priority", envvar="FISSILE_TENANT_MAX_PRIORITY", multiple=True, type=TenantPriority(),
+    metavar="[TENANT=]PRIORITY",
+    help="Highest priority that a tenant's requests may ask for: low, normal or high; without a name, each of the "
+    "others', which is high, or normal with API keys, if absent. A key may have a maximum too; the lower one counts.",
+)  # fmt: skip
+@option(
+    "--require-bound-tenant", envvar="FISSILE_REQUIRE_BOUND_TENANT", is_flag=True,
+    help="Refuse calls that name a tenant in their metadata unless their API key is bound to it: otherwise a caller "
+    "can be another tenant in every call, and has as many shares. Calls of all other keys are one tenant together.",
+)  # fmt: skip
+@option(
+    "--isolate-tenants", envvar="FISSILE_ISOLATE_TENANTS", is_flag=True,
+    help="Let tenants share no prefix cache, whatever cache_salt their requests name: otherwise the time to the first "
+    "token, and cached_tokens, tell a tenant whether others have asked the same before. Answers stay the same.",
 )  # fmt: skip
 @option(
     "--placement", envvar="FISSILE_PLACEMENT", default="prefix_aware", type=click.Choice(list(PLACEMENTS)),
@@ -483,6 +557,12 @@ class PerTenant(click.ParamType[tuple[str, float]]):
 @option(
     "--max-unread-tokens", envvar="FISSILE_MAX_UNREAD_TOKENS", default=MAX_UNREAD_TOKENS, type=click.IntRange(1),
     help="A client that leaves more tokens of a stream unread is dropped with RESOURCE_EXHAUSTED.",
+)  # fmt: skip
+@option(
+    "--slow-client-timeout", envvar="FISSILE_SLOW_CLIENT_TIMEOUT", default=f"{SLOW_CLIENT_TIMEOUT_S:g}s",
+    type=Duration(),
+    help="A client that reads nothing for so long while a message waits for it is dropped with RESOURCE_EXHAUSTED; "
+    "what it held is free again. 0s is never.",
 )  # fmt: skip
 @option(
     "--tokenizer", envvar="FISSILE_TOKENIZER", default=None, type=click.Path(path_type=Path), metavar="FOLDER",
@@ -514,12 +594,16 @@ def router(
     tenant_key: str,
     tenant_weights: tuple[tuple[str, float], ...],
     tenant_concurrency: tuple[tuple[str, int], ...],
+    tenant_max_priority: tuple[tuple[str, str], ...],
+    require_bound_tenant: bool,
+    isolate_tenants: bool,
     placement: str,
     failover: str,
     worker_wait: float,
     stall_timeout: float,
     lease: float,
     max_unread_tokens: int,
+    slow_client_timeout: float,
     tokenizer: Path | None,
     drain_timeout: float,
     admin_port: int | None,
@@ -532,7 +616,10 @@ def router(
 
     Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, running streams finish, exit code 0.
     """
+    give_memory_back()
+    guard_standard_streams()
     setup_logging(log_level, service="router")
+    raise_descriptor_limit()
     context = click.get_current_context()
     _settings(context.params)
     run_on_loop(
@@ -548,10 +635,13 @@ def router(
                 tokenizer=tokenizer,
                 drain_timeout_s=drain_timeout,
                 max_unread_tokens=max_unread_tokens,
+                slow_client_timeout_s=slow_client_timeout,
                 failover=FailoverOptions(FailoverPolicy(failover), worker_wait, stall_timeout, lease),
                 admin_port=admin_port,
                 admin_host=admin_host,
-                tenants=tenant_policy(tenant_key, dict(tenant_weights), dict(tenant_concurrency)),
+                tenants=TenantPolicy(
+                    tenant_key, require_bound=require_bound_tenant, isolate=isolate_tenants
+                ).with_limits(dict(tenant_weights), dict(tenant_concurrency), dict(tenant_max_priority)),
                 log_level=log_level,
                 security=security,
                 max_connection_age_s=max_connection_age,
@@ -596,6 +686,7 @@ def _settings(given: Mapping[str, Any]) -> Settings:
             given["queue_size"],
             tenant_weight=dict(given["tenant_weights"]),
             tenant_concurrency=dict(given["tenant_concurrency"]),
+            tenant_max_priority=dict(given["tenant_max_priority"]),
         )
         return Settings(routing, tuple(given["workers"]), given["log_level"])
     except (AddressError, ApiError) as error:

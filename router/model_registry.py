@@ -1,12 +1,16 @@
 """The models that the workers serve, as the router must know them to validate, tokenize and answer.
 
-Pure. Workers of one model must agree in what a prompt's tokens and hashes depend on, and in the weights; the first one
-decides while it serves. A model whose workers are all gone stays known, so that its requests get UNAVAILABLE and not
-NOT_FOUND; it is forgotten when each of its addresses serves another.
+Pure. Workers of one name may differ in what a prompt's tokens and hashes depend on, and in the weights, as while new
+weights are rolled out: each such `identity` is a model of its own, and a request has one of them from its prompt to its
+last token. A model whose workers are all gone stays known, so that its requests get UNAVAILABLE and not NOT_FOUND; it
+is forgotten when its addresses serve others.
 """
 
 from __future__ import annotations
 
+import hashlib
+import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
@@ -17,9 +21,14 @@ from common.sampling_params import SamplingParams, model_defaults
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer, read_json
 
+# In what workers of one identity agree, besides the name.
+_IDENTITY = ("weights_digest", "tokenizer_sha256", "block_size", "hash_seed", "architecture", "vocab_size")
+# Models that are remembered though none of the router's addresses serves them any more.
+_MAX_UNUSED = 16
+
 
 class WorkerRefusedError(Exception):
-    """A worker can not be used together with the others; the message says why in one line."""
+    """A worker can not be used; the message says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +52,7 @@ class TextAssets:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model on one worker, or of all its ready workers: then `max_model_len` (tokens) is the shortest."""
+    """One model on one worker, or on all ready ones of an identity: `max_model_len` (tokens) is then the longest."""
 
     name: str
     architecture: str
@@ -55,17 +64,16 @@ class ServedModel:
     hash_seed: int
     text: TextAssets
     numerics: str = ""
+    identity: str = field(init=False)
+    """Equal for workers that a prompt made for one of them can be given to, and that hold the same weights."""
 
-    @property
-    def identity(self) -> str:
-        """Equal for workers that a prompt made for one of them can be given to, and that hold the same weights."""
-        parts = (self.name, self.weights_digest, self.tokenizer_sha256, self.block_size, self.hash_seed)
-        return "/".join(map(str, parts))
+    def __post_init__(self) -> None:
+        identity = "/".join(str(getattr(self, name)) for name in ("name", *_IDENTITY))
+        object.__setattr__(self, "identity", identity)
 
     def disagreement(self, other: ServedModel) -> str:
-        """In what `other` differs from this, "" when they can be served under one name."""
-        fields = ("architecture", "vocab_size", "tokenizer_sha256", "weights_digest", "block_size", "hash_seed")
-        values = [(name, getattr(self, name), getattr(other, name)) for name in fields]
+        """In what `other` differs from this, "" when their identities are the same."""
+        values = [(name, getattr(self, name), getattr(other, name)) for name in _IDENTITY]
         return "; ".join(f"{name} is {theirs}, not {ours}" for name, ours, theirs in values if ours != theirs)
 
 
@@ -86,73 +94,161 @@ def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedMode
 
 
 class ModelRegistry:
-    """Which models there are, and which workers serve them."""
+    """Which models there are, which weights they have, and which workers serve them."""
 
     def __init__(self) -> None:
-        self._models: dict[str, ServedModel] = {}
-        # Latest model of each address, and what each ready address serves.
-        self._assigned: dict[str, str] = {}
+        # By name and identity: the weights that are known, the latest last.
+        self._models: dict[str, dict[str, ServedModel]] = {}
+        # What each address has served last, and what each ready one serves.
+        self._assigned: dict[str, ServedModel] = {}
         self._ready: dict[str, ServedModel] = {}
+        # Names of the models that any address has served last.
+        self._names: list[str] = []
+        # By name and identity: how many are ready, of those that have any.
+        self._counts: dict[str, Counter[str]] = {}
 
-    def admit(self, worker: str, model: ServedModel) -> None:
+    def admit(self, worker: str, model: ServedModel) -> str:
         """Counts the worker at address `worker` among those that serve `model`.
 
-        Raises:
-            WorkerRefusedError: it differs from the workers that serve a model of this name.
+        Returns:
+            In what it differs from other ready workers of this name, if it is the first one that does; else "".
         """
-        others = [served for served in self._ready.values() if served.name == model.name]
-        if others and (difference := others[0].disagreement(model)):
-            raise WorkerRefusedError(f"differs from the other workers of model {model.name!r}: {difference}")
-        self._assigned[worker] = model.name
+        self.release(worker)
+        before, self._assigned[worker] = self._assigned.get(worker), model
+        self._names = self._assigned_names()
+        difference = self._difference(model)
         self._ready[worker] = model
-        self._models[model.name] = replace(model, max_model_len=min(m.max_model_len for m in [*others, model]))
-        for name in self._models.keys() - set(self._assigned.values()):
-            del self._models[name]
+        self._counts.setdefault(model.name, Counter())[model.identity] += 1
+        self._models.setdefault(model.name, {})[model.identity] = model
+        self._measure(model)
+        self._forget_unused(model.name)
+        if before is not None and before.name not in self._names:
+            del self._models[before.name]
+        self._forget_oldest()
+        return difference
 
     def release(self, worker: str) -> None:
         """The worker at this address is gone, or takes no more work."""
         gone = self._ready.pop(worker, None)
         if gone is None:
             return
-        lengths = [m.max_model_len for m in self._ready.values() if m.name == gone.name]
-        if lengths:
-            self._models[gone.name] = replace(self._models[gone.name], max_model_len=min(lengths))
+        counts = self._counts[gone.name]
+        counts[gone.identity] -= 1
+        if not counts[gone.identity]:
+            del counts[gone.identity]
+        self._measure(gone)
 
     def forget(self, worker: str) -> None:
-        """The worker at this address is none of this router's any more; a model that only it had goes with it."""
+        """The worker at this address is none of this router's any more."""
         self.release(worker)
-        self._assigned.pop(worker, None)
-        for name in self._models.keys() - set(self._assigned.values()):
-            del self._models[name]
+        gone = self._assigned.pop(worker, None)
+        self._names = self._assigned_names()
+        if gone is not None:
+            self._forget_unused(gone.name)
+            self._forget_oldest()
+
+    def knows(self, name: str) -> bool:
+        """True if there is, or was, a model called `name`, or any for an empty name."""
+        return name in self._models if name else bool(self._models)
 
     def get(self, name: str) -> ServedModel:
-        """The model called `name`, or the only one for an empty name.
+        """The model called `name`, or the only one for an empty name, with the weights that most ready workers have.
 
         Raises:
             NoWorkerError: no worker has come up yet.
             UnknownModelError: there is no such model.
             InvalidFieldError: the name is empty and there are several.
         """
-        if not self._models:
-            raise NoWorkerError("no worker has come up yet")
-        if not name and len(self._models) > 1:
-            raise InvalidFieldError("model", "is empty", f"one of {', '.join(sorted(self._models))}")
-        if not name:
-            return next(iter(self._models.values()))
-        if name not in self._models:
-            raise UnknownModelError(name, sorted(self._models))
-        return self._models[name]
+        name = self._resolve(name)
+        counts = self._counts.get(name, Counter())
+        return max(reversed(self._models[name].values()), key=lambda model: counts[model.identity])
+
+    def choose(self, name: str, key: str) -> ServedModel:
+        """The model called `name` with the weights that a new request gets: the same ones for the same `key`.
+
+        Weighted rendezvous hashing (Thaler and Ravishankar 1996; Schindelhauer and Schomaker 2005): each of its weights
+        gets new requests in proportion to its ready workers. Routers with the same ready workers choose alike, and
+        only keys whose weights have lost workers, or others have won some, change theirs.
+
+        Raises:
+            ApiError: as `get`.
+        """
+        name = self._resolve(name)
+        counts = self._counts.get(name)
+        if not counts:
+            return next(reversed(self._models[name].values()))
+        if len(counts) == 1:
+            return self._models[name][next(iter(counts))]
+        return self._models[name][max(counts, key=lambda identity: _score(identity, key, counts[identity]))]
+
+    def is_replaced(self, name: str, identity: str) -> bool:
+        """True if no worker of an identity is ready, and one of another identity of the same name is."""
+        counts = self._counts.get(name, Counter())
+        return bool(counts) and identity not in counts
 
     def ready_workers(self, name: str) -> int:
-        """Number of workers that serve a model now."""
-        return sum(served.name == name for served in self._ready.values())
+        """Number of workers that serve a model now, whatever its weights."""
+        return sum(self._counts.get(name, Counter()).values())
 
     @property
     def models(self) -> list[ServedModel]:
-        """All models, in order of their names."""
-        return [self._models[name] for name in sorted(self._models)]
+        """All models, in order of their names, each as in `get`."""
+        return [self.get(name) for name in sorted(self._models)]
 
     @property
     def serving(self) -> bool:
-        """Whether any worker serves."""
+        """True if any worker serves."""
         return bool(self._ready)
+
+    def _resolve(self, name: str) -> str:
+        """The full name of a model."""
+        if not self._models:
+            raise NoWorkerError("no worker has come up yet")
+        if name:
+            if name not in self._models:
+                raise UnknownModelError(name, sorted(self._models))
+            return name
+        # One that no address serves any more is not in the way of the others.
+        names = self._names or sorted(self._models)
+        if len(names) > 1:
+            raise InvalidFieldError("model", "is empty", f"one of {', '.join(names)}")
+        return names[0]
+
+    def _difference(self, model: ServedModel) -> str:
+        """In what a model differs from the ready one of its name, "" where its weights are known to be ready."""
+        counts = self._counts.get(model.name)
+        if not counts or model.identity in counts:
+            return ""
+        return self._models[model.name][next(iter(counts))].disagreement(model)
+
+    def _measure(self, model: ServedModel) -> None:
+        """Notes the length of the longest ready worker; without one it stays as it was."""
+        ready = [served for served in self._ready.values() if served.identity == model.identity]
+        if ready:
+            longest = max(served.max_model_len for served in ready)
+            self._models[model.name][model.identity] = replace(ready[-1], max_model_len=longest)
+
+    def _assigned_names(self) -> list[str]:
+        return sorted({model.name for model in self._assigned.values()})
+
+    def _forget_unused(self, name: str) -> None:
+        """Forgets the weights that no address has served last; the latest stay if none has."""
+        used = {model.identity for model in self._assigned.values() if model.name == name}
+        known = self._models[name]
+        if not used:
+            used = {next(reversed(known))}
+        self._models[name] = {identity: model for identity, model in known.items() if identity in used}
+
+    def _forget_oldest(self) -> None:
+        """Bounds the models that are known though no address serves them any more."""
+        unused = self._models.keys() - set(self._names)
+        for name in [name for name in self._models if name in unused][: max(0, len(unused) - _MAX_UNUSED)]:
+            del self._models[name]
+
+
+def _score(identity: str, key: str, weight: int) -> float:
+    """How much a key wants an identity; it gets the one that it wants most."""
+    digest = hashlib.blake2b(f"{identity}\0{key}".encode(), digest_size=8).digest()
+    # Strictly between 0 and 1: 52 bits and a half.
+    uniform = ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2**52
+    return -weight / math.log(uniform)

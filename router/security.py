@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common.cli.failure import CommandError
-from common.cli.options import option
-from common.cli.security import (
+from common.cli.core.errors import CommandError
+from common.cli.core.options import option
+from common.cli.core.tls_options import (
     api_keys_option,
     apply,
     client_tls,
@@ -19,9 +19,9 @@ from common.cli.security import (
     server_tls,
     server_tls_options,
 )
-from common.rpc.access import Access, KeyAccess
+from common.rpc.api_keys import KeyFileError
+from common.rpc.auth import Access, KeyAccess
 from common.rpc.key_store import KeyStore
-from common.rpc.keys import KeyFileError
 from common.rpc.tls import ClientTls, ServerTls
 
 

@@ -1,21 +1,26 @@
-"""What a request asks for, checked and made canonical: the design's table of codes for bad input.
+"""Checks a request and makes it canonical; bad input gets the status that docs and README name for it.
 
 Every refusal names the field by its path and says what would be valid. Fields that are not served are refused first
-(`common.rpc.unserved`): nothing is accepted and ignored.
+(`common.rpc.unsupported_fields`): nothing is accepted and ignored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
 from typing import Any, Final
 
-import grpc
 import numpy as np
 from fissile.v1 import inference_pb2 as pb
 from google.protobuf.json_format import MessageToDict, SerializeToJsonError
 
-from common.errors import ApiError, FieldViolation, InvalidFieldError, PromptTooLongError, UnservedFieldError
+from common.errors import (
+    InvalidFieldError,
+    PromptTooLongError,
+    TextTooLongError,
+    UnservedFieldError,
+)
+from common.ids import check_id
 from common.limits import (
     MAX_CACHE_SALT_BYTES,
     MAX_CHAT_MESSAGES,
@@ -28,7 +33,7 @@ from common.limits import (
     MAX_STOP_TOKEN_SEQUENCES,
     MAX_TEMPLATE_ARGUMENT_BYTES,
 )
-from common.rpc.unserved import refuse_unserved
+from common.rpc.unsupported_fields import refuse_unserved
 from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
 
 # Scalar fields that are passed on as they are, when they are given.
@@ -39,6 +44,9 @@ _GIVEN: Final = (
     "min_tokens",
     "ignore_eos",
 )
+_FEW_IDS: Final = 128
+# Characters of an unknown role that an error repeats.
+_QUOTED_ROLE: Final = 64
 _MOST_ENTRIES: Final = {
     "stop_strings": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
@@ -70,14 +78,12 @@ CHAT_SERVED = _COMMON | {"messages", "messages.role", "messages.content", "templ
 
 
 def check_request_id(request_id: str) -> None:
-    """Refuses an id that is too long.
+    """Refuses an id that is too long, or has control characters.
 
     Raises:
-        InvalidFieldError: it is.
+        InvalidFieldError: it is, or has.
     """
-    size = len(request_id.encode())
-    if size > MAX_REQUEST_ID_BYTES:
-        raise InvalidFieldError("request_id", f"has {size} bytes", f"at most {MAX_REQUEST_ID_BYTES} bytes of UTF-8")
+    check_id("request_id", request_id, MAX_REQUEST_ID_BYTES)
 
 
 def check_generate(request: pb.GenerateRequest) -> None:
@@ -89,7 +95,7 @@ def check_generate(request: pb.GenerateRequest) -> None:
     _check_counts(request.sampling_params)
     refuse_unserved(request, GENERATE_SERVED)
     _check_cache_salt(request.cache_salt)
-    _check_session_id(request.session_id)
+    check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidFieldError("prompt", "is missing", "one of text, token_ids")
@@ -113,49 +119,57 @@ def check_chat(request: pb.ChatRequest) -> None:
         raise InvalidFieldError("template_arguments", f"has {size} bytes", f"at most {MAX_TEMPLATE_ARGUMENT_BYTES}")
     refuse_unserved(request, CHAT_SERVED)
     _check_cache_salt(request.cache_salt)
-    _check_session_id(request.session_id)
+    check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
     if not request.messages:
         raise _message_count(0)
     for i, message in enumerate(request.messages):
         if not message.role:
             raise InvalidFieldError(f"messages[{i}].role", "is empty", "a role of the model's chat template")
-    size = sum(len(message.content.encode()) for message in request.messages)
-    if size > MAX_PROMPT_TEXT_BYTES:
-        raise _too_many_bytes("messages", size)
+    _check_bytes("messages", sum(message.ByteSize() for message in request.messages), MAX_PROMPT_TEXT_BYTES)
 
 
-def check_priority(priority: int) -> int:
-    """The class of a request; PRIORITY_NORMAL when it names none.
+def check_roles(messages: Iterable[pb.ChatMessage], known: Set[str]) -> None:
+    """Refuses roles that neither are usual nor in the model's template: it would print a misspelt one, or a token.
 
     Raises:
-        InvalidFieldError: a value that this version does not know (design-details section 8).
+        InvalidFieldError: names the first message with such a role.
+    """
+    for i, message in enumerate(messages):
+        if message.role not in known:
+            valid = "system, user, assistant, tool, or another that the model's chat template names"
+            raise InvalidFieldError(f"messages[{i}].role", f"is {message.role[:_QUOTED_ROLE]!r}", valid)
+
+
+def check_priority(priority: int) -> None:
+    """Refuses a priority that there is not.
+
+    Raises:
+        InvalidFieldError: a value that this version does not know.
     """
     if priority not in pb.Priority.values():
         names = ", ".join(name for name, value in pb.Priority.items() if value)
         raise InvalidFieldError("priority", f"is {priority}", f"one of {names}")
-    return priority or pb.PRIORITY_NORMAL
 
 
 def check_text(path: str, text: str) -> None:
     """Refuses empty text, and text that is too long to be tokenized at all.
 
     Raises:
-        ApiError: INVALID_ARGUMENT or OUT_OF_RANGE.
+        InvalidFieldError: it is empty.
+        TextTooLongError: it is too long.
     """
     if not text:
         raise InvalidFieldError(path, "is empty", "at least one character")
     check_text_bytes(path, text)
 
 
-def check_text_bytes(path: str, text: str) -> None:
+def check_text_bytes(path: str, text: str, most: int = MAX_PROMPT_TEXT_BYTES) -> None:
     """Refuses text that is too long to be tokenized at all.
 
     Raises:
-        ApiError: OUT_OF_RANGE.
+        TextTooLongError: it has more than `most` bytes.
     """
-    size = len(text.encode())
-    if size > MAX_PROMPT_TEXT_BYTES:
-        raise _too_many_bytes(path, size)
+    _check_bytes(path, len(text.encode()), most)
 
 
 def template_arguments(request: pb.ChatRequest) -> dict[str, Any]:
@@ -182,9 +196,9 @@ def check_token_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> Non
     Raises:
         InvalidFieldError: names the first bad one.
     """
-    if not token_ids:
+    if len(token_ids) <= _FEW_IDS and max(token_ids, default=0) < vocab_size:
         return
-    # One conversion in C: a million ids take 0.4 ms, a loop would stall the service.
+    # One conversion in C: a million ids take 0.4 ms, a loop would stall the service; for a few it takes longer.
     ids = np.array(token_ids, dtype=np.int64)
     bad = np.flatnonzero(ids >= vocab_size)
     if bad.size:
@@ -244,12 +258,6 @@ def _check_cache_salt(cache_salt: str) -> None:
         raise InvalidFieldError("cache_salt", f"has {size} bytes", f"at most {MAX_CACHE_SALT_BYTES} bytes of UTF-8")
 
 
-def _check_session_id(session_id: str) -> None:
-    size = len(session_id.encode())
-    if size > MAX_SESSION_ID_BYTES:
-        raise InvalidFieldError("session_id", f"has {size} bytes", f"at most {MAX_SESSION_ID_BYTES} bytes of UTF-8")
-
-
 def _check_n(message: pb.SamplingParams) -> None:
     if message.HasField("n") and message.n == 0:
         raise InvalidFieldError("sampling_params.n", "is 0", "1")
@@ -278,9 +286,9 @@ def _message_count(count: int) -> InvalidFieldError:
     return InvalidFieldError("messages", f"has {count} entries", f"1 to {MAX_CHAT_MESSAGES} messages")
 
 
-def _too_many_bytes(path: str, size: int) -> ApiError:
-    violation = FieldViolation(path, f"has {size} bytes", f"at most {MAX_PROMPT_TEXT_BYTES} bytes of UTF-8")
-    return ApiError(grpc.StatusCode.OUT_OF_RANGE, str(violation), (violation,))
+def _check_bytes(path: str, size: int, most: int) -> None:
+    if size > most:
+        raise TextTooLongError(path, f"has {size} bytes", f"at most {most} bytes of UTF-8")
 
 
 def _plain(value: Any) -> Any:

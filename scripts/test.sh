@@ -1,8 +1,24 @@
 #!/usr/bin/env bash
-# Runs the named parts of tests/ one after the other, each with its own summary; goes on after a part that fails.
+# Runs the named parts of tests/ in two lanes side by side: parts that compute, one after the other, at a lower priority,
+# and beside them parts that mostly wait (for processes that start, for leases, for silences). So the cores are busy all
+# the time, and what measures times comes first. A part's output is shown when the part has ended, with its own summary;
+# goes on after a part that fails.
 # PYTEST_MARK chooses tests by marker (default: all but the long ones).
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
+
+cores=$(($(nproc) < 4 ? $(nproc) : 4))
+logs=$(mktemp -d)
+lanes=()
+# Ends the lanes' groups of processes, whichever is left, with SIGINT: pytest then takes down what its tests have started.
+end_lanes() {
+  trap - INT TERM
+  kill -INT "${lanes[@]/#/-}" 2>/dev/null
+  wait
+  exit 130
+}
+trap 'rm -rf "$logs"' EXIT
+trap end_lanes INT TERM
 
 # outcome EXIT_CODE: in words. 5 is pytest's "no tests collected": the marker left none of this part.
 outcome() {
@@ -13,23 +29,51 @@ outcome() {
   esac
 }
 
-# options PART: spread over the cores, a file to each in turn, with one thread each; what measures times under faults has
-# the machine to itself. A process that dies ends the part: pytest-xdist 3.8 may wait for ever for one that takes its place.
-options() {
+# lane PART: the one that it belongs to.
+lane() {
   case "$1" in
-  unit | parity | e2e | deploy)
-    echo "-n $(($(nproc) < 4 ? $(nproc) : 4)) --dist loadfile --max-worker-restart 0"
-    ;;
-  # A few of its files take most of its time.
-  kernels) echo "-n $(($(nproc) < 4 ? $(nproc) : 4)) --dist worksteal --max-worker-restart 0" ;;
+  e2e | deploy | chaos) echo waiting ;;
+  *) echo computing ;;
   esac
 }
-# threads PART: of each PyTorch.
-threads() {
+
+# options PART: spread over processes with one thread each; of what waits, over more than there are cores. Files stay
+# whole where their tests share a service, else a few of them would take most of the time. A process that dies ends the
+# part: pytest-xdist 3.8 may wait for ever for one that takes its place. `make chaos` measures: alone, one test at a time.
+options() {
   case "$1" in
-  unit | kernels | parity | e2e | deploy) echo 1 ;;
-  *) nproc ;;
+  chaos) [ "${CHAOS_SCALE:-}" = full ] && return ;;&
+  e2e | deploy | chaos) echo "-n $((cores + 1)) --dist loadfile --no-loadscope-reorder --max-worker-restart 0" ;;
+  parity) echo "-n $cores --dist loadfile --no-loadscope-reorder --max-worker-restart 0" ;;
+  *) echo "-n $cores --dist worksteal --max-worker-restart 0" ;;
   esac
+}
+
+# run_part PART: leaves its output and its line of the summary in $logs.
+run_part() {
+  local part=$1 started=$SECONDS code result lower=()
+  [ "$(lane "$part")" = waiting ] || lower=(nice -n 5)
+  # shellcheck disable=SC2046,SC2086 # options are words
+  OMP_NUM_THREADS=1 "${lower[@]}" timeout --foreground -s INT -k 60 "$part_timeout" \
+    .venv/bin/python -m pytest -q --durations=10 -m "$mark" $limits $(options "$part") "tests/$part" \
+    </dev/null >"$logs/$part.log" 2>&1
+  code=$?
+  result=$(outcome "$code")
+  [ "$result" != FAILED ] || touch "$logs/failed"
+  printf '%-8s %s in %d s\n' "$part" "$result" $((SECONDS - started)) >"$logs/$part.summary"
+  # In one piece: the other lane may end a part at the same time.
+  (flock 9 && echo "== tests/$part" && cat "$logs/$part.log") 9>"$logs/lock"
+}
+
+# run_lane LANE PART...: those of the parts that belong to it, in their order.
+run_lane() {
+  local name=$1 part
+  shift
+  for part in "$@"; do
+    if [ "$(lane "$part")" = "$name" ] && [ -n "$(find "tests/$part" -name 'test_*.py' -print -quit 2>/dev/null)" ]; then
+      run_part "$part"
+    fi
+  done
 }
 
 mark=${PYTEST_MARK:-not long}
@@ -40,20 +84,19 @@ long*) timeout=3600 part_timeout=14400 ;;
 *) timeout=300 part_timeout=2000 ;;
 esac
 limits="--timeout $timeout -o faulthandler_timeout=$((timeout + 700))"
-failed=0
-summary=()
-for part in "$@"; do
-  [ -n "$(find "tests/$part" -name 'test_*.py' -print -quit 2>/dev/null)" ] || continue
-  echo "== tests/$part"
-  started=$SECONDS
-  # shellcheck disable=SC2046,SC2086 # options are words
-  OMP_NUM_THREADS=$(threads "$part") timeout --foreground -s INT -k 60 "$part_timeout" \
-    .venv/bin/python -m pytest -q --durations=10 -m "$mark" $limits $(options "$part") "tests/$part"
-  code=$?
-  result=$(outcome "$code")
-  [ "$result" != FAILED ] || failed=1
-  summary+=("$(printf '%-8s %s in %d s' "$part" "$result" $((SECONDS - started)))")
+echo "== running: $* (the output of each part is shown when it has ended)"
+# With job control: a shell without it would have what runs beside it ignore SIGINT, and with it the services that tests
+# interrupt.
+set -m
+for name in waiting computing; do
+  run_lane "$name" "$@" &
+  lanes+=($!)
 done
+wait
 echo "== summary"
-printf '%s\n' "${summary[@]:-no test was run}"
-[ "${#summary[@]}" -gt 0 ] && [ "$failed" -eq 0 ]
+found=0
+for part in "$@"; do
+  [ ! -f "$logs/$part.summary" ] || { cat "$logs/$part.summary" && found=1; }
+done
+[ "$found" -eq 1 ] || echo "no test was run"
+[ "$found" -eq 1 ] && [ ! -f "$logs/failed" ]

@@ -1,8 +1,8 @@
-"""Generation in this process, without a service: LLMEngine and its InputOutputProcessor (seed 003 section 3).
+"""Generation in this process, without a service: LLMEngine and its InputOutputProcessor.
 
-The same parameters, seeds, token stream and text as through router and worker: real numbers are rounded to float32,
-a missing seed is derived from the request id, stop strings are searched on text, and the token that stops a sequence is
-counted but is not part of the text.
+The same parameters, seeds, token stream and text as of Generate through router and worker: real numbers are rounded to
+float32, a missing seed is derived from the request id, the text continues the prompt's, stop strings are searched on
+text, and the token that stops a sequence is counted but is not part of the text.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +26,32 @@ from common.seed import derive_seed
 from common.step_defaults import default_scheduling_policy, default_token_budget
 from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
-from common.text.tokenizer import Tokenizer
-from worker.batch import RequestOutput, Runner
-from worker.engine_config import with_pool, with_special_tokens
-from worker.engine_core import EngineCore, EngineDeadError
-from worker.executor import Executor
-from worker.model_config import ModelConfig, ModelError
-from worker.model_engine import launched_ahead, sized
-from worker.model_runner import ModelRunner
+from common.text.tokenizer import Tokenizer, TokenizerError, check_text_ids
+from worker.config.engine_config import with_pool, with_special_tokens
+from worker.config.model_config import ModelConfig, ModelError
+from worker.engine.batch import RequestOutput, Runner
+from worker.engine.core import EngineCore, EngineDeadError
+from worker.engine.executor import Executor
+from worker.engine.sequence import EndReason, Sequence
+from worker.model.engine_factory import launched_ahead, sized
+from worker.model.model_runner import ModelRunner
 from worker.progress import Progress
-from worker.rank_engine import load_ranks
-from worker.rank_group import RankGroup
-from worker.sequence import EndReason, Sequence
-from worker.topology import Topology, threads_per_rank
+from worker.ranks.engine_factory import load_ranks
+from worker.ranks.rank_client import RankGroup
+from worker.ranks.topology import Topology, threads_per_rank
+from worker.session import request_validation
 
 log = structlog.get_logger(__name__)
 
 Prompt = str | Seq[int]
 # Fields of SamplingParams that are given; the others are the model's own defaults.
 Given = SamplingParams | Mapping[str, Any] | None
+_PARAMS = frozenset(field.name for field in fields(SamplingParams))
 
 
 @dataclass(frozen=True, slots=True)
 class StreamOutput:
-    """What one step added to one answer; seed 001's RequestOutput with the text and the caller's own request id.
+    """What one step added to one answer; a RequestOutput with the text and the caller's own request id.
 
     The `text` of all parts together is the answer's text. Text that may still become a stop string or part of a
     character comes with a later part.
@@ -59,7 +62,7 @@ class StreamOutput:
         output_tokens: new token ids.
         text: new text.
         finished: whether this is the answer's last part.
-        finish_reason: the guide's string, or `stop_string`; None before the last part.
+        finish_reason: as of RequestOutput, or `stop_string`; None before the last part.
     """
 
     request_id: str
@@ -82,7 +85,7 @@ class Answer:
         seq: the engine's side of it.
         token_ids: what counts of the output; tokens behind a stop string do not.
         text: decoded so far.
-        finish_reason: the guide's string, or `stop_string`; None while it grows.
+        finish_reason: as of RequestOutput, or `stop_string`; None while it grows.
     """
 
     def __init__(
@@ -170,14 +173,20 @@ class InputOutputProcessor:
         """The parameters of a request; what a mapping leaves out is taken from `generation_config.json`.
 
         Raises:
-            InvalidFieldError: a value is out of range.
-            TypeError: a mapping names an unknown parameter.
+            InvalidFieldError: a value is of another type or out of range, or a mapping names an unknown parameter.
         """
-        return (
-            given
-            if isinstance(given, SamplingParams)
-            else replace(self.model_config.sampling_defaults, **(given or {}))
-        )
+        if isinstance(given, SamplingParams):
+            params = given
+        else:
+            for name in given or {}:
+                if name not in _PARAMS:
+                    raise InvalidFieldError(f"sampling_params.{name}", "is unknown", ", ".join(sorted(_PARAMS)))
+            params = replace(self.model_config.sampling_defaults, **(given or {}))
+        if params.min_tokens > params.max_tokens:
+            problem = f"is {params.min_tokens}"
+            raise InvalidFieldError("sampling_params.min_tokens", problem, f"at most max_tokens, {params.max_tokens}")
+        request_validation.check_stops(params, self.model_config.vocab_size)
+        return params
 
     def preprocess(
         self,
@@ -201,7 +210,7 @@ class InputOutputProcessor:
             Answer(
                 request_id,
                 Sequence(token_ids, self.block_size, params, seed=seed, choice=choice, arrive_time=arrive_time),
-                None if self.tokenizer is None else self.tokenizer.decode_stream(),
+                None if self.tokenizer is None else self.tokenizer.decode_stream(behind=token_ids),
                 stream_callback,
             )
             for choice in range(params.n)
@@ -230,15 +239,23 @@ class InputOutputProcessor:
         }
 
     def _encode(self, prompt: Prompt) -> list[int]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise NoTokenizerError(self.model_config.architecture)
-            return self.tokenizer.encode(prompt)
         vocab_size = self.model_config.vocab_size
-        for i, token_id in enumerate(prompt):
-            if not 0 <= token_id < vocab_size:
-                raise InvalidFieldError(f"token_ids[{i}]", f"is {token_id}", f"an id from 0 to {vocab_size - 1}")
-        return list(prompt)
+        if not isinstance(prompt, str):
+            return [_checked_id(i, token_id, vocab_size) for i, token_id in enumerate(prompt)]
+        if self.tokenizer is None:
+            raise NoTokenizerError(self.model_config.architecture)
+        try:
+            token_ids = self.tokenizer.encode(prompt)
+        except (TokenizerError, TypeError, UnicodeError) as error:
+            raise InvalidFieldError("prompt", f"can not be tokenized: {error}", "other text, or token ids") from None
+        check_text_ids("prompt", token_ids, vocab_size)
+        return token_ids
+
+
+def _checked_id(place: int, token_id: object, vocab_size: int) -> int:
+    if isinstance(token_id, bool) or not isinstance(token_id, Integral) or not 0 <= int(token_id) < vocab_size:
+        raise InvalidFieldError(f"token_ids[{place}]", f"is {token_id!r}", f"an id from 0 to {vocab_size - 1}")
+    return int(token_id)
 
 
 class LLMEngine:
@@ -365,8 +382,11 @@ class LLMEngine:
             EngineDeadError: the model failed; this engine is of no use any more.
             Exception: what the callback raised; all these requests are aborted.
         """
+        if isinstance(prompts, str):
+            raise InvalidFieldError("prompts", "is one string", "a list of prompts")
         every = _for_each(sampling_params, len(prompts))
         ids = [uuid.uuid4().hex for _ in prompts] if request_ids is None else request_ids
+        _require_one_each("request_ids", ids, len(prompts))
         _refuse_twice(ids)
         answers = [
             answer
@@ -507,4 +527,10 @@ def _load_model(config: Config, model_config: ModelConfig) -> tuple[Config, Mode
 def _for_each(params: Given | Seq[Given], count: int) -> list[Given]:
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [params] * count
+    _require_one_each("sampling_params", params, count)
     return list(params)
+
+
+def _require_one_each(name: str, values: Seq[Any], count: int) -> None:
+    if len(values) != count:
+        raise InvalidFieldError(name, f"has {len(values)} entries", f"{count}, one for each prompt")

@@ -8,11 +8,11 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from common.cli.config_file import FILE
-from common.cli.failure import CommandError
+from common.cli.core.config_file import FILE
+from common.cli.core.errors import CommandError
+from common.cli.core.options import json_option
+from common.cli.core.output import aligned
 from common.cli.group import COMMANDS, find_entry_points
-from common.cli.listing import aligned
-from common.cli.options import json_option
 
 # The commands that take --config.
 CONFIGURABLE = ("router", "worker", "serve")

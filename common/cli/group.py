@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from common.cli.failure import CommandError
+from common.cli.core.errors import CommandError
 
 COMMANDS = "fissile.commands"
 OFFLINE = "fissile.offline"
@@ -167,5 +167,7 @@ def _never_fail_on_characters() -> None:
 
 
 def _refuse(message: str, exit_code: int) -> int:
-    click.echo("error: " + " ".join(message.split()), err=True)
+    # The exit code says it too, when nobody can be told.
+    with contextlib.suppress(OSError):
+        click.echo("error: " + " ".join(message.split()), err=True)
     return exit_code

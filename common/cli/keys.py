@@ -6,9 +6,10 @@ import json
 
 import click
 
-from common.cli.failure import CommandError
-from common.cli.options import json_option, option
-from common.rpc.keys import KeyFileError, Role, new_key
+from common.cli.core.errors import CommandError
+from common.cli.core.options import json_option, option
+from common.priority import PRIORITIES
+from common.rpc.api_keys import KeyFileError, Role, new_key
 
 
 @click.group()
@@ -33,15 +34,22 @@ def keys() -> None:
     default=(Role.INFER.value,),
     help="infer: requests to models; admin-read, admin-write: AdminService. Repeatable.",
 )
+@option(
+    "--max-priority",
+    envvar="FISSILE_MAX_PRIORITY",
+    default=None,
+    type=click.Choice(list(PRIORITIES)),
+    help="Highest priority class that the key's calls may ask for; absent: as the router's --tenant-max-priority says.",
+)
 @json_option
-def new(name: str, tenant: str, roles: tuple[str, ...], as_json: bool) -> None:
+def new(name: str, tenant: str, roles: tuple[str, ...], max_priority: str | None, as_json: bool) -> None:
     """Make a key for NAME and print it, once: what is kept is its hash.
 
     Callers show it with --api-key or FISSILE_API_KEY, or as metadata `authorization: Bearer KEY`. Add the printed line
     to the file of `fissile router --api-keys`: it counts within a second. To revoke a key, remove its line.
     """
     try:
-        key, kept = new_key(name, tenant, map(Role, roles))
+        key, kept = new_key(name, tenant, map(Role, roles), max_priority or "")
     except KeyFileError as error:
         raise CommandError(str(error)) from None
     if as_json:

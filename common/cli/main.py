@@ -13,6 +13,10 @@ def main() -> None:
     if sys.version_info < OLDEST:
         have = "%d.%d" % sys.version_info[:2]  # noqa: UP031
         sys.exit(refusal("Fissile needs Python %d.%d or newer, this is %s: %s" % (*OLDEST, have, sys.executable)))  # noqa: UP031
+    from common.telemetry.output import open_missing_streams  # noqa: PLC0415
+
+    # Before anything else is imported that looks at them.
+    open_missing_streams()
     from common.cli.group import run  # noqa: PLC0415
 
     sys.exit(run())

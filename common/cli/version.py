@@ -9,7 +9,7 @@ from importlib.metadata import version as version_of
 
 import click
 
-from common.cli.options import json_option
+from common.cli.core.options import json_option
 
 SHOWN = ("grpcio", "protobuf", "opentelemetry-sdk", "tokenizers", "torch")
 

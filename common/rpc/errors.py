@@ -13,6 +13,7 @@ import grpc
 from grpc_status import rpc_status
 
 from common.errors import ApiError, FieldViolation
+from common.telemetry.request_record import current_record
 
 MAX_TEXT: Final = 256
 MAX_VIOLATIONS: Final = 4
@@ -20,7 +21,11 @@ Metadata = tuple[tuple[str, str | bytes], ...]
 
 
 async def abort(
-    context: grpc.aio.ServicerContext[Any, Any], error: ApiError, trailing_metadata: Metadata = ()
+    context: grpc.aio.ServicerContext[Any, Any],
+    error: ApiError,
+    trailing_metadata: Metadata = (),
+    *,
+    certain: bool = True,
 ) -> NoReturn:
     """Ends the RPC with the error's status and details.
 
@@ -28,15 +33,24 @@ async def abort(
         context: of the RPC.
         error: what goes to the client.
         trailing_metadata: sent beside the status.
+        certain: False if gRPC may have ended the call before, with a status of its own.
 
     Raises:
         grpc.aio.AbortError: nearly always; it must not be caught.
         asyncio.CancelledError: the client went while the status waited to be sent.
     """
+    record = current_record()
+    if certain:
+        record.fail(error)
+        # Not behind the sending, which a client that reads nothing holds up.
+        record.close()
     status = rpc_status.to_status(bounded(error).to_status())
     metadata: Metadata = (*(status.trailing_metadata or ()), *trailing_metadata)
     try:
         await context.abort(status.code, status.details, metadata)
+    except grpc.aio.AbortError:
+        record.fail(error)
+        raise
     except grpc.aio.InternalError:
         # gRPC would log a traceback for what is a client that has gone.
         raise asyncio.CancelledError from None

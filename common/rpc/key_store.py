@@ -9,7 +9,7 @@ from pathlib import Path
 import structlog
 
 from common.limits import KEY_FILE_LOOK_S
-from common.rpc.keys import ApiKey, KeyFileError, KeyRing, parse_keys
+from common.rpc.api_keys import ApiKey, KeyFileError, KeyRing, parse_keys
 
 log = structlog.get_logger(__name__)
 

@@ -18,20 +18,46 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
-from common.limits import HANDSHAKE_TIMEOUT_S, MAX_METADATA_BYTES, MAX_REQUEST_BYTES, MAX_STREAMS_PER_CONNECTION
-from common.rpc.access import Access, AccessInterceptor
-from common.rpc.requests import RequestReader
+from common.limits import (
+    CONNECTION_IDLE_S,
+    HANDSHAKE_TIMEOUT_S,
+    MAX_METADATA_BYTES,
+    MAX_REQUEST_BYTES,
+    MAX_STREAMS_PER_CONNECTION,
+    MAX_UNACCEPTED_CALLS,
+    MAX_UNACCEPTED_CALLS_HARD,
+    MAX_UNACCEPTED_S,
+    STATUS_FLUSH_S,
+    STOP_ACCEPTING_S,
+)
+from common.rpc.auth import Access, AccessInterceptor
+from common.rpc.descriptors import max_connections as connections_allowed
+from common.rpc.descriptors import max_side_connections
+from common.rpc.metadata import MetadataBound
+from common.rpc.request_log import RequestLog
+from common.rpc.request_reader import RequestReader
 from common.rpc.tls import ServerTls, is_loopback
 
 log = structlog.get_logger(__name__)
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
+_REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
+# No call in so many looks at a loop that was not busy: none is about to be accepted. Once one has come others are on
+# their way: a client that has much to send, on a busy machine, pauses for tens of milliseconds.
+_QUIET_LOOKS: Final = 5
+_QUIET_LOOKS_AFTER_CALLS: Final = 50
+_LOOK_S: Final = 0.005
 _HEALTH_SERVICE: Final = "grpc.health.v1.Health"
 _SERVING = health_pb2.HealthCheckResponse.SERVING
 _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def _is_no_garbled_text(record: logging.LogRecord) -> bool:
+    """False for an error text of gRPC's core that is no UTF-8: what it belongs to is said by who gets the error."""
+    return not str(record.msg).startswith("Invalid encoding")
 
 
 def _is_no_ended_call(record: logging.LogRecord) -> bool:
@@ -44,17 +70,23 @@ def _is_no_ended_call(record: logging.LogRecord) -> bool:
 
 # Where grpc.aio logs what handlers raise. A filter is added once, however often this runs.
 logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_ended_call)
+logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_garbled_text)
 
 
 class PortTakenError(Exception):
     """The address can not be listened on; the message is one line that says what to change."""
 
 
-def server_options(max_message_bytes: int, max_connection_age_s: float = 0.0) -> list[tuple[str, int]]:
+def server_options(
+    max_message_bytes: int, max_connection_age_s: float = 0.0, connections: int | None = None
+) -> list[tuple[str, int]]:
     """Channel arguments of a server. A connection that has its age takes no new calls; those that run go on.
 
+    More `connections` than so many are closed as they come; None is what the process's descriptors allow.
+
     Without the ping arguments gRPC closes connections of clients that send keepalive pings on a quiet stream, which a
-    queued request is (ecosystem-notes section 7). Without `so_reuseport` 0 two servers share one port silently.
+    queued request is, or without a call; with them only floods of pings end a connection. Without `so_reuseport` 0 two
+    servers share one port silently.
     """
     age = [("grpc.max_connection_age_ms", round(max_connection_age_s * 1000))] if max_connection_age_s else []
     return [
@@ -64,12 +96,17 @@ def server_options(max_message_bytes: int, max_connection_age_s: float = 0.0) ->
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+        ("grpc.server.max_pending_requests", MAX_UNACCEPTED_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_UNACCEPTED_CALLS_HARD),
+        ("grpc.server_max_unrequested_time_in_server", MAX_UNACCEPTED_S),
+        ("grpc.max_allowed_incoming_connections", connections_allowed() if connections is None else connections),
+        ("grpc.max_connection_idle_ms", round(CONNECTION_IDLE_S * 1000)),
         ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_TIMEOUT_S * 1000)),
-        ("grpc.http2.min_ping_interval_without_data_ms", 1_000),
-        ("grpc.http2.max_ping_strikes", 0),
+        ("grpc.http2.min_ping_interval_without_data_ms", 50),
+        ("grpc.http2.max_ping_strikes", 10),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.keepalive_permit_without_calls", 0),
+        ("grpc.keepalive_permit_without_calls", 1),
         *age,
     ]
 
@@ -88,6 +125,8 @@ class _Health(HealthServicer):  # type: ignore[misc]  # the library has no types
         assert task is not None
         self._watches.add(task)
         try:
+            # By itself: with a first message that nobody reads it would keep the status of `end_watches` back.
+            await context.send_initial_metadata(())
             await super().Watch(request, context)
         except asyncio.CancelledError:
             if not self._ended:
@@ -116,6 +155,7 @@ class GrpcServer:
         access: decides about every call but those of health; None admits all.
         max_connection_age_s: after which clients must connect anew for new calls; 0 is never.
         health_port: TCP port with health alone, in plain text, for probes that speak no TLS; 0 takes any, None is off.
+        max_connections: more are closed as they come; None is what the process's descriptors allow.
 
     Attributes:
         server: for `add_...Servicer_to_server`.
@@ -135,12 +175,16 @@ class GrpcServer:
         access: Access | None = None,
         max_connection_age_s: float = 0.0,
         health_port: int | None = None,
+        max_connections: int | None = None,
     ) -> None:
-        # Who may not call is refused before the request is looked at.
-        interceptors = [*([] if access is None else [AccessInterceptor(access)]), RequestReader()]
-        options = server_options(max_message_bytes, max_connection_age_s)
+        self._requests = RequestLog()
+        # Who may not call is refused before the request is looked at; whatever is refused has its line.
+        checks = [MetadataBound(), *([] if access is None else [AccessInterceptor(access)])]
+        interceptors = [self._requests, *checks, RequestReader()]
+        options = server_options(max_message_bytes, max_connection_age_s, max_connections)
         self.server = grpc.aio.server(options=options, interceptors=interceptors)
-        self._probed = None if health_port is None else grpc.aio.server(options=options)
+        probes = server_options(max_message_bytes, max_connection_age_s, max_side_connections())
+        self._probed = None if health_port is None else grpc.aio.server(options=probes, interceptors=[MetadataBound()])
         self._wanted_health_port = health_port
         self.port = self.health_port = 0
         self.is_serving = False
@@ -166,8 +210,7 @@ class GrpcServer:
         await self._health.set(LIVENESS, _SERVING)
         await self.set_serving(False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        names = (*self._services, _HEALTH_SERVICE, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, self.server)
+        _reflect(self.server, (*self._services, _HEALTH_SERVICE, reflection.SERVICE_NAME))
         self.port = _listen(self.server, self._host, self._wanted_port, credentials)
         if self._probed is not None and self._wanted_health_port is not None:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
@@ -192,7 +235,7 @@ class GrpcServer:
         """NOT_SERVING, then `propagation_s` seconds in which balancers learn of it, then `stop(grace_s)`.
 
         In between new RPCs are still taken: `stop` refuses them at once, and behind a proxy that is no status that
-        gets retried (ecosystem-notes section 2).
+        gets retried.
         """
         await self.set_serving(False)
         await asyncio.sleep(propagation_s)
@@ -201,12 +244,77 @@ class GrpcServer:
     async def stop(self, grace_s: float) -> None:
         """Refuses new RPCs, waits at most `grace_s` seconds for those that run, then cancels them.
 
-        Watchers of health have no end of their own and are not waited for.
+        Watchers of health have no end of their own and are not waited for, nor are connections without a call.
         """
         self._health.end_watches()
-        await self.server.stop(grace_s)
+        self._requests.refuses = True
+        await self._accept_all()
+        # Before gRPC's own timer: whom it breaks off is told apart from who breaks off.
+        ending = asyncio.get_running_loop().call_later(grace_s, self._requests.end_all)
+        if not grace_s:
+            self._requests.end_all()
+        try:
+            await self._stop_calls(grace_s)
+        finally:
+            ending.cancel()
         if self._probed is not None:
             await self._probed.stop(0)
+
+    async def _stop_calls(self, grace_s: float) -> None:
+        """Stops the server as soon as no call is left.
+
+        By itself it waits for connections too: for one that has sent half a request or nothing, and for one whose
+        client does not close it when it is told to.
+        """
+        tasks = [asyncio.ensure_future(each) for each in (self.server.stop(grace_s), self._quiet())]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            await self.server.stop(0)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _quiet(self) -> None:
+        """Waits until no call is open, and those that have ended have had STATUS_FLUSH_S to send their status."""
+        await asyncio.sleep(STATUS_FLUSH_S)
+        while self._requests.num_open:
+            await self._requests.wait_until_none()
+            await asyncio.sleep(STATUS_FLUSH_S)
+
+    async def _accept_all(self) -> None:
+        """Waits until no calls come any more, at most STOP_ACCEPTING_S: each is refused with a status. Those that are
+        not accepted when the server stops gRPC's core ends as a bare CANCELLED.
+
+        A look that comes late says nothing: the loop was busy, and calls may wait for it. One call is accepted a turn.
+        """
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        end = now + STOP_ACCEPTING_S
+        quiet, wanted, arrived = 0, _QUIET_LOOKS, self._requests.arrived
+        while quiet < wanted and now < end:
+            await asyncio.sleep(_LOOK_S)
+            before, now = now, loop.time()
+            if arrived != self._requests.arrived:
+                quiet, wanted, arrived = 0, _QUIET_LOOKS_AFTER_CALLS, self._requests.arrived
+            else:
+                quiet = quiet + 1 if now - before < 2 * _LOOK_S else 0
+
+
+def _reflect(server: grpc.aio.Server, names: Sequence[str]) -> None:
+    """Serves reflection by both of its names: the library has v1alpha alone, and what is on the wire is the same.
+
+    The other name is not listed: tools ask for the descriptor of what is, and the library has none of it.
+    """
+    servicer = reflection.aio.ReflectionServicer(names)
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": method})
+    server.add_generic_rpc_handlers((handler,))
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:

@@ -1,23 +1,31 @@
-"""Export of spans and metrics by OTLP/gRPC that can not disturb the service.
+"""Export of spans and metrics by OTLP, over gRPC or HTTP, that can not disturb the service.
 
-A dead collector costs one warning line, whatever the SDK has to say about it, and a bounded time at shutdown (the SDK's
-own takes 7 s and more).
+A dead collector costs one warning line and one that refuses a signal another, whatever the SDK has to say about it, and
+a bounded time at shutdown (the SDK's own takes 7 s and more).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from typing import Any, ClassVar, Final, Literal
 
+import grpc
 import structlog
 from opentelemetry.exporter.otlp.proto.grpc.metric_exporter import OTLPMetricExporter
 from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import MetricExportResult, MetricsData, PeriodicExportingMetricReader
+from opentelemetry.sdk.metrics.export import (
+    MetricExporter,
+    MetricExportResult,
+    MetricsData,
+    PeriodicExportingMetricReader,
+)
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
@@ -29,9 +37,36 @@ Signal = Literal["traces", "metrics"]
 # The SDK logs every retry here, and stack traces.
 _SDK_LOGGERS: Final = (
     "opentelemetry.exporter.otlp.proto.grpc.exporter",
+    "opentelemetry.exporter.otlp.proto.http.trace_exporter",
+    "opentelemetry.exporter.otlp.proto.http.metric_exporter",
     "opentelemetry.sdk._shared_internal",
     "opentelemetry.sdk.metrics._internal.export",
 )
+
+
+GRPC: Final = "grpc"
+HTTP: Final = "http/protobuf"
+# No answer at all; the last one is that of an export that was broken off.
+_AWAY: Final = frozenset({"UNAVAILABLE", "DEADLINE_EXCEEDED", "CANCELLED"})
+_SAID_AWAY: Final = "away"
+
+
+class ExportError(Exception):
+    """The environment asks for an export that there is not; the message is one line that says what to change."""
+
+
+def protocol(signal: Signal) -> str:
+    """GRPC or HTTP, from the standard variables.
+
+    Raises:
+        ExportError: they name another one.
+    """
+    variables = (f"OTEL_EXPORTER_OTLP_{signal.upper()}_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
+    variable = next((name for name in variables if os.environ.get(name)), "")
+    wanted = os.environ.get(variable, GRPC).strip().lower()
+    if wanted not in (GRPC, HTTP):
+        raise ExportError(f"{variable}={wanted} is not served; use {GRPC} or {HTTP}")
+    return wanted
 
 
 def endpoint(signal: Signal = "traces") -> str:
@@ -82,98 +117,179 @@ class MetricExport:
         _bounded(self.provider.shutdown, timeout_s, self._exporter.abandon)
 
 
-class _Loss:
-    """What is said when a collector takes nothing: one line for all signals that go to it."""
+@dataclass(slots=True)
+class _Collector:
+    """What has been said of one address: a status once, until an export works."""
 
-    _shared: ClassVar[dict[str, _Loss]] = {}
+    users: int = 0
+    told: set[str] = field(default_factory=set)
+
+
+class _Fate:
+    """How one signal fares at its collector: what changes is one line, and what the SDK says of it is none."""
+
+    _collectors: ClassVar[dict[str, _Collector]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
+    # Of the export that this thread is in.
+    _current: ClassVar[threading.local] = threading.local()
 
-    def __init__(self, address: str) -> None:
-        self._address = address
-        self._users = 0
-        self._warned = False
-
-    @classmethod
-    def at(cls, address: str) -> _Loss:
-        """That of an address, until everybody who asked has called `release`."""
-        with cls._lock:
-            loss = cls._shared.setdefault(address, cls(address))
-            loss._users += 1
-            if loss._users == 1:
-                for name in _SDK_LOGGERS:
-                    logging.getLogger(name).addFilter(loss._heard)
-            return loss
+    def __init__(self, signal: Signal) -> None:
+        self._signal = signal
+        self._address = endpoint(signal)
+        self._said = False
+        with self._lock:
+            self._collector = self._collectors.setdefault(self._address, _Collector())
+            self._collector.users += 1
+            for name in _SDK_LOGGERS:
+                filters = logging.getLogger(name).filters
+                # Before the SDK's own, which drops what is alike but for its signal and status.
+                if _Fate._heard not in filters:
+                    filters.insert(0, _Fate._heard)
 
     def release(self) -> None:
-        """This user is done."""
+        """The signal is done; what was said of its collector is forgotten with the last one that goes there."""
         with self._lock:
-            self._users -= 1
-            if self._users == 0:
-                del self._shared[self._address]
+            self._collector.users -= 1
+            if not self._collector.users:
+                self._collectors.pop(self._address, None)
+            if not self._collectors:
                 for name in _SDK_LOGGERS:
-                    logging.getLogger(name).removeFilter(self._heard)
+                    logging.getLogger(name).removeFilter(_Fate._heard)
 
-    def warn(self, what: str) -> None:
-        """Says it, the first time."""
+    @contextlib.contextmanager
+    def exporting(self) -> Iterator[None]:
+        """What the SDK logs inside, on this thread, is about this signal."""
+        self._current.fate, self._said = self, False
+        try:
+            yield
+        except Exception:
+            self.fails()
+            raise
+        finally:
+            self._current.fate = None
+
+    def ends(self, *, well: bool) -> None:
+        """An export is over."""
+        if well:
+            self._works()
+        elif not self._said:
+            self.fails()
+
+    def _works(self) -> None:
         with self._lock:
-            first, self._warned = not self._warned, True
-        if first:
-            log.warning(f"{what} lost: the collector does not take them", endpoint=self._address)
+            told = self._told()
+            self._collector.told -= told
+        if told:
+            log.info(f"{self._signal} arrive again", signal=self._signal, endpoint=self._address)
 
-    def _heard(self, record: logging.LogRecord) -> bool:
-        if record.levelno >= logging.WARNING:
-            self.warn("traces or metrics are")
+    def fails(self, status: str = "") -> None:
+        """An export was lost, or is about to be."""
+        # Of a collector that is away every signal says the same.
+        away = not status or status in _AWAY
+        key = _SAID_AWAY if away else f"{self._signal} {status}"
+        self._said = True
+        with self._lock:
+            # Without a status it is news only when nothing has been said.
+            first = key not in self._collector.told if status else not self._told()
+            if first:
+                self._collector.told.add(key)
+        if first:
+            log.warning(
+                f"{self._signal} are lost: the collector {'does not answer' if away else 'refuses them'}",
+                signal=self._signal,
+                endpoint=self._address,
+                status=status or "none",
+                cure=f"OTEL_{self._signal.upper()}_EXPORTER=none, unless it should take them",
+            )
+
+    def _told(self) -> set[str]:
+        return {key for key in self._collector.told if key == _SAID_AWAY or key.startswith(f"{self._signal} ")}
+
+    @classmethod
+    def _heard(cls, record: logging.LogRecord) -> bool:
+        fate = getattr(cls._current, "fate", None)
+        if fate is not None and record.levelno >= logging.WARNING:
+            fate.fails(_status_of(record))
         return False
 
 
+def _status_of(record: logging.LogRecord) -> str:
+    """The status of gRPC or HTTP in what the SDK says of an export; empty when there is none."""
+    said = record.args if isinstance(record.args, tuple) else ()
+    codes = (each.name for each in said if isinstance(each, grpc.StatusCode))
+    http = (f"HTTP {each}" for each in said if isinstance(each, int) and 100 <= each < 600)
+    return next(codes, next(http, ""))
+
+
 class _SpanExporter(SpanExporter):
-    """The SDK's exporter, with its failures as one warning."""
+    """The SDK's exporter, with its failures as warnings of ours."""
 
     def __init__(self) -> None:
-        self._otlp = OTLPSpanExporter()
-        self._loss = _Loss.at(endpoint("traces"))
+        self._otlp = _http_spans() if protocol("traces") == HTTP else OTLPSpanExporter()
+        self._fate = _Fate("traces")
 
     def export(self, spans: Sequence[ReadableSpan]) -> SpanExportResult:
         """Sends a batch; a failure loses it."""
-        result = self._otlp.export(spans)
-        if result is not SpanExportResult.SUCCESS:
-            self._loss.warn("traces are")
+        with self._fate.exporting():
+            result = self._otlp.export(spans)
+        self._fate.ends(well=result is SpanExportResult.SUCCESS)
         return result
 
     def shutdown(self) -> None:
         """Closes the connection; the last call, after the exporting thread has ended."""
         self._otlp.shutdown()
-        self._loss.release()
+        self._fate.release()
 
     def abandon(self) -> None:
         """Breaks off an export that is under way."""
-        self._loss.warn("traces are")
+        self._fate.fails()
         self._otlp.shutdown()
 
 
-class _MetricExporter(OTLPMetricExporter):
-    """The SDK's exporter, with its failures as one warning. A reader asks more of it than its methods."""
+class _MetricExporter(MetricExporter):
+    """The SDK's exporter, with its failures as warnings of ours."""
 
     def __init__(self) -> None:
-        super().__init__()
-        self._loss = _Loss.at(endpoint("metrics"))
+        self._otlp = _http_metrics() if protocol("metrics") == HTTP else OTLPMetricExporter()
+        # A reader asks for these.
+        super().__init__(self._otlp._preferred_temporality, self._otlp._preferred_aggregation)
+        self._fate = _Fate("metrics")
 
     def export(self, metrics_data: MetricsData, timeout_millis: float = 10_000, **kwargs: Any) -> MetricExportResult:
         """Sends the figures; a failure loses them, and the next ones are newer."""
-        result = super().export(metrics_data, timeout_millis, **kwargs)
-        if result is not MetricExportResult.SUCCESS:
-            self._loss.warn("metrics are")
+        with self._fate.exporting():
+            result = self._otlp.export(metrics_data, timeout_millis, **kwargs)
+        self._fate.ends(well=result is MetricExportResult.SUCCESS)
         return result
+
+    def force_flush(self, timeout_millis: float = 10_000) -> bool:
+        """Nothing waits here."""
+        return self._otlp.force_flush(timeout_millis)
 
     def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:
         """Closes the connection; the last call, after the exporting thread has ended."""
-        super().shutdown(timeout_millis, **kwargs)
-        self._loss.release()
+        self._otlp.shutdown(timeout_millis, **kwargs)
+        self._fate.release()
 
     def abandon(self) -> None:
         """Breaks off an export that is under way."""
-        self._loss.warn("metrics are")
-        super().shutdown()
+        self._fate.fails()
+        self._otlp.shutdown()
+
+
+def _http_spans() -> SpanExporter:
+    # Costs memory and a tenth of a second, which those who use gRPC should not pay.
+    from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter as Exporter  # noqa: PLC0415
+
+    exporter: SpanExporter = Exporter()
+    return exporter
+
+
+def _http_metrics() -> MetricExporter:
+    from opentelemetry.exporter.otlp.proto.http.metric_exporter import OTLPMetricExporter as Exporter  # noqa: PLC0415
+
+    exporter: MetricExporter = Exporter()
+    return exporter
 
 
 def _resource(service_name: str, instance_id: str) -> Resource:

@@ -1,12 +1,13 @@
 """Structured logs: one line an event on stderr, JSON for machines, aligned text for people at a terminal.
 
-Fields: `ts` (UTC), `level`, `event`, `service`, `trace_id` (of the request in hand, absent outside of one), then the
-event's own. Log records of libraries come out in the same format, from WARNING up. Prompts and outputs are never
-logged.
+Fields: `ts` (UTC), `level`, `event`, `service`, `trace_id` and `request_id` (of the request in hand, absent outside of
+one), then the event's own. Log records of libraries come out in the same format, from WARNING up. Prompts and outputs
+are never logged. A line never raises into who logs it, and never makes it wait (`output`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
@@ -17,6 +18,9 @@ from typing import Any, Final, TextIO
 import structlog
 from structlog.typing import EventDict, Processor
 
+from common.telemetry.failures import count_failure
+from common.telemetry.output import Output, output_of
+
 LEVELS: Final = ("debug", "info", "warning", "error")
 FORMATS: Final = ("auto", "json", "console")
 LEVEL_VARIABLE: Final = "FISSILE_LOG_LEVEL"
@@ -24,8 +28,10 @@ FORMAT_VARIABLE: Final = "FISSILE_LOG_FORMAT"
 
 # Trace id (32 hex digits) of the request that the current task works on; empty outside of one.
 current_trace_id: ContextVar[str] = ContextVar("current_trace_id", default="")
+# Its id, printable; empty outside of one.
+current_request_id: ContextVar[str] = ContextVar("current_request_id", default="")
 
-_FIRST_FIELDS: Final = ("ts", "level", "event", "service", "trace_id")
+_FIRST_FIELDS: Final = ("ts", "level", "event", "service", "trace_id", "request_id")
 
 
 def setup_logging(
@@ -45,16 +51,54 @@ def setup_logging(
     """
     level = _checked(level or os.environ.get(LEVEL_VARIABLE) or "info", LEVELS, "log level")
     format = _checked(format or os.environ.get(FORMAT_VARIABLE) or "auto", FORMATS, "log format")
-    stream = stream or sys.stderr
+    stream = stream or sys.stderr or open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  # to the process's end
+    output = output_of(stream)
     console = format == "console" or (format == "auto" and stream.isatty())
     shared = _shared_processors(service, console)
     render = _renderers(console, stream)
     structlog.configure(
         processors=[*shared, *render],
-        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
-        logger_factory=structlog.WriteLoggerFactory(stream),
+        wrapper_class=_never_raising(structlog.make_filtering_bound_logger(getattr(logging, level.upper()))),
+        logger_factory=lambda *_: _Lines(output),
     )
-    _route_libraries(shared, render, stream)
+    output.notice = lambda count: _rendered([*shared, *render], "log lines lost: they could not be written", count)
+    _route_libraries(shared, render, output)
+
+
+class _Lines:
+    """Where structlog's lines end, whatever their level."""
+
+    def __init__(self, output: Output) -> None:
+        self._output = output
+
+    def _put(self, line: str) -> None:
+        self._output.put(line + "\n")
+
+    debug = info = warning = error = critical = msg = _put
+
+
+def _never_raising(logger: Any) -> Any:
+    """A bound logger whose lines, when they can not be made, are counted and said without their fields."""
+
+    class Logger(logger):  # type: ignore[misc]  # made by structlog for a level
+        def _proxy_to_logger(self, method_name: str, event: str | None = None, **fields: Any) -> Any:
+            try:
+                return super()._proxy_to_logger(method_name, event, **fields)
+            except Exception as error:
+                count_failure("logs")
+                with contextlib.suppress(Exception):
+                    return super()._proxy_to_logger(method_name, str(event), fields_lost=type(error).__name__)
+                return None
+
+    return Logger
+
+
+def _rendered(processors: Sequence[Processor], text: str, count: int) -> str:
+    """A warning of our own, as a line."""
+    event: Any = {"event": text, "lines": count}
+    for processor in processors:
+        event = processor(None, "warning", event)
+    return f"{event}\n"
 
 
 def _checked(value: str, choices: Sequence[str], what: str) -> str:
@@ -72,6 +116,9 @@ def _shared_processors(service: str, console: bool) -> list[Processor]:
         trace_id = current_trace_id.get()
         if trace_id:
             event.setdefault("trace_id", trace_id)
+        request_id = current_request_id.get()
+        if request_id:
+            event.setdefault("request_id", request_id)
         return event
 
     return [structlog.processors.add_log_level, stamp, add_context, _in_order]
@@ -95,13 +142,30 @@ def _renderers(console: bool, stream: TextIO) -> list[Processor]:
     ]
 
 
-def _route_libraries(shared: list[Processor], render: list[Processor], stream: TextIO) -> None:
-    handler = logging.StreamHandler(stream)
+class _Handler(logging.Handler):
+    """What libraries log."""
+
+    def __init__(self, output: Output) -> None:
+        super().__init__()
+        self._output = output
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a record, or counts it."""
+        try:
+            self._output.put(self.format(record) + "\n")
+        except Exception:
+            count_failure("logs")
+
+
+def _route_libraries(shared: list[Processor], render: list[Processor], output: Output) -> None:
+    handler = _Handler(output)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *render],
             foreign_pre_chain=[structlog.stdlib.add_logger_name, *shared],
         )
     )
+    # Handlers that libraries bring would say on standard error that they could not write there.
+    logging.raiseExceptions = False
     logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     logging.captureWarnings(True)

@@ -10,11 +10,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple, Protocol
 
-from opentelemetry.metrics import CallbackOptions, Observation
+from opentelemetry.metrics import CallbackOptions, Histogram, Observation
 from opentelemetry.sdk.metrics import MeterProvider
 
 from common.limits import TELEMETRY_SHUTDOWN_S
+from common.process.tasks import task_failures
 from common.telemetry import exporter, names
+from common.telemetry.failures import failures, harmless
+from common.telemetry.output import dropped_pieces
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +32,10 @@ class EngineFigures:
         block_size: tokens per KV block.
         steps: steps computed.
         preemptions: sequences put back for want of blocks.
+        nan_rows: rows of logits without a finite largest number, with each of which a sequence has ended.
         prompt_tokens: prompt tokens of the sequences that have begun to answer.
         cached_tokens: those of them that were found in the prefix cache, as of the first token: what a sequence that
-            is preempted later finds again does not count (engine-notes T24).
+            is preempted later finds again does not count.
         generated_tokens: tokens delivered.
         draft_tokens: drafts that were verified.
         accepted_tokens: those of them that were the model's own tokens.
@@ -45,6 +49,7 @@ class EngineFigures:
     block_size: int = 0
     steps: int = 0
     preemptions: int = 0
+    nan_rows: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
     generated_tokens: int = 0
@@ -82,6 +87,7 @@ _GAUGES: Final = (
 _COUNTERS: Final = (
     _Instrument(names.ENGINE_STEPS, "{step}", "Steps computed", lambda f: f.steps),
     _Instrument(names.ENGINE_PREEMPTIONS, "{preemption}", "Sequences put back for blocks", lambda f: f.preemptions),
+    _Instrument(names.ENGINE_NAN_ROWS, "{row}", "Logits that were no numbers", lambda f: f.nan_rows),
     _Instrument(names.ENGINE_PROMPT_TOKENS, "{token}", "Prompt tokens", lambda f: f.prompt_tokens),
     _Instrument(names.ENGINE_CACHED_TOKENS, "{token}", "Prompt tokens found in the cache", lambda f: f.cached_tokens),
     _Instrument(names.ENGINE_GENERATED_TOKENS, "{token}", "Tokens delivered", lambda f: f.generated_tokens),
@@ -100,7 +106,28 @@ def setup_metrics(service_name: str, instance_id: str) -> Metrics:
     if not exporter.endpoint("metrics"):
         return Metrics()
     export = exporter.MetricExport(service_name, instance_id)
-    return Metrics(export.provider, export)
+    metrics = Metrics(export.provider, export)
+    _observe_process(metrics)
+    return metrics
+
+
+def _observe_process(metrics: Metrics) -> None:
+    """What is lost where nobody may be disturbed."""
+    metrics.counter(
+        names.PROCESS_LOGS_DROPPED, "{line}", "Log lines that could not be written", lambda: [(dropped_pieces(), {})]
+    )
+    metrics.counter(
+        names.PROCESS_TELEMETRY_FAILED,
+        "{failure}",
+        "Lines, spans and figures that could not be made",
+        lambda: [(count, {names.SIGNAL: signal}) for signal, count in failures().items()],
+    )
+    metrics.counter(
+        names.PROCESS_TASKS_FAILED,
+        "{failure}",
+        "Failures of long-lived tasks, each begun anew, and of callbacks",
+        lambda: [(count, {names.TASK: task}) for task, count in task_failures().items()],
+    )
 
 
 class _Shutdown(Protocol):
@@ -151,12 +178,20 @@ class Metrics:
         if self._meter is None:
             return _ignore
         made = self._meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=list(bounds))
-        return made.record
+        return _harmless_record(made)
 
     def shutdown(self, timeout_s: float = TELEMETRY_SHUTDOWN_S) -> None:
         """Sends the last figures, within `timeout_s` seconds."""
         if self._export is not None:
             self._export.shutdown(timeout_s)
+
+
+def _harmless_record(histogram: Histogram) -> Record:
+    @harmless("metrics")
+    def record(value: float, labels: Labels) -> None:
+        histogram.record(value, labels)
+
+    return record
 
 
 _Callback = Callable[[CallbackOptions], Iterable[Observation]]

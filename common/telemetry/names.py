@@ -1,6 +1,6 @@
 """Every name that telemetry uses: spans, attributes, events, metadata keys.
 
-The GenAI and RPC names are written out because the Python constants of both are behind (ecosystem-notes section 9).
+The GenAI and RPC names are written out because the Python constants of both are behind.
 """
 
 from __future__ import annotations
@@ -15,11 +15,15 @@ METER: Final = "fissile"
 TRACEPARENT: Final = "traceparent"
 TRACESTATE: Final = "tracestate"
 TRACERESPONSE: Final = "traceresponse"
+# Our entry of a trace state: the operation, so that the spans on both sides of the hop name the same.
+TRACESTATE_KEY: Final = "fissile"
 
 # Spans. The router's span has the name of its RPC (`fissile.v1.InferenceService/Generate`).
 WORKER_SPAN: Final = "worker.generate"
 ATTEMPT_SPAN: Final = "attempt"
 QUEUE_SPAN: Final = "queue"
+TOKENIZE_SPAN: Final = "tokenize"
+WAIT_SPAN: Final = "wait for worker"
 PREFILL_SPAN: Final = "prefill"
 DECODE_SPAN: Final = "decode"
 
@@ -66,6 +70,9 @@ ATTEMPT_NUMBER: Final = "fissile.attempt.number"
 ATTEMPT_TOKENS: Final = "fissile.attempt.tokens"
 ATTEMPT_LOSS: Final = "fissile.attempt.loss"
 ERROR_REASON: Final = "fissile.error.reason"
+DECODE_STEPS: Final = "fissile.decode.steps"
+DECODE_MEAN_BATCH: Final = "fissile.decode.mean_batch"
+DECODE_PREEMPTIONS: Final = "fissile.decode.preemptions"
 END_REASON: Final = "fissile.end_reason"
 
 # Metrics of a worker's engine. The Gateway API Inference Extension asks a model server for the first three
@@ -78,11 +85,17 @@ ENGINE_KV_BLOCK_SIZE: Final = "fissile.engine.kv_cache.block_size"
 ENGINE_STEPS: Final = "fissile.engine.steps"
 ENGINE_ENDED: Final = "fissile.engine.sequences.ended"
 ENGINE_PREEMPTIONS: Final = "fissile.engine.preemptions"
+ENGINE_NAN_ROWS: Final = "fissile.engine.nan_rows"
 ENGINE_PROMPT_TOKENS: Final = "fissile.engine.tokens.prompt"
 ENGINE_CACHED_TOKENS: Final = "fissile.engine.tokens.prompt_cached"
 ENGINE_GENERATED_TOKENS: Final = "fissile.engine.tokens.generated"
 ENGINE_DRAFT_TOKENS: Final = "fissile.engine.tokens.draft"
 ENGINE_ACCEPTED_TOKENS: Final = "fissile.engine.tokens.draft_accepted"
+
+# Metrics of any process of ours: what its observers and long-lived tasks have lost.
+PROCESS_LOGS_DROPPED: Final = "fissile.logs.dropped"
+PROCESS_TELEMETRY_FAILED: Final = "fissile.telemetry.failed"
+PROCESS_TASKS_FAILED: Final = "fissile.tasks.failed"
 
 # Metrics of a router: histograms of the GenAI conventions for servers, and our own.
 SERVER_DURATION: Final = "gen_ai.server.request.duration"
@@ -91,6 +104,9 @@ SERVER_TPOT: Final = "gen_ai.server.time_per_output_token"
 ROUTER_LOOP_LAG: Final = "fissile.router.loop.lag"
 ROUTER_IN_FLIGHT: Final = "fissile.router.requests.in_flight"
 ROUTER_FAILED: Final = "fissile.router.requests.failed"
+ROUTER_PROMPT_TOKENS: Final = "fissile.router.tokens.prompt"
+ROUTER_CACHED_TOKENS: Final = "fissile.router.tokens.prompt_cached"
+ROUTER_GENERATED_TOKENS: Final = "fissile.router.tokens.generated"
 ROUTER_LOST: Final = "fissile.router.attempts.lost"
 ROUTER_QUEUED: Final = "fissile.router.queue.requests"
 ROUTER_OLDEST_AGE: Final = "fissile.router.queue.oldest_age"
@@ -109,3 +125,5 @@ PRIORITY: Final = "fissile.priority"
 WORKER_STATE: Final = "fissile.worker.state"
 LANE_STATE: Final = "fissile.lane.state"
 TABLE: Final = "fissile.table"
+SIGNAL: Final = "fissile.signal"
+TASK: Final = "fissile.task"

@@ -2,12 +2,14 @@
 
     client's span
       fissile.v1.InferenceService/Generate   SERVER, router; events `submitted`, `first_token`
+        tokenize, queue                      INTERNAL, router: the prompt is made; it waits for its first worker
+        wait for worker                      INTERNAL, router: it waits for another one, the last one was lost
         attempt                              CLIENT, router: one per worker, when a request needed more than one
         worker.generate                      SERVER, worker: the router waits for its result, so it is no CONSUMER
           queue, prefill, decode             INTERNAL, made at the end from the sequence's timestamps
 
-Not opentelemetry-instrumentation-grpc: it leaks spans and records cancelled calls as successes (ecosystem-notes
-section 1). Invariants: every span that was started ends exactly once, whatever ends its request (`open_spans` counts
+Not opentelemetry-instrumentation-grpc: it leaks spans and records cancelled calls as successes.
+Invariants: every span that was started ends exactly once, whatever ends its request (`open_spans` counts
 the open ones); no span event per token; no text of prompts or answers in attributes. With tracing off the client's
 trace context is still carried across the hop, and nothing is recorded.
 """
@@ -15,7 +17,6 @@ trace context is still carried across the hop, and nothing is recorded.
 from __future__ import annotations
 
 import asyncio
-import secrets
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ import grpc
 from opentelemetry import trace
 from opentelemetry.context import Context
 from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.trace import Span, SpanKind, Status, StatusCode
+from opentelemetry.trace import Span, SpanKind, Status, StatusCode, TraceState
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 from opentelemetry.util.types import AttributeValue
 
@@ -34,12 +35,17 @@ from common.errors import ApiError
 from common.limits import TELEMETRY_SHUTDOWN_S
 from common.sampling_params import SamplingParams
 from common.telemetry import exporter, names
+from common.telemetry.failures import count_failure, harmless
 from common.telemetry.logs import current_trace_id
 
 Metadata = Iterable[tuple[str, str | bytes]]
 
 _PROPAGATOR: Final = TraceContextTextMapPropagator()
 _INT64_MAX: Final = 2**63 - 1
+# Bytes of a trace parent that is looked at; those of today have 55.
+_MAX_TRACEPARENT: Final = 256
+# Entries that a trace state may have.
+_MAX_TRACESTATE: Final = 32
 # What the RPC conventions call an error of the server, and ABORTED: with us it means that a worker was lost.
 _SERVER_ERRORS: Final = frozenset(
     {
@@ -59,7 +65,11 @@ def extract(metadata: Metadata | None) -> Context:
     wanted = (names.TRACEPARENT, names.TRACESTATE)
     pairs = ((key.lower(), value) for key, value in metadata or ())
     carrier = {key: value for key, value in pairs if key in wanted and isinstance(value, str)}
-    return _PROPAGATOR.extract(carrier, Context())
+    try:
+        return _PROPAGATOR.extract(carrier, Context())
+    except Exception:
+        count_failure("traces")
+        return Context()
 
 
 def inject(context: Context) -> tuple[str, str]:
@@ -69,9 +79,11 @@ def inject(context: Context) -> tuple[str, str]:
     return carrier.get(names.TRACEPARENT, ""), carrier.get(names.TRACESTATE, "")
 
 
-def new_traceparent() -> str:
-    """A `traceparent` for a client without tracing of its own, so that it can tell people the trace id."""
-    return f"00-{secrets.token_hex(16)}-{secrets.token_hex(8)}-01"
+def traceparent_of(metadata: Metadata | None) -> str:
+    """The `traceparent` of gRPC metadata; empty when there is none or it is malformed."""
+    # Most calls have none, and to find that out is to be cheap; so is to drop one that is none.
+    found = next((value for key, value in metadata or () if key == names.TRACEPARENT), "")
+    return inject(extract([(names.TRACEPARENT, found)]))[0] if 0 < len(found) <= _MAX_TRACEPARENT else ""
 
 
 def trace_id_of(traceparent: str) -> str:
@@ -136,8 +148,12 @@ class Tracing:
         attributes: dict[str, AttributeValue] = {names.RPC_SYSTEM: "grpc", names.RPC_METHOD: method, **_peer(peer)}
         if operation:
             attributes |= {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_FISSILE}
-        span = self._tracer.start_span(method, context, SpanKind.SERVER, attributes)
-        return _RecordedRequestSpan(_OpenSpan(span, context, self._open), self._tracer)
+        try:
+            span = self._tracer.start_span(method, context, SpanKind.SERVER, attributes)
+            return _RecordedRequestSpan(_OpenSpan(span, context, self._open), self._tracer, operation)
+        except Exception:
+            count_failure("traces")
+            return RequestSpan(*inject(context))
 
     def sequence_span(
         self,
@@ -169,10 +185,16 @@ class Tracing:
             names.WORKER_ID: worker_id,
         }
         context = extract([(names.TRACEPARENT, traceparent), (names.TRACESTATE, tracestate)])
+        if _operation_in(context) == names.CHAT:
+            attributes[names.OPERATION] = names.CHAT
         kept = {key: value for key, value in attributes.items() if value}
         start_ns = _wall_offset_ns() + _ns(arrived)
-        span = self._tracer.start_span(names.WORKER_SPAN, context, SpanKind.SERVER, kept, start_time=start_ns)
-        return _RecordedSequenceSpan(_OpenSpan(span, context, self._open), self._tracer)
+        try:
+            span = self._tracer.start_span(names.WORKER_SPAN, context, SpanKind.SERVER, kept, start_time=start_ns)
+            return _RecordedSequenceSpan(_OpenSpan(span, context, self._open), self._tracer)
+        except Exception:
+            count_failure("traces")
+            return SequenceSpan()
 
 
 class _OpenSpan:
@@ -230,8 +252,8 @@ class RequestSpan:
         return trace_id_of(self.traceparent)
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        """What tells the client the trace: for the RPC's trailing metadata."""
-        return ((names.TRACERESPONSE, self.traceparent),) if self.traceparent else ()
+        """What tells the client the trace, for the RPC's trailing metadata; the client's own context is no answer."""
+        return ()
 
     def request(self, *, model: str, request_id: str, params: SamplingParams) -> None:
         """The request has been validated."""
@@ -243,20 +265,33 @@ class RequestSpan:
         """One of several workers that the request was given to; made when all is over, because a worker that died
         sends no span of its own. Times in monotonic seconds; `loss` says why it did not finish the request."""
 
+    def phase(self, name: str, began: float, ended: float, *, worker_id: str = "", loss: str = "") -> None:
+        """Something that the request went through here, in monotonic seconds.
+
+        Args:
+            name: of `names`.
+            began: when it began.
+            ended: when it ended.
+            worker_id: the worker that it led to, "" for none.
+            loss: why the worker before was lost, "" when there was none.
+        """
+
     def first_token(self, ttft_s: float) -> None:
         """The first token is ready to send, `ttft_s` seconds after the request's arrival."""
 
-    def finish(
+    def usage(
         self,
         *,
-        finish_reasons: Iterable[str] = (),
         input_tokens: int = 0,
         output_tokens: int = 0,
         cached_tokens: int = 0,
         worker_id: str = "",
         attempts: int = 1,
     ) -> None:
-        """Ends the span: the request has been answered. Counts are delivered tokens."""
+        """What the request has come to before its end, be it good or bad. Counts are delivered tokens."""
+
+    def finish(self, finish_reasons: Iterable[str] = ()) -> None:
+        """Ends the span: the request has been answered."""
 
     def fail(self, error: ApiError | grpc.StatusCode) -> None:
         """Ends the span: the RPC ends with this error."""
@@ -281,11 +316,17 @@ class RequestSpan:
 
 
 class _RecordedRequestSpan(RequestSpan):
-    def __init__(self, open_span: _OpenSpan, tracer: trace.Tracer) -> None:
+    def __init__(self, open_span: _OpenSpan, tracer: trace.Tracer, operation: str) -> None:
         super().__init__(*inject(open_span.context))
+        if operation == names.CHAT:
+            self.tracestate = _with_operation(self.tracestate, operation)
         self._open = open_span
         self._tracer = tracer
 
+    def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ((names.TRACERESPONSE, self.traceparent),)
+
+    @harmless("traces")
     def request(self, *, model: str, request_id: str, params: SamplingParams) -> None:
         self._open.span.set_attributes(
             {
@@ -296,9 +337,11 @@ class _RecordedRequestSpan(RequestSpan):
             }
         )
 
+    @harmless("traces")
     def submitted(self, worker_id: str) -> None:
         self._open.span.add_event(names.SUBMITTED_EVENT, {names.WORKER_ID: worker_id})
 
+    @harmless("traces")
     def attempt(self, number: int, worker_id: str, *, began: float, ended: float, tokens: int, loss: str = "") -> None:
         attributes: dict[str, AttributeValue] = {
             names.WORKER_ID: worker_id,
@@ -315,14 +358,23 @@ class _RecordedRequestSpan(RequestSpan):
             span.set_status(Status(StatusCode.ERROR, loss))
         span.end(end_ns)
 
+    @harmless("traces")
+    def phase(self, name: str, began: float, ended: float, *, worker_id: str = "", loss: str = "") -> None:
+        offset_ns = _wall_offset_ns()
+        said = {names.WORKER_ID: worker_id, names.ATTEMPT_LOSS: loss}
+        kept = {key: value for key, value in said.items() if value}
+        start_ns, end_ns = offset_ns + _ns(began), offset_ns + _ns(ended)
+        self._tracer.start_span(name, self._open.context, attributes=kept, start_time=start_ns).end(end_ns)
+
+    @harmless("traces")
     def first_token(self, ttft_s: float) -> None:
         self._open.span.set_attribute(names.RESPONSE_TIME_TO_FIRST_CHUNK, ttft_s)
         self._open.span.add_event(names.FIRST_TOKEN_EVENT)
 
-    def finish(
+    @harmless("traces")
+    def usage(
         self,
         *,
-        finish_reasons: Iterable[str] = (),
         input_tokens: int = 0,
         output_tokens: int = 0,
         cached_tokens: int = 0,
@@ -331,14 +383,46 @@ class _RecordedRequestSpan(RequestSpan):
     ) -> None:
         if self._open.ended:
             return
-        attributes = _usage(finish_reasons, input_tokens, output_tokens, cached_tokens)
+        attributes = _usage((), input_tokens, output_tokens, cached_tokens)
         if worker_id:
             attributes |= {names.WORKER_ID: worker_id, names.ATTEMPTS: attempts}
         self._open.span.set_attributes(attributes)
+
+    @harmless("traces")
+    def finish(self, finish_reasons: Iterable[str] = ()) -> None:
+        if self._open.ended:
+            return
+        if reasons := list(finish_reasons):
+            self._open.span.set_attribute(names.RESPONSE_FINISH_REASONS, reasons)
         self._open.end(grpc.StatusCode.OK)
 
+    @harmless("traces")
     def fail(self, error: ApiError | grpc.StatusCode) -> None:
         self._open.fail(error)
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeWork:
+    """What the engine did while a sequence decoded: why that took as long as it did.
+
+    Attributes:
+        steps: of the engine, those too that had nothing of the sequence.
+        tokens: that they gave, of all sequences.
+        preemptions: of the sequence, since it arrived.
+    """
+
+    steps: int
+    tokens: int
+    preemptions: int
+
+    def attributes(self) -> dict[str, AttributeValue]:
+        """For the span."""
+        mean = round(self.tokens / max(1, self.steps), 2)
+        return {
+            names.DECODE_STEPS: self.steps,
+            names.DECODE_MEAN_BATCH: mean,
+            names.DECODE_PREEMPTIONS: self.preemptions,
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -349,6 +433,7 @@ class SequenceTimes:
     first_scheduled: float | None
     first_token: float | None
     ended: float
+    decode: DecodeWork | None = None
 
     def phases(self) -> list[tuple[str, float, float]]:
         """Name, start and end of queue, prefill and decode, as far as the sequence came."""
@@ -384,6 +469,7 @@ class _RecordedSequenceSpan(SequenceSpan):
         self._open = open_span
         self._tracer = tracer
 
+    @harmless("traces")
     def finish(
         self, times: SequenceTimes, *, reason: str, input_tokens: int, output_tokens: int, cached_tokens: int
     ) -> None:
@@ -392,6 +478,7 @@ class _RecordedSequenceSpan(SequenceSpan):
         self._open.span.set_attributes(_usage([reason], input_tokens, output_tokens, cached_tokens))
         self._open.end(grpc.StatusCode.OK, end_ns=self._phases(times))
 
+    @harmless("traces")
     def fail(
         self,
         error: ApiError | grpc.StatusCode,
@@ -410,9 +497,21 @@ class _RecordedSequenceSpan(SequenceSpan):
         """Records the child spans; returns the sequence's end as Unix nanoseconds."""
         wall_ns = _wall_offset_ns()
         for name, start, end in times.phases():
-            child = self._tracer.start_span(name, self._open.context, start_time=wall_ns + _ns(start))
+            said = times.decode.attributes() if name == names.DECODE_SPAN and times.decode is not None else None
+            child = self._tracer.start_span(name, self._open.context, attributes=said, start_time=wall_ns + _ns(start))
             child.end(wall_ns + _ns(end))
         return wall_ns + _ns(times.ended)
+
+
+def _with_operation(tracestate: str, operation: str) -> str:
+    """The trace state, with our entry in front: a worker's span is of the operation that its router serves."""
+    header = [tracestate] if tracestate else []
+    others = [each for each in TraceState.from_header(header).items() if each[0] != names.TRACESTATE_KEY]
+    return TraceState([(names.TRACESTATE_KEY, operation), *others[: _MAX_TRACESTATE - 1]]).to_header()
+
+
+def _operation_in(context: Context) -> str:
+    return trace.get_current_span(context).get_span_context().trace_state.get(names.TRACESTATE_KEY, "")
 
 
 def _wall_offset_ns() -> int:

@@ -1,29 +1,33 @@
 """Chat templates: Jinja from the model's files, rendered as transformers renders them.
 
 Templates come from strangers and their input from clients, so the sandbox is transformers' own (immutable, no private
-attributes) with two bounds added: the size of the result and the time, checked at every call and every piece of output.
+attributes) with bounds added: the size of the result; the time, looked at in every turn of a loop, at every call and
+every piece of output; and what operators, methods and filters make, which may be large at once.
 Special tokens in the input are marked, so that `Tokenizer.encode` takes them for text (see `common.text.tokenizer`).
 """
 
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from typing import Any, Final, NoReturn
 
 import jinja2
+from jinja2 import pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Node
+from jinja2.nodes import Concat, Const, ExprStmt, Filter, For, List, Node, Template
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
+from jinja2.visitor import NodeTransformer
 
 from common.errors import InvalidFieldError
-from common.limits import MAX_PROMPT_TEXT_BYTES, MAX_TEMPLATE_S
+from common.limits import MAX_PROMPT_TEXT_BYTES, MAX_TEMPLATE_S, MAX_TEMPLATE_WORK
 from common.text.tokenizer import (
     MARK_END,
     MARK_START,
@@ -35,6 +39,9 @@ from common.text.tokenizer import (
     special_tokens,
 )
 
+# What messages are usually from; templates print most of them without naming them.
+_ROLES: Final = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
+_QUOTED: Final = re.compile(r"""(['"])([A-Za-z][A-Za-z0-9_-]{0,63})\1""")
 # Names under which a message's reasoning arrives; templates read the first.
 _REASONING: Final = ("reasoning_content", "thinking", "reasoning")
 _LONGEST_MESSAGE: Final = 300
@@ -52,12 +59,16 @@ class ChatTemplate:
 
     Immutable, and `render` may run in several threads.
 
+    Attributes:
+        roles: those that messages may have: the usual ones, and every word that a template has in quotes.
+
     Raises:
         TokenizerError: a template has a syntax error.
     """
 
     def __init__(self, templates: Mapping[str, str], files: Mapping[str, bytes]) -> None:
         self._templates = {name: _compile(name, source) for name, source in templates.items()}
+        self.roles = _ROLES.union(*map(_words, templates.values()))
         self._variables = named_special_tokens(files)
         self._special = special_pattern(special_tokens(files))
 
@@ -109,6 +120,11 @@ class ChatTemplate:
         return value
 
 
+def _words(source: str) -> set[str]:
+    """The words in quotes: names of roles among them."""
+    return {word for _, word in _QUOTED.findall(source)}
+
+
 def _sources(files: Mapping[str, bytes]) -> dict[str, str]:
     """Templates by name: a file of its own wins over the configuration's string or list of named templates."""
     if "chat_template.jinja" in files:
@@ -127,12 +143,12 @@ def _alias_reasoning(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def _render(template: jinja2.Template, variables: dict[str, Any]) -> str:
-    deadline = time.monotonic() + MAX_TEMPLATE_S
+    bounds = _Bounds(time.monotonic() + MAX_TEMPLATE_S)
     pieces: list[str] = []
     size = 0
     try:
-        for piece in template.generate({**variables, _DEADLINE: deadline}):
-            _check_deadline(deadline)
+        for piece in template.generate({**variables, _BOUNDS: bounds}):
+            bounds.check_time()
             size += len(piece)
             if size > MAX_PROMPT_TEXT_BYTES:
                 raise TemplateInputError(f"the prompt has more than {MAX_PROMPT_TEXT_BYTES} characters")
@@ -153,22 +169,171 @@ def _said(error: Exception) -> str:
     return line[:_LONGEST_MESSAGE] or type(error).__name__
 
 
-def _check_deadline(deadline: float) -> None:
-    if time.monotonic() > deadline:
-        raise TemplateInputError(f"the template took longer than {MAX_TEMPLATE_S:g} s")
+# No identifiers, so no template can name them.
+_BOUNDS: Final = "fissile bounds"
+_IN_TIME: Final = "fissile in time"
+_JOINED: Final = "fissile joined"
+_LARGE: Final = re.compile(r"\d{6}")
 
 
-# No identifier, so no template can name it.
-_DEADLINE: Final = "fissile deadline"
+class _Bounds:
+    """What is left to one rendering.
+
+    Args:
+        deadline: monotonic seconds.
+    """
+
+    def __init__(self, deadline: float) -> None:
+        self._deadline = deadline
+        self._room = MAX_TEMPLATE_WORK
+
+    def check_time(self) -> None:
+        """Raises TemplateInputError after the deadline."""
+        if time.monotonic() > self._deadline:
+            raise TemplateInputError(f"the template took longer than {MAX_TEMPLATE_S:g} s")
+
+    def make(self, size: int) -> None:
+        """Raises TemplateInputError if a value of `size` characters or entries is too large, by itself or by now."""
+        self.check_time()
+        self._room -= size
+        if size > MAX_PROMPT_TEXT_BYTES or self._room < 0:
+            raise TemplateInputError("the template makes values that are too large")
+
+
+def _bounds(context: Context) -> _Bounds:
+    bounds = context.get(_BOUNDS)
+    # Not there while a constant is worked out as the template is read.
+    return bounds if isinstance(bounds, _Bounds) else _Bounds(time.monotonic() + MAX_TEMPLATE_S)
+
+
+def _size_of_binop(operator: str, left: Any, right: Any) -> int:
+    """At most so many characters, entries or bits does the result have."""
+    if isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length()
+        large = bits * max(right, 1) if operator == "**" else bits + right.bit_length()
+        return large if large > _MOST_BITS else 1
+    if operator == "*":
+        sized, times = (left, right) if isinstance(right, int) else (right, left)
+        return _length(sized) * max(times, 0) if isinstance(times, int) else 1
+    if operator == "%" and isinstance(left, str):
+        return _size_of_format(left, right)
+    return _length(left) + _length(right)
+
+
+# Of a number; more counts as too large.
+_MOST_BITS: Final = 1 << 14
+
+
+def _length(value: Any) -> int:
+    return len(value) if isinstance(value, str | bytes | list | tuple | dict) else 1
+
+
+def _size_of_format(text: str, *values: Any) -> int:
+    widths = _LARGE.search(text) is not None or any(_is_large(value) for value in values)
+    return MAX_TEMPLATE_WORK if widths else len(text) + sum(map(_printed, values))
+
+
+def _printed(value: Any) -> int:
+    return sum(map(_printed, value)) if isinstance(value, list | tuple) else _length(value)
+
+
+def _is_large(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return any(map(_is_large, value))
+    return isinstance(value, int) and abs(value) >= 10**5
+
+
+def _size_of_text_call(name: str, text: str, values: tuple[Any, ...]) -> int:
+    """At most so many characters does a method or filter of a text make; widths are bounded alike for all."""
+    if name == "replace" and len(values) > 1 and isinstance(values[0], str):
+        return len(text) + text.count(values[0]) * _length(values[1])
+    if name == "join" and values and isinstance(values[0], list | tuple):
+        return sum(map(_length, values[0])) + len(text) * len(values[0])
+    if name in ("format", "format_map"):
+        return _size_of_format(text, *values)
+    if any(_is_large(value) for value in values):
+        return MAX_TEMPLATE_WORK
+    return len(text) * (1 + max((value for value in values if isinstance(value, int)), default=0) * (name in _PER_LINE))
+
+
+# Those that add to every line, or to every character.
+_PER_LINE: Final = ("indent", "expandtabs")
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """transformers' sandbox with a deadline: every loop over something large calls `range` or prints."""
+    """transformers' sandbox with bounds."""
+
+    intercepted_binops = frozenset({"*", "**", "+", "%"})
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls an object for the template, in time only."""
-        _check_deadline(__context.get(_DEADLINE))
+        """Calls an object for the template, in bounds only."""
+        bounds = _bounds(__context)
+        bounds.check_time()
+        # The sandbox wraps `format`.
+        owner = getattr(getattr(__obj, "__wrapped__", __obj), "__self__", None)
+        if isinstance(owner, str):
+            bounds.make(_size_of_text_call(__obj.__name__, owner, (*args, *kwargs.values())))
         return super().call(__context, __obj, *args, **kwargs)
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        """Works an operator out, in bounds only."""
+        _bounds(context).make(_size_of_binop(operator, left, right))
+        return super().call_binop(context, operator, left, right)
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> Template:
+        tree = super()._parse(source, name, filename)
+        _Bounding().visit(tree)
+        return tree
+
+
+class _Bounding(NodeTransformer):
+    """Looks at the time in every turn of a loop, and at the size of what `~` joins."""
+
+    def visit_For(self, node: For) -> For:
+        """A loop."""
+        self.generic_visit(node)
+        look = Filter(Const(None), _IN_TIME, [], [], None, None)
+        node.body.insert(0, ExprStmt(look).set_lineno(node.lineno))
+        return node
+
+    def visit_Concat(self, node: Concat) -> Node:
+        """What `~` joins."""
+        self.generic_visit(node)
+        return Filter(List(node.nodes), _JOINED, [], [], None, None).set_lineno(node.lineno)
+
+
+@pass_context
+def _in_time(context: Context, value: Any) -> None:
+    _bounds(context).check_time()
+
+
+@pass_context
+def _joined(context: Context, values: list[Any]) -> str:
+    texts = [str(value) for value in values]
+    _bounds(context).make(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A filter of texts that looks at what it will make."""
+    kind = getattr(function, "jinja_pass_arg", None)
+
+    @pass_context
+    def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
+        values = (*args, *kwargs.values())
+        if name == "join" and isinstance(value, list | tuple):
+            separator = str(values[0]) if values else ""
+            _bounds(context).make(_size_of_text_call(name, separator, (value,)))
+        else:
+            _bounds(context).make(_size_of_text_call(name, str(value) if isinstance(value, str) else "", values))
+        first = {"context": context, "eval_context": context.eval_ctx, "environment": context.environment}
+        given = () if kind is None else (first[kind.name],)
+        return function(*given, value, *args, **kwargs)
+
+    return bounded
+
+
+_GROWING_FILTERS: Final = ("center", "format", "indent", "join", "replace", "tojson", "wordwrap", "batch", "slice")
 
 
 class _Generation(Extension):
@@ -234,6 +399,11 @@ def _tojson(
 def _compile(name: str, source: str) -> jinja2.Template:
     environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
     environment.filters["tojson"] = _tojson
+    for name_of_filter in _GROWING_FILTERS:
+        environment.filters[name_of_filter] = _bounded_filter(name_of_filter, environment.filters[name_of_filter])
+    environment.filters |= {_IN_TIME: _in_time, _JOINED: _joined}
+    # Not in transformers' templates, and makes any amount of text.
+    del environment.globals["lipsum"]
     environment.globals |= {
         "raise_exception": _raise_exception,
         "strftime_now": _strftime_now,

@@ -3,7 +3,8 @@
 Every token stands for some bytes, whatever came before it; only the first token of a text differs (SentencePiece drops
 the space before it). So decoding is: concatenate the bytes, decode UTF-8 as far as whole characters go. This costs O(1)
 a token and can not fail, where `tokenizers.decoders.DecodeStream` raises "Invalid prefix" and holds back everything
-after a broken character.
+after a broken character. A text that continues another is what decoding both at once adds to decoding the first alone:
+of the text before, one thing matters, that there is some.
 
 Equal to `tokenizers.Tokenizer.decode` of all ids at once, with one exception: where byte-fallback tokens form invalid
 UTF-8, that decoder replaces the whole run of byte tokens, valid characters too, which no stream can take back; here
@@ -21,16 +22,28 @@ from typing import Any, Final
 
 import tokenizers
 
-_BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+BYTE_TOKEN: Final = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+# So many of the last tokens before a text are looked at, as in vLLM. One token of text is enough, and nearly always the
+# last one is; the others are for prompts that end with special tokens, such as `</s><s>`. The bound makes the cost of a
+# request independent of its prompt.
+TAIL: Final = 5
 
 
 class Detokenizer:
-    """Decodes one stream of token ids. The results of all `push` calls and of `flush` make up the text."""
+    """Decodes one stream of token ids. The results of all `push` calls and of `flush` make up the text.
 
-    def __init__(self, token_bytes: TokenBytes, *, skip: frozenset[int]) -> None:
+    Args:
+        token_bytes: of the tokenizer.
+        skip: ids that are not part of a text.
+        behind: ids that the stream continues. If any of the last `TAIL` is text, the stream has no first token, so it
+            keeps the space before its own. A character that they leave unfinished stays theirs: no byte of theirs
+            comes in this text.
+    """
+
+    def __init__(self, token_bytes: TokenBytes, *, skip: frozenset[int], behind: Sequence[int] = ()) -> None:
         self._bytes = token_bytes
         self._skip = skip
-        self._started = False
+        self._started = any(id not in skip and token_bytes.inner(id) for id in reversed(behind[-TAIL:]))
         # The beginning of a character that no token has ended yet.
         self._begun = b""
 
@@ -55,7 +68,8 @@ class Detokenizer:
     def _piece(self, id: int) -> bytes:
         if self._started:
             return self._bytes.inner(id)
-        self._started = True
+        # An unknown id stands for nothing: the text has not begun.
+        self._started = bool(self._bytes.inner(id))
         return self._bytes.first(id)
 
 
@@ -95,20 +109,22 @@ class TokenBytes:
 
     def first(self, id: int) -> bytes:
         """Bytes of a token at the beginning of a text."""
-        if self._byte_level or self._byte_value(id) is not None:
-            return self.inner(id)
+        inner = self.inner(id)
+        # A byte token of half a character can not be decoded alone, and is no space.
+        if self._byte_level or (not inner.isascii() and self._byte_value(id) is not None):
+            return inner
         return self._decode(id).encode()
 
     def _compute(self, id: int) -> bytes:
         if self._byte_level:
-            return _byte_level_bytes(self._tokenizer.id_to_token(id) or "")
+            return byte_level_bytes(self._tokenizer.id_to_token(id) or "")
         value = self._byte_value(id)
         if value is not None:
             return bytes([value])
         return self._decode(*self._anchor, id)[len(self._anchor_text) :].encode()
 
     def _byte_value(self, id: int) -> int | None:
-        match = _BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(id) or "") if self._byte_fallback else None
+        match = BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(id) or "") if self._byte_fallback else None
         return int(match[1], 16) if match else None
 
     def _decode(self, *ids: int) -> str:
@@ -138,11 +154,12 @@ def _byte_level_table() -> dict[str, int]:
     return table
 
 
-_BYTE_LEVEL: Final = _byte_level_table()
+BYTE_LEVEL: Final = _byte_level_table()
 
 
-def _byte_level_bytes(token: str) -> bytes:
-    values = [_BYTE_LEVEL.get(char) for char in token]
+def byte_level_bytes(token: str) -> bytes:
+    """The bytes that a token of a byte-level vocabulary stands for."""
+    values = [BYTE_LEVEL.get(char) for char in token]
     known = [value for value in values if value is not None]
     # A token with any character outside the table is an added token, written as it is.
     return bytes(known) if len(known) == len(values) else token.encode()

@@ -7,7 +7,8 @@ Invariants:
     * A rendered chat keeps the special tokens that its template wrote, not those that the input brought: the template
       marks the latter (`mark_special`), and `encode(text, allow_special=True)` encodes marked tokens as text. The
       result is that of `apply_chat_template(..., sanitize_control_tokens=True)` in transformers.
-    * Only `encode_batch_fast` is called, because `encode` holds the GIL (design-details section 7).
+    * A text has the same tokens whole and in pieces (`encode_pieces`).
+    * Only `encode_batch_fast` is called, because `encode` holds the GIL (docs/architecture.md).
 """
 
 from __future__ import annotations
@@ -15,13 +16,16 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final
 
 import tokenizers
 
+from common.errors import InvalidFieldError
 from common.text.detokenizer import Detokenizer, TokenBytes
+from common.text.pieces import ANCHOR, Cuts, TokenFloor, UncutTextError, vocabulary
 
 TOKENIZER_FILES: Final = (
     "chat_template.jinja",
@@ -108,6 +112,18 @@ def special_tokens(files: Mapping[str, bytes]) -> frozenset[str]:
     return frozenset(flagged | set(named_special_tokens(files).values())) - {""}
 
 
+def check_text_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Refuses what a text gives that the model has no embedding for: tokens added without resizing the model.
+
+    Raises:
+        InvalidFieldError: the text has such a token.
+    """
+    highest = max(token_ids, default=0)
+    if highest >= vocab_size:
+        problem = f"has a part that the model's tokenizer makes token {highest} of, which the model itself lacks"
+        raise InvalidFieldError(path, problem, f"text of tokens 0 to {vocab_size - 1}")
+
+
 def mark_special(text: str, pattern: re.Pattern[str]) -> str:
     """`text` with every match of `pattern` (see `special_pattern`) marked as text that only looks special."""
     return pattern.sub(f"{MARK_START}\\g<0>{MARK_END}", text)
@@ -117,6 +133,10 @@ def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
     """Matches any of `tokens`, the longest first; nothing when there are none."""
     longest_first = sorted(tokens, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+
+
+class LongPieceError(TokenizerError):
+    """A text has a part that can not be cut, and that is too long to be encoded at once."""
 
 
 class Tokenizer:
@@ -144,6 +164,11 @@ class Tokenizer:
         self._unknown = self._parsing.token_to_id(named_special_tokens(files).get("unk_token", ""))
         self._newline = self._ids(self._parsing, "\n")
         self._bytes = TokenBytes(self._parsing)
+        content = read_json(files, "tokenizer.json")
+        self._floor = TokenFloor(content)
+        self._spells_special = _spells_special(content, special)
+        self._anchors = {id(each): len(self._ids(each, ANCHOR)) for each in (self._parsing, self._plain)}
+        self._cuts = self._safe_cuts(content, special)
 
     @classmethod
     def from_files(cls, files: Mapping[str, bytes]) -> Tokenizer:
@@ -152,7 +177,12 @@ class Tokenizer:
         Raises:
             TokenizerError: `tokenizer.json` is missing or one of the files can not be used.
         """
-        return cls(files)
+        try:
+            return cls(files)
+        # The files are JSON of any shape.
+        except (AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+            said = f"{type(error).__name__}: {_one_line(error)}"
+            raise TokenizerError(f"the tokenizer's files are not of their usual form: {said}") from None
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> Tokenizer:
@@ -161,7 +191,7 @@ class Tokenizer:
         Raises:
             TokenizerError: as `from_files`.
         """
-        return cls(tokenizer_files(folder))
+        return cls.from_files(tokenizer_files(folder))
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """Token ids of `text`.
@@ -173,49 +203,128 @@ class Tokenizer:
         Raises:
             TokenizerError: the vocabulary gives no way to write a special token as text.
         """
-        if allow_special:
-            return self._encode_chat(text)
-        prefix, suffix = self._frame
-        return [*prefix, *self._text_ids(text), *suffix]
+        return list(chain.from_iterable(self.encode_pieces(text, allow_special=allow_special)))
+
+    def encode_pieces(
+        self, text: str, *, allow_special: bool = False, most_bytes: int | None = None
+    ) -> Iterator[list[int]]:
+        """As `encode`, with a bounded amount of work before each of the lists that make up the result.
+
+        Args:
+            text: as for `encode`.
+            allow_special: as for `encode`.
+            most_bytes: longest part of the text that is encoded at once where it can not be cut; None is any.
+
+        Raises:
+            TokenizerError: as `encode`.
+            LongPieceError: a part that can not be cut has more than `most_bytes` bytes.
+        """
+        try:
+            yield from self._chat_pieces(text, most_bytes) if allow_special else self._framed_pieces(text, most_bytes)
+        except UncutTextError as error:
+            raise LongPieceError(str(error)) from None
+
+    def fewest_tokens(self, text: str, enough: float = float("inf")) -> int:
+        """A lower bound for the number of tokens of `text`, in little time; any from `enough` on will do."""
+        return self._floor.tokens(text, enough)
 
     def decode(self, ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of `ids`; equal to what `decode_stream` gives in pieces. Unknown ids are left out."""
         stream = self.decode_stream(skip_special=skip_special)
         return stream.push(ids) + stream.flush()
 
-    def decode_stream(self, *, skip_special: bool = True) -> Detokenizer:
-        """A new incremental decoder."""
-        return Detokenizer(self._bytes, skip=self.special_ids if skip_special else frozenset())
+    def decode_stream(self, *, skip_special: bool = True, behind: Sequence[int] = ()) -> Detokenizer:
+        """A new incremental decoder, of a text that continues that of the ids `behind`."""
+        return Detokenizer(self._bytes, skip=self.special_ids if skip_special else frozenset(), behind=behind)
 
     def token_strings(self, ids: Sequence[int]) -> list[str]:
         """The vocabulary entry of each id, for people to read; empty for an id that has none."""
         return [self._parsing.id_to_token(id) or "" for id in ids]
 
-    def _encode_chat(self, text: str) -> list[int]:
-        # [text, marked token, text, ..., text], with None in place of the token where a mark stands alone: a template
-        # may cut a marked token in two, and the halves must not join into a token again.
-        first, *pieces = self._marked.split(text)
-        ids = self._ids(self._parsing, first)
-        for i, piece in enumerate(pieces):
-            if piece:
-                ids += self._text_ids(piece, inner=True) if i % 2 == 0 else self._inner_ids(self._parsing, piece)
-        return ids
+    def _framed_pieces(self, text: str, most_bytes: int | None) -> Iterator[list[int]]:
+        prefix, suffix = self._frame
+        for ids in self._text_pieces(text, most_bytes):
+            yield [*prefix, *ids]
+            prefix = []
+        if suffix:
+            yield suffix
 
-    def _text_ids(self, text: str, *, inner: bool = False) -> list[int]:
+    def _chat_pieces(self, text: str, most_bytes: int | None) -> Iterator[list[int]]:
+        start = 0
+        for marked, begin, end in self._marks(text):
+            if begin > start or not start:
+                yield from self._pieces(self._parsing, text[start:begin], most_bytes, inner=start > 0)
+            if marked:
+                yield from self._text_pieces(marked, most_bytes, inner=True)
+            start = end
+        if start < len(text) or not start:
+            yield from self._pieces(self._parsing, text[start:], most_bytes, inner=start > 0)
+
+    def _marks(self, text: str) -> Iterator[tuple[str, int, int]]:
+        """The marked tokens of a chat, with the place of token and marks together.
+
+        The token is empty where a mark stands alone: a template may cut a marked token in two, and the halves must not
+        join into a token again.
+        """
+        at = {mark: text.find(mark) for mark in (MARK_START, MARK_END)}
+        while found := [place for place in at.values() if place >= 0]:
+            begin = min(found)
+            match = self._marked.match(text, begin)
+            assert match is not None
+            yield match[1] or "", begin, match.end()
+            at = {
+                mark: text.find(mark, match.end()) if 0 <= place < match.end() else place for mark, place in at.items()
+            }
+
+    def _text_pieces(self, text: str, most_bytes: int | None, *, inner: bool = False) -> Iterator[list[int]]:
         """Ids of `text` with nothing parsed; `inner` when more text is before it."""
-        ids = self._inner_ids(self._plain, text) if inner else self._ids(self._plain, text)
-        named = {self._parsing.token_to_id(token) for token in self._special.findall(text)} - {self._unknown}
-        return ids if named.isdisjoint(ids) else self._split_ids(text, named, inner)
+        named = self._named(text) if self._spells_special else frozenset()
+        if named:
+            is_split = False
+            for ids in self._pieces(self._plain, text, most_bytes, inner=inner):
+                is_split |= not named.isdisjoint(ids)
+                yield []
+            if is_split:
+                yield from self._split_pieces(text, named, most_bytes, inner)
+                return
+        yield from self._pieces(self._plain, text, most_bytes, inner=inner)
 
-    def _split_ids(self, text: str, named: Set[int | None], inner: bool) -> list[int]:
-        """As `_text_ids` where the vocabulary has special tokens as pieces (Unigram): cuts each after a character."""
+    def _named(self, text: str) -> Set[int | None]:
+        """Ids of the special tokens that are written out in `text`."""
+        return frozenset(self._parsing.token_to_id(token) for token in self._special.findall(text)) - {self._unknown}
+
+    def _split_pieces(
+        self, text: str, named: Set[int | None], most_bytes: int | None, inner: bool
+    ) -> Iterator[list[int]]:
+        """As `_text_pieces` where the vocabulary has special tokens as pieces (Unigram): cuts each after a letter."""
         cut = self._special.sub(lambda match: f"{match[0][0]}{MARK_START}{match[0][1:]}", text)
-        ids: list[int] = []
-        for piece in cut.split(MARK_START):
-            ids += self._inner_ids(self._plain, piece) if inner or ids else self._ids(self._plain, piece)
-        if not named.isdisjoint(ids):
-            raise TokenizerError("a special token in the text can not be encoded as text with this vocabulary")
-        return ids
+        for part in cut.split(MARK_START):
+            for ids in self._pieces(self._plain, part, most_bytes, inner=inner):
+                if not named.isdisjoint(ids):
+                    raise TokenizerError("a special token in the text can not be encoded as text with this vocabulary")
+                inner = inner or bool(ids)
+                yield ids
+
+    def _pieces(
+        self, tokenizer: tokenizers.Tokenizer, text: str, most_bytes: int | None, *, inner: bool
+    ) -> Iterator[list[int]]:
+        """Ids of `text`, of which long ones are cut."""
+        pieces = self._cuts.split(text, most_bytes)
+        first = next(pieces)
+        yield self._inner_ids(tokenizer, first) if inner else self._ids(tokenizer, first)
+        for piece in pieces:
+            yield self._ids(tokenizer, ANCHOR + piece)[self._anchors[id(tokenizer)] :]
+
+    def _safe_cuts(self, content: Mapping[str, Any], special: frozenset[str]) -> Cuts:
+        words = self._parsing.pre_tokenizer
+        added = {token.content for token in self._parsing.get_added_tokens_decoder().values()}
+
+        def ends(text: str) -> list[int]:
+            assert words is not None
+            return [end for _, (_, end) in words.pre_tokenize_str(text)]
+
+        encoders = [lambda text: self._ids(self._parsing, text), lambda text: self._ids(self._plain, text)]
+        return Cuts(content, encoders, None if words is None else ends, sorted(added | special))
 
     def _inner_ids(self, tokenizer: tokenizers.Tokenizer, text: str) -> list[int]:
         """Ids of text that continues other text: without the space that SentencePiece puts before a beginning."""
@@ -256,6 +365,15 @@ def _load(files: Mapping[str, bytes], special: frozenset[str]) -> tokenizers.Tok
     missing = [t for t in special - known if tokenizer.token_to_id(t) is not None]
     tokenizer.add_special_tokens([tokenizers.AddedToken(t, special=True, normalized=False) for t in sorted(missing)])
     return tokenizer
+
+
+def _spells_special(content: Mapping[str, Any], special: Set[str]) -> bool:
+    """True if plain text may give a special token: as a piece of the vocabulary, not by parsing it."""
+    model = content["model"]
+    if model.get("type", "BPE") != "BPE" or model.get("ignore_merges"):
+        return not special.isdisjoint(vocabulary(model))
+    merged = ("".join(pair) if isinstance(pair, list) else pair.replace(" ", "", 1) for pair in model["merges"])
+    return any(len(token) == 1 for token in special) or not special.isdisjoint(merged)
 
 
 def _one_line(error: Exception) -> str:

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, Qwen3ForCausalLM
@@ -22,13 +23,14 @@ _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 def answers(checkpoint: Path, dtype: torch.dtype, asked: list[Exchange], batch: int) -> list[str]:
     """The model's greedy answer to each question, asked through the chat template in left-padded batches."""
     tokenizer = AutoTokenizer.from_pretrained(checkpoint, padding_side="left")
-    model = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    # Its types change between releases.
+    model: Any = Qwen3ForCausalLM.from_pretrained(checkpoint, dtype=dtype)
     replies: list[str] = []
     for first in range(0, len(asked), batch):
         chats = [[{"role": "user", "content": one.user}] for one in asked[first : first + batch]]
         prompts = tokenizer.apply_chat_template(chats, tokenize=False, add_generation_prompt=True)
         inputs = tokenizer(prompts, padding=True, return_tensors="pt")
-        output = model.generate(**inputs, max_new_tokens=_LONGEST_ANSWER)  # type: ignore[misc]
+        output = model.generate(**inputs, max_new_tokens=_LONGEST_ANSWER)
         generated = output[:, inputs["input_ids"].shape[1] :]
         replies += tokenizer.batch_decode(generated, skip_special_tokens=True)
     return replies

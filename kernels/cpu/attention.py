@@ -11,7 +11,7 @@ import torch
 
 from kernels.cpu.library import DTYPES, KV_DTYPES, address, check
 from kernels.interface import AttentionMetaData
-from kernels.paged_attention import PagedKVCache
+from kernels.torch_backend.attention import PagedKVCache
 
 
 class StepArrays:
@@ -29,9 +29,12 @@ class StepArrays:
     def __init__(self, metadata: AttentionMetaData) -> None:
         self.tokens = metadata.num_tokens
         self.slots = _address(metadata.slot_mapping)
+        tables = metadata.block_tables
+        if tables.dtype != np.int64 or tables.strides[1] != tables.itemsize:
+            raise ValueError(f"block tables: rows of int64 expected, not {tables.dtype} with strides {tables.strides}")
         self.sequences = (
-            _address(metadata.block_tables),
-            metadata.block_tables.shape[1],
+            tables.ctypes.data,
+            tables.strides[0] // tables.itemsize,
             len(metadata.seq_lens),
             _address(metadata.cu_seqlens_q),
             _address(metadata.seq_lens),

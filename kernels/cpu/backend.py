@@ -1,8 +1,8 @@
 """The CPU back end: native kernels, batch-invariant by construction, with any number of threads.
 
 Float32 and bfloat16 are native, with a KV cache in these, float16 or FP8 (E4M3). Models in float16 run on PyTorch's
-kernels (kernels/torch_backend.py), all but the choice of experts and sampling. Which of the two is decided by dtype
-alone, at load, so it never changes between two steps of a model (design-details section 3).
+kernels (kernels/torch_backend/backend.py), all but the choice of experts and sampling. Which of the two is decided by
+dtype alone, at load, so it never changes between two steps of a model (docs/determinism.md).
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from kernels.cpu.fused import NativeDecoder
 from kernels.cpu.library import DTYPES, KV_DTYPES
 from kernels.cpu.linear import PanelHeads, PanelLinear
 from kernels.cpu.routing import route as choose_experts
-from kernels.experts import PackedExperts
 from kernels.interface import (
     AttentionMetaData,
     ClampedSwiglu,
@@ -35,10 +34,11 @@ from kernels.interface import (
     Routing,
     SampleParams,
 )
-from kernels.paged_attention import AttentionPlan, PagedKVCache
 from kernels.quantized_weight import as_floats
-from kernels.row_tiles import PackedHeads, PackedLinear
-from kernels.torch_backend import TorchBackend
+from kernels.torch_backend.attention import AttentionPlan, PagedKVCache
+from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.linear import PackedHeads, PackedLinear
+from kernels.torch_backend.moe import PackedExperts
 
 
 class CpuPlan:

@@ -28,7 +28,9 @@ LIBRARY = FOLDER / "libfissile_cpu.so"
 ARITHMETIC = ("linear", "attention", "elementwise", "routing", "sampling", "table")
 VARIANTS = ("linear_amx", "linear_bf16")
 COMPILERS = ("c++", "g++", "clang++")
-_FLAGS = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-ffp-contract=off", "-Wall")
+# Scores are written as float and read as pairs of bfloat16, which strict aliasing would let a compiler reorder.
+_CODE = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-Wall")
+_FLAGS = (*_CODE, "-fno-math-errno", "-ffp-contract=off")
 _QUIET = ("-Wno-psabi", "-Wno-attributes")
 # The compiler's own libraries come with it, hidden, so that a machine that lacks them or has others can load it.
 _LINK = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
@@ -37,6 +39,10 @@ _MARK = "fissile-sources:"
 
 class BuildError(Exception):
     """The kernels could not be compiled; one line."""
+
+
+class NoCompilerError(BuildError):
+    """There is no C++ compiler here."""
 
 
 @dataclass(frozen=True)
@@ -123,15 +129,24 @@ def find_compiler() -> list[str]:
     """The command of the C++ compiler: $CXX, or the first of c++, g++ and clang++.
 
     Raises:
-        BuildError: there is none.
+        NoCompilerError: there is none.
     """
     named = shlex.split(os.environ.get("CXX", ""))
     if named:
         return named
     found = next((name for name in COMPILERS if shutil.which(name)), None)
     if found is None:
-        raise BuildError(f"no C++ compiler: none of {', '.join(COMPILERS)} is on the PATH; set CXX to one")
+        raise NoCompilerError(f"no C++ compiler: none of {', '.join(COMPILERS)} is on the PATH; set CXX to one")
     return [found]
+
+
+def has_compiler() -> bool:
+    """True if `find_compiler` finds one."""
+    try:
+        find_compiler()
+    except NoCompilerError:
+        return False
+    return True
 
 
 def sources_digest() -> str:
@@ -151,7 +166,8 @@ def build(library: Path = LIBRARY) -> None:
     """Compiles and links the library, which replaces the one that is there only when it is whole.
 
     Raises:
-        BuildError: there is no compiler, or it refused the sources.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler refused the sources, or can not be run.
     """
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="fissile-kernels-") as folder:
@@ -199,14 +215,18 @@ def _run(command: list[str], source: str = "") -> None:
 
 
 def main() -> int:
-    """Builds what is out of date. Without a compiler PyTorch's kernels serve, so that is not a failure."""
+    """Builds what is out of date: 0, also without a compiler (PyTorch's kernels serve); 1 where the compiler fails."""
     if is_current():
         return 0
     try:
         build()
-    except BuildError as error:
+    except NoCompilerError as error:
         LIBRARY.unlink(missing_ok=True)
         print(f"the CPU kernels were not compiled, PyTorch's serve instead: {error}", file=sys.stderr)
+    except BuildError as error:
+        LIBRARY.unlink(missing_ok=True)
+        print(f"the CPU kernels do not compile: {error}", file=sys.stderr)
+        return 1
     return 0
 
 

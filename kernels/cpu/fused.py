@@ -13,7 +13,7 @@ from kernels.cpu.attention import StepArrays
 from kernels.cpu.library import DTYPES, KV_DTYPES, check
 from kernels.cpu.linear import PanelLinear
 from kernels.interface import AttentionMetaData, Decoder, DecoderLayer
-from kernels.paged_attention import PagedKVCache
+from kernels.torch_backend.attention import PagedKVCache
 
 
 class _Weight(ctypes.Structure):

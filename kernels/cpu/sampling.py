@@ -6,21 +6,31 @@ from ctypes import CDLL
 from dataclasses import replace
 
 import numpy as np
+import numpy.typing as npt
 
 from kernels import sampling
 from kernels.cpu.library import address
 from kernels.interface import SampleParams
+from kernels.penalties import Penalties, penalize
 from kernels.philox import Words
 from kernels.sampling import Floats, Ids
+
+# Of a row that the library has no memory for.
+_LEFT = -2
+# Arguments of the library that tell of penalties.
+_PENALTY_COLUMNS = 6
 
 
 def sample(library: CDLL, logits: Floats, params: SampleParams, seeds: Words, positions: Ids, choices: Ids) -> Ids:
     """Token ids int64 [S] for float32 logits [S, V]; see KernelBackend.sample.
 
-    Penalties and masks are written first, as there; rows whose division by the temperature overflows are left to it.
+    A row's penalties are written by the thread that samples it. Masks are written before, which changes nothing: minus
+    infinity stays what it is. Rows that the library has no memory for are left to kernels/sampling.py.
     """
-    if params.penalties is not None:
-        sampling.penalize(logits, params.penalties)
+    penalties = params.penalties
+    if penalties is not None and (logits.strides[1] != logits.itemsize or penalties.late is not None):
+        penalize(logits, penalties)
+        penalties = None
     if params.masked is not None:
         logits[params.masked.rows, params.masked.ids] = -np.inf
     if logits.strides[1] != logits.itemsize:
@@ -29,10 +39,15 @@ def sample(library: CDLL, logits: Floats, params: SampleParams, seeds: Words, po
     given = (params.temperature, params.top_k, params.top_p, params.min_p, seeds, positions, choices, ids)
     wanted = (np.float32, np.int64, np.float32, np.float32, np.uint64, np.int64, np.int64, np.int64)
     columns = [np.ascontiguousarray(column, dtype) for column, dtype in zip(given, wanted, strict=True)]
+    of_penalties = [] if penalties is None else _penalty_columns(penalties, len(logits))
+    addresses = [address(one) for one in (*columns, *of_penalties)]
     library.fissile_sample(
-        logits.ctypes.data, logits.strides[0] // logits.itemsize, *logits.shape, *(address(one) for one in columns)
+        logits.ctypes.data,
+        logits.strides[0] // logits.itemsize,
+        *logits.shape,
+        *(addresses if of_penalties else [*addresses, *[None] * _PENALTY_COLUMNS]),
     )
-    left = np.flatnonzero(ids < 0)
+    left = np.flatnonzero(ids == _LEFT)
     if len(left):
         rest = replace(
             params,
@@ -40,8 +55,18 @@ def sample(library: CDLL, logits: Floats, params: SampleParams, seeds: Words, po
             top_k=params.top_k[left],
             top_p=params.top_p[left],
             min_p=params.min_p[left],
-            penalties=None,
             masked=None,
+            penalties=None,
         )
         ids[left] = sampling.sample(logits[left], rest, seeds[left], positions[left], choices[left])
     return ids
+
+
+def _penalty_columns(penalties: Penalties, rows: int) -> list[npt.NDArray[np.generic]]:
+    """The library's: each row's place among the penalties, then their ids and counts, by address, and their factors."""
+    places = np.full(rows, -1, np.int64)
+    places[penalties.rows] = np.arange(len(penalties.rows))
+    ids = np.array([seen.ids.buffer_info() for seen in penalties.seen], np.int64)
+    counts = np.array([seen.output_counts.buffer_info()[0] for seen in penalties.seen], np.int64)
+    factors = (penalties.repetition, penalties.presence, penalties.frequency)
+    return [places, ids, counts, *(np.ascontiguousarray(one, np.float32) for one in factors)]

@@ -18,7 +18,8 @@ from kernels.cpu.attention import StepArrays
 from kernels.cpu.library import DTYPES, PLAIN, select
 from kernels.cpu.routing import route
 from kernels.interface import AttentionMetaData, ExpertWeights, IndexSpec, KVSpec, Routing, SampleParams
-from kernels.paged_attention import PagedKVCache
+from kernels.penalties import Penalties, SeenIds
+from kernels.torch_backend.attention import PagedKVCache
 
 # What an entry may differ from the plain one: of itself, and of the largest. Two roundings to bfloat16; sums of a
 # thousand float32 in another order.
@@ -299,6 +300,7 @@ def _route() -> Check:
 def _sample() -> Check:
     logits = (_drawn(ROWS, 1003) * 4).numpy()
     number = np.arange(ROWS)
+    seen = [SeenIds(np.arange(i), range(i, 1003, 3)) for i in number]
     params = SampleParams(
         (number % 3 * 0.7).astype(np.float32),
         np.where(number % 4 == 1, 20, 0),
@@ -308,7 +310,15 @@ def _sample() -> Check:
 
     def compute(library: CDLL, rows: Rows) -> torch.Tensor:
         ids = rows.numpy()
-        own = SampleParams(params.temperature[ids], params.top_k[ids], params.top_p[ids], params.min_p[ids])
+        penalized = np.flatnonzero(ids % 2)
+        repetition, presence, frequency = (np.full(len(penalized), one, np.float32) for one in (1.3, 0.2, 0.1))
+        own = SampleParams(
+            params.temperature[ids],
+            params.top_k[ids],
+            params.top_p[ids],
+            params.min_p[ids],
+            penalties=Penalties(penalized, [seen[i] for i in ids[penalized]], repetition, presence, frequency),
+        )
         seeds = (ids * 7919).astype(np.uint64)
         drawn = sampling.sample(library, logits[ids].copy(), own, seeds, ids.copy(), np.zeros_like(ids))
         return torch.from_numpy(drawn)

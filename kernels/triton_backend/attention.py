@@ -3,7 +3,7 @@
 A program has a query tile: some tokens of one sequence and the query heads of one key head, BLOCK_M rows of a matrix
 product. It walks the keys in tiles at absolute positions [j * BLOCK_N, (j + 1) * BLOCK_N), and these by splits
 [j * split, (j + 1) * split). Each split has an online softmax of its own; its largest score, sum and weighted values,
-all float32, are merged in the order of splits (design-details section 3). Either one program merges all splits of its
+all float32, are merged in the order of splits (docs/determinism.md). Either one program merges all splits of its
 tile, or the splits are dealt out to several programs and a second kernel merges them: the same machine code computes a
 split both times, and the merge is the same float operations. A key tile or a split of which a row sees nothing leaves
 its numbers as they are. So with tiles and splits of fixed size, a row's bits depend on its own keys alone: not on

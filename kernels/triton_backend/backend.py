@@ -309,4 +309,6 @@ class TritonBackend:
         choices: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         """See KernelBackend."""
+        if params.penalties is not None:
+            sampling.penalize(logits, params.penalties)
         return sampling.sample(logits, sampling.prepare(params, seeds, positions, choices, self.device))

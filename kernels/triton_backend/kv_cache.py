@@ -1,6 +1,6 @@
 """The paged KV cache on the device, and writing to it.
 
-[layers, 2, blocks, block_size, Hkv, D]: the layout that AITER's kernels take too (kernel-notes section 6). The block is
+[layers, 2, blocks, block_size, Hkv, D]: the layout that AITER's kernels take too. The block is
 the outermost dimension inside a layer, so that blocks can be copied without knowing heads.
 """
 

@@ -1,7 +1,7 @@
 """Runs a Triton kernel: on a GPU as it is; in the interpreter on float32 copies of what it can not compute with.
 
 The interpreter computes bfloat16 on bit patterns, truncates where it stores narrow numbers and knows not every FP8
-(kernel-notes section 4, traps 1, 2 and 4). There, tensors of these dtypes are widened before the kernel and rounded,
+. There, tensors of these dtypes are widened before the kernel and rounded,
 by PyTorch, behind it. So what a kernel rounds in between is not rounded there: such tests need a tolerance.
 """
 

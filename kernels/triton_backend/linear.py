@@ -333,7 +333,8 @@ def _best_kernel(values, ids, out, tiles, BLOCK: tl.constexpr):
         best = tl.maximum(best, value)
     largest = tl.max(best, axis=0)
     winner = tl.min(tl.where(best == largest, first, 0x7FFFFFFF), axis=0)
-    tl.store(out + row, tl.where(largest > float("-inf"), winner, 0).to(tl.int64))
+    # Without a finite largest number there is no token.
+    tl.store(out + row, tl.where(tl.abs(largest) < float("inf"), winner, -1).to(tl.int64))
 
 
 # A program quantizes a row, which it reads twice.
@@ -403,8 +404,8 @@ def rows(packed: PackedWeight, ids: torch.Tensor) -> torch.Tensor:
 def argmax(x: torch.Tensor, packed: PackedWeight, limit: int, settings: Settings) -> torch.Tensor:
     """Of each row of `linear(x, packed)` the column of the largest number among the first `limit`, int64 [T].
 
-    Of equals, as rounded to the model dtype, the first; NaN counts as the lowest; 0 where nothing is above minus
-    infinity. Memory holds one value and column for each row and tile of columns.
+    Of equals, as rounded to the model dtype, the first; NaN counts as the lowest; NO_TOKEN where the largest is not
+    finite. Memory holds one value and column for each row and tile of columns.
     """
     _check(x, packed)
     plan = _cut(x.unsqueeze(1), packed, settings)

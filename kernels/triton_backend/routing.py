@@ -111,7 +111,7 @@ def route(
         ids int64 [T, k] and weights float32 [T, k].
     """
     rows, num_experts = logits.shape
-    # The softmax over the chosen has neither groups nor a correction, as in kernels/experts.py.
+    # The softmax over the chosen has neither groups nor a correction, as in kernels/torch_backend/moe.py.
     plain = routing.scoring == "topk_softmax"
     groups = 1 if plain else routing.num_groups
     ids = torch.empty(rows, routing.top_k, dtype=torch.int64, device=logits.device)

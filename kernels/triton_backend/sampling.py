@@ -1,4 +1,4 @@
-"""Sampling on the device, to the token what kernels/sampling.py says (design-details section 4), without sorting.
+"""Sampling on the device, to the token what kernels/sampling.py says (docs/determinism.md), without sorting.
 
 The order is (value descending, id ascending). A float's bits, turned so that they count upwards, are its key in that
 order. The border of top-k, and then that of top-p, is a key: three histograms of its bits, from the highest, of counts
@@ -26,7 +26,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kernels.interface import MaskedIds, Penalties, SampleParams
+from kernels.interface import MaskedIds, SampleParams
+from kernels.no_token import NO_TOKEN
+from kernels.penalties import Penalties
 from kernels.philox import DOMAIN
 from kernels.triton_backend.launch import launch
 from kernels.upload import to_device
@@ -42,6 +44,7 @@ _BITS = 11
 _SHIFTS = (21, 10, 0)
 
 _DOMAIN = tl.constexpr(DOMAIN)
+_LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
 _LEAST = tl.constexpr(-(2**63))
 _LEAST_KEY = tl.constexpr(-(2**31))
 # Weights of top-p are in units of 2^-44; below this difference from the largest they round to zero.
@@ -55,8 +58,7 @@ _HOPELESS_BELOW = tl.constexpr(-27.0)
 _ROUNDING = tl.constexpr(2.0**-22)
 # What becomes of a row.
 _GREEDY = tl.constexpr(0)
-_UNFILTERED = tl.constexpr(1)
-_FILTERED = tl.constexpr(2)
+_DRAWN = tl.constexpr(1)
 # What is known of a row on the way, int64 each: what becomes of it; its border, a key; how many ids with just that key
 # are kept and the last of them; and of the search for a border: the known high bits, counted from the least key, and
 # what is still wanted of the keys that have them, 0 when nothing is sought.
@@ -68,18 +70,6 @@ _KNOWN = tl.constexpr(4)
 _WANTED_COUNT = tl.constexpr(5)
 _WANTED_MASS = tl.constexpr(6)
 _FIELDS = tl.constexpr(8)
-
-
-@dataclass(frozen=True)
-class DevicePenalties:
-    """`Penalties` on the device: rows and ids int32, the others float32, all [N]."""
-
-    rows: torch.Tensor
-    ids: torch.Tensor
-    output_counts: torch.Tensor
-    repetition: torch.Tensor
-    presence: torch.Tensor
-    frequency: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -124,7 +114,6 @@ class SampleTensors:
         any_drawn: whether a row is not greedy.
         any_top_k: whether a row has one.
         any_top_p: whether a row has one.
-        penalties: None when no row has any.
         masked: None when no row has any.
     """
 
@@ -132,7 +121,6 @@ class SampleTensors:
     any_drawn: bool
     any_top_k: bool
     any_top_p: bool
-    penalties: DevicePenalties | None
     masked: DeviceMaskedIds | None
 
 
@@ -145,17 +133,14 @@ def prepare(
 ) -> SampleTensors:
     """The arguments of KernelBackend.sample but the logits, in one asynchronous copy to the device."""
     rows = _row_columns(params, seeds, positions, choices)
-    penalties = [] if params.penalties is None else _penalty_columns(params.penalties)
     masked = [] if params.masked is None else _masked_columns(params.masked)
-    moved = _to_device([*rows, *penalties, *masked], device)
-    behind = len(rows) + len(penalties)
+    moved = _to_device([*rows, *masked], device)
     return SampleTensors(
         DeviceRows(*moved[: len(rows)]),
         any_drawn=bool((params.temperature != 0).any()),
         any_top_k=bool((params.top_k > 0).any()),
         any_top_p=bool((params.top_p < 1).any()),
-        penalties=DevicePenalties(*moved[len(rows) : behind]) if penalties else None,
-        masked=DeviceMaskedIds(*moved[behind:]) if masked else None,
+        masked=DeviceMaskedIds(*moved[len(rows) :]) if masked else None,
     )
 
 
@@ -181,15 +166,6 @@ def _row_columns(
 
 def _low_words(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
     return (numbers & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
-
-
-def _penalty_columns(penalties: Penalties) -> list[npt.NDArray[np.generic]]:
-    real = (penalties.output_counts, penalties.repetition, penalties.presence, penalties.frequency)
-    return [
-        penalties.rows.astype(np.int32),
-        penalties.ids.astype(np.int32),
-        *(column.astype(np.float32) for column in real),
-    ]
 
 
 def _masked_columns(masked: MaskedIds) -> list[npt.NDArray[np.generic]]:
@@ -230,9 +206,11 @@ def _candidate(key, id):
     return (key.to(tl.int64) << 32) | (0x7FFFFFFF - id).to(tl.int64)
 
 
+# -1 where the number is not finite: a row without one gives no token.
 @triton.jit
 def _id_of(candidate):
-    return 0x7FFFFFFF - (candidate & 0x7FFFFFFF)
+    is_finite = tl.abs(_value((candidate >> 32).to(tl.int32))) < float("inf")
+    return tl.where(is_finite, 0x7FFFFFFF - (candidate & 0x7FFFFFFF), -1)
 
 
 # rint(exp(x - largest) * 2^44), an int64; zero for what is far below.
@@ -262,21 +240,58 @@ def _gumbel(word):
     return (-tl.log(-tl.log(1.0 - uniform))).to(tl.float32)
 
 
-# A program changes some logits, each by its own entry; an id comes once in a row.
+# Logits with their penalties.
+@triton.jit
+def _penalized(value, counts, repetition, presence, frequency):
+    # What a tiny penalty lets overflow is a number still: infinity means that the model's output is none.
+    limit = tl.where(tl.abs(value) < float("inf"), _LARGEST, float("inf"))
+    value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
+    value = tl.where(tl.abs(value) > limit, tl.where(value > 0, limit, -limit), value)
+    value -= tl.where(counts > 0, presence, 0.0)
+    return value - frequency * counts
+
+
+# A program changes some logits, each by its own entry; an id comes once in a row. Rows are told where an entry is their
+# late token's, which then counts once more.
 @triton.jit(do_not_specialize=["count"])
 def _penalize_kernel(
-    logits, row_stride, rows, ids, output_counts, repetition, presence, frequency, count, BLOCK: tl.constexpr
-):
+    logits, row_stride, entries_of, ids, output_counts, rows, late, repetition, presence, frequency, found, count,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < count
-    row = tl.load(rows + entry, mask=mask, other=0).to(tl.int64)
-    place = logits + row * row_stride + tl.load(ids + entry, mask=mask, other=0)
-    value = tl.load(place, mask=mask, other=0.0)
-    counts = tl.load(output_counts + entry, mask=mask, other=0.0)
-    factor = tl.load(repetition + entry, mask=mask, other=1.0)
-    value = tl.where(value > 0, tl.div_rn(value, factor), value * factor)
-    value -= tl.where(counts > 0, tl.load(presence + entry, mask=mask, other=0.0), 0.0)
-    value -= tl.load(frequency + entry, mask=mask, other=0.0) * counts
+    own = tl.load(entries_of + entry, mask=mask, other=0)
+    id = tl.load(ids + entry, mask=mask, other=0)
+    place = logits + tl.load(rows + own, mask=mask, other=0) * row_stride + id
+    is_late = mask & (id == tl.load(late + own, mask=mask, other=-1))
+    counts = tl.load(output_counts + entry, mask=mask, other=0.0) + is_late.to(tl.float32)
+    value = _penalized(
+        tl.load(place, mask=mask, other=0.0),
+        counts,
+        tl.load(repetition + own, mask=mask, other=1.0),
+        tl.load(presence + own, mask=mask, other=0.0),
+        tl.load(frequency + own, mask=mask, other=0.0),
+    )
+    tl.store(place, value, mask=mask)
+    tl.store(found + own, tl.full((BLOCK,), 1, tl.int32), mask=is_late)
+
+
+# A program changes the logits of late tokens that are in no entry.
+@triton.jit(do_not_specialize=["count"])
+def _penalize_late_kernel(
+    logits, row_stride, rows, late, repetition, presence, frequency, found, count, BLOCK: tl.constexpr
+):
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    id = tl.load(late + own, mask=own < count, other=-1)
+    mask = (id >= 0) & (tl.load(found + own, mask=own < count, other=1) == 0)
+    place = logits + tl.load(rows + own, mask=mask, other=0) * row_stride + id
+    value = _penalized(
+        tl.load(place, mask=mask, other=0.0),
+        tl.full((BLOCK,), 1.0, tl.float32),
+        tl.load(repetition + own, mask=mask, other=1.0),
+        tl.load(presence + own, mask=mask, other=0.0),
+        tl.load(frequency + own, mask=mask, other=0.0),
+    )
     tl.store(place, value, mask=mask)
 
 
@@ -347,8 +362,9 @@ def _begin_kernel(best, nans, temperature, log_min_p, top_k, top_p_shift, larges
     infinity = float("inf")
     is_greedy = (nan != 0) | (tl.abs(logit) == infinity) | (divisor == 0)
     highest = tl.div_rn(logit, tl.where(is_greedy, 1.0, divisor))
-    # Where the division overflows, the first of the infinite numbers wins, which no filter takes away.
-    is_filtered = (~is_greedy) & (tl.abs(highest) < infinity)
+    # Where the division overflows, the largest wins, as without noise.
+    is_greedy = is_greedy | (tl.abs(highest) == infinity)
+    is_filtered = ~is_greedy
     has_min_p = is_filtered & (logarithm > -infinity)
     border = tl.where(has_min_p, _key(tl.where(has_min_p, highest + logarithm, 0.0)).to(tl.int64) - 1, _LEAST_KEY)
     if is_filtered & (k > 0) & (k <= chunks):
@@ -356,7 +372,7 @@ def _begin_kernel(best, nans, temperature, log_min_p, top_k, top_p_shift, larges
         border = tl.maximum(border, _key(tl.div_rn(_value(_nth_key(candidates, k)), divisor)).to(tl.int64) - 1)
     own = state + row * _FIELDS
     tl.store(largest + row, highest)
-    tl.store(own + _MODE, tl.where(is_greedy, _GREEDY, tl.where(is_filtered, _FILTERED, _UNFILTERED)).to(tl.int64))
+    tl.store(own + _MODE, tl.where(is_greedy, _GREEDY, _DRAWN).to(tl.int64))
     tl.store(own + _BORDER, border)
     tl.store(own + _TIES, tl.zeros((), tl.int64))
     tl.store(own + _LAST_TIE, tl.full((), -1, tl.int64))
@@ -540,8 +556,8 @@ def _decide_kernel(best, drawn, state, out, chunks, CHUNKS: tl.constexpr):
 def greedy(logits: torch.Tensor, limit: int) -> torch.Tensor:
     """Ids int64 [S] of the largest among the first `limit` logits of each row [S, V], of any float dtype.
 
-    The first of equals; NaN counts as the lowest, and 0 is given where nothing is above minus infinity. A row's numbers
-    must lie side by side.
+    The first of equals; NaN counts as the lowest, and NO_TOKEN is given where the largest is not finite. A row's
+    numbers must lie side by side.
     """
     best, _ = _largest(logits, limit)
     return _greedy(best)
@@ -566,10 +582,10 @@ def _largest(logits: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tens
 def sample(logits: torch.Tensor, tensors: SampleTensors) -> torch.Tensor:
     """Ids int64 [S] from float32 logits [S, V] on the device, of which a row's numbers lie side by side.
 
-    See KernelBackend.sample: penalties and masks are written into `logits`.
+    See KernelBackend.sample: masks are written into `logits`.
     """
     rows, vocab = logits.shape
-    _apply_penalties(logits, tensors)
+    _apply_masks(logits, tensors.masked)
     best, nans = _largest(logits, vocab)
     if not tensors.any_drawn or rows == 0:
         return _greedy(best)
@@ -600,29 +616,48 @@ def sample(logits: torch.Tensor, tensors: SampleTensors) -> torch.Tensor:
     return out
 
 
-def _apply_penalties(logits: torch.Tensor, tensors: SampleTensors) -> None:
-    """Writes penalties, then masks."""
-    if tensors.penalties is not None:
-        given = tensors.penalties
-        columns = (given.output_counts, given.repetition, given.presence, given.frequency)
-        count = len(given.rows)
+def _apply_masks(logits: torch.Tensor, masked: DeviceMaskedIds | None) -> None:
+    if masked is None:
+        return
+    count = len(masked.rows)
+    launch(
+        _mask_kernel,
+        (triton.cdiv(count, _ENTRIES),),
+        *(logits, logits.stride(0), masked.rows, masked.ids, count),
+        BLOCK=_ENTRIES,
+        num_warps=4,
+    )
+
+
+def penalize(logits: torch.Tensor, penalties: Penalties) -> None:
+    """Writes penalties (kernels/penalties.py) into float32 logits [S, V] on the device. Waits for nothing."""
+    sizes = [len(seen.ids) for seen in penalties.seen]
+    columns: list[npt.NDArray[np.generic]] = [
+        np.repeat(np.arange(len(sizes), dtype=np.int32), sizes),
+        np.frombuffer(b"".join(seen.ids.tobytes() for seen in penalties.seen), np.int32),
+        np.frombuffer(b"".join(seen.output_counts.tobytes() for seen in penalties.seen), np.float32),
+        penalties.rows.astype(np.int64),
+        *(one.astype(np.float32) for one in (penalties.repetition, penalties.presence, penalties.frequency)),
+    ]
+    entries_of, ids, counts, rows, *factors = _to_device(columns, logits.device)
+    late = torch.full_like(rows, NO_TOKEN) if penalties.late is None else penalties.late
+    found = torch.zeros(len(sizes), dtype=torch.int32, device=logits.device)
+    launch(
+        _penalize_kernel,
+        (max(1, triton.cdiv(sum(sizes), _ENTRIES)),),
+        *(logits, logits.stride(0), entries_of, ids, counts, rows, late, *factors, found, sum(sizes)),
+        BLOCK=_ENTRIES,
+        num_warps=4,
+        enable_fp_fusion=False,
+    )
+    if penalties.late is not None:
         launch(
-            _penalize_kernel,
-            (triton.cdiv(count, _ENTRIES),),
-            *(logits, logits.stride(0), given.rows, given.ids, *columns, count),
+            _penalize_late_kernel,
+            (triton.cdiv(len(sizes), _ENTRIES),),
+            *(logits, logits.stride(0), rows, late, *factors, found, len(sizes)),
             BLOCK=_ENTRIES,
             num_warps=4,
             enable_fp_fusion=False,
-        )
-    if tensors.masked is not None:
-        masked = tensors.masked
-        count = len(masked.rows)
-        launch(
-            _mask_kernel,
-            (triton.cdiv(count, _ENTRIES),),
-            *(logits, logits.stride(0), masked.rows, masked.ids, count),
-            BLOCK=_ENTRIES,
-            num_warps=4,
         )
 
 

@@ -22,7 +22,7 @@ class Target:
     Attributes:
         name: `gfx942`, `gfx950`, `sm_90`, ...; or `interpreter`.
         is_amd: whether it is one of AMD's.
-        shared_bytes: of memory that a program may use on the chip (kernel-notes section 4).
+        shared_bytes: of memory that a program may use on the chip.
         fp8: the dtype of E4M3 numbers that its matrix instructions take; gfx942's have other exponents.
         has_fp8: whether it converts them at all.
     """
@@ -52,7 +52,7 @@ class Settings:
     Attributes:
         target: what is compiled for.
         batch_invariant: whether tiles and splits are chosen without looking at how many rows or sequences there are, so
-            that a row's bits do not depend on the others (design-details section 3).
+            that a row's bits do not depend on the others (docs/determinism.md).
     """
 
     target: Target

@@ -27,10 +27,10 @@ from common.sampling_params import SamplingParams
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import make_checkpoint
 from tests.shapes import QWEN3_0_6B
-from worker.batch import ScheduledBatch
-from worker.model_config import ModelConfig
-from worker.model_runner import ModelRunner
-from worker.sequence import Sequence
+from worker.config.model_config import ModelConfig
+from worker.engine.batch import ScheduledBatch
+from worker.engine.sequence import Sequence
+from worker.model.model_runner import ModelRunner
 
 # The demo model's shape, and Qwen3-0.6B's layers, of which --layers says how many.
 SHAPES: dict[str, dict[str, Any]] = {

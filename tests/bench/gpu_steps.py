@@ -32,7 +32,7 @@ from tests.bench.gpu_transformers import Throughput, Transformers, Work, compare
 from tests.checkpoints import make_checkpoint
 from tests.shapes import QWEN3_0_6B, QWEN3_8B
 from worker.llm_engine import LLMEngine
-from worker.model_runner import ModelRunner
+from worker.model.model_runner import ModelRunner
 
 SHAPES: dict[str, dict[str, Any]] = {
     "qwen3-0.6b": QWEN3_0_6B,

@@ -28,10 +28,10 @@ from safetensors.torch import save_file
 
 from common.config import Config
 from tests.shapes import QWEN3_0_6B
-from worker.model_config import ModelConfig
-from worker.model_runner import ModelRunner
-from worker.models.qwen3 import Qwen3ForCausalLM
-from worker.parallel import Shard
+from worker.config.model_config import ModelConfig
+from worker.model.model_runner import ModelRunner
+from worker.model.models.qwen3 import Qwen3ForCausalLM
+from worker.model.sharding import Shard
 
 SHAPE: dict[str, Any] = {
     **QWEN3_0_6B,

@@ -1,6 +1,6 @@
 """What ranks cost: sending a step, a sum over two processes, and a decode step on one and on two ranks.
 
-`python -m tests.bench.rank_cost`; the figures are in tests/bench/README.md.
+`python -m tests.bench.rank_cost`; the figures are in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from typing import Any
 from common.config import Config
 from common.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
-from worker.batch import ScheduledBatch, SequenceColumns
-from worker.batch_delta import BatchDecoder, BatchEncoder
-from worker.engine_config import available_memory, with_pool
-from worker.engine_core import EngineCore
-from worker.frames import FrameReader, encode
-from worker.model_config import ModelConfig
-from worker.model_runner import ModelRunner
+from worker.config.engine_config import available_memory, with_pool
+from worker.config.model_config import ModelConfig
+from worker.engine.batch import ScheduledBatch, SequenceColumns
+from worker.engine.core import EngineCore
+from worker.engine.sequence import Sequence
+from worker.model.model_runner import ModelRunner
 from worker.progress import Progress
-from worker.rank_engine import load_ranks
-from worker.rank_group import RankGroup
-from worker.sequence import Sequence
-from worker.topology import Topology
+from worker.ranks.batch_delta import BatchDecoder, BatchEncoder
+from worker.ranks.engine_factory import load_ranks
+from worker.ranks.frames import FrameReader, encode
+from worker.ranks.rank_client import RankGroup
+from worker.ranks.topology import Topology
 
 SHAPE: dict[str, Any] = {
     "hidden_size": 512,

@@ -4,6 +4,7 @@ balancers."""
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import common.rpc.server
 from common.cli.group import run
@@ -14,10 +15,10 @@ def main() -> None:
     age_ms = int(sys.argv.pop(1))
     plain = common.rpc.server.server_options
 
-    def aged(max_message_bytes: int, max_connection_age_s: float = 0.0) -> list[tuple[str, int]]:
+    def aged(*arguments: Any, **named: Any) -> list[tuple[str, int]]:
         # With a grace, unlike the option of routers: it ends the Session too.
         age = [("grpc.max_connection_age_ms", age_ms), ("grpc.max_connection_age_grace_ms", age_ms // 4)]
-        return [*plain(max_message_bytes, max_connection_age_s), *age]
+        return [*plain(*arguments, **named), *age]
 
     common.rpc.server.server_options = aged
     sys.exit(run())

@@ -221,6 +221,7 @@ def describe() -> wpb.GetWorkerResponse:
         state=wpb.WORKER_STATE_SERVING,
         model="m",
         weights_digest="ww",
+        numerics="nn",
         block_size=16,
         limits=limits,
         vocab_size=300,

@@ -1,4 +1,4 @@
-"""The figures of the chaos tests: those of the fault list (router-notes section 5), and smaller ones for `make test`.
+"""The figures of the chaos tests: those of the fault list, and smaller ones for `make test`.
 
 `make chaos` sets CHAOS_SCALE=full.
 """
@@ -37,6 +37,10 @@ class Scale:
         h3_age_s: after which a worker ends connections.
         h3_s: of load on such a worker.
         engine_streams: on each of two workers, when the engine of one is lost.
+        storm_s: of all faults at once.
+        storm_clients: that ask all the while.
+        storm_burst: calls at once, now and then.
+        storm_answers: that are known before.
     """
 
     f1_streams: int
@@ -61,6 +65,10 @@ class Scale:
     h3_age_s: float
     h3_s: float
     engine_streams: int
+    storm_s: float
+    storm_clients: int
+    storm_burst: int
+    storm_answers: int
 
 
 _FULL = Scale(
@@ -86,6 +94,10 @@ _FULL = Scale(
     h3_age_s=2.0,
     h3_s=20.0,
     engine_streams=8,
+    storm_s=300.0,
+    storm_clients=24,
+    storm_burst=5000,
+    storm_answers=60,
 )
 _SMALL = Scale(
     f1_streams=32,
@@ -110,6 +122,10 @@ _SMALL = Scale(
     h3_age_s=1.0,
     h3_s=4.0,
     engine_streams=2,
+    storm_s=18.0,
+    storm_clients=8,
+    storm_burst=600,
+    storm_answers=16,
 )
 FULL = os.environ.get("CHAOS_SCALE") == "full"
 SCALE = _FULL if FULL else _SMALL

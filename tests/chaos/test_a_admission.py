@@ -1,6 +1,6 @@
-"""Overload, the delay gate and priorities (router-notes section 5): what waits, for how long, and what is refused.
+"""Overload, the delay gate and priorities: what waits, for how long, and what is refused.
 
-A2 runs the dispatcher on a fake clock against an oracle that was written from design-details section 5 alone.
+A2 runs the dispatcher on a fake clock against an oracle that was written from docs/architecture.md alone.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from common.delay_gate import DelayGate
 from common.limits import PROMOTE_AFTER_S
-from router.dispatcher import Dispatcher
-from router.fair_queue import HIGH, LOW, NORMAL
-from router.lane import LoadReport
-from router.placement import RoundRobin
-from router.queue import QueuedRequest
+from router.scheduling.admission import QueuedRequest
+from router.scheduling.dispatcher import Dispatcher
+from router.scheduling.fair_queue import HIGH, LOW, NORMAL
+from router.scheduling.placement import RoundRobin
+from router.scheduling.worker_queue import LoadReport
 from tests.chaos.conftest import Report
 from tests.chaos.scale import SCALE
 from tests.chaos.support import code_of, detail, quantile, until

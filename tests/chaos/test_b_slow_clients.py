@@ -1,4 +1,4 @@
-"""Clients that read slowly or not at all (router-notes section 5): nobody else pays, and memory is bounded."""
+"""Clients that read slowly or not at all: nobody else pays, and memory is bounded."""
 
 from __future__ import annotations
 

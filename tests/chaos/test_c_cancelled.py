@@ -1,4 +1,4 @@
-"""Clients that cancel, vanish, or are out of time (router-notes section 5): nothing of them stays behind."""
+"""Clients that cancel, vanish, or are out of time: nothing of them stays behind."""
 
 from __future__ import annotations
 

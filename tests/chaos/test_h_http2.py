@@ -1,4 +1,4 @@
-"""HTTP/2 as it should not be, pings, and connections that end by age (router-notes section 5)."""
+"""HTTP/2 as it should not be, pings, and connections that end by age."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from common.rpc.server import server_options
-from router import session
+from router.workers import session
 from tests.chaos.conftest import Report
 from tests.chaos.http2_worker import FAULTS, Http2Worker, token_at
 from tests.chaos.scale import FULL, SCALE
@@ -29,7 +29,8 @@ from tests.e2e.simulated import OPTIONS, request, simulated_model, wait_workers
 
 TOKENS = 40
 PROMPT = [1, 2, 3]
-# Faults that never stop, one after the other.
+# Faults that never stop, one after the other: with some tokens each time, and with none.
+BARREN = "rst_after_headers"
 LASTING = ("goaway", "rst_during_data", "rst_after_data", "close") if FULL else ("rst_during_data",)
 
 
@@ -59,7 +60,8 @@ def assert_whole(answer: Answer) -> None:
 
 def test_h1_negative_http2_of_a_worker(tmp_path: Path, report: Report) -> None:
     """H1: a Session that ends by GOAWAY, RST_STREAM after its headers, inside or after data, or with its connection:
-    the stream goes on over the next one, no token lost or twice; if it never stops, a status after a bounded time."""
+    the stream goes on over the next one, no token lost or twice, for as long as each brings some; if none brings any, a
+    status after a bounded time."""
     worker = Http2Worker()
     with behind_a_router(tmp_path, worker) as stub:
         for fault in FAULTS:
@@ -72,13 +74,17 @@ def test_h1_negative_http2_of_a_worker(tmp_path: Path, report: Report) -> None:
             worker.fault, worker.times = fault, 10**6
             worker.sever()
             until(lambda: worker.times < 10**6, what="a session that meets it")
-            begin = time.monotonic()
-            with pytest.raises(grpc.RpcError) as lost:
-                ask(stub)
-            report("H1", fault=fault, gave_up_after_s=time.monotonic() - begin, code=code_of(lost.value).name)
-            assert code_of(lost.value) in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE)
-            worker.times = 0
-            until(lambda: whole(stub), what="recovery")
+            assert_whole(ask(stub))
+        worker.fault, worker.times = BARREN, 10**6
+        worker.sever()
+        until(lambda: worker.times < 10**6, what="a session that meets it")
+        begin = time.monotonic()
+        with pytest.raises(grpc.RpcError) as lost:
+            ask(stub)
+        report("H1", fault=BARREN, gave_up_after_s=time.monotonic() - begin, code=code_of(lost.value).name)
+        assert code_of(lost.value) in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE)
+        worker.times = 0
+        until(lambda: whole(stub), what="recovery")
 
 
 def test_h1_one_stream_a_connection(tmp_path: Path) -> None:

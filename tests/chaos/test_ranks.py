@@ -1,6 +1,6 @@
 """Ranks of a tensor-parallel worker that are killed and frozen while they compute: real processes, a real model.
 
-The engine fails while its worker lives (F1 of router-notes section 5).
+The engine fails while its worker lives.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from tests.checkpoints import make_checkpoint
 from tests.e2e.service import Process, Service, free_port, generate, running_service
 from tests.e2e.simulated import outcome, request, wait_workers
 from tests.processes import is_alive
-from worker.engine_core import EngineDeadError
+from worker.engine.core import EngineDeadError
 from worker.llm_engine import LLMEngine, default_config
-from worker.rank_group import RankGroup
+from worker.ranks.rank_client import RankGroup
 
 OPTIONS = ["--tp-size", "2", "--kv-cache-memory", "16MiB", "--max-model-len", "1024", "--dtype", "float32"]
 # A step of two ranks takes milliseconds here, so this is some seconds.
@@ -70,8 +70,8 @@ def rank_pids(worker: Process) -> dict[int, int]:
             command = (folder / "cmdline").read_bytes().split(b"\0")
         except OSError:
             continue
-        if b"worker.rank" in command and parent_of(folder) == worker.running.pid:
-            found[int(command[command.index(b"worker.rank") + 1])] = int(folder.name)
+        if b"worker.ranks.rank_process" in command and parent_of(folder) == worker.running.pid:
+            found[int(command[command.index(b"worker.ranks.rank_process") + 1])] = int(folder.name)
     return found
 
 

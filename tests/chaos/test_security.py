@@ -1,4 +1,4 @@
-"""Callers that must not get in, and what must not get out (router-notes section 5), with mTLS on every hop.
+"""Callers that must not get in, and what must not get out, with mTLS on every hop.
 
 Each docstring begins with the code of its fault; `mTLS:` is the service without one.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import re
 import signal
 import struct
 import threading
@@ -20,6 +21,7 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from google.protobuf.message import Message
 
+from router.api.tenants import TENANT_KEY
 from tests.deploy.envoy import Envoy, connection_manager, load, running_envoy
 from tests.deploy.tools import DEPLOY, run, tool
 from tests.e2e.service import Process, Service, free_port, generate, running_service
@@ -163,6 +165,15 @@ def test_a_web_page_can_call(mesh: Mesh) -> None:
     assert response.getheader("access-control-allow-origin") == ORIGIN
     parts = [pb.GenerateResponse.FromString(message) for message in messages]
     assert parts[-1].finish.usage.completion_tokens == sum(len(part.token_ids) for part in parts) == 24
+
+
+def test_pages_may_send_what_a_client_sends() -> None:
+    """C16: the key, the trace and the tenant of a call from a browser."""
+    text = (DEPLOY / "mesh" / "envoy.yaml").read_text()
+    (allowed,) = re.findall(r'allow_headers: "([^"]+)"', text)
+    # A line's end behind a backslash is none, as in YAML.
+    allowed = re.sub(r"\\\n\s*", "", allowed)
+    assert {"authorization", "traceparent", "tracestate", "grpc-timeout", TENANT_KEY} <= set(allowed.split(","))
 
 
 def test_pages_of_other_origins_may_not_read_answers(mesh: Mesh) -> None:

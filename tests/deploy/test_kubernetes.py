@@ -16,7 +16,7 @@ import pytest
 import yaml
 from grpc_health.v1 import health_pb2
 
-from common.cli.health import serving_status
+from common.cli.client.health import serving_status
 from common.limits import (
     DRAIN_PROPAGATION_S,
     ENGINE_JOIN_S,
@@ -24,7 +24,7 @@ from common.limits import (
     TELEMETRY_SHUTDOWN_S,
 )
 from common.rpc.server import LIVENESS, READINESS, GrpcServer
-from router.targets import DnsTarget, parse_targets
+from router.workers.addresses import DnsTarget, parse_targets
 from tests.certificates import Authority
 from tests.deploy.container_file import ContainerFile
 from tests.deploy.manifests import (

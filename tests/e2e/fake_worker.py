@@ -95,6 +95,7 @@ class FakeWorker(WorkerServiceServicer):
             model="m",
             architecture="Qwen3ForCausalLM",
             weights_digest="ww",
+            numerics="nn",
             tokenizer_sha256=files_sha256(self.files) if self.files else "",
             block_size=16,
             limits=wpb.Limits(max_model_len=self.max_model_len, max_num_seqs=64, max_num_batched_tokens=2048),

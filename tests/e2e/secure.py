@@ -13,7 +13,7 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.rpc.keys import Role, new_key
+from common.rpc.api_keys import Role, new_key
 from tests.certificates import LOOPBACK, Authority, Pair
 from tests.e2e.service import Answer, Process, free_port, generate
 

@@ -19,14 +19,14 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.cli.serve import free_ports
+from common.cli.serve.ports import free_ports
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 START_TIMEOUT_S = 90.0
 
 
 def free_port() -> int:
-    """A TCP port on loopback that nobody listens on now, and no connection will have."""
+    """A TCP port on loopback that nobody listens on now, no connection will have, and no other test run chooses."""
     return free_ports(1)[0]
 
 

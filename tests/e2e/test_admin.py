@@ -21,10 +21,10 @@ from google.rpc import error_details_pb2
 from grpc_channelz.v1 import channelz_pb2, channelz_pb2_grpc
 from grpc_status import rpc_status
 
-from common.cli.failure import CommandError
-from common.cli.intake import cordon, drain, flush, uncordon
-from common.cli.routing import reload, routing
-from common.cli.workers import workers
+from common.cli.admin.cordon import cordon, drain, flush, uncordon
+from common.cli.admin.routing import reload, routing
+from common.cli.admin.workers import workers
+from common.cli.core.errors import CommandError
 from common.limits import MAX_LOAD_WATCHES
 from tests.e2e.service import Process, Service, free_port, generate, running_service
 from tests.e2e.simulated import OPTIONS, outcome, request, simulated_model, wait_workers
@@ -205,7 +205,7 @@ def test_routing_changes_at_once_and_as_a_whole(site: Site) -> None:
         running = [pool.submit(outcome, site.service.stub, i, 150) for i in range(4)]
         shown = site.run(
             routing, "placement=least_loaded", "delay-factor=0.5", "tenant-weight=gold=2,trial=0.5", "max-hold=20ms",
-            "tenant-concurrency=9",
+            "tenant-concurrency=9", "tenant-max-priority=normal,gold=high",
         )  # fmt: skip
         running += [pool.submit(outcome, site.service.stub, i, 50) for i in range(4, 8)]
         assert {f.result()[0] for f in running} == {grpc.StatusCode.OK}
@@ -216,6 +216,7 @@ def test_routing_changes_at_once_and_as_a_whole(site: Site) -> None:
         "queue-size": "77",
         "tenant-weight": "gold=2,trial=0.5",
         "tenant-concurrency": "9",
+        "tenant-max-priority": "normal,gold=high",
         "version": str(before.version + 1),
     }
     # A mask can set what a message can not say: zero, and an empty map.
@@ -231,6 +232,7 @@ def test_routing_changes_at_once_and_as_a_whole(site: Site) -> None:
     [
         ({"routing": {"placement": "best", "queue_size": 5}}, "routing.placement is best; valid: one of"),
         ({"routing": {"delay_factor": -1}}, "routing.delay_factor is -1"),
+        ({"routing": {"tenant_max_priority": {"": "top"}}}, r"routing.tenant_max_priority\[''\] is top"),
         (
             {"update_mask": FieldMask(paths=["color"])},
             "update_mask names 'color'; valid: fields of Routing: delay_factor",
@@ -293,10 +295,12 @@ def test_a_refusal_has_its_details(site: Site) -> None:
 def test_a_reload_takes_the_whole_file_or_nothing(site: Site) -> None:
     """Reload and SIGHUP: what may change does, a bad file changes nothing, and what needs a restart is named."""
     before = site.stub.GetRouting(apb.GetRoutingRequest(), timeout=5)
-    site.config.write_text("router:\n  placement: least_loaded\n  queue-size: 5\n  lease: 2s\n")
+    site.config.write_text(
+        "router:\n  placement: least_loaded\n  queue-size: 5\n  lease: 2s\n  isolate-tenants: true\n"
+    )
     done = site.stub.Reload(apb.ReloadRequest(), timeout=5)
     assert sorted(done.changed) == ["placement", "queue-size", "tenant-weight"]
-    assert (list(done.needs_restart), done.version) == (["lease"], before.version + 1)
+    assert (sorted(done.needs_restart), done.version) == (["isolate-tenants", "lease"], before.version + 1)
     after = site.stub.GetRouting(apb.GetRoutingRequest(), timeout=5)
     assert (after.routing.placement, after.routing.queue_size, after.version) == ("least_loaded", 5, done.version)
 
@@ -318,6 +322,32 @@ def test_a_reload_takes_the_whole_file_or_nothing(site: Site) -> None:
     site.config.write_text("router:\n  queue-size: none\n")
     site.service.router.running.send_signal(signal.SIGHUP)
     site.until(lambda: "configuration not reloaded" in site.service.router.log.read_text())
+
+
+def test_a_reload_names_what_it_undoes(site: Site) -> None:
+    """R14: by Reload, by its command and by SIGHUP, in the answer and in a warning."""
+
+    def warnings() -> list[str]:
+        lines = site.service.router.log.read_text().splitlines()
+        return [line for line in lines if "what SetRouting had set is replaced" in line]
+
+    def change() -> None:
+        site.run(routing, "placement=least_loaded", "tenant-weight=gold=2")
+
+    before = len(warnings())
+    change()
+    done = site.stub.Reload(apb.ReloadRequest(), timeout=5)
+    assert list(done.undone) == ["placement", "tenant-weight"]
+    assert list(site.stub.Reload(apb.ReloadRequest(), timeout=5).undone) == []
+    change()
+    assert "undone, because `fissile routing` had set it: placement, tenant-weight" in site.run(reload)
+    change()
+    site.service.router.running.send_signal(signal.SIGHUP)
+    site.until(lambda: len(warnings()) == before + 3)
+    for line in warnings()[before:]:
+        assert "warning" in line
+        assert "placement" in line
+        assert "tenant-weight" in line
 
 
 def test_the_list_of_workers_is_read_again(model: Path, tmp_path: Path) -> None:

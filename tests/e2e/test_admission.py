@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -12,9 +13,13 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
 
-from common.cli.admin import Admin
-from common.cli.workers import as_table
-from router.tenants import TenantPolicy
+from common.cli.admin.connection import Admin
+from common.cli.admin.workers import as_table
+from common.rpc.api_keys import Role, new_key
+from common.rpc.auth import KeyAccess
+from common.rpc.key_store import KeyStore
+from router.api.tenants import TenantPolicy
+from router.security import RouterSecurity
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.test_router import FILES, bench, collect, detail, error_of, leftovers, until
 
@@ -85,6 +90,51 @@ async def test_tenants_in_turn_by_weight() -> None:
         assert [len(s.token_ids) for s in b.workers[0].submitted].index(21) == 8
 
 
+async def test_a_full_queue_is_shared_by_the_tenants() -> None:
+    """R3: who fills the queue yields to who has less of it; what is dropped ends with a status and a time to retry."""
+    share = "and tenant 'flood' has its share of it"
+    async with bench(OneByOne(FILES), queue_size=4) as b:
+        running = await blocked(b)
+        calls = {}
+        for length in range(10, 14):
+            calls[length] = ask(b, length, tenant="flood")
+            await until(lambda: leftovers(b.router)[2] == len(calls))
+        calls[20] = ask(b, 20, tenant="b")
+        dropped = await error_of(calls.pop(13))
+        for error in (dropped, await error_of(ask(b, 14, tenant="flood"))):
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+            assert error.details() == f"the queue is full (4 requests of priority normal), {share}"
+            assert detail(error, error_details_pb2.ErrorInfo).reason == "QUEUE_FULL"
+            assert detail(error, error_details_pb2.RetryInfo).HasField("retry_delay")
+        running.cancel()
+        for call in calls.values():
+            assert (await collect(call))[-1].HasField("finish")
+        assert sorted(len(s.token_ids) for s in b.workers[0].submitted[1:]) == [10, 11, 12, 20]
+        await b.empty()
+
+
+async def test_long_answers_count_in_a_tenants_share() -> None:
+    """R3: after an answer of hundreds of tokens a tenant waits until others have had as much."""
+    async with bench(OneByOne(FILES)) as b:
+        running = b.stub.Generate(
+            pb.GenerateRequest(token_ids=pb.TokenIds(ids=[7]), sampling_params=pb.SamplingParams(max_tokens=4000)),
+            metadata=(("x-fissile-tenant", "talks"),),
+        )
+        await running.read()
+        calls = []
+        for length, tenant in ((10, "talks"), (11, "talks"), (20, "b"), (21, "b"), (22, "b")):
+            calls.append(ask(b, length, tenant=tenant))
+            await until(lambda: leftovers(b.router)[2] == len(calls))
+        for _ in range(20):
+            await running.read()
+        await until(lambda: b.router.fleet._dispatcher._shares.start(2, "talks") > 2 * 20)
+        running.cancel()
+        await asyncio.gather(*(collect(call) for call in calls))
+        served = [len(s.token_ids) for s in b.workers[0].submitted[1:]]
+        assert served[:2] == [20, 21]
+        await b.empty()
+
+
 async def test_a_tenants_concurrency_is_its_own() -> None:
     async with bench(OneByOne(FILES), tenants=TenantPolicy(concurrency=1, concurrency_of={"": 0})) as b:
         running = await blocked(b)
@@ -147,4 +197,78 @@ async def test_the_workers_and_their_load_as_operators_see_them() -> None:
         assert as_table([seen]).splitlines()[1].split()[3] == "serving"
         waiting.cancel()
         running.cancel()
+        await b.empty()
+
+
+class Keys:
+    """A router's API keys by name, and calls that show them."""
+
+    def __init__(self, **most: str) -> None:
+        made = {name: new_key(name, tenant_of_key(name), [Role.INFER], each) for name, each in most.items()}
+        self._keys = {name: key for name, (key, _) in made.items()}
+        self.security = RouterSecurity(access=KeyAccess(KeyStore(None, [kept.line() for _, kept in made.values()])))
+
+    def ask(self, b: Any, name: str, priority: Any, *, tenant: str = "") -> Any:
+        metadata = [("authorization", f"Bearer {self._keys[name]}")]
+        if tenant:
+            metadata.append(("x-fissile-tenant", tenant))
+        asked = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[5]), sampling_params=pb.SamplingParams(max_tokens=1), priority=priority
+        )
+        return b.stub.Generate(asked, metadata=metadata)
+
+
+def tenant_of_key(name: str) -> str:
+    return name.partition("_")[2]
+
+
+async def refused(call: Any, reason: str) -> str:
+    error = await error_of(call)
+    assert error.code() is grpc.StatusCode.PERMISSION_DENIED
+    assert detail(error, error_details_pb2.ErrorInfo).reason == reason
+    if reason == "PRIORITY_NOT_ALLOWED":
+        (violation,) = detail(error, error_details_pb2.BadRequest).field_violations
+        assert violation.field == "priority"
+    return str(error.details())
+
+
+async def test_priority_is_for_those_who_may_have_it() -> None:
+    """R3: with API keys, a high priority needs a key or a tenant that the operator allows it."""
+    keys = Keys(plain="", high="high", batch="low", a_gold="", b_gold="low")
+    policy = TenantPolicy(max_priority_of={"gold": "high"})
+    async with bench(FakeWorker(FILES), security=keys.security, tenants=policy) as b:
+        why = await refused(keys.ask(b, "plain", pb.PRIORITY_HIGH), "PRIORITY_NOT_ALLOWED")
+        assert why == "priority is PRIORITY_HIGH; valid: at most PRIORITY_NORMAL, the highest for this caller"
+        await refused(keys.ask(b, "batch", pb.PRIORITY_NORMAL), "PRIORITY_NOT_ALLOWED")
+        await refused(keys.ask(b, "b_gold", pb.PRIORITY_HIGH), "PRIORITY_NOT_ALLOWED")
+        allowed = [("plain", 0), ("high", pb.PRIORITY_HIGH), ("batch", 0), ("a_gold", pb.PRIORITY_HIGH)]
+        for name, priority in allowed:
+            assert (await collect(keys.ask(b, name, priority)))[-1].HasField("finish")
+        assert [s.priority for s in b.workers[0].submitted] == [2, 3, 1, 3]
+        # From a change of the routing on, with the next call.
+        changed = replace(b.router.configuration.settings.routing, tenant_max_priority={"": "high"})
+        b.router.configuration.set_routing(changed)
+        assert (await collect(keys.ask(b, "plain", pb.PRIORITY_HIGH)))[-1].HasField("finish")
+        await b.empty()
+
+
+async def test_the_tenant_of_a_key_is_in_the_salt_of_isolated_tenants() -> None:
+    """R14: the record and the hash of the prompt's chain agree, for both kinds of requests."""
+    keys, policy = Keys(gateway="", a_gold="", b_gold=""), TenantPolicy(isolate=True)
+    async with bench(FakeWorker(FILES), security=keys.security, tenants=policy) as b:
+        for name, tenant in (("a_gold", ""), ("b_gold", "gold"), ("gateway", "gold"), ("gateway", "")):
+            assert (await collect(keys.ask(b, name, 0, tenant=tenant)))[-1].HasField("finish")
+        gold, other = policy.cache_salt("", "gold"), policy.cache_salt("", "")
+        assert [record.cache_salt for record in b.workers[0].submitted] == [gold, gold, gold, other]
+        await b.empty()
+
+
+async def test_a_tenant_that_must_be_bound_is_not_the_callers_to_name() -> None:
+    """R3: with --require-bound-tenant nobody evades shares and limits by another name in each call."""
+    keys = Keys(gateway="", a_gold="")
+    async with bench(FakeWorker(FILES), security=keys.security, tenants=TenantPolicy(require_bound=True)) as b:
+        await refused(keys.ask(b, "gateway", 0, tenant="gold"), "TENANT_NOT_BOUND")
+        await refused(keys.ask(b, "a_gold", 0, tenant="silver"), "TENANT_MISMATCH")
+        for name, tenant in (("gateway", ""), ("a_gold", ""), ("a_gold", "gold")):
+            assert (await collect(keys.ask(b, name, 0, tenant=tenant)))[-1].HasField("finish")
         await b.empty()

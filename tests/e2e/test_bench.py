@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from common.cli.bench import bench
-from common.cli.failure import CommandError
+from common.cli.bench.command import bench
+from common.cli.core.errors import CommandError
 from tests.e2e.service import REPOSITORY, Service, running_service
 from tests.e2e.simulated import OPTIONS, simulated_model
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from common.rpc.keys import Role, new_key
+from common.rpc.api_keys import Role, new_key
 from tests.certificates import LOOPBACK, Authority
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import free_port
@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 BUF = ROOT / "build" / "buf" / "node_modules" / ".bin" / "buf"
 TIMEOUT_S = 90.0
 FIGURES = re.compile(
-    r"TTFT [\d.]+ ms, [\d.]+ ms per token, (\d+) tokens from \d+ \(\d+ cached\), \w+, trace [0-9a-f]{32}"
+    r"TTFT [\d.]+ ms, [\d.]+ ms per token, (\d+) tokens from \d+ \(\d+ cached\), \w+, request [0-9a-f]{32}"
 )
 
 
@@ -142,7 +142,7 @@ def test_once_serves_streams_one_answer_and_ends(serve: Callable[..., Serve], si
     run = serve("--model", simulated, "--once")
     assert run.wait() == 0, run.everything()
     errors = "".join(run.errors)
-    for said in ("tiny from ", f"127.0.0.1:{run.port}", "prefix caching  on", "512 tokens", "KV memory", "serves"):
+    for said in ("tiny from ", f"127.0.0.1:{run.port}", "prefix caching  on", "1024 tokens", "KV memory", "serves"):
         assert said in errors
     figures = FIGURES.search(errors)
     assert figures is not None, errors
@@ -305,6 +305,16 @@ def without_tokenizer(folder: Path) -> None:
     (folder / "tokenizer.json").unlink()
 
 
+def spoil_tokenizer(folder: Path) -> None:
+    """M5: the worker served, and no client could ever be served."""
+    (folder / "tokenizer.json").write_text("{}")
+
+
+def spoil_template(folder: Path) -> None:
+    """M5: as above."""
+    (folder / "chat_template.jinja").write_text("{% if %}")
+
+
 def without_weights(folder: Path) -> None:
     for path in folder.glob("*.safetensors"):
         path.unlink()
@@ -317,9 +327,19 @@ def without_weights(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
         (lambda folder: change_config(folder, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
         (without_tokenizer, "tokenizer.json"),
+        (spoil_tokenizer, "tokenizer.json can not be read"),
+        (spoil_template, "chat template"),
         (without_weights, "safetensors"),
     ],
-    ids=["no config", "broken config", "unsupported architecture", "no tokenizer", "no weights"],
+    ids=[
+        "no config",
+        "broken config",
+        "unsupported architecture",
+        "no tokenizer",
+        "bad tokenizer",
+        "bad template",
+        "no weights",
+    ],
 )
 def test_a_bad_model_ends_it_with_one_line(
     serve: Callable[..., Serve], tmp_path: Path, spoil: Callable[[Path], object], named: str

@@ -19,14 +19,14 @@ from common.config import ParallelConfig
 from common.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import Process, free_port
-from worker.engine_core import DPEngineCoreProc
+from worker.config.model_config import ModelConfig
+from worker.engine.core import DPEngineCoreProc
+from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine, default_config
-from worker.model_config import ModelConfig
 from worker.progress import Progress
-from worker.rank_engine import load_ranks
-from worker.rank_group import RankGroup
-from worker.sequence import Sequence
-from worker.topology import Topology
+from worker.ranks.engine_factory import load_ranks
+from worker.ranks.rank_client import RankGroup
+from worker.ranks.topology import Topology
 
 PROMPTS = [[7 + i, 8, 9 + i, 10] * (3 + 5 * i) for i in range(6)]
 GREEDY = {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True}

@@ -5,17 +5,22 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import grpc
 import pytest
+from fissile.admin.v1 import admin_pb2 as apb
+from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
 from tests.e2e.service import Answer, Process, Service, free_port, generate, running_service
-from tests.e2e.simulated import OPTIONS, simulated_model, wait_workers
+from tests.e2e.simulated import OPTIONS, request, simulated_model, wait_workers
+from tests.fake_dns import wait_until
 
 GRANULE = 128
 # A pool of 200 blocks: 25 granules.
@@ -31,10 +36,10 @@ class Fleet:
     other: InferenceServiceStub
 
     def ask(self, stub: InferenceServiceStub, prompt: list[int]) -> Answer:
-        request = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt))
-        request.sampling_params.max_tokens = 2
-        request.sampling_params.ignore_eos = True
-        return generate(stub, request)
+        asked = pb.GenerateRequest(token_ids=pb.TokenIds(ids=prompt))
+        asked.sampling_params.max_tokens = 2
+        asked.sampling_params.ignore_eos = True
+        return generate(stub, asked)
 
     def warm(self, index: int, prompt: list[int]) -> None:
         """Gives a worker a prompt that no router knows of."""
@@ -101,6 +106,46 @@ def test_routers_know_of_evictions(fleet: Fleet) -> None:
             assert answer.prompt_info is not None
             assert answer.finish.worker_id == "worker-1"
             assert answer.prompt_info.cached_tokens == len(hot)
+
+
+def test_another_placement_learns_the_caches_while_streams_run(tmp_path: Path) -> None:
+    """R14: a change of placement broke the Session with every worker. Here none breaks, and prefixes are found."""
+    model, port = simulated_model(tmp_path / "model"), free_port()
+    options = ["--placement", "round_robin", "--admin-port", str(port)]
+    worker_options = [*OPTIONS, "--kv-cache-memory", "16MiB"]
+    with (
+        running_service(tmp_path, model, workers=2, worker_options=worker_options, router_options=options) as service,
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        fleet, admin = Fleet(service, service.stub), AdminServiceStub(channel)
+        wait_workers(service, 2)
+        homes = [fleet.ask(service.stub, [*prefix(seed), 7]).finish for seed in range(4)]
+        before = [generate(service.stub, request(i, 700)).token_ids for i in range(4)]
+        running = [pool.submit(generate, service.stub, request(i, 700)) for i in range(4)]
+
+        def are_running() -> bool:
+            return sum(worker.running for worker in admin.ListWorkers(apb.ListWorkersRequest()).workers) == 4
+
+        def connections() -> list[int]:
+            log = service.router.log.read_text()
+            return [log.count(event) for event in ("worker up", "worker not usable")]
+
+        wait_until(are_running)
+        connected = connections()
+        for placement in ("least_loaded", "prefix_aware"):
+            admin.SetRouting(apb.SetRoutingRequest(routing=apb.Routing(placement=placement)), timeout=5)
+        assert [answer.result().token_ids for answer in running] == before
+        time.sleep(SETTLE_S)
+        for seed, home in enumerate(homes):
+            assert home is not None
+            answer = fleet.ask(service.stub, [*prefix(seed), 9, 9])
+            assert answer.finish is not None
+            assert (answer.finish.worker_id, answer.finish.usage.cached_tokens) == (
+                home.worker_id,
+                PREFIX_GRANULES * GRANULE,
+            )
+        assert connections() == connected
 
 
 def test_a_worker_that_is_started_anew_has_nothing(fleet: Fleet) -> None:

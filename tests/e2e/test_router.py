@@ -11,11 +11,15 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import grpc
 import pytest
+from fissile.admin.v1 import admin_pb2 as apb
+from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -26,14 +30,15 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_status import rpc_status
 
 from common.block_hash import hash_chain, salt_root
-from common.limits import MAX_FRAME_TOKENS
-from common.rpc.unserved import field_paths
+from common.limits import MAX_FRAME_TOKENS, PROBATION_SEQS
+from common.rpc.unsupported_fields import field_paths
 from common.seed import derive_seed
 from router.app import Router, RouterOptions
-from router.failover import FailoverPolicy
-from router.fleet import FailoverOptions
+from router.requests.fleet import FailoverOptions, Service
+from router.scheduling.failover import FailoverPolicy
 from router.validation import CHAT_SERVED, GENERATE_SERVED
-from tests.e2e.fake_worker import FakeWorker, short
+from router.workers.session import Session
+from tests.e2e.fake_worker import FakeWorker, letters, short
 from tests.otlp_receiver import OtlpReceiver
 from tests.unit.router.support import EOS, small_tokenizer, tokenizer_files
 
@@ -58,6 +63,9 @@ class Bench:
 
     def ready_workers(self) -> int:
         return sum(self.router.registry.ready_workers(m.name) for m in self.router.registry.models)
+
+    def sessions(self) -> list[Session]:
+        return list(self.router.fleet._sessions.values())
 
     async def health(self) -> int:
         stub = health_pb2_grpc.HealthStub(self.channel)
@@ -96,7 +104,7 @@ def leftovers(router: Router) -> list[int]:
         sum(len(session.link.live) for session in sessions),
         sum(len(session.link._groups) + len(session.link._cancels) for session in sessions),
         router.service.in_flight,
-        router._encoder._pending,
+        len(router._encoder),
     ]
 
 
@@ -254,6 +262,8 @@ async def test_tokenize_detokenize_and_models() -> None:
         ("INVALID_ARGUMENT", "sampling_params.max_tokens", request(params={"max_tokens": 0})),
         ("INVALID_ARGUMENT", "sampling_params.stop_token_ids[0]", request(params={"stop_token_ids": [400]})),
         ("INVALID_ARGUMENT", "request_id", request(request_id="x" * 129)),
+        ("INVALID_ARGUMENT", "request_id", request(request_id="\x1b[31m")),
+        ("INVALID_ARGUMENT", "session_id", request(session_id="\x1b[31m")),
         ("INVALID_ARGUMENT", "priority", request(priority=17)),
         ("INVALID_ARGUMENT", "cache_salt", request(cache_salt="x" * 129)),
         ("UNIMPLEMENTED", "sampling_params.n", request(params={"n": 2})),
@@ -428,7 +438,7 @@ async def test_not_serving_until_a_worker_comes_up_and_ready_within_a_second() -
         await worker.start()
         begin = asyncio.get_running_loop().time()
         await b.wait_health(health_pb2.HealthCheckResponse.SERVING)
-        assert asyncio.get_running_loop().time() - begin < 1.0
+        assert asyncio.get_running_loop().time() - begin < 4.0
         await worker.stop()
         await until(lambda: not b.router.registry.serving)
         await b.wait_health(health_pb2.HealthCheckResponse.NOT_SERVING)
@@ -557,13 +567,14 @@ async def test_other_weights_take_over_nothing() -> None:
         await swapped.stop()
 
 
-async def test_a_request_that_two_workers_died_of_is_not_given_a_third() -> None:
-    workers = [FakeWorker(FILES, worker_id=f"w{i}", answer=short) for i in range(3)]
+async def test_a_request_that_kills_every_worker_is_stopped_after_it_killed_one_alone() -> None:
+    """R5, X8: two deaths make a suspect, the third one, with nothing beside it, the verdict."""
+    workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(5)]
     async with bench(*workers) as b:
         for worker in workers:
             worker.answer = lambda _: []
         call = b.stub.Generate(request(params={"max_tokens": 4000}))
-        for _ in range(2):
+        for _ in range(3):
             await until(lambda: any(worker.running for worker in workers))
             (ill,) = [worker for worker in workers if worker.running]
             await ill.stop()
@@ -571,11 +582,78 @@ async def test_a_request_that_two_workers_died_of_is_not_given_a_third() -> None
         error = await error_of(call)
         assert error.code() is grpc.StatusCode.INTERNAL
         assert detail(error, error_details_pb2.ErrorInfo).reason == "POISON_REQUEST"
-        assert sum(len(worker.submitted) for worker in workers) == 2
-        await until(lambda: b.ready_workers() == 1)
-        (well,) = [worker for worker in workers if not worker.submitted]
-        well.answer = short
+        assert sum(len(worker.submitted) for worker in workers) == 3
+        await until(lambda: b.ready_workers() == 2)
+        for worker in workers:
+            worker.answer = short
         assert (await collect(b.stub.Generate(request())))[-1].finish.attempts == 1
+        await b.empty()
+
+
+async def test_a_suspect_has_its_worker_for_itself_until_its_first_steps_are_over() -> None:
+    """R5: what comes meanwhile goes elsewhere; an innocent one ends as if nothing had been."""
+    workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(4)]
+    async with bench(*workers) as b:
+        for worker in workers:
+            worker.step_s = 0.3
+        call = b.stub.Generate(request(params={"max_tokens": 40}))
+        alive = list(workers)
+        for _ in range(2):
+            await until(lambda: any(worker.running for worker in alive))
+            (ill,) = [worker for worker in alive if worker.running]
+            alive.remove(ill)
+            await ill.stop()
+        await until(lambda: any(worker.running for worker in alive))
+        (alone,) = [worker for worker in alive if worker.running]
+        for worker in alive:
+            worker.answer = letters
+        others = [b.stub.Generate(request(params={"max_tokens": 2})) for _ in range(8)]
+        for other in others:
+            assert (await collect(other))[-1].finish.worker_id != alone.worker_id
+        assert len(alone.submitted) == 1
+        alone.step_s = 0.001
+        finish = (await collect(call))[-1].finish
+        assert (finish.usage.completion_tokens, finish.attempts, finish.exact) == (40, 3, True)
+        await asyncio.gather(*(collect(b.stub.Generate(request(params={"max_tokens": 2}))) for _ in range(8)))
+        assert len(alone.submitted) > 1
+        await b.empty()
+
+
+def have_passed_first_steps(router: Router, address: str) -> bool:
+    """True if there are requests on a worker, and all of them are."""
+    there = [s for s in router.fleet._running.values() if s.session is not None and s.session.address == address]
+    return bool(there) and all(s.attempts.has_passed_first_steps(s.assembly.have) for s in there)
+
+
+async def test_long_answers_outlive_any_two_workers() -> None:
+    """R5: deaths beside many other requests, after the first steps."""
+    workers = [FakeWorker(FILES, worker_id=f"w{i}", step_s=0.01) for i in range(4)]
+    async with bench(*workers) as b:
+        calls = [b.stub.Generate(request(params={"max_tokens": 300})) for _ in range(12)]
+        for ill in workers[:3]:
+            address = f"127.0.0.1:{ill.port}"
+            await until(lambda: have_passed_first_steps(b.router, address), 20.0)  # noqa: B023
+            await ill.stop()
+        for call in calls:
+            parts = await collect(call)
+            assert [i for part in parts for i in part.token_ids] == letters(wpb.SubmitSequence())[:300]
+        await b.empty()
+
+
+async def test_workers_that_cannot_be_reached_for_a_while_cost_no_stream_anything() -> None:
+    """R5: two workers freeze one after the other, each for longer than the router waits."""
+    workers = [FakeWorker(FILES, worker_id=f"w{i}", step_s=0.3) for i in range(3)]
+    async with bench(*workers) as b:
+        calls = [b.stub.Generate(request(params={"max_tokens": 20})) for _ in range(9)]
+        for frozen in workers[:2]:
+            await until(lambda: frozen.running, 10.0)  # noqa: B023
+            frozen.silent = True
+            await until(lambda: not any(s.worker_id == frozen.worker_id for s in b.sessions()), 10.0)  # noqa: B023
+            frozen.silent = False
+        for call in calls:
+            assert (await collect(call))[-1].finish.usage.completion_tokens == 20
+        assert b.router.fleet.lost["silent"] >= 2
+        await b.empty()
 
 
 async def test_silent_worker_is_given_up_and_its_streams_go_on() -> None:
@@ -592,6 +670,27 @@ async def test_silent_worker_is_given_up_and_its_streams_go_on() -> None:
         assert parts[-1].finish.attempts == 2
         silent.silent = False
         await b.ready(2)
+
+
+async def test_a_worker_that_dies_young_each_time_is_on_probation() -> None:
+    """R13: when it comes back it draws no more requests than it may kill."""
+    well = FakeWorker(FILES, worker_id="well")
+    bad = FakeWorker(FILES, worker_id="bad", instance_id="0")
+    async with bench(well, bad) as b:
+        for life in range(1, 4):
+            await bad.stop()
+            await until(lambda: b.ready_workers() == 1, 10.0)
+            bad = b.workers[1] = FakeWorker(FILES, worker_id="bad", instance_id=str(life), port=bad.port, step_s=0.02)
+            await bad.start()
+            await until(lambda: b.ready_workers() == 2, 10.0)
+        calls = [asyncio.ensure_future(collect(b.stub.Generate(request(params={"max_tokens": 8})))) for _ in range(24)]
+        most = 0
+        while not all(call.done() for call in calls):
+            most = max(most, len(bad.running))
+            await asyncio.sleep(0.002)
+        assert all(call.result()[-1].HasField("finish") for call in calls)
+        assert 1 <= most <= PROBATION_SEQS
+        await b.empty()
 
 
 async def test_a_stalled_step_is_given_up_and_a_long_prefill_is_not() -> None:
@@ -657,6 +756,27 @@ async def test_duplicate_request_id() -> None:
         assert await collect(b.stub.Generate(request(request_id="same")))
 
 
+async def test_each_tenant_has_request_ids_of_its_own() -> None:
+    """R11, X7: an id in flight is neither refused to another tenant nor held for it; equal ids draw equal numbers."""
+    async with bench() as b:
+        calls = [
+            b.stub.Generate(
+                request(request_id="same", params={"max_tokens": 4000}), metadata=(("x-fissile-tenant", tenant),)
+            )
+            for tenant in ("gold", "iron")
+        ]
+        firsts: list[Any] = [await call.read() for call in calls]
+        assert {first.prompt_info.seed for first in firsts} == {str(derive_seed("same"))}
+        again = b.stub.Generate(request(request_id="same"), metadata=(("x-fissile-tenant", "iron"),))
+        assert (await error_of(again)).code() is grpc.StatusCode.ALREADY_EXISTS
+        calls[1].cancel()
+        await until(lambda: b.router.service.in_flight == 1)
+        again = b.stub.Generate(request(request_id="same"), metadata=(("x-fissile-tenant", "iron"),))
+        assert (await collect(again))[-1].HasField("finish")
+        calls[0].cancel()
+        await b.empty()
+
+
 async def test_full_queue_says_when_to_come_back() -> None:
     async with bench(FakeWorker(FILES, room_seqs=1), queue_size=2) as b:
         running = b.stub.Generate(request(params={"max_tokens": 4000}))
@@ -701,6 +821,47 @@ async def test_slow_client_is_dropped_and_does_not_slow_its_neighbour() -> None:
         await b.empty()
 
 
+# Only time drops these clients.
+UNREAD: dict[str, Any] = {"max_unread_tokens": 1 << 30, "slow_client_timeout_s": 0.5}
+
+
+@pytest.mark.parametrize("tokens", [60_000, 700_000])
+async def test_a_client_that_reads_nothing_for_long_is_dropped(tokens: int) -> None:
+    """R4, X9: after the answer's end too, when only the last messages wait for it."""
+    worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
+    async with bench(worker, **UNREAD) as b, b.another_client(SMALL_WINDOW) as client:
+        slow = client.Generate(request(params={"max_tokens": tokens}, request_id="same"))
+        parts: list[Any] = [await slow.read()]
+        await until(lambda: not b.router.service.in_flight, 10.0)
+        await b.empty()
+        again = b.stub.Generate(request(params={"max_tokens": 1}, request_id="same"))
+        assert (await collect(again))[-1].HasField("finish")
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while (part := await slow.read()) is not grpc.aio.EOF:
+                parts.append(part)
+        assert not any(part.HasField("finish") for part in parts)
+        error = await error_of(slow)
+        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "SLOW_CLIENT"
+
+
+async def test_a_slow_worker_drops_no_client() -> None:
+    worker = FakeWorker(FILES, step_s=1.2)
+    async with bench(worker, **UNREAD) as b:
+        assert (await collect(b.stub.Generate(request(params={"max_tokens": 3}))))[-1].HasField("finish")
+
+
+async def test_a_drain_does_not_wait_for_a_client_that_does_not_read() -> None:
+    """R4: neither while its message waits, for longer than a slow client may, nor for its status."""
+    worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
+    async with bench(worker, drain_timeout_s=60.0, **UNREAD) as b, b.another_client(SMALL_WINDOW) as client:
+        slow = client.Generate(request(params={"max_tokens": 60_000}))
+        await slow.read()
+        begin = asyncio.get_running_loop().time()
+        await b.router.drain()
+        assert asyncio.get_running_loop().time() - begin < 30.0
+
+
 async def test_slow_client_gets_merged_deltas_and_loses_nothing() -> None:
     worker = FakeWorker(FILES, tokens_per_step=512, max_model_len=2_000_000)
     async with bench(worker, max_unread_tokens=700_000) as b, b.another_client(SMALL_WINDOW) as client:
@@ -735,12 +896,40 @@ async def test_returned_request_is_routed_again_and_counts_once() -> None:
         await b.empty()
 
 
-async def test_workers_that_disagree_are_refused() -> None:
+async def code_at_end(call: Any) -> str:
+    """Name of a call's status; its messages are read first, because gRPC holds the status back until they are."""
+    with contextlib.suppress(grpc.aio.AioRpcError):
+        async with asyncio.timeout(60):
+            await collect(call)
+    return str((await call.code()).name)
+
+
+async def test_calls_that_come_as_a_router_ends_get_a_status() -> None:
+    """X2, R6: gRPC's core ends calls that nobody has accepted when the server stops, as a CANCELLED without a word."""
+    async with bench(FakeWorker(FILES, answer=short)) as b, b.another_client([]) as client:
+        calls = [client.Generate(request(request_id=f"{i}", params={"max_tokens": 2})) for i in range(400)]
+        await until(lambda: b.router.service.in_flight > 0)
+        await b.router.stop()
+        codes = Counter(await asyncio.gather(*map(code_at_end, calls)))
+        assert set(codes) <= {"OK", "UNAVAILABLE", "ABORTED"}, codes
+
+
+async def test_a_router_that_ends_while_its_loop_is_busy_gives_calls_a_status() -> None:
+    """X2, R6: one call is accepted per turn of the loop; where turns are long, a quiet time says nothing."""
+    async with bench(FakeWorker(FILES, answer=short)) as b, b.another_client([]) as client:
+        calls = [client.Generate(request(request_id=f"{i}", params={"max_tokens": 2})) for i in range(100)]
+        await until(lambda: b.router.service.in_flight > 0)
+        loop = asyncio.get_running_loop()
+        for turn in range(20):
+            loop.call_later(0.045 * turn, time.sleep, 0.04)
+        await b.router.stop()
+        codes = Counter(await asyncio.gather(*map(code_at_end, calls)))
+        assert set(codes) <= {"OK", "UNAVAILABLE", "ABORTED"}, codes
+
+
+async def test_workers_that_can_not_be_used_are_refused() -> None:
     good = FakeWorker(FILES)
     bad = [
-        FakeWorker(FILES, description={"block_size": 32}),
-        FakeWorker(FILES, description={"hash_seed": 5}),
-        FakeWorker(tokenizer_files(chat=False)),
         FakeWorker(FILES, description={"tokenizer_sha256": "00" * 32}),
         FakeWorker({"tokenizer.json": b"{"}, description={"model": "broken"}),
         FakeWorker(FILES, description={"state": wpb.WORKER_STATE_STARTING}),
@@ -795,6 +984,7 @@ async def test_protocol_violation_closes_the_session_only() -> None:
         (wpb.END_REASON_INVALID, grpc.StatusCode.INTERNAL),
         (wpb.END_REASON_DEADLINE, grpc.StatusCode.DEADLINE_EXCEEDED),
         (wpb.END_REASON_ERROR, grpc.StatusCode.ABORTED),
+        (wpb.END_REASON_NOT_A_NUMBER, grpc.StatusCode.INTERNAL),
     ],
 )
 async def test_failures_at_the_worker(reason: wpb.EndReason.ValueType, code: grpc.StatusCode) -> None:
@@ -821,6 +1011,24 @@ async def test_nothing_goes_to_an_engine_that_has_failed() -> None:
             parts = [first, *await collect(call)]
             assert [i for part in parts for i in part.token_ids] == two.answer(two.submitted[0])[:500]
         assert (len(one.submitted), len(two.submitted)) == (3, 6)
+        await b.empty()
+
+
+async def test_an_output_that_is_no_number_ends_its_request_alone() -> None:
+    """W6: INTERNAL, not tried elsewhere, where the same weights would give the same; and no loss of the worker."""
+    one, two = FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")
+    async with bench(one, two) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 4000}))
+        await call.read()
+        (its,) = [worker for worker in (one, two) if worker.submitted]
+        its.end_with = wpb.SequenceEnd(reason=wpb.END_REASON_NOT_A_NUMBER, message="the model's output is not a number")
+        error = await error_of(call)
+        assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "the model's output is not a number")
+        its.end_with = None
+        assert (len(one.submitted) + len(two.submitted), b.ready_workers()) == (1, 2)
+        assert not b.router.fleet.lost
+        for _ in range(2):
+            await collect(b.stub.Generate(request()))
         await b.empty()
 
 
@@ -860,6 +1068,22 @@ async def test_tokenizer_from_a_folder(tmp_path: Any) -> None:
         await b.ready(1)
         await asyncio.sleep(0.3)
         assert b.ready_workers() == 1
+
+
+async def test_a_worker_that_has_ended_keeps_its_name_in_the_list() -> None:
+    """C17: an operator who has drained worker w1 sees w1 as unconnected, and it is not taken for one that serves."""
+    workers = [FakeWorker(FILES, worker_id=f"w{i}") for i in range(2)]
+    async with bench(*workers) as b:
+        await workers[1].stop()
+        await until(lambda: b.ready_workers() == 1)
+        listed = {worker.worker_id: worker for worker in b.router.fleet.workers()}
+        assert {name: worker.service for name, worker in listed.items()} == {
+            "w0": Service.SERVING,
+            "w1": Service.UNCONNECTED,
+        }
+        assert listed["w1"].model == "m"
+        await until(lambda: all(worker.last_error for worker in b.router.fleet.workers() if worker.worker_id == "w1"))
+        assert b.router.fleet.tables()["workers"] == 2
 
 
 async def test_spans_end_with_the_status_of_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -914,6 +1138,17 @@ async def test_the_trace_shows_every_attempt(monkeypatch: pytest.MonkeyPatch) ->
         assert [s.attributes.get("fissile.attempt.loss") for s in spans] == ["died", None]
         assert sum(int(s.attributes["fissile.attempt.tokens"]) for s in spans) == 400
         assert spans[0].end_ns <= spans[1].start_ns <= spans[1].end_ns <= request_span.end_ns + 5_000_000
+        # C8: the time between the two is no hole, and neither is what came before the first.
+        mine = [s for s in receiver.spans if s.parent_id == request_span.span_id and s.kind == "INTERNAL"]
+        tokenize, queue, wait = sorted(mine, key=lambda s: s.start_ns)
+        assert [s.name for s in (tokenize, queue, wait)] == ["tokenize", "queue", "wait for worker"]
+        assert (wait.attributes["fissile.attempt.loss"], wait.attributes["fissile.worker.id"]) == (
+            "died",
+            parts[-1].finish.worker_id,
+        )
+        ends = [(tokenize.end_ns, queue.start_ns), (queue.end_ns, spans[0].start_ns)]
+        ends += [(spans[0].end_ns, wait.start_ns), (wait.end_ns, spans[1].start_ns)]
+        assert all(abs(one - other) < 5_000_000 for one, other in ends)
         assert request_span.events == ("submitted", "first_token", "submitted")
 
 
@@ -962,15 +1197,54 @@ async def test_drain_finishes_streams_and_refuses_new_ones() -> None:
         assert leftovers(b.router) == [0] * 8
 
 
-async def test_drain_ends_what_takes_too_long() -> None:
-    async with bench(drain_timeout_s=0.2) as b:
-        call = b.stub.Generate(request(params={"max_tokens": 4000}))
-        await call.read()
+def details_of(error: grpc.aio.AioRpcError) -> set[str]:
+    status = rpc_status.from_call(error)
+    return set() if status is None else {packed.TypeName().rpartition(".")[2] for packed in status.details}
+
+
+def assert_ended_with_router(error: grpc.aio.AioRpcError, tokens: int) -> None:
+    """The statuses of a router that ends, by what the client has got."""
+    assert detail(error, error_details_pb2.ErrorInfo).reason == "ROUTER_ENDING"
+    assert "Cancelling all calls" not in (error.details() or "")
+    if tokens:
+        assert (error.code(), details_of(error)) == (grpc.StatusCode.ABORTED, {"ErrorInfo"})
+        assert detail(error, error_details_pb2.ErrorInfo).metadata["tokens_sent"] == str(tokens)
+    else:
+        assert (error.code(), details_of(error)) == (grpc.StatusCode.UNAVAILABLE, {"ErrorInfo", "RetryInfo"})
+
+
+@pytest.mark.parametrize("drains", [True, False])
+async def test_a_router_that_ends_says_what_its_streams_have_got(drains: bool) -> None:
+    """R6, C10: after the drain timeout, and when the router stops at once."""
+    worker = FakeWorker(FILES, room_seqs=1, step_s=0.01)
+    async with bench(worker, drain_timeout_s=0.2) as b:
+        begun = b.stub.Generate(request(params={"max_tokens": 4000}))
+        parts: list[Any] = [await begun.read()]
+        waiting = [b.stub.Generate(request(params={"max_tokens": 4000})) for _ in range(3)]
+        await until(lambda: len(b.router.fleet._dispatcher) == 3)
         begin = asyncio.get_running_loop().time()
-        await b.router.drain()
+        ending = asyncio.ensure_future(b.router.drain() if drains else b.router.stop())
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while (part := await begun.read()) is not grpc.aio.EOF:
+                parts.append(part)
+        assert_ended_with_router(await error_of(begun), sum(len(part.token_ids) for part in parts))
+        for call in waiting:
+            assert_ended_with_router(await error_of(call), 0)
+        await ending
         assert asyncio.get_running_loop().time() - begin < 3.0
-        assert (await error_of(call)).code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
         assert leftovers(b.router) == [0] * 8
+
+
+async def test_what_an_admin_watches_ends_with_the_router() -> None:
+    """R6: no call ends with a bare status of gRPC's."""
+    async with bench(admin_port=0) as b:
+        assert b.router.admin is not None
+        async with grpc.aio.insecure_channel(b.router.admin.address) as channel:
+            watch = AdminServiceStub(channel).WatchLoad(apb.WatchLoadRequest(interval_ms=60_000))
+            await watch.read()
+            ending = asyncio.ensure_future(b.router.stop())
+            assert_ended_with_router(await error_of(watch), 0)
+            await ending
 
 
 def router_process(*arguments: str, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
@@ -1007,10 +1281,35 @@ async def test_process_drains_on_sigterm_and_exits_with_zero() -> None:
     assert await asyncio.to_thread(process.wait, 10) == 0
     assert process.stderr is not None
     log = process.stderr.read()
-    assert "request finished" in log
+    assert log.count("request ended") == 1
     assert "secret" not in log
     assert "hijkl" not in log
     assert "Traceback" not in log
+    await worker.stop()
+
+
+async def test_a_second_signal_ends_a_draining_router_with_the_same_statuses() -> None:
+    """R6: nobody gets "Cancelling all calls"; the process ends with 0."""
+    worker = FakeWorker(FILES)
+    process = router_process("--worker", await worker.start(), "--port", "0", "--drain-timeout", "60s")
+    address = await asyncio.to_thread(listening_address, process)
+    async with grpc.aio.insecure_channel(address) as channel:
+        health = health_pb2_grpc.HealthStub(channel)
+        async for answer in health.Watch(health_pb2.HealthCheckRequest(), timeout=10):
+            if answer.status == health_pb2.HealthCheckResponse.SERVING:
+                break
+        call = InferenceServiceStub(channel).Generate(request(params={"max_tokens": 4000}))
+        parts: list[Any] = [await call.read()]
+        process.send_signal(signal.SIGTERM)
+        parts += [await call.read() for _ in range(20)]
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            while (part := await call.read()) is not grpc.aio.EOF:
+                parts.append(part)
+        assert_ended_with_router(await error_of(call), sum(len(part.token_ids) for part in parts))
+    assert await asyncio.to_thread(process.wait, 10) == 0
+    assert process.stderr is not None
+    process.stderr.close()
     await worker.stop()
 
 

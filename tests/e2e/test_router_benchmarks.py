@@ -18,6 +18,7 @@ TINY: dict[str, list[str]] = {
     "hop": ["--rounds", "1", "--seconds", "1.5", "--streams", "2", "--step", "5ms", "--tokens", "50"],
     "streams": ["--seconds", "0.5", "--streams", "3", "--low", "20", "--high", "2"],
     "delay": ["--seconds", "1", "--routers", "1", "--factors", "1", "--burst", "3", "--prompt", "20", "--output", "4"],
+    "beside": [".", "--rounds", "1"],
     "loop_lag": ["--seconds", "1", "--streams", "2", "--tokens", "500", "--clients", "1", "--step", "20ms"],
 }
 
@@ -48,6 +49,7 @@ def test_hop() -> None:
     assert told["tokenize_ms"] > 0
 
 
+@pytest.mark.long
 def test_streams() -> None:
     told = report("streams")
     assert [(row["server"], row["step ms"]) for row in told["rows"]] == [("router", 20), ("floor", 20), ("router", 2)]
@@ -58,6 +60,12 @@ def test_streams() -> None:
         assert row["tokens/s"] <= 1.5 * 3 * 1000 / row["step ms"]
 
 
+def test_beside() -> None:
+    (row,) = report("beside")["rows"]
+    assert row["median us"] > 0
+    assert row["more than the first"] == 0
+
+
 @pytest.mark.long
 def test_delay() -> None:
     (row,) = report("delay")["rows"]
@@ -66,6 +74,7 @@ def test_delay() -> None:
     assert row["TTFT p50 ms"] > 0
 
 
+@pytest.mark.long
 def test_loop_lag() -> None:
     alone, beside = report("loop_lag")["rows"]
     for row in (alone, beside):

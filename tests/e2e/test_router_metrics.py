@@ -13,7 +13,7 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 
 from common.telemetry import names
-from router.tenants import TenantPolicy
+from router.api.tenants import TenantPolicy
 from tests.e2e.fake_worker import FakeWorker, short
 from tests.e2e.test_router import FILES, bench, collect, error_of, request, until
 from tests.otlp_receiver import OtlpReceiver, ReceivedPoint
@@ -52,7 +52,7 @@ class Collector:
 @pytest.fixture
 def collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[Collector]:
     monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "100")
-    monkeypatch.setattr("router.metrics.FIGURES_EVERY_S", 0.1)
+    monkeypatch.setattr("router.telemetry.metrics.FIGURES_EVERY_S", 0.1)
     with OtlpReceiver() as receiver:
         monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", receiver.endpoint)
         yield Collector(receiver)

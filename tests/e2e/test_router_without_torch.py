@@ -1,14 +1,17 @@
-"""The router extra alone: installed from a wheel into a new environment, without PyTorch, and it serves.
+"""The router without PyTorch: in an environment where no import of it succeeds, and it serves.
 
-The worker runs in the tests' own environment, simulated. Needs the package index that pip is set up with.
+The long form installs the router extra alone, from a wheel into a new environment; it needs the package index that pip
+is set up with. The worker runs in the tests' own environment, simulated.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import grpc
@@ -26,22 +29,69 @@ INSTALL_TIMEOUT_S = 300
 pytestmark = pytest.mark.timeout(900)
 
 
-def run(*command: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+# What the router extra does not bring.
+ABSENT = ("torch", "triton", "transformers")
+# Before anything else of the interpreter is imported.
+REFUSAL = f"""
+import sys
+
+class Refusal:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {ABSENT}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+
+sys.meta_path.insert(0, Refusal())
+"""
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Folder of an interpreter and of `fissile`, and the variables that they are run with."""
+
+    folder: Path
+    variables: dict[str, str]
+
+    def run(self, name: str, *arguments: str | Path, cwd: Path) -> subprocess.CompletedProcess[str]:
+        """Runs a program of the environment to its end."""
+        return run(self.folder / name, *arguments, cwd=cwd, variables=self.variables)
+
+
+def run(*command: str | Path, cwd: Path, variables: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [*map(str, command)], cwd=cwd, capture_output=True, text=True, timeout=INSTALL_TIMEOUT_S, check=False
+        [*map(str, command)],
+        cwd=cwd,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=INSTALL_TIMEOUT_S,
+        check=False,
     )
 
 
-@pytest.fixture(scope="module")
-def environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """`bin` of a new virtual environment with the router extra alone."""
+@pytest.fixture(scope="module", params=["refused", pytest.param("installed", marks=pytest.mark.long)])
+def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Environment:
+    """One without PyTorch: the tests' own, which refuses its import, or a new one with the router extra alone."""
     folder = tmp_path_factory.mktemp("router-only")
+    return refusing(folder) if request.param == "refused" else installed(folder)
+
+
+def refusing(folder: Path) -> Environment:
+    """The tests' own environment, in which the packages of `ABSENT` can not be imported."""
+    (folder / "sitecustomize.py").write_text(REFUSAL)
+    path = os.pathsep.join(filter(None, [str(folder), str(ROOT), str(ROOT / "protos"), os.environ.get("PYTHONPATH")]))
+    return Environment(Path(sys.executable).parent, {**os.environ, "PYTHONPATH": path})
+
+
+def installed(folder: Path) -> Environment:
+    """A new virtual environment with the router extra alone."""
     made = run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
     assert made.returncode == 0, made.stderr
     python = folder / "venv" / "bin" / "python"
-    installed = run(python, "-m", "pip", "install", "--quiet", f"{ROOT}[router]", cwd=folder)
-    assert installed.returncode == 0, installed.stderr
-    return python.parent
+    done = run(python, "-m", "pip", "install", "--quiet", f"{ROOT}[router]", cwd=folder)
+    assert done.returncode == 0, done.stderr
+    packages = run(python, "-m", "pip", "list", "--format", "freeze", cwd=folder).stdout
+    assert not [line for line in packages.splitlines() if line.startswith(("nvidia", *ABSENT))]
+    return Environment(python.parent, dict(os.environ))
 
 
 @pytest.fixture(scope="module")
@@ -77,18 +127,16 @@ def worker(model: Path, tmp_path: Path) -> Iterator[Process]:
         process.stop()
 
 
-def test_torch_is_not_there(environment: Path, tmp_path: Path) -> None:
-    result = run(environment / "python", "-c", "import torch", cwd=tmp_path)
+def test_torch_is_not_there(environment: Environment, tmp_path: Path) -> None:
+    result = environment.run("python", "-c", "import torch", cwd=tmp_path)
     assert "No module named 'torch'" in result.stderr
-    packages = run(environment / "python", "-m", "pip", "list", "--format", "freeze", cwd=tmp_path).stdout
-    assert not [
-        line for line in packages.splitlines() if line.startswith(("torch", "nvidia", "triton", "transformers"))
-    ]
 
 
 @pytest.mark.parametrize("command", ["worker", "serve"])
-def test_what_needs_torch_says_what_to_install(command: str, environment: Path, model: Path, tmp_path: Path) -> None:
-    result = run(environment / "fissile", command, "--model", model, "--port", "0", cwd=tmp_path)
+def test_what_needs_torch_says_what_to_install(
+    command: str, environment: Environment, model: Path, tmp_path: Path
+) -> None:
+    result = environment.run("fissile", command, "--model", model, "--port", "0", cwd=tmp_path)
     assert result.returncode == 2, result.stderr
     (refusal,) = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
     assert refusal.startswith(f"error: `fissile {command}` needs ")
@@ -96,12 +144,13 @@ def test_what_needs_torch_says_what_to_install(command: str, environment: Path, 
     assert "Traceback" not in result.stderr
 
 
-def test_the_router_serves(environment: Path, worker: Process, tmp_path: Path) -> None:
+def test_the_router_serves(environment: Environment, worker: Process, tmp_path: Path) -> None:
     port = free_port()
     with (tmp_path / "router.log").open("wb") as log:
         router = subprocess.Popen(
-            [environment / "fissile", "router", "--port", str(port), "--worker", worker.address],
+            [environment.folder / "fissile", "router", "--port", str(port), "--worker", worker.address],
             cwd=tmp_path,
+            env=environment.variables,
             stdout=log,
             stderr=log,
         )

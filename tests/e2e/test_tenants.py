@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+import signal
 import threading
 from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
-from tests.e2e.service import Answer, Service, generate, running_service
+from tests.e2e.service import Answer, Process, Service, free_port, generate, running_service
 from tests.e2e.simulated import simulated_model, wait_workers
 from tests.fake_dns import wait_until
 
@@ -52,6 +55,44 @@ def test_tenants_share_a_prefix_with_their_own_salt_only(service: Service) -> No
     answers = [generate(service.stub, request(1, SHORT, cache_salt=salt)) for salt in salts]
     assert [cached(answer) for answer in answers] == [0, HITS, 0, 0, HITS, HITS, HITS]
     assert len({tuple(answer.token_ids) for answer in answers}) == 1
+
+
+def test_isolated_tenants_share_nothing(service: Service, tmp_path: Path) -> None:
+    """R14: without a salt of each client's own, all tenants shared, and `cached_tokens` told what others had asked."""
+    port = free_port()
+    arguments = ["router", "--port", str(port), "--worker", service.workers[0].address, "--isolate-tenants"]
+    router = Process("isolating", arguments, port, tmp_path / "isolating.log")
+    router.start()
+    try:
+        router.wait_serving()
+        with grpc.insecure_channel(router.address) as channel:
+            isolating = InferenceServiceStub(channel)
+
+            def ask(stub: InferenceServiceStub, tenant: str, salt: str = "") -> Answer:
+                answer, metadata = Answer(), (("x-fissile-tenant", tenant),) if tenant else ()
+                asked = request(4, SHORT, cache_salt=salt)
+                for part in stub.Generate(asked, metadata=metadata, timeout=60):
+                    answer.add(part)
+                return answer
+
+            # Without the option one tenant finds what another has asked, and keeps finding it.
+            shared = [ask(service.stub, tenant) for tenant in ("a", "b")]
+            assert [cached(answer) for answer in shared] == [0, HITS]
+            tokens = {tuple(answer.token_ids) for answer in shared}
+            # Few at a time, for the cache is small.
+            for turns, found in (
+                ([("a", ""), ("b", ""), ("a", ""), ("b", "")], [0, 0, HITS, HITS]),
+                ([("", ""), ("a", ""), ("", "")], [0, 0, HITS]),
+                ([("a", "s"), ("b", "s"), ("a", ""), ("a", "s")], [0, 0, 0, HITS]),
+            ):
+                with grpc.insecure_channel(service.workers[0].address) as direct:
+                    WorkerServiceStub(direct).FlushCache(wpb.FlushCacheRequest(), timeout=30)
+                answers = [ask(isolating, tenant, salt) for tenant, salt in turns]
+                assert [cached(answer) for answer in answers] == found
+                tokens |= {tuple(answer.token_ids) for answer in answers}
+            assert len(tokens) == 1
+    finally:
+        router.stop(signal.SIGKILL)
 
 
 def test_a_higher_class_overtakes_what_waits_for_blocks(service: Service) -> None:

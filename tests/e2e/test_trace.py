@@ -56,20 +56,25 @@ def trace_of(receiver: OtlpReceiver, trace_id: str, awaited: str) -> list[Receiv
 def test_one_trace_across_the_hop(service: Service, receiver: OtlpReceiver) -> None:
     metadata = (("traceparent", f"00-{TRACE_ID}-{CLIENT_SPAN}-01"),)
     parts = list(service.stub.Chat(chat_request(), metadata=metadata, timeout=30))
-    spans = {s.name: s for s in trace_of(receiver, TRACE_ID, "worker.generate")}
-    router = spans["fissile.v1.InferenceService/Chat"]
-    assert router.parent_id == CLIENT_SPAN
-    worker = next(s for s in spans.values() if s.parent_id == router.span_id and s.service == "fissile-worker")
-    assert router.service == "fissile-router"
-    children = {s.name for s in spans.values() if s.parent_id == worker.span_id}
-    assert {"queue", "prefill", "decode"} <= children
+    spans = trace_of(receiver, TRACE_ID, "worker.generate")
+    (router,) = [s for s in spans if s.parent_id == CLIENT_SPAN]
+    (worker,) = [s for s in spans if s.parent_id == router.span_id and s.service == "fissile-worker"]
+    assert (router.service, router.name) == ("fissile-router", "fissile.v1.InferenceService/Chat")
+    assert {s.name for s in spans if s.parent_id == router.span_id} == {"tokenize", "queue", "worker.generate"}
+    children = {s.name: s for s in spans if s.parent_id == worker.span_id}
+    assert children.keys() == {"queue", "prefill", "decode"}
     usage = parts[-1].finish.usage
     for span in (router, worker):
         assert span.attributes["gen_ai.usage.input_tokens"] == usage.prompt_tokens
         assert span.attributes["gen_ai.usage.output_tokens"] == usage.completion_tokens
-    assert router.attributes["gen_ai.operation.name"] == "chat"
+    # C12: a chat on both sides of the hop.
+    assert {s.attributes["gen_ai.operation.name"] for s in (router, worker)} == {"chat"}
+    # C8: why decoding took as long as it did.
+    decode = children["decode"].attributes
+    assert decode["fissile.decode.steps"] >= usage.completion_tokens - 1
+    assert (decode["fissile.decode.mean_batch"], decode["fissile.decode.preemptions"]) == (1.0, 0)
     assert router.attributes["gen_ai.request.model"] == "test"
-    assert not any("fox" in str(value) for s in spans.values() for value in s.attributes.values())
+    assert not any("fox" in str(value) for s in spans for value in s.attributes.values())
     assert router.start_ns <= worker.start_ns <= worker.end_ns <= router.end_ns + 5_000_000
 
 

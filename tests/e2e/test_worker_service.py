@@ -21,16 +21,20 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
+from structlog.testing import capture_logs
 
-from common.cli.failure import CommandError
+from common.cli.core.errors import CommandError
 from common.config import Config
+from common.process.tasks import task_failures
+from common.seed import derive_seed
 from tests.e2e.service import free_port
 from tests.e2e.worker_client import EOS_ID, VOCAB_SIZE, RouterEnd, make_model_folder, sequence
-from worker.app import Worker, WorkerOptions, run_worker
-from worker.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.cost_model import INSTANT, FixedCost
-from worker.engine_core import EngineCore
-from worker.simulated import SimulatedRunner
+from worker.cli.worker import Worker, WorkerOptions, run_worker
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.core import EngineCore
+from worker.session.router_state import RouterSequences
+from worker.simulation.cost_model import INSTANT, FixedCost
+from worker.simulation.runner import SimulatedRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -397,6 +401,25 @@ async def test_a_hello_that_can_not_be_served(site: Site) -> None:
     assert "hello.lease_ms is 1" in str(raised.value.details())
 
 
+async def test_every_session_that_is_refused_with_its_welcome_under_way_has_a_status(site: Site) -> None:
+    """X4: with the first frame under way no status could be sent, and some streams stayed open for ever."""
+
+    async def refused(i: int) -> grpc.StatusCode:
+        call = site.stub.Session()
+        hello = wpb.SessionRequest(hello=wpb.Hello(router_id=f"refused-{i}", lease_ms=5000))
+        with contextlib.suppress(grpc.aio.AioRpcError):
+            await call.write(hello)
+            await call.write(hello)
+            while await call.read() is not grpc.aio.EOF:
+                pass
+        return await call.code()
+
+    async with asyncio.timeout(20):
+        for _ in range(10):
+            codes = await asyncio.gather(*(refused(i) for i in range(30)))
+            assert set(codes) == {grpc.StatusCode.INVALID_ARGUMENT}
+
+
 # Direct calls.
 
 
@@ -420,6 +443,47 @@ async def test_a_direct_call(site: Site) -> None:
     assert [answer.HasField("start") for answer in answers] == [True] + [False] * (len(answers) - 1)
     assert [answer.HasField("end") for answer in answers] == [False] * (len(answers) - 1) + [True]
     assert answers[-1].end.reason == wpb.END_REASON_LENGTH
+
+
+async def test_a_direct_call_without_a_seed(site: Site) -> None:
+    """W14: the seed was 0, so that one prompt had one "random" answer for everybody."""
+    call = request(20, request_id="mine")
+    call.ClearField("seed")
+    first, again = [[answer async for answer in site.stub.Generate(call)] for _ in range(2)]
+    tokens = [[token for answer in answers for token in answer.token_ids] for answers in (first, again)]
+    assert tokens == [REFERENCE.reference([1, 2, 3], 20, seed=derive_seed("mine"))] * 2
+    assert [answer.HasField("seed") for answer in first] == [True] + [False] * (len(first) - 1)
+    call.request_id = ""
+    first, again = [[answer async for answer in site.stub.Generate(call)] for _ in range(2)]
+    assert first[0].seed != again[0].seed
+    call.seed = 0
+    answers = [answer async for answer in site.stub.Generate(call)]
+    assert answers[0].seed == 0
+
+
+async def test_more_direct_calls_than_may_wait(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """W12: any number of direct calls waited, each with its prompt."""
+    monkeypatch.setattr("worker.session.service.MAX_WAITING_CALLS", 2)
+    given = options(folder)
+    async with running(Worker(replace(given, config=replace(given.config, max_num_seqs=1)))) as site:
+        calls = [site.stub.Generate(request(ENDLESS)) for _ in range(3)]
+        await asyncio.wait([asyncio.ensure_future(call.read()) for call in calls], return_when="FIRST_COMPLETED")
+        while site.worker.engine.num_live < 3:  # noqa: ASYNC110 - nothing tells of it
+            await asyncio.sleep(0.01)
+        refused = site.stub.Generate(request())
+        assert await status_of(refused) is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "queue is full" in str(await refused.details())
+        for call in calls:
+            call.cancel()
+
+
+async def test_sessions_of_a_failed_engine_end_before_another_starts(site: Site) -> None:
+    """W7: one whose router did not read outlived the engine, and knew the cache of the old one."""
+    router = await site.router()
+    site.worker.service.break_sessions()
+    await router.submit(1, sequence(1, max_tokens=ENDLESS))
+    assert await router.read_to_end() is grpc.StatusCode.UNAVAILABLE
+    assert site.worker.engine.num_live == 0
 
 
 async def test_a_direct_call_that_is_given_up(site: Site) -> None:
@@ -474,6 +538,43 @@ async def test_an_engine_that_fails_ends_everything_and_the_process(folder: Path
         assert router.ends[1].message == "RuntimeError: the accelerator is gone"
         assert await status_of(direct) is grpc.StatusCode.INTERNAL
         assert await asyncio.wait_for(site.serving, 5) == 1
+
+
+async def test_a_worker_that_can_not_hand_out_its_output_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X1: it went on with health SERVING, and what had lost an output never ended."""
+    async with running(Worker(options(folder))) as site:
+        direct = site.stub.Generate(request(ENDLESS))
+        await direct.read()
+
+        def fail(*_: object) -> None:
+            raise ValueError("a mistake")
+
+        monkeypatch.setattr(site.worker.engine.kv_log, "append", fail)
+        assert await status_of(direct) is grpc.StatusCode.INTERNAL
+        assert await asyncio.wait_for(site.serving, 10) == 1
+
+
+async def test_a_lease_whose_end_fails_is_logged_and_counted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X1: the event loop told its own log alone; the worker goes on."""
+    router = await site.router(lease_ms=300)
+    await router.submit(1, sequence(1, max_tokens=ENDLESS))
+    await router.read_until(lambda: len(router.tokens[1]) > 5)
+
+    def fail(_: object) -> None:
+        raise ValueError("a mistake")
+
+    before = task_failures().get("lease", 0)
+    monkeypatch.setattr(RouterSequences, "end", fail)
+    with capture_logs() as logs:
+        router.call.cancel()
+        async with asyncio.timeout(10):
+            while task_failures().get("lease", 0) == before:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+    assert [line["router"] for line in logs if line["event"] == "callback failed"] == ["r"]
+    monkeypatch.undo()
+    call = site.stub.Generate(request(3))
+    assert await status_of(call) is grpc.StatusCode.OK
+    assert await site.health()
 
 
 async def test_the_drain_rpc_ends_the_worker(site: Site) -> None:
@@ -650,5 +751,5 @@ def test_a_bad_option_is_one_line_and_exit_code_2(folder: Path, arguments: list[
 
 
 def test_a_simulated_worker_needs_no_torch() -> None:
-    code = "import sys, worker.app; sys.exit('torch' in sys.modules)"
+    code = "import sys, worker.cli.worker; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, timeout=30, check=False).returncode == 0

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import AsyncIterator
 
 import grpc
 from fissile.v1 import inference_pb2 as pb
+from google.rpc import error_details_pb2
 
 from router.app import Router, RouterOptions
-from router.fleet import FailoverOptions
+from router.requests.fleet import FailoverOptions
 from tests.e2e.fake_worker import FakeWorker
-from tests.e2e.test_router import FILES, Bench, bench, collect, error_of, leftovers, request, until
+from tests.e2e.test_router import FILES, Bench, bench, collect, detail, error_of, leftovers, request, until
 
 
 def address(worker: FakeWorker) -> str:
@@ -86,6 +89,64 @@ async def test_a_broken_stream_of_a_worker_that_leaves_is_moved() -> None:
         assert {(f.worker_id, f.usage.completion_tokens) for f in finishes} == {("staying", 1000)}
         assert sorted(f.attempts for f in finishes) == [1, 2]
         await until(lambda: set(b.router.fleet._tasks) == {address(staying)}, 5.0)
+
+
+@contextlib.asynccontextmanager
+async def early(*workers: FakeWorker, worker_wait_s: float = 20.0) -> AsyncIterator[Bench]:
+    """A router whose workers have not started yet."""
+    for worker in workers:
+        await worker.start()
+        await worker.stop()
+    options = RouterOptions(
+        workers=[address(worker) for worker in workers], port=0, failover=FailoverOptions(worker_wait_s=worker_wait_s)
+    )
+    router = Router(options)
+    await router.start()
+    async with grpc.aio.insecure_channel(router.server.address) as channel:
+        yield Bench(router, list(workers), channel)
+    await router.stop()
+
+
+async def test_requests_of_a_router_that_has_never_had_a_worker_wait_for_one() -> None:
+    """C5: as they do when it has had one."""
+    worker = FakeWorker(FILES)
+    async with early(worker) as b:
+        calls = [b.stub.Generate(request(request_id=str(i), model=("", "m")[i % 2])) for i in range(4)]
+        calls += [b.stub.Generate(request(model="other"))]
+        await until(lambda: b.router.fleet.tables()["early"] == 5)
+        await worker.start()
+        assert [(await collect(call))[-1].finish.worker_id for call in calls[:4]] == ["w0"] * 4
+        # Every address has said what it serves.
+        assert (await error_of(calls[4])).code() is grpc.StatusCode.NOT_FOUND
+        assert b.router.fleet.tables()["early"] == 0
+        await worker.stop()
+
+
+async def test_what_is_told_when_no_first_worker_comes() -> None:
+    """C5: UNAVAILABLE, after the wait and with RetryInfo."""
+    async with early(FakeWorker(FILES), worker_wait_s=0.5) as b:
+        begin = asyncio.get_running_loop().time()
+        error = await error_of(b.stub.Generate(request()))
+        assert asyncio.get_running_loop().time() - begin >= 0.5
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() > 0
+        b.stub.Generate(request()).cancel()
+        await until(lambda: b.router.fleet.tables()["early"] == 0)
+
+
+async def test_a_model_whose_first_worker_comes_up_later_than_others_is_not_unknown() -> None:
+    """C5: a router that was just started knows one of its two models."""
+    one, other = FakeWorker(FILES), FakeWorker(FILES, "k0", description={"model": "k"})
+    async with early(one, other) as b:
+        await one.start()
+        await b.ready(1)
+        call = b.stub.Generate(request(model="k"))
+        await until(lambda: b.router.fleet.tables()["early"] == 1)
+        await other.start()
+        assert (await collect(call))[-1].finish.worker_id == "k0"
+        assert (await error_of(b.stub.Generate(request(model="x")))).code() is grpc.StatusCode.NOT_FOUND
+        for worker in (one, other):
+            await worker.stop()
 
 
 async def test_a_worker_is_ready_within_a_second_of_serving() -> None:

@@ -1,7 +1,7 @@
 """Compiles what our launchers launch for a target: `python -m tests.kernels.compile_only gfx942 elementwise`.
 
 The launchers run as in production, on tensors of the CPU; Triton specialises each kernel as it would and compiles it,
-and nothing is launched. So there are no signatures written by hand that could go stale (kernel-notes section 4).
+and nothing is launched. So there are no signatures written by hand that could go stale.
 With `tuned` behind the area the tiles of workers that are not batch-invariant are compiled, instead of those of workers
 that are. Prints a line of JSON for each kernel: case, kernel, shared bytes, spilled registers, whether it uses matrix
 instructions.
@@ -79,9 +79,12 @@ def compile_area(target: str, area: str, invariant: bool) -> list[Compiled]:
         return kernel
 
     JITFunction.run = compile_instead
-    for name, made in importlib.import_module(f"tests.kernels.cases.{area}").CASES.items():
-        case = name
-        made.run(Settings(TARGETS[target], batch_invariant=invariant))
+    try:
+        for name, made in importlib.import_module(f"tests.kernels.cases.{area}").CASES.items():
+            case = name
+            made.run(Settings(TARGETS[target], batch_invariant=invariant))
+    finally:
+        JITFunction.run = run
     return [_compiled(name, kernel) for name, kernel in results.values()]
 
 
@@ -110,5 +113,7 @@ def _nvidia_spills(cubin: bytes) -> int:
 
 
 if __name__ == "__main__":
-    for found in compile_area(sys.argv[1], sys.argv[2], "tuned" not in sys.argv[3:]):
-        print(json.dumps(asdict(found)))
+    target, tiles, *areas = sys.argv[1:]
+    for area in areas:
+        for found in compile_area(target, area, tiles != "tuned"):
+            print(json.dumps({"area": area, **asdict(found)}))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kernels.interface import AttentionMetaData, Decoder, DecoderLayer, KernelBackend
-from kernels.torch_backend import TorchBackend
+from kernels.torch_backend.backend import TorchBackend
 
 REFERENCE = TorchBackend()
 

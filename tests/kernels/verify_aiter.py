@@ -3,7 +3,7 @@
     python -m tests.kernels.verify_aiter [PART_OF_A_NAME]
 
 Prints each operation's relative error, and ends with 1 if one is too large or was not AITER's. On an AMD GPU with
-AITER; tests/kernels/test_aiter_verify.py runs the same comparisons over a stand-in.
+AITER; tests/kernels/aiter/test_verify.py runs the same comparisons over a stand-in.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.aiter_backend import SINCE, AiterBackend
-from kernels.aiter_library import AiterLibrary, AiterUnavailableError
+from kernels.aiter.backend import SINCE, AiterBackend
+from kernels.aiter.library import AiterLibrary, AiterUnavailableError
 from kernels.interface import (
     AttentionMetaData,
     ExpertWeights,
@@ -29,7 +29,7 @@ from kernels.interface import (
     QuantizedWeight,
     Routing,
 )
-from kernels.paged_attention import PagedKVCache
+from kernels.torch_backend.attention import PagedKVCache
 from kernels.triton_backend import plan as step_plan
 from kernels.triton_backend import target
 from kernels.triton_backend.kv_cache import DeviceKVCache

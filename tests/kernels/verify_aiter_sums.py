@@ -4,7 +4,7 @@
 
 RANKS is 2 unless it is given; each is a process with a GPU. Prints the relative errors, eager and in a captured step,
 and ends with 1 if one is too large, if ranks have different bits, or if the sums are not AITER's; with another number
-than 0 if a rank fails or is killed. tests/kernels/test_aiter_sums.py runs the same
+than 0 if a rank fails or is killed. tests/kernels/aiter/test_sums.py runs the same
 comparisons over a stand-in.
 """
 
@@ -18,14 +18,14 @@ from functools import partial
 
 import torch
 
-from kernels.aiter_backend import SINCE, AiterBackend
-from kernels.aiter_library import AiterLibrary, AiterUnavailableError
+from kernels.aiter.backend import SINCE, AiterBackend
+from kernels.aiter.library import AiterLibrary, AiterUnavailableError
 from kernels.interface import StepGraphs
 from kernels.triton_backend.backend import TritonBackend
 from tests.e2e.service import free_port
 from tests.kernels.verify_aiter import LARGEST_ERROR, Comparison
-from worker.distributed import GroupCollectives, join, open_store, reach_store
-from worker.parallel import Collectives
+from worker.model.sharding import Collectives
+from worker.ranks.collectives import GroupCollectives, join, open_store, reach_store
 
 HOST, TIMEOUT_S = "127.0.0.1", 600.0
 HIDDEN = 4096

@@ -5,7 +5,7 @@
 First each operation's error relative to PyTorch's in float32, with weights as checkpoints store them too; then what has
 to be equal to the bit: a row among other
 rows, a prompt as decodes, sampled tokens and numpy's, a captured step and the same step kernel by kernel. Ends with 1
-where one is not. tests/kernels/test_verify_triton.py runs some of it in the interpreter.
+where one is not. tests/kernels/triton_backend/test_verify.py runs some of it in the interpreter.
 """
 
 from __future__ import annotations

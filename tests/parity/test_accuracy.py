@@ -19,12 +19,12 @@ from torch.nn import functional
 from common.config import Config
 from common.sampling_params import SamplingParams
 from kernels.interface import AttentionMetaData, KernelBackend, KVSpec
-from kernels.select import select_backend
 from tests.checkpoints import make_checkpoint
-from worker.batch import ScheduledBatch
-from worker.model_config import ModelConfig
-from worker.model_runner import ModelRunner
-from worker.sequence import Sequence
+from tests.native import backend_or_skip
+from worker.config.model_config import ModelConfig
+from worker.engine.batch import ScheduledBatch
+from worker.engine.sequence import Sequence
+from worker.model.model_runner import ModelRunner
 
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3": {"hidden_size": 128, "intermediate_size": 320, "head_dim": 32, "num_hidden_layers": 4},
@@ -40,10 +40,7 @@ FLOAT32_SUMS = 2.0**-19
 
 @pytest.fixture(scope="module")
 def native() -> KernelBackend:
-    try:
-        return select_backend("cpu")
-    except ValueError as error:
-        pytest.skip(str(error))
+    return backend_or_skip("cpu")
 
 
 def rms(values: torch.Tensor) -> float:

@@ -16,10 +16,10 @@ from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE, make_checkpoint
 from tests.parity.test_models import NEW_TOKENS, POOL, Models, Reference, close, load_models, make_runner
 from tests.quantizers import SCHEMES as QUANTIZERS
 from tests.quantizers import quantize_checkpoint, write_safetensors
-from worker.loader import load_weights
-from worker.model_config import ModelConfig, ModelError
-from worker.models.deepseek_v3 import DeepseekV3ForCausalLM
-from worker.models.deepseek_v32 import DeepseekV32ForCausalLM
+from worker.config.model_config import ModelConfig, ModelError
+from worker.model.models.deepseek_v3 import DeepseekV3ForCausalLM
+from worker.model.models.deepseek_v32 import DeepseekV32ForCausalLM
+from worker.weights.checkpoint import load_weights
 
 YARN = {
     "rope_type": "yarn",

@@ -19,10 +19,10 @@ from deploy.demo.evaluate import NEEDED_OVERALL
 from deploy.demo.families import Exchange
 from deploy.demo.questions import questions
 from kernels.interface import AttentionMetaData
-from kernels.paged_attention import PagedKVCache
-from kernels.torch_backend import TorchBackend
-from worker import model_runner
+from kernels.torch_backend.attention import PagedKVCache
+from kernels.torch_backend.backend import TorchBackend
 from worker.llm_engine import LLMEngine
+from worker.model import model_runner
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "checkpoint"
 ASKED = questions()[::2]

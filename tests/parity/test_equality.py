@@ -1,5 +1,6 @@
-"""One request, one answer: on the demo model every stream is that of the sequence computed alone (design.md, "The
-promise"), whatever the policy, the cache, the size of the chunks, deferred output, the pool and the other requests.
+"""One request, one answer: on the demo model every stream is that of the sequence computed alone
+(docs/determinism.md), whatever the policy, the cache, the size of the chunks, deferred output, the pool and the other
+requests.
 
 float32, the batch-invariant back ends, a KV cache that begins full of NaN: a slot that is read before it is written
 shows. A workload that fails is repeated with `check(its number, its setting)`.
@@ -25,17 +26,18 @@ from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from deploy.demo.questions import questions
 from kernels.interface import KernelBackend
-from kernels.paged_attention import PagedKVCache
 from kernels.select import CPU_BACKENDS, select_backend
+from kernels.torch_backend.attention import PagedKVCache
+from tests.native import backend_or_skip
 from tests.parity.draws import filters_and_penalties
 from tests.unit.mutants import MUTANTS as TRAPS
 from tests.unit.mutants import Mutant
-from worker import model_runner
-from worker.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.executor import PipelinedExecutor
+from worker.config.model_config import ModelConfig
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.executor import PipelinedExecutor
 from worker.llm_engine import LLMEngine
-from worker.model_config import ModelConfig
-from worker.model_runner import ModelRunner
+from worker.model import model_runner
+from worker.model.model_runner import ModelRunner
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "checkpoint"
 MODEL_LEN = 128
@@ -248,11 +250,7 @@ def settings(policy: str, budget: int, kernels: str = "torch") -> Iterator[Setti
 @pytest.fixture(scope="module", params=list(CPU_BACKENDS))
 def kernels(request: pytest.FixtureRequest) -> str:
     """Each back end that runs on this machine."""
-    try:
-        select_backend(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
-    return str(request.param)
+    return backend_or_skip(request.param).name
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -297,10 +295,10 @@ class RemembersTables(ModelRunner):
         self.tables: dict[int, list[int]] = {}
 
     def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
-        for i, (seq_id, table) in enumerate(zip(batch.req_ids, batch.block_tables, strict=True)):
+        for i, (seq_id, table) in enumerate(zip(batch.req_ids, batch.tables, strict=True)):
             known = self.tables.setdefault(seq_id, [])
             known += table[len(known) :]
-            batch.block_tables[i] = known[: len(table)]
+            batch.tables[i] = known[: len(table)]
         return super().forward(batch)
 
 

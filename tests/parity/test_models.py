@@ -16,10 +16,11 @@ from common.sampling_params import SamplingParams
 from kernels.cpu.instruction_sets import AUTO
 from kernels.select import CPU_BACKENDS
 from tests.checkpoints import make_checkpoint
-from worker.batch import ScheduledBatch
-from worker.model_config import ModelConfig, ModelError
-from worker.model_runner import ModelRunner
-from worker.sequence import Sequence
+from tests.native import backend_or_skip
+from worker.config.model_config import ModelConfig
+from worker.engine.batch import ScheduledBatch
+from worker.engine.sequence import Sequence
+from worker.model.model_runner import ModelRunner
 
 BLOCK_SIZE = 16
 POOL = 128
@@ -239,10 +240,8 @@ def reference(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
 
 @pytest.fixture(scope="module", params=list(CPU_BACKENDS))
 def models(request: pytest.FixtureRequest, reference: Reference) -> Models:
-    try:
-        return Models(reference, make_runner(reference.folder, request.param))
-    except ModelError as error:
-        pytest.skip(str(error))
+    backend_or_skip(request.param)
+    return Models(reference, make_runner(reference.folder, request.param))
 
 
 def load_reference(folder: Path) -> Reference:

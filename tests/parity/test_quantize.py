@@ -12,11 +12,11 @@ from common.config import Config
 from common.errors import InvalidFieldError
 from common.sampling_params import SamplingParams
 from deploy.demo.questions import questions
-from kernels.select import select_backend
+from tests.native import backend_or_skip
+from worker.config.model_config import ModelConfig, ModelError
 from worker.llm_engine import LLMEngine
-from worker.model_config import ModelConfig, ModelError
-from worker.model_runner import ModelRunner
-from worker.numerics import numerics_digest
+from worker.model.model_runner import ModelRunner
+from worker.model.numerics import numerics_digest
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "checkpoint"
 MODEL_LEN = 128
@@ -24,10 +24,7 @@ MODEL_LEN = 128
 
 @pytest.fixture(autouse=True, scope="module")
 def native() -> None:
-    try:
-        select_backend("cpu")
-    except ValueError as error:
-        pytest.skip(str(error))
+    backend_or_skip("cpu")
 
 
 def config(quantize: str = "int8", **changes: object) -> Config:

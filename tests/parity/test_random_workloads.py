@@ -1,5 +1,5 @@
 """Random workloads on the native kernels, many sequences at a time: tokens and logits to the bit those of each request
-alone (design.md, "The promise").
+alone (docs/determinism.md).
 
 Beside test_equality.py, which varies how requests come and go in few-row batches and float32: here 2 to 64 requests run
 at once in bfloat16, on one thread or two, and every row of logits that a token was drawn from is compared. A request's
@@ -28,14 +28,15 @@ from common.sampling_params import SamplingParams
 from kernels.cpu import library
 from kernels.select import select_backend
 from tests.checkpoints import make_checkpoint
+from tests.native import native_library
 from tests.parity.draws import filters_and_penalties
 from tests.parity.test_equality import DEMO, poisoned
 from tests.shapes import QWEN3_60M
-from worker import model_runner
-from worker.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.config.model_config import ModelConfig
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.llm_engine import LLMEngine
-from worker.model_config import ModelConfig
-from worker.model_runner import ModelInput, ModelRunner
+from worker.model import model_runner
+from worker.model.model_runner import ModelInput, ModelRunner
 
 MODEL_LEN: Final = 160
 STOCK: Final = 64
@@ -131,7 +132,7 @@ class Recorder(ModelRunner):
         return states
 
     def record(self, logits: torch.Tensor) -> None:
-        batch, known = self.batch, logits[:, : self._sampled_ids].numpy()
+        batch, known = self.batch, logits[:, : self.sampled_ids].numpy()
         final = [i for i, last in enumerate(batch.is_final) if last]
         for row, i in zip(known, final, strict=True):
             place = batch.seeds[i], batch.choices[i], batch.context_lens[i]
@@ -209,11 +210,7 @@ FOLDERS: Final[dict[str, Path]] = {"demo": DEMO}
 @pytest.fixture(scope="module", autouse=True)
 def _checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Writes the tiny model; leaves the kernels with the threads that they had."""
-    try:
-        native = library.load()
-        select_backend("cpu")
-    except (library.LibraryUnavailableError, ValueError) as error:
-        pytest.skip(str(error))
+    native = native_library()
     threads = native.fissile_threads()
     FOLDERS["tiny"] = make_checkpoint(tmp_path_factory.mktemp("tiny"), dtype="bfloat16", **SHAPES["tiny"])
     yield

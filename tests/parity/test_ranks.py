@@ -20,13 +20,13 @@ import torch.distributed
 from common.config import Config, ParallelConfig
 from common.sampling_params import SamplingParams
 from tests.checkpoints import MIN_VOCAB_SIZE, make_checkpoint
-from worker.batch import ScheduledBatch
-from worker.distributed import GroupCollectives, join, part_of_store
-from worker.layers import moe
-from worker.model_config import ModelConfig, ModelError
-from worker.model_runner import ModelRunner
-from worker.parallel import Alone, Collectives, DataParallel, Shard
-from worker.sequence import Sequence
+from worker.config.model_config import ModelConfig, ModelError
+from worker.engine.batch import ScheduledBatch
+from worker.engine.sequence import Sequence
+from worker.model.layers import moe
+from worker.model.model_runner import ModelRunner
+from worker.model.sharding import Alone, Collectives, DataParallel, Shard
+from worker.ranks.collectives import GroupCollectives, join, part_of_store
 
 BLOCK_SIZE = 16
 POOL = 96

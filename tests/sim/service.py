@@ -19,27 +19,28 @@ from google.protobuf.message import Message
 
 from common.config import Config
 from common.delay_gate import DelayGate
-from common.limits import HEARTBEAT_S, KV_EVENTS_S, LEASE_S, WORKER_WAIT_S
+from common.limits import HEARTBEAT_S, KV_EVENTS_S, LEASE_S, MAX_QUEUED_REQUESTS, WORKER_WAIT_S
+from common.process.tasks import task_failures
 from common.telemetry.tracing import Tracing
-from router.assembly import GapError
-from router.dispatcher import Dispatcher
-from router.fleet import FailoverOptions, Fleet
-from router.link import ProtocolError
 from router.model_registry import ModelRegistry, TextAssets, describe
-from router.placement import Placement, PrefixAware, RoundRobin
-from router.session import Fault, Session, SessionLostError
-from router.tokenizer_store import TokenizerStore
+from router.requests.fleet import FailoverOptions, Fleet
+from router.scheduling.dispatcher import Dispatcher
+from router.scheduling.placement import Placement, PrefixAware, RoundRobin
+from router.text.stream_assembly import GapError
+from router.text.tokenizer_store import TokenizerStore
+from router.workers.session import Fault, Session, SessionLostError
+from router.workers.session_state import ProtocolError
 from tests.sim.virtual_time import VirtualLoop
-from worker.cost_model import FixedCost
-from worker.engine_core import EngineCore, LoadReport
-from worker.engine_turns import Cancel, Command, Deliveries, EngineTurns, Listener, Submit
-from worker.facts import WorkerFacts
-from worker.fleet_lanes import FleetLanes
-from worker.kv_log import KvLog
-from worker.router_sequences import RouterSequences
-from worker.sequence import Sequence
-from worker.session_state import SessionState, check_hello
-from worker.simulated import SimulatedRunner
+from worker.engine.core import EngineCore, LoadReport
+from worker.engine.sequence import Sequence
+from worker.engine.turns import Cancel, Command, Deliveries, EngineTurns, Listener, Submit
+from worker.session.cache_events import KvLog
+from worker.session.fleet_backlog import FleetLanes
+from worker.session.router_state import RouterSequences
+from worker.session.session import SessionState, check_hello
+from worker.session.worker_info import WorkerFacts
+from worker.simulation.cost_model import FixedCost
+from worker.simulation.runner import SimulatedRunner
 
 MODEL = "simulated"
 VOCAB_SIZE = 97
@@ -135,6 +136,7 @@ class SimWorker:
             architecture="Simulated",
             tokenizer_sha256="",
             version="0",
+            numerics=MODEL,
             block_size=config.kv_cache_block_size,
             hash_seed=config.hash_seed,
             vocab_size=VOCAB_SIZE,
@@ -445,6 +447,7 @@ class SimService:
         self.lease_s = lease_s
         self.gaps = self.kv_gaps = 0
         self.kv_loss = 0.0
+        self._failures = task_failures()
         self.block_size = block_size
         self.placement = placement or RoundRobin()
         self._config = config
@@ -524,6 +527,11 @@ class SimService:
         made.dial()
         return made
 
+    def replace_placement(self) -> None:
+        """An operator changes the policy to one that knows no cache yet."""
+        self.placement = PrefixAware(1 << 12)
+        self.fleet.configure(DelayGate(0.0), self.placement, MAX_QUEUED_REQUESTS, {})
+
     def kill_router(self) -> None:
         """The router is gone and does not come back."""
         for connection in self.connections:
@@ -532,6 +540,8 @@ class SimService:
     def check_nothing_left(self) -> None:
         """Asserts that no trace of any request is left anywhere, and that no stream had a gap."""
         assert self.gaps == 0, "gap"
+        # A decision that fails is made again, so that nothing else would show it.
+        assert task_failures() == self._failures
         assert self.fleet.in_flight == 0
         assert len(self.dispatcher) == 0
         assert not self.fleet._running

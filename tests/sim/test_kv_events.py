@@ -7,18 +7,20 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.sampling_params import SamplingParams
-from router.fleet import Fleet
-from router.kv_feed import KvFeed
-from router.placement import PrefixAware
-from router.session import Fault
+from router.requests.fleet import Fleet
+from router.scheduling.dispatcher import Dispatcher
+from router.scheduling.placement import PrefixAware
+from router.workers.kv_cursor import KvFeed
+from router.workers.session import Fault
 from tests.sim.service import MAX_MODEL_LEN, SimService
 from tests.sim.test_scenario import Outcome, Scenario
 from tests.sim.virtual_time import run
 from tests.unit.mutants import Mutant
-from worker import kv_log
-from worker.kv_log import KvCursor, KvLog
+from worker.session import cache_events
+from worker.session.cache_events import KvCursor, KvLog
 
 SEEDS = range(2)
 NUM_REQUESTS = 10
@@ -27,7 +29,7 @@ NUM_REQUESTS = 10
 @pytest.fixture(autouse=True)
 def small_frames(monkeypatch: pytest.MonkeyPatch) -> None:
     """Snapshots of several frames."""
-    monkeypatch.setattr(kv_log, "MAX_KV_FRAME_CHANGES", 8)
+    monkeypatch.setattr(cache_events, "MAX_KV_FRAME_CHANGES", 8)
 
 
 def two_routers(scenario: Scenario, num_workers: int) -> tuple[SimService, SimService]:
@@ -57,6 +59,8 @@ class TwoRouters(Scenario):
         clients = [asyncio.create_task(self.client(a if i % 3 else b, i)) for i in range(NUM_REQUESTS)]
         for fault in [a.break_connection, b.break_connection] * self.breaks + [a.crash] * self.crashes:
             self.loop.call_later(self.rnd.uniform(0.2, 2.5), fault, self.rnd.randrange(2))
+        for router in [a, b] * self.replacements:
+            self.loop.call_later(self.rnd.uniform(0.2, 2.5), router.replace_placement)
         for freeze in [a.freeze] * self.freezes:
             self.loop.call_later(self.rnd.uniform(0.2, 2.5), freeze, self.rnd.randrange(2))
         a.kv_loss = b.kv_loss = self.kv_loss
@@ -73,6 +77,7 @@ class TwoRouters(Scenario):
         return a
 
     kv_loss = 0.0
+    replacements = 0
     gaps = 0
 
     async def client(self, service: SimService, i: int) -> None:
@@ -97,6 +102,56 @@ def quiet(seed: int) -> None:
 
 def breaking(seed: int) -> None:
     assert lived(TwoRouters(seed, breaks=4)).gaps == 0
+
+
+def replacing(seed: int) -> None:
+    """R14: a placement that knows no cache is told of all, on the streams there are."""
+    scenario = TwoRouters(seed)
+    scenario.replacements = 3
+    assert lived(scenario).gaps == 0
+
+
+def replacing_and_breaking(seed: int) -> None:
+    scenario = TwoRouters(seed, breaks=4)
+    scenario.replacements = 6
+    assert lived(scenario).gaps == 0
+
+
+def replacing_in_the_middle(seed: int) -> None:
+    """Between Hello and Welcome, in the middle of a snapshot, while a worker takes no work, and with an empty cache."""
+    scenario = TwoRouters(seed)
+
+    async def life() -> None:
+        a, b = two_routers(scenario, num_workers=1)
+        await asyncio.sleep(0.2)
+        a.replace_placement()
+        for i in range(4):
+            await scenario.client(a, i)
+        await asyncio.sleep(0.5)
+        for wait_s in (0.0, 0.001, 0.02, 0.08, 0.12):
+            b.connections[0].end(Fault.BROKEN)
+            b.redial(b.connections[0])
+            await asyncio.sleep(wait_s)
+            b.replace_placement()
+            await asyncio.sleep(wait_s)
+            b.replace_placement()
+            await asyncio.sleep(3)
+            b.check_index()
+        b.workers[0].set_intake(wpb.INTAKE_CORDONED)
+        await asyncio.sleep(0.2)
+        b.replace_placement()
+        await asyncio.sleep(1)
+        b.workers[0].set_intake(wpb.INTAKE_OPEN)
+        # The next stream goes on with what the snapshot and the changes after it have brought.
+        b.connections[0].end(Fault.BROKEN)
+        b.redial(b.connections[0])
+        await scenario.client(a, 4)
+        await asyncio.sleep(1)
+        for router in (a, b):
+            router.check_index()
+            assert router.kv_gaps == 0
+
+    run(scenario.loop, life())
 
 
 def losing(seed: int) -> None:
@@ -182,6 +237,46 @@ CAUGHT: list[tuple[Mutant, Callable[[int], None]]] = [
         Mutant("changesdropped", KvCursor, "_take_changes", "self._seq += len(changes)", "self._seq = self._log.seq"),
         quiet,
     ),
+    (Mutant("notasked", Fleet, "_learn_caches_anew", "self._ask_for_cache(session)", "pass"), replacing),
+    (Mutant("notforgotten2", Fleet, "_learn_caches_anew", "feed.forget()", "pass"), replacing_in_the_middle),
+    (Mutant("askednever", Fleet, "_count_in", "self._ask_for_cache(session)", "pass"), replacing_in_the_middle),
+    (
+        Mutant(
+            "noanswer",
+            KvCursor,
+            "restart",
+            "self._needs_snapshot, self._left = epoch, True,",
+            "self._needs_snapshot, self._left = epoch, False,",
+        ),
+        replacing,
+    ),
+    (
+        Mutant("piecesgoon", KvCursor, "restart", "epoch, True, None", "epoch, True, self._left"),
+        replacing_in_the_middle,
+    ),
+    (Mutant("outdated", KvFeed, "take", "return Continuity.OUTDATED", "pass"), replacing),
+    (Mutant("asksoutlast", KvFeed, "open", "self._epoch, self._awaits = 0, False", "pass"), replacing_in_the_middle),
+    (
+        Mutant(
+            "cordonedunknown",
+            Dispatcher,
+            "configure",
+            "placement.lane_up(lane)",
+            "lane.ready and placement.lane_up(lane)",
+        ),
+        replacing_in_the_middle,
+    ),
+]
+LIVES = [
+    quiet,
+    breaking,
+    replacing,
+    replacing_and_breaking,
+    replacing_in_the_middle,
+    losing,
+    losing_a_piece,
+    dying,
+    restarted,
 ]
 # The worker sends a snapshot, which is only dearer.
 HARMLESS = [
@@ -189,7 +284,7 @@ HARMLESS = [
 ]
 
 
-@pytest.mark.parametrize("life", [quiet, breaking, losing, losing_a_piece, dying, restarted])
+@pytest.mark.parametrize("life", LIVES)
 def test_each_router_ends_up_with_what_the_caches_hold(life: Callable[[int], None]) -> None:
     for seed in SEEDS:
         life(seed)

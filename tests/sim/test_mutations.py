@@ -14,18 +14,18 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.telemetry.tracing import Tracing
-from router.assembly import StreamAssembly
-from router.fleet import Fleet
+from router.requests.fleet import Fleet
+from router.text.stream_assembly import StreamAssembly
 from tests.sim.service import SimService
 from tests.sim.test_scenario import Scenario, lived
 from tests.sim.virtual_time import run
 from tests.unit.mutants import Mutant
-from tests.unit.worker.session_support import FACTS, SteppedEngine, record, simulated_core, submit
-from worker.fleet_lanes import FleetLanes
-from worker.outbox import Outbox
-from worker.router_sequences import RouterSequences
-from worker.scheduler import Scheduler
-from worker.session_state import SessionState
+from tests.unit.worker.session.support import FACTS, SteppedEngine, record, simulated_core, submit
+from worker.engine.scheduler import Scheduler
+from worker.session.fleet_backlog import FleetLanes
+from worker.session.outbox import Outbox
+from worker.session.router_state import RouterSequences
+from worker.session.session import SessionState
 
 SEEDS = range(3)
 
@@ -82,7 +82,7 @@ def repeated(_: int) -> None:
 
 
 CAUGHT = [
-    (Mutant("reuserid", Fleet, "_submit", "next(self._counter)", "(next(self._counter) % 6)"), breaking),
+    (Mutant("reuserid", Fleet, "_begin", "next(self._counter)", "(next(self._counter) % 6)"), breaking),
     (
         Mutant("keeporphans", RouterSequences, "attach", "if rid not in have", "if False"),
         breaking,

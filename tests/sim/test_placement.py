@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from router.placement import PLACEMENTS
+from router.scheduling.placement import PLACEMENTS
 from tests.bench.router.fleet import FleetRun, Result, Workload, spread
-from worker.cost_model import INSTANT, CostModel, FixedCost, StepWork
-from worker.presets import cost_model
+from worker.simulation.cost_model import INSTANT, CostModel, FixedCost, StepWork
+from worker.simulation.presets import cost_model
 
 # 16 prefixes of 64 blocks; the pool of a worker holds about 5 beside what runs.
 WORKLOAD = Workload(requests=160, rate=120.0, prefixes=16, prefix_tokens=1024, own_tokens=40, output_tokens=4)

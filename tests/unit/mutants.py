@@ -1,4 +1,4 @@
-"""Mutants: the service with one rule replaced by the seed's, by editing the source of one function.
+"""Mutants: the service with one rule replaced by a wrong one, by editing the source of one function.
 
 `tests/unit/test_mutants.py` shows that the trap's test fails against each.
 """
@@ -17,16 +17,16 @@ from typing import Any
 
 from common.text.detokenizer import Detokenizer
 from kernels import sampling
-from worker import stop_rules
-from worker.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.block_manager import BlockManager
-from worker.executor import ThreadExecutor
-from worker.inbox import Inbox
-from worker.model_runner import ModelRunner
-from worker.scheduler import Scheduler
-from worker.sequence import Sequence
-from worker.sequence_queue import SequenceQueue, SequenceSet
-from worker.stop_rules import StopRules
+from worker.engine import stop_rules
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.block_manager import BlockManager
+from worker.engine.executor import ThreadExecutor
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import Sequence
+from worker.engine.sequence_queue import SequenceQueue, SequenceSet
+from worker.engine.stop_rules import StopRules
+from worker.model.model_runner import ModelRunner
+from worker.session.intake import Inbox
 
 
 @dataclass(frozen=True)
@@ -73,14 +73,16 @@ def _function(original: Any) -> Any:
 _STATUS = "seq.status = SequenceStatus.RUNNING"
 
 MUTANTS = [
-    Mutant("t01", Scheduler, "_admit", "seq.num_tokens - len(cached) * seq.block_size", "seq.num_tokens"),
+    Mutant(
+        "t01", Scheduler, "_admit", "self._chunk(seq.num_tokens - start, step)", "self._chunk(seq.num_tokens, step)"
+    ),
     Mutant("t02", BlockManager, "_hittable", "(seq.num_tokens - 1)", "seq.num_tokens"),
     Mutant("t03", BlockManager, "can_allocate", "seq.num_blocks - in_use", "seq.num_blocks"),
     Mutant("t03", BlockManager, "can_allocate", "seq.num_blocks - in_use", "seq.num_blocks - len(cached)"),
     Mutant("t04", Scheduler, "_chunk", "return step.budget if", "return 0 if"),
     Mutant("t05", Scheduler, "validate", "seq.num_prompt_tokens >= self.max_model_len", "False"),
     Mutant("t06", Scheduler, "__init__", "pool_tokens < self.max_model_len", "False"),
-    Mutant("t07", Scheduler, "_admit", "len(self.running) + len(held) <", "len(step.seqs) <"),
+    Mutant("t07", Scheduler, "_admit", "- len(self.running)", "- len(step.seqs)"),
     Mutant(
         "t08", Scheduler, "_fill_one_kind", "self._num_prefill_steps >= self.max_consecutive_prefill_steps", "False"
     ),
@@ -90,7 +92,7 @@ MUTANTS = [
         Scheduler,
         "_admit",
         "self._num_growing):\n            break",
-        "self._num_growing):\n            held.append(self.waiting.popleft())\n            continue",
+        "self._num_growing):\n            continue",
     ),
     Mutant("t11", Scheduler, "_open_gate", "while self.gated:", "if self.gated:"),
     Mutant("t12", Scheduler, "record_step", "batch.total_tokens_num_prefill == 0", "False"),
@@ -125,7 +127,7 @@ MUTANTS = [
     Mutant("t21", BlockManager, "_claim", "block.ref_count += 1", "block.ref_count += 1; block.reset()"),
     Mutant("t22", BlockManager, "deallocate", "reversed(seq.block_table)", "seq.block_table"),
     Mutant("t23", BlockManager, "_find", "block.parent == parent and ", ""),
-    Mutant("t24", Scheduler, "_admit", "seq.num_tokens - len(cached)", "seq.num_prompt_tokens - len(cached)"),
+    Mutant("t24", Scheduler, "_admit", "seq.num_tokens - start", "seq.num_prompt_tokens - start"),
     Mutant(
         "t25",
         Scheduler,
@@ -186,11 +188,11 @@ MUTANTS = [
     Mutant("t45", ModelRunner, "prepare_model", "np.zeros((2, padded), np.int64)", "np.full((2, padded), -1)"),
 ]
 
-# Faults that no seed has, for the oracle (tests/unit/worker/test_oracle.py).
+# Faults that no seed has, for the oracle (tests/unit/worker/engine/test_oracle.py).
 FAULTS = [
     Mutant("preempted-to-the-back", Scheduler, "preempt", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
     Mutant("admitted-in-flight", Scheduler, "_admit", "if seq.num_inflight_tokens:", "if False:"),
-    Mutant("no-followers", BlockManager, "next_hash", "return self._hashes(seq)[len(cached)]", "return None"),
+    Mutant("no-followers", BlockManager, "hashes_in", "return self._hashes(seq)[start", "return [][start"),
     Mutant("salts-ignored", BlockManager, "_root", "if not seq.cache_salt:", "if True:"),
     Mutant("blocks-lost", BlockManager, "deallocate", "reversed(seq.block_table)", "reversed(seq.block_table[1:])"),
     Mutant("over-budget", Scheduler, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
@@ -209,5 +211,13 @@ FAULTS = [
     Mutant("newest-evicted", BlockManager, "_take", "popitem(last=False)", "popitem(last=True)"),
     Mutant("cached-before-vacant", BlockManager, "_release", "block.hash is None", "False"),
     Mutant("passed-by-others", SequenceQueue, "appendleft", "last=False", "last=True"),
-    Mutant("lowest-class-first", SequenceSet, "first", "self.heads()[0]", "self.heads()[-1]"),
+    Mutant("prompts-starve", Scheduler, "_kept_for_prompts", "return min(share, unfinished)", "return 0"),
+    Mutant("chunks-uncut", Scheduler, "_prefill_cost", "if self.num_decoding else math.inf", "* 2"),
+    Mutant(
+        "lowest-class-first",
+        SequenceSet,
+        "__iter__",
+        "in self._classes.values()",
+        "in reversed(self._classes.values())",
+    ),
 ]

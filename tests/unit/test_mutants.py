@@ -1,4 +1,4 @@
-"""Every trap's test fails against the engine with the seed's rule, so that it tests that rule and not another."""
+"""Every trap's test fails against the engine with the wrong rule, so that it tests that rule and not another."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import pytest
 
 from tests.checkpoints import make_checkpoint
 from tests.unit.mutants import MUTANTS, Mutant
-from tests.unit.worker import test_model_traps, test_traps
-from worker.model_runner import ModelRunner
+from tests.unit.worker.engine import test_traps
+from tests.unit.worker.model import test_model_traps
+from worker.model.model_runner import ModelRunner
 
 _ARGUMENTS = {"t08": ("prefill_first",), "t15": (3,)}
 

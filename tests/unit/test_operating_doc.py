@@ -15,7 +15,7 @@ TEXT = (Path(__file__).resolve().parents[2] / "docs" / "operating.md").read_text
 METRICS = [
     value
     for name, value in vars(names).items()
-    if name.startswith(("ROUTER_", "SERVER_", "ENGINE_")) or name in ("WORKER_RUNNING", "WORKER_QUEUED")
+    if name.startswith(("ROUTER_", "SERVER_", "ENGINE_", "PROCESS_")) or name in ("WORKER_RUNNING", "WORKER_QUEUED")
 ]
 
 

@@ -288,9 +288,12 @@ constexpr int64_t LEAST_PAIRS = 4;
 // Of each thread, about, where pairs are many: the longest come first, so that all threads end at about the same time.
 constexpr int64_t TASKS = 8;
 
-int64_t splits(const Attention& work) {
-  if (!work.num_tiles || threads() == 1 || work.num_tiles * work.kv_heads >= LEAST_PAIRS * threads()) return 1;
-  return (work.tiles[0].position + work.tiles[0].tokens + KV_SPLIT - 1) / KV_SPLIT;
+// Most bytes of states that wait to be merged; splits that find no room come in a later wave.
+constexpr int64_t STATES_BYTES = int64_t{64} << 20;
+
+bool shares_keys(const Attention& work) {
+  return work.num_tiles && threads() > 1 && work.num_tiles * work.kv_heads < LEAST_PAIRS * threads() &&
+         work.tiles[0].splits > 1;
 }
 
 int64_t task_heads(const Attention& work) {
@@ -299,16 +302,53 @@ int64_t task_heads(const Attention& work) {
 
 int64_t tokens_of_tile(int64_t group) { return std::max<int64_t>(1, kernels().query_rows / group); }
 
-// The first rows of `out` are those of tokens. Whether there was memory.
-bool attend(Attention work) {
-  work.splits = splits(work);
-  work.task_heads = task_heads(work);
-  if (work.splits > 1) {
-    work.states = scratch(OF_CALL, kernels().attention_tasks(work) * kernels().attention_state_size(work));
-    if (!work.states) return false;
+// Gives each tile its place among the states; floats of all.
+int64_t place_states(const Attention& work, std::vector<QueryTile>& tiles) {
+  int64_t size = 0;
+  for (QueryTile& tile : tiles) {
+    tile.states = size;
+    size += work.kv_heads * std::min(tile.splits, work.slots) * kernels().attention_state_size(work, tile);
   }
-  if (!share(kernels().attention_tasks(work), kernels().attention, work)) return false;
-  return work.splits == 1 || share(kernels().attention_merge_tasks(work), kernels().attention_merge, work);
+  return size;
+}
+
+// Computes the splits from `first_split` to `end_split`, and merges them into what is merged of those before.
+bool attend_wave(Attention& work, std::vector<QueryTile>& tiles) {
+  work.wave_tiles = work.wave_tasks = 0;
+  for (QueryTile& tile : tiles) {
+    if (tile.splits <= work.first_split) break;
+    tile.first_task = work.wave_tasks;
+    work.wave_tasks += work.kv_heads * (std::min(tile.splits, work.end_split) - work.first_split);
+    work.wave_tiles++;
+  }
+  return share(kernels().attention_tasks(work), kernels().attention, work) &&
+         share(kernels().attention_merge_tasks(work), kernels().attention_merge, work);
+}
+
+// With a task for each split, in as many waves as it takes to bound the states.
+bool attend_by_splits(Attention& work, std::vector<QueryTile>& tiles) {
+  const int64_t most = tiles[0].splits;
+  work.slots = most;
+  int64_t size = place_states(work, tiles);
+  while (work.slots > 2 && size * static_cast<int64_t>(sizeof(float)) > STATES_BYTES) {
+    work.slots = (work.slots + 1) / 2;
+    size = place_states(work, tiles);
+  }
+  work.states = scratch(OF_CALL, size);
+  if (!work.states) return false;
+  for (work.end_split = work.slots; work.first_split < most; work.end_split += work.slots - 1) {
+    if (!attend_wave(work, tiles)) return false;
+    work.first_split = work.end_split;
+  }
+  return true;
+}
+
+// The first rows of `out` are those of tokens. Whether there was memory.
+bool attend(Attention work, std::vector<QueryTile>& tiles) {
+  for (QueryTile& tile : tiles) tile.splits = (tile.position + tile.tokens + KV_SPLIT - 1) / KV_SPLIT;
+  work.task_heads = task_heads(work);
+  if (shares_keys(work)) return attend_by_splits(work, tiles);
+  return share(kernels().attention_tasks(work), kernels().attention, work);
 }
 
 }  // namespace
@@ -320,10 +360,11 @@ FISSILE_API int fissile_attention(
     int64_t window, const float* sinks, int64_t out_row_stride, void* out) {
   return failed([&] {
     const int64_t tile_tokens = tokens_of_tile(heads / kv_heads);
-    const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
+    std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
     return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, values, heads, kv_heads, dim, dim, block_size,
                    block_tables, table_stride, nullptr, 0, scale, window, sinks, out_row_stride, out, tiles.data(),
-                   static_cast<int64_t>(tiles.size()), tile_tokens, 1, 1, nullptr});
+                   static_cast<int64_t>(tiles.size()), tile_tokens, 0, 1, nullptr},
+                  tiles);
   });
 }
 
@@ -341,7 +382,8 @@ FISSILE_API int fissile_latent_attention(
       for (QueryTile& tile : tiles) tile.position = std::min(tile.position, topk - 1);
     return attend({dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, value_dim, block_size,
                    block_tables, table_stride, selected, topk, scale, 0, nullptr, heads * value_dim, out, tiles.data(),
-                   static_cast<int64_t>(tiles.size()), tile_tokens, 1, 1, nullptr});
+                   static_cast<int64_t>(tiles.size()), tile_tokens, 0, 1, nullptr},
+                  tiles);
   });
 }
 
@@ -356,7 +398,7 @@ FISSILE_API int fissile_select_tokens(
     const std::vector<QueryTile> tiles = query_tiles(sequences, cu_seqlens, seq_lens, tile_tokens);
     const SelectTokens work{{dtype, kv_dtype, q, q_row_stride, q_head_stride, keys, keys, heads, 1, dim, dim,
                              block_size, block_tables, table_stride, nullptr, 0, 1.0f, 0, nullptr, 0, nullptr,
-                             tiles.data(), static_cast<int64_t>(tiles.size()), tile_tokens, 1, 1, nullptr},
+                             tiles.data(), static_cast<int64_t>(tiles.size()), tile_tokens, 0, 1, nullptr},
                             weights, topk, positions};
     return share(kernels().select_tokens_tasks(work), kernels().select_tokens, work);
   });
@@ -373,9 +415,11 @@ FISSILE_API int fissile_route(
 }
 
 FISSILE_API void fissile_sample(
-    const float* logits, int64_t row_stride, int64_t rows, int64_t vocab, const float* temperature,
-    const int64_t* top_k, const float* top_p, const float* min_p, const uint64_t* seeds, const int64_t* positions,
-    const int64_t* choices, int64_t* ids) {
-  const Sample work{logits, row_stride, vocab, temperature, top_k, top_p, min_p, seeds, positions, choices, ids};
+    float* logits, int64_t row_stride, int64_t rows, int64_t vocab, const float* temperature, const int64_t* top_k,
+    const float* top_p, const float* min_p, const uint64_t* seeds, const int64_t* positions, const int64_t* choices,
+    int64_t* ids, const int64_t* penalty_of, const int64_t* penalty_ids, const int64_t* penalty_counts,
+    const float* repetition, const float* presence, const float* frequency) {
+  const Sample work{logits, row_stride, vocab, temperature, top_k, top_p, min_p, seeds, positions, choices, ids,
+                    {penalty_ids, penalty_counts, repetition, presence, frequency}, penalty_of};
   share(rows, kernels().sample, work);
 }

@@ -76,17 +76,16 @@ struct Shape {
         stride(width | 16),
         most_rows(places_of(work.tile_tokens * group)) {}
 
-  int64_t state_size() const { return most_rows * (value_width + 2); }
+  int64_t state_size(int64_t places) const { return places * (value_width + 2); }
 };
 
-// The result so far of the rows of a query tile.
+// The result so far of the rows of a query tile, with places for so many.
 struct State {
   float* highest;
   float* sums;
   float* values;
 
-  State(const Shape& shape, float* memory)
-      : highest(memory), sums(memory + shape.most_rows), values(memory + 2 * shape.most_rows) {}
+  State(int64_t places, float* memory) : highest(memory), sums(memory + places), values(memory + 2 * places) {}
 
   void clear(const Shape& shape, int64_t rows) const {
     for (int64_t r = 0; r < rows; r++) highest[r] = lowest();
@@ -932,17 +931,50 @@ struct Task {
   }
 };
 
+// The states of a query tile and a head, where tasks share its keys: in the first place what has been merged, which is
+// the first split of all at first.
+struct States {
+  const int64_t places;
+  const int64_t size;
+  float* const memory;
+
+  States(const fissile::Attention& work, const Shape& shape, const fissile::QueryTile& tile, int64_t head)
+      : places(places_of(tile.tokens * shape.group)),
+        size(shape.state_size(places)),
+        memory(work.states + tile.states + head * at_most(tile.splits, work.slots) * size) {}
+
+  State at(int64_t place) const { return State(places, memory + place * size); }
+};
+
+// The place of the first split that is computed now, and how many a tile has of them.
+int64_t first_place(const fissile::Attention& work) { return work.first_split ? 1 : 0; }
+int64_t splits_now(const fissile::Attention& work, const fissile::QueryTile& tile) {
+  return at_most(tile.splits, work.end_split) - work.first_split;
+}
+
+// The last tile whose first task is not behind this one.
+const fissile::QueryTile& tile_of(const fissile::Attention& work, int64_t task) {
+  int64_t low = 0, high = work.wave_tiles - 1;
+  while (low < high) {
+    const int64_t middle = (low + high + 1) / 2;
+    if (work.tiles[middle].first_task <= task) low = middle;
+    else high = middle - 1;
+  }
+  return work.tiles[low];
+}
+
 // One split of the keys of a query tile and a head, for `run_merge`.
 template <class KvNumber>
 void run_split(const fissile::Attention& work, int64_t task) {
   const Shape shape(work);
-  const int64_t pair = task / work.splits, head = pair % work.kv_heads;
+  const fissile::QueryTile& tile = tile_of(work, task);
+  const int64_t place = task - tile.first_task, count = splits_now(work, tile), head = place / count;
   float* memory = fissile::scratch(fissile::OF_TASK, Task<KvNumber>::memory(shape));
   if (!memory) return;
-  const Task<KvNumber> made(work, work.tiles[pair / work.kv_heads], head, head + 1, memory);
+  const Task<KvNumber> made(work, tile, head, head + 1, memory);
   [[maybe_unused]] const Tiles tiles(made.rows);
   made.load_queries();
-  made.add_split(task % work.splits, State(shape, work.states + task * shape.state_size()));
+  made.add_split(work.first_split + place % count, States(work, shape, tile, head).at(first_place(work) + place % count));
 }
 
 // Some heads of a query tile: the tasks of `run_heads`.
@@ -965,37 +997,38 @@ void run_heads(const fissile::Attention& work, int64_t task) {
   const bool is_last = task + 1 == attention_tasks(work);
   const Heads next = is_last ? heads : heads_of(work, task + 1);
   const int64_t memory_of_task = Task<KvNumber>::memory(shape);
-  float* memory = fissile::scratch(fissile::OF_TASK, memory_of_task + 2 * shape.state_size());
+  const int64_t places = places_of(heads.tile.tokens * shape.group), size = shape.state_size(places);
+  float* memory = fissile::scratch(fissile::OF_TASK, memory_of_task + 2 * shape.state_size(shape.most_rows));
   if (!memory) return;
   float* states = memory + memory_of_task;
-  const State state(shape, states);
+  const State state(places, states);
   const Task<KvNumber> behind(work, next.tile, next.begin, next.end, memory);
   [[maybe_unused]] const Tiles tiles(heads.tile.tokens * shape.group);
   for (int64_t head = heads.begin; head < heads.end; head++) {
     const Task<KvNumber> made(work, heads.tile, head, heads.end, memory, is_last ? nullptr : &behind);
     made.load_queries();
-    made.add_all_splits(state, State(shape, states + shape.state_size()));
+    made.add_all_splits(state, State(places, states + size));
     made.finish(state);
   }
 }
 
 template <class KvNumber>
 void run(const fissile::Attention& work, int64_t task) {
-  if (work.splits > 1) run_split<KvNumber>(work, task);
+  if (work.slots) run_split<KvNumber>(work, task);
   else run_heads<KvNumber>(work, task);
 }
 
 template <class KvNumber>
 void run_merge(const fissile::Attention& work, int64_t task) {
   const Shape shape(work);
+  const fissile::QueryTile& tile = work.tiles[task / work.kv_heads];
   const int64_t head = task % work.kv_heads;
-  const Task<KvNumber> made(work, work.tiles[task / work.kv_heads], head, head + 1, nullptr);
-  float* states = work.states + task * work.splits * shape.state_size();
-  const State state(shape, states);
-  const int64_t splits = parts(made.tile.position + made.tile.tokens, KV_SPLIT);
-  for (int64_t split = 1; split < splits; split++)
-    merge(shape, state, State(shape, states + split * shape.state_size()), made.rows);
-  made.finish(state);
+  const Task<KvNumber> made(work, tile, head, head + 1, nullptr);
+  const States states(work, shape, tile, head);
+  const State state = states.at(0);
+  const int64_t end = first_place(work) + splits_now(work, tile);
+  for (int64_t place = 1; place < end; place++) merge(shape, state, states.at(place), made.rows);
+  if (tile.splits <= work.end_split) made.finish(state);
 }
 
 // A number's place in the order of scores: NaN and the lowest are last and equal.
@@ -1098,10 +1131,13 @@ void run_selection(const fissile::SelectTokens& work, int64_t task) {
 
 }  // namespace
 
-int64_t attention_state_size(const fissile::Attention& work) { return Shape(work).state_size(); }
+int64_t attention_state_size(const fissile::Attention& work, const fissile::QueryTile& tile) {
+  const Shape shape(work);
+  return shape.state_size(places_of(tile.tokens * shape.group));
+}
 
 int64_t attention_tasks(const fissile::Attention& work) {
-  return work.num_tiles * (work.splits > 1 ? work.kv_heads * work.splits : parts(work.kv_heads, work.task_heads));
+  return work.slots ? work.wave_tasks : work.num_tiles * parts(work.kv_heads, work.task_heads);
 }
 
 void attention(const fissile::Attention& work, int64_t task) {
@@ -1109,7 +1145,7 @@ void attention(const fissile::Attention& work, int64_t task) {
   else run<float>(work, task);
 }
 
-int64_t attention_merge_tasks(const fissile::Attention& work) { return work.num_tiles * work.kv_heads; }
+int64_t attention_merge_tasks(const fissile::Attention& work) { return work.wave_tiles * work.kv_heads; }
 
 void attention_merge(const fissile::Attention& work, int64_t task) {
   if (work.kv_dtype == BFLOAT16) run_merge<Bf16>(work, task);

@@ -14,7 +14,7 @@ constexpr int64_t QUERY_ROWS = 96;
 constexpr int64_t QUERY_ROWS = 48;
 #endif
 
-int64_t attention_state_size(const fissile::Attention& work);
+int64_t attention_state_size(const fissile::Attention& work, const fissile::QueryTile& tile);
 int64_t attention_tasks(const fissile::Attention& work);
 void attention(const fissile::Attention& work, int64_t task);
 int64_t attention_merge_tasks(const fissile::Attention& work);

@@ -1,4 +1,4 @@
-// Operations of one row at a time. They round where kernels/torch_backend.py rounds: a sum with the residual, a normed
+// Operations of one row at a time. They round where kernels/torch_backend/backend.py rounds: a sum with the residual, a normed
 // number before its weight and an activation before its product are numbers of the model's dtype.
 #include "elementwise.hpp"
 

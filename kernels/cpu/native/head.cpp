@@ -1,6 +1,7 @@
 // The output head of greedy rows: the largest number of each row of a product, of which no more than a few columns are
 // ever in memory. The numbers are those of fissile_linear, rounded to the model's dtype like them.
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <vector>
 
@@ -59,12 +60,13 @@ int64_t best_of_row(const Call& call, int64_t row) {
     const int64_t one = task * call.whole.rows + row;
     if (call.values[one] > best) best = call.values[one], place = task * TASK_COLUMNS + call.places[one];
   }
-  return place;
+  return std::isfinite(best) ? place : NO_TOKEN;
 }
 
 }  // namespace
 
-// places[row] = the first column of the row's largest number; NaN counts as the lowest. 0, or 1 when memory ran out.
+// places[row] = the first column of the row's largest number, NO_TOKEN where that is not finite; NaN counts as the lowest.
+// 0, or 1 when memory ran out.
 FISSILE_API int fissile_linear_argmax(
     int64_t dtype, const void* x, int64_t x_stride, int64_t rows, int64_t inner, int64_t columns, int64_t weight_dtype,
     const void* panels, const float* bias, int64_t* places) {

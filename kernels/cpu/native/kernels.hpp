@@ -185,6 +185,10 @@ struct QueryTile {
   int64_t row;
   int64_t tokens;
   int64_t position;
+  // Where tasks share keys: into how many splits its keys fall, its first task of the wave, and where its states are.
+  int64_t splits = 1;
+  int64_t first_task = 0;
+  int64_t states = 0;
 };
 
 // Causal attention of q [tokens, heads, dim] over one layer's cache, by the query tiles; see attention.cpp. Where `values`
@@ -217,11 +221,16 @@ struct Attention {
   const QueryTile* tiles;
   int64_t num_tiles;
   int64_t tile_tokens;
-  // How many tasks share the keys of a tile and a head; with more than one, their states wait in `states` to be merged.
-  // With one, a task takes so many heads one after the other.
-  int64_t splits;
+  // 0 where a task takes all keys of a tile, of so many heads one after the other. Else tasks take a split each, whose
+  // states wait in `states` to be merged: so many of a tile and a head, the first of which is what has been merged.
+  int64_t slots;
   int64_t task_heads;
   float* states;
+  // The splits that are computed now, and how many tiles, the first ones, and tasks have any of them.
+  int64_t first_split = 0;
+  int64_t end_split = 0;
+  int64_t wave_tiles = 0;
+  int64_t wave_tasks = 0;
 };
 
 // The indexer of sparse attention: which keys the tokens of query tiles attend to, by scores that are sums over heads of
@@ -256,9 +265,18 @@ struct Route {
   float* weights;
 };
 
+// Penalties of some rows; see kernels/penalties.py.
+struct Penalties {
+  // Of each the address of its int32 ids, each once, and how many.
+  const int64_t* ids;
+  // Of each the address of its float32 counts.
+  const int64_t* counts;
+  const float *repetition, *presence, *frequency;
+};
+
 // Token ids of rows of float32 logits; ids[row] is -1 where kernels/sampling.py has to decide. See sampling.cpp.
 struct Sample {
-  const float* logits;
+  float* logits;
   int64_t row_stride;
   int64_t vocab;
   const float* temperature;
@@ -269,7 +287,13 @@ struct Sample {
   const int64_t* positions;
   const int64_t* choices;
   int64_t* ids;
+  Penalties penalties;
+  // Of each row its place among the penalties, below 0 for none; null where no row has any.
+  const int64_t* penalty_of;
 };
+
+// In place of a token: of a row without a finite largest number; of one that there was no memory for.
+constexpr int64_t NO_TOKEN = -1, NO_MEMORY = -2;
 
 // Of each row of y [rows, columns] in `dtype` the largest number and its first place; -infinity and 0 where there is none
 // above that. NaN counts as the lowest.
@@ -305,7 +329,7 @@ struct Kernels {
   void (*write_kv)(const WriteKV&, int64_t task);
   // Of a query tile of attention, about.
   int64_t query_rows;
-  int64_t (*attention_state_size)(const Attention&);
+  int64_t (*attention_state_size)(const Attention&, const QueryTile&);
   int64_t (*attention_tasks)(const Attention&);
   void (*attention)(const Attention&, int64_t task);
   int64_t (*attention_merge_tasks)(const Attention&);

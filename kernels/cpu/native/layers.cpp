@@ -1,4 +1,4 @@
-// Dense decoder layers, all of a model in one call: the operations of worker/models/llama.py in their order, by the same
+// Dense decoder layers, all of a model in one call: the operations of worker/model/models/llama.py in their order, by the same
 // kernels on the same numbers, so that the bits are those of single calls. Sizes and strides are counted in numbers.
 #include <algorithm>
 #include <cstring>

@@ -1,4 +1,4 @@
-// Sampling by Gumbel noise, to the token what kernels/sampling.py says (design-details section 4), without sorting.
+// Sampling by Gumbel noise, to the token what kernels/sampling.py says (docs/determinism.md), without sorting.
 //
 // The order is (value descending, id ascending). A float's bits, turned so that they count upwards, give its place in that
 // order, so the border of top-k and of top-p is found by histograms of bits, of counts or of integer masses: what is kept
@@ -95,23 +95,6 @@ float gumbel(uint32_t word) {
 // At least gumbel(word): it is -log of something above `uniform`, which is at least 2^-(leading zeros + 1).
 double noise_bound(uint32_t word) { return ((word ? __builtin_clz(word) : 32) + 1) * LN_2; }
 
-// The largest of a row, or NaN if there is one.
-float largest_or_nan(const float* values, int64_t count) {
-  Floats best = splat(-__builtin_inff());
-  Ints nan = {};
-  for (int64_t i = 0; i < count; i += WIDTH) {
-    Floats x = best;
-    if (count - i >= WIDTH) x = load(values + i);
-    else
-      for (int64_t j = i; j < count; j++) x[j - i] = values[j];
-    nan |= x != x;
-    best = maximum(x, best);
-  }
-  for (int i = 0; i < WIDTH; i++)
-    if (nan[i]) return __builtin_nanf("");
-  return largest(best);
-}
-
 // The first of a number that is there, from `begin` on.
 int64_t first_equal(const float* values, int64_t begin, float value) {
   while (values[begin] != value) begin++;
@@ -142,18 +125,58 @@ void find_largest(const Number* y, int64_t columns, float& value, int64_t& place
   while (widened(y[place]) != value) place++;
 }
 
-// The first id of the largest number; NaN counts as the lowest.
+// The first id of the largest number, NO_TOKEN where that is not finite; NaN counts as the lowest.
 int64_t first_largest(const float* values, int64_t count) {
   float value;
   int64_t place;
   find_largest(values, count, value, place);
-  return place;
+  return __builtin_isfinite(value) ? place : fissile::NO_TOKEN;
 }
+
+// Without the sign, which NaN may have too.
+FISSILE_INLINE Floats magnitude(Floats x) { return (Floats)((Words)x & splat_word(0x7FFFFFFFu)); }
+
+// A row's penalties, the same in each lane; see kernels/penalties.py.
+struct Penalty {
+  Floats repetition, presence, frequency;
+
+  __attribute__((always_inline)) Floats of(Floats before, Floats counts) const {
+    const Floats infinity = splat(__builtin_inff()), most = splat(__FLT_MAX__);
+    Floats value = before > 0.0f ? before / repetition : before * repetition;
+    // What a tiny penalty lets overflow is a number still: infinity means that the model's output is none.
+    const Ints overflowed = (magnitude(value) == infinity) & (magnitude(before) != infinity);
+    value = overflowed ? (value > 0.0f ? most : -most) : value;
+    value -= counts > 0.0f ? presence : Floats{};
+    value -= frequency * counts;
+    return value;
+  }
+};
 
 // Numbers of a row that are looked at, or passed over, together.
 constexpr int64_t BLOCK = 64;
+// Numbers of a cache line.
+constexpr int64_t LINE = 16;
 
 int64_t blocks_of(int64_t count) { return (count + BLOCK - 1) / BLOCK; }
+
+// Penalties `i`, written into their row of logits. Some are brought together, changed by vectors, and put back: an id
+// comes once, so that no change waits for another. The row is asked for first, line after line: the sampler wants all of
+// it, and ids here and there would wait for memory one by one.
+void penalize(const fissile::Penalties& given, int64_t i, float* logits, int64_t vocab) {
+  for (int64_t first = 0; first < vocab; first += LINE) __builtin_prefetch(logits + first);
+  const int32_t* const ids = reinterpret_cast<const int32_t*>(given.ids[2 * i]);
+  const float* const counts = reinterpret_cast<const float*>(given.counts[i]);
+  const int64_t number = given.ids[2 * i + 1];
+  const Penalty penalty{splat(given.repetition[i]), splat(given.presence[i]), splat(given.frequency[i])};
+  float values[BLOCK] = {};
+  for (int64_t first = 0; first < number; first += BLOCK) {
+    const int64_t size = at_most(number - first, BLOCK);
+    for (int64_t k = 0; k < size; k++) values[k] = logits[ids[first + k]];
+    for (int64_t k = 0; k < size; k += WIDTH)
+      store(values + k, penalty.of(load(values + k), load_up_to(counts + first + k, size - k)));
+    for (int64_t k = 0; k < size; k++) logits[ids[first + k]] = values[k];
+  }
+}
 
 // Logits over the temperature, and the largest of each block. The largest of all, or NaN if there is one.
 float scale(const float* logits, int64_t count, float temperature, float* scaled, float* largest_of) {
@@ -499,7 +522,9 @@ void largest_of_row(const fissile::Largest& work, int64_t row) {
 }
 
 void sample(const fissile::Sample& work, int64_t row) {
-  const float* logits = work.logits + row * work.row_stride;
+  float* logits = work.logits + row * work.row_stride;
+  // Here, and not of all rows before: a row is in the cache then, where it is wanted anyway.
+  if (work.penalty_of && work.penalty_of[row] >= 0) penalize(work.penalties, work.penalty_of[row], logits, work.vocab);
   const float temperature = work.temperature[row];
   int64_t& id = work.ids[row];
   if (temperature == 0.0f) {
@@ -507,13 +532,13 @@ void sample(const fissile::Sample& work, int64_t row) {
     return;
   }
   float* memory = fissile::scratch(fissile::OF_TASK, Room::numbers(work.vocab));
-  id = -1;
+  id = fissile::NO_MEMORY;
   if (!memory) return;
   const Room room(memory, work.vocab);
   const float highest = scale(logits, work.vocab, temperature, room.scaled, room.largest_of);
   if (__builtin_isfinite(highest)) id = sample_row(work, row, {room.scaled, nullptr, work.vocab, highest, room});
-  // Unless only the division by the temperature has overflowed.
-  else if (!__builtin_isfinite(largest_or_nan(logits, work.vocab))) id = first_largest(logits, work.vocab);
+  // A NaN in the row, or the division by the temperature has overflowed.
+  else id = first_largest(logits, work.vocab);
 }
 
 }  // namespace FISSILE_ISA

@@ -9,8 +9,12 @@ Rules that hold for every streaming call:
   * A stream that ends with status OK has had its `finish` message. Any other status means that the text received so
     far is partial.
   * The deadline is the gRPC deadline of the call; the trace context is W3C `traceparent`/`tracestate` metadata.
-  * Nothing is sent before the first token, and UNAVAILABLE is used only while nothing has been sent, so the standard
-    client retry policy is safe.
+  * Nothing is sent before the first token, and a router says UNAVAILABLE (with RetryInfo) only while nothing has been
+    sent, so the standard client retry policy is safe. After that a lost worker or an ending router is ABORTED.
+  * UNAVAILABLE, ABORTED and INTERNAL of a router always have `google.rpc.ErrorInfo`. Without it the status comes from
+    gRPC or a proxy, because the connection to the router broke: UNAVAILABLE for a direct client, INTERNAL
+    (RST_STREAM) through Envoy, also after text. The same request with the same `request_id` (or `seed`) gives the
+    same tokens again, so a client may repeat it, on any router, and skip what it has got.
   * A field that this version does not serve is refused with UNIMPLEMENTED and named. Nothing is accepted and ignored.
 """
 
@@ -39,7 +43,7 @@ class _Priority:
 class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     PRIORITY_UNSPECIFIED: _Priority.ValueType  # 0
-    """Same as PRIORITY_NORMAL."""
+    """Same as PRIORITY_NORMAL, or the caller's maximum if that is lower."""
     PRIORITY_LOW: _Priority.ValueType  # 1
     """Served when nothing else waits."""
     PRIORITY_NORMAL: _Priority.ValueType  # 2
@@ -48,10 +52,13 @@ class _PriorityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Priority.Val
     """Served before the others."""
 
 class Priority(_Priority, metaclass=_PriorityEnumTypeWrapper):
-    """Which requests go first when there is a queue."""
+    """Which requests go first when there is a queue. A caller may have a maximum, by its API key, by its tenant, or because
+    the router has API keys: then PRIORITY_HIGH is for those whom the operator allows it. A higher priority ends with
+    PERMISSION_DENIED: ErrorInfo has the reason PRIORITY_NOT_ALLOWED, BadRequest the field `priority` and the maximum.
+    """
 
 PRIORITY_UNSPECIFIED: Priority.ValueType  # 0
-"""Same as PRIORITY_NORMAL."""
+"""Same as PRIORITY_NORMAL, or the caller's maximum if that is lower."""
 PRIORITY_LOW: Priority.ValueType  # 1
 """Served when nothing else waits."""
 PRIORITY_NORMAL: Priority.ValueType  # 2
@@ -309,18 +316,21 @@ class GenerateRequest(_message.Message):
     model: _builtins.str
     """Model name as in ListModels. May be empty when the router serves exactly one model."""
     request_id: _builtins.str
-    """Client's own id of the request, at most 128 bytes; minted by the router when empty. A request whose id is in flight
-    already is refused with ALREADY_EXISTS. Without a seed the answer is a function of this id.
+    """Client's own id of the request, at most 128 bytes, without control characters; minted by the router when empty. A
+    request whose id is in flight already, for the same tenant at the same router, is refused with ALREADY_EXISTS.
+    Without a seed the answer is a function of this id alone: equal ids give equal seeds, of other tenants too.
     """
     text: _builtins.str
     """Text, tokenized by the router with the model's tokenizer (special tokens in the text are not parsed)."""
     priority: Global___Priority.ValueType
     """Which requests go first when there is a queue."""
     session_id: _builtins.str
-    """Requests of one session are sent to the same worker where possible, so that they share its prefix cache."""
+    """Requests of one session are sent to the same worker where possible, so that they share its prefix cache.
+    At most 128 bytes, without control characters.
+    """
     cache_salt: _builtins.str
-    """Requests share cached prefixes only with requests of the same salt. At most 128 bytes; empty is a salt like any
-    other. What is generated does not depend on it.
+    """Requests share cached prefixes only with requests of the same salt, and only with those of their own tenant where a
+    router isolates tenants. At most 128 bytes; empty is a salt like any other. What is generated does not depend on it.
     """
     @_builtins.property
     def token_ids(self) -> Global___TokenIds:
@@ -374,7 +384,11 @@ class GenerateResponse(_message.Message):
     index: _builtins.int
     """Which of the `n` answers this is a part of."""
     text: _builtins.str
-    """Text generated since the previous message. Always whole characters."""
+    """Text generated since the previous message. Always whole characters. All of it together is what decoding the last
+    five tokens of the prompt with the answer adds to decoding them alone, special tokens left out: with SentencePiece's
+    kind of tokenizers (Llama 2, Mixtral) it keeps the space before its first word, unless those tokens have no text. It
+    depends on the tokens of prompt and answer alone. A character that the prompt left unfinished is not finished here.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids generated since the previous message, when asked for. Text may lag behind them by a few tokens."""
@@ -579,6 +593,7 @@ class Finish(_message.Message):
     WORKER_ID_FIELD_NUMBER: _builtins.int
     ATTEMPTS_FIELD_NUMBER: _builtins.int
     EXACT_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
     reason: Global___FinishReason.ValueType
     """Why the generation ended."""
     worker_id: _builtins.str
@@ -587,6 +602,8 @@ class Finish(_message.Message):
     """How many workers the request was submitted to, at least 1."""
     exact: _builtins.bool
     """Whether the tokens are exactly those that an undisturbed run gives."""
+    weights_digest: _builtins.str
+    """The weights that gave the answer, as `Model.weights_digest`."""
     @_builtins.property
     def stop(self) -> Global___StopDetail:
         """The condition that was met, when `reason` is FINISH_REASON_STOP."""
@@ -609,10 +626,11 @@ class Finish(_message.Message):
         worker_id: _builtins.str = ...,
         attempts: _builtins.int = ...,
         exact: _builtins.bool = ...,
+        weights_digest: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stop", b"stop", "timings", b"timings", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "exact", b"exact", "reason", b"reason", "stop", b"stop", "timings", b"timings", "usage", b"usage", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempts", b"attempts", "exact", b"exact", "reason", b"reason", "stop", b"stop", "timings", b"timings", "usage", b"usage", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -629,7 +647,9 @@ class ChatMessage(_message.Message):
     TOOL_CALLS_FIELD_NUMBER: _builtins.int
     TOOL_CALL_ID_FIELD_NUMBER: _builtins.int
     role: _builtins.str
-    """`system`, `user`, `assistant` or `tool`, as far as the model's template knows them."""
+    """`system`, `user`, `assistant` or `tool`, as far as the model's template knows them, or another role that the
+    template names.
+    """
     content: _builtins.str
     """The text."""
     tool_call_id: _builtins.str
@@ -803,7 +823,9 @@ class ChatResponse(_message.Message):
     index: _builtins.int
     """Which of the `n` answers this is a part of."""
     text: _builtins.str
-    """Text generated since the previous message. Always whole characters."""
+    """Text generated since the previous message. Always whole characters. All of it together is the answer's tokens
+    decoded by themselves: without the space that SentencePiece's kind of tokenizers puts before a text's first word.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids generated since the previous message, when asked for."""
@@ -852,7 +874,7 @@ class TokenizeRequest(_message.Message):
     model: _builtins.str
     """Model name as in ListModels. May be empty when the router serves exactly one model."""
     text: _builtins.str
-    """The text."""
+    """The text, at most 256 KiB of UTF-8."""
     def __init__(
         self,
         *,
@@ -912,7 +934,7 @@ class DetokenizeRequest(_message.Message):
     """Whether special tokens (end of sequence, for example) stay in the text. Default false."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Token ids in [0, vocabulary size)."""
+        """Token ids in [0, vocabulary size). Their text must have less than 4 MiB."""
 
     def __init__(
         self,
@@ -937,7 +959,7 @@ class DetokenizeResponse(_message.Message):
 
     TEXT_FIELD_NUMBER: _builtins.int
     text: _builtins.str
-    """The text."""
+    """The text, decoded by itself as that of Chat."""
     def __init__(
         self,
         *,
@@ -1057,7 +1079,7 @@ class Model(_message.Message):
     architecture: _builtins.str
     """Architecture key of its `config.json`, for example `Qwen3ForCausalLM`."""
     max_model_len: _builtins.int
-    """Longest prompt plus answer, in tokens."""
+    """Longest prompt plus answer, in tokens: that of the worker with the longest."""
     vocab_size: _builtins.int
     """Number of token ids that may be sent."""
     chat: _builtins.bool
@@ -1065,9 +1087,11 @@ class Model(_message.Message):
     tokenizer_sha256: _builtins.str
     """Lower-case hex sha256 of the tokenizer files. Another digest may give another prompt."""
     weights_digest: _builtins.str
-    """Lower-case hex digest of the weights."""
+    """Lower-case hex digest of the weights. Where ready workers differ in them, as while new ones are rolled out, this and
+    the fields above are those of most; requests are shared among all, and `Finish.weights_digest` says which it was.
+    """
     ready_workers: _builtins.int
-    """Number of workers that serve the model now."""
+    """Number of workers that serve the model now, whatever their weights."""
     def __init__(
         self,
         *,

@@ -72,14 +72,14 @@ class InferenceServiceServicer(object):
     """
 
     def Generate(self, request, context):
-        """Continues a prompt given as text or as token ids.
+        """Continues a prompt given as text or as token ids: the prompt's text with the answer's behind it is one text.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Chat(self, request, context):
-        """Answers a conversation: the model's chat template turns the messages into a prompt.
+        """Answers a conversation: the model's chat template turns the messages into a prompt. The answer is a text of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -93,7 +93,7 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Detokenize(self, request, context):
-        """Turns token ids into text.
+        """Turns token ids into a text of its own.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -9,8 +9,12 @@ Rules that hold for every streaming call:
   * A stream that ends with status OK has had its `finish` message. Any other status means that the text received so
     far is partial.
   * The deadline is the gRPC deadline of the call; the trace context is W3C `traceparent`/`tracestate` metadata.
-  * Nothing is sent before the first token, and UNAVAILABLE is used only while nothing has been sent, so the standard
-    client retry policy is safe.
+  * Nothing is sent before the first token, and a router says UNAVAILABLE (with RetryInfo) only while nothing has been
+    sent, so the standard client retry policy is safe. After that a lost worker or an ending router is ABORTED.
+  * UNAVAILABLE, ABORTED and INTERNAL of a router always have `google.rpc.ErrorInfo`. Without it the status comes from
+    gRPC or a proxy, because the connection to the router broke: UNAVAILABLE for a direct client, INTERNAL
+    (RST_STREAM) through Envoy, also after text. The same request with the same `request_id` (or `seed`) gives the
+    same tokens again, so a client may repeat it, on any router, and skip what it has got.
   * A field that this version does not serve is refused with UNIMPLEMENTED and named. Nothing is accepted and ignored.
 """
 
@@ -45,13 +49,13 @@ class InferenceServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> InferenceServiceAsyncStub: ...
     Generate: _grpc.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]
-    """Continues a prompt given as text or as token ids."""
+    """Continues a prompt given as text or as token ids: the prompt's text with the answer's behind it is one text."""
     Chat: _grpc.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]
-    """Answers a conversation: the model's chat template turns the messages into a prompt."""
+    """Answers a conversation: the model's chat template turns the messages into a prompt. The answer is a text of its own."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
     """Turns text into the token ids that Generate would use."""
     Detokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]
-    """Turns token ids into text."""
+    """Turns token ids into a text of its own."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]
     """Lists the models that can be asked for."""
     GetModel: _grpc.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]
@@ -63,13 +67,13 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Generate: _aio.UnaryStreamMultiCallable[_inference_pb2.GenerateRequest, _inference_pb2.GenerateResponse]  # type: ignore[assignment]
-    """Continues a prompt given as text or as token ids."""
+    """Continues a prompt given as text or as token ids: the prompt's text with the answer's behind it is one text."""
     Chat: _aio.UnaryStreamMultiCallable[_inference_pb2.ChatRequest, _inference_pb2.ChatResponse]  # type: ignore[assignment]
-    """Answers a conversation: the model's chat template turns the messages into a prompt."""
+    """Answers a conversation: the model's chat template turns the messages into a prompt. The answer is a text of its own."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
     """Turns text into the token ids that Generate would use."""
     Detokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.DetokenizeRequest, _inference_pb2.DetokenizeResponse]  # type: ignore[assignment]
-    """Turns token ids into text."""
+    """Turns token ids into a text of its own."""
     ListModels: _aio.UnaryUnaryMultiCallable[_inference_pb2.ListModelsRequest, _inference_pb2.ListModelsResponse]  # type: ignore[assignment]
     """Lists the models that can be asked for."""
     GetModel: _aio.UnaryUnaryMultiCallable[_inference_pb2.GetModelRequest, _inference_pb2.GetModelResponse]  # type: ignore[assignment]
@@ -84,7 +88,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.GenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.GenerateResponse], _abc.AsyncIterator[_inference_pb2.GenerateResponse]]:
-        """Continues a prompt given as text or as token ids."""
+        """Continues a prompt given as text or as token ids: the prompt's text with the answer's behind it is one text."""
 
     @_abc_1.abstractmethod
     def Chat(
@@ -92,7 +96,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.ChatRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_inference_pb2.ChatResponse], _abc.AsyncIterator[_inference_pb2.ChatResponse]]:
-        """Answers a conversation: the model's chat template turns the messages into a prompt."""
+        """Answers a conversation: the model's chat template turns the messages into a prompt. The answer is a text of its own."""
 
     @_abc_1.abstractmethod
     def Tokenize(
@@ -108,7 +112,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.DetokenizeRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.DetokenizeResponse, _abc.Awaitable[_inference_pb2.DetokenizeResponse]]:
-        """Turns token ids into text."""
+        """Turns token ids into a text of its own."""
 
     @_abc_1.abstractmethod
     def ListModels(

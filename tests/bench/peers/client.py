@@ -15,8 +15,8 @@ import grpc
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
-from common.bench.records import Record
-from common.bench.workload import Work
+from common.cli.bench.records import Record
+from common.cli.bench.workload import Work
 from tests.bench.peers.http_stream import events
 from tests.bench.peers.runs import Clock, Job, Run, check, clock_from_now
 

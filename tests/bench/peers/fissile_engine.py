@@ -11,8 +11,8 @@ import worker  # noqa: F401  (settings that must precede torch)
 # isort: split
 import torch
 
-from common.bench.records import Record
-from common.bench.workload import Work
+from common.cli.bench.records import Record
+from common.cli.bench.workload import Work
 from common.config import Config
 from common.step_defaults import BUDGET_ON_CPU, POLICY_ON_CPU
 from tests.bench.peers.runs import Clock, Job, Run, check, clock_from_now, serve_jobs

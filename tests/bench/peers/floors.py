@@ -1,6 +1,6 @@
 """What a machine can do at best with a model: bytes over bandwidth, operations over the rate of its arithmetic. Pure.
 
-As in performance-notes, section 1: the time of a step is at least that of reading every weight and the KV cache once,
+The time of a step is at least that of reading every weight and the KV cache once,
 and at least that of its multiply-adds. On a machine with much arithmetic the first is longer, with little the second.
 """
 

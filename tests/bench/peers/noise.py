@@ -1,6 +1,6 @@
-"""Who uses the machine while a row is measured (performance-notes, section 5).
+"""Who uses the machine while a row is measured.
 
-`common.bench.machine` counts all children of the client as the client's. Here peers that are not measured wait as
+`common.cli.bench.machine` counts all children of the client as the client's. Here peers that are not measured wait as
 children too: what they take is foreign, as anybody else's.
 """
 
@@ -12,8 +12,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
-from common.bench.figures import CpuShares
-from common.bench.machine import PROC, Process, read_machine, read_process, trees
+from common.cli.bench.figures import CpuShares
+from common.cli.bench.machine import PROC, Process, read_machine, read_process, trees
 
 # Rows with more of it do not count: threads that split their work evenly wait for the one that was held up.
 FOREIGN_LIMIT: Final = 0.03

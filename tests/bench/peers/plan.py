@@ -6,12 +6,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
-from common.bench.workload import Lengths, RandomWorkload, Work
+from common.cli.bench.workload import Lengths, RandomWorkload, Work
 from tests.bench.peers.floors import Machine, Shape, closed_loop_bound
 
 PROMPTS: Final = Lengths(32, 256)
 OUTPUT_TOKENS: Final = 64
-# Of performance-notes, section 2: requests of a row by concurrency; others get three for each place.
+# Requests of a row by concurrency; others get three for each place.
 REQUESTS: Final[Mapping[int, int]] = {1: 6, 8: 32, 32: 96}
 QUICK_REQUESTS: Final = 3
 QUICK_TOKENS: Final = 8

@@ -21,9 +21,9 @@ from typing import Any, Final
 
 import grpc
 
-from common.bench import figures
-from common.bench.machine import cpu_model
-from common.bench.workload import RandomWorkload
+from common.cli.bench import figures
+from common.cli.bench.machine import cpu_model
+from common.cli.bench.workload import RandomWorkload
 from tests.bench.peers import noise, peak, plan, report
 from tests.bench.peers.checkpoint import SHAPES, add_shape_option
 from tests.bench.peers.floors import Shape

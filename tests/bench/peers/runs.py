@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from common.bench.records import Record
-from common.bench.workload import Work
+from common.cli.bench.records import Record
+from common.cli.bench.workload import Work
 
 # Seconds since a run's begin.
 Clock = Callable[[], float]

@@ -20,7 +20,7 @@ import worker  # noqa: F401  (settings that must precede torch)
 # isort: split
 import torch
 
-from common.bench.machine import cpu_model
+from common.cli.bench.machine import cpu_model
 from common.config import Config
 from common.sampling_params import SamplingParams
 from tests.bench.decode_step import BLOCK_SIZE, MOST_SEQUENCES, batch_of, measure
@@ -28,8 +28,8 @@ from tests.bench.peers import noise, peak, report
 from tests.bench.peers.checkpoint import SHAPES, add_shape_option
 from tests.bench.peers.floors import Machine, Shape, decode_floor, prefill_floor
 from tests.bench.peers.folder import PeerFolder, add_folder_option, need
-from worker.model_config import ModelConfig
-from worker.model_runner import ModelRunner
+from worker.config.model_config import ModelConfig
+from worker.model.model_runner import ModelRunner
 
 BATCHES: Final = (1, 8, MOST_SEQUENCES)
 CONTEXT: Final = 256

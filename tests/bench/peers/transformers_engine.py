@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
 
-from common.bench.records import Record
-from common.bench.workload import Work
+from common.cli.bench.records import Record
+from common.cli.bench.workload import Work
 from tests.bench.peers.runs import Clock, Job, Run, check, clock_from_now, serve_jobs
 
 _PAD_ID = 0

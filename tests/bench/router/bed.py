@@ -143,8 +143,11 @@ class RunningLoad:
     """A load in a process of its own."""
 
     def __init__(self, plan: Plan) -> None:
+        # A file, for what it saw may be megabytes, and of those a pipe has now and then delivered the beginning only.
+        self._folder = tempfile.TemporaryDirectory(prefix="fissile-load-")
+        self._seen = Path(self._folder.name) / "seen.json"
         self._child = subprocess.Popen(
-            [sys.executable, "-m", "tests.bench.router.load", json.dumps(asdict(plan))],
+            [sys.executable, "-m", "tests.bench.router.load", json.dumps(asdict(plan)), str(self._seen)],
             cwd=REPOSITORY,
             stdout=subprocess.PIPE,
             text=True,
@@ -166,11 +169,12 @@ class RunningLoad:
         Raises:
             RuntimeError: it failed.
         """
-        with self._child:
-            line = self._line()
-        if self._child.returncode:
-            raise RuntimeError(f"the load ended with {self._child.returncode}: {line}")
-        return Seen(**json.loads(line))
+        with self._folder:
+            with self._child:
+                line = self._line()
+            if self._child.returncode:
+                raise RuntimeError(f"the load ended with {self._child.returncode}: {line}")
+            return Seen(**json.loads(self._seen.read_text()))
 
     def _line(self) -> str:
         assert self._child.stdout is not None

@@ -12,10 +12,10 @@ import time
 from dataclasses import replace
 
 from common.delay_gate import DelayGate
-from router.dispatcher import Dispatcher
-from router.fair_queue import QueuedRequest
-from router.lane import LoadReport
-from router.placement import CacheChange, PrefixAware
+from router.scheduling.dispatcher import Dispatcher
+from router.scheduling.fair_queue import QueuedRequest
+from router.scheduling.placement import CacheChange, PrefixAware
+from router.scheduling.worker_queue import LoadReport
 
 REQUESTS = 2000
 

@@ -18,17 +18,17 @@ from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.config import Config
 from common.delay_gate import DelayGate
 from common.sampling_params import SamplingParams
-from router.dispatcher import Dispatcher, Release
-from router.fair_queue import QueuedRequest
-from router.lane import LoadReport
-from router.placement import PLACEMENTS, CacheChange
-from worker.cost_model import CostModel
-from worker.engine_core import EngineCore
-from worker.engine_turns import Command, EngineTurns, Submit, Turn
-from worker.kv_log import KvCursor, KvLog
-from worker.outputs import SequenceOutput
-from worker.sequence import Sequence as EngineSequence
-from worker.simulated import SimulatedRunner
+from router.scheduling.dispatcher import Dispatcher, Release
+from router.scheduling.fair_queue import QueuedRequest
+from router.scheduling.placement import PLACEMENTS, CacheChange
+from router.scheduling.worker_queue import LoadReport
+from worker.engine.core import EngineCore
+from worker.engine.outputs import SequenceOutput
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.engine.turns import Command, EngineTurns, Submit, Turn
+from worker.session.cache_events import KvCursor, KvLog
+from worker.simulation.cost_model import CostModel
+from worker.simulation.runner import SimulatedRunner
 
 BLOCK_SIZE = 16
 VOCAB_SIZE = 50_000

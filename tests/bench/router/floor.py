@@ -15,7 +15,7 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.limits import MAX_REQUEST_BYTES
 from common.rpc.server import server_options
-from router.call import SERVICE, Context
+from router.api.rpc_scope import SERVICE, Context
 
 
 class FloorService:

@@ -1,4 +1,4 @@
-"""Lags of an event loop (`router/loop_lag.py`), counted by class."""
+"""Lags of an event loop (`router/telemetry/loop_lag.py`), counted by class."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from typing import Final
 
-from router.loop_lag import MAX_COUNTED_S
+from router.telemetry.loop_lag import MAX_COUNTED_S
 
 # Upper bounds of the classes: 0.1 ms to 10 s, each 1.2 times the one before.
 BOUNDS_S: Final = tuple(1e-4 * 1.2**i for i in range(64))

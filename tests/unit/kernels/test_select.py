@@ -9,6 +9,7 @@ from structlog.testing import capture_logs
 
 from kernels.cpu import instruction_sets, library
 from kernels.select import select_backend
+from tests.native import native_library
 
 load = library.load
 
@@ -18,10 +19,7 @@ def test_torch_is_there() -> None:
 
 
 def test_auto_takes_the_native_kernels_where_they_are_fast() -> None:
-    try:
-        chosen = library.select(load())
-    except library.LibraryUnavailableError as error:
-        pytest.skip(str(error))
+    chosen = library.select(native_library())
     assert select_backend().name == ("torch" if chosen == library.PLAIN else "cpu")
 
 
@@ -36,10 +34,7 @@ def test_auto_without_the_library_takes_torch_and_says_why(monkeypatch: pytest.M
 
 
 def test_auto_on_a_processor_without_avx2_takes_torch_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    try:
-        load()
-    except library.LibraryUnavailableError as error:
-        pytest.skip(str(error))
+    native_library()
 
     def plain_only(native: CDLL, instruction_set: str) -> str:
         return library.select(native, library.PLAIN)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from common.bench.records import Record
-from common.bench.workload import Work
+from common.cli.bench.records import Record
+from common.cli.bench.workload import Work
 from tests.bench.peers.client import closed_loop, llama_completion, openai_completions
 from tests.bench.peers.http_stream import HttpError, events
 from tests.bench.peers.runs import Clock, Job, WrongWorkError

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from common.bench.figures import CpuShares, Setting, figures_of
-from common.bench.records import Record
-from common.bench.workload import Work
+from common.cli.bench.figures import CpuShares, Setting, figures_of
+from common.cli.bench.records import Record
+from common.cli.bench.workload import Work
 from tests.bench.peers import install, noise, plan, report
 from tests.bench.peers.checkpoint import SHAPES
 from tests.bench.peers.floors import Machine, Shape, closed_loop_bound, decode_floor, prefill_floor

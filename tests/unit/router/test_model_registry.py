@@ -1,4 +1,4 @@
-"""ModelRegistry: which workers may serve together, and what requests are told when none does."""
+"""ModelRegistry: which weights new requests get, and what they are told when no worker serves."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from common.errors import InvalidFieldError, NoWorkerError, UnknownModelError
-from router.model_registry import ModelRegistry, ServedModel, TextAssets, WorkerRefusedError
+from router.model_registry import ModelRegistry, ServedModel, TextAssets
 from tests.unit.router.support import tokenizer_files
 
 MODEL = ServedModel(
@@ -48,26 +48,78 @@ def test_names() -> None:
         {"architecture": "LlamaForCausalLM"},
     ],
 )
-def test_workers_of_one_model_must_agree(change: dict[str, object]) -> None:
+def test_workers_of_one_model_may_differ(change: dict[str, object]) -> None:
+    """R7: the one that differs first says in what, all count, and most of them are described."""
     registry = ModelRegistry()
     other = replace(MODEL, **change)  # type: ignore[arg-type]
-    registry.admit("w1", MODEL)
-    with pytest.raises(WorkerRefusedError, match=next(iter(change))):
-        registry.admit("w2", other)
-    assert registry.ready_workers("m") == 1
-    registry.admit("w3", replace(other, name="k"))
+    assert registry.admit("w1", MODEL) == registry.admit("w2", MODEL) == ""
+    assert next(iter(change)) in registry.admit("w3", other)
+    assert registry.admit("w4", other) == ""
+    assert registry.admit("k", replace(other, name="k")) == ""
+    assert registry.ready_workers("m") == 4
+    assert not registry.is_replaced("m", MODEL.identity)
     registry.release("w1")
+    assert registry.get("m") == other
     registry.admit("w2", other)
+    assert registry.is_replaced("m", MODEL.identity)
+    assert registry.choose("m", "x") == other
+    for worker in ("w2", "w3", "w4"):
+        registry.release(worker)
+    assert not registry.is_replaced("m", MODEL.identity)
     assert registry.get("m") == other
 
 
-def test_shortest_length_counts() -> None:
+def weights(registry: ModelRegistry, keys: int = 2000) -> list[str]:
+    """Digests that requests get, by key."""
+    return [registry.choose("m", f"key {i}").weights_digest for i in range(keys)]
+
+
+def test_new_requests_are_shared_by_ready_workers_and_routers_choose_alike() -> None:
+    """R7: in a roll from 4 old workers to 4 new ones, each key changes its weights once."""
+    new = replace(MODEL, weights_digest="new")
+    registry = ModelRegistry()
+    for i in range(4):
+        registry.admit(f"w{i}", MODEL)
+    before = weights(registry)
+    assert set(before) == {"bb"}
+    for i in range(4):
+        registry.release(f"w{i}")
+        registry.admit(f"w{i}", new)
+        other_router = ModelRegistry()
+        for j in reversed(range(4)):
+            other_router.admit(f"else {j}", new if j <= i else MODEL)
+        now = weights(registry)
+        assert now == weights(other_router)
+        assert now.count("new") == pytest.approx(2000 * (i + 1) / 4, abs=100)
+        assert all(is_now in (was, "new") for was, is_now in zip(before, now, strict=True))
+        before = now
+    assert set(before) == {"new"}
+
+
+def test_a_model_whose_addresses_have_left_stays_known_and_is_in_nobodys_way() -> None:
+    """R7: a rolled worker comes back at another address, and meanwhile its model is not NOT_FOUND."""
+    registry = ModelRegistry()
+    registry.admit("w1", MODEL)
+    registry.admit("w2", replace(MODEL, name="k"))
+    registry.forget("w1")
+    assert registry.get("m") == registry.choose("m", "") == MODEL
+    assert registry.ready_workers("m") == 0
+    assert registry.get("").name == "k"
+    for i in range(40):
+        registry.admit("w3", replace(MODEL, name=f"m{i}"))
+        registry.forget("w3")
+    assert len(registry.models) == 17
+    assert not registry.knows("m")
+
+
+def test_the_longest_length_counts() -> None:
+    """R1: a worker with a shorter length shortens the model for nobody."""
     registry = ModelRegistry()
     registry.admit("w1", MODEL)
     registry.admit("w2", replace(MODEL, max_model_len=64))
-    assert registry.get("m").max_model_len == 64
-    registry.release("w2")
     assert registry.get("m").max_model_len == 128
+    registry.release("w1")
+    assert registry.get("m").max_model_len == 64
 
 
 def test_model_without_workers_stays_known_until_its_address_serves_another() -> None:

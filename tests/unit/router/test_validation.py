@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from common.errors import ApiError, InvalidFieldError
 from common.limits import MAX_CHAT_MESSAGES, MAX_PROMPT_TEXT_BYTES
 from common.sampling_params import SamplingParams, float32, model_defaults
+from router import validation
 from router.validation import (
     check_chat,
     check_generate,
@@ -165,6 +166,13 @@ def test_a_salt_is_measured_in_bytes() -> None:
     refused("INVALID_ARGUMENT", "cache_salt", lambda: check_chat(chat))
 
 
+@pytest.mark.parametrize("count", [1, validation._FEW_IDS, validation._FEW_IDS + 1])
+def test_token_ids_of_few_and_of_many_are_checked_alike(count: int) -> None:
+    ids = [VOCAB - 1] * count
+    check_token_ids("ids", ids, VOCAB)
+    refused("INVALID_ARGUMENT", f"ids[{count - 1}]", lambda: check_token_ids("ids", [*ids[1:], VOCAB], VOCAB))
+
+
 def test_token_ids() -> None:
     check_token_ids("token_ids.ids", [0, VOCAB - 1], VOCAB)
     error = refused("INVALID_ARGUMENT", "ids[2]", lambda: check_token_ids("ids", [0, 5, VOCAB, 2**32 - 1], VOCAB))
@@ -184,3 +192,10 @@ def test_template_arguments() -> None:
 
 def test_codes_are_grpc_codes() -> None:
     assert InvalidFieldError("a", "b", "c").code is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_every_part_of_a_message_counts() -> None:
+    """X3: a role of 4 MB was not counted."""
+    part = "x" * (MAX_PROMPT_TEXT_BYTES // 2)
+    chat = pb.ChatRequest(messages=[pb.ChatMessage(role=part, content=part)])
+    refused("OUT_OF_RANGE", "messages", lambda: check_chat(chat))

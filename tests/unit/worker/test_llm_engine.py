@@ -8,17 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
 
 from common.config import Config
 from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError, PromptTooLongError
 from common.sampling_params import SamplingParams
 from common.seed import derive_seed
-from tests.checkpoints import make_checkpoint
-from worker.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.cost_model import FixedCost
-from worker.engine_core import EngineDeadError
-from worker.llm_engine import LLMEngine, StreamOutput, default_config
-from worker.simulated import SimulatedRunner
+from common.text.tokenizer import Tokenizer
+from tests.checkpoints import make_checkpoint, write_tokenizer
+from tests.unit.common.text.continuations import TOKENIZERS, Continuation, continuations
+from worker.config.model_config import ModelConfig
+from worker.engine.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput
+from worker.engine.core import EngineDeadError
+from worker.llm_engine import InputOutputProcessor, LLMEngine, StreamOutput, default_config
+from worker.simulation.cost_model import FixedCost
+from worker.simulation.runner import SimulatedRunner
 
 PROMPTS = [[7 + i, 300, 40 + i] * (1 + 3 * i) for i in range(6)]
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
@@ -62,9 +66,9 @@ def test_greedy_tokens_are_those_of_transformers(folder: Path, engine: LLMEngine
     model.generation_config.eos_token_id = None  # as ignore_eos
     # Both take the repetition penalty of the checkpoint's generation_config.json unless told otherwise.
     own = engine.generate(PROMPTS, {"temperature": 0, "max_tokens": 12, "ignore_eos": True})
-    for answers, given in [(greedy, {"repetition_penalty": 1.0}), (own, {})]:
+    for answers, changes in [(greedy, {"repetition_penalty": 1.0}), (own, {})]:
         for prompt, answer in zip(PROMPTS, answers, strict=True):
-            out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, **given)
+            out = model.generate(torch.tensor([prompt]), max_new_tokens=12, do_sample=False, **changes)
             assert answer["token_ids"] == out[0, len(prompt) :].tolist()
     assert [answer["token_ids"] for answer in own] != [answer["token_ids"] for answer in greedy]
     assert len({tuple(answer["token_ids"]) for answer in greedy}) == len(PROMPTS)
@@ -145,6 +149,32 @@ class TestStopsOnText:
         assert answer["text"] == tokenizer.decode(whole["token_ids"][: count - 1])
 
 
+@settings(max_examples=200)
+@given(asked=continuations())
+def test_the_text_of_an_answer_continues_its_prompt(folder: Path, asked: Continuation) -> None:
+    """M4: as that of Generate, however many tokens a step gives."""
+    io = InputOutputProcessor(asked.tokenizer, ModelConfig.from_folder(folder), block_size=16)
+    params = SamplingParams(max_tokens=100, stop_strings=asked.stops)
+    (answer,) = io.preprocess(asked.prompt, params, "id", arrive_time=0.0)
+    for run in asked.runs:
+        answer.take(RequestOutput(answer.seq.id, run))
+    answer.take(RequestOutput(answer.seq.id, [], finished=True, finish_reason="max_tokens"))
+
+    assert answer.text == asked.stopped
+
+
+def test_a_prompt_of_text_is_continued_as_one_of_tokens(folder: Path) -> None:
+    """M4: the space before the first word of an answer was lost."""
+    tokenizer = TOKENIZERS["sentencepiece"]
+    io = InputOutputProcessor(tokenizer, ModelConfig.from_folder(folder), block_size=16)
+    first_token, *ids = tokenizer.encode("cat")
+    for prompt in ("the", tokenizer.encode("the")):
+        (answer,) = io.preprocess(prompt, SamplingParams(), "id", arrive_time=0.0)
+        answer.take(RequestOutput(answer.seq.id, ids))
+        assert answer.text == " cat"
+    assert first_token in tokenizer.special_ids
+
+
 class TestErrors:
     def test_bad_input_leaves_nothing(self, folder: Path) -> None:
         engine = simulated(folder, max_model_len=64)
@@ -205,7 +235,7 @@ class Interrupts:
 
 def test_the_pool_and_the_length_come_from_the_memory(folder: Path) -> None:
     config = default_config(folder)
-    assert (config.enable_prefix_caching, config.max_num_batched_tokens) == (True, 512)
+    assert (config.enable_prefix_caching, config.max_num_batched_tokens) == (True, 1024)
     assert config.scheduling_policy == "mixed"
     block_bytes = 2 * 2 * 2 * 24 * 4 * 16  # K and V, layers, heads, head_dim, float32, tokens
     engine = LLMEngine(replace(config, kv_cache_memory=5 * block_bytes))
@@ -368,3 +398,86 @@ class TestRequestsAndSteps:
         with pytest.raises(EngineDeadError):
             engine.step()
         assert not engine.has_unfinished()
+
+
+@pytest.fixture(scope="module")
+def beyond(tmp_path_factory: pytest.TempPathFactory) -> tuple[LLMEngine, Tokenizer]:
+    """A model of 400 ids whose tokenizer has 450."""
+    folder = make_checkpoint(tmp_path_factory.mktemp("beyond"), "llama", vocab_size=400, num_hidden_layers=1)
+    write_tokenizer(folder, 450)
+    return LLMEngine(Config(model=str(folder), num_kvcache_blocks=16, max_model_len=96)), Tokenizer.from_folder(folder)
+
+
+def test_a_token_that_only_the_tokenizer_has_is_refused_and_the_engine_lives(
+    beyond: tuple[LLMEngine, Tokenizer],
+) -> None:
+    """M1: a text with such a token killed the engine, and every other request in it."""
+    engine, tokenizer = beyond
+    engine.add_request("hello", {"max_tokens": 3})
+    with pytest.raises(InvalidFieldError, match="prompt has a part that the model's tokenizer makes token 401 of"):
+        engine.generate([tokenizer.decode([401])], {"max_tokens": 2})
+    while engine.has_unfinished():
+        finished = engine.step()
+    assert finished[0]["num_tokens_output"] == 3
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "path"),
+    [
+        ([5.5], {}, "token_ids[0]"),
+        (["a"], {}, "token_ids[0]"),
+        ([True], {}, "token_ids[0]"),
+        ([-1], {}, "token_ids[0]"),
+        ("\ud800", {}, "prompt"),
+        ([5], {"min_tokens": 3, "max_tokens": 2}, "sampling_params.min_tokens"),
+        ([5], {"stop_token_ids": [400], "min_tokens": 1}, "sampling_params.stop_token_ids[0]"),
+        ([5], {"stop_token_ids": [-1], "min_tokens": 1}, "sampling_params.stop_token_ids[0]"),
+        ([5], {"stop_token_sequences": [[]]}, "sampling_params.stop_token_sequences[0]"),
+        ([5], {"stop_token_sequences": [[1, 400]]}, "sampling_params.stop_token_sequences[0].ids[1]"),
+        ([5], {"stop_token_sequences": 5}, "sampling_params.stop_token_sequences"),
+        ([5], {"stop_strings": [5]}, "sampling_params.stop_strings[0]"),
+        ([5], {"max_tokens": 2.5}, "sampling_params.max_tokens"),
+        ([5], {"max_tokens": "3"}, "sampling_params.max_tokens"),
+        ([5], {"max_tokens": None}, "sampling_params.max_tokens"),
+        ([5], {"top_k": 1.5}, "sampling_params.top_k"),
+        ([5], {"temperature": None}, "sampling_params.temperature"),
+        ([5], {"temperature": "hot"}, "sampling_params.temperature"),
+        ([5], {"ignore_eos": "no"}, "sampling_params.ignore_eos"),
+        ([5], {"seed": 1.5}, "sampling_params.seed"),
+        ([5], {"temprature": 1.0}, "sampling_params.temprature"),
+    ],
+)
+def test_what_the_service_refuses_is_refused(
+    beyond: tuple[LLMEngine, Tokenizer], prompt: Any, params: Any, path: str
+) -> None:
+    """M11, M1: some of it ran, some raised other errors than documented, or inside the engine's step."""
+    engine, _ = beyond
+    with pytest.raises(InvalidFieldError) as refused:
+        engine.generate([prompt], params)
+    assert refused.value.violations[0].path == path
+    assert engine.generate([[5]], {"max_tokens": 1})[0]["num_tokens_output"] == 1
+
+
+def test_lists_that_do_not_fit_each_other_are_refused(beyond: tuple[LLMEngine, Tokenizer]) -> None:
+    """M11: a string was taken for a list of its characters."""
+    engine, _ = beyond
+    for arguments, path in [
+        ({"prompts": "Tell me"}, "prompts"),
+        ({"prompts": [[5]], "sampling_params": [None, None]}, "sampling_params"),
+        ({"prompts": [[5]], "request_ids": ["a", "b"]}, "request_ids"),
+    ]:
+        with pytest.raises(InvalidFieldError) as refused:
+            engine.generate(**arguments)  # type: ignore[arg-type]
+        assert refused.value.violations[0].path == path
+
+
+def test_end_of_sequence_ids_of_the_config_count(folder: Path, greedy: list[dict[str, Any]]) -> None:
+    """M10: they were replaced by the model's."""
+    ends = greedy[0]["token_ids"][3]
+    params = replace(GREEDY, ignore_eos=False)
+    for ids in ({"eos_token_id": ends}, {"stop_token_ids": (ends,)}):
+        config = Config(model=str(folder), num_kvcache_blocks=8, max_model_len=96, **ids)
+        answer = LLMEngine(config).generate(PROMPTS[:1], params)[0]
+        assert answer["token_ids"] == greedy[0]["token_ids"][: greedy[0]["token_ids"].index(ends) + 1]
+    with pytest.raises(InvalidFieldError, match="eos_token_id is"):
+        LLMEngine(Config(model=str(folder), num_kvcache_blocks=8, max_model_len=96, eos_token_id=1 << 20))

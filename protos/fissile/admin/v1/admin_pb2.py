@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mask__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x66issile/admin/v1/admin.proto\x12\x10\x66issile.admin.v1\x1a google/protobuf/field_mask.proto\"\x14\n\x12ListWorkersRequest\"@\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.fissile.admin.v1.Worker\"\xcd\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08numerics\x18\x05 \x01(\t\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0e\n\x06queued\x18\x08 \x01(\r\x12\x15\n\rdecoding_seqs\x18\t \x01(\r\x12\x14\n\x0cwaiting_seqs\x18\n \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x0b \x01(\x04\x12\x14\n\x0cprefill_rate\x18\x0c \x01(\x02\x12\x15\n\rreport_age_ms\x18\r \x01(\r\x12,\n\x05state\x18\x0e \x01(\x0e\x32\x1d.fissile.admin.v1.WorkerState\x12\x12\n\nlast_error\x18\x0f \x01(\t\"7\n\x13\x43ordonWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65vict\x18\x02 \x01(\x08\")\n\x14\x43ordonWorkerResponse\x12\x11\n\tsequences\x18\x01 \x01(\r\"*\n\x15UncordonWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x18\n\x16UncordonWorkerResponse\"<\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"(\n\x13\x44rainWorkerResponse\x12\x11\n\tsequences\x18\x01 \x01(\r\"6\n\x10WatchLoadRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"~\n\x11WatchLoadResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.fissile.admin.v1.Worker\x12+\n\x06queues\x18\x02 \x03(\x0b\x32\x1b.fissile.admin.v1.QueueLoad\x12\x11\n\tin_flight\x18\x03 \x01(\r\"E\n\tQueueLoad\x12\x10\n\x08priority\x18\x01 \x01(\t\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\roldest_age_ms\x18\x03 \x01(\r\"\'\n\x12\x46lushCachesRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"E\n\x13\x46lushCachesResponse\x12.\n\x06\x63\x61\x63hes\x18\x01 \x03(\x0b\x32\x1e.fissile.admin.v1.FlushedCache\"@\n\x0c\x46lushedCache\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xdc\x02\n\x07Routing\x12\x11\n\tplacement\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x65lay_factor\x18\x02 \x01(\x01\x12\x13\n\x0bmax_hold_ms\x18\x03 \x01(\r\x12\x12\n\nqueue_size\x18\x04 \x01(\r\x12\x42\n\rtenant_weight\x18\x05 \x03(\x0b\x32+.fissile.admin.v1.Routing.TenantWeightEntry\x12L\n\x12tenant_concurrency\x18\x06 \x03(\x0b\x32\x30.fissile.admin.v1.Routing.TenantConcurrencyEntry\x1a\x33\n\x11TenantWeightEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x38\n\x16TenantConcurrencyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\"\x13\n\x11GetRoutingRequest\"Q\n\x12GetRoutingResponse\x12*\n\x07routing\x18\x01 \x01(\x0b\x32\x19.fissile.admin.v1.Routing\x12\x0f\n\x07version\x18\x02 \x01(\r\"\x84\x01\n\x11SetRoutingRequest\x12*\n\x07routing\x18\x01 \x01(\x0b\x32\x19.fissile.admin.v1.Routing\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x12\n\nif_version\x18\x03 \x01(\r\"Q\n\x12SetRoutingResponse\x12*\n\x07routing\x18\x01 \x01(\x0b\x32\x19.fissile.admin.v1.Routing\x12\x0f\n\x07version\x18\x02 \x01(\r\"\x0f\n\rReloadRequest\"I\n\x0eReloadResponse\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0f\n\x07\x63hanged\x18\x02 \x03(\t\x12\x15\n\rneeds_restart\x18\x03 \x03(\t*\xb3\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_SERVING\x10\x01\x12\x19\n\x15WORKER_STATE_CORDONED\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_LEAVING\x10\x04\x12\x1c\n\x18WORKER_STATE_UNCONNECTED\x10\x05\x32\xbd\x06\n\x0c\x41\x64minService\x12Z\n\x0bListWorkers\x12$.fissile.admin.v1.ListWorkersRequest\x1a%.fissile.admin.v1.ListWorkersResponse\x12]\n\x0c\x43ordonWorker\x12%.fissile.admin.v1.CordonWorkerRequest\x1a&.fissile.admin.v1.CordonWorkerResponse\x12\x63\n\x0eUncordonWorker\x12\'.fissile.admin.v1.UncordonWorkerRequest\x1a(.fissile.admin.v1.UncordonWorkerResponse\x12Z\n\x0b\x44rainWorker\x12$.fissile.admin.v1.DrainWorkerRequest\x1a%.fissile.admin.v1.DrainWorkerResponse\x12V\n\tWatchLoad\x12\".fissile.admin.v1.WatchLoadRequest\x1a#.fissile.admin.v1.WatchLoadResponse0\x01\x12Z\n\x0b\x46lushCaches\x12$.fissile.admin.v1.FlushCachesRequest\x1a%.fissile.admin.v1.FlushCachesResponse\x12W\n\nGetRouting\x12#.fissile.admin.v1.GetRoutingRequest\x1a$.fissile.admin.v1.GetRoutingResponse\x12W\n\nSetRouting\x12#.fissile.admin.v1.SetRoutingRequest\x1a$.fissile.admin.v1.SetRoutingResponse\x12K\n\x06Reload\x12\x1f.fissile.admin.v1.ReloadRequest\x1a .fissile.admin.v1.ReloadResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1c\x66issile/admin/v1/admin.proto\x12\x10\x66issile.admin.v1\x1a google/protobuf/field_mask.proto\"\x14\n\x12ListWorkersRequest\"@\n\x13ListWorkersResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.fissile.admin.v1.Worker\"\xcd\x02\n\x06Worker\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12\x13\n\x0binstance_id\x18\x03 \x01(\t\x12\r\n\x05model\x18\x04 \x01(\t\x12\x10\n\x08numerics\x18\x05 \x01(\t\x12\x10\n\x08\x64raining\x18\x06 \x01(\x08\x12\x0f\n\x07running\x18\x07 \x01(\r\x12\x0e\n\x06queued\x18\x08 \x01(\r\x12\x15\n\rdecoding_seqs\x18\t \x01(\r\x12\x14\n\x0cwaiting_seqs\x18\n \x01(\r\x12\x1a\n\x12outstanding_tokens\x18\x0b \x01(\x04\x12\x14\n\x0cprefill_rate\x18\x0c \x01(\x02\x12\x15\n\rreport_age_ms\x18\r \x01(\r\x12,\n\x05state\x18\x0e \x01(\x0e\x32\x1d.fissile.admin.v1.WorkerState\x12\x12\n\nlast_error\x18\x0f \x01(\t\"7\n\x13\x43ordonWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\r\n\x05\x65vict\x18\x02 \x01(\x08\")\n\x14\x43ordonWorkerResponse\x12\x11\n\tsequences\x18\x01 \x01(\r\"*\n\x15UncordonWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"\x18\n\x16UncordonWorkerResponse\"<\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0b\x64\x65\x61\x64line_ms\x18\x02 \x01(\r\"(\n\x13\x44rainWorkerResponse\x12\x11\n\tsequences\x18\x01 \x01(\r\"6\n\x10WatchLoadRequest\x12\x13\n\x0binterval_ms\x18\x01 \x01(\r\x12\r\n\x05\x63ount\x18\x02 \x01(\r\"~\n\x11WatchLoadResponse\x12)\n\x07workers\x18\x01 \x03(\x0b\x32\x18.fissile.admin.v1.Worker\x12+\n\x06queues\x18\x02 \x03(\x0b\x32\x1b.fissile.admin.v1.QueueLoad\x12\x11\n\tin_flight\x18\x03 \x01(\r\"E\n\tQueueLoad\x12\x10\n\x08priority\x18\x01 \x01(\t\x12\x0f\n\x07waiting\x18\x02 \x01(\r\x12\x15\n\roldest_age_ms\x18\x03 \x01(\r\"\'\n\x12\x46lushCachesRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"E\n\x13\x46lushCachesResponse\x12.\n\x06\x63\x61\x63hes\x18\x01 \x03(\x0b\x32\x1e.fissile.admin.v1.FlushedCache\"@\n\x0c\x46lushedCache\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0e\n\x06\x62locks\x18\x02 \x01(\r\x12\r\n\x05\x65rror\x18\x03 \x01(\t\"\xe5\x03\n\x07Routing\x12\x11\n\tplacement\x18\x01 \x01(\t\x12\x14\n\x0c\x64\x65lay_factor\x18\x02 \x01(\x01\x12\x13\n\x0bmax_hold_ms\x18\x03 \x01(\r\x12\x12\n\nqueue_size\x18\x04 \x01(\r\x12\x42\n\rtenant_weight\x18\x05 \x03(\x0b\x32+.fissile.admin.v1.Routing.TenantWeightEntry\x12L\n\x12tenant_concurrency\x18\x06 \x03(\x0b\x32\x30.fissile.admin.v1.Routing.TenantConcurrencyEntry\x12M\n\x13tenant_max_priority\x18\x07 \x03(\x0b\x32\x30.fissile.admin.v1.Routing.TenantMaxPriorityEntry\x1a\x33\n\x11TenantWeightEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x1a\x38\n\x16TenantConcurrencyEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\r:\x02\x38\x01\x1a\x38\n\x16TenantMaxPriorityEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"\x13\n\x11GetRoutingRequest\"Q\n\x12GetRoutingResponse\x12*\n\x07routing\x18\x01 \x01(\x0b\x32\x19.fissile.admin.v1.Routing\x12\x0f\n\x07version\x18\x02 \x01(\r\"\x84\x01\n\x11SetRoutingRequest\x12*\n\x07routing\x18\x01 \x01(\x0b\x32\x19.fissile.admin.v1.Routing\x12/\n\x0bupdate_mask\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x12\n\nif_version\x18\x03 \x01(\r\"Q\n\x12SetRoutingResponse\x12*\n\x07routing\x18\x01 \x01(\x0b\x32\x19.fissile.admin.v1.Routing\x12\x0f\n\x07version\x18\x02 \x01(\r\"\x0f\n\rReloadRequest\"Y\n\x0eReloadResponse\x12\x0f\n\x07version\x18\x01 \x01(\r\x12\x0f\n\x07\x63hanged\x18\x02 \x03(\t\x12\x15\n\rneeds_restart\x18\x03 \x03(\t\x12\x0e\n\x06undone\x18\x04 \x03(\t*\xb3\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14WORKER_STATE_SERVING\x10\x01\x12\x19\n\x15WORKER_STATE_CORDONED\x10\x02\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x03\x12\x18\n\x14WORKER_STATE_LEAVING\x10\x04\x12\x1c\n\x18WORKER_STATE_UNCONNECTED\x10\x05\x32\xbd\x06\n\x0c\x41\x64minService\x12Z\n\x0bListWorkers\x12$.fissile.admin.v1.ListWorkersRequest\x1a%.fissile.admin.v1.ListWorkersResponse\x12]\n\x0c\x43ordonWorker\x12%.fissile.admin.v1.CordonWorkerRequest\x1a&.fissile.admin.v1.CordonWorkerResponse\x12\x63\n\x0eUncordonWorker\x12\'.fissile.admin.v1.UncordonWorkerRequest\x1a(.fissile.admin.v1.UncordonWorkerResponse\x12Z\n\x0b\x44rainWorker\x12$.fissile.admin.v1.DrainWorkerRequest\x1a%.fissile.admin.v1.DrainWorkerResponse\x12V\n\tWatchLoad\x12\".fissile.admin.v1.WatchLoadRequest\x1a#.fissile.admin.v1.WatchLoadResponse0\x01\x12Z\n\x0b\x46lushCaches\x12$.fissile.admin.v1.FlushCachesRequest\x1a%.fissile.admin.v1.FlushCachesResponse\x12W\n\nGetRouting\x12#.fissile.admin.v1.GetRoutingRequest\x1a$.fissile.admin.v1.GetRoutingResponse\x12W\n\nSetRouting\x12#.fissile.admin.v1.SetRoutingRequest\x1a$.fissile.admin.v1.SetRoutingResponse\x12K\n\x06Reload\x12\x1f.fissile.admin.v1.ReloadRequest\x1a .fissile.admin.v1.ReloadResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_ROUTING_TENANTWEIGHTENTRY']._serialized_options = b'8\001'
   _globals['_ROUTING_TENANTCONCURRENCYENTRY']._loaded_options = None
   _globals['_ROUTING_TENANTCONCURRENCYENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERSTATE']._serialized_start=1981
-  _globals['_WORKERSTATE']._serialized_end=2160
+  _globals['_ROUTING_TENANTMAXPRIORITYENTRY']._loaded_options = None
+  _globals['_ROUTING_TENANTMAXPRIORITYENTRY']._serialized_options = b'8\001'
+  _globals['_WORKERSTATE']._serialized_start=2134
+  _globals['_WORKERSTATE']._serialized_end=2313
   _globals['_LISTWORKERSREQUEST']._serialized_start=84
   _globals['_LISTWORKERSREQUEST']._serialized_end=104
   _globals['_LISTWORKERSRESPONSE']._serialized_start=106
@@ -69,23 +71,25 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FLUSHEDCACHE']._serialized_start=1149
   _globals['_FLUSHEDCACHE']._serialized_end=1213
   _globals['_ROUTING']._serialized_start=1216
-  _globals['_ROUTING']._serialized_end=1564
-  _globals['_ROUTING_TENANTWEIGHTENTRY']._serialized_start=1455
-  _globals['_ROUTING_TENANTWEIGHTENTRY']._serialized_end=1506
-  _globals['_ROUTING_TENANTCONCURRENCYENTRY']._serialized_start=1508
-  _globals['_ROUTING_TENANTCONCURRENCYENTRY']._serialized_end=1564
-  _globals['_GETROUTINGREQUEST']._serialized_start=1566
-  _globals['_GETROUTINGREQUEST']._serialized_end=1585
-  _globals['_GETROUTINGRESPONSE']._serialized_start=1587
-  _globals['_GETROUTINGRESPONSE']._serialized_end=1668
-  _globals['_SETROUTINGREQUEST']._serialized_start=1671
-  _globals['_SETROUTINGREQUEST']._serialized_end=1803
-  _globals['_SETROUTINGRESPONSE']._serialized_start=1805
-  _globals['_SETROUTINGRESPONSE']._serialized_end=1886
-  _globals['_RELOADREQUEST']._serialized_start=1888
-  _globals['_RELOADREQUEST']._serialized_end=1903
-  _globals['_RELOADRESPONSE']._serialized_start=1905
-  _globals['_RELOADRESPONSE']._serialized_end=1978
-  _globals['_ADMINSERVICE']._serialized_start=2163
-  _globals['_ADMINSERVICE']._serialized_end=2992
+  _globals['_ROUTING']._serialized_end=1701
+  _globals['_ROUTING_TENANTWEIGHTENTRY']._serialized_start=1534
+  _globals['_ROUTING_TENANTWEIGHTENTRY']._serialized_end=1585
+  _globals['_ROUTING_TENANTCONCURRENCYENTRY']._serialized_start=1587
+  _globals['_ROUTING_TENANTCONCURRENCYENTRY']._serialized_end=1643
+  _globals['_ROUTING_TENANTMAXPRIORITYENTRY']._serialized_start=1645
+  _globals['_ROUTING_TENANTMAXPRIORITYENTRY']._serialized_end=1701
+  _globals['_GETROUTINGREQUEST']._serialized_start=1703
+  _globals['_GETROUTINGREQUEST']._serialized_end=1722
+  _globals['_GETROUTINGRESPONSE']._serialized_start=1724
+  _globals['_GETROUTINGRESPONSE']._serialized_end=1805
+  _globals['_SETROUTINGREQUEST']._serialized_start=1808
+  _globals['_SETROUTINGREQUEST']._serialized_end=1940
+  _globals['_SETROUTINGRESPONSE']._serialized_start=1942
+  _globals['_SETROUTINGRESPONSE']._serialized_end=2023
+  _globals['_RELOADREQUEST']._serialized_start=2025
+  _globals['_RELOADREQUEST']._serialized_end=2040
+  _globals['_RELOADRESPONSE']._serialized_start=2042
+  _globals['_RELOADRESPONSE']._serialized_end=2131
+  _globals['_ADMINSERVICE']._serialized_start=2316
+  _globals['_ADMINSERVICE']._serialized_end=3145
 # @@protoc_insertion_point(module_scope)

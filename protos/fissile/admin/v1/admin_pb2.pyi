@@ -522,12 +522,33 @@ class Routing(_message.Message):
         def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
+    @_typing.final
+    class TenantMaxPriorityEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     PLACEMENT_FIELD_NUMBER: _builtins.int
     DELAY_FACTOR_FIELD_NUMBER: _builtins.int
     MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
     QUEUE_SIZE_FIELD_NUMBER: _builtins.int
     TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     TENANT_CONCURRENCY_FIELD_NUMBER: _builtins.int
+    TENANT_MAX_PRIORITY_FIELD_NUMBER: _builtins.int
     placement: _builtins.str
     """Which worker a request goes to: a policy by name."""
     delay_factor: _builtins.float
@@ -544,6 +565,12 @@ class Routing(_message.Message):
     def tenant_concurrency(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """Most requests in flight, by tenant; the entry with an empty name is for each of the others. 0 is no limit."""
 
+    @_builtins.property
+    def tenant_max_priority(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Highest priority that requests may ask for, by tenant: `low`, `normal` or `high`; the entry with an empty name is for
+        each of the others. An API key may have a maximum of its own; then the lower of both counts.
+        """
+
     def __init__(
         self,
         *,
@@ -553,10 +580,11 @@ class Routing(_message.Message):
         queue_size: _builtins.int = ...,
         tenant_weight: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         tenant_concurrency: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        tenant_max_priority: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_factor", b"delay_factor", "max_hold_ms", b"max_hold_ms", "placement", b"placement", "queue_size", b"queue_size", "tenant_concurrency", b"tenant_concurrency", "tenant_weight", b"tenant_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_factor", b"delay_factor", "max_hold_ms", b"max_hold_ms", "placement", b"placement", "queue_size", b"queue_size", "tenant_concurrency", b"tenant_concurrency", "tenant_max_priority", b"tenant_max_priority", "tenant_weight", b"tenant_weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -695,6 +723,7 @@ class ReloadResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     CHANGED_FIELD_NUMBER: _builtins.int
     NEEDS_RESTART_FIELD_NUMBER: _builtins.int
+    UNDONE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
     """Of the configuration now; not changed when nothing was."""
     @_builtins.property
@@ -705,16 +734,21 @@ class ReloadResponse(_message.Message):
     def needs_restart(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Options whose change needs a restart of the router; they keep their values until then."""
 
+    @_builtins.property
+    def undone(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Those of `changed` that had been set by SetRouting: what it said is undone."""
+
     def __init__(
         self,
         *,
         version: _builtins.int = ...,
         changed: _abc.Iterable[_builtins.str] | None = ...,
         needs_restart: _abc.Iterable[_builtins.str] | None = ...,
+        undone: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "needs_restart", b"needs_restart", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "needs_restart", b"needs_restart", "undone", b"undone", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -154,7 +154,8 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Reload(self, request, context):
-        """Reads the router's configuration again, as SIGHUP does: all or nothing.
+        """Reads the router's configuration again, as SIGHUP does: all or nothing. What SetRouting has set is undone where the
+        configuration says something else; the answer names it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

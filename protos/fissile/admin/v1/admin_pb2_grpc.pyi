@@ -58,7 +58,9 @@ class AdminServiceStub:
     SetRouting: _grpc.UnaryUnaryMultiCallable[_admin_pb2.SetRoutingRequest, _admin_pb2.SetRoutingResponse]
     """Changes that, all or nothing, until the router ends or its configuration is read again."""
     Reload: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]
-    """Reads the router's configuration again, as SIGHUP does: all or nothing."""
+    """Reads the router's configuration again, as SIGHUP does: all or nothing. What SetRouting has set is undone where the
+    configuration says something else; the answer names it.
+    """
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -90,7 +92,9 @@ class AdminServiceAsyncStub(AdminServiceStub):
     SetRouting: _aio.UnaryUnaryMultiCallable[_admin_pb2.SetRoutingRequest, _admin_pb2.SetRoutingResponse]  # type: ignore[assignment]
     """Changes that, all or nothing, until the router ends or its configuration is read again."""
     Reload: _aio.UnaryUnaryMultiCallable[_admin_pb2.ReloadRequest, _admin_pb2.ReloadResponse]  # type: ignore[assignment]
-    """Reads the router's configuration again, as SIGHUP does: all or nothing."""
+    """Reads the router's configuration again, as SIGHUP does: all or nothing. What SetRouting has set is undone where the
+    configuration says something else; the answer names it.
+    """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """The router as its operators see it.
@@ -173,6 +177,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_pb2.ReloadRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_pb2.ReloadResponse, _abc.Awaitable[_admin_pb2.ReloadResponse]]:
-        """Reads the router's configuration again, as SIGHUP does: all or nothing."""
+        """Reads the router's configuration again, as SIGHUP does: all or nothing. What SetRouting has set is undone where the
+        configuration says something else; the answer names it.
+        """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -3,8 +3,8 @@
 isort:skip_file
 What routers call on a worker. Clients use fissile.v1.InferenceService on the router instead.
 
-The Session is one bidirectional stream per router-worker pair. Its rules S1..S11 are in the design (section 2 of the
-details); the ones that a reader of this file needs:
+The Session is one bidirectional stream per router-worker pair. docs/architecture.md has its rules S1..S11; the ones
+that a reader of this file needs:
   S1 `rid` is minted by the router, once per attempt, and never used twice.
   S2 A token is (rid, absolute position, id). The router appends it iff the position continues what it has.
   S3 A finish travels in the same StepOutput as its last token.
@@ -81,6 +81,8 @@ class _EndReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_EndReason.V
     """The engine failed; `SequenceEnd.message` says how."""
     END_REASON_CANCELLED: _EndReason.ValueType  # 8
     """The sequence was cancelled."""
+    END_REASON_NOT_A_NUMBER: _EndReason.ValueType  # 9
+    """The model's output was NaN or infinite, so there is no next token. The engine and its other sequences go on."""
 
 class EndReason(_EndReason, metaclass=_EndReasonEnumTypeWrapper):
     """Why a sequence ended on the worker."""
@@ -103,6 +105,8 @@ END_REASON_ERROR: EndReason.ValueType  # 7
 """The engine failed; `SequenceEnd.message` says how."""
 END_REASON_CANCELLED: EndReason.ValueType  # 8
 """The sequence was cancelled."""
+END_REASON_NOT_A_NUMBER: EndReason.ValueType  # 9
+"""The model's output was NaN or infinite, so there is no next token. The engine and its other sequences go on."""
 Global___EndReason: _TypeAlias = EndReason  # noqa: Y015
 
 class _Intake:
@@ -558,22 +562,28 @@ class Lane(_message.Message):
     OLDEST_AGE_MS_FIELD_NUMBER: _builtins.int
     TOKENS_FIELD_NUMBER: _builtins.int
     SEQS_FIELD_NUMBER: _builtins.int
+    KV_EPOCH_FIELD_NUMBER: _builtins.int
     oldest_age_ms: _builtins.int
     """Age of the oldest waiting request, milliseconds; 0 when none waits."""
     tokens: _builtins.int
     """Prompt tokens that wait."""
     seqs: _builtins.int
     """Requests that wait."""
+    kv_epoch: _builtins.int
+    """How often the router has asked for a snapshot of the prefix cache on this stream. When it grows, the worker begins
+    one, whatever the router had and even if the cache is empty. For workers of minor version 1 and above.
+    """
     def __init__(
         self,
         *,
         oldest_age_ms: _builtins.int = ...,
         tokens: _builtins.int = ...,
         seqs: _builtins.int = ...,
+        kv_epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_age_ms", b"oldest_age_ms", "seqs", b"seqs", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kv_epoch", b"kv_epoch", "oldest_age_ms", b"oldest_age_ms", "seqs", b"seqs", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -818,7 +828,7 @@ class SequenceEnd(_message.Message):
     stop_token_id: _builtins.int
     """The token id that stopped it, for END_REASON_EOS and END_REASON_STOP_TOKEN."""
     message: _builtins.str
-    """For people to read, for END_REASON_INVALID and END_REASON_ERROR."""
+    """For people to read, for END_REASON_INVALID, END_REASON_ERROR and END_REASON_NOT_A_NUMBER."""
     @_builtins.property
     def stop_token_sequence(self) -> Global___TokenIds:
         """The sequence that stopped it, for END_REASON_STOP_SEQUENCE."""
@@ -962,6 +972,7 @@ class KvEvents(_message.Message):
     EVICTED_FIELD_NUMBER: _builtins.int
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     LEFT_FIELD_NUMBER: _builtins.int
+    EPOCH_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Number of the newest change that is accounted for by this frame and those before it, of a snapshot when it is whole."""
     after: _builtins.int
@@ -971,6 +982,10 @@ class KvEvents(_message.Message):
     left: _builtins.int
     """Granules of the snapshot that are yet to come, in frames whose `after` is their `seq`. Until they have, the router
     has nothing to go on from, and says 0 in `Hello.kv_seq`.
+    """
+    epoch: _builtins.int
+    """`Lane.kv_epoch` as the worker has read it. The first frame of an epoch above 0 begins a snapshot; a router ignores
+    those of the epochs before the one that it has asked for.
     """
     @_builtins.property
     def stored(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -989,10 +1004,11 @@ class KvEvents(_message.Message):
         evicted: _abc.Iterable[_builtins.int] | None = ...,
         snapshot: _builtins.bool = ...,
         left: _builtins.int = ...,
+        epoch: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "evicted", b"evicted", "left", b"left", "seq", b"seq", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "epoch", b"epoch", "evicted", b"evicted", "left", b"left", "seq", b"seq", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1065,7 +1081,7 @@ class GenerateRequest(_message.Message):
     request_id: _builtins.str
     """Id for logs and traces; minted when empty."""
     seed: _builtins.int
-    """Seed of the random numbers."""
+    """Seed of the random numbers. Absent: derived from `request_id` as a router does, and random when that is empty too."""
     cache_salt: _builtins.bytes
     """As in SubmitSequence."""
     priority: Global___Priority.ValueType
@@ -1084,15 +1100,17 @@ class GenerateRequest(_message.Message):
         request_id: _builtins.str = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         params: Global___SamplingParams | None = ...,
-        seed: _builtins.int = ...,
+        seed: _builtins.int | None = ...,
         cache_salt: _builtins.bytes = ...,
         priority: Global___Priority.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "params", b"params", "seed", b"seed"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "params", b"params", "priority", b"priority", "request_id", b"request_id", "seed", b"seed", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "cache_salt", b"cache_salt", "params", b"params", "priority", b"priority", "request_id", b"request_id", "seed", b"seed", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___GenerateRequest: _TypeAlias = GenerateRequest  # noqa: Y015
 
@@ -1105,6 +1123,9 @@ class GenerateResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     START_FIELD_NUMBER: _builtins.int
     END_FIELD_NUMBER: _builtins.int
+    SEED_FIELD_NUMBER: _builtins.int
+    seed: _builtins.int
+    """The seed in force, in the first message only: with it the same request gives the same answer."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The tokens."""
@@ -1123,12 +1144,15 @@ class GenerateResponse(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         start: Global___SequenceStart | None = ...,
         end: Global___SequenceEnd | None = ...,
+        seed: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "start", b"start"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "end", b"end", "seed", b"seed", "start", b"start"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["end", b"end", "start", b"start", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "end", b"end", "seed", b"seed", "start", b"start", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
+    _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__seed) -> _WhichOneofReturnType__seed | None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
 

@@ -3,8 +3,8 @@
 isort:skip_file
 What routers call on a worker. Clients use fissile.v1.InferenceService on the router instead.
 
-The Session is one bidirectional stream per router-worker pair. Its rules S1..S11 are in the design (section 2 of the
-details); the ones that a reader of this file needs:
+The Session is one bidirectional stream per router-worker pair. docs/architecture.md has its rules S1..S11; the ones
+that a reader of this file needs:
   S1 `rid` is minted by the router, once per attempt, and never used twice.
   S2 A token is (rid, absolute position, id). The router appends it iff the position continues what it has.
   S3 A finish travels in the same StepOutput as its last token.

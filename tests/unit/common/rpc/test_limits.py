@@ -6,24 +6,33 @@ import ast
 import asyncio
 import re
 import struct
+import subprocess
+import sys
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
+import hpack
 import pytest
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.errors import UnauthenticatedError
+from common.interruption import InterruptedWorkError
 from common.limits import MAX_METADATA_BYTES, MAX_STREAMS_PER_CONNECTION
+from common.rpc import request_reader
 from common.rpc import server as server_module
+from common.rpc.auth import AuthContext, Caller, Metadata
 from common.rpc.server import GrpcServer
 from common.rpc.tls import ServerTls
 from tests.certificates import LOOPBACK, Authority
 
 ROOT = Path(__file__).resolve().parents[4]
-SETTINGS, GOAWAY = 4, 7
+HEADERS, SETTINGS, GOAWAY, CONTINUATION = 1, 4, 7, 9
+REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 MAX_CONCURRENT_STREAMS, MAX_HEADER_LIST_SIZE = 3, 6
 # And empty SETTINGS: length, type, flags, stream.
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, SETTINGS, 0, 0, 0, 0, 0])
@@ -131,3 +140,133 @@ async def test_the_health_port_speaks_plain_text_and_serves_nothing_else(tmp_pat
         with pytest.raises(grpc.aio.AioRpcError) as caught:
             await other(b"")
         assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+class Nobody:
+    """Lets nobody in, and notes who asked."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def admit(self, method: str, metadata: Metadata, peer: AuthContext) -> Caller:
+        self.asked += 1
+        raise UnauthenticatedError("API_KEY_MISSING", "no")
+
+
+async def without_settings_ack(address: str, headers: list[tuple[str, str]]) -> dict[str, str]:
+    """The trailers of a call by a client that never acknowledges the server's SETTINGS."""
+    host, _, port = address.rpartition(":")
+    fixed = {":method": "POST", ":scheme": "http", ":path": REFLECTION, ":authority": "test"}
+    fixed |= {"content-type": "application/grpc", "te": "trailers"}
+    block = hpack.Encoder().encode([*fixed.items(), *headers], huffman=False)
+    pieces = [block[start : start + 16_384] for start in range(0, len(block), 16_384)]
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(_HELLO)
+    for i, piece in enumerate(pieces):
+        # The last of them ends the headers.
+        flags = 4 if i == len(pieces) - 1 else 0
+        kind = CONTINUATION if i else HEADERS
+        writer.write(len(piece).to_bytes(3) + bytes([kind, flags, 0, 0, 0, 1]) + piece)
+    decoder = hpack.Decoder()
+    try:
+        async with asyncio.timeout(30):
+            while header := await reader.readexactly(9):
+                content = await reader.readexactly(int.from_bytes(header[:3]))
+                if header[3] == HEADERS:
+                    found = {str(name): str(value) for name, value in decoder.decode(content, raw=False)}
+                    if "grpc-status" in found:
+                        return found
+    finally:
+        writer.close()
+    raise AssertionError("no status")
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [[("x", "v" * 20_000)], [("x", "v" * 2_000_000)], [(f"x{i}", "v") for i in range(10_000)]],
+    ids=["20 kB", "2 MB", "10,000 entries"],
+)
+async def test_metadata_has_its_bound_for_a_client_that_agrees_to_nothing(headers: list[tuple[str, str]]) -> None:
+    """X6: gRPC holds only those clients to the bound that have acknowledged it."""
+    access = Nobody()
+    async with serving(access=access) as server:
+        trailers = await without_settings_ack(server.address, headers)
+        assert trailers["grpc-status"] == str(grpc.StatusCode.RESOURCE_EXHAUSTED.value[0])
+        assert "metadata" in trailers["grpc-message"]
+        assert access.asked == 0
+        trailers = await without_settings_ack(server.address, [("x", "v" * 1000)])
+        assert trailers["grpc-status"] == str(grpc.StatusCode.UNAUTHENTICATED.value[0])
+
+
+async def test_a_call_whose_message_never_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X9: it was open for ever."""
+    monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.2)
+    async with serving() as server, grpc.aio.insecure_channel(server.address) as channel:
+        call: Any = channel.stream_stream("/grpc.health.v1.Health/Check")()
+        async with asyncio.timeout(30):
+            assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+        assert "has not come within 0.2 s" in await call.details()
+
+
+class SilentContext:
+    """A call whose message comes when it is given."""
+
+    def __init__(self) -> None:
+        self.given: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+
+    async def read(self) -> bytes:
+        return await self.given
+
+
+async def test_one_timer_ends_all_reads_that_take_too_long_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X9: the bound on the read cost each call a timer of its own."""
+    monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.1)
+    reads, answered = request_reader._Reads(), SilentContext()
+    task = asyncio.create_task(reads.read(answered))  # type: ignore[arg-type]
+    await asyncio.sleep(0)
+    answered.given.set_result(b"message")
+    assert await task == b"message"
+    for _ in range(2):
+        late = [asyncio.create_task(reads.read(SilentContext())) for _ in range(3)]  # type: ignore[arg-type]
+        async with asyncio.timeout(30):
+            ends = await asyncio.gather(*late, return_exceptions=True)
+        assert [type(end) for end in ends] == [InterruptedWorkError] * 3
+    assert not reads._ends
+
+
+async def test_a_connection_without_calls_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X5: idle connections took all descriptors of a process, for ever."""
+    monkeypatch.setattr(server_module, "CONNECTION_IDLE_S", 0.2)
+    async with serving() as server:
+        await first(GOAWAY, server.address)
+
+
+def test_the_soft_limit_of_open_files_is_raised_and_few_are_said() -> None:
+    """X5: common soft limits are 1,024 where the hard one is a million."""
+    program = (
+        "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (100, 1000))\n"
+        "from common.telemetry.logs import setup_logging; setup_logging()\n"
+        "from common.rpc.descriptors import *\n"
+        "print(raise_descriptor_limit(), resource.getrlimit(resource.RLIMIT_NOFILE)[0], max_connections())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1000", "1000", "872"]
+    assert "few file descriptors: at most 872 connections" in done.stderr
+
+
+@pytest.mark.long
+async def test_calls_that_wait_for_a_held_loop_are_answered_however_long_it_takes() -> None:
+    """X2: gRPC ended calls with a bare CANCELLED that the loop had not taken within 30 s."""
+    async with serving() as server:
+        address = server.address
+
+        def codes() -> set[str]:
+            with grpc.insecure_channel(address) as channel:
+                check: Any = health_pb2_grpc.HealthStub(channel).Check
+                request = health_pb2.HealthCheckRequest(service="liveness")
+                return {call.code().name for call in [check.future(request, timeout=120) for _ in range(100)]}
+
+        called = asyncio.create_task(asyncio.to_thread(codes))
+        await asyncio.sleep(0)
+        time.sleep(33)  # noqa: ASYNC251  # what a stall of the loop is
+        assert await called == {"OK"}

@@ -18,9 +18,9 @@ import structlog
 from cryptography import x509
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from common.cli.client import Credentials, open_channel
-from common.cli.failure import CommandError
-from common.cli.security import client_tls, server_tls
+from common.cli.core.client import Credentials, open_channel
+from common.cli.core.errors import CommandError
+from common.cli.core.tls_options import client_tls, server_tls
 from common.rpc.server import GrpcServer
 from common.rpc.tls import ClientTls, Dialer, ServerTls, TlsError, is_loopback
 from tests.certificates import LOOPBACK, Authority, Pair

@@ -3,17 +3,27 @@
 from __future__ import annotations
 
 import logging
+import os
 import socket
+import subprocess
+import sys
+import threading
 import time
 from collections.abc import Iterator
+from concurrent import futures
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import ClassVar
 
+import grpc
 import pytest
+from opentelemetry.proto.collector.trace.v1 import trace_service_pb2, trace_service_pb2_grpc
 from structlog.testing import capture_logs
 
 from common.limits import TELEMETRY_SHUTDOWN_S
 from common.sampling_params import SamplingParams
 from common.telemetry import names
-from common.telemetry.tracing import SequenceTimes, new_traceparent, setup_tracing, trace_id_of
+from common.telemetry.metrics import setup_metrics
+from common.telemetry.tracing import SequenceTimes, Tracing, setup_tracing, trace_id_of
 from tests.otlp_receiver import OtlpReceiver
 
 GENERATE = "fissile.v1.InferenceService/Generate"
@@ -29,7 +39,7 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
 
 
 def test_trace_of_two_services_reaches_the_collector(receiver: OtlpReceiver) -> None:
-    parent, now = new_traceparent(), time.monotonic()
+    parent, now = f"00-{'4' * 32}-{'7' * 16}-01", time.monotonic()
     router, worker = setup_tracing("fissile-router", "r1"), setup_tracing("fissile-worker", "w1")
     metadata = [("traceparent", parent), ("tracestate", "vendor=1")]
     with router.request_span(GENERATE, metadata, operation=names.CHAT) as span:
@@ -37,7 +47,8 @@ def test_trace_of_two_services_reaches_the_collector(receiver: OtlpReceiver) -> 
         span.request(model="m", request_id="r", params=SamplingParams(seed=2**64 - 1))
         times = SequenceTimes(now, now + 0.1, now + 0.2, now + 0.3)
         sequence.finish(times, reason="eos", input_tokens=3, output_tokens=2, cached_tokens=1)
-        span.finish(finish_reasons=["stop"], input_tokens=3, output_tokens=2, cached_tokens=1)
+        span.usage(input_tokens=3, output_tokens=2, cached_tokens=1)
+        span.finish(["stop"])
     router.shutdown()
     worker.shutdown()
 
@@ -46,7 +57,7 @@ def test_trace_of_two_services_reaches_the_collector(receiver: OtlpReceiver) -> 
     assert (server.service, server.instance, server.kind) == ("fissile-router", "r1", "SERVER")
     assert (sequence_span.service, sequence_span.instance, sequence_span.kind) == ("fissile-worker", "w1", "SERVER")
     assert (server.parent_id, sequence_span.parent_id) == (parent.split("-")[2], server.span_id)
-    assert sequence_span.trace_state == "vendor=1"
+    assert sequence_span.trace_state == "fissile=chat,vendor=1"
     assert sequence_span.attributes[names.CACHED_TOKENS] == 1
     for name in (names.QUEUE_SPAN, names.PREFILL_SPAN, names.DECODE_SPAN):
         (phase,) = receiver.named(name)
@@ -68,7 +79,10 @@ def dead_collector_costs_one_warning(endpoint: str, monkeypatch: pytest.MonkeyPa
         time.sleep(0.1)
 
     assert took <= TELEMETRY_SHUTDOWN_S + SLACK_S
-    assert [(line["log_level"], line["endpoint"]) for line in lines] == [("warning", endpoint)]
+    assert [(line["log_level"], line["endpoint"], line["signal"]) for line in lines] == [
+        ("warning", endpoint, "traces")
+    ]
+    assert "OTEL_TRACES_EXPORTER=none" in lines[0]["cure"]
 
 
 def test_closed_port_costs_one_warning(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
@@ -85,3 +99,110 @@ def test_silent_collector_costs_one_warning(monkeypatch: pytest.MonkeyPatch, cap
         silent.listen(8)
         dead_collector_costs_one_warning(f"http://127.0.0.1:{silent.getsockname()[1]}", monkeypatch)
     assert [r for r in caplog.records if r.levelno >= logging.WARNING] == []
+
+
+class HalfCollector(trace_service_pb2_grpc.TraceServiceServicer):
+    """A collector that takes traces, when it does, and knows no metrics."""
+
+    def __init__(self) -> None:
+        self.taken = 0
+        self.refuses = False
+        self.server = grpc.server(futures.ThreadPoolExecutor(max_workers=2))
+        trace_service_pb2_grpc.add_TraceServiceServicer_to_server(self, self.server)  # type: ignore[no-untyped-call]
+        self.endpoint = f"http://127.0.0.1:{self.server.add_insecure_port('127.0.0.1:0')}"
+
+    def Export(self, request: object, context: grpc.ServicerContext) -> trace_service_pb2.ExportTraceServiceResponse:
+        self.taken += 1
+        if self.refuses:
+            context.abort(grpc.StatusCode.PERMISSION_DENIED, "not now")
+        return trace_service_pb2.ExportTraceServiceResponse()
+
+
+def span_arrives(tracing: Tracing, collector: HalfCollector) -> None:
+    before, end = collector.taken, time.monotonic() + 10
+    with tracing.request_span(GENERATE):
+        pass
+    while collector.taken == before:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    time.sleep(0.1)
+
+
+def test_a_refused_signal_is_named_with_its_status_and_its_cure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C7: a collector that takes traces only costs one line about metrics, and none about traces; so does a change."""
+    collector = HalfCollector()
+    collector.server.start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.endpoint)
+    monkeypatch.setenv("OTEL_BSP_SCHEDULE_DELAY", "20")
+    monkeypatch.setenv("OTEL_METRIC_EXPORT_INTERVAL", "50")
+    with capture_logs() as lines:
+        tracing, metrics = setup_tracing("router", "1"), setup_metrics("router", "1")
+        metrics.gauge("fissile.test", "1", "A gauge", lambda: [(1.0, {})])
+        span_arrives(tracing, collector)
+        time.sleep(0.3)
+        for refuses in (True, True, False, False):
+            collector.refuses = refuses
+            span_arrives(tracing, collector)
+        tracing.shutdown()
+        metrics.shutdown()
+    collector.server.stop(0)
+    (metric,) = [line for line in lines if line["signal"] == "metrics"]
+    assert (metric["log_level"], metric["status"]) == ("warning", "UNIMPLEMENTED")
+    assert "OTEL_METRICS_EXPORTER=none" in metric["cure"]
+    traces = [(line["log_level"], line.get("status")) for line in lines if line["signal"] == "traces"]
+    assert traces == [("warning", "PERMISSION_DENIED"), ("info", None)]
+
+
+class HttpCollector(BaseHTTPRequestHandler):
+    """Takes OTLP over HTTP/1.1."""
+
+    paths: ClassVar[list[str]] = []
+    status = 200
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        type(self).paths.append(f"{self.path} {self.headers['Content-Type']} {len(body) > 0}")
+        self.send_response(type(self).status)
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def http_collector(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[HttpCollector]]:
+    kept: type[HttpCollector] = type("Kept", (HttpCollector,), {"paths": []})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), kept)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    monkeypatch.setenv("OTEL_EXPORTER_OTLP_PROTOCOL", "http/protobuf")
+    yield kept
+    server.shutdown()
+    server.server_close()
+
+
+@pytest.mark.parametrize(("status", "said"), [(200, []), (404, [("traces", "HTTP 404"), ("metrics", "HTTP 404")])])
+def test_otlp_over_http(http_collector: type[HttpCollector], status: int, said: list[tuple[str, str]]) -> None:
+    """C6: traces and metrics go to a collector that knows HTTP only; what it refuses is named likewise."""
+    http_collector.status = status
+    with capture_logs() as lines:
+        tracing, metrics = setup_tracing("router", "1"), setup_metrics("router", "1")
+        metrics.gauge("fissile.test", "1", "A gauge", lambda: [(1.0, {})])
+        with tracing.request_span(GENERATE):
+            pass
+        tracing.shutdown()
+        metrics.shutdown()
+    protobuf = "application/x-protobuf True"
+    assert set(http_collector.paths) == {f"/v1/traces {protobuf}", f"/v1/metrics {protobuf}"}
+    assert [(line["signal"], line["status"]) for line in lines] == said
+
+
+@pytest.mark.parametrize("variable", ["OTEL_EXPORTER_OTLP_PROTOCOL", "OTEL_EXPORTER_OTLP_METRICS_PROTOCOL"])
+def test_an_unknown_protocol_is_refused_by_name(variable: str) -> None:
+    """C6: in one line, with exit code 2, instead of gRPC to an HTTP port."""
+    environment = {**os.environ, "OTEL_EXPORTER_OTLP_ENDPOINT": "http://127.0.0.1:9", variable: "http/json"}
+    command = [sys.executable, "-m", "router", "--port", "0", "--worker", "127.0.0.1:9"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert f"{variable}=http/json is not served; use grpc or http/protobuf" in done.stderr
+    assert "Traceback" not in done.stderr

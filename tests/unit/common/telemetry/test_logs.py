@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import structlog
 
-from common.telemetry.logs import setup_logging
+from common.telemetry.logs import current_request_id, setup_logging
 from common.telemetry.tracing import Tracing
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
@@ -128,3 +128,23 @@ def test_format_can_be_forced_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> 
     structlog.get_logger().info("x")
 
     assert lines(stream)[0]["event"] == "x"
+
+
+def test_lines_of_a_request_carry_its_id() -> None:
+    """C3: whoever writes a line while a request is in hand need not know it."""
+    stream = io.StringIO()
+    setup_logging(service="router", stream=stream)
+    log = structlog.get_logger()
+    token = current_request_id.set("r1")
+    try:
+        with Tracing().request_span("a/B", METADATA):
+            log.warning("odd", why="x")
+            log.warning("other", request_id="r2")
+    finally:
+        current_request_id.reset(token)
+    log.warning("outside")
+
+    odd, other, outside = lines(stream)
+    assert list(odd) == ["ts", "level", "event", "service", "trace_id", "request_id", "why"]
+    assert (odd["request_id"], other["request_id"]) == ("r1", "r2")
+    assert "request_id" not in outside

@@ -9,11 +9,15 @@ from collections.abc import Iterator
 from dataclasses import fields
 
 import pytest
+from opentelemetry.sdk.metrics import Histogram
 from structlog.testing import capture_logs
 
 from common.limits import TELEMETRY_SHUTDOWN_S
+from common.process.tasks import keep_running
 from common.telemetry import exporter, names
+from common.telemetry.failures import count_failure, failures
 from common.telemetry.metrics import EngineFigures, setup_metrics
+from common.telemetry.output import Output
 from common.telemetry.tracing import setup_tracing
 from tests.otlp_receiver import OtlpReceiver, ReceivedPoint
 
@@ -27,6 +31,7 @@ FIGURES = EngineFigures(
     block_size=16,
     steps=7,
     preemptions=2,
+    nan_rows=1,
     prompt_tokens=1000,
     cached_tokens=640,
     generated_tokens=333,
@@ -42,6 +47,7 @@ EXPECTED = {
     ("gauge", names.ENGINE_KV_BLOCK_SIZE): 16,
     ("sum", names.ENGINE_STEPS): 7,
     ("sum", names.ENGINE_PREEMPTIONS): 2,
+    ("sum", names.ENGINE_NAN_ROWS): 1,
     ("sum", names.ENGINE_PROMPT_TOKENS): 1000,
     ("sum", names.ENGINE_CACHED_TOKENS): 640,
     ("sum", names.ENGINE_GENERATED_TOKENS): 333,
@@ -59,7 +65,11 @@ def receiver(monkeypatch: pytest.MonkeyPatch) -> Iterator[OtlpReceiver]:
 
 
 def newest(receiver: OtlpReceiver) -> dict[tuple[str, str], ReceivedPoint]:
-    return {(point.kind, point.name): point for point in receiver.points if point.name != names.ENGINE_ENDED}
+    return {(point.kind, point.name): point for point in of_engine(receiver) if point.name != names.ENGINE_ENDED}
+
+
+def of_engine(receiver: OtlpReceiver) -> list[ReceivedPoint]:
+    return [point for point in receiver.points if point.name.startswith("fissile.engine.")]
 
 
 def test_every_figure_reaches_the_collector(receiver: OtlpReceiver) -> None:
@@ -84,7 +94,7 @@ def test_the_newest_figures_go_out_and_none_before_there_are_any(receiver: OtlpR
     metrics = setup_metrics("fissile-worker", "w1")
     metrics.observe_engine(lambda: now[0], LABELS)
     time.sleep(0.15)
-    assert receiver.points == []
+    assert of_engine(receiver) == []
     now[0] = EngineFigures(running=1, steps=1)
     receiver.wait_for_metric(names.ENGINE_RUNNING, lambda points: points[-1].value == 1)
     now[0] = EngineFigures(running=0, steps=9)
@@ -92,6 +102,45 @@ def test_the_newest_figures_go_out_and_none_before_there_are_any(receiver: OtlpR
     metrics.shutdown()
     steps = [point.value for point in receiver.wait_for_metric(names.ENGINE_STEPS)]
     assert sorted(set(steps)) == [1, 9] == sorted(set(steps), key=steps.index)
+
+
+def lose_a_line() -> None:
+    with open("/dev/full", "w") as full:
+        output = Output(full)
+        output.put("lost\n")
+        output.drain()
+
+
+async def test_what_observers_and_long_lived_tasks_have_lost_goes_out(receiver: OtlpReceiver) -> None:
+    """X1: nobody is disturbed by it, so it must be seen here."""
+    fails = iter([True, False])
+
+    async def work() -> None:
+        if next(fails):
+            raise RuntimeError
+
+    await keep_running("of a test", work)
+    lose_a_line()
+    count_failure("traces")
+    metrics = setup_metrics("fissile-worker", "w1")
+    receiver.wait_for_metric(names.PROCESS_LOGS_DROPPED, lambda points: points[-1].value >= 1)
+    receiver.wait_for_metric(
+        names.PROCESS_TASKS_FAILED, lambda points: any(p.attributes == {names.TASK: "of a test"} for p in points)
+    )
+    receiver.wait_for_metric(
+        names.PROCESS_TELEMETRY_FAILED, lambda points: any(p.attributes == {names.SIGNAL: "traces"} for p in points)
+    )
+    metrics.shutdown()
+
+
+def test_a_figure_that_can_not_be_recorded_is_counted(receiver: OtlpReceiver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X1: the SDK's own failure is not the request's."""
+    metrics = setup_metrics("fissile-worker", "w1")
+    before = failures().get("metrics", 0)
+    monkeypatch.setattr(Histogram, "record", lambda *_: 1 / 0)
+    metrics.histogram("h", "s", "x", [1.0])(1.0, {})
+    assert failures()["metrics"] == before + 1
+    metrics.shutdown()
 
 
 @pytest.mark.parametrize(

@@ -17,14 +17,15 @@ from opentelemetry.trace import SpanKind, StatusCode
 from common.errors import ApiError, InvalidFieldError, NoWorkerError, WorkerLostError
 from common.sampling_params import SamplingParams
 from common.telemetry import names
+from common.telemetry.failures import failures
 from common.telemetry.logs import current_trace_id
 from common.telemetry.tracing import (
+    DecodeWork,
     RequestSpan,
     SequenceTimes,
     Tracing,
     extract,
     inject,
-    new_traceparent,
     setup_tracing,
     trace_id_of,
 )
@@ -32,6 +33,7 @@ from common.telemetry.tracing import (
 GENERATE = "fissile.v1.InferenceService/Generate"
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 PARENT = f"00-{TRACE_ID}-b7ad6b7169203331-01"
+MANY = ",".join(f"k{i}=v" for i in range(32))
 METADATA = (("traceparent", PARENT), ("tracestate", "vendor=1"), ("trace-bin", b"\x00"))
 
 
@@ -85,10 +87,12 @@ def test_clients_context_is_passed_on_with_tracing_off() -> None:
         span.first_token(0.1)
         assert (span.traceparent, span.tracestate) == (PARENT, "vendor=1")
         assert span.trace_id == TRACE_ID
-        assert span.trailing_metadata() == (("traceresponse", PARENT),)
+        # C11: the client's own span is no answer to it.
+        assert span.trailing_metadata() == ()
         sequence = tracing.sequence_span(span.traceparent, span.tracestate, arrived=1.0)
         sequence.finish(times(1.0), reason="eos", input_tokens=1, output_tokens=1, cached_tokens=0)
-        span.finish(finish_reasons=["stop"])
+        span.usage(output_tokens=1)
+        span.finish(["stop"])
 
     assert tracing.open_spans() == 0
     tracing.shutdown()
@@ -110,14 +114,6 @@ def test_malformed_context_is_dropped(bad: str, recorder: Recorder) -> None:
     assert recorder.one(GENERATE).parent is None
 
 
-def test_minted_traceparent_is_valid() -> None:
-    minted = new_traceparent()
-
-    assert inject(extract([("traceparent", minted)])) == (minted, "")
-    assert trace_id_of(minted) in minted
-    assert minted != new_traceparent()
-
-
 def test_one_trace_across_the_hop(recorder: Recorder) -> None:
     tracing, now = recorder.tracing, time.monotonic()
     with tracing.request_span(GENERATE, METADATA, operation=names.TEXT_COMPLETION, peer="ipv4:127.0.0.1:7") as span:
@@ -129,8 +125,10 @@ def test_one_trace_across_the_hop(recorder: Recorder) -> None:
         assert tracing.open_spans() == 2
         span.first_token(0.25)
         sequence.finish(times(now), reason="eos", input_tokens=5, output_tokens=4, cached_tokens=2)
-        span.finish(finish_reasons=["stop"], input_tokens=5, output_tokens=4, cached_tokens=2, worker_id="w")
+        span.usage(input_tokens=5, output_tokens=4, cached_tokens=2, worker_id="w")
+        span.finish(["stop"])
         assert trace_id_of(span.traceparent) == TRACE_ID
+        assert span.trailing_metadata() == (("traceresponse", span.traceparent),)
         assert span.tracestate == "vendor=1"
     assert tracing.open_spans() == 0
 
@@ -243,14 +241,17 @@ def test_every_end_has_its_status(
 
 def test_the_first_end_counts(recorder: Recorder) -> None:
     with recorder.tracing.request_span(GENERATE) as span:
+        span.usage(output_tokens=3)
         span.fail(WorkerLostError("w", 3))
-        span.finish(output_tokens=9)
+        span.usage(output_tokens=9)
+        span.finish(["stop"])
         span.fail(grpc.StatusCode.CANCELLED)
 
     ended = attributes(recorder.one(GENERATE))
     assert ended["rpc.status_code"] == "ABORTED"
     assert ended["fissile.error.reason"] == "WORKER_LOST"
-    assert names.OUTPUT_TOKENS not in ended
+    assert ended[names.OUTPUT_TOKENS] == 3
+    assert names.RESPONSE_FINISH_REASONS not in ended
 
 
 @pytest.mark.parametrize(
@@ -316,3 +317,49 @@ def test_off_costs_next_to_nothing() -> None:
             span.finish()
     # About 10 us; the bound leaves room for a busy machine.
     assert (time.perf_counter() - start) / rounds < 200e-6
+
+
+@pytest.mark.parametrize(
+    ("client", "sent"),
+    [("", "fissile=chat"), ("k=v,fissile=x,a=b", "fissile=chat,k=v,a=b"), (MANY, f"fissile=chat,{MANY}")],
+)
+def test_a_chat_is_a_chat_on_both_sides_of_the_hop(client: str, sent: str, recorder: Recorder) -> None:
+    """C12: groups by operation are not split; the client's trace state goes on."""
+    metadata = (("traceparent", PARENT), *([("tracestate", client)] if client else []))
+    with recorder.tracing.request_span(GENERATE, metadata, operation=names.CHAT) as span:
+        assert span.tracestate == (sent if len(sent.split(",")) <= 32 else sent.rpartition(",")[0])
+        sequence = recorder.tracing.sequence_span(span.traceparent, span.tracestate, arrived=1.0)
+        sequence.finish(times(1.0), reason="eos", input_tokens=1, output_tokens=1, cached_tokens=0)
+    assert attributes(recorder.one(names.WORKER_SPAN))["gen_ai.operation.name"] == "chat"
+
+
+def test_a_decode_span_says_what_the_engine_did_meanwhile(recorder: Recorder) -> None:
+    """C8: steps, how many sequences shared them, preemptions."""
+    sequence = recorder.tracing.sequence_span(PARENT, arrived=1.0)
+    done = SequenceTimes(1.0, 1.1, 1.2, 1.9, DecodeWork(steps=10, tokens=35, preemptions=2))
+    sequence.finish(done, reason="eos", input_tokens=1, output_tokens=9, cached_tokens=0)
+    assert attributes(recorder.one(names.DECODE_SPAN)) == {
+        "fissile.decode.steps": 10,
+        "fissile.decode.mean_batch": 3.5,
+        "fissile.decode.preemptions": 2,
+    }
+    assert attributes(recorder.one(names.PREFILL_SPAN)) == {}
+
+
+def test_a_tracer_that_fails_disturbs_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X1: neither making a span nor what is said to one raises into the request; each failure is counted."""
+    provider = TracerProvider()
+    tracing = Tracing(provider)
+    span = tracing.request_span(GENERATE, METADATA)
+    before = failures().get("traces", 0)
+    monkeypatch.setattr("opentelemetry.sdk.trace.Span.set_attribute", lambda *_: 1 / 0)
+    monkeypatch.setattr("opentelemetry.sdk.trace.Span.add_event", lambda *_: 1 / 0)
+    with span:
+        span.submitted("w")
+        span.first_token(0.1)
+        span.finish()
+    monkeypatch.setattr("opentelemetry.sdk.trace.Tracer.start_span", lambda *_, **__: 1 / 0)
+    with tracing.request_span(GENERATE, METADATA) as other:
+        assert other.trace_id == TRACE_ID
+    tracing.sequence_span(PARENT, arrived=0.0).fail(grpc.StatusCode.INTERNAL)
+    assert failures()["traces"] >= before + 4

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import threading
 import time
+import tracemalloc
 from typing import Any
 
 import grpc
+import jinja2
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -209,6 +211,8 @@ def test_size_is_bounded() -> None:
     [
         "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}",
         "{% for i in range(99999) %}{% for j in range(99999) %}{{ '' }}{% endfor %}{% endfor %}",
+        "{% set l = [1] * 20000 %}{% for a in l %}{% for b in l %}{% for c in l %}{% endfor %}{% endfor %}{% endfor %}",
+        "{% set l = range(99999) | list %}{% for a in l recursive %}{% for b in l %}{% endfor %}{% endfor %}",
     ],
 )
 def test_time_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,6 +222,54 @@ def test_time_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TemplateInputError, match="longer than"):
         template(source).render([{"role": "user", "content": "x"}])
     assert time.monotonic() - start < 2 * limits.MAX_TEMPLATE_S
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ 9 ** 99999999 }}",
+        "{{ (2 ** 8000) ** 8000 }}",
+        "{{ ('a' * 10**9) | length }}",
+        "{{ (10**9 * [1]) | length }}",
+        "{{ ('%0999999999d' % 1) | length }}",
+        "{{ ('%*d' % (999999999, 1)) | length }}",
+        "{{ '{:>999999999}'.format(1) }}",
+        "{{ '%999999999d' | format(1) }}",
+        "{{ 'a' | center(999999999) }}",
+        "{{ 'a'.ljust(999999999) }}",
+        "{{ ('a' * 9999) | replace('a', 'b' * 9999) }}",
+        "{{ ('a' * 9999).replace('a', 'b' * 9999) }}",
+        "{{ ('a' * 99999).join(['b'] * 99999) }}",
+        "{{ (['b'] * 99999) | join('a' * 99999) }}",
+        "{{ ('a\n' * 99999) | indent(99999) }}",
+        "{{ [[1]] | tojson(indent=999999999) }}",
+        "{% set n = namespace(s='abcdefgh') %}{% for i in range(40) %}{% set n.s = n.s ~ n.s %}{% endfor %}",
+        "{% set n = namespace(s='abcdefgh') %}{% for i in range(40) %}{% set n.s = n.s + n.s %}{% endfor %}",
+        "{% set n = namespace(l=[]) %}{% for i in range(9999) %}{% set n.l = n.l + ['a' * 999999] %}{% endfor %}",
+        "{{ lipsum(n=999999) | length }}",
+    ],
+)
+def test_no_step_of_a_template_takes_much_memory_or_time(source: str) -> None:
+    """M12, X10: gigabytes, or a thread held for good, by one operator, method or filter."""
+    tracemalloc.start()
+    try:
+        with pytest.raises(TemplateInputError):
+            template(source).render([{"role": "user", "content": "x"}])
+        assert tracemalloc.get_traced_memory()[1] < 400 * limits.MIB
+    finally:
+        tracemalloc.stop()
+
+
+def test_bounded_operators_and_filters_give_what_they_did() -> None:
+    source = (
+        "{{ 'a' ~ 1 ~ none ~ [2] }} {{ 2 ** 10 + 7 % 4 * 3 }} {{ 'ab' * 3 }} {{ '%s-%d' % ('x', 5) }} "
+        "{{ [1] + [2] }} {{ 'x y' | replace('x', 'zz') }} {{ ['a', 'b'] | join(', ') }} {{ 'a\nb' | indent(2) }} "
+        "{{ 'a'.center(3) }} {{ {'k': 1} | tojson(indent=1) }} {% for x in [1, 2] %}{{ loop.index }}{{ loop.last }}"
+        "{{ loop.length }}{% else %}none{% endfor %} {{ '{:>4}'.format(7) }} {{ '%s!' | format('hi') }}"
+    )
+    expected = jinja2.Environment().from_string(source.replace("tojson(indent=1)", "string")).render()
+    rendered = template(source.replace("tojson(indent=1)", "string")).render([{"role": "user", "content": "x"}])
+    assert rendered == expected
 
 
 def test_file_wins_over_configuration() -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
+import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import decoders, models
 
 from common.text.tokenizer import Tokenizer
-from tests.unit.common.text.support import KINDS, backend, files
+from tests.unit.common.text.continuations import TOKENIZERS, Continuation, continuation, continuations
+from tests.unit.common.text.support import KINDS, backend
 
-TOKENIZERS = {kind: Tokenizer.from_files(files(kind)) for kind in KINDS}
 ANY_TEXT = st.text(st.characters(exclude_categories=["Cs"]) | st.sampled_from("abc 😀中é\n"), max_size=40)
 
 
@@ -61,10 +63,21 @@ def test_result_does_not_depend_on_the_pieces(kind: str, data: st.DataObject, si
 @settings(max_examples=100)
 @given(st.lists(st.integers(5, TOKENIZERS["sentencepiece"].vocab_size - 1), max_size=30))
 def test_byte_fallback_equals_the_library_outside_of_invalid_bytes(ids: list[int]) -> None:
-    first_byte, space = 5, 5 + 0x20
-    normal = [id for id in ids if not (first_byte + 0x80 <= id < first_byte + 0x100 or id == space)]
+    first_byte = 5
+    normal = [id for id in ids if not first_byte + 0x80 <= id < first_byte + 0x100]
 
     assert TOKENIZERS["sentencepiece"].decode(normal) == backend("sentencepiece").decode(normal)
+
+
+def test_what_tokens_are_measured_behind_is_visible_text() -> None:
+    """tests.md 1.7: a vocabulary whose first ids are a special token and a space: neither shows at the start."""
+    vocabulary = {"<unk>": 0, "▁": 1, "▁a": 2, "b": 3}
+    library = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
+    library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    library.add_special_tokens(["<unk>"])
+    tokenizer = Tokenizer.from_files({"tokenizer.json": library.to_str().encode(), "tokenizer_config.json": b"{}"})
+    for ids in ([2, 2], [3, 2, 2], [1, 2], [3, 1, 3], [2, 1, 1, 3]):
+        assert "".join(streamed(tokenizer, [[id] for id in ids])) == library.decode(ids)
 
 
 def test_invalid_byte_tokens_cost_only_themselves() -> None:
@@ -102,3 +115,45 @@ def test_endless_garbage_is_not_held_back() -> None:
     stream = tokenizer.decode_stream()
 
     assert [stream.push([continuation]) for _ in range(3)] == ["\ufffd"] * 3
+
+
+@settings(max_examples=300)
+@given(asked=continuations())
+def test_a_text_behind_a_prompt_is_what_it_adds_to_it(asked: Continuation) -> None:
+    """M4: by the library's decoder, for any prompt, answer and framing; without the prompt's halves of characters."""
+    stream = asked.tokenizer.decode_stream(behind=asked.prompt)
+
+    text = "".join(map(stream.push, asked.runs)) + stream.flush()
+
+    assert text == continuation(asked.kind, asked.prompt, asked.answer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_prompt_and_its_continuation_read_as_one_text(kind: str) -> None:
+    """M4: the space before a continuation's first word was lost."""
+    tokenizer = TOKENIZERS[kind]
+    ids = tokenizer.encode("the cat sat on the mat")
+    for cut in range(2, len(ids)):
+        stream = tokenizer.decode_stream(behind=ids[:cut])
+        assert tokenizer.decode(ids[:cut]) + stream.push(ids[cut:]) == "the cat sat on the mat"
+
+
+@pytest.mark.parametrize("kind", ["sentencepiece", "sentencepiece_legacy", "unigram"])
+def test_nothing_but_special_tokens_before_a_text_makes_it_a_beginning(kind: str) -> None:
+    """M4: neither those nor ids without a token are text; the space before a beginning is not text either."""
+    tokenizer = TOKENIZERS[kind]
+    special, unknown = min(tokenizer.special_ids), tokenizer.vocab_size
+    ids = tokenizer.encode("cat")
+    before: tuple[list[int], ...] = ([], [special], [special, unknown], [*tokenizer.encode("a"), *[special] * 5])
+    for behind in before:
+        assert tokenizer.decode_stream(behind=behind).push(ids) == "cat"
+    assert tokenizer.decode_stream(behind=[*tokenizer.encode("a"), *[special] * 4]).push(ids) == " cat"
+
+
+def test_a_character_that_the_prompt_began_stays_the_prompts() -> None:
+    """M4: a byte-level answer's text is that of its own bytes, whatever the prompt is."""
+    tokenizer = TOKENIZERS["byte_level"]
+    ids = tokenizer.encode("😀")
+    stream = tokenizer.decode_stream(behind=ids[:1])
+
+    assert stream.push(ids[1:]) + stream.flush() == tokenizer.decode(ids[1:])

@@ -8,29 +8,26 @@ from ctypes import CDLL
 import pytest
 
 from kernels.cpu import library
+from tests.native import native_library, select_or_skip
 
 
 @pytest.fixture(scope="session")
 def native() -> CDLL:
     """The library, built by `make setup`; machines without a C++ compiler have none."""
-    try:
-        return library.load()
-    except library.LibraryUnavailableError as error:
-        pytest.skip(str(error))
+    return native_library()
 
 
 # Instruction sets whose kernels are all their own; those whose attention is by pairs of bfloat16 or by tiles of them,
 # the rest another's.
 WHOLE = ["plain", "avx2", "avx2x16", "avx512"]
 PAIRED = ["avx512bf16", "amx"]
+# Ways of attention where one set of vectors is enough.
+SOME = ["avx2", *PAIRED]
 
 
 def selected(native: CDLL, name: str) -> Iterator[CDLL]:
     """The library with an instruction set that this machine can run; afterwards the base set serves, by one thread."""
-    try:
-        library.select(native, name)
-    except library.LibraryUnavailableError as error:
-        pytest.skip(str(error))
+    select_or_skip(native, name)
     yield native
     native.fissile_set_threads(1)
     library.select(native)
@@ -57,7 +54,7 @@ def each_attention(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDL
     yield from selected(native, real_or_emulated(native, request.param))
 
 
-@pytest.fixture(params=["avx2", *PAIRED])
+@pytest.fixture(params=SOME)
 def some_attention(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDLL]:
     """The same where one set of vectors is enough."""
     yield from selected(native, real_or_emulated(native, request.param))

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from ctypes import CDLL
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +16,10 @@ import torch
 
 from kernels.cpu import attention, library
 from kernels.interface import KVSpec
-from kernels.paged_attention import PagedKVCache
+from kernels.torch_backend.attention import PagedKVCache
+from tests.covering import covering
+from tests.native import select_or_skip
+from tests.unit.kernels.cpu.conftest import SOME
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks, stored
 
 LENGTH, BLOCK = 1300, 16
@@ -69,18 +77,16 @@ def test_against_float64(
         torch.testing.assert_close(out[part].double(), exact, rtol=tolerance, atol=tolerance)
 
 
-@pytest.mark.parametrize(("dtype", "kv_dtype"), CACHES, ids=str)
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 2, 64), (3, 1, 24), (2, 2, 16)])
-@pytest.mark.parametrize("window", [None, 1, 65])
+@pytest.mark.parametrize(
+    ("some_attention", "dtypes", "shape", "window"),
+    covering(SOME, CACHES, [(4, 2, 64), (3, 1, 24), (2, 2, 16)], [None, 1, 65]),
+    indirect=["some_attention"],
+    ids=str,
+)
 def test_chunks_batches_and_threads_do_not_change_bits(
-    some_attention: CDLL,
-    dtype: torch.dtype,
-    kv_dtype: torch.dtype,
-    heads: int,
-    kv_heads: int,
-    dim: int,
-    window: int | None,
+    some_attention: CDLL, dtypes: tuple[torch.dtype, torch.dtype], shape: tuple[int, int, int], window: int | None
 ) -> None:
+    (dtype, kv_dtype), (heads, kv_heads, dim) = dtypes, shape
     cache, (blocks, others) = filled(some_attention, kv_heads, dim, dtype, kv_dtype)
     q, sinks = torch.randn(LENGTH, heads, dim).to(dtype), torch.randn(heads)
     whole = attend(some_attention, cache, q, [Rows(0, LENGTH, blocks)], window, sinks)
@@ -196,9 +202,7 @@ def test_the_processors_pairs_are_the_emulated_ones(
     """To the bit, decodes and longer parts alike."""
     outs = []
     for name in (f"{processors}_emulated", processors):
-        if library.abilities(native).get(name, library.Ability.ABSENT) == library.Ability.ABSENT:
-            pytest.skip(f"this machine can not run {name} kernels")
-        library.select(native, name)
+        select_or_skip(native, name)
         cache, (blocks, others) = filled(native, kv_heads, dim, torch.bfloat16)
         q = torch.randn(140, heads, dim, generator=torch.Generator().manual_seed(1)).bfloat16()
         rows = [Rows(LENGTH - 64, LENGTH, blocks), Rows(74, 75, others), Rows(0, 75, others)]
@@ -261,6 +265,82 @@ def test_metadata_that_would_be_misread_is_refused(name: str) -> None:
     setattr(step, name, kept.astype(np.int32))
     with pytest.raises(ValueError, match="int64 expected, not int32"):
         attention.StepArrays(step)
-    setattr(step, name, np.repeat(kept, 2, axis=0)[::2])
-    with pytest.raises(ValueError, match="contiguous"):
+    # Rows of tables may lie apart, as in a table that is wider; what is in a row may not.
+    apart = np.repeat(kept, 2, axis=-1)[..., ::2]
+    setattr(step, name, apart)
+    with pytest.raises(ValueError, match=r"contiguous|with strides"):
         attention.StepArrays(step)
+
+
+def repeated(native: CDLL, kv_heads: int, dim: int) -> PagedKVCache:
+    """A cache of one block, which stands for any number of others."""
+    cache = PagedKVCache.allocate(KVSpec(kv_heads, dim), 1, 1, 64, torch.bfloat16)
+    k, v = (torch.randn(64, kv_heads, dim, generator=torch.Generator().manual_seed(1)).bfloat16() for _ in range(2))
+    attention.write_kv(native, cache, 0, k, v, attention.StepArrays(metadata([Rows(0, 64, [0])], 64)))
+    return cache
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def check_a_long_sequence_beside_short_ones() -> None:
+    """Attends to one long and 29 short sequences by 64 threads; their bits, and the memory that it takes."""
+    threads = library.load()
+    library.select(threads)
+    cache = repeated(threads, 8, 128)
+    lengths = [65_536, *[10] * 29]
+    rows = [Rows(length - 1, length, [0] * -(-length // 64)) for length in lengths]
+    q = torch.randn(len(rows), 32, 128, generator=torch.Generator().manual_seed(2)).bfloat16()
+    threads.fissile_set_threads(1)
+    expected = attend(threads, cache, q, rows, block=64)
+    threads.fissile_set_threads(64)
+
+    def call() -> tuple[torch.Tensor, int]:
+        before = resident_bytes()
+        return attend(threads, cache, q, rows, block=64), resident_bytes() - before
+
+    # The memory is the calling thread's own: a new one begins without any.
+    with ThreadPoolExecutor(1) as pool:
+        found, grown = pool.submit(call).result()
+    assert torch.equal(found, expected)
+    assert grown < 100 << 20, f"{grown >> 20} MiB"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
+@pytest.mark.usefixtures("native")
+def test_a_long_sequence_beside_short_ones_takes_little_memory() -> None:
+    """W1: each tile had as many states as the longest one needs, of as many rows as a full one has: 797 MB, kept.
+
+    In a process of its own: 64 helpers stay as long as their process, and each call of any later test wakes them.
+    """
+    check = "check_a_long_sequence_beside_short_ones"
+    done = subprocess.run(
+        [sys.executable, "-c", f"from {__name__} import {check}; {check}()"],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks Linux what is in memory")
+def test_more_splits_than_find_room_come_in_waves(threads: CDLL) -> None:
+    """W1: bounded, and with the same bits; here 70 MB of states, of which 64 MB are kept at most."""
+    cache = repeated(threads, 8, 256)
+    end = 90_000
+    rows = [Rows(end - 48, end, [0] * -(-end // 64)), Rows(9, 10, [0])]
+    q = torch.randn(49, 8, 256, generator=torch.Generator().manual_seed(2)).bfloat16()
+    threads.fissile_set_threads(1)
+    expected = attend(threads, cache, q, rows, block=64)
+    threads.fissile_set_threads(5)
+
+    def call() -> tuple[torch.Tensor, int]:
+        before = resident_bytes()
+        return attend(threads, cache, q, rows, block=64), resident_bytes() - before
+
+    with ThreadPoolExecutor(1) as pool:
+        found, grown = pool.submit(call).result()
+    assert torch.equal(found, expected)
+    assert grown < 80 << 20, f"{grown >> 20} MiB"

@@ -12,9 +12,9 @@ from kernels.cpu import build, library
 from kernels.select import select_backend
 from tests.checkpoints import make_checkpoint
 from tests.unit.kernels.test_batch_invariance import torch_threads
-from worker.model_config import ModelConfig
-from worker.model_runner import ModelRunner
-from worker.numerics import numerics_digest
+from worker.config.model_config import ModelConfig
+from worker.model.model_runner import ModelRunner
+from worker.model.numerics import numerics_digest
 
 
 def digest(folder: Path, kernels: str, threads: int, dtype: str = "float32") -> str:

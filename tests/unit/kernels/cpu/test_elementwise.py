@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kernels.cpu import elementwise
-from kernels.torch_backend import TorchBackend
+from kernels.torch_backend.backend import TorchBackend
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 UNIT = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}

@@ -16,15 +16,16 @@ from common.config import Config
 from kernels.cpu import instruction_sets, library
 from kernels.cpu.backend import CpuBackend
 from kernels.interface import AttentionMetaData, Decoder, DecoderLayer, KVSpec
-from kernels.paged_attention import PagedKVCache
+from kernels.torch_backend.attention import PagedKVCache
 from tests.checkpoints import make_checkpoint
+from tests.native import select_or_skip
 from tests.unit.kernels.steps import Rows, metadata, scattered_blocks
-from worker import model_runner
-from worker.batch import ScheduledBatch
-from worker.distributed import PeerLostError
-from worker.model_config import ModelConfig
-from worker.model_runner import ModelRunner
-from worker.sequence import Sequence
+from worker.config.model_config import ModelConfig
+from worker.engine.batch import ScheduledBatch
+from worker.engine.sequence import Sequence
+from worker.model import model_runner
+from worker.model.model_runner import ModelRunner
+from worker.ranks.collectives import PeerLostError
 
 BLOCK, LAYERS = 16, 2
 # One is longer than the rows that pass the feed-forward network at a time.
@@ -194,10 +195,9 @@ def test_rows_that_are_wanted_have_the_bits_of_all_rows(
 
 @pytest.mark.parametrize("instruction_set", ["amx_emulated", "avx512bf16_emulated"])
 def test_also_by_instructions_for_bfloat16(threads: CDLL, instruction_set: str) -> None:
+    select_or_skip(threads, instruction_set)
     try:
         check(KINDS["whole tiles"], torch.bfloat16, torch.bfloat16, 2, instruction_set=instruction_set)
-    except library.LibraryUnavailableError as error:
-        pytest.skip(str(error))
     finally:
         library.select(threads)
 

@@ -17,6 +17,7 @@ from kernels.cpu import build, instruction_sets, library, linear, self_check
 from kernels.cpu.backend import CpuBackend
 from kernels.cpu.library import Ability
 from kernels.select import select_backend
+from tests.native import select_or_skip
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +71,8 @@ class Machine:
 
 
 def machine(native: CDLL, spoiled: tuple[str, int] | None = None, **names: Ability) -> CDLL:
-    if library.abilities(native).get("avx2x16") != Ability.TESTED:
-        pytest.skip("the stand-in for better instruction sets needs AVX2")
+    select_or_skip(native, "avx2x16")
+    library.select(native)
     return cast(CDLL, Machine(native, {**names, "avx2": Ability.USABLE, "plain": Ability.USABLE}, spoiled))
 
 
@@ -108,7 +109,7 @@ SPOILED = [
     ("fissile_write_kv", -2, "attention"),
     ("fissile_write_kv", -1, "attention"),
     ("fissile_attention", -1, "attention"),
-    ("fissile_sample", -1, "sample"),
+    ("fissile_sample", -7, "sample"),
 ]
 
 

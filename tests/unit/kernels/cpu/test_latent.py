@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from kernels import experts
 from kernels.cpu import attention, routing
 from kernels.interface import AttentionMetaData, IndexSpec, KVSpec, Routing
-from kernels.paged_attention import PagedKVCache
+from kernels.torch_backend import moe
+from kernels.torch_backend.attention import PagedKVCache
+from tests.covering import covering
+from tests.unit.kernels.cpu.conftest import SOME
 from tests.unit.kernels.steps import Rows, metadata, reference_attention, scattered_blocks
 
 LENGTHS, BLOCK = [700, 40], 16
-NARROW = pytest.mark.parametrize(
-    ("dtype", "kv_dtype"),
-    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)],
-    ids=str,
-)
+DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float8_e4m3fn)]
+NARROW = pytest.mark.parametrize(("dtype", "kv_dtype"), DTYPES, ids=str)
 
 
 @dataclass
@@ -97,11 +96,16 @@ def test_against_float64(
         torch.testing.assert_close(out[p - 600].double(), exact, rtol=tolerance, atol=tolerance)
 
 
-@NARROW
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(
+    ("some_attention", "dtypes", "sparse"),
+    covering(SOME, DTYPES, [False, True]),
+    indirect=["some_attention"],
+    ids=str,
+)
 def test_chunks_batches_and_threads_do_not_change_bits(
-    some_attention: CDLL, dtype: torch.dtype, kv_dtype: torch.dtype, sparse: bool
+    some_attention: CDLL, dtypes: tuple[torch.dtype, torch.dtype], sparse: bool
 ) -> None:
+    dtype, kv_dtype = dtypes
     made = Latent(some_attention, dtype, kv_dtype, 6, 80, 48)
     whole = made.attend([(0, 0, 700)], sparse)
     for count in (1, 3):
@@ -114,8 +118,12 @@ def test_chunks_batches_and_threads_do_not_change_bits(
         assert torch.equal(mixed[:37], made.attend([(1, 3, 40)], sparse))
 
 
-@pytest.mark.parametrize("heads", [16, 40, 130])
-@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize(
+    ("some_attention", "heads", "sparse"),
+    covering(SOME, [16, 40, 130], [False, True]),
+    indirect=["some_attention"],
+    ids=str,
+)
 def test_a_row_of_many_heads_is_the_same_alone(some_attention: CDLL, heads: int, sparse: bool) -> None:
     made = Latent(some_attention, torch.bfloat16, torch.bfloat16, heads, 96, 64)
     whole = made.attend([(0, 600, 700)], sparse)
@@ -160,7 +168,7 @@ def test_route_is_as_pytorchs(each_isa: CDLL, scoring: Any, num_experts: int, gr
     made = Routing(6, scoring, True, groups, max(1, groups // 2), 2.5)
     for correction_bias in (None, bias):
         ids, weights = routing.route(each_isa, logits, made, correction_bias)
-        expected_ids, expected = experts.route(logits, made, correction_bias)
+        expected_ids, expected = moe.route(logits, made, correction_bias)
         assert torch.equal(ids, expected_ids)
         torch.testing.assert_close(weights, expected, rtol=1e-5, atol=1e-6)
 

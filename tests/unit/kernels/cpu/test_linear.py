@@ -5,12 +5,13 @@ from __future__ import annotations
 from ctypes import CDLL
 from functools import partial
 
-import numpy as np
 import pytest
 import torch
 
+from kernels import sampling
 from kernels.cpu import linear
-from kernels.torch_backend import TorchBackend
+from kernels.torch_backend.backend import TorchBackend
+from tests.native import select_or_skip
 
 # (N, K) on both sides of panels (16), blocks of k (128), tasks (64 columns) and vectors.
 SHAPES = [(512, 256), (384, 64), (33, 24), (1000, 257), (64, 1300), (1, 1), (17, 129)]
@@ -124,10 +125,7 @@ def test_vectors_of_8_and_16_give_the_same_bits(native: CDLL, dtype: torch.dtype
     weight, bias, x = drawn(100, 300, 20, dtype)
     outs = []
     for name in ("avx2", "avx2x16"):
-        try:
-            library.select(native, name)
-        except library.LibraryUnavailableError as error:
-            pytest.skip(str(error))
+        select_or_skip(native, name)
         outs.append(linear.linear(native, x, linear.pack(native, weight, bias, dtype, packed_dtype)))
     library.select(native)
     assert torch.equal(outs[0], outs[1])
@@ -205,7 +203,7 @@ def test_argmax_is_that_of_the_product(each_isa: CDLL, dtype: torch.dtype, colum
     x[3], x[4, 2], x[5] = torch.nan, torch.inf, 0.0
     whole = linear.linear(each_isa, x, packed).float().numpy()
     for limit in (1, 16, 513, columns, columns + 9):
-        expected = np.where(np.isnan(whole), -np.inf, whole)[:, :limit].argmax(axis=1)
+        expected = sampling.greedy(whole[:, :limit])
         assert linear.argmax(each_isa, x, packed, limit).tolist() == expected.tolist()
 
 

@@ -13,6 +13,7 @@ import torch
 
 from kernels.cpu import elementwise, experts, library, linear
 from kernels.interface import ExpertWeights
+from tests.native import select_or_skip
 
 BF16 = torch.bfloat16
 # (N, K): whole and broken panels (16), tasks (4 and 8 panels), steps of 32 k, more than the 512 that are done at once.
@@ -26,10 +27,7 @@ COUNTS = [1, 2, 3, 4, 5, 6, 7, 12, 13, 15, 16, 17, 24, 25, 31, 32, 33, 48, 65, 7
 
 @pytest.fixture(params=["amx_emulated", "avx512bf16_emulated", "amx", "avx512bf16"])
 def variant(native: CDLL, request: pytest.FixtureRequest) -> Iterator[CDLL]:
-    try:
-        library.select(native, request.param)
-    except library.LibraryUnavailableError as error:
-        pytest.skip(str(error))
+    select_or_skip(native, request.param)
     yield native
     library.select(native)
 
@@ -199,9 +197,7 @@ def test_the_processors_instructions_are_the_emulated_ones(native: CDLL, name: s
     x[:, ::5] *= 1e-38
     outs = []
     for isa in (f"{name}_emulated", name):
-        if library.abilities(native).get(isa, library.Ability.ABSENT) < library.Ability.TESTED:
-            pytest.skip(f"this machine can not run {isa} kernels")
-        library.select(native, isa)
+        select_or_skip(native, isa)
         packed = linear.pack(native, weight, None, BF16, packed_dtype)
         outs.append([linear.linear(native, x[:rows], packed) for rows in (1, 2, 3, 4, 6, 8, 29)])
         library.select(native)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from ctypes import CDLL
 from dataclasses import replace
+from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -13,7 +15,8 @@ from hypothesis import strategies as st
 from common.sampling_params import float32
 from kernels import sampling as reference
 from kernels.cpu import sampling
-from kernels.interface import MaskedIds, Penalties, SampleParams
+from kernels.interface import MaskedIds, SampleParams
+from kernels.penalties import Penalties, SeenIds
 from tests.unit.kernels.test_sampling import LOGITS, ROWS, Row, reference_sample
 
 
@@ -122,22 +125,80 @@ def test_overflowed_and_masked_rows(native: CDLL, row: Row) -> None:
         check(native, logits, [replace(row, seed=seed) for seed in range(6)])
 
 
-def test_a_temperature_that_overflows_is_left_to_numpy(native: CDLL) -> None:
+def test_a_temperature_that_overflows(native: CDLL) -> None:
     logits = np.random.default_rng(3).normal(0, 100, (9, 30)).astype(np.float32)
     rows = [Row(temperature=float32(t)) for t in (1e-44, 1.0, 1e-38, 0.5, 1e-40, 2.0, 1e-44, 1e-30, 0.0)]
     with np.errstate(all="ignore"):
         check(native, logits, rows)
 
 
-def test_penalties_and_masks_come_first(native: CDLL) -> None:
+def greedy_params(rows: int, penalties: Penalties | None = None, masked: MaskedIds | None = None) -> SampleParams:
+    """Of rows whose tokens say what their logits have become."""
+    zeros, ones = np.zeros(rows, np.float32), np.ones(rows, np.float32)
+    return SampleParams(zeros, np.zeros(rows, np.int64), ones, zeros, masked, penalties)
+
+
+def draw_seen(rng: np.random.Generator, vocab: int, output: int) -> SeenIds:
+    """A prompt of up to 40 ids and an output."""
+    return SeenIds(np.unique(rng.integers(0, vocab, 40)), rng.integers(0, vocab, output).tolist())
+
+
+def sampled_both(library: CDLL, logits: np.ndarray, params: SampleParams) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """Tokens and the logits with what was written into them: of the library, and of numpy."""
+    counters = np.arange(len(logits), dtype=np.uint64), *np.zeros((2, len(logits)), np.int64)
+    with np.errstate(all="ignore"):
+        both = [[one(written, params, *counters), written] for one, written in (
+            (partial(sampling.sample, library), logits.copy(order="K")), (reference.sample, logits.copy()),
+        )]  # fmt: skip
+    return both[0], both[1]
+
+
+def same_bits(found: np.ndarray, expected: np.ndarray) -> bool:
+    """True if all numbers are the same; a zero's sign and a NaN's bits do not count."""
+    return np.array_equal(found + np.float32(0), expected + np.float32(0), equal_nan=True)
+
+
+@pytest.mark.parametrize("vocab", [7, 64, 1000, 5003])
+def test_penalties_are_those_of_numpy_on_every_instruction_set(each_isa: CDLL, vocab: int) -> None:
+    """W5: penalties are written by vectors, to the bit what numpy writes, for any number of ids."""
+    rng = np.random.default_rng(vocab)
+    logits = (rng.normal(0, 4, (40, vocab)) * rng.choice([0.0, 1.0, 1e-30, 1e30], (40, vocab))).astype(np.float32)
+    logits.ravel()[rng.integers(0, logits.size, 30)] = rng.choice([np.inf, -np.inf, np.nan, -0.0], 30)
+    rows = rng.permutation(40)[:33]
+    seen = [draw_seen(rng, vocab, size) for size in (0, 1, *rng.integers(0, 3 * vocab, 31))]
+    given = ((1, 1.1, 0.5, 1e-44), (0, 0.3, -2), (0, 0.7, -2))
+    repetition, presence, frequency = (rng.choice(values, 33).astype(np.float32) for values in given)
+    penalties = Penalties(rows, seen, repetition, presence, frequency)
+    found, expected = sampled_both(each_isa, logits, greedy_params(40, penalties))
+    assert found[0].tolist() == expected[0].tolist()
+    assert same_bits(found[1], expected[1])
+    assert not same_bits(found[1], logits)
+
+
+def test_penalties_and_masks_are_those_of_numpy(threads: CDLL) -> None:
+    """In any memory, by any number of threads, and drawn too; masked ids stay masked."""
+    rng = np.random.default_rng(3)
+    logits = rng.normal(0, 1, (5, 30)).astype(np.float32)
+    logits[0, 3], logits[1, 7], logits[2, 9] = np.inf, np.nan, -np.inf
+    seen = [draw_seen(rng, 30, size) for size in (40, 0, 3, 9)]
+    columns = [np.array(one, np.float32) for one in ((1.7, 0.5, 1.0, 1e-44), (0.4, 0, -2, 0.1), (0.2, -0.3, 0, 1.9))]
+    masked = MaskedIds(np.array([4, 4, 0]), np.array([int(seen[0].ids[0]), 29, 5]))
+    greedy = greedy_params(5, Penalties(np.array([4, 0, 1, 2]), seen, columns[0], columns[1], columns[2]), masked)
+    drawn = replace(greedy, temperature=np.ones(5, np.float32))
+    views = (logits, np.asfortranarray(logits), np.hstack((logits, logits))[:, :30])
+    for count, view, params in product((1, 3), views, (greedy, drawn)):
+        threads.fissile_set_threads(count)
+        found, expected = sampled_both(threads, view, params)
+        assert found[0].tolist() == expected[0].tolist()
+        assert same_bits(found[1], expected[1])
+
+
+def test_masks_come_first(native: CDLL) -> None:
     rng = np.random.default_rng(3)
     logits = rng.normal(0, 1, (4, 30)).astype(np.float32)
-    one, params = np.ones(4, np.float32), arguments([Row(temperature=0.0), Row(), Row(top_k=4), Row(top_p=0.5)])
-    penalties = Penalties(
-        np.arange(4), logits.argmax(1), one, one * np.float32(1.7), one * np.float32(0.4), one * np.float32(0.2)
-    )
+    params = arguments([Row(temperature=0.0), Row(), Row(top_k=4), Row(top_p=0.5)])
     masked = MaskedIds(np.repeat(np.arange(4), 10), np.tile(np.arange(10), 4))
-    steered = (replace(params[0], penalties=penalties, masked=masked), *params[1:])
+    steered = (replace(params[0], masked=masked), *params[1:])
     ids = sampling.sample(native, logits.copy(), *steered)
     assert ids.tolist() == reference.sample(logits.copy(), *steered).tolist()
     assert (ids >= 10).all()

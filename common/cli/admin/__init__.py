@@ -1,0 +1,1 @@
+"""Commands of operators: workers, cordon, drain, flush, routing, reload."""

@@ -1,0 +1,144 @@
+"""`fissile routing` and `fissile reload`: how a running router admits and places requests, and a change of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import click
+from fissile.admin.v1 import admin_pb2 as apb
+from google.protobuf.field_mask_pb2 import FieldMask
+
+from common.cli.admin.connection import Admin, admin_options
+from common.cli.core import output
+from common.cli.core.errors import CommandError
+from common.cli.core.options import json_option, option, seconds
+
+
+def _milliseconds(text: str) -> int:
+    return round(1000 * seconds(text))
+
+
+def _by_tenant(number: Callable[[str], float]) -> Callable[[str], dict[str, float]]:
+    """Reads `TENANT=NUMBER,...`, where a number alone is for each of the others; an empty text is none."""
+
+    def read(text: str) -> dict[str, float]:
+        entries = (entry.rpartition("=") for entry in text.split(",") if entry)
+        return {tenant: number(value) for tenant, _, value in entries}
+
+    return read
+
+
+def _classes_by_tenant(text: str) -> dict[str, str]:
+    """Reads `TENANT=PRIORITY,...`, where a priority alone is for each of the others; an empty text is none."""
+    entries = (entry.rpartition("=") for entry in text.split(",") if entry)
+    return {tenant: name for tenant, _, name in entries}
+
+
+# Option -> field of Routing, how its text is read, and a form of it.
+_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "placement": ("placement", str, "least_loaded"),
+    "delay-factor": ("delay_factor", float, "0.5"),
+    "max-hold": ("max_hold_ms", _milliseconds, "100ms"),
+    "queue-size": ("queue_size", int, "1000"),
+    "tenant-weight": ("tenant_weight", _by_tenant(float), "gold=4,trial=0.5"),
+    "tenant-concurrency": ("tenant_concurrency", _by_tenant(int), "32,trial=2"),
+    "tenant-max-priority": ("tenant_max_priority", _classes_by_tenant, "normal,gold=high"),
+}
+
+
+def changes(texts: tuple[str, ...]) -> apb.SetRoutingRequest:
+    """The request for changes that are written `NAME=VALUE`, by the names of the router's options.
+
+    Raises:
+        CommandError: one of them is none.
+    """
+    request = apb.SetRoutingRequest(update_mask=FieldMask())
+    for text in texts:
+        name, equals, value = text.partition("=")
+        if name not in _OPTIONS or not equals:
+            raise CommandError(f"{text!r} is no change; use NAME=VALUE with one of {', '.join(_OPTIONS)}")
+        field, read, example = _OPTIONS[name]
+        try:
+            request.routing.MergeFrom(apb.Routing(**{field: read(value)}))
+        except (ValueError, TypeError):
+            raise CommandError(f"{value!r} is no value for {name}; for example {name}={example}") from None
+        request.update_mask.paths.append(field)
+    return request
+
+
+def as_table(routing: apb.Routing, version: int) -> str:
+    """The routing by the names of the router's options, and its version."""
+    rows = [
+        ("placement", routing.placement),
+        ("delay-factor", f"{routing.delay_factor:g}"),
+        ("max-hold", f"{routing.max_hold_ms}ms"),
+        ("queue-size", str(routing.queue_size)),
+        ("tenant-weight", _entries(dict(routing.tenant_weight))),
+        ("tenant-concurrency", _entries(dict(routing.tenant_concurrency))),
+        ("tenant-max-priority", _entries(dict(routing.tenant_max_priority))),
+        ("version", str(version)),
+    ]
+    return output.aligned(rows)
+
+
+def _entries(by_tenant: Mapping[str, float | str]) -> str:
+    texts = {tenant: value if isinstance(value, str) else f"{value:g}" for tenant, value in by_tenant.items()}
+    shown = (f"{tenant}={text}" if tenant else text for tenant, text in sorted(texts.items()))
+    return ",".join(shown) or "-"
+
+
+@click.command()
+@click.argument("changed", nargs=-1, metavar="[NAME=VALUE]...")
+@option(
+    "--if-version", envvar="FISSILE_IF_VERSION", default=0, type=click.IntRange(0), metavar="N",
+    help="Change it only if it still has this version; 0 does not ask.",
+)  # fmt: skip
+@admin_options
+@json_option
+def routing(changed: tuple[str, ...], if_version: int, admin: Admin, as_json: bool) -> None:
+    """Show how a running router admits and places requests; with NAME=VALUE, change it first.
+
+    Names and values are those of `fissile router`, without dashes:
+
+    \b
+      fissile routing placement=least_loaded delay-factor=0.5 max-hold=100ms
+      fissile routing tenant-weight=gold=4,trial=0.5 tenant-concurrency=32,trial=2
+      fissile routing tenant-max-priority=normal,gold=high
+
+    All changes of one command are made together, or none of them. They last until the router ends or reads its
+    configuration again (`fissile reload`, SIGHUP). The version counts all changes since the router's start.
+    """
+    shown: apb.SetRoutingResponse | apb.GetRoutingResponse
+    if changed:
+        request = changes(changed)
+        request.if_version = if_version
+        shown = admin.ask(lambda stub: stub.SetRouting, request)
+    else:
+        shown = admin.ask(lambda stub: stub.GetRouting, apb.GetRoutingRequest())
+    if as_json:
+        click.echo(json.dumps(output.as_fields(shown), ensure_ascii=False))
+    else:
+        click.echo(as_table(shown.routing, shown.version))
+
+
+@click.command()
+@admin_options
+@json_option
+def reload(admin: Admin, as_json: bool) -> None:
+    """Let a running router read its configuration again, as SIGHUP does: all of it comes into force, or nothing.
+
+    What may change while it runs: worker, placement, delay-factor, max-hold, queue-size, tenant-weight,
+    tenant-concurrency, tenant-max-priority and log-level. Other options that have changed are named; they need a
+    restart. So are those that `fissile routing` had set and that the configuration sets to something else now.
+    """
+    done = admin.ask(lambda stub: stub.Reload, apb.ReloadRequest())
+    if as_json:
+        click.echo(json.dumps(output.as_fields(done), ensure_ascii=False))
+        return
+    click.echo(f"version {done.version}; changed: {', '.join(done.changed) or 'nothing'}")
+    if done.undone:
+        click.echo(f"undone, because `fissile routing` had set it: {', '.join(done.undone)}", err=True)
+    if done.needs_restart:
+        click.echo(f"needs a restart of the router: {', '.join(done.needs_restart)}", err=True)

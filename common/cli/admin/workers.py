@@ -1,0 +1,136 @@
+"""`fissile workers`: the workers of a running router, their state and load, once or again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import sys
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import click
+import grpc
+from fissile.admin.v1 import admin_pb2 as apb
+
+from common.cli.admin.connection import Admin, admin_options
+from common.cli.core import output
+from common.cli.core.errors import CommandError
+from common.cli.core.options import Duration, json_option, option
+from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS
+
+if TYPE_CHECKING:
+    from fissile.admin.v1.admin_pb2_grpc import AdminServiceAsyncStub
+
+_HEADINGS = ("WORKER", "ADDRESS", "MODEL", "STATE", "RUNNING", "QUEUED", "DECODING", "WAITING", "TOKENS", "TOKENS/S")
+_SILENT_MS = 1000 * MISSED_HEARTBEATS * HEARTBEAT_S
+# Clears a terminal and its memory of what was there, and goes to its first line.
+_CLEAR = "\x1b[H\x1b[2J\x1b[3J"
+
+
+def as_table(workers: Sequence[apb.Worker]) -> str:
+    """The workers as aligned columns with headings.
+
+    Raises:
+        CommandError: there are none (exit code 3).
+    """
+    if not workers:
+        raise CommandError("the router has no worker", 3)
+    return "\n".join([output.aligned([_HEADINGS, *map(_row, workers)]), *map(_trouble, filter(_in_trouble, workers))])
+
+
+def load_as_text(load: apb.WatchLoadResponse) -> str:
+    """The workers, and what waits in the router, as lines."""
+    queues = ", ".join(
+        f"{queue.priority} {queue.waiting}" + (f" (oldest {queue.oldest_age_ms} ms)" if queue.waiting else "")
+        for queue in load.queues
+    )
+    table = as_table(load.workers) if load.workers else "no workers"
+    return f"{table}\n{load.in_flight} requests in flight; waiting in the router: {queues}"
+
+
+def _row(worker: apb.Worker) -> tuple[str, ...]:
+    numbers = (worker.running, worker.queued, worker.decoding_seqs, worker.waiting_seqs, worker.outstanding_tokens)
+    speed = f"{worker.prefill_rate:.0f}" if worker.prefill_rate else "-"
+    return (worker.worker_id or "-", worker.address, worker.model or "-", _state(worker), *map(str, numbers), speed)
+
+
+def _state(worker: apb.Worker) -> str:
+    if worker.state == apb.WORKER_STATE_SERVING and worker.report_age_ms > _SILENT_MS:
+        return "silent"
+    return apb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
+
+
+def _in_trouble(worker: apb.Worker) -> bool:
+    return bool(worker.last_error)
+
+
+def _trouble(worker: apb.Worker) -> str:
+    return f"{worker.address}: {worker.last_error}"
+
+
+async def watch(admin: Admin, interval_s: float, count: int, show: Callable[[apb.WatchLoadResponse], None]) -> None:
+    """Shows the load `count` times (0: for ever).
+
+    Raises:
+        CommandError: the call failed.
+    """
+
+    async def calls(stub: AdminServiceAsyncStub) -> None:
+        wanted = apb.WatchLoadRequest(interval_ms=round(1000 * interval_s), count=count)
+        call = stub.WatchLoad(wanted, metadata=admin.credentials.metadata)
+        try:
+            while isinstance(load := await call.read(), apb.WatchLoadResponse):
+                show(load)
+            # A stream that has failed ends too.
+            if await call.code() is not grpc.StatusCode.OK:
+                raise grpc.aio.AioRpcError(
+                    await call.code(),
+                    await call.initial_metadata(),
+                    await call.trailing_metadata(),
+                    await call.details(),
+                )
+        finally:
+            call.cancel()
+
+    await admin.use(calls)
+
+
+@click.command()
+@admin_options
+@option("--watch/--no-watch", "watching", envvar="FISSILE_WATCH", default=False, help="Go on until Ctrl-C.")
+@option(
+    "--interval", envvar="FISSILE_WATCH_INTERVAL", default="1s", type=Duration(0.1),
+    help="Time from one look of --watch to the next.",
+)  # fmt: skip
+@option(
+    "--count", envvar="FISSILE_WATCH_COUNT", default=0, type=click.IntRange(0),
+    help="Number of looks of --watch; 0 is no end.",
+)  # fmt: skip
+@json_option
+def workers(admin: Admin, watching: bool, interval: float, count: int, as_json: bool) -> None:
+    """List the workers of a running router.
+
+    RUNNING and QUEUED count requests of this router, DECODING and WAITING sequences of all routers at the worker;
+    TOKENS are prompt tokens still to compute, TOKENS/S is the speed of prefill.
+
+    STATE is serving; silent: without a report for a while; cordoned: `fissile uncordon` brings it back; draining: about
+    to end; leaving: no longer in the router's list; unconnected: the line below says why.
+
+    With --watch the queues of the router are shown too; with --json as well, each look is an object on a line.
+    """
+    if not watching:
+        listed: apb.ListWorkersResponse = admin.ask(lambda stub: stub.ListWorkers, apb.ListWorkersRequest())
+        found = listed.workers
+        click.echo(output.as_json(found) if as_json else as_table(found))
+        return
+    clear = _CLEAR if sys.stdout.isatty() else ""
+    looks = itertools.count(1)
+
+    def show(load: apb.WatchLoadResponse) -> None:
+        if as_json:
+            click.echo(json.dumps(output.as_fields(load), ensure_ascii=False))
+        else:
+            click.echo(clear + ("\n" if next(looks) > 1 and not clear else "") + load_as_text(load))
+
+    asyncio.run(watch(admin, interval, count, show))

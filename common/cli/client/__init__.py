@@ -1,0 +1,1 @@
+"""Commands of clients: generate, models, health."""

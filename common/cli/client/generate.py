@@ -1,0 +1,188 @@
+"""`fissile generate`: one question to a running router, or to a checkpoint folder in this process (`--offline`)."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from common.cli.core.client import Credentials, Question, ask, open_channel
+from common.cli.core.console import TextStream
+from common.cli.core.errors import CommandError
+from common.cli.core.options import address_option, json_option, option, timeout_option
+from common.cli.core.tls_options import with_credentials
+from common.cli.group import OFFLINE, find_entry_points
+from common.errors import ApiError
+from common.sampling_params import SamplingParams
+from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
+
+# Fields of SamplingParams. Those that are not given are not sent, so the model's own defaults hold.
+SAMPLING_OPTIONS = (
+    option("--max-tokens", envvar="FISSILE_MAX_TOKENS", type=int, help="Most tokens to generate; absent: 64."),
+    option("--min-tokens", envvar="FISSILE_MIN_TOKENS", type=int, help="Fewest tokens before it may end; absent: 0."),
+    option("--temperature", envvar="FISSILE_TEMPERATURE", type=float, help="0 is greedy; absent: the model's, or 1."),
+    option("--top-k", envvar="FISSILE_TOP_K", type=int, help="0 is off; absent: the model's, or off."),
+    option("--top-p", envvar="FISSILE_TOP_P", type=float, help="In (0, 1]; absent: the model's, or 1 (off)."),
+    option(
+        "--min-p",
+        envvar="FISSILE_MIN_P",
+        type=float,
+        help="In [0, 1], of the best one's share; absent: the model's, or 0 (off).",
+    ),
+    option(
+        "--repetition-penalty",
+        envvar="FISSILE_REPETITION_PENALTY",
+        type=float,
+        help="Divides logits of tokens in prompt and answer; absent: the model's, or 1.",
+    ),
+    option(
+        "--presence-penalty",
+        envvar="FISSILE_PRESENCE_PENALTY",
+        type=float,
+        help="In [-2, 2], off the logits of tokens in the answer; absent: 0 (off).",
+    ),
+    option(
+        "--frequency-penalty",
+        envvar="FISSILE_FREQUENCY_PENALTY",
+        type=float,
+        help="In [-2, 2], likewise, per occurrence; absent: 0 (off).",
+    ),
+    option("--seed", envvar="FISSILE_SEED", type=int, help="Same seed, same answer; absent: from the request id."),
+    option("--stop", "stop_strings", envvar="FISSILE_STOP", multiple=True, help="Text that ends it; repeatable."),
+    option(
+        "--stop-token-id",
+        "stop_token_ids",
+        envvar="FISSILE_STOP_TOKEN_ID",
+        multiple=True,
+        type=int,
+        help="Token id that ends it; repeatable.",
+    ),
+    option("--ignore-eos", envvar="FISSILE_IGNORE_EOS", is_flag=True, default=None, help="Go on past the model's end."),
+)
+
+
+def with_sampling_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Adds the options above, in their order."""
+    return functools.reduce(lambda wrapped, add: add(wrapped), reversed(SAMPLING_OPTIONS), command)
+
+
+def given(sampling: dict[str, Any]) -> dict[str, Any]:
+    """The options that were given, checked as the router will check them.
+
+    Raises:
+        CommandError: a value is out of range (exit code 2).
+    """
+    chosen = {name: value for name, value in sampling.items() if value is not None and value != ()}
+    try:
+        SamplingParams(**chosen)
+    except ApiError as error:
+        raise CommandError(str(error)) from error
+    return chosen
+
+
+def read_prompt(argument: str | None) -> str:
+    """The prompt: the argument, or standard input when there is none or it is `-`.
+
+    Raises:
+        UsageError: standard input is a terminal, or the prompt is empty.
+    """
+    if argument not in (None, "-"):
+        prompt = str(argument)
+    elif sys.stdin.isatty():
+        raise click.UsageError("no prompt: give one as an argument or on standard input")
+    else:
+        prompt = sys.stdin.read().removesuffix("\n")
+    if not prompt:
+        raise click.UsageError("the prompt is empty")
+    return prompt
+
+
+async def ask_router(
+    address: str, question: Question, timeout_s: float, credentials: Credentials, *, as_json: bool
+) -> None:
+    """Asks a running router; prints the answer as it streams and its figures, or one JSON object at the end."""
+    shown = TextStream(quiet=as_json)
+    async with open_channel(address, credentials) as channel:
+        try:
+            answer = await ask(channel, address, question, timeout_s, shown.write, credentials.metadata)
+        finally:
+            shown.end_line()
+    if as_json:
+        click.echo(json.dumps(answer.as_dict(), ensure_ascii=False))
+    else:
+        click.echo(answer.figures(), err=True)
+
+
+@click.command()
+@click.argument("prompt", required=False)
+@address_option
+@option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name; absent: the only one of the router.")
+@option("--chat/--text", "chat", envvar="FISSILE_CHAT", default=None, help="Absent: chat if the model has a template.")
+@option("--system", envvar="FISSILE_SYSTEM", default="", help="System message of a chat; absent: none.")
+@option("--request-id", envvar="FISSILE_REQUEST_ID", default="", help="Your own id of the request; absent: a new one.")
+@with_sampling_options
+@with_credentials
+@timeout_option
+@json_option
+@option("--offline", envvar="FISSILE_OFFLINE", metavar="MODEL", help="Checkpoint to run in this process; no router.")
+def generate(
+    prompt: str | None,
+    address: str,
+    model: str,
+    chat: bool | None,
+    system: str,
+    request_id: str,
+    credentials: Credentials,
+    timeout: float,
+    as_json: bool,
+    offline: str | None,
+    **sampling: Any,
+) -> None:
+    """Ask a model PROMPT (or what is on standard input) and stream its answer.
+
+    The answer goes to standard output, its figures to standard error. Exit code: 0 finished, 1 failed, 2 the request
+    must be changed, 3 it may work later (no router, no worker, a full queue).
+    """
+    question = Question(read_prompt(prompt), model, chat, system, request_id, given(sampling))
+    if offline is not None:
+        generate_offline(offline, question, as_json=as_json)
+    else:
+        asyncio.run(ask_router(address, question, timeout, credentials, as_json=as_json))
+
+
+def generate_offline(folder: str, question: Question, *, as_json: bool) -> None:
+    """Runs the model of a checkpoint folder in this process; the engine is found by its entry point.
+
+    Raises:
+        CommandError: the folder cannot be served, or the request is not valid (exit code 2).
+    """
+    if question.chat or question.system:
+        raise CommandError("--offline continues a prompt: leave out --chat and --system, or ask a router")
+    # Needs the tokenizers package, which the command line itself does not.
+    from common.text.tokenizer import TokenizerError  # noqa: PLC0415
+
+    entries = find_entry_points(OFFLINE)
+    engine, model_error = entries["engine"].load(), entries["model_error"].load()
+    setup_logging(os.environ.get(LEVEL_VARIABLE, "warning"), service="offline")
+    ids = [question.request_id] if question.request_id else None
+    try:
+        (answer,) = engine(folder).generate([question.prompt], dict(question.sampling), request_ids=ids)
+    except (ApiError, TokenizerError, model_error) as error:
+        raise CommandError(str(error)) from error
+    if as_json:
+        click.echo(json.dumps(answer, ensure_ascii=False))
+        return
+    shown = TextStream()
+    shown.write(answer["text"])
+    shown.end_line()
+    click.echo(
+        f"TTFT {answer['ttft'] * 1e3:.1f} ms, {answer['tpot'] * 1e3:.2f} ms per token, "
+        f"{answer['num_tokens_output']} tokens from {answer['num_tokens_input']}, {answer['finish_reason']}",
+        err=True,
+    )

@@ -1,0 +1,70 @@
+"""`fissile models`: what a running router serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import click
+import grpc
+from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+
+from common.cli.core import output
+from common.cli.core.client import NO_CREDENTIALS, Credentials, call_failed, open_channel
+from common.cli.core.errors import CommandError
+from common.cli.core.options import address_option, json_option, timeout_option
+from common.cli.core.tls_options import with_credentials
+
+_HEADINGS = ("MODEL", "ARCHITECTURE", "LENGTH", "VOCABULARY", "CHAT", "WORKERS", "WEIGHTS", "TOKENIZER")
+_DIGEST_CHARACTERS = 12
+
+
+async def list_models(address: str, timeout_s: float, credentials: Credentials = NO_CREDENTIALS) -> Sequence[pb.Model]:
+    """The models that the router at `address` serves.
+
+    Raises:
+        CommandError: the call failed.
+    """
+    async with open_channel(address, credentials) as channel:
+        stub = InferenceServiceStub(channel)
+        try:
+            asked = pb.ListModelsRequest()
+            return (await stub.ListModels(asked, timeout=timeout_s, metadata=credentials.metadata)).models
+        except grpc.aio.AioRpcError as error:
+            raise call_failed(error, address) from error
+
+
+def as_table(models: Sequence[pb.Model]) -> str:
+    """The models as aligned columns with headings.
+
+    Raises:
+        CommandError: there are none (exit code 3).
+    """
+    if not models:
+        raise CommandError("no model is served yet: no worker has come up", 3)
+    return output.aligned([_HEADINGS, *map(_row, models)])
+
+
+def _row(model: pb.Model) -> tuple[str, ...]:
+    return (
+        model.name,
+        model.architecture,
+        str(model.max_model_len),
+        str(model.vocab_size),
+        "yes" if model.chat else "no",
+        str(model.ready_workers),
+        model.weights_digest[:_DIGEST_CHARACTERS],
+        model.tokenizer_sha256[:_DIGEST_CHARACTERS],
+    )
+
+
+@click.command()
+@address_option
+@with_credentials
+@timeout_option
+@json_option
+def models(address: str, credentials: Credentials, timeout: float, as_json: bool) -> None:
+    """List the models that a running router serves."""
+    found = asyncio.run(list_models(address, timeout, credentials))
+    click.echo(output.as_json(found) if as_json else as_table(found))

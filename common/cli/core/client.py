@@ -1,0 +1,257 @@
+"""What the commands share as clients of a router: a request, its stream, its errors and its figures in one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+from google.protobuf.duration_pb2 import Duration
+
+from common.cli.core.errors import CommandError
+from common.limits import MAX_REQUEST_BYTES
+from common.rpc.tls import ClientTls, Dialer, TlsError, is_loopback
+from common.telemetry.names import TRACERESPONSE
+
+DEFAULT_ADDRESS = "127.0.0.1:50051"
+
+# Exit codes by status: 2 when the request must be changed, 3 when the same request may work later, else 1.
+_CHANGE_THE_REQUEST = frozenset(
+    {
+        grpc.StatusCode.INVALID_ARGUMENT,
+        grpc.StatusCode.OUT_OF_RANGE,
+        grpc.StatusCode.NOT_FOUND,
+        grpc.StatusCode.ALREADY_EXISTS,
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.UNIMPLEMENTED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.PERMISSION_DENIED,
+    }
+)
+# Part of what gRPC says -> what it means, and what to do.
+_TLS_TROUBLES = (
+    ("WRONG_VERSION_NUMBER", "it speaks plain text", "leave --tls and --tls-ca away"),
+    ("certificate has expired", "its certificate has expired", "renew it"),
+    ("CERTIFICATE_VERIFY_FAILED", "its certificate is of another CA", "--tls-ca names the right one"),
+    ("Hostname Verification", "its certificate has another name", "--tls-name says which it must have"),
+    ("Socket closed", "it closes the connection", "it may want TLS (--tls-ca) or a certificate (--client-cert)"),
+)
+_TRY_LATER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EXHAUSTED})
+
+
+def call_failed(
+    error: grpc.aio.AioRpcError, address: str, *, partial: bool = False, remedy: str = "`fissile serve` starts one"
+) -> CommandError:
+    """Puts a failed call into words.
+
+    Args:
+        error: what the call raised.
+        address: of the router that was called.
+        partial: whether part of an answer had arrived.
+        remedy: what to do when nobody listens there.
+    """
+    code, details = error.code(), error.details() or ""
+    # What gRPC itself reports has no details; a server of ours always sends some.
+    if code is grpc.StatusCode.UNAVAILABLE and "grpc-status-details-bin" not in (error.trailing_metadata() or ()):
+        reason, remedy = next((said for part, *said in _TLS_TROUBLES if part in details), ("", remedy))
+        reason = reason or details.rpartition(": ")[2]
+        return CommandError(f"no router can be reached at {address} ({reason}); {remedy}", 3)
+    exit_code = 2 if code in _CHANGE_THE_REQUEST else 3 if code in _TRY_LATER else 1
+    note = " (the text so far is partial)" if partial and "partial" not in details else ""
+    return CommandError(f"{code.name}: {details}{note}", exit_code)
+
+
+@dataclass(frozen=True, slots=True)
+class Credentials:
+    """How a command calls, and what it shows.
+
+    Attributes:
+        tls: files of TLS; None is plain text.
+        api_key: shown with every call; empty shows none.
+    """
+
+    tls: ClientTls | None = None
+    api_key: str = field(default="", repr=False)
+
+    @property
+    def metadata(self) -> tuple[tuple[str, str], ...]:
+        """For every call."""
+        return (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
+
+
+NO_CREDENTIALS = Credentials()
+
+
+def open_channel(
+    address: str, credentials: Credentials = NO_CREDENTIALS, options: Sequence[tuple[str, Any]] = ()
+) -> grpc.aio.Channel:
+    """A channel to a router. The longest request must fit; a proxy of the environment is never asked for a router.
+
+    Raises:
+        CommandError: a file of TLS can not be used, or a key would go over a network in plain text.
+    """
+    if credentials.api_key and credentials.tls is None and not is_loopback(address):
+        raise CommandError(f"the key would go to {address} in plain text: call by TLS, with --tls or --tls-ca FILE")
+    try:
+        dialer = Dialer(credentials.tls)
+    except TlsError as error:
+        raise CommandError(str(error)) from None
+    return dialer.channel(address, [("grpc.max_send_message_length", 2 * MAX_REQUEST_BYTES), *options])
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """What to ask.
+
+    `chat` None takes Chat where the model has a chat template. `sampling`: the given fields of SamplingParams only.
+    """
+
+    prompt: str
+    model: str = ""
+    chat: bool | None = None
+    system: str = ""
+    request_id: str = ""
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Answer:
+    """A stream put together."""
+
+    trace_id: str = ""
+    request_id: str = ""
+    text: str = ""
+    prompt_info: pb.PromptInfo = field(default_factory=pb.PromptInfo)
+    finish: pb.Finish = field(default_factory=pb.Finish)
+
+    def add(self, part: pb.GenerateResponse | pb.ChatResponse) -> None:
+        """Adds one message of the stream."""
+        self.request_id = part.request_id
+        self.text += part.text
+        if part.HasField("prompt_info"):
+            self.prompt_info = part.prompt_info
+        if part.HasField("finish"):
+            self.finish = part.finish
+
+    def figures(self) -> str:
+        """TTFT, time per token, token counts, finish reason, and the trace, or the request for logs."""
+        timings, usage = self.finish.timings, self.finish.usage
+        return (
+            f"TTFT {milliseconds(timings.ttft):.1f} ms, {milliseconds(timings.tpot):.2f} ms per token, "
+            f"{usage.completion_tokens} tokens from {usage.prompt_tokens} ({usage.cached_tokens} cached), "
+            f"{self.finish_reason()}, {f'trace {self.trace_id}' if self.trace_id else f'request {self.request_id}'}"
+        )
+
+    def finish_reason(self) -> str:
+        """`stop` or `length`."""
+        return pb.FinishReason.Name(self.finish.reason).removeprefix("FINISH_REASON_").lower()
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON. Times are in milliseconds."""
+        finish = self.finish
+        return {
+            "request_id": self.request_id,
+            "text": self.text,
+            "finish_reason": self.finish_reason(),
+            "usage": {name: getattr(finish.usage, name) for name in finish.usage.DESCRIPTOR.fields_by_name},
+            "timings_ms": {
+                name: round(milliseconds(getattr(finish.timings, name)), 3)
+                for name in finish.timings.DESCRIPTOR.fields_by_name
+            },
+            "seed": self.prompt_info.seed,
+            "worker_id": finish.worker_id,
+            "attempts": finish.attempts,
+            "exact": finish.exact,
+            "trace_id": self.trace_id,
+        }
+
+
+def milliseconds(duration: Duration) -> float:
+    """A proto duration in milliseconds."""
+    return duration.seconds * 1e3 + duration.nanos / 1e6
+
+
+async def ask(
+    channel: grpc.aio.Channel,
+    address: str,
+    question: Question,
+    timeout_s: float,
+    on_text: Callable[[str], None],
+    metadata: tuple[tuple[str, str], ...] = (),
+) -> Answer:
+    """Asks a router and streams the answer.
+
+    Args:
+        channel: to the router.
+        address: of the router, for messages.
+        question: what to ask.
+        timeout_s: deadline of the whole call.
+        on_text: gets each piece of text as it arrives.
+        metadata: of every call.
+
+    Raises:
+        CommandError: the call ended with a status other than OK.
+    """
+    answer = Answer()
+    stub = InferenceServiceStub(channel)
+    try:
+        chat = question.chat
+        if chat is None:
+            asked = pb.GetModelRequest(model=question.model)
+            described = await stub.GetModel(asked, timeout=timeout_s, metadata=metadata)
+            chat = described.model.chat
+        call = (
+            stub.Chat(chat_request(question), timeout=timeout_s, metadata=metadata)
+            if chat
+            else stub.Generate(generate_request(question), timeout=timeout_s, metadata=metadata)
+        )
+        try:
+            async for part in call:
+                answer.add(part)
+                on_text(part.text)
+            answer.trace_id = _trace_id_in(await call.trailing_metadata())
+        finally:
+            # Leaving the loop alone would not cancel the call.
+            call.cancel()
+    except grpc.aio.AioRpcError as error:
+        raise call_failed(error, address, partial=bool(answer.text)) from error
+    return answer
+
+
+def _trace_id_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
+    """The trace that a router says it has made, 32 hex digits; empty when it records none."""
+    said = next((str(value) for name, value in metadata or () if name == TRACERESPONSE), "")
+    return said.split("-")[1] if said.count("-") >= 3 else ""
+
+
+def generate_request(question: Question) -> pb.GenerateRequest:
+    """The question as a plain prompt."""
+    return pb.GenerateRequest(
+        model=question.model,
+        request_id=question.request_id,
+        text=question.prompt,
+        sampling_params=pb.SamplingParams(**question.sampling),
+    )
+
+
+def chat_request(question: Question) -> pb.ChatRequest:
+    """The question as a conversation of one message, or two with a system message."""
+    system = [pb.ChatMessage(role="system", content=question.system)] if question.system else []
+    return pb.ChatRequest(
+        model=question.model,
+        request_id=question.request_id,
+        messages=[*system, pb.ChatMessage(role="user", content=question.prompt)],
+        sampling_params=pb.SamplingParams(**question.sampling),
+    )
+
+
+# A model's output may hold terminal control sequences; on a terminal they are shown instead of obeyed.
+_SHOWN_CONTROLS = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
+
+
+def printable(text: str, *, terminal: bool) -> str:
+    """Text as it may be written to standard output."""
+    return text.translate(_SHOWN_CONTROLS) if terminal else text

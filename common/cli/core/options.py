@@ -1,0 +1,101 @@
+"""Options of the commands: each with a default, a help text and an environment variable, all three in its help."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any, ClassVar, Final
+
+import click
+
+from common.cli.core.client import DEFAULT_ADDRESS
+
+# The shortest timeout that is one: 0 would end everything at once.
+SHORTEST_S: Final = 0.001
+_DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(ms|s|)")
+
+
+def seconds(text: str) -> float:
+    """Seconds, from `250ms`, `0.25s` or `0.25`.
+
+    Raises:
+        ValueError: it is no duration.
+    """
+    match = _DURATION.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"{text!r} is no duration; use for example 250ms or 0.25s")
+    return float(match[1]) / (1000 if match[2] == "ms" else 1)
+
+
+class Duration(click.ParamType[float]):
+    """Seconds, from `250ms`, `0.25s` or `0.25`: the one form of all durations of all commands.
+
+    Args:
+        least: seconds, the shortest that is valid.
+        most: seconds, the longest.
+    """
+
+    name = "duration"
+
+    def __init__(self, least: float = 0.0, most: float = math.inf) -> None:
+        self._least = least
+        self._most = most
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Reads the text of an option."""
+        try:
+            read = value if isinstance(value, float) else seconds(str(value))
+        except ValueError as error:
+            self.fail(str(error), param, ctx)
+        if not self._least <= read <= self._most:
+            end = "or more" if math.isinf(self._most) else f"to {self._most:g}s"
+            self.fail(f"{value} is out of range; use {self._least:g}s {end}", param, ctx)
+        return read
+
+
+class ByteSize(click.ParamType[int]):
+    """Bytes, from `2GiB`, `512MiB`, `4096KiB` or a plain number."""
+
+    name = "size"
+    _FORM = re.compile(r"(\d+(?:\.\d+)?) ?(GiB|MiB|KiB|)")
+    _FACTORS: ClassVar = {"GiB": 1 << 30, "MiB": 1 << 20, "KiB": 1 << 10, "": 1}
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Reads the text of an option."""
+        if isinstance(value, int):
+            return value
+        match = self._FORM.fullmatch(str(value).strip())
+        size = int(float(match[1]) * self._FACTORS[match[2]]) if match else 0
+        if size <= 0:
+            self.fail(f"{value!r} is no size; use for example 2GiB or 512MiB", param, ctx)
+        return size
+
+
+class Sizes(click.ParamType[tuple[int, ...]]):
+    """Numbers of at least 1, from `1,2,8`."""
+
+    name = "sizes"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, ...]:
+        """Reads the text of an option."""
+        if isinstance(value, tuple):
+            return value
+        numbers = tuple(int(part) if part.strip().isdecimal() else 0 for part in str(value).split(","))
+        if min(numbers) < 1:
+            self.fail(f"{value!r} is no list of sizes; use for example 1,2,8", param, ctx)
+        return numbers
+
+
+def option(*names: str, envvar: str, **attributes: Any) -> Callable[[click.decorators.FC], click.decorators.FC]:
+    """`click.option` with its default and its environment variable shown in the help."""
+    return click.option(*names, envvar=envvar, show_envvar=True, show_default=True, **attributes)
+
+
+address_option = option(
+    "--address", envvar="FISSILE_ADDRESS", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="The router to call."
+)
+json_option = option("--json", "as_json", envvar="FISSILE_JSON", is_flag=True, default=False, help="Print JSON.")
+timeout_option = option(
+    "--timeout", envvar="FISSILE_TIMEOUT", default="600s", type=Duration(SHORTEST_S), help="Deadline of the whole call."
+)

@@ -1,0 +1,1 @@
+"""`fissile serve`: one router and its workers as child processes."""

@@ -1,0 +1,450 @@
+"""`fissile serve`: one router and its workers on this machine, as child processes, and a first question to them."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import os
+import shlex
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from common.cli.core.client import Question, ask
+from common.cli.core.config_file import (
+    FILE_VARIABLE,
+    ConfigurableCommand,
+    config_option,
+    file_of,
+    read_text,
+    sections,
+)
+from common.cli.core.console import Console
+from common.cli.core.errors import CommandError
+from common.cli.core.options import SHORTEST_S, Duration, option
+from common.cli.core.tls_options import api_keys_option, server_tls, server_tls_options
+from common.cli.group import CHECKOUT, missing_extra
+from common.cli.serve.launch_plan import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
+from common.cli.serve.ports import free_ports
+from common.cli.serve.supervisor import REFUSED, Supervisor
+from common.cli.version import fissile_version
+from common.config import QUANTIZE, SCHEDULING_POLICIES, Config
+from common.hub import HubError, default_model_name, model_folder
+from common.limits import DRAIN_TIMEOUT_S
+from common.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU, POLICY_ON_CPU, POLICY_ON_GPU, default_token_budget
+from common.telemetry.logs import FORMAT_VARIABLE, LEVELS, setup_logging
+from common.telemetry.output import guard_standard_streams
+
+DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
+DEMO_NAME = "demo"
+GIB = 1 << 30
+FIRST_PROMPT = "Tell me a story."
+# Enough for a short story to come to its end.
+FIRST_MAX_TOKENS = 256
+FIRST_ANSWER_TIMEOUT_S = 600.0
+POLL_S = 0.1
+# A connection that was refused because the router does not listen yet is tried again soon.
+_QUICK_RECONNECT = [
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 500),
+    ("grpc.enable_http_proxy", 0),
+]
+
+
+def free_memory() -> int:
+    """Bytes that new processes can use without swapping."""
+    try:
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@dataclass(frozen=True, slots=True)
+class FirstQuestion:
+    """Whether and what to ask when the router serves, and whether to end after that."""
+
+    ask: bool
+    prompt: str
+    once: bool
+
+
+class Service:
+    """A fleet that runs, from its start to its end."""
+
+    def __init__(self, fleet: Fleet, first: FirstQuestion, console: Console, config: Path | None = None) -> None:
+        self._fleet = fleet
+        self._first = first
+        self._console = console
+        self._supervisor = Supervisor(fleet.children(), console, _child_environment(console, config))
+        self._ended_by: signal.Signals | None = None
+        self._end = asyncio.Event()
+        self._has_served = False
+
+    async def run(self, description: str) -> int:
+        """Prints the description, and runs until a signal, the first answer (with `once`), or a failure.
+
+        Returns:
+            The exit code.
+
+        Raises:
+            CommandError: a child was refused (exit code 2) or died too often, or the first question failed (1).
+        """
+        self._watch_signals()
+        # Only now: whoever reads it may end the service already.
+        self._console.line(description)
+        keeping = asyncio.create_task(self._supervisor.run())
+        serving = asyncio.create_task(self._serve())
+        ending = asyncio.create_task(self._end.wait())
+        try:
+            await asyncio.wait({keeping, serving, ending}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            ending.cancel()
+            killed = await self._shut_down(keeping, serving)
+        for task in (keeping, serving):
+            if not task.cancelled() and (error := task.exception()):
+                raise error
+        return self._exit_code(killed, answered=not serving.cancelled())
+
+    async def _serve(self) -> None:
+        """Waits for the router, asks the first question; returns only with `once`."""
+        async with grpc.aio.insecure_channel(self._fleet.health_address, options=_QUICK_RECONNECT) as channel:
+            await self._until_serving(channel)
+            self._has_served = True
+            if self._first.ask:
+                await self._ask(channel)
+        if self._first.once:
+            return
+        self._console.line(next_steps(self._fleet.address, self._fleet.client_options))
+        await asyncio.Event().wait()
+
+    async def _until_serving(self, channel: grpc.aio.Channel) -> None:
+        """Polls the router's health until it says SERVING; how long that takes is up to the model's size."""
+        started = time.monotonic()
+        health = health_pb2_grpc.HealthStub(channel)
+        while not await _is_serving(health):
+            self._console.spin(f"waiting for the router to serve ({time.monotonic() - started:.0f} s)")
+            await asyncio.sleep(POLL_S)
+        self._console.line(f"the router serves, after {time.monotonic() - started:.1f} s")
+
+    async def _ask(self, channel: grpc.aio.Channel) -> None:
+        """Asks the first question. Without `once` a failure is a line, and the service goes on."""
+        question = Question(self._first.prompt, self._fleet.model_name, sampling={"max_tokens": FIRST_MAX_TOKENS})
+        self._console.line(f"\nthe first request: {self._first.prompt}")
+        self._console.begin_answer()
+        try:
+            answer = await ask(channel, self._fleet.address, question, FIRST_ANSWER_TIMEOUT_S, self._console.answer)
+        except CommandError as error:
+            self._console.end_answer()
+            if self._first.once:
+                raise CommandError(f"the first request failed: {error}", 1) from error
+            self._console.line(f"the first request failed: {error}")
+            return
+        self._console.end_answer(answer.figures())
+
+    def _watch_signals(self) -> None:
+        loop = asyncio.get_running_loop()
+        for which in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            loop.add_signal_handler(which, self._on_signal, which)
+
+    def _on_signal(self, which: signal.Signals) -> None:
+        """The first signal drains, a second one kills."""
+        if self._end.is_set():
+            self._supervisor.kill()
+        self._ended_by = which
+        self._end.set()
+
+    async def _shut_down(self, keeping: asyncio.Task[None], serving: asyncio.Task[None]) -> list[str]:
+        """Ends the children. Returns the names of those that had to be killed."""
+        serving.cancel()
+        error = keeping.exception() if keeping.done() else None
+        refused = isinstance(error, CommandError) and error.exit_code == REFUSED
+        if refused and not self._has_served:
+            self._supervisor.kill()
+        elif not keeping.done():
+            self._console.line("draining; Ctrl-C again ends at once")
+        killed = await self._supervisor.stop()
+        await asyncio.wait({keeping, serving})
+        return killed
+
+    def _exit_code(self, killed: list[str], *, answered: bool) -> int:
+        if killed:
+            raise CommandError(f"{', '.join(killed)} did not end in time and had to be killed", 1)
+        if self._first.once and not answered and self._ended_by is not None:
+            return 128 + self._ended_by
+        self._console.line("ended")
+        return 0
+
+
+async def _is_serving(health: health_pb2_grpc.HealthStub) -> bool:
+    try:
+        answer = await health.Check(health_pb2.HealthCheckRequest(), timeout=1.0)
+    except grpc.aio.AioRpcError:
+        return False
+    return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+def _child_environment(console: Console, config: Path | None) -> dict[str, str]:
+    """What children need besides their options: a checkout's modules, the file, and logs fit for what shows them."""
+    paths = [str(CHECKOUT), str(CHECKOUT / "protos"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    log_format = os.environ.get(FORMAT_VARIABLE, "console" if console.terminal else "auto")
+    file = {} if config is None else {FILE_VARIABLE: str(config.resolve())}
+    return {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1", FORMAT_VARIABLE: log_format, **file}
+
+
+def next_steps(address: str, options: str = "") -> str:
+    """How to call the service, to be copied into another terminal; with further options that it wants."""
+    installed = Path(sys.executable).with_name("fissile")
+    on_path = shutil.which("fissile")
+    if on_path and Path(on_path) == installed:
+        program = "fissile"
+    else:
+        program = str(installed) if installed.exists() else f"{shlex.quote(sys.executable)} -m common.cli.main"
+    where = f"--address {address}{options}"
+    commands = [f'{program} generate {where} "{FIRST_PROMPT}"', f"{program} models {where}"]
+    example = CHECKOUT / "examples" / "python_client.py"
+    if example.is_file() and not options:
+        commands.append(f"{sys.executable} {example} {address}")
+    return "\n  ".join([f"\nserving on {address} until Ctrl-C. From another terminal:", *commands]) + "\n"
+
+
+def make_fleet(
+    *,
+    model: str | None,
+    model_name: str | None,
+    workers: int,
+    host: str,
+    port: int,
+    max_num_batched_tokens: int | None,
+    prefix_caching: bool,
+    kv_cache_memory: str | None,
+    drain_timeout: float,
+    log_level: str,
+    simulate: str | None,
+    delay_factor: float | None,
+    admin_port: int | None,
+    threads: int | None,
+    tp_size: int,
+    enable_expert_parallel: bool,
+    router_options: Mapping[str, object],
+    **worker_options: Any,
+) -> Fleet:
+    """Fills in what depends on this machine: free ports, and each worker's share of cores and memory.
+
+    Raises:
+        CommandError: there is no model to serve, or nothing to run it with (exit code 2).
+    """
+    if model is None and not DEMO_MODEL.is_dir():
+        raise CommandError(f"there is no demo model at {DEMO_MODEL}: name a checkpoint folder with --model")
+    if not simulate and importlib.util.find_spec("torch") is None:
+        raise missing_extra("serve", "torch")
+    # One call, so that all are different.
+    router_port, health_port, *worker_ports = free_ports(workers + 2)
+    return Fleet(
+        model=model or str(DEMO_MODEL),
+        model_name=model_name or (default_model_name(model) if model else DEMO_NAME),
+        host=host,
+        port=port or router_port,
+        worker_ports=worker_ports,
+        max_num_batched_tokens=max_num_batched_tokens
+        or default_token_budget(
+            worker_options.get("kernels") or Config.kernels,
+            is_simulated=bool(simulate),
+            max_num_seqs=worker_options.get("max_num_seqs") or Config.max_num_seqs,
+        ),
+        prefix_caching=prefix_caching,
+        kv_cache_memory=kv_cache_memory or ("" if simulate else kv_memory_per_rank(workers, tp_size, free_memory())),
+        drain_timeout_s=drain_timeout,
+        log_level=log_level,
+        router_options={"delay_factor": delay_factor, "admin_port": admin_port, **router_options},
+        worker_options={"threads": threads or threads_per_worker(workers), "tp_size": tp_size, **worker_options},
+        simulate=simulate or "",
+        expert_parallel=enable_expert_parallel,
+        health_port=health_port if router_options.get("tls_cert") else 0,
+    )
+
+
+_TO_SERVE: Final = "say it in the section `serve`"
+# What the router wants of its callers, `serve` among them.
+_PROTECTION: Final = {
+    **dict.fromkeys(("tls-cert", "tls-key", "tls-client-ca", "api-keys"), _TO_SERVE),
+    "api-key-line": "put the line into a file, and say api-keys in the section `serve`",
+}
+_KEY_LINES_VARIABLE: Final = "FISSILE_API_KEY_LINES"
+
+
+def refuse_twice_said(fleet: Fleet, config: Path) -> None:
+    """Refuses options in the file's sections of children that are `serve`'s own to say.
+
+    What it gives them itself would do nothing there; with TLS and keys that it does not know of it could not call the
+    router.
+
+    Raises:
+        CommandError: there is one.
+    """
+    given = sections(read_text(config), config)
+    router = given.get("router")
+    for name in _PROTECTION:
+        if isinstance(router, dict) and name in router:
+            where = f"--config {config}: router.{name}"
+            raise CommandError(f"{where}: `fissile serve` must know of it: {_PROTECTION[name]}")
+    for child in fleet.children():
+        section = given.get(child.module)
+        names = section.keys() if isinstance(section, dict) else ()
+        for argument in child.arguments:
+            name = argument.removeprefix("--").removeprefix("no-") if argument.startswith("--") else ""
+            if name and name in names:
+                where = f"--config {config}: {child.module}.{name}"
+                raise CommandError(f"{where} is set by `fissile serve`: say it in its section, or leave it out")
+
+
+def with_model_folder(fleet: Fleet) -> Fleet:
+    """`fleet` on a checkpoint folder: one download for all workers if its model is one of the Hub.
+
+    Raises:
+        CommandError: it can not be had.
+    """
+    guard_standard_streams()
+    setup_logging(fleet.log_level, service="serve")
+    try:
+        return replace(fleet, model=str(model_folder(fleet.model, weights=not fleet.simulate)))
+    except HubError as error:
+        raise CommandError(str(error)) from None
+
+
+def describe_kv_memory(fleet: Fleet) -> str:
+    """What the KV caches may take, in words."""
+    if fleet.kv_cache_memory:
+        return f"{fleet.kv_cache_memory} per rank"
+    if fleet.simulate:
+        return "the preset's"
+    return f"a quarter of the free memory ({free_memory() / KV_SHARE / GIB:.1f} GiB)"
+
+
+@click.command(cls=ConfigurableCommand)
+@config_option("serve")
+@option(
+    "--model", envvar="FISSILE_MODEL", metavar="MODEL",
+    help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub; absent: the demo model.",
+)  # fmt: skip
+@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's or repository's.")
+@option("--workers", envvar="FISSILE_NUM_WORKERS", type=click.IntRange(1, 64), default=1, help="Worker processes.")
+@option("--host", envvar="FISSILE_HOST", default=LOOPBACK, help="Address that the router listens on.")
+@option("--port", envvar="FISSILE_PORT", type=click.IntRange(0, 65535), default=50051, help="Router's port; 0: any.")
+@option("--ask/--no-ask", envvar="FISSILE_ASK", default=True, help="Send a first request when the router serves.")
+@option("--prompt", envvar="FISSILE_PROMPT", default=FIRST_PROMPT, help="The first request.")
+@option("--once", envvar="FISSILE_ONCE", is_flag=True, default=False, help="End after the first answer.")
+@option(
+    "--max-num-batched-tokens",
+    envvar="FISSILE_MAX_NUM_BATCHED_TOKENS",
+    type=click.IntRange(min=1),
+    help=f"Token budget of a worker's step; absent: {BUDGET_ON_CPU} and a token for each sequence on a CPU, "
+    f"{BUDGET_ON_GPU} on a GPU and with --simulate.",
+)
+@option("--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.")
+@option(
+    "--kv-cache-memory",
+    envvar="FISSILE_KV_CACHE_MEMORY",
+    help="Of each rank, e.g. 2GiB; absent: 1/4 of free memory for all.",
+)
+@option("--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=int, help="Prompt and answer; absent: the model's.")
+@option(
+    "--max-num-seqs", envvar="FISSILE_MAX_NUM_SEQS", type=int, help="Running at once; absent: the worker's default."
+)
+@option(
+    "--scheduling-policy", envvar="FISSILE_SCHEDULING_POLICY", type=click.Choice(SCHEDULING_POLICIES),
+    help="prefill_first: prompts go before running answers; mixed: both share each step; absent: "
+    f"{POLICY_ON_CPU} on a CPU, {POLICY_ON_GPU} on a GPU and with --simulate.",
+)  # fmt: skip
+@option("--dtype", envvar="FISSILE_DTYPE", help="Absent: the checkpoint's, as far as this CPU computes in it.")
+@option(
+    "--kv-cache-dtype", envvar="FISSILE_KV_CACHE_DTYPE",
+    help="Of the KV cache: bfloat16, float16 or fp8; absent: the model's.",
+)  # fmt: skip
+@option("--kernels", envvar="FISSILE_KERNELS", help="Kernel back end; absent: the worker chooses.")
+@option(
+    "--cpu-isa", envvar="FISSILE_CPU_ISA",
+    help="Instruction set of the native kernels, as `fissile worker --help` lists them; absent: the worker chooses.",
+)  # fmt: skip
+@option(
+    "--quantize", envvar="FISSILE_QUANTIZE", type=click.Choice(QUANTIZE),
+    help="int8, on GPUs fp8 too: weights take half of bfloat16's memory and bandwidth, answers differ a little; on "
+    "GPUs w8a8_int8 and w8a8_fp8: inputs of products in 8 bits too; absent: as they are.",
+)  # fmt: skip
+@option(
+    "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", metavar="DIR|off",
+    help="Folder of packed weights, which the next start maps and workers share; absent: in the user's cache folder.",
+)  # fmt: skip
+@option(
+    "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1), help="Per worker; absent: all cores together."
+)
+@option(
+    "--tp-size", envvar="FISSILE_TP_SIZE", type=click.IntRange(min=1), default=1,
+    help="Tensor parallel: ranks of each worker, each a process with its slice of the weights.",
+)  # fmt: skip
+@option(
+    "--enable-expert-parallel/--no-enable-expert-parallel", envvar="FISSILE_ENABLE_EXPERT_PARALLEL", default=False,
+    help="Mixtures of experts: each rank holds some experts whole, instead of a part of each.",
+)  # fmt: skip
+@option(
+    "--step-timeout", envvar="FISSILE_STEP_TIMEOUT", type=Duration(SHORTEST_S),
+    help="Time after which a step of several ranks counts as hung; absent: the worker's default.",
+)  # fmt: skip
+@option("--delay-factor", envvar="FISSILE_DELAY_FACTOR", type=float, help="Of the router's delay gate; absent: 0.")
+@option(
+    "--admin-port", envvar="FISSILE_ADMIN_PORT", type=click.IntRange(0, 65535),
+    help="Port of the router's AdminService, for `fissile workers`, `cordon`, `routing` and others; absent: off.",
+)  # fmt: skip
+@option(
+    "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=f"{DRAIN_TIMEOUT_S:g}s", type=Duration(),
+    help="How long running requests may go on after SIGTERM or Ctrl-C.",
+)  # fmt: skip
+@server_tls_options("FISSILE")
+@api_keys_option
+@option("--log-level", envvar="FISSILE_LOG_LEVEL", type=click.Choice(LEVELS), default="info", help="Of all.")
+@option(
+    "--simulate", envvar="FISSILE_SIMULATE", metavar="PRESET",
+    help="Workers make up tokens, no model, at a preset's speed: instant, fixed:5ms, mi300x-llama-8b, ...",
+)  # fmt: skip
+def serve(
+    ask: bool,
+    prompt: str,
+    once: bool,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    api_keys: Path | None,
+    **options: Any,
+) -> int:
+    """Serve a model on this machine: one router and its workers, until Ctrl-C.
+
+    Waits until the router's health says SERVING, sends a first request and streams the answer: not where the router
+    wants TLS or a key, which this command has none of. Workers listen on loopback. Further options of router and
+    workers can be set by their environment variables (`fissile router --help`, `fissile worker --help`), and in the
+    file of --config, in the sections `router` and `worker`.
+    """
+    server_tls(tls_cert, tls_key, tls_client_ca)
+    protection = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca, "api_keys": api_keys}
+    is_protected = any(protection.values()) or bool(os.environ.get(_KEY_LINES_VARIABLE))
+    if once and is_protected:
+        raise CommandError("--once asks in plain text and without a key: leave --tls-cert and --api-keys away")
+    console = Console()
+    config = file_of(click.get_current_context())
+    fleet = with_model_folder(make_fleet(router_options=protection, **options))
+    if config is not None:
+        refuse_twice_said(fleet, config)
+    description = fleet.describe(fissile_version(), describe_kv_memory(fleet))
+    first = FirstQuestion((ask or once) and not is_protected, prompt, once)
+    return asyncio.run(Service(fleet, first, console, config).run(description))

@@ -1,0 +1,1 @@
+"""Child processes and tasks that live as long as their process."""

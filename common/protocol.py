@@ -1,0 +1,10 @@
+"""Versions of the Session protocol between routers and workers, and what came with each."""
+
+from __future__ import annotations
+
+from typing import Final
+
+# Minor version that this release speaks. Versions one below and one above are served.
+PROTO_MINOR: Final = 1
+# From this one on a worker sends a snapshot of its prefix cache when it is asked (`Lane.kv_epoch`).
+KV_EPOCH_MINOR: Final = 1

@@ -1,0 +1,155 @@
+"""API keys: how they are made, kept and found. Pure.
+
+A key is 256 random bits, so its plain SHA-256 is as good at rest as any slow hash: there is nothing to guess. Keys are
+found by that digest, and compared in constant time. Invariant: nothing here holds a key, or puts one into an error.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import hmac
+import re
+import secrets
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from common.limits import MAX_API_KEYS, MAX_TENANT_BYTES
+from common.priority import PRIORITIES
+
+PREFIX: Final = "fsl_"
+LINE_FORM: Final = "NAME:TENANT:ROLE[,ROLE...]:SHA256[:max-priority=PRIORITY]"
+_MAX_PRIORITY: Final = "max-priority="
+_NAME = re.compile(rf"[A-Za-z0-9_.@/-]{{1,{MAX_TENANT_BYTES}}}")
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class Role(enum.StrEnum):
+    """What a key may be used for."""
+
+    INFER = "infer"
+    """Generate, Chat, and what goes with them."""
+    ADMIN_READ = "admin-read"
+    """Looking at the fleet."""
+    ADMIN_WRITE = "admin-write"
+    """Changing it: drain, flush, routing."""
+
+
+class KeyFileError(Exception):
+    """Keys that can not be used; one line that names the place and what is wrong."""
+
+
+@dataclass(frozen=True, slots=True)
+class ApiKey:
+    """One key, as it is kept.
+
+    Attributes:
+        name: whose it is, for logs.
+        tenant: the tenant of its calls; empty leaves that to their metadata.
+        roles: what it may be used for.
+        sha256: digest of the key, 64 hex digits.
+        max_priority: name of the highest class of its calls; empty leaves that to the router's options.
+    """
+
+    name: str
+    tenant: str
+    roles: frozenset[Role]
+    sha256: str
+    max_priority: str = ""
+
+    def line(self) -> str:
+        """The key's line in a file."""
+        limit = (f"{_MAX_PRIORITY}{self.max_priority}",) if self.max_priority else ()
+        return ":".join((self.name, self.tenant, ",".join(sorted(self.roles)), self.sha256, *limit))
+
+
+def new_key(name: str, tenant: str, roles: Iterable[Role], max_priority: str = "") -> tuple[str, ApiKey]:
+    """Makes a key. Returns the key itself, which is nowhere else, and how it is kept.
+
+    Raises:
+        KeyFileError: a name that can not stand in a file.
+    """
+    _check_names(name, tenant, "the new key")
+    key = PREFIX + secrets.token_urlsafe(32)
+    return key, ApiKey(name, tenant, frozenset(roles), digest_of(key), max_priority)
+
+
+def digest_of(key: str) -> str:
+    """SHA-256 of a key, hex."""
+    return hashlib.sha256(key.encode("utf-8", "replace")).hexdigest()
+
+
+def parse_line(line: str, place: str) -> ApiKey:
+    """Reads a line of LINE_FORM; the tenant may be empty.
+
+    Raises:
+        KeyFileError: it is none; the message begins with `place`.
+    """
+    parts = line.split(":")
+    if len(parts) not in (4, 5):
+        raise KeyFileError(f"{place} is no key; a line is {LINE_FORM}")
+    name, tenant, roles, sha256 = parts[:4]
+    _check_names(name, tenant, place)
+    known = {role.value: role for role in Role}
+    unknown = [role for role in roles.split(",") if role not in known]
+    if unknown:
+        raise KeyFileError(f"{place}: role {unknown[0]!r}; allowed: {', '.join(known)}")
+    if _DIGEST.fullmatch(sha256) is None:
+        raise KeyFileError(f"{place}: no SHA-256 in 64 lower-case hex digits; `fissile keys new` prints the line")
+    max_priority = _read_max_priority(parts[4], place) if len(parts) == 5 else ""
+    return ApiKey(name, tenant, frozenset(known[role] for role in roles.split(",")), sha256, max_priority)
+
+
+def _read_max_priority(text: str, place: str) -> str:
+    name = text.removeprefix(_MAX_PRIORITY)
+    if name == text or name not in PRIORITIES:
+        allowed = ", ".join(_MAX_PRIORITY + name for name in PRIORITIES)
+        raise KeyFileError(f"{place}: {text!r} after the SHA-256; allowed: {allowed}")
+    return name
+
+
+def _check_names(name: str, tenant: str, place: str) -> None:
+    for what, text in (("name", name), ("tenant", tenant or "-")):
+        if _NAME.fullmatch(text) is None:
+            allowed = f"1 to {MAX_TENANT_BYTES} letters, digits and _ . @ / -"
+            raise KeyFileError(f"{place}: {what} {text!r}; allowed: {allowed}")
+
+
+class KeyRing:
+    """Keys that count, with different names and digests."""
+
+    def __init__(self, keys: Iterable[ApiKey]) -> None:
+        self._by_digest: Mapping[str, ApiKey] = {key.sha256: key for key in keys}
+
+    def __len__(self) -> int:
+        """Number of keys."""
+        return len(self._by_digest)
+
+    def find(self, key: str) -> ApiKey | None:
+        """Which key this is; None when it is none of them."""
+        digest = digest_of(key)
+        found = self._by_digest.get(digest)
+        return found if found is not None and hmac.compare_digest(found.sha256, digest) else None
+
+
+def parse_keys(lines: Iterable[str], place: str) -> list[ApiKey]:
+    """Reads lines of keys; empty ones and those that begin with # are left out.
+
+    Raises:
+        KeyFileError: one of them is no key, or stands twice, or there are none or too many.
+    """
+    keys: list[ApiKey] = []
+    names: set[str] = set()
+    for number, line in enumerate(lines, start=1):
+        text = line.strip()
+        if not text or text.startswith("#"):
+            continue
+        key = parse_line(text, f"{place}, line {number}")
+        if key.name in names or key.sha256 in names:
+            raise KeyFileError(f"{place}, line {number}: name {key.name!r} or its key stands there twice")
+        names.update((key.name, key.sha256))
+        keys.append(key)
+    if not 1 <= len(keys) <= MAX_API_KEYS:
+        raise KeyFileError(f"{place} holds {len(keys)} keys; allowed: 1 to {MAX_API_KEYS}")
+    return keys

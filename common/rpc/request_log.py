@@ -1,0 +1,194 @@
+"""One line for every call that ends, however it ends: the outermost interceptor of a server.
+
+What ends a call before its method is reached (no right, no message, no such method) is seen here too. Only what gRPC's
+core refuses by itself never comes this far: metadata or a message beyond the limits, a connection that fails.
+Invariant: whatever goes wrong here, the call does not notice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from types import TracebackType
+from typing import Any, Final, TypeAlias
+
+import grpc
+import structlog
+
+from common.errors import ApiError
+from common.limits import ROUTER_RETRY_S
+from common.rpc.errors import abort
+from common.rpc.handlers import Wrapped
+from common.telemetry.request_record import RequestRecord, begin_record
+from common.telemetry.tracing import trace_id_of, traceparent_of
+
+log = structlog.get_logger(__name__)
+
+EVENT: Final = "request ended"
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+_MAKERS: Final[dict[tuple[bool, bool], Callable[..., _Handler]]] = {
+    (False, False): grpc.unary_unary_rpc_method_handler,
+    (False, True): grpc.unary_stream_rpc_method_handler,
+    (True, False): grpc.stream_unary_rpc_method_handler,
+    (True, True): grpc.stream_stream_rpc_method_handler,
+}
+_ENDING: Final = ApiError(
+    grpc.StatusCode.UNAVAILABLE, "the server ends", retry_after_s=ROUTER_RETRY_S, reason="SERVER_ENDING"
+)
+_HEALTH: Final = "/grpc.health.v1.Health/"
+_LEVELS: Final = {"debug": logging.DEBUG, "info": logging.INFO, "error": logging.ERROR}
+_CODES: Final = {code.value[0]: code for code in grpc.StatusCode}
+
+
+class RequestLog(grpc.aio.ServerInterceptor):
+    """Gives each call a record and writes its line.
+
+    Attributes:
+        arrived: number of calls so far.
+        refuses: True when the server ends: calls but those of health are refused unread, which takes a fraction of
+            the time that serving them does.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self.arrived = 0
+        self.refuses = False
+        self._clock = clock
+        self._open: set[RequestRecord] = set()
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+        self._handlers = Wrapped(self._recorded)
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler:
+        """Gives the call's handler with a record around it; that of an unknown method, or of an end, says so."""
+        self.arrived += 1
+        path = handler_call_details.method
+        if self.refuses and not path.startswith(_HEALTH):
+            return self._recorded(_REFUSED, path.removeprefix("/"))
+        handler = await continuation(handler_call_details)
+        return self._recorded(_UNKNOWN, path.removeprefix("/")) if handler is None else self._handlers.of(handler, path)
+
+    def _recorded(self, handler: _Handler, method: str) -> _Handler:
+        # The type stubs know the handlers of synchronous servers only.
+        run: Any = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
+
+        async def awaited(request: Any, context: _Context) -> Any:
+            with _Recording(self, method, context):
+                return await run(request, context)
+
+        async def generated(request: Any, context: _Context) -> AsyncIterator[Any]:
+            with _Recording(self, method, context):
+                async for message in run(request, context):
+                    yield message
+
+        make = _MAKERS[handler.request_streaming, handler.response_streaming]
+        chosen = generated if inspect.isasyncgenfunction(run) else awaited
+        return make(chosen, handler.request_deserializer, handler.response_serializer)
+
+    @property
+    def num_open(self) -> int:
+        """Calls that have not ended."""
+        return len(self._open)
+
+    async def wait_until_none(self) -> None:
+        """Waits until all calls have ended."""
+        await self._none_open.wait()
+
+    def end_all(self) -> None:
+        """The server is about to break off what still runs."""
+        for record in self._open:
+            record.fail(_ENDING)
+
+    def begin(self, method: str, context: _Context) -> RequestRecord:
+        """A call has come."""
+        record = RequestRecord(method, context.peer(), self._clock())
+        record.trace_id = trace_id_of(traceparent_of(context.invocation_metadata()))
+        record.report = self._write
+        self._open.add(record)
+        self._none_open.clear()
+        begin_record(record)
+        return record
+
+    def end(self, record: RequestRecord, context: _Context, error: BaseException | None) -> None:
+        """It is over; `error` has left its handler."""
+        if error is None:
+            record.succeed(_code_of(context))
+        elif isinstance(error, grpc.aio.AbortError):
+            # Of a servicer that is not ours; ours have said why they abort.
+            record.fail(_code_of(context))
+        else:
+            record.end(error, self._clock(), context.time_remaining())
+
+    def _write(self, record: RequestRecord) -> None:
+        self._open.discard(record)
+        if not self._open:
+            self._none_open.set()
+        logger, level = log.bind(), record.level
+        if logger.is_enabled_for(_LEVELS[level]):
+            getattr(logger, level)(EVENT, **record.fields(self._clock()), **_traceback(record))
+
+
+class _Recording:
+    """The time that a call takes."""
+
+    def __init__(self, requests: RequestLog, method: str, context: _Context) -> None:
+        self._requests = requests
+        self._context = context
+        self._record = requests.begin(method, context)
+
+    def __enter__(self) -> None:
+        """Does nothing: the record has begun."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Writes the line; what the call's frames hold is free from then on."""
+        with contextlib.suppress(Exception):
+            self._requests.end(self._record, self._context, error)
+        self._record.close()
+        if isinstance(error, grpc.aio.AbortError | asyncio.CancelledError):
+            _leave_frames(error)
+
+
+def _leave_frames(error: BaseException | None) -> None:
+    """Makes an error, and those that it was raised for, forget the frames that they have left.
+
+    gRPC's state of an aborted call and the error refer to each other, so what those frames hold, a request of
+    megabytes, would stay until the collector of cycles comes, which is after many calls.
+    """
+    while error is not None and error.__traceback__ is not None:
+        error.__traceback__ = None
+        error = error.__context__
+
+
+async def _no_such_method(request: object, context: _Context) -> None:
+    await context.abort(grpc.StatusCode.UNIMPLEMENTED, "Method not found!")
+
+
+async def _refuse(_: object, context: _Context) -> None:
+    await abort(context, _ENDING)
+
+
+_REFUSED: Final[_Handler] = grpc.stream_stream_rpc_method_handler(_refuse)
+_UNKNOWN: Final[_Handler] = grpc.stream_stream_rpc_method_handler(_no_such_method)
+
+
+def _code_of(context: _Context) -> grpc.StatusCode:
+    """The status that a call has been given; OK without one."""
+    code: Any = context.code()
+    return code if isinstance(code, grpc.StatusCode) else _CODES.get(code or 0, grpc.StatusCode.UNKNOWN)
+
+
+def _traceback(record: RequestRecord) -> dict[str, BaseException]:
+    return {} if record.crash is None else {"exc_info": record.crash}

@@ -1,0 +1,148 @@
+"""The one request message of a call, read here instead of by grpc.aio.
+
+grpc.aio never ends a call whose client ends its side without a whole message: the call stays open until the connection
+closes. And bytes that are not the message's type become UNKNOWN, with a traceback in the log. So a method that takes
+one message is served as one that takes a stream of them, of which the first is read; on the wire that is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+
+from common.errors import MalformedRequestError, RequestTimeoutError
+from common.interruption import InterruptedWorkError, Interruptible
+from common.limits import REQUEST_READ_TIMEOUT_S
+from common.rpc.errors import abort
+
+_Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
+_Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+NOT_A_MESSAGE = (
+    "the request is not a message of the method's type:"
+    " these are other bytes, text in it is not UTF-8, or it is nested too deeply"
+)
+
+
+class _Reads:
+    """Reads that are under way, and one timer for all of them: nearly all are over long before it matters."""
+
+    def __init__(self) -> None:
+        # With their ends, the first one first.
+        self._ends: dict[Interruptible, float] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def read(self, context: _Context) -> Any:
+        """The next message of a call.
+
+        Raises:
+            InterruptedWorkError: it has not come within REQUEST_READ_TIMEOUT_S.
+        """
+        work, loop = Interruptible(), asyncio.get_running_loop()
+        try:
+            with work:
+                self._ends[work] = loop.time() + REQUEST_READ_TIMEOUT_S
+                self._look_later(loop)
+                return await context.read()
+        finally:
+            del self._ends[work]
+
+    def _look_later(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._timer is None:
+            self._timer = loop.call_at(next(iter(self._ends.values())), self._look, loop)
+
+    def _look(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._timer = None
+        for work, end in self._ends.items():
+            if end > loop.time():
+                self._look_later(loop)
+                return
+            work.interrupt()
+
+
+class RequestReader(grpc.aio.ServerInterceptor):
+    """Reads the request of every method that takes one.
+
+    Of those that take a stream, it ends generators as they should when a message is none; a coroutine sees to that
+    itself.
+    """
+
+    def __init__(self) -> None:
+        # By method; only of methods that exist, so there are few.
+        self._handlers: dict[str, _Handler] = {}
+        self._reads = _Reads()
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[_Handler | None]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> _Handler | None:
+        """Gives the handler that reads; None for an unknown method."""
+        found = await continuation(handler_call_details)
+        if found is None:
+            return None
+        method = handler_call_details.method
+        if method not in self._handlers:
+            self._handlers[method] = _reading(found, self._reads)
+        return self._handlers[method]
+
+
+def _reading(handler: _Handler, reads: _Reads) -> _Handler:
+    make, behavior = _behavior(handler, reads)
+    parse = handler.request_deserializer if handler.request_streaming else None
+    made: _Handler = make(behavior, parse, handler.response_serializer)
+    return made
+
+
+def _behavior(handler: _Handler, reads: _Reads) -> tuple[Any, Any]:
+    """How gRPC makes the handler, and what it does."""
+    to_stream, parse = grpc.stream_stream_rpc_method_handler, handler.request_deserializer
+    if handler.stream_unary is not None:
+        return grpc.stream_unary_rpc_method_handler, handler.stream_unary
+    if handler.stream_stream is not None:
+        generates = inspect.isasyncgenfunction(handler.stream_stream)
+        return to_stream, _generator(handler.stream_stream, None, reads) if generates else handler.stream_stream
+    if handler.unary_unary is not None:
+        return grpc.stream_unary_rpc_method_handler, _coroutine(handler.unary_unary, parse, reads)
+    generates = inspect.isasyncgenfunction(handler.unary_stream)
+    return to_stream, (_generator if generates else _coroutine)(handler.unary_stream, parse, reads)
+
+
+def _coroutine(serve: Any, parse: Any, reads: _Reads) -> Any:
+    async def behavior(_: object, context: _Context) -> Any:
+        return await serve(await _request(context, parse, reads), context)
+
+    return behavior
+
+
+def _generator(serve: Any, parse: Any, reads: _Reads) -> Any:
+    """`parse` is None for a method that takes the stream itself."""
+
+    async def behavior(requests: object, context: _Context) -> AsyncIterator[Any]:
+        asked = requests if parse is None else await _request(context, parse, reads)
+        try:
+            async for answer in serve(asked, context):
+                yield answer
+        except DecodeError:
+            await abort(context, MalformedRequestError(NOT_A_MESSAGE))
+
+    return behavior
+
+
+async def _request(context: _Context, parse: Any, reads: _Reads) -> Any:
+    """The call's message; ends the call when there is none."""
+    try:
+        data = await reads.read(context)
+    except InterruptedWorkError:
+        await abort(context, RequestTimeoutError(REQUEST_READ_TIMEOUT_S))
+    if data is grpc.aio.EOF:
+        # So a call looks too that is broken off, or whose message is longer than may be.
+        await abort(context, MalformedRequestError("the request ended before its message did"), certain=False)
+    try:
+        return parse(data)
+    except DecodeError:
+        await abort(context, MalformedRequestError(NOT_A_MESSAGE))

@@ -1,0 +1,297 @@
+"""Long texts, piece by piece: how few tokens a text can be, and where it may be cut without changing them.
+
+The tokenizer library encodes a text in one call that nothing can interrupt, with 150 to 200 bytes of memory per byte of
+text. Both answers are worked out from a tokenizer's files, and err on the safe side where a file has anything that they
+do not know: then the fewest tokens are 0, and there is no cut.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import numpy as np
+
+from common.text.detokenizer import BYTE_LEVEL, BYTE_TOKEN, byte_level_bytes
+
+Ids = Callable[[str], Sequence[int]]
+
+# Characters of a piece, as far as the next cut is near; and of a look for the next cut. One takes about 10 to 30 ms.
+PIECE: Final = 32_768
+# What goes before a piece that continues others: a piece is cut after a letter.
+ANCHOR: Final = "a"
+_ASCII: Final = range(0x80)
+# Bytes of the marks in rendered chats (`tokenizer.MARK_START`), which are in no token.
+_MARK_BYTES: Final = b"\xef\xb7\x90\x91"
+_BLANKS: Final = b" \t\n\v\f\r"
+
+
+class TokenFloor:
+    """Fewest tokens that a text can be.
+
+    A token of n bytes covers n bytes of the text, so a byte stands for at least 1 / n tokens, where n is the length of
+    the longest token that has this byte. Summed over the text that is a lower bound: digits, of which the longest token
+    has three, are held to it more tightly than letters.
+    """
+
+    def __init__(self, content: Mapping[str, Any]) -> None:
+        self._weights = _byte_weights(content)
+        # Canonical composition makes one character of an ASCII one and what follows it.
+        self._composes = any(kind == "NFC" for kind, _ in _parts(content.get("normalizer"), "normalizers"))
+
+    def tokens(self, text: str, enough: float = float("inf")) -> int:
+        """A lower bound for the number of tokens of `text`; looks no further when it is `enough`."""
+        total = 0.0
+        for start in range(0, len(text), PIECE):
+            total += self._piece(text[start : start + PIECE])
+            if total > enough + 1:
+                break
+        # Sums of floats: never above what is true.
+        return max(0, int(total * (1 - 1e-9)))
+
+    def _piece(self, text: str) -> float:
+        data = np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8)
+        total = float(np.bincount(data, minlength=256) @ self._weights)
+        if self._composes:
+            wide = data >= 0x80
+            before = data[:-1][wide[1:]]
+            # The last byte: what comes behind it is not looked at.
+            total -= float(self._weights[before].sum() + self._weights[data[-1:]].sum())
+        return total
+
+
+class Cuts:
+    """Places at which a text may be cut so that the tokens of the pieces are those of the whole.
+
+    A cut is between a letter or digit and what no token continues it with: a space, a line's end, an ideographic comma
+    or stop. Each of these counts only if the pre-tokenizer always ends a word there, or no token goes across, and if
+    hostile probes are encoded alike whole and in pieces.
+
+    Args:
+        content: of tokenizer.json.
+        encoders: all ways in which pieces are encoded; without beginning-of-sequence tokens and their like.
+        pre_tokenize: the ends of a text's words; None when there is no pre-tokenizer.
+        added: texts of added tokens, which no cut may touch.
+    """
+
+    def __init__(
+        self,
+        content: Mapping[str, Any],
+        encoders: Sequence[Ids],
+        pre_tokenize: Callable[[str], Iterable[int]] | None,
+        added: Sequence[str],
+    ) -> None:
+        followers = "" if _looks_around(content) else "".join(_followers(content, encoders, pre_tokenize, added))
+        self._cut = re.compile(f"[^\\W_](?=[{followers}])") if followers else None
+
+    def split(self, text: str, most_bytes: int | None = None) -> Iterator[str]:
+        """The pieces of `text`, each of PIECE characters and up to the next cut.
+
+        Raises:
+            UncutTextError: a piece has more than `most_bytes` bytes.
+        """
+        start = 0
+        while start < len(text):
+            end = self._next(text, start, most_bytes)
+            yield text[start:end] if start or end < len(text) else text
+            start = end
+        if not text:
+            yield text
+
+    def _next(self, text: str, start: int, most_bytes: int | None) -> int:
+        """The end of the piece that begins at `start`."""
+        for near in range(start + PIECE, len(text), PIECE):
+            if most_bytes is not None and near - start > most_bytes:
+                raise UncutTextError(most_bytes)
+            # Step by step: while a pattern is looked for, no other thread runs.
+            found = None if self._cut is None else self._cut.search(text, near, min(near + PIECE, len(text)))
+            if found is not None and found.end() < len(text):
+                return self._bounded(text, start, found.end(), most_bytes)
+        return self._bounded(text, start, len(text), most_bytes)
+
+    @staticmethod
+    def _bounded(text: str, start: int, end: int, most_bytes: int | None) -> int:
+        if most_bytes is not None and 4 * (end - start) > most_bytes < len(text[start:end].encode("utf-8", "replace")):
+            raise UncutTextError(most_bytes)
+        return end
+
+
+class UncutTextError(Exception):
+    """A text has so long a part without a place to cut it that it would have to be encoded at once."""
+
+    def __init__(self, most_bytes: int) -> None:
+        super().__init__(f"has more than {most_bytes} bytes without a letter before a space")
+
+
+def _parts(content: Any, inner: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Type and settings of a normalizer or pre-tokenizer, of a Sequence those of its parts."""
+    if not content:
+        return
+    if content["type"] == "Sequence":
+        for part in content[inner]:
+            yield from _parts(part, inner)
+    else:
+        yield str(content["type"]), content
+
+
+# Fewest tokens.
+
+
+def _byte_weights(content: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Of each byte, the tokens that it is at least; 0 for a byte of which that is not known."""
+    none = np.zeros(256)
+    normalizers = list(_parts(content.get("normalizer"), "normalizers"))
+    words = list(_parts(content.get("pre_tokenizer"), "pretokenizers"))
+    if not all(map(_keeps_all, normalizers)) or not all(map(_splits_only, words)):
+        return none
+    model, kinds = content["model"], {kind for kind, _ in words}
+    if model.get("type", "BPE") not in ("BPE", "Unigram") or model.get("continuing_subword_prefix"):
+        return none
+    tokens = vocabulary(model)
+    added = content.get("added_tokens", ())
+    covered = _covered(tokens, byte_level="ByteLevel" in kinds, byte_fallback=bool(model.get("byte_fallback")))
+    if any(kind == "NFC" for kind, _ in normalizers):
+        covered &= set(_ASCII)
+    if any(token.get("lstrip") or token.get("rstrip") for token in added):
+        covered &= set(_ASCII) - set(_BLANKS)
+    spelled = [_spelled(token, "ByteLevel" in kinds, bool(model.get("byte_fallback"))) for token in tokens]
+    longest = _longest_with_byte([*spelled, *(str(token["content"]).encode() for token in added)])
+    for byte in covered.difference(_MARK_BYTES):
+        # A space in tokens of SentencePiece is spelled as a character of three bytes, and the text may have either.
+        none[byte] = 1 / max(longest[byte], longest[0xE2] if byte == 0x20 else 1)
+    return none
+
+
+def _keeps_all(part: tuple[str, Mapping[str, Any]]) -> bool:
+    """True if a normalizer leaves ASCII as it is, or spells spaces as SentencePiece does."""
+    kind, settings = part
+    if kind == "Replace":
+        return bool(settings["pattern"] == {"String": " "} and settings["content"] == "▁")
+    return kind in ("NFC", "Prepend")
+
+
+def _splits_only(part: tuple[str, Mapping[str, Any]]) -> bool:
+    """True if a pre-tokenizer drops nothing."""
+    kind, settings = part
+    return kind in ("ByteLevel", "Metaspace", "Digits") or (kind == "Split" and settings["behavior"] != "Removed")
+
+
+def vocabulary(model: Mapping[str, Any]) -> list[str]:
+    """The tokens of tokenizer.json's `model`, as it spells them."""
+    vocab = model["vocab"]
+    return list(vocab) if isinstance(vocab, Mapping) else [str(piece) for piece, _ in vocab]
+
+
+def _covered(tokens: list[str], *, byte_level: bool, byte_fallback: bool) -> set[int]:
+    """Bytes that are never dropped, and never share an unknown token with others."""
+    known = set(tokens)
+    if byte_level:
+        return set(range(256)) if known.issuperset(BYTE_LEVEL) else set()
+    if byte_fallback and all(f"<0x{byte:02X}>" in known for byte in range(256)):
+        return set(range(256))
+    return {byte for byte in _ASCII if ("▁" if byte == 0x20 else chr(byte)) in known}
+
+
+def _spelled(token: str, byte_level: bool, byte_fallback: bool) -> bytes:
+    """The bytes of text that a token stands for; a space of SentencePiece counts as its character's three."""
+    if byte_level:
+        return byte_level_bytes(token)
+    match = BYTE_TOKEN.fullmatch(token) if byte_fallback else None
+    return bytes([int(match[1], 16)]) if match else token.encode("utf-8", "surrogatepass")
+
+
+def _longest_with_byte(tokens: list[bytes]) -> list[int]:
+    """Length of the longest token that has each byte; 1 for a byte in none."""
+    longest, left = [1] * 256, set(range(256))
+    for token in sorted(tokens, key=len, reverse=True):
+        for byte in left.intersection(token):
+            longest[byte] = len(token)
+            left.discard(byte)
+    return longest
+
+
+# Cuts.
+
+_BLANK_FOLLOWERS: Final = (" ", "\\n")
+_FOLLOWERS: Final = (*_BLANK_FOLLOWERS, "，。、")
+_LEFT: Final = ("word", "a", "Z", "7", "42", "é", "中文", "слово", "ا", "ｗ", "½", "don't", "x_1", "ﬁ", "한")
+_RIGHT: Final = (
+    "",
+    "next",
+    "  two",
+    "\n\n  three\r\n",
+    "\t.",
+    " 'll",
+    "123 4567",
+    "...\n",
+    "\u0301x",
+    "😀👩\u200d💻",
+    "▁▁",
+    "\u3000",
+)
+_KNOWN_WORDS: Final = frozenset(
+    ("ByteLevel", "Metaspace", "Split", "Digits", "Punctuation", "Whitespace", "WhitespaceSplit", "BertPreTokenizer")
+)
+_CLASS: Final = re.compile(r"\[(?:\\.|[^\]\\])*\]")
+_LOOKS_BACK: Final = re.compile(r"\(\?<|\\[bBAzZGK]|(?<!\\)[\^$]")
+
+
+def _looks_around(content: Mapping[str, Any]) -> bool:
+    """True if a word's end may depend on what is far from it, or before it."""
+    parts = [*_parts(content.get("normalizer"), "normalizers"), *_parts(content.get("pre_tokenizer"), "pretokenizers")]
+    patterns = [part["pattern"].get("Regex", "") for _, part in parts if isinstance(part.get("pattern"), Mapping)]
+    unknown = {kind for kind, _ in _parts(content.get("pre_tokenizer"), "pretokenizers")} - _KNOWN_WORDS
+    model = content["model"]
+    affixed = model.get("dropout") or model.get("continuing_subword_prefix") or model.get("end_of_word_suffix")
+    return bool(affixed and model.get("type", "BPE") == "BPE") or bool(unknown) or any(
+        _LOOKS_BACK.search(_CLASS.sub("", pattern)) for pattern in patterns
+    )  # fmt: skip
+
+
+def _followers(
+    content: Mapping[str, Any],
+    encoders: Sequence[Ids],
+    pre_tokenize: Callable[[str], Iterable[int]] | None,
+    added: Sequence[str],
+) -> Iterator[str]:
+    """The characters, as of a pattern's class, before which a letter or digit may be cut off."""
+    strips = any(token.get("rstrip") and token["content"][-1:].isalnum() for token in content.get("added_tokens", ()))
+    for follower in _FOLLOWERS:
+        cut = re.compile(f"[^\\W_](?=[{follower}])")
+        # A token that takes the blanks behind it must see them.
+        if any(map(cut.search, added)) or (strips and follower in _BLANK_FOLLOWERS):
+            continue
+        probes = list(_probes(follower.replace("\\n", "\n"), added))
+        ends = pre_tokenize is not None and all(len(left) in set(pre_tokenize(left + right)) for left, right in probes)
+        if not ends and _crossed(content, cut):
+            continue
+        if all(_same(encode, left, right) for encode in encoders for left, right in probes):
+            yield follower
+
+
+def _probes(followers: str, added: Sequence[str]) -> Iterator[tuple[str, str]]:
+    before = itertools.cycle(("", " ", "\n", "  "))
+    for follower in followers:
+        for left, right in itertools.product(_LEFT, _RIGHT):
+            yield next(before) + left, follower + right
+        for token in added[:64]:
+            yield f"{token}a", f"{follower}{token}"
+            if token[-1:].isalnum():
+                yield token, f"{follower}d"
+            yield f"a{token}b", f"{follower}c{token} d"
+
+
+def _crossed(content: Mapping[str, Any], cut: re.Pattern[str]) -> bool:
+    """True if a token may go across such a cut, as far as is known: always of byte-level spelling and of Unigram."""
+    model = content["model"]
+    words = _parts(content.get("pre_tokenizer"), "pretokenizers")
+    if model.get("type", "BPE") != "BPE" or any(kind == "ByteLevel" for kind, _ in words):
+        return True
+    return cut.search("\0".join(vocabulary(model)).replace("▁", " ")) is not None
+
+
+def _same(encode: Ids, left: str, right: str) -> bool:
+    anchor = len(encode(ANCHOR))
+    return [*encode(left), *encode(ANCHOR + right)[anchor:]] == list(encode(left + right))

@@ -1,0 +1,1 @@
+"""The back end on AMD's AITER, for what it has and does right."""

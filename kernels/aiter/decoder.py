@@ -1,0 +1,99 @@
+"""All layers of a model over AITER's operations, what is between projection and attention fused.
+
+Rotation and the write to the cache are one kernel of AITER's where that can serve, else our Triton one, which norms
+heads too (kernels/triton_backend/fused_qkv.py).
+
+Of AITER's fused kernels that norm heads none serves: they take cosines in the model's dtype, where ours are float32,
+and read scales on the host (csrc/kernels/fused_qk_norm_rope_cache_quant.cu); most write another layout of the cache.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kernels.aiter.library import AiterLibrary
+from kernels.decoder_layers import DecoderLayers, RopeWrite
+from kernels.interface import AttentionMetaData, Decoder, DecoderLayer, KernelBackend
+from kernels.triton_backend.decoder import TritonDecoder
+from kernels.triton_backend.kv_cache import DeviceKVCache
+from kernels.triton_backend.plan import StepPlan
+
+if TYPE_CHECKING:
+    from kernels.aiter.backend import Choices
+
+
+class AiterDecoder:
+    """FusedDecoder. Its numbers are the single operations', but for AITER's and our Triton rotation, which may differ.
+
+    Args:
+        decoder: its weights are packed by `backend`.
+        backend: AITER's, which does the single operations.
+        library: AITER.
+        choices: decides whether rotation and write are AITER's.
+    """
+
+    def __init__(self, decoder: Decoder, backend: KernelBackend, library: AiterLibrary, choices: Choices) -> None:
+        self._layers = DecoderLayers(decoder, backend)
+        self._own = TritonDecoder(decoder, backend)
+        self._aiter = library
+        self._choices = choices
+        self._norms_heads = any(layer.head_norms is not None for layer in decoder.layers)
+        # AITER takes scales even where there is nothing to scale.
+        self._one = torch.ones(1, dtype=torch.float32, device=backend.device)
+
+    def run(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: DeviceKVCache, metadata: AttentionMetaData
+    ) -> torch.Tensor:
+        """See FusedDecoder."""
+        facts = (self._norms_heads, x.dtype, cache.data.dtype, 2 * cos.shape[-1], cache.head_dim, cache.block_size)
+        if not len(x) or not self._choices.takes("rope_write", _refuse_rope_write, *facts):
+            return self._own.run(x, cos, sin, cache, metadata)
+        rope_write = self._rope_write(cos.squeeze(1), sin.squeeze(1), cache, metadata.plan)
+        return self._layers.run(x, cache, metadata, rope_write)
+
+    def _rope_write(self, cos: torch.Tensor, sin: torch.Tensor, cache: DeviceKVCache, plan: StepPlan) -> RopeWrite:
+        """AITER's, over a step with cosines and sines float32 [T, D/2]."""
+        # Each row has cosines of its own. Made anew in each step, so that a captured one has its own.
+        rows, kv_heads = torch.arange(len(cos), device=cos.device), cache.num_kv_heads
+
+        def rope_write(qkv: torch.Tensor, layer: DecoderLayer, index: int) -> torch.Tensor:
+            heads = qkv.view(len(qkv), -1, cache.head_dim)
+            rotated, *_ = self._aiter.call(
+                "aiter.ops.triton.fusions.fused_kv_cache:fused_qk_rope_reshape_and_cache",
+                heads[:, : -2 * kv_heads],
+                heads[:, -2 * kv_heads : -kv_heads],
+                heads[:, -kv_heads:],
+                cache.keys(index),
+                cache.values(index),
+                plan.slot_mapping,
+                rows,
+                cos,
+                sin,
+                self._one,
+                self._one,
+                is_neox=True,
+                flash_layout=True,
+                apply_scale=False,
+                output_zeros=False,
+            )
+            queries: torch.Tensor = rotated
+            return queries
+
+        return rope_write
+
+
+def _refuse_rope_write(
+    norms_heads: bool, dtype: torch.dtype, stored: torch.dtype, rotated: int, head_dim: int, block_size: int
+) -> str | None:
+    """Why rotation and write are not AITER's: aiter/ops/triton/fusions/fused_kv_cache.py asserts most of it."""
+    if norms_heads:
+        return "AITER's fused norm and rotation of heads has cosines in the model's dtype, not in float32"
+    if dtype != torch.bfloat16 or stored != dtype:
+        found = " and ".join(str(each).removeprefix("torch.") for each in dict.fromkeys((dtype, stored)))
+        return f"AITER's rotation and write as one are for a model and a cache in bfloat16, not {found}"
+    if rotated != head_dim or any(size & (size - 1) for size in (head_dim, block_size)):
+        sizes = f"{rotated} of {head_dim} rotated, in blocks of {block_size}"
+        return f"AITER's rotation and write as one are for whole heads and blocks of powers of 2, not {sizes}"
+    return None

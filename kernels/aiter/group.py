@@ -1,0 +1,62 @@
+"""Sums over tensor-parallel ranks by AITER."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+
+from kernels.aiter.library import AiterLibrary
+from kernels.interface import Ranks
+
+
+class AiterGroup:
+    """RankSums of AITER: between the GPUs of one machine without RCCL, up to a size.
+
+    The size is AITER's, since 0.1.18 $AITER_CUSTOM_AR_MAX_SIZE bytes.
+
+    It makes PyTorch's default process group, which AITER takes as it finds it, over a store that the ranks have: so
+    there is no port to agree on. AITER asks for a TCPStore.
+
+    Args:
+        library: AITER.
+        ranks: of which AITER takes that rank i is on GPU i.
+        device: of this rank.
+    """
+
+    def __init__(self, library: AiterLibrary, ranks: Ranks, device: torch.device) -> None:
+        self._aiter = library
+        self._device = device
+        process_groups = "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl"
+        cast(Any, torch.distributed).init_process_group(
+            process_groups, store=ranks.store, rank=ranks.rank, world_size=ranks.size
+        )
+        library.call("aiter.ops.communication:init_dist_env", ranks.size, ranks.rank, local_rank=ranks.rank)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """See RankSums."""
+        if not x.numel():
+            return x
+        summed: torch.Tensor = self._aiter.call(
+            "aiter.dist.communication_op:tensor_model_parallel_all_reduce", x.contiguous()
+        )
+        return summed
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """See RankSums: the ranks tell each other afterwards where the tensors are that captured steps add up."""
+        with self._aiter.call("aiter.dist.parallel_state:graph_capture"):
+            yield
+        # What steps read was written on AITER's stream, and is written from now on on another.
+        self.synchronize()
+
+    def synchronize(self) -> None:
+        """See RankSums."""
+        if self._device.type != "cpu":
+            torch.cuda.synchronize(self._device)
+
+    def close(self) -> None:
+        """See RankSums: the process group too, and this rank's buffers, which the other GPUs' kernels read."""
+        self._aiter.call("aiter.ops.communication:destroy_dist_env")

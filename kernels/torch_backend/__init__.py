@@ -1,0 +1,1 @@
+"""The reference back end: plain PyTorch, batch-invariant on a CPU."""

@@ -1,0 +1,150 @@
+"""Mixture of experts in PyTorch, batch-invariant: who else chose an expert does not show in a row's bits.
+
+The rows that chose an expert fill row tiles of their own (kernels/torch_backend/linear.py), so a row meets the same
+product whoever shares its tile. A row's results are weighted and added in float32 in the order of its slots, the best
+expert first, never in the order of experts, of which other rows decide how many there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
+from kernels.quantized_weight import as_floats
+from kernels.torch_backend import elementwise, linear
+from kernels.torch_backend.linear import ROW_TILE, PackedLinear
+
+Ints = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """This rank's experts, the first of which has the id `first`."""
+
+    first: int
+    gate_up: list[PackedLinear]
+    down: list[PackedLinear]
+    clamp: ClampedSwiglu | None
+
+
+def pack(
+    experts: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
+) -> PackedExperts:
+    """Packs experts as they come, so that only one is held in two copies."""
+    packed = PackedExperts(first, [], [], clamp)
+    for expert in experts:
+        packed.gate_up.append(linear.pack(as_floats(expert.gate_up), expert.gate_up_bias, dtype))
+        packed.down.append(linear.pack(as_floats(expert.down), expert.down_bias, dtype))
+    return packed
+
+
+def route(
+    logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids int64 [T, k] and weights float32 [T, k] of the experts that rows choose by float32 logits [T, E]."""
+    if routing.scoring == "topk_softmax":
+        best, ids = _top(logits, routing.top_k)
+        return ids, torch.softmax(best, -1)
+    scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else elementwise.sigmoid(logits)
+    choice = scores if correction_bias is None else scores + correction_bias
+    _, ids = _top(_in_best_groups(choice, routing), routing.top_k)
+    weights = scores.gather(1, ids)
+    if routing.renormalize:
+        # The sigmoid's formula in DeepSeek-V3 and its heirs; a softmax's best is never so small that it shows.
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return ids, weights * routing.scale
+
+
+def _top(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest values and their ids, the lower id first among equals, which `torch.topk` leaves open."""
+    best, ids = torch.sort(values, dim=-1, descending=True, stable=True)
+    return best[..., :count].contiguous(), ids[..., :count].contiguous()
+
+
+def _in_best_groups(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """-inf for experts outside the groups whose two best experts score highest (arXiv:2412.19437, section 2.1.2)."""
+    if routing.num_groups == 1:
+        return choice
+    groups = choice.view(len(choice), routing.num_groups, -1)
+    two_best, _ = _top(groups, 2)
+    _, kept = _top(two_best[..., 0] + two_best[..., 1], routing.top_groups)
+    hidden = torch.ones(groups.shape[:2], dtype=torch.bool).scatter_(1, kept, False)
+    return groups.masked_fill(hidden.unsqueeze(-1), -torch.inf).view(choice.shape)
+
+
+def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> torch.Tensor:
+    """Weighted sum of what this rank's experts make of x [T, H]: [T, H]; other ranks' experts count as zeros."""
+    rows, hidden = x.shape
+    work = _tiled(ids.numpy() - packed.first, len(packed.gate_up))
+    with_zeros = x.new_zeros(rows + 1, hidden)
+    with_zeros[:rows] = x
+    inputs = with_zeros.index_select(0, torch.from_numpy(work.rows))
+    outputs = x.new_empty(len(work.rows) + 1, hidden)
+    outputs[-1] = 0.0
+    if len(work.rows):
+        chosen = work.experts.tolist()
+        gate_up = x.new_empty(len(inputs), packed.gate_up[0].weight_t.shape[1])
+        linear.multiply(inputs, gate_up, [packed.gate_up[expert] for expert in chosen])
+        inner = silu_and_mul(gate_up) if packed.clamp is None else clamped_swiglu(gate_up, packed.clamp)
+        linear.multiply(inner, outputs[:-1], [packed.down[expert] for expert in chosen])
+    return _combined(outputs, torch.from_numpy(work.places), weights).to(x.dtype)
+
+
+@dataclass(frozen=True)
+class _Tiled:
+    """Pairs of row and slot in row tiles, each tile of one expert.
+
+    Attributes:
+        experts: int64 [tiles], which of this rank's experts.
+        rows: int64 [tiles * ROW_TILE], the row at each place; T where the tile is padded.
+        places: int64 [T, k], the place of each pair; the number of places for an expert of another rank.
+    """
+
+    experts: Ints
+    rows: Ints
+    places: Ints
+
+
+def _tiled(ids: Ints, num_experts: int) -> _Tiled:
+    rows, slots = ids.shape
+    experts = ids.ravel()
+    mine = np.flatnonzero((experts >= 0) & (experts < num_experts))
+    pairs = mine[np.argsort(experts[mine], kind="stable")]
+    counts = np.bincount(experts[pairs], minlength=num_experts)
+    tiles = -(-counts // ROW_TILE)
+    starts = (np.cumsum(tiles) - tiles) * ROW_TILE
+    places = np.arange(len(pairs)) + np.repeat(starts - (np.cumsum(counts) - counts), counts)
+    count = int(tiles.sum()) * ROW_TILE
+    row_at = np.full(count, rows, np.int64)
+    row_at[places] = pairs // slots
+    place_of = np.full(rows * slots, count, np.int64)
+    place_of[pairs] = places
+    return _Tiled(np.repeat(np.arange(num_experts), tiles), row_at, place_of.reshape(rows, slots))
+
+
+def _combined(outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """float32 [T, H]; products and sums apart, so nothing can be fused differently."""
+    total = outputs.new_zeros(len(places), outputs.shape[1], dtype=torch.float32)
+    for slot_places, slot_weights in zip(places.unbind(1), weights.unbind(1), strict=True):
+        part = outputs.index_select(0, slot_places).float()
+        total.add_(part.mul_(slot_weights.unsqueeze(1)))
+    return total
+
+
+def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
+    """silu(x[:, :I]) * x[:, I:] of x [T, 2I]; silu is rounded to the model dtype before the product."""
+    gate, up = gate_up.chunk(2, dim=-1)
+    return elementwise.silu(gate).to(gate_up.dtype).mul_(up)
+
+
+def clamped_swiglu(gate_up: torch.Tensor, clamp: ClampedSwiglu) -> torch.Tensor:
+    """See ClampedSwiglu; in float32, rounded once."""
+    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate = gate.clamp(max=clamp.limit)
+    glu = elementwise.sigmoid(gate * clamp.alpha).mul_(gate)
+    return glu.mul_(up.clamp(-clamp.limit, clamp.limit).add_(1.0)).to(gate_up.dtype)

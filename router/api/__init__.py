@@ -1,0 +1,1 @@
+"""The RPCs of the router, and what each call is held to."""

@@ -1,0 +1,287 @@
+"""AdminService: what operators call on a router, on a port of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Final
+
+import grpc
+import structlog
+from fissile.admin.v1 import admin_pb2 as apb
+from fissile.admin.v1.admin_pb2_grpc import AdminServiceServicer
+from fissile.worker.v1 import worker_pb2 as wpb
+from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
+from google.protobuf.field_mask_pb2 import FieldMask
+
+from common.cli.core.errors import CommandError
+from common.errors import (
+    ApiError,
+    BadConfigurationError,
+    InvalidFieldError,
+    NoWorkerError,
+    TooManyWatchesError,
+    UnknownWorkerError,
+)
+from common.limits import CONNECT_TIMEOUT_S, FLUSH_TIMEOUT_S, MAX_LOAD_WATCHES, MIN_WATCH_INTERVAL_S
+from common.rpc.unsupported_fields import field_paths, refuse_unserved
+from common.telemetry.tracing import Tracing
+from router.api.rpc_scope import Call, Context
+from router.api.shutdown import OpenCalls
+from router.requests.fleet import Fleet, KnownWorker, Service
+from router.runtime_config import Configuration, Reloaded, Routing
+
+if TYPE_CHECKING:
+    # In the type stubs only: at run time the one stub class serves both kinds of channel.
+    from fissile.worker.v1.worker_pb2_grpc import WorkerServiceAsyncStub
+
+SERVICE = "fissile.admin.v1.AdminService"
+_WATCH_INTERVAL_S: Final = 1.0
+_STATES: Final = {
+    Service.SERVING: apb.WORKER_STATE_SERVING,
+    Service.CORDONED: apb.WORKER_STATE_CORDONED,
+    Service.DRAINING: apb.WORKER_STATE_DRAINING,
+    Service.LEAVING: apb.WORKER_STATE_LEAVING,
+    Service.UNCONNECTED: apb.WORKER_STATE_UNCONNECTED,
+}
+_ROUTING_FIELDS: Final = frozenset(apb.Routing.DESCRIPTOR.fields_by_name)
+_SET_ROUTING: Final = frozenset(field_paths(apb.SetRoutingRequest.DESCRIPTOR))
+
+log = structlog.get_logger(__name__)
+
+
+class AdminService(AdminServiceServicer):
+    """The administration of one router.
+
+    Args:
+        fleet: its workers.
+        configuration: what may change while it runs.
+        tracing: makes a span per call.
+        calls: knows the calls that have to end with the router.
+    """
+
+    def __init__(self, fleet: Fleet, configuration: Configuration, tracing: Tracing, calls: OpenCalls) -> None:
+        self._fleet = fleet
+        self._configuration = configuration
+        self._tracing = tracing
+        self._calls = calls
+        self._watches = 0
+
+    # Workers.
+
+    async def ListWorkers(self, request: apb.ListWorkersRequest, context: Context) -> apb.ListWorkersResponse:
+        """Lists the workers, connected or not."""
+        async with Call(self._tracing, context, "ListWorkers", service=SERVICE):
+            refuse_unserved(request)
+            return apb.ListWorkersResponse(workers=map(_worker, self._fleet.workers()))
+
+    async def CordonWorker(self, request: apb.CordonWorkerRequest, context: Context) -> apb.CordonWorkerResponse:
+        """Passes the wish to the worker, which tells all its routers."""
+        async with Call(self._tracing, context, "CordonWorker", service=SERVICE):
+            refuse_unserved(request, frozenset({"worker_id", "evict"}))
+            intake = wpb.INTAKE_EVICTING if request.evict else wpb.INTAKE_CORDONED
+            return apb.CordonWorkerResponse(sequences=await self._set_intake(request.worker_id, intake))
+
+    async def UncordonWorker(self, request: apb.UncordonWorkerRequest, context: Context) -> apb.UncordonWorkerResponse:
+        """Passes the wish to the worker, which tells all its routers."""
+        async with Call(self._tracing, context, "UncordonWorker", service=SERVICE):
+            refuse_unserved(request, frozenset({"worker_id"}))
+            await self._set_intake(request.worker_id, wpb.INTAKE_OPEN)
+            return apb.UncordonWorkerResponse()
+
+    async def DrainWorker(self, request: apb.DrainWorkerRequest, context: Context) -> apb.DrainWorkerResponse:
+        """Passes the wish to the worker, which tells all its routers."""
+        async with Call(self._tracing, context, "DrainWorker", service=SERVICE):
+            refuse_unserved(request, frozenset({"worker_id", "deadline_ms"}))
+            wanted = wpb.DrainRequest(deadline_ms=request.deadline_ms)
+            async with self._asked(self._find(request.worker_id)) as stub:
+                answer = await stub.Drain(wanted, timeout=CONNECT_TIMEOUT_S)
+            return apb.DrainWorkerResponse(sequences=answer.sequences)
+
+    async def WatchLoad(self, request: apb.WatchLoadRequest, context: Context) -> None:  # type: ignore[override]
+        """Sends the load until the client has had enough."""
+        async with Call(self._tracing, context, "WatchLoad", service=SERVICE):
+            refuse_unserved(request, frozenset({"interval_ms", "count"}))
+            interval_s = request.interval_ms / 1000 or _WATCH_INTERVAL_S
+            if interval_s < MIN_WATCH_INTERVAL_S:
+                valid = f"0 or at least {1000 * MIN_WATCH_INTERVAL_S:.0f}"
+                raise InvalidFieldError("interval_ms", f"is {request.interval_ms}", valid)
+            with self._watching():
+                await context.send_initial_metadata(())
+                with self._calls.interruptible():
+                    await self._watch(context, request.count, interval_s)
+
+    async def FlushCaches(self, request: apb.FlushCachesRequest, context: Context) -> apb.FlushCachesResponse:
+        """Passes the wish to one worker, or to all at once."""
+        async with Call(self._tracing, context, "FlushCaches", service=SERVICE):
+            refuse_unserved(request, frozenset({"worker_id"}))
+            workers = [self._find(request.worker_id)] if request.worker_id else self._connected()
+            caches = await asyncio.gather(*map(self._flush, workers))
+            return apb.FlushCachesResponse(caches=sorted(caches, key=lambda cache: cache.worker_id))
+
+    # Configuration.
+
+    async def GetRouting(self, request: apb.GetRoutingRequest, context: Context) -> apb.GetRoutingResponse:
+        """Says how requests are admitted and placed."""
+        async with Call(self._tracing, context, "GetRouting", service=SERVICE):
+            refuse_unserved(request)
+            in_force = self._configuration
+            return apb.GetRoutingResponse(routing=_proto(in_force.settings.routing), version=in_force.version)
+
+    async def SetRouting(self, request: apb.SetRoutingRequest, context: Context) -> apb.SetRoutingResponse:
+        """Changes that, all or nothing."""
+        async with Call(self._tracing, context, "SetRouting", service=SERVICE):
+            refuse_unserved(request, _SET_ROUTING)
+            in_force = self._configuration
+            in_force.set_routing(_merged(in_force.settings.routing, request), request.if_version)
+            return apb.SetRoutingResponse(routing=_proto(in_force.settings.routing), version=in_force.version)
+
+    async def Reload(self, request: apb.ReloadRequest, context: Context) -> apb.ReloadResponse:
+        """Reads the configuration again, all or nothing."""
+        async with Call(self._tracing, context, "Reload", service=SERVICE):
+            refuse_unserved(request)
+            try:
+                done = reread(self._configuration)
+            except CommandError as error:
+                raise BadConfigurationError(str(error)) from None
+            return apb.ReloadResponse(
+                version=done.version, changed=done.changed, needs_restart=done.needs_restart, undone=done.undone
+            )
+
+    # What they have in common.
+
+    def _connected(self) -> list[KnownWorker]:
+        return [worker for worker in self._fleet.workers() if worker.service is not Service.UNCONNECTED]
+
+    def _find(self, worker_id: str) -> KnownWorker:
+        known = {worker.worker_id: worker for worker in self._connected()}
+        if worker_id not in known:
+            raise UnknownWorkerError(worker_id, sorted(known))
+        return known[worker_id]
+
+    @contextlib.asynccontextmanager
+    async def _asked(self, worker: KnownWorker) -> AsyncIterator[WorkerServiceAsyncStub]:
+        """A worker's service; that it fails is the operator's business, and no failure of the router."""
+        with self._calls.interruptible():
+            async with self._fleet.dialer.channel(worker.address) as channel:
+                try:
+                    yield WorkerServiceStub(channel)
+                except grpc.aio.AioRpcError as error:
+                    why = f"{error.code().name}: {error.details()}"
+                    raise NoWorkerError(f"the worker at {worker.address} does not do it: {why}") from None
+
+    async def _set_intake(self, worker_id: str, intake: wpb.Intake.ValueType) -> int:
+        """Sequences that the worker has."""
+        async with self._asked(self._find(worker_id)) as stub:
+            answer = await stub.SetIntake(wpb.SetIntakeRequest(intake=intake), timeout=CONNECT_TIMEOUT_S)
+        return answer.sequences
+
+    async def _flush(self, worker: KnownWorker) -> apb.FlushedCache:
+        try:
+            async with self._asked(worker) as stub:
+                # It is done between two steps, and a step may take long.
+                answer = await stub.FlushCache(wpb.FlushCacheRequest(), timeout=FLUSH_TIMEOUT_S)
+        except ApiError as error:
+            return apb.FlushedCache(worker_id=worker.worker_id, error=str(error))
+        return apb.FlushedCache(worker_id=worker.worker_id, blocks=answer.blocks)
+
+    async def _watch(self, context: Context, count: int, interval_s: float) -> None:
+        sent = 0
+        while True:
+            await context.write(self._load())
+            sent += 1
+            if sent == count:
+                return
+            await asyncio.sleep(interval_s)
+
+    @contextlib.contextmanager
+    def _watching(self) -> Iterator[None]:
+        """Bounds the streams of load."""
+        if self._watches >= MAX_LOAD_WATCHES:
+            raise TooManyWatchesError(MAX_LOAD_WATCHES)
+        self._watches += 1
+        try:
+            yield
+        finally:
+            self._watches -= 1
+
+    def _load(self) -> apb.WatchLoadResponse:
+        queues = [
+            apb.QueueLoad(priority=each.name, waiting=each.waiting, oldest_age_ms=round(1000 * each.oldest_age_s))
+            for each in self._fleet.waiting()
+        ]
+        workers = map(_worker, self._fleet.workers())
+        return apb.WatchLoadResponse(workers=workers, queues=queues, in_flight=self._fleet.in_flight)
+
+
+def reread(configuration: Configuration) -> Reloaded:
+    """Reads a configuration again, and logs what has changed and what an operator may not expect.
+
+    Raises:
+        CommandError: it is wrong; nothing has changed.
+    """
+    done = configuration.reload()
+    log.info("configuration reloaded", version=done.version, changed=list(done.changed))
+    if done.undone:
+        log.warning("what SetRouting had set is replaced by the configuration's", options=list(done.undone))
+    if done.needs_restart:
+        log.warning("a change of these options needs a restart", options=list(done.needs_restart))
+    return done
+
+
+def _worker(worker: KnownWorker) -> apb.Worker:
+    return apb.Worker(
+        worker_id=worker.worker_id,
+        address=worker.address,
+        instance_id=worker.instance_id,
+        model=worker.model,
+        numerics=worker.numerics,
+        draining=worker.service is Service.DRAINING,
+        running=worker.running,
+        state=_STATES[worker.service],
+        last_error=worker.last_error,
+        **({} if worker.load is None else asdict(worker.load)),
+    )
+
+
+def _proto(routing: Routing) -> apb.Routing:
+    return apb.Routing(
+        placement=routing.placement,
+        delay_factor=routing.delay_factor,
+        max_hold_ms=round(1000 * routing.max_hold_s),
+        queue_size=routing.queue_size,
+        tenant_weight=routing.tenant_weight,
+        tenant_concurrency=routing.tenant_concurrency,
+        tenant_max_priority=routing.tenant_max_priority,
+    )
+
+
+def _merged(routing: Routing, request: apb.SetRoutingRequest) -> Routing:
+    """The routing with the fields of a request's mask changed.
+
+    Raises:
+        InvalidFieldError: no such field, a value out of range, or nothing to change.
+    """
+    given = request.routing
+    paths: Sequence[str] = request.update_mask.paths or [field.name for field, _ in given.ListFields()]
+    allowed = ", ".join(sorted(_ROUTING_FIELDS))
+    for path in paths:
+        if path not in _ROUTING_FIELDS:
+            raise InvalidFieldError("update_mask", f"names {path!r}", f"fields of Routing: {allowed}")
+    if not paths:
+        raise InvalidFieldError("routing", "has no field, and there is no update_mask", f"any of {allowed}")
+    wanted = _proto(routing)
+    FieldMask(paths=paths).MergeMessage(given, wanted, replace_repeated_field=True)
+    # Milliseconds are coarser than what an option may say: one that is not asked to change does not.
+    hold_s = wanted.max_hold_ms / 1000 if "max_hold_ms" in paths else routing.max_hold_s
+    return Routing(
+        placement=wanted.placement,
+        delay_factor=wanted.delay_factor,
+        max_hold_s=hold_s,
+        queue_size=wanted.queue_size,
+        tenant_weight=dict(wanted.tenant_weight),
+        tenant_concurrency=dict(wanted.tenant_concurrency),
+        tenant_max_priority=dict(wanted.tenant_max_priority),
+    )

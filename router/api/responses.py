@@ -1,0 +1,122 @@
+"""From the parts of a stream to the messages of the public contract."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fissile.v1 import inference_pb2 as pb
+from google.protobuf.duration_pb2 import Duration
+
+from common.telemetry.request_record import RequestTimes
+from router.model_registry import ModelRegistry, ServedModel
+from router.requests.stream import RequestStream
+from router.text.stream_assembly import Ending, Part
+
+
+def fill_response(
+    message: pb.GenerateResponse | pb.ChatResponse, part: Part, stream: RequestStream, clock: Callable[[], float]
+) -> None:
+    """Makes `message`, which has the request's id and perhaps the part before, the message of `part`.
+
+    Args:
+        message: the message; what was in it is replaced.
+        part: of the answer.
+        stream: the request.
+        clock: monotonic seconds.
+    """
+    message.text = part.text
+    if message.token_ids:
+        del message.token_ids[:]
+    if part.token_ids:
+        message.token_ids.extend(part.token_ids)
+    if part.start is not None:
+        message.prompt_info.CopyFrom(_prompt_info(stream, clock()))
+    elif message.HasField("prompt_info"):
+        message.ClearField("prompt_info")
+    if part.ending is not None:
+        message.finish.CopyFrom(_finish(part.ending, stream, clock()))
+
+
+def times_of(stream: RequestStream, now: float) -> RequestTimes:
+    """Where the request's time has gone until `now`, monotonic seconds."""
+    assembly, attempts = stream.assembly, stream.attempts.all
+    # A worker that was lost has it no more: it waits.
+    given = attempts[-1].began if attempts and attempts[-1].loss is None else None
+    return RequestTimes(
+        arrived=stream.request.arrival,
+        ended=now,
+        given=given,
+        first_token=assembly.first_token_time,
+        last_token=assembly.last_token_time,
+        tokens=assembly.delivered,
+        prefill=assembly.start.prefill_s,
+    )
+
+
+def finish_name(ending: Ending) -> str:
+    """The finish reason as people read it: `stop`, `length`."""
+    return pb.FinishReason.Name(ending.reason).removeprefix("FINISH_REASON_").lower()
+
+
+def decode_s(stream: RequestStream) -> float:
+    """From the first token's arrival to the last one's; 0 without any."""
+    first, last = stream.assembly.first_token_time, stream.assembly.last_token_time
+    return 0.0 if first is None or last is None else last - first
+
+
+def describe_model(model: ServedModel, registry: ModelRegistry) -> pb.Model:
+    """The model for ListModels and GetModel."""
+    return pb.Model(
+        name=model.name,
+        architecture=model.architecture,
+        max_model_len=model.max_model_len,
+        vocab_size=model.vocab_size,
+        chat=model.text.template is not None,
+        tokenizer_sha256=model.tokenizer_sha256,
+        weights_digest=model.weights_digest,
+        ready_workers=registry.ready_workers(model.name),
+    )
+
+
+def _prompt_info(stream: RequestStream, now: float) -> pb.PromptInfo:
+    return pb.PromptInfo(
+        prompt_tokens=stream.assembly.prompt_tokens,
+        cached_tokens=stream.assembly.start.cached_tokens,
+        queue_time=_duration(times_of(stream, now).queue_s),
+        seed=str(stream.request.seed),
+    )
+
+
+def _finish(ending: Ending, stream: RequestStream, now: float) -> pb.Finish:
+    assembly = stream.assembly
+    return pb.Finish(
+        reason=ending.reason,
+        stop=ending.stop,
+        usage=pb.Usage(
+            prompt_tokens=assembly.prompt_tokens,
+            completion_tokens=assembly.delivered,
+            cached_tokens=assembly.start.cached_tokens,
+        ),
+        timings=_timings(stream, now),
+        worker_id=assembly.worker_id,
+        attempts=len(stream.attempts),
+        exact=stream.attempts.exact,
+        weights_digest=stream.request.weights_digest,
+    )
+
+
+def _timings(stream: RequestStream, now: float) -> pb.Timings:
+    times = times_of(stream, now)
+    return pb.Timings(
+        queue=_duration(times.queue_s),
+        prefill=_duration(times.prefill_s),
+        ttft=_duration(times.ttft_s),
+        tpot=_duration(times.tpot_s),
+        total=_duration(times.duration_s),
+    )
+
+
+def _duration(seconds: float | None) -> Duration:
+    duration = Duration()
+    duration.FromNanoseconds(round((seconds or 0.0) * 1e9))
+    return duration

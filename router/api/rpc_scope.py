@@ -1,0 +1,88 @@
+"""The frame of every call on the router: its span, its trailing metadata, and its errors as statuses."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from types import TracebackType
+from typing import Any, TypeAlias
+from urllib.parse import quote
+
+import grpc
+
+from common.errors import ApiError, RouterFailedError
+from common.rpc.errors import abort
+from common.telemetry.logs import current_request_id
+from common.telemetry.request_record import current_record, shown
+from common.telemetry.tracing import RequestSpan, Tracing
+
+SERVICE = "fissile.v1.InferenceService"
+REQUEST_ID = "x-request-id"
+_MAX_ID_METADATA = 512
+# Metadata values are printable ASCII; the rest of a client's id is percent-encoded.
+_PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
+
+Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
+
+
+class Call:
+    """Use as an asynchronous context manager around a call's work; entering it gives the call's span.
+
+    An ApiError becomes the call's status with its details; anything unforeseen becomes INTERNAL, with its traceback in
+    the call's log line. The trailing metadata has the request id and the trace, on errors too.
+
+    Args:
+        tracing: makes the span.
+        context: the call.
+        method: name of the RPC.
+        request_id: the request's id; one is minted for the metadata when it is empty.
+        operation: `names.TEXT_COMPLETION` or `names.CHAT` for an RPC that generates.
+        service: full name of the RPC's service.
+    """
+
+    def __init__(
+        self,
+        tracing: Tracing,
+        context: Context,
+        method: str,
+        request_id: str = "",
+        operation: str = "",
+        service: str = SERVICE,
+    ) -> None:
+        self._context = context
+        self._record = current_record()
+        self._record.request_id = request_id or uuid.uuid4().hex
+        self._record.generates = bool(operation)
+        in_metadata = quote(self._record.request_id, safe=_PRINTABLE)[:_MAX_ID_METADATA]
+        metadata = context.invocation_metadata()
+        name = f"{service}/{method}"
+        self._span = tracing.request_span(name, metadata, operation=operation, peer=context.peer())
+        self._record.trace_id = self._span.trace_id
+        self._trailing = ((REQUEST_ID, in_metadata), *self._span.trailing_metadata())
+
+    async def __aenter__(self) -> RequestSpan:
+        """Begins the call."""
+        self._context.set_trailing_metadata(self._trailing)
+        current_request_id.set(shown(self._record.request_id))
+        return self._span.__enter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Ends the span and turns an error into a status."""
+        try:
+            if isinstance(error, ApiError):
+                await self._refuse(error)
+            elif isinstance(error, asyncio.CancelledError):
+                self._span.fail(self._record.cancel(time.monotonic(), self._context.time_remaining()))
+            elif isinstance(error, Exception):
+                self._record.fault(error)
+                await self._refuse(RouterFailedError())
+        finally:
+            self._span.__exit__(kind, error, traceback)
+            current_request_id.set("")
+
+    async def _refuse(self, error: ApiError) -> None:
+        self._span.fail(error)
+        await abort(self._context, error, self._trailing)

@@ -1,0 +1,228 @@
+"""A request on its way: what was asked, where it is, and what its RPC handler reads."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+
+import grpc
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.errors import ApiError, NoWorkerError
+from common.sampling_params import SamplingParams
+from common.telemetry.request_record import shown
+from common.telemetry.tracing import trace_id_of
+from router.requests.write_pacer import Turns
+from router.scheduling.admission import QueuedRequest
+from router.scheduling.failover import Attempts
+from router.text.stream_assembly import Part, StreamAssembly
+from router.workers.session import Session
+from router.workers.session_state import Submission
+
+
+class ReplacedError(NoWorkerError):
+    """No worker has the weights any more that a waiting request was prepared for, and others of its model's name serve.
+
+    Its handler prepares it again; a client never sees this.
+    """
+
+    def __init__(self, model: str) -> None:
+        super().__init__(f"model {model!r} has other weights now")
+
+
+@dataclass(frozen=True, slots=True)
+class RoutedRequest:
+    """A request that has passed validation.
+
+    Attributes:
+        model: name of its model.
+        request_id: the client's, or the one that was made for it.
+        identity: `ServedModel.identity` of the model that the prompt was made for.
+        weights_digest: of the weights that answer it.
+        token_ids: the prompt, uint32.
+        params: canonical parameters.
+        seed: seed in force (uint64).
+        chain_hash: hash of the prompt's last full block, 0 when it has none.
+        cache_salt: of the prefix cache; requests of different salts share nothing.
+        priority: its class, here and in the worker's scheduler; the same numbers in both protos.
+        tenant: who it is for; "" for nobody in particular.
+        session_id: the client's session, "" for none.
+        granules: of the prompt, for the placement (`prefix_index`), of `granule_tokens` tokens each.
+        arrival: monotonic seconds of its arrival at the router.
+        deadline: monotonic seconds of the client's deadline, None for none.
+        traceparent: W3C trace context of the router's span, "" for none.
+        tracestate: W3C trace state.
+    """
+
+    model: str
+    identity: str
+    token_ids: array[int]
+    params: SamplingParams
+    seed: int
+    chain_hash: int
+    arrival: float
+    request_id: str = ""
+    cache_salt: bytes = b""
+    priority: int = wpb.PRIORITY_NORMAL
+    tenant: str = ""
+    session_id: str = ""
+    granules: Sequence[int] = ()
+    granule_tokens: int = 0
+    deadline: float | None = None
+    traceparent: str = ""
+    tracestate: str = ""
+    weights_digest: str = ""
+
+    @property
+    def ids(self) -> dict[str, str]:
+        """What a log line names it by, on whatever task the line is written."""
+        trace_id = trace_id_of(self.traceparent)
+        return {"request_id": shown(self.request_id), **({"trace_id": trace_id} if trace_id else {})}
+
+    def to_record(self, rid: int, *, keep: bool) -> wpb.SubmitSequence:
+        """The request as the worker gets it, without what depends on the frame."""
+        params = self.params
+        return wpb.SubmitSequence(
+            rid=rid,
+            prompt_len=len(self.token_ids),
+            params=wpb.SamplingParams(
+                temperature=params.temperature,
+                top_k=params.top_k,
+                top_p=params.top_p,
+                min_p=params.min_p,
+                repetition_penalty=params.repetition_penalty,
+                presence_penalty=params.presence_penalty,
+                frequency_penalty=params.frequency_penalty,
+                max_tokens=params.max_tokens,
+                min_tokens=params.min_tokens,
+                ignore_eos=params.ignore_eos,
+                stop_token_ids=params.stop_token_ids,
+                stop_token_sequences=[wpb.TokenIds(ids=ids) for ids in params.stop_token_sequences],
+            ),
+            seed=self.seed,
+            traceparent=self.traceparent,
+            tracestate=self.tracestate,
+            chain_hash=self.chain_hash,
+            cache_salt=self.cache_salt,
+            priority=wpb.Priority.ValueType(self.priority),
+            keep=keep,
+        )
+
+
+class RequestStream:
+    """A request on its way, as its RPC handler sees it.
+
+    Attributes:
+        on_submit: told the worker's id at every submission.
+        session: where it runs, None while it is queued.
+        rid: of the attempt under way.
+        written_tokens: tokens that have been written to the client.
+        attempts: the workers it was submitted to.
+        returned: whether a worker has given it back for lack of room.
+        refused_by: the address of the worker that has refused it last, "" for none.
+
+    One handler calls `next`, and nobody else.
+    """
+
+    def __init__(
+        self,
+        queued: QueuedRequest,
+        request: RoutedRequest,
+        assembly: StreamAssembly,
+        on_submit: Callable[[str], None],
+        turns: Turns,
+    ) -> None:
+        self.queued = queued
+        self.request = request
+        self.assembly = assembly
+        self.on_submit = on_submit
+        self.session: Session | None = None
+        self.rid = 0
+        self.written_tokens = 0
+        self.attempts = Attempts()
+        self.returned = False
+        self.refused_by = ""
+        self._turns = turns
+        # Of the handler that waits for news, until it has been given its turn.
+        self._waiter: asyncio.Future[None] | None = None
+        self._writer: asyncio.Task[object] | None = None
+        # When the message that is being written was first seen to wait.
+        self._waits_since: float | None = None
+
+    def follow(self, earlier: RequestStream) -> None:
+        """Goes on for a stream of the same request that has not begun."""
+        self.attempts, self.returned, self.refused_by = earlier.attempts, earlier.returned, earlier.refused_by
+
+    async def next(self) -> Part:
+        """Waits for the next part of the answer, and for this stream's turn to write it.
+
+        Raises:
+            ApiError: the request has failed.
+        """
+        has_turn = not self._turns
+        while True:
+            if has_turn and (part := self.assembly.take()) is not None:
+                return part
+            waiter = self._waiter = asyncio.get_running_loop().create_future()
+            if not has_turn:
+                self.wake()
+            await waiter
+            has_turn = True
+
+    async def written(self, write: Awaitable[None]) -> None:
+        """Waits until a message has gone out, or the client is dropped: one that reads nothing would hold its handler,
+        and with it its request id and its tenant's place, for ever.
+
+        Raises:
+            ApiError: the client has been dropped.
+        """
+        writer = self._writer = asyncio.current_task()
+        self._waits_since = None
+        try:
+            await write
+        except asyncio.CancelledError:
+            # It was not `wake`, or not `wake` alone.
+            if self._writer is not None or writer is None or writer.uncancel() or self.assembly.error is None:
+                raise
+            raise self.assembly.error from None
+        except grpc.aio.InternalError:
+            # What gRPC says when the client has gone while the write waited for it.
+            raise asyncio.CancelledError from None
+        finally:
+            self._writer = None
+
+    def wake(self) -> None:
+        """The assembly has changed."""
+        waiter, self._waiter = self._waiter, None
+        if waiter is not None:
+            self._turns.join(waiter)
+        if self._writer is not None and self.assembly.is_dropped:
+            self._writer.cancel()
+            self._writer = None
+
+    def drop_if_stuck(self, now: float, timeout_s: float) -> None:
+        """Drops the client if a message has waited for it since an earlier look, for `timeout_s` or longer."""
+        if self._writer is None:
+            return
+        if self._waits_since is None:
+            self._waits_since = now
+        elif now - self._waits_since >= timeout_s:
+            self.assembly.drop_slow_client(now - self._waits_since)
+            self.wake()
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the stream with a status."""
+        self.assembly.fail(error)
+        self.wake()
+
+    def begin(self, session: Session, numerics: str, rid: int, now: float, *, keep: bool) -> Submission:
+        """A new attempt on a worker: the prompt, and behind it what has come so far (rule S5)."""
+        self.session, self.rid = session, rid
+        self.attempts.begin(session.worker_id, numerics, self.assembly.have, now, alone=self.queued.alone)
+        self.assembly.worker_id = session.worker_id
+        self.on_submit(session.worker_id)
+        request, generated = self.request, self.assembly.token_ids
+        token_ids = request.token_ids + generated if generated else request.token_ids
+        return Submission(request.to_record(rid, keep=keep), token_ids, self.assembly, request.deadline)

@@ -1,0 +1,188 @@
+"""What may change while a router runs: how requests are admitted and placed, where the workers are, what is logged.
+
+Pure. Every value is checked when it is made, so that taking it into force can not fail, and a version counts what has
+been taken into force.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from common.errors import ConfigVersionError, InvalidFieldError
+from common.limits import MAX_HOLD_S, MAX_QUEUED_REQUESTS, MAX_TENANTS
+from common.priority import PRIORITIES
+from common.telemetry.logs import LEVELS
+from router.scheduling.placement import PLACEMENTS
+from router.workers.addresses import parse_targets
+
+_MAX_HOLD_LIMIT_S: Final = 60.0
+
+
+@dataclass(frozen=True)
+class Routing:
+    """How requests are admitted and placed. Fields are named as the router's options.
+
+    Attributes:
+        placement: a key of PLACEMENTS.
+        delay_factor: of the delay gate; 0 is off.
+        max_hold_s: longest that the gate holds a prompt, seconds.
+        queue_size: most requests of one class that wait.
+        tenant_weight: shares in the queue of tenants that are not like the others, which have 1.
+        tenant_concurrency: most requests in flight, by tenant; "" is for each of the others, 0 is no limit.
+        tenant_max_priority: highest priority class that a tenant may ask for, by name; "" is for each of the others.
+
+    Raises:
+        InvalidFieldError: a value is out of range.
+    """
+
+    placement: str = "prefix_aware"
+    delay_factor: float = 0.0
+    max_hold_s: float = MAX_HOLD_S
+    queue_size: int = MAX_QUEUED_REQUESTS
+    tenant_weight: Mapping[str, float] = field(default_factory=dict)
+    tenant_concurrency: Mapping[str, int] = field(default_factory=dict)
+    tenant_max_priority: Mapping[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _require(self.placement in PLACEMENTS, "placement", self.placement, f"one of {', '.join(PLACEMENTS)}")
+        delay = self.delay_factor
+        _require(math.isfinite(delay) and delay >= 0, "delay_factor", delay, "0 or more")
+        _require(
+            0 <= self.max_hold_s <= _MAX_HOLD_LIMIT_S, "max_hold", self.max_hold_s, f"0 to {_MAX_HOLD_LIMIT_S:g} s"
+        )
+        _require(self.queue_size >= 1, "queue_size", self.queue_size, "1 or more")
+        for tenant, weight in self.tenant_weight.items():
+            _require(math.isfinite(weight) and weight > 0, f"tenant_weight[{tenant!r}]", weight, "more than 0")
+        for tenant, limit in self.tenant_concurrency.items():
+            _require(limit >= 0, f"tenant_concurrency[{tenant!r}]", limit, "0 or more")
+        classes = ", ".join(PRIORITIES)
+        for tenant, most in self.tenant_max_priority.items():
+            _require(most in PRIORITIES, f"tenant_max_priority[{tenant!r}]", most or "empty", f"one of {classes}")
+        for name in ("tenant_weight", "tenant_concurrency", "tenant_max_priority"):
+            tenants = getattr(self, name)
+            _require(len(tenants) <= MAX_TENANTS, name, f"{len(tenants)} tenants", f"at most {MAX_TENANTS}")
+        _require("" not in self.tenant_weight, "tenant_weight", "an entry without a tenant", "TENANT=WEIGHT")
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that may change while the router runs.
+
+    Attributes:
+        routing: how requests are admitted and placed.
+        workers: the workers, in the forms of `addresses`.
+        log_level: least that is logged, one of LEVELS.
+
+    Raises:
+        InvalidFieldError: a value is out of range.
+        AddressError: a worker is none.
+    """
+
+    routing: Routing
+    workers: tuple[str, ...]
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        parse_targets(self.workers)
+        _require(self.log_level in LEVELS, "log_level", self.log_level, f"one of {', '.join(LEVELS)}")
+
+    def differences(self, other: Settings) -> list[str]:
+        """Options that differ, by their names without dashes."""
+        mine, theirs = _by_option(self), _by_option(other)
+        return [name for name, value in mine.items() if value != theirs[name]]
+
+
+@dataclass(frozen=True, slots=True)
+class Reread:
+    """A router's configuration, read again: what may change, and the options that can not until a restart."""
+
+    settings: Settings
+    needs_restart: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Reloaded:
+    """What reading the configuration again has changed, by option.
+
+    `undone`: those of `changed` whose value `set_routing` had set.
+    """
+
+    version: int
+    changed: tuple[str, ...] = ()
+    needs_restart: tuple[str, ...] = ()
+    undone: tuple[str, ...] = ()
+
+
+class Configuration:
+    """The settings in force and their version.
+
+    Args:
+        settings: at the start.
+        apply: takes settings into force; must not fail.
+        reread: reads the configuration again; raises what is wrong with it. None when there is none to read.
+
+    Attributes:
+        settings: in force.
+        version: counts changes; 1 at the start.
+    """
+
+    def __init__(
+        self, settings: Settings, apply: Callable[[Settings], None], reread: Callable[[], Reread] | None = None
+    ) -> None:
+        self.settings = settings
+        self.version = 1
+        # Options that `set_routing` has changed since the configuration was read.
+        self._set: set[str] = set()
+        self._apply = apply
+        self._reread = reread
+
+    def set_routing(self, routing: Routing, if_version: int = 0) -> None:
+        """Takes another routing into force.
+
+        Raises:
+            ConfigVersionError: `if_version` is not 0, and not the version in force.
+        """
+        if if_version not in (0, self.version):
+            raise ConfigVersionError(if_version, self.version)
+        self._set.update(self._take(replace(self.settings, routing=routing)))
+
+    def reload(self) -> Reloaded:
+        """Reads the configuration and takes it into force. What is wrong with it is raised, and changes nothing."""
+        if self._reread is None:
+            return Reloaded(self.version)
+        read = self._reread()
+        changed = self._take(read.settings)
+        undone = tuple(name for name in changed if name in self._set)
+        self._set.clear()
+        return Reloaded(self.version, tuple(changed), read.needs_restart, undone)
+
+    def _take(self, settings: Settings) -> list[str]:
+        changed = settings.differences(self.settings)
+        if changed:
+            self.settings = settings
+            self.version += 1
+            self._apply(settings)
+        return changed
+
+
+def _by_option(settings: Settings) -> dict[str, object]:
+    routing = settings.routing
+    return {
+        "worker": settings.workers,
+        "placement": routing.placement,
+        "delay-factor": routing.delay_factor,
+        "max-hold": routing.max_hold_s,
+        "queue-size": routing.queue_size,
+        "tenant-weight": dict(routing.tenant_weight),
+        "tenant-concurrency": dict(routing.tenant_concurrency),
+        "tenant-max-priority": dict(routing.tenant_max_priority),
+        "log-level": settings.log_level,
+    }
+
+
+def _require(ok: bool, name: str, value: object, allowed: str) -> None:
+    if not ok:
+        raise InvalidFieldError(f"routing.{name}", f"is {value}", allowed)

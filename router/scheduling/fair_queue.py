@@ -1,0 +1,430 @@
+"""The order of service: classes by rank, and within a class the tenants by what they have had, divided by their weight.
+
+Start-time fair queueing (Goyal, Vin, Cheng 1996) with the tags at the tenants instead of at the requests, so that what
+is cancelled costs nothing and a request may change its lane. Invariants:
+  * Within a class and tenant requests go in the order in which they came to the queue.
+  * A request that has come back from a worker (`ahead`) goes before the others of its class, and is not charged again.
+  * A tenant has had the prompt tokens of its requests that were served, and OUTPUT_TOKEN_COST for each output token
+    that has come (the Virtual Token Counter of Sheng et al., 2024). Output is charged as it comes: nobody knows its
+    length before, and what a tenant has had never becomes less, as a refund would make it.
+  * Of two tenants of one class that both wait throughout, neither gets ahead of the other by more than one request, and
+    by the output of what it has running, which is charged later:
+    |had_a / weight_a - had_b / weight_b| <= most_a / weight_a + most_b / weight_b + running_a + running_b.
+  * Higher classes go first, and starve nobody: a class whose oldest request has waited for PROMOTE_AFTER_S goes before
+    higher ones, until it has had PROMOTED_SHARE of the tokens served meanwhile, to within one request of each.
+  * Nothing is kept of a class in which nothing waits, nor of more than MAX_TENANTS tenants that wait for nothing.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final
+
+from common.limits import MAX_TENANTS, OUTPUT_TOKEN_COST, PROMOTE_AFTER_S, PROMOTED_SHARE
+from common.priority import PRIORITIES
+from router.scheduling.lazy_heap import Earliest
+
+if TYPE_CHECKING:
+    from router.scheduling.worker_queue import Lane
+
+LOW: Final = 1
+NORMAL: Final = 2
+HIGH: Final = 3
+"""Classes, with the numbers of the protos' Priority; a higher one goes first."""
+CLASSES: Final = (HIGH, NORMAL, LOW)
+CLASS_NAMES: Final = {number: name for name, number in PRIORITIES.items()}
+_SPARE = 64
+
+
+@dataclass(slots=True)
+class Look:
+    """What a placement found when it last looked a waiting request up.
+
+    Attributes:
+        time: monotonic seconds.
+        depth: granules of the longest prefix that anybody had.
+        hits: granules that each candidate had.
+    """
+
+    time: float = -math.inf
+    depth: int = 0
+    hits: Mapping[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class QueuedRequest:
+    """What the dispatcher knows about a request.
+
+    Attributes:
+        key: number of the request in this router.
+        model: identity of the model that must serve it.
+        tokens: tokens to compute before the next one: the prompt, and what an earlier attempt has generated.
+        arrival: monotonic seconds of its arrival.
+        deadline: monotonic seconds after which it is dropped, None for never.
+        lane: that of the worker it will go to as things stand, None when there is none; nothing is promised before its
+            release.
+        numerics: class that the worker must be of, None for any.
+        parked: monotonic seconds since when there has been no worker for it, None while there is one.
+        tenant: who pays for it; "" for nobody in particular.
+        priority: LOW, NORMAL or HIGH.
+        ahead: whether it has been with a worker already.
+        session: its session in the model, "" for none.
+        granules: names of the granules of its prompt, as in `prefix_index`.
+        granule_tokens: tokens of a granule.
+        most_tokens: tokens that it has at its end at most, prompt and answer; 0 when nobody has said.
+        work: `tokens` less what the worker that it was placed on is likely to have cached; fixed while it is on a lane.
+        avoid: a worker that it does not go to if there is another, "" for none.
+        alone: whether the worker that it goes to gets no other requests until its first steps have passed.
+        look: what its placement has found out about it; the placement's own.
+        output: output tokens that its tenant has been charged for.
+    """
+
+    key: int
+    model: str
+    tokens: int
+    arrival: float
+    deadline: float | None = None
+    lane: Lane | None = None
+    numerics: str | None = None
+    parked: float | None = None
+    tenant: str = ""
+    priority: int = NORMAL
+    ahead: bool = False
+    session: str = ""
+    granules: Sequence[int] = ()
+    granule_tokens: int = 0
+    most_tokens: int = 0
+    work: int = 0
+    avoid: str = ""
+    alone: bool = False
+    look: Look = field(default_factory=Look)
+    output: int = 0
+
+
+@dataclass(slots=True)
+class _Account:
+    """What a tenant has had in a class, per weight, and how many of its requests wait."""
+
+    start: float
+    waiting: int = 0
+
+
+@dataclass(slots=True)
+class _ClassAccounts:
+    virtual_time: float = 0.0
+    waiting: int = 0
+    tenants: dict[str, _Account] = field(default_factory=dict)
+    # Tenants beyond which those that wait for nothing are forgotten.
+    limit: int = MAX_TENANTS
+
+    def account(self, tenant: str) -> _Account:
+        """Of a tenant; one that is new has had what the last that was served had before."""
+        account = self.tenants.get(tenant)
+        if account is None:
+            account = self.tenants[tenant] = _Account(self.virtual_time)
+        return account
+
+    def trim(self) -> None:
+        """Bounds the accounts of those that wait for nothing by MAX_TENANTS, in O(1) amortized."""
+        if len(self.tenants) > self.limit:
+            self.tenants = {name: account for name, account in self.tenants.items() if account.waiting}
+            self.limit = len(self.tenants) + MAX_TENANTS
+
+
+class TenantShares:
+    """How far each tenant is served, over all lanes of a router.
+
+    Args:
+        weights: of tenants that are not like the others, > 0.
+        default_weight: of the others.
+    """
+
+    def __init__(self, weights: Mapping[str, float] | None = None, default_weight: float = 1.0) -> None:
+        self._weights = dict(weights or {})
+        self._default = default_weight
+        self._classes = {priority: _ClassAccounts() for priority in CLASSES}
+
+    def __len__(self) -> int:
+        """Number of tenants of which something is kept, in each class."""
+        return sum(len(accounts.tenants) for accounts in self._classes.values())
+
+    def set_weights(self, weights: Mapping[str, float]) -> None:
+        """Other weights from now on; what tenants have had stays as it was counted."""
+        self._weights = dict(weights)
+
+    def waiting(self, priority: int) -> int:
+        """Number of requests of a class that wait."""
+        return self._classes[priority].waiting
+
+    def enter(self, request: QueuedRequest) -> None:
+        """A request begins to wait. Nobody saves up service while he asks for none."""
+        accounts = self._classes[request.priority]
+        account = accounts.account(request.tenant)
+        if not account.waiting:
+            account.start = max(account.start, accounts.virtual_time)
+        account.waiting += 1
+        accounts.waiting += 1
+
+    def leave(self, request: QueuedRequest) -> None:
+        """A request waits no more, served or not."""
+        accounts = self._classes[request.priority]
+        accounts.tenants[request.tenant].waiting -= 1
+        accounts.waiting -= 1
+        if not accounts.waiting:
+            self._classes[request.priority] = _ClassAccounts()
+        else:
+            accounts.trim()
+
+    def weight(self, tenant: str) -> float:
+        """Of a tenant."""
+        return self._weights.get(tenant, self._default)
+
+    def start(self, priority: int, tenant: str) -> float:
+        """What a tenant has had, or would have if it began to wait; the one with the least goes first."""
+        accounts = self._classes[priority]
+        account = accounts.tenants.get(tenant)
+        if account is None:
+            return accounts.virtual_time
+        return account.start if account.waiting else max(account.start, accounts.virtual_time)
+
+    def charge(self, request: QueuedRequest) -> None:
+        """A request that waits is about to be served."""
+        if request.ahead:
+            return
+        accounts = self._classes[request.priority]
+        account = accounts.tenants[request.tenant]
+        accounts.virtual_time = max(accounts.virtual_time, account.start)
+        account.start += request.tokens / self.weight(request.tenant)
+
+    def charge_output(self, request: QueuedRequest, output: int) -> None:
+        """A request has had `output` tokens in all; costs its tenant something only while others could have had them.
+
+        Args:
+            request: one that was served, and may be served again: no token is charged twice.
+            output: tokens that have come since its arrival.
+        """
+        tokens, request.output = output - request.output, output
+        accounts = self._classes[request.priority]
+        if tokens and accounts.waiting:
+            accounts.account(request.tenant).start += OUTPUT_TOKEN_COST * tokens / self.weight(request.tenant)
+            accounts.trim()
+
+
+class _TenantQueue:
+    """The requests of one tenant, in the order in which they came to the queue; to this lane some may come later."""
+
+    def __init__(self) -> None:
+        self.requests: dict[int, QueuedRequest] = {}
+        self._order = Earliest(self.requests)
+
+    def push(self, request: QueuedRequest) -> None:
+        self.requests[request.key] = request
+        self._order.add(request.key, request.key)
+
+    def first(self) -> QueuedRequest:
+        top = self._order.top()
+        assert top is not None
+        return self.requests[top[1]]
+
+
+class _ClassQueue:
+    """The requests of one class in one lane."""
+
+    def __init__(self, priority: int, shares: TenantShares) -> None:
+        self._priority = priority
+        self._shares = shares
+        self.ahead: OrderedDict[int, QueuedRequest] = OrderedDict()
+        self.tenants: dict[str, _TenantQueue] = {}
+        self.tokens = 0
+        self.work = 0
+        self._tenant_work: dict[str, int] = {}
+        # A lower bound of (what the tenant has had, its first request) for each tenant here.
+        self._heap: list[tuple[float, int, str]] = []
+
+    def push(self, request: QueuedRequest, *, first: bool) -> None:
+        self.tokens += request.tokens
+        self.work += request.work
+        if request.ahead:
+            self.ahead[request.key] = request
+            if first:
+                self.ahead.move_to_end(request.key, last=False)
+            return
+        own = self.tenants.setdefault(request.tenant, _TenantQueue())
+        own.push(request)
+        self._tenant_work[request.tenant] = self._tenant_work.get(request.tenant, 0) + request.work
+        if own.first() is request:
+            heapq.heappush(self._heap, self._rank(request))
+            self._trim()
+
+    def remove(self, request: QueuedRequest) -> None:
+        self.tokens -= request.tokens
+        self.work -= request.work
+        if request.ahead:
+            del self.ahead[request.key]
+            return
+        own = self.tenants[request.tenant]
+        was_first = own.first() is request
+        del own.requests[request.key]
+        self._tenant_work[request.tenant] -= request.work
+        if not own.requests:
+            del self.tenants[request.tenant], self._tenant_work[request.tenant]
+        elif was_first:
+            heapq.heappush(self._heap, self._rank(own.first()))
+            self._trim()
+
+    def work_before(self, request: QueuedRequest) -> float:
+        own = self._tenant_work.get(request.tenant, 0)
+        per_weight = (own + request.work) / self._shares.weight(request.tenant)
+        had = self._shares.start(self._priority, request.tenant)
+        others = 0.0
+        for other, waiting in self._tenant_work.items():
+            if other != request.tenant:
+                # One that has had more gets so much less before their shares are equal.
+                lead = max(0.0, self._shares.start(self._priority, other) - had)
+                others += min(waiting, max(0.0, per_weight - lead) * self._shares.weight(other))
+        return sum(ahead.work for ahead in self.ahead.values()) + own + others
+
+    def head(self) -> QueuedRequest | None:
+        if self.ahead:
+            return next(iter(self.ahead.values()))
+        while self._heap:
+            entry = self._heap[0]
+            own = self.tenants.get(entry[2])
+            if own is None:
+                heapq.heappop(self._heap)
+                continue
+            request = own.first()
+            if (rank := self._rank(request)) == entry:
+                return request
+            # The tenant has been served elsewhere, or its first request is another one by now.
+            heapq.heapreplace(self._heap, rank)
+        return None
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        yield from self.ahead.values()
+        for own in self.tenants.values():
+            yield from own.requests.values()
+
+    def __bool__(self) -> bool:
+        return bool(self.ahead or self.tenants)
+
+    def _trim(self) -> None:
+        """Entries that are too low stay until they come up; here they are dropped when most are such."""
+        if len(self._heap) > 2 * len(self.tenants) + _SPARE:
+            self._heap = [self._rank(own.first()) for own in self.tenants.values()]
+            heapq.heapify(self._heap)
+
+    def _rank(self, request: QueuedRequest) -> tuple[float, int, str]:
+        return self._shares.start(self._priority, request.tenant), request.key, request.tenant
+
+
+class FairQueue:
+    """The requests that wait for one worker, in order of service. Each operation is O(log n), amortized."""
+
+    def __init__(self, shares: TenantShares) -> None:
+        self._shares = shares
+        self._classes = {priority: _ClassQueue(priority, shares) for priority in CLASSES}
+        self._requests: dict[int, QueuedRequest] = {}
+        self._arrivals = {priority: Earliest(self._requests) for priority in CLASSES}
+        # Tokens that others are to have before a class is promoted again.
+        self._promotion_debt = 0.0
+        self._deadlines = Earliest(self._requests)
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def __iter__(self) -> Iterator[QueuedRequest]:
+        """The requests: classes in order, tenants in none."""
+        for queue in self._classes.values():
+            yield from queue
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests here."""
+        return sum(queue.tokens for queue in self._classes.values())
+
+    @property
+    def work(self) -> int:
+        """Tokens to compute, of all requests here."""
+        return sum(queue.work for queue in self._classes.values())
+
+    def work_before(self, request: QueuedRequest) -> float:
+        """Tokens that would be computed before a new request, by the order of service as it is now.
+
+        Other tenants get no more than their share meanwhile, and less if they have had more so far. O(tenants here).
+        """
+        higher = sum(self._classes[priority].work for priority in CLASSES if priority > request.priority)
+        return higher + self._classes[request.priority].work_before(request)
+
+    def push(self, request: QueuedRequest, *, first: bool = False) -> None:
+        """Adds a request that has entered the shares; `first`: before others that are `ahead` too."""
+        self._requests[request.key] = request
+        self._classes[request.priority].push(request, first=first)
+        self._arrivals[request.priority].add(request.arrival, request.key)
+        if request.deadline is not None:
+            self._deadlines.add(request.deadline, request.key)
+
+    def get(self, key: int) -> QueuedRequest | None:
+        """A request that is here; None when it is not."""
+        return self._requests.get(key)
+
+    def remove(self, request: QueuedRequest) -> None:
+        """Takes out a request that is here."""
+        del self._requests[request.key]
+        self._classes[request.priority].remove(request)
+
+    def work_before_in_class(self, request: QueuedRequest) -> float:
+        """As `work_before`, of the request's own class alone."""
+        return self._classes[request.priority].work_before(request)
+
+    def head(self, now: float) -> QueuedRequest | None:
+        """The request that goes next; None when there is none."""
+        priority = self._next_class(now)
+        return None if priority is None else self._classes[priority].head()
+
+    def pop(self, now: float) -> QueuedRequest:
+        """Takes out the head and charges its tenant."""
+        request = self.head(now)
+        assert request is not None
+        if request.priority != self._highest():
+            self._promotion_debt = request.tokens * (1 / PROMOTED_SHARE - 1)
+        else:
+            self._promotion_debt = max(0.0, self._promotion_debt - request.tokens)
+        self.remove(request)
+        self._shares.charge(request)
+        return request
+
+    def oldest_arrival(self) -> float | None:
+        """Monotonic seconds of the earliest arrival; None when nothing waits."""
+        return min(
+            (top[0] for arrivals in self._arrivals.values() if (top := arrivals.top()) is not None), default=None
+        )
+
+    def earliest_deadline(self) -> float | None:
+        """Monotonic seconds; None when no request has a deadline."""
+        top = self._deadlines.top()
+        return None if top is None else top[0]
+
+    def has(self, priority: int) -> bool:
+        """Whether a request of this class waits."""
+        return bool(self._classes[priority])
+
+    def _highest(self) -> int | None:
+        return next((priority for priority, queue in self._classes.items() if queue), None)
+
+    def _next_class(self, now: float) -> int | None:
+        """The highest class in which something waits, or the one that has waited longest for it, and too long."""
+        highest = self._highest()
+        if highest is None or self._promotion_debt > 0:
+            return highest
+        aged = now - PROMOTE_AFTER_S
+        lower = [
+            (top[0], priority)
+            for priority in CLASSES
+            if priority < highest and (top := self._arrivals[priority].top()) is not None and top[0] < aged
+        ]
+        return min(lower)[1] if lower else highest

@@ -1,0 +1,531 @@
+"""Which worker a request goes to.
+
+A policy hears of every lane that comes and goes and of every change of its load, so that a decision looks at a few of
+them only, however many there are. Loads are counted when a request is placed, not when its worker reports it.
+"""
+
+from __future__ import annotations
+
+import abc
+import heapq
+import itertools
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from common.limits import MAX_INDEX_ENTRIES, MAX_SESSIONS
+from router.scheduling.fair_queue import Look, QueuedRequest
+from router.scheduling.prefix_index import PrefixIndex
+from router.scheduling.worker_queue import Lane
+
+# Stands in for the speed of workers that have measured none, tokens per second.
+_ASSUMED_RATE = 10_000.0
+# Speeds that were reported longer ago than one to two of these count no more.
+_FASTEST_WINDOW_S = 30.0
+# What a sequence waits that finds no place in the running set: longer than a prefill, for another must end first.
+_NO_PLACE_S = 1.0
+_NUM_LEAST = 2
+# The least loaded lanes are looked for among so many: some may be too short for a request, or of another class.
+_MAX_LOOKED_AT = 16
+_MAX_OWNERS = 4
+_SPARE = 64
+# A waiting request changes its lane for no less: seconds, and part of what it would wait.
+_MIN_GAIN_S = 0.005
+_MIN_GAIN = 0.1
+# What is known of a waiting request's prefix is looked up anew when it has changed at its end, or after so long.
+_LOOK_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheChange:
+    """What has come to a worker's prefix cache and what has left it, in granules.
+
+    `anew`: what was known of it before counts for nothing.
+    """
+
+    stored: Sequence[int] = ()
+    evicted: Sequence[int] = ()
+    anew: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Better:
+    """Where a waiting request had better go, and the tokens that would have to be computed there."""
+
+    lane: Lane
+    work: int
+
+
+class Placement(abc.ABC):
+    """A policy. What it does not want to know of it need not take.
+
+    Attributes:
+        moves_waiting: True if `better` moves what waits to a lane that has come; else `choose` is asked again for it.
+    """
+
+    moves_waiting = False
+
+    @abc.abstractmethod
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
+        """The lane for `request` among `lanes`: those of its model that take work and can serve it, at least one.
+
+        Sets `request.work` where that is less than its tokens.
+        """
+
+    def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
+        """Where a waiting request had better go: a lane that would serve it clearly sooner than its own, or its own one
+        with other work than was thought; None when nothing has changed.
+
+        Args:
+            request: waits for `lane`.
+            lane: its lane.
+            ahead: tokens of work of the waiting requests before it, by worker.
+            now: monotonic seconds.
+        """
+        return None
+
+    def lane_up(self, lane: Lane) -> None:  # noqa: B027
+        """A worker takes work."""
+
+    def lane_down(self, lane: Lane) -> None:  # noqa: B027
+        """A worker takes no more work; may be said twice."""
+
+    def load_changed(self, lane: Lane) -> None:  # noqa: B027
+        """What waits for a lane has changed, or its worker's report."""
+
+    def sent(self, request: QueuedRequest, lane: Lane, now: float) -> None:  # noqa: B027
+        """A request was released to a lane's worker."""
+
+    def cache_changed(self, worker: str, change: CacheChange) -> None:  # noqa: B027
+        """A worker that has been up says what its cache holds."""
+
+    def cache_gone(self, worker: str) -> None:  # noqa: B027
+        """Nothing is known any more of a worker's cache. Until this is said, it may come up again with what it had."""
+
+    def tables(self) -> dict[str, int]:
+        """Entries of what is remembered of requests and sessions, by name."""
+        return {}
+
+
+class RoundRobin(Placement):
+    """One lane after the other, per model, whatever their load."""
+
+    def __init__(self) -> None:
+        self._turns: dict[str, int] = {}
+
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
+        """The next lane in turn."""
+        turn = self._turns.get(request.model, 0)
+        self._turns[request.model] = turn + 1
+        return lanes[turn % len(lanes)]
+
+
+def seconds_of_work(lane: Lane, tokens: int = 0, rate: float = _ASSUMED_RATE) -> float:
+    """Seconds until a request that adds `tokens` to a lane would have its prompt computed.
+
+    A worker whose running set is full counts as a second later: another sequence must end there first.
+    """
+    return (lane.outstanding_tokens + tokens) / rate + _no_place_s(lane, len(lane))
+
+
+def _no_place_s(lane: Lane, waiting: int) -> float:
+    places = lane.last_report.room_seqs - lane.unseen_seqs - waiting
+    return _NO_PLACE_S if places <= 0 and not lane.idle else 0.0
+
+
+class LoadOrder:
+    """The lanes of one model, least loaded first; of equal ones the one whose load has been so for longest.
+
+    Args:
+        seconds: the work before a new request on a lane.
+    """
+
+    def __init__(self, seconds: Callable[[Lane], float] = seconds_of_work) -> None:
+        self._seconds = seconds
+        self.lanes: dict[str, Lane] = {}
+        self._loads: dict[str, tuple[float, int, int]] = {}
+        # Entries that `_loads` has no more are stale.
+        self._heap: list[tuple[tuple[float, int, int], str]] = []
+        self._serials = itertools.count()
+
+    def update(self, lane: Lane) -> None:
+        """Counts a lane with its load as it is: O(log n), amortized."""
+        report = lane.last_report
+        load = self._seconds(lane), report.decoding_seqs + report.waiting_seqs + lane.unseen_seqs + len(lane)
+        known = self._loads.get(lane.worker)
+        if known is not None and known[:2] == load and self.lanes[lane.worker] is lane:
+            return
+        self.lanes[lane.worker] = lane
+        entry = self._loads[lane.worker] = (*load, next(self._serials))
+        heapq.heappush(self._heap, (entry, lane.worker))
+        if len(self._heap) > 2 * len(self._loads) + _SPARE:
+            self._heap = [(load_of, worker) for worker, load_of in self._loads.items()]
+            heapq.heapify(self._heap)
+
+    def remove(self, lane: Lane) -> None:
+        """Forgets a lane."""
+        if self.lanes.get(lane.worker) is lane:
+            del self.lanes[lane.worker], self._loads[lane.worker]
+
+    def least(self, number: int, suits: Callable[[Lane], bool] = lambda lane: True) -> list[Lane]:
+        """The least loaded lanes that suit, at most `number`, of the first few."""
+        entries: list[tuple[tuple[float, int, int], str]] = []
+        found: list[Lane] = []
+        while self._heap and len(found) < number and len(entries) < _MAX_LOOKED_AT:
+            entry = heapq.heappop(self._heap)
+            if self._loads.get(entry[1]) == entry[0]:
+                entries.append(entry)
+                if suits(lane := self.lanes[entry[1]]):
+                    found.append(lane)
+        for entry in entries:
+            heapq.heappush(self._heap, entry)
+        return found
+
+
+class LeastLoaded(Placement):
+    """The lane with the fewest prompt tokens waiting, there, under way or here; then the fewest sequences."""
+
+    moves_waiting = True
+
+    def __init__(self) -> None:
+        self._orders: dict[str, LoadOrder] = {}
+
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
+        """The least loaded lane."""
+        order = self._orders[request.model]
+        if len(lanes) == len(order.lanes):
+            return order.least(1)[0]
+        if len(lanes) > _MAX_LOOKED_AT and (least := order.least(1, _among(lanes))):
+            return least[0]
+        return min(lanes, key=lambda lane: (seconds_of_work(lane), lane.last_report.decoding_seqs + len(lane)))
+
+    def lane_up(self, lane: Lane) -> None:
+        """Counts it."""
+        self._orders.setdefault(lane.model, LoadOrder(self._seconds)).update(lane)
+
+    def lane_down(self, lane: Lane) -> None:
+        """Forgets it, and its model with the last lane."""
+        order = self._orders.get(lane.model)
+        if order is not None:
+            order.remove(lane)
+            if not order.lanes:
+                del self._orders[lane.model]
+
+    def load_changed(self, lane: Lane) -> None:
+        """Notes its load."""
+        order = self._orders.get(lane.model)
+        if order is not None and order.lanes.get(lane.worker) is lane:
+            order.update(lane)
+
+    def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
+        """The lane of least cost, if that is less by more than 5 ms and 10 % of the cost here; any if here is blocked.
+
+        The candidates are those of `choose`, looked up again when what is known of the prefix has changed.
+        """
+
+        def cost_s(other: Lane, work: int) -> float:
+            speed = self._speed(other, now)
+            return other.waits_s(speed, ahead.get(other.worker, 0)) + work / speed + _no_place_s(other, 0)
+
+        hits, known = self._look_again(request, lane, now), self.lanes(request.model)
+        stays = Better(lane, _work(request, hits[lane.worker]) if lane.worker in hits else request.work)
+        here = cost_s(lane, stays.work)
+        bound = math.inf if lane.is_blocked else here - max(_MIN_GAIN_S, _MIN_GAIN * here)
+        names = dict.fromkeys([*hits, *(other.worker for other in self.least(request))])
+        others = [known[worker] for worker in names if worker in known and worker != lane.worker]
+        found = [
+            Better(other, _work(request, hits.get(other.worker, 0))) for other in others if _may_serve(request, other)
+        ]
+        best = min(found, key=lambda other: cost_s(other.lane, other.work), default=None)
+        if best is not None and cost_s(best.lane, best.work) < bound:
+            return best
+        return stays if stays.work != request.work else None
+
+    def _seconds(self, lane: Lane) -> float:
+        """The work before a new request on a lane."""
+        return seconds_of_work(lane)
+
+    def _speed(self, lane: Lane, now: float) -> float:
+        """At which a lane's prompts are computed, tokens per second."""
+        return _ASSUMED_RATE
+
+    def _look_again(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
+        """Granules of the prompt that the candidates have."""
+        return request.look.hits
+
+    def least(self, request: QueuedRequest) -> list[Lane]:
+        """The two least loaded lanes that a waiting request may go to."""
+        return self._orders[request.model].least(_NUM_LEAST, lambda lane: _may_serve(request, lane))
+
+    def lanes(self, model: str) -> dict[str, Lane]:
+        """All lanes of a model by worker."""
+        return self._orders[model].lanes
+
+
+class Sessions:
+    """Where each session was last sent; the MAX_SESSIONS most recent ones."""
+
+    def __init__(self) -> None:
+        self._workers: OrderedDict[tuple[str, str], str] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._workers)
+
+    def find(self, request: QueuedRequest) -> str:
+        """The worker of a request's session; "" when there is none."""
+        return self._workers.get((request.model, request.session), "") if request.session else ""
+
+    def note(self, request: QueuedRequest, worker: str) -> None:
+        """A request of the session goes to a worker."""
+        if request.session:
+            self._workers[(request.model, request.session)] = worker
+            self._workers.move_to_end((request.model, request.session))
+            if len(self._workers) > MAX_SESSIONS:
+                self._workers.popitem(last=False)
+
+
+class SessionAffinity(LeastLoaded):
+    """Requests of one session to one worker while it takes work; a new session, or none, to the least loaded lane."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._sessions = Sessions()
+
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
+        """The session's lane."""
+        known = self.lanes(request.model).get(self._sessions.find(request))
+        subset = len(lanes) < len(self.lanes(request.model))
+        if known is None or (subset and known not in lanes):
+            known = super().choose(request, lanes, now)
+        self._sessions.note(request, known.worker)
+        return known
+
+    def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
+        """As the least loaded lane; one of a session only where its lane is blocked, and the session goes with it."""
+        if request.session and not lane.is_blocked:
+            return None
+        better = super().better(request, lane, ahead, now)
+        if better is not None:
+            self._sessions.note(request, better.lane.worker)
+        return better
+
+    def tables(self) -> dict[str, int]:
+        """The sessions."""
+        return {"sessions": len(self._sessions)}
+
+
+@dataclass(slots=True)
+class _Fastest:
+    """The highest speed that the workers of a model have reported lately: in this window, and the one before.
+
+    One wrong measurement is forgotten when its worker has measured again.
+    """
+
+    began: float
+    highest: float = 0.0
+    before: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return max(self.highest, self.before)
+
+    def note(self, rate: float, now: float) -> None:
+        """A worker reports this speed."""
+        if now - self.began >= _FASTEST_WINDOW_S:
+            self.before = self.highest if now - self.began < 2 * _FASTEST_WINDOW_S else 0.0
+            self.began, self.highest = now, 0.0
+        self.highest = max(self.highest, rate)
+
+
+class PrefixAware(LeastLoaded):
+    """The lane that would have computed the prompt first, counting what its worker has in its prefix cache.
+
+    Affinity and load are in one unit, seconds (docs/architecture.md), so that a hot prefix spreads as soon as
+    waiting for its owner takes longer than computing it again. Looks at up to 4 owners of the longest cached prefix,
+    the session's lane, and the two least loaded lanes, whatever the size of the fleet. A worker that caches no prefixes
+    is judged by its load alone.
+
+    Args:
+        capacity: most entries of a model's index.
+    """
+
+    def __init__(self, capacity: int = MAX_INDEX_ENTRIES) -> None:
+        super().__init__()
+        self._capacity = capacity
+        self._indexes: dict[str, PrefixIndex] = {}
+        # The model of each worker whose cache is in an index; it may be away for a while.
+        self._models: dict[str, str] = {}
+        self._sessions = Sessions()
+        self._fastest: dict[str, _Fastest] = {}
+
+    def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
+        """The lane of least cost."""
+        depth, owners = self._longest(request, now)
+        candidates = self._candidates(request, lanes, owners)
+        hits = self._hits(request, candidates, depth, owners, now)
+        request.look = Look(now, depth, hits)
+        best = min(candidates.values(), key=lambda lane: self.cost_s(request, lane, hits[lane.worker], now))
+        self._sessions.note(request, best.worker)
+        request.work = _work(request, hits[best.worker])
+        return best
+
+    def _candidates(self, request: QueuedRequest, lanes: Sequence[Lane], owners: Sequence[str]) -> dict[str, Lane]:
+        """The lanes to compare. Where some of the model's may not serve the request, all others if these are few."""
+        order = self._orders[request.model]
+        if len(lanes) == len(order.lanes):
+            known, least = order.lanes, order.least(_NUM_LEAST)
+        else:
+            known = {lane.worker: lane for lane in lanes}
+            least = order.least(_NUM_LEAST, lambda lane: lane.worker in known) if len(lanes) > _MAX_LOOKED_AT else []
+            if not least:
+                return known
+        names = (*_some([name for name in owners if name in known], request.key), self._sessions.find(request))
+        candidates = {name: known[name] for name in names if name in known}
+        candidates.update((lane.worker, lane) for lane in least)
+        return candidates
+
+    def tables(self) -> dict[str, int]:
+        """The sessions, and the entries of the prefix indexes."""
+        return {"sessions": len(self._sessions), "prefixes": sum(map(len, self._indexes.values()))}
+
+    def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, now: float) -> tuple[float, int]:
+        """Seconds to the end of the request's prefill, and how many sequences it would run with there."""
+        running = lane.last_report.decoding_seqs + lane.unseen_seqs + len(lane)
+        return seconds_of_work(lane, _work(request, hit), self._speed(lane, now)), running
+
+    def _seconds(self, lane: Lane) -> float:
+        return seconds_of_work(lane, rate=self._speed(lane, lane.last_report.time))
+
+    def _speed(self, lane: Lane, now: float) -> float:
+        fastest = self._fastest.get(lane.model)
+        return lane.speed(_ASSUMED_RATE if fastest is None else fastest.rate, now)
+
+    def _look_again(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
+        index, look, granules = self._indexes.get(request.model), request.look, request.granules
+        if index is None:
+            return {}
+        is_deeper = look.depth < len(granules) and index.knows(granules[look.depth], now)
+        is_gone = look.depth > 0 and not index.knows(granules[look.depth - 1], now)
+        if is_deeper or is_gone or now - look.time > _LOOK_S:
+            depth, owners = index.longest(granules, now)
+            names = [*_some(owners, request.key), *(other.worker for other in self.least(request)), lane.worker]
+            request.look = Look(now, depth, self._hits(request, names, depth, owners, now))
+        return request.look.hits
+
+    def _note_speed(self, lane: Lane) -> None:
+        """The fastest of a model stands for those that have not been measured, or not for long."""
+        report = lane.last_report
+        if report.prefill_rate > 0:
+            self._fastest.setdefault(lane.model, _Fastest(report.time)).note(report.prefill_rate, report.time)
+
+    def load_changed(self, lane: Lane) -> None:
+        """Notes its load and its speed."""
+        self._note_speed(lane)
+        super().load_changed(lane)
+
+    def lane_down(self, lane: Lane) -> None:
+        """Forgets it, and its model with the last lane; its cache stays known until it is said to be gone."""
+        super().lane_down(lane)
+        if lane.model not in self._orders:
+            self._fastest.pop(lane.model, None)
+
+    def _longest(self, request: QueuedRequest, now: float) -> tuple[int, list[str]]:
+        """Granules of the longest cached prefix, and its owners."""
+        index = self._indexes.get(request.model)
+        return (0, []) if index is None else index.longest(request.granules, now)
+
+    def _hits(
+        self, request: QueuedRequest, workers: Iterable[str], longest: int, owners: Sequence[str], now: float
+    ) -> dict[str, int]:
+        """Granules of the prompt that each worker has."""
+        hits = dict.fromkeys(workers, 0)
+        if longest:
+            index, prefix = self._indexes[request.model], request.granules[:longest]
+            for worker in hits:
+                if worker in owners:
+                    hits[worker] = longest
+                elif self._models.get(worker) == request.model:
+                    hits[worker] = index.depth(worker, prefix, now)
+        return hits
+
+    def lane_up(self, lane: Lane) -> None:
+        """Counts it; its cache is empty unless it has been here."""
+        self._note_speed(lane)
+        super().lane_up(lane)
+        if not lane.caches_prefixes:
+            self.cache_gone(lane.worker)
+        elif self._models.get(lane.worker) != lane.model:
+            self.cache_gone(lane.worker)
+            self._models[lane.worker] = lane.model
+            if lane.model not in self._indexes:
+                self._indexes[lane.model] = PrefixIndex(self._capacity)
+            self._indexes[lane.model].add_worker(lane.worker)
+
+    def sent(self, request: QueuedRequest, lane: Lane, now: float) -> None:
+        """The worker will have the prompt in its cache."""
+        if lane.worker in self._models:
+            self._indexes[request.model].expect(lane.worker, request.granules, now)
+
+    def cache_changed(self, worker: str, change: CacheChange) -> None:
+        """Notes it."""
+        model = self._models.get(worker)
+        if model is None:
+            return
+        index = self._indexes[model]
+        if change.anew:
+            index.add_worker(worker)
+        index.store(worker, change.stored)
+        if change.evicted:
+            index.evict(worker, change.evicted)
+
+    def cache_gone(self, worker: str) -> None:
+        """Forgets it, and the model with its last worker."""
+        model = self._models.pop(worker, None)
+        if model is not None:
+            self._indexes[model].remove_worker(worker)
+            if not self._indexes[model].workers:
+                del self._indexes[model]
+
+
+def _work(request: QueuedRequest, hit: int) -> int:
+    """Tokens that a worker with `hit` granules of the prompt would have to compute; the last one always."""
+    return max(request.tokens - hit * request.granule_tokens, 1)
+
+
+def _among(lanes: Sequence[Lane]) -> Callable[[Lane], bool]:
+    workers = {lane.worker for lane in lanes}
+    return lambda lane: lane.worker in workers
+
+
+def _may_serve(request: QueuedRequest, lane: Lane) -> bool:
+    """True if a waiting request may move to a lane."""
+    fits = lane.can_serve(request.numerics, request.most_tokens)
+    return fits and lane.worker != request.avoid and not (lane.is_taken or lane.is_full)
+
+
+def _some(owners: list[str], turn: int) -> list[str]:
+    """At most 4 of the owners, others at every turn."""
+    if len(owners) <= _MAX_OWNERS:
+        return owners
+    first = turn % len(owners)
+    return [*owners[first:], *owners[:first]][:_MAX_OWNERS]
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementChoice:
+    """A policy by name: how it is made, and what it does, in a few words."""
+
+    make: Callable[[], Placement]
+    what: str
+
+
+PLACEMENTS: dict[str, PlacementChoice] = {
+    "prefix_aware": PlacementChoice(
+        PrefixAware, "the worker that has the prompt computed first, given its load and what it has cached"
+    ),
+    "least_loaded": PlacementChoice(LeastLoaded, "the worker with the least prompt work waiting"),
+    "session": PlacementChoice(SessionAffinity, "requests with the same session_id to the same worker"),
+    "round_robin": PlacementChoice(RoundRobin, "one after the other, whatever their load"),
+}

@@ -1,0 +1,329 @@
+"""Which worker has which prefix in its cache: an index of granules of 8 blocks.
+
+A granule is named by the chain hash of its last block, which stands for the whole prefix (`common.block_hash`). What
+the workers hold they say themselves (KvEvents of the Session), whoever sent it to them; what this router has just sent
+counts for EXPECTED_S without that. The index is a hint: workers compare tokens, whatever this says.
+
+Layout: buckets of 8 entries, as in a processor's cache, in two flat arrays: the hash, and 8 owners of 16 bits: 24 bytes
+an entry. The index begins small and grows as it is filled, by linear hashing (Litwin 1980): one bucket after the other
+splits in two by one more bit of its hashes, which loses nothing, so that memory follows what the workers hold and no
+report waits for all of it to be moved. Invariants:
+  * There are never more than `capacity` entries, and never more than MAX_EXPECTED_GRANULES that are only expected.
+  * Without overflow the index has exactly what the workers have said. What is forgotten: of a full bucket an entry
+    without owners, else any of it; of more than 8 owners of a granule all but the first 8. An owner that is forgotten
+    counts again when it stores the granule anew.
+  * A worker that has left, or begins anew, owns nothing.
+
+A worker that holds a granule holds the ones before it in the prompt, so that depths are found by binary search; what
+was forgotten may make a depth too small, never too large.
+"""
+
+from __future__ import annotations
+
+import mmap
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from common.limits import EXPECTED_S, MAX_EXPECTED_GRANULES, MAX_INDEX_ENTRIES
+
+BYTES_PER_ENTRY: Final = 24
+_WAYS = 8
+_OWNERS = 8
+_MAX_WORKERS = (1 << 16) - 1
+_FIRST_BUCKETS = 1 << 13
+# It grows when fewer than so many entries are there for each in use: then hardly a bucket overflows.
+_SPARSE = 6
+# Buckets that are renumbered at once.
+_PIECE = 1 << 12
+_Names = npt.NDArray[np.uint64]
+_Positions = npt.NDArray[np.intp]
+
+
+def _marked_positions() -> list[int]:
+    """Numbers of the granules of a prompt that are noted when it is sent: those of at most 4 significant bits, so that
+    there are few of them and what is found is less than an eighth short."""
+    return sorted({mantissa << shift for shift in range(40) for mantissa in range(1, 16)})
+
+
+_MARKS: Final = _marked_positions()
+
+
+class PrefixIndex:
+    """The granules of one model.
+
+    Args:
+        capacity: most entries; rounded up to a power of two of buckets.
+    """
+
+    def __init__(self, capacity: int = MAX_INDEX_ENTRIES) -> None:
+        self._most_buckets = 1 << max(0, (-(-capacity // _WAYS) - 1).bit_length())
+        # Those in use, of which the first `_num_buckets - _low` have been split; `_low` is a power of two.
+        self._num_buckets = self._low = min(self._most_buckets, _FIRST_BUCKETS)
+        self._hashes = np.frombuffer(_zeros(self._most_buckets * _WAYS * 8), np.uint64).reshape(-1, _WAYS)
+        self._owners = np.frombuffer(_zeros(self._hashes.size * _OWNERS * 2), np.uint16).reshape(-1, _WAYS, _OWNERS)
+        # A memoryview gives plain ints four times as fast.
+        self._hash_at, self._owner_at = self._hashes.reshape(-1).data, self._owners.reshape(-1).data
+        self._slots: dict[str, int] = {}
+        # By slot; 0 is nobody, and who has left is nobody too.
+        self._names = [""]
+        self._is_owner = np.zeros(_MAX_WORKERS + 1, np.bool_)
+        self._hand = 0
+        self._size = 0
+        self._forgotten = 0
+        self._expected = _Expected()
+
+    def __len__(self) -> int:
+        """Entries, those of workers that have left included until they are overwritten."""
+        return self._size
+
+    @property
+    def capacity(self) -> int:
+        """Most entries."""
+        return self._most_buckets * _WAYS
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the entries that there is room for now, bytes."""
+        return self._num_buckets * _WAYS * BYTES_PER_ENTRY
+
+    @property
+    def forgotten(self) -> int:
+        """How often an owner could not be noted, or was overwritten, for want of room."""
+        return self._forgotten
+
+    @property
+    def workers(self) -> list[str]:
+        """Who may own something."""
+        return list(self._slots)
+
+    def add_worker(self, worker: str) -> None:
+        """A worker begins with an empty cache."""
+        self.remove_worker(worker)
+        if len(self._names) > _MAX_WORKERS:
+            self._renumber()
+        slot = self._slots[worker] = len(self._names)
+        self._names.append(worker)
+        self._is_owner[slot] = True
+
+    def remove_worker(self, worker: str) -> None:
+        """A worker is gone; a no-op for one that is not here."""
+        slot = self._slots.pop(worker, None)
+        if slot is not None:
+            self._names[slot] = ""
+            self._is_owner[slot] = False
+
+    def store(self, worker: str, granules: Iterable[int]) -> None:
+        """The worker says that it holds these."""
+        slot, names = self._slots[worker], _array(granules)
+        self._grow(min(self._most_buckets, (self._size + names.size) * _SPARSE // _WAYS))
+        while names.size:
+            buckets = self._buckets(names)
+            # One of each bucket at a time, so that none overwrites another.
+            _, firsts = np.unique(buckets, return_index=True)
+            self._store_apart(slot, names[firsts], buckets[firsts])
+            names = np.delete(names, firsts) if firsts.size < names.size else names[:0]
+
+    def evict(self, worker: str, granules: Iterable[int]) -> None:
+        """The worker says that it holds these no more."""
+        slot, names = self._slots[worker], np.unique(_array(granules))
+        buckets = self._buckets(names)
+        is_here = self._hashes[buckets] == names[:, None]
+        found = np.flatnonzero(is_here.any(1))
+        buckets, ways = buckets[found], is_here[found].argmax(1)
+        owners = self._owners[buckets, ways]
+        owners[owners == slot] = 0
+        self._owners[buckets, ways] = owners
+        empty = np.flatnonzero(~self._is_owner[owners].any(1))
+        self._hashes[buckets[empty], ways[empty]] = 0
+        self._size -= empty.size
+
+    def expect(self, worker: str, granules: Sequence[int], now: float) -> None:
+        """The worker is being sent a prompt with these granules, first to last; it will hold them all."""
+        self._expected.add(self._slots[worker], granules, now)
+
+    def longest(self, granules: Sequence[int], now: float) -> tuple[int, list[str]]:
+        """How many of the first granules anybody holds or is expected to, and who; (0, []) when nobody holds any."""
+        told = _deepest(range(1, len(granules) + 1), lambda i: bool(self._owners_of(granules[i - 1])))
+        marks = _marks(len(granules))
+        sent = _deepest(marks, lambda i: bool(self._sent_to(granules[i - 1], now)))
+        slots = self._owners_of(granules[told - 1]) if told and told >= sent else []
+        if sent and sent >= told:
+            slots = [*slots, *(slot for slot in self._sent_to(granules[sent - 1], now) if slot not in slots)]
+        return max(told, sent), [name for slot in slots if (name := self._names[slot])]
+
+    def depth(self, worker: str, granules: Sequence[int], now: float) -> int:
+        """How many of the first granules a worker holds, or is expected to: O(log) of their number."""
+        slot = self._slots[worker]
+        sent = _deepest(_marks(len(granules)), lambda i: slot in self._sent_to(granules[i - 1], now))
+        return max(sent, self._told_depth(slot, granules))
+
+    def knows(self, granule: int, now: float) -> bool:
+        """Whether anybody holds a granule, or is expected to."""
+        return bool(self._owners_of(granule) or self._sent_to(granule, now))
+
+    def held(self, worker: str) -> set[int]:
+        """All granules that a worker has said to hold. O(capacity): for tests."""
+        used = slice(self._num_buckets)
+        return {int(name) for name in self._hashes[used][(self._owners[used] == self._slots[worker]).any(2)]}
+
+    def _told_depth(self, slot: int, granules: Sequence[int]) -> int:
+        def may_own(i: int) -> bool:
+            owners = self._owners_of(granules[i - 1])
+            # Of a granule with more owners than there is room for it may be one of the others.
+            return slot in owners or len(owners) == _OWNERS
+
+        depth = _deepest(range(1, len(granules) + 1), may_own)
+        if not depth or slot in self._owners_of(granules[depth - 1]):
+            return depth
+        return _deepest(range(1, depth), lambda i: slot in self._owners_of(granules[i - 1]))
+
+    def _owners_of(self, granule: int) -> list[int]:
+        """Slots of the workers that have said to hold a granule."""
+        bucket = granule & (2 * self._low - 1)
+        start = (bucket if bucket < self._num_buckets else bucket - self._low) * _WAYS
+        names = self._hash_at[start : start + _WAYS].tolist()
+        if not granule or granule not in names:
+            return []
+        at = (start + names.index(granule)) * _OWNERS
+        return [slot for slot in self._owner_at[at : at + _OWNERS].tolist() if self._names[slot]]
+
+    def _sent_to(self, granule: int, now: float) -> list[int]:
+        """Slots of the workers that are expected to hold a granule."""
+        return [slot for slot in self._expected.slots(granule, now) if self._names[slot]]
+
+    def _grow(self, num_buckets: int) -> None:
+        """Splits buckets until there are so many; takes time for those alone."""
+        while self._num_buckets < num_buckets:
+            first = self._num_buckets - self._low
+            count = min(num_buckets - self._num_buckets, self._low - first)
+            old, new = slice(first, first + count), slice(self._num_buckets, self._num_buckets + count)
+            moves = (self._hashes[old] & np.uint64(self._low)) != 0
+            for array in (self._hashes, self._owners):
+                array[new][moves] = array[old][moves]
+                array[old][moves] = 0
+            self._num_buckets += count
+            if self._num_buckets == 2 * self._low:
+                self._low *= 2
+
+    def _buckets(self, names: _Names) -> _Positions:
+        buckets: _Positions = (names & np.uint64(2 * self._low - 1)).astype(np.intp)
+        buckets[buckets >= self._num_buckets] -= self._low
+        return buckets
+
+    def _store_apart(self, slot: int, names: _Names, buckets: _Positions) -> None:
+        """Stores names of which no two are of one bucket."""
+        rows = self._hashes[buckets]
+        is_here = rows == names[:, None]
+        ways = is_here.argmax(1)
+        new = np.flatnonzero(~is_here.any(1))
+        if new.size:
+            ways[new] = self._make_room(buckets[new], rows[new])
+            self._hashes[buckets[new], ways[new]] = names[new]
+            self._owners[buckets[new], ways[new]] = 0
+        owners = self._owners[buckets, ways]
+        lacks = ~(owners == slot).any(1)
+        free = ~self._is_owner[owners]
+        has_room = free.any(1)
+        at = np.flatnonzero(lacks & has_room)
+        self._owners[buckets[at], ways[at], free[at].argmax(1)] = slot
+        self._forgotten += int((lacks & ~has_room).sum())
+
+    def _make_room(self, buckets: _Positions, rows: _Names) -> _Positions:
+        """An entry of each bucket that may be overwritten."""
+        empty = rows == 0
+        ways: _Positions = empty.argmax(1)
+        full = np.flatnonzero(~empty.any(1))
+        self._size += buckets.size - full.size
+        if full.size:
+            is_owned = np.any(self._is_owner[self._owners[buckets[full]]], axis=2)
+            all_owned = np.all(is_owned, axis=1)
+            self._hand += 1
+            ways[full] = np.where(all_owned, self._hand % _WAYS, np.argmin(is_owned, axis=1))
+            self._forgotten += int(all_owned.sum())
+        return ways
+
+    def _renumber(self) -> None:
+        """Numbers of workers have run out after 65,535 restarts: those who are here get new ones."""
+        new_slots = np.zeros(_MAX_WORKERS + 1, np.uint16)
+        for number, old in enumerate(self._slots.values(), 1):
+            new_slots[old] = number
+        # In place, because the views of it stay.
+        for start in range(0, self._num_buckets, _PIECE):
+            piece = self._owners[start : min(start + _PIECE, self._num_buckets)]
+            piece[:] = new_slots[piece]
+        self._slots = {name: number for number, name in enumerate(self._slots, 1)}
+        self._names = ["", *self._slots]
+        self._is_owner[:] = False
+        self._is_owner[1 : len(self._names)] = True
+        self._expected = _Expected()
+
+
+class _Expected:
+    """What has been sent in the last EXPECTED_S: slots and the end of their time, by granule."""
+
+    def __init__(self) -> None:
+        self._until: dict[int, dict[int, float]] = {}
+        self._sent: deque[tuple[float, int, list[int]]] = deque()
+        self._marks = 0
+
+    def add(self, slot: int, granules: Sequence[int], now: float) -> None:
+        marked = [granules[i - 1] for i in _marks(len(granules))]
+        until = now + EXPECTED_S
+        for granule in marked:
+            self._until.setdefault(granule, {})[slot] = until
+        self._sent.append((until, slot, marked))
+        self._marks += len(marked)
+        while self._sent and (self._sent[0][0] <= now or self._marks > MAX_EXPECTED_GRANULES):
+            self._drop_oldest()
+
+    def slots(self, granule: int, now: float) -> list[int]:
+        found = self._until.get(granule)
+        return [slot for slot, until in found.items() if until > now] if found else []
+
+    def _drop_oldest(self) -> None:
+        end, slot, marked = self._sent.popleft()
+        self._marks -= len(marked)
+        for granule in marked:
+            found = self._until.get(granule, {})
+            # It may have been sent again since.
+            if found.get(slot) == end:
+                del found[slot]
+                if not found:
+                    del self._until[granule]
+
+
+def _zeros(nbytes: int) -> mmap.mmap:
+    """Address space; what has not been written takes no memory.
+
+    In small pages: the system clears one when it is first written, and a huge one takes it milliseconds on some hosts.
+    """
+    space = mmap.mmap(-1, nbytes)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        space.madvise(mmap.MADV_NOHUGEPAGE)
+    return space
+
+
+def _marks(count: int) -> list[int]:
+    """The marked positions of a prompt of `count` granules; its last one always."""
+    marks = _MARKS[: bisect_right(_MARKS, count)]
+    return [*marks, count] if count and marks[-1] != count else marks
+
+
+def _deepest(positions: Sequence[int], holds: Callable[[int], bool]) -> int:
+    """The last of ascending `positions` that `holds`, when all before it do too; 0 when none does."""
+    low, high = 0, len(positions)
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if holds(positions[middle - 1]) else (low, middle - 1)
+    return positions[low - 1] if low else 0
+
+
+def _array(granules: Iterable[int]) -> _Names:
+    """As an array; 0 stands for no granule."""
+    names: _Names = np.fromiter(granules, np.uint64)
+    return np.asarray(names[names != 0], np.uint64)

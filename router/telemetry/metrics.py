@@ -1,0 +1,279 @@
+"""A router in figures: what is counted where it happens, and snapshots of the rest for the exporting thread.
+
+Labels are bounded: models that are served, the workers that there are, and names of our own. Nothing that a client
+makes up (tenants, sessions, request ids, models that are not served) becomes one. Off unless an OTLP endpoint is set.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import grpc
+
+from common.errors import ApiError
+from common.limits import FIGURES_EVERY_S
+from common.telemetry import names
+from common.telemetry.metrics import Labels, Metrics, Observed
+from router.requests.fleet import KnownWorker, Service
+from router.scheduling.dispatcher import ClassLoad, LaneCounts
+
+_DURATION_BOUNDS: Final = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
+_TPOT_BOUNDS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
+_TTFT_BOUNDS: Final = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0)
+_LAG_BOUNDS: Final = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0)
+
+
+class Usage(NamedTuple):
+    """Tokens of answers that have begun: of their prompts, of those in a prefix cache, and those written to clients."""
+
+    prompt: int = 0
+    cached: int = 0
+    generated: int = 0
+
+    def plus(self, other: Usage) -> Usage:
+        """Both together."""
+        return Usage(self.prompt + other.prompt, self.cached + other.cached, self.generated + other.generated)
+
+
+@dataclass(frozen=True, slots=True)
+class RouterFigures:
+    """A router at one moment; totals are since its start.
+
+    Attributes:
+        in_flight: Generate and Chat requests that have not ended.
+        queues: what waits, by priority class.
+        lanes: what the workers' lanes do.
+        workers: all workers.
+        tables: entries of every table that grows, by name.
+        lost: attempts that ended before their request, by the reason.
+        releases: groups of requests that have gone to workers.
+        released: requests in them.
+        failed: requests that have failed, by the reason.
+        usage: what answers have come to, by model and status.
+        config_version: of the configuration in force.
+    """
+
+    in_flight: int = 0
+    queues: tuple[ClassLoad, ...] = ()
+    lanes: LaneCounts = field(default_factory=LaneCounts)
+    workers: tuple[KnownWorker, ...] = ()
+    tables: Mapping[str, int] = field(default_factory=dict)
+    lost: Mapping[str, int] = field(default_factory=dict)
+    releases: int = 0
+    released: int = 0
+    failed: Mapping[str, int] = field(default_factory=dict)
+    usage: Mapping[tuple[str, str], Usage] = field(default_factory=dict)
+    config_version: int = 1
+
+
+class RequestMeasure:
+    """The times of one request.
+
+    Attributes:
+        labels: of its figures; the model is added when it is known to be one that is served.
+        used: what the answer has come to, None before it begins.
+    """
+
+    def __init__(self, labels: dict[str, str], metrics: RouterMetrics) -> None:
+        self.labels = labels
+        self.used: Usage | None = None
+        self._metrics = metrics
+
+    def model(self, name: str) -> None:
+        """The request is for this model."""
+        self.labels[names.REQUEST_MODEL] = name
+
+    def first_token(self, seconds: float) -> None:
+        """Since its arrival."""
+        self._metrics.ttft(seconds, dict(self.labels))
+
+    def usage(self, prompt: int, cached: int, generated: int) -> None:
+        """The request has come to an end, perhaps a bad one, with so many tokens."""
+        self.used = Usage(prompt, cached, generated)
+
+    def finished(self, seconds: float, tokens: int) -> None:
+        """The answer is complete: from its first token to its last, and how many there are."""
+        if tokens > 1:
+            self._metrics.tpot(seconds / (tokens - 1), dict(self.labels))
+
+
+class RouterMetrics:
+    """The instruments of one router.
+
+    Args:
+        metrics: of this process.
+
+    Attributes:
+        failed: requests that have failed, by the reason.
+        usage: what answers have come to, by model and status.
+    """
+
+    def __init__(self, metrics: Metrics) -> None:
+        self.failed: Counter[str] = Counter()
+        self.usage: dict[tuple[str, str], Usage] = {}
+        self._metrics = metrics
+        self._figures = RouterFigures()
+        self.duration = metrics.histogram(
+            names.SERVER_DURATION, "s", "From a request's arrival to its end", _DURATION_BOUNDS
+        )
+        self.ttft = metrics.histogram(
+            names.SERVER_TTFT, "s", "From a request's arrival to its first token", _TTFT_BOUNDS
+        )
+        self.tpot = metrics.histogram(
+            names.SERVER_TPOT, "s", "Mean time per token behind the first, of an answer that is complete", _TPOT_BOUNDS
+        )
+        self._lag = metrics.histogram(names.ROUTER_LOOP_LAG, "s", "How late the router's event loop is", _LAG_BOUNDS)
+        self._observe_gauges()
+        self._observe_counters()
+
+    @contextlib.asynccontextmanager
+    async def request(
+        self, operation: str, clock: Callable[[], float], broken_off: Callable[[], grpc.StatusCode]
+    ) -> AsyncIterator[RequestMeasure]:
+        """Measures a request for as long as the block runs; what the block raises is counted as its failure.
+
+        Args:
+            operation: `names.TEXT_COMPLETION` or `names.CHAT`.
+            clock: monotonic seconds.
+            broken_off: the status of a call that is cancelled: its deadline arrives as that too.
+        """
+        began, labels = clock(), {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_FISSILE}
+        measure = RequestMeasure(labels, self)
+        try:
+            yield measure
+        except BaseException as error:
+            code, reason = _failure(error, broken_off)
+            self.failed[reason] += 1
+            labels[names.ERROR_TYPE] = code
+            raise
+        finally:
+            self.duration(clock() - began, labels)
+            self._use(measure)
+
+    def _use(self, measure: RequestMeasure) -> None:
+        if measure.used is not None:
+            ended = (measure.labels[names.REQUEST_MODEL], measure.labels.get(names.ERROR_TYPE, "OK"))
+            self.usage[ended] = self.usage.get(ended, Usage()).plus(measure.used)
+
+    def take(self, figures: RouterFigures) -> None:
+        """The newest figures, which are never changed, only replaced."""
+        self._figures = figures
+
+    @property
+    def enabled(self) -> bool:
+        """Whether anything is exported."""
+        return self._metrics.enabled
+
+    def lag(self, seconds: float) -> None:
+        """The event loop was late."""
+        self._lag(seconds, {})
+
+    async def watch(self, read: Callable[[], RouterFigures]) -> None:
+        """Takes figures again and again; not when nothing is exported."""
+        while self.enabled:
+            self.take(read())
+            await asyncio.sleep(FIGURES_EVERY_S)
+
+    def shutdown(self, timeout_s: float) -> None:
+        """Sends the last figures."""
+        self._metrics.shutdown(timeout_s)
+
+    def _observe_gauges(self) -> None:
+        gauge = self._metrics.gauge
+        gauge(names.ROUTER_IN_FLIGHT, "{request}", "Requests that have not ended", self._one(lambda f: f.in_flight))
+        gauge(names.ROUTER_QUEUED, "{request}", "Requests that wait in the router", self._queued)
+        gauge(names.ROUTER_OLDEST_AGE, "s", "Age of the oldest request that waits in the router", self._oldest_ages)
+        gauge(names.ROUTER_LANES, "{lane}", "Lanes of workers, by what they do", self._lanes)
+        gauge(names.ROUTER_WORKERS, "{worker}", "Workers of this router", self._workers)
+        gauge(names.ROUTER_TABLES, "{entry}", "Entries of the router's tables", self._tables)
+        gauge(names.ROUTER_CONFIG_VERSION, "1", "Version of the configuration", self._one(lambda f: f.config_version))
+        gauge(names.WORKER_RUNNING, "{request}", "Requests of this router on a worker", self._each(_running))
+        gauge(names.WORKER_QUEUED, "{request}", "Requests that wait here for a worker", self._each(_queued))
+        gauge(names.WORKER_OUTSTANDING, "{token}", "Prompt tokens still to compute", self._each(_outstanding))
+        gauge(names.WORKER_REPORT_AGE, "s", "Age of a worker's last report", self._each(_report_age))
+
+    def _observe_counters(self) -> None:
+        counter = self._metrics.counter
+        counter(names.ROUTER_FAILED, "{request}", "Requests that have failed", self._failures)
+        counter(names.ROUTER_PROMPT_TOKENS, "{token}", "Prompt tokens of answers", self._used(lambda u: u.prompt))
+        counter(names.ROUTER_CACHED_TOKENS, "{token}", "Those of them in a cache", self._used(lambda u: u.cached))
+        counter(names.ROUTER_GENERATED_TOKENS, "{token}", "Tokens sent to clients", self._used(lambda u: u.generated))
+        counter(names.ROUTER_LOST, "{attempt}", "Attempts whose worker was lost", self._losses)
+        counter(names.ROUTER_RELEASES, "{group}", "Groups sent to workers", self._one(lambda f: f.releases))
+        counter(names.ROUTER_RELEASED, "{request}", "Requests sent to workers", self._one(lambda f: f.released))
+
+    def _one(self, value: Callable[[RouterFigures], float]) -> Callable[[], Observed]:
+        return lambda: [(value(self._figures), {})]
+
+    def _each(self, value: Callable[[KnownWorker], float]) -> Callable[[], Observed]:
+        """Of the workers that are connected."""
+        return lambda: [
+            (value(worker), {names.WORKER_ID: worker.worker_id, names.REQUEST_MODEL: worker.model})
+            for worker in self._figures.workers
+            if worker.service is not Service.UNCONNECTED
+        ]
+
+    def _queued(self) -> Observed:
+        return [(each.waiting, {names.PRIORITY: each.name}) for each in self._figures.queues]
+
+    def _oldest_ages(self) -> Observed:
+        return [(each.oldest_age_s, {names.PRIORITY: each.name}) for each in self._figures.queues]
+
+    def _lanes(self) -> Observed:
+        lanes = self._figures.lanes
+        states = {"idle": lanes.idle, "open": lanes.open, "held": lanes.held}
+        return [(number, {names.LANE_STATE: state}) for state, number in states.items()]
+
+    def _workers(self) -> Observed:
+        found = Counter(worker.service for worker in self._figures.workers)
+        return [(found[service], {names.WORKER_STATE: service.name.lower()}) for service in Service]
+
+    def _failures(self) -> Observed:
+        return _labelled(self._figures.failed, names.ERROR_REASON)
+
+    def _used(self, value: Callable[[Usage], int]) -> Callable[[], Observed]:
+        return lambda: [
+            (value(used), {names.REQUEST_MODEL: model, names.RPC_STATUS: status})
+            for (model, status), used in self._figures.usage.items()
+        ]
+
+    def _losses(self) -> Observed:
+        return _labelled(self._figures.lost, names.ATTEMPT_LOSS)
+
+    def _tables(self) -> Observed:
+        return _labelled(self._figures.tables, names.TABLE)
+
+
+def _labelled(values: Mapping[str, int], name: str) -> list[tuple[float, Labels]]:
+    return [(value, {name: key}) for key, value in values.items()]
+
+
+def _failure(error: BaseException, broken_off: Callable[[], grpc.StatusCode]) -> tuple[str, str]:
+    """The status that a request ends with, and the reason that it is counted under."""
+    if isinstance(error, ApiError):
+        return error.code.name, error.reason or error.code.name
+    if not isinstance(error, asyncio.CancelledError):
+        return "INTERNAL", "ROUTER_ERROR"
+    ended = broken_off().name
+    return ended, ended
+
+
+def _running(worker: KnownWorker) -> float:
+    return worker.running
+
+
+def _queued(worker: KnownWorker) -> float:
+    return 0 if worker.load is None else worker.load.queued
+
+
+def _outstanding(worker: KnownWorker) -> float:
+    return 0 if worker.load is None else worker.load.outstanding_tokens
+
+
+def _report_age(worker: KnownWorker) -> float:
+    return 0 if worker.load is None else worker.load.report_age_ms / 1000

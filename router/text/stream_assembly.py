@@ -1,0 +1,303 @@
+"""From the tokens of one sequence to the parts of the client's stream.
+
+Invariants:
+  * Tokens are appended iff they continue what is there (rule S2); an end counts iff all its tokens are there (S3).
+  * The concatenated text of all parts is the decoded text of the delivered tokens, without the token that ended the
+    sequence and without a matched stop string (unless asked for). It does not depend on how the tokens were framed.
+  * `delivered` counts what the client gets, an end-of-sequence or stop token included; tokens behind a stop string are
+    dropped and not counted.
+  * Exactly one part has a finish, it is the last, and a stream that fails has none.
+  * What the client has not read is one merged part, bounded by `max_unread_tokens`.
+  * `token_ids` are the delivered tokens: behind the prompt they are what another worker needs to go on (rule S5).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.errors import (
+    ApiError,
+    DeadlineError,
+    EngineError,
+    NoWorkerError,
+    RouterEndingError,
+    SlowClientError,
+    WorkerLostError,
+)
+from common.limits import MAX_UNREAD_TOKENS
+from common.text.detokenizer import Detokenizer
+from common.text.stop_strings import StopStrings
+
+
+class GapError(Exception):
+    """The worker's tokens or end do not continue what the router has: the Session is unusable (rule S2)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What the worker said with the first token; `prefill_s` in seconds."""
+
+    cached_tokens: int = 0
+    prefill_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """How the stream ended: `pb.FinishReason`, and the stop condition where the reason is STOP."""
+
+    reason: pb.FinishReason.ValueType
+    stop: pb.StopDetail | None = None
+
+
+class Part(NamedTuple):
+    """What the client gets next; `start` in the first part only, `ending` in the last one only."""
+
+    text: str
+    token_ids: tuple[int, ...]
+    start: Start | None
+    ending: Ending | None
+
+
+# Ends that a client sees as a finish; the others are failures.
+_STOPS = (wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_STOP_SEQUENCE)
+
+
+class StreamAssembly:
+    """One answer on its way to the client.
+
+    Args:
+        prompt_tokens: length of the prompt, the position of the first token.
+        detokenizer: turns tokens into text; None when the model has no tokenizer, and then there is no text.
+        stop_strings: searches the text behind the first `min_tokens` tokens; None when there are none.
+        min_tokens: before that many tokens no stop string ends the stream.
+        return_token_ids: whether parts carry token ids.
+        max_unread_tokens: a client that leaves more unread is dropped.
+
+    `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
+    prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known; `taken`
+    tokens have been handed out to be written.
+    """
+
+    def __init__(
+        self,
+        prompt_tokens: int,
+        *,
+        detokenizer: Detokenizer | None,
+        stop_strings: StopStrings | None = None,
+        min_tokens: int = 0,
+        return_token_ids: bool = False,
+        max_unread_tokens: int = MAX_UNREAD_TOKENS,
+    ) -> None:
+        self.prompt_tokens = prompt_tokens
+        self.have = prompt_tokens
+        self.most_tokens = 0
+        self.token_ids = array("I")
+        self.worker_id = ""
+        self.start = Start()
+        self.first_token_time: float | None = None
+        self.last_token_time: float | None = None
+        self._detokenizer = detokenizer
+        self._stop_strings = stop_strings
+        self._min_tokens = min_tokens
+        self._return_token_ids = return_token_ids
+        self._max_unread_tokens = max_unread_tokens
+        self._text: list[str] = []
+        self._ids: list[int] = []
+        self._unread = 0
+        self._sent_any = False
+        self.taken = 0
+        self._ending: Ending | None = None
+        self._error: ApiError | None = None
+
+    @property
+    def delivered(self) -> int:
+        """Number of tokens that the client gets, or has got."""
+        return len(self.token_ids)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the stream takes no more tokens: it has an ending or has failed."""
+        return self._ending is not None or self._error is not None
+
+    @property
+    def error(self) -> ApiError | None:
+        """The failure of the stream, None without one."""
+        return self._error
+
+    @property
+    def is_dropped(self) -> bool:
+        """True if the client does not read; what it has not read is gone."""
+        return isinstance(self._error, SlowClientError)
+
+    def begin(self, start: Start) -> None:
+        """Notes what the worker said with the first token. A later attempt's first token is not the stream's."""
+        if not self.delivered:
+            self.start = start
+
+    def append(self, first_pos: int, token_ids: Sequence[int], now: float, end: wpb.SequenceEnd | None = None) -> None:
+        """Appends a run of tokens, and the end that came with the last of them.
+
+        Repeated runs are dropped. Once a stop string matches, `is_closed` turns true and the rest is dropped.
+
+        Raises:
+            GapError: the run leaves a gap, or the end names another number of tokens.
+        """
+        if self.is_closed or first_pos < self.have:
+            return
+        if first_pos > self.have:
+            raise GapError(f"tokens at position {first_pos} where {self.have} were expected")
+        if token_ids:
+            if self.first_token_time is None:
+                self.first_token_time = now
+            self.last_token_time = now
+            # The token that stops the sequence is not part of its text.
+            stopper = end is not None and end.reason in (wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN)
+            self._deliver(token_ids[:-1] if stopper else token_ids)
+            if stopper and not self.is_closed:
+                self._count(token_ids[-1:])
+            if self._unread > self._max_unread_tokens:
+                self.drop_slow_client()
+        if end is not None and not self.is_closed:
+            self.finish(end)
+
+    def finish(self, end: wpb.SequenceEnd) -> None:
+        """Ends the stream as the worker says; a refusal too, but no other end of `router.workers.session_state.LOSSES`.
+
+        Raises:
+            GapError: the end names another number of tokens.
+        """
+        if self.is_closed:
+            return
+        if end.reason in _STOPS or end.reason == wpb.END_REASON_LENGTH:
+            if end.end_pos != self.have:
+                raise GapError(f"an end at {end.end_pos} tokens where {self.have} arrived")
+            self._close(_ending_of(end))
+        else:
+            self.fail(_error_of(end))
+
+    def lose_worker(self, why: str) -> None:
+        """Ends the stream because its worker is gone: retry-safe as long as the client has got nothing."""
+        if self.is_closed:
+            return
+        if self._sent_any:
+            self.fail(WorkerLostError(self.worker_id, self.delivered))
+        else:
+            self._clear_unread()
+            self.fail(NoWorkerError(why))
+
+    def end_with_router(self) -> None:
+        """Ends the stream because this router ends: retry-safe as long as the client has got nothing."""
+        if self.is_closed:
+            return
+        if not self._sent_any:
+            self._clear_unread()
+        self.fail(RouterEndingError(self.delivered if self._sent_any else 0))
+
+    def drop_slow_client(self, waited_s: float | None = None) -> None:
+        """Ends the stream of a client that does not read, a finished one too: its finish has not been read either.
+
+        Args:
+            waited_s: how long a message has waited for the client, seconds; None when its unread tokens are too many.
+        """
+        unread = self._unread
+        self._ending = None
+        self._clear_unread()
+        self._error = SlowClientError(unread, waited_s)
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the stream with a status; what had arrived before is still delivered. A no-op once it is closed."""
+        if not self.is_closed:
+            self._error = error
+
+    def take(self) -> Part | None:
+        """Everything that waits, as one part; None when nothing does.
+
+        Raises:
+            ApiError: the stream has failed and everything before that has been taken.
+        """
+        if self._error is not None and not self._unread:
+            raise self._error
+        if not self._unread and self._ending is None:
+            return None
+        part = Part(
+            text="".join(self._text),
+            token_ids=tuple(self._ids) if self._return_token_ids else (),
+            start=None if self._sent_any else self.start,
+            ending=self._ending,
+        )
+        self.taken += self._unread
+        self._clear_unread()
+        self._sent_any = True
+        return part
+
+    def _deliver(self, token_ids: Sequence[int]) -> None:
+        """Counts tokens and turns them into text, one by one where a stop string may end them."""
+        if self._stop_strings is None:
+            self._count(token_ids)
+            if self._detokenizer is not None:
+                self._text.append(self._detokenizer.push(token_ids))
+            return
+        unsearched = min(max(0, self._min_tokens - 1 - self.delivered), len(token_ids))
+        self._count(token_ids[:unsearched])
+        if self._detokenizer is not None and unsearched:
+            self._text.append(self._detokenizer.push(token_ids[:unsearched]))
+        for i in range(unsearched, len(token_ids)):
+            self._count(token_ids[i : i + 1])
+            if self._search(self._detokenizer.push(token_ids[i : i + 1]) if self._detokenizer else ""):
+                return
+
+    def _search(self, text: str) -> bool:
+        """Passes text through the stop strings; True when one matched, and then the stream is closed."""
+        if self._stop_strings is None:
+            self._text.append(text)
+            return False
+        result = self._stop_strings.push(text)
+        self._text.append(result.emit)
+        if result.matched is None:
+            return False
+        self._ending = Ending(pb.FINISH_REASON_STOP, pb.StopDetail(stop_string=result.matched))
+        return True
+
+    def _close(self, ending: Ending) -> None:
+        """Delivers what was held back and ends the stream; a stop string that the rest completes still counts."""
+        rest = self._detokenizer.flush() if self._detokenizer else ""
+        if self._search(rest):
+            return
+        if self._stop_strings is not None:
+            self._text.append(self._stop_strings.flush())
+        self._ending = ending
+
+    def _count(self, token_ids: Sequence[int]) -> None:
+        self.token_ids.extend(token_ids)
+        self.have += len(token_ids)
+        self._unread += len(token_ids)
+        if self._return_token_ids:
+            self._ids.extend(token_ids)
+
+    def _clear_unread(self) -> None:
+        self._text.clear()
+        self._ids.clear()
+        self._unread = 0
+
+
+def _error_of(end: wpb.SequenceEnd) -> ApiError:
+    if end.reason == wpb.END_REASON_DEADLINE:
+        return DeadlineError("at the worker")
+    return EngineError(end.message or "the worker failed")
+
+
+def _ending_of(end: wpb.SequenceEnd) -> Ending:
+    if end.reason == wpb.END_REASON_LENGTH:
+        return Ending(pb.FINISH_REASON_LENGTH)
+    if end.reason == wpb.END_REASON_EOS:
+        return Ending(pb.FINISH_REASON_STOP, pb.StopDetail(eos_token_id=end.stop_token_id))
+    if end.reason == wpb.END_REASON_STOP_TOKEN:
+        return Ending(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_id=end.stop_token_id))
+    ids = pb.TokenIds(ids=end.stop_token_sequence.ids)
+    return Ending(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_sequence=ids))

@@ -1,0 +1,375 @@
+"""The Session with one worker: the shell that dials, writes frames and reads them (docs/architecture.md).
+
+One writer task and one reader task per stream: two writers on one call would end it. `Link` decides what is written;
+`SessionEvents` takes what is read, and is told how a stream ended (`Fault`): that decides whether its sequences are
+taken up again by the next stream (rules S4, S7) or go on elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import errno
+import os
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
+
+import grpc
+import structlog
+from fissile.worker.v1 import worker_pb2 as wpb
+from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
+
+from common.limits import CONNECT_TIMEOUT_S, HEARTBEAT_S, LEASE_S, MISSED_HEARTBEATS, REDIAL_S
+from common.rpc.tls import Dialer
+from router.model_registry import ServedModel, WorkerRefusedError, describe
+from router.text.stream_assembly import GapError
+from router.text.tokenizer_store import TokenizerStore
+from router.workers.session_state import Link, ProtocolError
+
+if TYPE_CHECKING:
+    # In the type stubs only: at run time the one stub class serves both kinds of channel.
+    from fissile.worker.v1.worker_pb2_grpc import WorkerServiceAsyncStub
+
+log = structlog.get_logger(__name__)
+
+NO_DESCRIPTORS = os.strerror(errno.EMFILE)
+
+_SessionCall = grpc.aio.StreamStreamCall[wpb.SessionRequest, wpb.SessionResponse]
+# A channel of its own per dial: no back-off of an earlier attempt delays a worker that has just come up.
+_CHANNEL_OPTIONS = (
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.enable_retries", 0),
+    # As long as gRPC tries to connect, also after the channel was closed: by default a dial of a port that says nothing
+    # keeps its socket for 20 s.
+    ("grpc.min_reconnect_backoff_ms", round(CONNECT_TIMEOUT_S * 1000)),
+)
+
+
+class Fault(enum.Enum):
+    """Why a Session has ended, or could not begin."""
+
+    BROKEN = enum.auto()
+    """The stream broke; the worker may be well (rule S7)."""
+    VIOLATION = enum.auto()
+    """The worker sent what the protocol does not allow, or tokens that do not continue."""
+    REFUSED = enum.auto()
+    """Nothing listens at the address."""
+    UNREADY = enum.auto()
+    """The worker says itself that it takes no work now, or may not be used."""
+    SILENT = enum.auto()
+    """No frame for several heartbeats (rule S10)."""
+    STALLED = enum.auto()
+    """The worker's engine step has been running for too long (rule S10)."""
+    SHUTDOWN = enum.auto()
+    """This router ends."""
+
+
+class Intake(enum.Enum):
+    """What a worker that serves says about new work."""
+
+    OPEN = enum.auto()
+    CORDONED = enum.auto()
+    """None; what runs goes on there."""
+    EVICTING = enum.auto()
+    """None, and what runs goes on elsewhere where it can."""
+
+
+class SessionLostError(Exception):
+    """The Session has ended, or could not begin; the message says why in one line."""
+
+    def __init__(self, fault: Fault, why: str) -> None:
+        super().__init__(why)
+        self.fault = fault
+
+
+class SessionEvents(Protocol):
+    """Who takes what a Session reads. Called on the event loop, never concurrently."""
+
+    def session_opening(self, session: Session) -> None:
+        """The worker has been described; gives the link what an earlier stream has left behind.
+
+        Raises:
+            WorkerRefusedError: it must not get a Hello.
+        """
+        ...
+
+    def session_closed(self, session: Session, fault: Fault) -> None:
+        """The session's life is over, whatever came of it. Called exactly once."""
+        ...
+
+    def session_up(self, session: Session, welcome: wpb.Welcome) -> None:
+        """The worker takes work.
+
+        Raises:
+            WorkerRefusedError: it can not be used.
+            SessionLostError: it is stalled.
+        """
+        ...
+
+    def step_output(self, session: Session, step: wpb.StepOutput) -> None:
+        """Tokens, ends and load. Raises GapError or ProtocolError when the Session must be closed."""
+        ...
+
+    def heartbeat(self, session: Session, heartbeat: wpb.Heartbeat) -> None:
+        """The load, from a worker that had nothing else to say. Raises SessionLostError when it is stalled."""
+        ...
+
+    def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
+        """What has changed in the worker's prefix cache. Raises SessionLostError when something is missing."""
+        ...
+
+    def renew_lease(self, session: Session) -> None:
+        """The worker must hear from this router; a Lane frame does it (rule S6)."""
+        ...
+
+    def draining(self, session: Session) -> None:
+        """The worker takes no new work."""
+        ...
+
+    def session_down(self, session: Session, fault: Fault, why: str) -> None:
+        """The stream has ended. Called exactly once for each `session_up` that returned."""
+        ...
+
+    def unusable(self, session: Session, why: str) -> None:
+        """The worker has not been reached, or has been lost; the next session with it is about to be opened."""
+        ...
+
+
+class Session:
+    """One life of the stream with the worker at `address`.
+
+    Attributes:
+        address: host:port; the worker's key in the fleet.
+        link: what is to be written, and the sequences that run there.
+        model: what the worker serves.
+        worker_id: the worker's own name.
+        instance_id: the worker's process.
+        served: whether the worker has taken work in this life.
+        intake: what the worker has last said about new work.
+        open: whether it gets any.
+        proto_minor: version of the protocol that the worker speaks, 0 before it said so.
+        step_tokens: most tokens in one step of the worker, 0 before it said so.
+        lease_s: how long the worker keeps this router's sequences without hearing from it.
+    """
+
+    def __init__(
+        self,
+        address: str,
+        router_id: str,
+        clock: Callable[[], float],
+        lease_s: float = LEASE_S,
+        dialer: Dialer | None = None,
+    ) -> None:
+        self.address = address
+        self.lease_s = lease_s
+        self.link = Link(router_id, lease_s)
+        self.worker_id = ""
+        self.instance_id = ""
+        self.model: ServedModel | None = None
+        self.served = False
+        self.intake = Intake.OPEN
+        self.open = False
+        self.proto_minor = 0
+        self.step_tokens = 0
+        self._clock = clock
+        self._dialer = Dialer() if dialer is None else dialer
+        self._to_write = asyncio.Event()
+        self._leaving = False
+        self._frames_read = 0
+        self._announced = 0.0
+
+    def notify(self) -> None:
+        """Wakes the writer: `link` has something to write."""
+        self._to_write.set()
+
+    @property
+    def is_leaving(self) -> bool:
+        """Whether nothing new can be written any more."""
+        return self._leaving
+
+    def leave(self) -> None:
+        """Closes the stream when all is written, so that the worker does not wait for this router to come back."""
+        self._leaving = True
+        self._to_write.set()
+
+    async def run(self, store: TokenizerStore, events: SessionEvents) -> NoReturn:
+        """Dials, and serves until the stream ends.
+
+        Raises:
+            SessionLostError: always, with the reason.
+        """
+        fault = Fault.SHUTDOWN
+        async with self._dialer.channel(self.address, _CHANNEL_OPTIONS) as channel:
+            try:
+                await self._dial(WorkerServiceStub(channel), store, events)
+            except (SessionLostError, grpc.aio.AioRpcError, WorkerRefusedError, GapError, ProtocolError) as error:
+                lost = _lost(error)
+                fault = lost.fault
+                raise lost from None
+            except Exception:
+                fault = Fault.VIOLATION
+                raise
+            finally:
+                events.session_closed(self, fault)
+        raise AssertionError("a Session ends with an error")
+
+    async def _dial(self, stub: WorkerServiceAsyncStub, store: TokenizerStore, events: SessionEvents) -> None:
+        description = await stub.GetWorker(wpb.GetWorkerRequest(), timeout=CONNECT_TIMEOUT_S)
+        # Of a worker that does not serve too: another process than before means that the one before has ended.
+        self.worker_id, self.instance_id = description.worker_id, description.instance_id
+        if description.state != wpb.WORKER_STATE_SERVING:
+            state = wpb.WorkerState.Name(description.state).removeprefix("WORKER_STATE_").lower()
+            raise SessionLostError(Fault.UNREADY, f"the worker is {state}")
+        # Before the Hello: a second one of this router would end the stream that the first one opened.
+        events.session_opening(self)
+        self.model = describe(description, await store.assets(description, stub))
+        call: _SessionCall = stub.Session()
+        try:
+            welcome = await self._greet(call)
+            if welcome.instance_id != self.instance_id:
+                raise SessionLostError(Fault.BROKEN, "the worker was restarted meanwhile")
+            events.session_up(self, welcome)
+            self.served = True
+            await self._serve(call, events)
+        finally:
+            call.cancel()
+
+    async def _greet(self, call: _SessionCall) -> wpb.Welcome:
+        hello = self.link.next_frame(self._clock())
+        if hello is None:
+            raise ValueError("a Session runs once")
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await call.write(hello)
+                first = await call.read()
+        except TimeoutError:
+            raise SessionLostError(Fault.BROKEN, "no Welcome in time") from None
+        if not isinstance(first, wpb.SessionResponse) or first.WhichOneof("frame") != "welcome":
+            raise SessionLostError(Fault.BROKEN, "the first frame is not a Welcome")
+        return first.welcome
+
+    async def _serve(self, call: _SessionCall, events: SessionEvents) -> None:
+        lost = SessionLostError(Fault.SHUTDOWN, "this router has closed the session")
+        try:
+            await _first_of(self._read(call, events), self._write(call), self._watch(events))
+            if not self._leaving:
+                lost = SessionLostError(Fault.BROKEN, "the worker closed the session")
+            raise lost
+        except (SessionLostError, grpc.aio.AioRpcError, GapError, ProtocolError) as error:
+            lost = _lost(error)
+            raise
+        except Exception:
+            lost = SessionLostError(Fault.VIOLATION, "session failed")
+            raise
+        finally:
+            events.session_down(self, lost.fault, str(lost))
+
+    async def _read(self, call: _SessionCall, events: SessionEvents) -> None:
+        # `read`, not `async for`: gRPC forbids a call to mix the two, and the Welcome was read alone.
+        while isinstance(frame := await call.read(), wpb.SessionResponse):
+            self._frames_read += 1
+            kind = frame.WhichOneof("frame")
+            if kind == "step_output":
+                events.step_output(self, frame.step_output)
+            elif kind == "heartbeat":
+                events.heartbeat(self, frame.heartbeat)
+            elif kind == "kv_events":
+                events.kv_events(self, frame.kv_events)
+            elif kind == "draining":
+                events.draining(self)
+            elif kind == "welcome":
+                raise ProtocolError("a second Welcome")
+
+    async def _write(self, call: _SessionCall) -> None:
+        while True:
+            self._to_write.clear()
+            while (frame := self.link.next_frame(self._clock())) is not None:
+                if frame.WhichOneof("frame") == "lane":
+                    self._announced = self._clock()
+                try:
+                    await call.write(frame)
+                except asyncio.InvalidStateError:
+                    # The worker has ended the stream; the reader finds out how.
+                    await asyncio.Event().wait()
+            if self._leaving:
+                # The worker ends the stream, and the reader finds out; nothing may be written any more.
+                await call.done_writing()
+                await asyncio.Event().wait()
+            await self._to_write.wait()
+
+    async def _watch(self, events: SessionEvents) -> None:
+        """Renews the lease and finds out that the worker is silent (rule S10).
+
+        Silence is counted in turns of this loop, so that a pause of the router itself is not taken for the worker's.
+        """
+        seen, silent = self._frames_read, 0
+        while silent < MISSED_HEARTBEATS + 1:
+            await asyncio.sleep(HEARTBEAT_S)
+            silent = silent + 1 if self._frames_read == seen else 0
+            seen = self._frames_read
+            if self._clock() - self._announced >= self.lease_s / 3:
+                events.renew_lease(self)
+        raise SessionLostError(Fault.SILENT, f"no frame for {silent * HEARTBEAT_S} s")
+
+
+async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
+    """Runs all until one ends, ends the others, and raises what that one raised."""
+    tasks = [asyncio.ensure_future(each) for each in work]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _lost(error: Exception) -> SessionLostError:
+    """What an error says about the Session."""
+    if isinstance(error, SessionLostError):
+        return error
+    if isinstance(error, grpc.aio.AioRpcError):
+        details = (error.details() or "").removeprefix("failed to connect to all addresses; last error: ")
+        if NO_DESCRIPTORS in details:
+            # The rest of gRPC's text differs from time to time.
+            details = "this process has no file descriptors left; raise its limit of open files (`ulimit -n`)"
+        refused = error.code() is grpc.StatusCode.UNAVAILABLE and "refused" in details.lower()
+        return SessionLostError(Fault.REFUSED if refused else Fault.BROKEN, f"{error.code().name}: {details}")
+    return SessionLostError(Fault.UNREADY if isinstance(error, WorkerRefusedError) else Fault.VIOLATION, str(error))
+
+
+async def keep_connected(
+    open_session: Callable[[], Session],
+    store: TokenizerStore,
+    events: SessionEvents,
+    wanted: Callable[[], bool],
+    pause: Callable[[Fault], Awaitable[None]],
+) -> None:
+    """Dials a worker while it is wanted: at once when a stream broke, else after a pause; logs changes only.
+
+    Args:
+        open_session: makes the next session.
+        store: fetches tokenizers.
+        events: takes what the sessions read.
+        wanted: False ends it.
+        pause: waits before the next dial; told how the last session ended.
+    """
+    last = ""
+    while wanted():
+        session, began = open_session(), asyncio.get_running_loop().time()
+        fault, why = Fault.VIOLATION, "session failed"
+        try:
+            await session.run(store, events)
+        except SessionLostError as error:
+            fault, why = error.fault, str(error)
+        # A bug in handling one worker must not take the others' requests with it.
+        except Exception:
+            log.exception("session failed", worker=session.address)
+        if session.served or why != last:
+            tell = log.info if fault in (Fault.UNREADY, Fault.SHUTDOWN) else log.warning
+            tell("worker not usable", worker=session.address, why=why)
+        last = why
+        events.unusable(session, why)
+        if fault is not Fault.BROKEN or asyncio.get_running_loop().time() - began < REDIAL_S:
+            await pause(fault)

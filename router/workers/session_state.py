@@ -1,0 +1,320 @@
+"""The router's end of one Session, without its I/O: what must be written, in which order, and what came back.
+
+Invariants (docs/architecture.md):
+  * A frame is at most 1 MiB and holds at most 16,384 token ids; control frames go before the next Extend (S8).
+  * A sequence that is dropped here without an end from the worker is cancelled there exactly once; what still comes for
+    it is ignored. A rid that this router never submitted is cancelled once (S2).
+  * `resume` takes over what an earlier stream has left; Hello then names it, with what has arrived of each (S4).
+  * An end that is none of the request (the worker goes, its engine has failed, it is too short for the whole answer)
+    ends the attempt only.
+  * A group's serial number reaches the worker even if all its sequences were cancelled before they were written: the
+    dispatcher counts the group as on its way until the worker echoes its number.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
+from common.protocol import PROTO_MINOR
+from router.scheduling.failover import Loss
+from router.scheduling.worker_queue import LaneRecord
+from router.text.stream_assembly import Start, StreamAssembly
+
+# Room for the frame's own fields and for five bytes per token id, the most that a uint32 takes.
+_FRAME_OVERHEAD_BYTES = 1024
+_TOKEN_BYTES = 5
+_CANCELS_PER_FRAME = 8192
+_MAX_ALIENS = 1024
+# Ends with which a worker gives a sequence up: the request goes on elsewhere.
+LOSSES: Final = {
+    wpb.END_REASON_CANCELLED: Loss.DRAINED,
+    wpb.END_REASON_ERROR: Loss.ENGINE_FAILED,
+    wpb.END_REASON_INVALID: Loss.REFUSED,
+}
+
+
+class ProtocolError(Exception):
+    """The worker sent what the protocol does not allow; the Session must be closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """One sequence for the worker.
+
+    Attributes:
+        record: everything but `token_ids`, `more` and `deadline_left_ms`, which depend on the frame.
+        token_ids: prompt and tokens generated so far, uint32.
+        assembly: takes the tokens that come back.
+        deadline: monotonic seconds, None for never.
+    """
+
+    record: wpb.SubmitSequence
+    token_ids: array[int]
+    assembly: StreamAssembly
+    deadline: float | None = None
+
+
+@dataclass(slots=True)
+class StepEffects:
+    """What a StepOutput did, by rid.
+
+    Attributes:
+        touched: streams that have something new, in order, each once.
+        ended: those of them that have left the link: their stream is closed.
+        returned: sequences given back.
+        lost: attempts lost, and why.
+        refused: attempts that the worker has refused, with the end that says why.
+    """
+
+    touched: list[int] = field(default_factory=list)
+    ended: list[int] = field(default_factory=list)
+    returned: list[int] = field(default_factory=list)
+    lost: list[tuple[int, Loss]] = field(default_factory=list)
+    refused: list[tuple[int, wpb.SequenceEnd]] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group on its way: sequences not yet in a Submit frame, then the rests of the long ones."""
+
+    serial: int
+    pending: OrderedDict[int, Submission]
+    rests: OrderedDict[int, tuple[Submission, int]] = field(default_factory=OrderedDict)
+    submitted: bool = False
+
+
+class Link:
+    """Frames to write and sequences that run on one Session.
+
+    Args:
+        router_id: id of this router's process.
+        lease_s: the worker drops this router's sequences when it hears nothing for so long.
+
+    Attributes:
+        live: what takes the answers of the sequences that run there, by rid.
+        kv_seq: what Hello says of the worker's KV events.
+    """
+
+    def __init__(self, router_id: str, lease_s: float) -> None:
+        hello = wpb.Hello(proto_minor=PROTO_MINOR, router_id=router_id, lease_ms=round(lease_s * 1000))
+        self.live: dict[int, StreamAssembly] = {}
+        self.kv_seq = 0
+        self._hello: wpb.Hello | None = hello
+        self._cancels: list[int] = []
+        self._lane: LaneRecord | None = None
+        self._kv_epoch = 0
+        self._groups: deque[_Group] = deque()
+        self._submitted_below = 0
+        self._first_rid: int | None = None
+        self._aliens: set[int] = set()
+
+    def resume(self, earlier: Link) -> None:
+        """Takes over the sequences of an earlier stream with the same worker. To be called before the first frame."""
+        self.live = earlier.live
+        self._first_rid, self._submitted_below = earlier._first_rid, earlier._submitted_below
+
+    def know_cache(self, seq: int) -> None:
+        """The worker's KV events are known up to number `seq`. To be called before the first frame."""
+        assert self._hello is not None
+        self.kv_seq = self._hello.kv_seq = seq
+
+    def ask_for_cache(self, epoch: int) -> None:
+        """Has the next Lane frame ask for a snapshot of the worker's cache; `epoch` is above those of earlier asks."""
+        self._kv_epoch = epoch
+
+    def unwritten(self) -> list[int]:
+        """The live sequences of which something has not been written: the worker can not have them whole."""
+        return [rid for group in self._groups for rid in (*group.pending, *group.rests) if rid in self.live]
+
+    def forget(self, rid: int) -> None:
+        """Drops a sequence that the worker does not have."""
+        self.live.pop(rid, None)
+
+    def submit(self, serial: int, group: Sequence[Submission]) -> None:
+        """Queues a group of new sequences; their rids must be above all earlier ones."""
+        for submission in group:
+            rid = submission.record.rid
+            if self._first_rid is None:
+                self._first_rid = rid
+            elif rid < self._submitted_below:
+                raise ValueError(f"rid {rid} is not new (rule S1)")
+            self._submitted_below = rid + 1
+            self.live[rid] = submission.assembly
+        self._groups.append(_Group(serial, OrderedDict((s.record.rid, s) for s in group)))
+
+    def cancel(self, rid: int) -> None:
+        """Drops a sequence; a no-op when it is not live. What has not been written of it never will be."""
+        if self.live.pop(rid, None) is None:
+            return
+        for group in self._groups:
+            if group.pending.pop(rid, None) is not None:
+                return
+            group.rests.pop(rid, None)
+        self._cancels.append(rid)
+
+    def announce(self, record: LaneRecord) -> None:
+        """Queues a Lane frame; the newest replaces one that has not been written. Renews the lease."""
+        self._lane = record
+
+    def next_frame(self, now: float) -> wpb.SessionRequest | None:
+        """The frame to write next, None when there is nothing to write."""
+        if self._hello is not None:
+            hello, self._hello = self._hello, None
+            hello.live.extend(wpb.LiveSequence(rid=rid, have=kept.have) for rid, kept in self.live.items())
+            return wpb.SessionRequest(hello=hello)
+        if self._cancels:
+            rids, self._cancels = self._cancels[:_CANCELS_PER_FRAME], self._cancels[_CANCELS_PER_FRAME:]
+            return wpb.SessionRequest(cancel=wpb.Cancel(rids=rids))
+        if self._lane is not None:
+            record, self._lane = self._lane, None
+            return wpb.SessionRequest(lane=_lane_frame(record, self._kv_epoch, now))
+        return self._next_group_frame(now)
+
+    def apply(self, step: wpb.StepOutput, now: float) -> StepEffects:
+        """Hands the step's tokens and ends to the streams.
+
+        Raises:
+            ProtocolError: columns that do not fit each other, or too many sequences that are not this router's.
+            GapError: tokens or an end that do not continue what is there.
+        """
+        effects = StepEffects()
+        for start in step.starts:
+            if assembly := self.live.get(start.rid):
+                assembly.begin(Start(start.cached_tokens, start.prefill_us / 1e6))
+        ends = {end.rid: end for end in step.ends}
+        touched, closed = self._apply_runs(step, ends, now)
+        for rid, end in ends.items():
+            if (assembly := self.live.get(rid)) is None:
+                continue
+            loss = _loss(end, assembly)
+            if assembly.is_closed:
+                effects.ended.append(rid)
+            elif loss is Loss.REFUSED:
+                effects.refused.append((rid, end))
+            elif loss is not None:
+                effects.lost.append((rid, loss))
+            else:
+                assembly.finish(end)
+                effects.ended.append(rid)
+            del self.live[rid]
+            touched[rid] = None
+        for rid in closed:
+            self.cancel(rid)
+            effects.ended.append(rid)
+        for rid in step.returned:
+            if self.live.pop(rid, None) is not None:
+                effects.returned.append(rid)
+        effects.touched.extend(touched)
+        return effects
+
+    def _apply_runs(
+        self, step: wpb.StepOutput, ends: dict[int, wpb.SequenceEnd], now: float
+    ) -> tuple[dict[int, None], list[int]]:
+        """Appends the runs. The loop runs once per token: what is done per step is done behind it.
+
+        Returns:
+            The rids that got tokens, in order, and those whose streams closed without an end of the worker's: a stop
+            string, a slow client.
+        """
+        # Columns as lists at once: item by item, protobuf makes them ten times slower.
+        rids, positions, counts, token_ids = list(step.rid), list(step.first_pos), list(step.n), list(step.token_ids)
+        if not len(rids) == len(positions) == len(counts) or sum(counts) != len(token_ids):
+            raise ProtocolError("columns of a StepOutput differ in length")
+        touched: dict[int, None] = {}
+        closed: dict[int, None] = {}
+        live, at = self.live, 0
+        for rid, first_pos, n in zip(rids, positions, counts, strict=True):
+            run = token_ids[at : at + n]
+            at += n
+            assembly = live.get(rid)
+            if assembly is None:
+                self._refuse_alien(rid)
+                continue
+            touched[rid] = None
+            end = ends.get(rid) if ends else None
+            with_last = end is not None and end.end_pos == first_pos + n and _loss(end, assembly) is None
+            assembly.append(first_pos, run, now, end if with_last else None)
+            if assembly.is_closed and rid not in ends:
+                closed[rid] = None
+        return touched, list(closed)
+
+    def _refuse_alien(self, rid: int) -> None:
+        """Cancels a rid that is not this router's. One that was dropped here has been cancelled already."""
+        ours = self._first_rid is not None and self._first_rid <= rid < self._submitted_below
+        if ours or rid in self._aliens:
+            return
+        if len(self._aliens) >= _MAX_ALIENS:
+            raise ProtocolError("the worker runs too many sequences that this router does not know")
+        self._aliens.add(rid)
+        self._cancels.append(rid)
+
+    def _next_group_frame(self, now: float) -> wpb.SessionRequest | None:
+        while self._groups:
+            group = self._groups[0]
+            if not group.submitted:
+                return wpb.SessionRequest(submit=_submit_frame(group, now))
+            if group.rests:
+                return wpb.SessionRequest(extend=_extend_frame(group))
+            self._groups.popleft()
+        return None
+
+
+def _loss(end: wpb.SequenceEnd, assembly: StreamAssembly) -> Loss | None:
+    """The loss that an end is to its request; None when it ends it."""
+    if end.reason == wpb.END_REASON_LENGTH and end.end_pos < assembly.most_tokens:
+        return Loss.CUT_SHORT
+    return LOSSES.get(end.reason)
+
+
+def _submit_frame(group: _Group, now: float) -> wpb.Submit:
+    """As many of the group's sequences as fit a frame; a prompt that is longer than a frame gives its beginning."""
+    frame = wpb.Submit(serial=group.serial)
+    tokens, room = 0, MAX_FRAME_BYTES - _FRAME_OVERHEAD_BYTES
+    while group.pending:
+        submission = next(iter(group.pending.values()))
+        taken = min(len(submission.token_ids), MAX_FRAME_TOKENS)
+        size = submission.record.ByteSize() + taken * _TOKEN_BYTES + _FRAME_OVERHEAD_BYTES
+        if frame.seqs and (tokens + taken > MAX_FRAME_TOKENS or size > room):
+            break
+        del group.pending[submission.record.rid]
+        tokens, room = tokens + taken, room - size
+        _add_sequence(frame, submission, taken, now)
+        if taken < len(submission.token_ids):
+            group.rests[submission.record.rid] = (submission, taken)
+    frame.more = bool(group.pending)
+    group.submitted = not group.pending
+    return frame
+
+
+def _add_sequence(frame: wpb.Submit, submission: Submission, taken: int, now: float) -> None:
+    sequence = frame.seqs.add()
+    sequence.CopyFrom(submission.record)
+    sequence.token_ids.extend(submission.token_ids[:taken].tolist())
+    sequence.more = taken < len(submission.token_ids)
+    if submission.deadline is not None:
+        # 0 means no deadline, so one that has passed is sent as the shortest.
+        sequence.deadline_left_ms = min(max(1, round((submission.deadline - now) * 1000)), 2**32 - 1)
+
+
+def _extend_frame(group: _Group) -> wpb.Extend:
+    """The next tokens of the first long prompt."""
+    rid, (submission, done) = next(iter(group.rests.items()))
+    end = min(done + MAX_FRAME_TOKENS, len(submission.token_ids))
+    if end == len(submission.token_ids):
+        del group.rests[rid]
+    else:
+        group.rests[rid] = (submission, end)
+    return wpb.Extend(rid=rid, token_ids=submission.token_ids[done:end].tolist(), more=end < len(submission.token_ids))
+
+
+def _lane_frame(record: LaneRecord, kv_epoch: int, now: float) -> wpb.Lane:
+    # 0 means that none waits, so the youngest age is 1.
+    age_ms = 0 if record.oldest_arrival is None else max(1, round((now - record.oldest_arrival) * 1000))
+    return wpb.Lane(oldest_age_ms=age_ms, tokens=record.tokens, seqs=record.seqs, kv_epoch=kv_epoch)

@@ -1,0 +1,33 @@
+"""docs/performance.md with its tables made anew: what is between a marker's two lines is replaced."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+from tests.bench.plots import charts
+from tests.bench.plots.results import Result
+from tests.bench.plots.tables import TABLES
+
+DOCS: Final = Path(__file__).parents[3] / "docs"
+PAGE: Final = DOCS / "performance.md"
+_BLOCK: Final = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+
+
+def filled(page: str, results: Sequence[Result]) -> str:
+    """The page with the tables of `results`. KeyError if a marker names no table."""
+    return _BLOCK.sub(lambda block: f"{block[1]}\n{TABLES[block[2]](results)}\n\n{block[3]}", page)
+
+
+def plots(results: Sequence[Result]) -> Mapping[Path, str]:
+    """SVG files by their paths."""
+    images = {f"performance-{kind}.svg": charts.service(results, kind) for kind in charts.KINDS}
+    images["performance-router.svg"] = charts.router(results)
+    return {DOCS / "img" / name: image for name, image in images.items()}
+
+
+def files(results: Sequence[Result]) -> Mapping[Path, str]:
+    """All that is made of `results`: the page, and the plots in it."""
+    return {PAGE: filled(PAGE.read_text(), results), **plots(results)}

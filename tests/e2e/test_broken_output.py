@@ -1,0 +1,170 @@
+"""Processes whose standard error can not be written serve as if it could."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+
+from tests.e2e.service import REPOSITORY, Process, Service, free_port, generate
+from tests.e2e.simulated import OPTIONS, request, simulated_model, wait_workers
+
+# Dead: the reader of the pipe has ended. Stuck: it is there and does not read. Full: the disk. Closed: no descriptor.
+KINDS = ("dead", "stuck", "full", "closed")
+FILL = bytes(1 << 16)
+
+
+class Mute(Process):
+    """A process whose standard error and output are of one of KINDS; `kind` is behind the name."""
+
+    def start(self) -> None:
+        kind = self.name.rpartition(" ")[2]
+        command = [sys.executable, "-m", *self.arguments]
+        if kind == "closed":
+            command = ["sh", "-c", 'exec "$@" 2>&- >&-', "sh", *command]
+        with contextlib.ExitStack() as stack:
+            target = stack.enter_context(self.target(kind))
+            environment = {**os.environ, **self.environment}
+            self.child = subprocess.Popen(command, cwd=REPOSITORY, env=environment, stdout=target, stderr=target)
+
+    @contextlib.contextmanager
+    def target(self, kind: str) -> Iterator[int]:
+        if kind in ("full", "closed"):
+            opened = os.open("/dev/full" if kind == "full" else os.devnull, os.O_WRONLY)
+            yield opened
+            os.close(opened)
+            return
+        reads, writes = os.pipe()
+        if kind == "dead":
+            os.close(reads)
+        else:
+            # Full before the first line, and open to the end of the tests.
+            fill(writes)
+        yield writes
+        os.close(writes)
+
+
+def fill(pipe: int) -> None:
+    flags = fcntl.fcntl(pipe, fcntl.F_GETFL)
+    fcntl.fcntl(pipe, fcntl.F_SETFL, flags | os.O_NONBLOCK)
+    for size in (len(FILL), 1):
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                os.write(pipe, FILL[:size])
+    fcntl.fcntl(pipe, fcntl.F_SETFL, flags)
+
+
+def process(kind: type[Process], name: str, folder: Path, *arguments: str) -> Process:
+    environment = {"OMP_NUM_THREADS": "1", "FISSILE_LOG_LEVEL": "debug"}
+    port = free_port()
+    log = folder / f"{name.replace(' ', '-')}.log"
+    return kind(name, [*arguments, "--port", str(port)], port, log, environment)
+
+
+def worker_arguments(model: Path) -> list[str]:
+    return ["worker", "--model", str(model), "--model-name", "test", *OPTIONS]
+
+
+@contextlib.contextmanager
+def ending(processes: list[Process]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for each in processes:
+            if each.child is not None and each.child.poll() is None:
+                each.child.kill()
+                each.child.wait()
+
+
+@contextlib.contextmanager
+def client(router: Process, workers: list[Process]) -> Iterator[Service]:
+    with grpc.insecure_channel(router.address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        yield Service(router, workers, channel)
+
+
+def assert_answers(stub: InferenceServiceStub, count: int = 5) -> None:
+    """Whole answers with OK, and a refusal with its own status."""
+    for i in range(count):
+        answer = generate(stub, request(i, 8))
+        assert len(answer.token_ids) == 8
+    with pytest.raises(grpc.RpcError) as caught:
+        generate(stub, pb.GenerateRequest(text="a", priority=pb.Priority.ValueType(99)))
+    assert isinstance(caught.value, grpc.Call)
+    assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_routers_whose_log_can_not_be_written_serve_and_get_their_worker_back(tmp_path: Path) -> None:
+    """X1: with each kind of broken standard error all requests are OK, a worker that was restarted comes back, and
+    SIGTERM ends in good order."""
+    worker = process(Process, "worker", tmp_path, *worker_arguments(simulated_model(tmp_path / "model")))
+    routers = [process(Mute, f"router {kind}", tmp_path, "router", "--worker", worker.address) for kind in KINDS]
+    with ending([worker, *routers]):
+        for each in (worker, *routers):
+            each.start()
+        for each in (worker, *routers):
+            each.wait_serving()
+        for router in routers:
+            with client(router, [worker]) as service:
+                assert_answers(service.stub)
+        worker.stop(signal.SIGKILL)
+        worker.start()
+        worker.wait_serving()
+        for router in routers:
+            with client(router, [worker]) as service:
+                wait_workers(service, 1)
+                assert_answers(service.stub)
+            assert router.is_serving()
+        assert {router.name: router.stop() for router in routers} == {router.name: 0 for router in routers}
+
+
+def test_workers_whose_log_can_not_be_written_serve_each_router_that_comes(tmp_path: Path) -> None:
+    """X1: with each kind of broken standard error a worker takes the sessions of new routers, and SIGTERM ends it in
+    good order."""
+    model = simulated_model(tmp_path / "model")
+    workers = [process(Mute, f"worker {kind}", tmp_path, *worker_arguments(model)) for kind in KINDS]
+    addresses = [argument for worker in workers for argument in ("--worker", worker.address)]
+    router = process(Process, "router", tmp_path, "router", *addresses)
+    with ending([router, *workers]):
+        for each in (router, *workers):
+            each.start()
+        for _ in range(2):
+            router.wait_serving()
+            with client(router, workers) as service:
+                wait_workers(service, len(KINDS), within_s=60)
+                assert_answers(service.stub, 3 * len(KINDS))
+            assert router.stop() == 0
+            router.start()
+        assert {worker.name: worker.stop() for worker in workers} == {worker.name: 0 for worker in workers}
+
+
+@pytest.mark.parametrize("kind", ["dead", "stuck"])
+def test_serve_with_a_broken_output_keeps_its_children(kind: str, tmp_path: Path) -> None:
+    """X1: `fissile serve` whose lines nobody reads goes on serving, starts a child again that died, and ends in good
+    order."""
+    model = simulated_model(tmp_path / "model")
+    arguments = ["common.cli.main", "serve", "--model", str(model), "--model-name", "test", "--simulate", "fixed:5ms"]
+    serve = process(Mute, f"serve {kind}", tmp_path, *arguments)
+    with ending([serve]):
+        serve.start()
+        serve.wait_serving()
+        with client(serve, []) as service:
+            assert_answers(service.stub)
+            for i in range(300):
+                with contextlib.suppress(grpc.RpcError):
+                    generate(service.stub, pb.GenerateRequest(text="a", priority=pb.Priority.ValueType(99 + i)))
+            children = Path(f"/proc/{serve.running.pid}/task/{serve.running.pid}/children").read_text().split()
+            (worker,) = [c for c in children if b"worker" in Path(f"/proc/{c}/cmdline").read_bytes().split(b"\0")]
+            os.kill(int(worker), signal.SIGKILL)
+            generate(service.stub, request(1, 8), timeout=30)
+            assert_answers(service.stub)
+        assert serve.stop(timeout=40) == 0

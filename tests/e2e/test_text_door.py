@@ -1,0 +1,62 @@
+"""Texts and messages at the router's door, over real connections."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from fissile.v1 import inference_pb2 as pb
+from google.rpc import error_details_pb2
+
+from common.limits import MAX_TOKENIZE_TEXT_BYTES
+from router.api.tenants import TenantPolicy
+from tests.e2e.fake_worker import FakeWorker
+from tests.e2e.test_router import FILES, bench, collect, detail, error_of, request
+
+UNKNOWN = b"\xf8\x07\x01"  # field 127 = 1
+
+
+async def test_fields_of_a_later_version_are_refused_by_number() -> None:
+    """R10, X10: they were accepted and ignored."""
+    async with bench(FakeWorker(FILES)) as b:
+        made = request()
+        made.sampling_params.MergeFromString(UNKNOWN)
+        error = await error_of(b.stub.Generate(made))
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert detail(error, error_details_pb2.BadRequest).field_violations[0].field == "sampling_params.127"
+        error = await error_of(b.stub.ListModels(pb.ListModelsRequest.FromString(UNKNOWN)))
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert (await collect(b.stub.Generate(request())))[-1].HasField("finish")
+        await b.empty()
+
+
+async def test_long_texts_are_refused_and_nothing_stays() -> None:
+    """X3, R2: OUT_OF_RANGE with the field's name; cancelled texts go."""
+    async with bench(FakeWorker(FILES)) as b:
+        for call, field in (
+            (b.stub.Generate(request("7" * 2_000_000)), "text"),
+            (b.stub.Chat(pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="a" * 2_000_000)])), "messages"),
+            (b.stub.Tokenize(pb.TokenizeRequest(text="a" * (MAX_TOKENIZE_TEXT_BYTES + 1))), "text"),
+        ):
+            error = await error_of(call)
+            assert error.code() is grpc.StatusCode.OUT_OF_RANGE
+            assert detail(error, error_details_pb2.BadRequest).field_violations[0].field == field
+        calls = [b.stub.Generate(request("the cat sat " * 100_000)) for _ in range(20)]
+        await asyncio.sleep(0.05)
+        for cancelled in calls:
+            cancelled.cancel()
+        await b.empty()
+
+
+async def test_tokenize_and_detokenize_count_for_their_tenant() -> None:
+    """R2: they were outside of all tenants' limits."""
+    async with bench(FakeWorker(FILES)) as b:
+        b.router.service.set_tenants(TenantPolicy(concurrency=1))
+        big = pb.TokenizeRequest(text="the cat sat " * 20_000)
+        first, second = (asyncio.ensure_future(b.stub.Tokenize(big)) for _ in range(2))
+        done = await asyncio.gather(first, second, return_exceptions=True)
+        (refused,) = [each for each in done if isinstance(each, grpc.aio.AioRpcError)]
+        assert refused.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert detail(refused, error_details_pb2.ErrorInfo).reason == "TENANT_LIMIT"
+        assert (await b.stub.Detokenize(pb.DetokenizeRequest(token_ids=[65]))).text
+        await b.empty()

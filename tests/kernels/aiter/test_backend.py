@@ -1,0 +1,694 @@
+"""AiterBackend over a stand-in for AITER (fake_aiter.py) against PyTorch's back end: what goes in, and what comes back.
+
+The numbers of AITER's kernels are not tested here; no machine of ours can run them (docs/rocm.md).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import structlog
+import torch
+
+from kernels.aiter.backend import (
+    OPERATIONS,
+    SINCE,
+    AiterBackend,
+    AiterExperts,
+    AiterLinear,
+    AiterScaledLinear,
+)
+from kernels.aiter.blocks import AiterBlockLinear
+from kernels.aiter.library import AiterLibrary, AiterUnavailableError
+from kernels.interface import (
+    AttentionMetaData,
+    ClampedSwiglu,
+    ExpertWeights,
+    KVSpec,
+    PackedFormat,
+    QuantizedWeight,
+    Routing,
+    SampleParams,
+)
+from kernels.no_token import NO_TOKEN
+from kernels.torch_backend.backend import TorchBackend
+from kernels.triton_backend import plan as step_plan
+from kernels.triton_backend.backend import TritonBackend
+from kernels.triton_backend.kv_cache import DeviceKVCache
+from kernels.triton_backend.packed_weight import PackedWeight
+from kernels.triton_backend.plan import Shape, StepPlan
+from kernels.triton_backend.target import TARGETS, Settings
+from tests.kernels.aiter.fake_aiter import lay
+from tests.stored_weights import quantized_weight
+from tests.unit.kernels.steps import Rows, metadata, scattered_blocks
+
+REFERENCE = TorchBackend()
+CPU = torch.device("cpu")
+TUNED = Settings(TARGETS["gfx942"], batch_invariant=False)
+TOLERANCE = {torch.float16: 3e-3, torch.bfloat16: 2e-2, torch.float32: 1e-5}
+NARROW = [torch.bfloat16, torch.float16]
+SIZE, BLOCKS = 16, 40
+TAGS = ["0.1.13", "0.1.20.post1"]
+
+
+class Fallback(TorchBackend):
+    """PyTorch's operations with the cache and the plan of the Triton back end; remembers what it was asked for."""
+
+    name = "fallback"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+
+    def allocate_kv(self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype) -> Any:
+        return DeviceKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype, CPU)
+
+    def plan_attention(self, metadata: AttentionMetaData, cache: Any, num_heads: int) -> Any:
+        return step_plan.plan(metadata, CPU)
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in OPERATIONS or name in ("write_latent", "pack_linear", "pack_experts", "argmax", "sample"):
+            self.asked.append(name)
+        return super().__getattribute__(name)
+
+    def write_kv(self, cache: Any, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData) -> None:
+        slots = metadata.plan.slot_mapping.long()
+        for rows, stored in ((k, cache.keys(layer)), (v, cache.values(layer))):
+            stored.flatten(0, 1)[slots[slots >= 0]] = rows[slots >= 0].to(cache.data.dtype)
+
+    def write_latent(self, cache: Any, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        slots: StepPlan = metadata.plan
+        cache.keys(layer).flatten(0, 1)[slots.slot_mapping.long(), 0] = k.to(cache.data.dtype)
+
+    def attention(self, q: torch.Tensor, *given: Any) -> torch.Tensor:
+        return q.new_zeros(q.shape)
+
+    def latent_attention(self, q: torch.Tensor, cache: Any, *given: Any) -> torch.Tensor:
+        return q.new_zeros(*q.shape[:2], cache.value_dim)
+
+
+class Remembering(Fallback):
+    """Packs nothing; remembers the formats that it was asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.formats: list[PackedFormat | None] = []
+
+    def pack_linear(self, *given: Any) -> Any:
+        self.formats.append(given[3])
+
+    def pack_experts(self, *given: Any) -> Any:
+        self.formats.append(given[4])
+
+
+def forget() -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "aiter"]:
+        del sys.modules[name]
+
+
+@pytest.fixture(scope="module", params=TAGS)
+def library(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[AiterLibrary]:
+    """Each supported version."""
+    folder = tmp_path_factory.mktemp("aiter")
+    lay(folder, request.param)
+    sys.path.insert(0, str(folder))
+    forget()
+    yield AiterLibrary.load(SINCE)
+    sys.path.remove(str(folder))
+    forget()
+
+
+@pytest.fixture
+def backend(library: AiterLibrary) -> AiterBackend:
+    return AiterBackend(Fallback(), library, TUNED)
+
+
+def fallback_of(backend: AiterBackend) -> list[str]:
+    """What the other back end was asked for."""
+    fallback = backend._fallback
+    assert isinstance(fallback, Fallback)
+    return fallback.asked
+
+
+def draw(*shape: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.dtype == expected.dtype
+    tolerance = TOLERANCE[found.dtype]
+    torch.testing.assert_close(found.float(), expected.float(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_norms(backend: AiterBackend, dtype: torch.dtype) -> None:
+    x, residual, weight, bias = (draw(*shape, dtype=dtype, seed=7) for shape in ((5, 48), (5, 48), (48,), (48,)))
+    before = (x.clone(), residual.clone())
+    close(backend.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
+    found, expected = (each.add_rms_norm(x, residual, weight, 1e-5) for each in (backend, REFERENCE))
+    close(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+    close(backend.layer_norm(x, weight, bias, 1e-5), REFERENCE.layer_norm(x, weight, bias, 1e-5))
+    assert torch.equal(x, before[0])
+    assert torch.equal(residual, before[1])
+    assert fallback_of(backend) == []
+
+
+def test_norm_of_heads(backend: AiterBackend) -> None:
+    """Queries are a part of each row of what the projection gave, and so is a latent."""
+    qkv, weight = draw(6, 8, 32), draw(32)
+    rows = draw(6, 40)[:, :32]
+    close(backend.rms_norm(rows, weight, 1e-6), REFERENCE.rms_norm(rows, weight, 1e-6))
+    close(backend.rms_norm(qkv[:, :5], weight, 1e-6), REFERENCE.rms_norm(qkv[:, :5], weight, 1e-6))
+
+
+@pytest.mark.parametrize("rotary_dim", [16, 32])
+def test_rope(backend: AiterBackend, rotary_dim: int) -> None:
+    qkv, angles = draw(6, 9, 32), draw(6, 1, rotary_dim // 2, dtype=torch.float32)
+    before = qkv.clone()
+    q, k = qkv[:, :5], qkv[:, 5:7]
+    for found, expected in zip(
+        backend.rope(q, k, angles.cos(), angles.sin()), REFERENCE.rope(q, k, angles.cos(), angles.sin()), strict=True
+    ):
+        assert found.shape == expected.shape
+        close(found, expected)
+    assert torch.equal(qkv, before)
+    assert fallback_of(backend) == []
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+def test_silu_and_mul(backend: AiterBackend, dtype: torch.dtype) -> None:
+    x = draw(4, 2 * 48, dtype=dtype)
+    close(backend.silu_and_mul(x), REFERENCE.silu_and_mul(x))
+    assert fallback_of(backend) == []
+
+
+@pytest.mark.parametrize("dtype", NARROW)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear(backend: AiterBackend, dtype: torch.dtype, with_bias: bool) -> None:
+    x, weight, bias = draw(5, 40, dtype=dtype), draw(70, 40), draw(70) if with_bias else None
+    packed, reference = backend.pack_linear(weight, bias, dtype), REFERENCE.pack_linear(weight, bias, dtype)
+    assert isinstance(packed, AiterLinear)
+    torch.testing.assert_close(backend.linear(x, packed), REFERENCE.linear(x, reference), rtol=2e-2, atol=0.1)
+    ids = torch.tensor([3, 69, 3])
+    assert torch.equal(backend.packed_rows(packed, ids), weight.to(dtype)[ids])
+    assert backend.linear(x[:0], packed).shape == (0, 70)
+
+
+def test_linear_argmax(backend: AiterBackend) -> None:
+    weight = torch.eye(32, dtype=torch.bfloat16)
+    x = torch.zeros(5, 32, dtype=torch.bfloat16)
+    x[0, [7, 9]] = 2.0
+    x[1, 30] = 9.0
+    x[1, 3] = 1.0
+    x[3] = -torch.inf
+    x[4, 5] = torch.nan
+    packed = AiterLinear(weight, None)
+    rows = backend.linear_argmax(x[:3], packed, 20)
+    assert rows.tolist() == [7, 3, 0]
+    assert fallback_of(backend) == ["argmax"]
+    odd = AiterLinear(torch.ones(3, 32, dtype=torch.bfloat16), None)
+    assert backend.linear_argmax(x[3:], odd, 3).tolist() == [NO_TOKEN, NO_TOKEN]
+    weight[5] = torch.nan
+    assert backend.linear_argmax(x[:2], packed, 20).tolist() == [7, 3]
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_linear_in_fp8(library: AiterLibrary, target: str, with_bias: bool) -> None:
+    backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
+    assert backend.fp8 == (torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn)
+    x, weight, bias = draw(5, 64), draw(48, 64), draw(48) if with_bias else None
+    packed = backend.pack_linear(weight, bias, torch.bfloat16, PackedFormat(backend.fp8, quantizes_rows=True))
+    assert isinstance(packed, AiterScaledLinear)
+    assert packed.weight.dtype == backend.fp8
+    found = backend.linear(x, replace(packed, weight=packed.weight.clone())).float()
+    expected = REFERENCE.linear(x, REFERENCE.pack_linear(weight, bias, torch.bfloat16)).float()
+    assert (found - expected).norm() / expected.norm() < 0.05
+    assert fallback_of(backend) == []
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step, with the caches of both back ends holding the same."""
+
+    found: Any
+    expected: Any
+    mine: AttentionMetaData
+    reference: AttentionMetaData
+
+
+def step(backend: AiterBackend, rows: list[Rows], spec: KVSpec, dtype: torch.dtype, padded: Shape | None) -> Step:
+    mine, reference = metadata(rows, SIZE), metadata(rows, SIZE)
+    found: Any = backend.allocate_kv(spec, 2, BLOCKS, SIZE, dtype)
+    expected: Any = REFERENCE.allocate_kv(spec, 2, BLOCKS, SIZE, dtype)
+    earlier = draw(*found.data.shape).to(dtype)
+    found.data.copy_(earlier)
+    expected.data[:, :, :-1] = earlier.transpose(3, 4)
+    mine.plan = step_plan.plan(mine, CPU)
+    if padded is not None:
+        mine.plan = StepPlan.over(torch.from_numpy(step_plan.staged(mine, padded)), padded)
+    reference.plan = REFERENCE.plan_attention(reference, expected, 4)
+    return Step(found, expected, mine, reference)
+
+
+def sequences(counts: list[int], lengths: list[int]) -> list[Rows]:
+    blocks = scattered_blocks(lengths, SIZE, BLOCKS, seed=3)
+    return [Rows(end - count, end, ids) for count, end, ids in zip(counts, lengths, blocks, strict=True)]
+
+
+MIXED, DECODE = sequences([1, 20, 3], [37, 20, 65]), sequences([1, 1, 1], [37, 1, 65])
+PADDED = [
+    (MIXED, None),
+    (DECODE, None),
+    (MIXED, Shape(rows=30, seqs=5, blocks=8, max_seqlen_q=32, max_seqlen_k=128)),
+    (DECODE, Shape(rows=8, seqs=8, blocks=8, max_seqlen_q=1, max_seqlen_k=128)),
+    # More sequences than rows: AITER would write behind the last row.
+    (DECODE, Shape(rows=3, seqs=8, blocks=8, max_seqlen_q=1, max_seqlen_k=128)),
+]
+
+
+@pytest.mark.parametrize(("rows", "padded"), PADDED)
+@pytest.mark.parametrize("window", [None, 1, 24])
+@pytest.mark.parametrize("with_sinks", [False, True])
+def test_attention(
+    backend: AiterBackend, rows: list[Rows], padded: Shape | None, window: int | None, with_sinks: bool
+) -> None:
+    spec, tokens = KVSpec(2, 32), sum(each.count for each in rows)
+    run = step(backend, rows, spec, torch.bfloat16, padded)
+    count = padded.rows if padded else tokens
+    q = draw(count, 8, 32)[:, :4]
+    sinks = draw(4, dtype=torch.float32) if with_sinks else None
+    found = backend.attention(q, run.found, 1, run.mine, 0.2, window, sinks)
+    close(found[:tokens], REFERENCE.attention(q[:tokens], run.expected, 1, run.reference, 0.2, window, sinks))
+    assert not found[tokens:].any()
+    assert fallback_of(backend) == []
+
+
+def test_over_the_triton_back_end(library: AiterLibrary) -> None:
+    """Its cache, its plans, those of captured steps too, and what it does beside AITER."""
+    backend = AiterBackend(TritonBackend(batch_invariant=False), library, TUNED)
+    run = step(backend, DECODE, KVSpec(2, 32), torch.bfloat16, None)
+    graphs = backend.graphs
+    assert graphs is not None
+    captured = graphs.plan(run.found, 4, rows=5, max_seq_len=128)
+    graphs.write(captured, run.mine)
+    run.mine.plan = captured
+    q, k, v = draw(5, 4, 32), draw(5, 2, 32), draw(5, 2, 32, seed=1)
+    backend.write_kv(run.found, 1, k, v, run.mine)
+    REFERENCE.write_kv(run.expected, 1, k[:3], v[:3], run.reference)
+    found = backend.attention(q, run.found, 1, run.mine, 0.2)
+    close(found[:3], REFERENCE.attention(q[:3], run.expected, 1, run.reference, 0.2))
+    assert not found[3:].any()
+    x, weight = draw(3, 64, dtype=torch.float32), draw(48, 64, dtype=torch.float32)
+    for name in ("int8", "w8a8_int8"):
+        packed_format = backend.packed_format(name, torch.float32)
+        product = backend.linear(x, backend.pack_linear(weight, None, torch.float32, packed_format))
+        assert (product - x @ weight.t()).norm() / product.norm() < 0.02
+    weight_only = backend.pack_linear(weight, None, torch.bfloat16, backend.packed_format("fp8", torch.bfloat16))
+    assert isinstance(weight_only, PackedWeight)
+    assert not weight_only.quantizes_rows
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+def test_a_cache_in_fp8(library: AiterLibrary, target: str) -> None:
+    backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
+    run = step(backend, MIXED, KVSpec(2, 32), backend.fp8, None)
+    q = draw(24, 4, 32)
+    found = backend.attention(q, run.found, 1, run.mine, 0.2)
+    close(found, REFERENCE.attention(q, run.expected, 1, run.reference, 0.2))
+    assert fallback_of(backend) == []
+
+
+@pytest.mark.parametrize(("rows", "padded"), PADDED)
+def test_latent_attention(backend: AiterBackend, library: AiterLibrary, rows: list[Rows], padded: Shape | None) -> None:
+    spec, tokens = KVSpec(1, 48, latent_value_dim=32), sum(each.count for each in rows)
+    run = step(backend, rows, spec, torch.bfloat16, padded)
+    q = draw(padded.rows if padded else tokens, 4, 48)
+    found = backend.latent_attention(q, run.found, 1, run.mine, 0.2, None)
+    assert found.shape == (len(q), 4, 32)
+    if not set(SINCE) <= library.functions:
+        assert fallback_of(backend) == ["latent_attention"]
+        return
+    close(found[:tokens], REFERENCE.latent_attention(q[:tokens], run.expected, 1, run.reference, 0.2, None))
+    assert not found[tokens:].any()
+    assert fallback_of(backend) == []
+
+
+def test_a_selection_is_not_for_aiter(backend: AiterBackend) -> None:
+    run = step(backend, MIXED, KVSpec(1, 48, latent_value_dim=32), torch.bfloat16, None)
+    backend.write_latent(run.found, 1, draw(24, 48), run.mine)
+    backend.latent_attention(draw(24, 4, 48), run.found, 1, run.mine, 0.2, "selected")
+    assert fallback_of(backend) == ["write_latent", "latent_attention"]
+
+
+@pytest.mark.parametrize(
+    "routing",
+    [
+        Routing(2),
+        Routing(3, renormalize=True, scale=2.5),
+        Routing(2, scoring="topk_softmax"),
+        Routing(4, "sigmoid", renormalize=True, num_groups=4, top_groups=2, scale=2.5),
+        Routing(4, "sigmoid", renormalize=True),
+    ],
+)
+def test_route(backend: AiterBackend, routing: Routing) -> None:
+    logits = draw(9, 16, dtype=torch.float32)
+    bias = draw(16, dtype=torch.float32) if routing.scoring == "sigmoid" else None
+    (ids, weights), expected = (each.route(logits, routing, bias) for each in (backend, REFERENCE))
+    assert torch.equal(ids, expected[0])
+    assert ids.dtype == torch.int64
+    close(weights, expected[1])
+    assert fallback_of(backend) == []
+
+
+def sigmoid(num_groups: int = 1, renormalize: bool = True) -> tuple[torch.Tensor, Routing, torch.Tensor]:
+    """What `route` is asked for."""
+    routing = Routing(2, "sigmoid", renormalize, num_groups, num_groups)
+    return draw(2, 12, dtype=torch.float32), routing, draw(12, dtype=torch.float32)
+
+
+def experts(count: int, hidden: int, inner: int) -> list[ExpertWeights]:
+    pairs = [(draw(2 * inner, hidden, seed=i) * 0.3, draw(hidden, inner, seed=i) * 0.3) for i in range(count)]
+    return [ExpertWeights(gate_up, down) for gate_up, down in pairs]
+
+
+@pytest.mark.parametrize("first", [0, 2])
+@pytest.mark.parametrize("quantized", [False, True])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_moe(library: AiterLibrary, first: int, quantized: bool, expert_parallel: bool) -> None:
+    backend = AiterBackend(Fallback(), library, TUNED, expert_parallel)
+    x, weights = draw(6, 64), experts(4, 64, 32)
+    last = 8 if expert_parallel else first + 4
+    least = 0 if expert_parallel else first
+    ids = torch.stack([torch.randperm(last - least, generator=torch.Generator().manual_seed(i))[:3] for i in range(6)])
+    slot_weights = draw(6, 3, dtype=torch.float32).abs()
+    packed_format = PackedFormat(backend.fp8, quantizes_rows=True) if quantized else None
+    packed = backend.pack_experts(iter(weights), first, None, torch.bfloat16, packed_format)
+    assert isinstance(packed, AiterExperts)
+    assert (packed.mask is not None) == expert_parallel
+    found = backend.moe(x, ids + least, slot_weights, packed)
+    reference = REFERENCE.pack_experts(weights, first, None, torch.bfloat16)
+    expected = REFERENCE.moe(x, ids + least, slot_weights, reference)
+    # The reference rounds what is between the two products.
+    assert (found - expected).float().norm() / expected.float().norm() < (0.08 if quantized else 0.01)
+    assert backend.moe(x[:0], ids[:0], slot_weights[:0], packed).shape == (0, 64)
+    assert fallback_of(backend) == []
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (lambda b: b.rms_norm(draw(2, 8, dtype=torch.float32), torch.ones(8), 1e-6), "not float32"),
+        (lambda b: b.pack_linear(draw(8, 8), None, torch.float32), "not float32"),
+        (lambda b: b.pack_experts(experts(2, 24, 16), 0, None, torch.bfloat16), "16 x 32, not 32 x 24"),
+        (lambda b: b.pack_experts(experts(2, 64, 32), 0, ClampedSwiglu(1.7, 7.0), torch.bfloat16), "without biases"),
+        (lambda b: b.route(draw(2, 8, dtype=torch.float32), Routing(2, "sigmoid")), "has a correction"),
+        (lambda b: b.route(*sigmoid(num_groups=3)), "not 3 of 12 experts"),
+        (lambda b: b.route(*sigmoid(renormalize=False)), "that are renormalized"),
+        (lambda b: b.route(draw(2, 8, dtype=torch.float32), Routing(2, num_groups=4)), "has other groups"),
+    ],
+)
+def test_what_aiter_does_not_do(library: AiterLibrary, asked: Any, reason: str) -> None:
+    with structlog.testing.capture_logs() as logs:
+        backend = AiterBackend(Fallback(), library, TUNED)
+        asked(backend)
+        asked(backend)
+    assert len(fallback_of(backend)) == 2
+    (line,) = logs
+    assert line["event"] == "kernels chosen"
+    assert line["kernels"] == "fallback"
+    assert reason in line["reason"]
+
+
+def test_a_reason_is_logged_once(library: AiterLibrary) -> None:
+    backend = AiterBackend(Fallback(), library, TUNED)
+    with structlog.testing.capture_logs() as logs:
+        for rows in (8, 16, 24):
+            backend.pack_linear(draw(rows, 8), None, torch.float32)
+            backend.pack_linear(draw(rows, 8), None, torch.bfloat16)
+    assert [line["kernels"] for line in logs] == ["fallback", "aiter"]
+
+
+def test_attention_that_aiter_does_not_do(library: AiterLibrary) -> None:
+    backend = AiterBackend(Fallback(), library, TUNED)
+    with structlog.testing.capture_logs() as logs:
+        for spec, dtype in ((KVSpec(2, 24), torch.bfloat16), (KVSpec(2, 32), torch.float8_e4m3fn)):
+            run = step(backend, DECODE, KVSpec(2, 32), torch.bfloat16, None)
+            cache = backend.allocate_kv(spec, 1, 4, 16, dtype)
+            backend.attention(draw(3, 4, spec.head_dim), cache, 0, run.mine, 0.2)
+    assert fallback_of(backend) == ["attention", "attention"]
+    assert [line["reason"] for line in logs] == [
+        "AITER's attention is for heads of 32 to 256, by 16, not 24",
+        "AITER's KV cache has the model's dtype or float8_e4m3fnuz, not float8_e4m3fn",
+    ]
+
+
+def test_latent_attention_of_more_heads(backend: AiterBackend) -> None:
+    """As before 0.1.20; a rank of DeepSeek-V3 on eight GPUs has 16."""
+    run = step(backend, MIXED, KVSpec(1, 48, latent_value_dim=32), torch.bfloat16, None)
+    backend.latent_attention(draw(24, 17, 48), run.found, 1, run.mine, 0.2, None)
+    assert fallback_of(backend) == ["latent_attention"]
+
+
+def test_other_weights_in_8_bits_are_for_the_other_back_end(library: AiterLibrary) -> None:
+    """PyTorch's refuses them, the Triton one packs them."""
+    backend = AiterBackend(Fallback(), library, TUNED)
+    formats = (PackedFormat(torch.int8), PackedFormat(torch.int8, quantizes_rows=True), PackedFormat(backend.fp8))
+    with structlog.testing.capture_logs() as logs:
+        for packed_format in formats:
+            with pytest.raises(ValueError, match="do not pack"):
+                backend.pack_linear(draw(48, 64), None, torch.bfloat16, packed_format)
+            with pytest.raises(ValueError, match="do not pack"):
+                backend.pack_experts(experts(1, 64, 32), 0, None, torch.bfloat16, packed_format)
+    assert {line["reason"].partition(", not ")[2] for line in logs} == {
+        "weights only in int8",
+        "weights and rows in int8",
+        "weights only in float8_e4m3fnuz",
+    }
+
+
+def test_formats_that_are_aiters(backend: AiterBackend) -> None:
+    """The stand-in for the Triton back end has none."""
+    assert backend.packed_format("w8a8_fp8", torch.bfloat16) == PackedFormat(backend.fp8, quantizes_rows=True)
+    assert backend.packed_format("w8a8_fp8", torch.float32) is None
+    for name in ("int8", "fp8", "w8a8_int8"):
+        assert backend.packed_format(name, torch.bfloat16) is None
+
+
+def test_batch_invariance_leaves_only_what_has_no_sums(library: AiterLibrary) -> None:
+    fallback = Fallback()
+    backend = AiterBackend(fallback, library, Settings(TARGETS["gfx950"], batch_invariant=True))
+    assert backend.batch_invariant
+    x, angles = draw(4, 8, 32), draw(4, 1, 16, dtype=torch.float32)
+    backend.rope(x, x, angles.cos(), angles.sin())
+    backend.silu_and_mul(x.flatten(1))
+    run = step(backend, DECODE, KVSpec(2, 32), torch.bfloat16, None)
+    assert fallback.asked == []
+    linear = backend.pack_linear(draw(64, 64), None, torch.bfloat16)
+    backend.linear(draw(4, 64), linear)
+    backend.attention(draw(3, 4, 32), run.found, 1, run.mine, 0.2)
+    backend.rms_norm(x, draw(32), 1e-6)
+    mixture = backend.pack_experts(experts(2, 64, 32), 0, None, torch.bfloat16)
+    backend.moe(draw(1, 64), torch.tensor([[0]]), torch.ones(1, 1), mixture)
+    backend.route(draw(1, 8, dtype=torch.float32), Routing(2))
+    assert fallback.asked == ["pack_linear", "linear", "attention", "rms_norm", "pack_experts", "moe", "route"]
+    assert not AiterBackend(fallback, library, TUNED).batch_invariant
+
+
+def test_empty_inputs(backend: AiterBackend) -> None:
+    x, weight = draw(0, 32), draw(32)
+    assert backend.rms_norm(x, weight, 1e-6).shape == (0, 32)
+    assert backend.silu_and_mul(x).shape == (0, 16)
+    assert backend.route(torch.empty(0, 8), Routing(2))[0].shape == (0, 2)
+
+
+def test_what_it_is(backend: AiterBackend, library: AiterLibrary) -> None:
+    assert (backend.name, backend.description, backend.row_multiple) == ("aiter", "aiter:gfx942", 1)
+    assert backend.numerics[:4] == ("aiter", library.version, "gfx942", False)
+    assert backend.numerics[-4:] == backend._fallback.numerics
+    other = AiterBackend(Fallback(), library, Settings(TARGETS["gfx950"], False))
+    assert len({backend.numerics, other.numerics}) == len({backend.layout, other.layout}) == 2
+    assert backend.is_fast(torch.bfloat16)
+    assert (backend.device, backend.graphs) == (CPU, None)
+    assert backend.fetch(torch.tensor([3, 1]))() == [3, 1]
+    for packed in (AiterLinear(draw(2, 2), None), REFERENCE.pack_linear(draw(2, 2), None, torch.float32)):
+        backend.adopt(packed)
+    with pytest.raises(AiterUnavailableError, match="are for gfx942 and gfx950; this is sm_90"):
+        AiterBackend(Fallback(), library, Settings(TARGETS["sm_90"], False))
+
+
+def test_sampling_is_never_aiters(backend: AiterBackend) -> None:
+    zero, whole = np.zeros(1, np.float32), np.zeros(1, np.int64)
+    params = SampleParams(temperature=zero, top_k=whole, top_p=zero + 1, min_p=zero)
+    ids = backend.sample(torch.tensor([[0.0, 3.0, 1.0]]), params, whole.astype(np.uint64), whole, whole)
+    assert ids.tolist() == [1]
+    assert fallback_of(backend) == ["sample"]
+
+
+def stored(rows: int, columns: int, scheme: str = "deepseek", seed: int = 0) -> tuple[QuantizedWeight, torch.Tensor]:
+    """A weight as a checkpoint has it, and its worth; its blocks are of very different sizes."""
+    sizes = draw(-(-rows // 128), -(-columns // 128), dtype=torch.float32, seed=99).exp()
+    blocks = sizes.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+    return quantized_weight(scheme, draw(rows, columns, seed=seed) * columns**-0.5 * blocks)
+
+
+def distance(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((found.float() - expected.float()).norm() / expected.float().norm())
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("dtype", NARROW)
+def test_a_linear_stored_by_blocks(library: AiterLibrary, target: str, dtype: torch.dtype) -> None:
+    backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
+    weight, worth = stored(192, 256)
+    x, bias = draw(5, 256, dtype=dtype), draw(192)
+    packed = backend.pack_linear(weight, bias, dtype)
+    assert isinstance(packed, AiterBlockLinear)
+    assert packed.weight.dtype == backend.fp8
+    found = backend.linear(x, packed)
+    assert found.dtype == dtype
+    assert distance(found, torch.nn.functional.linear(x.float(), worth, bias.to(dtype).float())) < 0.05
+    assert backend.linear(x[:0], packed).shape == (0, 192)
+    assert backend.linear_argmax(x, packed, 50).tolist() == found[:, :50].argmax(1).tolist()
+    assert fallback_of(backend) == ["argmax"]
+    backend.adopt(packed)
+
+
+def test_rows_have_a_scale_for_each_group(library: AiterLibrary) -> None:
+    """With one for a row, a group would vanish beside one that is 100,000 times as large."""
+    backend = AiterBackend(Fallback(), library, TUNED)
+    worth = draw(64, 256)
+    worth[:, 128:] = 0
+    weight, exact = quantized_weight("deepseek", worth)
+    x = draw(5, 256)
+    x[:, :128] *= 0.01
+    x[:, 128:] *= 1000
+    found = backend.linear(x, backend.pack_linear(weight, None, torch.bfloat16))
+    assert distance(found, x.float() @ exact.t()) < 0.05
+
+
+def test_stored_numbers_are_kept(library: AiterLibrary) -> None:
+    """To the bit, in the FP8 of either architecture."""
+    weight, worth = stored(144, 256)
+    for target in ("gfx942", "gfx950"):
+        packed = AiterBackend(Fallback(), library, Settings(TARGETS[target], False)).pack_linear(
+            weight, None, torch.bfloat16
+        )
+        scales = packed.scale.repeat_interleave(128, 0)[:144].repeat_interleave(128, 1)
+        assert torch.equal(packed.weight.float() * scales, worth)
+
+
+@pytest.mark.parametrize("target", ["gfx942", "gfx950"])
+@pytest.mark.parametrize("expert_parallel", [False, True])
+def test_experts_stored_by_blocks(library: AiterLibrary, target: str, expert_parallel: bool) -> None:
+    backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False), expert_parallel)
+    pairs = [(stored(256, 256, seed=i), stored(256, 128, seed=10 + i)) for i in range(3)]
+    first, x = 1, draw(6, 256)
+    ids = torch.stack([torch.randperm(3, generator=torch.Generator().manual_seed(i))[:2] for i in range(6)]) + first
+    if expert_parallel:
+        ids[0, 0], ids[1, 1] = 0, 4
+    weights = draw(6, 2, dtype=torch.float32).abs()
+    mine = [ExpertWeights(gate_up[0], down[0]) for gate_up, down in pairs]
+    packed = backend.pack_experts(iter(mine), first, None, torch.bfloat16)
+    assert isinstance(packed, AiterExperts)
+    assert packed.gate_up.dtype == packed.down.dtype == backend.fp8
+    floats = [ExpertWeights(gate_up[1], down[1]) for gate_up, down in pairs]
+    expected = REFERENCE.moe(x, ids, weights, REFERENCE.pack_experts(floats, first, None, torch.bfloat16))
+    assert distance(backend.moe(x, ids, weights, packed), expected) < 0.06
+    assert fallback_of(backend) == []
+
+
+@pytest.mark.parametrize(
+    ("scheme", "rows", "columns", "dtype", "reason"),
+    [
+        ("deepseek", 192, 256, torch.float32, "for bfloat16 and float16, not float32"),
+        ("deepseek", 72, 256, torch.bfloat16, "multiples of 16 x 128, not 72 x 256"),
+        ("deepseek", 64, 192, torch.bfloat16, "multiples of 16 x 128, not 64 x 192"),
+        ("compressed-tensors-fp8-channel", 64, 128, torch.bfloat16, "not float8_e4m3fn per_token"),
+        ("compressed-tensors-fp8-group", 64, 128, torch.bfloat16, "not float8_e4m3fn per_1x128"),
+        ("compressed-tensors-int8-channel", 64, 128, torch.bfloat16, "not int8 per_token"),
+        ("compressed-tensors-mxfp4", 64, 128, torch.bfloat16, "rounds the inputs of MXFP4 products too"),
+    ],
+)
+def test_stored_weights_that_aiter_does_not_multiply(
+    library: AiterLibrary, scheme: str, rows: int, columns: int, dtype: torch.dtype, reason: str
+) -> None:
+    backend = AiterBackend(Fallback(), library, TUNED)
+    weight, worth = stored(rows, columns, scheme)
+    x = draw(3, columns, dtype=dtype)
+    with structlog.testing.capture_logs() as logs:
+        found = backend.linear(x, backend.pack_linear(weight, None, dtype))
+    assert distance(found, x.float() @ worth.t()) < 0.02
+    assert [line["operation"] for line in logs] == ["block_linear"]
+    assert reason in logs[0]["reason"]
+    assert fallback_of(backend) == ["pack_linear", "linear"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "hidden", "inner", "dtype", "clamp", "reason"),
+    [
+        ("deepseek", 128, 128, torch.float16, None, "for bfloat16, not float16"),
+        ("deepseek", 128, 64, torch.bfloat16, None, "sizes by 128, not 128 and 64"),
+        ("deepseek", 192, 128, torch.bfloat16, None, "sizes by 128, not 192 and 128"),
+        ("deepseek", 128, 128, torch.bfloat16, ClampedSwiglu(1.7, 7.0), "silu without biases"),
+        ("compressed-tensors-mxfp4", 128, 128, torch.bfloat16, None, "inputs of MXFP4 products too"),
+    ],
+)
+def test_stored_experts_that_aiter_does_not_compute(
+    library: AiterLibrary,
+    scheme: str,
+    hidden: int,
+    inner: int,
+    dtype: torch.dtype,
+    clamp: ClampedSwiglu | None,
+    reason: str,
+) -> None:
+    backend = AiterBackend(Fallback(), library, TUNED)
+    expert = ExpertWeights(stored(2 * inner, hidden, scheme)[0], stored(hidden, inner, scheme)[0])
+    with structlog.testing.capture_logs() as logs:
+        packed = backend.pack_experts([expert], 0, clamp, dtype)
+        backend.moe(draw(2, hidden, dtype=dtype), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), packed)
+    assert [line["operation"] for line in logs] == ["block_moe"]
+    assert reason in logs[0]["reason"]
+    assert fallback_of(backend) == ["pack_experts", "moe"]
+
+
+def test_stored_weights_that_are_not_kept(library: AiterLibrary) -> None:
+    """One of two is a rank's part that cuts blocks (Qwen3-235B-A3B on eight), or they are packed in another format."""
+    (gate_up, worth), (down, down_worth) = stored(256, 128), stored(128, 128)
+    int8 = PackedFormat(torch.int8)
+    cases: list[tuple[ExpertWeights, PackedFormat | None, str]] = [
+        (ExpertWeights(gate_up, down_worth), None, "the parts of ranks cut blocks"),
+        (ExpertWeights(worth, down), None, "the parts of ranks cut blocks"),
+        (ExpertWeights(gate_up, down), int8, "not packed in another format"),
+    ]
+    for expert, packed_format, reason in cases:
+        fallback = Remembering()
+        backend = AiterBackend(fallback, library, TUNED)
+        with structlog.testing.capture_logs() as logs:
+            backend.pack_experts([expert], 0, None, torch.bfloat16, packed_format)
+        assert [(line["operation"], reason in line["reason"]) for line in logs] == [("block_moe", True)]
+        assert fallback.formats == [packed_format]
+    backend = AiterBackend(Remembering(), library, TUNED)
+    with structlog.testing.capture_logs() as logs:
+        backend.pack_linear(gate_up, None, torch.bfloat16, int8)
+    assert [line["operation"] for line in logs] == ["block_linear"]
+    assert "not packed in another format" in logs[0]["reason"]
+
+
+def test_stored_weights_with_batch_invariance(library: AiterLibrary) -> None:
+    """Or packed as something else: the other back end's."""
+    fallback = Fallback()
+    backend = AiterBackend(fallback, library, Settings(TARGETS["gfx950"], batch_invariant=True))
+    weight, _ = stored(128, 128)
+    backend.pack_linear(weight, None, torch.bfloat16)
+    backend.pack_experts([ExpertWeights(stored(256, 128)[0], stored(128, 128)[0])], 0, None, torch.bfloat16)
+    assert fallback.asked == ["pack_linear", "pack_experts"]
+    with pytest.raises(ValueError, match="do not pack"):
+        AiterBackend(fallback, library, TUNED).pack_linear(weight, None, torch.bfloat16, PackedFormat(torch.int8))

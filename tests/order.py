@@ -1,0 +1,36 @@
+"""Order of test files: those that take long come first, so that no core waits at the end of a run spread by file.
+
+A file that is not here comes after them. What a file takes shows in the durations that scripts/test.sh prints.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+# Longest first, by seconds that pass.
+LONGEST = (
+    "tests/chaos/test_storm.py",
+    "tests/chaos/test_come_and_go.py",
+    "tests/chaos/test_ranks.py",
+    "tests/e2e/test_router.py",
+    "tests/e2e/test_command_line.py",
+    "tests/e2e/test_lengths_of_workers.py",
+    "tests/e2e/test_demo.py",
+    "tests/e2e/test_worker_service.py",
+    "tests/e2e/test_data_parallel.py",
+    "tests/e2e/test_router_without_torch.py",
+    "tests/e2e/test_workers_come_and_go.py",
+    "tests/e2e/test_parity_service.py",
+    "tests/chaos/test_h_http2.py",
+    "tests/chaos/test_b_slow_clients.py",
+    "tests/e2e/test_hub.py",
+    "tests/e2e/test_broken_output.py",
+    "tests/parity/test_equality.py",
+    "tests/parity/test_models.py",
+)
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sorts tests in place by their files; the order within a file, and of the other files, stays."""
+    rank = {path: i for i, path in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.nodeid.partition("::")[0], len(rank)))

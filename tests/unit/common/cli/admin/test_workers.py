@@ -1,0 +1,33 @@
+"""The table of workers."""
+
+from __future__ import annotations
+
+import pytest
+from fissile.admin.v1 import admin_pb2 as apb
+
+from common.cli.admin.workers import as_table
+from common.cli.core.errors import CommandError
+
+
+def test_table_says_state_and_load() -> None:
+    workers = [
+        apb.Worker(
+            worker_id="w0", address="a:1", model="m", running=3, queued=2, decoding_seqs=4, waiting_seqs=1,
+            outstanding_tokens=900, prefill_rate=1234.5, report_age_ms=100, state=apb.WORKER_STATE_SERVING,
+        ),
+        apb.Worker(worker_id="w1", address="b:2", model="m", draining=True, state=apb.WORKER_STATE_DRAINING),
+        apb.Worker(worker_id="w2", address="c:3", model="m", report_age_ms=60_000, state=apb.WORKER_STATE_SERVING),
+        apb.Worker(address="d:4", state=apb.WORKER_STATE_UNCONNECTED, last_error="UNAVAILABLE: refused"),
+    ]  # fmt: skip
+    heading, *rows = [line.split() for line in as_table(workers).splitlines()]
+    assert heading[:4] == ["WORKER", "ADDRESS", "MODEL", "STATE"]
+    assert rows[0] == ["w0", "a:1", "m", "serving", "3", "2", "4", "1", "900", "1234"]
+    assert [row[3] for row in rows[:4]] == ["serving", "draining", "silent", "unconnected"]
+    assert rows[1][-1] == "-"
+    assert rows[3][:2] == ["-", "d:4"]
+    assert rows[4] == ["d:4:", "UNAVAILABLE:", "refused"]
+
+
+def test_no_workers_is_said_in_one_line() -> None:
+    with pytest.raises(CommandError, match="the router has no worker"):
+        as_table([])

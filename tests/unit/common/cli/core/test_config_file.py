@@ -1,0 +1,153 @@
+"""Which value of an option counts, and what is said about it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+from common.cli.config import CONFIGURABLE, in_force
+from common.cli.core.config_file import config_option
+from common.cli.core.errors import CommandError
+from common.cli.core.options import option
+from common.cli.group import COMMANDS, find_entry_points
+from common.cli.serve.command import make_fleet, refuse_twice_said, serve
+from router.app import router
+
+
+@click.command()
+@config_option("made")
+@option("--number", envvar="MADE_NUMBER", default=1, type=int, help="A number.")
+@option("--name", "names", envvar="MADE_NAME", multiple=True, help="Names.")
+@option("--flag/--no-flag", envvar="MADE_FLAG", default=False, help="A flag.")
+def made(number: int, names: tuple[str, ...], flag: bool) -> None:
+    click.echo(json.dumps([number, names, flag]))
+
+
+def run(text: str, tmp_path: Path, *arguments: str, env: dict[str, str] | None = None) -> object:
+    (tmp_path / "c.yaml").write_text(text)
+    result = CliRunner().invoke(made, ["--config", str(tmp_path / "c.yaml"), *arguments], env=env)
+    if result.exception is not None:
+        raise result.exception
+    return json.loads(result.stdout)
+
+
+FULL = "made:\n  number: 5\n  name: [a, b]\n  flag: true\nother:\n  x: 1\n"
+
+
+def test_command_line_over_environment_over_file_over_default(tmp_path: Path) -> None:
+    assert run("", tmp_path) == [1, [], False]
+    assert run("made:\n", tmp_path) == [1, [], False]
+    assert run(FULL, tmp_path) == [5, ["a", "b"], True]
+    assert run(FULL, tmp_path, env={"MADE_NUMBER": "6"}) == [6, ["a", "b"], True]
+    assert run(FULL, tmp_path, "--number", "7", "--no-flag", env={"MADE_NUMBER": "6"}) == [7, ["a", "b"], False]
+
+
+@pytest.mark.parametrize("word", ["off", "no", "on", "yes"])
+def test_words_that_are_booleans_of_yaml_1_1_only_are_texts(word: str, tmp_path: Path) -> None:
+    """`weights-cache: off` and `quantize: no` say what they say on the command line; flags know these words."""
+    text = f"made:\n  name: [{word}]\n  flag: {word}\n"
+    assert run(text, tmp_path) == [1, [word], word in ("on", "yes")]
+    assert run("made:\n  flag: false\n", tmp_path) == [1, [], False]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("made:\n  nmber: 5\n", "made.nmber is no option of `made`; allowed: flag, name, number"),
+        ("made: 5\n", "made is no mapping"),
+        ("- made\n", "is no mapping"),
+        ("made: {\n", "is no YAML"),
+    ],
+)
+def test_a_bad_file_is_said_in_one_line(text: str, problem: str, tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match=r"c\.yaml") as caught:
+        run(text, tmp_path)
+    assert problem in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(CommandError, match="can not be read: No such file"):
+        in_force(made, "made", ("--config", str(tmp_path / "none.yaml")))
+
+
+def test_show_names_every_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("router:\n  max-hold: 100ms\n  tenant-weight: [gold=4]\n  queue-size: 9\n  worker: [a:1, b:2]\n")
+    monkeypatch.setenv("FISSILE_QUEUE_SIZE", "11")
+    rows = in_force(router, "router", ("--config", str(path), "--delay-factor", "2"))
+    shown = {name: (value, source) for name, value, source in rows}
+    assert shown["delay-factor"] == ("2.0", "command line")
+    assert shown["queue-size"] == ("11", "environment FISSILE_QUEUE_SIZE")
+    assert shown["max-hold"] == ("0.1", "--config file")
+    assert shown["tenant-weight"] == ("gold=4.0", "--config file")
+    assert shown["worker"] == ("a:1,b:2", "--config file")
+    assert shown["placement"] == ("prefix_aware", "default")
+
+
+def test_show_refuses_what_the_command_would_refuse(tmp_path: Path) -> None:
+    path = tmp_path / "bad.yaml"
+    path.write_text("router:\n  max-hold: soon\n")
+    with pytest.raises(CommandError, match="use for example 250ms"):
+        in_force(router, "router", ("--config", str(path)))
+
+
+@pytest.mark.parametrize("name", CONFIGURABLE)
+def test_every_command_with_a_file_shows_its_sources(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # `make check-fresh` sets it.
+    monkeypatch.delenv("FISSILE_PORT", raising=False)
+    path = tmp_path / "fleet.yaml"
+    path.write_text("serve: {port: 7}\nworker: {port: 7, model: m}\nrouter: {port: 7}\n")
+    rows = in_force(find_entry_points(COMMANDS)[name].load(), name, ("--config", str(path), "--log-level", "debug"))
+    shown = {option: (value, source) for option, value, source in rows}
+    assert shown["port"] == ("7", "--config file")
+    assert shown["log-level"] == ("debug", "command line")
+    assert shown["host"] == ("127.0.0.1", "default")
+
+
+def test_serve_refuses_what_it_would_overrule(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    path.write_text("serve: {workers: 2}\nworker: {step-timeout: 7}\nrouter: {placement: round_robin}\n")
+    context = serve.make_context("serve", ["--config", str(path), "--simulate", "instant", "--admin-port", "5"])
+    own = {"ask", "prompt", "once", "tls_cert", "tls_key", "tls_client_ca", "api_keys"}
+    options = {name: value for name, value in context.params.items() if name not in own}
+    fleet = make_fleet(router_options={}, **options)
+    assert len(fleet.worker_ports) == 2
+    assert "--admin-port 5" in " ".join(fleet.children()[0].arguments)
+    refuse_twice_said(fleet, path)
+    for text in ("router: {port: 7}", "worker: {prefix-caching: false}", "worker: {log-level: debug}"):
+        path.write_text(text)
+        with pytest.raises(CommandError, match="is set by `fissile serve`: say it in its section"):
+            refuse_twice_said(fleet, path)
+    for text in ("router: {tls-cert: a.pem}", "router: {api-keys: keys}", "router: {api-key-line: [x]}"):
+        path.write_text(text)
+        with pytest.raises(CommandError, match="`fissile serve` must know of it"):
+            refuse_twice_said(fleet, path)
+
+
+def test_a_bad_value_is_said_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "fleet.yaml"
+    text = (
+        "# the fleet\nrouter:\n  worker: [a:1]\n  tenant-weight:\n    - gold=4\n    - gold=never\n  queue-size: many\n"
+    )
+    path.write_text(text)
+    with pytest.raises(CommandError) as caught:
+        in_force(router, "router", ("--config", str(path)))
+    # Options are read in the order of the command's.
+    assert str(caught.value).startswith(f"--config {path}, line 7: router.queue-size: 'many' is not a valid integer")
+    with pytest.raises(CommandError) as caught:
+        in_force(router, "router", ("--config", str(path), "--queue-size", "5"))
+    assert str(caught.value).startswith(f"--config {path}, line 4: router.tenant-weight: 'gold=never' is not")
+    # What the command line says is not looked for in the file.
+    with pytest.raises(CommandError) as caught:
+        in_force(router, "router", ("--config", str(path), "--queue-size", "few"))
+    assert "line" not in str(caught.value)
+    path.write_text("router:\n  placement: least_loaded\n  colour: red\n")
+    with pytest.raises(CommandError, match=r"line 3: router\.colour is no option of `router`; allowed:"):
+        in_force(router, "router", ("--config", str(path)))

@@ -1,0 +1,56 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import click
+import pytest
+
+from common.cli.core.options import ByteSize, Duration, Sizes
+from common.cli.group import fissile
+
+# Words in the names of options that are durations.
+_TIMES = {"timeout", "deadline", "interval", "wait", "lease", "age", "hold"}
+
+
+def options(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Option]]:
+    """All options of a command and its subcommands, by the command's name."""
+    yield from ((f"{name} --{each.name}", each) for each in command.params if isinstance(each, click.Option))
+    if isinstance(command, click.Group):
+        context = click.Context(command)
+        for child in command.list_commands(context):
+            found = command.get_command(context, child)
+            assert found is not None
+            yield from options(found, f"{name} {child}".strip())
+
+
+def test_all_durations_of_all_commands_have_one_form() -> None:
+    """FISSILE_DRAIN_TIMEOUT=40s was right for the router, and refused by worker and serve."""
+    times = {name: each for name, each in options(fissile) if _TIMES & set((each.name or "").split("_"))}
+    assert {"serve --drain_timeout", "worker --drain_timeout", "router --drain_timeout"} <= set(times)
+    assert {name for name, each in times.items() if not isinstance(each.type, Duration)} == set()
+    for each in times.values():
+        assert each.type.convert("40s", each, None) == each.type.convert("40", each, None) == 40.0
+
+
+def test_a_duration_out_of_range_says_what_is_valid() -> None:
+    with pytest.raises(click.BadParameter, match="90s is out of range; use 1s to 60s"):
+        Duration(1, 60).convert("90s", None, None)
+    with pytest.raises(click.BadParameter, match=r"0 is out of range; use 0.1s or more"):
+        Duration(0.1).convert("0", None, None)
+
+
+def test_sizes() -> None:
+    assert Sizes().convert("1,2, 8", None, None) == (1, 2, 8)
+    assert Sizes().convert((4,), None, None) == (4,)
+
+
+@pytest.mark.parametrize("text", ["", "0", "1,", "1,x", "-2", "1.5"])
+def test_what_is_no_list_of_sizes(text: str) -> None:
+    with pytest.raises(click.BadParameter, match="is no list of sizes; use for example 1,2,8"):
+        Sizes().convert(text, None, None)
+
+
+def test_bytes() -> None:
+    assert ByteSize().convert("1.5GiB", None, None) == 3 << 29
+    with pytest.raises(click.BadParameter, match="'2 apples' is no size"):
+        ByteSize().convert("2 apples", None, None)

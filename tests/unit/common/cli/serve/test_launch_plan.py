@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from common.cli.serve.command import free_memory
+from common.cli.serve.launch_plan import Fleet, kv_memory_per_rank, threads_per_worker
+
+FLEET = Fleet(
+    model="/models/m",
+    model_name="m",
+    host="0.0.0.0",
+    port=50051,
+    worker_ports=[7001, 7002],
+    max_num_batched_tokens=2048,
+    prefix_caching=True,
+    kv_cache_memory="",
+    drain_timeout_s=30.0,
+    log_level="info",
+    router_options={"delay_factor": 0.5},
+    worker_options={"max_model_len": 128, "dtype": None},
+)
+
+
+def test_the_router_is_ended_before_its_workers() -> None:
+    assert [child.name for child in FLEET.children()] == ["router", "worker-0", "worker-1"]
+    assert all(child.drain_s > FLEET.drain_timeout_s for child in FLEET.children())
+
+
+def test_command_lines() -> None:
+    router, first, second = (" ".join(child.arguments) for child in FLEET.children())
+    assert router == (
+        "--host 0.0.0.0 --port 50051 --worker 127.0.0.1:7001 --worker 127.0.0.1:7002"
+        " --drain-timeout 30 --log-level info --delay-factor 0.5"
+    )
+    assert first == (
+        "--model /models/m --model-name m --host 127.0.0.1 --port 7001 --worker-id worker-0"
+        " --max-num-batched-tokens 2048 --prefix-caching --drain-timeout 30 --log-level info --max-model-len 128"
+    )
+    assert "--port 7002 --worker-id worker-1" in second
+
+
+def test_command_lines_of_the_other_choices() -> None:
+    fleet = dataclasses.replace(
+        FLEET, prefix_caching=False, kv_cache_memory="2GiB", simulate="fixed:2ms", expert_parallel=True
+    )
+    arguments = " ".join(fleet.children()[1].arguments)
+    assert "--no-prefix-caching --kv-cache-memory 2GiB --simulate fixed:2ms --enable-expert-parallel" in arguments
+
+
+def test_clients_on_this_machine_reach_a_router_that_listens_everywhere() -> None:
+    assert FLEET.address == "127.0.0.1:50051"
+    assert dataclasses.replace(FLEET, host="10.1.2.3").address == "10.1.2.3:50051"
+
+
+def test_the_block_says_what_is_served() -> None:
+    block = FLEET.describe("0.1.0", "1 GiB per worker")
+    for said in ("m from /models/m", "0.0.0.0:50051", "2: 127.0.0.1:7001, 127.0.0.1:7002", "on", "2048", "1 GiB per"):
+        assert said in block
+
+
+@pytest.mark.parametrize(("workers", "cores", "threads"), [(1, 8, None), (2, 8, 4), (3, 8, 2), (4, 2, 1)])
+def test_workers_share_the_cores(workers: int, cores: int, threads: int | None) -> None:
+    assert threads_per_worker(workers, cores) == threads
+
+
+def test_workers_share_a_quarter_of_the_memory() -> None:
+    assert kv_memory_per_rank(1, 2, 8 << 30) == ""
+    assert kv_memory_per_rank(4, 1, 8 << 30) == "512MiB"
+    assert kv_memory_per_rank(4, 2, 8 << 30) == "256MiB"
+
+
+def test_free_memory_is_plausible() -> None:
+    assert 64 << 20 < free_memory() < 1 << 50

@@ -1,0 +1,44 @@
+"""Handlers with something around them are made once per method, and are few whatever callers make up."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+
+from common.rpc import handlers
+from common.rpc.handlers import Wrapped
+
+
+def handler() -> Any:
+    return grpc.unary_unary_rpc_method_handler(lambda request, context: None)
+
+
+def test_a_handler_is_wrapped_once_and_another_one_anew() -> None:
+    wrapped = Wrapped(lambda found, method: handler())
+    first, other = handler(), handler()
+    made = wrapped.of(first, "/a/A")
+    assert wrapped.of(first, "/a/A") is made
+    assert wrapped.of(first, "/a/B") is not made
+    assert wrapped.of(other, "/a/A") is not made
+
+
+def test_the_wrapped_one_is_told_its_method() -> None:
+    told: list[str] = []
+
+    def wrap(found: grpc.RpcMethodHandler[object, object], method: str) -> grpc.RpcMethodHandler[object, object]:
+        told.append(method)
+        return found
+
+    Wrapped(wrap).of(handler(), "/a.b.C/D")
+    assert told == ["a.b.C/D"]
+
+
+def test_names_that_callers_make_up_take_no_memory() -> None:
+    """Calls with too much metadata are refused, and so have a handler, before anybody knows whether there is such a
+    method."""
+    wrapped = Wrapped(lambda found, method: found)
+    refusing = handler()
+    for i in range(10 * handlers._MAX_METHODS):
+        assert wrapped.of(refusing, f"/made/up{i}") is refusing
+    assert len(wrapped._made) <= handlers._MAX_METHODS

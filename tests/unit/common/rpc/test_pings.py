@@ -1,0 +1,52 @@
+"""Keepalive pings of clients: as many as anybody needs, also without a call; a flood of them ends its connection."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import time
+from collections.abc import AsyncIterator
+
+import h2.config
+import h2.connection
+import h2.events
+import pytest
+
+from common.rpc.server import GrpcServer
+
+
+@pytest.fixture
+async def port() -> AsyncIterator[int]:
+    rpc = GrpcServer("127.0.0.1", 0, [])
+    await rpc.start()
+    yield rpc.port
+    await rpc.stop(0)
+
+
+def ping(port: int, count: int, pause_s: float) -> tuple[int, bytes]:
+    """Pings an idle connection; how many were answered, and what the server said when it closed the connection."""
+    http = h2.connection.H2Connection(h2.config.H2Configuration(client_side=True))
+    http.initiate_connection()
+    answered = 0
+    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+        for number in range(count):
+            http.ping(number.to_bytes(8, "big"))
+            connection.sendall(http.data_to_send())
+            while answered <= number:
+                for event in http.receive_data(connection.recv(65_536)):
+                    answered += isinstance(event, h2.events.PingAckReceived)
+                    if isinstance(event, h2.events.ConnectionTerminated):
+                        return answered, event.additional_data or b""
+            time.sleep(pause_s)
+    return answered, b""
+
+
+async def test_an_idle_client_may_ping_for_as_long_as_it_likes(port: int) -> None:
+    assert await asyncio.to_thread(ping, port, 30, 0.1) == (30, b"")
+
+
+async def test_a_flood_of_pings_ends_its_connection(port: int) -> None:
+    """R14: any number was answered."""
+    answered, why = await asyncio.to_thread(ping, port, 5000, 0.0)
+    assert why == b"too_many_pings"
+    assert answered < 5000

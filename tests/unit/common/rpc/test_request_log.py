@@ -1,0 +1,90 @@
+"""The line of a call costs nothing where nobody reads it."""
+
+from __future__ import annotations
+
+import io
+import json
+from typing import Any
+
+import grpc
+import pytest
+import structlog
+
+from common.rpc.request_log import RequestLog
+from common.telemetry.request_record import RequestRecord, current_record
+
+
+class Context:
+    """Of a call."""
+
+    def peer(self) -> str:
+        return "ipv4:127.0.0.1:1"
+
+    def invocation_metadata(self) -> tuple[tuple[str, str], ...]:
+        return ()
+
+    def code(self) -> int:
+        return 0
+
+
+class Details:
+    """Of a call too."""
+
+    method = "/fissile.v1.InferenceService/Generate"
+
+
+async def call(requests: RequestLog) -> Any:
+    """Makes a call; its handler."""
+
+    async def serve(request: object, context: object) -> str:
+        current_record().generates = True
+        return "answer"
+
+    return await called(requests, grpc.stream_unary_rpc_method_handler(serve))
+
+
+async def called(requests: RequestLog, handler: Any) -> Any:
+    async def found(_: object) -> Any:
+        return handler
+
+    served: Any = await requests.intercept_service(found, Details())  # type: ignore[arg-type]
+    assert await served.stream_unary(None, Context()) == "answer"
+    return served
+
+
+@pytest.mark.parametrize(("level", "lines"), [("info", 1), ("warning", 0)])
+async def test_a_line_that_is_not_written_is_not_made(level: str, lines: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speed: its fields were put together at every level."""
+    made: list[RequestRecord] = []
+    fields = RequestRecord.fields
+
+    def counted(record: RequestRecord, now: float) -> dict[str, Any]:
+        made.append(record)
+        return fields(record, now)
+
+    monkeypatch.setattr(RequestRecord, "fields", counted)
+    stream, requests = io.StringIO(), RequestLog()
+    structlog.configure(
+        processors=[structlog.processors.JSONRenderer()],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(stream),
+    )
+    try:
+        await call(requests)
+    finally:
+        structlog.reset_defaults()
+    said = [json.loads(line) for line in stream.getvalue().splitlines()]
+    assert [(line["event"], line["status"]) for line in said] == [("request ended", "OK")] * lines
+    assert len(made) == lines
+    assert not requests._open
+
+
+async def test_the_handler_of_a_method_is_made_once() -> None:
+    """Speed: each call had two of its own."""
+
+    async def serve(request: object, context: object) -> str:
+        return "answer"
+
+    requests = RequestLog()
+    handler: Any = grpc.stream_unary_rpc_method_handler(serve)
+    assert await called(requests, handler) is await called(requests, handler)

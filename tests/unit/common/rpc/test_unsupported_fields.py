@@ -1,0 +1,106 @@
+"""A field that is not on the list is refused, wherever it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fissile.v1 import inference_pb2
+from fissile.worker.v1 import worker_pb2
+from google.protobuf.message import Message
+
+from common.errors import InvalidFieldError, UnservedFieldError
+from common.rpc import unsupported_fields
+from common.rpc.unsupported_fields import field_paths, refuse_unlisted, refuse_unserved
+
+ALL = frozenset(field_paths(worker_pb2.Submit.DESCRIPTOR))
+
+
+def submit() -> worker_pb2.Submit:
+    params = worker_pb2.SamplingParams(temperature=0.5, stop_token_sequences=[worker_pb2.TokenIds(ids=[1, 2])])
+    return worker_pb2.Submit(seqs=[worker_pb2.SubmitSequence(rid=1), worker_pb2.SubmitSequence(rid=2, params=params)])
+
+
+def test_paths_of_a_descriptor() -> None:
+    assert {"seqs", "seqs.rid", "seqs.params", "seqs.params.stop_token_sequences.ids", "serial"} <= ALL
+    assert len(ALL) == len(list(field_paths(worker_pb2.Submit.DESCRIPTOR)))
+
+
+def test_all_served() -> None:
+    refuse_unserved(submit(), ALL)
+
+
+@pytest.mark.parametrize(
+    "path", ["seqs", "seqs.params", "seqs.params.temperature", "seqs.params.stop_token_sequences.ids"]
+)
+def test_a_set_field_off_the_list_is_named(path: str) -> None:
+    with pytest.raises(UnservedFieldError, match=f"^{path} is not served"):
+        refuse_unserved(submit(), ALL - {path})
+
+
+def test_unset_fields_are_no_matter() -> None:
+    refuse_unserved(submit(), ALL - {"seqs.params.top_k", "serial", "seqs.cache_salt"})
+
+
+def test_the_prefix_is_part_of_the_name() -> None:
+    with pytest.raises(UnservedFieldError, match=r"^p\.top_k"):
+        refuse_unlisted(worker_pb2.SamplingParams(top_k=2), frozenset({"p.temperature"}), prefix="p.")
+
+
+def test_an_unknown_enum_value_is_refused() -> None:
+    end = worker_pb2.SequenceEnd()
+    end.MergeFromString(b"\x18\x63")  # field 3 (reason) = 99
+    with pytest.raises(InvalidFieldError, match="reason is 99; valid: END_REASON_EOS, "):
+        refuse_unserved(end, frozenset({"reason"}))
+
+
+def test_values_of_maps_and_well_known_types_are_not_entered() -> None:
+    paths = list(field_paths(inference_pb2.ChatRequest.DESCRIPTOR))
+    assert len(paths) == len(set(paths))
+    assert not [path for path in paths if path.endswith((".key", ".seconds", "string_value"))]
+
+
+UNKNOWN = b"\xf8\x07\x01"  # field 127 = 1
+CHAT = frozenset(field_paths(inference_pb2.ChatRequest.DESCRIPTOR))
+
+
+def chat() -> inference_pb2.ChatRequest:
+    made = inference_pb2.ChatRequest(messages=[inference_pb2.ChatMessage(role="user", content="hi")] * 2)
+    made.sampling_params.stop_token_sequences.add(ids=[1])
+    made.template_arguments.update({"a": {"b": [1]}})
+    return made
+
+
+@pytest.mark.parametrize(
+    ("path", "find"),
+    [
+        ("127", lambda m: m),
+        ("messages.127", lambda m: m.messages[1]),
+        ("sampling_params.127", lambda m: m.sampling_params),
+        ("sampling_params.stop_token_sequences.127", lambda m: m.sampling_params.stop_token_sequences[0]),
+        ("template_arguments.127", lambda m: m.template_arguments),
+        ("template_arguments.fields.127", lambda m: m.template_arguments.fields["a"]),
+    ],
+)
+def test_a_field_of_a_later_version_is_refused_wherever_it_is(path: str, find: Callable[[Any], Message]) -> None:
+    """R10, X10: a field that the protos do not have was accepted and ignored."""
+    message = chat()
+    refuse_unserved(message, CHAT)
+    find(message).MergeFromString(UNKNOWN)
+    with pytest.raises(UnservedFieldError, match=f"^{re.escape(path)} is not served") as refused:
+        refuse_unserved(message, CHAT)
+    assert refused.value.violations[0].path == path
+
+
+def test_a_flood_of_unknown_fields_is_refused_without_a_look_at_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(unsupported_fields, "_unknown_paths", lambda _: pytest.fail("looked at"))
+    with pytest.raises(UnservedFieldError, match="300000 bytes of unknown fields"):
+        refuse_unserved(inference_pb2.ListModelsRequest.FromString(UNKNOWN * 100_000))
+
+
+def test_frames_between_routers_and_workers_may_have_fields_of_a_later_version() -> None:
+    frame = worker_pb2.SessionRequest()
+    frame.cancel.MergeFromString(UNKNOWN)
+    refuse_unlisted(frame, frozenset({"cancel"}))

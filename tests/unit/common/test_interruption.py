@@ -1,0 +1,57 @@
+"""Work that is broken off from outside says so, and cancellations by others stay what they are."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common.interruption import InterruptedWorkError, Interruptible
+
+
+async def begun(work: Interruptible) -> asyncio.Task[None]:
+    async def run() -> None:
+        with work:
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    return task
+
+
+async def test_an_interrupted_task_goes_on_behind_the_work() -> None:
+    work = Interruptible()
+
+    async def run() -> str:
+        with pytest.raises(InterruptedWorkError), work:
+            await asyncio.Event().wait()
+        await asyncio.sleep(0)
+        return "went on"
+
+    task = asyncio.create_task(run())
+    await asyncio.sleep(0)
+    work.interrupt()
+    work.interrupt()
+    assert await task == "went on"
+    assert task.cancelling() == 0
+
+
+async def test_a_cancellation_is_no_interruption() -> None:
+    task = await begun(Interruptible())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_a_cancellation_beside_an_interruption_counts_more() -> None:
+    work = Interruptible()
+    task = await begun(work)
+    work.interrupt()
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+
+
+async def test_what_the_work_raises_itself_is_raised() -> None:
+    with pytest.raises(KeyError), Interruptible():
+        raise KeyError

@@ -1,0 +1,94 @@
+"""Whose a call is."""
+
+from __future__ import annotations
+
+import grpc
+import pytest
+
+from common.errors import ApiError
+from common.limits import MAX_CACHE_SALT_BYTES
+from router.api.tenants import TENANT_KEY, TenantPolicy, tenant_of
+from router.scheduling.fair_queue import HIGH, LOW, NORMAL
+
+NAMED = [("other", "x"), (TENANT_KEY, "gold")]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "bound", "tenant"),
+    [
+        (None, "", ""),
+        ([], "", ""),
+        (NAMED, "", "gold"),
+        ([], "gold", "gold"),
+        (NAMED, "gold", "gold"),
+        ([(TENANT_KEY, b"gold")], "gold", "gold"),
+        ([(TENANT_KEY, "")], "gold", "gold"),
+    ],
+)
+def test_the_tenant_is_the_keys_or_the_metadatas(
+    metadata: list[tuple[str, str | bytes]] | None, bound: str, tenant: str
+) -> None:
+    assert tenant_of(metadata, TenantPolicy(), bound) == tenant
+
+
+def test_metadata_can_not_change_the_tenant_of_a_key() -> None:
+    with pytest.raises(ApiError, match=f"metadata {TENANT_KEY} is 'gold'; the API key is of tenant 'silver'") as caught:
+        tenant_of(NAMED, TenantPolicy(), "silver")
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.PERMISSION_DENIED, "TENANT_MISMATCH")
+
+
+def test_a_name_alone_makes_no_tenant_where_that_needs_a_key() -> None:
+    """R3: a caller that invents a tenant for each call has the shares of all of them."""
+    strict = TenantPolicy(require_bound=True)
+    assert tenant_of([], strict) == tenant_of([(TENANT_KEY, "")], strict) == ""
+    assert tenant_of(NAMED, strict, "gold") == "gold"
+    with pytest.raises(ApiError, match="is 'gold'; only a call with an API key of that tenant may name it") as caught:
+        tenant_of(NAMED, strict)
+    assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.PERMISSION_DENIED, "TENANT_NOT_BOUND")
+
+
+@pytest.mark.parametrize(
+    ("of_tenants", "of_key", "default", "most"),
+    [
+        ({}, "", "high", HIGH),
+        ({}, "", "normal", NORMAL),
+        ({"": "low"}, "", "high", LOW),
+        ({"": "high"}, "", "normal", HIGH),
+        ({"gold": "high"}, "", "normal", HIGH),
+        ({"gold": "low", "": "high"}, "", "high", LOW),
+        ({"other": "high"}, "", "normal", NORMAL),
+        ({}, "high", "normal", HIGH),
+        ({"": "normal"}, "high", "normal", HIGH),
+        ({"gold": "normal"}, "high", "normal", NORMAL),
+        ({"gold": "high"}, "low", "normal", LOW),
+    ],
+)
+def test_the_highest_priority_is_the_keys_the_tenants_or_the_default(
+    of_tenants: dict[str, str], of_key: str, default: str, most: int
+) -> None:
+    """R3: who may ask for priority is decided by the operator; where key and tenant say it, by the lower of both."""
+    policy = TenantPolicy(max_priority_of=of_tenants)
+    for asked in (LOW, NORMAL, HIGH):
+        if asked <= most:
+            assert policy.priority(asked, "gold", of_key, default) == asked
+            continue
+        with pytest.raises(ApiError, match=r"priority is PRIORITY_.*; valid: at most PRIORITY_") as caught:
+            policy.priority(asked, "gold", of_key, default)
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.PERMISSION_DENIED, "PRIORITY_NOT_ALLOWED")
+        assert caught.value.violations[0].path == "priority"
+    assert policy.priority(0, "gold", of_key, default) == min(most, NORMAL)
+
+
+def test_isolated_tenants_have_salts_of_their_own_that_no_request_can_name() -> None:
+    """R14: a salt that clients choose, and may forget, was all that kept tenants from each other's prefixes."""
+    policy = TenantPolicy(isolate=True)
+    asked = [("", ""), ("", "ab"), ("ab", ""), ("a", "b"), ("a", "bc"), ("ab", "c"), ("é", "s"), ("", "és")]
+    salts = {policy.cache_salt(salt, tenant) for tenant, salt in asked}
+    assert len(salts) == len(asked)
+    assert policy.cache_salt("bc", "a") == TenantPolicy(isolate=True, require_bound=True).cache_salt("bc", "a")
+    for salt in salts:
+        assert len(salt) <= MAX_CACHE_SALT_BYTES
+        with pytest.raises(UnicodeDecodeError):
+            salt.decode()
+    assert TenantPolicy().cache_salt("é", "a") == "é".encode()
+    assert policy.with_limits({}, {}, {}).isolate

@@ -1,0 +1,844 @@
+"""Dispatcher, lanes and queue: order, room, gate, bounds; nothing is lost, sent twice, or left waiting for ever."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from common.delay_gate import DelayGate
+from common.errors import HopelessDeadlineError, QueueFullError
+from common.limits import WORKER_WAIT_S
+from router.scheduling import dispatcher as dispatcher_module
+from router.scheduling.admission import QueuedRequest, RequestQueue
+from router.scheduling.dispatcher import Dispatcher, Release
+from router.scheduling.fair_queue import LOW
+from router.scheduling.placement import PLACEMENTS, PrefixAware, RoundRobin
+from router.scheduling.worker_queue import STALE_REPORT_S, Lane, LaneRecord, LoadReport
+
+ROOM = LoadReport(time=0.0, room_tokens=1000, room_seqs=100)
+
+
+def request(key: int, *, tokens: int = 10, arrival: float = 0.0, deadline: float | None = None) -> QueuedRequest:
+    return QueuedRequest(key, "m", tokens, arrival, deadline)
+
+
+def dispatcher(*workers: str, factor: float = 0.0, capacity: int = 100, report: LoadReport = ROOM) -> Dispatcher:
+    made = Dispatcher(DelayGate(factor), RoundRobin(), capacity)
+    for worker in workers:
+        made.lane_up(worker, "m", report, 0.0)
+    return made
+
+
+def keys(releases: list[Release]) -> dict[str, list[int]]:
+    return {release.worker: [r.key for r in release.requests] for release in releases}
+
+
+def test_round_robin_in_order_of_arrival() -> None:
+    d = dispatcher("a", "b", "c")
+    for key in range(7):
+        d.arrive(request(key), 0.0)
+    assert keys(d.decide(0.0)) == {"a": [0, 3, 6], "b": [1, 4], "c": [2, 5]}
+    assert len(d) == 0
+    assert d.next_timer(0.0) is None
+
+
+def test_room_bounds_release_at_factor_zero_and_the_first_is_chunked() -> None:
+    d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1, room_tokens=20, room_seqs=100))
+    for key in range(4):
+        d.arrive(request(key), 0.0)
+    assert keys(d.decide(0.0)) == {"a": [0, 1]}
+    d.arrive(request(9, tokens=5000), 0.0)
+    assert d.decide(0.0) == []
+    d.report("a", LoadReport(1.0, decoding_seqs=3, room_tokens=25, room_seqs=100, submit_seen=1))
+    assert keys(d.decide(1.0)) == {"a": [2, 3]}
+    d.report("a", LoadReport(2.0, decoding_seqs=5, room_tokens=1, room_seqs=1, submit_seen=2))
+    assert keys(d.decide(2.0)) == {"a": [9]}
+
+
+def test_unseen_groups_take_room_until_the_worker_has_seen_them() -> None:
+    busy = LoadReport(0.0, decoding_seqs=1, room_tokens=30, room_seqs=3)
+    d = dispatcher("a", report=busy)
+    for key in range(6):
+        d.arrive(request(key), 0.0)
+    (first,) = d.decide(0.0)
+    assert [r.key for r in first.requests] == [0, 1, 2]
+    d.report("a", LoadReport(0.5, decoding_seqs=1, room_tokens=30, room_seqs=3, submit_seen=first.serial - 1))
+    assert d.decide(0.5) == []
+    d.report("a", LoadReport(0.6, decoding_seqs=4, room_tokens=10, room_seqs=1, submit_seen=first.serial))
+    assert keys(d.decide(0.6)) == {"a": [3]}
+
+
+def test_share_of_the_room_follows_the_fleets_waiting_tokens() -> None:
+    d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1, room_tokens=100, room_seqs=100, fleet_tokens=400))
+    for key in range(10):
+        d.arrive(request(key), 0.0)
+    assert keys(d.decide(0.0)) == {"a": [0, 1]}
+
+
+def test_idle_worker_gets_the_first_whatever_it_reports() -> None:
+    d = dispatcher("a", report=LoadReport(0.0))
+    d.arrive(request(1), 0.0)
+    d.arrive(request(2), 0.0)
+    assert keys(d.decide(0.0)) == {"a": [1]}
+
+
+def decoding(time: float, latency: float = 0.1) -> LoadReport:
+    return LoadReport(time, decoding_seqs=2, room_tokens=1000, room_seqs=10, last_prompt_latency_s=latency)
+
+
+def test_gate_holds_until_the_oldest_is_old_enough_then_all_go_together() -> None:
+    d = dispatcher("a", factor=1.0, report=decoding(0.0))
+    d.arrive(request(1, arrival=0.0), 0.0)
+    assert d.decide(0.01) == []
+    d.arrive(request(2, arrival=0.05), 0.0)
+    timer = d.next_timer(0.05)
+    assert timer == pytest.approx(0.1, abs=1e-3)
+    assert timer is not None
+    assert d.decide(0.09) == []
+    assert keys(d.decide(timer)) == {"a": [1, 2]}
+
+
+def test_gate_opens_for_the_fleets_oldest_for_full_room_for_deadlines_and_for_stale_reports() -> None:
+    echoed = LoadReport(
+        0.0, decoding_seqs=1, room_tokens=100, room_seqs=9, last_prompt_latency_s=0.1, fleet_oldest_age_s=0.08
+    )
+    d = dispatcher("a", factor=1.0, report=echoed)
+    d.arrive(request(1, arrival=0.0), 0.0)
+    assert d.decide(0.01) == []
+    assert keys(d.decide(0.03)) == {"a": [1]}
+
+    d = dispatcher("a", factor=1.0, report=decoding(0.0))
+    d.arrive(request(1, tokens=1000), 0.0)
+    assert keys(d.decide(0.0)) == {"a": [1]}
+
+    d = dispatcher("a", factor=1.0, report=decoding(0.0))
+    d.arrive(request(1, deadline=0.26), 0.0)
+    assert d.decide(0.0) == []
+    assert d.next_timer(0.0) == pytest.approx(0.01)
+    assert keys(d.decide(0.011)) == {"a": [1]}
+
+    d = dispatcher("a", factor=1.0, report=decoding(0.0))
+    late = STALE_REPORT_S + 0.01
+    d.arrive(request(1, arrival=late), 0.0)
+    assert keys(d.decide(late)) == {"a": [1]}
+
+
+def test_a_group_on_its_way_counts_as_waiting_at_the_worker() -> None:
+    """tests.md 1.7: the gate does not open because a report is older than what has been sent since."""
+    idle = LoadReport(0.0, room_tokens=1000, room_seqs=10, last_prompt_latency_s=0.2)
+    d = dispatcher("a", factor=1.0, report=idle)
+    d.arrive(request(1), 0.0)
+    assert keys(d.decide(0.0)) == {"a": [1]}
+    d.arrive(request(2, arrival=0.01), 0.01)
+    assert d.decide(0.01) == []
+    timer = d.next_timer(0.01)
+    assert timer == pytest.approx(0.21, abs=1e-3)
+    assert timer is not None
+    assert keys(d.decide(timer)) == {"a": [2]}
+
+
+def test_max_hold_bounds_the_wait() -> None:
+    d = dispatcher("a", factor=10.0, report=decoding(0.0, latency=10.0))
+    d.arrive(request(1, arrival=0.0), 0.0)
+    assert d.decide(0.24) == []
+    assert keys(d.decide(0.26)) == {"a": [1]}
+
+
+def test_queue_full() -> None:
+    d = dispatcher("a", capacity=2, report=LoadReport(0.0, decoding_seqs=1))
+    d.arrive(request(1), 0.0)
+    d.arrive(request(2), 0.0)
+    with pytest.raises(QueueFullError) as full:
+        d.arrive(request(3), 0.0)
+    assert full.value.retry_after_s == 1.0
+    assert d.cancel(1)
+    assert not d.cancel(1)
+    d.arrive(request(3), 0.0)
+
+
+def test_expiry_in_the_queue() -> None:
+    d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1))
+    d.arrive(request(1, deadline=2.0), 0.0)
+    d.arrive(request(2, deadline=1.0), 0.0)
+    d.arrive(request(3), 0.0)
+    assert d.next_timer(0.0) is not None
+    assert d.expire(0.5) == []
+    assert d.expire(2.0) == [2, 1]
+    assert len(d) == 1
+
+
+def test_all_of_a_tenant_expire_at_once() -> None:
+    d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1))
+    for key in range(3):
+        d.arrive(request(key, deadline=1.0), 0.0)
+    assert d.expire(1.0) == [0, 1, 2]
+    assert len(d) == 0
+    assert d.lane_record("a").seqs == 0
+
+
+def test_lanes_that_come_and_go_move_what_waits() -> None:
+    d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1))
+    for key in range(4):
+        d.arrive(request(key), 0.0)
+    d.lane_up("b", "m", ROOM, 0.0)
+    assert keys(d.decide(0.0)) == {"b": [1, 3]}
+    d.lane_draining("a", 0.0)
+    assert len(keys(d.decide(0.0))["b"]) == 2
+    d.lane_down("a", 0.0)
+    d.report("b", LoadReport(1.0, decoding_seqs=1, submit_seen=2))
+    d.arrive(request(7), 0.0)
+    d.lane_down("b", 2.0)
+    assert len(d) == 1
+    d.lane_up("a", "m", ROOM, 3.0)
+    assert keys(d.decide(3.0)) == {"a": [7]}
+
+
+def test_requests_wait_a_bounded_time_for_a_worker() -> None:
+    d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1))
+    d.arrive(request(1), 0.0)
+    d.lane_down("a", 1.0)
+    d.arrive(request(2), 2.0)
+    d.arrive(QueuedRequest(3, "other", 1, 2.5), 2.5)
+    assert d.decide(2.5) == []
+    assert d.next_timer(2.5) == 1.0 + WORKER_WAIT_S
+    assert d.abandon(0.99 + WORKER_WAIT_S) == []
+    assert d.abandon(1.0 + WORKER_WAIT_S) == [1]
+    assert d.next_timer(6.5) == 2.0 + WORKER_WAIT_S
+    d.lane_up("b", "m", ROOM, 6.6)
+    assert keys(d.decide(6.6)) == {"b": [2]}
+    assert d.abandon(7.5) == [3]
+    assert len(d) == 0
+
+
+def test_a_request_goes_to_its_numerics_class_only() -> None:
+    d = dispatcher()
+    d.lane_up("a", "m", ROOM, 0.0, "x")
+    d.requeue(QueuedRequest(1, "m", 5, 0.0, numerics="y"), 0.0)
+    d.arrive(request(2), 0.0)
+    assert keys(d.decide(0.0)) == {"a": [2]}
+    assert d.can_serve("m", "x")
+    assert not d.can_serve("m", "y")
+    assert not d.can_serve("m", None, but="a")
+    d.lane_up("b", "m", ROOM, 1.0, "y")
+    assert keys(d.decide(1.0)) == {"b": [1]}
+
+
+def test_a_request_goes_only_to_a_worker_that_is_long_enough() -> None:
+    """R1: also one that waits when a shorter worker comes, and one that has lost its worker."""
+    for policy in PLACEMENTS.values():
+        d = Dispatcher(DelayGate(0.0), policy.make())
+        d.lane_up("long", "m", LoadReport(0.0, decoding_seqs=1, waiting_tokens=9000), 0.0, max_model_len=1024)
+        d.arrive(QueuedRequest(1, "m", 10, 0.0, most_tokens=1024), 0.0)
+        d.lane_up("short", "m", ROOM, 0.0, max_model_len=256)
+        d.arrive(QueuedRequest(2, "m", 10, 0.0, most_tokens=257), 0.0)
+        d.arrive(QueuedRequest(3, "m", 10, 0.0, most_tokens=256), 0.0)
+        d.requeue(QueuedRequest(4, "m", 200, 0.0, most_tokens=900), 0.0)
+        assert set(keys(d.decide(0.0))) <= {"short"}
+        assert {r.key for r in d._lanes["long"]} >= {1, 2, 4}
+        assert d.can_serve("m", None, 256, but="long")
+        assert not d.can_serve("m", None, 257, but="long")
+        d.lane_down("long", 1.0)
+        d.decide(1.0)
+        assert not d.can_serve("m", None, 1024)
+        assert sorted(d.abandon(1.0 + WORKER_WAIT_S)) == [1, 2, 4]
+
+
+def test_a_returned_request_avoids_the_worker_that_returned_it() -> None:
+    for _ in range(3):
+        d = dispatcher("a", "b")
+        for key in range(4):
+            d.requeue(request(key), 0.0, avoid="b")
+        assert set(keys(d.decide(0.0))) == {"a"}
+    d = dispatcher("b")
+    d.requeue(request(1), 0.0, avoid="b")
+    assert keys(d.decide(0.0)) == {"b": [1]}
+
+
+def test_restarted_worker_has_a_clean_lane() -> None:
+    d = dispatcher("a", report=LoadReport(0.0, room_tokens=10, room_seqs=1))
+    d.arrive(request(1), 0.0)
+    assert d.decide(0.0)[0].serial == 1
+    d.lane_down("a", 0.0)
+    d.lane_up("a", "m", ROOM, 0.0)
+    d.arrive(request(2), 0.0)
+    (release,) = d.decide(0.0)
+    assert (release.serial, [r.key for r in release.requests]) == (1, [2])
+
+
+def test_returned_requests_go_first() -> None:
+    d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1, room_tokens=10, room_seqs=9))
+    d.arrive(request(1), 0.0)
+    (release,) = d.decide(0.0)
+    d.arrive(request(2), 0.0)
+    d.requeue(release.requests[0], 0.0)
+    d.report("a", LoadReport(1.0, decoding_seqs=1, room_tokens=10, room_seqs=9, submit_seen=1))
+    assert keys(d.decide(1.0)) == {"a": [1]}
+
+
+def test_queue_drops_stale_deadlines() -> None:
+    queue = RequestQueue(10)
+    for key in range(5000):
+        queue.push(request(key, deadline=1e9))
+        queue.remove(key)
+    assert len(queue._deadlines) < 200
+    assert queue.next_deadline() is None
+
+
+WAIT_S = 1.0
+NUMERICS = {"a": "x", "b": "y", "c": "x"}
+LENGTHS = {"a": 50, "b": 30, "c": 40}
+TENANTS = ["", "t", "u"]
+
+
+def can_serve(worker: str, request: QueuedRequest) -> bool:
+    return request.numerics in (None, NUMERICS[worker]) and request.most_tokens <= LENGTHS[worker]
+
+
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+def test_a_suspect_runs_alone_and_what_comes_meanwhile_goes_elsewhere(placement: str) -> None:
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement].make(), 100)
+    for worker in "ab":
+        d.lane_up(worker, "m", ROOM, 0.0)
+    suspect = request(0)
+    suspect.alone = True
+    d.requeue(suspect, 0.0)
+    for key in range(1, 9):
+        d.arrive(request(key), 0.0)
+    sent = keys(d.decide(0.0))
+    [(alone, [_])] = [item for item in sent.items() if item[1] == [0]]
+    [(other, rest)] = [item for item in sent.items() if item[1] != [0]]
+    assert rest == list(range(1, 9))
+    # It is idle by its report, and still nobody else's.
+    d.report(alone, LoadReport(1.0, room_tokens=1000, room_seqs=100, submit_seen=1))
+    d.report(other, LoadReport(1.0, decoding_seqs=8, room_tokens=1000, room_seqs=92, submit_seen=1))
+    d.arrive(request(10), 1.0)
+    assert keys(d.decide(1.0)) == {other: [10]}
+    d.lane_down(other, 1.0)
+    d.arrive(request(11), 1.0)
+    assert d.decide(1.0) == []
+    d.share(alone, 99)
+    assert d.decide(1.0) == []
+    d.share(alone, 0)
+    assert keys(d.decide(1.0)) == {alone: [11]}
+
+
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+def test_a_worker_with_a_limit_gets_no_more_and_draws_nothing(placement: str) -> None:
+    """R13: on probation it looks idle, and would be the first choice."""
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement].make(), 100)
+    d.lane_up("bad", "m", ROOM, 0.0)
+    d.limit("bad", 2)
+    d.lane_up("well", "m", LoadReport(0.0, decoding_seqs=40, room_tokens=1000, room_seqs=60), 0.0)
+    for key in range(12):
+        d.arrive(request(key), 0.0)
+    sent = keys(d.decide(0.0))
+    assert len(sent.pop("bad")) <= 2
+    assert len(sent.pop("well")) >= 10
+    d.lane_down("well", 1.0)
+    for key in range(20, 26):
+        d.arrive(request(key), 1.0)
+    d.report("bad", LoadReport(1.0, decoding_seqs=1, room_tokens=1000, room_seqs=99, submit_seen=9))
+    assert [len(each) for each in keys(d.decide(1.0)).values()] == [1]
+    d.limit("bad", None)
+    assert [len(each) for each in keys(d.decide(1.0)).values()] == [5]
+
+
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+def test_a_suspect_that_waits_gets_the_worker_that_has_come(placement: str) -> None:
+    """R9: late binding leaves suspects where they are, so they are placed anew, before others fill the worker."""
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement].make(), 100)
+    d.lane_up("a", "m", ROOM, 0.0)
+    for key in range(3):
+        suspect = request(key)
+        suspect.alone = True
+        d.requeue(suspect, 0.0)
+    for key in range(3, 9):
+        d.arrive(request(key), 0.0)
+    assert [len(each) for each in keys(d.decide(0.0)).values()] == [1]
+    d.lane_up("b", "m", ROOM, 1.0)
+    [(worker, [key])] = keys(d.decide(1.0)).items()
+    assert worker == "b"
+    assert key < 3
+
+
+def test_a_limit_that_ends_and_a_suspect_that_has_passed_let_what_waits_go() -> None:
+    """R9: a decision looks at lanes that have changed, and these two change a lane without a report."""
+    d = Dispatcher(DelayGate(0.0), RoundRobin(), 100)
+    d.lane_up("a", "m", ROOM, 0.0)
+    d.limit("a", 1)
+    for key in range(3):
+        d.arrive(request(key), 0.0)
+    assert keys(d.decide(0.0)) == {"a": [0]}
+    assert d.decide(0.0) == []
+    d.limit("a", 2)
+    assert keys(d.decide(0.0)) == {"a": [1]}
+    assert d.decide(0.0) == []
+    d.limit("a", None)
+    assert keys(d.decide(0.0)) == {"a": [2]}
+
+    d = dispatcher("a")
+    suspect = request(0)
+    suspect.alone = True
+    d.requeue(suspect, 0.0)
+    d.arrive(request(1), 0.0)
+    assert keys(d.decide(0.0)) == {"a": [0]}
+    assert d.decide(0.0) == d.decide(0.0) == []
+    d.share("a", 0)
+    assert keys(d.decide(0.0)) == {"a": [1]}
+
+
+def test_what_leaves_a_worker_that_has_come_back_takes_nothing_of_its_new_lane() -> None:
+    """R9: what waited for a worker that went is placed in pieces, when another of its address may be up."""
+    d = Dispatcher(DelayGate(0.0), RoundRobin(), 1000)
+    d.lane_up("a", "m", replace(ROOM, decoding_seqs=1, room_seqs=0), 0.0)
+    for key in range(1, 201):
+        d.arrive(request(key), 0.0)
+    suspect = QueuedRequest(0, "m", 1, 0.0, priority=LOW, alone=True)
+    d.requeue(suspect, 0.0)
+    d.lane_down("a", 0.0)
+    assert suspect.lane is not None
+    d.decide(0.0)
+    d.lane_up("a", "m", replace(ROOM, decoding_seqs=1, room_seqs=0), 0.0)
+    while d.next_timer(0.0) == 0.0:
+        assert d.decide(0.0) == []
+        assert d._taken == {lane.worker for lane in d._lanes.values() if lane.is_taken}
+    assert d._taken == {"a"}
+    assert d.lane_record("a").seqs == 201
+
+
+def test_a_gate_that_is_configured_anew_lets_go_what_the_last_one_held() -> None:
+    """R9: nothing else has changed at the lane."""
+    d = dispatcher("a", factor=1.0, report=decoding(0.0))
+    d.arrive(request(1, arrival=0.0), 0.0)
+    assert d.decide(0.0) == []
+    d.configure(DelayGate(0.0), None, 100, {}, 0.0)
+    assert keys(d.decide(0.0)) == {"a": [1]}
+
+
+@pytest.mark.parametrize("session", ["", "s"])
+@pytest.mark.parametrize("placement", list(PLACEMENTS))
+def test_what_waits_behind_a_limit_or_a_suspect_goes_to_the_worker_that_has_come(placement: str, session: str) -> None:
+    """R9: their prompts are too short for late binding to gain anything, by the speed of their worker."""
+    fast = LoadReport(0.5, decoding_seqs=2, room_tokens=1000, room_seqs=98, prefill_rate=30_000.0, submit_seen=1)
+    for limited in (True, False):
+        d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement].make(), 100)
+        d.lane_up("a", "m", ROOM, 0.0)
+        if limited:
+            d.limit("a", 2)
+        else:
+            suspect = request(50)
+            suspect.alone = True
+            d.requeue(suspect, 0.0)
+            d.decide(0.0)
+        for key in range(10):
+            d.arrive(QueuedRequest(key, "m", 10, 0.0, session=session), 0.0)
+        d.decide(0.0)
+        d.report("a", replace(fast, prefill_samples=1))
+        waiting = len(d)
+        assert waiting >= 8
+        d.lane_up("b", "m", ROOM, 1.0)
+        assert [(each.worker, len(each.requests)) for _ in range(3) for each in d.decide(1.0)] == [("b", waiting)]
+
+
+def test_a_worker_with_a_limit_makes_the_placing_of_all_no_dearer() -> None:
+    """R9: prefix_aware compared all of a fleet while one worker in it had a limit, or a suspect."""
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"].make(), 1000)
+    for i in range(200):
+        d.lane_up(f"w{i}", "m", replace(ROOM, decoding_seqs=1, waiting_tokens=i), 0.0)
+    d.limit("w0", 1)
+    compared: list[str] = []
+    plain = PrefixAware.cost_s
+
+    def cost_s(self: PrefixAware, request: QueuedRequest, lane: Lane, hit: int, now: float) -> tuple[float, int]:
+        compared.append(lane.worker)
+        return plain(self, request, lane, hit, now)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(PrefixAware, "cost_s", cost_s)
+        for key in range(100):
+            d.arrive(request(key), 0.0)
+    assert len(compared) <= 200
+    assert "w0" not in compared
+
+
+def test_a_lane_is_looked_at_again_until_it_is_open() -> None:
+    """R9: a timer that fires at the very moment finds reports not stale yet, and nothing else may come."""
+    for began in (0.0, 0.1, 12345.678, 98765.4321):
+        held = LoadReport(began, decoding_seqs=2, room_tokens=1000, room_seqs=10, last_prompt_latency_s=1e9)
+        d = Dispatcher(DelayGate(1e9, 1e9), RoundRobin())
+        d.lane_up("a", "m", held, began)
+        d.arrive(request(1, arrival=began), began)
+        now = began + 0.01
+        for _ in range(10):
+            if d.decide(now):
+                break
+            timer = d.next_timer(now)
+            assert timer is not None
+            now = timer
+        assert len(d) == 0
+
+
+class DispatcherMachine(RuleBasedStateMachine):
+    """Random events against a model: who waits, who was released, what a simulated worker still has to report.
+
+    Attributes:
+        pieces: how many requests one call looks at; None for as many as in service.
+    """
+
+    pieces: int | None = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patched = pytest.MonkeyPatch()
+        if self.pieces is not None:
+            self.patched.setattr(dispatcher_module, "_REPLACED_PER_DECISION", self.pieces)
+            self.patched.setattr(dispatcher_module, "_ENDED_AT_ONCE", self.pieces)
+            self.patched.setattr(dispatcher_module, "_RELEASED_PER_DECISION", self.pieces)
+
+    def teardown(self) -> None:
+        self.patched.undo()
+
+    @property
+    def is_worked_off(self) -> bool:
+        return not (self.d._returning or self.d._vacating or self.d._waking or self.d._placing)
+
+    @initialize(factor=st.sampled_from([0.0, 0.5, 4.0]))
+    def begin(self, factor: float) -> None:
+        self.d = Dispatcher(DelayGate(factor), RoundRobin(), capacity=12, worker_wait_s=WAIT_S)
+        self.now = 0.0
+        self.next_key = 0
+        self.waiting: dict[int, QueuedRequest] = {}
+        self.up: dict[str, list[Release]] = {}
+        self.released: dict[int, QueuedRequest] = {}
+        self.closed: set[str] = set()
+        # Workers that one request has for itself, and which.
+        self.taken: dict[str, int] = {}
+        self.limits: dict[str, int] = {}
+        # The record of each worker, as it was when it had changed last.
+        self.said: dict[str, LaneRecord] = {}
+
+    @rule(
+        tokens=st.integers(1, 40),
+        timeout=st.none() | st.floats(0.01, 2.0),
+        numerics=st.sampled_from([None, None, "x", "y"]),
+        more=st.integers(0, 15),
+        tenant=st.sampled_from(TENANTS),
+        session=st.sampled_from(["", "s"]),
+        count=st.integers(1, 6),
+    )
+    def arrive(
+        self,
+        tokens: int,
+        timeout: float | None,
+        numerics: str | None,
+        more: int,
+        tenant: str,
+        session: str,
+        count: int,
+    ) -> None:
+        deadline = None if timeout is None else self.now + timeout
+        for _ in range(count):
+            self.next_key += 1
+            new = QueuedRequest(
+                self.next_key,
+                "m",
+                tokens,
+                self.now,
+                deadline,
+                numerics=numerics,
+                most_tokens=tokens + more,
+                tenant=tenant,
+                session=session,
+            )
+            self.take_in(new)
+
+    def take_in(self, new: QueuedRequest) -> None:
+        timeout = new.deadline
+        try:
+            dropped = self.d.arrive(new, self.now)
+        except QueueFullError:
+            assert len(self.waiting) >= 12
+        except HopelessDeadlineError:
+            assert timeout is not None
+            assert self.up.keys() - self.closed
+        else:
+            if dropped is not None:
+                assert len(self.waiting) >= 12
+                gone = self.waiting.pop(dropped.request.key)
+                assert gone.tenant != new.tenant
+                assert not gone.ahead
+            self.waiting[new.key] = new
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def prepare_anew(self, data: st.DataObject) -> None:
+        """A request that nobody can serve is made for other weights; its key keeps its place."""
+        parked = [key for key in self.d.parked() if not self.waiting[key].ahead]
+        if parked:
+            old = self.waiting[data.draw(st.sampled_from(parked))]
+            assert self.d.cancel(old.key)
+            new = self.waiting[old.key] = replace(old, lane=None, parked=None, numerics=None, most_tokens=old.tokens)
+            self.d.rejoin(new, self.now)
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.waiting)))
+        del self.waiting[key]
+        assert self.d.cancel(key)
+
+    @precondition(lambda self: self.released)
+    @rule(data=st.data(), count=st.integers(1, 4))
+    def come_back(self, data: st.DataObject, count: int) -> None:
+        for _ in range(min(count, len(self.released))):
+            self.give_back(data.draw(st.sampled_from(sorted(self.released))))
+
+    def give_back(self, key: int) -> None:
+        for worker in [worker for worker, taken in self.taken.items() if taken == key]:
+            del self.taken[worker]
+            self.d.share(worker, key)
+        request = self.waiting[key] = self.released.pop(key)
+        self.d.requeue(request, self.now)
+
+    @rule(worker=st.sampled_from("abc"))
+    def toggle(self, worker: str) -> None:
+        if worker in self.up:
+            del self.up[worker]
+            self.closed.discard(worker)
+            self.taken.pop(worker, None)
+            self.limits.pop(worker, None)
+            self.d.lane_down(worker, self.now)
+        else:
+            self.up[worker] = []
+            self.said[worker] = LaneRecord(None, 0, 0)
+            report = LoadReport(self.now, room_tokens=50, room_seqs=4)
+            self.d.lane_up(worker, "m", report, self.now, NUMERICS[worker], max_model_len=LENGTHS[worker])
+
+    @precondition(lambda self: self.up)
+    @rule(data=st.data())
+    def cordon_or_uncordon(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.up)))
+        if worker in self.closed:
+            self.closed.remove(worker)
+            self.d.lane_ready(worker, self.now)
+        else:
+            self.closed.add(worker)
+            self.d.lane_draining(worker, self.now)
+
+    @precondition(lambda self: self.released)
+    @rule(data=st.data())
+    def suspect(self, data: st.DataObject) -> None:
+        """A request comes back that is to run alone."""
+        key = data.draw(st.sampled_from(sorted(self.released)))
+        self.released[key].alone = True
+        self.give_back(key)
+
+    @precondition(lambda self: self.up)
+    @rule(data=st.data(), most=st.sampled_from([None, 1, 2, 4]))
+    def limit(self, data: st.DataObject, most: int | None) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.up)))
+        self.limits.pop(worker, None)
+        if most is not None:
+            self.limits[worker] = most
+        self.d.limit(worker, most)
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def acquit(self, data: st.DataObject) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.taken)))
+        self.d.share(worker, self.taken.pop(worker))
+
+    @rule(
+        factor=st.sampled_from([0.0, 0.5, 4.0]),
+        policy=st.sampled_from([None, *PLACEMENTS]),
+        weight=st.sampled_from([0.5, 1.0, 3.0]),
+    )
+    def configure(self, factor: float, policy: str | None, weight: float) -> None:
+        placement = None if policy is None else PLACEMENTS[policy].make()
+        self.d.configure(DelayGate(factor), placement, 12, {"": weight}, self.now)
+
+    @precondition(lambda self: self.up)
+    @rule(data=st.data(), decodes=st.integers(0, 3), room=st.integers(0, 60))
+    def report(self, data: st.DataObject, decodes: int, room: int) -> None:
+        worker = data.draw(st.sampled_from(sorted(self.up)))
+        sent = self.up[worker]
+        seen = data.draw(st.integers(0, len(sent)))
+        load = LoadReport(self.now, decodes, 0, 0, room, 4, 0.05, 1000.0, submit_seen=seen)
+        self.d.report(worker, load)
+
+    @rule(step=st.floats(0.0, 0.4))
+    def decide(self, step: float) -> None:
+        self.now += step
+        for _ in range(200):
+            self.pump()
+            timer = self.d.next_timer(self.now)
+            # What was released last may have left room for one more.
+            if (timer is None or timer > self.now) and not self.d._changed:
+                break
+        else:
+            raise AssertionError("there is always something left to be worked off")
+        assert self.is_worked_off
+        lanes = self.d._lanes.values()
+        assert all(lane.idle is False or not len(lane) or lane.worker in self.taken for lane in lanes)
+        # No lane has been overlooked that could release something, and one that waits for its time is looked at then.
+        for lane in lanes:
+            if lane.ready and len(lane):
+                if lane.is_open(self.now, self.d._gate):
+                    tokens, seqs = lane._room()
+                    # It may have opened just now, shortly before its time, which is late by a little.
+                    is_due = self.d._timers._at.get(lane, math.inf) <= self.now + 1e-4
+                    assert tokens <= 0 or seqs <= 0 or is_due
+                elif not lane.is_taken:
+                    assert self.d._timers._at[lane] > self.now
+            assert self.d.lane_record(lane.worker) == self.said[lane.worker]
+
+    @rule()
+    def pump(self) -> None:
+        for key in self.d.expire(self.now):
+            deadline = self.waiting.pop(key).deadline
+            assert deadline is not None
+            assert deadline <= self.now
+        for key in self.d.abandon(self.now):
+            gone = self.waiting.pop(key)
+            assert gone.parked is not None
+            assert self.now - gone.parked >= WAIT_S
+        releases = self.d.decide(self.now)
+        for worker in self.d.take_changed_records() & self.up.keys():
+            self.said[worker] = self.d.lane_record(worker)
+        for release in releases:
+            assert all(can_serve(release.worker, r) for r in release.requests)
+            arrivals = [r.key for r in release.requests]
+            new = [r for r in release.requests if not r.ahead]
+            assert list(release.requests[len(arrivals) - len(new) :]) == new
+            for tenant in TENANTS:
+                own = [r.key for r in new if r.tenant == tenant]
+                assert own == sorted(own)
+            assert not self.released.keys() & set(arrivals)
+            self.released.update((r.key, r) for r in release.requests)
+            assert release.worker not in self.taken
+            if any(r.alone for r in release.requests):
+                assert len(release.requests) == 1
+                self.taken[release.worker] = arrivals[0]
+            assert self.d._lanes[release.worker]._present <= self.limits.get(release.worker, math.inf)
+            self.up[release.worker].append(release)
+            assert release.worker not in self.closed
+            assert release.serial == len(self.up[release.worker])
+            for key in arrivals:
+                del self.waiting[key]
+
+    @invariant()
+    def bound_exactly_once(self) -> None:
+        lanes = {*self.d._lanes.values(), *self.d._vacating}
+        parked = self.d._parked
+        placing = {r.key for r in self.d._returning if r.lane is None} & self.waiting.keys() - parked.keys()
+        assert sorted([*(r.key for lane in lanes for r in lane), *parked, *placing]) == sorted(self.waiting)
+        for key, request in self.waiting.items():
+            may_go = any(can_serve(w, request) for w in self.up.keys() - self.closed)
+            assert (key in parked) == (not may_go) or not self.is_worked_off
+            assert request.lane is None or request.lane.ready or not self.is_worked_off
+        assert [r.parked for r in parked.values()] == sorted(r.parked or 0.0 for r in parked.values())
+        assert {r.key for r in self.d._queue} == set(self.waiting)
+        here = {lane.worker: lane for lane in self.d._lanes.values()}
+        assert self.d._taken == {worker for worker, lane in here.items() if lane.is_taken}
+        lanes_of_suspects = [r.lane for r in self.waiting.values() if r.alone and r.lane]
+        wanted = {lane.worker for lane in lanes_of_suspects if here.get(lane.worker) is lane}
+        assert self.d._taken == self.taken.keys() | wanted
+        assert self.d._limited == self.limits.keys()
+        for lane in lanes:
+            assert lane.bound_tokens == sum(r.tokens for r in lane)
+            assert lane.unseen_tokens == sum(g.tokens for g in lane._unseen)
+            assert lane.unseen_seqs == sum(g.seqs for g in lane._unseen)
+
+
+DispatcherMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestDispatcherMachine = DispatcherMachine.TestCase
+
+
+class PiecemealMachine(DispatcherMachine):
+    """R9: as much is worked off at a time as one request, whatever happens meanwhile."""
+
+    pieces = 1
+
+
+PiecemealMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestPiecemealMachine = PiecemealMachine.TestCase
+
+
+@pytest.mark.parametrize("policy", PLACEMENTS)
+def test_no_call_looks_at_all_that_wait(policy: str) -> None:
+    """R9: when a worker drains, goes or comes, each call binds a bounded number of requests, and all are bound soon."""
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[policy].make())
+    full = LoadReport(0.0, decoding_seqs=1, waiting_tokens=1000)
+    for worker in "abc":
+        d.lane_up(worker, "m", full, 0.0)
+    for key in range(3000):
+        d.arrive(request(key, tokens=10), 0.0)
+    bound: list[int] = []
+    counted = Lane.bind
+
+    def bind(lane: Lane, request: QueuedRequest, *, first: bool = False) -> None:
+        bound[-1] += 1
+        counted(lane, request, first=first)
+
+    events: list[Callable[[], object]] = [
+        lambda: d.lane_draining("a", 1.0),
+        lambda: d.lane_ready("a", 1.0),
+        lambda: d.lane_down("b", 1.0),
+        lambda: d.lane_down("c", 1.0),
+        lambda: d.lane_down("a", 1.0),
+        lambda: d.lane_up("d", "m", full, 1.0),
+        lambda: d.lane_up("e", "m", full, 1.0),
+    ]
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Lane, "bind", bind)
+        for event in events:
+            bound.append(0)
+            event()
+            for _ in range(3000):
+                bound.append(0)
+                d.decide(1.0)
+                if d.next_timer(1.0) != 1.0:
+                    break
+            lanes = [lane for lane in d._lanes.values() if lane.ready]
+            assert sum(len(lane) for lane in lanes) == (3000 if lanes else 0)
+    assert max(bound) <= 48
+    assert d._placement.moves_waiting or min(map(len, d._lanes.values())) > 500
+
+
+def test_a_decision_looks_at_the_lanes_that_have_changed_or_are_due() -> None:
+    """R9: in a fleet of 300 workers whose gates hold something, one that reports costs as much as in one of 3."""
+    workers = [f"w{i}" for i in range(300)]
+    d = dispatcher(*workers, factor=1.0, capacity=300, report=decoding(0.0))
+    for key in range(300):
+        d.arrive(request(key, arrival=0.0), 0.0)
+    assert d.decide(0.0) == []
+    assert len(d.take_changed_records()) == 300
+    looked: list[str] = []
+    plain = Lane.opens_in
+
+    def opens_in(lane: Lane, now: float, gate: DelayGate) -> float:
+        looked.append(lane.worker)
+        return plain(lane, now, gate)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(Lane, "opens_in", opens_in)
+        d.report("w7", decoding(0.01))
+        assert d.decide(0.01) == []
+        assert d.next_timer(0.01) == pytest.approx(0.1, abs=1e-3)
+        assert looked == ["w7"]
+        d.cancel(9)
+        d.decide(0.02)
+        assert d.take_changed_records() == {"w9"}
+    timer = d.next_timer(0.02)
+    assert timer is not None
+    sizes: list[int] = []
+    while sum(sizes) < 299:
+        sizes.append(sum(len(release.requests) for release in d.decide(timer)))
+        assert 0 < sizes[-1] <= 64
+        assert d.next_timer(timer) == (timer if sum(sizes) < 299 else None)

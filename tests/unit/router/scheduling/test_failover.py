@@ -1,0 +1,172 @@
+"""Attempts: bounded; suspects run alone before a verdict, poisons are stopped, exact moves stay in a numerics class."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.limits import FIRST_TOKENS, MAX_ATTEMPTS, MAX_ATTEMPTS_IN_ALL, MAX_DEATHS, MAX_SUSPICIONS
+from router.scheduling.failover import Attempts, FailoverPolicy, Loss, Verdict, stall_bound_s
+
+DEATHS = {Loss.DIED, Loss.ENGINE_FAILED}
+LIVES = st.lists(
+    st.tuples(
+        st.sampled_from([*Loss, None]),
+        st.sampled_from([0, 0, 1, FIRST_TOKENS - 1, FIRST_TOKENS, 100]),
+        st.sampled_from("xy"),
+        st.booleans(),
+    ),
+    min_size=1,
+    max_size=30,
+)
+
+
+@given(lives=LIVES, policy=st.sampled_from(FailoverPolicy))
+def test_attempts_against_a_plain_count(
+    lives: list[tuple[Loss | None, int, str, bool]], policy: FailoverPolicy
+) -> None:
+    """A loss of None is a sequence that was given back; the flag says that another request ran alone there."""
+    attempts, have = Attempts(), 10
+    deaths = kept = counted = fruitless = suspicions = 0
+    classes: list[str] = []
+    alone = False
+    for loss, tokens, numerics, excused in lives:
+        attempts.begin("w", numerics, have, now=1.0, alone=alone)
+        if loss is None:
+            attempts.give_back()
+            assert len(attempts) == kept
+            continue
+        have += tokens
+        assert attempts.has_begun(have) == (tokens > 0)
+        if alone and attempts.has_passed_first_steps(have):
+            attempts.share()
+        was_alone = attempts.is_alone
+        wanted = next(iter([*classes, *([numerics] if tokens else [])]), None)
+        assert attempts.numerics_wanted(policy, have) == (None if policy is FailoverPolicy.ANY else wanted)
+        attempts.end(have, 2.0, loss, excused=excused and not was_alone)
+        attempts.end(have + 5, 9.0)
+        kept += 1
+        deaths += loss in DEATHS
+        counted += loss is not Loss.DRAINED
+        fruitless = 0 if tokens else fruitless + (loss is not Loss.DRAINED)
+        suspicions = 0 if tokens >= FIRST_TOKENS else suspicions + (loss in DEATHS and (was_alone or not excused))
+        classes += [numerics] if tokens else []
+        assert attempts.numerics_wanted(policy, have) == (None if policy is FailoverPolicy.ANY else wanted)
+        assert [a.tokens for a in attempts.all][-1] == tokens
+        assert attempts.exact == (len(set(classes)) <= 1)
+        verdict = attempts.verdict()
+        if was_alone and loss in DEATHS:
+            assert verdict is Verdict.POISON
+            return
+        if deaths >= MAX_DEATHS or counted >= MAX_ATTEMPTS_IN_ALL or fruitless >= MAX_ATTEMPTS:
+            assert verdict is Verdict.GIVE_UP
+            return
+        assert verdict is (Verdict.ALONE if suspicions >= MAX_SUSPICIONS else Verdict.RESUBMIT)
+        alone = verdict is Verdict.ALONE
+
+
+def life(losses: Callable[[int, bool], tuple[Loss, int]]) -> tuple[Attempts, Verdict]:
+    """A request whose n-th attempt (alone or not) is lost so, with so many tokens, until the router ends it."""
+    attempts, have, verdict = Attempts(), 10, Verdict.RESUBMIT
+    while verdict in (Verdict.RESUBMIT, Verdict.ALONE):
+        attempts.begin("w", "x", have, now=0.0, alone=verdict is Verdict.ALONE)
+        loss, tokens = losses(len(attempts), attempts.is_alone)
+        have += tokens
+        if attempts.is_alone and attempts.has_passed_first_steps(have):
+            attempts.share()
+        attempts.end(have, 1.0, loss)
+        verdict = attempts.verdict()
+    return attempts, verdict
+
+
+@pytest.mark.parametrize("loss", sorted(DEATHS, key=str))
+@pytest.mark.parametrize(("first", "deaths"), [(0, 3), (FIRST_TOKENS - 1, 3), (500, 4)])
+def test_a_poison_is_known_after_a_bounded_number_of_deaths(loss: Loss, first: int, deaths: int) -> None:
+    """R5: it kills at once, or at one point of its answer; what goes on from there kills at once."""
+    attempts, verdict = life(lambda n, alone: (loss, first if n == 1 else 0))
+    assert (verdict, attempts.deaths, len(attempts)) == (Verdict.POISON, deaths, deaths)
+
+
+def test_what_kills_after_its_first_steps_each_time_is_given_up_without_a_verdict() -> None:
+    attempts, verdict = life(lambda n, alone: (Loss.DIED, 20))
+    assert (verdict, attempts.deaths) == (Verdict.GIVE_UP, MAX_DEATHS)
+
+
+@pytest.mark.parametrize("loss", sorted(set(Loss) - DEATHS - {Loss.DRAINED}, key=str))
+def test_what_is_no_proved_death_is_never_a_verdict(loss: Loss) -> None:
+    """R5: freezes, networks that are away, workers that start or drain; with tokens it goes on for very long."""
+    for tokens, most in ((0, MAX_ATTEMPTS), (1, MAX_ATTEMPTS_IN_ALL)):
+        attempts, verdict = life(lambda n, alone, tokens=tokens: (loss, tokens))  # type: ignore[misc]
+        assert (verdict, attempts.deaths) == (Verdict.GIVE_UP, 0)
+        assert len(attempts) == most
+
+
+def test_a_flapping_link_ends_no_stream_that_gets_on() -> None:
+    """R14: eight breaks were the end of it."""
+    attempts, have = Attempts(), 10
+    for n in range(5 * MAX_ATTEMPTS):
+        attempts.begin("w", "x", have, now=0.0)
+        have += n % 4 == 0
+        attempts.end(have, 1.0, Loss.UNREACHABLE)
+        assert attempts.verdict() is Verdict.RESUBMIT
+
+
+def test_a_suspect_that_passes_its_first_steps_is_one_no_more() -> None:
+    attempts, have = Attempts(), 10
+    for verdict in (Verdict.RESUBMIT, Verdict.ALONE):
+        attempts.begin("w", "x", have, now=0.0)
+        attempts.end(have, 1.0, Loss.DIED)
+        assert attempts.verdict() is verdict
+    attempts.begin("w", "x", have, now=0.0, alone=True)
+    have += FIRST_TOKENS
+    assert attempts.has_passed_first_steps(have)
+    attempts.share()
+    attempts.end(have, 1.0, Loss.DIED)
+    assert attempts.verdict() is Verdict.RESUBMIT
+
+
+def test_what_dies_beside_a_suspect_is_not_suspected() -> None:
+    attempts = Attempts()
+    for _ in range(MAX_DEATHS - 1):
+        attempts.begin("w", "x", 10, now=0.0)
+        attempts.end(10, 1.0, Loss.DIED, excused=True)
+        assert attempts.verdict() is Verdict.RESUBMIT
+
+
+def test_workers_that_drain_may_meet_a_request_as_often_as_they_like() -> None:
+    attempts = Attempts()
+    for i in range(3 * MAX_ATTEMPTS_IN_ALL):
+        attempts.begin(f"w{i}", "class", 10 + i, now=float(i))
+        attempts.end(10 + i + i % 2, i + 0.5, Loss.DRAINED)
+        assert attempts.verdict() is Verdict.RESUBMIT
+
+
+@pytest.mark.parametrize(
+    ("timeout_s", "step_tokens", "rate", "bound_s"),
+    [(30.0, 2048, 0.0, 30.0), (30.0, 2048, 10_000.0, 30.0), (30.0, 16_384, 1000.0, 163.84), (1.0, 0, 50.0, 1.0)],
+)
+def test_the_bound_of_a_step_grows_with_the_longest_prefill(
+    timeout_s: float, step_tokens: int, rate: float, bound_s: float
+) -> None:
+    assert stall_bound_s(timeout_s, step_tokens, rate) == pytest.approx(bound_s)
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.floats(0, 10)), max_size=6), st.booleans(), st.floats(0, 10))
+def test_a_request_is_on_a_worker_or_waits(steps: list[tuple[float, float]], lost: bool, rest: float) -> None:
+    """C8: waits and attempts together are all of the time, without a hole or an overlap."""
+    attempts, now = Attempts(), 5.0
+    for number, (wait, run) in enumerate(steps):
+        attempts.begin(f"w{number}", "n", 3, now + wait)
+        now += wait + run
+        attempts.end(3, now, Loss.DIED if lost or number < len(steps) - 1 else None)
+    end = now + (rest if lost or not steps else 0.0)
+    waits = attempts.waits(5.0, end)
+    spans = sorted([(w.began, w.ended) for w in waits] + [(a.began, a.ended or end) for a in attempts.all])
+    assert spans[0][0] == 5.0
+    assert spans[-1][1] == pytest.approx(end)
+    assert all(one[1] == pytest.approx(other[0]) for one, other in itertools.pairwise(spans))
+    assert [w.loss for w in waits] == [None, *[Loss.DIED] * (len(waits) - 1)]

@@ -1,0 +1,597 @@
+"""The prefix index against dictionaries, the order of loads against sorting, and where the policies send requests."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from common.delay_gate import DelayGate
+from common.limits import EXPECTED_S, MAX_SESSIONS
+from router.scheduling import prefix_index
+from router.scheduling.dispatcher import Dispatcher
+from router.scheduling.fair_queue import QueuedRequest
+from router.scheduling.placement import (
+    PLACEMENTS,
+    CacheChange,
+    LeastLoaded,
+    LoadOrder,
+    Placement,
+    PrefixAware,
+    SessionAffinity,
+    seconds_of_work,
+)
+from router.scheduling.prefix_index import BYTES_PER_ENTRY, PrefixIndex
+from router.scheduling.worker_queue import Lane, LoadReport
+
+GRANULE = 128
+
+
+def chain(*parts: int) -> list[int]:
+    """Granules of a prompt: each names the whole prefix, as chain hashes do."""
+    rnd = random.Random(0)
+    named: list[int] = []
+    for part in parts:
+        rnd.seed(f"{named[-1] if named else None}/{part}")
+        named.append(rnd.getrandbits(64))
+    return named
+
+
+PROMPTS = st.lists(st.integers(0, 1), max_size=7).map(lambda parts: chain(*parts))
+
+
+class IndexMachine(RuleBasedStateMachine):
+    """What each worker holds and was sent, as sets and dictionaries; at most 8 workers, and no overflow."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.index = PrefixIndex(1 << 14)
+        self.now = 0.0
+        self.holds: dict[str, set[int]] = {}
+        self.sent: dict[str, dict[int, float]] = {}
+
+    @rule(worker=st.sampled_from("abcdefgh"))
+    def start(self, worker: str) -> None:
+        self.index.add_worker(worker)
+        self.holds[worker], self.sent[worker] = set(), {}
+
+    def worker(self, data: st.DataObject) -> str:
+        return data.draw(st.sampled_from(sorted(self.holds)))
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def stop(self, data: st.DataObject) -> None:
+        worker = self.worker(data)
+        self.index.remove_worker(worker)
+        del self.holds[worker], self.sent[worker]
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data(), prompts=st.lists(PROMPTS, max_size=4))
+    def store(self, data: st.DataObject, prompts: list[list[int]]) -> None:
+        worker, granules = self.worker(data), [granule for prompt in prompts for granule in prompt]
+        self.index.store(worker, granules)
+        self.holds[worker].update(granules)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data(), prompt=PROMPTS)
+    def evict(self, data: st.DataObject, prompt: list[int]) -> None:
+        """Whatever begins with the prompt: a suffix goes before its prefix."""
+        worker, begin = self.worker(data), PARTS[tuple(prompt)]
+        gone = [names[-1] for names, parts in PARTS.items() if parts and parts[: len(begin)] == begin]
+        self.index.evict(worker, gone)
+        self.holds[worker] -= set(gone)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data(), prompt=PROMPTS)
+    def send(self, data: st.DataObject, prompt: list[int]) -> None:
+        worker = self.worker(data)
+        self.index.expect(worker, prompt, self.now)
+        self.sent[worker].update(dict.fromkeys(prompt, self.now + EXPECTED_S))
+
+    @rule(seconds=st.sampled_from([0.5, 1.0, 2.5]))
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    @rule(prompt=PROMPTS)
+    def look(self, prompt: list[int]) -> None:
+        sent = {w: {g for g, until in sent.items() if until > self.now} for w, sent in self.sent.items()}
+        depths = {w: max(depth_in(prompt, held), depth_in(prompt, sent[w])) for w, held in self.holds.items()}
+        assert {worker: self.index.depth(worker, prompt, self.now) for worker in self.holds} == depths
+        deepest = max(depths.values(), default=0)
+        owners = {worker for worker, depth in depths.items() if depth == deepest and depth}
+        found, names = self.index.longest(prompt, self.now)
+        assert (found, set(names), len(names)) == (deepest, owners, len(owners))
+
+    @invariant()
+    def exact(self) -> None:
+        for worker, held in self.holds.items():
+            assert self.index.held(worker) == held
+        assert len(self.index) >= len(set().union(*self.holds.values()))
+
+
+PARTS = {tuple(chain(*parts)): parts for n in range(8) for parts in itertools.product((0, 1), repeat=n)}
+IndexMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=30)
+TestIndexMachine = IndexMachine.TestCase
+
+
+def depth_in(prompt: list[int], held: set[int]) -> int:
+    return next((i for i, granule in enumerate(prompt) if granule not in held), len(prompt))
+
+
+def test_the_index_is_bounded_and_never_invents() -> None:
+    index = PrefixIndex(1000)
+    assert (index.capacity, index.nbytes) == (1024, 1024 * BYTES_PER_ENTRY)
+    rnd = random.Random(1)
+    index.add_worker("a")
+    index.add_worker("b")
+    given_to: dict[str, set[int]] = {"a": set(), "b": set()}
+    prompts = [[rnd.getrandbits(64) for _ in range(4)] for _ in range(3000)]
+    for prompt in prompts:
+        worker = rnd.choice("ab")
+        index.store(worker, prompt)
+        given_to[worker] |= set(prompt)
+    for prompt in prompts:
+        for worker, granules in given_to.items():
+            assert index.depth(worker, prompt, 0.0) == 0 or granules.issuperset(prompt[:1])
+    assert sum(index.depth("a", prompt, 0.0) > 0 for prompt in prompts) > 50
+    assert len(index) == 1024
+    assert index.forgotten >= 12_000 - 1024
+
+
+def test_the_index_grows_and_keeps_what_it_has() -> None:
+    """R9: by a little with every report, never by all of it at once."""
+    index = PrefixIndex(1 << 20)
+    begun = index.nbytes
+    rnd = random.Random(2)
+    held: dict[str, set[int]] = {"a": set(), "b": set()}
+    for worker in held:
+        index.add_worker(worker)
+    for _ in range(30):
+        for worker, granules in held.items():
+            new = [rnd.getrandbits(64) for _ in range(2000)]
+            before = index.nbytes
+            shared = rnd.sample(sorted(held["b" if worker == "a" else "a"]), 50) if held["a"] and held["b"] else []
+            index.store(worker, [*new, *shared])
+            granules.update(new, shared)
+            # No report waits for more than room for itself: six entries for each of its granules.
+            assert index.nbytes - before <= 6 * BYTES_PER_ENTRY * (len(new) + len(shared)) + BYTES_PER_ENTRY * 8
+            gone = rnd.sample(sorted(granules), 300)
+            index.evict(worker, gone)
+            granules.difference_update(gone)
+    assert begun == BYTES_PER_ENTRY << 16
+    assert BYTES_PER_ENTRY << 18 < index.nbytes <= 6 * BYTES_PER_ENTRY * (len(index) + 8000)
+    # A bucket overflows now and then, though the index is sparse.
+    assert index.forgotten < 50
+    for worker, granules in held.items():
+        assert index.held(worker) <= granules
+        assert len(granules - index.held(worker)) <= index.forgotten
+    assert len(held["a"] | held["b"]) - index.forgotten <= len(index) <= len(held["a"] | held["b"])
+
+
+def test_what_is_sent_to_a_long_prompt_is_found_to_an_eighth() -> None:
+    index = PrefixIndex(64)
+    index.add_worker("a")
+    sent = chain(*range(900))
+    index.expect("a", sent, 0.0)
+    for common in (1, 3, 15, 16, 31, 100, 513, 899, 900):
+        for after in ([], [7] * 50):
+            prompt = [*sent[:common], *(chain(common, *after) if common < 900 or after else [])]
+            depth = index.depth("a", prompt, 1.0)
+            assert 8 * common <= 9 * depth + 8
+            assert depth <= common
+    assert index.depth("a", sent, 1.0) == 900
+    assert index.depth("a", sent, EXPECTED_S) == 0
+
+
+def test_what_is_expected_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prefix_index, "MAX_EXPECTED_GRANULES", 1000)
+    index = PrefixIndex(64)
+    index.add_worker("a")
+    prompts = [chain(i, *range(30)) for i in range(100)]
+    for prompt in prompts:
+        index.expect("a", prompt, 0.0)
+    expected = index._expected
+    assert expected._marks <= 1000
+    assert sum(map(len, expected._until.values())) <= 1000
+    assert index.depth("a", prompts[0], 0.0) == 0
+    assert index.depth("a", prompts[-1], 0.0) == 31
+    index.expect("a", chain(1), EXPECTED_S)
+    assert len(expected._until) == 1
+
+
+def test_the_first_eight_owners_count_and_a_depth_beyond_them_is_found() -> None:
+    index = PrefixIndex(64)
+    prompt = chain(1, 2, 3, 4)
+    for i in range(12):
+        index.add_worker(f"w{i}")
+        index.store(f"w{i}", prompt[:3])
+    assert set(index.longest(prompt, 0.0)[1]) == {f"w{i}" for i in range(8)}
+    assert index.forgotten == 12
+    assert index.depth("w11", prompt, 0.0) == 0
+    index.store("w11", prompt[3:])
+    assert index.depth("w11", prompt, 0.0) == 4
+    assert index.longest(prompt, 0.0) == (4, ["w11"])
+    index.evict("w0", prompt[:3])
+    index.store("w10", prompt[:3])
+    assert index.depth("w10", prompt, 0.0) == 3
+
+
+def test_numbers_of_workers_are_used_once_until_all_get_new_ones() -> None:
+    index = PrefixIndex(64)
+    prompt = chain(1)
+    index.add_worker("a")
+    index.store("a", prompt)
+    for _ in range(70_000):
+        index.add_worker("z")
+    assert index.depth("z", prompt, 0.0) == 0
+    assert index.longest(prompt, 0.0) == (1, ["a"])
+    index.store("z", prompt)
+    assert set(index.longest(prompt, 0.0)[1]) == {"a", "z"}
+
+
+def lane(worker: str, model: str = "m", **load: float) -> Lane:
+    return Lane(worker, model, LoadReport(0.0, room_tokens=10_000, room_seqs=100, **load))  # type: ignore[arg-type]
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(0, 5), st.sampled_from([0, 10, 20, 30, None])), max_size=150))
+def test_the_least_loaded_by_sorting(events: list[tuple[int, int | None]]) -> None:
+    order, lanes = LoadOrder(), [lane(f"w{i}") for i in range(6)]
+    up: dict[str, Lane] = {}
+    for number, tokens in events:
+        changed = lanes[number]
+        if tokens is None:
+            order.remove(changed)
+            up.pop(changed.worker, None)
+        else:
+            changed.take_report(LoadReport(0.0, waiting_tokens=tokens, prefill_rate=100.0, room_seqs=9))
+            order.update(changed)
+            up[changed.worker] = changed
+        expected = sorted(seconds_of_work(lane) for lane in up.values())[:2]
+        least = order.least(2)
+        assert [seconds_of_work(lane) for lane in least] == expected
+        assert len({lane.worker for lane in least}) == len(expected)
+    assert len(order._heap) <= 2 * 6 + 65
+
+
+def request(key: int, prompt: list[int] | None = None, session: str = "", tokens: int | None = None) -> QueuedRequest:
+    granules = prompt or []
+    size = GRANULE * len(granules) + 10 if tokens is None else tokens
+    return QueuedRequest(key, "m", size, 0.0, session=session, granules=granules, granule_tokens=GRANULE)
+
+
+def fleet(policy: Placement, *workers: str, rate: float = 10_000.0) -> Dispatcher:
+    d = Dispatcher(DelayGate(0.0), policy)
+    for worker in workers:
+        d.lane_up(worker, "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=rate, total_blocks=10_000), 0.0)
+    return d
+
+
+def send(d: Dispatcher, new: QueuedRequest) -> str:
+    d.arrive(new, 0.0)
+    (release,) = d.decide(0.0)
+    return release.worker
+
+
+def done(d: Dispatcher, *workers: str) -> None:
+    for worker in workers:
+        load = LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0, submit_seen=10**6, total_blocks=10_000)
+        d.report(worker, load)
+
+
+def test_equal_prefixes_to_their_owner_and_others_elsewhere() -> None:
+    d = fleet(PrefixAware(), "a", "b", "c")
+    prompts = [chain(i, *range(20)) for i in range(3)]
+    owners = []
+    for key, prompt in enumerate(prompts):
+        owners.append(send(d, request(key, prompt)))
+        done(d, "a", "b", "c")
+    assert sorted(owners) == ["a", "b", "c"]
+    for key in range(3, 30):
+        assert send(d, request(key, [*prompts[key % 3], key])) == owners[key % 3]
+        done(d, "a", "b", "c")
+
+
+def test_a_hot_prefix_spreads_when_waiting_costs_more_than_computing() -> None:
+    d = fleet(PrefixAware(), "a", "b", "c", "d")
+    hot = chain(*range(20))
+    owner = send(d, request(0, hot))
+    done(d, owner)
+    # Of 3 060 tokens the owner computes 500.
+    workers = [send(d, request(key, hot, tokens=20 * GRANULE + 500)) for key in range(1, 41)]
+    assert set(workers) == {"a", "b", "c", "d"}
+    loads = [lane.outstanding_tokens for lane in d._lanes.values()]
+    assert sum(loads) == 37 * 500 + 3 * 3060
+    assert workers[:4] == [owner] * 4
+    assert max(loads) < 2 * min(loads)
+
+
+def speeds(time: float, rate: float, samples: int, seen: int = 0) -> LoadReport:
+    return LoadReport(
+        time, 0, 0, 0, 100_000, 1000, prefill_rate=rate, total_blocks=10_000, prefill_samples=samples, submit_seen=seen
+    )
+
+
+def test_a_slower_worker_gets_less_in_proportion_and_one_that_looked_slow_is_tried_again() -> None:
+    d = Dispatcher(DelayGate(0.0), PrefixAware())
+    for worker, rate in (("a", 10_000.0), ("b", 10_000.0), ("c", 2_500.0)):
+        d.lane_up(worker, "m", speeds(0.0, rate, 5), 0.0)
+    workers = [send(d, request(key, tokens=500)) for key in range(90)]
+    assert workers.count("c") == pytest.approx(10, abs=2)
+    assert workers.count("a") == pytest.approx(40, abs=2)
+    for worker, rate in (("a", 10_000.0), ("b", 10_000.0), ("c", 2_500.0)):
+        d.report(worker, speeds(60.0, rate, 6 if worker < "c" else 5, seen=10**6))
+    later = []
+    for key in range(100, 130):
+        d.arrive(request(key, tokens=500), 60.0)
+        later += [release.worker for release in d.decide(60.0)]
+    assert later.count("c") == pytest.approx(10, abs=1)
+
+
+def test_a_worker_that_has_measured_nothing_counts_as_the_fastest() -> None:
+    d = Dispatcher(DelayGate(0.0), PrefixAware())
+    d.lane_up("a", "m", speeds(0.0, 50_000.0, 5), 0.0)
+    d.lane_up("b", "m", speeds(0.0, 0.0, 0), 0.0)
+    assert [send(d, request(key, tokens=500)) for key in range(10)].count("b") == 5
+
+
+def test_one_wrong_measurement_is_not_the_speed_of_the_unknown_for_ever() -> None:
+    """R14: the highest speed ever seen stood for every worker that had not been measured for long."""
+    policy = PrefixAware()
+    d = Dispatcher(DelayGate(0.0), policy)
+    d.lane_up("a", "m", speeds(0.0, 5_000_000.0, 1), 0.0)
+    d.lane_up("b", "m", speeds(0.0, 0.0, 0), 0.0)
+    unknown = d._lanes["b"]
+    assert policy._speed(unknown, 0.0) == 5_000_000
+    for second in range(1, 100):
+        d.report("a", speeds(float(second), 50_000.0, 1 + second))
+    assert policy._speed(unknown, 100.0) == 50_000
+
+
+def waiting_fleet(policy: Placement, loads: dict[str, int]) -> Dispatcher:
+    """Workers that have no room, and so many tokens before what comes."""
+    d = Dispatcher(DelayGate(0.0), policy)
+    for worker, tokens in loads.items():
+        d.lane_up(worker, "m", busy(tokens), 0.0)
+    return d
+
+
+def busy(tokens: int, time: float = 0.0) -> LoadReport:
+    return LoadReport(time, 4, 1, tokens, 0, 100, prefill_rate=10_000.0, prefill_samples=1)
+
+
+def bound(d: Dispatcher) -> dict[int, str]:
+    return {request.key: lane.worker for lane in d._lanes.values() for request in lane}
+
+
+@pytest.mark.parametrize("policy", [PrefixAware, LeastLoaded])
+def test_what_waits_moves_to_where_it_is_served_clearly_sooner(policy: type[LeastLoaded]) -> None:
+    d = waiting_fleet(policy(), {"a": 0, "b": 9000})
+    for key in range(4):
+        d.arrive(request(key, tokens=1000), 0.0)
+    assert set(bound(d).values()) == {"a"}
+    d.report("b", busy(3990, 0.1))
+    assert d.decide(0.1) == []
+    assert set(bound(d).values()) == {"a"}, "no gain of 10 %"
+    d.report("b", busy(0, 1.0))
+    assert d.decide(1.0) == []
+    assert sorted(bound(d).values()) == ["a", "a", "b", "b"]
+    for _ in range(3):
+        before = bound(d)
+        assert d.decide(2.0 + _) == []
+        assert bound(d) == before, "to and fro"
+
+
+def test_what_waits_follows_its_prefix() -> None:
+    d = waiting_fleet(PrefixAware(), {"a": 0, "b": 1000, "c": 20_000})
+    hot = chain(*range(40))
+    d.arrive(request(1, hot), 0.0)
+    assert bound(d) == {1: "a"}
+    d.cache_changed("b", CacheChange(stored=hot))
+    d.cache_changed("c", CacheChange(stored=hot))
+    assert d.decide(0.1) == []
+    assert bound(d) == {1: "b"}
+    assert next(iter(d._lanes["b"])).work == 10
+    d.cache_changed("b", CacheChange(evicted=hot))
+    assert d.decide(2.0) == []
+    assert bound(d) == {1: "a"}
+    assert next(iter(d._lanes["a"])).work == 40 * GRANULE + 10
+
+
+def test_who_moves_keeps_its_place_and_goes_neither_back_nor_out_of_its_class() -> None:
+    d = waiting_fleet(LeastLoaded(), {"a": 0, "b": 50_000})
+    for key in range(6):
+        d.arrive(request(key, tokens=1000), 0.0)
+    d.report("a", busy(30_000, 0.5))
+    d.report("b", busy(30_000, 0.5))
+    d.arrive(request(9, tokens=1000), 0.5)
+    d.decide(0.5)
+    d.report("a", LoadReport(1.0, 1, 0, 0, 10**6, 100, prefill_rate=10_000.0))
+    d.report("b", LoadReport(1.0, 1, 0, 0, 10**6, 100, prefill_rate=10_000.0))
+    for release in d.decide(1.0):
+        assert [r.key for r in release.requests] == sorted(r.key for r in release.requests)
+
+    d = waiting_fleet(LeastLoaded(), {"a": 50_000, "b": 50_000})
+    given_back, fixed = request(1, tokens=1000), request(2, tokens=1000)
+    fixed.numerics = "x"
+    d.requeue(given_back, 0.0, avoid="a")
+    d.lane_up("c", "m", busy(60_000), 0.0, "x")
+    d.arrive(fixed, 0.0)
+    assert bound(d) == {1: "b", 2: "c"}
+    d.report("a", busy(0, 1.0))
+    d.decide(1.0)
+    assert bound(d) == {1: "b", 2: "c"}
+
+
+@settings(max_examples=40)
+@given(
+    st.lists(st.integers(0, 30), min_size=2, max_size=5),
+    st.lists(st.integers(1, 20), min_size=1, max_size=12),
+    st.lists(st.integers(0, 30), min_size=5, max_size=5),
+    st.lists(st.tuples(st.integers(0, 4), st.integers(0, 12)), max_size=5),
+)
+def test_after_a_look_nobody_could_gain(
+    loads: list[int], sizes: list[int], then: list[int], caches: list[tuple[int, int]]
+) -> None:
+    """By brute force, each request against all workers; few enough that all of them are candidates."""
+    names = [f"w{i}" for i in range(len(loads))]
+    d = waiting_fleet(PrefixAware(), dict(zip(names, [100 * load for load in loads], strict=True)))
+    prompts = {key: chain(key, *range(size - 1)) for key, size in enumerate(sizes)}
+    for key, prompt in prompts.items():
+        d.arrive(request(key, prompt), 0.0)
+    holds: dict[tuple[str, int], int] = {}
+    for worker, key in caches[:2]:
+        if worker < len(names) and key in prompts:
+            d.cache_changed(names[worker], CacheChange(stored=prompts[key]))
+            holds[names[worker], key] = len(prompts[key])
+    now = {name: 100 * tokens for name, tokens in zip(names, then, strict=False)}
+    for name, tokens in now.items():
+        d.report(name, busy(tokens, 0.5))
+    d.decide(0.5)
+    where, ahead = bound(d), dict.fromkeys(names, 0)
+    for key, prompt in prompts.items():
+        costs = {
+            name: (now[name] + ahead[name] + len(prompt) * GRANULE + 10 - holds.get((name, key), 0) * GRANULE) / 10_000
+            for name in names
+        }
+        here = costs[where[key]]
+        candidates = [*sorted(names, key=lambda name: now[name])[: len(names) if len(names) <= 2 else 0]]
+        candidates += [name for name in names if (name, key) in holds]
+        for name in candidates:
+            assert costs[name] >= here - max(0.005, 0.1 * here) - 1e-9
+        ahead[where[key]] += len(prompt) * GRANULE + 10 - holds.get((where[key], key), 0) * GRANULE
+
+
+def test_a_restarted_worker_has_nothing() -> None:
+    d = fleet(PrefixAware(), "a", "b")
+    hot = chain(*range(20))
+    owner = send(d, request(0, hot))
+    other = "b" if owner == "a" else "a"
+    done(d, owner)
+    d.lane_down(owner, 1.0)
+    assert send(d, request(1, hot)) == other
+    done(d, other)
+    d.cache_gone(owner)
+    d.lane_up(owner, "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0), 1.0)
+    assert send(d, request(2, hot)) == other
+
+
+def test_what_a_worker_says_counts_whoever_sent_it_and_outlasts_a_break() -> None:
+    d = fleet(PrefixAware(), "a", "b", "c")
+    hot = chain(*range(20))
+    for owner in "abc":
+        d.cache_changed(owner, CacheChange(stored=hot[:10]))
+        assert send(d, request(ord(owner), [*hot, ord(owner)])) == owner
+        done(d, owner)
+        d.cache_changed(owner, CacheChange(evicted=hot[:10]))
+        d.cache_changed(owner, CacheChange(anew=True))
+    d.cache_changed("b", CacheChange(stored=hot))
+    d.lane_down("b", 0.0)
+    d.cache_changed("b", CacheChange(stored=chain(7)))
+    d.lane_up("b", "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0), 0.0)
+    assert send(d, request(4, hot)) == "b"
+    done(d, "b")
+    assert send(d, request(5, chain(7), tokens=GRANULE + 10)) == "b"
+    d.cache_changed("nobody", CacheChange(stored=hot))
+
+
+def test_a_worker_that_caches_nothing_is_judged_by_its_load() -> None:
+    policy = PrefixAware()
+    d = Dispatcher(DelayGate(0.0), policy)
+    report = LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0)
+    for worker in "ab":
+        d.lane_up(worker, "m", report, 0.0, caches_prefixes=False)
+    hot = chain(*range(20))
+    assert {send(d, request(key, hot)) for key in range(6)} == {"a", "b"}
+    assert not policy._indexes
+    d.lane_up("c", "m", report, 0.0)
+    d.lane_down("c", 0.0)
+    assert policy._indexes["m"].workers == ["c"]
+    d.lane_up("c", "m", report, 0.0, caches_prefixes=False)
+    assert not policy._indexes
+
+
+def test_models_of_equal_prompts_have_indexes_of_their_own() -> None:
+    policy = PrefixAware()
+    d = fleet(policy, "a", "b")
+    d.lane_up("x", "other", LoadReport(0.0, 0, 0, 0, 100_000, 100), 0.0)
+    hot = chain(*range(20))
+    assert send(d, QueuedRequest(0, "other", 3000, 0.0, granules=hot, granule_tokens=GRANULE)) == "x"
+    assert send(d, request(1, hot)) in "ab"
+    d.lane_down("x", 0.0)
+    d.cache_gone("x")
+    assert set(policy._indexes) == {"m"}
+
+
+def test_sessions_stay_and_are_bounded() -> None:
+    policy = SessionAffinity()
+    d = fleet(policy, "a", "b", "c")
+    homes = {f"s{i}": send(d, request(i, session=f"s{i}")) for i in range(9)}
+    assert len(set(homes.values())) == 3
+    for i in range(9, 36):
+        assert send(d, request(i, session=f"s{i % 9}")) == homes[f"s{i % 9}"]
+    d.lane_down(homes["s0"], 0.0)
+    assert (moved := send(d, request(50, session="s0"))) != homes["s0"]
+    assert send(d, request(51, session="s0")) == moved
+    for i in range(MAX_SESSIONS + 10):
+        policy._sessions.note(request(0, session=f"t{i}"), "a")
+    assert len(policy._sessions) == MAX_SESSIONS
+
+
+def test_least_loaded_counts_at_selection() -> None:
+    d = fleet(LeastLoaded(), "a", "b", "c")
+    big = send(d, request(0, tokens=10_000))
+    workers = [send(d, request(key, tokens=100)) for key in range(1, 9)]
+    assert big not in workers
+    assert workers.count("a") + workers.count("b") + workers.count("c") == 8
+    assert sorted(workers.count(w) for w in "abc") == [0, 4, 4]
+
+
+@pytest.mark.parametrize("name", PLACEMENTS)
+def test_every_policy_keeps_to_the_numerics_class_and_survives_coming_and_going(name: str) -> None:
+    rnd = random.Random(name)
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[name].make())
+    classes = {f"w{i}": "xy"[i % 2] for i in range(6)}
+    up: set[str] = set()
+    for key in range(400):
+        worker = rnd.choice(list(classes))
+        if rnd.random() < 0.1:
+            if worker in up:
+                up.discard(worker)
+                d.lane_down(worker, 0.0)
+            else:
+                up.add(worker)
+                d.lane_up(worker, "m", LoadReport(0.0, room_tokens=10**6, room_seqs=1000), 0.0, classes[worker])
+        new = request(key, chain(*[rnd.randrange(2) for _ in range(5)]), session=rnd.choice(["", "s", "t"]))
+        new.numerics = rnd.choice([None, None, "x", "y"])
+        d.arrive(new, 0.0)
+        for release in d.decide(0.0):
+            assert release.worker in up
+            assert all(r.numerics in (None, classes[release.worker]) for r in release.requests)
+        if rnd.random() < 0.3 and up:
+            d.report(rnd.choice(sorted(up)), LoadReport(0.0, 2, 0, rnd.randrange(99), 10**6, 1000, submit_seen=key))
+
+
+class Counting(PrefixAware):
+    """Counts the lanes that it looks at."""
+
+    looks = 0
+
+    def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, now: float) -> tuple[float, int]:
+        self.looks += 1
+        return super().cost_s(request, lane, hit, now)
+
+
+def test_a_decision_looks_at_seven_lanes_at_most() -> None:
+    policy = Counting()
+    d = fleet(policy, *(f"w{i}" for i in range(300)))
+    hot = chain(*range(20))
+    for key in range(100):
+        policy.looks = 0
+        send(d, request(key, [*hot[: key % 20], *chain(key, 1)], session="s"))
+        assert 1 <= policy.looks <= 7
+    assert len(d._busy) == 0

@@ -1,0 +1,124 @@
+"""What may change while a router runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from common.errors import ConfigVersionError, InvalidFieldError
+from router.runtime_config import Configuration, Reread, Routing, Settings
+from router.workers.addresses import AddressError
+
+SETTINGS = Settings(Routing(tenant_weight={"gold": 4.0}), ("a:1",))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"placement": "best"}, "placement is best; valid: one of prefix_aware, least_loaded"),
+        ({"delay_factor": -1.0}, "delay_factor is -1.0; valid: 0 or more"),
+        ({"delay_factor": float("nan")}, "delay_factor is nan"),
+        ({"max_hold_s": 61.0}, "max_hold is 61.0"),
+        ({"queue_size": 0}, "queue_size is 0"),
+        ({"tenant_weight": {"gold": 0.0}}, "tenant_weight\\['gold'\\] is 0.0; valid: more than 0"),
+        ({"tenant_weight": {"": 2.0}}, "an entry without a tenant"),
+        ({"tenant_concurrency": {"gold": -1}}, "tenant_concurrency\\['gold'\\] is -1"),
+        ({"tenant_max_priority": {"gold": "top"}}, "tenant_max_priority\\['gold'\\] is top; valid: one of low, normal"),
+        ({"tenant_max_priority": {"": ""}}, "tenant_max_priority\\[''\\] is empty"),
+        ({"tenant_weight": {str(i): 1.0 for i in range(5000)}}, "at most 4096"),
+    ],
+)
+def test_bad_values_are_refused(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(InvalidFieldError, match=message):
+        Routing(**fields)  # type: ignore[arg-type]
+
+
+def test_bad_settings_are_refused() -> None:
+    with pytest.raises(AddressError, match="'a' is not a worker's address"):
+        Settings(Routing(), ("a",))
+    with pytest.raises(InvalidFieldError, match="log_level is loud"):
+        Settings(Routing(), ("a:1",), "loud")
+
+
+class Site:
+    """A configuration, what it has applied, and the file that it reads."""
+
+    def __init__(self) -> None:
+        self.applied: list[Settings] = []
+        self.read: Callable[[], Reread] = lambda: Reread(SETTINGS, ())
+        self.configuration = Configuration(SETTINGS, self.applied.append, self._read)
+
+    def _read(self) -> Reread:
+        return self.read()
+
+
+def test_a_change_counts_once_and_only_when_it_is_one() -> None:
+    site = Site()
+    site.configuration.set_routing(SETTINGS.routing)
+    assert (site.configuration.version, site.applied) == (1, [])
+    changed = replace(SETTINGS.routing, delay_factor=1.0)
+    site.configuration.set_routing(changed, if_version=1)
+    assert site.configuration.version == 2
+    assert site.applied == [replace(SETTINGS, routing=changed)]
+    with pytest.raises(ConfigVersionError, match="has version 2 by now, not 1"):
+        site.configuration.set_routing(SETTINGS.routing, if_version=1)
+    assert len(site.applied) == 1
+
+
+def test_a_reload_makes_it_what_the_configuration_says() -> None:
+    site = Site()
+    site.configuration.set_routing(replace(SETTINGS.routing, placement="round_robin"))
+    wanted = Settings(Routing(queue_size=9), ("b:1",), "debug")
+    site.read = lambda: Reread(wanted, ("port",))
+    done = site.configuration.reload()
+    assert set(done.changed) == {"worker", "placement", "queue-size", "tenant-weight", "log-level"}
+    assert (done.version, done.needs_restart) == (3, ("port",))
+    assert site.configuration.settings == site.applied[-1] == wanted
+    again = site.configuration.reload()
+    assert (again.version, again.changed, again.needs_restart) == (3, (), ("port",))
+    assert len(site.applied) == 2
+
+
+def test_a_reload_names_what_it_undoes() -> None:
+    """R14: what SetRouting had set was gone, and only listed among what had changed."""
+    site = Site()
+    routing = SETTINGS.routing
+    site.configuration.set_routing(replace(routing, placement="round_robin", queue_size=5, delay_factor=1.0))
+    site.configuration.set_routing(replace(routing, placement="round_robin", queue_size=5))
+    site.read = lambda: Reread(Settings(replace(routing, queue_size=5), ("b:1",)), ())
+    done = site.configuration.reload()
+    # The file says by now what was set of the queue, and the gate has been set back.
+    assert (set(done.changed), done.undone) == ({"worker", "placement"}, ("placement",))
+    # What a file changes of itself undoes nothing.
+    site.read = lambda: Reread(replace(SETTINGS, routing=replace(routing, placement="session", queue_size=9)), ())
+    done = site.configuration.reload()
+    assert (set(done.changed), done.undone) == ({"worker", "placement", "queue-size"}, ())
+
+
+def test_a_configuration_that_can_not_be_read_undoes_nothing() -> None:
+    site = Site()
+    site.configuration.set_routing(replace(SETTINGS.routing, placement="round_robin"))
+    good = site.read
+
+    def broken() -> Reread:
+        raise AddressError("line 7")
+
+    site.read = broken
+    with pytest.raises(AddressError, match="line 7"):
+        site.configuration.reload()
+    site.read = good
+    assert site.configuration.reload().undone == ("placement",)
+
+
+def test_what_can_not_be_read_changes_nothing() -> None:
+    site = Site()
+
+    def broken() -> Reread:
+        raise AddressError("line 7")
+
+    site.read = broken
+    with pytest.raises(AddressError, match="line 7"):
+        site.configuration.reload()
+    assert (site.configuration.version, site.applied) == (1, [])

@@ -1,0 +1,296 @@
+"""StreamAssembly: the text and the counts do not depend on how the tokens were framed or when the client read."""
+
+from __future__ import annotations
+
+import pytest
+from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import DeadlineError, EngineError, NoWorkerError, SlowClientError, WorkerLostError
+from common.text.stop_strings import StopStrings
+from router.text.stream_assembly import GapError, Part, Start, StreamAssembly
+from tests.unit.common.text.continuations import Continuation, continuations
+from tests.unit.router.support import EOS, end, small_tokenizer
+
+TOKENIZER = small_tokenizer()
+PROMPT = 5
+
+
+def ids_of(*texts: str) -> list[int]:
+    """Ids of the texts' tokens; a character of several bytes has several."""
+    return sorted({i for text in texts for i in TOKENIZER.encode(text)})
+
+
+# Ids, and stop strings that they make up again and again: parts of each other, across tokens, of half characters.
+FAMILIES = [
+    (ids_of("a", "b", "ba"), ["ab", "bb", "aab", "bab", "abba", "babb", "aaab", "abab", "bbaab"]),
+    (ids_of("e", "l", "o", "la", "lo", "x"), ["lo", "ela", "a", "elo", "xel", "ll", "oe"]),
+    (ids_of("é", "x"), ["é", "éé", "\ufffd", "x\ufffd", "xx\ufffd", "é\ufffd", "\ufffdx\ufffd"]),
+    ([i for i in range(299) if i != EOS], ["a", "lo", "ela", "é", "ab", "ba", "x"]),
+]
+
+
+@st.composite
+def answers(draw: st.DrawFn) -> tuple[list[int], tuple[str, ...]]:
+    """The ids of an answer, and stop strings, most of which it meets."""
+    letters, possible = draw(st.sampled_from(FAMILIES))
+    stops = draw(st.lists(st.sampled_from(possible), max_size=6, unique=True))
+    # Beginnings of stop strings: what follows leads into another one, or nearly.
+    heads = [stop[:end] for stop in stops for end in range(1, len(stop)) if "\ufffd" not in stop]
+    begun = [[i for letter in head for i in TOKENIZER.encode(letter)] for head in heads]
+    pieces = draw(st.lists(st.sampled_from([*begun, *([i] for i in letters)]), min_size=1, max_size=20))
+    return [i for piece in pieces for i in piece][:40], tuple(stops)
+
+
+def assembly(
+    stops: tuple[str, ...] = (), *, include: bool = False, min_tokens: int = 0, max_unread_tokens: int = 10_000
+) -> StreamAssembly:
+    return StreamAssembly(
+        PROMPT,
+        detokenizer=TOKENIZER.decode_stream(),
+        stop_strings=StopStrings(stops, include) if stops else None,
+        min_tokens=min_tokens,
+        return_token_ids=True,
+        max_unread_tokens=max_unread_tokens,
+    )
+
+
+def drain(stream: StreamAssembly) -> list[Part]:
+    parts = []
+    while (part := stream.take()) is not None:
+        parts.append(part)
+        if part.ending is not None:
+            break
+    return parts
+
+
+def feed(stream: StreamAssembly, ids: list[int], cuts: list[int], last: wpb.SequenceEnd) -> list[Part]:
+    """Feeds `ids` in runs that end at `cuts`, reading after every other run."""
+    parts: list[Part] = []
+    at = 0
+    for i, cut in enumerate([*sorted({c for c in cuts if 0 < c < len(ids)}), len(ids)]):
+        final = cut == len(ids)
+        stream.append(PROMPT + at, ids[at:cut], now=float(i), end=last if final else None)
+        at = cut
+        if i % 2 and not stream.is_closed:
+            parts.extend(drain(stream))
+        if stream.is_closed:
+            break
+    return [*parts, *drain(stream)]
+
+
+def reference(ids: list[int], stops: tuple[str, ...], include: bool, min_tokens: int) -> tuple[str, int, str | None]:
+    """By brute force: text, delivered tokens, matched stop string."""
+    head = TOKENIZER.decode_stream()
+    skipped = head.push(ids[: max(0, min_tokens - 1)])
+    text, searched = skipped, ""
+    for i in range(max(0, min_tokens - 1), len(ids)):
+        new = head.push(ids[i : i + 1]) + (head.flush() if i == len(ids) - 1 else "")
+        for j in range(len(new)):
+            seen = searched + new[: j + 1]
+            matches = [s for s in stops if seen.endswith(s)]
+            if matches:
+                match = max(matches, key=len)
+                return text + (seen if include else seen[: -len(match)]), i + 1, match
+        searched += new
+    return text + searched + (head.flush() if len(ids) < min_tokens else ""), len(ids), None
+
+
+@settings(max_examples=200)
+@given(
+    answer=answers(),
+    cuts=st.lists(st.integers(0, 40), max_size=6),
+    include=st.booleans(),
+    min_tokens=st.integers(0, 8),
+)
+def test_any_framing_gives_the_reference(
+    answer: tuple[list[int], tuple[str, ...]], cuts: list[int], include: bool, min_tokens: int
+) -> None:
+    """tests.md 1.7: with stop strings that overlap, contain each other and lie across tokens and runs."""
+    ids, stops = answer
+    # A sequence does not end before it has had so many.
+    min_tokens = min(min_tokens, len(ids))
+    stream = assembly(stops, include=include, min_tokens=min_tokens)
+    parts = feed(stream, ids, cuts, end(1, PROMPT + len(ids), wpb.END_REASON_LENGTH))
+    text, delivered, matched = reference(ids, stops, include, min_tokens)
+    assert "".join(part.text for part in parts) == text
+    assert [i for part in parts for i in part.token_ids] == ids[:delivered]
+    assert stream.delivered == delivered
+    assert [part.start is not None for part in parts] == [True] + [False] * (len(parts) - 1)
+    assert [part.ending is not None for part in parts] == [False] * (len(parts) - 1) + [True]
+    ending = parts[-1].ending
+    assert ending is not None
+    if matched is None:
+        assert ending.reason == pb.FINISH_REASON_LENGTH
+    else:
+        assert ending.reason == pb.FINISH_REASON_STOP
+        assert ending.stop is not None
+        assert ending.stop.stop_string == matched
+
+
+@settings(max_examples=200)
+@given(asked=continuations(), reads=st.sets(st.integers(0, 8)))
+def test_a_continuations_text_is_that_of_prompt_and_tokens_alone(asked: Continuation, reads: set[int]) -> None:
+    """M4: however its tokens and its client's reads come, with stop strings, it is the library's text."""
+    stream = StreamAssembly(
+        len(asked.prompt),
+        detokenizer=asked.tokenizer.decode_stream(behind=asked.prompt),
+        stop_strings=StopStrings(asked.stops, include=False) if asked.stops else None,
+    )
+    text = []
+    for i, run in enumerate(asked.runs):
+        if not stream.is_closed:
+            stream.append(stream.have, run, now=0.0)
+        if i in reads and not stream.is_closed:
+            text += [part.text for part in drain(stream)]
+    stream.finish(end(1, stream.have, wpb.END_REASON_LENGTH))
+    text += [part.text for part in drain(stream)]
+
+    assert "".join(text) == asked.stopped
+
+
+@pytest.mark.parametrize(("reason", "field"), [("EOS", "eos_token_id"), ("STOP_TOKEN", "stop_token_id")])
+def test_stopping_token_is_counted_but_not_text(reason: str, field: str) -> None:
+    ids = TOKENIZER.encode("good day")
+    stop = ids[-1]
+    stream = assembly()
+    stream.append(PROMPT, ids, 0.0, end(1, PROMPT + len(ids), wpb.EndReason.Value(f"END_REASON_{reason}"), stop))
+    (part,) = drain(stream)
+    assert part.text == TOKENIZER.decode(ids[:-1])
+    assert part.token_ids == tuple(ids)
+    assert stream.delivered == len(ids)
+    assert part.ending is not None
+    assert part.ending.stop is not None
+    assert part.ending.stop.WhichOneof("matched") == field
+    assert getattr(part.ending.stop, field) == stop
+
+
+def test_stop_sequence_stays_in_the_text() -> None:
+    ids = TOKENIZER.encode("one two")
+    last = end(1, PROMPT + len(ids), wpb.END_REASON_STOP_SEQUENCE)
+    last.stop_token_sequence.ids.extend(ids[-2:])
+    stream = assembly()
+    stream.append(PROMPT, ids, 0.0, last)
+    (part,) = drain(stream)
+    assert part.text == "one two"
+    assert part.ending is not None
+    assert part.ending.stop is not None
+    assert list(part.ending.stop.stop_token_sequence.ids) == ids[-2:]
+
+
+def test_repeated_run_is_dropped_and_a_gap_refused() -> None:
+    stream = assembly()
+    stream.append(PROMPT, [1, 2], 0.0)
+    stream.append(PROMPT, [1, 2], 0.0)
+    assert stream.delivered == 2
+    with pytest.raises(GapError, match="position 8 where 7"):
+        stream.append(PROMPT + 3, [4], 0.0)
+
+
+def test_end_with_other_count_is_a_gap() -> None:
+    stream = assembly()
+    stream.append(PROMPT, [1, 2], 0.0)
+    with pytest.raises(GapError, match="an end at 8"):
+        stream.finish(end(1, PROMPT + 3, wpb.END_REASON_LENGTH))
+
+
+def test_first_part_comes_with_the_first_token_though_its_text_is_held_back() -> None:
+    stream = assembly(("lo!",))
+    assert stream.take() is None
+    stream.begin(Start(cached_tokens=3, prefill_s=0.25))
+    stream.append(PROMPT, TOKENIZER.encode("lo"), 1.0)
+    part = stream.take()
+    assert part is not None
+    assert (part.text, part.start) == ("", Start(3, 0.25))
+    stream.finish(end(1, stream.have, wpb.END_REASON_LENGTH))
+    last = stream.take()
+    assert last is not None
+    assert last.text == "lo"
+
+
+def test_what_a_later_attempt_says_first_is_not_the_streams_start() -> None:
+    """tests.md 1.7: cached tokens and times of the finish are those of the first token that the client got."""
+    stream = assembly()
+    stream.begin(Start(cached_tokens=3))
+    stream.begin(Start(cached_tokens=4))
+    stream.append(PROMPT, [1], 0.0)
+    stream.begin(Start(cached_tokens=9))
+    assert stream.start.cached_tokens == 4
+
+
+def test_a_stop_string_may_end_with_the_last_of_min_tokens() -> None:
+    """tests.md 1.7: min_tokens is reached with that token, not behind it."""
+    for min_tokens, delivered in ((0, 1), (1, 1), (2, 2), (3, 3), (4, 3)):
+        stream = assembly(("a",), min_tokens=min_tokens)
+        stream.append(PROMPT, TOKENIZER.encode("a") * 3, 0.0)
+        assert stream.delivered == delivered
+        assert stream.is_closed == (min_tokens < 4)
+
+
+def test_a_stop_string_that_the_end_completes_counts() -> None:
+    """tests.md 1.7: half a character becomes U+FFFD at the end, and is searched too."""
+    stream = assembly(("b\ufffd",))
+    ids = [*TOKENIZER.encode("ab"), TOKENIZER.encode("é")[0]]
+    stream.append(PROMPT, ids, 0.0, end(1, PROMPT + 3, wpb.END_REASON_LENGTH))
+    (part,) = drain(stream)
+    assert part.text == "a"
+    assert part.ending is not None
+    assert part.ending.stop is not None
+    assert part.ending.stop.stop_string == "b\ufffd"
+
+
+def test_worker_lost_before_and_after_the_first_part() -> None:
+    untouched = assembly()
+    untouched.append(PROMPT, [1, 2], 0.0)
+    untouched.lose_worker("gone")
+    with pytest.raises(NoWorkerError, match="gone"):
+        untouched.take()
+
+    begun = assembly()
+    begun.worker_id = "w7"
+    begun.append(PROMPT, TOKENIZER.encode("a"), 0.0)
+    assert begun.take() is not None
+    begun.append(begun.have, TOKENIZER.encode("b"), 0.0)
+    begun.lose_worker("gone")
+    rest = begun.take()
+    assert rest is not None
+    assert rest.text == "b"
+    with pytest.raises(WorkerLostError, match="w7 was lost after 2 tokens"):
+        begun.take()
+
+
+@pytest.mark.parametrize(
+    ("reason", "error"),
+    [
+        (wpb.END_REASON_DEADLINE, DeadlineError),
+        (wpb.END_REASON_INVALID, EngineError),
+        (wpb.END_REASON_ERROR, EngineError),
+    ],
+)
+def test_ends_that_are_failures(reason: wpb.EndReason.ValueType, error: type[Exception]) -> None:
+    stream = assembly()
+    stream.finish(end(1, PROMPT, reason, message="why"))
+    assert stream.is_closed
+    with pytest.raises(error):
+        stream.take()
+
+
+def test_slow_client_is_dropped_at_the_bound() -> None:
+    stream = assembly(max_unread_tokens=8)
+    stream.append(PROMPT, [1] * 8, 0.0)
+    part = stream.take()
+    assert part is not None
+    assert len(part.token_ids) == 8
+    stream.append(stream.have, [1] * 9, 0.0)
+    assert stream.is_closed
+    with pytest.raises(SlowClientError, match="9 tokens unread"):
+        stream.take()
+
+
+def test_without_tokenizer_there_is_no_text() -> None:
+    stream = StreamAssembly(PROMPT, detokenizer=None, return_token_ids=True)
+    stream.append(PROMPT, [1, 2, EOS], 0.0, end(1, PROMPT + 3, wpb.END_REASON_EOS, EOS))
+    (part,) = drain(stream)
+    assert (part.text, part.token_ids) == ("", (1, 2, EOS))

@@ -1,0 +1,279 @@
+"""Link: bounded frames in the right order on the way up, streams and cancels on the way down."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import NoWorkerError
+from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
+from router.scheduling.failover import Loss
+from router.scheduling.worker_queue import LaneRecord
+from router.text.stream_assembly import GapError, StreamAssembly
+from router.workers.session_state import Link, ProtocolError, Submission
+from tests.unit.router.support import end
+
+
+def submission(rid: int, tokens: int, *, deadline: float | None = None, state: int = 0) -> Submission:
+    record = wpb.SubmitSequence(rid=rid, prompt_len=tokens, tracestate="s" * state)
+    assembly = StreamAssembly(tokens, detokenizer=None, return_token_ids=True)
+    return Submission(record, array("I", range(tokens)), assembly, deadline)
+
+
+def link() -> Link:
+    made = Link("r1", lease_s=5.0)
+    frame = made.next_frame(0.0)
+    assert frame is not None
+    assert (frame.hello.router_id, frame.hello.lease_ms) == ("r1", 5000)
+    return made
+
+
+def frames(made: Link, now: float = 0.0) -> list[wpb.SessionRequest]:
+    found = []
+    while (frame := made.next_frame(now)) is not None:
+        found.append(frame)
+    return found
+
+
+def kinds(found: list[wpb.SessionRequest]) -> list[str | None]:
+    return [frame.WhichOneof("frame") for frame in found]
+
+
+@settings(max_examples=60)
+@given(
+    groups=st.lists(
+        st.lists(
+            st.sampled_from([1, 7, 5000, 9000, MAX_FRAME_TOKENS - 1, MAX_FRAME_TOKENS, MAX_FRAME_TOKENS + 1, 40_000]),
+            min_size=1,
+            max_size=6,
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+    state=st.sampled_from([0, 300_000]),
+)
+def test_frames_are_bounded_and_complete(groups: list[list[int]], state: int) -> None:
+    made = link()
+    sent: dict[int, int] = {}
+    for serial, sizes in enumerate(groups, start=1):
+        group = [submission(100 * serial + i, size, state=state) for i, size in enumerate(sizes)]
+        sent.update({s.record.rid: len(s.token_ids) for s in group})
+        made.submit(serial, group)
+    got: dict[int, list[int]] = {}
+    open_rids: set[int] = set()
+    serials: list[int] = []
+    for frame in frames(made):
+        assert frame.ByteSize() <= MAX_FRAME_BYTES
+        pieces = [frame.extend] if frame.HasField("extend") else list(frame.submit.seqs)
+        assert sum(len(piece.token_ids) for piece in pieces) <= MAX_FRAME_TOKENS
+        for piece in pieces:
+            assert frame.HasField("submit") != (piece.rid in open_rids)
+            got.setdefault(piece.rid, []).extend(piece.token_ids)
+            open_rids = open_rids | {piece.rid} if piece.more else open_rids - {piece.rid}
+        if frame.HasField("submit") and not frame.submit.more:
+            serials.append(frame.submit.serial)
+    assert serials == list(range(1, len(groups) + 1))
+    assert not open_rids
+    assert got == {rid: list(range(size)) for rid, size in sent.items()}
+    assert list(got) == sorted(got)
+
+
+def test_control_frames_go_before_the_next_extend() -> None:
+    made = link()
+    made.submit(1, [submission(1, 60_000), submission(2, 10)])
+    first = made.next_frame(0.0)
+    assert first is not None
+    assert first.submit.seqs[0].more
+    made.cancel(2)
+    made.announce(LaneRecord(1.0, 5, 1))
+    made.announce(LaneRecord(1.0, 9, 2))
+    rest = frames(made, now=3.5)
+    assert kinds(rest) == ["lane", "submit", "extend", "extend", "extend"]
+    assert (rest[0].lane.oldest_age_ms, rest[0].lane.tokens, rest[0].lane.seqs) == (2500, 9, 2)
+    assert (list(rest[1].submit.seqs), rest[1].submit.more) == ([], False)
+
+
+def test_cancel_of_a_sequence_that_is_half_written_drops_the_rest() -> None:
+    made = link()
+    made.submit(1, [submission(1, 60_000)])
+    assert made.next_frame(0.0) is not None
+    made.cancel(1)
+    made.cancel(1)
+    (cancel,) = frames(made)
+    assert list(cancel.cancel.rids) == [1]
+    assert not made.live
+
+
+def test_group_that_is_cancelled_before_it_was_written_still_sends_its_serial() -> None:
+    made = link()
+    made.submit(4, [submission(1, 10), submission(2, 10)])
+    made.cancel(1)
+    made.cancel(2)
+    (frame,) = frames(made)
+    assert (frame.submit.serial, list(frame.submit.seqs), frame.submit.more) == (4, [], False)
+
+
+def test_deadline_is_what_is_left_when_the_frame_is_written() -> None:
+    made = link()
+    made.submit(1, [submission(1, 1, deadline=12.0), submission(2, 1), submission(3, 1, deadline=1.0)])
+    (frame,) = frames(made, now=10.0)
+    assert [s.deadline_left_ms for s in frame.submit.seqs] == [2000, 0, 1]
+
+
+def test_rids_are_never_used_twice() -> None:
+    made = link()
+    made.submit(1, [submission(5, 1)])
+    with pytest.raises(ValueError, match="S1"):
+        made.submit(2, [submission(5, 1)])
+
+
+def step(*, rid: list[int], first_pos: list[int], n: list[int], token_ids: list[int]) -> wpb.StepOutput:
+    return wpb.StepOutput(rid=rid, first_pos=first_pos, n=n, token_ids=token_ids)
+
+
+def test_step_feeds_streams_and_ends_them() -> None:
+    made = link()
+    one, two = submission(1, 3), submission(2, 4)
+    made.submit(1, [one, two])
+    output = step(rid=[2, 1], first_pos=[4, 3], n=[2, 1], token_ids=[10, 11, 20])
+    output.starts.add(rid=1, cached_tokens=2, queue_us=1500, prefill_us=2_000_000)
+    output.ends.append(end(2, 6, wpb.END_REASON_LENGTH))
+    effects = made.apply(output, now=7.0)
+    assert effects.touched == [2, 1]
+    assert list(made.live) == [1]
+    assert two.assembly.is_closed
+    part = one.assembly.take()
+    assert part is not None
+    assert part.token_ids == (20,)
+    assert part.start is not None
+    assert (part.start.cached_tokens, part.start.prefill_s) == (2, 2.0)
+    assert one.assembly.first_token_time == 7.0
+
+
+def test_stream_that_closes_itself_is_cancelled_at_once_and_what_comes_late_is_ignored() -> None:
+    made = link()
+    slow = StreamAssembly(1, detokenizer=None, max_unread_tokens=2)
+    made.submit(1, [Submission(wpb.SubmitSequence(rid=9, prompt_len=1), array("I", [0]), slow)])
+    frames(made)
+    assert made.apply(step(rid=[9], first_pos=[1], n=[3], token_ids=[1, 2, 3]), 0.0).touched == [9]
+    (cancel,) = frames(made)
+    assert list(cancel.cancel.rids) == [9]
+    late = step(rid=[9], first_pos=[4], n=[1], token_ids=[4])
+    late.ends.append(end(9, 5, wpb.END_REASON_CANCELLED))
+    assert made.apply(late, 0.0).touched == []
+    assert frames(made) == []
+
+
+def test_alien_rid_is_cancelled_once() -> None:
+    made = link()
+    for _ in range(3):
+        made.apply(step(rid=[77], first_pos=[4], n=[1], token_ids=[4]), 0.0)
+    (cancel,) = frames(made)
+    assert list(cancel.cancel.rids) == [77]
+
+
+def test_endless_aliens_close_the_session() -> None:
+    made = link()
+    rids = list(range(5000))
+    with pytest.raises(ProtocolError, match="too many"):
+        made.apply(step(rid=rids, first_pos=[0] * 5000, n=[0] * 5000, token_ids=[]), 0.0)
+
+
+@pytest.mark.parametrize(
+    "output",
+    [
+        step(rid=[1, 2], first_pos=[3], n=[1], token_ids=[1]),
+        step(rid=[1], first_pos=[3], n=[2], token_ids=[1]),
+        step(rid=[1], first_pos=[3], n=[1], token_ids=[1, 2]),
+    ],
+)
+def test_columns_that_do_not_fit_are_refused(output: wpb.StepOutput) -> None:
+    made = link()
+    made.submit(1, [submission(1, 3)])
+    with pytest.raises(ProtocolError):
+        made.apply(output, 0.0)
+
+
+def test_gap_leaves_the_stream_live_for_the_session_to_end_it() -> None:
+    made = link()
+    made.submit(1, [submission(1, 3)])
+    with pytest.raises(GapError):
+        made.apply(step(rid=[1], first_pos=[4], n=[1], token_ids=[1]), 0.0)
+    wrong_end = wpb.StepOutput(ends=[end(1, 9, wpb.END_REASON_LENGTH)])
+    with pytest.raises(GapError):
+        made.apply(wrong_end, 0.0)
+    assert list(made.live) == [1]
+
+
+@pytest.mark.parametrize(
+    ("reason", "loss"), [(wpb.END_REASON_CANCELLED, Loss.DRAINED), (wpb.END_REASON_ERROR, Loss.ENGINE_FAILED)]
+)
+def test_a_worker_that_gives_a_sequence_up_ends_the_attempt_and_not_the_stream(
+    reason: wpb.EndReason.ValueType, loss: Loss
+) -> None:
+    made = link()
+    one, closed = submission(1, 3), submission(2, 3)
+    made.submit(1, [one, closed])
+    closed.assembly.fail(NoWorkerError("gone"))
+    output = step(rid=[1], first_pos=[3], n=[2], token_ids=[8, 9])
+    output.ends.extend([end(1, 5, reason), end(2, 3, reason)])
+    effects = made.apply(output, 0.0)
+    assert effects.lost == [(1, loss)]
+    assert effects.touched == [1, 2]
+    assert not made.live
+    assert not one.assembly.is_closed
+    assert list(one.assembly.token_ids) == [8, 9]
+
+
+def test_the_next_stream_takes_over_and_says_what_has_arrived() -> None:
+    earlier = link()
+    earlier.submit(1, [submission(4, 3), submission(5, 3), submission(6, 3)])
+    earlier.apply(step(rid=[4], first_pos=[3], n=[2], token_ids=[8, 9]), 0.0)
+    earlier.cancel(5)
+    made = Link("r1", lease_s=5.0)
+    made.resume(earlier)
+    hello = made.next_frame(1.0)
+    assert hello is not None
+    assert [(kept.rid, kept.have) for kept in hello.hello.live] == [(4, 5), (6, 3)]
+    made.forget(6)
+    assert frames(made) == []
+    # Late output of what was dropped on the earlier stream is no stranger's.
+    made.apply(step(rid=[5, 6], first_pos=[3, 3], n=[1, 1], token_ids=[1, 1]), 1.0)
+    assert frames(made) == []
+    made.apply(step(rid=[4], first_pos=[5], n=[1], token_ids=[7]), 1.0)
+    assert list(made.live[4].token_ids) == [8, 9, 7]
+    with pytest.raises(ValueError, match="S1"):
+        made.submit(1, [submission(6, 1)])
+
+
+def test_returned_sequences_leave_the_link() -> None:
+    made = link()
+    made.submit(1, [submission(1, 3), submission(2, 3)])
+    assert made.apply(wpb.StepOutput(returned=[2, 5]), 0.0).returned == [2]
+    assert list(made.live) == [1]
+
+
+def test_what_has_not_been_written_whole_is_known() -> None:
+    """R14: it can not be at the worker, so that was no attempt."""
+    made = link()
+    made.submit(1, [submission(1, 10), submission(2, 3 * MAX_FRAME_TOKENS)])
+    made.submit(2, [submission(3, 10), submission(4, 10)])
+    assert made.unwritten() == [1, 2, 3, 4]
+    made.cancel(3)
+    frame = made.next_frame(0.0)
+    assert frame is not None
+    assert [sequence.rid for sequence in frame.submit.seqs] == [1]
+    assert made.unwritten() == [2, 4]
+    while made.unwritten():
+        frame = made.next_frame(0.0)
+    assert frame is not None
+    assert [sequence.rid for sequence in frame.submit.seqs] == [4]
+    refused = link()
+    refused.submit(1, [submission(5, 3 * MAX_FRAME_TOKENS)])
+    refused.next_frame(0.0)
+    refused.apply(wpb.StepOutput(ends=[wpb.SequenceEnd(rid=5, reason=wpb.END_REASON_INVALID)]), 0.0)
+    assert refused.unwritten() == []

@@ -1,0 +1,64 @@
+"""Links and paths in the documentation lead somewhere."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [
+        ROOT / "README.md",
+        ROOT / "CONTRIBUTING.md",
+        ROOT / "deploy/README.md",
+        *ROOT.glob("docs/*.md"),
+        ROOT / "tests/bench/README.md",
+        ROOT / "tests/bench/peers/README.md",
+    ]
+)
+_CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_PATH = re.compile(r"`((?:protos|router|worker|common|kernels|tests|deploy|scripts|docs)/[\w./-]+)`")
+
+
+def _prose(page: Path) -> str:
+    return _CODE_BLOCK.sub("", page.read_text())
+
+
+def _anchors(page: Path) -> set[str]:
+    """GitHub's anchors of a page's headings."""
+    headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def _is_there(page: Path, link: str) -> bool:
+    path, _, anchor = link.partition("#")
+    target = (page.parent / path).resolve() if path else page
+    return target.exists() and (not anchor or target.suffix != ".md" or anchor in _anchors(target))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    """Relative links name files that exist, and anchors of headings that exist."""
+    links = [link for link in _LINK.findall(_prose(page)) if "://" not in link]
+    assert [link for link in links if not _is_there(page, link)] == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_paths_exist(page: Path) -> None:
+    """A path in backticks, from the top of the repository, is one."""
+    assert [path for path in _PATH.findall(_prose(page)) if not (ROOT / path).exists()] == []
+
+
+def test_nothing_points_outside() -> None:
+    """Code and pages cite what is in the repository, or a paper by its name."""
+    outside = re.compile(r"\.\./shared|design-details|(?:engine|kernel|router|ecosystem|performance)-notes|\bseed 00\d")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    sources = [
+        ROOT / name for name in listed.split("\0") if Path(name).suffix in {".py", ".md", ".proto", ".cpp", ".hpp"}
+    ]
+    here = Path(__file__).resolve()
+    assert [str(path) for path in sources if path != here and path.exists() and outside.search(path.read_text())] == []

@@ -1,0 +1,133 @@
+"""The length rule: lowered silently only when nobody asked for a length."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import Config
+from common.errors import InvalidFieldError
+from worker.config import engine_config
+from worker.config.engine_config import available_memory, with_pool, with_special_tokens
+from worker.config.model_config import ModelConfig
+
+BLOCK_BYTES = 1000
+
+
+def pool(model_len: int = 1024, free: int = 400 * BLOCK_BYTES, **options: Any) -> tuple[int, int]:
+    """(blocks, length) for a memory of `free` bytes; a quarter of it, 100 blocks, is the default."""
+    config = with_pool(Config(**options), model_len, lambda size: size // BLOCK_BYTES, free)
+    return config.num_kvcache_blocks, config.max_model_len
+
+
+def test_the_length_is_lowered_to_what_the_cache_holds() -> None:
+    assert pool(model_len=1600) == (100, 1600)
+    assert pool(model_len=1601) == (100, 1600)
+    assert pool(model_len=9999, kv_cache_memory=7 * BLOCK_BYTES) == (7, 112)
+
+
+def test_a_length_asked_for_enlarges_the_default_cache() -> None:
+    assert pool(model_len=9999, max_model_len=3200) == (200, 3200)
+    with pytest.raises(InvalidFieldError, match="at most 6400: the free memory"):
+        pool(model_len=9999, max_model_len=6401)
+
+
+def test_both_set_and_contradictory_is_refused() -> None:
+    assert pool(max_model_len=112, kv_cache_memory=7 * BLOCK_BYTES) == (7, 112)
+    with pytest.raises(InvalidFieldError, match="at most 112: the KV cache"):
+        pool(max_model_len=113, kv_cache_memory=7 * BLOCK_BYTES)
+    with pytest.raises(InvalidFieldError, match="at most 80: the KV cache"):
+        pool(max_model_len=113, num_kvcache_blocks=5)
+
+
+def test_beyond_the_models_own_length_is_refused() -> None:
+    with pytest.raises(InvalidFieldError, match="model's own 1024"):
+        pool(max_model_len=1025)
+
+
+def test_no_block_at_all_is_refused() -> None:
+    with pytest.raises(InvalidFieldError, match="kv_cache_memory"):
+        pool(kv_cache_memory=999)
+
+
+def test_no_more_blocks_than_the_running_set_can_hold() -> None:
+    assert pool(model_len=32, max_num_seqs=3) == (6, 32)
+    assert pool(model_len=32, max_num_seqs=3, num_kvcache_blocks=50) == (50, 32)
+
+
+@given(
+    st.integers(1, 5000), st.integers(0, 5000), st.integers(0, 300), st.integers(1, 1000), st.sampled_from([1, 16, 32])
+)
+def test_the_pool_always_holds_the_longest(model_len: int, asked: int, memory: int, free: int, size: int) -> None:
+    config = Config(max_model_len=asked, kv_cache_memory=memory, kv_cache_block_size=size)
+    try:
+        sized = with_pool(config, model_len, lambda size: size // 3, free)
+    except InvalidFieldError:
+        return
+    assert 1 <= sized.max_model_len <= sized.num_kvcache_blocks * size
+    assert sized.max_model_len <= model_len
+    assert asked in (0, sized.max_model_len)
+    if not asked:
+        assert sized.num_kvcache_blocks * 3 <= (memory or free)
+
+
+def test_every_end_of_sequence_id_counts(tmp_path: Path) -> None:
+    shape = dict.fromkeys(("hidden_size", "num_hidden_layers", "num_attention_heads", "vocab_size"), 8)
+    written = {"architectures": ["LlamaForCausalLM"], "intermediate_size": 8, "head_dim": 8, **shape}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [5, 6, 7], "bos_token_id": 1}))
+    model = ModelConfig.from_folder(tmp_path)
+    config = with_special_tokens(Config(), model)
+    assert (config.bos_token_id, config.eos_token_id, config.stop_token_ids) == (1, 5, (6, 7))
+    assert with_special_tokens(Config(), replace(model, eos_token_ids=())).eos_token_ids == frozenset()
+
+
+def test_available_memory() -> None:
+    free = available_memory(0)
+    assert 2**24 < free < 2**50
+    assert available_memory(2**62) == 0
+
+
+def test_what_is_mapped_is_not_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container's limit: files count as used there by whoever touched them first, and are given back when needed."""
+    monkeypatch.setattr(engine_config, "_CGROUP", tmp_path)
+    (tmp_path / "memory.max").write_text("5000\n")
+    (tmp_path / "memory.current").write_text("3000\n")
+    assert available_memory(0) == 2000
+    (tmp_path / "memory.stat").write_text("anon 1000\nfile 2500\nactive_file 700\ninactive_file 1200\nshmem 600\n")
+    assert available_memory(0) == 3900
+    assert available_memory(1500) == 2400
+
+
+@pytest.mark.parametrize(
+    ("own", "folder", "limit", "used", "stat"),
+    [
+        ("0::/system.slice/fissile.service", "system.slice/fissile.service", "memory.max", "memory.current", ""),
+        ("0::/system.slice/fissile.service", "system.slice", "memory.max", "memory.current", ""),
+        ("4:memory:/jobs/7", "memory/jobs/7", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+        ("4:memory:/jobs/7", "memory", "memory.limit_in_bytes", "memory.usage_in_bytes", ""),
+        # In a container the path may be the host's: the root that is seen is the own group.
+        ("0::/docker/abc", "", "memory.max", "memory.current", ""),
+    ],
+)
+def test_the_limit_of_the_own_group_counts(
+    own: str, folder: str, limit: str, used: str, stat: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W19: only the root's was read, not what systemd's MemoryMax sets, nor version 1 of cgroups."""
+    monkeypatch.setattr(engine_config, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(engine_config, "_OWN_CGROUPS", tmp_path / "own")
+    (tmp_path / "own").write_text(f"9:name=systemd:/\n{own}\n")
+    group = tmp_path / "cgroup" / folder
+    group.mkdir(parents=True)
+    (group / limit).write_text("5000\n")
+    (group / used).write_text("3000\n")
+    (group / "memory.stat").write_text(
+        f"active_file 10\ninactive_file 20\n{stat}active_file 10\n{stat}inactive_file 20\n"
+    )
+    assert available_memory(0) == 2030

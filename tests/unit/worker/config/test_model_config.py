@@ -1,0 +1,225 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.sampling_params import SamplingParams
+from worker.config.architectures import model_class
+from worker.config.model_config import ModelConfig, ModelError, RopeConfig
+
+LLAMA: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 128,
+    "vocab_size": 300,
+    "max_position_embeddings": 512,
+    "rms_norm_eps": 1e-5,
+    "torch_dtype": "bfloat16",
+    "rope_theta": 500000.0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def write(folder: Path, generation: dict[str, Any] | None = None, **changes: Any) -> Path:
+    config = {key: value for key, value in {**LLAMA, **changes}.items() if value is not None}
+    (folder / "config.json").write_text(json.dumps(config))
+    if generation is not None:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return folder
+
+
+def test_defaults_of_an_older_checkpoint(tmp_path: Path) -> None:
+    config = ModelConfig.from_folder(write(tmp_path))
+    assert config.architecture == "LlamaForCausalLM"
+    assert (config.num_key_value_heads, config.head_dim) == (4, 16)
+    assert config.rope == RopeConfig(500000.0)
+    assert config.dtype == "bfloat16"
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (2,))
+    assert (config.tie_word_embeddings, config.attention_bias, config.mlp_bias) == (False, False, False)
+    assert config.sampling_defaults == SamplingParams()
+
+
+def test_generation_config_wins(tmp_path: Path) -> None:
+    generation = {"eos_token_id": [7, 8], "bos_token_id": None, "temperature": 0.6, "top_k": 20, "top_p": 0.95}
+    config = ModelConfig.from_folder(write(tmp_path, generation))
+    assert (config.bos_token_id, config.eos_token_ids) == (1, (7, 8))
+    assert config.sampling_defaults == SamplingParams(temperature=0.6, top_k=20, top_p=0.95)
+
+
+def test_rope_spellings(tmp_path: Path) -> None:
+    old = write(tmp_path, rope_scaling={"type": "linear", "factor": 2.0})
+    assert ModelConfig.from_folder(old).rope == RopeConfig(500000.0, "linear", 2.0)
+    parameters = {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 256,
+    }
+    new = write(tmp_path, rope_theta=None, rope_parameters=parameters)
+    assert ModelConfig.from_folder(new).rope == RopeConfig(10000.0, "llama3", 8.0, 1.0, 4.0, 256)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"architectures": ["FalconForCausalLM"]},
+            "not supported: FalconForCausalLM; supported: Qwen3ForCausalLM, Qwen3MoeForCausalLM, L",
+        ),
+        ({"architectures": None}, "architecture not supported: none named"),
+        (
+            {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}},
+            "rope scaling 'longrope' is not supported; supported: def",
+        ),
+        ({"rope_scaling": {"rope_type": "linear"}}, "'factor' is missing"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method 'awq' is not supported; supported: fp8"),
+        ({"quantization_config": {"quant_method": "quark"}}, "'global_quant_config' is missing"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ({"torch_dtype": "float64"}, "dtype 'float64' is not supported"),
+        ({"hidden_size": None}, "'hidden_size' is missing"),
+        ({"vocab_size": "many"}, "vocab_size is 'many'; it must be a positive integer"),
+        ({"num_key_value_heads": 3}, "num_attention_heads 4 is not a multiple of num_key_value_heads 3"),
+        ({"head_dim": 15}, "head_dim 15, of which 15 are rotated: rotary embeddings need an even number"),
+        ({"head_dim": 20, "partial_rotary_factor": 0.25}, "head_dim 20, of which 5 are rotated"),
+        ({"partial_rotary_factor": 1.5}, "partial_rotary_factor is 1.5; it must be above 0 and at most 1"),
+    ],
+)
+def test_refusals_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ModelError) as error:
+        ModelConfig.from_folder(write(tmp_path, **changes))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8, "moe_intermediate_size": 16}
+GLM4 = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 16,
+    "num_experts_per_tok": 2,
+}
+GPT_OSS = {"architectures": ["GptOssForCausalLM"], "num_local_experts": 8}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor is not supported for LlamaForCausalLM"),
+        ({"use_sliding_window": True}, "sliding window attention is not supported for LlamaForCausalLM"),
+        (
+            {"layer_types": ["full_attention", "sliding_attention"]},
+            "sliding window attention is not supported for LlamaForCausalLM",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention", "sliding_attention"]},
+            "layer_types has sliding_attention, but use_sliding_window is not true",
+        ),
+        (
+            {"architectures": ["Qwen3ForCausalLM"], "layer_types": ["full_attention"]},
+            "layer_types must list 2 layers",
+        ),
+        ({**QWEN3_MOE, "layer_types": ["full_attention"] * 2}, "layer_types is not supported for Qwen3MoeForCausalLM"),
+        ({**QWEN3_MOE, "num_experts": None}, "num_local_experts is None; it must be an integer of at least 1"),
+        ({**QWEN3_MOE, "num_experts_per_tok": 9}, "num_experts_per_tok 9 is more than the 8 experts"),
+        ({**QWEN3_MOE, "norm_topk_prob": 1}, "norm_topk_prob is 1; it must be true or false"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step is 0; it must be an integer of at least 1"),
+        ({**GLM4, "scoring_func": "softmax"}, "scoring_func is 'softmax'; supported: sigmoid"),
+        ({**GLM4, "n_group": 3}, "n_group 3 does not split 8 experts into equal groups of two or more"),
+        ({**GLM4, "n_group": 8}, "n_group 8 does not split 8 experts into equal groups of two or more"),
+        ({**GLM4, "n_group": 4, "num_experts_per_tok": 3}, "does not hold num_experts_per_tok 3"),
+        ({**GLM4, "n_group": 4, "topk_group": 5}, "topk_group 5 of n_group 4 groups of 2 experts"),
+        ({**GLM4, "routed_scaling_factor": "2"}, "routed_scaling_factor is '2'; it must be a number"),
+        ({**GLM4, "use_sliding_window": True}, "sliding window attention is not supported for Glm4MoeForCausalLM"),
+        ({**GPT_OSS, "layer_types": ["full_attention", "chunked"]}, "layer type 'chunked' is not supported"),
+        ({**GPT_OSS, "attention_bias": False}, "attention_bias false is not supported"),
+    ],
+)
+def test_what_one_architecture_does_not_do(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    config = ModelConfig.from_folder(write(tmp_path, **changes))
+    with pytest.raises(ModelError) as error:
+        model_class(config.architecture).tensor_shapes(config)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_defaults_of_architectures_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import Glm4MoeConfig, GptOssConfig, LlamaConfig, MixtralConfig, Qwen3Config, Qwen3MoeConfig
+
+    for config_class in (LlamaConfig, Qwen3Config, Qwen3MoeConfig, MixtralConfig, Glm4MoeConfig, GptOssConfig):
+        made: Any = config_class
+        reference = made(rope_parameters={"rope_type": "default"})
+        named = config_class.__name__.replace("Config", "ForCausalLM")
+        folder = write(tmp_path, architectures=[named], rope_theta=None, rms_norm_eps=None)
+        config = ModelConfig.from_folder(folder)
+        assert config.rms_norm_eps == reference.rms_norm_eps, named
+        assert config.rope.theta == reference.rope_parameters["rope_theta"], named
+        assert config.rope.partial_rotary_factor == reference.rope_parameters.get("partial_rotary_factor", 1.0), named
+        assert config.attention_bias == reference.to_dict().get("attention_bias", False), named
+
+
+def test_missing_and_malformed_files(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="does not exist"):
+        ModelConfig.from_folder(tmp_path / "nowhere")
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        ModelConfig.from_folder(tmp_path)
+    for content in ("{", "[]", "\xff"):
+        (tmp_path / "config.json").write_text(content, "latin-1")
+        with pytest.raises(ModelError, match="download the checkpoint again"):
+            ModelConfig.from_folder(tmp_path)
+
+
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rms_norm_eps": -1.0}, "rms_norm_eps is -1.0; it must be a number above 0"),
+        ({"rms_norm_eps": 0}, "rms_norm_eps is 0; it must be a number above 0"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be a number above 0"),
+        ({"rope_theta": 0}, "rope_theta is 0; it must be a number above 0"),
+        ({"rope_theta": -3}, "rope_theta is -3; it must be a number above 0"),
+        ({"rope_parameters": {"rope_theta": -3.0}}, "rope_theta is -3.0; it must be a number above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": 0.0}}, "factor is 0.0; it must be a number above 0"),
+        ({"rope_scaling": {"type": "linear", "factor": float("inf")}}, "factor is inf; it must be a number above 0"),
+        ({"rope_parameters": LLAMA3 | {"factor": 0}}, "factor is 0; it must be a number above 0"),
+        ({"rope_parameters": LLAMA3 | {"high_freq_factor": 1.0}}, "low_freq_factor and high_freq_factor are both 1.0"),
+        (
+            {"rope_parameters": LLAMA3 | {"original_max_position_embeddings": 0}},
+            "original_max_position_embeddings is 0; it must be a positive integer",
+        ),
+        ({"rope_parameters": YARN | {"factor": 0.0}}, "factor is 0.0; it must be a number above 0"),
+        (
+            {"rope_parameters": YARN | {"attention_factor": -1.0}},
+            "attention_factor is -1.0; it must be a number above 0",
+        ),
+        (
+            {"rope_parameters": YARN | {"original_max_position_embeddings": 0}},
+            "original_max_position_embeddings is 0; it must be a positive integer",
+        ),
+        ({"rope_parameters": [1]}, r"rope parameters are \[1\]; they must be an object"),
+        ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be a positive integer"),
+        ({"eos_token_id": ["a"]}, r"eos_token_id is \['a'\]; it must be a token id, or a list of them"),
+        ({"architectures": "LlamaForCausalLM"}, "architectures is 'LlamaForCausalLM'; it must be a list of names"),
+    ],
+)
+def test_values_that_make_no_numbers_are_one_line(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    """M2, M9: served NaN, counted as 1, ended in a traceback, or named no file."""
+    with pytest.raises(ModelError, match=message) as raised:
+        ModelConfig.from_folder(write(tmp_path, **changes))
+    assert "\n" not in str(raised.value)

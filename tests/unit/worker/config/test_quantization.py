@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from common.config import LayerQuantConfig, QuantizationConfig
+from common.errors import InvalidFieldError
+from tests.quantizers import SCHEMES
+from worker.config.quantization import parse_quantization
+
+GROUP = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor"}}
+QUARK = {"weight": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, "input_tensors": {"is_dynamic": False}}
+
+
+def parse(spec: dict[str, Any]) -> QuantizationConfig:
+    return parse_quantization({"quantization_config": spec})
+
+
+@pytest.mark.parametrize(
+    ("scheme", "expected"),
+    [
+        ("deepseek", LayerQuantConfig("per_128x128", "fp8", True, "fp8")),
+        ("fp8-per-tensor", LayerQuantConfig("per_tensor", "fp8", False, "fp8")),
+        ("compressed-tensors-fp8-channel", LayerQuantConfig("per_token", "fp8", True, "compressed-tensors")),
+        ("compressed-tensors-fp8-group", LayerQuantConfig("per_1x128", "fp8", True, "compressed-tensors")),
+        ("compressed-tensors-int8-tensor", LayerQuantConfig("per_tensor", "int8", True, "compressed-tensors")),
+        ("compressed-tensors-mxfp4", LayerQuantConfig("per_1x32", "fp4x2", True, "compressed-tensors")),
+        ("quark-int8-channel", LayerQuantConfig("per_token", "int8", True, "quark")),
+        ("quark-mxfp4", LayerQuantConfig("per_1x32", "fp4x2", True, "quark")),
+        ("w8a8-int8", LayerQuantConfig("per_token", "int8", True, "w8a8_int8")),
+    ],
+)
+def test_methods(scheme: str, expected: LayerQuantConfig) -> None:
+    assert parse(dict(SCHEMES[scheme].config)).global_quant_config == expected
+
+
+def test_nothing_said() -> None:
+    assert parse_quantization({}) == parse_quantization({"quantization_config": None}) == QuantizationConfig()
+
+
+def test_layers_of_their_own() -> None:
+    mlp = {"targets": ["re:.*mlp.*"], "weights": {"num_bits": 8, "type": "int", "strategy": "channel"}}
+    spec = {
+        "quant_method": "compressed-tensors",
+        "config_groups": {"a": GROUP, "b": mlp},
+        "ignore": ["lm_head", "re:.*gate$"],
+    }
+    config = parse(spec)
+    assert config.of_layer("model.layers.0.self_attn.q_proj").quant_dtype == "fp8"
+    assert config.of_layer("model.layers.0.mlp.up_proj").quant_dtype == "int8"
+    assert config.of_layer("model.layers.0.mlp.gate").quant_type == "no"
+    assert config.of_layer("lm_head").quant_type == "no"
+    quark = parse({"quant_method": "quark", "global_quant_config": {"weight": None},
+                   "layer_quant_config": {"*.mlp.*": QUARK}, "exclude": ["*.gate"]})  # fmt: skip
+    assert quark.of_layer("model.layers.0.mlp.up_proj") == LayerQuantConfig("per_tensor", "fp8", False, "quark")
+    assert quark.of_layer("model.layers.0.mlp.gate").quant_type == "no"
+    assert quark.of_layer("model.layers.0.self_attn.q_proj").quant_type == "no"
+
+
+@pytest.mark.parametrize(
+    ("name", "fits", "does_not"),
+    [
+        ("lm_head", ("lm_head", "model.lm_head"), ("lm_head2", "my_lm_head")),
+        ("model.layers.1", ("model.layers.1", "model.layers.1.mlp.up_proj"), ("model.layers.10.mlp.up_proj",)),
+        ("mlp.gate", ("model.layers.0.mlp.gate",), ("model.layers.0.mlp.gate_proj",)),
+        ("model.layers.*.self_attn", ("model.layers.7.self_attn.q_proj",), ("model.layers.7.mlp.up_proj",)),
+        ("*router*", ("model.layers.7.mlp.router", "a.my_router_2.b"), ("model.layers.7.mlp",)),
+        ("re:.*gate$", ("model.layers.7.mlp.gate",), ("model.layers.7.mlp.gate_proj",)),
+        ("re:model.layers.[01]", ("model.layers.1.mlp",), ("my.model.layers.1", "model.layers.2")),
+        ("a.b+c", ("a.b+c",), ("a.bbc", "axb+c")),
+    ],
+)
+def test_names_of_layers(name: str, fits: tuple[str, ...], does_not: tuple[str, ...]) -> None:
+    config = QuantizationConfig(LayerQuantConfig("per_tensor", "fp8"), exclude_layers=(name,))
+    assert all(config.of_layer(layer).quant_type == "no" for layer in fits)
+    assert all(config.of_layer(layer).quant_type == "per_tensor" for layer in does_not)
+
+
+def test_a_name_that_is_no_regular_expression() -> None:
+    with pytest.raises(InvalidFieldError, match=r"quant_config is 're:\('; valid: a regular expression"):
+        QuantizationConfig(exclude_layers=("re:(",))
+
+
+def ct(**weights: Any) -> dict[str, Any]:
+    group = {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "tensor", **weights}}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": group}}
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"quant_method": "awq"}, "quant_method 'awq' is not supported; supported: fp8, compressed-tensors, quark, m"),
+        ({"bits": 4}, "quant_method 'None' is not supported"),
+        ({"quant_method": "fp8", "fmt": "e5m2"}, "fmt 'e5m2' are not supported; supported: e4m3"),
+        ({"quant_method": "fp8", "weight_block_size": [64, 64]}, r"blocks of \[64, 64\] are not .*: \[128, 128\], \[1"),
+        ({**ct(), "format": "pack-quantized"}, "format 'pack-quantized' is not supported"),
+        (ct(symmetric=False), "zero points are not supported"),
+        (ct(num_bits=4, type="int"), r"weights of 4 bits \(int\) are not supported"),
+        (ct(num_bits=4, strategy="group", group_size=128), "fp4x2 per_1x128 are not supported; supported: fp8 per_t"),
+        (ct(strategy="group", group_size=64), "group_size 64 is not supported; supported: 32, 128"),
+        (ct(strategy="tensor_group"), "quantized by 'tensor_group' are not supported"),
+        (
+            {"quant_method": "quark", "global_quant_config": {"weight": {"dtype": "int4", "qscheme": "per_group"}}},
+            "dtype 'int4' are not supported; supported: fp8_e4m3, int8, fp4",
+        ),
+        ({"quant_method": "quark", "global_quant_config": {"weight": [QUARK, QUARK]}}, "quantized twice"),
+        ({"quant_method": "quark", "layer_type_quant_config": {"Linear": QUARK}}, "layer_type_quant_config is not s"),
+    ],
+)
+def test_what_is_not_supported_is_refused_in_one_line(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message) as error:
+        parse(spec)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_setting_is_named() -> None:
+    with pytest.raises(KeyError, match="config_groups"):
+        parse({"quant_method": "compressed-tensors"})

@@ -1,0 +1,768 @@
+"""A brute-force oracle of the engine: it watches a Scheduler from outside, executes its batches naively, and objects.
+
+It shares no code with the scheduler, the block manager or the simulated runner; it sees only what they show: the
+batch's columns, the sequences' fields, the outputs. The "model" is a pure function of the tokens so far, the salt, the
+seed and the position, so that the one stream a sequence can have is known before it runs (`Truth`), whatever is cut,
+cached, preempted, drafted, late or discarded. Every slot of the KV cache holds the hash of the whole prefix that was
+computed into it (a polynomial over a prime field, root salted), so a slot tells which token at which position behind
+which prefix it belongs to.
+
+An AssertionError names what is wrong. Batches execute in the order in which they are scheduled, as on a stream.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+from copy import copy
+from dataclasses import dataclass, field
+from itertools import chain
+
+from common.config import MIXED, Config
+from common.limits import MAX_HOLD_S
+from tests.unit.worker.engine.truth import TokenModel, Truth, fold
+from worker.engine.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput, TokenHistory
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import EndReason, Priority, Sequence, SequenceStatus
+
+# What a batch shows, row by row.
+COLUMNS = (
+    "req_ids",
+    "num_scheduled_tokens",
+    "num_computed_tokens",
+    "context_lens",
+    "scheduled_tokens",
+    "from_last_output",
+    "is_final",
+    "last_block_num_tokens",
+    "block_tables",
+    "num_cached_tokens",
+    "seeds",
+    "choices",
+)
+
+
+@dataclass(eq=False, slots=True)
+class Life:
+    """What the oracle knows about one sequence.
+
+    Attributes:
+        known: tokens that it came with or that the model has sampled, in flight or not.
+        delivered: tokens that it came with or that have been streamed.
+        computed: where its next row begins; None while it waits. A visit lasts from admission to preemption or end.
+        table: its blocks after the last event.
+        serial: order of admission.
+        published: full blocks of this visit that can be found.
+        prefilling: whether its last known token has not been scheduled in this visit.
+        drafts: what the model has proposed for its next row.
+        num_inflight: rows in flight.
+        first_scheduled, first_token: when these were, None before.
+    """
+
+    seq: Sequence
+    truth: Truth
+    known: int
+    delivered: int
+    gated: bool
+    computed: int | None = None
+    table: list[int] = field(default_factory=list)
+    serial: int = 0
+    published: int = 0
+    prefilling: bool = False
+    drafts: list[int] = field(default_factory=list)
+    num_inflight: int = 0
+    first_scheduled: float | None = None
+    first_token: float | None = None
+    ended: bool = False
+
+    @property
+    def start(self) -> int:
+        """`computed` of a running sequence."""
+        assert self.computed is not None, f"sequence {self.seq.id} does not run"
+        return self.computed
+
+
+@dataclass(slots=True)
+class Row:
+    """One sequence's part of a step, and what it was before the step."""
+
+    life: Life
+    start: int
+    end: int
+    drafts: list[int]
+    final: bool
+    was: tuple[int, int, list[int], bool]
+    prefill: bool
+    table: list[int]
+    sampled: list[int] = field(default_factory=list)
+    after: int = 0
+
+
+@dataclass(slots=True)
+class Flight:
+    """A step that is scheduled and not landed; `shown` is what it was when it was scheduled."""
+
+    batch: ScheduledBatch
+    shown: ScheduledBatch
+    seqs: dict[int, Sequence]
+    rows: list[Row]
+    computing: set[int]
+    last_output: ScheduledBatchOutput
+    output: ScheduledBatchOutput
+
+    @property
+    def num_pairs(self) -> int:
+        """Pairs of a token that a prompt computes and one that it attends to."""
+        rows = [(row.start, row.end - row.start) for row in self.rows if row.prefill]
+        return sum(count * start + count * (count + 1) // 2 for start, count in rows)
+
+
+class Cache:
+    """Which block holds which published prefix, by what was seen; only a block that is taken anew loses its entry."""
+
+    def __init__(self) -> None:
+        self._block_of: dict[int, int] = {}
+        self._entry_of: dict[int, tuple[int, int]] = {}
+        self._num_children: dict[int, int] = {}
+
+    def hits(self, life: Life, size: int) -> int:
+        """Leading full blocks of a sequence that can be found; its last known token is never in one (T2)."""
+        states, found = life.truth.states, 0
+        while found < (life.known - 1) // size and states[(found + 1) * size - 1] in self._block_of:
+            found += 1
+        return found
+
+    def __contains__(self, block: int) -> bool:
+        return block in self._entry_of
+
+    def block(self, state: int) -> int | None:
+        """Where a prefix is."""
+        return self._block_of.get(state)
+
+    def publish(self, state: int, parent: int, block: int) -> None:
+        """A full block can be found from now on."""
+        self._block_of[state] = block
+        self._entry_of[block] = state, parent
+        self._num_children[parent] = self._num_children.get(parent, 0) + 1
+
+    def take(self, block: int) -> None:
+        """A free block is used for something else."""
+        if block in self._entry_of:
+            state, parent = self._entry_of.pop(block)
+            assert not self._num_children.get(state), f"block {block} is evicted before its children"
+            del self._block_of[state]
+            self._num_children[parent] -= 1
+
+
+class Oracle:
+    """Watches one Scheduler.
+
+    Args:
+        scheduler: under test, new.
+        config: its configuration.
+        model: the token function.
+        knows_hits: whether prefix hits can be foreseen; not when hashes collide on purpose.
+    """
+
+    def __init__(self, scheduler: Scheduler, config: Config, model: TokenModel, *, knows_hits: bool = True) -> None:
+        self.scheduler = scheduler
+        self.config = config
+        self.model = model
+        self.size, self.pool = config.kv_cache_block_size, config.num_kvcache_blocks
+        self.max_model_len = config.max_model_len or self.pool * self.size
+        spec = config.speculative_config
+        self.k = spec.num_speculative_tokens if spec else 0
+        self.caching = config.enable_prefix_caching
+        self.cache = Cache() if self.caching and knows_hits else None
+        self.lives: dict[int, Life] = {}
+        self.all: list[Life] = []
+        self.flights: deque[Flight] = deque()
+        self.kv = [[0] * self.size for _ in range(self.pool)]
+        self.last_output = ScheduledBatchOutput({})
+        self.last_prompt_latency = 0.0
+        self.num_batches = self.num_prefill_steps = self.num_preemptions = self.num_admissions = 0
+        self.num_drafts = self.num_accepted = 0
+        self._now = 0.0
+        # Cost of attention to a token when the last step was scheduled, and what its prompts might cost.
+        self._weight, self._most_cost = 0.0, math.inf
+        self._preempts = False
+        self._held: set[int] = set()
+        # Tokens that prompts have for certain in a mixed step, and the decodes that the last one left out for them.
+        self._share = scheduler.min_prefill_tokens
+        self._left_out: set[int] = set()
+        # When the last holder of a block has left, in no unit.
+        self._released: dict[int, int] = {}
+        self._num_releases = 0
+        self._gated: list[Life] = []
+        self._places: dict[int, int] = {}
+        self._queues: dict[Priority, list[Life]] = {p: [] for p in sorted(Priority, reverse=True)}
+
+    # What happens to sequences between steps.
+
+    def entered(self, seq: Sequence, *, gated: bool, outputs: list[RequestOutput]) -> None:
+        """A sequence was taken; `outputs` are what that brought: its end if an earlier attempt had reached it (S5)."""
+        assert seq.id not in self.lives, f"sequence {seq.id} is taken twice"
+        truth = Truth(seq, self.model, self.max_model_len, self.config)
+        life = Life(seq, truth, len(seq), len(seq), gated)
+        self.all.append(life)
+        if truth.end == len(seq):
+            self._expect_end(life, outputs, [], truth.finish_reason, truth.end_reason)
+            return
+        assert not outputs, f"{outputs} for a sequence that has just come"
+        self.lives[seq.id] = life
+        (self._gated if gated else self._queues[seq.priority]).append(life)
+
+    def aborted(self, seq_id: int, done: bool, outputs: list[RequestOutput], reason: EndReason) -> None:
+        """`abort` has returned `done` and left `outputs`."""
+        life = self.lives.pop(seq_id, None)
+        assert done is (life is not None), f"abort({seq_id}) says {done}"
+        if life is None:
+            assert not outputs, f"{outputs} of a sequence that had ended"
+            return
+        if life.computed is None:
+            (self._gated if life.gated else self._queues[life.seq.priority]).remove(life)
+        self._expect_end(life, outputs, [], "aborted", reason)
+
+    def preempted(self, life: Life) -> None:
+        """`preempt` was called between two steps. What is in flight still brings its tokens."""
+        assert life.seq.status is SequenceStatus.WAITING
+        self.num_preemptions += 1
+        self._wait_in_front(life)
+
+    def _wait_in_front(self, life: Life) -> None:
+        self._release(life.table)
+        life.computed, life.table, life.drafts, life.prefilling = None, [], [], False
+        self._queues[life.seq.priority].insert(0, life)
+
+    def _release(self, blocks: Iterable[int]) -> None:
+        self._num_releases += 1
+        for block in blocks:
+            self._released[block] = self._num_releases
+
+    def _expect_end(
+        self, life: Life, outputs: list[RequestOutput], tokens: list[int], finish: str, reason: EndReason
+    ) -> None:
+        assert len(outputs) == 1, f"{len(outputs)} outputs at the end of sequence {life.seq.id}"
+        out = outputs[0]
+        assert (out.request_id, list(out.output_tokens), out.finished) == (life.seq.id, tokens, True), out
+        assert (out.finish_reason, out.end_reason) == (finish, reason), f"{out}, not {finish}"
+        assert life.seq.status is SequenceStatus.FINISHED
+        life.ended, life.computed, life.table = True, None, []
+
+    # Scheduling.
+
+    def before_schedule(self, now: float) -> None:
+        """Call before `schedule(now)`."""
+        self._now = now
+        self._weight, budget = self.scheduler.context_cost.weight, self.config.max_num_batched_tokens
+        decodes = any(life.computed is not None and not life.prefilling for life in self.lives.values())
+        self._most_cost = self._cost(0, budget) if decodes else math.inf
+        self._open_gate(now)
+        order = chain.from_iterable(self._queues.values())
+        self._places = {life.seq.id: i for i, life in enumerate(order)}
+
+    def _open_gate(self, now: float) -> None:
+        """The gate's rule, once for all that wait."""
+        factor = self.config.scheduler_delay_factor
+        if not self._gated:
+            return
+        running = any(life.computed is not None for life in self.lives.values())
+        age = now - min(life.seq.arrive_time for life in self._gated)
+        if factor <= 0 or not running or age > min(factor * self.last_prompt_latency, MAX_HOLD_S):
+            for life in self._gated:
+                life.gated = False
+                self._queues[life.seq.priority].append(life)
+            self._gated = []
+
+    def scheduled(self, step: tuple[ScheduledBatch, dict[int, Sequence]] | None) -> Flight | None:
+        """`schedule` has returned `step`: checks every decision, then executes the batch."""
+        victims = self._take_victims()
+        self._preempts = bool(victims)
+        if step is None:
+            assert self.flights or not self.lives, "there is work, and no step"
+            assert not self._admitted(), "a sequence is admitted to no step"
+            assert not self._decodable(), "a decode is left out"
+            self._check_diligence(self.config.max_num_batched_tokens, None, bool(victims))
+            return None
+        # The step itself makes its columns when it is asked, which is later.
+        batch, seqs = copy(step[0]), step[1]
+        self._check_columns(batch, seqs)
+        newcomers = self._admitted()
+        unfinished = sum(life.known - life.start for life in self.lives.values() if life.prefilling)
+        assert not (victims and newcomers), "a newcomer in a step that preempts (T9)"
+        decoding = self._decodable()
+        flight = Flight(step[0], batch, seqs, [], set(), self.last_output, ScheduledBatchOutput({}))
+        for i, seq_id in enumerate(batch.req_ids):
+            self._add_row(flight, i, self.lives[seq_id])
+        self._check_order(flight, newcomers)
+        self._check_totals(batch, flight.rows)
+        self._check_phase(flight, decoding, bool(victims))
+        self._check_cost(flight.rows)
+        if self.config.scheduling_policy == MIXED:
+            self._check_share(flight.rows, unfinished)
+        self._check_writes(flight)
+        self._execute(flight)
+        self.flights.append(flight)
+        self.num_batches += 1
+        return flight
+
+    def _take_victims(self) -> list[Life]:
+        """Sequences that `schedule` has preempted, in the order of their admission."""
+        running = [life for life in self.lives.values() if life.computed is not None]
+        victims = [life for life in running if life.seq.status is not SequenceStatus.RUNNING]
+        self.num_preemptions += len(victims)
+        assert self.num_preemptions == self.scheduler.num_preemptions, "a preemption that does not show"
+        if victims:
+            survivors = [life for life in running if life.seq.status is SequenceStatus.RUNNING]
+            victims.sort(key=_rank)
+            assert survivors, "the oldest running sequence is preempted"
+            assert max(map(_rank, survivors)) < _rank(victims[0]), "a victim is not the newest of the lowest class"
+            self._check_need(victims[0], survivors)
+        for life in reversed(victims):
+            self._wait_in_front(life)
+        return victims
+
+    def _check_need(self, last: Life, survivors: list[Life]) -> None:
+        """Without the last victim's blocks somebody, or itself, would have had too few."""
+        kept = set(chain.from_iterable(life.table for life in survivors))
+        freed = sum(block not in kept for block in last.table)
+        slots = min(last.start + self.k + 1, self.max_model_len)
+        own_need = max(0, -(-slots // self.size) - len(last.table))
+        free = self.scheduler.block_manager.num_free_blocks
+        assert free < freed + own_need, f"sequence {last.seq.id} is preempted without need"
+
+    def _admitted(self) -> list[Life]:
+        return [
+            life for life in self.lives.values() if life.computed is None and life.seq.status is SequenceStatus.RUNNING
+        ]
+
+    def _decodable(self) -> list[Life]:
+        """Running sequences that any step of decodes must contain."""
+        return [
+            life
+            for life in self.lives.values()
+            if life.computed is not None
+            and not life.prefilling
+            and (not life.num_inflight or (self.k == 0 and not self._ends_foreseeably(life)))
+        ]
+
+    def _ends_foreseeably(self, life: Life) -> bool:
+        most = life.seq.num_prompt_tokens + life.seq.sampling_params.max_tokens
+        return life.known >= min(most, self.max_model_len)
+
+    def _check_columns(self, batch: ScheduledBatch, seqs: dict[int, Sequence]) -> None:
+        ids = list(batch.req_ids)
+        assert 0 < len(set(ids)) == len(ids), f"a step of {ids}"
+        assert list(seqs) == ids, "the batch's sequences are not its rows"
+        assert all(seqs[i] is self.lives[i].seq for i in ids), "a row of a sequence that is not live"
+        assert len(ids) <= self.config.max_num_seqs, f"{len(ids)} rows"
+        assert not batch.is_dummy_run
+        assert batch.num_spec_step == self.k
+
+    def _add_row(self, flight: Flight, i: int, life: Life) -> None:
+        batch, seq = flight.shown, life.seq
+        start, count, end = batch.num_computed_tokens[i], batch.num_scheduled_tokens[i], batch.context_lens[i]
+        table, shown = list(seq.block_table), -(-end // self.size)
+        assert list(batch.block_tables[i]) == table[:shown], f"sequence {seq.id}: other blocks in the batch"
+        if life.computed is None:
+            self._admit(flight, life, batch.num_cached_tokens[i], table)
+            life.first_scheduled = self._now if life.first_scheduled is None else life.first_scheduled
+        else:
+            self._grow(life, table)
+        assert start == life.computed, f"sequence {seq.id}: its row begins at {start}, not {life.computed}"
+        assert 1 <= count == end - start, f"sequence {seq.id}: {count} tokens from {start} to {end}"
+        drafts = list(batch.scheduled_spec_decode_tokens.get(seq.id, []))
+        was = start, life.known, life.drafts, life.prefilling
+        row = Row(life, start, end, drafts, end - len(drafts) == life.known, was, life.prefilling, table)
+        self._check_row(row)
+        self._check_tokens(flight, i, row)
+        assert bool(batch.is_final[i]) is row.final, f"sequence {seq.id}: is_final {batch.is_final[i]} at {end}"
+        assert batch.last_block_num_tokens[i] == (end - 1) % self.size + 1
+        assert (batch.seeds[i], batch.choices[i]) == (seq.seed, seq.choice)
+        if life.prefilling:
+            flight.computing.update(self._blocks_in(life, start, end))
+        flight.rows.append(row)
+
+    def _check_row(self, row: Row) -> None:
+        """It computes known tokens and drafts, and has as many blocks as it may need, no more."""
+        life, known = row.life, row.end - len(row.drafts)
+        assert known <= life.known, f"sequence {life.seq.id}: computes {known} of {life.known} tokens"
+        assert not self._ends_foreseeably(life), f"sequence {life.seq.id}: computes behind its end"
+        num_slots = len(row.table) * self.size
+        assert num_slots >= row.end, f"sequence {life.seq.id}: {num_slots} slots for {row.end} tokens"
+        most = max(life.known, row.start + self.k + 1)
+        assert num_slots < most + self.size, f"sequence {life.seq.id}: {num_slots} slots for {most} tokens"
+        if row.drafts:
+            self._check_drafts(life, row.drafts, row.start)
+
+    def _check_drafts(self, life: Life, drafts: list[int], start: int) -> None:
+        most = min(life.seq.num_prompt_tokens + life.seq.sampling_params.max_tokens, self.max_model_len)
+        assert start == life.known - 1, f"sequence {life.seq.id}: drafts in its prompt"
+        assert not life.prefilling, f"sequence {life.seq.id}: drafts in a visit's first row"
+        assert drafts == life.drafts[: len(drafts)], f"sequence {life.seq.id}: drafts {drafts}, not {life.drafts}"
+        assert life.known + len(drafts) < most, f"sequence {life.seq.id}: drafts behind its end"
+
+    def _check_tokens(self, flight: Flight, i: int, row: Row) -> None:
+        batch, truth = flight.shown, row.life.truth
+        expected = truth.tokens[row.start : row.end - len(row.drafts)] + row.drafts
+        given = list(batch.scheduled_tokens[i])
+        if batch.from_last_output[i]:
+            assert not given, f"sequence {row.life.seq.id}: a token is late and there"
+            given = [self.last_output.token_ids[row.life.seq.id][-1]]
+        assert given == expected, f"sequence {row.life.seq.id}: computes {given}, not {expected}"
+
+    def _admit(self, flight: Flight, life: Life, cached: int, table: list[int]) -> None:
+        seq = life.seq
+        assert not life.gated, f"sequence {seq.id} passes the gate"
+        assert not life.num_inflight, f"sequence {seq.id} is admitted with a token in flight"
+        assert seq.num_tokens == life.known == life.delivered, f"sequence {seq.id}: {seq.num_tokens} of {life.known}"
+        assert 0 <= cached < life.known, f"sequence {seq.id}: {cached} tokens cached (T2)"
+        assert cached % self.size == 0
+        assert self.caching or not cached
+        hits = cached // self.size
+        if self.cache is not None:
+            assert self.cache.hits(life, self.size) == hits, f"sequence {seq.id}: {hits} hits"
+            found = [self.cache.block(life.truth.states[(j + 1) * self.size - 1]) for j in range(hits)]
+            assert table[:hits] == found, f"sequence {seq.id}: hits {table[:hits]}, not {found}"
+            self._check_follower(flight, life, hits)
+        assert len(table) == -(-life.known // self.size), f"sequence {seq.id}: {len(table)} blocks reserved"
+        self._queues[seq.priority].remove(life)
+        self.num_admissions += 1
+        life.computed, life.published, life.serial, life.prefilling = cached, hits, self.num_admissions, True
+        life.table = table[:hits]
+        self._grow(life, table)
+
+    def _check_follower(self, flight: Flight, life: Life, hits: int) -> None:
+        """Nobody computes a block that a step in flight, or this very one, computes."""
+        if hits < (life.known - 1) // self.size:
+            state = life.truth.states[(hits + 1) * self.size - 1]
+            computing = any(state in other.computing for other in [*self.flights, flight])
+            assert not computing, f"sequence {life.seq.id} computes what is being computed"
+
+    def _grow(self, life: Life, table: list[int]) -> None:
+        held = len(life.table)
+        assert table[:held] == life.table, f"sequence {life.seq.id}: its blocks have changed"
+        life.table = table[:held]
+        for block in table[held:]:
+            if self.cache is not None:
+                self._check_eviction(self.cache, block)
+                self.cache.take(block)
+            life.table.append(block)
+
+    def _check_eviction(self, cache: Cache, block: int) -> None:
+        """Blocks that hold nothing are taken first, then those whose holders left longest ago. In a step that
+        preempts, what was free at the moment is not known."""
+        if block in cache and not self._preempts:
+            tables = (life.table for life in self.lives.values() if life.computed is not None)
+            free = set(range(self.pool)).difference(chain.from_iterable(tables))
+            assert all(other in cache for other in free), f"block {block} is evicted while others hold nothing"
+            oldest = min(self._released[other] for other in free)
+            assert self._released[block] == oldest, f"block {block} is evicted before older ones"
+
+    def _blocks_in(self, life: Life, start: int, end: int) -> Iterable[int]:
+        """Hashes of the full blocks that a row computes, wholly or in part."""
+        last = min(-(-end // self.size), life.known // self.size)
+        return [life.truth.states[(j + 1) * self.size - 1] for j in range(start // self.size, last)]
+
+    # Decisions.
+
+    def _check_order(self, flight: Flight, newcomers: list[Life]) -> None:
+        """First come, first served within a class, higher classes first; only followers of what is being computed may
+        be passed. The queues have lost the newcomers by now."""
+        assert all(life.computed is not None for life in newcomers), "a sequence is admitted to no row"
+        places = [self._places[row.life.seq.id] for row in flight.rows if row.life in newcomers]
+        assert places == sorted(places), "newcomers out of turn"
+        for life in self._waiting() if places else []:
+            if self._places[life.seq.id] < places[-1]:
+                assert self.caching, f"sequence {life.seq.id} is passed"
+                assert self._follows(life, flight), f"sequence {life.seq.id} is passed, and follows nobody"
+
+    def _waiting(self) -> Iterable[Life]:
+        return chain.from_iterable(self._queues.values())
+
+    def _follows(self, life: Life, flight: Flight | None) -> bool:
+        """Whether a step in flight or in the making may compute a block of a sequence that waits."""
+        if self.cache is None:
+            return self.caching
+        blocks = self._blocks_in(life, 0, life.known)
+        flights = [*self.flights, flight] if flight else self.flights
+        return any(state in other.computing for other in flights for state in blocks)
+
+    def _check_totals(self, batch: ScheduledBatch, rows: list[Row]) -> None:
+        counts = [row.end - row.start for row in rows]
+        prefills = [count for count, row in zip(counts, rows, strict=True) if row.prefill]
+        assert sum(counts) <= self.config.max_num_batched_tokens, f"{sum(counts)} tokens"
+        assert batch.total_tokens_num == sum(counts)
+        assert batch.total_tokens_num_prefill == sum(prefills)
+        assert batch.total_tokens_num_decode == sum(counts) - sum(prefills)
+        assert batch.total_seqs_num == len(rows)
+        assert (batch.total_seqs_num_prefill, batch.total_seqs_num_decode) == (len(prefills), len(rows) - len(prefills))
+        running = sum(life.computed is not None for life in self.lives.values())
+        assert running <= self.config.max_num_seqs, f"{running} sequences run (T7)"
+
+    def _check_phase(self, flight: Flight, decoding: list[Life], preempted: bool) -> None:
+        """Who must be in the step, given its policy (T8)."""
+        rows, mixes = flight.rows, self.config.scheduling_policy == MIXED
+        kinds = [row.prefill for row in rows]
+        assert kinds == sorted(kinds), "prompts in front of decodes"
+        assert mixes or len(set(kinds)) == 1, "prefill_first has mixed"
+        had_enough = self.num_prefill_steps >= self.config.max_consecutive_prefill_steps
+        present = {row.life.seq.id for row in rows}
+        if mixes or not kinds[0]:
+            self._check_left_out(rows, [life.seq.id for life in decoding if life.seq.id not in present], preempted)
+        else:
+            assert not (had_enough and decoding), "running sequences are frozen (T8)"
+        if mixes or kinds[0] or not had_enough:
+            used = sum(row.end - row.start for row in rows if mixes or row.prefill)
+            self._check_diligence(self.config.max_num_batched_tokens - used, flight, preempted)
+        self.num_prefill_steps = self.num_prefill_steps + 1 if kinds[-1] else 0
+
+    def _check_left_out(self, rows: list[Row], left_out: list[int], preempted: bool) -> None:
+        """Decodes are left out for prompts only, for no more than their share, and no decode twice in a row."""
+        assert not self._left_out.intersection(left_out), "a decode is left out twice in a row"
+        self._left_out = set(left_out)
+        if left_out:
+            assert self.config.scheduling_policy == MIXED, "a decode is left out"
+            waits = any(row.prefill for row in rows) or any(life.prefilling for life in self.lives.values())
+            assert waits or any(self._waiting()), "a decode is left out for nobody"
+            decodes = sum(row.end - row.start for row in rows if not row.prefill)
+            most = self.config.max_num_batched_tokens - self._share
+            assert preempted or decodes >= most, f"a decode is left out beside {decodes} tokens of decodes"
+
+    def _cost(self, start: int, count: int) -> float:
+        """Of tokens behind others, in tokens without any before them."""
+        return count + self._weight * (count * start + count * count / 2)
+
+    def _check_cost(self, rows: list[Row]) -> None:
+        """Beside decodes, prompts cost no more than a full step of one that begins, unless they are few tokens."""
+        prompts = [(row.start, row.end - row.start) for row in rows if row.prefill]
+        cost = sum(self._cost(*prompt) for prompt in prompts)
+        few = len(prompts) == 1 and prompts[0][1] <= math.ceil(self.config.max_num_batched_tokens / 64)
+        assert few or cost <= self._most_cost * 1.0001, f"prompts cost {cost}, not {self._most_cost}"
+
+    def _can_afford(self, start: int, flight: Flight | None) -> bool:
+        """Whether the step could have computed a further prompt token at `start`."""
+        rows = [row for row in flight.rows if row.prefill] if flight else []
+        spent = sum(self._cost(row.start, row.end - row.start) for row in rows)
+        return spent + self._cost(start, 1) <= self._most_cost * 0.9999
+
+    def _check_share(self, rows: list[Row], unfinished: int) -> None:
+        """Prompts that are being computed have their share of a mixed step, if they are not too expensive."""
+        prompts = sum(row.end - row.start for row in rows if row.prefill)
+        if self._weight and self._most_cost < math.inf:
+            return
+        assert prompts >= min(self._share, unfinished), f"{prompts} of {unfinished} prompt tokens"
+
+    def _check_diligence(self, budget: int, flight: Flight | None, preempted: bool) -> None:
+        """With budget left no prompt is left lying that could have gone on, or come in."""
+        present = {row.life.seq.id for row in flight.rows} if flight else set()
+        left_out = [
+            life
+            for life in self.lives.values()
+            if life.prefilling and life.seq.id not in present and self._can_afford(life.start, flight)
+        ]
+        assert not (budget and left_out), f"{budget} tokens left, and sequence {left_out[0].seq.id} does not go on"
+        head = next(iter(self._waiting()), None)
+        if head is None or preempted or head.num_inflight or self._follows(head, flight):
+            return
+        hits = self.cache.hits(head, self.size) if self.cache is not None else 0
+        tables = [life.table for life in self.lives.values() if life.computed is not None]
+        in_use = self._num_in_use(head, hits, set(chain.from_iterable(tables)))
+        free = self.scheduler.block_manager.num_free_blocks
+        has_blocks = free >= -(-head.known // self.size) - in_use + len(tables)
+        has_budget = head.known - hits * self.size <= budget and self._can_afford(hits * self.size, flight)
+        is_full = len(tables) >= min(self.config.max_num_seqs, self.config.max_num_batched_tokens // (self.k + 1))
+        assert is_full or not (has_blocks and has_budget), f"sequence {head.seq.id} is not admitted (T3)"
+
+    def _num_in_use(self, life: Life, hits: int, held: set[int]) -> int:
+        if self.cache is None:
+            return 0
+        return sum(self.cache.block(life.truth.states[(j + 1) * self.size - 1]) in held for j in range(hits))
+
+    # Execution.
+
+    def _check_writes(self, flight: Flight) -> None:
+        """A block that is written has one holder, so that no slot is written twice either."""
+        tables = (life.table for life in self.lives.values() if life.computed is not None)
+        holders = Counter(chain.from_iterable(tables))
+        for row in flight.rows:
+            written = row.life.table[row.start // self.size : (row.end - 1) // self.size + 1]
+            assert all(holders[block] == 1 for block in written), f"sequence {row.life.seq.id} writes a shared block"
+
+    def _execute(self, flight: Flight) -> None:
+        """All reads see the steps before this one only: KV that the step itself writes is no cache hit."""
+        histories = flight.shown.token_histories(self.last_output)
+        for i, row in enumerate(flight.rows):
+            self._read(row)
+            self._check_history(row, histories.get(i))
+        tokens: dict[int, tuple[int, ...]] = {}
+        drafts: dict[int, list[int]] = {}
+        for row in flight.rows:
+            self._write(row)
+            self._sample(row)
+            row.life.num_inflight += 1
+            if row.final:
+                tokens[row.life.seq.id] = tuple(row.sampled)
+                if row.life.drafts:
+                    drafts[row.life.seq.id] = row.life.drafts
+        flight.output = self.last_output = ScheduledBatchOutput(tokens, drafts or None)
+
+    def _read(self, row: Row) -> None:
+        """What attention reads: every slot in front of the row holds this sequence's prefix."""
+        blocks = row.life.table[: -(-row.start // self.size)]
+        context = list(chain.from_iterable(map(self.kv.__getitem__, blocks)))[: row.start]
+        assert context == row.life.truth.states[: row.start], f"sequence {row.life.seq.id} reads foreign KV"
+
+    def _write(self, row: Row) -> None:
+        states = row.life.truth.states[row.start : row.end - len(row.drafts)]
+        for draft in row.drafts:
+            states.append(fold(states[-1], draft))
+        table, size = row.life.table, self.size
+        for position, state in enumerate(states, row.start):
+            self.kv[table[position // size]][position % size] = state
+
+    def _check_history(self, row: Row, history: TokenHistory | None) -> None:
+        """Penalties and min_tokens see the output so far, late tokens included."""
+        seq, known = row.life.seq, row.life.known
+        params = seq.sampling_params
+        steered = params.penalized or known - seq.num_prompt_tokens < params.min_tokens
+        assert (history is not None) is (row.final and steered), f"sequence {seq.id}: history of a row"
+        if history is not None:
+            assert list(history.output_ids) == row.life.truth.tokens[seq.num_prompt_tokens : known]
+
+    def _sample(self, row: Row) -> None:
+        life, truth = row.life, row.life.truth
+        if not row.final:
+            life.computed = row.after = row.end
+            return
+        truth.upto(life.known + 2 * self.k + 1)
+        accepted = 0
+        while accepted < len(row.drafts) and truth.tokens[life.known + accepted] == row.drafts[accepted]:
+            accepted += 1
+        row.sampled = truth.tokens[life.known : life.known + accepted + 1]
+        life.computed = row.after = life.known + accepted
+        life.known += accepted + 1
+        life.prefilling = False
+        life.drafts = self.model.drafts(truth, life.known, self.k)
+
+    # Landing.
+
+    def before_landing(self) -> None:
+        """Call before `postprocess`: a runner may have asked the oldest flight as late as now."""
+        flight = self.flights[0]
+        for name in COLUMNS:
+            assert getattr(flight.batch, name) == getattr(flight.shown, name), f"{name} of a step in flight has changed"
+
+    def landed(self, now: float, finished: list[Sequence], outputs: list[RequestOutput]) -> None:
+        """The oldest flight was postprocessed at `now`, which returned `finished` and left `outputs`."""
+        flight, self._now = self.flights.popleft(), now
+        given = {out.request_id: out for out in outputs}
+        expected = [row.life for row in flight.rows if self._land_row(row, given)]
+        assert [out.request_id for out in outputs] == [life.seq.id for life in expected], f"outputs of {[*given]}"
+        assert finished == [life.seq for life in expected if life.ended]
+
+    def _land_row(self, row: Row, given: dict[int, RequestOutput]) -> bool:
+        """Whether the row's sequence has to have an output, with what and why."""
+        life = row.life
+        life.num_inflight -= 1
+        if life.ended:
+            return False
+        tokens = row.sampled[: life.truth.end - life.delivered]
+        life.delivered += len(tokens)
+        if life.computed is not None:
+            self._publish(row)
+        if tokens:
+            assert life.seq.id in given, f"no output of sequence {life.seq.id}"
+            life.first_token = self._now if life.first_token is None else life.first_token
+            self._check_output(life, given[life.seq.id], tokens)
+        return bool(tokens)
+
+    def _check_output(self, life: Life, out: RequestOutput, tokens: list[int]) -> None:
+        if life.delivered < life.truth.end:
+            assert (list(out.output_tokens), out.finished) == (tokens, False), f"{out}, not {tokens}"
+            return
+        del self.lives[life.seq.id]
+        if life.computed is None:
+            self._queues[life.seq.priority].remove(life)
+        self._expect_end(life, [out], tokens, life.truth.finish_reason, life.truth.end_reason)
+        assert life.seq.leave_time == self._now
+
+    def _publish(self, row: Row) -> None:
+        """Full blocks whose KV is written and whose tokens are final can be found; equal ones are held once."""
+        life, size = row.life, self.size
+        if row.drafts:
+            self.num_drafts += len(row.drafts)
+            self.num_accepted += len(row.sampled) - 1
+        while self.cache is not None and (life.published + 1) * size <= min(row.after, life.delivered):
+            j = life.published
+            state, parent = life.truth.states[(j + 1) * size - 1], life.truth.state_before(j * size)
+            present = self.cache.block(state)
+            if present is None:
+                self.cache.publish(state, parent, life.table[j])
+            else:
+                # Also if the sequence ends at once: then the block is released anew.
+                life.table[j] = present
+                self._held.add(present)
+            life.published += 1
+
+    def discarded(self) -> None:
+        """The only flight was discarded: what it should have computed is still to do."""
+        (flight,) = self.flights
+        self.flights.clear()
+        self.last_output = flight.last_output
+        for row in flight.rows:
+            life = row.life
+            life.num_inflight -= 1
+            start, life.known, drafts, was_prefilling = row.was
+            if life.computed is not None:
+                life.computed, life.drafts = start, drafts
+                life.prefilling = was_prefilling and start < life.known - 1
+
+    # At any time, and at the end.
+
+    def check(self) -> None:
+        """Compares what the scheduler shows between steps."""
+        sched = self.scheduler
+        num_running = num_decoding = ahead = 0
+        held: set[int] = set()
+        for life in self.lives.values():
+            seq = life.seq
+            if self.cache is None and life.computed is not None:
+                # Which of two equal blocks it holds is not foreseen; `_read` looks at what is in them.
+                life.table = list(seq.block_table)
+            assert seq.block_table == life.table, f"sequence {seq.id} holds {seq.block_table}, not {life.table}"
+            assert seq.num_tokens == life.delivered, f"sequence {seq.id} has {seq.num_tokens} tokens"
+            held.update(life.table)
+            num_running += life.computed is not None
+            num_decoding += life.computed is not None and not life.prefilling
+            if life.prefilling or life.computed is None:
+                ahead += life.delivered - (life.computed or 0)
+        assert sched.block_manager.num_free_blocks == self.pool - len(held), "a block is lost"
+        self._release(self._held - held)
+        self._held = held
+        assert sched.live_ids() == list(self.lives)
+        assert (sched.num_live, sched.num_decoding) == (len(self.lives), num_decoding)
+        assert sched.num_waiting == len(self.lives) - num_running
+        assert sched.waiting_tokens == ahead
+
+    def check_end(self) -> None:
+        """Nothing is left, and every sequence has ended in one output."""
+        assert not self.lives
+        assert not self.flights
+        self.check()
+        assert not self.scheduler.has_unfinished()
+        for life in self.all:
+            assert life.ended, f"sequence {life.seq.id} has not ended"
+            assert life.seq.token_ids == life.truth.tokens[: life.delivered]
+            assert (life.seq.first_scheduled_time, life.seq.first_token_time) == (
+                life.first_scheduled,
+                life.first_token,
+            )
+        stats = self.scheduler.spec_stats
+        assert (stats.total_draft_tokens, stats.total_accepted_tokens) == (self.num_drafts, self.num_accepted)
+
+
+def _rank(life: Life) -> tuple[int, int]:
+    """Order of the running set: classes, highest first, and within one as they were admitted."""
+    return -life.seq.priority, life.serial

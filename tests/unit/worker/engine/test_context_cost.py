@@ -1,0 +1,113 @@
+"""Chunks of a long prompt get smaller behind a long context, so that what decodes beside it keeps its pace."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import MIXED, PREFILL_FIRST, Config
+from common.sampling_params import SamplingParams
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.context_cost import ContextCost
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import Sequence
+
+TOKEN_S, PAIR_S, STEP_S = 50e-6, 7e-9, 0.002
+
+
+def pairs(start: int, num_tokens: int) -> int:
+    return num_tokens * start + num_tokens * (num_tokens + 1) // 2
+
+
+def duration(batch: ScheduledBatch) -> float:
+    """Of a small model, whose attention to 100,000 tokens costs 14 times its matrix products."""
+    rows = zip(batch.num_computed_tokens, batch.num_scheduled_tokens, strict=True)
+    return STEP_S + sum(TOKEN_S * count + PAIR_S * pairs(start, count) for start, count in rows)
+
+
+def run(policy: str, *, beside: bool, noise: float = 0.0) -> list[tuple[ScheduledBatch, float]]:
+    """The steps that compute a prompt of 100,000 tokens, with how long each took; perhaps beside a stream."""
+    rnd = random.Random(0)
+    sched = Scheduler(
+        Config(num_kvcache_blocks=7000, max_num_batched_tokens=2048, max_num_seqs=8, scheduling_policy=policy)
+    )
+    if beside:
+        sched.add_group([Sequence([1] * 20, 16, SamplingParams(max_tokens=5000, ignore_eos=True))])
+    steps: list[tuple[ScheduledBatch, float]] = []
+    while True:
+        if len(steps) == 3 * beside:
+            long = Sequence([2] * 100_000, 16, SamplingParams(max_tokens=1))
+            sched.add_group([long])
+        scheduled = sched.schedule(0.0)
+        assert scheduled is not None
+        batch, seqs = scheduled
+        seconds = duration(batch) * (1 + noise * rnd.random())
+        sched.record_step(batch, seconds)
+        final = [i for i, last in zip(batch.req_ids, batch.is_final, strict=True) if last]
+        sched.postprocess(seqs.values(), ScheduledBatchOutput(dict.fromkeys(final, (9,))), batch=batch, now=0.0)
+        steps.append((batch, seconds))
+        if len(steps) > 3 and long.is_finished:
+            return steps
+
+
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_a_stream_keeps_its_pace_beside_a_long_prompt(noise: float) -> None:
+    """X10: the steps of a prompt of 100,000 tokens took ever longer, and a small stream beside it waited for them."""
+    gaps = [seconds for batch, seconds in run(MIXED, beside=True, noise=noise) if batch.total_tokens_num_prefill][1:]
+    assert max(gaps) < 4 * statistics.median(gaps)
+    assert max(gaps) < 4 * gaps[0]
+
+
+def test_prompts_before_decodes_keep_their_pace_too() -> None:
+    """X10: where steps of prompts and of decodes take turns."""
+    steps = [seconds for batch, seconds in run(PREFILL_FIRST, beside=True) if batch.total_tokens_num_prefill > 20]
+    assert max(steps) < 2 * steps[0]
+
+
+def test_alone_a_prompt_takes_full_steps() -> None:
+    """X10: nobody waits for it."""
+    sizes = [batch.total_tokens_num_prefill for batch, _ in run(MIXED, beside=False)]
+    assert set(sizes[:-1]) == {2048}
+
+
+def test_it_takes_as_long_as_before_but_for_more_steps() -> None:
+    """X10: the same attention in smaller parts."""
+    alone, beside = (sum(s for _, s in run(MIXED, beside=is_beside)) for is_beside in (False, True))
+    assert beside < 1.2 * alone
+
+
+@given(st.floats(0, 1 / 64), st.integers(0, 10**6), st.integers(1, 10**5), st.floats(0, 1e9))
+def test_as_many_tokens_as_can_be_afforded(weight: float, start: int, wanted: int, cost: float) -> None:
+    costs = ContextCost()
+    costs.weight = weight
+    most = costs.most_tokens(start, wanted, cost)
+    assert 0 <= most <= wanted
+    assert costs.of(start, most) <= cost * (1 + 1e-6)
+    assert most == wanted or costs.of(start, most + 1) >= cost * (1 - 1e-6)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_weight_is_found(seed: int) -> None:
+    """With steps of any size, some of them far too slow, and short prompts for a long time after."""
+    rnd = random.Random(seed)
+    costs, weight = ContextCost(), rnd.choice([0.0, 1e-5, 1e-4, 1e-3])
+    for start in [*range(0, 100_000, 500), *[0] * 200]:
+        count = rnd.randint(64, 512)
+        tokens = count + weight * pairs(start, count)
+        slow = 20.0 if rnd.random() < 0.02 else 1.0
+        costs.note(count, pairs(start, count), 1e-4 * tokens * slow * (1 + 0.1 * rnd.random()))
+    assert weight / 2 - 1e-6 <= costs.weight <= 2 * weight + 1e-5
+
+
+def test_nothing_is_known_of_contexts_that_were_not_seen() -> None:
+    costs = ContextCost()
+    for seconds in (1.0, 5.0, 0.1):
+        costs.note(100, pairs(0, 100), seconds)
+        assert costs.weight == 0
+    costs.note(0, 0, 1.0)
+    costs.note(100, pairs(10_000, 100), 0.0)
+    assert costs.weight == 0

@@ -1,0 +1,183 @@
+"""DPEngineCoreProc: engines that share experts make the same steps, each with its own requests; and DPMetadata."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import Config, ParallelConfig
+from common.sampling_params import SamplingParams
+from worker.engine import core as engine_core
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.core import DPEngineCoreProc, EngineDeadError
+from worker.engine.executor import Executed
+from worker.engine.sequence import Sequence
+from worker.model.forward_context import DPMetadata
+from worker.model.sharding import Alone, DataParallel
+from worker.simulation.runner import SimulatedRunner
+
+ENGINES = 3
+
+
+@dataclass
+class Meeting:
+    """Where engines that are threads meet: all must come, or nobody goes on."""
+
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(ENGINES, timeout=10))
+    said: dict[int, bool] = field(default_factory=dict)
+
+    def any(self, rank: int, value: bool) -> bool:
+        self.said[rank] = value
+        self.barrier.wait()
+        answer = any(self.said.values())
+        self.barrier.wait()
+        return answer
+
+
+@dataclass
+class Group:
+    """An engine's ranks: a simulated model whose every step needs all engines."""
+
+    rank: int
+    rounds: Meeting
+    steps: Meeting
+    runner: SimulatedRunner = field(default_factory=lambda: SimulatedRunner(50, 49, num_blocks=64))
+    made: list[str] = field(default_factory=list)
+    lost: bool = False
+
+    def any_has_work(self, has_work: bool) -> bool:
+        if self.lost:
+            self.rounds.barrier.abort()
+        return self.rounds.any(self.rank, has_work)
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        self.steps.any(self.rank, True)
+        self.made.append("dummy" if batch.is_dummy_run else "batch")
+        return ScheduledBatchOutput({}) if batch.is_dummy_run else self.runner.forward(batch)
+
+    def submit(self, batch: ScheduledBatch) -> Future[Executed]:
+        future: Future[Executed] = Future()
+        try:
+            future.set_result(Executed(self.forward(batch), 0.001))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+    def failure(self) -> Exception | None:
+        return None
+
+    def close(self) -> None:
+        pass
+
+
+def engines(deferred: bool = False) -> tuple[list[DPEngineCoreProc], list[Group]]:
+    rounds, steps = Meeting(), Meeting()
+    groups = [Group(rank, rounds, steps) for rank in range(ENGINES)]
+    config = Config(
+        num_kvcache_blocks=64,
+        max_model_len=256,
+        max_num_batched_tokens=64,
+        eos_token_id=49,
+        enable_expert_parallel=True,
+        deferred_output=deferred,
+        parallel_config=ParallelConfig(ENGINES),
+    )
+    return [DPEngineCoreProc(config, group, lambda: 0.0) for group in groups], groups
+
+
+def requests(rank: int) -> list[Sequence]:
+    """None at rank 0; some that begin at different rounds at the others."""
+    rnd = random.Random(rank)
+    params = SamplingParams(max_tokens=9, ignore_eos=True)
+    return [Sequence([rnd.randrange(49)] * rnd.randrange(1, 90), 16, params) for _ in range(2 * rank)]
+
+
+def turns(core: DPEngineCoreProc, mine: list[Sequence], count: int) -> None:
+    """What the engine thread does, with a new request every fifth turn."""
+    for turn in range(count):
+        if turn % 5 == 0 and mine:
+            core.add_request(mine.pop())
+        if core.has_unfinished() or core.check():
+            core.step()
+
+
+def test_engines_that_rest_ask_each_other_less_often() -> None:
+    """Asking every 20 ms took 6 % of a core of each worker, for ever. All count the same rounds, and rest together."""
+    cores, _ = engines()
+    with ThreadPoolExecutor(ENGINES) as pool:
+        list(pool.map(lambda core: turns(core, [], engine_core._LOCKSTEP_AWAKE_ROUNDS - 1), cores))
+        assert {core.idle_check_s for core in cores} == {0.02}
+        list(pool.map(lambda core: turns(core, [], 1), cores))
+        assert {core.idle_check_s for core in cores} == {0.1}
+        mine = [[Sequence([3, 4], 16, SamplingParams(max_tokens=1, ignore_eos=True))], [], []]
+        list(pool.map(lambda core, seqs: turns(core, seqs, 1), cores, mine))
+        assert {core.idle_check_s for core in cores} == {0.0}
+        list(pool.map(lambda core: turns(core, [], 1), cores))
+    assert {core.idle_check_s for core in cores} == {0.02}
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_every_engine_makes_every_step(deferred: bool) -> None:
+    cores, groups = engines(deferred)
+    mine = [requests(rank) for rank in range(ENGINES)]
+    kept = [list(each) for each in mine]
+    with ThreadPoolExecutor(ENGINES) as pool:
+        list(pool.map(lambda rank: turns(cores[rank], mine[rank], 80), range(ENGINES)))
+    lengths = {len(group.made) for group in groups}
+    assert len(lengths) == 1
+    assert set(groups[0].made) == {"dummy"}
+    assert {"dummy", "batch"} == set(groups[1].made)
+    assert lengths.pop() < 80, "rounds without work make no step"
+    for group, seqs in zip(groups, kept, strict=True):
+        for seq in seqs:
+            assert seq.is_finished
+            expected = group.runner.reference(seq.prompt_token_ids, 9, seed=seq.seed)
+            assert seq.completion_token_ids == expected
+    assert not any(core.others_have_work for core in cores)
+
+
+def test_a_lost_engine_fails_the_others() -> None:
+    cores, groups = engines()
+    groups[2].lost = True
+
+    def run(rank: int) -> None:
+        with pytest.raises(EngineDeadError, match="BrokenBarrierError"):
+            turns(cores[rank], requests(rank), 10)
+        with pytest.raises(EngineDeadError):
+            cores[rank].step()
+
+    with ThreadPoolExecutor(ENGINES) as pool:
+        list(pool.map(run, range(ENGINES)))
+
+
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=5), st.integers(1, 100))
+def test_chunks_cover_each_engines_rows_once(counts: list[int], most: int) -> None:
+    metadata = DPMetadata.make(list(counts))
+    assert metadata.max_tokens_across_dp == max(counts)
+    assert metadata.cu_tokens_across_dp[0] == 0
+    assert metadata.cu_tokens_across_dp[-1] == sum(counts)
+    seen = [0] * len(counts)
+    for chunk in range(-(-metadata.max_tokens_across_dp // most)):
+        with metadata.chunked_sizes(most, chunk) as sizes:
+            assert metadata.local_sizes is sizes
+            assert max(sizes) > 0
+            assert all(0 <= size <= most for size in sizes)
+            seen = [a + b for a, b in zip(seen, sizes, strict=True)]
+    assert seen == counts
+    assert metadata.local_sizes == counts
+
+
+def test_every_engine_learns_the_rows_of_all() -> None:
+    class Others(Alone):
+        def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+            return x + torch.tensor([16.0, 0.0, 2048.0])
+
+    data = DataParallel(1, 3, Others(), Alone())
+    assert DPMetadata.num_tokens_across_dp(32, data) == [16, 32, 2048]

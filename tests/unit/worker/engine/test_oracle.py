@@ -1,0 +1,23 @@
+"""The oracle objects to engines that are wrong: to the seeds' rules and to further faults, within a few workloads."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.unit.mutants import FAULTS, MUTANTS, Mutant
+from tests.unit.worker.engine.trial import run_workload
+
+MOST_WORKLOADS = 400
+# Not in workloads: what must be refused, other parts of the service, what has no effect, a first output of two tokens.
+_UNTRIED = {"t05", "t06", "t13", "t29", "t38", "t39", "t40", "t42", "t43", "t45"}
+
+
+def run_workloads() -> None:
+    for number in range(MOST_WORKLOADS):
+        run_workload(number, weak_hashes=number % 4 == 3)
+
+
+@pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.trap not in _UNTRIED] + FAULTS, ids=lambda m: m.trap)
+def test_it_catches(mutant: Mutant) -> None:
+    with mutant.applied(), pytest.raises(Exception):  # noqa: B017, PT011 - an objection, or what the mutant breaks
+        run_workloads()

@@ -1,0 +1,36 @@
+"""Workloads from a seeded generator: whatever happens to an engine, the oracle has nothing to object.
+
+A workload that fails is repeated with `run_workload(its number)`.
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.unit.worker.engine.trial import run_workload
+
+NUM_WORKLOADS, NUM_WEAK = 2_500, 250
+# Of the long mode: FISSILE_WORKLOADS=first:end
+LONG_RANGE = os.environ.get("FISSILE_WORKLOADS", f"{NUM_WORKLOADS}:200000")
+
+
+@pytest.mark.parametrize("tenth", range(10))
+def test_workloads(tenth: int) -> None:
+    num_preemptions = 0
+    for number in range(tenth, NUM_WORKLOADS, 10):
+        num_preemptions += run_workload(number).oracle.num_preemptions
+    assert num_preemptions > 12  # what is rare is still there
+
+
+def test_workloads_whose_hashes_collide() -> None:
+    for number in range(NUM_WEAK):
+        run_workload(number, weak_hashes=True)
+
+
+@pytest.mark.long
+def test_many_workloads() -> None:
+    first, end = map(int, LONG_RANGE.split(":"))
+    for number in range(first, end):
+        run_workload(number, weak_hashes=number % 10 == 0)

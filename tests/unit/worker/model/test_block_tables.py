@@ -1,0 +1,48 @@
+"""A step's block tables are those of its sequences, whatever the steps before were."""
+
+from __future__ import annotations
+
+import random
+import resource
+
+import numpy as np
+import pytest
+
+from worker.model.block_tables import BlockTables
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_tables_are_those_of_the_sequences(seed: int) -> None:
+    """W11: sequences come, go, change places, grow, and get other blocks."""
+    rnd, tables = random.Random(seed), BlockTables()
+    live = [[rnd.randrange(1, 1000) for _ in range(rnd.randint(1, 9))] for _ in range(6)]
+    for _ in range(60):
+        for table in live:
+            if rnd.random() < 0.3:
+                table += [rnd.randrange(1, 1000) for _ in range(rnd.choice([1, 1, 40]))]
+        if rnd.random() < 0.2:
+            live[rnd.randrange(len(live))] = [rnd.randrange(1, 1000) for _ in range(rnd.randint(1, 5))]
+        if rnd.random() < 0.2:
+            rnd.shuffle(live)
+        step = live[: rnd.randint(1, len(live))] if rnd.random() < 0.5 else rnd.sample(live, rnd.randint(1, len(live)))
+        needed = np.array([rnd.randint(1, len(table)) for table in step])
+        found = tables.of_step(step, needed)
+        assert found.shape == (len(step), needed.max())
+        for row, table, count in zip(found.tolist(), step, needed.tolist(), strict=True):
+            assert row[:count] == table[:count]
+            # What is behind is the table's too, or nothing.
+            assert all(block in (0, *table[i : i + 1]) for i, block in enumerate(row))
+
+
+def test_a_table_that_does_not_cover_its_sequence_is_refused() -> None:
+    with pytest.raises(ValueError, match="does not cover"):
+        BlockTables().of_step([[1, 2]], np.array([3]))
+
+
+def test_one_long_sequence_costs_the_others_nothing() -> None:
+    """W11: one of a million tokens among 255 short ones took 134 MB and 11 ms in every step."""
+    tables, step = BlockTables(), [[7] * 65_536, *([i] * 4 for i in range(255))]
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    found = tables.of_step(step, np.array([len(table) for table in step]))
+    assert found.shape == (256, 65_536)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 16 * 1024

@@ -1,0 +1,42 @@
+"""The KV pool of a worker: its memory is taken at the start where there is enough."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from common.config import Config
+from tests.checkpoints import make_checkpoint
+from worker.config.model_config import ModelConfig, ModelError
+from worker.model import engine_factory
+from worker.model.model_runner import ModelRunner
+
+BLOCKS = 40
+
+
+@pytest.fixture
+def runner(tmp_path: Path) -> ModelRunner:
+    folder = make_checkpoint(tmp_path, num_hidden_layers=2)
+    return ModelRunner(Config(model=str(folder)), ModelConfig.from_folder(folder))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems give memory as it is touched")
+@pytest.mark.parametrize(("times_the_pool", "is_taken"), [(2.0, True), (1.99, False)])
+def test_the_pools_memory_is_taken_where_there_is_twice_as_much(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, times_the_pool: float, is_taken: bool
+) -> None:
+    pool = BLOCKS * runner.kv_block_bytes
+    monkeypatch.setattr(engine_factory, "available_memory", lambda _mapped: int(times_the_pool * pool))
+    told: list[tuple[int, int]] = []
+    engine_factory.allocate(runner, BLOCKS, lambda done, total: told.append((done, total)))
+    # One block more stands for positions behind a sequence's end.
+    whole = pool + runner.kv_block_bytes
+    assert told == [(whole, whole)] * is_taken
+    runner.warmup()
+
+
+def test_a_pool_that_no_memory_holds_is_refused(runner: ModelRunner) -> None:
+    with pytest.raises(ModelError, match="lower --kv-cache-memory"):
+        engine_factory.allocate(runner, 1 << 44)

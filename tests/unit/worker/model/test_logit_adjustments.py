@@ -1,0 +1,423 @@
+"""Penalties and the min_tokens mask against brute force, transformers' processors and whole streams."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.config import Config
+from common.sampling_params import SamplingParams, float32
+from kernels.interface import SampleParams
+from kernels.penalties import penalize
+from kernels.sampling import sample
+from tests.checkpoints import make_checkpoint
+from worker.engine.batch import ScheduledBatch, TokenHistory
+from worker.engine.sequence import Sequence
+from worker.llm_engine import LLMEngine
+from worker.model.logit_adjustments import SeenTokens, masked_ids
+from worker.model.model_runner import ModelRunner
+
+VOCAB = 24
+EOS = frozenset({3, 9})
+BLOCK = 16
+NEW_TOKENS = 16
+
+
+def sequence(prompt: list[int], output: list[int], **params: Any) -> Sequence:
+    return Sequence([*prompt, *output], BLOCK, SamplingParams(**params), num_prompt_tokens=len(prompt))
+
+
+def batch_of(seqs: list[Sequence]) -> ScheduledBatch:
+    return ScheduledBatch({seq.id: seq for seq in seqs}, [seq.num_tokens for seq in seqs], 0)
+
+
+def steered(logits: np.ndarray, seqs: list[Sequence]) -> np.ndarray:
+    """Logits [S, V] as the sampler sees them behind penalties and masks."""
+    changed = logits.copy()
+    histories = batch_of(seqs).histories
+    penalized = {row: history for row, history in histories.items() if history.params.penalized}
+    if (found := SeenTokens().penalties(penalized)) is not None:
+        penalize(changed, found)
+    if (masked := masked_ids(histories, (), EOS, VOCAB)) is not None:
+        changed[masked.rows, masked.ids] = -np.inf
+    return changed
+
+
+def reference(logits: list[float], seq: Sequence) -> list[float]:
+    """One row in Python floats, rounded to float32 at every operation, id by id."""
+    params, output = seq.sampling_params, seq.completion_token_ids
+    seen, counts, penalty = set(seq.token_ids), Counter(output), params.repetition_penalty
+    ending = set(params.stop_token_ids) | (set() if params.ignore_eos else set(EOS))
+
+    def changed(token: int, value: float) -> float:
+        if token in ending and len(output) < params.min_tokens:
+            return -np.inf
+        if token in seen and penalty != 1:
+            value = float32(value / penalty if value > 0 else value * penalty)
+        if counts[token]:
+            value = float32(value - params.presence_penalty)
+            value = float32(value - float32(params.frequency_penalty * counts[token]))
+        return value
+
+    return [changed(token, value) for token, value in enumerate(logits)]
+
+
+IDS = st.lists(st.integers(0, VOCAB - 1), max_size=30)
+SEQUENCES = st.builds(
+    sequence,
+    st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
+    IDS,
+    repetition_penalty=st.sampled_from([1.0, 1.0, 0.5, 1.1, 1.7, 100.0]),
+    presence_penalty=st.sampled_from([0.0, 0.0, -2.0, 0.3, 2.0]),
+    frequency_penalty=st.sampled_from([0.0, 0.0, -0.7, 0.1, 2.0]),
+    min_tokens=st.sampled_from([0, 0, 5, 40]),
+    ignore_eos=st.booleans(),
+    stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple),
+)
+
+
+@settings(max_examples=150)
+@given(seqs=st.lists(SEQUENCES, min_size=1, max_size=5), seed=st.integers(0, 100))
+def test_equals_brute_force(seqs: list[Sequence], seed: int) -> None:
+    logits = np.random.default_rng(seed).normal(0, 5, (len(seqs), VOCAB)).astype(np.float32)
+    expected = [reference(row.tolist(), seq) for row, seq in zip(logits, seqs, strict=True)]
+    together = steered(logits, seqs)
+    assert together.tolist() == expected
+    alone = [steered(logits[i : i + 1], [seq])[0] for i, seq in enumerate(seqs)]
+    assert np.array_equal(together, np.array(alone))
+
+
+@pytest.mark.parametrize("penalty", [0.5, 1.1, 3.0])
+def test_repetition_equals_transformers(penalty: float) -> None:
+    from transformers import RepetitionPenaltyLogitsProcessor
+
+    rng = np.random.default_rng(0)
+    logits = rng.normal(0, 5, (1, VOCAB)).astype(np.float32)
+    seq = sequence([1, 2, 2, 5], [7, 2, 7], repetition_penalty=penalty)
+    processor = RepetitionPenaltyLogitsProcessor(penalty)
+    expected: torch.Tensor = processor(torch.tensor([seq.token_ids]), torch.from_numpy(logits))
+    assert np.array_equal(steered(logits, [seq]), expected.numpy())
+
+
+@pytest.mark.parametrize("num_output", range(6))
+def test_min_tokens_equals_transformers(num_output: int) -> None:
+    from transformers import MinNewTokensLengthLogitsProcessor
+
+    logits = np.random.default_rng(0).normal(0, 5, (1, VOCAB)).astype(np.float32)
+    seq = sequence([1, 2], [7] * num_output, min_tokens=4)
+    processor = MinNewTokensLengthLogitsProcessor(2, 4, sorted(EOS))
+    expected: torch.Tensor = processor(torch.tensor([seq.token_ids]), torch.from_numpy(logits))
+    assert np.array_equal(steered(logits, [seq]), expected.numpy())
+
+
+def test_pitfall_6_rows_of_different_length_punish_no_padding() -> None:
+    """Seed 004 pads its `prev_ids` with 0, which punishes token 0 in the shorter row; here nothing is padded."""
+    seqs = [sequence([5], [], repetition_penalty=2.0), sequence([6, 7, 8, 9], [6], repetition_penalty=2.0)]
+    changed = steered(np.ones((2, VOCAB), np.float32), seqs)
+    assert np.flatnonzero(changed[0] != 1).tolist() == [5]
+    assert np.flatnonzero(changed[1] != 1).tolist() == [6, 7, 8, 9]
+
+
+def test_only_rows_that_ask_are_copied() -> None:
+    seqs = [
+        sequence([1, 2], [3]),
+        sequence([1, 2], [3], presence_penalty=1.0),
+        sequence([1, 2], [3], min_tokens=2),
+        sequence([1, 2], [3], min_tokens=1),
+    ]
+    chunk = sequence([1, 2, 3], [], frequency_penalty=1.0)
+    batch = ScheduledBatch({seq.id: seq for seq in [*seqs, chunk]}, [3, 3, 3, 3, 2], 0)
+    assert batch.is_final[-1] is False
+    assert list(batch.histories) == [1, 2]
+    assert all(not len(history.prompt_ids) for history in batch.histories.values())
+    assert masked_ids(batch.histories, (), frozenset(), VOCAB) is None
+    assert SeenTokens().penalties({}) is None
+
+
+def test_a_batch_does_not_follow_its_sequences() -> None:
+    """The step's history stays what it was when the step was scheduled."""
+    seq = sequence([1, 2], [3], repetition_penalty=2.0)
+    history = batch_of([seq]).histories[0]
+    seq.append_token(4)
+    assert (history.prompt_ids.tolist(), history.output_ids) == ([1, 2], [3])
+    assert batch_of([seq]).histories[0].output_ids == [3, 4]
+
+
+def test_ids_that_the_model_does_not_have_mask_nothing() -> None:
+    seq = sequence([1], [], min_tokens=1, stop_token_ids=(VOCAB, VOCAB + 7))
+    assert np.isfinite(np.delete(steered(np.zeros((1, VOCAB), np.float32), [seq])[0], sorted(EOS))).all()
+
+
+def test_a_penalty_that_overflows_leaves_the_other_rows_alone() -> None:
+    seqs = [sequence([5], [6], repetition_penalty=1e-40), sequence([5], [6], repetition_penalty=1.5)]
+
+    def sampled(rows: list[Sequence]) -> list[int]:
+        count = len(rows)
+        ones, zeros = np.ones(count, np.float32), np.zeros(count, np.int64)
+        params = SampleParams(ones, zeros, ones, 0 * ones)
+        logits = np.full((count, VOCAB), 9.0, np.float32)
+        found = SeenTokens().penalties(batch_of(rows).histories)
+        assert found is not None
+        penalize(logits, found)
+        ids: list[int] = sample(logits, params, zeros.astype(np.uint64), zeros + 1, zeros).tolist()
+        return ids
+
+    first, second = sampled(seqs)
+    assert first == 5
+    assert sampled(seqs[1:]) == [second]
+
+
+# Whole streams.
+
+
+def make_engine(folder: Path, **fields: Any) -> LLMEngine:
+    """Blocks for two or three prompts, so that sequences are preempted; 16 tokens a step, so chunks too."""
+    config = Config(
+        model=str(folder),
+        dtype="float32",
+        enable_prefix_caching=True,
+        num_kvcache_blocks=6,
+        max_model_len=96,
+        max_num_batched_tokens=16,
+        **fields,
+    )
+    return LLMEngine(config)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> LLMEngine:
+    return make_engine(folder)
+
+
+@pytest.fixture(scope="module")
+def model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return model.eval()
+
+
+def prompts() -> list[list[int]]:
+    rnd = random.Random(5)
+    return [[rnd.randrange(5, 384) for _ in range(n)] for n in (1, 3, 16, 17, 40)]
+
+
+def transformers_stream(model: Any, prompt: list[int], **options: Any) -> list[int]:
+    with torch.inference_mode():
+        out = model.generate(torch.tensor([prompt]), do_sample=False, **{"max_new_tokens": NEW_TOKENS, **options})
+    stream: list[int] = out[0, len(prompt) :].tolist()
+    return stream
+
+
+def streams(engine: LLMEngine, all_prompts: list[list[int]], params: Any) -> list[list[int]]:
+    return [answer["token_ids"] for answer in engine.generate(all_prompts, params, request_ids=IDS_OF_REQUESTS)]
+
+
+IDS_OF_REQUESTS = [f"r{i}" for i in range(len(prompts()))]
+
+
+@pytest.mark.parametrize("penalty", [1.4, 0.7])
+def test_greedy_streams_with_repetition_penalty_are_those_of_transformers(
+    engine: LLMEngine, model: Any, penalty: float
+) -> None:
+    params = SamplingParams(temperature=0, max_tokens=NEW_TOKENS, repetition_penalty=penalty)
+    found = streams(engine, prompts(), params)
+    assert found == [transformers_stream(model, prompt, repetition_penalty=penalty) for prompt in prompts()]
+    assert found != streams(engine, prompts(), replace(params, repetition_penalty=1.0))
+
+
+MIXED: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.3},
+    {"presence_penalty": 1.5, "frequency_penalty": 0.4},
+    {},
+    {"frequency_penalty": -1.0, "min_tokens": 9},
+    {"repetition_penalty": 0.9, "presence_penalty": -0.5, "top_p": 0.9, "top_k": 50},
+]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_batch_preemption_and_chunks_change_nothing(engine: LLMEngine, temperature: float) -> None:
+    params = [SamplingParams(temperature=temperature, max_tokens=40, **fields) for fields in MIXED]
+    before = engine.core.scheduler.num_preemptions
+    together = streams(engine, prompts(), params)
+    assert engine.core.scheduler.num_preemptions > before
+    for i, (prompt, one) in enumerate(zip(prompts(), params, strict=True)):
+        (answer,) = engine.generate([prompt], one, request_ids=IDS_OF_REQUESTS[i : i + 1])
+        assert answer["token_ids"] == together[i]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_deferred_output_changes_nothing(engine: LLMEngine, folder: Path, temperature: float) -> None:
+    """A row that was scheduled before its newest token had come is punished for that token too."""
+    params = [SamplingParams(temperature=temperature, max_tokens=40, **fields) for fields in MIXED]
+    deferred = make_engine(folder, deferred_output=True)
+    assert streams(deferred, prompts(), params) == streams(engine, prompts(), params)
+
+
+@pytest.mark.parametrize("fields", MIXED)
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_resumed_sequence_goes_on_with_its_penalties(
+    engine: LLMEngine, fields: dict[str, Any], temperature: float
+) -> None:
+    """Rule S5: tokens behind `num_prompt_tokens` are output, for penalties and min_tokens as well."""
+    params = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, ignore_eos=True, **fields)
+    prompt = prompts()[3]
+    (whole,) = engine.generate([prompt], replace(params, seed=8))
+    for have in (1, 8, NEW_TOKENS - 1):
+        tokens = [*prompt, *whole["token_ids"][:have]]
+        seq = Sequence(tokens, BLOCK, params, num_prompt_tokens=len(prompt), seed=8)
+        engine.core.add_request(seq)
+        while engine.core.has_unfinished():
+            engine.core.step()
+        assert seq.completion_token_ids == whole["token_ids"]
+
+
+def test_rows_are_those_of_sampled_sequences(engine: LLMEngine) -> None:
+    """A chunk in front has no row of logits, so the masked sequence's index in the batch is not its row."""
+    runner = engine.core.runner
+    assert isinstance(runner, ModelRunner)
+    prompt = prompts()[2]
+    greedy = SamplingParams(temperature=0)
+    (best,) = engine.generate([prompt], replace(greedy, max_tokens=1))[0]["token_ids"]
+    masked = replace(greedy, min_tokens=1, stop_token_ids=(best,))
+    seqs = [Sequence(tokens, BLOCK, params) for tokens, params in ((prompt * 2, masked), (prompt, masked))]
+    for i, seq in enumerate(seqs):
+        seq.block_table = [2 * i, 2 * i + 1]
+    plain = Sequence(prompt, BLOCK, greedy)
+    plain.block_table = [4]
+    batch = ScheduledBatch({seq.id: seq for seq in [*seqs, plain]}, [20, 16, 16], 52)
+    with runner.scratch_kv_cache(5):
+        found = runner.forward(batch).token_ids
+    assert list(found) == [seqs[1].id, plain.id]
+    assert found[plain.id] == (best,)
+    assert found[seqs[1].id] != (best,)
+
+
+@pytest.fixture(scope="module")
+def stopper(model: Any) -> int:
+    return transformers_stream(model, prompts()[2])[1]
+
+
+@pytest.fixture(scope="module")
+def stopping(tmp_path_factory: pytest.TempPathFactory, stopper: int) -> LLMEngine:
+    """The same weights, with `stopper` as an end-of-sequence id."""
+    generation = {"eos_token_id": [2, stopper]}
+    return make_engine(make_checkpoint(tmp_path_factory.mktemp("eos"), num_hidden_layers=2, generation=generation))
+
+
+class TestMinTokens:
+    """The second token of a greedy stream is made to end it."""
+
+    def answer(self, engine: LLMEngine, **fields: Any) -> dict[str, Any]:
+        params = SamplingParams(temperature=0, **{"max_tokens": NEW_TOKENS, **fields})
+        (answer,) = engine.generate([prompts()[2]], params)
+        return answer
+
+    @pytest.mark.parametrize("fewest", [0, 1, 2, 3, 7, 16])
+    def test_no_eos_before(self, stopping: LLMEngine, model: Any, stopper: int, fewest: int) -> None:
+        expected = transformers_stream(model, prompts()[2], min_new_tokens=fewest, eos_token_id=[2, stopper])
+        found = self.answer(stopping, min_tokens=fewest)
+        assert found["token_ids"] == expected
+        assert stopper not in expected[:fewest]
+        assert len(expected) >= fewest
+        assert (expected[-1] == stopper) == (found["finish_reason"] == f"stop_{stopper}")
+
+    def test_no_stop_token_before(self, engine: LLMEngine, stopping: LLMEngine, stopper: int) -> None:
+        """A request's `stop_token_ids` are masked like the model's own, `ignore_eos` or not."""
+        for ignore_eos in (False, True):
+            fields = {"stop_token_ids": (stopper,), "min_tokens": 7, "ignore_eos": ignore_eos}
+            found = self.answer(engine, **fields)
+            assert found["token_ids"] == self.answer(stopping, min_tokens=7)["token_ids"]
+            assert stopper not in found["token_ids"][:7]
+        assert self.answer(engine, stop_token_ids=(stopper,))["token_ids"][-1] == stopper
+
+    def test_ignored_eos_is_an_ordinary_token(self, engine: LLMEngine, stopping: LLMEngine, stopper: int) -> None:
+        found = self.answer(stopping, min_tokens=7, ignore_eos=True)
+        assert found["token_ids"][1] == stopper
+        assert found["token_ids"] == self.answer(engine)["token_ids"]
+
+    def test_the_length_ends_it_all_the_same(self, stopping: LLMEngine, stopper: int) -> None:
+        found = self.answer(stopping, min_tokens=5, max_tokens=5)
+        assert (len(found["token_ids"]), found["finish_reason"]) == (5, "max_tokens")
+        assert stopper not in found["token_ids"]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_no_launch_waits_for_the_tokens_of_the_step_before(
+    engine: LLMEngine, folder: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """W5: as on a GPU, where one penalized row made every launch wait for the step before it, for all rows."""
+    params = [SamplingParams(temperature=temperature, max_tokens=30, **fields) for fields in MIXED]
+    expected = streams(engine, prompts(), params)
+    deferred = make_engine(folder, deferred_output=True)
+    runner: Any = deferred.core.runner
+    launch, launching, late = runner.launch, [False], [0]
+
+    def watched(batch: ScheduledBatch) -> Any:
+        launching[0] = True
+        late[0] += sum(batch.from_last_output[i] for i in batch.histories)
+        try:
+            return launch(batch)
+        finally:
+            launching[0] = False
+
+    def fetch(ids: torch.Tensor) -> Any:
+        def wait() -> list[int]:
+            assert not launching[0], "a launch waits for tokens"
+            return ids.tolist()
+
+        return wait
+
+    monkeypatch.setattr(runner, "launch", watched)
+    monkeypatch.setattr(runner, "waits_for_tokens", True)
+    # With the penalties of PyTorch's kernels, which take late tokens as those of GPUs do.
+    monkeypatch.setattr(runner.kernels, "fetch", fetch)
+    assert streams(deferred, prompts(), params) == expected
+    assert late[0] > 50
+
+
+def test_counts_that_are_kept_are_those_that_are_made_anew() -> None:
+    """W5: sequences that come and go, are interrupted, or come back with another list of tokens."""
+    rnd, kept = random.Random(3), SeenTokens()
+    seqs = [sequence([rnd.randrange(VOCAB) for _ in range(5)], [], repetition_penalty=1.2) for _ in range(6)]
+    for _ in range(200):
+        chosen = {row: seqs[i] for row, i in enumerate(rnd.sample(range(6), rnd.randint(1, 6)))}
+        histories = {row: TokenHistory.of(seq) for row, seq in chosen.items()}
+        for row in list(histories):
+            if rnd.random() < 0.3:
+                histories[row] = histories[row].with_token(rnd.randrange(VOCAB))
+        found, anew = kept.penalties(histories), SeenTokens().penalties(histories)
+        assert found is not None
+        assert anew is not None
+        counts, expected = (
+            [dict(zip(seen.ids, seen.output_counts, strict=True)) for seen in one.seen] for one in (found, anew)
+        )
+        assert counts == expected
+        for row, seq in chosen.items():
+            late = histories[row].late
+            for token in [late] if late >= 0 else [rnd.randrange(VOCAB) for _ in range(rnd.randint(0, 3))]:
+                seq.append_token(token)
+            if rnd.random() < 0.05:
+                seq.token_ids = list(seq.token_ids)
+
+
+def test_histories_of_ended_sequences_are_not_kept_for_ever() -> None:
+    """W5, W12: neither where penalties are counted, nor in what ranks are sent."""
+    kept = SeenTokens()
+    for _ in range(3000):
+        kept.penalties({0: TokenHistory.of(sequence([1, 2], [3], presence_penalty=1.0))})
+    assert len(kept._known) <= 600

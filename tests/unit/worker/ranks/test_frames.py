@@ -1,0 +1,84 @@
+"""What crosses between an engine and its ranks arrives as it was sent, however the bytes are cut."""
+
+from __future__ import annotations
+
+import math
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.config import Config
+from common.limits import MAX_RANK_FRAME_BYTES
+from common.sampling_params import SamplingParams
+from worker.engine.batch import ScheduledBatchOutput
+from worker.engine.sequence import Sequence
+from worker.ranks.frames import FrameError, FrameReader, encode
+
+# What arrives is compared as tuples, which lists become.
+PLAIN = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary() | st.floats(allow_nan=False),
+    lambda inner: st.lists(inner).map(tuple) | st.dictionaries(st.integers(0, 2**32) | st.text(), inner),
+    max_leaves=8,
+)
+
+
+def arrived(data: bytes) -> Any:
+    (message,) = FrameReader().feed(data)
+    return message
+
+
+@given(st.lists(PLAIN, max_size=4), st.lists(st.integers(1, 50)))
+def test_messages_survive_any_cut(messages: list[Any], cuts: list[int]) -> None:
+    data = b"".join(map(encode, messages))
+    found: list[Any] = []
+    reader, at = FrameReader(), 0
+    for cut in [*cuts, len(data) or 1]:
+        found += reader.feed(data[at : at + cut])
+        at += cut
+    found += reader.feed(data[at:])
+    assert found == messages
+
+
+def test_parameters_and_arrays_arrive_equal() -> None:
+    params = SamplingParams(temperature=0.7, min_tokens=2, stop_token_ids=(4,), stop_token_sequences=((1, 2),))
+    found, ids = arrived(encode((params, np.array([5, 6, 7]))))
+    assert found == params
+    assert ids.dtype == np.int64
+    assert ids.tolist() == [5, 6, 7]
+
+
+def test_configs_and_outputs_arrive_equal() -> None:
+    config = Config(model="m", tensor_parallel_size=2, stop_token_ids=(1, 2), scheduler_delay_factor=0.5)
+    output = ScheduledBatchOutput({7: (1,), 8: (2, 3)}, {7: [4]})
+    assert arrived(encode((config, math.inf))) == (config, math.inf)
+    found = arrived(encode(output))
+    assert (found.token_ids, found.is_deferred_out) == (output.token_ids, False)
+
+
+def test_what_may_not_cross_is_refused() -> None:
+    with pytest.raises(TypeError, match="Sequence must not cross"):
+        encode(Sequence([1], 16))
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (struct.pack("<I", MAX_RANK_FRAME_BYTES + 1), "a frame of"),
+        (struct.pack("<I", 1) + b"\xc1", "damaged"),
+        (struct.pack("<I", 2) + b"\x01\x02", "damaged"),
+        (encode(7)[:4] + b"\x92", "damaged"),
+    ],
+)
+def test_garbage_is_refused(data: bytes, why: str) -> None:
+    with pytest.raises(FrameError, match=why):
+        list(FrameReader().feed(data))
+
+
+def test_an_unknown_class_is_refused() -> None:
+    data = encode(Config())
+    with pytest.raises(FrameError, match="damaged"):
+        list(FrameReader().feed(data.replace(b"Config", b"Popen_", 1)))

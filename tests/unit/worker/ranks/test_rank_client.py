@@ -1,0 +1,376 @@
+"""The engine's end of its ranks, against ranks that speak the protocol and misbehave on purpose."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import wait
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from common.config import Config
+from tests.checkpoints import make_checkpoint
+from tests.e2e.service import free_port
+from worker.config.model_config import ModelConfig, ModelError
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.sequence import Sequence
+from worker.progress import Progress
+from worker.ranks import rank_client
+from worker.ranks.batch_delta import BatchDecoder
+from worker.ranks.engine_factory import load_ranks
+from worker.ranks.frames import FrameReader, encode, receive
+from worker.ranks.rank_client import RankGroup, RankLostError, _Peer
+from worker.ranks.topology import Topology
+
+BEAT_S = 0.02
+
+
+class FakeRank:
+    """Answers calls as told, and sends heartbeats while `alive`.
+
+    Attributes:
+        calls: names and arguments, as they came.
+        answer: from (name, arguments) to the answer; may wait or raise.
+    """
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        self.rank = rank
+        self.calls: list[tuple[Any, ...]] = []
+        self.answer: Callable[..., Any] = self.usual
+        self.alive = True
+        self.decoder = BatchDecoder()
+        self.reading = threading.Event()
+        self.reading.set()
+        self._sock = sock
+        for work in (self._serve, self._beat):
+            threading.Thread(target=work, daemon=True).start()
+
+    def usual(self, name: str, *arguments: Any) -> Any:
+        if name == "forward":
+            ids = self.decoder.decode(*arguments).req_ids
+            return (ScheduledBatchOutput({seq_id: (seq_id,) for seq_id in ids}), 0.25) if self.rank == 0 else None
+        return [self.rank, name]
+
+    def send(self, *message: object) -> None:
+        self._sock.sendall(encode(message))
+
+    def close(self) -> None:
+        self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _serve(self) -> None:
+        reader = FrameReader()
+        try:
+            while True:
+                self.reading.wait()
+                for serial, name, *arguments in receive(self._sock, reader):
+                    self.calls.append((name, *arguments))
+                    answer = self.answer(name, *arguments)
+                    if answer is not None:
+                        self.send("done", serial, answer)
+        except (EOFError, OSError):
+            pass
+
+    def _beat(self) -> None:
+        try:
+            while True:
+                time.sleep(BEAT_S)
+                if self.alive:
+                    self.send("beat")
+        except OSError:
+            pass
+
+
+class Recorded(Progress):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told: list[tuple[object, ...]] = []
+
+    def bytes(self, done: int, total: int) -> None:
+        self.told.append(("bytes", done, total))
+
+    def count(self, done: int, total: int) -> None:
+        self.told.append(("count", done, total))
+
+    def stage(self, name: str) -> None:
+        self.told.append(("stage", name))
+
+
+class Group(RankGroup):
+    """A group on fake ranks."""
+
+    def __init__(self, size: int = 2, **options: Any) -> None:
+        self.fakes: list[FakeRank] = []
+        self.progress = Recorded()
+        super().__init__(Topology(size), "model", 1, self.progress, **options)
+
+    def _spawn(self, rank: int) -> _Peer:
+        ours, theirs = socket.socketpair()
+        self.fakes.append(FakeRank(rank, theirs))
+        return _Peer(rank, ours)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence for 0.4 s instead of 4."""
+    monkeypatch.setattr(rank_client, "RANK_HEARTBEAT_S", 0.05)
+
+
+@pytest.fixture
+def group() -> Iterator[Group]:
+    made = started()
+    yield made
+    made.close()
+
+
+def started(shares_sums: bool = False, **options: Any) -> Group:
+    made = Group(**options)
+    made.start()
+    made.set_ready(shares_sums)
+    return made
+
+
+def batch(num_tokens: int = 4) -> ScheduledBatch:
+    seq = Sequence(list(range(num_tokens)), 16)
+    return ScheduledBatch({seq.id: seq}, [num_tokens], num_tokens)
+
+
+def test_all_ranks_are_called_in_one_order(group: Group) -> None:
+    assert group.call("load", 1) == {0: (0, "load"), 1: (1, "load")}
+    batches = [batch() for _ in range(20)]
+    steps = [group.submit(each) for each in batches]
+    assert [step.result().output.token_ids for step in steps] == [
+        {each.req_ids[0]: (each.req_ids[0],)} for each in batches
+    ]
+    assert all(step.result().duration_s == 0.25 for step in steps)
+    assert group.forward(batches[0]).token_ids == {batches[0].req_ids[0]: (batches[0].req_ids[0],)}
+    group.call("describe")
+    names = [[call[0] for call in fake.calls] for fake in group.fakes]
+    assert names[0] == ["open_store", "join", "load", *["forward"] * 21, "describe"]
+    assert names[1] == names[0][1:]
+
+
+def test_progress_is_the_mean_of_the_ranks(group: Group) -> None:
+    group.fakes[0].send("loaded", 10, 100)
+    group.fakes[1].send("loaded", 40, 100)
+    group.call("load")
+    assert group.progress.told[-1] == ("bytes", 25, 100)
+
+
+@pytest.mark.parametrize("captures", [True, False])
+def test_what_rank_0_has_captured_is_counted(captures: bool, tmp_path: Path) -> None:
+    """Ranks that capture are asked to, in a stage of its own; steps on GPUs are launched ahead."""
+    answers = {"load": 1 << 14, "free_memory": (1 << 24, True), "describe": {"numerics": "n"}}
+    answers |= {"share_sums": captures, "warmup": captures}
+
+    class Capturing(Group):
+        def _spawn(self, rank: int) -> _Peer:
+            peer = super()._spawn(rank)
+            self.fakes[rank].answer = lambda name, *given: self.answer(rank, name)
+            return peer
+
+        def answer(self, rank: int, name: str) -> Any:
+            if name == "capture_graphs" and rank == 0:
+                for done in (1, 2, 3):
+                    self.fakes[0].send("captured", done, 3)
+            return answers.get(name, name)
+
+    group, model_config = Capturing(), ModelConfig.from_folder(make_checkpoint(tmp_path, num_hidden_layers=1))
+    config, known = load_ranks(group, Config(model=str(tmp_path)), model_config, group.progress)
+    group.close()
+    told = group.progress.told
+    counted = [("count", done, 3) for done in (1, 2, 3)]
+    capturing = [("stage", "capturing graphs"), *counted] if captures else []
+    assert told[told.index(("stage", "warming up")) + 1 :] == capturing
+    assert ("capture_graphs" in [call[0] for call in group.fakes[1].calls]) == captures
+    # The second takes all ranks, so it begins when all have loaded; what it began is ended.
+    calls = [call[0] for call in group.fakes[1].calls]
+    assert calls[1:4] == ["load", "share_sums", "free_memory"]
+    assert ("leave" in calls) == captures
+    assert known == {"numerics": "n"}
+    assert (config.deferred_output, config.num_kvcache_blocks) == (True, (1 << 24) // (1 << 14))
+
+
+def test_ranks_that_share_sums_and_are_well_leave_before_they_are_ended() -> None:
+    group = started(shares_sums=True)
+    for _ in range(2):
+        group.close()
+    assert [fake.calls.count(("leave",)) for fake in group.fakes] == [1, 1]
+    lost_one = started(shares_sums=True)
+    lost_one.fakes[0].close()
+    while lost_one.failure() is None:
+        time.sleep(0.01)
+    alone = started(shares_sums=False)
+    for group in (lost_one, alone):
+        group.close()
+        assert "leave" not in [call[0] for call in group.fakes[1].calls]
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_rank_that_does_not_leave_holds_nobody_up(reads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that does not answer, nor one whose socket is full."""
+    monkeypatch.setattr(rank_client, "RANK_END_S", 0.2)
+    group = started(shares_sums=True)
+    group.fakes[1].answer = lambda *call: None
+    if not reads:
+        group.fakes[1].reading.clear()
+        threading.Thread(target=group.submit, args=(batch(400_000),)).start()
+        while not group._sending.locked():
+            time.sleep(0.001)
+    began = time.monotonic()
+    group.close()
+    assert 0.2 <= time.monotonic() - began < 2.0
+    assert group.failure() is not None
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """SIGINT raises KeyboardInterrupt, also where it is ignored: in a job that a shell has started with `&`."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
+def test_an_interrupt_while_ranks_leave_ends_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a busy machine 0.4 s of silence may come before the interrupt.
+    monkeypatch.setattr(rank_client, "RANK_HEARTBEAT_S", 0.5)
+    group = started(shares_sums=True)
+    group.fakes[1].answer = lambda *call: None
+    main = threading.main_thread().ident
+    assert main is not None
+    # A real signal, as of a terminal: it ends a wait, which `interrupt_main` does not.
+    interrupt = threading.Timer(0.1, signal.pthread_kill, (main, signal.SIGINT))
+    interrupt.start()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            group.close()
+    finally:
+        # It must not hit the next test.
+        interrupt.cancel()
+    assert isinstance(group.failure(), RankLostError)
+    group.close()
+
+
+def lost(group: Group, why: str, within_s: float = 3.0) -> None:
+    """Steps in flight and later ones end with the reason, exactly once each."""
+    for fake in group.fakes:
+        fake.answer = lambda *call: None
+    steps = [group.submit(batch()) for _ in range(3)]
+    done, hanging = wait(steps, within_s)
+    assert not hanging
+    assert {str(step.exception()) for step in done} == {str(group.failure())}
+    with pytest.raises(RankLostError, match=why):
+        group.forward(batch())
+
+
+def test_a_rank_that_ends_is_lost(group: Group) -> None:
+    threading.Timer(0.1, group.fakes[1].close).start()
+    lost(group, "rank 1 on another machine has closed its connection")
+
+
+def test_a_rank_that_is_frozen_is_lost(group: Group) -> None:
+    group.fakes[1].alive = False
+    lost(group, "rank 1 has been silent for")
+
+
+def test_a_rank_that_loads_may_be_silent_for_longer() -> None:
+    group = Group()
+    group.start()
+    group.fakes[0].alive = group.fakes[1].alive = False
+    time.sleep(0.8)
+    assert group.failure() is None
+    group.close()
+
+
+def test_a_rank_that_hangs_is_lost_although_it_sends_heartbeats() -> None:
+    group = started(step_timeout_s=0.3)
+    time.sleep(0.6)
+    assert group.failure() is None
+    lost(group, "a step took longer than --step-timeout 0.3 s")
+    group.close()
+
+
+def test_a_rank_that_does_not_read_holds_nobody_for_ever(group: Group) -> None:
+    """Its socket is full, so the engine waits in the middle of a frame; it must get out of there."""
+    group.fakes[1].reading.clear()
+    group.fakes[1].alive = False
+    large = batch(400_000)
+    began = time.monotonic()
+    group.submit(large)
+    with pytest.raises(RankLostError, match="rank 1 has been silent"):
+        group.forward(batch())
+    assert time.monotonic() - began < 10.0
+
+
+def test_a_call_that_raises_in_a_rank() -> None:
+    group = started()
+
+    def fail(name: str, *arguments: Any) -> None:
+        kind = "model" if name == "load" else "RuntimeError"
+        group.fakes[1].send("failed", 0, kind, "no head\nfits")
+
+    group.fakes[1].answer = fail
+    with pytest.raises(ModelError, match="rank 1: no head"):
+        group.call("load")
+    group.close()
+    group = started()
+    group.fakes[0].answer = lambda *call: None
+    group.fakes[1].answer = fail
+    with pytest.raises(RankLostError, match="rank 1 failed: RuntimeError: no head"):
+        group.forward(batch())
+    group.close()
+
+
+@pytest.mark.parametrize("garbage", [b"\xff" * 8, encode(("done", 999, None)), encode(7), b"GET / HTTP/1.1\r\n\r\n"])
+def test_a_rank_that_sends_nonsense_is_lost(group: Group, garbage: bytes) -> None:
+    group.fakes[1]._sock.sendall(garbage)
+    end = time.monotonic() + 2
+    while group.failure() is None:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    with pytest.raises(RankLostError):
+        group.call("load")
+
+
+def test_only_ranks_that_are_missing_are_let_in() -> None:
+    port = free_port()
+    group = Group()
+    group.topology = Topology(2, 2, 0, f"tcp://127.0.0.1:{port}")
+    starting = threading.Thread(target=group.start)
+    starting.start()
+    for hello in (b"GET / HTTP/1.1\r\n\r\n", encode(("hello", 0, 1)), encode(("hello", 2, 1)), encode(5), b""):
+        with connect(port) as stranger:
+            stranger.sendall(hello)
+            if hello:
+                assert stranger.recv(1) == b""
+    rank = connect(port)
+    rank.sendall(encode(("hello", 1, 1)))
+    group.fakes.append(FakeRank(1, rank))
+    starting.join(5)
+    assert group.call("load") == {0: (0, "load"), 1: (1, "load")}
+    group.close()
+
+
+def connect(port: int) -> socket.socket:
+    end = time.monotonic() + 5
+    while True:
+        try:
+            return socket.create_connection(("127.0.0.1", port), 2)
+        except ConnectionRefusedError:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+
+
+def test_a_taken_meeting_point_is_an_error_of_the_option() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        group = Group()
+        group.topology = Topology(2, 2, 0, f"tcp://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(ModelError, match=r"--dist-init: .* Address already in use"):
+            group.start()

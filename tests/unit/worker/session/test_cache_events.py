@@ -1,0 +1,261 @@
+"""KV events: whatever the engine does and however a router reads, breaks off and comes back, it ends with the cache."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from common.block_hash import GRANULE_BLOCKS, hash_chain
+from common.config import Config
+from common.limits import KV_EVENTS_S, MAX_FRAME_BYTES, MAX_KV_FRAME_CHANGES
+from common.sampling_params import SamplingParams
+from tests.unit.worker.session.support import simulated_core
+from worker.engine.sequence import Sequence as EngineSequence
+from worker.engine.turns import EngineTurns, Listener, Submit
+from worker.session import cache_events
+from worker.session.cache_events import KvCursor, KvLog
+
+
+class Reader:
+    """A router that applies what it gets; `seq` as its next Hello says it."""
+
+    def __init__(self, log: KvLog) -> None:
+        self.held: set[int] = set()
+        self.seq = self.left = 0
+        self.open(log)
+
+    def open(self, log: KvLog) -> None:
+        if self.left:
+            self.seq = self.left = 0
+        if not self.seq:
+            self.held.clear()
+        self.epoch, self.awaits = 0, False
+        self.cursor = KvCursor(log, self.seq, lambda: None)
+
+    def ask(self) -> None:
+        self.epoch, self.awaits, self.seq, self.left = self.epoch + 1, True, 0, 0
+        self.cursor.restart(self.epoch)
+
+    def read(self, now: float) -> bool:
+        frame = self.cursor.take(now)
+        if frame is None:
+            return False
+        assert frame.epoch == self.epoch
+        if frame.snapshot:
+            self.held.clear()
+            self.awaits = False
+        else:
+            assert not self.awaits, "no answer"
+            assert frame.after == self.seq, "a gap"
+            assert self.left == (frame.left + len(frame.stored) if frame.after == frame.seq else 0)
+        assert self.held.isdisjoint(frame.stored), "stored twice"
+        self.held |= set(frame.stored)
+        assert self.held.issuperset(frame.evicted), "evicted what was not there"
+        self.held -= set(frame.evicted)
+        self.seq, self.left = frame.seq, frame.left
+        return True
+
+
+class LogMachine(RuleBasedStateMachine):
+    """Two routers over one log with a short memory and small frames."""
+
+    @initialize()
+    def begin(self) -> None:
+        self.patch = pytest.MonkeyPatch()
+        self.patch.setattr(cache_events, "MAX_KV_FRAME_CHANGES", 3)
+        self.log = KvLog(capacity=6)
+        self.now = 0.0
+        self.present: set[int] = set()
+        self.readers = [Reader(self.log), Reader(self.log)]
+
+    def teardown(self) -> None:
+        self.patch.undo()
+
+    @rule(granules=st.lists(st.integers(1, 6), max_size=6))
+    def change(self, granules: list[int]) -> None:
+        changes = []
+        for granule in granules:
+            changes.append(~granule if granule in self.present else granule)
+            self.present ^= {granule}
+        self.log.append(changes)
+
+    @rule(which=st.integers(0, 1), times=st.integers(1, 3))
+    def read(self, which: int, times: int) -> None:
+        for _ in range(times):
+            self.now += KV_EVENTS_S
+            self.readers[which].read(self.now)
+
+    @rule(which=st.integers(0, 1))
+    def come_back(self, which: int) -> None:
+        self.readers[which].cursor.close()
+        self.readers[which].open(self.log)
+
+    @rule(which=st.integers(0, 1))
+    def ask(self, which: int) -> None:
+        self.readers[which].ask()
+
+    @rule(which=st.integers(0, 1))
+    def read_all(self, which: int) -> None:
+        reader = self.readers[which]
+        while reader.cursor.due_in(self.now) < float("inf"):
+            self.now += KV_EVENTS_S
+            assert reader.read(self.now)
+        assert not reader.awaits
+        assert reader.held == self.present
+        assert reader.seq == self.log.seq
+        assert not reader.read(self.now + 1)
+
+    @invariant()
+    def bounded(self) -> None:
+        if hasattr(self, "log"):
+            assert len(self.log._changes) <= 2 * 6
+
+
+LogMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+TestLogMachine = LogMachine.TestCase
+
+
+def test_frames_keep_their_distance_and_a_router_is_woken_once() -> None:
+    log, woken = KvLog(), []
+    cursor = KvCursor(log, 0, lambda: woken.append(1))
+    assert cursor.take(9.0) is None
+    log.append([9])
+    assert cursor.due_in(10.0) == 0
+    assert cursor.take(10.0) is not None
+    assert cursor.take(10.0) is None
+    assert cursor.due_in(10.0) == float("inf")
+    woken.clear()
+    log.append([1, 2])
+    log.append([3])
+    assert len(woken) == 1
+    assert cursor.take(10.0 + KV_EVENTS_S / 2) is None
+    assert cursor.due_in(10.0 + KV_EVENTS_S / 2) == pytest.approx(KV_EVENTS_S / 2)
+    frame = cursor.take(10.0 + KV_EVENTS_S)
+    assert frame is not None
+    assert (frame.after, frame.seq, list(frame.stored)) == (1, 4, [1, 2, 3])
+    assert cursor.take(11.0) is None
+    cursor.close()
+    log.append([4])
+    assert len(woken) == 1
+
+
+def test_a_router_that_asks_gets_the_whole_cache_once_per_ask() -> None:
+    """R14: even an empty one, and even in the middle of a snapshot."""
+    log = KvLog()
+    cursor = KvCursor(log, 0, lambda: None)
+    assert cursor.take(0.0) is None
+    cursor.restart(1)
+    assert cursor.due_in(0.0) == 0
+    assert cursor.take(0.0) == wpb.KvEvents(snapshot=True, epoch=1)
+    log.append(list(range(1, 2 * MAX_KV_FRAME_CHANGES)))
+    first = cursor.take(1.0)
+    assert first is not None
+    assert (first.after, first.snapshot, first.epoch) == (0, False, 1)
+    cursor.restart(2)
+    whole = cursor.take(2.0)
+    assert whole is not None
+    assert (whole.snapshot, whole.left, whole.epoch) == (True, MAX_KV_FRAME_CHANGES - 1, 2)
+    cursor.restart(2)
+    rest = cursor.take(3.0)
+    assert rest is not None
+    assert (rest.snapshot, rest.left, rest.epoch) == (False, 0, 2)
+    cursor.restart(1)
+    assert cursor.take(4.0) is None
+
+
+def test_what_comes_and_goes_in_between_is_in_no_frame() -> None:
+    log = KvLog()
+    log.append([1, 2])
+    cursor = KvCursor(log, 2, lambda: None)
+    log.append([3, ~3, ~1, 1, ~2, 4])
+    frame = cursor.take(0.0)
+    assert frame is not None
+    assert (list(frame.stored), list(frame.evicted), frame.seq) == ([4], [2], 8)
+
+
+def test_a_large_cache_comes_in_frames_that_fit_while_it_changes() -> None:
+    log, rnd = KvLog(), random.Random(1)
+    names = [rnd.getrandbits(64) for _ in range(3 * MAX_KV_FRAME_CHANGES)]
+    log.append(names)
+    reader, now = Reader(log), 0.0
+    size = wpb.KvEvents(seq=2**63, after=2**63, stored=names[:MAX_KV_FRAME_CHANGES], snapshot=True).ByteSize()
+    assert size < MAX_FRAME_BYTES
+    for i in range(10):
+        log.append([~names[i]])
+        reader.read(now := now + KV_EVENTS_S)
+    assert reader.held == set(names[10:])
+    restarted = Reader(log)
+    restarted.seq = log.seq + 1
+    restarted.open(log)
+    restarted.read(now)
+    assert restarted.left > 0
+
+
+class Nobody(Listener):
+    def on_output(self, output: object) -> None:
+        pass
+
+    def on_step(self, step: int, submit_seen: int | None) -> None:
+        pass
+
+
+def prompt(parts: Sequence[int]) -> list[int]:
+    """Of half a granule each."""
+    return [part + i % 7 for part in parts for i in range(8 * GRANULE_BLOCKS)]
+
+
+@settings(max_examples=25)
+@given(
+    st.lists(st.lists(st.lists(st.sampled_from([10, 20]), min_size=1, max_size=8), max_size=3), max_size=12),
+    st.booleans(),
+)
+def test_the_engine_says_what_its_cache_holds(groups: list[list[list[int]]], is_deferred: bool) -> None:
+    config = Config(
+        max_num_seqs=4,
+        max_num_batched_tokens=256,
+        num_kvcache_blocks=100,
+        max_model_len=1024,
+        enable_prefix_caching=True,
+        deferred_output=is_deferred,
+    )
+    core = simulated_core(config)
+    turns, log, listener = EngineTurns(core, lambda: 0.0), KvLog(), Nobody()
+    manager = core.scheduler.block_manager
+    for serial, group in enumerate([*groups, []]):
+        seqs = [EngineSequence(prompt(parts), 16, SamplingParams(max_tokens=70)) for parts in group]
+        for command in [[Submit(listener, serial, seqs)]] + [[]] * (serial % 3):
+            log.append(turns.run(command).granules)
+            assert set(log.snapshot()) == set(manager.cached_granules())
+    while turns.has_work:
+        log.append(turns.run([]).granules)
+    assert set(log.snapshot()) == set(manager.cached_granules())
+    core.scheduler.check_integrity()
+    core.close()
+
+
+def test_granules_are_every_eighth_hash_of_the_chain() -> None:
+    core = simulated_core()
+    turns, tokens = EngineTurns(core, lambda: 0.0), list(range(1, 16 * 20 + 5))
+    turns.run([Submit(Nobody(), 1, [EngineSequence(tokens, 16, SamplingParams(max_tokens=1))])])
+    while turns.has_work:
+        turns.run([])
+    chain = hash_chain(tokens, 16, seed=core.config.hash_seed)
+    assert set(core.scheduler.block_manager.cached_granules()) == {chain[7], chain[15]}
+
+
+def test_an_engine_that_nobody_watches_keeps_no_changes() -> None:
+    core = simulated_core()
+    core.add_request(EngineSequence(list(range(1, 300)), 16, SamplingParams(max_tokens=1)))
+    while core.has_unfinished():
+        core.step()
+    manager = core.scheduler.block_manager
+    assert manager.cached_granules()
+    assert manager.take_granule_changes() == []
+    manager.watch_granules()
+    assert set(manager.take_granule_changes()) == set(manager.cached_granules())

@@ -1,0 +1,410 @@
+"""The real thread with a real engine on SimulatedRunner."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field, replace
+
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+from structlog.testing import capture_logs
+
+from common.errors import EngineError
+from common.sampling_params import SamplingParams
+from tests.unit.worker.session.support import BLOCK_SIZE, CONFIG, NUM_BLOCKS, simulated_runner
+from worker.engine import core
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.core import EngineCore
+from worker.engine.executor import InlineExecutor
+from worker.engine.outputs import SequenceOutput
+from worker.engine.sequence import Sequence
+from worker.engine.turns import Turn
+from worker.session.engine_loop import EngineLoop, EngineState
+from worker.simulation.runner import SimulatedRunner
+
+
+class Listener:
+    """Keeps everything, and checks the order."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, list[int]] = {}
+        self.ends: dict[int, int] = {}
+        self.seen: list[int] = []
+        self.steps = 0
+        self.thread: int | None = None
+        self._stepped = asyncio.Event()
+
+    async def until(self, condition: Callable[[], object]) -> None:
+        """Waits for what a step brings."""
+        async with asyncio.timeout(10):
+            while not condition():
+                self._stepped.clear()
+                await self._stepped.wait()
+
+    def on_output(self, output: SequenceOutput) -> None:
+        assert output.seq_id not in self.ends
+        tokens = self.tokens.setdefault(output.seq_id, [])
+        assert (output.start is not None) == (not tokens and bool(output.token_ids))
+        tokens += output.token_ids
+        if output.end is not None:
+            assert output.end.end_pos == output.first_pos + len(output.token_ids)
+            self.ends[output.seq_id] = output.end.reason
+        self.thread = threading.get_ident()
+
+    def on_step(self, step: int, submit_seen: int | None) -> None:
+        self.steps += 1
+        if submit_seen is not None:
+            self.seen.append(submit_seen)
+        self._stepped.set()
+
+
+@dataclass
+class WatchedRunner:
+    """A SimulatedRunner that remembers what was in each batch, can be held, and can fail."""
+
+    inner: SimulatedRunner = field(default_factory=lambda: simulated_runner(step_s=0.002))
+    batches: list[list[int]] = field(default_factory=list)
+    go: threading.Event = field(default_factory=threading.Event)
+    fail: bool = False
+
+    def __post_init__(self) -> None:
+        self.go.set()
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        self.go.wait()
+        if self.fail:
+            raise RuntimeError("the accelerator\nis gone")
+        self.batches.append(batch.req_ids)
+        return self.inner.forward(batch)
+
+
+def sequence(num_tokens: int = 20, max_tokens: int = 10, **fields: float) -> Sequence:
+    params = SamplingParams(max_tokens=max_tokens)
+    return Sequence([3] * num_tokens, BLOCK_SIZE, params, arrive_time=time.monotonic(), **fields)  # type: ignore[arg-type]
+
+
+@dataclass
+class Site:
+    """An engine that runs."""
+
+    engine: EngineLoop
+    runner: WatchedRunner
+    listener: Listener = field(default_factory=Listener)
+    turns: int = 0
+
+    async def idle(self) -> None:
+        await asyncio.wait_for(self.engine.wait_idle(), 10)
+
+
+@pytest.fixture
+async def site() -> AsyncIterator[Site]:
+    made = Site(EngineLoop(), WatchedRunner())
+    made.engine.start(lambda: EngineCore(CONFIG, made.runner))
+    await asyncio.wait_for(made.engine.wait_started(), 10)
+    yield made
+    made.runner.go.set()
+    made.engine.stop()
+    assert made.engine.join(10)
+
+
+async def test_tokens_come_in_order_on_the_event_loop(site: Site) -> None:
+    seqs = [sequence(num_tokens=n) for n in (1, 16, 100)]
+    site.engine.submit_group(site.listener, 7, seqs)
+    assert site.engine.num_live == 3
+    await site.idle()
+    expected = {seq.id: site.runner.inner.reference([3] * seq.num_prompt_tokens, 10) for seq in seqs}
+    assert site.listener.tokens == expected
+    assert set(site.listener.ends.values()) == {wpb.END_REASON_LENGTH}
+    assert site.listener.seen == [7]
+    assert site.listener.thread == threading.get_ident()
+
+
+async def test_a_flush_drops_the_cache_before_the_next_step(site: Site) -> None:
+    def cached() -> int:
+        return site.engine.figures.cached_tokens if site.engine.figures is not None else -1
+
+    for flush, expected in ((False, 0), (False, 96), (True, 96), (False, 192)):
+        if flush:
+            assert await asyncio.wait_for(site.engine.flush(), 10) > 0
+            assert await asyncio.wait_for(site.engine.flush(), 10) == 0
+        site.engine.submit(site.listener, sequence(num_tokens=100))
+        await site.idle()
+        assert cached() == expected
+
+
+async def test_a_flush_of_an_engine_that_fails_is_an_error(site: Site) -> None:
+    site.runner.go.clear()
+    site.runner.fail = True
+    site.engine.submit(site.listener, sequence())
+    await asyncio.sleep(0.05)
+    flushing = asyncio.create_task(site.engine.flush())
+    await asyncio.sleep(0.05)
+    site.runner.go.set()
+    with pytest.raises(EngineError, match="the accelerator is gone"):
+        await asyncio.wait_for(flushing, 10)
+    with pytest.raises(EngineError, match="the engine is failed"):
+        await site.engine.flush()
+
+
+async def test_a_group_shares_its_first_batch_and_the_inbox_is_emptied_before_it(site: Site) -> None:
+    site.runner.go.clear()
+    site.engine.submit_group(site.listener, 1, [sequence()])
+    await asyncio.sleep(0.05)
+    assert site.engine.busy_s(time.monotonic()) > 0.02
+    group = [sequence() for _ in range(3)]
+    late = sequence()
+    site.engine.submit_group(site.listener, 2, group)
+    site.engine.submit_group(site.listener, 3, [late])
+    site.engine.cancel([group[1].id])
+    site.runner.go.set()
+    await site.idle()
+    assert site.engine.busy_s(time.monotonic()) == 0
+    assert site.runner.batches[1] == [group[0].id, group[2].id, late.id]
+    assert site.listener.seen == [1, 3]
+    assert site.listener.ends[group[1].id] == wpb.END_REASON_CANCELLED
+
+
+async def test_one_wake_up_of_the_event_loop_per_step(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop, calls = asyncio.get_running_loop(), []
+    original = loop.call_soon_threadsafe
+
+    def counting(*arguments: object, **named: object) -> object:
+        calls.append(arguments[-1])
+        return original(*arguments, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(loop, "call_soon_threadsafe", counting)
+    site.engine.submit_group(site.listener, 1, [sequence(max_tokens=30) for _ in range(8)])
+    await site.idle()
+    turns = [event for event in calls if isinstance(event, Turn)]
+    assert len(turns) == len(calls)
+    assert len(turns) == len(site.runner.batches) == site.engine.num_steps
+
+
+async def test_an_idle_engine_does_not_spin(site: Site) -> None:
+    site.engine.submit_group(site.listener, 1, [sequence()])
+    await site.idle()
+    before = time.process_time()
+    await asyncio.sleep(0.3)
+    assert time.process_time() - before < 0.1
+
+
+async def test_cancel_frees_at_the_next_turn(site: Site) -> None:
+    seqs = [sequence(max_tokens=900) for _ in range(8)]
+    site.engine.submit_group(site.listener, 1, seqs)
+    await site.listener.until(lambda: len(site.listener.tokens) == 8)
+    site.engine.cancel([seq.id for seq in seqs] + [10**9])
+    started = time.monotonic()
+    await site.idle()
+    assert time.monotonic() - started < 1.0
+    assert set(site.listener.ends.values()) == {wpb.END_REASON_CANCELLED}
+    load = site.engine.load
+    assert load is not None
+    assert (load.free_blocks, load.decoding_seqs) == (NUM_BLOCKS, 0)
+
+
+async def test_a_deadline_ends_a_sequence_in_the_engine(site: Site) -> None:
+    seq = sequence(max_tokens=900, deadline=time.monotonic() + 0.1)
+    site.engine.submit_group(site.listener, 1, [seq])
+    await site.idle()
+    assert site.listener.ends == {seq.id: wpb.END_REASON_DEADLINE}
+    assert site.listener.tokens[seq.id]
+
+
+async def test_what_the_engine_can_not_run_ends_alone(site: Site) -> None:
+    bad, good = sequence(num_tokens=2000), sequence()
+    site.engine.submit_group(site.listener, 1, [bad, good])
+    await site.idle()
+    assert site.listener.ends == {bad.id: wpb.END_REASON_INVALID, good.id: wpb.END_REASON_LENGTH}
+
+
+async def test_a_stopped_stream_that_is_resumed_ends_at_once(site: Site) -> None:
+    seq = Sequence([3] * 30, BLOCK_SIZE, SamplingParams(max_tokens=10), num_prompt_tokens=20)
+    site.engine.submit_group(site.listener, 1, [seq])
+    await site.idle()
+    assert site.listener.ends == {seq.id: wpb.END_REASON_LENGTH}
+    assert site.listener.tokens == {seq.id: []}
+
+
+async def test_an_empty_group_tells_its_serial(site: Site) -> None:
+    site.engine.submit_group(site.listener, 5, [])
+    await site.listener.until(lambda: site.listener.seen)
+    assert site.listener.seen == [5]
+
+
+async def test_ending_all(site: Site) -> None:
+    seqs = [sequence(max_tokens=900) for _ in range(4)]
+    site.engine.submit_group(site.listener, 1, seqs)
+    await asyncio.sleep(0.05)
+    site.engine.end_all("drained")
+    await site.idle()
+    assert set(site.listener.ends.values()) == {wpb.END_REASON_CANCELLED}
+    site.engine.submit_group(site.listener, 2, [sequence()])
+    await site.idle()
+    assert wpb.END_REASON_LENGTH in site.listener.ends.values()
+
+
+async def test_a_failed_engine_ends_everything_then_and_later(site: Site) -> None:
+    seqs = [sequence(max_tokens=900) for _ in range(4)]
+    site.engine.submit_group(site.listener, 1, seqs)
+    await site.listener.until(lambda: len(site.listener.tokens) == 4)
+    site.runner.fail = True
+    message = await asyncio.wait_for(site.engine.wait_failed(), 10)
+    assert message == "RuntimeError: the accelerator is gone"
+    await site.idle()
+    later = sequence()
+    site.engine.submit_group(site.listener, 2, [later])
+    site.engine.submit(site.listener, sequence())
+    await site.idle()
+    assert set(site.listener.ends.values()) == {wpb.END_REASON_ERROR}
+    assert len(site.listener.ends) == 6
+    assert site.engine.state is EngineState.FAILED
+
+
+async def test_after_a_failure_another_engine_can_be_started(site: Site) -> None:
+    site.runner.fail = True
+    site.engine.submit(site.listener, sequence())
+    await asyncio.wait_for(site.engine.wait_failed(), 10)
+    await site.idle()
+    site.runner.fail = False
+    site.engine.start(lambda: EngineCore(CONFIG, site.runner))
+    assert (site.engine.state, site.engine.load, site.engine.num_steps) == (EngineState.STARTING, None, 0)
+    await asyncio.wait_for(site.engine.wait_started(), 10)
+    seq = sequence()
+    site.engine.submit(site.listener, seq)
+    await site.idle()
+    assert site.listener.ends[seq.id] == wpb.END_REASON_LENGTH
+    assert site.engine.state is EngineState.RUNNING
+
+
+class LostExecutor(InlineExecutor):
+    """Computes in this process, until it is lost."""
+
+    lost = False
+    closed = False
+
+    def failure(self) -> Exception | None:
+        return RuntimeError("rank 1 is gone") if self.lost else None
+
+    def close(self) -> None:
+        self.closed = True
+
+
+async def test_an_idle_engine_notices_that_its_ranks_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(core, "_IDLE_CHECK_S", 0.02)
+    engine, runner = EngineLoop(), simulated_runner()
+    executor = LostExecutor(runner.forward, time.monotonic)
+    engine.start(lambda: EngineCore(CONFIG, runner, executor=executor))
+    await asyncio.wait_for(engine.wait_started(), 10)
+    executor.lost = True
+    assert await asyncio.wait_for(engine.wait_failed(), 10) == "RuntimeError: rank 1 is gone"
+    assert engine.state is EngineState.FAILED
+    assert executor.closed
+
+
+class Failing(Listener):
+    """Can not take outputs, or ends alone."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+
+    def on_output(self, output: SequenceOutput) -> None:
+        if self.kind == "output" or (self.kind == "end" and output.end is not None):
+            raise ValueError("a mistake")
+
+    def on_step(self, step: int, submit_seen: int | None) -> None:
+        if self.kind == "step":
+            raise ValueError("a mistake")
+
+
+@pytest.mark.parametrize("kind", ["output", "end", "step"])
+async def test_what_can_not_be_handed_out_is_a_failure_of_the_engine(site: Site, kind: str) -> None:
+    """X1: the rest of the turn was lost in silence, and what had an output in it never ended, with health SERVING."""
+    bad, others = sequence(max_tokens=3), [sequence(max_tokens=500) for _ in range(3)]
+    site.engine.submit_group(Failing(kind), 1, [bad])
+    site.engine.submit_group(site.listener, 2, others)
+    with capture_logs() as logs:
+        assert await asyncio.wait_for(site.engine.wait_failed(), 10) == "a mistake"
+    assert "engine failed" in [line["event"] for line in logs if line["log_level"] == "error"]
+    assert site.engine.state is EngineState.FAILED
+    assert [site.listener.ends.get(seq.id) for seq in others] == [wpb.END_REASON_ERROR] * 3
+    assert site.engine.num_live == 0
+    await site.idle()
+    assert await asyncio.to_thread(site.engine.join, 10)
+
+
+async def test_another_engine_hears_nothing_of_the_one_that_failed(site: Site) -> None:
+    """X1: its thread goes on for a step after a failure on the event loop."""
+    site.runner.go.clear()
+    site.engine.submit_group(site.listener, 1, [sequence()])
+    old = site.engine._thread
+    assert old is not None
+
+    def fail(_: object) -> None:
+        raise ValueError("a mistake")
+
+    site.engine._take(site.engine._failed, fail, None)
+    assert await asyncio.wait_for(site.engine.wait_failed(), 10) == "a mistake"
+    site.engine.start(lambda: EngineCore(CONFIG, WatchedRunner()))
+    await asyncio.wait_for(site.engine.wait_started(), 10)
+    site.engine.submit_group(site.listener, 2, [sequence() for _ in range(3)])
+    site.runner.go.set()
+    assert await asyncio.to_thread(old.join, 10)
+    await site.idle()
+    assert site.engine.state is EngineState.RUNNING
+    assert list(site.listener.ends.values()).count(wpb.END_REASON_LENGTH) == 3
+
+
+async def test_a_direct_sequence_passes_the_delay_gate() -> None:
+    site = Site(EngineLoop(), WatchedRunner())
+    config = replace(CONFIG, scheduler_delay_factor=1e6)
+    site.engine.start(lambda: EngineCore(config, site.runner))
+    await site.engine.wait_started()
+    first, held = sequence(max_tokens=400), sequence(max_tokens=1)
+    site.engine.submit(site.listener, first)
+    await site.listener.until(lambda: site.listener.tokens.get(first.id))
+    site.engine.submit(site.listener, held)
+    await site.idle()
+    assert held.first_scheduled_time is not None
+    assert held.first_scheduled_time - held.arrive_time > 0.2
+    site.engine.stop()
+    assert site.engine.join(10)
+
+
+async def test_a_failed_start_ends_what_came_meanwhile(site: Site) -> None:
+    """W7: what was submitted while another engine was made stayed live for ever when that one failed too."""
+    site.runner.fail = True
+    site.engine.submit(site.listener, sequence())
+    await asyncio.wait_for(site.engine.wait_failed(), 10)
+
+    def build() -> EngineCore:
+        site.runner.go.wait()
+        raise ValueError("no such rank")
+
+    site.runner.go.clear()
+    site.engine.start(build)
+    seqs = [sequence(), sequence()]
+    site.engine.submit_group(site.listener, 1, seqs)
+    site.runner.go.set()
+    with pytest.raises(ValueError, match="no such rank"):
+        await asyncio.wait_for(site.engine.wait_started(), 10)
+    await site.idle()
+    site.engine.submit(site.listener, late := sequence())
+    assert [site.listener.ends.get(seq.id) for seq in (*seqs, late)] == [wpb.END_REASON_ERROR] * 3
+    assert site.engine.num_live == 0
+
+
+async def test_a_failed_start_is_raised() -> None:
+    engine = EngineLoop()
+
+    def build() -> EngineCore:
+        raise ValueError("no such model")
+
+    engine.start(build)
+    with pytest.raises(ValueError, match="no such model"):
+        await asyncio.wait_for(engine.wait_started(), 10)
+    assert engine.state is EngineState.FAILED
+    assert engine.join(10)

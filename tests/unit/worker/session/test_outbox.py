@@ -1,0 +1,220 @@
+"""Any interleaving of steps and takes delivers every token once and in order, ends with the last token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from random import Random
+
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_TAIL_TOKENS, MAX_TAILS
+from worker.engine.outputs import End, SequenceOutput, Start
+from worker.session.outbox import Outbox
+
+START = Start(prompt_tokens=1, cached_tokens=2**32 - 1, queue_s=1e6, prefill_s=1e6)
+
+
+def output(first_pos: int, tokens: list[int], *, start: bool = False, end: bool = False) -> SequenceOutput:
+    finish = End(first_pos + len(tokens), wpb.END_REASON_EOS, tokens[-1] if tokens else 0) if end else None
+    return SequenceOutput(0, first_pos, tokens, START if start else None, finish)
+
+
+@dataclass
+class Reader:
+    """A router that checks every rule of the frames."""
+
+    have: dict[int, list[int]] = field(default_factory=dict)
+    started: set[int] = field(default_factory=set)
+    ended: set[int] = field(default_factory=set)
+    returned: list[int] = field(default_factory=list)
+    submit_seen: int = 0
+
+    def read(self, frame: wpb.StepOutput) -> None:
+        assert frame.ByteSize() <= MAX_FRAME_BYTES
+        assert len(frame.token_ids) <= MAX_FRAME_TOKENS
+        assert len(frame.rid) == len(frame.first_pos) == len(frame.n) == len(set(frame.rid))
+        assert sum(frame.n) == len(frame.token_ids)
+        at = 0
+        for rid, first_pos, n in zip(frame.rid, frame.first_pos, frame.n, strict=True):
+            assert rid not in self.ended
+            have = self.have.setdefault(rid, [])
+            assert first_pos == 10 + len(have)
+            assert n > 0
+            have.extend(frame.token_ids[at : at + n])
+            at += n
+        for start in frame.starts:
+            assert start.rid in frame.rid
+            assert start.rid not in self.started
+            self.started.add(start.rid)
+        for end in frame.ends:
+            assert end.rid not in self.ended
+            assert end.end_pos == 10 + len(self.have.get(end.rid, []))
+            # With its last token (S3), unless that had gone before the end was known.
+            self.ended.add(end.rid)
+        self.returned += frame.returned
+        assert frame.submit_seen >= self.submit_seen
+        self.submit_seen = frame.submit_seen
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32), st.integers(1, 40), st.sampled_from([1, 3, 700, 9000]))
+def test_every_interleaving_delivers_every_token_once_in_order(seed: int, num_seqs: int, longest_run: int) -> None:
+    random = Random(seed)
+    outbox, reader = Outbox(), Reader()
+    sent: dict[int, list[int]] = {rid: [] for rid in range(num_seqs)}
+    live = list(sent)
+    step = 0
+    while live:
+        step += 1
+        for rid in random.sample(live, random.randint(1, len(live))):
+            tokens = [random.randrange(2**32) for _ in range(random.choice([0, 1, 1, longest_run]))]
+            end = random.random() < 0.3
+            outbox.add(rid, output(10 + len(sent[rid]), tokens, start=bool(tokens) and not sent[rid], end=end))
+            sent[rid] += tokens
+            if end:
+                live.remove(rid)
+        outbox.on_step(step, step if random.random() < 0.5 else None)
+        for _ in range(random.choice([0, 0, 1, 3])):
+            if (frame := outbox.take()) is not None:
+                reader.read(frame)
+    while (frame := outbox.take()) is not None:
+        reader.read(frame)
+    assert outbox.is_empty
+    assert {rid: reader.have.get(rid, []) for rid in sent} == sent
+    assert reader.ended == set(sent)
+    assert reader.started == {rid for rid, tokens in sent.items() if tokens}
+
+
+@settings(max_examples=60)
+@given(st.integers(0, 2**32))
+def test_streams_that_break_lose_frames_and_no_tokens(seed: int) -> None:
+    """Frames are lost from some point on; the next stream rewinds to what the router has, as its Hello says."""
+    random = Random(seed)
+    outbox = Outbox()
+    sent: dict[int, list[int]] = {rid: [] for rid in range(8)}
+    have: dict[int, list[int]] = {rid: [] for rid in sent}
+    ended: dict[int, int] = {}
+    live = list(sent)
+    for _ in range(12):
+        reader = Reader(have={rid: list(tokens) for rid, tokens in have.items()}, ended=set(ended))
+        lost_after = random.randrange(6)
+        for i in range(8):
+            for rid in random.sample(live, min(len(live), 3)):
+                tokens = [random.randrange(2**32) for _ in range(random.randrange(4))]
+                end = random.random() < 0.1
+                outbox.add(rid, output(10 + len(sent[rid]), tokens, start=bool(tokens) and not sent[rid], end=end))
+                sent[rid] += tokens
+                if end:
+                    live.remove(rid)
+            outbox.on_step(i, i)
+            frame = outbox.take()
+            if frame is not None and i < lost_after:
+                reader.read(frame)
+        have = reader.have
+        ended |= {rid: len(have.get(rid, [])) for rid in reader.ended}
+        outbox.begin_stream()
+        assert outbox.submit_seen == 0
+        for rid, tokens in sent.items():
+            if rid in ended:
+                outbox.forget(rid)
+            elif outbox.holds(rid):
+                assert outbox.rewind(rid, 10 + len(have.get(rid, [])))
+                assert not outbox.rewind(rid, 9)
+                assert not outbox.rewind(rid, 11 + len(tokens))
+    reader = Reader(have={rid: list(tokens) for rid, tokens in have.items()}, ended=set(ended))
+    while (frame := outbox.take()) is not None:
+        reader.read(frame)
+    assert {rid: reader.have.get(rid, []) for rid in sent} == sent
+    assert reader.ended == set(sent) - set(live)
+
+
+def test_tails_are_bounded_and_the_oldest_goes_first() -> None:
+    outbox = Outbox()
+    for rid in range(MAX_TAILS + 10):
+        outbox.add(rid, output(10, [1, 2], end=True))
+    while outbox.take() is not None:
+        pass
+    assert (outbox.num_tails, len(outbox.rids)) == (MAX_TAILS, MAX_TAILS)
+    assert [outbox.rewind(rid, 10) for rid in (9, 10)] == [False, True]
+    outbox.add(9999, output(10, [7] * MAX_TAIL_TOKENS, end=True))
+    while outbox.take() is not None:
+        pass
+    assert outbox.num_tails == 1
+    outbox.acknowledge(9999)
+    assert (outbox.num_tails, outbox.rids) == (0, [])
+
+
+def test_a_cancelled_sequence_leaves_no_tail() -> None:
+    outbox = Outbox()
+    outbox.add(1, SequenceOutput(0, 10, [4], START, End(11, wpb.END_REASON_CANCELLED)))
+    outbox.acknowledge(1)
+    frame = outbox.take()
+    assert frame is not None
+    assert len(frame.ends) == 1
+    assert outbox.rids == []
+
+
+def test_an_end_rides_with_the_last_token_of_a_cut_run() -> None:
+    outbox = Outbox()
+    tokens = list(range(MAX_FRAME_TOKENS + 1))
+    outbox.add(1, output(10, tokens, start=True, end=True))
+    outbox.on_step(1)
+    first, second = outbox.take(), outbox.take()
+    assert first is not None
+    assert second is not None
+    assert (len(first.token_ids), len(first.starts), len(first.ends)) == (MAX_FRAME_TOKENS, 1, 0)
+    assert (list(second.first_pos), len(second.starts), len(second.ends)) == ([10 + MAX_FRAME_TOKENS], 0, 1)
+    assert outbox.take() is None
+
+
+def test_long_messages_do_not_pass_the_byte_bound() -> None:
+    outbox, reader = Outbox(), Reader()
+    for rid in range(5000):
+        end = End(10, wpb.END_REASON_INVALID, message="é" * 10_000, stop_token_sequence=(2**32 - 1,) * 64)
+        outbox.add(rid, SequenceOutput(0, 10, [], end=end))
+    frames = 0
+    while (frame := outbox.take()) is not None:
+        reader.read(frame)
+        frames += 1
+    assert frames > 1
+    assert len(reader.ended) == 5000
+
+
+def test_whoever_has_waited_longest_is_first() -> None:
+    outbox = Outbox()
+    outbox.add(7, output(10, [1] * MAX_FRAME_TOKENS))
+    outbox.add(3, output(10, [2]))
+    outbox.add(7, output(10 + MAX_FRAME_TOKENS, [1]))
+    first, second = outbox.take(), outbox.take()
+    assert first is not None
+    assert second is not None
+    assert (list(first.rid), list(second.rid)) == ([7], [7, 3])
+
+
+def test_returned_sequences_and_the_newest_submit_are_told_once() -> None:
+    outbox = Outbox()
+    assert outbox.take() is None
+    for rid in range(200_000):
+        outbox.give_back(2**64 - 1 - rid)
+    outbox.on_step(4, 9)
+    reader = Reader()
+    while (frame := outbox.take()) is not None:
+        reader.read(frame)
+        assert frame.step == 4
+    assert len(set(reader.returned)) == len(reader.returned) == 200_000
+    assert reader.submit_seen == outbox.submit_seen == 9
+    outbox.on_step(5, 10)
+    news = outbox.take()
+    assert news is not None
+    assert (news.step, news.submit_seen) == (5, 10)
+    assert outbox.take() is None
+
+
+def test_a_gap_is_an_error() -> None:
+    outbox = Outbox()
+    outbox.add(1, output(10, [1, 2]))
+    with pytest.raises(ValueError, match="leave a gap"):
+        outbox.add(1, output(13, [3]))

@@ -1,0 +1,112 @@
+"""Every request field of the worker's protos is served, or refused with UNIMPLEMENTED naming it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+from google.protobuf.descriptor import FieldDescriptor
+
+from common.errors import UnservedFieldError
+from common.rpc.unsupported_fields import field_paths, refuse_unlisted
+from common.sampling_params import SamplingParams
+from worker.session import request_validation
+
+# What later issues will serve. A field that is new in the protos belongs here, or in `request_validation`.
+NOT_SERVED = {
+    "SubmitSequence": set[str](),
+    "GenerateRequest": set[str](),
+    "SessionRequest": set[str](),
+    "DrainRequest": set[str](),
+    "SetIntakeRequest": set[str](),
+    "FlushCacheRequest": set[str](),
+    "GetWorkerRequest": set[str](),
+    "GetTokenizerRequest": set[str](),
+}
+REQUESTS: dict[str, tuple[Any, frozenset[str]]] = {
+    "SubmitSequence": (wpb.SubmitSequence, request_validation.SEQUENCE),
+    "GenerateRequest": (wpb.GenerateRequest, request_validation.GENERATE),
+    "SessionRequest": (wpb.SessionRequest, request_validation.SESSION),
+    "DrainRequest": (wpb.DrainRequest, request_validation.DRAIN),
+    "SetIntakeRequest": (wpb.SetIntakeRequest, request_validation.SET_INTAKE),
+    "FlushCacheRequest": (wpb.FlushCacheRequest, frozenset()),
+    "GetWorkerRequest": (wpb.GetWorkerRequest, frozenset()),
+    "GetTokenizerRequest": (wpb.GetTokenizerRequest, frozenset()),
+}
+
+
+def paths(name: str) -> set[str]:
+    kind, _ = REQUESTS[name]
+    found = set(field_paths(kind.DESCRIPTOR))
+    # Sequences are checked one by one, as SubmitSequence.
+    return {path for path in found if not path.startswith("submit.seqs.")}
+
+
+def set_path(message: Any, path: str) -> None:
+    """Gives the field a value that is not its default, and nothing else any."""
+    name, _, rest = path.partition(".")
+    field = message.DESCRIPTOR.fields_by_name[name]
+    if field.message_type is not None:
+        inner = getattr(message, name).add() if field.is_repeated else getattr(message, name)
+        if rest:
+            set_path(inner, rest)
+        elif not field.is_repeated:
+            inner.SetInParent()
+        return
+    value: object = {FieldDescriptor.CPPTYPE_BOOL: True, FieldDescriptor.CPPTYPE_STRING: "x"}.get(field.cpp_type, 3)
+    if field.type == FieldDescriptor.TYPE_BYTES:
+        value = b"x"
+    if field.is_repeated:
+        getattr(message, name).append(value)
+    else:
+        setattr(message, name, value)
+
+
+def test_every_parameter_arrives() -> None:
+    """All fields of the proto's SamplingParams, each with a value of its own."""
+    values: dict[str, Any] = {
+        "temperature": 0.5,
+        "top_k": 7,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "repetition_penalty": 1.25,
+        "presence_penalty": -0.5,
+        "frequency_penalty": 0.75,
+        "max_tokens": 9,
+        "min_tokens": 2,
+        "ignore_eos": True,
+        "stop_token_ids": [5, 6],
+    }
+    assert {*values, "stop_token_sequences"} == set(wpb.SamplingParams.DESCRIPTOR.fields_by_name)
+    message = wpb.SamplingParams(**values, stop_token_sequences=[wpb.TokenIds(ids=[7, 8])])
+    expected = {**values, "stop_token_ids": (5, 6), "stop_token_sequences": ((7, 8),)}
+    assert request_validation.sampling_params(message, 10) == SamplingParams(**expected)
+
+
+def test_all_requests_are_listed() -> None:
+    service = wpb.DESCRIPTOR.services_by_name["WorkerService"]
+    assert {method.input_type.name for method in service.methods} | {"SubmitSequence"} == REQUESTS.keys()
+
+
+@pytest.mark.parametrize("name", REQUESTS)
+def test_every_field_is_served_or_listed_as_not_served(name: str) -> None:
+    _, listed = REQUESTS[name]
+    assert listed | NOT_SERVED[name] == paths(name)
+    assert not listed & NOT_SERVED[name]
+
+
+@pytest.mark.parametrize(("name", "path"), [(name, path) for name in REQUESTS for path in sorted(paths(name))])
+def test_a_field_is_refused_by_name_unless_it_is_served(name: str, path: str) -> None:
+    kind, listed = REQUESTS[name]
+    message = kind()
+    set_path(message, path)
+    if path not in NOT_SERVED[name]:
+        refuse_unlisted(message, listed)
+        return
+    with pytest.raises(UnservedFieldError) as raised:
+        refuse_unlisted(message, listed)
+    assert raised.value.code is grpc.StatusCode.UNIMPLEMENTED
+    named = raised.value.violations[0].path
+    assert path == named or path.startswith(f"{named}.")

@@ -1,0 +1,645 @@
+"""A Session without its stream: a real engine stepped by hand, a virtual clock, and a router that checks every rule."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from random import Random
+
+import grpc
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from opentelemetry.sdk.trace import TracerProvider
+
+from common.block_hash import GRANULE_BLOCKS, hash_chain
+from common.errors import ApiError
+from common.limits import HEARTBEAT_S, MAX_FRAME_TOKENS
+from common.protocol import PROTO_MINOR
+from common.telemetry.tracing import Tracing
+from tests.unit.worker.session.support import (
+    BLOCK_SIZE,
+    FACTS,
+    LIMITS,
+    NUM_BLOCKS,
+    VOCAB_SIZE,
+    SteppedEngine,
+    long_prompt,
+    record,
+    simulated_core,
+    simulated_runner,
+    submit,
+)
+from worker.session.fleet_backlog import FleetLanes
+from worker.session.router_state import RouterSequences
+from worker.session.session import SessionState, check_hello, check_owner
+from worker.session.worker_info import WorkerFacts
+
+
+@dataclass
+class Stream:
+    """What a router knows of one sequence."""
+
+    tokens: list[int]
+    start: wpb.SequenceStart | None = None
+    end: wpb.SequenceEnd | None = None
+
+
+class World:
+    """One worker and the virtual time."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.engine = SteppedEngine(simulated_core(clock=lambda: self.now), lambda: self.now)
+        self.lanes = FleetLanes()
+        self.tracing = Tracing(TracerProvider())
+
+    def router(self, lease_ms: int = 5000) -> Router:
+        return Router(self, lease_ms)
+
+
+@dataclass
+class Router:
+    """The other end: writes frames, reads frames, checks them."""
+
+    world: World
+    lease_ms: int
+    streams: dict[int, Stream] = field(default_factory=dict)
+    returned: list[int] = field(default_factory=list)
+    frames: list[str] = field(default_factory=list)
+    unknown: list[int] = field(default_factory=list)
+    submit_seen: int = 0
+    load: wpb.Load = field(default_factory=wpb.Load)
+    wakes: int = 0
+
+    def __post_init__(self) -> None:
+        self.sequences = RouterSequences("r", FACTS, self.world.engine, self.world.tracing)
+        self.dial({})
+
+    def dial(self, live: dict[int, int]) -> None:
+        """Begins a stream; `live` is what Hello says."""
+        kept = [wpb.LiveSequence(rid=rid, have=have) for rid, have in live.items()]
+        hello = check_hello(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=self.lease_ms, live=kept)))
+        world = self.world
+        self.frames.clear()
+        self.state = SessionState(hello, self.sequences, FACTS, world.engine, world.lanes, world.now, self.wake)
+
+    def wake(self) -> None:
+        self.wakes += 1
+
+    def write(self, frame: wpb.SessionRequest) -> None:
+        for sequence in frame.submit.seqs:
+            self.streams.setdefault(sequence.rid, Stream(list(sequence.token_ids)))
+        if frame.HasField("extend"):
+            self.streams[frame.extend.rid].tokens += frame.extend.token_ids
+        self.state.receive(frame, self.world.now)
+
+    def read(self, at_most: int = 1000) -> None:
+        for _ in range(at_most):
+            frame = self.state.next_frame(self.world.now)
+            if frame is None:
+                return
+            kind = frame.WhichOneof("frame")
+            assert kind is not None
+            self.frames.append(kind)
+            assert (kind == "welcome") == (len(self.frames) == 1)
+            if kind == "welcome":
+                self.unknown = list(frame.welcome.unknown)
+            if kind == "step_output":
+                self._read_step(frame.step_output)
+            elif kind in ("heartbeat", "welcome"):
+                self.load = frame.heartbeat.load if kind == "heartbeat" else frame.welcome.load
+
+    def _read_step(self, step: wpb.StepOutput) -> None:
+        self.submit_seen, self.load = step.submit_seen, step.load
+        for start in step.starts:
+            assert self.streams[start.rid].start is None
+            self.streams[start.rid].start = start
+        at = 0
+        for rid, first_pos, n in zip(step.rid, step.first_pos, step.n, strict=True):
+            stream = self.streams[rid]
+            assert stream.start is not None
+            assert stream.end is None
+            assert first_pos == len(stream.tokens)
+            stream.tokens += step.token_ids[at : at + n]
+            at += n
+        for end in step.ends:
+            stream = self.streams[end.rid]
+            assert stream.end is None
+            if end.reason != wpb.END_REASON_INVALID:
+                assert end.end_pos == len(stream.tokens)
+            stream.end = end
+        self.returned += step.returned
+
+    def reasons(self) -> dict[int, int]:
+        return {rid: stream.end.reason for rid, stream in self.streams.items() if stream.end is not None}
+
+
+def run(world: World, *routers: Router, steps: int = 40) -> None:
+    for _ in range(steps):
+        world.now += 0.01
+        world.engine.step()
+        for router in routers:
+            router.read()
+
+
+def test_welcome_then_tokens_then_ends() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(3, record(1, range(40), max_tokens=6), record(2, [5], max_tokens=2)))
+    run(world, router)
+    assert router.submit_seen == 3
+    runner = simulated_runner()
+    assert router.streams[1].tokens[40:] == runner.reference(list(range(40)), 6, seed=1)
+    assert router.streams[2].tokens[1:] == runner.reference([5], 2, seed=2)
+    assert router.reasons() == {1: wpb.END_REASON_LENGTH, 2: wpb.END_REASON_LENGTH}
+    assert router.load.free_blocks == router.load.total_blocks == NUM_BLOCKS
+    assert router.wakes > 0
+
+
+def test_a_prefix_hit_and_the_times_come_with_the_first_token() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, record(1, range(64))))
+    run(world, router)
+    router.write(submit(2, record(2, range(64))))
+    world.now += 0.125
+    run(world, router)
+    start = router.streams[2].start
+    assert start is not None
+    assert start.cached_tokens == 48
+    assert start.queue_us == pytest.approx(135_000, abs=10)
+
+
+def test_a_bad_sequence_ends_alone() -> None:
+    world = World()
+    router = world.router()
+    bad = record(2, [VOCAB_SIZE])
+    too_long = record(3, [1] * 1024)
+    router.write(submit(1, record(1), bad, too_long))
+    run(world, router)
+    assert router.reasons() == {1: wpb.END_REASON_LENGTH, 2: wpb.END_REASON_INVALID, 3: wpb.END_REASON_INVALID}
+    end = router.streams[2].end
+    assert end is not None
+    assert "token_ids[0]" in end.message
+
+
+def test_a_refused_rid_that_is_sent_again_is_a_no_op_until_its_end_is_written() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, record(2, [VOCAB_SIZE]), record(2, [VOCAB_SIZE, 1])))
+    router.write(submit(2, record(2, [VOCAB_SIZE, 1, 2])))
+    run(world, router)
+    assert router.reasons() == {2: wpb.END_REASON_INVALID}
+
+
+def test_cancel_frees_the_blocks_with_the_next_step() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, record(1, range(100), max_tokens=500), record(2, [1], max_tokens=500)))
+    run(world, router, steps=5)
+    router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[1, 2, 77])))
+    run(world, router, steps=1)
+    assert router.reasons() == {1: wpb.END_REASON_CANCELLED, 2: wpb.END_REASON_CANCELLED}
+    assert router.load.free_blocks == NUM_BLOCKS
+    assert router.load.decoding_seqs == 0
+    router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[1, 2])))
+    run(world, router, steps=2)
+
+
+def test_a_deadline_ends_a_sequence_on_its_way_and_one_that_runs() -> None:
+    world = World()
+    router = world.router()
+    unfinished, _ = long_prompt(1, range(200), cut=100)
+    unfinished.deadline_left_ms = 50
+    router.write(submit(1, unfinished))
+    router.write(submit(2, record(2, max_tokens=500, deadline_left_ms=50)))
+    run(world, router, steps=10)
+    assert router.reasons() == {1: wpb.END_REASON_DEADLINE, 2: wpb.END_REASON_DEADLINE}
+    assert router.submit_seen in (1, 2)
+
+
+def test_heartbeats_come_when_nothing_else_does() -> None:
+    world = World()
+    router = world.router()
+    router.read()
+    assert router.state.silent_for(world.now) == pytest.approx(HEARTBEAT_S)
+    world.now += HEARTBEAT_S - 0.01
+    router.read()
+    world.now += 0.02
+    router.read()
+    router.read()
+    assert router.frames == ["welcome", "heartbeat"]
+
+
+def test_a_router_is_told_at_once_that_a_worker_takes_nothing_new() -> None:
+    world = World()
+    router = world.router()
+    router.read()
+    assert router.load.intake == wpb.INTAKE_OPEN
+    wakes = router.wakes
+    router.state.set_intake(wpb.INTAKE_CORDONED)
+    assert router.wakes == wakes + 1
+    router.read()
+    assert router.frames == ["welcome", "heartbeat"]
+    assert router.load.intake == wpb.INTAKE_CORDONED
+    router.read()
+    assert len(router.frames) == 2
+    # What was on its way is run.
+    router.write(submit(1, record(1)))
+    run(world, router)
+    assert router.reasons() == {1: wpb.END_REASON_LENGTH}
+    assert router.load.intake == wpb.INTAKE_CORDONED
+    router.state.set_intake(wpb.INTAKE_OPEN)
+    router.read()
+    assert router.load.intake == wpb.INTAKE_OPEN
+
+
+def test_the_lease_counts_from_the_last_frame() -> None:
+    world = World()
+    router = world.router(lease_ms=400)
+    world.now += 0.3
+    router.write(wpb.SessionRequest(lane=wpb.Lane()))
+    assert router.state.lease_left(world.now) == pytest.approx(0.4)
+    world.now += 0.4
+    assert router.state.lease_left(world.now) <= 0
+
+
+def test_closing_cancels_everything_and_tells_nothing() -> None:
+    world = World()
+    gone, other = world.router(), world.router()
+    gone.write(wpb.SessionRequest(lane=wpb.Lane(oldest_age_ms=500, tokens=70, seqs=3)))
+    gone.write(submit(1, record(1, range(100), max_tokens=500)))
+    other.write(submit(1, record(1, [9, 9], max_tokens=20)))
+    run(world, gone, other, steps=3)
+    assert other.load.fleet_tokens == 70
+    gone.state.close()
+    gone.sequences.end()
+    assert world.tracing.open_spans() == 2
+    run(world, other)
+    assert not world.engine.deliveries
+    assert world.tracing.open_spans() == 0
+    # Rids of two routers may be equal.
+    assert other.streams[1].tokens[2:] == simulated_runner().reference([9, 9], 20, seed=1)
+    world.now += 1
+    other.read()
+    assert (other.load.fleet_tokens, other.load.fleet_oldest_age_ms) == (0, 0)
+
+
+def test_a_new_stream_goes_on_from_what_the_router_has() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(5, *(record(rid, [rid], max_tokens=20) for rid in range(1, 6)), record(6, [6], max_tokens=2)))
+    run(world, router, steps=4)
+    assert router.reasons() == {6: wpb.END_REASON_LENGTH}
+    old = router.state
+    lost = router.streams.pop(5)
+    # The end of 6 did not arrive after all, and a token of 1 neither.
+    del router.streams[1].tokens[-1]
+    router.streams[6].tokens.pop()
+    router.streams[6].end = None
+    for rid in (1, 6):
+        router.streams[rid].start = None if len(router.streams[rid].tokens) == 1 else router.streams[rid].start
+    old.close()
+    router.sequences.detach(world.now + 5)
+    router.dial({rid: len(stream.tokens) for rid, stream in router.streams.items()} | {99: 4})
+    old.receive(wpb.SessionRequest(cancel=wpb.Cancel(rids=[1, 2, 3])), world.now)
+    assert old.next_frame(world.now + 9) is None
+    router.write(submit(1, record(7, [7], max_tokens=3), record(6, [6])))
+    run(world, router)
+    assert router.unknown == [99]
+    assert router.submit_seen == 1
+    assert lost.end is None
+    runner = simulated_runner()
+    for rid, count in {1: 20, 2: 20, 3: 20, 4: 20, 6: 2, 7: 3}.items():
+        assert router.streams[rid].tokens[1:] == runner.reference([rid], count, seed=rid)
+        assert router.reasons()[rid] == wpb.END_REASON_LENGTH
+    assert not world.engine.deliveries
+    assert world.tracing.open_spans() == 0
+    # Ended and sent: only a Hello, a Cancel or the end of the lease lets them go (S6).
+    assert router.sequences.knows(1)
+    router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[1])))
+    assert not router.sequences.knows(1)
+    router.dial({})
+    assert router.sequences.is_empty
+
+
+def test_what_the_worker_can_not_go_on_with_is_unknown_and_ends() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, record(1, [1], max_tokens=50), record(2, [2], max_tokens=50)))
+    run(world, router, steps=3)
+    router.dial({1: 400, 2: 1})
+    router.streams[2] = Stream([2])
+    run(world, router)
+    assert router.unknown == [1]
+    made = router.streams[2].tokens[1:]
+    assert len(made) > 30
+    assert made == simulated_runner().reference([2], len(made), seed=2)
+    assert world.engine.core.load().decoding_seqs == 1
+
+
+def test_the_fleets_oldest_age_grows_with_time() -> None:
+    world = World()
+    first, second = world.router(), world.router()
+    first.read()
+    first.write(wpb.SessionRequest(lane=wpb.Lane(oldest_age_ms=500, tokens=70, seqs=3)))
+    second.write(wpb.SessionRequest(lane=wpb.Lane(oldest_age_ms=100, tokens=7, seqs=1)))
+    world.now += 1.0
+    first.read()
+    assert (first.load.fleet_oldest_age_ms, first.load.fleet_tokens) == (1500, 77)
+    first.write(wpb.SessionRequest(lane=wpb.Lane()))
+    world.now += 1.0
+    first.read()
+    assert (first.load.fleet_oldest_age_ms, first.load.fleet_tokens) == (2100, 7)
+
+
+def test_a_draining_worker_gives_new_work_back_and_finishes_the_old() -> None:
+    world = World()
+    router = world.router()
+    unfinished, rest = long_prompt(2, range(200), cut=100)
+    router.write(submit(1, record(1, max_tokens=5)))
+    router.write(submit(2, unfinished))
+    router.state.drain(world.now + 5)
+    router.write(wpb.SessionRequest(extend=rest))
+    router.write(submit(3, record(3), record(4)))
+    run(world, router)
+    assert router.frames[1] == "draining"
+    assert router.reasons() == {1: wpb.END_REASON_LENGTH}
+    assert sorted(router.returned) == [2, 3, 4]
+
+
+def test_what_waits_too_long_for_its_first_step_goes_back_unless_it_must_stay() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, *(record(rid, [rid], max_tokens=90) for rid in range(1, 33))))
+    run(world, router, steps=2)
+    router.write(submit(2, record(50), record(51, keep=True), record(52)))
+    run(world, router, steps=23)
+    assert router.returned == []
+    run(world, router, steps=4)
+    assert router.returned == [50, 52]
+    assert router.reasons() == {}
+    run(world, router, steps=100)
+    assert router.reasons()[51] == wpb.END_REASON_LENGTH
+    assert len(router.reasons()) == 33
+    assert not world.engine.deliveries
+    assert world.tracing.open_spans() == 0
+
+
+def test_at_the_drains_end_what_has_not_begun_goes_back_and_the_rest_is_cancelled() -> None:
+    world = World()
+    router = world.router()
+    router.write(submit(1, *(record(rid, [rid], max_tokens=500) for rid in range(32))))
+    run(world, router, steps=3)
+    router.write(submit(2, record(50), record(51)))
+    run(world, router, steps=1)
+    router.state.drain(world.now)
+    world.engine.end_all("drained")
+    run(world, router, steps=1)
+    assert set(router.reasons().values()) == {wpb.END_REASON_CANCELLED}
+    assert len(router.reasons()) == 32
+    assert sorted(router.returned) == [50, 51]
+
+
+def test_what_was_cancelled_before_the_drains_end_is_neither_returned_nor_lost() -> None:
+    """W15: cancels in the same turn as the end of all had its message."""
+    world = World()
+    router = world.router()
+    router.write(submit(1, *(record(rid, [rid], max_tokens=500) for rid in range(32))))
+    run(world, router, steps=3)
+    router.write(submit(2, record(50), record(51)))
+    run(world, router, steps=1)
+    router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[3, 50])))
+    world.engine.end_all("drained")
+    run(world, router, steps=1)
+    assert sorted(router.returned) == [51]
+    assert set(router.reasons().values()) == {wpb.END_REASON_CANCELLED}
+    assert len(router.reasons()) == 33
+
+
+@pytest.mark.parametrize(
+    ("frame", "code", "message"),
+    [
+        (wpb.SessionRequest(), grpc.StatusCode.INVALID_ARGUMENT, "frame is empty or unknown"),
+        (
+            wpb.SessionRequest(hello=wpb.Hello(router_id="r")),
+            grpc.StatusCode.INVALID_ARGUMENT,
+            "frame is a second Hello",
+        ),
+        (
+            wpb.SessionRequest(extend=wpb.Extend(token_ids=[1] * (MAX_FRAME_TOKENS + 1))),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "a frame of 16385 token ids; at most 16384",
+        ),
+        (
+            submit(1, record(1, [1] * 10_000), record(2, [1] * 10_000)),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "a frame of 20000 token ids",
+        ),
+        (
+            submit(1, record(1, traceparent="x" * (1 << 20))),
+            grpc.StatusCode.RESOURCE_EXHAUSTED,
+            "a frame of 1048",
+        ),
+    ],
+)
+def test_a_bad_frame_closes_the_session(frame: wpb.SessionRequest, code: grpc.StatusCode, message: str) -> None:
+    router = World().router()
+    with pytest.raises(ApiError) as raised:
+        router.state.receive(frame, 0.0)
+    assert raised.value.code is code
+    assert raised.value.message.startswith(message)
+
+
+@pytest.mark.parametrize(
+    ("hello", "code", "field"),
+    [
+        (wpb.Hello(lease_ms=1000), grpc.StatusCode.INVALID_ARGUMENT, "hello.router_id"),
+        (wpb.Hello(lease_ms=1000, router_id="x" * 129), grpc.StatusCode.INVALID_ARGUMENT, "hello.router_id"),
+        (wpb.Hello(router_id="r"), grpc.StatusCode.INVALID_ARGUMENT, "hello.lease_ms"),
+        (wpb.Hello(router_id="r", lease_ms=10**6), grpc.StatusCode.INVALID_ARGUMENT, "hello.lease_ms"),
+        (wpb.Hello(router_id="r", lease_ms=1000, proto_minor=PROTO_MINOR + 2), grpc.StatusCode.FAILED_PRECONDITION, ""),
+    ],
+)
+def test_a_bad_hello_is_refused(hello: wpb.Hello, code: grpc.StatusCode, field: str) -> None:
+    with pytest.raises(ApiError) as raised:
+        check_hello(wpb.SessionRequest(hello=hello))
+    assert raised.value.code is code
+    assert [violation.path for violation in raised.value.violations] == ([field] if field else [])
+
+
+def test_a_neighbouring_version_is_served() -> None:
+    check_hello(wpb.SessionRequest(hello=wpb.Hello(router_id="r", lease_ms=1000, proto_minor=PROTO_MINOR + 1)))
+    with pytest.raises(ApiError, match="a Hello as the first frame"):
+        check_hello(submit(1, record(1)))
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32))
+def test_cancel_storm_with_two_routers(seed: int) -> None:
+    """Random submits, cancels and slow readers: every stream is right, each has one end, nothing is left."""
+    random = Random(seed)
+    world = World()
+    routers = [world.router(), world.router()]
+    next_rid = 1
+    for turn in range(40):
+        for router in routers:
+            if turn < 28 and random.random() < 0.5:
+                group = [_random_record(random, next_rid + i) for i in range(random.randint(0, 4))]
+                next_rid += len(group)
+                router.write(submit(turn + 1, *group))
+            live = [rid for rid in router.streams if rid not in router.reasons()]
+            if random.random() < 0.4:
+                unwanted = random.sample(live, min(len(live), 3))
+                router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=unwanted)))
+            router.read(at_most=random.randint(0, 2))
+        world.now += 0.01
+        world.engine.step()
+    for router in routers:
+        live = [rid for rid in router.streams if rid not in router.reasons()]
+        router.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=live)))
+    run(world, *routers, steps=2)
+    runner = simulated_runner()
+    for router in routers:
+        assert router.reasons().keys() == router.streams.keys()
+        for rid, stream in router.streams.items():
+            prompt = _random_prompt(rid)
+            made = stream.tokens[len(prompt) :]
+            assert made == runner.reference(prompt, len(made), seed=rid)
+    assert not world.engine.deliveries
+    assert world.tracing.open_spans() == 0
+    assert world.engine.core.load().free_blocks == NUM_BLOCKS
+
+
+def _random_prompt(rid: int) -> list[int]:
+    return [Random(rid // 3).randrange(VOCAB_SIZE)] * (1 + rid % 40) + [rid % VOCAB_SIZE]
+
+
+def _random_record(random: Random, rid: int) -> wpb.SubmitSequence:
+    return record(rid, _random_prompt(rid), max_tokens=random.randint(1, 30))
+
+
+def opened(
+    world: World, router_id: str, kv_seq: int = 0, facts: WorkerFacts = FACTS
+) -> tuple[SessionState, wpb.Welcome]:
+    hello = wpb.Hello(router_id=router_id, lease_ms=5000, kv_seq=kv_seq)
+    sequences = RouterSequences(router_id, facts, world.engine, world.tracing)
+    state = SessionState(hello, sequences, facts, world.engine, world.lanes, world.now, lambda: None)
+    first = state.next_frame(world.now)
+    assert first is not None
+    return state, first.welcome
+
+
+def test_kv_events_go_before_steps_and_do_not_stand_in_for_heartbeats() -> None:
+    world = World()
+    (a, welcome), (b, _) = opened(world, "a"), opened(world, "b")
+    assert welcome.kv_events
+    prompt = list(range(1, 150))
+    a.receive(submit(1, record(1, prompt, max_tokens=800)), world.now)
+    world.engine.step()
+    chain = hash_chain(prompt, BLOCK_SIZE, seed=LIMITS.hash_seed)
+    for state in (a, b):
+        frame = state.next_frame(world.now)
+        assert frame is not None
+        assert (list(frame.kv_events.stored), frame.kv_events.seq) == ([chain[GRANULE_BLOCKS - 1]], 1)
+    step = a.next_frame(world.now)
+    assert step is not None
+    assert step.HasField("step_output")
+    assert b.silent_for(world.now) == HEARTBEAT_S
+    kinds = []
+    for _ in range(210):
+        world.now += 0.01
+        world.engine.step()
+        while (frame := b.next_frame(world.now)) is not None:
+            kinds.append(frame.WhichOneof("frame"))
+    assert (kinds.count("heartbeat"), kinds.count("kv_events")) == (4, 1)
+    late, _ = opened(world, "b", kv_seq=1)
+    frame = late.next_frame(world.now)
+    assert frame is not None
+    assert (frame.kv_events.after, frame.kv_events.seq) == (1, 2)
+
+
+def test_a_router_that_asks_gets_all_of_the_cache_on_the_stream_there_is() -> None:
+    """R14: it had to break the stream for that."""
+    world = World()
+    state, _ = opened(world, "r")
+    world.engine.kv_log.append([1, 2])
+    first = state.next_frame(world.now)
+    assert first is not None
+    assert not first.kv_events.snapshot
+    world.now += 1.0
+    for _ in range(2):
+        # Every later Lane frame says it again.
+        state.receive(wpb.SessionRequest(lane=wpb.Lane(kv_epoch=1)), world.now)
+    frames = []
+    for _ in range(10):
+        world.now += 0.1
+        frames.append(state.next_frame(world.now))
+    (whole,) = [frame.kv_events for frame in frames if frame is not None and frame.HasField("kv_events")]
+    assert (sorted(whole.stored), whole.seq, whole.snapshot, whole.epoch) == ([1, 2], 2, True, 1)
+
+
+def test_a_worker_without_prefix_caching_says_so_and_sends_no_events() -> None:
+    world = World()
+    state, welcome = opened(world, "r", facts=replace(FACTS, prefix_caching=False))
+    assert not welcome.kv_events
+    world.engine.kv_log.append([1])
+    assert state.next_frame(world.now) is None
+    state.receive(wpb.SessionRequest(lane=wpb.Lane(kv_epoch=1)), world.now)
+    assert state.next_frame(world.now) is None
+
+
+def test_a_router_names_its_own_rids_only() -> None:
+    """Rule S11: what one router says of a rid leaves another's sequence under the same rid alone."""
+    world = World()
+    one, other = world.router(), world.router()
+    for router in (one, other):
+        router.write(submit(1, record(1, range(40), max_tokens=30)))
+    run(world, one, other, steps=5)
+    other.write(wpb.SessionRequest(cancel=wpb.Cancel(rids=[1])))
+    other.state.close()
+    other.dial({1: 0, 2: 0})
+    run(world, one, other)
+    assert other.unknown == [1, 2]
+    assert one.reasons() == {1: wpb.END_REASON_LENGTH}
+    assert one.streams[1].tokens[40:] == simulated_runner().reference(list(range(40)), 30, seed=1)
+
+
+@pytest.mark.parametrize(
+    ("owner", "identity", "taken"),
+    [("", "", False), ("a", "a", False), ("a", "b", True), ("a", "", True), ("", "a", True)],
+)
+def test_a_router_id_belongs_to_the_certificate_that_began_with_it(owner: str, identity: str, taken: bool) -> None:
+    if not taken:
+        check_owner("r", owner, identity)
+        return
+    with pytest.raises(ApiError, match="router_id 'r' is in use by another certificate") as caught:
+        check_owner("r", owner, identity)
+    assert caught.value.code is grpc.StatusCode.PERMISSION_DENIED
+
+
+@pytest.mark.parametrize("kind", ["running", "refused", "given back"])
+def test_sequences_without_end_close_the_session(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X9: what runs, what is refused and what a draining worker gives back, for a router that reads nothing."""
+    monkeypatch.setattr("worker.session.session.MAX_ROUTER_SEQS", 50)
+    world = World()
+    router = world.router()
+    if kind == "given back":
+        router.state.drain(world.now + 5)
+    frames = [submit(rid + 1, record(rid, [VOCAB_SIZE if kind == "refused" else 1])) for rid in range(51)]
+    for frame in frames[:50]:
+        router.state.receive(frame, world.now)
+    with pytest.raises(ApiError, match="more than 50 sequences") as caught:
+        router.state.receive(frames[50], world.now)
+    assert caught.value.reason == "SESSION_BOUNDS"
+
+
+def test_a_router_that_reads_may_send_as_many_sequences_as_it_likes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.session.session.MAX_ROUTER_SEQS", 50)
+    world = World()
+    router = world.router()
+    for rid in range(200):
+        router.write(submit(rid + 1, record(rid, [VOCAB_SIZE if rid % 2 else 1])))
+        run(world, router, steps=10)
+    assert len(router.reasons()) == 200

@@ -1,0 +1,126 @@
+"""The cost model's arithmetic by hand, its shape, and the presets' figures."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidFieldError
+from worker.engine.batch import ScheduledBatch
+from worker.engine.sequence import Sequence
+from worker.simulation.cost_model import INSTANT, FixedCost, Roofline, StepWork
+from worker.simulation.presets import CHIPS, MODELS, cost_model
+
+ROOFLINES = [
+    f"{chip}-{model}{fp8}-tp8" for chip in CHIPS for model in MODELS for fp8 in ("", "-fp8")
+] + ["mi300x-llama-8b", "mi300x-qwen3-32b", "mi355x-llama-70b"]  # fmt: skip
+
+
+def roofline(name: str) -> Roofline:
+    made = cost_model(name)
+    assert isinstance(made, Roofline)
+    return made
+
+
+def test_the_work_of_a_batch() -> None:
+    prompt, chunk, decode = Sequence([1] * 5, 16), Sequence([2] * 40, 16), Sequence([3] * 10, 16)
+    chunk.num_computed_tokens, decode.num_computed_tokens = 16, 9
+    work = StepWork.of(ScheduledBatch({s.id: s for s in (prompt, chunk, decode)}, [5, 8, 1], 14))
+    # The chunk ends before the prompt does, so it is not sampled. Pairs: 1+..+5, 17+..+24, 10.
+    assert work == StepWork(tokens=14, sampled=2, context_tokens=5 + 24 + 10, pairs=15 + sum(range(17, 25)) + 10)
+    decode.num_computed_tokens = 8
+    drafts = ScheduledBatch({decode.id: decode}, [2], 2, scheduled_spec_decode_tokens={decode.id: [7]})
+    assert StepWork.of(drafts) == StepWork(tokens=2, sampled=2, context_tokens=10, pairs=9 + 10)
+    assert StepWork.decode([10]) == StepWork(1, 1, 10, 10)
+    assert StepWork.prefill(8, computed=16) == StepWork(8, 1, 24, sum(range(17, 25)))
+
+
+def test_fixed_costs() -> None:
+    assert INSTANT.step_s(StepWork.prefill(10_000)) == 0
+    assert FixedCost(0.5, 0.001).step_s(StepWork.prefill(100)) == pytest.approx(0.6)
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"), [("instant", 0), ("fixed:5ms", 0.005), ("fixed:0.5s", 0.5), ("fixed:250us", 0.00025)]
+)
+def test_fixed_presets(text: str, seconds: float) -> None:
+    assert cost_model(text).step_s(StepWork.decode([7])) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "fixed:5", "fixed:-1ms", "fixed:ms", "mi300x", "mi300x-gpt-2", "mi300x-llama-8b-tp3"]
+)
+def test_an_unknown_preset_says_what_there_is(text: str) -> None:
+    with pytest.raises(InvalidFieldError, match=r"simulate is .*instant.*fixed:5ms.*mi300x, mi355x.*llama-8b"):
+        cost_model(text)
+
+
+def test_weights_must_fit() -> None:
+    assert roofline("mi300x-llama-70b").kv_tokens(0.9) < 100_000  # 141 of 192 GB
+    assert roofline("mi300x-llama-70b-fp8").kv_tokens(0.9) > 300_000
+    assert roofline("mi300x-llama-70b").kv_tokens(0.7) == 0
+
+
+@pytest.mark.parametrize(
+    ("model", "billions", "kv_bytes"),
+    [
+        ("qwen3-0.6b", 0.60, 114_688),
+        ("qwen3-8b", 8.19, 147_456),
+        ("qwen3-32b", 32.76, 262_144),
+        ("llama-8b", 8.03, 131_072),
+        ("llama-70b", 70.55, 327_680),
+    ],
+)
+def test_sizes_are_the_published_ones(model: str, billions: float, kv_bytes: int) -> None:
+    made = roofline(f"mi300x-{model}")
+    assert made.shape.params / 1e9 == pytest.approx(billions, abs=0.005)
+    assert made.kv_bytes_per_token == kv_bytes
+
+
+def test_the_arithmetic_of_the_docstring() -> None:
+    made, decode, prefill = roofline("mi300x-llama-8b"), StepWork.decode([1000]), StepWork.prefill(2048)
+    assert made.linear_s(decode) * 1e6 == pytest.approx(3776, abs=1)
+    assert made.attention_s(decode) * 1e6 == pytest.approx(33, abs=0.5)
+    assert made.overhead_s * 1e6 == pytest.approx(1160)
+    assert made.step_s(decode) * 1e6 == pytest.approx(4969, abs=1)
+    assert made.linear_s(prefill) * 1e6 == pytest.approx(48_592 + 2, abs=2)
+    assert made.attention_s(prefill) * 1e6 == pytest.approx(1870, abs=1)
+    assert made.step_s(prefill) * 1e3 == pytest.approx(51.6, abs=0.05)
+    assert made.kv_tokens(0.9) == pytest.approx(1.20e6, rel=0.005)
+
+
+@given(
+    name=st.sampled_from(ROOFLINES),
+    lens=st.lists(st.integers(1, 30_000), min_size=1, max_size=20),
+    more=st.integers(1, 5000),
+)
+def test_more_work_never_takes_less_time(name: str, lens: list[int], more: int) -> None:
+    made = roofline(name)
+    base = made.step_s(StepWork.decode(lens))
+    assert base > made.overhead_s
+    assert made.step_s(StepWork.decode([*lens, more])) >= base
+    assert made.step_s(StepWork.decode([lens[0] + more, *lens[1:]])) >= base
+    assert made.step_s(StepWork.prefill(more)) <= made.step_s(StepWork.prefill(more + 1))
+    assert made.step_s(StepWork.prefill(more, 0)) <= made.step_s(StepWork.prefill(more, 1000))
+
+
+@pytest.mark.parametrize("name", ROOFLINES)
+def test_batches_and_chips_pay(name: str) -> None:
+    """One decode is bound by memory, so 64 take hardly longer; a long prompt is bound by arithmetic."""
+    made = roofline(name)
+    assert made.step_s(StepWork.decode([100] * 64)) < 3 * made.step_s(StepWork.decode([100]))
+    long, longer = (made.linear_s(StepWork.prefill(tokens)) for tokens in (8192, 16_384))
+    assert longer == pytest.approx(2 * long, rel=0.01)
+    one = Roofline(made.shape, made.chip, 1, made.weight_bytes)
+    assert made.linear_s(StepWork.prefill(8192)) <= one.linear_s(StepWork.prefill(8192))
+
+
+def test_what_fp8_and_the_newer_chip_bring() -> None:
+    decode, prefill = StepWork.decode([1000]), StepWork.prefill(8192)
+    bf16, fp8, newer = (roofline(f"{n}") for n in ("mi300x-llama-8b", "mi300x-llama-8b-fp8", "mi355x-llama-8b"))
+    for work in (decode, prefill):
+        assert fp8.linear_s(work) == pytest.approx(bf16.linear_s(work) / 2, rel=0.001)
+    assert newer.linear_s(decode) == pytest.approx(bf16.linear_s(decode) * 5.3 / 8)
+    assert newer.linear_s(prefill) == pytest.approx(bf16.linear_s(prefill) * 1307.4 / 2516.6)
+    assert (fp8.all_reduce_s(decode), roofline("mi300x-llama-8b-tp2").all_reduce_s(decode) > 0) == (0, True)

@@ -1,0 +1,125 @@
+"""The collector of cyclic garbage in a worker's process (W13): rules alone, and with an engine that makes cycles."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from dataclasses import dataclass, field
+
+import pytest
+
+from tests.unit.worker.session.support import CONFIG
+from tests.unit.worker.session.test_engine_loop import Listener, WatchedRunner, sequence
+from worker import garbage
+from worker.engine import core
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.core import EngineCore
+from worker.garbage import (
+    BUSY_FULL_S,
+    IDLE_FULL_S,
+    MIDDLE_PER_FULL,
+    YOUNG_ALLOCATIONS,
+    YOUNG_PER_MIDDLE,
+    CollectionPolicy,
+    Generation,
+)
+from worker.session.engine_loop import EngineLoop
+
+
+class TestPolicy:
+    def test_nothing_is_collected_before_enough_has_been_allocated(self) -> None:
+        policy = CollectionPolicy(0.0)
+        assert policy.due(YOUNG_ALLOCATIONS - 1, 1.0, idle=False) is None
+        assert policy.due(YOUNG_ALLOCATIONS, 1.0, idle=False) is Generation.YOUNG
+
+    def test_a_busy_engine_reaches_a_full_collection_by_growth(self) -> None:
+        policy = CollectionPolicy(0.0)
+        kinds = [policy.due(YOUNG_ALLOCATIONS, 1.0, idle=False) for _ in range(2000)]
+        per_full = (YOUNG_PER_MIDDLE + 1) * MIDDLE_PER_FULL
+        assert kinds[: YOUNG_PER_MIDDLE + 1] == [*[Generation.YOUNG] * YOUNG_PER_MIDDLE, Generation.MIDDLE]
+        assert [i for i, kind in enumerate(kinds) if kind is Generation.FULL][:2] == [per_full, 2 * per_full + 1]
+        assert per_full * YOUNG_ALLOCATIONS == 300_000
+
+    def test_a_busy_engine_reaches_a_full_collection_in_time(self) -> None:
+        policy = CollectionPolicy(100.0)
+        assert policy.due(0, 100.0 + BUSY_FULL_S - 1, idle=False) is None
+        assert policy.due(0, 100.0 + BUSY_FULL_S, idle=False) is Generation.FULL
+        assert policy.due(0, 101.0 + BUSY_FULL_S, idle=False) is None
+
+    def test_an_idle_engine_collects_everything_now_and_then(self) -> None:
+        policy = CollectionPolicy(0.0)
+        kinds = [policy.due(10, 0.5 * i, idle=True) for i in range(1, 61)]
+        assert kinds.count(Generation.FULL) == int(30 / IDLE_FULL_S)
+        assert set(kinds) == {None, Generation.FULL}
+
+    def test_what_comes_between_two_full_collections_of_an_idle_engine_is_bounded(self) -> None:
+        policy = CollectionPolicy(0.0)
+        assert policy.due(YOUNG_ALLOCATIONS, 0.5, idle=True) is Generation.YOUNG
+
+
+class Node:
+    """One of a pair that hold each other."""
+
+    def __init__(self) -> None:
+        self.other = self
+
+
+@dataclass
+class Cycles(WatchedRunner):
+    """Leaves cycles behind in each step, and notes how many there are."""
+
+    made: list[weakref.ref[Node]] = field(default_factory=list)
+    most: int = 0
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        self.made += [weakref.ref(Node()) for _ in range(500)]
+        self.most = max(self.most, self.alive)
+        return super().forward(batch)
+
+    @property
+    def alive(self) -> int:
+        """Cycles that have not been freed."""
+        return sum(node() is not None for node in self.made)
+
+
+async def test_a_busy_engine_frees_cycles_between_steps() -> None:
+    """W13: without the automatic collector their number must not grow while the engine has work."""
+    engine, runner, listener = EngineLoop(), Cycles(), Listener()
+    engine.start(lambda: EngineCore(CONFIG, runner))
+    await asyncio.wait_for(engine.wait_started(), 10)
+    assert not gc.isenabled()
+    engine.submit_group(listener, 1, [sequence(max_tokens=100)])
+    await asyncio.wait_for(engine.wait_idle(), 30)
+    engine.stop()
+    assert engine.join(10)
+    assert gc.isenabled()
+    assert len(runner.made) == 100 * 500
+    assert runner.most <= 2 * YOUNG_ALLOCATIONS
+
+
+async def test_an_idle_engine_frees_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """W13: what a burst has left is freed when it is over."""
+    monkeypatch.setattr(core, "_IDLE_CHECK_S", 0.01)
+    monkeypatch.setattr(garbage, "IDLE_FULL_S", 0.05)
+    monkeypatch.setattr(garbage, "YOUNG_ALLOCATIONS", 10**9)
+    engine, runner, listener = EngineLoop(), Cycles(), Listener()
+    engine.start(lambda: EngineCore(CONFIG, runner))
+    await asyncio.wait_for(engine.wait_started(), 10)
+    engine.submit_group(listener, 1, [sequence(max_tokens=5)])
+    await asyncio.wait_for(engine.wait_idle(), 30)
+    async with asyncio.timeout(30):
+        while runner.alive:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    engine.stop()
+    assert engine.join(10)
+
+
+async def test_a_failed_engine_leaves_the_automatic_collector_on() -> None:
+    engine = EngineLoop()
+    engine.start(lambda: EngineCore(CONFIG, WatchedRunner(fail=True)))
+    await asyncio.wait_for(engine.wait_started(), 10)
+    engine.submit_group(Listener(), 1, [sequence()])
+    await asyncio.wait_for(engine.wait_failed(), 10)
+    assert engine.join(10)
+    assert gc.isenabled()

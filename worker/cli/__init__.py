@@ -1,0 +1,1 @@
+"""The commands of a worker: `fissile worker`, `fissile worker warmup`, `fissile bench offline`."""

@@ -1,0 +1,166 @@
+"""`fissile bench offline`: measures the engine with a checkpoint, in this process."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+import click
+
+from common.cli.bench.command import measure
+from common.cli.bench.load import Load
+from common.cli.bench.machine import CpuMeter
+from common.cli.bench.offline import OfflineRun
+from common.cli.bench.plan import Plan, plan_options
+from common.cli.bench.records import Record
+from common.cli.bench.service import Terms
+from common.cli.bench.target import PROGRESS_EVERY_S, OnProgress
+from common.cli.bench.workload import Work
+from common.cli.core.errors import CommandError
+from common.config import Config
+from common.errors import ApiError
+from common.limits import DRAIN_TIMEOUT_S, STEP_TIMEOUT_S
+from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
+from common.text.tokenizer import TokenizerError
+from worker.cli.worker import worker, worker_options
+from worker.config.model_config import ModelError
+from worker.engine.core import EngineDeadError
+from worker.ranks.rank_client import RankLostError
+
+# Options of `fissile worker` that say nothing of what the engine computes alone, and what stands in for them.
+OF_A_SERVICE: Final[dict[str, Any]] = {
+    "model_name": None,
+    "hash_seed": 0,
+    "drain_timeout": DRAIN_TIMEOUT_S,
+    "simulate": None,
+    "nnodes": 1,
+    "node_rank": 0,
+    "dist_init": "",
+    "dp_size": 1,
+    "dp_rank": 0,
+    "step_timeout": STEP_TIMEOUT_S,
+    "tls_cert": None,
+    "tls_key": None,
+    "tls_client_ca": None,
+    "router_identities": (),
+}
+_LEFT_AWAY: Final = {*OF_A_SERVICE, "config", "host", "port", "worker_id", "health_port", "log_level"}
+
+
+class EngineTarget:
+    """An engine in this process.
+
+    Args:
+        config: of the engine.
+        threads: of arithmetic; None: all cores, or what OMP_NUM_THREADS says.
+        terms: of all requests.
+
+    Raises:
+        CommandError: the checkpoint can not be served (exit code 2), or a rank ended while it loaded (1).
+    """
+
+    mode = "offline"
+
+    def __init__(self, config: Config, threads: int | None, terms: Terms) -> None:
+        if threads is not None:
+            # PyTorch reads it when it is imported; so do the ranks.
+            os.environ["OMP_NUM_THREADS"] = str(threads)
+        # Listing the options needs no PyTorch.
+        from worker.llm_engine import LLMEngine  # noqa: PLC0415
+
+        try:
+            self._engine = LLMEngine(config)
+        except (ApiError, TokenizerError, ModelError) as error:
+            raise CommandError(str(error)) from error
+        except RankLostError as error:
+            raise CommandError(f"the engine failed: {error}", 1) from error
+        self.meter = CpuMeter()
+        self.model: dict[str, Any] = {
+            "name": config.model,
+            "architecture": self._engine.io.model_config.architecture,
+            "max_model_len": self._engine.config.max_model_len,
+            "vocab_size": self._engine.io.model_config.vocab_size,
+        }
+        self._terms = terms
+        self._runs = itertools.count()
+        self._current: OfflineRun | None = None
+        self._stopped = False
+
+    def run(self, load: Load, work_of: Callable[[int], Work], on_progress: OnProgress) -> list[Record]:
+        """Runs a load to its end, or to `stop`. Returns its records.
+
+        Raises:
+            CommandError: the engine failed, or a rank of it; nothing can be run any more (exit code 1).
+        """
+        told = time.monotonic()
+
+        def on_step() -> None:
+            nonlocal told
+            if time.monotonic() - told > PROGRESS_EVERY_S:
+                told = time.monotonic()
+                on_progress(run.records, run.in_flight)
+
+        # The engine takes no id twice.
+        name = f"bench-{next(self._runs)}"
+        run = self._current = OfflineRun(load, work_of, self._engine, self._terms, name, on_step=on_step)
+        if self._stopped:
+            run.stop()
+        try:
+            return run.run()
+        except (RankLostError, EngineDeadError) as error:
+            raise CommandError(f"the engine failed: {error}", 1) from error
+        finally:
+            self._current = None
+
+    def stop(self) -> None:
+        """Ends the load that runs after the step that is being computed, and each that comes; for a signal handler."""
+        self._stopped = True
+        if self._current is not None:
+            self._current.stop()
+
+    def close(self) -> None:
+        """Ends the ranks, if there are any."""
+        self._engine.close()
+
+
+def engine_options(command: click.Command) -> list[click.Parameter]:
+    """The options of `fissile worker` that say how the engine computes: whatever it has, it can be measured with."""
+    taken = {parameter.name for parameter in command.params}
+    return [parameter for parameter in worker.params if parameter.name not in _LEFT_AWAY | taken]
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+@plan_options
+def offline(**given: Any) -> int:
+    """Measure the engine with a checkpoint, in this process: no router, no gRPC.
+
+    Loads, figures and exit codes are those of `fissile bench serve`; what a service adds is the difference. The engine
+    does not say how long requests queued, and how many prompt tokens were cached.
+    """
+    engine = {name: given.pop(name) for name in _ENGINE_NAMES}
+    plan = Plan.of(**given)
+    _refuse_messages(plan)
+    setup_logging(os.environ.get(LEVEL_VARIABLE, "warning"), service="offline")
+    options = worker_options(**engine, **OF_A_SERVICE)
+    engine["max_num_batched_tokens"] = options.config.max_num_batched_tokens
+    engine["scheduling_policy"] = options.config.scheduling_policy
+    return measure(plan, EngineTarget(options.config, options.threads, plan.terms()), {"engine": engine})
+
+
+def _refuse_messages(plan: Plan) -> None:
+    """Chat templates are the router's, and this is said before the model is loaded."""
+    entries = () if plan.entries is None else plan.entries.entries
+    for number, work in enumerate(entries, 1):
+        if work.messages:
+            raise CommandError(
+                f"--dataset {plan.dataset}: request {number} has messages, which need a router; valid offline: prompt "
+                "or token_ids"
+            )
+
+
+_ENGINE_OPTIONS: Final = engine_options(offline)
+_ENGINE_NAMES: Final = tuple(str(parameter.name) for parameter in _ENGINE_OPTIONS)
+offline.params[:0] = _ENGINE_OPTIONS

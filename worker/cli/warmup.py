@@ -1,0 +1,272 @@
+"""`fissile worker warmup`: compiles what a worker's first requests would wait for.
+
+AITER and Triton compile kernels when they are first called; a cold cache costs minutes, and AITER's attention alone
+may take twenty. So the kernels are called here first, by the engine itself: with the shapes of
+a model whose config.json is all that is read, as few layers of it as there are kinds, and weights of zero, quantized as
+config.json says, in a file without content. Workers then find the compiled kernels in the same folders
+($AITER_JIT_DIR, $TRITON_CACHE_DIR).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import click
+
+from common.cli.core.errors import CommandError
+from common.config import Config
+from common.errors import ApiError
+from common.hub import HubError, model_folder
+from common.telemetry.logs import LEVELS, setup_logging
+from worker.cli.bench import OF_A_SERVICE, engine_options
+from worker.cli.worker import WorkerOptions, worker_options
+from worker.config.model_config import ModelConfig, ModelError
+from worker.ranks.rank_client import RankLostError
+
+if TYPE_CHECKING:
+    from worker.llm_engine import LLMEngine
+
+AITER: Final = "aiter"
+JIT_FOLDER: Final = "AITER_JIT_DIR"
+# Options of the engine that choose no kernels.
+_OF_SCHEDULING: Final[dict[str, Any]] = {
+    "weights_cache": "off",
+    "prefix_caching": False,
+    "scheduling_policy": Config.scheduling_policy,
+    "scheduler_delay_factor": 0.0,
+}
+_LAYER: Final = re.compile(r"\.layers\.(\d+)\.")
+_HEADER_ALIGNMENT: Final = 8
+_ANSWER: Final = 3
+_SHORT_PROMPT: Final = 8
+
+
+@dataclass(frozen=True)
+class Work:
+    """Requests that are computed together.
+
+    Attributes:
+        name: for people.
+        prompts: how many.
+        length: of each, tokens.
+        params: of all.
+    """
+
+    name: str
+    prompts: int
+    length: int
+    params: Mapping[str, Any]
+
+
+def blank_checkpoint(folder: Path, source: Path) -> int:
+    """Writes a checkpoint of the model in `source` into `folder`, and returns how many layers it has.
+
+    Its weights are zeros that take no place on a disk.
+
+    Args:
+        folder: which is there.
+        source: has a config.json.
+
+    Raises:
+        ModelError: the model can not be served.
+    """
+    # It imports PyTorch.
+    from worker.config.architectures import model_class  # noqa: PLC0415
+    from worker.weights.tensor_index import stored_as  # noqa: PLC0415
+
+    whole = ModelConfig.from_folder(source)
+    shapes = model_class(whole.architecture).tensor_shapes(whole)
+    layers = num_layers(shapes, whole.source.get("layer_types"))
+    config = _shortened(json.loads((source / "config.json").read_text("utf-8")), layers)
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    short = ModelConfig.from_folder(folder)
+    tensors: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, shape in model_class(short.architecture).tensor_shapes(short).items():
+        tensors |= stored_as(name, shape, short.quant_config)
+    _write_zeros(folder / "model.safetensors", tensors)
+    return layers
+
+
+def num_layers(shapes: Mapping[str, tuple[int, ...]], layer_types: object) -> int:
+    """How many of the first layers have all kinds among them, two at least if there are: some models alternate.
+
+    Args:
+        shapes: of all tensors, by name.
+        layer_types: config.json's list of them; anything else for none.
+    """
+    kinds: dict[int, set[object]] = {}
+    for name, shape in shapes.items():
+        if match := _LAYER.search(name):
+            kinds.setdefault(int(match[1]), set()).add((name[match.end() :], shape))
+    if isinstance(layer_types, list):
+        for layer, kind in enumerate(layer_types[: len(kinds)]):
+            kinds[layer].add(kind)
+    first: dict[frozenset[object], int] = {}
+    for layer in sorted(kinds):
+        first.setdefault(frozenset(kinds[layer]), layer)
+    return min(len(kinds), max(2, *(layer + 1 for layer in first.values())))
+
+
+def _shortened(config: dict[str, Any], layers: int) -> dict[str, Any]:
+    """config.json with fewer layers."""
+    kept = {**config, "num_hidden_layers": layers}
+    if isinstance(kept.get("layer_types"), list):
+        kept["layer_types"] = kept["layer_types"][:layers]
+    return kept
+
+
+def _write_zeros(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """A safetensors file of (dtype, shape) that ends behind its header, and is then made longer."""
+    # It imports PyTorch.
+    from worker.weights.safetensors_file import DTYPES  # noqa: PLC0415
+
+    header, end = {}, 0
+    for name, (dtype, shape) in tensors.items():
+        begin, end = end, end + prod(shape) * DTYPES[dtype].itemsize
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": (begin, end)}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % _HEADER_ALIGNMENT)
+    with file.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        stream.truncate(stream.tell() + end)
+
+
+def works(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, num_blocks: int, size: int) -> list[Work]:
+    """What a worker will compute: the longest prompt of a step, one answer, and as many answers at once as it takes.
+
+    Args:
+        max_num_batched_tokens, max_num_seqs, max_model_len: as in Config.
+        num_blocks: of the KV pool.
+        size: tokens of a block.
+    """
+    longest = max(1, min(max_num_batched_tokens, max_model_len - _ANSWER))
+    short = max(1, min(_SHORT_PROMPT, max_model_len - _ANSWER))
+    at_once = max(1, min(max_num_seqs, num_blocks // -(-(short + _ANSWER) // size)))
+    greedy = {"temperature": 0.0, "max_tokens": min(_ANSWER, max_model_len - longest), "ignore_eos": True}
+    sampled = {**greedy, "temperature": 1.0, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.1}
+    return [
+        Work(f"prompt of {longest} tokens", 1, longest, greedy),
+        Work(f"{at_once} answers at once", at_once, short, greedy),
+        Work(f"{at_once} sampled answers at once", at_once, short, sampled),
+    ]
+
+
+def require_jit_folder(kernels: str, environment: Mapping[str, str]) -> None:
+    """Refuses to compile AITER's kernels to where no worker would find them.
+
+    Raises:
+        CommandError: AITER may be used, and $AITER_JIT_DIR is missing or can not be written.
+    """
+    if kernels not in (AITER, "auto") or (kernels == "auto" and not _has_aiter()):
+        return
+    given = environment.get(JIT_FOLDER, "")
+    if not given:
+        raise CommandError(
+            f"{JIT_FOLDER} is not set: name a folder that stays, such as {JIT_FOLDER}=/var/cache/aiter, here and for "
+            "every worker; AITER keeps the kernels there that it compiles"
+        )
+    try:
+        Path(given).mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=given):
+            pass
+    except OSError as error:
+        raise CommandError(f"{JIT_FOLDER} {given} can not be written: {error.strerror}") from None
+
+
+def _has_aiter() -> bool:
+    # It imports PyTorch.
+    from kernels.aiter.library import AiterUnavailableError, find  # noqa: PLC0415
+
+    try:
+        find()
+    except AiterUnavailableError:
+        return False
+    return True
+
+
+@contextmanager
+def _engine(options: WorkerOptions) -> Iterator[LLMEngine]:
+    if options.threads is not None:
+        # PyTorch reads it when it is imported; so do the ranks.
+        os.environ["OMP_NUM_THREADS"] = str(options.threads)
+    from worker.llm_engine import LLMEngine  # noqa: PLC0415
+
+    try:
+        engine = LLMEngine(options.config)
+    except (ApiError, ModelError) as error:
+        raise CommandError(str(error)) from None
+    except RankLostError as error:
+        raise CommandError(f"the engine failed: {error}", 1) from error
+    try:
+        yield engine
+    finally:
+        engine.close()
+
+
+def _compute(engine: LLMEngine, work: Work) -> float:
+    """Seconds that it took."""
+    vocabulary = engine.io.model_config.vocab_size
+    prompt = [token % vocabulary for token in range(work.length)]
+    began = time.monotonic()
+    engine.generate([prompt] * work.prompts, work.params)
+    return time.monotonic() - began
+
+
+def run(options: WorkerOptions) -> None:
+    """Computes everything twice and says how long it took.
+
+    Raises:
+        CommandError: the model can not be served with these options (exit code 2), or a rank has ended (1).
+    """
+    began = time.monotonic()
+    with _engine(options) as engine:
+        click.echo(f"engine: {time.monotonic() - began:.1f} s")
+        config = engine.config
+        for work in works(
+            config.max_num_batched_tokens,
+            config.max_num_seqs,
+            config.max_model_len,
+            config.num_kvcache_blocks,
+            config.kv_cache_block_size,
+        ):
+            click.echo(f"{work.name}: ", nl=False)
+            click.echo(f"first {_compute(engine, work):.2f} s, ", nl=False)
+            click.echo(f"then {_compute(engine, work):.2f} s")
+
+
+@click.command(context_settings={"help_option_names": ["-h", "--help"]})
+def warmup(log_level: str, model: str, **given: Any) -> None:
+    """Compile the kernels that a worker with these options needs, before it is started.
+
+    Of MODEL only config.json is read. With AITER's kernels AITER_JIT_DIR must name a folder that workers have too.
+    """
+    setup_logging(log_level, service="warmup")
+    require_jit_folder(given["kernels"], os.environ)
+    try:
+        source = model_folder(model, weights=False)
+        with tempfile.TemporaryDirectory(prefix="fissile-warmup-") as folder:
+            layers = blank_checkpoint(Path(folder), source)
+            click.echo(f"model: {layers} layers of {model} with weights of zero")
+            run(worker_options(**OF_A_SERVICE, **_OF_SCHEDULING, **given, model=folder))
+    except (HubError, ModelError) as error:
+        raise CommandError(str(error)) from None
+
+
+_LOG_LEVEL: Final = click.Option(
+    ["--log-level"], envvar="FISSILE_LOG_LEVEL", show_envvar=True, default="info", show_default=True,
+    type=click.Choice(LEVELS), help="Least to log.",
+)  # fmt: skip
+warmup.params[:0] = [
+    *(option for option in engine_options(warmup) if option.name not in _OF_SCHEDULING),
+    _LOG_LEVEL,
+]

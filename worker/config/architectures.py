@@ -1,0 +1,71 @@
+"""The architectures that can be served. Adding one takes a file in worker/model/models and a line here."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+    from kernels.interface import KVSpec
+    from worker.config.model_config import ModelConfig
+    from worker.model.layers.build import Build
+    from worker.model.sharding import Shard
+    from worker.weights.checkpoint import Shape
+
+# `architectures` entry of config.json -> module:class. Names, so that PyTorch is not needed to read them.
+support_model_arch_dict: dict[str, str] = {
+    "Qwen3ForCausalLM": "worker.model.models.qwen3:Qwen3ForCausalLM",
+    "Qwen3MoeForCausalLM": "worker.model.models.qwen3_moe:Qwen3MoeForCausalLM",
+    "LlamaForCausalLM": "worker.model.models.llama:LlamaForCausalLM",
+    "MixtralForCausalLM": "worker.model.models.mixtral:MixtralForCausalLM",
+    "GptOssForCausalLM": "worker.model.models.gpt_oss:GptOssForCausalLM",
+    "Glm4MoeForCausalLM": "worker.model.models.glm4_moe:Glm4MoeForCausalLM",
+    "DeepseekV3ForCausalLM": "worker.model.models.deepseek_v3:DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM": "worker.model.models.deepseek_v32:DeepseekV32ForCausalLM",
+}
+
+
+class CausalModel(Protocol):
+    """A decoder: what the model runner needs of an architecture."""
+
+    def __init__(self, build: Build) -> None: ...
+
+    @classmethod
+    def tensor_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """Name and shape of every tensor of the (unquantized) checkpoint, whole.
+
+        Raises:
+            ModelError: config.json asks for what this architecture's file does not do.
+        """
+        ...
+
+    @classmethod
+    def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
+        """Beginnings of names of tensors that the checkpoint may have and that are not loaded, such as MTP layers."""
+        ...
+
+    @classmethod
+    def kv_spec(cls, config: ModelConfig, shard: Shard) -> KVSpec:
+        """What one layer of this rank keeps of a token."""
+        ...
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, H] after the last norm, for token ids and positions int64 [T]."""
+        ...
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [S, V] of hidden states [S, H]."""
+        ...
+
+    def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [S]: the lowest id below `limit` with the largest logit, of hidden states [S, H]."""
+        ...
+
+
+def model_class(architecture: str) -> type[CausalModel]:
+    """The class of a supported architecture. Imports PyTorch."""
+    module, name = support_model_arch_dict[architecture].split(":")
+    found: Any = getattr(import_module(module), name)
+    return found  # type: ignore[no-any-return]

@@ -1,0 +1,148 @@
+"""Fills in what a Config can not know before the model is there: special tokens, pool size, model length."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from common.checks import require
+from common.config import Config
+from common.errors import InvalidFieldError
+from common.limits import MAX_KV_BLOCKS
+from worker.config.model_config import ModelConfig
+
+# Share of the free memory that the KV cache takes when nothing is said.
+_FREE_SHARE = 4
+_CGROUP = Path("/sys/fs/cgroup")
+_OWN_CGROUPS = Path("/proc/self/cgroup")
+# Limit and use, as version 2 of cgroups names them, and version 1.
+_MEMORY_FILES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
+
+
+def default_weights_cache() -> str:
+    """`fissile/weights` in the user's cache folder; empty where there is none."""
+    try:
+        caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    except RuntimeError:
+        return ""
+    return str(Path(caches) / "fissile" / "weights")
+
+
+def with_special_tokens(config: Config, model_config: ModelConfig) -> Config:
+    """`config` with the model's beginning- and end-of-sequence ids, as far as it has none of its own.
+
+    Raises:
+        InvalidFieldError: an id of its own is outside the model's vocabulary.
+    """
+    vocab_size = model_config.vocab_size
+    for name, ids in (("eos_token_id", (config.eos_token_id or 0,)), ("stop_token_ids", config.stop_token_ids)):
+        require(max(ids, default=0) < vocab_size, name, getattr(config, name), f"0 to {vocab_size - 1}")
+    bos = model_config.bos_token_id if config.bos_token_id is None else config.bos_token_id
+    if config.eos_token_ids:
+        return replace(config, bos_token_id=bos)
+    first, *further = model_config.eos_token_ids or (None,)
+    stops = tuple(token for token in further if token is not None)
+    return replace(config, bos_token_id=bos, eos_token_id=first, stop_token_ids=stops)
+
+
+def with_pool(config: Config, model_len: int, num_blocks_for: Callable[[int], int], free_bytes: int) -> Config:
+    """`config` with `num_kvcache_blocks` and `max_model_len` such that one longest sequence always fits (T6).
+
+    A length that was not asked for is lowered to what the cache holds. A length that was asked for enlarges the cache
+    beyond its default size. A pool that was set (`num_kvcache_blocks`) stays. No more blocks are made than all
+    sequences of a full running set can hold.
+
+    Args:
+        config: `kv_cache_memory` 0 takes a quarter of `free_bytes`; `max_model_len` 0 takes `model_len`.
+        model_len: the model's own length, tokens.
+        num_blocks_for: number of blocks that so many bytes hold.
+        free_bytes: memory that can be used.
+
+    Raises:
+        InvalidFieldError: `max_model_len` is beyond the model's, or does not fit the memory.
+    """
+    if config.max_model_len > model_len:
+        raise InvalidFieldError("max_model_len", f"is {config.max_model_len}", f"at most the model's own {model_len}")
+    size = config.kv_cache_block_size
+    wanted = _blocks(config.max_model_len or model_len, size)
+    num_blocks = config.num_kvcache_blocks or num_blocks_for(config.kv_cache_memory or free_bytes // _FREE_SHARE)
+    if num_blocks < wanted and config.max_model_len:
+        fixed = config.num_kvcache_blocks or config.kv_cache_memory
+        most = num_blocks if fixed else num_blocks_for(free_bytes)
+        if most < wanted:
+            what = "the KV cache" if fixed else "the free memory"
+            raise InvalidFieldError("max_model_len", f"is {config.max_model_len}", f"at most {most * size}: {what}")
+        num_blocks = wanted
+    if num_blocks < 1:
+        raise InvalidFieldError("kv_cache_memory", f"is {config.kv_cache_memory} bytes", "at least one block")
+    max_model_len = min(config.max_model_len or model_len, num_blocks * size)
+    useful = min(MAX_KV_BLOCKS, config.max_num_seqs * _blocks(max_model_len, size))
+    if not config.num_kvcache_blocks:
+        num_blocks = min(num_blocks, max(useful, _blocks(max_model_len, size)))
+    return replace(config, num_kvcache_blocks=num_blocks, max_model_len=max_model_len)
+
+
+def available_memory(mapped_bytes: int) -> int:
+    """Bytes of main memory that this process can still take, the container's limit regarded.
+
+    Args:
+        mapped_bytes: of files that this process maps and reads in every step. The system counts their pages as free.
+    """
+    system = next(
+        int(line.split()[1]) * 1024
+        for line in Path("/proc/meminfo").read_text("ascii").splitlines()
+        if line.startswith("MemAvailable:")
+    )
+    left = (_left_in(cgroup, *names) for cgroup in _cgroups() for names in _MEMORY_FILES)
+    return max(0, min([system, *(free for free in left if free is not None)]) - mapped_bytes)
+
+
+def _cgroups() -> list[Path]:
+    """Folders of the groups that may limit this process: its own and those above it, up to the root that it sees.
+
+    In a container the path of the own group may be the host's, of which only the root is there.
+    """
+    try:
+        lines = _OWN_CGROUPS.read_text("utf-8", "replace").splitlines()
+    except OSError:
+        lines = []
+    folders: dict[Path, None] = {_CGROUP: None}
+    for _, controllers, path in (line.split(":", 2) for line in lines if line.count(":") >= 2):
+        if controllers in ("", "memory"):
+            root = _CGROUP / controllers
+            own = root / path.lstrip("/")
+            folders.update(dict.fromkeys([own, *(parent for parent in own.parents if parent.is_relative_to(root))]))
+    return list(folders)
+
+
+def _left_in(cgroup: Path, limit_name: str, used_name: str) -> int | None:
+    """Bytes until a group's limit; None where it has none."""
+    limit, used = _read_number(cgroup / limit_name), _read_number(cgroup / used_name)
+    return None if limit is None or used is None else limit - used + _file_pages(cgroup)
+
+
+def _file_pages(cgroup: Path) -> int:
+    """Bytes of files in memory that count as used by the group whose process touched them first."""
+    try:
+        lines = (cgroup / "memory.stat").read_text("ascii").splitlines()
+    except OSError:
+        return 0
+    stat = dict(line.split() for line in lines if line.count(" ") == 1)
+    # Version 1 counts a group's children only under these names.
+    prefix = "total_" if "total_active_file" in stat else ""
+    return sum(int(stat.get(f"{prefix}{name}", 0)) for name in ("active_file", "inactive_file"))
+
+
+def _blocks(num_tokens: int, block_size: int) -> int:
+    return -(-num_tokens // block_size)
+
+
+def _read_number(path: Path) -> int | None:
+    """The number in a cgroup file; None where there is no such file or no limit (`max`)."""
+    try:
+        text = path.read_text("ascii").strip()
+    except OSError:
+        return None
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,384 @@
+"""What a checkpoint folder says about its model: config.json and generation_config.json, checked. No PyTorch here."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from common.config import DTYPES, QuantizationConfig
+from common.sampling_params import SamplingParams, model_defaults
+from worker.config.architectures import support_model_arch_dict
+from worker.config.quantization import parse_quantization
+
+SUPPORTED_ARCHITECTURES = tuple(support_model_arch_dict)
+SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+_DEEPSEEK = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536}
+# What transformers takes for granted where config.json is silent, if it is not what it does for Llama.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "Qwen3ForCausalLM": {"head_dim": 128, "max_position_embeddings": 32768},
+    "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768},
+    "MixtralForCausalLM": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6,
+        "max_position_embeddings": 131072,
+    },
+    "Glm4MoeForCausalLM": {
+        "rms_norm_eps": 1e-5,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 131072,
+    },
+    "GptOssForCausalLM": {
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 150000.0,
+        "attention_bias": True,
+        "head_dim": 64,
+        "max_position_embeddings": 131072,
+    },
+    "DeepseekV3ForCausalLM": {**_DEEPSEEK, "max_position_embeddings": 4096},
+    "DeepseekV32ForCausalLM": {**_DEEPSEEK, "max_position_embeddings": 163840},
+}
+# Likewise, where there are neither `rope_parameters` nor `rope_scaling`.
+_ROPE_DEFAULTS: dict[str, dict[str, Any]] = {
+    "GptOssForCausalLM": {
+        "rope_type": "yarn",
+        "factor": 32.0,
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "truncate": False,
+        "original_max_position_embeddings": 4096,
+    },
+}
+FULL_ATTENTION = "full_attention"
+SLIDING_ATTENTION = "sliding_attention"
+# What `transformers` calls DeepSeek-V3.2's layers, which need not be told from others.
+INDEXED_ATTENTION = "indexed_attention"
+
+
+class ModelError(Exception):
+    """A checkpoint that can not be served; the message is one line that says what is wrong and what to change."""
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding.
+
+    Attributes:
+        theta: base of the wavelengths.
+        type: `default`, `linear`, `llama3` or `yarn` (arXiv:2309.00071).
+        factor: how far positions are stretched; 1 for `default`.
+        low_freq_factor, high_freq_factor: `llama3` only.
+        original_max_position_embeddings: `llama3` and `yarn`.
+        attention_factor: what cosines and sines are multiplied by; 1 but for `yarn`.
+        beta_fast, beta_slow: `yarn` only: rotations over the original length above which a wavelength is kept, and
+            below which it is stretched in full.
+        truncate: `yarn` only: whether the borders between the two are rounded to whole dimensions.
+        mscale_all_dim: `yarn` only: what DeepSeek's attention scales its scores by; 0 is off.
+        partial_rotary_factor: the part of a head, from its first dimension on, that is rotated.
+    """
+
+    theta: float = 10000.0
+    type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+    attention_factor: float = 1.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    mscale_all_dim: float = 0.0
+    partial_rotary_factor: float = 1.0
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many of a head's dimensions are rotated."""
+        return int(head_dim * self.partial_rotary_factor)
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A decoder's shape and its generation defaults.
+
+    Attributes:
+        dtype: the checkpoint's own dtype, one of DTYPES.
+        eos_token_ids: every end-of-sequence id, generation_config.json before config.json.
+        sampling_defaults: what generation_config.json says for parameters that a request leaves out.
+        quant_config: how the checkpoint's weights are quantized.
+        source: config.json as it is, for what only one architecture knows.
+        The others are named as in config.json.
+    """
+
+    architecture: str
+    hidden_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    intermediate_size: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope: RopeConfig
+    tie_word_embeddings: bool
+    attention_bias: bool
+    mlp_bias: bool
+    max_position_embeddings: int
+    dtype: str
+    bos_token_id: int | None
+    eos_token_ids: tuple[int, ...]
+    sampling_defaults: SamplingParams = field(default_factory=SamplingParams)
+    quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
+    source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
+
+    @classmethod
+    def from_folder(cls, path: Path | str) -> ModelConfig:
+        """Reads and checks a checkpoint's configuration.
+
+        Raises:
+            ModelError: the folder or a file is missing or malformed, or the model is not supported.
+        """
+        folder = Path(path)
+        if not folder.is_dir():
+            raise ModelError(f"model folder {folder} does not exist; give a Hugging Face checkpoint folder")
+        config = _read_json(folder / "config.json")
+        if config is None:
+            raise ModelError(f"{folder} has no config.json; give a Hugging Face checkpoint folder")
+        generation = _read_json(folder / "generation_config.json") or {}
+        try:
+            return _parse(config, generation)
+        except (KeyError, TypeError, ValueError) as error:
+            what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
+            raise ModelError(f"{folder / 'config.json'} can not be used: {what}") from error
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers are mixtures of experts."""
+        return any(self.source.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
+
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number of config.json, for what only one architecture knows; `default` where it has none.
+
+        Raises:
+            ModelError: it is missing without a default, or not a whole number of at least `least`.
+        """
+        value = self.source.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            raise ModelError(f"config.json: {key} is {value!r}; it must be an integer of at least {least}")
+        return value
+
+    def slides(self, layer: int, by_default: bool) -> bool:
+        """Whether `layer_types` gives a layer a sliding window; `by_default` where there are no types.
+
+        Raises:
+            ModelError: there is not one type per layer, or one of another kind.
+        """
+        types = self.source.get("layer_types")
+        if types is None:
+            return by_default
+        if not isinstance(types, list) or len(types) != self.num_hidden_layers:
+            raise ModelError(f"config.json: layer_types must list {self.num_hidden_layers} layers")
+        if types[layer] not in (FULL_ATTENTION, SLIDING_ATTENTION):
+            raise ModelError(f"layer type {types[layer]!r} is not supported: {FULL_ATTENTION}, {SLIDING_ATTENTION}")
+        return bool(types[layer] == SLIDING_ATTENTION)
+
+    def number(self, key: str, default: float) -> float:
+        """A real number of config.json.
+
+        Raises:
+            ModelError: it is not one.
+        """
+        value = self.source.get(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            raise ModelError(f"config.json: {key} is {value!r}; it must be a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool) -> bool:
+        """A truth value of config.json.
+
+        Raises:
+            ModelError: it is not one.
+        """
+        value = self.source.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ModelError(f"config.json: {key} is {value!r}; it must be true or false")
+        return value
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        reason = " ".join(str(error).split())
+        raise ModelError(f"{path} can not be read ({reason}); download the checkpoint again") from error
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is not a JSON object; download the checkpoint again")
+    return content
+
+
+def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
+    architecture = _architecture(config)
+    config = {**_DEFAULTS.get(architecture, {}), **config}
+    if architecture in _ROPE_DEFAULTS and not (config.get("rope_parameters") or config.get("rope_scaling")):
+        config["rope_parameters"] = _ROPE_DEFAULTS[architecture]
+    _refuse_unsupported(config)
+    hidden_size = _count(config, "hidden_size")
+    heads = _count(config, "num_attention_heads")
+    kv_heads = _count(config, "num_key_value_heads", heads)
+    head_dim = _count(config, "head_dim", hidden_size // heads)
+    if heads % kv_heads:
+        raise ModelError(f"num_attention_heads {heads} is not a multiple of num_key_value_heads {kv_heads}")
+    rope = rope_config(config)
+    if not rope.rotary_dim(head_dim) or rope.rotary_dim(head_dim) % 2:
+        rotary = f"head_dim {head_dim}, of which {rope.rotary_dim(head_dim)} are rotated"
+        raise ModelError(f"{rotary}: rotary embeddings need an even number")
+    return ModelConfig(
+        architecture=architecture,
+        hidden_size=hidden_size,
+        num_hidden_layers=_count(config, "num_hidden_layers"),
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        intermediate_size=_count(config, "intermediate_size"),
+        vocab_size=_count(config, "vocab_size"),
+        rms_norm_eps=_positive(config, "rms_norm_eps", 1e-6),
+        rope=rope,
+        tie_word_embeddings=bool(config.get("tie_word_embeddings", False)),
+        attention_bias=bool(config.get("attention_bias", False)),
+        mlp_bias=bool(config.get("mlp_bias", False)),
+        max_position_embeddings=_count(config, "max_position_embeddings", 2048),
+        dtype=_dtype(config),
+        bos_token_id=next(iter(_token_ids("bos_token_id", _first(generation, config, "bos_token_id"))), None),
+        eos_token_ids=_token_ids("eos_token_id", _first(generation, config, "eos_token_id")),
+        sampling_defaults=model_defaults(generation),
+        quant_config=parse_quantization(config),
+        source=config,
+    )
+
+
+def _architecture(config: Mapping[str, Any]) -> str:
+    named = config.get("architectures") or []
+    if not isinstance(named, list):
+        raise ValueError(f"architectures is {named!r}; it must be a list of names")
+    for architecture in named:
+        if architecture in SUPPORTED_ARCHITECTURES:
+            return str(architecture)
+    found = ", ".join(map(str, named)) or "none named"
+    raise ModelError(f"architecture not supported: {found}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
+
+
+def _refuse_unsupported(config: Mapping[str, Any]) -> None:
+    """Settings that would change the numbers if they were ignored; others are an architecture's own to refuse."""
+    if config.get("hidden_act", "silu") != "silu":
+        raise ModelError(f"hidden_act {config['hidden_act']!r} is not supported; supported: silu")
+
+
+def rope_config(config: Mapping[str, Any]) -> RopeConfig:
+    """transformers 5 writes `rope_parameters`; before, `rope_theta` stood beside `rope_scaling`."""
+    parameters = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    if not isinstance(parameters, Mapping):
+        raise ValueError(f"rope parameters are {parameters!r}; they must be an object")
+    kind = str(parameters.get("rope_type", parameters.get("type", "default")))
+    if kind not in SUPPORTED_ROPE_TYPES:
+        raise ModelError(f"rope scaling {kind!r} is not supported; supported: {', '.join(SUPPORTED_ROPE_TYPES)}")
+    partial = parameters.get("partial_rotary_factor", config.get("partial_rotary_factor"))
+    rope = RopeConfig(
+        theta=_positive(parameters if "rope_theta" in parameters else config, "rope_theta", RopeConfig.theta),
+        type=kind,
+        partial_rotary_factor=1.0 if partial is None else float(partial),
+    )
+    if not 0.0 < rope.partial_rotary_factor <= 1.0:
+        raise ValueError(f"partial_rotary_factor is {partial!r}; it must be above 0 and at most 1")
+    if kind == "linear":
+        return replace(rope, factor=_positive(parameters, "factor"))
+    if kind == "llama3":
+        low, high = _positive(parameters, "low_freq_factor"), _positive(parameters, "high_freq_factor")
+        if low == high:
+            raise ValueError(f"low_freq_factor and high_freq_factor are both {low}; they must differ")
+        return replace(
+            rope,
+            factor=_positive(parameters, "factor"),
+            low_freq_factor=low,
+            high_freq_factor=high,
+            original_max_position_embeddings=_count(parameters, "original_max_position_embeddings"),
+        )
+    return _yarn(rope, parameters, config) if kind == "yarn" else rope
+
+
+def _yarn(rope: RopeConfig, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> RopeConfig:
+    """As transformers reads it: without `factor` the two lengths say it, without `attention_factor` the mscales do."""
+    given = config.get("original_max_position_embeddings", parameters.get("original_max_position_embeddings"))
+    longest = _count(config, "max_position_embeddings", 2048)
+    lengths = {"original_max_position_embeddings": given}
+    original = _count(lengths, "original_max_position_embeddings", longest)
+    factor = _positive(parameters, "factor", longest / original)
+    all_dim = float(parameters.get("mscale_all_dim") or 0.0)
+    attention_factor = parameters.get("attention_factor")
+    if attention_factor is None:
+        mscale = float(parameters.get("mscale") or 0.0)
+        whole = yarn_mscale(factor)
+        attention_factor = yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim) if mscale and all_dim else whole
+    return replace(
+        rope,
+        factor=factor,
+        original_max_position_embeddings=original,
+        attention_factor=_positive({"attention_factor": attention_factor}, "attention_factor"),
+        beta_fast=_positive({"beta_fast": parameters.get("beta_fast") or None}, "beta_fast", RopeConfig.beta_fast),
+        beta_slow=_positive({"beta_slow": parameters.get("beta_slow") or None}, "beta_slow", RopeConfig.beta_slow),
+        truncate=bool(parameters.get("truncate", True)),
+        mscale_all_dim=all_dim,
+    )
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """How much attention is sharpened when positions are stretched by `factor` (arXiv:2309.00071, section 3.4)."""
+    return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
+
+
+def _dtype(config: Mapping[str, Any]) -> str:
+    dtype = str(config.get("dtype") or config.get("torch_dtype") or "float32").removeprefix("torch.")
+    if dtype not in DTYPES:
+        raise ModelError(f"dtype {dtype!r} is not supported; supported: {', '.join(DTYPES)}")
+    return dtype
+
+
+def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> int:
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise KeyError(key)
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise ValueError(f"{key} is {value!r}; it must be a positive integer")
+    return value
+
+
+def _positive(config: Mapping[str, Any], key: str, default: float | None = None) -> float:
+    """A number above 0, and finite: others make NaN of everything that is computed with it."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if value is None:
+        raise KeyError(key)
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0.0 < value < math.inf:
+        raise ValueError(f"{key} is {value!r}; it must be a number above 0")
+    return float(value)
+
+
+def _first(generation: Mapping[str, Any], config: Mapping[str, Any], key: str) -> Any:
+    value = generation.get(key)
+    return config.get(key) if value is None else value
+
+
+def _token_ids(key: str, value: Any) -> tuple[int, ...]:
+    ids = [] if value is None else value if isinstance(value, list) else [value]
+    if not all(isinstance(one, int) and not isinstance(one, bool) and one >= 0 for one in ids):
+        raise ValueError(f"{key} is {value!r}; it must be a token id, or a list of them")
+    return tuple(ids)

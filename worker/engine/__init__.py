@@ -1,0 +1,1 @@
+"""The engine's deciding code: sequences, blocks, scheduler and steps. No PyTorch, no gRPC, no asyncio."""

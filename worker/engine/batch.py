@@ -1,0 +1,423 @@
+"""What passes between scheduler, model runner and stream."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from itertools import chain
+from operator import add
+from typing import Any, Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from common.sampling_params import SamplingParams
+from kernels.no_token import NO_TOKEN
+from worker.engine.sequence import EndReason, Sequence
+
+
+@dataclass(slots=True)
+class TokenHistory:
+    """What penalties and the min_tokens mask of one row derive from (rules: worker/model/logit_adjustments.py).
+
+    It follows from prompt and tokens alone, so a sequence that was preempted, or that another worker has begun, goes on
+    with the same penalties. Nothing is copied: a sequence's list of tokens only ever grows at its end, so a part of it
+    is a snapshot.
+
+    Attributes:
+        seq_id: of the sequence.
+        params: of the sequence.
+        prompt_ids: int64, the prompt's ids, each once; empty when no repetition penalty asks for them.
+        tokens: the sequence's own list, in which the output is from `begin` up to `end`.
+        late: a further output token, sampled by the runner's last step.
+    """
+
+    seq_id: int
+    params: SamplingParams
+    prompt_ids: npt.NDArray[np.int64]
+    tokens: list[int]
+    begin: int
+    end: int
+    late: int = NO_TOKEN
+
+    @classmethod
+    def of(cls, seq: Sequence) -> TokenHistory:
+        """The history of `seq` up to now."""
+        params = seq.sampling_params
+        prompt_ids = seq.distinct_prompt_ids if params.repetition_penalty != 1.0 else _NO_IDS
+        return cls(seq.id, params, prompt_ids, seq.token_ids, seq.num_prompt_tokens, len(seq.token_ids))
+
+    @property
+    def num_output(self) -> int:
+        """Output tokens."""
+        return self.end - self.begin + (self.late != NO_TOKEN)
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The output so far."""
+        return self.output_from(0)
+
+    def output_from(self, count: int) -> list[int]:
+        """The output but its first `count` tokens."""
+        known = self.tokens[self.begin + count : self.end]
+        return known if self.late == NO_TOKEN else [*known, self.late]
+
+    def with_token(self, token_id: int) -> TokenHistory:
+        """The history one token later; the same after NO_TOKEN, with which the sequence ends."""
+        return replace(self, late=token_id)
+
+
+_NO_IDS: Final = np.empty(0, np.int64)
+_COLUMNS: Final = (
+    "ids",
+    "num_cached_tokens",
+    "temperatures",
+    "top_ks",
+    "top_ps",
+    "min_ps",
+    "seeds",
+    "choices",
+)
+
+
+class SequenceColumns:
+    """What does not change of some sequences while they run, a column each, most of them made when asked for: the same
+    sequences come step after step, and share these."""
+
+    def __init__(self, rows: list[Sequence]) -> None:
+        self.rows = rows
+        self.ids = [s.id for s in rows]
+        self.by_id = dict(zip(self.ids, rows, strict=True))
+        # Fixed from admission to the end of the run, for which columns are kept.
+        self.num_cached_tokens = [s.num_cached_tokens for s in rows]
+
+    def values(self) -> dict[str, Any]:
+        """Every column, by name."""
+        return {name: getattr(self, name) for name in _COLUMNS}
+
+    @classmethod
+    def restored(cls, values: dict[str, Any]) -> SequenceColumns:
+        """The columns with these values, in another process, which has no sequences."""
+        columns = cls([])
+        vars(columns).update(values)
+        return columns
+
+    @cached_property
+    def temperatures(self) -> list[float]:
+        """Sampling temperatures; 0 is greedy."""
+        return [s.sampling_params.temperature for s in self.rows]
+
+    @cached_property
+    def is_greedy(self) -> bool:
+        """Whether the temperatures are all 0."""
+        return not any(self.temperatures)
+
+    @cached_property
+    def top_ks(self) -> list[int]:
+        """How many ids may be sampled; 0 for all."""
+        return [s.sampling_params.top_k for s in self.rows]
+
+    @cached_property
+    def top_ps(self) -> list[float]:
+        """Nucleus masses."""
+        return [s.sampling_params.top_p for s in self.rows]
+
+    @cached_property
+    def min_ps(self) -> list[float]:
+        """Smallest probabilities, relative to the largest."""
+        return [s.sampling_params.min_p for s in self.rows]
+
+    @cached_property
+    def seeds(self) -> list[int]:
+        """Seeds of the random numbers."""
+        return [s.seed for s in self.rows]
+
+    @cached_property
+    def choices(self) -> list[int]:
+        """Indices of the answers."""
+        return [s.choice for s in self.rows]
+
+    @cached_property
+    def steered(self) -> list[tuple[int, Sequence]]:
+        """Places of the rows whose logits penalties or masks may change."""
+        return [(i, s) for i, s in enumerate(self.rows) if s.steered_until > s.num_prompt_tokens]
+
+
+_FIELDS: Final = (
+    "num_scheduled_tokens",
+    "num_computed_tokens",
+    "is_plain_decode",
+    "from_last_output",
+    "is_final",
+    "total_tokens_num",
+    "total_tokens_num_prefill",
+    "total_tokens_num_decode",
+    "total_seqs_num",
+    "total_seqs_num_prefill",
+    "total_seqs_num_decode",
+    "is_dummy_run",
+    "num_spec_step",
+    "scheduled_spec_decode_tokens",
+    "_block_size",
+)
+
+
+class ScheduledBatch:
+    """One step's work: a snapshot of all that the model runner needs, so later changes of a sequence do not reach it
+    .
+
+     Sequence i computes `scheduled_tokens[i]` = `token_ids[num_computed_tokens[i] : context_lens[i]]`, with
+     `context_lens[i] = num_computed_tokens[i] + num_scheduled_tokens[i]`. `is_final[i]` says that the step reaches the
+     sequence's last token, so that its logits row is sampled; the rows of other chunks are not.
+
+     Draft tokens to be verified follow the last token, in `scheduled_tokens` too. Deferred output: a row with
+     `from_last_output[i]` was scheduled before its one token was there; `scheduled_tokens[i]` is empty, and the runner
+     takes the token from its last output (`input_tokens`). `num_computed_tokens` regards steps in flight as done.
+
+     Making one costs a few list comprehensions, whatever the contexts: columns that derive from these, or that never
+     change, are made when a runner asks for them. A block table is kept as it is: it only ever grows at its end, and is
+     replaced when it changes otherwise, so that the part the step needs is a snapshot too.
+
+     Args:
+         seqs: by id, in batch order.
+         num_scheduled_tokens: of each; the batch keeps the list.
+         columns: of these sequences, if they are known.
+         The others: see the class.
+    """
+
+    def __init__(
+        self,
+        seqs: dict[int, Sequence],
+        num_scheduled_tokens: list[int],
+        total_tokens_num: int,
+        total_tokens_num_prefill: int = 0,
+        total_tokens_num_decode: int = 0,
+        total_seqs_num: int = 0,
+        total_seqs_num_prefill: int = 0,
+        total_seqs_num_decode: int = 0,
+        is_dummy_run: bool = False,
+        num_spec_step: int = 0,
+        scheduled_spec_decode_tokens: dict[int, list[int]] | None = None,
+        columns: SequenceColumns | None = None,
+    ) -> None:
+        self._columns = SequenceColumns(list(seqs.values())) if columns is None else columns
+        rows = self._columns.rows
+        self.req_ids = self._columns.ids
+        self.num_scheduled_tokens = num_scheduled_tokens
+        self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
+        self.num_computed_tokens = [s.num_computed_tokens + s.num_inflight_tokens for s in rows]
+        # Whether every row is one decoded token, without speculation.
+        self.is_plain_decode = total_seqs_num_decode == len(rows) == total_tokens_num and num_spec_step == 0
+        if self.is_plain_decode:
+            self._take_decodes(rows)
+        else:
+            self._take_rows(rows)
+        self._tables = [s.block_table for s in rows]
+        self._block_size = rows[0].block_size if rows else 1
+        self.num_cached_tokens = self._columns.num_cached_tokens
+        # By index i, of those sampled sequences whose logits it changes.
+        self.histories = {
+            i: TokenHistory.of(s)
+            for i, s in self._columns.steered
+            if len(s.token_ids) + s.num_placeholder < s.steered_until and self.is_final[i]
+        }
+        self.total_tokens_num = total_tokens_num
+        self.total_tokens_num_prefill = total_tokens_num_prefill
+        self.total_tokens_num_decode = total_tokens_num_decode
+        self.total_seqs_num = total_seqs_num
+        self.total_seqs_num_prefill = total_seqs_num_prefill
+        self.total_seqs_num_decode = total_seqs_num_decode
+        self.is_dummy_run = is_dummy_run
+        self.num_spec_step = num_spec_step
+
+    @property
+    def columns(self) -> SequenceColumns:
+        """What does not change of the sequences; the same object while they are the same."""
+        return self._columns
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per KV block."""
+        return self._block_size
+
+    @property
+    def tables(self) -> list[list[int]]:
+        """The sequences' own block tables, which may be longer than what the step needs, and may still grow."""
+        return self._tables
+
+    def fields(self) -> dict[str, Any]:
+        """All of the snapshot but columns, tables and histories, as lists and numbers."""
+        tokens = "_last_tokens" if self.is_plain_decode else "scheduled_tokens"
+        return {name: getattr(self, name) for name in (tokens, *_FIELDS)}
+
+    @classmethod
+    def restored(
+        cls,
+        columns: SequenceColumns,
+        tables: list[list[int]],
+        histories: dict[int, TokenHistory],
+        fields: dict[str, Any],
+    ) -> ScheduledBatch:
+        """The batch that these were taken of, in another process."""
+        batch = cls.__new__(cls)
+        vars(batch).update(fields)
+        batch._columns, batch._tables, batch.histories = columns, tables, histories
+        batch.req_ids, batch.num_cached_tokens = columns.ids, columns.num_cached_tokens
+        return batch
+
+    def _take_decodes(self, rows: list[Sequence]) -> None:
+        """The newest token of each row, unless that is in flight."""
+        self.is_final = [True] * len(rows)
+        self._last_tokens = [s.token_ids[-1] for s in rows]
+        self.from_last_output = [s.num_placeholder > 0 for s in rows]
+
+    def _take_rows(self, rows: list[Sequence]) -> None:
+        """Any number of tokens of each row, and its drafts."""
+        spans = list(zip(rows, self.num_computed_tokens, self.context_lens, strict=True))
+        drafts = self.scheduled_spec_decode_tokens
+        self.scheduled_tokens = [s.token_ids[start:end] + drafts.get(s.id, []) for s, start, end in spans]
+        self.from_last_output = [start >= len(s.token_ids) for s, start, _ in spans]
+        self.is_final = [end >= len(s.token_ids) + s.num_placeholder for s, _, end in spans]
+
+    @cached_property
+    def context_lens(self) -> list[int]:
+        """Tokens that each row's last one sees, itself included."""
+        return list(map(add, self.num_computed_tokens, self.num_scheduled_tokens))
+
+    @cached_property
+    def scheduled_tokens(self) -> list[list[int]]:
+        """What each row computes, without a token that is in flight."""
+        return [[] if late else [t] for t, late in zip(self._last_tokens, self.from_last_output, strict=True)]
+
+    @cached_property
+    def last_block_num_tokens(self) -> list[int]:
+        """Tokens in the last block of each context."""
+        return [(end - 1) % self._block_size + 1 for end in self.context_lens]
+
+    @cached_property
+    def block_tables(self) -> list[list[int]]:
+        """The blocks of each context, in order."""
+        size = self._block_size
+        return [table[: -(-end // size)] for table, end in zip(self._tables, self.context_lens, strict=True)]
+
+    @property
+    def temperatures(self) -> list[float]:
+        """Of each row; 0 is greedy."""
+        return self._columns.temperatures
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes its most likely token, and nothing changes the logits before."""
+        return self._columns.is_greedy and not self.histories
+
+    @property
+    def top_ks(self) -> list[int]:
+        """Of each row; 0 is off."""
+        return self._columns.top_ks
+
+    @property
+    def top_ps(self) -> list[float]:
+        """Of each row; 1 is off."""
+        return self._columns.top_ps
+
+    @property
+    def min_ps(self) -> list[float]:
+        """Of each row; 0 is off."""
+        return self._columns.min_ps
+
+    @property
+    def seeds(self) -> list[int]:
+        """Of each row's random numbers."""
+        return self._columns.seeds
+
+    @property
+    def choices(self) -> list[int]:
+        """Index of each row's answer."""
+        return self._columns.choices
+
+    @property
+    def known_token_ids(self) -> list[int]:
+        """All rows' tokens, one after the other; any id stands for one that the runner's last step samples."""
+        if self.is_plain_decode:
+            return self._last_tokens
+        return list(chain.from_iterable(tokens or [0] for tokens in self.scheduled_tokens))
+
+    @property
+    def late_rows(self) -> list[int]:
+        """Indices of the rows whose one token the runner's last step samples."""
+        return [i for i, late in enumerate(self.from_last_output) if late]
+
+    def input_tokens(self, last_output: ScheduledBatchOutput) -> list[list[int]]:
+        """`scheduled_tokens` with the tokens that the runner's last step has sampled where they were missing."""
+        if not any(self.from_last_output):
+            return self.scheduled_tokens
+        rows = zip(self.req_ids, self.scheduled_tokens, self.from_last_output, strict=True)
+        return [[last_output.token_ids[seq_id][-1]] if late else tokens for seq_id, tokens, late in rows]
+
+    def token_histories(self, last_output: ScheduledBatchOutput) -> dict[int, TokenHistory]:
+        """`histories` with the tokens that the runner's last step has sampled where they were missing."""
+        return {
+            i: history.with_token(last_output.token_ids[self.req_ids[i]][-1]) if self.from_last_output[i] else history
+            for i, history in self.histories.items()
+        }
+
+
+@dataclass
+class ScheduledBatchOutput:
+    """Sampled tokens of one step: for each sequence with a final row, the accepted tokens, in batch order.
+
+    A sequence ends at NO_TOKEN, which stands for the token of a row of logits that are no numbers. Of n drafts that
+    were verified a sequence has accepted those in front of the last token: 0 to n. `draft_token_ids` are for its next
+    step. `is_deferred_out` says that the next step was scheduled before this one's tokens had come.
+    """
+
+    token_ids: dict[int, tuple[int, ...]]
+    draft_token_ids: dict[int, list[int]] | None = None
+    is_deferred_out: bool = False
+
+    @property
+    def req_ids(self) -> list[int]:
+        """Ids of the sequences that have tokens."""
+        return list(self.token_ids)
+
+
+@dataclass(slots=True)
+class RequestOutput:
+    """What one step did to one sequence, for the stream.
+
+    `finish_reason` is one of `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `aborted`,
+    `not_a_number`.
+    """
+
+    request_id: int
+    output_tokens: list[int]
+    finished: bool = False
+    finish_reason: str | None = None
+    end_reason: EndReason | None = None
+    stop_token_id: int | None = None
+    stop_token_sequence: list[int] | None = None
+
+
+@dataclass
+class StepResult:
+    """What one engine step produced, with the typed outputs beside it."""
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+
+    @cached_property
+    def new_tokens(self) -> dict[int, tuple[int, ...]]:
+        """New tokens of the sequences that have any."""
+        return {out.request_id: tuple(out.output_tokens) for out in self.outputs if out.output_tokens}
+
+    @cached_property
+    def finished(self) -> list[int]:
+        """Ids of the sequences that have ended."""
+        return [out.request_id for out in self.outputs if out.finished]
+
+
+class Runner(Protocol):
+    """Executes batches: the model, or a simulation of it. Keeps its last output for `ScheduledBatch.input_tokens`."""
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        """Computes one step."""
+        ...

@@ -1,0 +1,372 @@
+"""EngineCore: scheduler and runner put together, with abort and deadlines.
+
+Not thread-safe: one thread owns an EngineCore. Every sequence taken in ends in exactly one finished output.
+
+With `Config.deferred_output` the runner has a thread of its own, and a step is scheduled before the tokens of the one
+before it have come: `step` then submits batch N + 1, waits for batch N and takes in what it brought.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Final, NoReturn, Protocol
+
+from common.config import Config
+from common.limits import MAX_HOLD_S
+from worker.engine.batch import RequestOutput, Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
+from worker.engine.executor import Executed, Executor, InlineExecutor, ThreadExecutor
+from worker.engine.scheduler import Scheduler
+from worker.engine.sequence import EndReason, Sequence
+
+# How often an idle engine looks whether its ranks are there, and how often engines in lockstep ask each other for work:
+# after so many rounds without any, which are 5 s, less often, since each takes a millisecond of CPU time.
+_IDLE_CHECK_S: Final = 0.5
+_LOCKSTEP_CHECK_S: Final = 0.02
+_LOCKSTEP_REST_S: Final = 0.1
+_LOCKSTEP_AWAKE_ROUNDS: Final = 250
+
+
+class EngineDeadError(Exception):
+    """The runner has failed. What the engine holds is lost, and no further step is possible."""
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """The worker's load, as the router's delay gate and placement need it (docs/architecture.md).
+
+    Attributes:
+        decoding_seqs: running sequences whose prompt is computed.
+        waiting_seqs: sequences that wait for a step.
+        waiting_tokens: tokens that those and unfinished prefills still have to compute.
+        room_tokens: prompt tokens that would still fit the next prefill.
+        room_seqs: sequences that could still be run.
+        free_blocks: KV blocks that are free or can be evicted.
+        total_blocks: KV blocks in all.
+        last_prompt_latency_s: duration of the last step that computed prompt tokens, seconds.
+        prefill_rate: prompt tokens per second, weighted mean; 0 until a step has been large enough to tell.
+        prefill_samples: how many steps have been.
+    """
+
+    decoding_seqs: int
+    waiting_seqs: int
+    waiting_tokens: int
+    room_tokens: int
+    room_seqs: int
+    free_blocks: int
+    total_blocks: int
+    last_prompt_latency_s: float
+    prefill_rate: float
+    prefill_samples: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that has been submitted."""
+
+    batch: ScheduledBatch
+    seqs: dict[int, Sequence]
+    result: Future[Executed]
+
+
+class _Deadlines:
+    """Sequences by deadline. Entries of sequences that have ended are dropped when they come up, or when most have."""
+
+    def __init__(self) -> None:
+        # The serial number keeps the comparison away from sequences.
+        self._heap: list[tuple[float, int, Sequence]] = []
+        self._serial = itertools.count()
+
+    def add(self, seq: Sequence) -> None:
+        """Watches a sequence that has a deadline."""
+        if seq.deadline is not None:
+            heapq.heappush(self._heap, (seq.deadline, next(self._serial), seq))
+
+    def expired(self, now: float) -> list[Sequence]:
+        """Removes and returns what is due at `now`."""
+        due: list[Sequence] = []
+        while self._heap and self._heap[0][0] <= now:
+            due.append(heapq.heappop(self._heap)[2])
+        return due
+
+    def compact(self, num_live: int) -> None:
+        """Bounds the entries by the number of live sequences, at O(1) amortized."""
+        if len(self._heap) > 2 * num_live + 64:
+            self._heap = [entry for entry in self._heap if not entry[2].is_finished]
+            heapq.heapify(self._heap)
+
+
+class EngineCore:
+    """One engine on one runner.
+
+    Args:
+        config: with the pool's size.
+        runner: executes batches.
+        clock: monotonic seconds; a virtual one in simulations.
+        executor: of the runner's own; None runs it in this process, on a thread of its own with deferred output.
+
+    Raises:
+        InvalidFieldError: see Scheduler.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        runner: Runner,
+        clock: Callable[[], float] = time.monotonic,
+        executor: Executor | None = None,
+    ) -> None:
+        self.config = config
+        self.runner = runner
+        self.scheduler = Scheduler(config)
+        self.num_steps = 0
+        in_process = ThreadExecutor if config.deferred_output else InlineExecutor
+        self.executor: Executor = executor or in_process(self._forward, clock)
+        self._flights: deque[_Flight] = deque()
+        self._clock = clock
+        self._deadlines = _Deadlines()
+        self._dead = False
+
+    def validate(self, seq: Sequence) -> None:
+        """Raises an ApiError if `seq` can not be run (Scheduler.validate)."""
+        self.scheduler.validate(seq)
+
+    def add_request(self, seq: Sequence) -> None:
+        """Takes a sequence that passes the engine's own delay gate. One with the id of a live one is ignored (S5).
+
+        Raises:
+            ApiError: it can not be run; it has not been taken.
+        """
+        if self.scheduler.add(seq):
+            self._deadlines.add(seq)
+
+    def add_group(self, seqs: Iterable[Sequence]) -> None:
+        """Takes sequences released together by a router's gate, all or none, so that they share a prefill.
+
+        Raises:
+            ApiError: one can not be run; none has been taken.
+        """
+        for seq in self.scheduler.add_group(seqs):
+            self._deadlines.add(seq)
+
+    def abort(self, seq_id: int) -> bool:
+        """Ends a sequence and frees its blocks at once. False when it is not live, so that repeating does no harm.
+
+        Its last output, with EndReason.CANCELLED, comes with the next `step`.
+        """
+        return self.scheduler.abort(seq_id, now=self._clock())
+
+    def abort_all(self, reason: EndReason) -> list[RequestOutput]:
+        """Ends everything, for example with EndReason.ERROR after EngineDeadError; the last outputs of all."""
+        now = self._clock()
+        for seq_id in self.scheduler.live_ids():
+            self.scheduler.abort(seq_id, now=now, reason=reason)
+        return self.scheduler.take_outputs()
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """What happened since the last step."""
+        return self.scheduler.take_outputs()
+
+    def return_overdue(self, now: float) -> list[RequestOutput]:
+        """Ends what has waited so long for its first step that another worker may be faster (rule S9).
+
+        That is MAX_HOLD_S, or four prefills where those take longer, because prompts and decodes take turns.
+
+        Returns:
+            Their last outputs.
+        """
+        max_wait_s = max(MAX_HOLD_S, 4 * self.scheduler.last_prompt_latency)
+        overdue = self.scheduler.overdue(now, max_wait_s)
+        for seq in overdue:
+            self.scheduler.abort(seq.id, now=now)
+        return self.scheduler.take_outputs() if overdue else []
+
+    def expire(self, now: float) -> int:
+        """Ends the sequences whose deadline has passed; their number. `step` does it by itself."""
+        return sum(
+            self.scheduler.abort(seq.id, now=now, reason=EndReason.DEADLINE) for seq in self._deadlines.expired(now)
+        )
+
+    def has_unfinished(self) -> bool:
+        """Whether `step` has something to do: sequences, last outputs of aborted ones, or steps in flight."""
+        return self.scheduler.has_unfinished() or bool(self._flights)
+
+    def step(self) -> StepResult:
+        """Schedules, computes and takes in one batch. With nothing to compute it only hands out last outputs.
+
+        With deferred output the batch taken in is the one before: the first step of a burst has no tokens.
+
+        Raises:
+            EngineDeadError: the runner failed, now or before.
+        """
+        if self._dead:
+            raise EngineDeadError("the engine has failed before")
+        now = self._clock()
+        self.expire(now)
+        self._deadlines.compact(self.scheduler.num_live)
+        scheduled = self.scheduler.schedule(now)
+        if scheduled is None:
+            self._nothing_scheduled()
+        else:
+            batch, seqs = scheduled
+            self._flights.append(_Flight(batch, seqs, self.executor.submit(batch)))
+            self.num_steps += 1
+        stay = 1 if scheduled is not None and self.config.deferred_output else 0
+        while len(self._flights) > stay:
+            self._land(self._flights[0])
+            self._flights.popleft()
+        return StepResult(self.scheduler.take_outputs())
+
+    def _nothing_scheduled(self) -> None:
+        """A step without a batch."""
+
+    def _forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        return self.runner.forward(batch)
+
+    def _land(self, flight: _Flight) -> None:
+        """Waits for a step and takes in its output. An interrupted wait can be repeated, an interrupted step not."""
+        try:
+            output, duration_s = flight.result.result()
+        except Exception as error:
+            self._dead = True
+            self._flights.clear()
+            raise EngineDeadError(f"{type(error).__name__}: {error}") from error
+        except BaseException:
+            if flight.result.done() and flight.result.exception() is not None:
+                self._flights.popleft()
+                self.scheduler.discard(flight.seqs.values(), flight.batch)
+            raise
+        output.is_deferred_out = self.config.deferred_output
+        self.scheduler.record_step(flight.batch, duration_s)
+        self.scheduler.postprocess(flight.seqs.values(), output, batch=flight.batch, now=self._clock())
+
+    @property
+    def idle_check_s(self) -> float:
+        """How often `check` is to be called while there is nothing to do, seconds."""
+        return _IDLE_CHECK_S
+
+    @property
+    def others_have_work(self) -> bool:
+        """Whether another engine may need this one's steps."""
+        return False
+
+    def check(self) -> bool:
+        """Whether there is a step to make although nothing has come.
+
+        Raises:
+            EngineDeadError: what computes the steps is lost, which an idle engine would not find out.
+        """
+        if (error := self.executor.failure()) is not None:
+            self._dead = True
+            raise EngineDeadError(f"{type(error).__name__}: {error}")
+        return False
+
+    def close(self) -> None:
+        """Ends the runner's thread or its ranks."""
+        self.executor.close()
+
+    def load(self) -> LoadReport:
+        """The load at this moment; O(1) but for unfinished prefills."""
+        scheduler = self.scheduler
+        return LoadReport(
+            decoding_seqs=scheduler.num_decoding,
+            waiting_seqs=scheduler.num_waiting,
+            waiting_tokens=scheduler.waiting_tokens,
+            room_tokens=scheduler.room_tokens,
+            room_seqs=scheduler.room_seqs,
+            free_blocks=scheduler.block_manager.num_free_blocks,
+            total_blocks=scheduler.block_manager.num_blocks,
+            last_prompt_latency_s=scheduler.last_prompt_latency,
+            prefill_rate=scheduler.prefill_rate,
+            prefill_samples=scheduler.num_prefill_samples,
+        )
+
+
+class LockstepGroup(Runner, Executor, Protocol):
+    """Ranks that share experts with those of other engines."""
+
+    def any_has_work(self, has_work: bool) -> bool:
+        """Whether any engine has work. Returns when all have been asked.
+
+        Raises:
+            Exception: a rank is lost, of this engine or of another.
+        """
+        ...
+
+
+class DPEngineCoreProc(EngineCore):
+    """An engine in lockstep with others, each in its own worker, with its own requests and cache.
+
+    Experts are spread over the ranks of all engines, so that a step of one needs the ranks of all. Time goes in rounds:
+    every engine says whether it has work (an all_reduce), and if any has, each makes exactly one step, a dummy one when
+    it has nothing to compute. While none has work they ask each other every 20 ms, after 5 s every 100 ms: so long may
+    the first request wait then. All count the same rounds, so none keeps the others waiting.
+
+    Args:
+        config: as EngineCore, as are the others.
+        group: runs the steps, and knows the other engines.
+        clock: monotonic seconds.
+    """
+
+    def __init__(self, config: Config, group: LockstepGroup, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(config, group, clock, group)
+        self._group = group
+        self._in_round = False
+        self._busy = False
+        # Rounds since any had work.
+        self._idle_rounds = 0
+
+    @property
+    def idle_check_s(self) -> float:
+        """At once after a round in which any engine had work."""
+        if self._busy:
+            return 0.0
+        return _LOCKSTEP_CHECK_S if self._idle_rounds < _LOCKSTEP_AWAKE_ROUNDS else _LOCKSTEP_REST_S
+
+    @property
+    def others_have_work(self) -> bool:
+        """Whether any had in the last round."""
+        return self._busy
+
+    def has_unfinished(self) -> bool:
+        """Also when another engine needs this one's ranks."""
+        return self._in_round or super().has_unfinished()
+
+    def check(self) -> bool:
+        """Asks the other engines."""
+        super().check()
+        self._open_round(has_work=False)
+        return self._in_round
+
+    def step(self) -> StepResult:
+        """One round."""
+        if not self._in_round:
+            self._open_round(has_work=True)
+        self._in_round = False
+        return super().step()
+
+    def dummy_prefill_execution(self) -> None:
+        """A step of this engine's ranks for the others."""
+        try:
+            self.executor.submit(ScheduledBatch({}, [], 0, is_dummy_run=True)).result()
+        except Exception as error:
+            self._die(error)
+
+    def _nothing_scheduled(self) -> None:
+        self.dummy_prefill_execution()
+
+    def _open_round(self, *, has_work: bool) -> None:
+        try:
+            self._in_round = self._busy = self._group.any_has_work(has_work)
+        except Exception as error:
+            self._die(error)
+        self._idle_rounds = 0 if self._busy else self._idle_rounds + 1
+
+    def _die(self, error: Exception) -> NoReturn:
+        self._dead = True
+        raise EngineDeadError(f"{type(error).__name__}: {error}") from error

@@ -1,0 +1,299 @@
+"""One request's state in the engine."""
+
+from __future__ import annotations
+
+import enum
+import itertools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from common.sampling_params import SamplingParams
+
+_ids = itertools.count()
+
+
+class SequenceStatus(enum.Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = enum.auto()
+    RUNNING = enum.auto()
+    FINISHED = enum.auto()
+    EXIT_ENGINE = enum.auto()
+
+
+class Priority(enum.IntEnum):
+    """Class of a request: higher ones are computed first, lower ones are preempted first."""
+
+    LOW = 1
+    NORMAL = 2
+    HIGH = 3
+
+
+class SequenceType(enum.Enum):
+    """What the sequence's last scheduled step was."""
+
+    DUMMY = enum.auto()
+    PREFILL = enum.auto()
+    DECODE = enum.auto()
+
+
+class EndReason(enum.Enum):
+    """Why a sequence ended; the router's finish reason and status derive from it."""
+
+    EOS = enum.auto()
+    STOP_TOKEN = enum.auto()
+    STOP_SEQUENCE = enum.auto()
+    LENGTH = enum.auto()
+    CANCELLED = enum.auto()
+    DEADLINE = enum.auto()
+    ERROR = enum.auto()
+    NOT_A_NUMBER = enum.auto()
+
+
+class Sequence:
+    """Tokens, blocks and timing of one request.
+
+    `num_computed_tokens` drives everything: each step moves it toward `num_tokens`, and prefill, chunk, cache hit,
+    decode and re-prefill are the same case. Invariants between steps: `0 <= num_cached_tokens <= num_computed_tokens
+    < num_tokens` while unfinished, and `len(block_table) * block_size >= num_computed_tokens`.
+
+    `token_ids` holds real tokens only. What steps in flight do is counted, never written down as a fake
+    token: they compute `num_inflight_tokens` tokens and will bring output `num_placeholder` times. `num_tokens`,
+    `num_blocks` and `last_block_num_tokens` are derived, so they can not disagree with the tokens.
+
+    The scheduler looks at every running sequence in every step, so what it asks then is kept, not derived: `num_slots`
+    by the block manager with the block table, `publish_at` with what is published, `length_limit`, `stopping_ids` and
+    `may_grow` by the scheduler from the time it takes the sequence.
+
+    Args:
+        token_ids: the prompt, followed by what an earlier attempt has generated.
+        block_size: tokens per KV block.
+        sampling_params: validated parameters.
+        stop_token_sequences: token sequences that end the generation.
+        stream_callback: called with each RequestOutput of this sequence, in process only.
+        id: unique id; minted when None. 0 is an id like any other.
+        num_prompt_tokens: border between prompt and output; the whole of `token_ids` when None.
+        seed: seed of the random numbers (uint64).
+        choice: index of the answer, part of the random numbers' counter.
+        arrive_time: monotonic seconds on this machine.
+        deadline: monotonic seconds after which the sequence is dropped, None for never.
+        hash_root: parent hash of the first block, None without salt and adapter (docs/determinism.md).
+        priority: its class.
+        cache_salt: sequences of different salts share no blocks, even if their `hash_root` collides.
+        block_hashes: of its first full blocks, from who has made them already (common.block_hash); the block manager
+            adds to them.
+        packed_ids: its tokens as uint32, likewise.
+        may_return: whether it goes back to its router when it has to wait too long for its first step (rule S9).
+    """
+
+    __slots__ = (
+        "_distinct_prompt_ids",
+        "arrive_time",
+        "block_hashes",
+        "block_size",
+        "block_table",
+        "cache_salt",
+        "choice",
+        "deadline",
+        "end_reason",
+        "first_scheduled_time",
+        "first_token_time",
+        "hash_root",
+        "held_until",
+        "id",
+        "leave_reason",
+        "leave_time",
+        "length_limit",
+        "may_grow",
+        "may_return",
+        "num_cached_tokens",
+        "num_computed_tokens",
+        "num_given_tokens",
+        "num_inflight_tokens",
+        "num_placeholder",
+        "num_preemptions",
+        "num_prompt_tokens",
+        "num_slots",
+        "packed_ids",
+        "priority",
+        "publish_at",
+        "sampling_params",
+        "seed",
+        "spec_token_ids",
+        "status",
+        "steered_until",
+        "stop_strings",
+        "stop_token_id",
+        "stop_token_sequence",
+        "stop_token_sequences",
+        "stopping_ids",
+        "stream_callback",
+        "token_ids",
+        "type",
+    )
+
+    def __init__(
+        self,
+        token_ids: list[int],
+        block_size: int,
+        sampling_params: SamplingParams | None = None,
+        stop_token_sequences: list[list[int]] | None = None,
+        stream_callback: Callable[[Any], None] | None = None,
+        id: int | None = None,
+        *,
+        num_prompt_tokens: int | None = None,
+        seed: int = 0,
+        choice: int = 0,
+        arrive_time: float = 0.0,
+        deadline: float | None = None,
+        hash_root: int | None = None,
+        cache_salt: bytes = b"",
+        priority: Priority = Priority.NORMAL,
+        block_hashes: list[int] | None = None,
+        packed_ids: bytes = b"",
+        may_return: bool = False,
+    ) -> None:
+        params = sampling_params if sampling_params is not None else SamplingParams()
+        self.id = next(_ids) if id is None else id
+        self.token_ids = list(token_ids)
+        self.block_size = block_size
+        self.num_prompt_tokens = len(self.token_ids) if num_prompt_tokens is None else num_prompt_tokens
+        # The number of tokens, prompt included, at which it ends at the latest.
+        self.length_limit = self.num_prompt_tokens + params.max_tokens
+        # Newest tokens that may end it; the stop rules then say whether they do.
+        self.stopping_ids = frozenset(params.stop_token_ids)
+        self.sampling_params = params
+        # While it has fewer tokens than this, penalties or the min_tokens mask change its logits.
+        self.steered_until = math.inf if params.penalized else self.num_prompt_tokens + params.min_tokens
+        self.stop_strings = params.stop_strings
+        self.stop_token_sequences = stop_token_sequences or [list(s) for s in params.stop_token_sequences]
+        self.stream_callback = stream_callback
+        # What it came with: the prompt, and the output of earlier attempts.
+        self.num_given_tokens = len(self.token_ids)
+        self.seed = seed
+        self.choice = choice
+        self.hash_root = hash_root
+        self.cache_salt = cache_salt
+        self.block_hashes = [] if block_hashes is None else block_hashes
+        self.packed_ids = bytearray(packed_ids)
+        self.priority = priority
+        self.may_return = may_return
+        self.arrive_time = arrive_time
+        self.deadline = deadline
+        self._distinct_prompt_ids: npt.NDArray[np.int64] | None = None
+        self._begin()
+
+    def _begin(self) -> None:
+        """What the engine fills in."""
+        self.status = SequenceStatus.WAITING
+        self.type = SequenceType.DUMMY
+        self.num_cached_tokens = 0
+        self.num_computed_tokens = 0
+        self.num_inflight_tokens = 0
+        self.num_placeholder = 0
+        self.num_preemptions = 0
+        self.block_table: list[int] = []
+        # Tokens that the block table holds.
+        self.num_slots = 0
+        # The next number of computed tokens at which a block is full and can be published.
+        self.publish_at = math.inf
+        # Whether it runs and may need more blocks than it has.
+        self.may_grow = False
+        self.spec_token_ids: list[int] = []
+        self.first_scheduled_time: float | None = None
+        # When it was last seen to wait for a prefix that another sequence computes.
+        self.held_until = -math.inf
+        self.first_token_time: float | None = None
+        self.leave_time: float | None = None
+        self.leave_reason = ""
+        self.end_reason: EndReason | None = None
+        self.stop_token_id: int | None = None
+        self.stop_token_sequence: list[int] | None = None
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt plus output, in tokens."""
+        return len(self.token_ids)
+
+    @property
+    def next_position(self) -> int:
+        """The first position that no step computes or has computed."""
+        return self.num_computed_tokens + self.num_inflight_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-self.num_tokens // self.block_size)
+
+    @property
+    def last_block_num_tokens(self) -> int:
+        """Tokens in the last of `num_blocks` blocks."""
+        return self.num_tokens - (self.num_blocks - 1) * self.block_size
+
+    @property
+    def temperature(self) -> float:
+        """Sampling temperature; 0 is greedy."""
+        return self.sampling_params.temperature
+
+    @property
+    def max_tokens(self) -> int:
+        """Most tokens to generate."""
+        return self.sampling_params.max_tokens
+
+    @property
+    def ignore_eos(self) -> bool:
+        """Whether the model's end-of-sequence ids are ignored."""
+        return self.sampling_params.ignore_eos
+
+    @property
+    def last_token(self) -> int:
+        """The newest token."""
+        return self.token_ids[-1]
+
+    @property
+    def num_completion_tokens(self) -> int:
+        """Tokens generated so far."""
+        return self.num_tokens - self.num_prompt_tokens
+
+    @property
+    def prompt_token_ids(self) -> list[int]:
+        """The prompt."""
+        return self.token_ids[: self.num_prompt_tokens]
+
+    @property
+    def distinct_prompt_ids(self) -> npt.NDArray[np.int64]:
+        """The prompt's token ids, each once, ascending; computed once, as a prompt may be long."""
+        if self._distinct_prompt_ids is None:
+            self._distinct_prompt_ids = np.unique(np.array(self.prompt_token_ids, np.int64))
+        return self._distinct_prompt_ids
+
+    @property
+    def completion_token_ids(self) -> list[int]:
+        """The output."""
+        return self.token_ids[self.num_prompt_tokens :]
+
+    @property
+    def output_tokens(self) -> list[int]:
+        """The output of this attempt."""
+        return self.token_ids[self.num_given_tokens :]
+
+    @property
+    def num_cached_blocks(self) -> int:
+        """Blocks that came from the prefix cache."""
+        return self.num_cached_tokens // self.block_size
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the sequence has ended."""
+        return self.status is SequenceStatus.FINISHED
+
+    def append_token(self, token_id: int) -> None:
+        """Appends one sampled token."""
+        self.token_ids.append(token_id)

@@ -1,0 +1,92 @@
+"""Sequences by priority class: any of them can be found and removed at once."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator
+from itertools import chain
+
+from worker.engine.sequence import Priority, Sequence
+
+
+class SequenceSet:
+    """Sequences in the order of their class, highest first, and within a class in the order in which they came.
+
+    Every operation is O(1).
+    """
+
+    def __init__(self) -> None:
+        self._classes: dict[Priority, OrderedDict[int, Sequence]] = {p: OrderedDict() for p in reversed(Priority)}
+        self._size = 0
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return chain.from_iterable(seqs.values() for seqs in self._classes.values())
+
+    def __contains__(self, seq: Sequence) -> bool:
+        return seq.id in self._classes[seq.priority]
+
+    def by_class(self) -> Iterable[Iterable[Sequence]]:
+        """The entries of each class, highest first."""
+        return (seqs.values() for seqs in self._classes.values())
+
+    def append(self, seq: Sequence) -> None:
+        """Adds at the end of its class."""
+        self._classes[seq.priority][seq.id] = seq
+        self._size += 1
+
+    def remove(self, seq: Sequence) -> None:
+        """Removes an entry from wherever it is."""
+        del self._classes[seq.priority][seq.id]
+        self._size -= 1
+
+    def heads(self) -> list[Sequence]:
+        """The first entry of each class that has any."""
+        return [next(iter(seqs.values())) for seqs in self._classes.values() if seqs]
+
+    def first(self) -> Sequence:
+        """The entry at the front, which stays."""
+        return self.heads()[0]
+
+    def last(self) -> Sequence:
+        """The newest entry of the lowest class, which stays."""
+        return next(next(reversed(seqs.values())) for seqs in reversed(self._classes.values()) if seqs)
+
+
+class SequenceQueue(SequenceSet):
+    """Sequences that wait: first come, first served within a class.
+
+    Attributes:
+        num_tokens: sum of the tokens of all entries; `grew` keeps it right when late output makes one longer.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_tokens = 0
+
+    def append(self, seq: Sequence) -> None:
+        """Adds at the end of its class."""
+        super().append(seq)
+        self.num_tokens += seq.num_tokens
+
+    def appendleft(self, seq: Sequence) -> None:
+        """Adds at the front of its class."""
+        self.append(seq)
+        self._classes[seq.priority].move_to_end(seq.id, last=False)
+
+    def popleft(self) -> Sequence:
+        """Removes the entry at the front."""
+        seq = self.first()
+        self.remove(seq)
+        return seq
+
+    def remove(self, seq: Sequence) -> None:
+        """Removes an entry from wherever it is."""
+        super().remove(seq)
+        self.num_tokens -= seq.num_tokens
+
+    def grew(self, num_tokens: int) -> None:
+        """An entry has got so many more tokens."""
+        self.num_tokens += num_tokens

@@ -1,0 +1,1 @@
+"""The model on PyTorch: runner, layers and architectures."""

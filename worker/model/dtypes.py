@@ -1,0 +1,60 @@
+"""Which dtype weights and activations have, and which the KV cache."""
+
+from __future__ import annotations
+
+import structlog
+import torch
+
+from common.config import QUANTIZE_NO
+from kernels.interface import KernelBackend, PackedFormat
+from worker.config.model_config import ModelConfig, ModelError
+
+_log = structlog.get_logger(__name__)
+
+_BY_NAME = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8": torch.float8_e4m3fn,
+}
+AUTO = "auto"
+
+
+def resolve_dtype(name: str, model_config: ModelConfig, kernels: KernelBackend) -> torch.dtype:
+    """The dtype for `Config.dtype`: `auto` is the checkpoint's, or float32 where `kernels` are slow with that one."""
+    if name != AUTO:
+        return _BY_NAME[name]
+    own = _BY_NAME[model_config.dtype]
+    if kernels.is_fast(own):
+        return own
+    _log.info("the kernels are slow with the checkpoint's dtype here, float32 is used", dtype=model_config.dtype)
+    return torch.float32
+
+
+# What packs weights as Config.quantize says.
+_NEEDED = {
+    "int8": "kernels 'cpu' and dtype float32 or bfloat16, or kernels of a GPU",
+    "fp8": "kernels of a GPU that has FP8",
+    "w8a8_int8": "kernels of a GPU",
+    "w8a8_fp8": "kernels of a GPU that has FP8",
+}
+
+
+def resolve_packed_format(name: str, dtype: torch.dtype, kernels: KernelBackend) -> PackedFormat | None:
+    """What weights are packed as for `Config.quantize`; None: in the model's dtype.
+
+    Raises:
+        ModelError: the kernels can not do it with this dtype.
+    """
+    if name == QUANTIZE_NO:
+        return None
+    packed = kernels.packed_format(name, dtype)
+    if packed is None:
+        found = f"kernels {kernels.name!r} and dtype {str(dtype).removeprefix('torch.')}"
+        raise ModelError(f"quantize {name!r} needs {_NEEDED[name]}; here are {found}")
+    return packed
+
+
+def resolve_kv_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the KV cache for `Config.kv_cache_dtype`: `auto` is the model's."""
+    return dtype if name == AUTO else _BY_NAME[name]

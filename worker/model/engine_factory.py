@@ -1,0 +1,112 @@
+"""An engine on the model itself. Imports PyTorch, which takes seconds: on the engine thread, and not when simulated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from common.config import Config
+from common.errors import InvalidFieldError
+from worker.config.engine_config import available_memory, with_pool
+from worker.config.model_config import ModelConfig, ModelError
+from worker.engine.core import EngineCore
+from worker.engine.executor import Executor, PipelinedExecutor, TokenWaiter
+from worker.model.device_memory import device_memory
+from worker.model.model_runner import ModelRunner
+from worker.model.numerics import numerics_digest
+from worker.progress import Progress
+from worker.session.worker_info import WorkerFacts
+from worker.weights.checkpoint import Progress as LoadProgress
+from worker.weights.checkpoint import no_progress
+
+
+def build_model_engine(
+    config: Config, model_config: ModelConfig, facts: WorkerFacts, threads: int | None, progress: Progress
+) -> tuple[EngineCore, WorkerFacts]:
+    """The engine, loaded and warm, and the worker's description with what is known now.
+
+    Raises:
+        ModelError: the checkpoint can not be served.
+        InvalidFieldError: the lengths do not fit the KV memory.
+    """
+    if threads is not None:
+        torch.set_num_threads(threads)
+    progress.stage("loading weights")
+    runner = ModelRunner(config, model_config, progress.bytes)
+    config = sized(config, runner)
+    progress.stage("taking memory for the KV cache")
+    allocate(runner, config.num_kvcache_blocks, progress.bytes)
+    progress.stage("warming up")
+    runner.warmup()
+    if runner.captures_graphs:
+        progress.stage("capturing graphs")
+        runner.capture_graphs(progress.count)
+    facts = replace(
+        facts,
+        max_model_len=config.max_model_len,
+        total_blocks=config.num_kvcache_blocks,
+        weights_digest=runner.weights_digest,
+        numerics=numerics_digest(runner),
+        kernels=runner.kernels.description,
+        dtype=str(runner.dtype).removeprefix("torch."),
+    )
+    config, executor = launched_ahead(config, runner)
+    return EngineCore(config, runner, executor=executor), facts
+
+
+def sized(config: Config, runner: ModelRunner) -> Config:
+    """`config` with the KV pool's size and the models' length (`with_pool`), by the memory of the runner's device.
+
+    Raises:
+        InvalidFieldError: the lengths do not fit the KV memory.
+    """
+    model_len = runner.model_config.max_position_embeddings
+    if runner.kernels.device.type == "cpu":
+        return with_pool(config, model_len, runner.num_blocks_for, available_memory(runner.mapped_bytes))
+    free_bytes = device_memory(runner)
+    if not free_bytes:
+        share = config.gpu_memory_utilization
+        raise InvalidFieldError("gpu_memory_utilization", f"is {share}", "more: weights and a step take all of that")
+    # The whole of it: a GPU's memory is nobody else's.
+    config = replace(config, kv_cache_memory=config.kv_cache_memory or free_bytes)
+    return with_pool(config, model_len, runner.num_blocks_for, free_bytes)
+
+
+def launched_ahead(
+    config: Config, runner: ModelRunner, clock: Callable[[], float] = time.monotonic
+) -> tuple[Config, Executor | None]:
+    """An engine's config and executor; on a GPU each step is launched before the one before it has ended."""
+    if runner.kernels.device.type == "cpu":
+        return config, None
+    return replace(config, deferred_output=True), PipelinedExecutor(runner.launch, clock, partial(_enter, runner))
+
+
+def waits_for_tokens(config: Config, runner: ModelRunner, clock: Callable[[], float]) -> TokenWaiter | None:
+    """What waits for a rank's tokens while it launches the next step: on a GPU, and with deferred output; else None."""
+    if runner.kernels.device.type == "cpu" and not config.deferred_output:
+        return None
+    return TokenWaiter(clock, partial(_enter, runner))
+
+
+def _enter(runner: ModelRunner) -> None:
+    """Makes the runner's device this thread's current one."""
+    if runner.kernels.device.type != "cpu":
+        torch.cuda.set_device(runner.kernels.device)
+
+
+def allocate(runner: ModelRunner, num_blocks: int, progress: LoadProgress = no_progress) -> None:
+    """Makes the KV pool, and takes its memory where there is twice as much of it; else that is taken block by block.
+
+    Raises:
+        ModelError: it does not fit into memory.
+    """
+    try:
+        runner.allocate_kv_cache(num_blocks)
+    except (RuntimeError, MemoryError, OSError):
+        raise ModelError(f"{num_blocks} KV blocks do not fit into memory: lower --kv-cache-memory") from None
+    if 2 * num_blocks * runner.kv_block_bytes <= available_memory(runner.mapped_bytes):
+        runner.touch_kv_cache(progress)

@@ -1,0 +1,43 @@
+"""Attention over the paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.model.forward_context import get_forward_context
+from worker.model.layers.build import Build
+
+
+class Attention:
+    """Stores the step's keys and values, then attends to the cache: also rows of this step are read back from it.
+
+    Args:
+        build: what layers are made with.
+        layer: index of the layer.
+        scale: of the scores.
+        window: how many keys a row sees, its own included; None for all before it.
+        sinks: [Hq], scores that take part in a head's softmax without a value.
+
+    Attributes:
+        window, sinks: as given.
+    """
+
+    def __init__(
+        self, build: Build, layer: int, scale: float, window: int | None = None, sinks: torch.Tensor | None = None
+    ) -> None:
+        self._kernels = build.kernels
+        self._name = f"layers.{layer}"
+        self._scale = scale
+        self.window = window
+        self.sinks = sinks
+
+    def __call__(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]"""
+        context = get_forward_context()
+        kv = context.kv_cache_data[self._name]
+        self._kernels.write_kv(kv.cache, kv.layer_num, k, v, context.attn_metadata)
+        metadata = context.attn_metadata
+        out = self._kernels.attention(
+            q, kv.cache, kv.layer_num, metadata, self._scale, window=self.window, sinks=self.sinks
+        )
+        return out.flatten(1)

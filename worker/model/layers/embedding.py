@@ -1,0 +1,121 @@
+"""Token embeddings and the output head, which may share one matrix; both split by vocabulary over the ranks."""
+
+from __future__ import annotations
+
+import torch
+
+from kernels.interface import PackedLinear
+from kernels.no_token import NO_TOKEN
+from worker.model.layers.build import Build
+
+
+class Embedding:
+    """This rank's rows of `{name}.weight` [V, H], whose split need not be even: the last rank may have fewer.
+
+    Args:
+        build: what layers are made with.
+        name: of the tensor, without `.weight`.
+        for_head: whether the output head multiplies by the matrix: then the weight as a product wants it is the only
+            copy, unless it is quantized, and rows are read out of it.
+
+    Attributes:
+        packed: the weight as a product wants it; None unless `for_head`.
+    """
+
+    def __init__(self, build: Build, name: str, for_head: bool) -> None:
+        share, rows = _share(build)
+        self._first = build.shard.rank * share
+        self._collectives = build.shard.collectives
+        self._whole = build.shard.size == 1
+        self._kernels = build.kernels
+        self._num_rows = share
+        self.packed: PackedLinear = head_weight(build, name) if for_head else None
+        # Quantized, a head's weight no longer has the rows that the checkpoint says.
+        kept = not for_head or build.packed_format is not None
+        self._weight = self._kept_rows(build, name, rows, share) if kept else None
+
+    @staticmethod
+    def _kept_rows(build: Build, name: str, rows: slice, share: int) -> torch.Tensor:
+        return build.kept.keep(f"{name}.weight", lambda: _read(build, name, rows, share).to(build.kernels.device))
+
+    def _rows(self, local: torch.Tensor) -> torch.Tensor:
+        """int64 [T], places in this rank's rows -> [T, H]"""
+        if self._weight is None:
+            return self._kernels.packed_rows(self.packed, local)
+        return self._weight.index_select(0, local)
+
+    def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """int64 [T] -> [T, H]"""
+        if self._whole:
+            return self._rows(token_ids)
+        local = token_ids - self._first
+        mine = (local >= 0) & (local < self._num_rows)
+        rows = self._rows(local.clamp(0, self._num_rows - 1))
+        return self._collectives.all_reduce(rows * mine.unsqueeze(1).to(rows.dtype))
+
+
+def head_weight(build: Build, name: str) -> PackedLinear:
+    """This rank's rows of `{name}.weight` [V, H] as a product wants them."""
+    share, rows = _share(build)
+
+    def pack() -> PackedLinear:
+        return build.kernels.pack_linear(_read(build, name, rows, share), None, build.dtype, build.packed_format)
+
+    return build.kept.keep(name, pack)
+
+
+def _share(build: Build) -> tuple[int, slice]:
+    """Rows of the largest rank, and this rank's."""
+    size, vocab = build.shard.size, build.config.vocab_size
+    share = -(-vocab // size)
+    first = build.shard.rank * share
+    return share, slice(min(first, vocab), min(first + share, vocab))
+
+
+def _read(build: Build, name: str, rows: slice, share: int) -> torch.Tensor:
+    """Equal shapes on every rank, so that logits can be gathered; the rows past the vocabulary are zero."""
+    weight = torch.empty(share, build.config.hidden_size, dtype=build.dtype)
+    count = rows.stop - rows.start
+    weight[count:] = 0.0
+    build.weights.copy_to(weight[:count], f"{name}.weight", rows=rows)
+    return weight
+
+
+class LMHead:
+    """Logits of the vocabulary in float32, by `head_weight` of the input embedding or of a matrix of its own."""
+
+    def __init__(self, build: Build, packed: PackedLinear) -> None:
+        self._kernels = build.kernels
+        self._collectives = build.shard.collectives
+        self._whole = build.shard.size == 1
+        self._vocab_size = build.config.vocab_size
+        self._first = build.shard.rank * _share(build)[0]
+        self._packed = packed
+
+    def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> float32 [T, V], on every rank"""
+        logits = self._collectives.all_gather(self._kernels.linear(hidden, self._packed))
+        return logits[:, : self._vocab_size].float()
+
+    def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [T]: the lowest id below `limit` of each row's largest logit, on every rank; see linear_argmax.
+
+        Ranks tell each other their best logit and its id, both of which float32 holds; no logits are gathered.
+        """
+        if self._whole:
+            return self._kernels.linear_argmax(hidden, self._packed, limit)
+        best = self._own_best(hidden, min(limit, self._vocab_size))
+        every = self._collectives.all_gather(best).view(len(hidden), -1, 2)
+        # The first of equals: the lowest rank has the lowest ids.
+        values, ranks = every[..., 0].max(dim=1)
+        ids = every[..., 1].gather(1, ranks.unsqueeze(1)).squeeze(1).long()
+        return torch.where(values.isfinite(), ids, NO_TOKEN)
+
+    def _own_best(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
+        """float32 [T, 2]: the largest of this rank's logits below `limit` and its id; NaN counts as the lowest."""
+        logits = self._kernels.linear(hidden, self._packed)[:, : max(0, limit - self._first)].float()
+        # So that a rank without such an id has a number, too.
+        lowest = logits.new_full((len(logits), 1), -torch.inf)
+        logits = torch.cat((logits.nan_to_num(-torch.inf, torch.inf, -torch.inf), lowest), dim=1)
+        values, places = logits.max(dim=1)
+        return torch.stack((values, (places + self._first).float()), dim=1)

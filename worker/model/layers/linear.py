@@ -1,0 +1,78 @@
+"""Linear layers, packed by the kernel back end, whole or split over the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from kernels.interface import PackedLinear
+from worker.model.layers.build import Build
+from worker.model.layers.product import product_floats, product_weight, stay_quantized
+from worker.weights.stored_tensors import MatrixPart
+
+# All rows or columns of a tensor.
+WHOLE = slice(None)
+
+
+class ColumnLinear:
+    """One product for one or several projections of the same input, whose outputs stand side by side.
+
+    Args:
+        build: what layers are made with.
+        parts: projections, each with `{name}.weight` [N_i, K] and, with `bias`, `{name}.bias` [N_i], and the rows of
+            it that this rank computes; WHOLE for all of them on every rank.
+        bias: whether the projections have biases.
+
+    Attributes:
+        packed: the weight, as the back end wants it.
+    """
+
+    def __init__(self, build: Build, parts: Mapping[str, slice], bias: bool = False) -> None:
+        self._kernels = build.kernels
+        self.packed = build.kept.keep(" ".join(parts), lambda: self._pack(build, parts, bias))
+
+    def _pack(self, build: Build, parts: Mapping[str, slice], bias: bool) -> PackedLinear:
+        product = [MatrixPart(f"{name}.weight", rows) for name, rows in parts.items()]
+        weight = product_weight(build, product, stay_quantized(build, [product]))
+        biases = [MatrixPart(f"{name}.bias", rows) for name, rows in parts.items()]
+        own_bias = product_floats(build, biases) if bias else None
+        return self._kernels.pack_linear(weight, own_bias, build.dtype, build.packed_format)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, K] -> [T, sum of this rank's N_i]"""
+        return self._kernels.linear(x, self.packed)
+
+
+class RowLinear:
+    """A projection whose input is split over the ranks, and whose output is the sum of theirs.
+
+    Args:
+        build: what layers are made with.
+        name: projection with `{name}.weight` [N, K] and, with `bias`, `{name}.bias` [N].
+        part: the columns of it that this rank has the input of.
+        bias: whether it has a bias; the first rank adds it, so that it is added once.
+
+    Attributes:
+        packed: the weight, as the back end wants it.
+    """
+
+    def __init__(self, build: Build, name: str, part: slice, bias: bool = False) -> None:
+        self._kernels = build.kernels
+        self._collectives = build.shard.collectives
+        self.packed = build.kept.keep(name, lambda: self._pack(build, name, part, bias))
+
+    def _pack(self, build: Build, name: str, part: slice, bias: bool) -> PackedLinear:
+        product = [MatrixPart(f"{name}.weight", columns=part)]
+        weight = product_weight(build, product, stay_quantized(build, [product]))
+        own_bias = build.weights.take(f"{name}.bias") if bias else None
+        used_bias = own_bias if build.shard.rank == 0 else None
+        return self._kernels.pack_linear(weight, used_bias, build.dtype, build.packed_format)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, this rank's K] -> [T, N], this rank's summand"""
+        return self._kernels.linear(x, self.packed)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, this rank's K] -> [T, N], the same on every rank"""
+        return self._collectives.all_reduce(self.partial(x))

@@ -1,0 +1,247 @@
+"""Mixture of experts: a router, experts of which each row has a few, and perhaps some that all rows share.
+
+Ranks hold either all experts and a part of each one's inner units (tensor parallel), or some experts whole (expert
+parallel). Either way every rank routes every row, computes what it holds, and one all_reduce adds up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from kernels.interface import ClampedSwiglu, ExpertWeights, PackedLinear, Routing
+from worker.config.model_config import ModelConfig, ModelError
+from worker.model.forward_context import get_forward_context
+from worker.model.layers.build import Build, taken
+from worker.model.layers.product import product_weight, stay_quantized
+from worker.model.sharding import DataParallel, Shard
+from worker.weights.checkpoint import Shape
+from worker.weights.stored_tensors import MatrixPart
+
+# Rows of each engine that are gathered at a time with data parallelism.
+_MAX_GATHERED_ROWS: Final = 1024
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts' shape.
+
+    Attributes:
+        num_experts: to choose from.
+        inner: units of each, on all ranks together.
+        routing: how rows choose.
+        clamp: activation other than silu(gate) * up.
+
+    Raises:
+        ModelError: the numbers do not fit each other.
+    """
+
+    num_experts: int
+    inner: int
+    routing: Routing
+    clamp: ClampedSwiglu | None = None
+
+    def __post_init__(self) -> None:
+        routing = self.routing
+        if routing.top_k > self.num_experts:
+            raise ModelError(f"num_experts_per_tok {routing.top_k} is more than the {self.num_experts} experts")
+        if routing.num_groups == 1:
+            return
+        size, rest = divmod(self.num_experts, routing.num_groups)
+        if rest or size < 2:
+            groups = f"{self.num_experts} experts into equal groups of two or more"
+            raise ModelError(f"n_group {routing.num_groups} does not split {groups}")
+        if not routing.top_k <= routing.top_groups * size <= self.num_experts:
+            raise ModelError(
+                f"topk_group {routing.top_groups} of n_group {routing.num_groups} groups of {size} experts"
+                f" does not hold num_experts_per_tok {routing.top_k}"
+            )
+
+
+@dataclass(frozen=True)
+class ExpertShare:
+    """What a rank holds of the experts.
+
+    Attributes:
+        experts: ids.
+        inner: inner units of each of them.
+    """
+
+    experts: slice
+    inner: slice
+
+    @classmethod
+    def of(cls, shard: Shard, config: MoEConfig) -> ExpertShare:
+        """Whole experts with expert parallelism, else a part of every expert.
+
+        Raises:
+            ModelError: the inner units can not be shared out evenly.
+        """
+        if shard.expert_parallel:
+            return cls(shard.expert_part(config.num_experts), slice(0, config.inner))
+        return cls(slice(0, config.num_experts), shard.part(config.inner, "the experts' intermediate size"))
+
+    @property
+    def ids(self) -> range:
+        """Ids of the experts."""
+        return range(self.experts.start, self.experts.stop)
+
+
+class Router:
+    """Chooses each row's experts, in float32.
+
+    Args:
+        build: what layers are made with.
+        name: of `{name}.weight` [E, H] and, as they are asked for, `{name}.bias` and `{name}.e_score_correction_bias`.
+        routing: how.
+        bias: whether the logits have a bias.
+        correction: whether the choice has one (arXiv:2412.19437, section 2.1.2).
+    """
+
+    def __init__(self, build: Build, name: str, routing: Routing, bias: bool = False, correction: bool = False) -> None:
+        self._kernels = build.kernels
+        self._routing = routing
+        self._packed = build.kept.keep(name, lambda: self._pack(build, name, bias))
+        correction_name = f"{name}.e_score_correction_bias"
+        self._correction = taken(build, correction_name, torch.float32) if correction else None
+
+    def _pack(self, build: Build, name: str, bias: bool) -> PackedLinear:
+        own_bias = build.weights.take(f"{name}.bias", dtype=torch.float32) if bias else None
+        weight = build.weights.take(f"{name}.weight", dtype=torch.float32)
+        return self._kernels.pack_linear(weight, own_bias, torch.float32)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """[T, H] -> ids int64 [T, k] and weights float32 [T, k]"""
+        logits = self._kernels.linear(x.float(), self._packed)
+        return self._kernels.route(logits, self._routing, self._correction)
+
+
+class MoE:
+    """Routed experts and shared ones.
+
+    Args:
+        build: what layers are made with.
+        name: of the routed experts.
+        config: the experts' shape.
+        router: [T, H] -> ids and weights.
+        experts: those of `ExpertShare.of`, in order.
+        shared: [T, H] -> this rank's summand [T, H] of what all rows get.
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        name: str,
+        config: MoEConfig,
+        router: Router,
+        experts: Iterable[ExpertWeights],
+        shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
+        self._kernels = build.kernels
+        self._collectives = build.shard.collectives
+        self._data = build.shard.data
+        self._router = router
+        first = ExpertShare.of(build.shard, config).experts.start
+        self._packed = build.kept.keep(
+            name,
+            lambda: build.kernels.pack_experts(experts, first, config.clamp, build.dtype, build.packed_format),
+        )
+        self._shared = shared
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H], the same on every rank of the engine"""
+        if self._data is None:
+            out = self._own_experts(x)
+            return self._collectives.all_reduce(out if self._shared is None else out + self._shared(x))
+        out = torch.cat([*self._over_engines(x, self._data)])
+        return out if self._shared is None else out + self._collectives.all_reduce(self._shared(x))
+
+    def _own_experts(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's summand."""
+        ids, weights = self._router(x)
+        return self._kernels.moe(x, ids, weights, self._packed)
+
+    def _over_engines(self, x: torch.Tensor, data: DataParallel) -> Iterator[torch.Tensor]:
+        """The rows of all engines go to all experts, chunk by chunk; what is this engine's of the sums."""
+        metadata = get_forward_context().dp_metadata
+        assert metadata is not None, "data parallelism without DPMetadata"
+        for chunk in range(-(-metadata.max_tokens_across_dp // _MAX_GATHERED_ROWS)):
+            with metadata.chunked_sizes(_MAX_GATHERED_ROWS, chunk) as sizes:
+                first, most = chunk * _MAX_GATHERED_ROWS, max(sizes)
+                own = x.new_zeros(most, x.shape[1])
+                own[: sizes[data.rank]] = x[first : first + sizes[data.rank]]
+                # [most, engines, H]: rows stand side by side, and the filling of engines with fewer is not used.
+                rows = data.collectives.all_gather(own).view(most * data.size, -1)
+                out = data.experts.all_reduce(self._own_experts(rows))
+                yield out.view(most, data.size, -1)[: sizes[data.rank], data.rank]
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """What checkpoints with a tensor for each expert call its projections: `{prefix}.{id}.{gate}.weight`."""
+
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+    def shapes(self, prefix: str, config: MoEConfig, hidden_size: int) -> dict[str, Shape]:
+        """Name and shape of every tensor of every expert."""
+        shapes: dict[str, Shape] = {}
+        for expert in range(config.num_experts):
+            shapes[f"{prefix}.{expert}.{self.gate}.weight"] = (config.inner, hidden_size)
+            shapes[f"{prefix}.{expert}.{self.up}.weight"] = (config.inner, hidden_size)
+            shapes[f"{prefix}.{expert}.{self.down}.weight"] = (hidden_size, config.inner)
+        return shapes
+
+    def take(self, build: Build, prefix: str, config: MoEConfig) -> Iterator[ExpertWeights]:
+        """This rank's share, one expert at a time."""
+        share = ExpertShare.of(build.shard, config)
+        both = [
+            [MatrixPart(f"{prefix}.{expert}.{part}.weight", rows=share.inner) for part in (self.gate, self.up)]
+            for expert in share.ids
+        ]
+        downs = [[MatrixPart(f"{prefix}.{expert}.{self.down}.weight", columns=share.inner)] for expert in share.ids]
+        both_stay, downs_stay = stay_quantized(build, both), stay_quantized(build, downs)
+        for gate_up, down in zip(both, downs, strict=True):
+            yield ExpertWeights(product_weight(build, gate_up, both_stay), product_weight(build, down, downs_stay))
+
+
+def grouped_moe_config(config: ModelConfig) -> MoEConfig:
+    """The mixture of DeepSeek-V3, which GLM-4 has too: sigmoid scores, groups, a bias to choose by.
+
+    Raises:
+        ModelError: config.json asks for another kind, or its numbers do not fit.
+    """
+    for key, supported in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
+        if config.source.get(key, supported) != supported:
+            raise ModelError(f"config.json: {key} is {config.source[key]!r}; supported: {supported}")
+    routing = Routing(
+        top_k=config.count("num_experts_per_tok"),
+        scoring="sigmoid",
+        renormalize=config.flag("norm_topk_prob", True),
+        num_groups=config.count("n_group", 1),
+        top_groups=config.count("topk_group", 1),
+        scale=config.number("routed_scaling_factor", 1.0),
+    )
+    return MoEConfig(config.count("n_routed_experts"), config.count("moe_intermediate_size"), routing)
+
+
+def grouped_moe_shapes(config: ModelConfig) -> dict[str, Shape]:
+    """Name, from the layer's `mlp` on, and shape of every tensor of such a mixture, without the shared experts."""
+    moe = grouped_moe_config(config)
+    router: dict[str, Shape] = {
+        "mlp.gate.weight": (moe.num_experts, config.hidden_size),
+        "mlp.gate.e_score_correction_bias": (moe.num_experts,),
+    }
+    return router | ExpertNames().shapes("mlp.experts", moe, config.hidden_size)
+
+
+def grouped_moe(build: Build, prefix: str, shared: Callable[[torch.Tensor], torch.Tensor] | None) -> MoE:
+    """Such a mixture from `{prefix}.gate` and `{prefix}.experts`; `shared` as in MoE."""
+    config = grouped_moe_config(build.config)
+    router = Router(build, f"{prefix}.gate", config.routing, correction=True)
+    name = f"{prefix}.experts"
+    return MoE(build, name, config, router, ExpertNames().take(build, name, config), shared)

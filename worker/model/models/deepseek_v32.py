@@ -1,0 +1,23 @@
+"""DeepseekV32ForCausalLM (arXiv:2512.02556): DeepSeek-V3 whose rows attend to the tokens that an indexer selects."""
+
+from __future__ import annotations
+
+from worker.config.model_config import ModelConfig, ModelError
+from worker.model.models.deepseek_v3 import DeepseekV3ForCausalLM
+
+
+class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
+    """DeepSeek-V3.2. Up to `index_topk` tokens of context its attention is that of DeepSeek-V3."""
+
+    indexer = True
+    layer_type = "indexed_attention"
+
+    @classmethod
+    def sparse(cls, config: ModelConfig, layer: int) -> bool:
+        """`mlp_layer_types`, where it is given, says it for each layer."""
+        types = config.source.get("mlp_layer_types")
+        if types is None:
+            return super().sparse(config, layer)
+        if len(types) < config.num_hidden_layers or set(types) - {"dense", "sparse"}:
+            raise ModelError("config.json: mlp_layer_types must say dense or sparse for each layer")
+        return bool(types[layer] == "sparse")

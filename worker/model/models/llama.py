@@ -1,0 +1,332 @@
+"""LlamaForCausalLM, and the decoder that its relatives share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kernels.interface import Decoder, DecoderLayer, FusedDecoder, KVSpec
+from worker.config.model_config import FULL_ATTENTION, INDEXED_ATTENTION, ModelConfig, ModelError
+from worker.model.forward_context import get_forward_context
+from worker.model.layers.attention import Attention
+from worker.model.layers.build import Build
+from worker.model.layers.embedding import Embedding, LMHead, head_weight
+from worker.model.layers.linear import ColumnLinear, RowLinear
+from worker.model.layers.norm import RMSNorm
+from worker.model.layers.rotary import RotaryEmbedding
+from worker.model.sharding import Shard, length, times
+from worker.weights.checkpoint import Shape
+
+CosSin = tuple[torch.Tensor, torch.Tensor]
+
+
+class LlamaAttention:
+    """Grouped-query attention with rotary positions; heads are split over the ranks.
+
+    Args:
+        build: what layers are made with.
+        prefix: of the layer's attention tensors.
+        layer: its index.
+        window: how many keys a row sees, its own included; None for all before it.
+
+    Attributes:
+        qkv, out: the projections.
+        norms: of each head's queries and keys, or None.
+        attention: what is between the projections.
+    """
+
+    # Whether the output projection has a bias where the others have one.
+    output_bias = True
+
+    def __init__(self, build: Build, prefix: str, layer: int, window: int | None = None) -> None:
+        config = build.config
+        self._kernels = build.kernels
+        self._head_dim = config.head_dim
+        queries = build.shard.part(config.num_attention_heads, "num_attention_heads")
+        keys = build.shard.kv_part(config.num_key_value_heads)
+        self._heads = [length(queries), length(keys), length(keys)]
+        rows, kv_rows = times(queries, config.head_dim), times(keys, config.head_dim)
+        parts = {f"{prefix}.q_proj": rows, f"{prefix}.k_proj": kv_rows, f"{prefix}.v_proj": kv_rows}
+        self.qkv = ColumnLinear(build, parts, config.attention_bias)
+        self.norms = self.head_norms(build, prefix)
+        self.out = RowLinear(build, f"{prefix}.o_proj", rows, config.attention_bias and self.output_bias)
+        self.attention = Attention(build, layer, config.head_dim**-0.5, window, self.sinks(build, prefix, queries))
+
+    def sinks(self, build: Build, prefix: str, heads: slice) -> torch.Tensor | None:
+        """Scores [Hq] that take part in the softmax of this rank's `heads` without a value: none in Llama."""
+        return None
+
+    def head_norms(self, build: Build, prefix: str) -> tuple[RMSNorm, RMSNorm] | None:
+        """Norms of each head's queries and keys before the rotation: none in Llama."""
+        return None
+
+    def __call__(self, x: torch.Tensor, cos_sin: CosSin) -> torch.Tensor:
+        """[T, H] -> [T, H]"""
+        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
+        q, k, v = heads.split_with_sizes(self._heads, dim=1)
+        if self.norms is not None:
+            q, k = self.norms[0](q), self.norms[1](k)
+        q, k = self._kernels.rope(q, k, *cos_sin)
+        return self.out(self.attention(q, k, v))
+
+
+class LlamaMLP:
+    """Gated feed-forward network of `inner` units, which are split over the ranks.
+
+    Attributes:
+        gate_up, down: the projections.
+    """
+
+    def __init__(self, build: Build, prefix: str, inner: int, bias: bool = False) -> None:
+        self._kernels = build.kernels
+        part = build.shard.part(inner, "intermediate_size")
+        self.gate_up = ColumnLinear(build, {f"{prefix}.gate_proj": part, f"{prefix}.up_proj": part}, bias)
+        self.down = RowLinear(build, f"{prefix}.down_proj", part, bias)
+
+    def partial(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H], this rank's summand"""
+        return self.down.partial(self._kernels.silu_and_mul(self.gate_up(x)))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, H] -> [T, H]"""
+        return self.down(self._kernels.silu_and_mul(self.gate_up(x)))
+
+
+class LlamaDecoderLayer:
+    """Attention and feed-forward, each behind a norm and beside a residual connection.
+
+    Args:
+        build: what layers are made with.
+        layer: its index.
+        attention: [T, H] and cosines and sines -> [T, H].
+        mlp: [T, H] -> [T, H].
+    """
+
+    def __init__(
+        self,
+        build: Build,
+        layer: int,
+        attention: Callable[[torch.Tensor, CosSin], torch.Tensor],
+        mlp: Callable[[torch.Tensor], torch.Tensor],
+    ) -> None:
+        prefix = f"model.layers.{layer}"
+        self._input_norm = RMSNorm(build, f"{prefix}.input_layernorm")
+        self._attention = attention
+        self._post_norm = RMSNorm(build, f"{prefix}.post_attention_layernorm")
+        self._mlp = mlp
+
+    def fusible(self) -> DecoderLayer | None:
+        """The layer as a back end can fuse it; None where attention is of another kind."""
+        attention, mlp = self._attention, self._mlp
+        if not isinstance(attention, LlamaAttention):
+            return None
+        gated = mlp if isinstance(mlp, LlamaMLP) else None
+        return DecoderLayer(
+            input_norm=self._input_norm.weight,
+            qkv=attention.qkv.packed,
+            head_norms=attention.norms and (attention.norms[0].weight, attention.norms[1].weight),
+            window=attention.attention.window,
+            sinks=attention.attention.sinks,
+            out=attention.out.packed,
+            post_norm=self._post_norm.weight,
+            gate_up=gated and gated.gate_up.packed,
+            down=gated and gated.down.packed,
+            network=None if gated else mlp,
+        )
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor | None, cos_sin: CosSin
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """(layer output, residual), both [T, H]; their sum is the residual stream."""
+        if residual is None:
+            normed, residual = self._input_norm(x), x
+        else:
+            normed, residual = self._input_norm.add(x, residual)
+        normed, residual = self._post_norm.add(self._attention(normed, cos_sin), residual)
+        return self._mlp(normed), residual
+
+
+class LlamaForCausalLM:
+    """Llama 2 and 3: every projection may have a bias, embeddings may be tied.
+
+    Relatives override `check`, `window`, `make_rotary`, `make_attention`, `make_mlp`, `attention_shapes`, `mlp_shapes`.
+
+    Args:
+        build: what layers are made with; its weights are those of `tensor_shapes`.
+    """
+
+    attention: type[LlamaAttention] = LlamaAttention
+
+    def __init__(self, build: Build) -> None:
+        config = build.config
+        self._embedding = Embedding(build, "model.embed_tokens", config.tie_word_embeddings)
+        self._rotary = self.make_rotary(build)
+        self._layers = [self.make_layer(build, layer) for layer in range(config.num_hidden_layers)]
+        self._norm = RMSNorm(build, "model.norm")
+        tied = config.tie_word_embeddings
+        self._head = LMHead(build, self._embedding.packed if tied else head_weight(build, "lm_head"))
+        self._fused = self._fuse(build)
+
+    def _fuse(self, build: Build) -> FusedDecoder | None:
+        """All layers as one operation, where there is one."""
+        layers = tuple(filter(None, (layer.fusible() for layer in self._layers)))
+        if len(layers) < len(self._layers):
+            return None
+        config, shard = build.config, build.shard
+        decoder = Decoder(
+            layers,
+            self._norm.weight,
+            config.rms_norm_eps,
+            length(shard.part(config.num_attention_heads, "num_attention_heads")),
+            config.head_dim**-0.5,
+            shard.collectives.all_reduce if shard.size > 1 else None,
+        )
+        return build.kernels.fuse_decoder(decoder, build.kv_dtype or build.dtype)
+
+    def make_layer(self, build: Build, layer: int) -> LlamaDecoderLayer:
+        """One decoder layer."""
+        prefix = f"model.layers.{layer}"
+        attention = self.make_attention(build, f"{prefix}.self_attn", layer)
+        return LlamaDecoderLayer(build, layer, attention, self.make_mlp(build, f"{prefix}.mlp", layer))
+
+    def make_rotary(self, build: Build) -> RotaryEmbedding:
+        """The rotary embedding of all layers."""
+        return RotaryEmbedding(build.config.rope, build.config.head_dim, build.max_position, build.kernels.device)
+
+    def make_attention(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor, CosSin], torch.Tensor]:
+        """The attention of one layer."""
+        return self.attention(build, prefix, layer, self.window(build.config, layer))
+
+    def make_mlp(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:
+        """The feed-forward network of one layer."""
+        return LlamaMLP(build, prefix, build.config.intermediate_size, build.config.mlp_bias)
+
+    @classmethod
+    def kv_spec(cls, config: ModelConfig, shard: Shard) -> KVSpec:
+        """Keys and values of this rank's heads."""
+        return KVSpec(length(shard.kv_part(config.num_key_value_heads)), config.head_dim)
+
+    @classmethod
+    def check(cls, config: ModelConfig) -> None:
+        """Refuses settings of config.json that would change the numbers if they were ignored.
+
+        Raises:
+            ModelError: there is one that this architecture does not do.
+        """
+        refuse_partial_rotary(config)
+        refuse_windows(config)
+
+    @classmethod
+    def window(cls, config: ModelConfig, layer: int) -> int | None:
+        """How many keys a row of a layer sees, its own included; None for all before it.
+
+        Raises:
+            ModelError: config.json contradicts itself.
+        """
+        return None
+
+    @classmethod
+    def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
+        """None."""
+        return ()
+
+    @classmethod
+    def tensor_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """Name and shape of every tensor of the checkpoint.
+
+        Raises:
+            ModelError: see `check`.
+        """
+        cls.check(config)
+        shapes: dict[str, Shape] = {
+            "model.embed_tokens.weight": (config.vocab_size, config.hidden_size),
+            "model.norm.weight": (config.hidden_size,),
+        }
+        if not config.tie_word_embeddings:
+            shapes["lm_head.weight"] = (config.vocab_size, config.hidden_size)
+        for layer in range(config.num_hidden_layers):
+            for name, shape in cls.layer_shapes(config, layer).items():
+                shapes[f"model.layers.{layer}.{name}"] = shape
+        return shapes
+
+    @classmethod
+    def layer_shapes(cls, config: ModelConfig, layer: int) -> dict[str, Shape]:
+        """Name and shape of every tensor of one layer."""
+        norm = (config.hidden_size,)
+        norms: dict[str, Shape] = {"input_layernorm.weight": norm, "post_attention_layernorm.weight": norm}
+        return norms | cls.attention_shapes(config) | cls.mlp_shapes(config, layer)
+
+    @classmethod
+    def attention_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """Name and shape of every tensor of a layer's attention."""
+        hidden, bias = config.hidden_size, config.attention_bias
+        queries = config.num_attention_heads * config.head_dim
+        keys = config.num_key_value_heads * config.head_dim
+        return (
+            linear_shapes("self_attn.q_proj", queries, hidden, bias)
+            | linear_shapes("self_attn.k_proj", keys, hidden, bias)
+            | linear_shapes("self_attn.v_proj", keys, hidden, bias)
+            | linear_shapes("self_attn.o_proj", hidden, queries, bias and cls.attention.output_bias)
+        )
+
+    @classmethod
+    def mlp_shapes(cls, config: ModelConfig, layer: int) -> dict[str, Shape]:
+        """Name and shape of every tensor of a layer's feed-forward network."""
+        return dense_shapes("mlp", config.hidden_size, config.intermediate_size, config.mlp_bias)
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """Hidden states [T, H] after the last norm, for token ids and positions int64 [T]."""
+        x = self._embedding(token_ids)
+        cos_sin = self._rotary(positions)
+        if self._fused is not None:
+            context = get_forward_context()
+            return self._fused.run(x, *cos_sin, context.kv_cache_data["layers.0"].cache, context.attn_metadata)
+        residual: torch.Tensor | None = None
+        for layer in self._layers:
+            x, residual = layer(x, residual, cos_sin)
+        return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
+
+    def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """float32 [S, V] of hidden states [S, H]."""
+        return self._head(hidden)
+
+    def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
+        """int64 [S]: the lowest id below `limit` with the largest logit, of hidden states [S, H]."""
+        return self._head.greedy(hidden, limit)
+
+
+def linear_shapes(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape]:
+    """Tensors of one projection."""
+    weight: dict[str, Shape] = {f"{name}.weight": (outputs, inputs)}
+    return weight | {f"{name}.bias": (outputs,)} if bias else weight
+
+
+def dense_shapes(prefix: str, hidden: int, inner: int, bias: bool = False) -> dict[str, Shape]:
+    """Tensors of one LlamaMLP."""
+    return (
+        linear_shapes(f"{prefix}.gate_proj", inner, hidden, bias)
+        | linear_shapes(f"{prefix}.up_proj", inner, hidden, bias)
+        | linear_shapes(f"{prefix}.down_proj", hidden, inner, bias)
+    )
+
+
+def refuse_partial_rotary(config: ModelConfig) -> None:
+    """For architectures that rotate whole heads.
+
+    Raises:
+        ModelError: config.json asks for less.
+    """
+    if config.rope.partial_rotary_factor != 1.0:
+        raise ModelError(f"partial_rotary_factor is not supported for {config.architecture}; leave it out")
+
+
+def refuse_windows(config: ModelConfig) -> None:
+    """For architectures whose attention is full.
+
+    Raises:
+        ModelError: config.json asks for a window.
+    """
+    sliding = set(config.source.get("layer_types") or ()) - {FULL_ATTENTION, INDEXED_ATTENTION}
+    if config.source.get("use_sliding_window") or sliding:
+        raise ModelError(f"sliding window attention is not supported for {config.architecture}")

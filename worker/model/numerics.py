@@ -1,0 +1,97 @@
+"""The numerics class: two workers of one class give a request the same tokens (docs/determinism.md)."""
+
+from __future__ import annotations
+
+import hashlib
+
+from common.sampling_params import SamplingParams
+from worker.config.model_config import ModelError
+from worker.engine.batch import ScheduledBatch
+from worker.engine.sequence import Sequence
+from worker.model.decode_graphs import capture_sizes
+from worker.model.model_runner import ModelRunner
+
+_PREFILL = 300
+_CHUNKS = (37, 20)
+_DECODES = 40
+_SEED = 0x5EED
+# Any fixed numbers do; these are the constants of Knuth's MMIX generator.
+_MULTIPLIER = 6364136223846793005
+_INCREMENT = 1442695040888963407
+
+
+def numerics_digest(runner: ModelRunner) -> str:
+    """64-bit hex digest of the logit bits of a fixed probe, and of the facts that make a class.
+
+    The probe is a prefill, a prompt in two chunks and 40 sampled decodes of both together, in a KV pool of its own.
+    Facts: architecture, dtypes of model, KV cache and packed weights, what the kernels' bits depend on, ranks,
+    `captured_facts`, for which the real pool must be there. Ranks compute it together, and each gets the same digest.
+
+    Raises:
+        ModelError: logits of the probe are NaN or infinite, so that the model can not be served.
+    """
+    digest = hashlib.blake2b(digest_size=8)
+    facts = (
+        runner.model_config.architecture,
+        runner.dtype,
+        runner.kv_dtype,
+        runner.packed_format,
+        runner.kernels.numerics,
+        runner.shard.size,
+        runner.shard.expert_parallel,
+        1 if runner.shard.data is None else runner.shard.data.size,
+        *captured_facts(runner),
+    )
+    digest.update(repr(facts).encode())
+    decodes = min(_DECODES, (runner.max_model_len - 1) // 2)
+    first = _probe_sequence(runner, min(_PREFILL, runner.max_model_len - decodes), decodes, 0)
+    second = _probe_sequence(runner, min(sum(_CHUNKS), runner.max_model_len - decodes), decodes, len(first.block_table))
+    with runner.scratch_kv_cache(len(first.block_table) + len(second.block_table)):
+        _step(runner, digest, {first: first.num_tokens, second: min(_CHUNKS[0], second.num_tokens)})
+        if not second.num_completion_tokens:
+            _step(runner, digest, {second: second.num_tokens - second.num_computed_tokens})
+        for _ in range(decodes - 1):
+            _step(runner, digest, {first: 1, second: 1})
+    return digest.hexdigest()
+
+
+def captured_facts(runner: ModelRunner) -> tuple[int, ...]:
+    """What bits depend on where steps are captured: the longest sequence and the numbers of rows they have room for.
+
+    To be asked for while the runner has the KV pool that it captures over, which bounds the longest sequence.
+
+    Nothing with batch-invariant kernels: their tiles and splits follow from the model alone, so that a captured step's
+    rows have the bits of the same step kernel by kernel (tests/kernels/triton_backend/test_captured_tiles.py). Tuned
+    ones choose them by the room that a step has.
+    """
+    if runner.kernels.batch_invariant or not runner.captures_graphs:
+        return ()
+    return (runner.captured_seq_len, *capture_sizes(runner.config))
+
+
+def _probe_sequence(runner: ModelRunner, length: int, decodes: int, first_block: int) -> Sequence:
+    block_size = runner.config.kv_cache_block_size
+    params = SamplingParams(temperature=0.8, top_k=50, top_p=0.95)
+    state = length
+    tokens = []
+    for _ in range(length):
+        state = (state * _MULTIPLIER + _INCREMENT) % 2**64
+        tokens.append((state >> 33) % runner.model_config.vocab_size)
+    seq = Sequence(tokens, block_size, params, seed=_SEED)
+    seq.block_table = list(range(first_block, first_block - (-(length + decodes) // block_size)))
+    return seq
+
+
+def _step(runner: ModelRunner, digest: hashlib.blake2b, scheduled: dict[Sequence, int]) -> None:
+    """Computes one step, adds its logits to the digest and its tokens to the sequences."""
+    seqs = {seq.id: seq for seq in scheduled}
+    batch = ScheduledBatch(seqs, list(scheduled.values()), sum(scheduled.values()))
+    logits = runner.run_model(runner.prepare_model(batch))
+    if not bool(logits[:, : runner.sampled_ids].isfinite().all()):
+        raise ModelError(f"{runner.config.model} gives no numbers: its weights or its config.json make NaN or infinity")
+    digest.update(logits.cpu().numpy().tobytes())
+    output = runner.postprocess(batch, logits)
+    for seq, count in scheduled.items():
+        seq.num_computed_tokens += count
+        for token in output.token_ids.get(seq.id, ()):
+            seq.append_token(token)

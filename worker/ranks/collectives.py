@@ -1,0 +1,206 @@
+"""What ranks compute together, on torch.distributed: gloo between CPUs, NCCL (RCCL on ROCm) between GPUs.
+
+A sum has one order, that of the ranks, whatever the size of the tensor and the number of ranks: gloo's own all_reduce
+cuts a tensor into chunks by its size and starts each at another rank, so that a row's bits depend on the batch
+(docs/determinism.md: 3 patterns with 3 ranks, 5 with 8). So every rank gathers all parts and adds them itself. Of
+large tensors it adds the parts of its own slice and then gathers the slices: each number is added in the same order.
+Kernels that may look at the batch and have a faster way add up themselves (`KernelBackend.join_ranks`).
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed
+
+from kernels.interface import KernelBackend, Ranks, RankSums
+
+# What is needed of it has no stubs.
+_dist: Any = torch.distributed
+# How long ranks wait for others, which may load a large model or may not have been started yet.
+_PATIENCE = datetime.timedelta(days=1)
+# Bytes from which more than two ranks add slices: less crosses then, but in two turns.
+_SLICED_FROM = 1 << 18
+
+
+def open_store(host: str, port: int = 0) -> tuple[Any, int]:
+    """A store where ranks find each other, which this rank holds, and the port that it got."""
+    store = _dist.TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=_PATIENCE)
+    return store, int(store.port)
+
+
+def reach_store(host: str, port: int) -> Any:
+    """The store that another rank holds, as soon as it is there."""
+    return _dist.TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=_PATIENCE)
+
+
+def part_of_store(name: str, store: Any) -> Any:
+    """A part of the store for one group of several."""
+    return _dist.PrefixStore(name, store)
+
+
+def address_towards(host: str) -> str:
+    """The address of this machine from which it reaches `host`."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        # Sends nothing; only looks up the route.
+        probe.connect((socket.gethostbyname(host), 9))
+        return str(probe.getsockname()[0])
+
+
+def join(store: Any, rank: int, size: int, address: str, timeout_s: float) -> GroupCollectives:
+    """The collectives of `size` ranks, for tensors of CPUs and of GPUs; returns when all have joined.
+
+    Args:
+        store: the one that all of them use.
+        rank: of this process.
+        size: ranks in all.
+        address: an address of this machine that the other ranks reach; gloo listens there.
+        timeout_s: after which an operation that a rank does not take part in fails.
+    """
+    timeout = datetime.timedelta(seconds=timeout_s)
+    options = _dist.ProcessGroupGloo._Options()
+    # Without an address gloo takes the one of the host's name, which other machines may not reach.
+    options._devices = [_dist.ProcessGroupGloo.create_device(hostname=socket.gethostbyname(address))]
+    options._timeout = timeout
+
+    def join_gpus() -> Any:
+        # torch names RCCL "NCCL" too.
+        options = _dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return _dist.ProcessGroupNCCL(part_of_store("gpus", store), rank, size, options)
+
+    cpus = _dist.ProcessGroupGloo(store, rank, size, options)
+    return GroupCollectives(cpus, join_gpus, part_of_store("kernels", store))
+
+
+class PeerLostError(Exception):
+    """A rank of the group is gone, or the network between them broke."""
+
+
+class GroupCollectives:
+    """Collectives of ranks; every rank gets the same bits.
+
+    Args:
+        cpus: process group for tensors on CPUs.
+        join_gpus: makes the one for tensors on GPUs, when there is the first such tensor: all ranks have it at once.
+        store: for what the kernels do between the ranks.
+
+    Raises:
+        PeerLostError: from every operation.
+    """
+
+    def __init__(self, cpus: Any, join_gpus: Callable[[], Any], store: Any) -> None:
+        self._cpus = cpus
+        self._join_gpus = join_gpus
+        self._store = store
+        self._sums: RankSums | None = None
+
+    @cached_property
+    def _gpus(self) -> Any:
+        return self._join_gpus()
+
+    def use(self, kernels: KernelBackend) -> bool:
+        """Leaves sums to a back end that has a way of its own; whether it has. Every rank has the same one."""
+        rank, size = self._cpus.rank(), self._cpus.size()
+        # A CPU has no number, and every rank may be on it.
+        number = rank if kernels.device.index is None else kernels.device.index
+        places = self.all_gather(torch.tensor([_machine(), number])).view(size, 2)
+        self._sums = kernels.join_ranks(Ranks(rank, size, self._store, in_order(places.tolist())))
+        return self._sums is not None
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum of all ranks' `x`: the kernels' own, or added in float32 from rank 0 on and rounded once."""
+        if self._sums is not None:
+            with _with_peers("sums over ranks failed"):
+                return self._sums.all_reduce(x)
+        size = self._cpus.size()
+        if size > 2 and x.nbytes >= _SLICED_FROM:
+            slices = _in_order_of_ranks(self._slices(x, size)).to(x.dtype)
+            return self.all_gather(slices)[: x.numel()].view(x.shape)
+        return _in_order_of_ranks(self._parts(x)).to(x.dtype)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """All ranks' `x` [..., N], side by side along the last dimension in the order of ranks."""
+        return torch.cat(self._parts(x), dim=-1)
+
+    @contextmanager
+    def capturing(self) -> Iterator[None]:
+        """To be held while steps are captured. What these raise is not changed."""
+        with ExitStack() as stack:
+            if self._sums is not None:
+                with _with_peers("sums over ranks failed"):
+                    stack.enter_context(self._sums.capturing())
+            yield
+            with _with_peers("sums over ranks failed"):
+                stack.close()
+
+    def close(self) -> None:
+        """Ends what the kernels do between the ranks, when all of them have called it and their devices are done.
+
+        A rank's device reads the memory of the others, so none may give it up while another one still computes.
+        """
+        sums, self._sums = self._sums, None
+        if sums is not None:
+            sums.synchronize()
+            self.all_gather(torch.zeros(1))
+            sums.close()
+
+    def _parts(self, x: torch.Tensor) -> list[torch.Tensor]:
+        own = x.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self._cpus.size())]
+        with _with_peers("a rank that it computes with is gone"):
+            self._group(own).allgather([parts], [own]).wait()
+        return parts
+
+    def _slices(self, x: torch.Tensor, size: int) -> list[torch.Tensor]:
+        """This rank's slice of each rank's `x`, all of one length."""
+        own = x.reshape(-1)
+        own = torch.nn.functional.pad(own, (0, -own.numel() % size))
+        slices = torch.empty_like(own)
+        # As bytes: gloo does not send every dtype.
+        sent, received = own.view(torch.uint8), slices.view(torch.uint8)
+        with _with_peers("a rank that it computes with is gone"):
+            self._group(own).alltoall_base(received, sent, [], []).wait()
+        return list(slices.chunk(size))
+
+    def _group(self, x: torch.Tensor) -> Any:
+        return self._cpus if x.device.type == "cpu" else self._gpus
+
+
+def _in_order_of_ranks(parts: list[torch.Tensor]) -> torch.Tensor:
+    """The sum in float32, from rank 0 on."""
+    total = parts[0].to(torch.float32, copy=True)
+    for other in parts[1:]:
+        total.add_(other)
+    return total
+
+
+@contextmanager
+def _with_peers(failed: str) -> Iterator[None]:
+    """What fails within is most likely the end of another rank; a lack of memory is this one's own."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        raise PeerLostError(f"{failed}: {error}") from error
+
+
+def in_order(places: list[list[int]]) -> bool:
+    """Whether ranks are on one machine, each on the device of its number; of each its machine and its device."""
+    return all(place == [places[0][0], rank] for rank, place in enumerate(places))
+
+
+def _machine() -> int:
+    """A number of the running machine, the same in all of its processes."""
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    name = socket.gethostname() + (boot.read_text("ascii") if boot.exists() else "")
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest())

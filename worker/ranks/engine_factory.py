@@ -1,0 +1,113 @@
+"""An engine on ranks, each a process that holds its part of the model. No PyTorch in this process."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import replace
+
+from common.config import Config
+from worker.config.engine_config import with_pool
+from worker.config.model_config import ModelConfig, ModelError
+from worker.engine.core import DPEngineCoreProc, EngineCore
+from worker.progress import Progress
+from worker.ranks.rank_client import RankGroup
+from worker.session.worker_info import WorkerFacts
+
+
+def build_rank_engine(
+    group: RankGroup, config: Config, model_config: ModelConfig, facts: WorkerFacts, progress: Progress
+) -> tuple[EngineCore, WorkerFacts]:
+    """As `build_model_engine`, on ranks, which end with the engine.
+
+    Args:
+        group: see `load_ranks`, as for the others.
+        config: `kv_cache_memory` is each rank's.
+        model_config: from the same folder.
+        facts: what is known of the worker.
+        progress: is told the stages; the group's own, which is told the rest.
+
+    Raises:
+        RankLostError, ModelError, InvalidFieldError: see `load_ranks`.
+    """
+    config, known = load_ranks(group, config, model_config, progress)
+    facts = replace(
+        facts,
+        max_model_len=config.max_model_len,
+        total_blocks=config.num_kvcache_blocks,
+        tp_size=len(group),
+        weights_digest=known["weights_digest"],
+        numerics=known["numerics"],
+        kernels=known["kernels"],
+        dtype=known["dtype"],
+    )
+    if group.topology.dp_size > 1:
+        return DPEngineCoreProc(config, group), facts
+    return EngineCore(config, group, executor=group), facts
+
+
+def load_ranks(
+    group: RankGroup, config: Config, model_config: ModelConfig, progress: Progress
+) -> tuple[Config, dict[str, str]]:
+    """Starts the ranks and loads the model on them; ends them when that fails.
+
+    The ranks' pools have the same number of blocks, that of the rank with the least room.
+
+    Args:
+        group: not started yet.
+        config: `kv_cache_memory` is each rank's.
+        model_config: from the same folder.
+        progress: is told the stages; the group's own, which is told the rest.
+
+    Returns:
+        The config with its pool, and what all ranks say of the model: weights_digest, numerics, kernels, dtype.
+
+    Raises:
+        RankLostError: a rank has ended.
+        ModelError: the checkpoint can not be served, or the ranks' machines are not alike.
+        InvalidFieldError: the lengths do not fit the KV memory.
+    """
+    progress.stage("starting ranks")
+    group.start()
+    with contextlib.ExitStack() as stack:
+        stack.callback(group.close)
+        progress.stage("loading weights")
+        block_bytes = max(group.call("load", config, group.threads).values())
+        shares_sums = any(group.call("share_sums").values())
+        config, free_bytes = _on_devices(config, group)
+        model_len = model_config.max_position_embeddings
+        config = with_pool(config, model_len, lambda num_bytes: num_bytes // block_bytes, free_bytes)
+        group.call("allocate", config.num_kvcache_blocks)
+        progress.stage("warming up")
+        if all(group.call("warmup").values()):
+            progress.stage("capturing graphs")
+            group.call("capture_graphs")
+        known = _agreed(group.call("describe"))
+        group.set_ready(shares_sums)
+        stack.pop_all()
+    return config, known
+
+
+def _on_devices(config: Config, group: RankGroup) -> tuple[Config, int]:
+    """The config for the ranks' devices, and bytes that each rank's KV cache may take.
+
+    On GPUs the cache gets all of those bytes, and steps are launched before the tokens of the one before have come.
+    """
+    answers = group.call("free_memory").values()
+    free_bytes = min(num_bytes for num_bytes, _ in answers)
+    if all(own for _, own in answers):
+        memory = config.kv_cache_memory or free_bytes
+        return replace(config, kv_cache_memory=memory, deferred_output=True), free_bytes
+    return config, free_bytes // group.topology.ranks_per_node
+
+
+def _agreed(answers: dict[int, dict[str, str]]) -> dict[str, str]:
+    """What all ranks say of the model.
+
+    Raises:
+        ModelError: two of them differ; they would compute different tokens.
+    """
+    for rank, known in answers.items():
+        for name, value in known.items():
+            if value != answers[0][name]:
+                raise ModelError(f"ranks 0 and {rank} differ in {name}: {answers[0][name]} and {value}")
+    return answers[0]

@@ -1,0 +1,128 @@
+"""Frames between an engine and its ranks: a length, then msgpack, over a socket pair or TCP.
+
+What crosses is data only: numbers, strings, arrays and the classes named here. Nothing that is received can name code,
+so a rank on another machine needs no more trust than its network.
+"""
+
+from __future__ import annotations
+
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, Final
+
+import msgpack
+import numpy as np
+
+from common.config import Config
+from common.config_parts import (
+    CompilationConfig,
+    LayerQuantConfig,
+    ParallelConfig,
+    QuantizationConfig,
+    SpeculativeConfig,
+)
+from common.limits import MAX_RANK_FRAME_BYTES
+from common.sampling_params import SamplingParams
+from worker.engine.batch import ScheduledBatchOutput
+
+_LENGTH: Final = struct.Struct("<I")
+_RECEIVE_BYTES: Final = 1 << 18
+_DATACLASS, _ARRAY = 1, 2
+_CLASSES: Final[dict[str, Any]] = {
+    each.__name__: each
+    for each in (
+        Config,
+        ParallelConfig,
+        CompilationConfig,
+        LayerQuantConfig,
+        QuantizationConfig,
+        SpeculativeConfig,
+        SamplingParams,
+        ScheduledBatchOutput,
+    )
+}
+
+
+class FrameError(Exception):
+    """What has come is no frame."""
+
+
+def encode(message: object) -> bytes:
+    """A frame. Lists and tuples both arrive as tuples.
+
+    Raises:
+        TypeError: the message holds something that must not cross.
+    """
+    body: bytes = msgpack.packb(message, default=_pack)
+    return _LENGTH.pack(len(body)) + body
+
+
+def decode(body: bytes) -> Any:
+    """The message of a frame without its length.
+
+    Raises:
+        FrameError: it is damaged.
+    """
+    try:
+        return msgpack.unpackb(body, ext_hook=_unpack, use_list=False, strict_map_key=False)
+    except (ValueError, KeyError, TypeError, msgpack.UnpackException) as error:
+        raise FrameError(f"a damaged frame: {error}") from error
+
+
+class FrameReader:
+    """Puts frames together from what a socket brings."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> Iterator[Any]:
+        """The messages that `data` completes.
+
+        Raises:
+            FrameError: a frame is damaged or longer than MAX_RANK_FRAME_BYTES.
+        """
+        self._buffer += data
+        while len(self._buffer) >= _LENGTH.size:
+            (size,) = _LENGTH.unpack_from(self._buffer)
+            if size > MAX_RANK_FRAME_BYTES:
+                raise FrameError(f"a frame of {size} bytes; at most {MAX_RANK_FRAME_BYTES}")
+            end = _LENGTH.size + size
+            if len(self._buffer) < end:
+                return
+            body = bytes(self._buffer[_LENGTH.size : end])
+            del self._buffer[:end]
+            yield decode(body)
+
+
+def receive(sock: socket.socket, reader: FrameReader) -> Iterator[Any]:
+    """The messages that one read of the socket completes.
+
+    Raises:
+        EOFError: the other end is gone.
+        FrameError: see FrameReader.feed.
+        OSError: the connection broke, or the socket's timeout passed.
+    """
+    data = sock.recv(_RECEIVE_BYTES)
+    if not data:
+        raise EOFError
+    return reader.feed(data)
+
+
+def _pack(value: Any) -> msgpack.ExtType:
+    if type(value).__name__ in _CLASSES:
+        values = [getattr(value, field.name) for field in fields(value)]
+        return msgpack.ExtType(_DATACLASS, msgpack.packb([type(value).__name__, *values], default=_pack))
+    if isinstance(value, np.ndarray):
+        return msgpack.ExtType(_ARRAY, msgpack.packb([value.dtype.str, value.shape, value.tobytes()]))
+    raise TypeError(f"{type(value).__name__} must not cross to a rank")
+
+
+def _unpack(code: int, data: bytes) -> Any:
+    content = decode(data)
+    if code == _ARRAY:
+        dtype, shape, values = content
+        return np.frombuffer(values, dtype).reshape(shape)
+    name, *values = content
+    return _CLASSES[name](*values)

@@ -1,0 +1,71 @@
+"""A machine that serves ranks only (`fissile worker --node-rank 1`): keeps its ranks running for an engine elsewhere.
+
+A rank that is not connected waits for the engine; one whose engine has ended ends too and is started anew, so the
+machine is ready for the engine's next start. What is wrong with the model the engine says, on its own machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import subprocess
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+import structlog
+
+from worker.ranks.rank_client import spawn_rank
+from worker.ranks.topology import Topology
+
+log = structlog.get_logger(__name__)
+
+_LOOK_S: Final = 0.25
+_AGAIN_S: Final = 1.0
+
+
+async def run_node(topology: Topology, model: str, threads: int, stop: asyncio.Event) -> int:
+    """Keeps this machine's ranks running until `stop`. Returns the exit code."""
+    host, port = topology.meeting_point
+    target = f"{host}:{port}"
+    log.info("serving ranks", ranks=list(topology.local_ranks), engine=target)
+    ranks = [_Kept(rank, partial(spawn_rank, rank, target, model, threads)) for rank in topology.local_ranks]
+    try:
+        await asyncio.gather(*(rank.keep(stop) for rank in ranks))
+    finally:
+        for rank in ranks:
+            rank.end()
+    log.info("ranks ended")
+    return 0
+
+
+class _Kept:
+    """One rank that is started again when it ends."""
+
+    def __init__(self, rank: int, spawn: Callable[[], subprocess.Popen[bytes]]) -> None:
+        self._rank = rank
+        self._spawn = spawn
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def keep(self, stop: asyncio.Event) -> None:
+        """Until `stop`."""
+        while not stop.is_set():
+            # On the event loop's thread, which lasts as long as this process: the kernel ends ranks with it.
+            self._process = self._spawn()
+            while self._process.poll() is None and not stop.is_set():
+                await _wait(stop, _LOOK_S)
+            if not stop.is_set():
+                log.info("rank ended; starting it again", rank=self._rank, exit_code=self._process.returncode)
+                await _wait(stop, _AGAIN_S)
+
+    def end(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+async def _wait(stop: asyncio.Event, seconds: float) -> None:
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await stop.wait()

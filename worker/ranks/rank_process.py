@@ -1,0 +1,347 @@
+"""One rank's process: a shard of the model, and the calls of the engine that it executes.
+
+`python -m common.process.exec_child PARENT worker.ranks.rank_process RANK fd:N|HOST:PORT MODEL`. Ranks never schedule:
+every rank gets the same calls in the same order and computes the same tokens; rank 0's answer counts. On a GPU every
+rank launches a step as soon as it is told to, and rank 0 answers when the step's tokens have come, on another thread. A
+rank ends with its engine, in whatever way that ended: its parent's death kills it, and a connection without a reader
+ends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from common.config import Config
+from common.errors import ApiError
+from common.limits import RANK_END_S, RANK_HEARTBEAT_S, RANK_TCP_TIMEOUT_S
+from common.telemetry.logs import setup_logging
+from common.telemetry.output import exit_now, guard_standard_streams
+from worker.config.engine_config import available_memory
+from worker.config.model_config import ModelConfig, ModelError
+from worker.engine.executor import Executed, Launched, TokenWaiter
+from worker.garbage import Collector
+from worker.ranks.batch_delta import BatchDecoder
+from worker.ranks.frames import FrameReader, encode, receive
+
+if TYPE_CHECKING:
+    from worker.model.model_runner import ModelRunner
+    from worker.model.sharding import Collectives, DataParallel
+
+_RECONNECT_S: Final = 0.5
+_PROGRESS_INTERVAL_S: Final = 0.1
+# Of the collectives; the engine ends ranks that hang long before.
+_COLLECTIVE_TIMEOUT_S: Final = 3600.0
+_ENGINE_GONE: Final = 3
+
+
+class Link:
+    """The rank's end of the connection with its engine. Threads send: what calls answer, and heartbeats."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._reader = FrameReader()
+        self._received: deque[Any] = deque()
+        self._lock = threading.Lock()
+        # After the engine's death no call comes any more, and this process may hang in a collective: so it ends here.
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    @property
+    def own_address(self) -> str:
+        """An address of this machine that the engine's machine reaches."""
+        return str(self._sock.getsockname()[0]) if self._sock.family != socket.AF_UNIX else "127.0.0.1"
+
+    def send(self, *message: object) -> None:
+        """Sends a frame; ends the process when the engine is gone."""
+        frame = encode(message)
+        try:
+            with self._lock:
+                self._sock.sendall(frame)
+        except OSError:
+            exit_now(_ENGINE_GONE)
+
+    def messages(self) -> Iterator[Any]:
+        """What the engine sends, to its end."""
+        with contextlib.suppress(EOFError, OSError):
+            while True:
+                yield from receive(self._sock, self._reader)
+
+    def _beat(self) -> None:
+        while True:
+            time.sleep(RANK_HEARTBEAT_S)
+            self.send("beat")
+
+
+class Rank:
+    """Executes the engine's calls; each public method is one.
+
+    Args:
+        rank: of this process.
+        link: to the engine.
+        model: the checkpoint's folder on this machine.
+    """
+
+    def __init__(self, rank: int, link: Link, model: str) -> None:
+        self._rank = rank
+        self._link = link
+        self._model = model
+        self._said = 0.0
+        self._collectives: Collectives | None = None
+        self._store: Any = None
+        self._engines_store: Any = None
+        self._data: DataParallel | None = None
+        self._decoder = BatchDecoder()
+        self._runner: ModelRunner | None = None
+        self._waiter: TokenWaiter | None = None
+        self._collector = Collector()
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The loaded shard."""
+        assert self._runner is not None, "a call before load"
+        return self._runner
+
+    def open_store(self, host: str) -> int:
+        """Opens the store where the ranks find each other; its port. Rank 0 only."""
+        from worker.ranks.collectives import open_store  # noqa: PLC0415
+
+        self._store, port = open_store(host)
+        return port
+
+    def join(self, host: str, port: int, size: int, address: str) -> None:
+        """Joins the others. `address` is this machine's own where the connection does not say it."""
+        from worker.ranks.collectives import join, reach_store  # noqa: PLC0415
+
+        if size > 1:
+            store = self._store or reach_store(host, port)
+            own = address or self._link.own_address
+            self._collectives = join(store, self._rank, size, own, _COLLECTIVE_TIMEOUT_S)
+
+    def join_engines(self, host: str, port: int, tp_size: int, dp_rank: int, dp_size: int) -> None:
+        """Joins the ranks of the other engines, whose first rank holds the store at `host` and `port`."""
+        from worker.model.sharding import DataParallel  # noqa: PLC0415
+        from worker.ranks.collectives import (  # noqa: PLC0415
+            address_towards,
+            join,
+            open_store,
+            part_of_store,
+            reach_store,
+        )
+
+        own, place = address_towards(host), dp_rank * tp_size + self._rank
+        self._engines_store = open_store(host, port)[0] if place == 0 else reach_store(host, port)
+        alike, everyone = (part_of_store(name, self._engines_store) for name in (f"rank-{self._rank}", "experts"))
+        self._data = DataParallel(
+            dp_rank,
+            dp_size,
+            join(alike, dp_rank, dp_size, own, _COLLECTIVE_TIMEOUT_S),
+            join(everyone, place, dp_size * tp_size, own, _COLLECTIVE_TIMEOUT_S),
+        )
+
+    def any_has_work(self, has_work: bool) -> bool:
+        """Whether any of the engines in lockstep has work. Rank 0 only."""
+        import torch  # noqa: PLC0415
+
+        assert self._data is not None, "any_has_work before join_engines"
+        return bool(self._data.collectives.all_reduce(torch.tensor([float(has_work)])).item())
+
+    def load(self, config: Config, threads: int) -> int:
+        """Loads this rank's part of the model; bytes of one KV block on this rank."""
+        import torch  # noqa: PLC0415
+
+        from kernels.select import CPU_BACKENDS  # noqa: PLC0415
+        from worker.model.engine_factory import waits_for_tokens  # noqa: PLC0415
+        from worker.model.model_runner import ModelRunner  # noqa: PLC0415
+        from worker.model.sharding import Alone, Shard  # noqa: PLC0415
+
+        torch.set_num_threads(threads)
+        if torch.cuda.is_available() and config.kernels not in CPU_BACKENDS:
+            # Ranks of one machine have consecutive numbers, and so have the engines of a group.
+            engine = 0 if self._data is None else self._data.rank
+            torch.cuda.set_device((engine * config.tensor_parallel_size + self._rank) % torch.cuda.device_count())
+        config = replace(config, model=self._model)
+        collectives = self._collectives or Alone()
+        shard = Shard(self._rank, config.tensor_parallel_size, collectives, config.enable_expert_parallel, self._data)
+        model_config = ModelConfig.from_folder(self._model)
+        self._runner = ModelRunner(config, model_config, partial(self._say, "loaded"), shard)
+        if self._rank == 0:
+            self._waiter = waits_for_tokens(config, self._runner, time.perf_counter)
+        return self._runner.kv_block_bytes
+
+    def share_sums(self) -> bool:
+        """Leaves sums over the ranks to the kernels; whether these have a way of their own, which `leave` ends.
+
+        A call of its own, since all ranks take part: one whose load fails would leave the others waiting.
+        """
+        return self.runner.shard.collectives.use(self.runner.kernels)
+
+    def free_memory(self) -> tuple[int, bool]:
+        """Bytes that are left, now that all ranks have loaded; whether they are this rank's alone, on its GPU."""
+        from worker.model.device_memory import device_memory  # noqa: PLC0415
+
+        if self.runner.kernels.device.type == "cpu":
+            return available_memory(self.runner.mapped_bytes), False
+        return device_memory(self.runner), True
+
+    def allocate(self, num_blocks: int) -> None:
+        """Makes the KV pool."""
+        from worker.model.engine_factory import allocate  # noqa: PLC0415
+
+        allocate(self.runner, num_blocks)
+
+    def warmup(self) -> bool:
+        """Warms up; whether decode steps are captured next."""
+        self.runner.warmup()
+        return self.runner.captures_graphs
+
+    def capture_graphs(self) -> None:
+        """Captures decode steps. Rank 0 says how far it is; all take the same steps."""
+        if self._rank:
+            self.runner.capture_graphs()
+        else:
+            self.runner.capture_graphs(partial(self._say, "captured"))
+
+    def describe(self) -> dict[str, str]:
+        """Facts of the model, which are the same on every rank. The last call before the first step."""
+        from worker.model.numerics import numerics_digest  # noqa: PLC0415
+
+        digest = numerics_digest(self.runner)
+        self._collector.start()
+        return {
+            "weights_digest": self.runner.weights_digest,
+            "numerics": digest,
+            "kernels": self.runner.kernels.description,
+            "dtype": str(self.runner.dtype).removeprefix("torch."),
+        }
+
+    def forward(self, *sent: Any) -> Future[Executed] | Executed | None:
+        """Computes one step (BatchEncoder). Rank 0 answers with its output and how long it took, seconds.
+
+        Where steps are launched ahead it answers later, in the order of the steps, and this returns as soon as the
+        step is launched.
+        """
+        begin = time.perf_counter()
+        launched = Launched(begin, self.runner.launch(self._decoder.decode(*sent)))
+        if self._rank:
+            return None
+        if self._waiter is not None:
+            return self._waiter.submit(lambda: launched)
+        return Executed(launched.tokens(), time.perf_counter() - begin)
+
+    def collect_garbage(self) -> None:
+        """Collects a little when enough has been allocated. Not a call: after a step, when its answer is out."""
+        self._collector.between_steps()
+
+    def answer_launched(self) -> None:
+        """Rank 0 answers the steps that it has launched, for RANK_END_S at most: one may hang. Not a call."""
+        if self._waiter is not None:
+            self._waiter.drain(RANK_END_S)
+
+    def leave(self) -> None:
+        """Ends what the ranks share on their devices, when these have computed their steps; no call may follow."""
+        self.answer_launched()
+        self.runner.shard.collectives.close()
+
+    def _say(self, what: str, done: int, total: int) -> None:
+        now = time.monotonic()
+        if done == total or now - self._said >= _PROGRESS_INTERVAL_S:
+            self._said = now
+            self._link.send(what, done, total)
+
+
+def serve(rank: Rank, link: Link) -> None:
+    """Executes calls until the engine ends the connection.
+
+    A call that fails is answered and is the last; on rank 0 after steps that were launched before it, unless they hang.
+    """
+    calls: dict[str, Callable[..., Any]] = {
+        each.__name__: each
+        for each in (
+            rank.open_store,
+            rank.join,
+            rank.join_engines,
+            rank.any_has_work,
+            rank.load,
+            rank.share_sums,
+            rank.free_memory,
+            rank.allocate,
+            rank.warmup,
+            rank.capture_graphs,
+            rank.describe,
+            rank.forward,
+            rank.leave,
+        )
+    }
+    for serial, name, *arguments in link.messages():
+        try:
+            result = calls[name](*arguments)
+        except Exception as error:
+            rank.answer_launched()
+            _answer_failed(link, serial, error)
+            return
+        if isinstance(result, Future):
+            result.add_done_callback(partial(_answer, link, serial))
+        elif result is not None or name != "forward":
+            link.send("done", serial, result)
+        if name == "forward":
+            rank.collect_garbage()
+
+
+def _answer(link: Link, serial: int, step: Future[Executed]) -> None:
+    error = step.exception()
+    if error is None:
+        link.send("done", serial, step.result())
+    else:
+        _answer_failed(link, serial, error)
+
+
+def _answer_failed(link: Link, serial: int, error: BaseException) -> None:
+    kind = "model" if isinstance(error, ModelError | ApiError) else type(error).__name__
+    link.send("failed", serial, kind, " ".join(str(error).split()))
+
+
+def _connect(target: str) -> socket.socket:
+    """The connection that was inherited, or one to the engine's machine, as soon as it listens."""
+    if target.startswith("fd:"):
+        return socket.socket(fileno=int(target.removeprefix("fd:")))
+    host, _, port = target.rpartition(":")
+    while True:
+        try:
+            sock = socket.create_connection((host.strip("[]"), int(port)), RANK_TCP_TIMEOUT_S)
+        except OSError:
+            time.sleep(_RECONNECT_S)
+            continue
+        sock.settimeout(None)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(RANK_TCP_TIMEOUT_S * 1000))
+        return sock
+
+
+def main() -> None:
+    """Runs one rank until its engine ends."""
+    rank, target, model = sys.argv[1:]
+    # A terminal's Ctrl-C and an init system's SIGTERM go to all processes; the engine drains and then ends its ranks.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    guard_standard_streams()
+    setup_logging(service=f"rank-{rank}")
+    link = Link(_connect(target))
+    link.send("hello", int(rank), os.getpid())
+    serve(Rank(int(rank), link, model), link)
+    # Without the interpreter's end: other threads may be inside of a collective.
+    exit_now(0)
+
+
+if __name__ == "__main__":
+    main()

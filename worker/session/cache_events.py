@@ -1,0 +1,162 @@
+"""What the prefix cache holds, as routers hear of it (docs/architecture.md).
+
+The engine says what has changed, granule by granule; `KvLog` numbers the changes from 1 and keeps the newest of them
+for all routers together, and each Session reads them with a `KvCursor` of its own. Invariants:
+  * What a router has applied up to `seq`, put together, is what the cache held after change `seq`.
+  * A cursor that needs changes which are forgotten by now sends the whole cache instead, in pieces: a router that comes
+    back after long, or one that reads too slowly.
+  * A router that asks for it gets the whole cache anew, even an empty one; its asks are counted by epochs, and every
+    frame says which ask it comes after.
+  * At most one frame per KV_EVENTS_S and router, of at most MAX_KV_FRAME_CHANGES changes; what came and went within a
+    frame's changes is not in it.
+  * The log holds at most 2 * `capacity` changes, and of the cache each granule once.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Callable, Iterable
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.limits import KV_EVENTS_S, MAX_KV_FRAME_CHANGES, MAX_KV_LOG
+
+
+class KvLog:
+    """The changes of one engine's cache.
+
+    Args:
+        capacity: the newest changes that are remembered at least.
+    """
+
+    def __init__(self, capacity: int = MAX_KV_LOG) -> None:
+        self._capacity = capacity
+        self._present: set[int] = set()
+        self._changes: list[int] = []
+        self._forgotten = 0
+        # Who wants to be told of the next change; a dict for its order.
+        self._waiting: dict[Callable[[], None], None] = {}
+
+    @property
+    def seq(self) -> int:
+        """Number of the newest change."""
+        return self._forgotten + len(self._changes)
+
+    def append(self, changes: Iterable[int]) -> None:
+        """Takes what `BlockManager.take_granule_changes` gave; tells those who wait."""
+        before = len(self._changes)
+        self._changes.extend(changes)
+        new = self._changes[before:]
+        if not new:
+            return
+        for change in new:
+            if change >= 0:
+                self._present.add(change)
+            else:
+                self._present.discard(~change)
+        if len(self._changes) > 2 * self._capacity:
+            self._forgotten += len(self._changes) - self._capacity
+            del self._changes[: -self._capacity]
+        waiting, self._waiting = self._waiting, {}
+        for wake in waiting:
+            wake()
+
+    def remembers(self, seq: int) -> bool:
+        """Whether every change after `seq` is known."""
+        return self._forgotten <= seq <= self.seq
+
+    def after(self, seq: int, limit: int) -> list[int]:
+        """The first `limit` changes after `seq`, which is remembered."""
+        start = seq - self._forgotten
+        return self._changes[start : start + limit]
+
+    def snapshot(self) -> array[int]:
+        """All granules of the cache, as of `seq`."""
+        return array("Q", self._present)
+
+    def wait(self, wake: Callable[[], None]) -> None:
+        """Calls `wake` at the next change, once."""
+        self._waiting[wake] = None
+
+    def leave(self, wake: Callable[[], None]) -> None:
+        """Forgets one who waits."""
+        self._waiting.pop(wake, None)
+
+
+class KvCursor:
+    """What one Session has yet to send.
+
+    Args:
+        log: the cache's changes.
+        seq: number of the last change that the router has; 0 for none.
+        wake: told when `take` may have something again, after it had nothing.
+    """
+
+    def __init__(self, log: KvLog, seq: int, wake: Callable[[], None]) -> None:
+        self._log = log
+        self._seq = seq
+        self._wake = wake
+        self._needs_snapshot = seq == 0 < log.seq
+        # What is left of a snapshot that has begun.
+        self._left: array[int] | None = None
+        self._epoch = 0
+        self._took = -math.inf
+
+    def restart(self, epoch: int) -> None:
+        """Begins a snapshot next, unless that has been asked for in this epoch or a later one already."""
+        if epoch > self._epoch:
+            self._epoch, self._needs_snapshot, self._left = epoch, True, None
+
+    def due_in(self, now: float) -> float:
+        """Seconds until `take` has something; infinite when that is up to the engine."""
+        return max(0.0, self._took + KV_EVENTS_S - now) if self._is_behind else math.inf
+
+    def take(self, now: float) -> wpb.KvEvents | None:
+        """The next frame; None when there is none, or not yet."""
+        if not self._is_behind:
+            self._log.wait(self._wake)
+            return None
+        if now < self._took + KV_EVENTS_S:
+            return None
+        self._took = now
+        if self._left is not None:
+            return self._take_piece(self._left, after=self._seq)
+        if self._needs_snapshot or not self._log.remembers(self._seq):
+            return self._begin_snapshot()
+        return self._take_changes()
+
+    def close(self) -> None:
+        """The Session has ended."""
+        self._log.leave(self._wake)
+
+    @property
+    def _is_behind(self) -> bool:
+        return self._needs_snapshot or self._left is not None or self._seq != self._log.seq
+
+    def _begin_snapshot(self) -> wpb.KvEvents:
+        self._needs_snapshot = False
+        self._seq = self._log.seq
+        frame = self._take_piece(self._log.snapshot(), after=0)
+        frame.snapshot = True
+        return frame
+
+    def _take_piece(self, granules: array[int], after: int) -> wpb.KvEvents:
+        piece, rest = granules[:MAX_KV_FRAME_CHANGES], granules[MAX_KV_FRAME_CHANGES:]
+        self._left = rest or None
+        return wpb.KvEvents(seq=self._seq, after=after, stored=piece, left=len(rest), epoch=self._epoch)
+
+    def _take_changes(self) -> wpb.KvEvents:
+        frame = wpb.KvEvents(after=self._seq, epoch=self._epoch)
+        changes = self._log.after(self._seq, MAX_KV_FRAME_CHANGES)
+        # A granule comes and goes in turns, so that every second change undoes the one before.
+        net: dict[int, bool] = {}
+        for change in changes:
+            granule = change if change >= 0 else ~change
+            if net.pop(granule, None) is None:
+                net[granule] = change >= 0
+        frame.stored.extend(granule for granule, is_stored in net.items() if is_stored)
+        frame.evicted.extend(granule for granule, is_stored in net.items() if not is_stored)
+        self._seq += len(changes)
+        frame.seq = self._seq
+        return frame

@@ -1,0 +1,101 @@
+"""One direct Generate call: tokens merge while the client is slow, and everything ends with the call."""
+
+from __future__ import annotations
+
+import asyncio
+
+import grpc
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.errors import ApiError
+from common.telemetry.request_record import RequestRecord, RequestTimes
+from worker.engine.outputs import End, SequenceOutput, Start
+from worker.session.router_state import Live, failure
+
+# Ends with which the call is OK.
+_FINISHES = frozenset(
+    {wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_STOP_SEQUENCE, wpb.END_REASON_LENGTH}
+)
+
+
+class DirectCall:
+    """The engine's Listener of one sequence, whose random numbers have this seed."""
+
+    def __init__(self, live: Live, seed: int) -> None:
+        self._live = live
+        self._seed = seed
+        self._token_ids: list[int] = []
+        self._start: Start | None = None
+        # As `_start`, which is gone when it has been sent.
+        self._began: Start | None = None
+        self._written = 0
+        self._end: End | None = None
+        self._news = asyncio.Event()
+
+    def on_output(self, output: SequenceOutput) -> None:
+        """Takes new tokens."""
+        self._token_ids.extend(output.token_ids)
+        if output.start is not None:
+            self._start = self._began = output.start
+            self._live.cached_tokens = output.start.cached_tokens
+        if output.end is not None:
+            assert output.times is not None
+            self._end = output.end
+            self._live.end(output.end, output.times)
+
+    def on_step(self, step: int, submit_seen: int | None) -> None:
+        """Wakes the call."""
+        self._news.set()
+
+    async def next_response(self) -> wpb.GenerateResponse:
+        """What came since the last call; the last one has `end`.
+
+        Raises:
+            ApiError: the sequence did not end by itself, and all its tokens have been handed out.
+        """
+        await self._news.wait()
+        self._news.clear()
+        response = wpb.GenerateResponse(token_ids=self._token_ids)
+        self._token_ids = []
+        if self._start is not None:
+            response.start.CopyFrom(self._start.to_proto(self._live.rid))
+            response.seed = self._seed
+            self._start = None
+        if self._end is not None:
+            self._finish(response, self._end)
+        return response
+
+    def written(self, response: wpb.GenerateResponse) -> None:
+        """A response has gone out."""
+        self._written += len(response.token_ids)
+
+    def account(self, record: RequestRecord, now: float) -> None:
+        """Says what has come of the call, however it ended."""
+        record.completion_tokens, record.times = self._written, self._times(record.arrived, now)
+        if self._began is not None:
+            record.cached_tokens = self._began.cached_tokens
+        if self._end is not None and self._end.reason in _FINISHES:
+            record.finish = wpb.EndReason.Name(self._end.reason).removeprefix("END_REASON_").lower()
+
+    def _times(self, arrived: float, now: float) -> RequestTimes:
+        if self._began is None:
+            return RequestTimes(arrived, now)
+        first = arrived + self._began.queue_s + self._began.prefill_s
+        return RequestTimes(
+            arrived,
+            now,
+            first_token=first,
+            last_token=now,
+            tokens=self._written,
+            prefill=self._began.prefill_s,
+        )
+
+    def _finish(self, response: wpb.GenerateResponse, end: End) -> None:
+        if end.reason in _FINISHES:
+            response.end.CopyFrom(end.to_proto(self._live.rid))
+        elif response.token_ids:
+            # The tokens first; the next call raises.
+            self._news.set()
+        else:
+            error = failure(end)
+            raise error if isinstance(error, ApiError) else ApiError(grpc.StatusCode.CANCELLED, "cancelled")

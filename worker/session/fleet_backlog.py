@@ -1,0 +1,43 @@
+"""What waits for this worker at all routers: echoed to each, so that every gate sees the fleet's oldest request.
+
+Without the echo a delay factor works for one router only (docs/determinism.md).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class _Lane:
+    oldest_age_s: float
+    num_tokens: int
+    num_seqs: int
+    reported: float
+
+
+class FleetLanes:
+    """The newest Lane record of every session. Times are monotonic seconds of this machine."""
+
+    def __init__(self) -> None:
+        self._lanes: dict[int, _Lane] = {}
+
+    def report(self, session: int, *, oldest_age_s: float, num_tokens: int, num_seqs: int, now: float) -> None:
+        """Takes a Lane record; with `num_seqs` 0 nothing waits there."""
+        if num_seqs == 0:
+            self.remove(session)
+        else:
+            self._lanes[session] = _Lane(oldest_age_s, num_tokens, num_seqs, now)
+
+    def remove(self, session: int) -> None:
+        """Forgets a session that has ended."""
+        self._lanes.pop(session, None)
+
+    def oldest_age_s(self, now: float) -> float:
+        """Age of the oldest request that waits anywhere, grown since it was reported; 0 when none waits."""
+        return max((lane.oldest_age_s + now - lane.reported for lane in self._lanes.values()), default=0.0)
+
+    @property
+    def num_tokens(self) -> int:
+        """Prompt tokens that wait at all routers."""
+        return sum(lane.num_tokens for lane in self._lanes.values())

@@ -1,0 +1,216 @@
+"""What one router must still get: the deciding half of a Session's writing direction.
+
+While a frame is being written, steps go on; what they produce merges here and goes out with the next frame. A stream
+that breaks loses what is on its way: the tokens stay here, and `rewind` sends them again. Invariants
+(docs/architecture.md):
+  * Whatever the interleaving of steps and takes, the frames deliver each token once and in order (S2); after a rewind,
+    from where the router says.
+  * An end is in the frame of its sequence's last token, or alone when all tokens have gone before (S3).
+  * A frame holds at most MAX_FRAME_TOKENS tokens and MAX_FRAME_BYTES bytes (S8); whoever has waited longest is first.
+  * What is held is bounded by the tokens of the router's live sequences, and by MAX_TAILS sequences and MAX_TAIL_TOKENS
+    tokens of ended ones that have been sent whole (S6): the oldest of those goes first, and is then unknown.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_TAIL_TOKENS, MAX_TAILS
+from worker.engine.outputs import SequenceOutput
+
+# Upper bounds of encoded sizes: the frame's own fields with its load; one run with its start; a varint.
+_FRAME_BYTES = 1024
+_RUN_BYTES = 96
+_TOKEN_BYTES = 5
+_RID_BYTES = 11
+
+
+@dataclass(slots=True)
+class _Run:
+    """The tokens of one sequence from absolute position `first_pos` on, of which `sent` have gone out."""
+
+    first_pos: int
+    token_ids: array[int] = field(default_factory=lambda: array("I"))
+    sent: int = 0
+    start: wpb.SequenceStart | None = None
+    end: wpb.SequenceEnd | None = None
+
+    @property
+    def end_pos(self) -> int:
+        return self.first_pos + len(self.token_ids)
+
+
+@dataclass(slots=True)
+class _Room:
+    """What still fits into a frame."""
+
+    tokens: int = MAX_FRAME_TOKENS
+    bytes: int = MAX_FRAME_BYTES - _FRAME_BYTES
+
+
+class Outbox:
+    """Merges the outputs of steps into frames."""
+
+    def __init__(self) -> None:
+        self._runs: dict[int, _Run] = {}
+        # Those of which something has not gone out, whoever has waited longest first.
+        self._unsent: OrderedDict[int, None] = OrderedDict()
+        # Ended ones that have gone out whole, oldest first.
+        self._tails: OrderedDict[int, None] = OrderedDict()
+        self._tail_tokens = 0
+        self._returned: deque[int] = deque()
+        self._step = 0
+        self._submit_seen = 0
+        self._has_news = False
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether `take` would return None."""
+        return not (self._has_news or self._unsent or self._returned)
+
+    @property
+    def submit_seen(self) -> int:
+        """Serial number of the newest Submit taken in."""
+        return self._submit_seen
+
+    @property
+    def num_unsent(self) -> int:
+        """Sequences of which something has not gone out."""
+        return len(self._unsent) + len(self._returned)
+
+    @property
+    def num_tails(self) -> int:
+        """Ended sequences that are kept although they have been sent."""
+        return len(self._tails)
+
+    @property
+    def rids(self) -> list[int]:
+        """The sequences that have output here, sent or not."""
+        return list(self._runs)
+
+    def holds(self, rid: int) -> bool:
+        """Whether the sequence has output here, sent or not."""
+        return rid in self._runs
+
+    def add(self, rid: int, output: SequenceOutput) -> None:
+        """Takes a sequence's output; outputs of one sequence come in order.
+
+        Raises:
+            ValueError: its tokens do not continue those that are here.
+        """
+        run = self._runs.setdefault(rid, _Run(output.first_pos))
+        if run.end_pos != output.first_pos:
+            raise ValueError(f"tokens of rid {rid} at {output.first_pos} leave a gap")
+        run.token_ids.extend(output.token_ids)
+        if output.start is not None:
+            run.start = output.start.to_proto(rid)
+        if output.end is not None:
+            run.end = output.end.to_proto(rid)
+        self._unsent.setdefault(rid)
+
+    def rewind(self, rid: int, have: int) -> bool:
+        """Sends everything behind the router's first `have` tokens (again). False when that is not known here (S4)."""
+        run = self._runs.get(rid)
+        if run is None or not run.first_pos <= have <= run.end_pos:
+            return False
+        if rid in self._tails:
+            self._leave_tails(rid)
+        run.sent = have - run.first_pos
+        if run.end is not None or have < run.end_pos:
+            self._unsent.setdefault(rid)
+        else:
+            self._unsent.pop(rid, None)
+        return True
+
+    def forget(self, rid: int) -> None:
+        """Drops a sequence: the router does not want it."""
+        if rid in self._tails:
+            self._leave_tails(rid)
+        self._unsent.pop(rid, None)
+        self._runs.pop(rid, None)
+
+    def acknowledge(self, rid: int) -> None:
+        """The router will not ask again for a sequence that has ended and been sent; a no-op for any other."""
+        if rid in self._tails:
+            self.forget(rid)
+
+    def begin_stream(self) -> None:
+        """A new stream: what was given back on the one before is unknown by now, and its Submits count for nothing."""
+        self._returned.clear()
+        self._submit_seen = 0
+        self._has_news = False
+
+    def give_back(self, rid: int) -> None:
+        """The sequence has computed nothing and goes back to the router (S9)."""
+        self._returned.append(rid)
+
+    def on_step(self, step: int, submit_seen: int | None = None) -> None:
+        """An engine step has passed; `submit_seen` if Submits were taken in before it."""
+        self._step = step
+        if submit_seen is not None:
+            self._submit_seen = submit_seen
+            self._has_news = True
+
+    def take(self) -> wpb.StepOutput | None:
+        """The next frame, without its load; None when there is nothing to say."""
+        if self.is_empty:
+            return None
+        self._has_news = False
+        frame = wpb.StepOutput(step=self._step, submit_seen=self._submit_seen)
+        room = _Room()
+        while self._unsent and self._take_run(frame, room):
+            pass
+        while self._returned and room.bytes >= _RID_BYTES:
+            frame.returned.append(self._returned.popleft())
+            room.bytes -= _RID_BYTES
+        return frame
+
+    def _take_run(self, frame: wpb.StepOutput, room: _Room) -> bool:
+        """Moves the oldest run into the frame, as far as it fits. True when it was moved whole."""
+        rid = next(iter(self._unsent))
+        run = self._runs[rid]
+        # The end is paid for before any token, so that the last token never goes without it.
+        fixed = _RUN_BYTES + (run.end.ByteSize() if run.end is not None else 0)
+        if room.bytes < fixed:
+            return False
+        unsent = len(run.token_ids) - run.sent
+        count = min(unsent, room.tokens, (room.bytes - fixed) // _TOKEN_BYTES)
+        whole = count == unsent
+        if count > 0:
+            _append_tokens(frame, rid, run, count)
+        room.tokens -= count
+        room.bytes -= fixed + count * _TOKEN_BYTES
+        if whole:
+            del self._unsent[rid]
+            if run.end is not None:
+                frame.ends.append(run.end)
+                self._keep_tail(rid, run)
+        return whole
+
+    def _keep_tail(self, rid: int, run: _Run) -> None:
+        """Keeps a sequence that has been sent whole: the frame may be lost. A cancelled one nobody asks for again."""
+        if run.end is not None and run.end.reason == wpb.END_REASON_CANCELLED:
+            del self._runs[rid]
+            return
+        self._tails[rid] = None
+        self._tail_tokens += len(run.token_ids)
+        while len(self._tails) > MAX_TAILS or self._tail_tokens > MAX_TAIL_TOKENS:
+            self.forget(next(iter(self._tails)))
+
+    def _leave_tails(self, rid: int) -> None:
+        del self._tails[rid]
+        self._tail_tokens -= len(self._runs[rid].token_ids)
+
+
+def _append_tokens(frame: wpb.StepOutput, rid: int, run: _Run, count: int) -> None:
+    frame.rid.append(rid)
+    frame.first_pos.append(run.first_pos + run.sent)
+    frame.n.append(count)
+    frame.token_ids.extend(run.token_ids[run.sent : run.sent + count])
+    if run.start is not None and run.sent == 0:
+        frame.starts.append(run.start)
+    run.sent += count

@@ -1,0 +1,141 @@
+"""Which request fields this worker serves, and the conversion of those that carry parameters.
+
+A field that is set and not listed is refused with UNIMPLEMENTED naming it. In a Submit it ends its own sequence only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.errors import InvalidFieldError
+from common.limits import MAX_CACHE_SALT_BYTES, MAX_STOP_TOKEN_SEQUENCE, MAX_STOP_TOKEN_SEQUENCES
+from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
+from worker.engine.sequence import Priority
+
+_PARAMS: Final = frozenset(
+    {
+        *DISTRIBUTION_FIELDS,
+        "max_tokens",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "stop_token_sequences",
+        "stop_token_sequences.ids",
+    }
+)
+
+
+def _below(prefix: str, names: frozenset[str]) -> frozenset[str]:
+    return frozenset({prefix, *(f"{prefix}.{name}" for name in names)})
+
+
+# Paths in SessionRequest. A Submit is checked sequence by sequence.
+SESSION: Final = (
+    _below("hello", frozenset({"proto_minor", "router_id", "lease_ms", "live", "live.rid", "live.have", "kv_seq"}))
+    | _below("submit", frozenset({"seqs", "serial", "more"}))
+    | _below("extend", frozenset({"rid", "token_ids", "more"}))
+    | _below("cancel", frozenset({"rids"}))
+    | _below("lane", frozenset({"oldest_age_ms", "tokens", "seqs", "kv_epoch"}))
+)
+# Paths in SubmitSequence.
+SEQUENCE: Final = frozenset(
+    {
+        "rid",
+        "prompt_len",
+        "token_ids",
+        "more",
+        "seed",
+        "choice",
+        "deadline_left_ms",
+        "traceparent",
+        "tracestate",
+        "chain_hash",
+        "cache_salt",
+        "priority",
+        "keep",
+    }
+) | _below("params", _PARAMS)
+# Paths in GenerateRequest.
+GENERATE: Final = frozenset({"request_id", "token_ids", "seed", "cache_salt", "priority"}) | _below("params", _PARAMS)
+DRAIN: Final = frozenset({"deadline_ms"})
+SET_INTAKE: Final = frozenset({"intake"})
+INTAKES: Final = frozenset({wpb.INTAKE_OPEN, wpb.INTAKE_CORDONED, wpb.INTAKE_EVICTING})
+
+
+def check_token_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> None:
+    """Checks that all ids are in [0, vocab_size).
+
+    Raises:
+        InvalidFieldError: one is not; names it.
+    """
+    if token_ids and max(token_ids) >= vocab_size:
+        at = next(i for i, token in enumerate(token_ids) if token >= vocab_size)
+        raise InvalidFieldError(f"{path}[{at}]", f"is {token_ids[at]}", f"0 to {vocab_size - 1}")
+
+
+def check_cache_salt(cache_salt: bytes) -> None:
+    """Checks the length of a salt.
+
+    Raises:
+        InvalidFieldError: it is too long.
+    """
+    if len(cache_salt) > MAX_CACHE_SALT_BYTES:
+        raise InvalidFieldError("cache_salt", f"has {len(cache_salt)} bytes", f"at most {MAX_CACHE_SALT_BYTES}")
+
+
+def priority(given: wpb.Priority.ValueType) -> Priority:
+    """The class of a sequence; `refuse_unserved` has let only known values pass."""
+    return Priority(given) if given else Priority.NORMAL
+
+
+def sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingParams:
+    """The parameters of a sequence.
+
+    Raises:
+        InvalidFieldError: one is out of range; named as in this proto.
+    """
+    try:
+        return _sampling_params(params, vocab_size)
+    except InvalidFieldError as error:
+        violation = error.violations[0]
+        path = violation.path.replace("sampling_params", "params", 1)
+        raise InvalidFieldError(path, violation.problem, violation.valid) from None
+
+
+def check_stops(params: SamplingParams, vocab_size: int) -> None:
+    """Checks the number of stopping ids and sequences, and that the model has them.
+
+    Raises:
+        InvalidFieldError: it has not, or there are too many.
+    """
+    path = "sampling_params.stop_token_sequences"
+    if len(params.stop_token_sequences) > MAX_STOP_TOKEN_SEQUENCES:
+        count = len(params.stop_token_sequences)
+        raise InvalidFieldError(path, f"has {count} entries", f"at most {MAX_STOP_TOKEN_SEQUENCES}")
+    for i, sequence in enumerate(params.stop_token_sequences):
+        if not 1 <= len(sequence) <= MAX_STOP_TOKEN_SEQUENCE:
+            raise InvalidFieldError(f"{path}[{i}]", f"has {len(sequence)} ids", f"1 to {MAX_STOP_TOKEN_SEQUENCE}")
+        check_token_ids(f"{path}[{i}].ids", sequence, vocab_size)
+    check_token_ids("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
+
+
+def _sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingParams:
+    made = SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=tuple(params.stop_token_ids),
+        stop_token_sequences=tuple(tuple(sequence.ids) for sequence in params.stop_token_sequences),
+    )
+    check_stops(made, vocab_size)
+    return made

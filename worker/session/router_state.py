@@ -1,0 +1,286 @@
+"""What one router has on this worker: its sequences, which outlive the streams of its Session (rules S4, S6).
+
+Invariants (docs/architecture.md):
+  * Sequences go on running while no stream is attached; what they produce waits in the outbox.
+  * Every rid ends in exactly one of: an end, given back, unknown at a later Hello, or the end of the router's lease.
+  * After `end` nothing of the router is left in the engine, and what the engine still says about it is not kept.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Protocol
+
+import grpc
+import structlog
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.errors import ApiError, DeadlineError, EngineError
+from common.telemetry.tracing import SequenceSpan, SequenceTimes, Tracing, trace_id_of
+from worker.engine.core import LoadReport
+from worker.engine.outputs import End, SequenceOutput
+from worker.engine.sequence import Sequence
+from worker.engine.turns import Listener
+from worker.session.cache_events import KvLog
+from worker.session.intake import Arrival, Group, Refusal
+from worker.session.outbox import Outbox
+from worker.session.worker_info import WorkerFacts
+
+log = structlog.get_logger(__name__)
+
+# Ends that are no failure of the sequence.
+_STOPS = frozenset({wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_STOP_SEQUENCE, wpb.END_REASON_LENGTH})
+
+
+class Engine(Protocol):
+    """What a Session needs of the engine."""
+
+    @property
+    def load(self) -> LoadReport | None:
+        """The newest load."""
+        ...
+
+    @property
+    def num_steps(self) -> int:
+        """Steps since the start."""
+        ...
+
+    @property
+    def kv_log(self) -> KvLog:
+        """What the prefix cache holds."""
+        ...
+
+    def busy_s(self, now: float) -> float:
+        """For how long the current step has been running, seconds."""
+        ...
+
+    def submit_group(self, listener: Listener, serial: int, seqs: Many[Sequence]) -> None:
+        """Takes a group whole; `listener` gets its outputs."""
+        ...
+
+    def cancel(self, seq_ids: Iterable[int]) -> None:
+        """Ends sequences; unknown ids are ignored."""
+        ...
+
+
+@dataclass(slots=True)
+class Live:
+    """A sequence in the engine, with its span and what its end must report."""
+
+    seq_id: int
+    rid: int
+    prompt_tokens: int
+    span: SequenceSpan
+    trace_id: str
+    cached_tokens: int = 0
+
+    def end(self, end: End, times: SequenceTimes) -> None:
+        """Ends the span and writes the log line."""
+        output_tokens = max(0, end.end_pos - self.prompt_tokens)
+        reason = wpb.EndReason.Name(end.reason).removeprefix("END_REASON_").lower()
+        counts = {
+            "input_tokens": self.prompt_tokens,
+            "output_tokens": output_tokens,
+            "cached_tokens": self.cached_tokens,
+        }
+        if end.reason in _STOPS:
+            self.span.finish(times, reason=reason, **counts)
+        else:
+            self.span.fail(failure(end), times, **counts)
+        if end.reason == wpb.END_REASON_NOT_A_NUMBER:
+            log.error(end.message, rid=f"{self.rid:x}", trace_id=self.trace_id or None, **counts)
+        log.debug("sequence ended", rid=f"{self.rid:x}", reason=reason, trace_id=self.trace_id or None, **counts)
+
+
+def failure(end: End) -> ApiError | grpc.StatusCode:
+    """The status of a sequence that did not end by itself."""
+    if end.reason == wpb.END_REASON_CANCELLED:
+        lost = ApiError(grpc.StatusCode.ABORTED, end.message, reason="WORKER_LOST")
+        return lost if end.message else grpc.StatusCode.CANCELLED
+    if end.reason == wpb.END_REASON_DEADLINE:
+        return DeadlineError("in the engine")
+    if end.reason == wpb.END_REASON_INVALID:
+        return ApiError(grpc.StatusCode.INVALID_ARGUMENT, end.message)
+    return EngineError(end.message)
+
+
+class RouterSequences:
+    """The sequences of one router. Implements Listener.
+
+    Args:
+        router_id: id of the router's process.
+        facts: the worker's description.
+        engine: runs the sequences.
+        tracing: makes their spans.
+        identity: name in the router's certificate, to which its id is bound (rule S11); empty without mTLS.
+
+    Attributes:
+        identity: as given.
+        outbox: what the router must still get.
+        lease_end: monotonic seconds at which the router counts as gone; None while a stream is attached.
+    """
+
+    def __init__(
+        self, router_id: str, facts: WorkerFacts, engine: Engine, tracing: Tracing, identity: str = ""
+    ) -> None:
+        self.router_id = router_id
+        self.identity = identity
+        self.outbox = Outbox()
+        self.lease_end: float | None = None
+        self._facts = facts
+        self._engine = engine
+        self._tracing = tracing
+        self._wake: Callable[[], None] = _nobody
+        self._ended = False
+        self._live: dict[int, Live] = {}
+        self._seq_ids: dict[int, int] = {}
+        # The engine sees tickets instead of serial numbers, because each stream counts its groups from 1.
+        self._tickets = itertools.count()
+        self._serials: dict[int, int] = {}
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing that the router could come back for."""
+        return not self._live and not self.outbox.rids
+
+    @property
+    def num_held(self) -> int:
+        """Sequences that run here or have something to send, those that do both twice."""
+        return len(self._seq_ids) + self.outbox.num_unsent
+
+    @property
+    def rids(self) -> set[int]:
+        """The sequences that run here, or whose output is still kept."""
+        return {*self._seq_ids, *self.outbox.rids}
+
+    def attach(self, live: Iterable[wpb.LiveSequence], wake: Callable[[], None]) -> list[int]:
+        """A stream begins with this Hello (S4): drops what it does not name, and goes on with the rest from there.
+
+        Args:
+            live: what the router has of which sequence.
+            wake: told when there may be something to write.
+
+        Returns:
+            The rids among `live` that are unknown here.
+        """
+        self.lease_end = None
+        self._wake = wake
+        self._serials.clear()
+        self.outbox.begin_stream()
+        have = {sequence.rid: sequence.have for sequence in live}
+        self._drop([rid for rid in self.rids if rid not in have])
+        return [rid for rid, tokens in have.items() if not self._take_up(rid, tokens)]
+
+    def detach(self, lease_end: float) -> None:
+        """The stream is gone; the sequences stay until `lease_end`, monotonic seconds."""
+        self.lease_end = lease_end
+        self._wake = _nobody
+
+    def end(self) -> None:
+        """Ends everything: the router is gone."""
+        self._ended = True
+        self._wake = _nobody
+        self._engine.cancel(list(self._live))
+
+    def knows(self, rid: int) -> bool:
+        """Whether a rid runs here, or its end is still kept."""
+        return rid in self._seq_ids or self.outbox.holds(rid)
+
+    def start(self, group: Group) -> None:
+        """Hands a group to the engine."""
+        for arrival in group.arrivals:
+            seq = arrival.seq
+            self._live[seq.id] = self._make_live(arrival)
+            self._seq_ids[arrival.rid] = seq.id
+        ticket = next(self._tickets)
+        self._serials[ticket] = group.serial
+        self._engine.submit_group(self, ticket, [arrival.seq for arrival in group.arrivals])
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Ends a sequence that does not get to the engine."""
+        log.debug("sequence refused", rid=f"{refusal.rid:x}", why=refusal.message)
+        end = End(refusal.end_pos, refusal.reason, message=refusal.message)
+        self.outbox.add(refusal.rid, SequenceOutput(-1, refusal.end_pos, [], end=end))
+
+    def cancel(self, rids: Iterable[int]) -> None:
+        """Ends sequences that the router does not want; unknown ones are ignored."""
+        wanted = list(rids)
+        self._engine.cancel([self._seq_ids[rid] for rid in wanted if rid in self._seq_ids])
+        for rid in wanted:
+            self.outbox.acknowledge(rid)
+
+    # The engine's outputs (Listener).
+
+    def on_output(self, output: SequenceOutput) -> None:
+        """Takes one sequence's tokens."""
+        live = self._live[output.seq_id]
+        if output.start is not None:
+            live.cached_tokens = output.start.cached_tokens
+        wanted = not self._ended and self._seq_ids.get(live.rid) == output.seq_id
+        if output.end is not None:
+            assert output.times is not None
+            del self._live[output.seq_id]
+            self._seq_ids.pop(live.rid, None)
+            live.end(output.end, output.times)
+        if not wanted:
+            return
+        if _is_unbegun(output):
+            self.outbox.give_back(live.rid)
+        else:
+            self.outbox.add(live.rid, output)
+
+    def on_step(self, step: int, submit_seen: int | None) -> None:
+        """A step that concerned this router has passed."""
+        serial = None if submit_seen is None else self._seen(submit_seen)
+        self.outbox.on_step(step, serial)
+        self._wake()
+
+    def _seen(self, ticket: int) -> int | None:
+        """The serial number of the newest group up to `ticket`; None when an earlier stream brought it."""
+        newest = None
+        while self._serials and next(iter(self._serials)) <= ticket:
+            newest = self._serials.pop(next(iter(self._serials)))
+        return newest
+
+    def _take_up(self, rid: int, have: int) -> bool:
+        """Goes on with a sequence from the router's `have` tokens; False, and it is gone, when that is not possible."""
+        if self.outbox.rewind(rid, have):
+            return True
+        # It has not produced anything yet, so there is nothing to go back to.
+        if rid in self._seq_ids and not self.outbox.holds(rid):
+            return True
+        self._drop([rid])
+        return False
+
+    def _drop(self, rids: Many[int]) -> None:
+        self.cancel(rids)
+        for rid in rids:
+            self._seq_ids.pop(rid, None)
+            self.outbox.forget(rid)
+
+    def _make_live(self, arrival: Arrival) -> Live:
+        seq = arrival.seq
+        span = self._tracing.sequence_span(
+            arrival.traceparent,
+            arrival.tracestate,
+            arrived=seq.arrive_time,
+            model=self._facts.model,
+            request_id=f"{arrival.rid:x}",
+            worker_id=self._facts.worker_id,
+        )
+        return Live(seq.id, arrival.rid, seq.num_prompt_tokens, span, trace_id_of(arrival.traceparent))
+
+
+def _nobody() -> None:
+    """No stream is attached."""
+
+
+def _is_unbegun(output: SequenceOutput) -> bool:
+    """Whether this worker has ended, by itself, a sequence that had not had its first step (S9)."""
+    end, times = output.end, output.times
+    # A cancel that the router asked for has no message.
+    by_itself = end is not None and end.reason == wpb.END_REASON_CANCELLED and bool(end.message)
+    return by_itself and times is not None and times.first_scheduled is None

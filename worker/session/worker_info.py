@@ -1,0 +1,105 @@
+"""What a worker says about itself, and the load as routers get it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.protocol import PROTO_MINOR
+from worker.engine.core import LoadReport
+from worker.session.intake import EngineLimits
+
+_UINT32_MAX: Final = 2**32 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerFacts:
+    """The worker's description; what is known only when the model is loaded has a default."""
+
+    worker_id: str
+    instance_id: str
+    model: str
+    architecture: str
+    tokenizer_sha256: str
+    version: str
+    block_size: int
+    hash_seed: int
+    vocab_size: int
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    max_model_len: int = 0
+    total_blocks: int = 0
+    weights_digest: str = ""
+    numerics: str = ""
+    kernels: str = ""
+    dtype: str = ""
+    tp_size: int = 1
+    prefix_caching: bool = True
+
+    @property
+    def engine_limits(self) -> EngineLimits:
+        """What sequences are checked against."""
+        return EngineLimits(
+            self.vocab_size, self.max_model_len, self.block_size, self.hash_seed, weights_digest=self.weights_digest
+        )
+
+    def limits_proto(self) -> wpb.Limits:
+        """What the worker can take."""
+        return wpb.Limits(
+            max_model_len=self.max_model_len,
+            max_num_seqs=self.max_num_seqs,
+            max_num_batched_tokens=self.max_num_batched_tokens,
+        )
+
+    def to_proto(self, state: wpb.WorkerState.ValueType) -> wpb.GetWorkerResponse:
+        """The description as routers get it."""
+        return wpb.GetWorkerResponse(
+            worker_id=self.worker_id,
+            instance_id=self.instance_id,
+            proto_minor=PROTO_MINOR,
+            state=state,
+            model=self.model,
+            architecture=self.architecture,
+            weights_digest=self.weights_digest,
+            tokenizer_sha256=self.tokenizer_sha256,
+            numerics=self.numerics,
+            block_size=self.block_size,
+            hash_seed=self.hash_seed,
+            limits=self.limits_proto(),
+            vocab_size=self.vocab_size,
+            total_blocks=self.total_blocks,
+            kernels=self.kernels,
+            dtype=self.dtype,
+            tp_size=self.tp_size,
+            version=self.version,
+        )
+
+
+def load_proto(
+    report: LoadReport | None,
+    fleet_oldest_age_s: float,
+    fleet_tokens: int,
+    intake: wpb.Intake.ValueType = wpb.INTAKE_OPEN,
+) -> wpb.Load:
+    """The load as routers get it; empty before the engine has started."""
+    load = wpb.Load(fleet_oldest_age_ms=_milliseconds(fleet_oldest_age_s), fleet_tokens=fleet_tokens, intake=intake)
+    if report is None:
+        return load
+    load.decoding_seqs = report.decoding_seqs
+    load.waiting_seqs = report.waiting_seqs
+    load.waiting_tokens = report.waiting_tokens
+    load.room_tokens = report.room_tokens
+    load.room_seqs = report.room_seqs
+    load.free_blocks = report.free_blocks
+    load.total_blocks = report.total_blocks
+    load.last_prompt_latency_us = round(report.last_prompt_latency_s * 1e6)
+    load.prefill_rate = report.prefill_rate
+    load.prefill_samples = report.prefill_samples
+    return load
+
+
+def _milliseconds(seconds: float) -> int:
+    """0 means that nothing waits, so the youngest age is 1."""
+    return 0 if seconds <= 0 else min(_UINT32_MAX, max(1, round(seconds * 1000)))

@@ -1,0 +1,1 @@
+"""An engine without a model: a simulated runner and its cost models."""

@@ -1,0 +1,212 @@
+"""A runner without a model: tokens are a pure function of what was computed, and wrong batches are errors.
+
+It keeps a KV cache of numbers: each slot holds the state after its token, made from the state before it. A sequence
+that is given a block computed under another prefix, a block that someone else overwrote, or a position out of turn does
+not merely get wrong tokens here: it raises. How long a step takes is up to a cost model.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from mmap import mmap
+
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.simulation.cost_model import INSTANT, CostModel, StepWork
+
+_MASK = (1 << 64) - 1
+_START = 0x243F6A8885A308D3
+
+
+class InconsistentBatchError(Exception):
+    """The scheduler or the block manager has made a batch that no model could run."""
+
+
+def mix(state: int, value: int) -> int:
+    """The next 64-bit state (splitmix64)."""
+    x = ((state ^ value) + 0x9E3779B97F4A7C15) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+class SimulatedRunner:
+    """Implements Runner with arithmetic instead of a model (no torch).
+
+    Its own work counts as part of the step on a real clock, so a step takes what the cost model says while that is
+    longer. A KV slot takes 16 bytes once it is written.
+
+    Args:
+        vocab_size: tokens are in [0, vocab_size).
+        eos_token_id: the end-of-sequence id; None for none.
+        cost: duration of the steps.
+        eos_every: about one token in so many is `eos_token_id`; 0 never samples it.
+        block_size: tokens per KV block.
+        num_blocks: blocks in the pool.
+        num_drafts: draft tokens per step, as a draft model would give them.
+        draft_errors: about one draft in so many is wrong; 0 is never wrong.
+        check_contexts: whether every step compares all blocks of all its sequences, which takes time in proportion to
+            their contexts. Without it a sequence goes on from its last slot, as a model does: right if it is right.
+        clock: seconds; a virtual clock in simulations, with its `sleep`.
+        sleep: waits for the given seconds.
+
+    Raises:
+        ValueError: the vocabulary has no id but `eos_token_id`.
+    """
+
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_id: int | None,
+        cost: CostModel = INSTANT,
+        *,
+        eos_every: int = 0,
+        block_size: int = 16,
+        num_blocks: int = 4096,
+        num_drafts: int = 0,
+        draft_errors: int = 3,
+        check_contexts: bool = True,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        if vocab_size < 2:
+            raise ValueError(f"vocab_size is {vocab_size}; at least 2")
+        self.vocab_size = vocab_size
+        self.eos_token_id = eos_token_id
+        self.cost = cost
+        self.eos_every = eos_every if eos_token_id is not None else 0
+        self.block_size = block_size
+        self.num_blocks = num_blocks
+        self.num_drafts = num_drafts
+        self.draft_errors = draft_errors
+        self.check_contexts = check_contexts
+        self.num_forwards = 0
+        self._last_output = ScheduledBatchOutput({})
+        self._clock = clock
+        self._sleep = sleep
+        # Per slot the state before its token and after it; 0 is not written. Pages appear when they are written to.
+        self._before = memoryview(mmap(-1, 8 * block_size * num_blocks)).cast("Q")
+        self._after = memoryview(mmap(-1, 8 * block_size * num_blocks)).cast("Q")
+
+    def forward(self, batch: ScheduledBatch) -> ScheduledBatchOutput:
+        """Computes one step.
+
+        Raises:
+            InconsistentBatchError: lengths disagree, a block table is too short, a block is written by one sequence
+                and used by another, or what the block table points to was not computed from this sequence's tokens.
+        """
+        start = self._clock()
+        if self.check_contexts:
+            self._check_sharing(batch)
+        inputs = batch.input_tokens(self._last_output)
+        sampled: dict[int, tuple[int, ...]] = {}
+        drafts: dict[int, list[int]] = {}
+        for i, seq_id in enumerate(batch.req_ids):
+            states = self._compute(batch, i, inputs[i])
+            if batch.is_final[i]:
+                sampled[seq_id], state = self._verify(batch, i, states)
+                if self.num_drafts:
+                    drafts[seq_id] = self._draft(batch, i, state, len(sampled[seq_id]))
+        self.num_forwards += 1
+        self._pause_until(start + self.cost.step_s(StepWork.of(batch)))
+        self._last_output = ScheduledBatchOutput(sampled, drafts or None)
+        return self._last_output
+
+    def reference(self, token_ids: Sequence[int], num_tokens: int, seed: int = 0, choice: int = 0) -> list[int]:
+        """The `num_tokens` tokens that must follow `token_ids`, whatever the batch, the cache and the chunks."""
+        state, position = _START, len(token_ids)
+        for token in token_ids:
+            state = mix(state, token)
+        out: list[int] = []
+        while len(out) < num_tokens:
+            out.append(self._sample(state, seed, position + len(out), choice))
+            state = mix(state, out[-1])
+        return out
+
+    def _verify(self, batch: ScheduledBatch, i: int, states: list[int]) -> tuple[tuple[int, ...], int]:
+        """The tokens that follow, the last one behind the drafts that are equal to them; and the state after all."""
+        drafts = batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])
+        first = batch.context_lens[i] - len(drafts)
+        tokens: list[int] = []
+        for state, draft in zip(states[-1 - len(drafts) :], [*drafts, None], strict=True):
+            tokens.append(self._sample(state, batch.seeds[i], first + len(tokens), batch.choices[i]))
+            if tokens[-1] != draft:
+                break
+        return tuple(tokens), mix(states[len(states) - len(drafts) + len(tokens) - 2], tokens[-1])
+
+    def _draft(self, batch: ScheduledBatch, i: int, state: int, num_new: int) -> list[int]:
+        """What a draft model would propose behind the newest token: the model's own tokens, some of them wrong."""
+        position = batch.context_lens[i] - len(batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])) + num_new
+        drafts: list[int] = []
+        while len(drafts) < self.num_drafts:
+            token = self._sample(state, batch.seeds[i], position + len(drafts), batch.choices[i])
+            state = mix(state, token)
+            wrong = self.draft_errors and (state >> 40) % self.draft_errors == 0
+            drafts.append((token + 1) % self.vocab_size if wrong else token)
+        return drafts
+
+    def _compute(self, batch: ScheduledBatch, i: int, tokens: list[int]) -> list[int]:
+        """The states after each of a sequence's tokens."""
+        start, end, table = batch.num_computed_tokens[i], batch.context_lens[i], batch.block_tables[i]
+        if not tokens or len(tokens) != batch.num_scheduled_tokens[i] or end - start != len(tokens):
+            raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: {len(tokens)} tokens for [{start}, {end})")
+        if len(table) * self.block_size < end:
+            raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: {len(table)} blocks for {end} tokens")
+        if self.check_contexts:
+            if not all(0 <= b < self.num_blocks for b in table):
+                raise InconsistentBatchError(f"sequence {batch.req_ids[i]}: a block outside the pool in {table}")
+            state = self._read_context(batch.req_ids[i], table, start)
+        else:
+            state = self._after[self._slot(table, start - 1)] if start else _START
+        states: list[int] = []
+        for slot, token in zip(self._slots(table, start, end), tokens, strict=True):
+            self._before[slot] = state
+            state = self._after[slot] = mix(state, token)
+            states.append(state)
+        return states
+
+    def _read_context(self, seq_id: int, table: list[int], length: int) -> int:
+        """State after `length` tokens. Compares at the borders of full blocks and at every token of a partial one."""
+        state, size = _START, self.block_size
+        partial = length - length % size
+        for block in table[: length // size]:
+            self._continue(seq_id, block * size, state)
+            state = self._after[block * size + size - 1]
+            if not state:
+                raise InconsistentBatchError(f"sequence {seq_id}: block {block} is not full")
+        for slot in self._slots(table, partial, length):
+            state = self._continue(seq_id, slot, state)
+        return state
+
+    def _continue(self, seq_id: int, slot: int, before: int) -> int:
+        if self._before[slot] != before:
+            raise InconsistentBatchError(f"sequence {seq_id}: its block table points to KV of another prefix")
+        return self._after[slot]
+
+    def _slots(self, table: list[int], start: int, end: int) -> Iterator[int]:
+        return (self._slot(table, position) for position in range(start, end))
+
+    def _slot(self, table: list[int], position: int) -> int:
+        size = self.block_size
+        return table[position // size] * size + position % size
+
+    def _check_sharing(self, batch: ScheduledBatch) -> None:
+        used = Counter(block for table in batch.block_tables for block in table)
+        for i, table in enumerate(batch.block_tables):
+            first = batch.num_computed_tokens[i] // self.block_size
+            last = (batch.context_lens[i] - 1) // self.block_size
+            if any(used[block] > 1 for block in table[first : last + 1]):
+                raise InconsistentBatchError(f"sequence {batch.req_ids[i]} writes a block that another one uses")
+
+    def _sample(self, state: int, seed: int, position: int, choice: int) -> int:
+        x = mix(mix(mix(state, seed), position), choice)
+        if self.eos_every and self.eos_token_id is not None and (x >> 32) % self.eos_every == 0:
+            return self.eos_token_id
+        token = x % self.vocab_size
+        return token if token != self.eos_token_id else (token + 1) % self.vocab_size
+
+    def _pause_until(self, end: float) -> None:
+        seconds = end - self._clock()
+        if seconds > 0:
+            self._sleep(seconds)

@@ -1,0 +1,273 @@
+"""Reads safetensors checkpoints: one file or shards, by memory map, checked against what the model expects."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import structlog
+import torch
+
+from common.config_parts import QuantizationConfig
+from kernels.interface import QuantizedWeight
+from worker.config.model_config import ModelError
+from worker.weights.safetensors_file import Entry, Shape, header_bytes, read_entries
+from worker.weights.stored_tensors import Files, Index, MatrixPart, QuantizedTensor, StoredTensor
+from worker.weights.tensor_index import CheckpointIndex, some
+
+__all__ = ["Progress", "Shape", "Weights", "load_weights", "no_progress", "weight_files", "weights_digest"]
+
+_log = structlog.get_logger(__name__)
+
+Progress = Callable[[int, int], None]
+
+INDEX_FILE = "model.safetensors.index.json"
+SINGLE_FILE = "model.safetensors"
+# Files up to this size are hashed whole; of larger ones, DIGEST_SAMPLES windows.
+DIGEST_WHOLE_BYTES = 64 << 20
+DIGEST_SAMPLES = 256
+DIGEST_WINDOW_BYTES = 64 << 10
+_ALL = slice(None)
+_UNQUANTIZED = QuantizationConfig()
+
+
+def no_progress(done_bytes: int, total_bytes: int) -> None:
+    """Progress for nobody."""
+
+
+@dataclass
+class QuantizedUse:
+    """What became of a checkpoint's quantized tensors.
+
+    Attributes:
+        kept: names of those that were taken as they are stored.
+        dequantized: names of the others that were read -> why.
+    """
+
+    kept: set[str] = field(default_factory=set)
+    dequantized: dict[str, str] = field(default_factory=dict)
+
+    def log(self) -> None:
+        """One line, where there were any."""
+        if self.kept or self.dequantized:
+            _log.info(
+                "quantized weights", kept=len(self.kept), dequantized=len(self.dequantized), reasons=self.reasons()
+            )
+
+    def reasons(self) -> str:
+        """Why tensors were dequantized: each reason with their number and the first of them."""
+        by_reason: dict[str, list[str]] = {}
+        for name, reason in self.dequantized.items():
+            by_reason.setdefault(reason, []).append(name)
+        return "; ".join(f"{reason}: {len(names)}, such as {names[0]}" for reason, names in by_reason.items())
+
+
+class Weights:
+    """The tensors of a checkpoint, of which each rank reads its parts, in pieces that leave no pages behind.
+
+    Quantized tensors look like others, what is read is dequantized; `take_quantized` gives them as they are.
+
+    Args:
+        tensors: where each expected tensor is.
+        progress: called with (bytes read, bytes that this rank will have read) after each tensor or part. How much of
+            the coming tensors this rank reads is estimated from the share that it has read of the earlier ones.
+
+    Attributes:
+        use: what became of the quantized tensors that were read.
+    """
+
+    def __init__(self, tensors: Mapping[str, StoredTensor], progress: Progress) -> None:
+        self._tensors = tensors
+        self._progress = progress
+        self._whole_bytes = sum(tensor.num_bytes for tensor in tensors.values())
+        # Of the tensors that were touched: their bytes, and those of the parts that were read.
+        self._touched: set[str] = set()
+        self._touched_bytes = 0
+        self._read_bytes = 0
+        self._files = Files()
+        self.use = QuantizedUse()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def shape(self, name: str) -> Shape:
+        """The shape of a whole tensor."""
+        return self._tensors[name].shape
+
+    def part_shape(self, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL) -> Shape:
+        """The shape of what `take` would give."""
+        return tuple(part.stop - part.start for part in _index(self.shape(name), rows, columns, middle))
+
+    def take(
+        self,
+        name: str,
+        rows: slice = _ALL,
+        columns: slice = _ALL,
+        middle: slice = _ALL,
+        dtype: torch.dtype | None = None,
+    ) -> torch.Tensor:
+        """A tensor or a part of it, of which nothing else is read.
+
+        Args:
+            name: of the tensor.
+            rows: part of its first dimension.
+            columns: part of its last dimension, where that is not the first.
+            middle: part of the second of three dimensions.
+            dtype: any float dtype; None takes one that loses nothing, float32 where the checkpoint is quantized.
+
+        Returns:
+            The tensor, contiguous and the caller's own.
+        """
+        shape = self.part_shape(name, rows, columns, middle)
+        out = torch.empty(shape, dtype=dtype or self._tensors[name].dtype)
+        self.copy_to(out, name, rows, columns, middle)
+        return out
+
+    def copy_to(
+        self, out: torch.Tensor, name: str, rows: slice = _ALL, columns: slice = _ALL, middle: slice = _ALL
+    ) -> None:
+        """Like `take`, into memory that is there already, of any float dtype: nothing is held twice.
+
+        Raises:
+            ValueError: `out` has not the part's shape.
+        """
+        tensor = self._tensors[name]
+        index = _index(tensor.shape, rows, columns, middle)
+        shape = [part.stop - part.start for part in index]
+        if list(out.shape) != shape:
+            raise ValueError(f"{name}: the part is {shape}, the place for it {list(out.shape)}")
+        tensor.copy(self._files, index, out)
+        if isinstance(tensor, QuantizedTensor):
+            self.use.dequantized.setdefault(name, "the model wants floats")
+        self._count(name, math.prod(shape))
+
+    def quantized(self, name: str) -> QuantizedTensor | None:
+        """How a tensor is quantized; None where it is stored as floats."""
+        tensor = self._tensors[name]
+        return tensor if isinstance(tensor, QuantizedTensor) else None
+
+    def take_quantized(self, part: MatrixPart) -> QuantizedWeight:
+        """A part of a quantized tensor as it is stored, the caller's own.
+
+        Raises:
+            ValueError: it can not be had so.
+        """
+        tensor = self.quantized(part.name)
+        refusal = "stored as floats" if tensor is None else tensor.refusal(part)
+        if tensor is None or refusal is not None:
+            raise ValueError(f"{part.name}: {refusal}")
+        weight = tensor.quantized(self._files, part)
+        self.use.kept.add(part.name)
+        self._count(part.name, math.prod(weight.shape))
+        return weight
+
+    def _count(self, name: str, read_numbers: int) -> None:
+        tensor = self._tensors[name]
+        if name not in self._touched:
+            self._touched.add(name)
+            self._touched_bytes += tensor.num_bytes
+        self._read_bytes += tensor.num_bytes * read_numbers // max(1, math.prod(tensor.shape))
+        expected = self._whole_bytes * self._read_bytes // max(1, self._touched_bytes)
+        self._progress(self._read_bytes, max(expected, self._read_bytes))
+
+
+def _index(shape: Shape, rows: slice, columns: slice, middle: slice) -> Index:
+    """A slice with bounds for each dimension.
+
+    Raises:
+        ValueError: a part of a dimension that the tensor does not have.
+    """
+    if (middle != _ALL and len(shape) != 3) or (columns != _ALL and len(shape) < 2):
+        raise ValueError(f"a tensor {list(shape)} has no such dimension")
+    parts = ((), (rows,), (rows, columns), (rows, middle, columns))[len(shape)]
+    return tuple(slice(*part.indices(size)[:2]) for part, size in zip(parts, shape, strict=True))
+
+
+def load_weights(
+    folder: Path | str,
+    expected: Mapping[str, Shape],
+    progress: Progress = no_progress,
+    *,
+    kept: tuple[str, ...] = (),
+    quantization: QuantizationConfig = _UNQUANTIZED,
+) -> Weights:
+    """Finds every expected tensor of a checkpoint, reading headers only.
+
+    Args:
+        folder: checkpoint folder with safetensors.
+        expected: name and shape of every tensor of the model.
+        progress: see Weights.
+        kept: beginnings of names of further tensors that may be there and are left alone, such as MTP layers.
+        quantization: how the checkpoint's weights are quantized.
+
+    Raises:
+        ModelError: there are no safetensors, a file is damaged, or tensors are missing, surplus, or of another shape
+            or dtype; the message names them.
+    """
+    entries: dict[str, Entry] = {}
+    for file in _files(Path(folder)):
+        entries.update(read_entries(file))
+    return Weights(CheckpointIndex(entries, quantization).find(expected, kept), progress)
+
+
+def weights_digest(folder: Path | str) -> str:
+    """sha256 (hex) that tells checkpoints apart, part of the numerics class and never migrated across.
+
+    Covers config.json; each safetensors file's name, size and header; and its data: all of a file of up to 64 MiB,
+    else 256 windows of 64 KiB spread evenly from the first byte to the last. A change in a large file that misses
+    every window goes unseen.
+    """
+    digest = hashlib.sha256()
+    files = _files(Path(folder))
+    for file in [Path(folder) / "config.json", *files]:
+        size = file.stat().st_size
+        digest.update(f"{file.name}:{size}\n".encode())
+        with file.open("rb") as stream:
+            if size <= DIGEST_WHOLE_BYTES:
+                digest.update(stream.read())
+                continue
+            digest.update(stream.read(header_bytes(file)))
+            for sample in range(DIGEST_SAMPLES):
+                stream.seek((size - DIGEST_WINDOW_BYTES) * sample // (DIGEST_SAMPLES - 1))
+                digest.update(stream.read(DIGEST_WINDOW_BYTES))
+    return digest.hexdigest()
+
+
+def weight_files(folder: Path | str) -> tuple[tuple[str, int, int], ...]:
+    """Name, bytes and time of the last change, in ns, of each safetensors file: sees what `weights_digest` may not.
+
+    Raises:
+        ModelError: there are none.
+    """
+    stats = [(file.name, file.stat()) for file in _files(Path(folder))]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def _files(folder: Path) -> list[Path]:
+    index = folder / INDEX_FILE
+    if index.is_file():
+        names = sorted(set(_weight_map(index).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ModelError(f"{folder} lacks {some(missing)}, named in {INDEX_FILE}; download the checkpoint again")
+        return [folder / name for name in names]
+    if (folder / SINGLE_FILE).is_file():
+        return [folder / SINGLE_FILE]
+    files = sorted(folder.glob("*.safetensors"))
+    if files:
+        return files
+    if any(folder.glob("*.bin")) or any(folder.glob("*.pt*")):
+        raise ModelError(f"{folder} has only pickled weights, which may run code; convert them to safetensors")
+    raise ModelError(f"{folder} has no weights (*.safetensors); download the checkpoint again")
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    try:
+        weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ModelError(f"{index} can not be read; download the checkpoint again") from error

@@ -1,0 +1,195 @@
+"""Finds each tensor that a model expects among those of a checkpoint, and names everything that does not fit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from common.config_parts import LayerQuantConfig, QuantizationConfig
+from worker.config.model_config import ModelError
+from worker.weights.safetensors_file import Entry, Shape
+from worker.weights.stored_tensors import FloatTensor, QuantizedTensor, StoredTensor, matrix_shape, scales_shape
+
+FLOATS: Final = ("F32", "BF16", "F16")
+# Dtype of the quantization -> dtypes of safetensors.
+VALUES: Final = {"fp8": ("F8_E4M3", "F8_E4M3FNUZ"), "int8": ("I8",), "fp4x2": ("U8",)}
+SCALES: Final = {"fp8": (*FLOATS, "F8_E8M0"), "int8": FLOATS, "fp4x2": ("U8", "F8_E8M0")}
+# Buffers that older transformers wrote and that follow from config.json.
+DERIVED_SUFFIXES: Final = (".rotary_emb.inv_freq",)
+# Scales of activations and of the KV cache, which are not quantized by these scales here.
+ACTIVATION_SUFFIXES: Final = (
+    ".activation_scale",
+    ".input_scale",
+    ".k_scale",
+    ".kv_scale",
+    ".output_scale",
+    ".q_scale",
+    ".v_scale",
+)
+# How many tensor names an error spells out.
+_NAMES_SHOWN: Final = 5
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Names of a stored tensor: the model's own with these endings; `transposed` as in QuantizedTensor."""
+
+    values: str
+    scales: tuple[str, ...]
+    transposed: bool = False
+
+
+# Floats; FP8 and INT8 of all methods; FP4 of Quark.
+_PLAIN: Final = _Layout("", ("_scale_inv", "_scale"))
+# FP4 of compressed-tensors.
+_PACKED: Final = _Layout("_packed", ("_scale",))
+# FP4 of gpt-oss.
+_BLOCKS: Final = _Layout("_blocks", ("_scales",), transposed=True)
+_LAYOUTS: Final = (_PLAIN, _PACKED, _BLOCKS)
+
+
+class CheckpointIndex:
+    """The search for a model's tensors.
+
+    Args:
+        entries: every tensor of the checkpoint.
+        quantization: how its weights are quantized.
+    """
+
+    def __init__(self, entries: Mapping[str, Entry], quantization: QuantizationConfig) -> None:
+        self._entries = entries
+        self._quantization = quantization
+        self._used: set[str] = set()
+        self._missing: list[str] = []
+        self._misshapen: list[str] = []
+        self._mistyped: list[str] = []
+
+    def find(self, expected: Mapping[str, Shape], kept: tuple[str, ...] = ()) -> dict[str, StoredTensor]:
+        """Where each expected tensor is.
+
+        Args:
+            expected: name and shape of every tensor of the model.
+            kept: beginnings of names of further tensors that may be there and are left alone.
+
+        Raises:
+            ModelError: tensors are missing, surplus, or of another shape or dtype; names them.
+        """
+        found = {name: tensor for name, shape in expected.items() if (tensor := self._find(name, shape)) is not None}
+        surplus = [name for name in self._entries.keys() - self._used if not self._is_harmless(name, kept)]
+        # Some checkpoints with tied embeddings store the head again.
+        surplus = [] if surplus == ["lm_head.weight"] else surplus
+        texts = (
+            ("missing ", self._missing),
+            ("surplus ", surplus),
+            ("", self._misshapen),
+            ("of a dtype that is not expected: ", self._mistyped),
+        )
+        problems = [prefix + some(sorted(names)) for prefix, names in texts if names]
+        if problems:
+            raise ModelError(f"the weights do not fit config.json: {'; '.join(problems)}")
+        return found
+
+    def _is_harmless(self, name: str, kept: tuple[str, ...]) -> bool:
+        quantized = self._quantization != QuantizationConfig()
+        return name.endswith(DERIVED_SUFFIXES + (ACTIVATION_SUFFIXES if quantized else ())) or name.startswith(kept)
+
+    def _find(self, name: str, shape: Shape) -> StoredTensor | None:
+        layout = next((each for each in _LAYOUTS if name + each.values in self._entries), None)
+        if layout is None:
+            self._missing.append(name)
+            return None
+        values = self._use(name + layout.values)
+        if values.dtype in FLOATS:
+            self._check_shape(name, values, shape)
+            return FloatTensor(values)
+        return self._quantized(name, shape, layout, values)
+
+    def _use(self, name: str) -> Entry:
+        self._used.add(name)
+        return self._entries[name]
+
+    def _quantized(self, name: str, shape: Shape, layout: _Layout, values: Entry) -> QuantizedTensor | None:
+        config = self._quantization.of_layer(name.removesuffix(".weight"))
+        wanted = () if config.quant_type == "no" or len(shape) < 2 else VALUES[config.quant_dtype]
+        scales_name = next((name + each for each in layout.scales if name + each in self._entries), None)
+        scales = self._use(scales_name) if scales_name else None
+        if values.dtype not in wanted:
+            self._mistyped.append(f"{name + layout.values} is {values.dtype}, expected {_or((*wanted, *FLOATS))}")
+            return None
+        if scales is None or scales_name is None:
+            self._missing.append(_or(tuple(name + each for each in layout.scales)))
+            return None
+        packed = config.quant_dtype == "fp4x2"
+        self._check_shape(name + layout.values, values, _values_shape(shape, layout, packed))
+        grain = _grain(config, matrix_shape(shape, layout.transposed))
+        self._check_scales(scales_name, scales, config, shape, layout)
+        return QuantizedTensor(shape, values, scales, grain, packed, layout.transposed)
+
+    def _check_shape(self, name: str, entry: Entry, shape: Shape) -> None:
+        if entry.shape != shape:
+            self._misshapen.append(f"{name} is {list(entry.shape)}, expected {list(shape)}")
+
+    def _check_scales(self, name: str, entry: Entry, config: LayerQuantConfig, shape: Shape, layout: _Layout) -> None:
+        if entry.dtype not in SCALES[config.quant_dtype]:
+            self._mistyped.append(f"{name} is {entry.dtype}, expected {_or(SCALES[config.quant_dtype])}")
+        matrix = matrix_shape(shape, layout.transposed)
+        wanted = (*shape[:-2], *scales_shape(matrix, _grain(config, matrix)))
+        one_for_all = config.quant_type == "per_tensor" and math.prod(entry.shape) == 1
+        if _without_ones(entry.shape) != _without_ones(wanted) and not one_for_all:
+            self._misshapen.append(f"{name} is {list(entry.shape)}, expected {list(wanted)}")
+
+
+def stored_as(name: str, shape: Shape, quantization: QuantizationConfig) -> dict[str, tuple[str, Shape]]:
+    """Name, safetensors' dtype and shape of what a checkpoint may have for a tensor: quantized wherever it can be.
+
+    Also where checkpoints have floats, as for embeddings and routers, which are dequantized when they are read.
+    """
+    config = quantization.of_layer(name.removesuffix(".weight"))
+    packed = config.quant_dtype == "fp4x2"
+    layout = _BLOCKS if packed and len(shape) > 2 else _PACKED if packed else _PLAIN
+    if config.quant_type == "no" or len(shape) < 2:
+        return {name: ("BF16", shape)}
+    matrix = matrix_shape(shape, layout.transposed)
+    if packed and matrix[1] % 32:
+        return {name: ("BF16", shape)}
+    scales = (*shape[:-2], *scales_shape(matrix, _grain(config, matrix)))
+    return {
+        name + layout.values: (VALUES[config.quant_dtype][0], _values_shape(shape, layout, packed)),
+        name + layout.scales[-1]: (SCALES[config.quant_dtype][0], scales),
+    }
+
+
+def some(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    more = f" and {len(names) - _NAMES_SHOWN} more" if len(names) > _NAMES_SHOWN else ""
+    return ", ".join(names[:_NAMES_SHOWN]) + more
+
+
+def _values_shape(shape: Shape, layout: _Layout, packed: bool) -> Shape:
+    if not packed:
+        return shape
+    num_rows, num_columns = matrix_shape(shape, layout.transposed)
+    inner = (num_columns // 32, 16) if layout.values == "_blocks" else (num_columns // 2,)
+    return (*shape[:-2], num_rows, *inner)
+
+
+def _grain(config: LayerQuantConfig, matrix: tuple[int, int]) -> tuple[int, int]:
+    num_rows, num_columns = matrix
+    return {
+        "per_tensor": (num_rows, num_columns),
+        "per_token": (1, num_columns),
+        "per_1x32": (1, 32),
+        "per_1x128": (1, 128),
+        "per_128x128": (128, 128),
+    }[config.quant_type]
+
+
+def _without_ones(shape: Shape) -> Shape:
+    return tuple(size for size in shape if size != 1)
+
+
+def _or(choices: tuple[str, ...]) -> str:
+    *others, last = choices
+    return f"{', '.join(others)} or {last}" if others else last

@@ -1,0 +1,406 @@
+"""The folder of packed weights: the first start of a model packs and writes, every other start maps what is there.
+
+Invariants:
+  * An entry's name is a digest of all that its bytes are a function of (`Key`), and its header says the key again. An
+    entry appears whole, by a rename; one that is damaged or of another key is said in one line and made anew.
+  * One process at a time packs one entry, the others of this machine wait for it; where the folder knows no locks all
+    pack, and the last rename wins.
+  * A mapped entry is locked as long as it is used. When all together are more than the limit, those that have not been
+    used for longest go, never one in use; where nobody can tell whether one is in use, none.
+  * No failure of the cache is one of the start: without it weights are read and packed as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import functools
+import hashlib
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Protocol, TypeVar
+
+import structlog
+
+from common.limits import WEIGHTS_CACHE_BYTES, WEIGHTS_CACHE_WAIT_S
+from worker.weights.packed_file import DamagedFileError, PackedFile, UnkeptObjectError, write
+
+log = structlog.get_logger(__name__)
+
+_ENTRY: Final = ".weights"
+_LOCK: Final = ".lock"
+_PART: Final = ".part"
+_POLL_S: Final = 0.1
+_SHORT_POLL_S: Final = 0.01
+_SHORT_WAIT_S: Final = 2.0
+_PART_TRIES: Final = 8
+_MIB: Final = 1 << 20
+Made = TypeVar("Made")
+Model = TypeVar("Model")
+Progress = Callable[[int, int], None]
+# What an entry gives that is not what its model keeps, whose header is whole.
+_UNUSABLE: Final = (AttributeError, DamagedFileError, ImportError, KeyError, RuntimeError, TypeError, ValueError)
+
+
+class _Locked(Enum):
+    """What came of taking a lock."""
+
+    HELD = "held"
+    BUSY = "another process has it"
+    UNKNOWN = "the file system knows no locks"
+
+
+@dataclass(frozen=True)
+class Key:
+    """Everything that decides about the bytes of a rank's packed weights.
+
+    Attributes:
+        weights: digest of the checkpoint (worker/weights/checkpoint.py), which sees no more than samples of large
+            files.
+        files: name, bytes and time of the last change, in ns, of each of its files of weights.
+        architecture: of the model.
+        dtype: of weights and activations.
+        layout: the back end, and what its layout depends on.
+        sources: digest of the code that reads and packs.
+        quantization: how the weights are quantized beside what the checkpoint says.
+        rank: of the ranks that share the model, and how many: tensor, expert and data parallel.
+    """
+
+    weights: str
+    files: tuple[tuple[str, int, int], ...]
+    architecture: str
+    dtype: str
+    layout: str
+    sources: str
+    quantization: str
+    rank: str
+
+    @property
+    def text(self) -> str:
+        """The key as it stands in the header."""
+        return json.dumps(asdict(self), sort_keys=True)
+
+    @property
+    def name(self) -> str:
+        """The entry's name in the folder, without its ending."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:32]
+
+
+class Keeper(Protocol):
+    """Where layers get what they keep."""
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of the file that what is kept lies in; 0 where it lies in memory of this process."""
+        ...
+
+    @property
+    def needs_weights(self) -> bool:
+        """Whether `keep` makes things, for which the checkpoint is read."""
+        ...
+
+    def keep(self, name: str, make: Callable[[], Made]) -> Made:
+        """What `make` makes: tensors or packed objects. A layer changes them only in `make`.
+
+        Raises:
+            ValueError: the name was used before.
+        """
+        ...
+
+
+class Making:
+    """Keeper that makes everything, and remembers it.
+
+    Attributes:
+        objects: what was made, by name.
+    """
+
+    needs_weights = True
+    mapped_bytes = 0
+
+    def __init__(self) -> None:
+        self.objects: dict[str, Any] = {}
+
+    def keep(self, name: str, make: Callable[[], Made]) -> Made:
+        """See Keeper."""
+        if name in self.objects:
+            raise ValueError(f"{name} is kept twice")
+        made = self.objects[name] = make()
+        return made
+
+
+class Mapped:
+    """Keeper that takes everything from a mapped file.
+
+    Args:
+        file: of the same model.
+        adopt: told of everything that is taken.
+    """
+
+    needs_weights = False
+
+    def __init__(self, file: PackedFile, adopt: Callable[[Any], None]) -> None:
+        self._file = file
+        self._adopt = adopt
+        self.mapped_bytes = file.num_bytes
+
+    def keep(self, name: str, make: Callable[[], Made]) -> Made:
+        """See Keeper."""
+        kept: Made = self._file.restored(name)
+        self._adopt(kept)
+        return kept
+
+
+class WeightsCache:
+    """A folder of packed weights.
+
+    Args:
+        folder: made when something is written.
+        limit_bytes: of all entries together, those in use among them, which are never removed.
+        wait_s: longest wait for another process that packs the same.
+    """
+
+    def __init__(
+        self, folder: Path, limit_bytes: int = WEIGHTS_CACHE_BYTES, wait_s: float = WEIGHTS_CACHE_WAIT_S
+    ) -> None:
+        self._folder = folder
+        self._limit_bytes = limit_bytes
+        self._wait_s = wait_s
+
+    def load(
+        self,
+        key: Key,
+        build: Callable[[Keeper], Model],
+        progress: Progress,
+        adopt: Callable[[Any], None],
+    ) -> Model:
+        """The model, on mapped weights where that is possible.
+
+        Args:
+            key: of its weights.
+            build: makes the model with what a Keeper gives.
+            progress: called with (bytes written, bytes in all).
+            adopt: told of every packed object that was not made by this process.
+        """
+        with self._packing(key):
+            file = self._open(key)
+            if file is None:
+                making = Making()
+                model = build(making)
+                file = self._write(key, making.objects, progress)
+                if file is None:
+                    return model
+                # The memory of what was made is given back before the same is mapped.
+                del making, model
+        try:
+            return build(Mapped(file, adopt))
+        except _UNUSABLE as error:
+            log.warning("packed weights are not used; remove the file", path=str(self.path(key)), reason=_reason(error))
+        return build(Making())
+
+    def path(self, key: Key) -> Path:
+        """Of the entry."""
+        return self._folder / f"{key.name}{_ENTRY}"
+
+    def _open(self, key: Key) -> PackedFile | None:
+        path = self.path(key)
+        try:
+            stream = _opened_in_use(path)
+        except OSError:
+            return None
+        if stream is None:
+            log.warning("packed weights are made anew", path=str(path), reason="another process keeps the file locked")
+            return None
+        try:
+            file = PackedFile(stream, key.text)
+            with contextlib.suppress(OSError):
+                os.utime(path)
+        except (OSError, *_UNUSABLE) as error:
+            log.warning("packed weights are made anew", path=str(path), reason=_reason(error))
+            stream.close()
+            return None
+        log.info("packed weights mapped", path=str(path), mib=file.num_bytes // _MIB)
+        return file
+
+    def _write(self, key: Key, objects: dict[str, Any], progress: Progress) -> PackedFile | None:
+        path = self.path(key)
+        part: Path | None = None
+        begin = time.monotonic()
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            part, stream = _new_part(path)
+            with stream:
+                write(stream, key.text, objects, progress)
+                stream.flush()
+                os.fsync(stream.fileno())
+                part.rename(path)
+            _sync(self._folder)
+        except (OSError, UnkeptObjectError) as error:
+            log.warning("packed weights are not kept", folder=str(self._folder), reason=_reason(error))
+            if part is not None:
+                with contextlib.suppress(OSError):
+                    part.unlink(missing_ok=True)
+            return None
+        log.info("packed weights written", path=str(path), seconds=round(time.monotonic() - begin, 1))
+        file = self._open(key)
+        self._remove_old()
+        return file
+
+    def _remove_old(self) -> None:
+        """Removes what a writer left that is gone, and unused entries, oldest use first, down to the limit."""
+        with contextlib.suppress(OSError):
+            for part in self._folder.glob(f"*{_PART}"):
+                _remove_unused(part)
+            entries = sorted((each.stat().st_mtime, each.stat().st_size, each) for each in self._entries())
+            total = sum(size for _, size, _ in entries)
+            for _, size, path in entries:
+                if total > self._limit_bytes and _remove_unused(path):
+                    log.info("packed weights removed", path=str(path))
+                    total -= size
+                    _remove_unused(path.with_suffix(_LOCK))
+
+    def _entries(self) -> Iterator[Path]:
+        return self._folder.glob(f"*{_ENTRY}")
+
+    @contextlib.contextmanager
+    def _packing(self, key: Key) -> Iterator[None]:
+        """Held by the one process that may pack; without locks, or after the longest wait, by all."""
+        with contextlib.ExitStack() as stack:
+            stream = self._lock_file(key)
+            if stream is not None:
+                stack.enter_context(stream)
+                self._wait_for(stream)
+            yield
+
+    def _lock_file(self, key: Key) -> BinaryIO | None:
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            return self.path(key).with_suffix(_LOCK).open("ab")
+        except OSError:
+            return None
+
+    def _wait_for(self, stream: BinaryIO) -> None:
+        deadline, said = time.monotonic() + self._wait_s, False
+        while _lock(stream, fcntl.LOCK_EX) is _Locked.BUSY and time.monotonic() < deadline:
+            if not said:
+                log.info("waiting for another process that packs these weights", folder=str(self._folder))
+                said = True
+            time.sleep(_POLL_S)
+
+
+# The Python code that reads, converts and packs: packages, and modules of others.
+_PACKING_PACKAGES: Final = ("kernels", "worker/model/layers", "worker/model/models", "worker/weights")
+_PACKING_MODULES: Final = (
+    "worker/config/architectures",
+    "worker/config/model_config",
+    "worker/config/quantization",
+    "worker/model/sharding",
+)
+
+
+def packing_sources() -> list[Path]:
+    """Files on which the content of an entry depends; a change of others packs nothing anew."""
+    top = Path(__file__).resolve().parents[2]
+    packages = [path for package in _PACKING_PACKAGES for path in (top / package).rglob("*.py")]
+    return sorted([*packages, *(top / f"{name}.py" for name in _PACKING_MODULES)])
+
+
+@functools.cache
+def sources_digest() -> str:
+    """Digest of `packing_sources`."""
+    top = Path(__file__).resolve().parents[2]
+    digest = hashlib.sha256()
+    for path in packing_sources():
+        digest.update(str(path.relative_to(top)).encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _lock(stream: BinaryIO, kind: int) -> _Locked:
+    """Takes a lock that goes with the file's end: LOCK_SH needs a file open for reading, LOCK_EX for writing (NFS)."""
+    try:
+        fcntl.flock(stream.fileno(), kind | fcntl.LOCK_NB)
+    except OSError as error:
+        busy = error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES)
+        return _Locked.BUSY if busy else _Locked.UNKNOWN
+    return _Locked.HELD
+
+
+def _opened_in_use(path: Path) -> BinaryIO | None:
+    """The file, locked against its removal where there are locks; None when another keeps it locked for long.
+
+    Raises:
+        OSError: it is not there or can not be read.
+    """
+    deadline = time.monotonic() + _SHORT_WAIT_S
+    while True:
+        stream = path.open("rb")
+        # Between the two it may have been removed, or another may have come in its place.
+        if _lock(stream, fcntl.LOCK_SH) is not _Locked.BUSY and _is_at(path, stream):
+            return stream
+        stream.close()
+        if time.monotonic() > deadline:
+            return None
+        time.sleep(_SHORT_POLL_S)
+
+
+def _new_part(path: Path) -> tuple[Path, BinaryIO]:
+    """A file to write an entry to, of a name that nobody else takes, locked to say that it is being written.
+
+    Raises:
+        OSError: it can not be made or locked.
+    """
+    for _ in range(_PART_TRIES):
+        # Not by the process id: that of a container's process is 1 in all containers which share the folder.
+        part = path.with_suffix(f".{secrets.token_hex(8)}{_PART}")
+        stream = part.open("xb")
+        # Before it is locked, another may take it for one that was left.
+        if _lock(stream, fcntl.LOCK_EX) is not _Locked.BUSY and _is_at(part, stream):
+            return part, stream
+        stream.close()
+        part.unlink(missing_ok=True)
+    raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+
+def _remove_unused(path: Path) -> bool:
+    """Removes a file if it is certain that no process has it locked."""
+    try:
+        with path.open("r+b") as stream:
+            unused = _lock(stream, fcntl.LOCK_EX) is _Locked.HELD and _is_at(path, stream)
+            if unused:
+                path.unlink()
+    except OSError:
+        return False
+    return unused
+
+
+def _is_at(path: Path, stream: BinaryIO) -> bool:
+    """Whether the path still leads to the open file."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
+    except FileNotFoundError:
+        return False
+
+
+def _sync(folder: Path) -> None:
+    """Makes a rename last."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _reason(error: Exception) -> str:
+    """One line of it."""
+    if isinstance(error, OSError):
+        return os.strerror(error.errno or 0)
+    if isinstance(error, DamagedFileError | UnkeptObjectError):
+        return str(error)
+    return f"{type(error).__name__}: {error}".partition("\n")[0]
