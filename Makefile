@@ -56,10 +56,11 @@ test-long: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests that take minutes each
 chaos: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the chaos tests alone, with full times and numbers, and print what they measured
 	@CHAOS_SCALE=full scripts/test.sh chaos
 
-lint: $(ALL_STAMP) ## Check style, format and types of everything
+lint: $(ALL_STAMP) ## Check style, format, types and prose of everything
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy .
+	@$(BIN)/python scripts/check_prose.py
 
 protos: $(ALL_STAMP) ## Make the stubs anew from protos/**/*.proto
 	@scripts/protos.sh protos

@@ -1,1 +1,1 @@
-"""What router and worker share. Imports the stubs only; never torch."""
+"""Code shared by router and worker. Imports the stubs only; never torch."""

@@ -51,7 +51,7 @@ KV_CACHE_DTYPES: Final = ("bfloat16", "float16", "fp8")
 
 @dataclass(frozen=True)
 class Config:
-    """What the scheduler, the block manager and the model runner need to know.
+    """Configuration of the scheduler, the block manager and the model runner.
 
     Attributes:
         model: folder of the checkpoint.

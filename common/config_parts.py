@@ -23,7 +23,7 @@ WEIGHT_FORMATS: Final = {
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many engines share one model's requests, each with a copy of the dense layers.
+    """Data parallelism: the engines that share one model's requests, each with a copy of the dense layers.
 
     Attributes:
         data_parallel_size: engines in lockstep, whose ranks share the experts of a mixture.
@@ -45,7 +45,7 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class CompilationConfig:
-    """How the forward pass is compiled and captured.
+    """Compilation and capture of the forward pass.
 
     Attributes:
         level: 0 runs it as it is; 1 to 3 are PyTorch's compiler as is, once, and piecewise.
@@ -70,7 +70,7 @@ class CompilationConfig:
 
 @dataclass(frozen=True)
 class LayerQuantConfig:
-    """How the weights of a layer are quantized.
+    """Quantization of a layer's weights.
 
     Attributes:
         quant_type: granularity of the scales, one of QUANT_TYPES.
@@ -95,7 +95,7 @@ class LayerQuantConfig:
 
 @dataclass(frozen=True)
 class QuantizationConfig:
-    """How the model's weights are quantized.
+    """Quantization of the model's weights.
 
     A name fits a layer that is called so, lies below it or ends with it, whole components each; `*` stands for any
     text, and a name that begins with `re:` is a regular expression of the beginning of a layer's name.

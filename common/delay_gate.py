@@ -30,7 +30,7 @@ class DelayGate:
     def is_open(
         self, *, age_s: float, last_prompt_latency_s: float, decoding: bool, waiting_at_worker: bool = False
     ) -> bool:
-        """Whether what waits may go now.
+        """True if what waits may go now.
 
         Args:
             age_s: age of the oldest waiting prompt, seconds.

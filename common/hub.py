@@ -48,7 +48,7 @@ class HubModel:
 
     @classmethod
     def parse(cls, model: str) -> HubModel | None:
-        """What `model` names; None when that can not be a name on the Hub, but only a folder."""
+        """Parses the name of a model on the Hub; None when `model` can only be a folder."""
         match = _FORM.fullmatch(model)
         return None if match is None else cls(match[1], match[2], match[3])
 

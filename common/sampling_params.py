@@ -43,7 +43,7 @@ def float32(value: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How tokens are chosen and when generation stops.
+    """Parameters of sampling: how tokens are chosen and when generation stops.
 
     Raises:
         InvalidFieldError: a value is out of range; names the field and what would be valid.
@@ -97,17 +97,17 @@ class SamplingParams:
 
     @property
     def greedy(self) -> bool:
-        """Whether the most likely token is always taken."""
+        """True if the most likely token is always taken."""
         return self.temperature == 0.0
 
     @property
     def penalized(self) -> bool:
-        """Whether tokens already there become less, or more, likely."""
+        """True if tokens already there become less, or more, likely."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
-    """What stands in for absent parameters: the model's `generation_config.json`, else the defaults above.
+    """Values for absent parameters: the model's `generation_config.json`, else the defaults above.
 
     The sampling parameters that transformers and vLLM take from that file, but for its lengths. `do_sample` plays no
     part: a request that wants greedy says `temperature` 0. A value that is not valid is

@@ -1,4 +1,4 @@
-"""How a worker fills its steps when nobody says: by the kernels that will probably serve.
+"""Default step sizes of a worker, by the kernels that will probably serve.
 
 Which ones do is known only with PyTorch loaded; these guesses cost speed where they are wrong, never an answer.
 """

@@ -67,7 +67,7 @@ def touch(memory: torch.Tensor, progress: Callable[[int, int], None]) -> None:
 
 
 def _populate(bounds: tuple[int, int]) -> bool:
-    """Whether the system has given the pages from one address to another."""
+    """True if the system has given the pages from one address to another."""
     begin, end = bounds
     failed: int = ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(end - begin), _MADV_POPULATE_WRITE)
     return not failed

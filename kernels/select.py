@@ -58,7 +58,7 @@ def select_backend(
 
 
 def _sees_gpu() -> bool:
-    """Whether kernels of GPUs can serve; a GPU without Triton is worth a line."""
+    """True if kernels of GPUs can serve; a GPU without Triton is worth a line."""
     if not torch.cuda.is_available():
         return False
     has_triton = importlib.util.find_spec("triton") is not None

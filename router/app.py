@@ -96,7 +96,7 @@ _CHANNELZ = "grpc.channelz.v1.Channelz"
 
 @dataclass(frozen=True, slots=True)
 class RouterOptions:
-    """What one router is started with; times in seconds.
+    """Options that one router is started with; times in seconds.
 
     Attributes:
         workers: the workers, in the forms of `addresses`.
@@ -139,7 +139,7 @@ class RouterOptions:
     log_level: str = "info"
 
     def settings(self) -> Settings:
-        """What may change while the router runs.
+        """Settings that may change while the router runs.
 
         Raises:
             InvalidFieldError: a value is out of range.
@@ -676,7 +676,7 @@ def _rereader(context: click.Context) -> Callable[[], Reread]:
 
 
 def _settings(given: Mapping[str, Any]) -> Settings:
-    """Of the options that may change while the router runs, by the names of their parameters."""
+    """Settings among the options that may change while the router runs, by parameter name."""
     try:
         _check_workers(given["workers"])
         routing = Routing(

@@ -33,7 +33,7 @@ class WorkerRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TextAssets:
-    """What comes with a model's tokenizer files; all None or default when it has none."""
+    """Everything that comes with a model's tokenizer files; all None or default when it has none."""
 
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
@@ -94,7 +94,7 @@ def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedMode
 
 
 class ModelRegistry:
-    """Which models there are, which weights they have, and which workers serve them."""
+    """Models of the router, the weights they have, and the workers that serve them."""
 
     def __init__(self) -> None:
         # By name and identity: the weights that are known, the latest last.
@@ -247,7 +247,7 @@ class ModelRegistry:
 
 
 def _score(identity: str, key: str, weight: int) -> float:
-    """How much a key wants an identity; it gets the one that it wants most."""
+    """Preference of a key for an identity; it gets the one with the highest score."""
     digest = hashlib.blake2b(f"{identity}\0{key}".encode(), digest_size=8).digest()
     # Strictly between 0 and 1: 52 bits and a half.
     uniform = ((int.from_bytes(digest, "big") >> 12) + 0.5) / 2**52

@@ -1,4 +1,4 @@
-"""What may change while a router runs: how requests are admitted and placed, where the workers are, what is logged.
+"""Settings that may change while a router runs: admission, placement, the workers' addresses, logging.
 
 Pure. Every value is checked when it is made, so that taking it into force can not fail, and a version counts what has
 been taken into force.
@@ -23,7 +23,7 @@ _MAX_HOLD_LIMIT_S: Final = 60.0
 
 @dataclass(frozen=True)
 class Routing:
-    """How requests are admitted and placed. Fields are named as the router's options.
+    """Settings of admission and placement. Fields are named as the router's options.
 
     Attributes:
         placement: a key of PLACEMENTS.
@@ -105,7 +105,7 @@ class Reread:
 
 @dataclass(frozen=True, slots=True)
 class Reloaded:
-    """What reading the configuration again has changed, by option.
+    """Changes made by reading the configuration again, by option.
 
     `undone`: those of `changed` whose value `set_routing` had set.
     """

@@ -1,4 +1,4 @@
-"""How a router is protected: its options of TLS and API keys."""
+"""Protection of a router: its options of TLS and API keys."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from common.rpc.tls import ClientTls, ServerTls
 
 @dataclass(frozen=True, slots=True)
 class RouterSecurity:
-    """What one router is protected with; nothing by default.
+    """Protection that one router is started with; nothing by default.
 
     Attributes:
         tls: of the public port; None is plain text.

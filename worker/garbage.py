@@ -26,7 +26,7 @@ BUSY_FULL_S: Final = 300.0
 
 
 class Generation(enum.IntEnum):
-    """How much a collection looks at: argument of `gc.collect`."""
+    """Depth of a collection: argument of `gc.collect`."""
 
     YOUNG = 0
     MIDDLE = 1

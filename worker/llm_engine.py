@@ -51,7 +51,7 @@ _PARAMS = frozenset(field.name for field in fields(SamplingParams))
 
 @dataclass(frozen=True, slots=True)
 class StreamOutput:
-    """What one step added to one answer; a RequestOutput with the text and the caller's own request id.
+    """Addition of one step to one answer; a RequestOutput with the text and the caller's own request id.
 
     The `text` of all parts together is the answer's text. Text that may still become a stop string or part of a
     character comes with a later part.
@@ -120,7 +120,7 @@ class Answer:
             self.finish_reason = self.finish_reason or output.finish_reason
 
     def next_part(self) -> StreamOutput:
-        """What has come since the last part."""
+        """Next part: everything since the last one."""
         tokens, characters = self._num_streamed
         self._num_streamed = (len(self.token_ids), len(self.text))
         return StreamOutput(
@@ -353,7 +353,7 @@ class LLMEngine:
         return [self.io.postprocess(answer) for answer in finished]
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has answers to compute or to return."""
+        """True if `step` has answers to compute or to return."""
         return bool(self._live or self._finished)
 
     def abort(self, request_id: str) -> bool:
@@ -484,7 +484,7 @@ def _stream(answers: Iterable[Answer], on_error: Callable[[Answer], None]) -> No
 
 
 def default_config(folder: str | Path) -> Config:
-    """How a checkpoint is run when nothing else is said."""
+    """Configuration of a checkpoint for which nothing else is given."""
     return Config(
         model=str(folder),
         enable_prefix_caching=True,

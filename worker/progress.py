@@ -1,4 +1,4 @@
-"""What is happening until the worker serves: one updating line on a terminal, a few log lines elsewhere."""
+"""Progress until the worker serves: one updating line on a terminal, a few log lines elsewhere."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def _version(distribution: str) -> str | None:
 
 
 def versions() -> dict[str, str]:
-    """Of Fissile, Python and what it stands on, by name."""
+    """Versions of Fissile, Python and the main dependencies, by name."""
     own = {"fissile": fissile_version(), "python": platform.python_version()}
     return own | {name: _version(name) or "not installed" for name in SHOWN}
 

@@ -1,4 +1,5 @@
-"""When a child that died is started again, and when its supervisor gives up. Pure: deaths in, decisions out."""
+"""Restart policy: when a child that died is started again, and when its supervisor gives up. Pure: deaths in,
+decisions out."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ _failures: Counter[str] = Counter()
 
 
 def task_failures() -> Mapping[str, int]:
-    """How often the long-lived tasks and callbacks of this process have failed, by name."""
+    """Failures of the long-lived tasks and callbacks of this process, by name."""
     return dict(_failures)
 
 

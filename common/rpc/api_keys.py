@@ -26,7 +26,7 @@ _DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 class Role(enum.StrEnum):
-    """What a key may be used for."""
+    """Use that a key is for."""
 
     INFER = "infer"
     """Generate, Chat, and what goes with them."""
@@ -127,7 +127,7 @@ class KeyRing:
         return len(self._by_digest)
 
     def find(self, key: str) -> ApiKey | None:
-        """Which key this is; None when it is none of them."""
+        """The key with this secret; None when there is none."""
         digest = digest_of(key)
         found = self._by_digest.get(digest)
         return found if found is not None and hmac.compare_digest(found.sha256, digest) else None

@@ -1,4 +1,4 @@
-"""Who may call what: one interceptor for every method of every service of a port.
+"""Authentication and authorization: one interceptor for every method of every service of a port.
 
 Invariants: only health is open to everybody, so that probes need no key; a method that is not listed in `METHOD_ROLES`
 is refused to every key. What was found out about the caller is in `caller` while its call runs.
@@ -64,7 +64,7 @@ METHOD_ROLES: Final[Mapping[str, frozenset[Role]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """What is known of who calls.
+    """Identity of a caller.
 
     Attributes:
         name: of the key; empty when keys are off.
@@ -86,7 +86,7 @@ class Access(Protocol):
     """Decides about each call."""
 
     def admit(self, method: str, metadata: Metadata, peer: AuthContext) -> Caller:
-        """Who calls.
+        """Authenticates the caller of a method.
 
         Args:
             method: full name, without a slash before it.

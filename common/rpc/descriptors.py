@@ -39,13 +39,13 @@ def raise_descriptor_limit() -> int:
 
 
 def descriptor_limit() -> int:
-    """How many this process may have now."""
+    """Number of file descriptors that this process may have now."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return _UNLIMITED if soft == resource.RLIM_INFINITY else min(soft, _UNLIMITED)
 
 
 def max_connections() -> int:
-    """How many connections the callers of one port may have: what the process itself needs is left."""
+    """Number of connections that the callers of one port may have: what the process itself needs is left."""
     number = descriptor_limit()
     reserved = max(RESERVED_DESCRIPTORS, number // RESERVED_DESCRIPTORS_SHARE)
     return max(number // 4, number - reserved)

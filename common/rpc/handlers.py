@@ -13,7 +13,7 @@ _MAX_METHODS: Final = 256
 
 
 class Wrapped:
-    """What `wrap` has made of the handlers, by method; of at most 256.
+    """Cache of the handlers that `wrap` has made, by method; of at most 256.
 
     Args:
         wrap: given a handler and the full name of its method, makes the handler that is served.

@@ -121,7 +121,7 @@ class RequestLog(grpc.aio.ServerInterceptor):
         return record
 
     def end(self, record: RequestRecord, context: _Context, error: BaseException | None) -> None:
-        """It is over; `error` has left its handler."""
+        """Ends the call; `error` has left its handler."""
         if error is None:
             record.succeed(_code_of(context))
         elif isinstance(error, grpc.aio.AbortError):

@@ -99,7 +99,7 @@ def _reading(handler: _Handler, reads: _Reads) -> _Handler:
 
 
 def _behavior(handler: _Handler, reads: _Reads) -> tuple[Any, Any]:
-    """How gRPC makes the handler, and what it does."""
+    """Kind of the handler in gRPC, and its function."""
     to_stream, parse = grpc.stream_stream_rpc_method_handler, handler.request_deserializer
     if handler.stream_unary is not None:
         return grpc.stream_unary_rpc_method_handler, handler.stream_unary

@@ -56,14 +56,14 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _is_no_garbled_text(record: logging.LogRecord) -> bool:
-    """False for an error text of gRPC's core that is no UTF-8: what it belongs to is said by who gets the error."""
+    """True if it is no error text of gRPC's core that is not UTF-8: whoever gets the error logs what it belongs to."""
     return not str(record.msg).startswith("Invalid encoding")
 
 
 def _is_no_ended_call(record: logging.LogRecord) -> bool:
-    """False for a status that could not be sent because gRPC itself had ended the call: nothing that is ours to mend.
+    """True if it is no status that could not be sent because gRPC itself had ended the call: nothing of ours to mend.
 
-    It does so for messages that can not be decompressed; a client could fill the log with tracebacks.
+    gRPC does so for messages that can not be decompressed; a client could fill the log with tracebacks.
     """
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 

@@ -33,7 +33,7 @@ class TlsError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Pem:
-    """What was read; None for what is not used."""
+    """Contents of the files; None for what is not used."""
 
     cert: bytes | None
     key: bytes | None
@@ -51,7 +51,7 @@ class _Files:
         self.pem = self._read()
 
     def refresh(self) -> bool:
-        """Reads again what has changed. Returns whether `pem` is new."""
+        """Reads again what has changed; True if `pem` is new."""
         with self._lock:
             # Before the reading: what changes meanwhile is seen the next time.
             state = self._state()
@@ -197,7 +197,7 @@ class Dialer:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only processes of this machine reach `address`: a host, or host:port (IPv6 then in brackets)."""
+    """True if only processes of this machine reach `address`: a host, or host:port (IPv6 then in brackets)."""
     match = _ADDRESS.fullmatch(address)
     host = address if match is None else match["v6"] or match["host"]
     try:

@@ -119,14 +119,14 @@ class MetricExport:
 
 @dataclass(slots=True)
 class _Collector:
-    """What has been said of one address: a status once, until an export works."""
+    """State of the reports about one address: a status is logged once, until an export works."""
 
     users: int = 0
     told: set[str] = field(default_factory=set)
 
 
 class _Fate:
-    """How one signal fares at its collector: what changes is one line, and what the SDK says of it is none."""
+    """State of one signal's exports: each change is one line, and the SDK's own reports are dropped."""
 
     _collectors: ClassVar[dict[str, _Collector]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
@@ -158,7 +158,7 @@ class _Fate:
 
     @contextlib.contextmanager
     def exporting(self) -> Iterator[None]:
-        """What the SDK logs inside, on this thread, is about this signal."""
+        """Attributes what the SDK logs inside, on this thread, to this signal."""
         self._current.fate, self._said = self, False
         try:
             yield
@@ -263,7 +263,7 @@ class _MetricExporter(MetricExporter):
         return result
 
     def force_flush(self, timeout_millis: float = 10_000) -> bool:
-        """Nothing waits here."""
+        """Flushes the exporter below; False when that takes longer. Nothing waits here."""
         return self._otlp.force_flush(timeout_millis)
 
     def shutdown(self, timeout_millis: float = 30_000, **kwargs: Any) -> None:

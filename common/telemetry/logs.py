@@ -66,7 +66,7 @@ def setup_logging(
 
 
 class _Lines:
-    """Where structlog's lines end, whatever their level."""
+    """Sink of structlog's lines, whatever their level."""
 
     def __init__(self, output: Output) -> None:
         self._output = output
@@ -143,7 +143,7 @@ def _renderers(console: bool, stream: TextIO) -> list[Processor]:
 
 
 class _Handler(logging.Handler):
-    """What libraries log."""
+    """Handler of what libraries log."""
 
     def __init__(self, output: Output) -> None:
         super().__init__()

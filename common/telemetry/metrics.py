@@ -112,7 +112,7 @@ def setup_metrics(service_name: str, instance_id: str) -> Metrics:
 
 
 def _observe_process(metrics: Metrics) -> None:
-    """What is lost where nobody may be disturbed."""
+    """Observes losses that must not disturb anybody."""
     metrics.counter(
         names.PROCESS_LOGS_DROPPED, "{line}", "Log lines that could not be written", lambda: [(dropped_pieces(), {})]
     )
@@ -143,7 +143,7 @@ class Metrics:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is exported."""
+        """True if anything is exported."""
         return self._meter is not None
 
     def observe_engine(self, read: ReadFigures, labels: Labels) -> None:
@@ -174,7 +174,7 @@ class Metrics:
             self._meter.create_observable_counter(name, [_observer(read)], unit, description)
 
     def histogram(self, name: str, unit: str, description: str, bounds: Sequence[float]) -> Record:
-        """What counts a value into the buckets between `bounds`; may be called on any thread."""
+        """Records values into the buckets between `bounds`; may be called on any thread."""
         if self._meter is None:
             return _ignore
         made = self._meter.create_histogram(name, unit, description, explicit_bucket_boundaries_advisory=list(bounds))

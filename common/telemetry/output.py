@@ -92,7 +92,8 @@ class Output:
             self._count()
 
     def drain(self, timeout_s: float = OUTPUT_DRAIN_S) -> bool:
-        """Waits until everything is written, at most `timeout_s`: not again while nothing has moved since."""
+        """Waits until everything is written, at most `timeout_s`: not again while nothing has moved since. False
+        when it was not."""
         end = time.monotonic() + timeout_s
         with self._lock:
             self._drains += 1
@@ -152,7 +153,7 @@ class Output:
             return pieces
 
     def _forget(self, pieces: list[bytes]) -> None:
-        """They are gone; what comes now gathers for a while, unless somebody waits for the end of it."""
+        """Forgets the pieces written; new ones gather for a while, unless somebody waits for the end of it."""
         with self._lock:
             for piece in pieces:
                 self._waiting.popleft()
@@ -187,7 +188,8 @@ class Output:
         return len(pieces)
 
     def _num_whole(self, pieces: Sequence[bytes], written: int) -> int:
-        """How many pieces are whole in the first `written` bytes; where half a one stands, the next begins a line."""
+        """Number of pieces that are whole in the first `written` bytes; where half a one stands, the next begins a
+        line."""
         if not written:
             return 0
         written -= self._is_torn
@@ -222,20 +224,20 @@ class OutputStream(io.TextIOBase):
 
     @property
     def encoding(self) -> str:  # type: ignore[override]
-        """Of what is written."""
+        """Encoding of the output."""
         return "utf-8"
 
     @property
     def errors(self) -> str:  # type: ignore[override]
-        """Of characters that can not be encoded."""
+        """Error handler for characters that can not be encoded."""
         return "backslashreplace"
 
     def writable(self) -> bool:
-        """Always."""
+        """True, always."""
         return True
 
     def isatty(self) -> bool:
-        """As the stream itself."""
+        """True if the stream itself is a terminal."""
         try:
             return self._stream.isatty()
         except ValueError:

@@ -43,7 +43,7 @@ def shown(text: str, limit: int = MAX_SHOWN) -> str:
 
 
 class RequestTimes(NamedTuple):
-    """Where a request's time went; monotonic seconds, None for what was not reached.
+    """Times of a request's stages; monotonic seconds, None for what was not reached.
 
     Attributes:
         arrived: at this process.
@@ -103,7 +103,7 @@ class RequestTimes(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class RequestRecord:
-    """What is known of a call; None and "" for what is not.
+    """Facts of a call; None and "" for what is not known.
 
     Attributes:
         method: full name of the RPC.
@@ -155,12 +155,12 @@ class RequestRecord:
 
     @property
     def crash(self) -> BaseException | None:
-        """What was raised that nobody had foreseen."""
+        """Exception that nobody had foreseen."""
         return self._crash
 
     @property
     def level(self) -> str:
-        """How much the end matters: error for a fault of this process, debug for good ends that are not answers."""
+        """Log level of the end: error for a fault of this process, debug for good ends that are not answers."""
         if self.code in _OURS:
             return "error"
         if self.code in _ENOUGH and self.method.endswith(_ENDLESS):
@@ -208,7 +208,7 @@ class RequestRecord:
                 report(self)
 
     def fields(self, now: float) -> dict[str, Any]:
-        """What the call's line says, in order; without what is not known."""
+        """Fields of the call's line, in order; without those that are not known."""
         times = RequestTimes(self.arrived, now) if self.times is None else self.times
         fields: dict[str, Any] = {
             "trace_id": self.trace_id,

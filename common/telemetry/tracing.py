@@ -119,7 +119,7 @@ class Tracing:
 
     @property
     def enabled(self) -> bool:
-        """Whether spans are recorded."""
+        """True if spans are recorded."""
         return self._tracer is not None
 
     def open_spans(self) -> int:
@@ -252,7 +252,7 @@ class RequestSpan:
         return trace_id_of(self.traceparent)
 
     def trailing_metadata(self) -> tuple[tuple[str, str], ...]:
-        """What tells the client the trace, for the RPC's trailing metadata; the client's own context is no answer."""
+        """Trailing metadata that names the trace to the client; the client's own context is no answer."""
         return ()
 
     def request(self, *, model: str, request_id: str, params: SamplingParams) -> None:
@@ -288,7 +288,7 @@ class RequestSpan:
         worker_id: str = "",
         attempts: int = 1,
     ) -> None:
-        """What the request has come to before its end, be it good or bad. Counts are delivered tokens."""
+        """Notes the tokens of a request at its end, be it good or bad. Counts are delivered tokens."""
 
     def finish(self, finish_reasons: Iterable[str] = ()) -> None:
         """Ends the span: the request has been answered."""
@@ -403,7 +403,7 @@ class _RecordedRequestSpan(RequestSpan):
 
 @dataclass(frozen=True, slots=True)
 class DecodeWork:
-    """What the engine did while a sequence decoded: why that took as long as it did.
+    """Engine's work while a sequence decoded: why that took as long as it did.
 
     Attributes:
         steps: of the engine, those too that had nothing of the sequence.
@@ -515,7 +515,7 @@ def _operation_in(context: Context) -> str:
 
 
 def _wall_offset_ns() -> int:
-    """What turns monotonic nanoseconds into Unix time."""
+    """Offset between monotonic and Unix time, nanoseconds."""
     return time.time_ns() - time.monotonic_ns()
 
 

@@ -177,7 +177,7 @@ _LARGE: Final = re.compile(r"\d{6}")
 
 
 class _Bounds:
-    """What is left to one rendering.
+    """Budget left to one rendering.
 
     Args:
         deadline: monotonic seconds.
@@ -297,7 +297,7 @@ class _Bounding(NodeTransformer):
         return node
 
     def visit_Concat(self, node: Concat) -> Node:
-        """What `~` joins."""
+        """Bounds the result of `~`."""
         self.generic_visit(node)
         return Filter(List(node.nodes), _JOINED, [], [], None, None).set_lineno(node.lineno)
 

@@ -140,7 +140,7 @@ def _parts(content: Any, inner: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 
 def _byte_weights(content: Mapping[str, Any]) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Of each byte, the tokens that it is at least; 0 for a byte of which that is not known."""
+    """Least number of tokens that each byte is; 0 for a byte of which that is not known."""
     none = np.zeros(256)
     normalizers = list(_parts(content.get("normalizer"), "normalizers"))
     words = list(_parts(content.get("pre_tokenizer"), "pretokenizers"))

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class StopResult:
-    """What a piece of text led to.
+    """Result of adding a piece of text.
 
     Attributes:
         emit: text that may be sent now.

@@ -337,7 +337,7 @@ class Tokenizer:
         return list(tokenizer.encode_batch_fast([text], add_special_tokens=False)[0].ids)
 
     def _text_frame(self, files: Mapping[str, bytes]) -> tuple[list[int], list[int]]:
-        """What goes before and after plain text: what the configuration says, else what the post-processor does."""
+        """Tokens before and after plain text: as the configuration says, else as the post-processor does."""
         config = read_json(files, "tokenizer_config.json")
         if "add_bos_token" in config or "add_eos_token" in config:
             names = named_special_tokens(files)

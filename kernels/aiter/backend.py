@@ -84,7 +84,7 @@ SINCE: Final = {
 
 @dataclass(frozen=True)
 class Operation:
-    """What AITER has for an operation of ours.
+    """AITER's counterpart of an operation of ours.
 
     Attributes:
         functions: that it calls.
@@ -188,12 +188,12 @@ class AiterExperts:
 
 
 def _mark_shuffled(weight: torch.Tensor) -> None:
-    """What `shuffle_weight` puts on its result and AITER asks for; a tensor that was loaded does not have it."""
+    """Sets the mark that `shuffle_weight` puts on its result and AITER asks for; a loaded tensor lacks it."""
     cast(Any, weight).is_shuffled = True
 
 
 class Choices:
-    """Which operations AITER does.
+    """Choice of the operations that AITER does.
 
     Args:
         library: what there is of it.
@@ -208,7 +208,7 @@ class Choices:
         self._logged: set[tuple[str, str | None]] = set()
 
     def takes(self, operation: str, refusal: Callable[..., str | None], *facts: Hashable) -> bool:
-        """Whether AITER does an operation on numbers of that kind; the same answer whenever it is asked again.
+        """True if AITER does an operation on numbers of that kind; the same answer whenever it is asked again.
 
         Args:
             operation: one of OPERATIONS.
@@ -527,7 +527,7 @@ class AiterBackend:
         return self._stacked_experts(first, (self._pack_expert(each, dtype, packed_format) for each in experts))
 
     def _stacked_experts(self, first: int, experts: Iterable[tuple[torch.Tensor | None, ...]]) -> AiterExperts:
-        """Of each expert its two weights, each followed by its scales."""
+        """Two weights of each expert, each followed by its scales."""
         pairs = list(experts)
         gate_up, gate_up_scale, down, down_scale = (_stacked(parts) for parts in zip(*pairs, strict=True))
         assert gate_up is not None

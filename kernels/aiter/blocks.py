@@ -60,7 +60,7 @@ class AiterBlocks:
         self._device = device
 
     def takes_linear(self, weight: QuantizedWeight, dtype: torch.dtype, packed_format: PackedFormat | None) -> bool:
-        """Whether AITER multiplies rows in `dtype` by a stored weight, if it is not to be packed in another format."""
+        """True if AITER multiplies rows in `dtype` by a stored weight, if it is not to be packed in another format."""
         facts = (dtype, weight.format, packed_format, self._fp8, *weight.shape)
         return self._choices.takes("block_linear", _refuse_linear, *facts)
 
@@ -82,7 +82,7 @@ class AiterBlocks:
     def takes_experts(
         self, model: ExpertWeights, plain: bool, dtype: torch.dtype, packed_format: PackedFormat | None
     ) -> bool:
-        """Whether AITER computes a mixture of experts like `model`, one of them.
+        """True if AITER computes a mixture of experts like `model`, one of them.
 
         Args:
             model: one of its weights is quantized at least; a rank's part that cuts blocks is not.

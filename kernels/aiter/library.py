@@ -47,7 +47,7 @@ class Installation:
 
 
 def find() -> Installation:
-    """Where AITER is; imports nothing.
+    """Finds AITER's installation; imports nothing.
 
     Raises:
         AiterUnavailableError: there is none.
@@ -72,7 +72,7 @@ def _version() -> str:
 
 
 def checked(installation: Installation, signatures: Signatures, since: Mapping[str, str]) -> frozenset[str]:
-    """Those of our functions that an installation has, each declared as in one of the supported versions.
+    """Our functions that an installation has, each declared as in one of the supported versions.
 
     Args:
         installation: see `find`.
@@ -93,7 +93,7 @@ def checked(installation: Installation, signatures: Signatures, since: Mapping[s
 
 
 def _unlike(found: str, variants: Variants) -> str:
-    """How parameters differ from those of the last version that is known."""
+    """Difference of the parameters from those of the last version that is known."""
     last = list(variants)[-1]
     found_names, known = _texts(found), _texts(last)
     more = [name for name in found_names if name not in known]
@@ -162,7 +162,7 @@ class AiterLibrary:
 
     @property
     def called(self) -> frozenset[str]:
-        """Those of `functions` that have been called."""
+        """Functions among `functions` that have been called."""
         return self.functions - self._uncalled
 
     def enum(self, name: str, member: str) -> Any:

@@ -1,4 +1,4 @@
-"""What AITER's supported versions call the functions that we call, and their parameters.
+"""Signatures, in AITER's supported versions, of the functions that we call.
 
 signatures.json beside this file holds it. AITER declares its compiled functions as stubs behind a decorator that
 hides their parameters at run time, so parameters are read from the syntax trees of its sources, here and where a
@@ -187,7 +187,7 @@ def normal(parameters: str) -> str:
 
 
 def from_full(content: Mapping[str, list[dict[str, Any]]], functions: Iterable[str]) -> Signatures:
-    """Those functions out of a file of all: name -> [{"params": ..., "tags": ["v0.1.13", ...]}, ...]."""
+    """Selects those functions from a file of all: name -> [{"params": ..., "tags": ["v0.1.13", ...]}, ...]."""
     tags = {tag for variants in content.values() for variant in variants for tag in variant["tags"]}
     chosen = {
         name: {normal(each["params"]): tuple(tag.removeprefix("v") for tag in each["tags"]) for each in content[name]}

@@ -210,7 +210,7 @@ def latent_attention(
 
 
 def _address(values: npt.NDArray[np.int64]) -> int:
-    """Of int64 numbers.
+    """Address of int64 numbers.
 
     Raises:
         ValueError: they are something else, which the kernels would misread.

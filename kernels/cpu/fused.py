@@ -133,7 +133,7 @@ class _Joiner:
 
 
 def is_native(decoder: Decoder) -> bool:
-    """Whether all of it is packed by the native kernels."""
+    """True if all of it is packed by the native kernels."""
     weights = (one for layer in decoder.layers for one in (layer.qkv, layer.out, layer.gate_up, layer.down))
     return all(isinstance(weight, PanelLinear) for weight in weights)
 

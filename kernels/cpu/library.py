@@ -122,7 +122,7 @@ def load(path: Path = build.LIBRARY) -> ctypes.CDLL:
 
 
 class Ability(enum.IntEnum):
-    """What this machine can do with an instruction set (kernels/cpu/native/select.hpp).
+    """Ability of this machine to run an instruction set (kernels/cpu/native/select.hpp).
 
     ABSENT: nothing; DENIED: the processor has it, the operating system lets nobody use it; TESTED: it runs, and serves
     only who asks for it; USABLE: it runs.
@@ -161,7 +161,7 @@ def base_set(library: ctypes.CDLL) -> str:
 
 
 def address(values: npt.NDArray[Any]) -> int:
-    """Of contiguous numbers.
+    """Address of contiguous numbers.
 
     Raises:
         ValueError: they have gaps, which the kernels would not see.

@@ -1,4 +1,4 @@
-"""Whether the kernels of an instruction set compute what the plain ones do, found out before they serve.
+"""Self-check of an instruction set: compares its kernels with the plain ones before they serve.
 
 Newer instruction sets are written for machines that few have. A processor, an emulator or a compiler that gets one of
 them wrong must show at the start, not in somebody's answers.
@@ -50,7 +50,7 @@ class Check:
 
 
 def fault(library: CDLL, instruction_set: str) -> str | None:
-    """What is wrong with an instruction set that this machine can run, in some words; None where nothing is.
+    """Fault of an instruction set that this machine can run, in a few words; None where there is none.
 
     Compares each kernel with the plain one, to `TOLERANCES`; and each row, computed with fewer others and at another
     place, with itself, to the bit. Leaves the instruction set selected.
@@ -95,7 +95,7 @@ def _close(out: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
 
 
 def checks(dtype: torch.dtype) -> list[Check]:
-    """Of every entry of a table, with inputs in `dtype`."""
+    """Checks of every entry of a table, with inputs in `dtype`."""
     return [
         # (columns, k): whole and broken panels, tasks of 4 and 8 panels, more k than are multiplied at once, odd k.
         *(_linear(n, k, dtype, dtype) for n, k in ((150, 1101), (33, 24), (16, 64))),
@@ -145,7 +145,8 @@ def _gated_linear(dtype: torch.dtype, packed_dtype: torch.dtype) -> Check:
 
 
 def _argmax(dtype: torch.dtype) -> Check:
-    """Of numbers of x, times 1 or 0.5 each, which no kernel rounds, so that the place is the same in all."""
+    """Check of argmax on numbers of x, times 1 or 0.5 each, which no kernel rounds, so that the place is the same in
+    all."""
     columns, inner = 600, 40
     weight = torch.zeros(columns, inner)
     weight[torch.arange(columns), torch.arange(columns) * 7 % inner] = torch.arange(columns) % 2 * 0.5 + 0.5

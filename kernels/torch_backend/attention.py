@@ -165,7 +165,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class AttentionPlan:
-    """What one step's attention does in every layer that has the same window.
+    """Attention of one step in every layer that has the same window.
 
     Attributes:
         tile_tokens: int64 [query tiles * tokens of a tile], row of the step, or the zero row past the last token.
@@ -185,7 +185,7 @@ class AttentionPlan:
 
 
 class StepPlan:
-    """What one step does in every layer; attention is planned for a window when its first layer comes.
+    """Plan of one step for every layer; attention is planned for a window when its first layer comes.
 
     Attributes:
         slot_rows: int64 [tokens * Hkv], where keys and values are written.

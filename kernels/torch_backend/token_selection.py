@@ -1,4 +1,4 @@
-"""Which tokens a query attends to: the indexer of DeepSeek sparse attention, batch-invariant, in PyTorch.
+"""Token selection: the indexer of DeepSeek sparse attention, batch-invariant, in PyTorch.
 
 Scores come from the items of kernels/torch_backend/attention.py (query tile x KV tile, products of one fixed shape),
 over the cache of index keys with the index heads as one head group. What follows is exact or element by element: relu,
@@ -35,7 +35,7 @@ Ints = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class SelectionPlan:
-    """What one step's selections do in every layer.
+    """Selections of one step in every layer.
 
     Attributes:
         keys: the cache of index keys.

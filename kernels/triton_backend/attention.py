@@ -315,7 +315,7 @@ def _merge_kernel(
 
 @dataclass(frozen=True)
 class Scores:
-    """What becomes of the products of queries and keys.
+    """Treatment of the products of queries and keys.
 
     Attributes:
         scale: they are multiplied by it, above 0.
@@ -337,7 +337,7 @@ class Scores:
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a step is cut.
+    """Division of a step among programs.
 
     Attributes:
         block_m: rows of a program, heads x tokens, 16 or more, so that matrix instructions are used.
@@ -483,7 +483,7 @@ def attend(
 
 
 def _constants(q: torch.Tensor, scores: Scores) -> dict[str, int | bool]:
-    """Those of both kernels."""
+    """Constants of both kernels."""
     return {
         "NUM_HEADS": q.shape[1],
         "D": q.shape[2],

@@ -125,7 +125,7 @@ def _layer_norm_kernel(
 
 @dataclass(frozen=True)
 class RowTile:
-    """How rows of one width are shared among programs.
+    """Division of rows of one width among programs.
 
     Attributes:
         rows: whole rows of a program.
@@ -139,7 +139,7 @@ class RowTile:
 
     @classmethod
     def of(cls, width: int) -> RowTile:
-        """That of rows of `width` numbers."""
+        """Tile for rows of `width` numbers."""
         block = triton.next_power_of_2(width)
         rows = max(1, _TILE // block)
         num_warps = 4 if block <= 2048 else 8 if block <= 8192 else 16

@@ -134,7 +134,7 @@ def _stored(
     fp8: torch.dtype,
     device: torch.device,
 ) -> StackedWeights:
-    """Of one expert, as a checkpoint has it; scales for whole rows are repeated for each group."""
+    """Weights of one expert, as a checkpoint has them; scales for whole rows are repeated for each group."""
     packed = packed_weight.from_quantized(weight, None, dtype, fp8, device)
     scales = packed.scales
     assert scales is not None
@@ -150,7 +150,7 @@ def _packed(
     packed_format: PackedFormat | None,
     device: torch.device,
 ) -> StackedWeights:
-    """Of one expert."""
+    """Weights of one expert, packed."""
     bias = None if bias is None else bias.to(device, dtype)
     weight = weight.to(device, dtype)
     if packed_format is None:

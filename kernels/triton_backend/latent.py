@@ -41,7 +41,7 @@ _OPTIONS = {
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a program takes.
+    """Tile of a program.
 
     Attributes:
         tokens: neighbouring tokens, at positions from a multiple of this on.
@@ -349,7 +349,7 @@ def latent_attention(
 
 
 def _splits_pay(q: torch.Tensor, cache: DeviceKVCache, shape: Shape, tiles: Tiles, splits: int) -> bool:
-    """Whether a program takes one split: there are few rows, and room for what becomes of them."""
+    """True if a program takes one split: there are few rows, and room for what becomes of them."""
     working = max(triton.cdiv(shape.rows, tiles.tokens), shape.seqs) * triton.cdiv(q.shape[1], tiles.heads)
     part_bytes = 4 * q.shape[0] * q.shape[1] * cache.value_dim * splits
     return bool(working < FULL_GRID and part_bytes <= PARTS_BYTES)
@@ -366,7 +366,7 @@ def _rest_pad(cache: DeviceKVCache) -> int:
 
 
 def _is_wide(dtype: torch.dtype, cache_dtype: torch.dtype) -> bool:
-    """Whether products are in float32, since the model dtype does not have all numbers of the cache's."""
+    """True if products are in float32, since the model dtype does not have all numbers of the cache's."""
     return cache_dtype.itemsize > 1 and cache_dtype != dtype
 
 

@@ -402,7 +402,7 @@ def rows(packed: PackedWeight, ids: torch.Tensor) -> torch.Tensor:
 
 
 def argmax(x: torch.Tensor, packed: PackedWeight, limit: int, settings: Settings) -> torch.Tensor:
-    """Of each row of `linear(x, packed)` the column of the largest number among the first `limit`, int64 [T].
+    """Column of the largest number among the first `limit` in each row of `linear(x, packed)`, int64 [T].
 
     Of equals, as rounded to the model dtype, the first; NaN counts as the lowest; NO_TOKEN where the largest is not
     finite. Memory holds one value and column for each row and tile of columns.
@@ -507,7 +507,7 @@ def _operands(packed: PackedWeight) -> Operands:
 
 
 def _format(packed: PackedWeight) -> str:
-    """How the kernel reads a weight; see `_part` and `_finished`."""
+    """Format in which the kernel reads a weight; see `_part` and `_finished`."""
     if packed.scales is None:
         return "float"
     if packed.numbers.dtype == torch.uint8:

@@ -95,7 +95,7 @@ def pack_heads(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -
 
 
 def keeps(stored: QuantizedFormat, target: Target) -> bool:
-    """Whether numbers of a checkpoint can be multiplied as they are, with nothing lost.
+    """True if numbers of a checkpoint can be multiplied as they are, with nothing lost.
 
     E4M3FNUZ has numbers that E4M3FN has not (`other_fp8`).
     """

@@ -1,4 +1,4 @@
-"""What attention needs of a step, as tensors on the device: one copy a step.
+"""Attention plan of a step, as tensors on the device: one copy a step.
 
 Kernels take their grids and constants from the plan's `Shape` alone, so that a graph captured with a padded plan serves
 every step that fits into it: its tensors are written anew, and nothing else changes. Padding sequences have no rows and
@@ -22,7 +22,7 @@ Staged = npt.NDArray[np.int32]
 
 @dataclass(frozen=True)
 class Shape:
-    """How large a step is.
+    """Size of a step.
 
     Attributes:
         rows: T, tokens and padding.
@@ -40,7 +40,7 @@ class Shape:
 
     @classmethod
     def of(cls, metadata: AttentionMetaData) -> Shape:
-        """That of a step without padding."""
+        """Shape of a step without padding."""
         seqs, blocks = metadata.block_tables.shape
         return cls(
             rows=metadata.num_tokens,

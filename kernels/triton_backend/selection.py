@@ -1,4 +1,4 @@
-"""Which tokens a query attends to: the indexer of DeepSeek sparse attention (DeepSeek-V3.2).
+"""Token selection: the indexer of DeepSeek sparse attention (DeepSeek-V3.2).
 
 A kernel scores a row's tokens and writes numbers that order them by score; of equal ones the lower position comes
 first. Another finds the number of the k-th token, eight bits at a time by histograms, and lists what is selected in the

@@ -1,4 +1,4 @@
-"""Which sequence of a step a program works on, found on the device: grids know no more than how many rows there are."""
+"""Search for a program's sequence of the step, on the device: grids know no more than how many rows there are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the kernels are compiled for, and how they are to be tuned."""
+"""Target of the kernels: what they are compiled for, and how they are tuned."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ TARGETS = {
 
 @dataclass(frozen=True)
 class Settings:
-    """What launchers choose tiles by.
+    """Settings by which launchers choose tiles.
 
     Attributes:
         target: what is compiled for.
@@ -60,7 +60,7 @@ class Settings:
 
 
 def interpreted() -> bool:
-    """Whether kernels run in Triton's interpreter, on tensors of the CPU."""
+    """True if kernels run in Triton's interpreter, on tensors of the CPU."""
     return bool(knobs.runtime.interpret)
 
 

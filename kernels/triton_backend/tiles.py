@@ -1,4 +1,4 @@
-"""How matrix products are cut into programs: tables for each architecture, and parts of K.
+"""Division of matrix products among programs: tables for each architecture, and parts of K.
 
 K is summed in `parts` of equal length, each from zero, and the parts are added in order. So one program may do them
 all, or a program each part and another kernel the sum: the bits are the same, and a few rows still keep the whole
@@ -20,7 +20,7 @@ Operands = Literal["half", "single", "widened", "eight"]
 
 @dataclass(frozen=True)
 class Tiles:
-    """What a program computes, and how.
+    """Tile of a program, and how it computes it.
 
     Attributes:
         rows: of x, at least 16 for matrix instructions.
@@ -52,7 +52,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one product is cut.
+    """Division of one product.
 
     Attributes:
         tiles: of its programs.
@@ -148,7 +148,7 @@ _MOST_PARTS = 8
 
 
 def cut(settings: Settings, operands: Operands, rows: int, columns: int, inner: int, heads: int = 1) -> Cut:
-    """How to multiply x [rows, inner] by a weight [columns, inner], for each of `heads`.
+    """Chooses how to multiply x [rows, inner] by a weight [columns, inner], for each of `heads`.
 
     In batch-invariant settings the bits follow from the weight's shape alone: tiles and parts do.
     """
@@ -183,7 +183,7 @@ def _parts(programs: int, processors: int, inner: int, tile: int) -> int:
 
 
 def compiler_options(tiles: Tiles, target: Target) -> dict[str, int]:
-    """What the compiler is told beside a kernel's constants."""
+    """Compiler options beside a kernel's constants."""
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
     if target.is_amd:
         # Matrix instructions of 16 x 16, and on gfx942 two of them for each wide read from the chip's memory.

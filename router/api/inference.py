@@ -57,7 +57,7 @@ _Encode: TypeAlias = Callable[[ServedModel, str, bytes], Awaitable[Prompt]]
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """What Generate and Chat do differently.
+    """Differences between Generate and Chat.
 
     Attributes:
         method: name of the call.
@@ -386,7 +386,7 @@ class InferenceService(InferenceServiceServicer):
         )
 
     def _tenant(self, context: Context) -> str:
-        """Who a call is for."""
+        """Tenant that a call is for."""
         return tenant_of(context.invocation_metadata(), self._policy, caller.get().tenant)
 
     def _priority(self, request: AnswerRequest, tenant: str) -> int:

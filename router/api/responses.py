@@ -38,7 +38,7 @@ def fill_response(
 
 
 def times_of(stream: RequestStream, now: float) -> RequestTimes:
-    """Where the request's time has gone until `now`, monotonic seconds."""
+    """Times of the request's stages until `now`, monotonic seconds."""
     assembly, attempts = stream.assembly, stream.attempts.all
     # A worker that was lost has it no more: it waits.
     given = attempts[-1].began if attempts and attempts[-1].loss is None else None

@@ -1,4 +1,4 @@
-"""Who a call is for, how much of the router each may have at a time, and how high its priority may be.
+"""Tenants: the one a call is for, how much of the router each may hold at a time, and how high its priority may be.
 
 A tenant is the value of a metadata key that the operator names; calls without it are those of the tenant "". Invariant:
 a tenant is remembered while it has requests in flight, and no longer.
@@ -27,7 +27,7 @@ _NEWEST = 0.2
 
 @dataclass(frozen=True, slots=True)
 class TenantPolicy:
-    """What tenants get.
+    """Limits and rights of the tenants.
 
     Attributes:
         key: name of the metadata that says who the tenant is, lower case.

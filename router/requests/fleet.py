@@ -89,7 +89,7 @@ log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class FailoverOptions:
-    """What happens to requests whose worker is lost; times in seconds.
+    """Policy for requests whose worker is lost; times in seconds.
 
     Attributes:
         policy: where a request that has tokens may go on.
@@ -105,7 +105,7 @@ class FailoverOptions:
 
 
 class Service(enum.Enum):
-    """Whether a worker gets new requests of this router, and if not, why."""
+    """State of a worker toward new requests of this router: it takes them, or why not."""
 
     SERVING = enum.auto()
     CORDONED = enum.auto()
@@ -411,11 +411,11 @@ class Fleet:
         return [self._known_worker(address) for address in sorted(self._tasks.keys() | self._sessions.keys())]
 
     def waiting(self) -> list[ClassLoad]:
-        """What waits, by priority class."""
+        """Waiting requests by priority class."""
         return self._dispatcher.waiting(self._clock())
 
     def lanes(self) -> LaneCounts:
-        """How many lanes have something to do."""
+        """Number of lanes that have something to do."""
         return self._dispatcher.lane_counts(self._clock())
 
     def tables(self) -> dict[str, int]:
@@ -698,11 +698,11 @@ class Fleet:
             self._names.pop(address, None)
 
     def _is_wanted(self, address: str) -> bool:
-        """Whether a worker must be connected to: it is one of this router's, or sequences of this router are there."""
+        """True if a worker must stay connected: it is one of this router's, or sequences of this router are there."""
         return address not in self._parting or address in self._held
 
     def _take_intake(self, session: Session, said: wpb.Intake.ValueType) -> None:
-        """What the worker says in every report about new work."""
+        """Takes over what the worker reports about accepting new work."""
         intake = _INTAKES.get(said, Intake.OPEN)
         if intake is session.intake:
             return
@@ -755,7 +755,7 @@ class Fleet:
             raise SessionLostError(Fault.STALLED, f"its engine step takes longer than {bound_s:g} s")
 
     def _violates_again(self, session: Session, fault: Fault, now: float) -> bool:
-        """Whether an instance breaks the protocol a second time: resuming does not mend it."""
+        """True if an instance breaks the protocol a second time: resuming does not mend it."""
         if fault is not Fault.VIOLATION:
             return False
         before = self._violated.get(session.address)
@@ -769,7 +769,7 @@ class Fleet:
         return self._held.pop(address, None)
 
     def _loss_by(self, session: Session, fault: Fault) -> Loss:
-        """How sequences are lost that an earlier stream to this address has left, when `session` has ended."""
+        """Kind of loss of the sequences that an earlier stream to this address has left, when `session` has ended."""
         held = self._held.get(session.address)
         if held is not None and session.instance_id not in ("", held.instance_id):
             return Loss.DIED

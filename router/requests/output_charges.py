@@ -1,4 +1,4 @@
-"""When tenants are charged for output: every now and then, and when an attempt ends; never token by token. Pure."""
+"""Charges tenants for output: every now and then, and when an attempt ends; never token by token. Pure."""
 
 from __future__ import annotations
 

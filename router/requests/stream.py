@@ -77,7 +77,7 @@ class RoutedRequest:
 
     @property
     def ids(self) -> dict[str, str]:
-        """What a log line names it by, on whatever task the line is written."""
+        """Fields that name it in a log line, on whatever task the line is written."""
         trace_id = trace_id_of(self.traceparent)
         return {"request_id": shown(self.request_id), **({"trace_id": trace_id} if trace_id else {})}
 

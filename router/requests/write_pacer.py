@@ -1,4 +1,4 @@
-"""Who writes next: streams that have news go a few per turn of the event loop.
+"""Write order of streams: those that have news go a few per turn of the event loop.
 
 One step of a worker has news for hundreds of streams, and a write to a client costs tens of microseconds. Woken all at
 once they would hold the loop for many milliseconds, and what the workers send meanwhile would be read behind all of

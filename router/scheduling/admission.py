@@ -33,7 +33,7 @@ _SPEED_MEMORY_S = 5.0
 
 
 class QueueSpeed:
-    """How many requests leave the queue per second, and when those that it refused should ask again.
+    """Estimate of the requests that leave the queue per second, and of when refused ones should ask again.
 
     Each refused client is given a place of its own in the time to come, one per expected departure: the sooner ones
     first, so that they do not all come back at once for the one place that is free by then.

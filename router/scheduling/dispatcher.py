@@ -1,4 +1,4 @@
-"""Which request goes to which worker, and when: queue, lanes, gate and placement put together.
+"""Dispatcher: decides which request goes to which worker, and when, by queue, lanes, gate and placement together.
 
 Pure: events and `now` (monotonic seconds) come in, decisions go out. `decide` implements docs/architecture.md with
 the placement as a policy object. No call takes long, however many wait and however large the fleet is: what a lane that
@@ -70,7 +70,7 @@ class Dropped:
 
 @dataclass(frozen=True, slots=True)
 class ClassLoad:
-    """What waits in one priority class: how many requests, and the age of the oldest in seconds."""
+    """Load of one priority class: the number of waiting requests, and the age of the oldest in seconds."""
 
     name: str
     waiting: int
@@ -102,7 +102,7 @@ class _Look:
 
 
 class _Timers:
-    """When each lane is to be looked at again: a heap with lazy deletion."""
+    """Times at which each lane is to be looked at again: a heap with lazy deletion."""
 
     def __init__(self) -> None:
         self._at: dict[Lane, float] = {}
@@ -216,7 +216,7 @@ class Dispatcher:
                 placement.lane_down(lane)
 
     def waiting(self, now: float) -> list[ClassLoad]:
-        """What waits, by class, the highest first."""
+        """Waiting requests by class, the highest first."""
         arrivals: dict[int, list[float]] = {priority: [] for priority in CLASSES}
         for request in self._queue:
             arrivals[request.priority].append(request.arrival)
@@ -384,7 +384,7 @@ class Dispatcher:
             self._replace_at = min(self._replace_at, self._replaced + REPLACE_IDLE_S)
 
     def cache_changed(self, worker: str, change: CacheChange) -> None:
-        """What a worker that has been up says of its prefix cache."""
+        """Takes over what a worker that has been up reports of its prefix cache."""
         self._placement.cache_changed(worker, change)
 
     def cache_gone(self, worker: str) -> None:
@@ -420,7 +420,8 @@ class Dispatcher:
         return releases
 
     def next_timer(self, now: float) -> float | None:
-        """When `expire`, `abandon` and `decide` must run again if no event comes before; None when only events matter.
+        """Time at which `expire`, `abandon` and `decide` must run again if no event comes before; None when only events
+        matter.
 
         `now` when there is something left to be worked off.
         """
@@ -448,7 +449,7 @@ class Dispatcher:
         return taken
 
     def lane_record(self, worker: str) -> LaneRecord:
-        """What waits for a worker."""
+        """Record of what waits for a worker."""
         return self._lanes[worker].record()
 
     def lane_load(self, worker: str, now: float) -> LaneLoad:
@@ -456,7 +457,7 @@ class Dispatcher:
         return self._lanes[worker].load(now)
 
     def lane_counts(self, now: float) -> LaneCounts:
-        """How many lanes are in which state."""
+        """Number of lanes in each state."""
         opened = sum(lane.is_open(now, self._gate) for lane in self._busy.values())
         return LaneCounts(len(self._lanes) - len(self._busy), opened, len(self._busy) - opened)
 
@@ -556,7 +557,7 @@ class Dispatcher:
         self._settle(lane)
 
     def _settle(self, lane: Lane) -> None:
-        """What waits for a lane has become less."""
+        """Updates a lane whose waiting requests have become fewer."""
         self._note_taken(lane)
         if not len(lane) and self._busy.get(lane.worker) is lane:
             del self._busy[lane.worker]
@@ -570,7 +571,7 @@ class Dispatcher:
             self._changed_records.add(lane.worker)
 
     def _opens_at(self, lane: Lane, now: float) -> float | None:
-        """When a lane is to be looked at again; None when only events matter, as for one that is open."""
+        """Time at which a lane is to be looked at again; None when only events matter, as for one that is open."""
         if not lane.ready or not len(lane):
             return None
         return now + wait_s if (wait_s := lane.opens_in(now, self._gate)) else None
@@ -657,5 +658,5 @@ def _check_deadline(request: QueuedRequest, lane: Lane, now: float) -> None:
 
 
 def _given(*values: float | None) -> list[float]:
-    """Those that are not None."""
+    """Values that are not None."""
     return [value for value in values if value is not None]

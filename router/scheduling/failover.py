@@ -1,4 +1,4 @@
-"""What becomes of a request whose attempt on a worker has ended before the request: pure decisions.
+"""Failover decisions: what becomes of a request whose attempt on a worker has ended before the request. Pure.
 
 Invariants:
   * A request ends when MAX_ATTEMPTS attempts in a row have brought no token, and after MAX_ATTEMPTS_IN_ALL in any case;
@@ -32,7 +32,7 @@ from common.limits import (
 
 
 class FailoverPolicy(enum.Enum):
-    """Where a request that has tokens already may go on."""
+    """Rule for where a request that has tokens already may go on."""
 
     EXACT = "exact"
     """Only on a worker of the same numerics class, which continues it with exactly the tokens it would have had."""
@@ -71,7 +71,7 @@ _DEATHS = frozenset({Loss.DIED, Loss.ENGINE_FAILED})
 
 
 class Verdict(enum.Enum):
-    """What to do with a request whose attempt was lost."""
+    """Decision about a request whose attempt was lost."""
 
     RESUBMIT = enum.auto()
     ALONE = enum.auto()
@@ -161,7 +161,7 @@ class Attempts:
             attempt.ended, attempt.loss, attempt.excused = now, loss, excused
 
     def waits(self, opened: float, ended: float) -> list[Wait]:
-        """When the request was on no worker, between these times; time on one that gave it back is part of a wait."""
+        """Intervals in which the request was on no worker; time on one that gave it back is part of a wait."""
         waits: list[Wait] = []
         since, loss = opened, None
         for attempt in self._attempts:
@@ -172,7 +172,7 @@ class Attempts:
         return waits
 
     def verdict(self) -> Verdict:
-        """How the request goes on after its last attempt."""
+        """Decision on how the request goes on after its last attempt."""
         if self.is_alone and self._attempts[-1].is_death:
             return Verdict.POISON
         fruitless, counted = self._fruitless(), sum(map(_counts, self._attempts))
@@ -195,7 +195,7 @@ class Attempts:
         return any(attempt.loss is Loss.REFUSED for attempt in self._attempts[:-1])
 
     def has_begun(self, have: int) -> bool:
-        """Whether the attempt under way has brought tokens; the router has `have` tokens now."""
+        """True if the attempt under way has brought tokens; the router has `have` tokens now."""
         return have > self._attempts[-1].have
 
     def numerics_wanted(self, policy: FailoverPolicy, have: int) -> str | None:
@@ -214,7 +214,7 @@ class Attempts:
 
     @property
     def exact(self) -> bool:
-        """Whether all tokens came from one numerics class. To be asked when the last attempt has ended."""
+        """True if all tokens came from one numerics class. To be asked when the last attempt has ended."""
         return len({attempt.numerics for attempt in self._attempts if attempt.tokens}) <= 1
 
 
@@ -223,7 +223,7 @@ def _counts(attempt: Attempt) -> bool:
 
 
 def stall_bound_s(stall_timeout_s: float, step_tokens: int, prefill_rate: float) -> float:
-    """How long an engine step may run before its worker counts as stalled (rule S10), seconds.
+    """Longest time that an engine step may run before its worker counts as stalled (rule S10), seconds.
 
     Args:
         stall_timeout_s: the least that is allowed, whatever the step.

@@ -42,7 +42,7 @@ _SPARE = 64
 
 @dataclass(slots=True)
 class Look:
-    """What a placement found when it last looked a waiting request up.
+    """Result of a placement's last look at a waiting request.
 
     Attributes:
         time: monotonic seconds.
@@ -57,7 +57,7 @@ class Look:
 
 @dataclass(slots=True)
 class QueuedRequest:
-    """What the dispatcher knows about a request.
+    """A request as the dispatcher knows it.
 
     Attributes:
         key: number of the request in this router.
@@ -107,7 +107,7 @@ class QueuedRequest:
 
 @dataclass(slots=True)
 class _Account:
-    """What a tenant has had in a class, per weight, and how many of its requests wait."""
+    """Service that a tenant has had in a class, per weight, and the number of its waiting requests."""
 
     start: float
     waiting: int = 0
@@ -122,7 +122,7 @@ class _ClassAccounts:
     limit: int = MAX_TENANTS
 
     def account(self, tenant: str) -> _Account:
-        """Of a tenant; one that is new has had what the last that was served had before."""
+        """Account of a tenant; a new one starts at what the last served tenant had before."""
         account = self.tenants.get(tenant)
         if account is None:
             account = self.tenants[tenant] = _Account(self.virtual_time)
@@ -136,7 +136,7 @@ class _ClassAccounts:
 
 
 class TenantShares:
-    """How far each tenant is served, over all lanes of a router.
+    """Service that each tenant has had, over all lanes of a router.
 
     Args:
         weights: of tenants that are not like the others, > 0.
@@ -180,11 +180,11 @@ class TenantShares:
             accounts.trim()
 
     def weight(self, tenant: str) -> float:
-        """Of a tenant."""
+        """Weight of a tenant."""
         return self._weights.get(tenant, self._default)
 
     def start(self, priority: int, tenant: str) -> float:
-        """What a tenant has had, or would have if it began to wait; the one with the least goes first."""
+        """Service that a tenant has had, or would have if it began to wait; the one with the least goes first."""
         accounts = self._classes[priority]
         account = accounts.tenants.get(tenant)
         if account is None:
@@ -344,7 +344,7 @@ class FairQueue:
 
     @property
     def tokens(self) -> int:
-        """Of all requests here."""
+        """Tokens of all requests here."""
         return sum(queue.tokens for queue in self._classes.values())
 
     @property
@@ -410,7 +410,7 @@ class FairQueue:
         return None if top is None else top[0]
 
     def has(self, priority: int) -> bool:
-        """Whether a request of this class waits."""
+        """True if a request of this class waits."""
         return bool(self._classes[priority])
 
     def _highest(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Which worker a request goes to.
+"""Placement policies: choose the worker that a request goes to.
 
 A policy hears of every lane that comes and goes and of every change of its load, so that a decision looks at a few of
 them only, however many there are. Loads are counted when a request is placed, not when its worker reports it.
@@ -39,7 +39,7 @@ _LOOK_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class CacheChange:
-    """What has come to a worker's prefix cache and what has left it, in granules.
+    """Granules that have entered a worker's prefix cache and those that have left it.
 
     `anew`: what was known of it before counts for nothing.
     """
@@ -51,7 +51,7 @@ class CacheChange:
 
 @dataclass(frozen=True, slots=True)
 class Better:
-    """Where a waiting request had better go, and the tokens that would have to be computed there."""
+    """A better lane for a waiting request, and the tokens that would have to be computed there."""
 
     lane: Lane
     work: int
@@ -74,8 +74,8 @@ class Placement(abc.ABC):
         """
 
     def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
-        """Where a waiting request had better go: a lane that would serve it clearly sooner than its own, or its own one
-        with other work than was thought; None when nothing has changed.
+        """A better place for a waiting request: a lane that would serve it clearly sooner than its own, or its own lane
+        with another amount of work than was thought; None when nothing has changed.
 
         Args:
             request: waits for `lane`.
@@ -92,7 +92,7 @@ class Placement(abc.ABC):
         """A worker takes no more work; may be said twice."""
 
     def load_changed(self, lane: Lane) -> None:  # noqa: B027
-        """What waits for a lane has changed, or its worker's report."""
+        """Notes that what waits for a lane has changed, or its worker's report."""
 
     def sent(self, request: QueuedRequest, lane: Lane, now: float) -> None:  # noqa: B027
         """A request was released to a lane's worker."""
@@ -264,7 +264,7 @@ class LeastLoaded(Placement):
 
 
 class Sessions:
-    """Where each session was last sent; the MAX_SESSIONS most recent ones."""
+    """Worker that each session was last sent to; the MAX_SESSIONS most recent ones."""
 
     def __init__(self) -> None:
         self._workers: OrderedDict[tuple[str, str], str] = OrderedDict()

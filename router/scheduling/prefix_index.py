@@ -1,4 +1,4 @@
-"""Which worker has which prefix in its cache: an index of granules of 8 blocks.
+"""Index of the prefixes that each worker has in its cache, in granules of 8 blocks.
 
 A granule is named by the chain hash of its last block, which stands for the whole prefix (`common.block_hash`). What
 the workers hold they say themselves (KvEvents of the Session), whoever sent it to them; what this router has just sent
@@ -93,12 +93,12 @@ class PrefixIndex:
 
     @property
     def forgotten(self) -> int:
-        """How often an owner could not be noted, or was overwritten, for want of room."""
+        """Number of owners that could not be noted, or were overwritten, for want of room."""
         return self._forgotten
 
     @property
     def workers(self) -> list[str]:
-        """Who may own something."""
+        """Workers that may own something."""
         return list(self._slots)
 
     def add_worker(self, worker: str) -> None:
@@ -147,7 +147,8 @@ class PrefixIndex:
         self._expected.add(self._slots[worker], granules, now)
 
     def longest(self, granules: Sequence[int], now: float) -> tuple[int, list[str]]:
-        """How many of the first granules anybody holds or is expected to, and who; (0, []) when nobody holds any."""
+        """Number of first granules that some workers hold or are expected to, and those workers; (0, []) when nobody
+        holds any."""
         told = _deepest(range(1, len(granules) + 1), lambda i: bool(self._owners_of(granules[i - 1])))
         marks = _marks(len(granules))
         sent = _deepest(marks, lambda i: bool(self._sent_to(granules[i - 1], now)))
@@ -157,13 +158,13 @@ class PrefixIndex:
         return max(told, sent), [name for slot in slots if (name := self._names[slot])]
 
     def depth(self, worker: str, granules: Sequence[int], now: float) -> int:
-        """How many of the first granules a worker holds, or is expected to: O(log) of their number."""
+        """Number of first granules that a worker holds, or is expected to: O(log) of their number."""
         slot = self._slots[worker]
         sent = _deepest(_marks(len(granules)), lambda i: slot in self._sent_to(granules[i - 1], now))
         return max(sent, self._told_depth(slot, granules))
 
     def knows(self, granule: int, now: float) -> bool:
-        """Whether anybody holds a granule, or is expected to."""
+        """True if some worker holds a granule, or is expected to."""
         return bool(self._owners_of(granule) or self._sent_to(granule, now))
 
     def held(self, worker: str) -> set[int]:
@@ -264,7 +265,7 @@ class PrefixIndex:
 
 
 class _Expected:
-    """What has been sent in the last EXPECTED_S: slots and the end of their time, by granule."""
+    """Prefixes sent in the last EXPECTED_S: slots and the end of their time, by granule."""
 
     def __init__(self) -> None:
         self._until: dict[int, dict[int, float]] = {}

@@ -45,7 +45,7 @@ class LoadReport:
 
 @dataclass(frozen=True, slots=True)
 class LaneRecord:
-    """What waits at this router for one worker; the worker echoes the fleet's to all routers."""
+    """Summary of what waits at this router for one worker; the worker echoes the fleet's to all routers."""
 
     oldest_arrival: float | None
     tokens: int
@@ -200,7 +200,7 @@ class Lane:
             self._work -= group.work
 
     def speed(self, prior: float, now: float) -> float:
-        """How fast the worker computes prompts, tokens per second: what it has measured, drawn to `prior` with the time
+        """Prompt tokens that the worker computes per second: its measured speed, drawn to `prior` with the time
         since then. So a worker that once looked slow and therefore gets little is tried again."""
         own = self.last_report.prefill_rate
         if own <= 0:
@@ -223,16 +223,16 @@ class Lane:
 
     @property
     def idle(self) -> bool:
-        """Whether the worker has nothing to do and nothing is on its way to it."""
+        """True if the worker has nothing to do and nothing is on its way to it."""
         report = self.last_report
         return not (report.decoding_seqs or report.waiting_seqs or report.waiting_tokens or self._unseen)
 
     def record(self) -> LaneRecord:
-        """What waits here, for the worker's echo."""
+        """Summary of what waits here, for the worker's echo."""
         return LaneRecord(self._bound.oldest_arrival(), self.bound_tokens, len(self._bound))
 
     def load(self, now: float) -> LaneLoad:
-        """What waits here and at the worker, for operators."""
+        """Load that waits here and at the worker, for operators."""
         report = self.last_report
         return LaneLoad(
             queued=len(self._bound),
@@ -244,7 +244,7 @@ class Lane:
         )
 
     def is_open(self, now: float, gate: DelayGate) -> bool:
-        """Whether what waits here may go now, room aside (docs/architecture.md)."""
+        """True if what waits here may go now, room aside (docs/architecture.md)."""
         if self._alone is not None:
             return self._lone() is not None and not self._unseen
         report = self.last_report
@@ -355,5 +355,5 @@ class Lane:
         return math.inf if deadline is None else deadline - now
 
     def _hold_margin_s(self) -> float:
-        """How long before its deadline a request is no longer held: its prefill here, and a margin."""
+        """Time before its deadline at which a request is no longer held: its prefill here, and a margin."""
         return DEADLINE_MARGIN_S + self.seconds_for(0)

@@ -1,4 +1,4 @@
-"""How late the event loop is: what a request that arrives at a random moment waits before the loop looks at it.
+"""Lag of the event loop: the time that a request arriving at a random moment waits before the loop looks at it.
 
 A timer notes by how much it is late. While the loop is held for longer than its interval, timers that should have fired
 meanwhile would have been late too: they are counted as well, so that one long stall is not one late timer among

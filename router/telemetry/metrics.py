@@ -166,7 +166,7 @@ class RouterMetrics:
 
     @property
     def enabled(self) -> bool:
-        """Whether anything is exported."""
+        """True if anything is exported."""
         return self._metrics.enabled
 
     def lag(self, seconds: float) -> None:
@@ -211,7 +211,7 @@ class RouterMetrics:
         return lambda: [(value(self._figures), {})]
 
     def _each(self, value: Callable[[KnownWorker], float]) -> Callable[[], Observed]:
-        """Of the workers that are connected."""
+        """Observations of the connected workers."""
         return lambda: [
             (value(worker), {names.WORKER_ID: worker.worker_id, names.REQUEST_MODEL: worker.model})
             for worker in self._figures.workers

@@ -41,7 +41,7 @@ class GapError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What the worker said with the first token; `prefill_s` in seconds."""
+    """The worker's report with the first token; `prefill_s` in seconds."""
 
     cached_tokens: int = 0
     prefill_s: float = 0.0
@@ -49,14 +49,14 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """How the stream ended: `pb.FinishReason`, and the stop condition where the reason is STOP."""
+    """End of the stream: `pb.FinishReason`, and the stop condition where the reason is STOP."""
 
     reason: pb.FinishReason.ValueType
     stop: pb.StopDetail | None = None
 
 
 class Part(NamedTuple):
-    """What the client gets next; `start` in the first part only, `ending` in the last one only."""
+    """Next piece for the client; `start` in the first part only, `ending` in the last one only."""
 
     text: str
     token_ids: tuple[int, ...]
@@ -122,7 +122,7 @@ class StreamAssembly:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the stream takes no more tokens: it has an ending or has failed."""
+        """True if the stream takes no more tokens: it has an ending or has failed."""
         return self._ending is not None or self._error is not None
 
     @property

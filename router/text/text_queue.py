@@ -24,7 +24,7 @@ _SPARE = 8
 
 
 class Lane(Enum):
-    """Which threads run a job."""
+    """Threads that run a job."""
 
     SHORT = "short"
     LONG = "long"

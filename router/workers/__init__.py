@@ -1,1 +1,1 @@
-"""Where the workers are, and the Session with each."""
+"""The workers' addresses, and the Session with each worker."""

@@ -1,4 +1,4 @@
-"""Where the workers are, as an operator says it, and what follows from the answers. Pure.
+"""Addresses of the workers as an operator writes them, and what follows from the answers. Pure.
 
 A target is one of (the forms of `--worker`):
   * `HOST:PORT`: one worker.
@@ -135,7 +135,7 @@ def parse_list(text: str) -> tuple[str, ...]:
 
 @dataclass(slots=True)
 class KnownAddresses:
-    """What DNS has said about a name: a failure or an empty answer takes nothing away that was known.
+    """Addresses that DNS has given for a name: a failure or an empty answer takes nothing away that was known.
 
     Each family (A, AAAA) counts by itself: one that fails keeps its addresses, one that is empty while the other is not
     has none any more. An answer that is empty altogether is a Service between two sets of Pods more often than one

@@ -1,4 +1,4 @@
-"""How an address behaves: when it is dialled again, and with how much a worker there is trusted. Pure.
+"""Conduct of an address: when it is dialled again, and how much of a worker there is trusted with new work. Pure.
 
 Invariants:
   * A worker that was well is dialled again at once, and then every REDIAL_S: the interval grows with the time for which

@@ -69,13 +69,13 @@ class _Troubles:
         self._why = ""
 
     def failed(self, why: str, kept: int) -> None:
-        """It has failed; so many workers are kept."""
+        """Notes a failure; so many workers are kept."""
         if why != self._why:
             log.warning("worker discovery failed", target=self._target, why=why, kept=kept)
         self._why = why
 
     def over(self) -> None:
-        """It has worked."""
+        """Notes a success."""
         if self._why:
             log.info("worker discovery works again", target=self._target)
         self._why = ""

@@ -1,4 +1,4 @@
-"""How far this router knows the prefix cache of one worker (KvEvents; docs/architecture.md).
+"""This router's knowledge of one worker's prefix cache (KvEvents; docs/architecture.md).
 
 Invariant: what the frames that `take` has let pass add up to is what the instance's cache held after change `seq`; with
 `seq` 0 it may be less, as in the middle of a snapshot. From an `ask` on that counts anew: nothing passes until the
@@ -13,7 +13,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 
 class Continuity(enum.Enum):
-    """How a frame of KV events fits those before it."""
+    """Fit of a frame of KV events with those before it."""
 
     NEXT = enum.auto()
     """It continues them, or begins a snapshot."""
@@ -37,11 +37,11 @@ class KvFeed:
 
     @property
     def seq(self) -> int:
-        """What the next Hello says (`Hello.kv_seq`)."""
+        """Sequence number for the next Hello (`Hello.kv_seq`)."""
         return 0 if self._left else self._seq
 
     def goes_on_with(self, instance_id: str) -> bool:
-        """Whether a stream to this instance continues what is known; otherwise that is to be forgotten."""
+        """True if a stream to this instance continues what is known; otherwise that is to be forgotten."""
         return instance_id == self._instance_id and self.seq > 0
 
     def open(self) -> None:

@@ -65,7 +65,7 @@ class Fault(enum.Enum):
 
 
 class Intake(enum.Enum):
-    """What a worker that serves says about new work."""
+    """A serving worker's report about accepting new work."""
 
     OPEN = enum.auto()
     CORDONED = enum.auto()
@@ -83,7 +83,7 @@ class SessionLostError(Exception):
 
 
 class SessionEvents(Protocol):
-    """Who takes what a Session reads. Called on the event loop, never concurrently."""
+    """Receiver of what a Session reads. Called on the event loop, never concurrently."""
 
     def session_opening(self, session: Session) -> None:
         """The worker has been described; gives the link what an earlier stream has left behind.
@@ -115,7 +115,7 @@ class SessionEvents(Protocol):
         ...
 
     def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
-        """What has changed in the worker's prefix cache. Raises SessionLostError when something is missing."""
+        """Handles changes of the worker's prefix cache. Raises SessionLostError when something is missing."""
         ...
 
     def renew_lease(self, session: Session) -> None:
@@ -184,7 +184,7 @@ class Session:
 
     @property
     def is_leaving(self) -> bool:
-        """Whether nothing new can be written any more."""
+        """True if nothing new can be written any more."""
         return self._leaving
 
     def leave(self) -> None:
@@ -326,7 +326,7 @@ async def _first_of(*work: Coroutine[Any, Any, None]) -> None:
 
 
 def _lost(error: Exception) -> SessionLostError:
-    """What an error says about the Session."""
+    """Meaning of an error for the Session."""
     if isinstance(error, SessionLostError):
         return error
     if isinstance(error, grpc.aio.AioRpcError):

@@ -63,7 +63,7 @@ class Submission:
 
 @dataclass(slots=True)
 class StepEffects:
-    """What a StepOutput did, by rid.
+    """Effects of a StepOutput, by rid.
 
     Attributes:
         touched: streams that have something new, in order, each once.

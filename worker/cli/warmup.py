@@ -98,7 +98,8 @@ def blank_checkpoint(folder: Path, source: Path) -> int:
 
 
 def num_layers(shapes: Mapping[str, tuple[int, ...]], layer_types: object) -> int:
-    """How many of the first layers have all kinds among them, two at least if there are: some models alternate.
+    """Length of the shortest prefix of layers that has every kind of layer, at least 2 if there are as many: some
+    models alternate.
 
     Args:
         shapes: of all tensors, by name.
@@ -142,7 +143,7 @@ def _write_zeros(file: Path, tensors: Mapping[str, tuple[str, tuple[int, ...]]])
 
 
 def works(max_num_batched_tokens: int, max_num_seqs: int, max_model_len: int, num_blocks: int, size: int) -> list[Work]:
-    """What a worker will compute: the longest prompt of a step, one answer, and as many answers at once as it takes.
+    """Work that a worker will do: the longest prompt of a step, one answer, and as many answers at once as it takes.
 
     Args:
         max_num_batched_tokens, max_num_seqs, max_model_len: as in Config.

@@ -83,7 +83,7 @@ SWITCH_INTERVAL_S: Final = 0.0005
 
 @dataclass(frozen=True, slots=True)
 class WorkerOptions:
-    """What one worker is started with; times in seconds.
+    """Options that one worker is started with; times in seconds.
 
     Attributes:
         config: of the engine; `model` is the checkpoint folder.
@@ -345,7 +345,7 @@ def _check_text_files(files: Mapping[str, bytes]) -> None:
 
 
 def _first_facts(options: WorkerOptions, model_config: ModelConfig, files: Mapping[str, bytes]) -> WorkerFacts:
-    """What is known before the model is loaded."""
+    """Facts known before the model is loaded."""
     config = options.config
     return WorkerFacts(
         worker_id=options.worker_id,

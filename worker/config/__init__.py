@@ -1,1 +1,1 @@
-"""What a worker is told and what a checkpoint folder says, read and checked. No PyTorch."""
+"""Configuration of a worker and of a checkpoint folder, read and checked. No PyTorch."""

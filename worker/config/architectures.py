@@ -48,7 +48,7 @@ class CausalModel(Protocol):
 
     @classmethod
     def kv_spec(cls, config: ModelConfig, shard: Shard) -> KVSpec:
-        """What one layer of this rank keeps of a token."""
+        """KV cache of one token in one layer of this rank."""
         ...
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,5 @@
-"""What a checkpoint folder says about its model: config.json and generation_config.json, checked. No PyTorch here."""
+"""Configuration of a model from its checkpoint folder: config.json and generation_config.json, checked. No PyTorch
+here."""
 
 from __future__ import annotations
 
@@ -95,7 +96,7 @@ class RopeConfig:
     partial_rotary_factor: float = 1.0
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many of a head's dimensions are rotated."""
+        """Number of a head's dimensions that are rotated."""
         return int(head_dim * self.partial_rotary_factor)
 
 
@@ -155,7 +156,7 @@ class ModelConfig:
 
     @property
     def has_experts(self) -> bool:
-        """Whether some layers are mixtures of experts."""
+        """True if some layers are mixtures of experts."""
         return any(self.source.get(key) for key in ("num_experts", "num_local_experts", "n_routed_experts"))
 
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
@@ -171,7 +172,7 @@ class ModelConfig:
         return value
 
     def slides(self, layer: int, by_default: bool) -> bool:
-        """Whether `layer_types` gives a layer a sliding window; `by_default` where there are no types.
+        """True if `layer_types` gives a layer a sliding window; `by_default` where there are no types.
 
         Raises:
             ModelError: there is not one type per layer, or one of another kind.
@@ -198,7 +199,7 @@ class ModelConfig:
         return float(value)
 
     def flag(self, key: str, default: bool) -> bool:
-        """A truth value of config.json.
+        """Reads a boolean of config.json: True if it is set.
 
         Raises:
             ModelError: it is not one.
@@ -338,7 +339,8 @@ def _yarn(rope: RopeConfig, parameters: Mapping[str, Any], config: Mapping[str, 
 
 
 def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
-    """How much attention is sharpened when positions are stretched by `factor` (arXiv:2309.00071, section 3.4)."""
+    """Factor by which attention is sharpened when positions are stretched by `factor` (arXiv:2309.00071, section
+    3.4)."""
     return 0.1 * mscale * math.log(factor) + 1.0 if factor > 1.0 else 1.0
 
 

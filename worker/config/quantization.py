@@ -20,7 +20,7 @@ _QUARK_DTYPES: Final = {"fp8_e4m3": "fp8", "int8": "int8", "fp4": "fp4x2"}
 
 
 def parse_quantization(config: Mapping[str, Any]) -> QuantizationConfig:
-    """What config.json says about the weights; the default where it says nothing.
+    """Quantization that config.json names; the default where it names none.
 
     Raises:
         ValueError: the method or a setting of it is not supported.

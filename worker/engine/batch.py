@@ -1,4 +1,4 @@
-"""What passes between scheduler, model runner and stream."""
+"""Records passed between scheduler, model runner and stream."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from worker.engine.sequence import EndReason, Sequence
 
 @dataclass(slots=True)
 class TokenHistory:
-    """What penalties and the min_tokens mask of one row derive from (rules: worker/model/logit_adjustments.py).
+    """Token history that penalties and the min_tokens mask of one row derive from (rules:
+    worker/model/logit_adjustments.py).
 
     It follows from prompt and tokens alone, so a sequence that was preempted, or that another worker has begun, goes on
     with the same penalties. Nothing is copied: a sequence's list of tokens only ever grows at its end, so a part of it
@@ -81,8 +82,7 @@ _COLUMNS: Final = (
 
 
 class SequenceColumns:
-    """What does not change of some sequences while they run, a column each, most of them made when asked for: the same
-    sequences come step after step, and share these."""
+    """Per-sequence constants in columnar form, computed lazily and shared by all steps with the same members."""
 
     def __init__(self, rows: list[Sequence]) -> None:
         self.rows = rows
@@ -109,12 +109,12 @@ class SequenceColumns:
 
     @cached_property
     def is_greedy(self) -> bool:
-        """Whether the temperatures are all 0."""
+        """True if the temperatures are all 0."""
         return not any(self.temperatures)
 
     @cached_property
     def top_ks(self) -> list[int]:
-        """How many ids may be sampled; 0 for all."""
+        """Number of ids that may be sampled, per sequence; 0 for all."""
         return [s.sampling_params.top_k for s in self.rows]
 
     @cached_property
@@ -232,7 +232,7 @@ class ScheduledBatch:
 
     @property
     def columns(self) -> SequenceColumns:
-        """What does not change of the sequences; the same object while they are the same."""
+        """Constants of the sequences; the same object while the sequences are the same."""
         return self._columns
 
     @property
@@ -286,7 +286,7 @@ class ScheduledBatch:
 
     @cached_property
     def scheduled_tokens(self) -> list[list[int]]:
-        """What each row computes, without a token that is in flight."""
+        """Tokens that each row computes, without one that is in flight."""
         return [[] if late else [t] for t, late in zip(self._last_tokens, self.from_last_output, strict=True)]
 
     @cached_property
@@ -302,32 +302,32 @@ class ScheduledBatch:
 
     @property
     def temperatures(self) -> list[float]:
-        """Of each row; 0 is greedy."""
+        """Temperature of each row; 0 is greedy."""
         return self._columns.temperatures
 
     @property
     def is_greedy(self) -> bool:
-        """Whether every row takes its most likely token, and nothing changes the logits before."""
+        """True if every row takes its most likely token, and nothing changes the logits before."""
         return self._columns.is_greedy and not self.histories
 
     @property
     def top_ks(self) -> list[int]:
-        """Of each row; 0 is off."""
+        """top_k of each row; 0 is off."""
         return self._columns.top_ks
 
     @property
     def top_ps(self) -> list[float]:
-        """Of each row; 1 is off."""
+        """top_p of each row; 1 is off."""
         return self._columns.top_ps
 
     @property
     def min_ps(self) -> list[float]:
-        """Of each row; 0 is off."""
+        """min_p of each row; 0 is off."""
         return self._columns.min_ps
 
     @property
     def seeds(self) -> list[int]:
-        """Of each row's random numbers."""
+        """Seed of each row's random numbers."""
         return self._columns.seeds
 
     @property
@@ -383,7 +383,7 @@ class ScheduledBatchOutput:
 
 @dataclass(slots=True)
 class RequestOutput:
-    """What one step did to one sequence, for the stream.
+    """Effect of one step on one sequence, for the stream.
 
     `finish_reason` is one of `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `aborted`,
     `not_a_number`.
@@ -400,7 +400,7 @@ class RequestOutput:
 
 @dataclass
 class StepResult:
-    """What one engine step produced, with the typed outputs beside it."""
+    """Result of one engine step, with the typed outputs beside it."""
 
     outputs: list[RequestOutput] = field(default_factory=list)
 

@@ -163,7 +163,7 @@ class BlockManager:
         return self._hashes(seq)[start // self.block_size : -(-end // self.block_size)]
 
     def can_allocate(self, seq: Sequence, cached: list[int] | None = None, reserve: int = 0) -> bool:
-        """Whether `allocate` finds the blocks for all tokens of `seq`, and leaves `reserve` free.
+        """True if `allocate` finds the blocks for all tokens of `seq`, and leaves `reserve` free.
 
         Cached blocks in use cost nothing, cached blocks that are free leave the free list (T3).
         """
@@ -202,7 +202,7 @@ class BlockManager:
         self._chains.pop(seq.id, None)
 
     def can_append(self, seq: Sequence, num_new_tokens: int = 1) -> bool:
-        """Whether `may_append` finds the blocks it needs."""
+        """True if `may_append` finds the blocks it needs."""
         return self._blocks_needed(seq, num_new_tokens) <= len(self.free_block_ids)
 
     def may_append(self, seq: Sequence, num_new_tokens: int = 1) -> None:
@@ -266,8 +266,8 @@ class BlockManager:
         self._granule_changes = self.cached_granules()
 
     def take_granule_changes(self) -> list[int]:
-        """What has changed since the last time, in order: the hash of a granule that can be found now, its complement
-        (`~hash`, negative) for one that can not be any more. Of each hash the two take turns."""
+        """Changes since the last call, in order: the hash of a granule that can be found now, its complement
+        (`~hash`, negative) for one that can not be any more. The two alternate for each hash."""
         if not self._granule_changes:
             return []
         changes, self._granule_changes = self._granule_changes, []

@@ -169,7 +169,7 @@ class EngineCore:
         return self.scheduler.take_outputs()
 
     def take_outputs(self) -> list[RequestOutput]:
-        """What happened since the last step."""
+        """Takes the outputs since the last step."""
         return self.scheduler.take_outputs()
 
     def return_overdue(self, now: float) -> list[RequestOutput]:
@@ -193,7 +193,7 @@ class EngineCore:
         )
 
     def has_unfinished(self) -> bool:
-        """Whether `step` has something to do: sequences, last outputs of aborted ones, or steps in flight."""
+        """True if `step` has something to do: sequences, last outputs of aborted ones, or steps in flight."""
         return self.scheduler.has_unfinished() or bool(self._flights)
 
     def step(self) -> StepResult:
@@ -247,16 +247,16 @@ class EngineCore:
 
     @property
     def idle_check_s(self) -> float:
-        """How often `check` is to be called while there is nothing to do, seconds."""
+        """Interval at which `check` is to be called while there is nothing to do, seconds."""
         return _IDLE_CHECK_S
 
     @property
     def others_have_work(self) -> bool:
-        """Whether another engine may need this one's steps."""
+        """True if another engine may need this one's steps."""
         return False
 
     def check(self) -> bool:
-        """Whether there is a step to make although nothing has come.
+        """True if there is a step to make although nothing has come.
 
         Raises:
             EngineDeadError: what computes the steps is lost, which an idle engine would not find out.
@@ -291,7 +291,7 @@ class LockstepGroup(Runner, Executor, Protocol):
     """Ranks that share experts with those of other engines."""
 
     def any_has_work(self, has_work: bool) -> bool:
-        """Whether any engine has work. Returns when all have been asked.
+        """True if any engine has work. Returns when all have been asked.
 
         Raises:
             Exception: a rank is lost, of this engine or of another.
@@ -330,15 +330,15 @@ class DPEngineCoreProc(EngineCore):
 
     @property
     def others_have_work(self) -> bool:
-        """Whether any had in the last round."""
+        """True if any other engine had work in the last round."""
         return self._busy
 
     def has_unfinished(self) -> bool:
-        """Also when another engine needs this one's ranks."""
+        """True if this engine has work, or another one that needs this one's ranks."""
         return self._in_round or super().has_unfinished()
 
     def check(self) -> bool:
-        """Asks the other engines."""
+        """True if another engine has begun a round."""
         super().check()
         self._open_round(has_work=False)
         return self._in_round

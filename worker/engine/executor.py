@@ -1,4 +1,4 @@
-"""Where batches are computed: on the caller's thread, or on one of their own (deferred output).
+"""Executors of batches: on the caller's thread, or on one of their own (deferred output).
 
 Processes of their own, the ranks, are in worker.ranks.rank_client. All compute one batch at a time, in the order in
 which they were submitted.
@@ -123,7 +123,7 @@ class TokenWaiter:
         return self._pool.submit(self._wait, launched)
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until the futures of all steps are done and have called back; whether that was within the time."""
+        """Waits until the futures of all steps are done and have called back; True if they were within the time."""
         try:
             # What comes after them, since a future is done before it calls back.
             last = self._pool.submit(lambda: None)

@@ -1,4 +1,5 @@
-"""What the engine thread hands to the event loop: copies, so that nothing of a live sequence is read on two threads."""
+"""Outputs that the engine thread hands to the event loop: copies, so that nothing of a live sequence is read on two
+threads."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ PROTO_REASONS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What is known about a sequence at its first token; durations in seconds."""
+    """Facts known about a sequence at its first token; durations in seconds."""
 
     prompt_tokens: int
     cached_tokens: int

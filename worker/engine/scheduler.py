@@ -67,7 +67,7 @@ Fronts: TypeAlias = dict[int, set[int]]
 
 
 class OutputQueue(Protocol):
-    """Where `postprocess` puts a step's outputs, all at once."""
+    """Destination of a step's outputs in `postprocess`, all at once."""
 
     def put_nowait(self, outputs: list[RequestOutput], /) -> None:
         """Takes the outputs of one step."""
@@ -276,7 +276,7 @@ class Scheduler:
         return any(self.block_manager.hittable_hash(seq, place) in hashes for place, hashes in fronts.items())
 
     def take_outputs(self) -> list[RequestOutput]:
-        """What happened since the last call: exactly one finished output for every sequence that has ended."""
+        """Takes the outputs since the last call: exactly one finished output for every sequence that has ended."""
         outputs, self._outputs = self._outputs, []
         return outputs
 
@@ -290,7 +290,7 @@ class Scheduler:
         return list(self._live)
 
     def has_unfinished(self) -> bool:
-        """Whether anything waits or runs, or an output has not been taken."""
+        """True if anything waits or runs, or an output has not been taken."""
         return bool(self._live or self._outputs)
 
     # One step.
@@ -599,22 +599,22 @@ class Scheduler:
             self._add_prefill(step, seq, num_tokens)
 
     def _is_computing(self, block_hash: int | None, step: _Step) -> bool:
-        """Whether the step in the making, or one in flight, computes a block."""
+        """True if the step in the making, or one in flight, computes a block."""
         return block_hash in step.computing or any(block_hash in flight.computing for flight in self._computing)
 
     def _chunk(self, remaining: int, step: _Step) -> int:
-        """How many of `remaining` prompt tokens fit the step. Steps without decodes are cut to whole prompts, but for
-        prompts that are longer than any step (T4)."""
+        """Number of the `remaining` prompt tokens that fit the step. Steps without decodes are cut to whole prompts,
+        but for prompts that are longer than any step."""
         if remaining <= step.budget:
             return remaining
         return step.budget if self.mixes or remaining > self.max_num_batched_tokens else 0
 
     def _prefill_cost(self) -> float:
-        """What the prompts of a step may cost: beside decodes as much as a full step of a prompt that begins."""
+        """Budget of the step's prompts: beside decodes as much as a full step of a prompt that begins."""
         return self.context_cost.of(0, self.max_num_batched_tokens) if self.num_decoding else math.inf
 
     def _cut(self, step: _Step, start: int, num_tokens: int) -> int:
-        """How many of a prompt's next `num_tokens`, from `start` on, the step can afford."""
+        """Number of a prompt's next `num_tokens`, from `start` on, that the step can afford."""
         affordable = self.context_cost.most_tokens(start, num_tokens, step.prefill_cost)
         if step.num_prefill_seqs:
             return affordable
@@ -678,8 +678,8 @@ class Scheduler:
         return not head.num_inflight_tokens and self.block_manager.can_allocate(head, None, self._num_growing)
 
     def _in_turn(self, rows: list[Sequence], most: int) -> tuple[list[Sequence], list[int]]:
-        """Those of `rows` that a step has room for, in their order, and the ids of the others: round robin, beginning
-        with those that the last step has left out."""
+        """Rows that the step has room for, in their order, and the ids of the others: round robin, beginning with
+        those that the last step left out."""
         if len(rows) <= most:
             return rows, []
         places = {seq.id: i for i, seq in enumerate(rows)}
@@ -689,8 +689,8 @@ class Scheduler:
         return [seq for seq in rows if seq.id not in missing], left_out
 
     def _fill_plain_decode(self, step: _Step, most: int) -> bool:
-        """One token of every sequence that can go on, `most` at most, if no one must be preempted for it; else nothing,
-        and False."""
+        """Takes one token of every sequence that can go on, `most` at most; takes nothing and returns False if one
+        must be preempted for it."""
         if self._decoding is None:
             self._decoding = SequenceColumns(self._decodes())
         columns = self._decoding
@@ -721,7 +721,7 @@ class Scheduler:
             self._add_decode(step, seq, most_drafts)
 
     def _goes_on(self, seq: Sequence) -> bool:
-        """Whether a decode can be scheduled before the output in flight is there."""
+        """True if a decode can be scheduled before the output in flight is there."""
         if not seq.num_placeholder:
             return True
         return not self.use_spec and len(seq.token_ids) + seq.num_placeholder < seq.length_limit
@@ -758,7 +758,7 @@ class Scheduler:
     # Ends.
 
     def _count_rejected(self, drafts: list[int] | None, token_ids: tuple[int, ...]) -> int:
-        """How many of the drafts that a sequence's step has verified were not accepted."""
+        """Number of the drafts verified by a sequence's step that were not accepted."""
         if not drafts:
             return 0
         accepted = len(token_ids) - 1

@@ -17,7 +17,7 @@ _ids = itertools.count()
 
 
 class SequenceStatus(enum.Enum):
-    """Where a sequence is in its life."""
+    """Stage of a sequence's life."""
 
     WAITING = enum.auto()
     RUNNING = enum.auto()
@@ -34,7 +34,7 @@ class Priority(enum.IntEnum):
 
 
 class SequenceType(enum.Enum):
-    """What the sequence's last scheduled step was."""
+    """Kind of the sequence's last scheduled step."""
 
     DUMMY = enum.auto()
     PREFILL = enum.auto()
@@ -188,7 +188,7 @@ class Sequence:
         self._begin()
 
     def _begin(self) -> None:
-        """What the engine fills in."""
+        """Initializes the fields that the engine fills in."""
         self.status = SequenceStatus.WAITING
         self.type = SequenceType.DUMMY
         self.num_cached_tokens = 0
@@ -249,7 +249,7 @@ class Sequence:
 
     @property
     def ignore_eos(self) -> bool:
-        """Whether the model's end-of-sequence ids are ignored."""
+        """True if the model's end-of-sequence ids are ignored."""
         return self.sampling_params.ignore_eos
 
     @property
@@ -291,7 +291,7 @@ class Sequence:
 
     @property
     def is_finished(self) -> bool:
-        """Whether the sequence has ended."""
+        """True if the sequence has ended."""
         return self.status is SequenceStatus.FINISHED
 
     def append_token(self, token_id: int) -> None:

@@ -1,4 +1,4 @@
-"""How many draft tokens the model has accepted."""
+"""Statistics of draft tokens: how many the model has accepted."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a sequence ends by itself."""
+"""Rules by which a sequence ends by itself."""
 
 from __future__ import annotations
 

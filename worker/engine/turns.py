@@ -30,7 +30,7 @@ _NOT_A_NUMBER: Final = "the model's output is not a number"
 
 
 class Listener(Protocol):
-    """Who gets the outputs of sequences. Called on the event loop."""
+    """Receiver of the outputs of sequences. Called on the event loop."""
 
     def on_output(self, output: SequenceOutput) -> None:
         """One step's output of one sequence."""
@@ -76,7 +76,7 @@ Command = Submit | Cancel | EndAll | Flush
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What one turn produced.
+    """Result of one turn.
 
     `seen` has the serial numbers of the groups taken in before its step, `granules` the changes of the prefix cache
     (`BlockManager.take_granule_changes`).
@@ -116,7 +116,7 @@ class _Tracked:
 
 
 def _start(seq: Sequence) -> Start:
-    """What is known at the first token, read on the engine thread."""
+    """Facts at the first token, read on the engine thread."""
     scheduled = seq.arrive_time if seq.first_scheduled_time is None else seq.first_scheduled_time
     first_token = scheduled if seq.first_token_time is None else seq.first_token_time
     return Start(seq.num_prompt_tokens, seq.num_cached_tokens, scheduled - seq.arrive_time, first_token - scheduled)
@@ -129,7 +129,7 @@ def sequence_times(seq: Sequence, decode: DecodeWork | None = None) -> SequenceT
 
 
 class _Totals:
-    """What the outputs add up to since the start; `ended` by reason."""
+    """Sums of the outputs since the start; `ended` by reason."""
 
     def __init__(self) -> None:
         self.prompt_tokens = 0
@@ -171,7 +171,7 @@ class EngineTurns:
 
     @property
     def has_work(self) -> bool:
-        """Whether a turn without commands would do something."""
+        """True if a turn without commands would do something."""
         return self.core.has_unfinished()
 
     def run(self, commands: Iterable[Command]) -> Turn:
@@ -208,7 +208,7 @@ class EngineTurns:
     def report(
         self, outputs: list[SequenceOutput] | None = None, seen: list[tuple[Listener, int]] | None = None
     ) -> Turn:
-        """What the engine is like now, with what a turn has produced."""
+        """Snapshot of the engine's load and metrics, with the outputs of this turn."""
         load, granules = self.core.load(), self._block_manager.take_granule_changes()
         return Turn(self.core.num_steps, load, outputs or [], seen or [], self._figures(load), granules)
 
@@ -283,7 +283,7 @@ class _Live:
 
 
 class Deliveries:
-    """Who listens to which live sequence."""
+    """Listeners of the live sequences."""
 
     def __init__(self) -> None:
         self._live: dict[int, _Live] = {}

@@ -88,7 +88,7 @@ class DecodeGraphs:
         return CapturedStep(token_ids, positions, plan, replay)
 
     def fits(self, num_seqs: int) -> bool:
-        """Whether a decode of so many sequences has been captured."""
+        """True if a decode of so many sequences has been captured."""
         return num_seqs <= self._sizes[-1]
 
     def run(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData) -> torch.Tensor:

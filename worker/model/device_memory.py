@@ -1,4 +1,4 @@
-"""How much of a GPU's memory the KV cache may take: what a largest step leaves of it."""
+"""GPU memory for the KV cache: what a largest step leaves of it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which dtype weights and activations have, and which the KV cache."""
+"""Choice of dtypes: of weights and activations, and of the KV cache."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NEEDED = {
 
 
 def resolve_packed_format(name: str, dtype: torch.dtype, kernels: KernelBackend) -> PackedFormat | None:
-    """What weights are packed as for `Config.quantize`; None: in the model's dtype.
+    """Packed format of the weights for `Config.quantize`; None: the model's dtype.
 
     Raises:
         ModelError: the kernels can not do it with this dtype.

@@ -86,7 +86,7 @@ def launched_ahead(
 
 
 def waits_for_tokens(config: Config, runner: ModelRunner, clock: Callable[[], float]) -> TokenWaiter | None:
-    """What waits for a rank's tokens while it launches the next step: on a GPU, and with deferred output; else None."""
+    """A TokenWaiter for rank 0 if steps are pipelined (on a GPU, and with deferred output), else None."""
     if runner.kernels.device.type == "cpu" and not config.deferred_output:
         return None
     return TokenWaiter(clock, partial(_enter, runner))

@@ -52,8 +52,8 @@ class Context:
 
     @property
     def is_prefill(self) -> bool:
-        """Whether all sequences compute prompts. Of a mixed step one boolean says nothing, so no layer and
-        no kernel may ask: every sequence attends by its own lengths."""
+        """True if all sequences compute prompts. One boolean can not describe a mixed step, so no layer and no
+        kernel may ask: every sequence attends by its own lengths."""
         return self.num_prefill_seqs == self.batch_size
 
 

@@ -85,7 +85,7 @@ class SeenTokens:
 def masked_ids(
     histories: Mapping[int, TokenHistory], late: Container[int], eos_token_ids: frozenset[int], size: int
 ) -> MaskedIds | None:
-    """What rows that have not reached their `min_tokens` must not sample; None when nothing.
+    """Ids that rows below their `min_tokens` must not sample; None when there are none.
 
     Args:
         histories: by row.

@@ -160,7 +160,7 @@ class ModelRunner:
 
     @cached_property
     def weights_digest(self) -> str:
-        """Of the checkpoint (worker/weights/checkpoint.py)."""
+        """Digest of the checkpoint (worker/weights/checkpoint.py)."""
         return weights_digest(self.config.model)
 
     def _load(self, progress: Progress) -> CausalModel:
@@ -222,7 +222,7 @@ class ModelRunner:
         return values * self.config.kv_cache_block_size * self.kv_dtype.itemsize
 
     def num_blocks_for(self, kv_bytes: int) -> int:
-        """How many KV blocks fit into `kv_bytes`."""
+        """Number of KV blocks that fit into `kv_bytes`."""
         return kv_bytes // self.kv_block_bytes
 
     def allocate_kv_cache(self, num_blocks: int) -> None:
@@ -265,7 +265,7 @@ class ModelRunner:
 
     @property
     def captures_graphs(self) -> bool:
-        """Whether decode steps are captured: engines in lockstep ask each other in every step, which no graph can."""
+        """True if decode steps are captured: engines in lockstep ask each other in every step, which no graph can."""
         return self.kernels.graphs is not None and not self.config.enforce_eager and self.shard.data is None
 
     @property
@@ -445,7 +445,7 @@ class ModelRunner:
         return {row: known[i] for i, row in row_of.items()}, places
 
     def _penalties(self, histories: dict[int, TokenHistory], late: dict[int, int]) -> Penalties | None:
-        """Those of the final rows; None when there are none."""
+        """Penalties of the final rows; None when there are none."""
         penalized = {row: history for row, history in histories.items() if history.params.penalized}
         newest = self._newest([late.get(row, -1) for row in penalized]) if late else None
         return self._seen.penalties(penalized, newest)

@@ -56,7 +56,7 @@ def numerics_digest(runner: ModelRunner) -> str:
 
 
 def captured_facts(runner: ModelRunner) -> tuple[int, ...]:
-    """What bits depend on where steps are captured: the longest sequence and the numbers of rows they have room for.
+    """Graph-capture parameters that affect numerics: the longest sequence and the captured batch sizes.
 
     To be asked for while the runner has the KV pool that it captures over, which bounds the longest sequence.
 

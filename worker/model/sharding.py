@@ -1,4 +1,4 @@
-"""Which part of a model this rank holds, and how ranks join their results."""
+"""Sharding of a model: the part that this rank holds, and how ranks join their results."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from worker.config.model_config import ModelError
 
 
 class Collectives(Protocol):
-    """What the ranks of a tensor-parallel group do together. Every rank calls the same operations in the same order."""
+    """Operations of a tensor-parallel group. Every rank calls the same ones in the same order."""
 
     def use(self, kernels: KernelBackend) -> bool:
-        """Leaves sums to a back end that has a way of its own (`KernelBackend.join_ranks`); whether it has."""
+        """Leaves sums to a back end that has a way of its own (`KernelBackend.join_ranks`); True if it has one."""
         ...
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -40,7 +40,7 @@ class Alone:
     """Collectives of a group of one."""
 
     def use(self, kernels: KernelBackend) -> bool:
-        """There is nothing to add up."""
+        """Adds nothing up, always False."""
         return False
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
@@ -134,5 +134,5 @@ def times(part: slice, width: int) -> slice:
 
 
 def length(part: slice) -> int:
-    """How many things a part has."""
+    """Number of things in a part."""
     return int(part.stop - part.start)

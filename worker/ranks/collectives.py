@@ -1,4 +1,4 @@
-"""What ranks compute together, on torch.distributed: gloo between CPUs, NCCL (RCCL on ROCm) between GPUs.
+"""Collective operations of ranks on torch.distributed: gloo between CPUs, NCCL (RCCL on ROCm) between GPUs.
 
 A sum has one order, that of the ranks, whatever the size of the tensor and the number of ranks: gloo's own all_reduce
 cuts a tensor into chunks by its size and starts each at another rank, so that a row's bits depend on the batch
@@ -108,7 +108,7 @@ class GroupCollectives:
         return self._join_gpus()
 
     def use(self, kernels: KernelBackend) -> bool:
-        """Leaves sums to a back end that has a way of its own; whether it has. Every rank has the same one."""
+        """Leaves sums to a back end that has a way of its own; True if it has one. Every rank has the same one."""
         rank, size = self._cpus.rank(), self._cpus.size()
         # A CPU has no number, and every rank may be on it.
         number = rank if kernels.device.index is None else kernels.device.index
@@ -185,7 +185,8 @@ def _in_order_of_ranks(parts: list[torch.Tensor]) -> torch.Tensor:
 
 @contextmanager
 def _with_peers(failed: str) -> Iterator[None]:
-    """What fails within is most likely the end of another rank; a lack of memory is this one's own."""
+    """Attributes a failure within to the end of another rank, which it most likely is; a lack of memory is this
+    one's own."""
     try:
         yield
     except torch.OutOfMemoryError:
@@ -195,7 +196,7 @@ def _with_peers(failed: str) -> Iterator[None]:
 
 
 def in_order(places: list[list[int]]) -> bool:
-    """Whether ranks are on one machine, each on the device of its number; of each its machine and its device."""
+    """True if all ranks share one host and rank i uses device i; `places` has the host and the device of each."""
     return all(place == [places[0][0], rank] for rank, place in enumerate(places))
 
 

@@ -101,7 +101,7 @@ def _on_devices(config: Config, group: RankGroup) -> tuple[Config, int]:
 
 
 def _agreed(answers: dict[int, dict[str, str]]) -> dict[str, str]:
-    """What all ranks say of the model.
+    """Facts of the model on which all ranks agree.
 
     Raises:
         ModelError: two of them differ; they would compute different tokens.

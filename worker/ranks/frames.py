@@ -46,7 +46,7 @@ _CLASSES: Final[dict[str, Any]] = {
 
 
 class FrameError(Exception):
-    """What has come is no frame."""
+    """A received message is not a valid frame."""
 
 
 def encode(message: object) -> bytes:

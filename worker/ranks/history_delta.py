@@ -30,7 +30,8 @@ class HistoryEncoder:
         self._num_told = 0
 
     def encode(self, batch: ScheduledBatch) -> tuple[bool, dict[int, _News]]:
-        """What the other end needs: whether to forget all outputs, and the news of each row that has a history."""
+        """Encodes what the other end needs: whether to forget all outputs, and the news of each row that has a
+        history."""
         forget = self._num_told > max(_MAX_TOKENS, 2 * sum(h.num_output for h in batch.histories.values()))
         if forget:
             self._told.clear()

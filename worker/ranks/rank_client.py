@@ -162,7 +162,7 @@ class RankGroup:
             self.call("join_engines", host, port, topology.tp_size, topology.dp_rank, topology.dp_size)
 
     def any_has_work(self, has_work: bool) -> bool:
-        """Whether any of the engines in lockstep has work.
+        """True if any of the engines in lockstep has work.
 
         Raises:
             RankLostError: a rank is lost, of this engine or of another.

@@ -72,7 +72,7 @@ class Link:
             exit_now(_ENGINE_GONE)
 
     def messages(self) -> Iterator[Any]:
-        """What the engine sends, to its end."""
+        """Messages of the engine, to its end."""
         with contextlib.suppress(EOFError, OSError):
             while True:
                 yield from receive(self._sock, self._reader)
@@ -150,7 +150,7 @@ class Rank:
         )
 
     def any_has_work(self, has_work: bool) -> bool:
-        """Whether any of the engines in lockstep has work. Rank 0 only."""
+        """True if any of the engines in lockstep has work. Rank 0 only."""
         import torch  # noqa: PLC0415
 
         assert self._data is not None, "any_has_work before join_engines"
@@ -180,7 +180,7 @@ class Rank:
         return self._runner.kv_block_bytes
 
     def share_sums(self) -> bool:
-        """Leaves sums over the ranks to the kernels; whether these have a way of their own, which `leave` ends.
+        """Leaves sums over the ranks to the kernels; True if these have a way of their own, which `leave` ends.
 
         A call of its own, since all ranks take part: one whose load fails would leave the others waiting.
         """
@@ -201,7 +201,7 @@ class Rank:
         allocate(self.runner, num_blocks)
 
     def warmup(self) -> bool:
-        """Warms up; whether decode steps are captured next."""
+        """Warms up; True if decode steps are captured next."""
         self.runner.warmup()
         return self.runner.captures_graphs
 

@@ -1,4 +1,4 @@
-"""Which ranks a worker has, and where they run."""
+"""Ranks of a worker, and where they run."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Topology:
 
     @property
     def has_ranks(self) -> bool:
-        """Whether the model runs in processes of its own."""
+        """True if the model runs in processes of its own."""
         return self.tp_size > 1 or self.dp_size > 1
 
     @property

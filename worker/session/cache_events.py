@@ -1,4 +1,4 @@
-"""What the prefix cache holds, as routers hear of it (docs/architecture.md).
+"""Changes of the prefix cache, as routers hear of them (docs/architecture.md).
 
 The engine says what has changed, granule by granule; `KvLog` numbers the changes from 1 and keeps the newest of them
 for all routers together, and each Session reads them with a `KvCursor` of its own. Invariants:
@@ -63,7 +63,7 @@ class KvLog:
             wake()
 
     def remembers(self, seq: int) -> bool:
-        """Whether every change after `seq` is known."""
+        """True if every change after `seq` is known."""
         return self._forgotten <= seq <= self.seq
 
     def after(self, seq: int, limit: int) -> list[int]:
@@ -85,7 +85,7 @@ class KvLog:
 
 
 class KvCursor:
-    """What one Session has yet to send.
+    """Changes that one Session has yet to send.
 
     Args:
         log: the cache's changes.

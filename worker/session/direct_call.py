@@ -48,7 +48,7 @@ class DirectCall:
         self._news.set()
 
     async def next_response(self) -> wpb.GenerateResponse:
-        """What came since the last call; the last one has `end`.
+        """Next response: everything since the last call; the last one has `end`.
 
         Raises:
             ApiError: the sequence did not end by itself, and all its tokens have been handed out.

@@ -34,7 +34,7 @@ _GATED_WAIT_S = 0.001
 
 
 class EngineState(enum.Enum):
-    """Where the engine is in its life."""
+    """Stage of the engine's life."""
 
     STARTING = enum.auto()
     RUNNING = enum.auto()

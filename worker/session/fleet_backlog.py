@@ -1,4 +1,4 @@
-"""What waits for this worker at all routers: echoed to each, so that every gate sees the fleet's oldest request.
+"""Backlog of this worker at all routers: echoed to each, so that every gate sees the fleet's oldest request.
 
 Without the echo a delay factor works for one router only (docs/determinism.md).
 """

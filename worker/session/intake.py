@@ -34,7 +34,7 @@ _DRAFT_BYTES = 512
 
 @dataclass(frozen=True, slots=True)
 class EngineLimits:
-    """What a sequence is checked against.
+    """Limits that a sequence is checked against.
 
     Attributes:
         vocab_size: token ids are below it.
@@ -129,7 +129,7 @@ class Inbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether nothing is on its way in."""
+        """True if nothing is on its way in."""
         return not (self._open or self._groups or self._refusals)
 
     @property

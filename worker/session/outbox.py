@@ -1,4 +1,4 @@
-"""What one router must still get: the deciding half of a Session's writing direction.
+"""Output that one router must still get: the deciding half of a Session's writing direction.
 
 While a frame is being written, steps go on; what they produce merges here and goes out with the next frame. A stream
 that breaks loses what is on its way: the tokens stay here, and `rewind` sends them again. Invariants
@@ -46,7 +46,7 @@ class _Run:
 
 @dataclass(slots=True)
 class _Room:
-    """What still fits into a frame."""
+    """Room left in a frame."""
 
     tokens: int = MAX_FRAME_TOKENS
     bytes: int = MAX_FRAME_BYTES - _FRAME_BYTES
@@ -69,7 +69,7 @@ class Outbox:
 
     @property
     def is_empty(self) -> bool:
-        """Whether `take` would return None."""
+        """True if `take` would return None."""
         return not (self._has_news or self._unsent or self._returned)
 
     @property
@@ -93,7 +93,7 @@ class Outbox:
         return list(self._runs)
 
     def holds(self, rid: int) -> bool:
-        """Whether the sequence has output here, sent or not."""
+        """True if the sequence has output here, sent or not."""
         return rid in self._runs
 
     def add(self, rid: int, output: SequenceOutput) -> None:

@@ -1,4 +1,4 @@
-"""Which request fields this worker serves, and the conversion of those that carry parameters.
+"""Validation of the request fields that this worker serves, and conversion of those that carry parameters.
 
 A field that is set and not listed is refused with UNIMPLEMENTED naming it. In a Submit it ends its own sequence only.
 """

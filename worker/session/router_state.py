@@ -1,4 +1,4 @@
-"""What one router has on this worker: its sequences, which outlive the streams of its Session (rules S4, S6).
+"""State of one router on this worker: its sequences, which outlive the streams of its Session (rules S4, S6).
 
 Invariants (docs/architecture.md):
   * Sequences go on running while no stream is attached; what they produce waits in the outbox.
@@ -36,7 +36,7 @@ _STOPS = frozenset({wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN, wpb.END_REASO
 
 
 class Engine(Protocol):
-    """What a Session needs of the engine."""
+    """The engine as a Session needs it."""
 
     @property
     def load(self) -> LoadReport | None:
@@ -50,7 +50,7 @@ class Engine(Protocol):
 
     @property
     def kv_log(self) -> KvLog:
-        """What the prefix cache holds."""
+        """Log of the prefix cache's changes."""
         ...
 
     def busy_s(self, now: float) -> float:
@@ -143,7 +143,7 @@ class RouterSequences:
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is nothing that the router could come back for."""
+        """True if there is nothing that the router could come back for."""
         return not self._live and not self.outbox.rids
 
     @property
@@ -186,7 +186,7 @@ class RouterSequences:
         self._engine.cancel(list(self._live))
 
     def knows(self, rid: int) -> bool:
-        """Whether a rid runs here, or its end is still kept."""
+        """True if a rid runs here, or its end is still kept."""
         return rid in self._seq_ids or self.outbox.holds(rid)
 
     def start(self, group: Group) -> None:
@@ -279,7 +279,7 @@ def _nobody() -> None:
 
 
 def _is_unbegun(output: SequenceOutput) -> bool:
-    """Whether this worker has ended, by itself, a sequence that had not had its first step (S9)."""
+    """True if this worker has ended, by itself, a sequence that had not had its first step (S9)."""
     end, times = output.end, output.times
     # A cancel that the router asked for has no message.
     by_itself = end is not None and end.reason == wpb.END_REASON_CANCELLED and bool(end.message)

@@ -98,7 +98,7 @@ class WorkerService(WorkerServiceServicer):
 
     @property
     def state(self) -> wpb.WorkerState.ValueType:
-        """Whether the worker can be used."""
+        """State of the worker as routers see it: whether it can be used."""
         if self._engine.state is EngineState.FAILED:
             return wpb.WORKER_STATE_FAILED
         if self._draining:

@@ -62,7 +62,7 @@ def check_hello(frame: wpb.SessionRequest) -> wpb.Hello:
 
 
 def check_owner(router_id: str, owner: str, identity: str) -> None:
-    """That a router's id is used by the certificate that it began with (rule S11).
+    """Rejects a router_id that is bound to a different mTLS identity (S11).
 
     Args:
         router_id: what Hello says.

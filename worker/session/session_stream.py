@@ -30,7 +30,7 @@ _GOODBYE_GRACE_S = 0.05
 
 
 class Ending(enum.Enum):
-    """How a stream ended."""
+    """End of a stream."""
 
     OVER = enum.auto()
     """The router closed it, broke the protocol or let its lease end, or the worker has finished: nothing is kept."""

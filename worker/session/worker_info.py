@@ -1,4 +1,4 @@
-"""What a worker says about itself, and the load as routers get it."""
+"""A worker's description of itself, and its load as routers get it."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ class WorkerFacts:
 
     @property
     def engine_limits(self) -> EngineLimits:
-        """What sequences are checked against."""
+        """Limits that sequences are checked against."""
         return EngineLimits(
             self.vocab_size, self.max_model_len, self.block_size, self.hash_seed, weights_digest=self.weights_digest
         )
 
     def limits_proto(self) -> wpb.Limits:
-        """What the worker can take."""
+        """Limits of the worker, for Welcome."""
         return wpb.Limits(
             max_model_len=self.max_model_len,
             max_num_seqs=self.max_num_seqs,

@@ -1,4 +1,4 @@
-"""How long a step would take: cost models of the simulated runner. Pure arithmetic, no clock.
+"""Cost models of the simulated runner: how long a step would take. Pure arithmetic, no clock.
 
 `Roofline` says how long a chip needs that is bound by its arithmetic or by its memory, whichever is slower, and how
 many tokens of KV cache it holds. `FixedCost` is for tests. `worker.simulation.presets` has both by name.
@@ -32,7 +32,7 @@ FIXED_KV_TOKENS: Final = 16 * 16_384
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """What one step computes, in the numbers that its duration depends on.
+    """Work of one step, in the numbers that its duration depends on.
 
     Attributes:
         tokens: rows of the matrix products; a decode is one.
@@ -76,7 +76,7 @@ class StepWork:
 
 
 class CostModel(Protocol):
-    """How long steps take, and how much KV cache there is."""
+    """Durations of steps, and the size of the KV cache."""
 
     @property
     def kv_bytes_per_token(self) -> int:
@@ -206,7 +206,7 @@ class Roofline:
         return self.linear_s(work) + self.attention_s(work) + self.all_reduce_s(work) + self.overhead_s
 
     def kv_tokens(self, utilization: float) -> int:
-        """What is left beside the weights."""
+        """Tokens of KV cache that fit beside the weights."""
         left = utilization * self.num_chips * self.chip.memory - self.shape.params * self.weight_bytes
         return max(0, int(left / self.kv_bytes_per_token))
 
@@ -235,7 +235,7 @@ class Roofline:
 
     @property
     def overhead_s(self) -> float:
-        """What a step takes whatever it computes."""
+        """Time of a step whatever it computes."""
         return HOST_S + self.shape.num_hidden_layers * KERNELS_PER_LAYER * KERNEL_S
 
     def _read_s(self, num_bytes: float) -> float:

@@ -136,7 +136,7 @@ class SimulatedRunner:
         return tuple(tokens), mix(states[len(states) - len(drafts) + len(tokens) - 2], tokens[-1])
 
     def _draft(self, batch: ScheduledBatch, i: int, state: int, num_new: int) -> list[int]:
-        """What a draft model would propose behind the newest token: the model's own tokens, some of them wrong."""
+        """Drafts of a model behind the newest token: the model's own tokens, some of them wrong."""
         position = batch.context_lens[i] - len(batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])) + num_new
         drafts: list[int] = []
         while len(drafts) < self.num_drafts:

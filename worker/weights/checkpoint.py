@@ -41,7 +41,7 @@ def no_progress(done_bytes: int, total_bytes: int) -> None:
 
 @dataclass
 class QuantizedUse:
-    """What became of a checkpoint's quantized tensors.
+    """Outcome of reading a checkpoint's quantized tensors.
 
     Attributes:
         kept: names of those that were taken as they are stored.
@@ -146,7 +146,7 @@ class Weights:
         self._count(name, math.prod(shape))
 
     def quantized(self, name: str) -> QuantizedTensor | None:
-        """How a tensor is quantized; None where it is stored as floats."""
+        """Quantization of a tensor; None where it is stored as floats."""
         tensor = self._tensors[name]
         return tensor if isinstance(tensor, QuantizedTensor) else None
 

@@ -104,7 +104,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its elements fill its memory, in whatever order of dimensions."""
+    """True if its elements fill its memory, in whatever order of dimensions."""
     expected = 1
     for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1 and stride != expected:

@@ -39,7 +39,7 @@ _HEADER_LENGTH_BYTES = 8
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor is; `dtype` is safetensors' name, `offset` and `num_bytes` count bytes of the file."""
+    """Place of a tensor; `dtype` is safetensors' name, `offset` and `num_bytes` count bytes of the file."""
 
     file: Path
     dtype: str

@@ -1,4 +1,4 @@
-"""How a model's tensor is stored: as floats, or quantized with scales; and copying parts of it as floats.
+"""Stored tensors of a model: as floats, or quantized with scales; and copying parts of them as floats.
 
 A quantized number is worth its value times its scale: both as float32, one float32 product, then rounded to the dtype
 of the place. The product is exact for MXFP4, whose scales are powers of two (OCP MX specification 1.0, section 5.3.3).
@@ -165,7 +165,7 @@ class QuantizedTensor:
         return f"{len(wanted)} columns of each rank cut groups of {grain}"
 
     def part_rows(self, part: MatrixPart) -> int:
-        """How many rows a part has."""
+        """Number of rows of a part."""
         return len(range(matrix_shape(self.shape, self.transposed)[0])[part.rows])
 
     def part_quant_type(self, part: MatrixPart) -> QuantType:
@@ -260,7 +260,7 @@ def matrix_shape(shape: Shape, transposed: bool) -> tuple[int, int]:
 
 
 def scales_shape(matrix: tuple[int, int], grain: tuple[int, int]) -> tuple[int, int]:
-    """How many scales a matrix has down and across."""
+    """Number of scales of a matrix down and across."""
     (num_rows, num_columns), (rows, columns) = matrix, grain
     return -(-num_rows // rows), -(-num_columns // columns)
 

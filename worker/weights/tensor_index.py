@@ -67,7 +67,7 @@ class CheckpointIndex:
         self._mistyped: list[str] = []
 
     def find(self, expected: Mapping[str, Shape], kept: tuple[str, ...] = ()) -> dict[str, StoredTensor]:
-        """Where each expected tensor is.
+        """Finds each expected tensor.
 
         Args:
             expected: name and shape of every tensor of the model.

@@ -50,7 +50,7 @@ _UNUSABLE: Final = (AttributeError, DamagedFileError, ImportError, KeyError, Run
 
 
 class _Locked(Enum):
-    """What came of taking a lock."""
+    """Outcome of taking a lock."""
 
     HELD = "held"
     BUSY = "another process has it"
@@ -94,7 +94,7 @@ class Key:
 
 
 class Keeper(Protocol):
-    """Where layers get what they keep."""
+    """Store from which layers get what they keep."""
 
     @property
     def mapped_bytes(self) -> int:
@@ -103,11 +103,11 @@ class Keeper(Protocol):
 
     @property
     def needs_weights(self) -> bool:
-        """Whether `keep` makes things, for which the checkpoint is read."""
+        """True if `keep` makes things, for which the checkpoint is read."""
         ...
 
     def keep(self, name: str, make: Callable[[], Made]) -> Made:
-        """What `make` makes: tensors or packed objects. A layer changes them only in `make`.
+        """Result of `make`: tensors or packed objects. A layer changes them only in `make`.
 
         Raises:
             ValueError: the name was used before.
@@ -206,7 +206,7 @@ class WeightsCache:
         return build(Making())
 
     def path(self, key: Key) -> Path:
-        """Of the entry."""
+        """Path of the entry."""
         return self._folder / f"{key.name}{_ENTRY}"
 
     def _open(self, key: Key) -> PackedFile | None:
@@ -369,7 +369,7 @@ def _new_part(path: Path) -> tuple[Path, BinaryIO]:
 
 
 def _remove_unused(path: Path) -> bool:
-    """Removes a file if it is certain that no process has it locked."""
+    """Removes a file if it is certain that no process has it locked; True if it did."""
     try:
         with path.open("r+b") as stream:
             unused = _lock(stream, fcntl.LOCK_EX) is _Locked.HELD and _is_at(path, stream)
@@ -381,7 +381,7 @@ def _remove_unused(path: Path) -> bool:
 
 
 def _is_at(path: Path, stream: BinaryIO) -> bool:
-    """Whether the path still leads to the open file."""
+    """True if the path still leads to the open file."""
     try:
         return os.path.samestat(path.stat(), os.fstat(stream.fileno()))
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What the commands of operators share: the call of a router's AdminService, its options and its errors."""
+"""Shared parts of the operators' commands: the call of a router's AdminService, its options and its errors."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ class Method(Protocol[_Request_contra, _Response_co]):
 
 @dataclass(frozen=True, slots=True)
 class Admin:
-    """Where the AdminService of a router is, and how to call it; `timeout_s` is of a whole call."""
+    """Address of a router's AdminService, and how to call it; `timeout_s` bounds a whole call."""
 
     address: str = DEFAULT_ADMIN
     credentials: Credentials = NO_CREDENTIALS
     timeout_s: float = 60.0
 
     async def use(self, calls: Callable[[AdminServiceAsyncStub], Awaitable[_T]]) -> _T:
-        """What `calls` brings of the service.
+        """Result of `calls` on the service.
 
         Raises:
             CommandError: a call failed.

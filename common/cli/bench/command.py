@@ -182,7 +182,7 @@ def _write_json(file: str, made: dict[str, Any]) -> None:
 
 
 def environment() -> dict[str, Any]:
-    """What a figure depends on besides the options."""
+    """Facts that a figure depends on besides the options."""
     return {
         "versions": versions(),
         "os": platform.platform(),

@@ -80,7 +80,7 @@ def _is_message(item: Any) -> bool:
 
 
 def _is_number(value: Any, least: int) -> bool:
-    """Whether it is an integer of 32 bits; to Python, true is one too."""
+    """True if it is an integer of 32 bits; to Python, true is one too."""
     return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 32
 
 

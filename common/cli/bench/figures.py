@@ -42,7 +42,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class CpuShares:
-    """Of the time of all cores of this machine during a run, from 0 to 1; None where the machine does not say.
+    """Shares of the time of all cores of this machine during a run, from 0 to 1; None where the machine does not say.
 
     Attributes:
         client: of this process and its children; the engine's offline.
@@ -212,7 +212,7 @@ def max_in_flight(records: Iterable[Record]) -> int:
 
 
 def meets(record: Record, objectives: Mapping[str, float]) -> bool:
-    """Whether a request that succeeded is within every objective, in seconds."""
+    """True if a request that succeeded is within every objective, in seconds."""
     values = ((OBJECTIVES[name](record), limit) for name, limit in objectives.items())
     return all(value is None or value <= limit for value, limit in values)
 
@@ -241,14 +241,14 @@ class Spread:
 
     @classmethod
     def of(cls, values: Iterable[float]) -> Spread:
-        """Of at least one value."""
+        """Spread of at least one value."""
         ordered = sorted(values)
         return cls(statistics.median(ordered), ordered[0], ordered[-1])
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """What the repetitions of one load have in common: the median of each figure, and how far they lie apart.
+    """Summary of the repetitions of one load: the median of each figure, and how far they lie apart.
 
     Attributes:
         setting: the load.

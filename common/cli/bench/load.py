@@ -1,4 +1,4 @@
-"""When requests of a benchmark are sent: closed loop and open loop. Pure: times are seconds since a run's begin.
+"""Send times of a benchmark's requests: closed loop and open loop. Pure: times are seconds since a run's begin.
 
 A closed loop keeps a number of requests in flight: a slow service is asked less. An open loop sends at times of its
 own, whatever the service does, and a request's latency counts from the time at which it was to be sent: what it waits
@@ -16,7 +16,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """Where a run ends: after so many requests, or when so much time has passed, whichever is first.
+    """End of a run: after so many requests, or when so much time has passed, whichever is first.
 
     Attributes:
         requests: to send; None is no limit.
@@ -38,7 +38,7 @@ class Extent:
             raise ValueError(f"duration is {self.duration_s} s; valid: above 0")
 
     def allows(self, sent: int, at: float) -> bool:
-        """Whether a request may be sent at `at` when `sent` have been."""
+        """True if a request may be sent at `at` when `sent` have been."""
         return (self.requests is None or sent < self.requests) and (self.duration_s is None or at < self.duration_s)
 
 
@@ -46,15 +46,15 @@ class Load(Protocol):
     """Says when requests are to be sent."""
 
     def take(self, now: float, in_flight: int) -> list[float]:
-        """When the requests that are due now were to be sent; they count as sent from here on."""
+        """Due times of the requests that are due now; they count as sent from here on."""
         ...
 
     def next_time(self) -> float | None:
-        """When the next one is due; None: when a request ends, or never."""
+        """Time at which the next one is due; None: when a request ends, or never."""
         ...
 
     def exhausted(self, now: float) -> bool:
-        """Whether no further request will be due."""
+        """True if no further request will be due."""
         ...
 
 
@@ -85,7 +85,7 @@ class ClosedLoop:
         return
 
     def exhausted(self, now: float) -> bool:
-        """Whether the extent is used up."""
+        """True if the extent is used up."""
         return not self._extent.allows(self._sent, now)
 
 
@@ -117,7 +117,7 @@ class OpenLoop:
         return self._next
 
     def exhausted(self, now: float) -> bool:
-        """Whether the extent ends before the next request."""
+        """True if the extent ends before the next request."""
         return not self._extent.allows(self._sent, self._next)
 
 

@@ -1,4 +1,4 @@
-"""Who uses this machine's processors while something is measured, from /proc (Linux; elsewhere nothing is known).
+"""Use of this machine's processors while something is measured, from /proc (Linux; elsewhere nothing is known).
 
 A foreign process beside a computation that uses all cores spoils more than its share of the time: threads that split
 their work evenly wait for the one that was held up. So every run says how much of the machine others took.
@@ -23,7 +23,7 @@ _FISSILE_SERVE: Final = re.compile(r"\0?[^\0]*(?:fissile|common[./]cli[./]main(?
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """Of /proc/PID/stat.
+    """A process as /proc/PID/stat describes it.
 
     Attributes:
         parent: process id of its parent.
@@ -97,7 +97,7 @@ class CpuMeter:
         return CpuTime(busy, steal, _ticks(processes, client), _ticks(processes, service))
 
     def shares(self, before: CpuTime | None, after: CpuTime | None, seconds: float) -> CpuShares:
-        """Of all cores between two readings that lie `seconds` apart."""
+        """Shares of all cores between two readings that lie `seconds` apart."""
         if before is None or after is None or seconds <= 0:
             return NO_SHARES
         whole = seconds * os.sysconf("SC_CLK_TCK") * (os.cpu_count() or 1)
@@ -153,7 +153,8 @@ def listening_process(port: int, proc: Path = PROC) -> int | None:
 
 
 def _listening_inodes(table: Path, port: int) -> list[str]:
-    """Of the sockets of a table (proc_pid_net(5): columns local address, state and inode) that listen on a port."""
+    """Inodes of the sockets of a table (proc_pid_net(5): columns local address, state and inode) that listen on a
+    port."""
     try:
         rows = [line.split() for line in table.read_text().splitlines()[1:]]
     except OSError:

@@ -17,7 +17,7 @@ LONGEST_SLEEP_S: Final = 0.2
 
 
 class Part(Protocol):
-    """What one step added to an answer."""
+    """Addition of one step to an answer."""
 
     @property
     def output_tokens(self) -> Sequence[int]:
@@ -26,7 +26,7 @@ class Part(Protocol):
 
 
 class Engine(Protocol):
-    """What is used of `worker.llm_engine.LLMEngine`."""
+    """The part of `worker.llm_engine.LLMEngine` that is used here."""
 
     def add_request(
         self,
@@ -44,11 +44,11 @@ class Engine(Protocol):
         ...
 
     def has_unfinished(self) -> bool:
-        """Whether there is anything to compute."""
+        """True if there is anything to compute."""
         ...
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request."""
+        """Ends a request; False when it is not live."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""What `fissile bench` is asked to do: its options, read and checked."""
+"""Options of `fissile bench`, read and checked."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ plan_options = apply(
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What is measured, and how it is told.
+    """Plan of a benchmark: what is measured, and how it is reported.
 
     Attributes:
         settings: the loads, each a row in every repetition.
@@ -279,7 +279,7 @@ class Plan:
             raise CommandError(str(error)) from None
 
     def warm_up(self, setting: Setting) -> Load:
-        """What goes before a row."""
+        """Load that goes before a row."""
         return ClosedLoop(setting.concurrency or self.warmup, Extent(self.warmup))
 
     def requests_of(self, setting: Setting) -> int | None:
@@ -290,7 +290,7 @@ class Plan:
         return max(MIN_REQUESTS, math.ceil(wanted))
 
     def workload(self, model: str, vocab_size: int, max_model_len: int) -> RandomWorkload | GivenWorkload:
-        """What is asked of a model.
+        """Workload of a model.
 
         Raises:
             CommandError: the model is too short for it.
@@ -307,7 +307,7 @@ class Plan:
         return made
 
     def terms(self, **others: Any) -> Terms:
-        """What all requests have in common."""
+        """Terms that all requests have in common."""
         return Terms(sampling=self.sampling, ignore_eos=self.ignore_eos, seed=self.seed, **others)
 
     def as_dict(self) -> dict[str, Any]:

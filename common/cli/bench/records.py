@@ -1,4 +1,4 @@
-"""What was seen of one request. Pure: times are seconds since the run's begin."""
+"""Record of one request. Pure: times are seconds since the run's begin."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Record:
 
     @property
     def ok(self) -> bool:
-        """Whether it counts: a whole answer of the length asked for."""
+        """True if it counts: a whole answer of the length asked for."""
         return self.status == OK
 
     @property

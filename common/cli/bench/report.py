@@ -127,7 +127,7 @@ def details(row: Figures) -> str:
 
 
 def warnings(rows: Sequence[Figures]) -> list[str]:
-    """What speaks against believing the figures, a line each."""
+    """Reasons not to believe the figures, a line each."""
     said: list[str] = []
     for row in rows:
         foreign, lag = row.cpu.foreign, row.send_lag_ms
@@ -139,7 +139,7 @@ def warnings(rows: Sequence[Figures]) -> list[str]:
 
 
 def failure_line(rows: Sequence[Figures]) -> str:
-    """How many requests failed, and of each status the first message; empty when none did."""
+    """Line with the number of failed requests and the first message of each status; empty when none failed."""
     failed = sum(row.failed for row in rows)
     if not failed:
         return ""
@@ -153,7 +153,7 @@ def failure_line(rows: Sequence[Figures]) -> str:
 
 
 def failures_told(failures: Sequence[Failures]) -> str:
-    """Of each status how many, and the first message; on one line."""
+    """Number of failures of each status, and the first message; on one line."""
     return "; ".join(f"{each.count} {each.status}: {' '.join(each.first_message.split())}" for each in failures)
 
 
@@ -163,7 +163,7 @@ def number(value: float) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Of a share from 0 to 1; `-` when it is not known."""
+    """Percentage for a share from 0 to 1; `-` when it is not known."""
     return "-" if share is None else f"{100 * share:.0f}%"
 
 

@@ -22,7 +22,7 @@ GONE_AFTER: Final = 100
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What all requests of a benchmark have in common.
+    """Terms that all requests of a benchmark have in common.
 
     Attributes:
         model: its name; empty takes the router's only one.
@@ -116,7 +116,7 @@ class RouterClient:
 
 
 def _note(record: Record, finish: pb.Finish) -> None:
-    """What the last message says."""
+    """Notes the content of the last message."""
     record.input_tokens, record.cached_tokens = finish.usage.prompt_tokens, finish.usage.cached_tokens
     record.worker_id, record.attempts = finish.worker_id, finish.attempts
     timings = finish.timings
@@ -228,5 +228,5 @@ class _Nothing:
         return
 
     def exhausted(self, now: float) -> bool:
-        """Always."""
+        """True, always: nothing further is ever due."""
         return True

@@ -28,7 +28,7 @@ def percentile(ordered: Sequence[float], percent: float) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """How values are spread, in their own unit.
+    """Distribution of values, in their own unit.
 
     Attributes:
         count: of values, at least 1.
@@ -48,7 +48,7 @@ class Summary:
 
     @classmethod
     def of(cls, values: Sequence[float], scale: float = 1.0) -> Summary | None:
-        """Of values times `scale`, in any order; None when there are none."""
+        """Summary of values times `scale`, in any order; None when there are none."""
         if not values:
             return None
         ordered = sorted(value * scale for value in values)

@@ -1,4 +1,4 @@
-"""What `fissile bench` measures. A target runs one load at a time."""
+"""Targets of `fissile bench`. A target runs one load at a time."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Lengths:
 
     @classmethod
     def parse(cls, text: str) -> Lengths:
-        """Of `LOW:HIGH`, or of one number.
+        """Parses `LOW:HIGH`, or one number.
 
         Raises:
             ValueError: it is neither.
@@ -56,7 +56,7 @@ class Lengths:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What one request asks for. Exactly one of the three forms of a prompt is given.
+    """Content of one request. Exactly one of the three forms of a prompt is given.
 
     Attributes:
         output_tokens: to generate, at most or exactly.

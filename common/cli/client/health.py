@@ -20,7 +20,7 @@ PROBE_TIMEOUT_S: Final = 5.0
 
 
 async def serving_status(address: str, service: str, timeout_s: float, tls: ClientTls | None = None) -> str:
-    """What `grpc.health.v1` at `address` says of a service: SERVING or NOT_SERVING.
+    """Status that `grpc.health.v1` at `address` gives of a service: SERVING or NOT_SERVING.
 
     Raises:
         CommandError: nobody answers there, or the service is unknown there (exit code 1).

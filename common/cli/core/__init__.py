@@ -1,1 +1,1 @@
-"""What the commands share: options, errors, output, and the call of a router."""
+"""Shared parts of the commands: options, errors, output, and the call of a router."""

@@ -1,4 +1,4 @@
-"""What the commands share as clients of a router: a request, its stream, its errors and its figures in one line."""
+"""Shared parts of the commands that call a router: a request, its stream, its errors and its figures in one line."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def call_failed(
 
 @dataclass(frozen=True, slots=True)
 class Credentials:
-    """How a command calls, and what it shows.
+    """Credentials of a command's calls.
 
     Attributes:
         tls: files of TLS; None is plain text.
@@ -104,7 +104,7 @@ def open_channel(
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What to ask.
+    """Request that a command sends.
 
     `chat` None takes Chat where the model has a chat template. `sampling`: the given fields of SamplingParams only.
     """

@@ -72,7 +72,7 @@ class FilePlace:
     lines: Mapping[str, int]
 
     def of(self, name: str) -> str:
-        """Where an option stands, and its full name, for messages."""
+        """Place of an option in the files, and its full name, for messages."""
         line = f", line {self.lines[name]}" if name in self.lines else ""
         return f"--config {self.path}{line}: {self.section}.{name}"
 
@@ -98,7 +98,7 @@ class ConfigurableCommand(click.Command):
 
 
 def arguments_of(context: click.Context) -> tuple[str, ...]:
-    """What a ConfigurableCommand was called with."""
+    """Arguments that a ConfigurableCommand was called with."""
     given: tuple[str, ...] = context.meta[_ARGUMENTS]
     return given
 
@@ -110,7 +110,7 @@ def file_of(context: click.Context) -> Path | None:
 
 
 def _placed(error: click.BadParameter) -> str | None:
-    """What is wrong and where, for a value that comes from a file."""
+    """Problem and place of a value that comes from a file."""
     context, param = error.ctx, error.param
     if context is None or param is None or param.name is None or _PLACE not in context.meta:
         return None

@@ -74,7 +74,7 @@ def free_memory() -> int:
 
 @dataclass(frozen=True, slots=True)
 class FirstQuestion:
-    """Whether and what to ask when the router serves, and whether to end after that."""
+    """Request to send when the router serves, if any, and whether to end after it."""
 
     ask: bool
     prompt: str
@@ -197,7 +197,8 @@ async def _is_serving(health: health_pb2_grpc.HealthStub) -> bool:
 
 
 def _child_environment(console: Console, config: Path | None) -> dict[str, str]:
-    """What children need besides their options: a checkout's modules, the file, and logs fit for what shows them."""
+    """Environment that children need besides their options: a checkout's modules, the file, and logs fit for what
+    shows them."""
     paths = [str(CHECKOUT), str(CHECKOUT / "protos"), *filter(None, [os.environ.get("PYTHONPATH")])]
     log_format = os.environ.get(FORMAT_VARIABLE, "console" if console.terminal else "auto")
     file = {} if config is None else {FILE_VARIABLE: str(config.resolve())}
@@ -205,7 +206,7 @@ def _child_environment(console: Console, config: Path | None) -> dict[str, str]:
 
 
 def next_steps(address: str, options: str = "") -> str:
-    """How to call the service, to be copied into another terminal; with further options that it wants."""
+    """Commands that call the service, to be copied into another terminal; with further options that it wants."""
     installed = Path(sys.executable).with_name("fissile")
     on_path = shutil.which("fissile")
     if on_path and Path(on_path) == installed:
@@ -325,7 +326,7 @@ def with_model_folder(fleet: Fleet) -> Fleet:
 
 
 def describe_kv_memory(fleet: Fleet) -> str:
-    """What the KV caches may take, in words."""
+    """Size of the KV caches, in words."""
     if fleet.kv_cache_memory:
         return f"{fleet.kv_cache_memory} per rank"
     if fleet.simulate:

@@ -1,4 +1,4 @@
-"""What `fissile serve` runs: the options of one router and its workers on this machine, as command lines. Pure."""
+"""Plan of `fissile serve`: the options of one router and its workers on this machine, as command lines. Pure."""
 
 from __future__ import annotations
 
@@ -56,17 +56,17 @@ class Fleet:
 
     @property
     def address(self) -> str:
-        """Where clients on this machine reach the router."""
+        """Address at which clients on this machine reach the router."""
         return f"{self._near_host}:{self.port}"
 
     @property
     def health_address(self) -> str:
-        """Where the router says its health in plain text."""
+        """Address at which the router serves its health in plain text."""
         return f"{self._near_host}:{self.health_port or self.port}"
 
     @property
     def client_options(self) -> str:
-        """What client commands must add to reach the router."""
+        """Options that client commands must add to reach the router."""
         tls = " --tls-ca FILE" if self.router_options.get("tls_cert") else ""
         certificate = " --client-cert FILE --client-key FILE" if self.router_options.get("tls_client_ca") else ""
         return tls + certificate + (" --api-key KEY" if self.router_options.get("api_keys") else "")
@@ -77,7 +77,7 @@ class Fleet:
 
     @property
     def worker_addresses(self) -> list[str]:
-        """Where the router reaches the workers."""
+        """Addresses at which the router reaches the workers."""
         return [f"{LOOPBACK}:{port}" for port in self.worker_ports]
 
     def children(self) -> list[Child]:
@@ -145,7 +145,7 @@ def threads_per_worker(workers: int, cores: int | None = None) -> int | None:
 
 
 def kv_memory_per_rank(workers: int, ranks: int, free_bytes: int) -> str:
-    """What each rank of several workers gets of a quarter of the free memory; empty leaves that to a single worker."""
+    """Share of each rank of several workers in a quarter of the free memory; empty leaves that to a single worker."""
     if workers == 1:
         return ""
     return f"{free_bytes // KV_SHARE // (workers * ranks) // MIB}MiB"

@@ -47,7 +47,7 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether its process is there now."""
+        """True if its process is there now."""
         return self.process is not None and self.process.returncode is None
 
 

@@ -1,4 +1,4 @@
-"""What the layers of a model are made with."""
+"""Builder of a model's layers: backend, weights and sharding that they are made with."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ class MLAConfig:
 
     @classmethod
     def of(cls, config: ModelConfig, indexer: bool) -> MLAConfig:
-        """What config.json says, with an indexer or without.
+        """MLA part of config.json, with an indexer or without.
 
         Raises:
             ModelError: an entry is missing or malformed, or they do not fit each other.
@@ -216,7 +216,7 @@ class MLAttention:
 
 
 def softmax_scale(config: ModelConfig, mla: MLAConfig) -> float:
-    """What scores are multiplied by: 1 / sqrt(width of a query), sharpened where yarn stretches positions."""
+    """Factor of the scores: 1 / sqrt(width of a query), sharpened where yarn stretches positions."""
     mscale = yarn_mscale(config.rope.factor, config.rope.mscale_all_dim) if config.rope.mscale_all_dim else 1.0
     return float(mla.qk_head_dim**-0.5 * mscale * mscale)
 

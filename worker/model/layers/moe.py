@@ -63,7 +63,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ExpertShare:
-    """What a rank holds of the experts.
+    """A rank's share of the experts.
 
     Attributes:
         experts: ids.
@@ -181,7 +181,7 @@ class MoE:
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """What checkpoints with a tensor for each expert call its projections: `{prefix}.{id}.{gate}.weight`."""
+    """Names of the projections in checkpoints with a tensor for each expert: `{prefix}.{id}.{gate}.weight`."""
 
     gate: str = "gate_proj"
     up: str = "up_proj"

@@ -17,7 +17,7 @@ Product = Sequence[MatrixPart]
 
 
 def stay_quantized(build: Build, products: Iterable[Product]) -> bool:
-    """Whether the weights of all these products stay as they are stored; then they have one format.
+    """True if the weights of all these products stay as they are stored; then they have one format.
 
     If not, `Weights.use` is told why. Ranks with equal shares of a matrix decide alike.
     """
@@ -68,7 +68,7 @@ def _refusal(build: Build, products: Sequence[Product]) -> str | None:
 
 
 def _format(weights: Weights, product: Product) -> QuantizedFormat | str:
-    """How the weight of a product is stored, or why it can not be had so."""
+    """Stored format of a product's weight, or why it can not be had so."""
     found = [weights.quantized(part.name) for part in product]
     tensors = [tensor for tensor in found if tensor is not None]
     if len(tensors) < len(found):

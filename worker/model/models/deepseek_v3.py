@@ -36,7 +36,7 @@ class DeepseekV3ForCausalLM(GroupedMoEForCausalLM):
             raise ModelError(f"{types}; supported: {cls.layer_type} for each layer")
 
     def make_rotary(self, build: Build) -> RotaryEmbedding:
-        """Of the rotated part of a head."""
+        """Rotary embedding of the rotated part of a head."""
         return RotaryEmbedding(
             build.config.rope, build.config.count("qk_rope_head_dim"), build.max_position, build.kernels.device
         )

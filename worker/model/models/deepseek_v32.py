@@ -14,7 +14,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
 
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
-        """`mlp_layer_types`, where it is given, says it for each layer."""
+        """True if the layer is a mixture of experts; `mlp_layer_types` says it, where it is given."""
         types = config.source.get("mlp_layer_types")
         if types is None:
             return super().sparse(config, layer)

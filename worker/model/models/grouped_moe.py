@@ -1,4 +1,4 @@
-"""What DeepSeek-V3 and GLM-4 have in common: dense layers first, then mixtures with shared experts, then MTP layers."""
+"""Common parts of DeepSeek-V3 and GLM-4: dense layers first, then mixtures with shared experts, then MTP layers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class GroupedMoEForCausalLM(LlamaForCausalLM):
 
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
-        """Whether a layer's feed-forward network is a mixture of experts."""
+        """True if a layer's feed-forward network is a mixture of experts."""
         return layer >= config.count("first_k_dense_replace", cls.dense_layers, least=0)
 
     def make_mlp(self, build: Build, prefix: str, layer: int) -> Callable[[torch.Tensor], torch.Tensor]:

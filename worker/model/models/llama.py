@@ -219,7 +219,7 @@ class LlamaForCausalLM:
 
     @classmethod
     def window(cls, config: ModelConfig, layer: int) -> int | None:
-        """How many keys a row of a layer sees, its own included; None for all before it.
+        """Number of keys that a row of a layer sees, its own included; None for all before it.
 
         Raises:
             ModelError: config.json contradicts itself.

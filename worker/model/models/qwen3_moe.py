@@ -32,7 +32,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
 
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
-        """Whether a layer's feed-forward network is a mixture of experts."""
+        """True if a layer's feed-forward network is a mixture of experts."""
         dense_only = config.source.get("mlp_only_layers") or ()
         return layer not in dense_only and (layer + 1) % config.count("decoder_sparse_step", 1) == 0
 
