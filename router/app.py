@@ -60,14 +60,14 @@ from router.api.shutdown import OpenCalls
 from router.api.tenants import TENANT_KEY, TenantPolicy
 from router.model_registry import ModelRegistry
 from router.requests.fleet import FailoverOptions, Fleet
-from router.runtime_config import Configuration, Reread, Routing, Settings
+from router.runtime_config import ConfigStore, ReloadedConfig, RoutingConfig, RuntimeConfig
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import FailoverPolicy
 from router.scheduling.fair_queue import TenantShares
 from router.scheduling.placement import PLACEMENTS
 from router.security import RouterSecurity, with_security
 from router.telemetry.loop_lag import LoopLag
-from router.telemetry.metrics import RouterFigures, RouterMetrics
+from router.telemetry.metrics import RouterMetrics, RouterSnapshot
 from router.text.prompts import PromptEncoder
 from router.text.tokenizer_store import TokenizerStore
 from router.workers.addresses import AddressError, FileTarget, parse_targets
@@ -138,7 +138,7 @@ class RouterOptions:
     max_connection_age_s: float = 0.0
     log_level: str = "info"
 
-    def settings(self) -> Settings:
+    def settings(self) -> RuntimeConfig:
         """Settings that may change while the router runs.
 
         Raises:
@@ -146,7 +146,7 @@ class RouterOptions:
             AddressError: a worker is none.
         """
         others = {"": self.tenants.concurrency} if self.tenants.concurrency else {}
-        routing = Routing(
+        routing = RoutingConfig(
             self.placement,
             self.delay_factor,
             self.max_hold_s,
@@ -155,7 +155,7 @@ class RouterOptions:
             tenant_concurrency={**others, **self.tenants.concurrency_of},
             tenant_max_priority=dict(self.tenants.max_priority_of),
         )
-        return Settings(routing, tuple(self.workers), self.log_level)
+        return RuntimeConfig(routing, tuple(self.workers), self.log_level)
 
 
 class Router:
@@ -179,7 +179,7 @@ class Router:
         ExportError: the environment asks for an export that there is not.
     """
 
-    def __init__(self, options: RouterOptions, reread: Callable[[], Reread] | None = None) -> None:
+    def __init__(self, options: RouterOptions, reread: Callable[[], ReloadedConfig] | None = None) -> None:
         self._options = options
         security = options.security
         dialer = Dialer(security.worker_tls)
@@ -230,7 +230,7 @@ class Router:
             has_keys=security.access is not None,
         )
 
-        self.configuration = Configuration(options.settings(), self._apply, reread)
+        self.configuration = ConfigStore(options.settings(), self._apply, reread)
         self._loop_lag = LoopLag(self._metrics.lag)
         self.admin: GrpcServer | None = None
         if options.admin_port is not None:
@@ -319,7 +319,7 @@ class Router:
         except CommandError as error:
             log.error("configuration not reloaded", why=str(error))
 
-    def _apply(self, settings: Settings) -> None:
+    def _apply(self, settings: RuntimeConfig) -> None:
         """Takes settings into force, between two decisions."""
         routing, weights = settings.routing, settings.routing.tenant_weight
         placement = None if routing.placement == self._placement else PLACEMENTS[routing.placement].make()
@@ -333,9 +333,9 @@ class Router:
             setup_logging(settings.log_level, service="router")
         self.discovery.follow(parse_targets(settings.workers))
 
-    def _figures(self) -> RouterFigures:
+    def _figures(self) -> RouterSnapshot:
         fleet = self.fleet
-        return RouterFigures(
+        return RouterSnapshot(
             in_flight=self.service.in_flight,
             queues=tuple(fleet.waiting()),
             lanes=fleet.lanes(),
@@ -380,7 +380,7 @@ def run_on_loop(main: Coroutine[Any, Any, None]) -> None:
     uvloop.run(main)
 
 
-async def run_router(options: RouterOptions, reread: Callable[[], Reread] | None = None) -> None:
+async def run_router(options: RouterOptions, reread: Callable[[], ReloadedConfig] | None = None) -> None:
     """Serves until SIGTERM or SIGINT, then drains; a second signal ends the draining. SIGHUP reads the options again.
 
     Args:
@@ -651,7 +651,7 @@ def router(
     )
 
 
-def _rereader(context: click.Context) -> Callable[[], Reread]:
+def _rereader(context: click.Context) -> Callable[[], ReloadedConfig]:
     """Reads the options of a router again that was called in `context`: its file has changed, perhaps.
 
     Raises (what is returned):
@@ -659,7 +659,7 @@ def _rereader(context: click.Context) -> Callable[[], Reread]:
     """
     arguments, started = arguments_of(context), dict(context.params)
 
-    def read() -> Reread:
+    def read() -> ReloadedConfig:
         try:
             given = router.make_context("router", list(arguments)).params
         except click.UsageError as error:
@@ -670,16 +670,16 @@ def _rereader(context: click.Context) -> Callable[[], Reread]:
             for param in router.params
             if param.name in given and param.name not in _RELOADED and given[param.name] != started[param.name]
         ]
-        return Reread(settings, tuple(fixed))
+        return ReloadedConfig(settings, tuple(fixed))
 
     return read
 
 
-def _settings(given: Mapping[str, Any]) -> Settings:
+def _settings(given: Mapping[str, Any]) -> RuntimeConfig:
     """Settings among the options that may change while the router runs, by parameter name."""
     try:
         _check_workers(given["workers"])
-        routing = Routing(
+        routing = RoutingConfig(
             given["placement"],
             given["delay_factor"],
             given["max_hold"],
@@ -688,7 +688,7 @@ def _settings(given: Mapping[str, Any]) -> Settings:
             tenant_concurrency=dict(given["tenant_concurrency"]),
             tenant_max_priority=dict(given["tenant_max_priority"]),
         )
-        return Settings(routing, tuple(given["workers"]), given["log_level"])
+        return RuntimeConfig(routing, tuple(given["workers"]), given["log_level"])
     except (AddressError, ApiError) as error:
         raise CommandError(str(error)) from None
 

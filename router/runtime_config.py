@@ -22,7 +22,7 @@ _MAX_HOLD_LIMIT_S: Final = 60.0
 
 
 @dataclass(frozen=True)
-class Routing:
+class RoutingConfig:
     """Settings of admission and placement. Fields are named as the router's options.
 
     Attributes:
@@ -68,7 +68,7 @@ class Routing:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RuntimeConfig:
     """All that may change while the router runs.
 
     Attributes:
@@ -81,7 +81,7 @@ class Settings:
         AddressError: a worker is none.
     """
 
-    routing: Routing
+    routing: RoutingConfig
     workers: tuple[str, ...]
     log_level: str = "info"
 
@@ -89,22 +89,22 @@ class Settings:
         parse_targets(self.workers)
         _require(self.log_level in LEVELS, "log_level", self.log_level, f"one of {', '.join(LEVELS)}")
 
-    def differences(self, other: Settings) -> list[str]:
+    def differences(self, other: RuntimeConfig) -> list[str]:
         """Options that differ, by their names without dashes."""
         mine, theirs = _by_option(self), _by_option(other)
         return [name for name, value in mine.items() if value != theirs[name]]
 
 
 @dataclass(frozen=True, slots=True)
-class Reread:
+class ReloadedConfig:
     """A router's configuration, read again: what may change, and the options that can not until a restart."""
 
-    settings: Settings
+    settings: RuntimeConfig
     needs_restart: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Reloaded:
+class ReloadResult:
     """Changes made by reading the configuration again, by option.
 
     `undone`: those of `changed` whose value `set_routing` had set.
@@ -116,7 +116,7 @@ class Reloaded:
     undone: tuple[str, ...] = ()
 
 
-class Configuration:
+class ConfigStore:
     """The settings in force and their version.
 
     Args:
@@ -130,7 +130,10 @@ class Configuration:
     """
 
     def __init__(
-        self, settings: Settings, apply: Callable[[Settings], None], reread: Callable[[], Reread] | None = None
+        self,
+        settings: RuntimeConfig,
+        apply: Callable[[RuntimeConfig], None],
+        reread: Callable[[], ReloadedConfig] | None = None,
     ) -> None:
         self.settings = settings
         self.version = 1
@@ -139,7 +142,7 @@ class Configuration:
         self._apply = apply
         self._reread = reread
 
-    def set_routing(self, routing: Routing, if_version: int = 0) -> None:
+    def set_routing(self, routing: RoutingConfig, if_version: int = 0) -> None:
         """Takes another routing into force.
 
         Raises:
@@ -149,17 +152,17 @@ class Configuration:
             raise ConfigVersionError(if_version, self.version)
         self._set.update(self._take(replace(self.settings, routing=routing)))
 
-    def reload(self) -> Reloaded:
+    def reload(self) -> ReloadResult:
         """Reads the configuration and takes it into force. What is wrong with it is raised, and changes nothing."""
         if self._reread is None:
-            return Reloaded(self.version)
+            return ReloadResult(self.version)
         read = self._reread()
         changed = self._take(read.settings)
         undone = tuple(name for name in changed if name in self._set)
         self._set.clear()
-        return Reloaded(self.version, tuple(changed), read.needs_restart, undone)
+        return ReloadResult(self.version, tuple(changed), read.needs_restart, undone)
 
-    def _take(self, settings: Settings) -> list[str]:
+    def _take(self, settings: RuntimeConfig) -> list[str]:
         changed = settings.differences(self.settings)
         if changed:
             self.settings = settings
@@ -168,7 +171,7 @@ class Configuration:
         return changed
 
 
-def _by_option(settings: Settings) -> dict[str, object]:
+def _by_option(settings: RuntimeConfig) -> dict[str, object]:
     routing = settings.routing
     return {
         "worker": settings.workers,

@@ -28,10 +28,10 @@ from common.errors import (
 from common.limits import CONNECT_TIMEOUT_S, FLUSH_TIMEOUT_S, MAX_LOAD_WATCHES, MIN_WATCH_INTERVAL_S
 from common.rpc.unsupported_fields import field_paths, refuse_unserved
 from common.telemetry.tracing import Tracing
-from router.api.rpc_scope import Call, Context
+from router.api.rpc_scope import Context, RpcScope
 from router.api.shutdown import OpenCalls
-from router.requests.fleet import Fleet, KnownWorker, Service
-from router.runtime_config import Configuration, Reloaded, Routing
+from router.requests.fleet import Fleet, KnownWorker, WorkerState
+from router.runtime_config import ConfigStore, ReloadResult, RoutingConfig
 
 if TYPE_CHECKING:
     # In the type stubs only: at run time the one stub class serves both kinds of channel.
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 SERVICE = "fissile.admin.v1.AdminService"
 _WATCH_INTERVAL_S: Final = 1.0
 _STATES: Final = {
-    Service.SERVING: apb.WORKER_STATE_SERVING,
-    Service.CORDONED: apb.WORKER_STATE_CORDONED,
-    Service.DRAINING: apb.WORKER_STATE_DRAINING,
-    Service.LEAVING: apb.WORKER_STATE_LEAVING,
-    Service.UNCONNECTED: apb.WORKER_STATE_UNCONNECTED,
+    WorkerState.SERVING: apb.WORKER_STATE_SERVING,
+    WorkerState.CORDONED: apb.WORKER_STATE_CORDONED,
+    WorkerState.DRAINING: apb.WORKER_STATE_DRAINING,
+    WorkerState.LEAVING: apb.WORKER_STATE_LEAVING,
+    WorkerState.UNCONNECTED: apb.WORKER_STATE_UNCONNECTED,
 }
 _ROUTING_FIELDS: Final = frozenset(apb.Routing.DESCRIPTOR.fields_by_name)
 _SET_ROUTING: Final = frozenset(field_paths(apb.SetRoutingRequest.DESCRIPTOR))
@@ -62,7 +62,7 @@ class AdminService(AdminServiceServicer):
         calls: knows the calls that have to end with the router.
     """
 
-    def __init__(self, fleet: Fleet, configuration: Configuration, tracing: Tracing, calls: OpenCalls) -> None:
+    def __init__(self, fleet: Fleet, configuration: ConfigStore, tracing: Tracing, calls: OpenCalls) -> None:
         self._fleet = fleet
         self._configuration = configuration
         self._tracing = tracing
@@ -73,27 +73,27 @@ class AdminService(AdminServiceServicer):
 
     async def ListWorkers(self, request: apb.ListWorkersRequest, context: Context) -> apb.ListWorkersResponse:
         """Lists the workers, connected or not."""
-        async with Call(self._tracing, context, "ListWorkers", service=SERVICE):
+        async with RpcScope(self._tracing, context, "ListWorkers", service=SERVICE):
             refuse_unserved(request)
             return apb.ListWorkersResponse(workers=map(_worker, self._fleet.workers()))
 
     async def CordonWorker(self, request: apb.CordonWorkerRequest, context: Context) -> apb.CordonWorkerResponse:
         """Passes the wish to the worker, which tells all its routers."""
-        async with Call(self._tracing, context, "CordonWorker", service=SERVICE):
+        async with RpcScope(self._tracing, context, "CordonWorker", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id", "evict"}))
             intake = wpb.INTAKE_EVICTING if request.evict else wpb.INTAKE_CORDONED
             return apb.CordonWorkerResponse(sequences=await self._set_intake(request.worker_id, intake))
 
     async def UncordonWorker(self, request: apb.UncordonWorkerRequest, context: Context) -> apb.UncordonWorkerResponse:
         """Passes the wish to the worker, which tells all its routers."""
-        async with Call(self._tracing, context, "UncordonWorker", service=SERVICE):
+        async with RpcScope(self._tracing, context, "UncordonWorker", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id"}))
             await self._set_intake(request.worker_id, wpb.INTAKE_OPEN)
             return apb.UncordonWorkerResponse()
 
     async def DrainWorker(self, request: apb.DrainWorkerRequest, context: Context) -> apb.DrainWorkerResponse:
         """Passes the wish to the worker, which tells all its routers."""
-        async with Call(self._tracing, context, "DrainWorker", service=SERVICE):
+        async with RpcScope(self._tracing, context, "DrainWorker", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id", "deadline_ms"}))
             wanted = wpb.DrainRequest(deadline_ms=request.deadline_ms)
             async with self._asked(self._find(request.worker_id)) as stub:
@@ -102,7 +102,7 @@ class AdminService(AdminServiceServicer):
 
     async def WatchLoad(self, request: apb.WatchLoadRequest, context: Context) -> None:  # type: ignore[override]
         """Sends the load until the client has had enough."""
-        async with Call(self._tracing, context, "WatchLoad", service=SERVICE):
+        async with RpcScope(self._tracing, context, "WatchLoad", service=SERVICE):
             refuse_unserved(request, frozenset({"interval_ms", "count"}))
             interval_s = request.interval_ms / 1000 or _WATCH_INTERVAL_S
             if interval_s < MIN_WATCH_INTERVAL_S:
@@ -115,7 +115,7 @@ class AdminService(AdminServiceServicer):
 
     async def FlushCaches(self, request: apb.FlushCachesRequest, context: Context) -> apb.FlushCachesResponse:
         """Passes the wish to one worker, or to all at once."""
-        async with Call(self._tracing, context, "FlushCaches", service=SERVICE):
+        async with RpcScope(self._tracing, context, "FlushCaches", service=SERVICE):
             refuse_unserved(request, frozenset({"worker_id"}))
             workers = [self._find(request.worker_id)] if request.worker_id else self._connected()
             caches = await asyncio.gather(*map(self._flush, workers))
@@ -125,14 +125,14 @@ class AdminService(AdminServiceServicer):
 
     async def GetRouting(self, request: apb.GetRoutingRequest, context: Context) -> apb.GetRoutingResponse:
         """Says how requests are admitted and placed."""
-        async with Call(self._tracing, context, "GetRouting", service=SERVICE):
+        async with RpcScope(self._tracing, context, "GetRouting", service=SERVICE):
             refuse_unserved(request)
             in_force = self._configuration
             return apb.GetRoutingResponse(routing=_proto(in_force.settings.routing), version=in_force.version)
 
     async def SetRouting(self, request: apb.SetRoutingRequest, context: Context) -> apb.SetRoutingResponse:
         """Changes that, all or nothing."""
-        async with Call(self._tracing, context, "SetRouting", service=SERVICE):
+        async with RpcScope(self._tracing, context, "SetRouting", service=SERVICE):
             refuse_unserved(request, _SET_ROUTING)
             in_force = self._configuration
             in_force.set_routing(_merged(in_force.settings.routing, request), request.if_version)
@@ -140,7 +140,7 @@ class AdminService(AdminServiceServicer):
 
     async def Reload(self, request: apb.ReloadRequest, context: Context) -> apb.ReloadResponse:
         """Reads the configuration again, all or nothing."""
-        async with Call(self._tracing, context, "Reload", service=SERVICE):
+        async with RpcScope(self._tracing, context, "Reload", service=SERVICE):
             refuse_unserved(request)
             try:
                 done = reread(self._configuration)
@@ -153,7 +153,7 @@ class AdminService(AdminServiceServicer):
     # What they have in common.
 
     def _connected(self) -> list[KnownWorker]:
-        return [worker for worker in self._fleet.workers() if worker.service is not Service.UNCONNECTED]
+        return [worker for worker in self._fleet.workers() if worker.state is not WorkerState.UNCONNECTED]
 
     def _find(self, worker_id: str) -> KnownWorker:
         known = {worker.worker_id: worker for worker in self._connected()}
@@ -216,7 +216,7 @@ class AdminService(AdminServiceServicer):
         return apb.WatchLoadResponse(workers=workers, queues=queues, in_flight=self._fleet.in_flight)
 
 
-def reread(configuration: Configuration) -> Reloaded:
+def reread(configuration: ConfigStore) -> ReloadResult:
     """Reads a configuration again, and logs what has changed and what an operator may not expect.
 
     Raises:
@@ -238,15 +238,15 @@ def _worker(worker: KnownWorker) -> apb.Worker:
         instance_id=worker.instance_id,
         model=worker.model,
         numerics=worker.numerics,
-        draining=worker.service is Service.DRAINING,
+        draining=worker.state is WorkerState.DRAINING,
         running=worker.running,
-        state=_STATES[worker.service],
+        state=_STATES[worker.state],
         last_error=worker.last_error,
         **({} if worker.load is None else asdict(worker.load)),
     )
 
 
-def _proto(routing: Routing) -> apb.Routing:
+def _proto(routing: RoutingConfig) -> apb.Routing:
     return apb.Routing(
         placement=routing.placement,
         delay_factor=routing.delay_factor,
@@ -258,7 +258,7 @@ def _proto(routing: Routing) -> apb.Routing:
     )
 
 
-def _merged(routing: Routing, request: apb.SetRoutingRequest) -> Routing:
+def _merged(routing: RoutingConfig, request: apb.SetRoutingRequest) -> RoutingConfig:
     """The routing with the fields of a request's mask changed.
 
     Raises:
@@ -276,7 +276,7 @@ def _merged(routing: Routing, request: apb.SetRoutingRequest) -> Routing:
     FieldMask(paths=paths).MergeMessage(given, wanted, replace_repeated_field=True)
     # Milliseconds are coarser than what an option may say: one that is not asked to change does not.
     hold_s = wanted.max_hold_ms / 1000 if "max_hold_ms" in paths else routing.max_hold_s
-    return Routing(
+    return RoutingConfig(
         placement=wanted.placement,
         delay_factor=wanted.delay_factor,
         max_hold_s=hold_s,

@@ -29,7 +29,7 @@ from common.telemetry.request_record import RequestRecord, current_record
 from common.telemetry.tracing import RequestSpan, Tracing
 from common.text.stop_strings import StopStrings
 from router.api.responses import decode_s, describe_model, fill_response, finish_name, times_of
-from router.api.rpc_scope import Call, Context
+from router.api.rpc_scope import Context, RpcScope
 from router.api.shutdown import OpenCalls
 from router.api.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.model_registry import ModelRegistry, ServedModel
@@ -188,7 +188,7 @@ class InferenceService(InferenceServiceServicer):
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text into token ids."""
-        async with Call(self._tracing, context, "Tokenize"):
+        async with RpcScope(self._tracing, context, "Tokenize"):
             with self._interruptible():
                 refuse_unserved(request, frozenset({"model", "text"}))
                 check_text_bytes("text", request.text, MAX_TOKENIZE_TEXT_BYTES)
@@ -197,7 +197,7 @@ class InferenceService(InferenceServiceServicer):
 
     async def Detokenize(self, request: pb.DetokenizeRequest, context: Context) -> pb.DetokenizeResponse:
         """Turns token ids into text."""
-        async with Call(self._tracing, context, "Detokenize"):
+        async with RpcScope(self._tracing, context, "Detokenize"):
             with self._interruptible():
                 refuse_unserved(request, frozenset({"model", "token_ids", "keep_special_tokens"}))
                 ids, keep = request.token_ids, request.keep_special_tokens
@@ -208,14 +208,14 @@ class InferenceService(InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Lists the models."""
-        async with Call(self._tracing, context, "ListModels"):
+        async with RpcScope(self._tracing, context, "ListModels"):
             refuse_unserved(request)
             models = [describe_model(model, self._registry) for model in self._registry.models]
             return pb.ListModelsResponse(models=models)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """Describes one model."""
-        async with Call(self._tracing, context, "GetModel"):
+        async with RpcScope(self._tracing, context, "GetModel"):
             refuse_unserved(request, frozenset({"model"}))
             return pb.GetModelResponse(model=describe_model(self._registry.get(request.model), self._registry))
 
@@ -234,7 +234,7 @@ class InferenceService(InferenceServiceServicer):
         def broken_off() -> grpc.StatusCode:
             return record.cancel(self._clock(), context.time_remaining())
 
-        call, record = Call(self._tracing, context, kind.method, request_id, kind.operation), current_record()
+        call, record = RpcScope(self._tracing, context, kind.method, request_id, kind.operation), current_record()
         record.model = request.model
         measured = self._metrics.request(kind.operation, self._clock, broken_off)
         async with call as span, measured as measure:

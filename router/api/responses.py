@@ -10,11 +10,11 @@ from google.protobuf.duration_pb2 import Duration
 from common.telemetry.request_record import RequestTimes
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.stream import RequestStream
-from router.text.stream_assembly import Ending, Part
+from router.text.stream_assembly import FinishInfo, StreamChunk
 
 
 def fill_response(
-    message: pb.GenerateResponse | pb.ChatResponse, part: Part, stream: RequestStream, clock: Callable[[], float]
+    message: pb.GenerateResponse | pb.ChatResponse, part: StreamChunk, stream: RequestStream, clock: Callable[[], float]
 ) -> None:
     """Makes `message`, which has the request's id and perhaps the part before, the message of `part`.
 
@@ -53,7 +53,7 @@ def times_of(stream: RequestStream, now: float) -> RequestTimes:
     )
 
 
-def finish_name(ending: Ending) -> str:
+def finish_name(ending: FinishInfo) -> str:
     """The finish reason as people read it: `stop`, `length`."""
     return pb.FinishReason.Name(ending.reason).removeprefix("FINISH_REASON_").lower()
 
@@ -87,7 +87,7 @@ def _prompt_info(stream: RequestStream, now: float) -> pb.PromptInfo:
     )
 
 
-def _finish(ending: Ending, stream: RequestStream, now: float) -> pb.Finish:
+def _finish(ending: FinishInfo, stream: RequestStream, now: float) -> pb.Finish:
     assembly = stream.assembly
     return pb.Finish(
         reason=ending.reason,

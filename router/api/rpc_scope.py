@@ -26,7 +26,7 @@ _PRINTABLE = "".join(map(chr, range(0x20, 0x7F))).replace("%", "")
 Context: TypeAlias = grpc.aio.ServicerContext[Any, Any]
 
 
-class Call:
+class RpcScope:
     """Use as an asynchronous context manager around a call's work; entering it gives the call's span.
 
     An ApiError becomes the call's status with its details; anything unforeseen becomes INTERNAL, with its traceback in

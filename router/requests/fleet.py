@@ -49,7 +49,7 @@ from common.rpc.tls import Dialer, is_loopback
 from router.model_registry import ModelRegistry, WorkerRefusedError
 from router.requests.output_charges import OutputCharges
 from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
-from router.requests.write_pacer import Turns
+from router.requests.write_pacer import WritePacer
 from router.scheduling.admission import QueuedRequest
 from router.scheduling.dispatcher import ClassLoad, Dispatcher, LaneCounts, Release
 from router.scheduling.failover import FailoverPolicy, Loss, Verdict, stall_bound_s
@@ -58,8 +58,8 @@ from router.scheduling.worker_queue import LaneLoad, LaneRecord, LoadReport
 from router.text.stream_assembly import StreamAssembly
 from router.text.tokenizer_store import TokenizerStore
 from router.workers.conduct import Conduct
-from router.workers.kv_cursor import Continuity, KvFeed
-from router.workers.session import Fault, Intake, Session, SessionLostError, keep_connected
+from router.workers.kv_cursor import Continuity, KvEventCursor
+from router.workers.session import CordonState, Fault, Session, SessionLostError, keep_connected
 from router.workers.session_state import Submission
 
 # A rid is the router's incarnation above a counter: unique over the life of the worker too (rule S1).
@@ -73,7 +73,7 @@ _DISPATCHING = "dispatching"
 _NOTHING_WAITS = LaneRecord(None, 0, 0)
 # Faults after which the worker may still have the sequences, so that the next stream takes them up.
 _RESUMABLE = frozenset({Fault.BROKEN, Fault.VIOLATION})
-_INTAKES = {wpb.INTAKE_CORDONED: Intake.CORDONED, wpb.INTAKE_EVICTING: Intake.EVICTING}
+_INTAKES = {wpb.INTAKE_CORDONED: CordonState.CORDONED, wpb.INTAKE_EVICTING: CordonState.EVICTING}
 _LOSSES = {
     Fault.REFUSED: Loss.DIED,
     Fault.SILENT: Loss.SILENT,
@@ -104,7 +104,7 @@ class FailoverOptions:
     lease_s: float = LEASE_S
 
 
-class Service(enum.Enum):
+class WorkerState(enum.Enum):
     """State of a worker toward new requests of this router: it takes them, or why not."""
 
     SERVING = enum.auto()
@@ -127,7 +127,7 @@ class KnownWorker:
     """
 
     address: str
-    service: Service = Service.UNCONNECTED
+    state: WorkerState = WorkerState.UNCONNECTED
     worker_id: str = ""
     instance_id: str = ""
     model: str = ""
@@ -192,7 +192,7 @@ class Fleet:
         self._give_up_timers: dict[str, asyncio.TimerHandle] = {}
         self._violated: dict[str, float] = {}
         # How far the cache of each worker is known that is up or may come back to a stream that broke.
-        self._feeds: dict[str, KvFeed] = {}
+        self._feeds: dict[str, KvEventCursor] = {}
         self._draining: set[Session] = set()
         self._announced: dict[str, LaneRecord] = {}
         self._streams: dict[int, RequestStream] = {}
@@ -217,7 +217,7 @@ class Fleet:
         self._names: dict[str, tuple[str, str]] = {}
         self.lost: Counter[str] = Counter()
         self.num_releases = self.num_released = 0
-        self._turns = Turns()
+        self._turns = WritePacer()
         self._none_up = asyncio.Event()
         self._pump_due: asyncio.Handle | None = None
         # What a decision logs is about no request of whoever has asked for it.
@@ -374,13 +374,13 @@ class Fleet:
         self._unheard.pop(address, None)
         self._troubles.pop(address, None)
         session = self._sessions.get(address)
-        log.info("worker left", worker=address, running=0 if session is None else len(session.link.live))
+        log.info("worker left", worker=address, running=0 if session is None else len(session.state.live))
         if session is not None:
             self._follow_intake(session)
             self._leave_if_idle(session)
 
     def _leave_if_idle(self, session: Session) -> None:
-        if session.address in self._parting and not session.link.live:
+        if session.address in self._parting and not session.state.live:
             session.leave()
 
     def configure(self, gate: DelayGate, placement: Placement | None, queue_size: int, weights: Weights) -> None:
@@ -393,7 +393,7 @@ class Fleet:
     def _learn_caches_anew(self) -> None:
         """For a placement that knows none. Workers without a stream say all of their caches on the next one."""
         for feed in self._feeds.values():
-            feed.forget()
+            feed.reset()
         for session in self._sessions.values():
             self._ask_for_cache(session)
 
@@ -403,7 +403,7 @@ class Fleet:
         One that is too old for that does so on a new stream, which the gap at its next event brings about.
         """
         if session.proto_minor >= KV_EPOCH_MINOR:
-            session.link.ask_for_cache(self._feeds[session.address].ask())
+            session.state.ask_for_cache(self._feeds[session.address].ask())
             self.renew_lease(session)
 
     def workers(self) -> list[KnownWorker]:
@@ -441,16 +441,16 @@ class Fleet:
             instance_id=session.instance_id,
             model=session.model.name,
             numerics=session.model.numerics,
-            running=len(session.link.live),
+            running=len(session.state.live),
             load=self._dispatcher.lane_load(address, self._clock()),
         )
 
-    def _service(self, session: Session) -> Service:
+    def _service(self, session: Session) -> WorkerState:
         if session in self._draining:
-            return Service.DRAINING
+            return WorkerState.DRAINING
         if session.address in self._parting or session.is_leaving:
-            return Service.LEAVING
-        return Service.SERVING if session.intake is Intake.OPEN else Service.CORDONED
+            return WorkerState.LEAVING
+        return WorkerState.SERVING if session.cordon is CordonState.OPEN else WorkerState.CORDONED
 
     # Sessions (`SessionEvents`).
 
@@ -464,17 +464,17 @@ class Fleet:
         feed = self._feeds.get(session.address)
         if feed is None or not feed.goes_on_with(session.instance_id):
             self._dispatcher.cache_gone(session.address)
-            feed = self._feeds[session.address] = KvFeed(session.instance_id)
+            feed = self._feeds[session.address] = KvEventCursor(session.instance_id)
         feed.open()
-        session.link.know_cache(feed.seq)
+        session.state.know_cache(feed.seq)
         held = self._held.get(session.address)
         if held is None:
             return
         if held.instance_id != session.instance_id:
             self._give_up(session.address, "it was restarted", Loss.DIED)
             return
-        session.link.resume(held.link)
-        for rid in held.link.live:
+        session.state.resume(held.state)
+        for rid in held.state.live:
             self._running[rid].session = session
             self._acquit(rid)
         self._held[session.address] = session
@@ -512,7 +512,7 @@ class Fleet:
         self._sessions[session.address] = session
         self._names[session.address] = session.worker_id, session.model.name
         self._announced[session.address] = _NOTHING_WAITS
-        resumed = len(session.link.live)
+        resumed = len(session.state.live)
         now, load = self._clock(), self._load_report(welcome.load, 0)
         self._dispatcher.lane_up(
             session.address,
@@ -524,12 +524,12 @@ class Fleet:
             caches_prefixes=welcome.kv_events,
         )
         self._begin_probation(session, now)
-        if self._feeds[session.address].seq != session.link.kv_seq:
+        if self._feeds[session.address].seq != session.state.kv_seq:
             # The placement has changed since the Hello.
             self._ask_for_cache(session)
         self._forget(session, welcome.unknown)
-        session.open = True
-        session.intake = _INTAKES.get(welcome.load.intake, Intake.OPEN)
+        session.accepting = True
+        session.cordon = _INTAKES.get(welcome.load.intake, CordonState.OPEN)
         self._troubles.pop(session.address, None)
         self._follow_intake(session)
         log.info(
@@ -543,7 +543,7 @@ class Fleet:
         for draining in self._draining:
             self._hand_over(draining)
         for other in self._sessions.values():
-            if other.intake is Intake.EVICTING:
+            if other.cordon is CordonState.EVICTING:
                 self._hand_over(other)
         if not was_serving:
             self._serving_changed()
@@ -559,7 +559,7 @@ class Fleet:
 
     def step_output(self, session: Session, step: wpb.StepOutput) -> None:
         """Hands tokens to their streams."""
-        effects = session.link.apply(step, self._clock())
+        effects = session.state.apply(step, self._clock())
         if any(loss is Loss.ENGINE_FAILED for _, loss in effects.lost):
             # It comes back as another instance. Until then nothing goes there, least of all what it has just lost.
             self._dispatcher.lane_draining(session.address, self._clock())
@@ -592,7 +592,7 @@ class Fleet:
 
     def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
         """Hands them to the placement, unless it is about to get all of the cache."""
-        continuity = self._feeds[session.address].take(events)
+        continuity = self._feeds[session.address].accept(events)
         if continuity is Continuity.GAP:
             raise SessionLostError(Fault.BROKEN, "KV events are missing")
         if continuity is Continuity.OUTDATED:
@@ -601,7 +601,7 @@ class Fleet:
 
     def renew_lease(self, session: Session) -> None:
         """Sends a Lane frame."""
-        session.link.announce(self._dispatcher.lane_record(session.address))
+        session.state.announce(self._dispatcher.lane_record(session.address))
         session.notify()
 
     def draining(self, session: Session) -> None:
@@ -628,9 +628,9 @@ class Fleet:
             return
         self._worker_lost()
         # They can not be there, so nobody has to come back for them.
-        for rid in reversed(session.link.unwritten()):
+        for rid in reversed(session.state.unwritten()):
             self._take_back(self._running[rid])
-        if not session.link.live:
+        if not session.state.live:
             return
         self._held[session.address] = session
         if fault not in _RESUMABLE or self._violates_again(session, fault, now):
@@ -703,21 +703,21 @@ class Fleet:
 
     def _take_intake(self, session: Session, said: wpb.Intake.ValueType) -> None:
         """Takes over what the worker reports about accepting new work."""
-        intake = _INTAKES.get(said, Intake.OPEN)
-        if intake is session.intake:
+        intake = _INTAKES.get(said, CordonState.OPEN)
+        if intake is session.cordon:
             return
-        session.intake = intake
+        session.cordon = intake
         log.info("worker intake", worker=session.address, worker_id=session.worker_id, intake=intake.name.lower())
         self._follow_intake(session)
-        if intake is Intake.EVICTING:
+        if intake is CordonState.EVICTING:
             self._hand_over(session)
 
     def _follow_intake(self, session: Session) -> None:
         """Lets the worker get new work, or no more, when either side has changed its mind about that."""
-        opens = self._service(session) is Service.SERVING
-        if opens == session.open:
+        opens = self._service(session) is WorkerState.SERVING
+        if opens == session.accepting:
             return
-        session.open = opens
+        session.accepting = opens
         now = self._clock()
         if not opens:
             self._dispatcher.lane_draining(session.address, now)
@@ -779,25 +779,25 @@ class Fleet:
         """Nobody takes up the sequences of a broken stream: they go on elsewhere (rule S7)."""
         held = self._release_held(address)
         if held is not None:
-            self._move([(self._running[rid], loss) for rid in held.link.live], why)
+            self._move([(self._running[rid], loss) for rid in held.state.live], why)
 
     def _forget(self, session: Session, unknown: Iterable[int]) -> None:
         """The stream is taken up again; the worker has let these sequences go."""
         self._release_held(session.address)
-        lost = [self._running[rid] for rid in unknown if rid in session.link.live]
+        lost = [self._running[rid] for rid in unknown if rid in session.state.live]
         for stream in lost:
-            session.link.forget(stream.rid)
+            session.state.forget(stream.rid)
         self._move([(stream, Loss.FORGOTTEN) for stream in lost], "the worker has let it go")
 
     def _hand_over(self, session: Session) -> None:
         """Moves what runs on a draining worker to those who can go on with it."""
         begun: list[tuple[RequestStream, Loss]] = []
-        for rid in reversed(list(session.link.live)):
+        for rid in reversed(list(session.state.live)):
             stream = self._running[rid]
-            wanted = stream.attempts.numerics_wanted(self._failover.policy, stream.assembly.have)
+            wanted = stream.attempts.numerics_wanted(self._failover.policy, stream.assembly.num_tokens)
             if not self._dispatcher.can_serve(stream.queued.model, wanted, stream.queued.most_tokens):
                 continue
-            if stream.attempts.has_begun(stream.assembly.have):
+            if stream.attempts.has_begun(stream.assembly.num_tokens):
                 begun.append((stream, Loss.DRAINED))
             else:
                 self._take_back(stream, session.address)
@@ -809,7 +809,7 @@ class Fleet:
         culprits = {stream.session for stream, _ in lost if stream.attempts.is_alone}
         for stream, loss in sorted(lost, key=lambda pair: pair[0].queued.key, reverse=True):
             excused = stream.session in culprits and not stream.attempts.is_alone
-            stream.attempts.end(stream.assembly.have, self._clock(), loss, excused=excused)
+            stream.attempts.end(stream.assembly.num_tokens, self._clock(), loss, excused=excused)
             self._detach(stream)
             log.info(
                 "attempt lost",
@@ -837,11 +837,11 @@ class Fleet:
         elif verdict is Verdict.GIVE_UP:
             stream.assembly.lose_worker(f"{len(stream.attempts)} workers were lost; the last one: {why}")
         else:
-            stream.queued.tokens = stream.assembly.have
-            wanted = stream.attempts.numerics_wanted(self._failover.policy, stream.assembly.have)
+            stream.queued.tokens = stream.assembly.num_tokens
+            wanted = stream.attempts.numerics_wanted(self._failover.policy, stream.assembly.num_tokens)
             stream.queued.numerics = wanted
             stream.queued.alone = verdict is Verdict.ALONE
-            self._dispatcher.requeue(stream.queued, now, avoid=stream.refused_by)
+            self._dispatcher.requeue(stream.queued, now, excluded_worker=stream.refused_by)
 
     def _refuse(self, stream: RequestStream, worker: str, end: wpb.SequenceEnd) -> None:
         """Tries a request that a worker refuses on another one.
@@ -865,9 +865,9 @@ class Fleet:
     def _take_back(self, stream: RequestStream, worker: str = "") -> None:
         """Routes a request again that did not count as an attempt (rule S9): `worker` gave it back, or never had it."""
         self._detach(stream)
-        stream.attempts.give_back()
-        stream.returned = stream.returned or bool(worker)
-        self._dispatcher.requeue(stream.queued, self._clock(), avoid=worker or stream.refused_by)
+        stream.attempts.return_unstarted()
+        stream.was_returned = stream.was_returned or bool(worker)
+        self._dispatcher.requeue(stream.queued, self._clock(), excluded_worker=worker or stream.refused_by)
 
     def _share(self, stream: RequestStream, worker: str) -> None:
         """Lets a worker have other requests that a suspect has had for itself; a no-op for other streams."""
@@ -884,7 +884,7 @@ class Fleet:
 
     def _end_first_steps(self) -> None:
         for rid, stream in list(self._alone.items()):
-            if stream.attempts.has_passed_first_steps(stream.assembly.have):
+            if stream.attempts.has_passed_first_steps(stream.assembly.num_tokens):
                 self._acquit(rid)
 
     def _leave(self, session: Session) -> None:
@@ -901,11 +901,11 @@ class Fleet:
         session, stream.session = stream.session, None
         if session is None:
             return
-        stream.attempts.end(stream.assembly.have, self._clock())
+        stream.attempts.end(stream.assembly.num_tokens, self._clock())
         self._share(stream, session.address)
         self._output.settle(stream)
         del self._running[stream.rid]
-        session.link.cancel(stream.rid)
+        session.state.cancel(stream.rid)
         session.notify()
         self._leave_if_idle(session)
 
@@ -981,7 +981,7 @@ class Fleet:
                 stream.fail(RouterFailedError())
         self.num_releases += 1
         self.num_released += len(group)
-        session.link.submit(release.serial, group)
+        session.state.submit(release.serial, group)
         session.notify()
 
     def _begin(self, stream: RequestStream, session: Session, numerics: str, now: float) -> Submission:
@@ -993,13 +993,13 @@ class Fleet:
         if queued.alone:
             self._alone[rid] = stream
             asyncio.get_running_loop().call_later(ALONE_S, self._acquit, rid)
-        return stream.begin(session, numerics, rid, now, keep=stream.returned or not others)
+        return stream.begin(session, numerics, rid, now, must_keep=stream.was_returned or not others)
 
     def _announce(self, address: str) -> None:
         record = self._dispatcher.lane_record(address)
         if record != self._announced[address]:
             self._announced[address] = record
-            self._sessions[address].link.announce(record)
+            self._sessions[address].state.announce(record)
             self._sessions[address].notify()
 
     def _set_timer(self, now: float) -> None:

@@ -14,10 +14,10 @@ from common.errors import ApiError, NoWorkerError
 from common.sampling_params import SamplingParams
 from common.telemetry.request_record import shown
 from common.telemetry.tracing import trace_id_of
-from router.requests.write_pacer import Turns
+from router.requests.write_pacer import WritePacer
 from router.scheduling.admission import QueuedRequest
 from router.scheduling.failover import Attempts
-from router.text.stream_assembly import Part, StreamAssembly
+from router.text.stream_assembly import StreamAssembly, StreamChunk
 from router.workers.session import Session
 from router.workers.session_state import Submission
 
@@ -81,7 +81,7 @@ class RoutedRequest:
         trace_id = trace_id_of(self.traceparent)
         return {"request_id": shown(self.request_id), **({"trace_id": trace_id} if trace_id else {})}
 
-    def to_record(self, rid: int, *, keep: bool) -> wpb.SubmitSequence:
+    def to_record(self, rid: int, *, must_keep: bool) -> wpb.SubmitSequence:
         """The request as the worker gets it, without what depends on the frame."""
         params = self.params
         return wpb.SubmitSequence(
@@ -107,7 +107,7 @@ class RoutedRequest:
             chain_hash=self.chain_hash,
             cache_salt=self.cache_salt,
             priority=wpb.Priority.ValueType(self.priority),
-            keep=keep,
+            keep=must_keep,
         )
 
 
@@ -120,7 +120,7 @@ class RequestStream:
         rid: of the attempt under way.
         written_tokens: tokens that have been written to the client.
         attempts: the workers it was submitted to.
-        returned: whether a worker has given it back for lack of room.
+        was_returned: whether a worker has given it back for lack of room.
         refused_by: the address of the worker that has refused it last, "" for none.
 
     One handler calls `next`, and nobody else.
@@ -132,7 +132,7 @@ class RequestStream:
         request: RoutedRequest,
         assembly: StreamAssembly,
         on_submit: Callable[[str], None],
-        turns: Turns,
+        turns: WritePacer,
     ) -> None:
         self.queued = queued
         self.request = request
@@ -142,7 +142,7 @@ class RequestStream:
         self.rid = 0
         self.written_tokens = 0
         self.attempts = Attempts()
-        self.returned = False
+        self.was_returned = False
         self.refused_by = ""
         self._turns = turns
         # Of the handler that waits for news, until it has been given its turn.
@@ -153,9 +153,9 @@ class RequestStream:
 
     def follow(self, earlier: RequestStream) -> None:
         """Goes on for a stream of the same request that has not begun."""
-        self.attempts, self.returned, self.refused_by = earlier.attempts, earlier.returned, earlier.refused_by
+        self.attempts, self.was_returned, self.refused_by = earlier.attempts, earlier.was_returned, earlier.refused_by
 
-    async def next(self) -> Part:
+    async def next(self) -> StreamChunk:
         """Waits for the next part of the answer, and for this stream's turn to write it.
 
         Raises:
@@ -163,7 +163,7 @@ class RequestStream:
         """
         has_turn = not self._turns
         while True:
-            if has_turn and (part := self.assembly.take()) is not None:
+            if has_turn and (part := self.assembly.next_chunk()) is not None:
                 return part
             waiter = self._waiter = asyncio.get_running_loop().create_future()
             if not has_turn:
@@ -217,12 +217,12 @@ class RequestStream:
         self.assembly.fail(error)
         self.wake()
 
-    def begin(self, session: Session, numerics: str, rid: int, now: float, *, keep: bool) -> Submission:
+    def begin(self, session: Session, numerics: str, rid: int, now: float, *, must_keep: bool) -> Submission:
         """A new attempt on a worker: the prompt, and behind it what has come so far (rule S5)."""
         self.session, self.rid = session, rid
-        self.attempts.begin(session.worker_id, numerics, self.assembly.have, now, alone=self.queued.alone)
+        self.attempts.begin(session.worker_id, numerics, self.assembly.num_tokens, now, alone=self.queued.alone)
         self.assembly.worker_id = session.worker_id
         self.on_submit(session.worker_id)
         request, generated = self.request, self.assembly.token_ids
         token_ids = request.token_ids + generated if generated else request.token_ids
-        return Submission(request.to_record(rid, keep=keep), token_ids, self.assembly, request.deadline)
+        return Submission(request.to_record(rid, must_keep=must_keep), token_ids, self.assembly, request.deadline)

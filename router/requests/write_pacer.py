@@ -16,7 +16,7 @@ from typing import Final
 STREAMS_PER_TURN: Final = 12
 
 
-class Turns:
+class WritePacer:
     """Futures that are resolved in order of their coming, `per_turn` of them in each turn of the event loop."""
 
     def __init__(self, per_turn: int = STREAMS_PER_TURN) -> None:

@@ -21,9 +21,9 @@ from collections.abc import Iterator, Mapping
 from common.errors import QueueFullError
 from common.limits import MAX_QUEUE_RETRY_S, MIN_QUEUE_RETRY_S
 from router.scheduling.fair_queue import CLASS_NAMES, CLASSES, QueuedRequest, TenantShares
-from router.scheduling.lazy_heap import Earliest
+from router.scheduling.lazy_heap import LazyMinHeap
 
-__all__ = ["QUEUE_RETRY_S", "QueueSpeed", "QueuedRequest", "RequestQueue"]
+__all__ = ["QUEUE_RETRY_S", "AdmissionQueue", "DrainRateEstimator", "QueuedRequest"]
 
 # What a refused client is told while no speed is known.
 QUEUE_RETRY_S = 1.0
@@ -32,7 +32,7 @@ _SPARE = 64
 _SPEED_MEMORY_S = 5.0
 
 
-class QueueSpeed:
+class DrainRateEstimator:
     """Estimate of the requests that leave the queue per second, and of when refused ones should ask again.
 
     Each refused client is given a place of its own in the time to come, one per expected departure: the sooner ones
@@ -84,7 +84,7 @@ class _ClassRequests:
 
     def push(self, request: QueuedRequest) -> None:
         self.requests[request.key] = request
-        if request.ahead:
+        if request.is_retry:
             self.requests.move_to_end(request.key, last=False)
             return
         self._tenants.setdefault(request.tenant, OrderedDict())[request.key] = request
@@ -94,7 +94,7 @@ class _ClassRequests:
 
     def remove(self, request: QueuedRequest) -> None:
         del self.requests[request.key]
-        if request.ahead:
+        if request.is_retry:
             return
         own = self._tenants[request.tenant]
         del own[request.key]
@@ -127,7 +127,7 @@ class _ClassRequests:
         heapq.heapify(self._heap)
 
 
-class RequestQueue:
+class AdmissionQueue:
     """The waiting requests.
 
     Args:
@@ -140,8 +140,8 @@ class RequestQueue:
         self._shares = TenantShares() if shares is None else shares
         self._requests: dict[int, QueuedRequest] = {}
         self._classes = {priority: _ClassRequests(self._shares) for priority in CLASSES}
-        self._deadlines = Earliest(self._requests)
-        self.speed = QueueSpeed()
+        self._deadlines = LazyMinHeap(self._requests)
+        self.speed = DrainRateEstimator()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -191,7 +191,7 @@ class RequestQueue:
 
     def push_front(self, request: QueuedRequest) -> None:
         """Puts back a request that had been accepted and released: returned (rule S9), or its worker was lost."""
-        request.ahead = True
+        request.is_retry = True
         self._enter(request)
 
     def remove(self, key: int) -> QueuedRequest | None:

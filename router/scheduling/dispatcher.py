@@ -32,7 +32,7 @@ from common.limits import (
     REPLACE_S,
     WORKER_WAIT_S,
 )
-from router.scheduling.admission import QueuedRequest, RequestQueue
+from router.scheduling.admission import AdmissionQueue, QueuedRequest
 from router.scheduling.fair_queue import CLASS_NAMES, CLASSES, TenantShares
 from router.scheduling.placement import CacheChange, Placement
 from router.scheduling.worker_queue import Lane, LaneLoad, LaneRecord, LoadReport
@@ -158,7 +158,7 @@ class Dispatcher:
         self._gate = gate
         self._placement = placement
         self._shares = TenantShares() if shares is None else shares
-        self._queue = RequestQueue(capacity, self._shares)
+        self._queue = AdmissionQueue(capacity, self._shares)
         self._worker_wait_s = worker_wait_s
         self._lanes: dict[str, Lane] = {}
         self._ready: dict[str, list[Lane]] = {}
@@ -260,16 +260,16 @@ class Dispatcher:
         self._queue.push(request)
         self._place(request, now, self._choose(request, now))
 
-    def requeue(self, request: QueuedRequest, now: float, *, avoid: str = "") -> None:
+    def requeue(self, request: QueuedRequest, now: float, *, excluded_worker: str = "") -> None:
         """Takes back, at the head, a request that a worker returned (rule S9) or was lost with.
 
         Args:
             request: the request.
             now: monotonic seconds.
-            avoid: a worker that it does not go to if there is another.
+            excluded_worker: a worker that it does not go to if there is another.
         """
         self._queue.push_front(request)
-        request.avoid = avoid
+        request.excluded_worker = excluded_worker
         self._num_returned += 1
         if self._returning or self._num_returned > _REPLACED_PER_DECISION:
             self._returning.append(request)
@@ -493,8 +493,8 @@ class Dispatcher:
         """The lane for a request; None when there is none."""
         lanes = self._lanes_for(request)
         request.work = request.tokens
-        if request.avoid:
-            lanes = [lane for lane in lanes if lane.worker != request.avoid] or lanes
+        if request.excluded_worker:
+            lanes = [lane for lane in lanes if lane.worker != request.excluded_worker] or lanes
         if self._taken or self._limited:
             shut = {
                 name for name in self._taken | self._limited if (lane := self._lanes[name]).is_taken or lane.is_full
@@ -538,7 +538,7 @@ class Dispatcher:
         self._replaced = now
 
     def _replace_one(self, request: QueuedRequest, lane: Lane, ahead: dict[str, int], now: float) -> None:
-        better = self._placement.better(request, lane, ahead, now)
+        better = self._placement.find_better_lane(request, lane, ahead, now)
         if better is not None:
             lane.unbind(request)
             request.work = better.work

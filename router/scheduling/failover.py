@@ -92,7 +92,7 @@ class Attempt:
     worker_id: str
     numerics: str
     began: float
-    have: int
+    began_with: int
     tokens: int = 0
     ended: float | None = None
     loss: Loss | None = None
@@ -129,35 +129,35 @@ class Attempts:
         """The attempts, oldest first; the last one is under way while its `ended` is None."""
         return self._attempts
 
-    def begin(self, worker_id: str, numerics: str, have: int, now: float, *, alone: bool = False) -> None:
-        """The request goes to a worker; the router has `have` tokens of it, prompt included."""
-        self._attempts.append(Attempt(worker_id, numerics, now, have, alone=alone))
+    def begin(self, worker_id: str, numerics: str, num_tokens: int, now: float, *, alone: bool = False) -> None:
+        """The request goes to a worker; the router has `num_tokens` of it, prompt included."""
+        self._attempts.append(Attempt(worker_id, numerics, now, num_tokens, alone=alone))
 
     @property
     def is_alone(self) -> bool:
         """True if the attempt under way, or the last one, has its worker for itself."""
         return bool(self._attempts) and self._attempts[-1].alone
 
-    def has_passed_first_steps(self, have: int) -> bool:
-        """True if the attempt under way has brought so many tokens that it is no suspect; the router has `have` now."""
-        return have - self._attempts[-1].have >= FIRST_TOKENS
+    def has_passed_first_steps(self, num_tokens: int) -> bool:
+        """True if the attempt under way has brought so many of the `num_tokens` there are that it is no suspect."""
+        return num_tokens - self._attempts[-1].began_with >= FIRST_TOKENS
 
     def share(self) -> None:
         """The worker of the attempt under way gets other requests from now on."""
         self._attempts[-1].alone = False
 
-    def give_back(self) -> None:
+    def return_unstarted(self) -> None:
         """The worker has computed nothing: that was no attempt."""
         self._attempts.pop()
 
-    def end(self, have: int, now: float, loss: Loss | None = None, *, excused: bool = False) -> None:
-        """The last attempt is over, the request with it unless there is a loss; the router has `have` tokens.
+    def end(self, num_tokens: int, now: float, loss: Loss | None = None, *, excused: bool = False) -> None:
+        """The last attempt is over, the request with it unless there is a loss; the router has `num_tokens`.
 
         `excused`: another request ran alone there, so that a death is laid to that one.
         """
         attempt = self._attempts[-1]
         if attempt.ended is None:
-            attempt.tokens = have - attempt.have
+            attempt.tokens = num_tokens - attempt.began_with
             attempt.ended, attempt.loss, attempt.excused = now, loss, excused
 
     def waits(self, opened: float, ended: float) -> list[Wait]:
@@ -194,16 +194,16 @@ class Attempts:
         """True if a worker has refused the request before the last one."""
         return any(attempt.loss is Loss.REFUSED for attempt in self._attempts[:-1])
 
-    def has_begun(self, have: int) -> bool:
-        """True if the attempt under way has brought tokens; the router has `have` tokens now."""
-        return have > self._attempts[-1].have
+    def has_begun(self, num_tokens: int) -> bool:
+        """True if the attempt under way has brought tokens; the router has `num_tokens` now."""
+        return num_tokens > self._attempts[-1].began_with
 
-    def numerics_wanted(self, policy: FailoverPolicy, have: int) -> str | None:
-        """The class that the next worker must be of, None for any; the router has `have` tokens now."""
+    def numerics_wanted(self, policy: FailoverPolicy, num_tokens: int) -> str | None:
+        """The class that the next worker must be of, None for any; the router has `num_tokens` now."""
         if policy is FailoverPolicy.ANY:
             return None
         for attempt in self._attempts:
-            if attempt.tokens or (attempt.ended is None and have > attempt.have):
+            if attempt.tokens or (attempt.ended is None and num_tokens > attempt.began_with):
                 return attempt.numerics
         return None
 

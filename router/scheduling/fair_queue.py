@@ -3,7 +3,7 @@
 Start-time fair queueing (Goyal, Vin, Cheng 1996) with the tags at the tenants instead of at the requests, so that what
 is cancelled costs nothing and a request may change its lane. Invariants:
   * Within a class and tenant requests go in the order in which they came to the queue.
-  * A request that has come back from a worker (`ahead`) goes before the others of its class, and is not charged again.
+  * A request that has come back from a worker (`is_retry`) goes before the others of its class, uncharged.
   * A tenant has had the prompt tokens of its requests that were served, and OUTPUT_TOKEN_COST for each output token
     that has come (the Virtual Token Counter of Sheng et al., 2024). Output is charged as it comes: nobody knows its
     length before, and what a tenant has had never becomes less, as a refund would make it.
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Final
 
 from common.limits import MAX_TENANTS, OUTPUT_TOKEN_COST, PROMOTE_AFTER_S, PROMOTED_SHARE
 from common.priority import PRIORITIES
-from router.scheduling.lazy_heap import Earliest
+from router.scheduling.lazy_heap import LazyMinHeap
 
 if TYPE_CHECKING:
     from router.scheduling.worker_queue import Lane
@@ -41,7 +41,7 @@ _SPARE = 64
 
 
 @dataclass(slots=True)
-class Look:
+class PrefixLookup:
     """Result of a placement's last look at a waiting request.
 
     Attributes:
@@ -71,15 +71,15 @@ class QueuedRequest:
         parked: monotonic seconds since when there has been no worker for it, None while there is one.
         tenant: who pays for it; "" for nobody in particular.
         priority: LOW, NORMAL or HIGH.
-        ahead: whether it has been with a worker already.
+        is_retry: whether it has been with a worker already.
         session: its session in the model, "" for none.
         granules: names of the granules of its prompt, as in `prefix_index`.
         granule_tokens: tokens of a granule.
         most_tokens: tokens that it has at its end at most, prompt and answer; 0 when nobody has said.
         work: `tokens` less what the worker that it was placed on is likely to have cached; fixed while it is on a lane.
-        avoid: a worker that it does not go to if there is another, "" for none.
+        excluded_worker: a worker that it does not go to if there is another, "" for none.
         alone: whether the worker that it goes to gets no other requests until its first steps have passed.
-        look: what its placement has found out about it; the placement's own.
+        lookup: what its placement has found out about it; the placement's own.
         output: output tokens that its tenant has been charged for.
     """
 
@@ -93,15 +93,15 @@ class QueuedRequest:
     parked: float | None = None
     tenant: str = ""
     priority: int = NORMAL
-    ahead: bool = False
+    is_retry: bool = False
     session: str = ""
     granules: Sequence[int] = ()
     granule_tokens: int = 0
     most_tokens: int = 0
     work: int = 0
-    avoid: str = ""
+    excluded_worker: str = ""
     alone: bool = False
-    look: Look = field(default_factory=Look)
+    lookup: PrefixLookup = field(default_factory=PrefixLookup)
     output: int = 0
 
 
@@ -193,7 +193,7 @@ class TenantShares:
 
     def charge(self, request: QueuedRequest) -> None:
         """A request that waits is about to be served."""
-        if request.ahead:
+        if request.is_retry:
             return
         accounts = self._classes[request.priority]
         account = accounts.tenants[request.tenant]
@@ -219,7 +219,7 @@ class _TenantQueue:
 
     def __init__(self) -> None:
         self.requests: dict[int, QueuedRequest] = {}
-        self._order = Earliest(self.requests)
+        self._order = LazyMinHeap(self.requests)
 
     def push(self, request: QueuedRequest) -> None:
         self.requests[request.key] = request
@@ -237,7 +237,7 @@ class _ClassQueue:
     def __init__(self, priority: int, shares: TenantShares) -> None:
         self._priority = priority
         self._shares = shares
-        self.ahead: OrderedDict[int, QueuedRequest] = OrderedDict()
+        self.retries: OrderedDict[int, QueuedRequest] = OrderedDict()
         self.tenants: dict[str, _TenantQueue] = {}
         self.tokens = 0
         self.work = 0
@@ -248,10 +248,10 @@ class _ClassQueue:
     def push(self, request: QueuedRequest, *, first: bool) -> None:
         self.tokens += request.tokens
         self.work += request.work
-        if request.ahead:
-            self.ahead[request.key] = request
+        if request.is_retry:
+            self.retries[request.key] = request
             if first:
-                self.ahead.move_to_end(request.key, last=False)
+                self.retries.move_to_end(request.key, last=False)
             return
         own = self.tenants.setdefault(request.tenant, _TenantQueue())
         own.push(request)
@@ -263,8 +263,8 @@ class _ClassQueue:
     def remove(self, request: QueuedRequest) -> None:
         self.tokens -= request.tokens
         self.work -= request.work
-        if request.ahead:
-            del self.ahead[request.key]
+        if request.is_retry:
+            del self.retries[request.key]
             return
         own = self.tenants[request.tenant]
         was_first = own.first() is request
@@ -286,11 +286,11 @@ class _ClassQueue:
                 # One that has had more gets so much less before their shares are equal.
                 lead = max(0.0, self._shares.start(self._priority, other) - had)
                 others += min(waiting, max(0.0, per_weight - lead) * self._shares.weight(other))
-        return sum(ahead.work for ahead in self.ahead.values()) + own + others
+        return sum(retry.work for retry in self.retries.values()) + own + others
 
     def head(self) -> QueuedRequest | None:
-        if self.ahead:
-            return next(iter(self.ahead.values()))
+        if self.retries:
+            return next(iter(self.retries.values()))
         while self._heap:
             entry = self._heap[0]
             own = self.tenants.get(entry[2])
@@ -305,12 +305,12 @@ class _ClassQueue:
         return None
 
     def __iter__(self) -> Iterator[QueuedRequest]:
-        yield from self.ahead.values()
+        yield from self.retries.values()
         for own in self.tenants.values():
             yield from own.requests.values()
 
     def __bool__(self) -> bool:
-        return bool(self.ahead or self.tenants)
+        return bool(self.retries or self.tenants)
 
     def _trim(self) -> None:
         """Entries that are too low stay until they come up; here they are dropped when most are such."""
@@ -329,10 +329,10 @@ class FairQueue:
         self._shares = shares
         self._classes = {priority: _ClassQueue(priority, shares) for priority in CLASSES}
         self._requests: dict[int, QueuedRequest] = {}
-        self._arrivals = {priority: Earliest(self._requests) for priority in CLASSES}
+        self._arrivals = {priority: LazyMinHeap(self._requests) for priority in CLASSES}
         # Tokens that others are to have before a class is promoted again.
         self._promotion_debt = 0.0
-        self._deadlines = Earliest(self._requests)
+        self._deadlines = LazyMinHeap(self._requests)
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -361,7 +361,7 @@ class FairQueue:
         return higher + self._classes[request.priority].work_before(request)
 
     def push(self, request: QueuedRequest, *, first: bool = False) -> None:
-        """Adds a request that has entered the shares; `first`: before others that are `ahead` too."""
+        """Adds a request that has entered the shares; `first`: before others that have come back too."""
         self._requests[request.key] = request
         self._classes[request.priority].push(request, first=first)
         self._arrivals[request.priority].add(request.arrival, request.key)

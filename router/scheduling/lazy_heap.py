@@ -9,7 +9,7 @@ from collections.abc import Container
 _SPARE = 64
 
 
-class Earliest:
+class LazyMinHeap:
     """The least value of the keys that are in `alive`; each operation is O(log n), amortized.
 
     A key that leaves `alive` is forgotten. One that comes back must be added again, with the value it had.

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from common.limits import MAX_INDEX_ENTRIES, MAX_SESSIONS
-from router.scheduling.fair_queue import Look, QueuedRequest
+from router.scheduling.fair_queue import PrefixLookup, QueuedRequest
 from router.scheduling.prefix_index import PrefixIndex
 from router.scheduling.worker_queue import Lane
 
@@ -50,7 +50,7 @@ class CacheChange:
 
 
 @dataclass(frozen=True, slots=True)
-class Better:
+class Move:
     """A better lane for a waiting request, and the tokens that would have to be computed there."""
 
     lane: Lane
@@ -73,7 +73,7 @@ class Placement(abc.ABC):
         Sets `request.work` where that is less than its tokens.
         """
 
-    def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
+    def find_better_lane(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Move | None:
         """A better place for a waiting request: a lane that would serve it clearly sooner than its own, or its own lane
         with another amount of work than was thought; None when nothing has changed.
 
@@ -218,7 +218,7 @@ class LeastLoaded(Placement):
         if order is not None and order.lanes.get(lane.worker) is lane:
             order.update(lane)
 
-    def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
+    def find_better_lane(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Move | None:
         """The lane of least cost, if that is less by more than 5 ms and 10 % of the cost here; any if here is blocked.
 
         The candidates are those of `choose`, looked up again when what is known of the prefix has changed.
@@ -228,14 +228,14 @@ class LeastLoaded(Placement):
             speed = self._speed(other, now)
             return other.waits_s(speed, ahead.get(other.worker, 0)) + work / speed + _no_place_s(other, 0)
 
-        hits, known = self._look_again(request, lane, now), self.lanes(request.model)
-        stays = Better(lane, _work(request, hits[lane.worker]) if lane.worker in hits else request.work)
+        hits, known = self._refresh_lookup(request, lane, now), self.lanes(request.model)
+        stays = Move(lane, _work(request, hits[lane.worker]) if lane.worker in hits else request.work)
         here = cost_s(lane, stays.work)
         bound = math.inf if lane.is_blocked else here - max(_MIN_GAIN_S, _MIN_GAIN * here)
         names = dict.fromkeys([*hits, *(other.worker for other in self.least(request))])
         others = [known[worker] for worker in names if worker in known and worker != lane.worker]
         found = [
-            Better(other, _work(request, hits.get(other.worker, 0))) for other in others if _may_serve(request, other)
+            Move(other, _work(request, hits.get(other.worker, 0))) for other in others if _may_serve(request, other)
         ]
         best = min(found, key=lambda other: cost_s(other.lane, other.work), default=None)
         if best is not None and cost_s(best.lane, best.work) < bound:
@@ -250,9 +250,9 @@ class LeastLoaded(Placement):
         """At which a lane's prompts are computed, tokens per second."""
         return _ASSUMED_RATE
 
-    def _look_again(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
+    def _refresh_lookup(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
         """Granules of the prompt that the candidates have."""
-        return request.look.hits
+        return request.lookup.hits
 
     def least(self, request: QueuedRequest) -> list[Lane]:
         """The two least loaded lanes that a waiting request may go to."""
@@ -263,7 +263,7 @@ class LeastLoaded(Placement):
         return self._orders[model].lanes
 
 
-class Sessions:
+class SessionAffinityTable:
     """Worker that each session was last sent to; the MAX_SESSIONS most recent ones."""
 
     def __init__(self) -> None:
@@ -290,7 +290,7 @@ class SessionAffinity(LeastLoaded):
 
     def __init__(self) -> None:
         super().__init__()
-        self._sessions = Sessions()
+        self._sessions = SessionAffinityTable()
 
     def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
         """The session's lane."""
@@ -301,11 +301,11 @@ class SessionAffinity(LeastLoaded):
         self._sessions.note(request, known.worker)
         return known
 
-    def better(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Better | None:
+    def find_better_lane(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Move | None:
         """As the least loaded lane; one of a session only where its lane is blocked, and the session goes with it."""
         if request.session and not lane.is_blocked:
             return None
-        better = super().better(request, lane, ahead, now)
+        better = super().find_better_lane(request, lane, ahead, now)
         if better is not None:
             self._sessions.note(request, better.lane.worker)
         return better
@@ -357,7 +357,7 @@ class PrefixAware(LeastLoaded):
         self._indexes: dict[str, PrefixIndex] = {}
         # The model of each worker whose cache is in an index; it may be away for a while.
         self._models: dict[str, str] = {}
-        self._sessions = Sessions()
+        self._sessions = SessionAffinityTable()
         self._fastest: dict[str, _Fastest] = {}
 
     def choose(self, request: QueuedRequest, lanes: Sequence[Lane], now: float) -> Lane:
@@ -365,7 +365,7 @@ class PrefixAware(LeastLoaded):
         depth, owners = self._longest(request, now)
         candidates = self._candidates(request, lanes, owners)
         hits = self._hits(request, candidates, depth, owners, now)
-        request.look = Look(now, depth, hits)
+        request.lookup = PrefixLookup(now, depth, hits)
         best = min(candidates.values(), key=lambda lane: self.cost_s(request, lane, hits[lane.worker], now))
         self._sessions.note(request, best.worker)
         request.work = _work(request, hits[best.worker])
@@ -402,8 +402,8 @@ class PrefixAware(LeastLoaded):
         fastest = self._fastest.get(lane.model)
         return lane.speed(_ASSUMED_RATE if fastest is None else fastest.rate, now)
 
-    def _look_again(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
-        index, look, granules = self._indexes.get(request.model), request.look, request.granules
+    def _refresh_lookup(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
+        index, look, granules = self._indexes.get(request.model), request.lookup, request.granules
         if index is None:
             return {}
         is_deeper = look.depth < len(granules) and index.knows(granules[look.depth], now)
@@ -411,8 +411,8 @@ class PrefixAware(LeastLoaded):
         if is_deeper or is_gone or now - look.time > _LOOK_S:
             depth, owners = index.longest(granules, now)
             names = [*_some(owners, request.key), *(other.worker for other in self.least(request)), lane.worker]
-            request.look = Look(now, depth, self._hits(request, names, depth, owners, now))
-        return request.look.hits
+            request.lookup = PrefixLookup(now, depth, self._hits(request, names, depth, owners, now))
+        return request.lookup.hits
 
     def _note_speed(self, lane: Lane) -> None:
         """The fastest of a model stands for those that have not been measured, or not for long."""
@@ -502,7 +502,7 @@ def _among(lanes: Sequence[Lane]) -> Callable[[Lane], bool]:
 def _may_serve(request: QueuedRequest, lane: Lane) -> bool:
     """True if a waiting request may move to a lane."""
     fits = lane.can_serve(request.numerics, request.most_tokens)
-    return fits and lane.worker != request.avoid and not (lane.is_taken or lane.is_full)
+    return fits and lane.worker != request.excluded_worker and not (lane.is_taken or lane.is_full)
 
 
 def _some(owners: list[str], turn: int) -> list[str]:

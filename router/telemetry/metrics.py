@@ -19,7 +19,7 @@ from common.errors import ApiError
 from common.limits import FIGURES_EVERY_S
 from common.telemetry import names
 from common.telemetry.metrics import Labels, Metrics, Observed
-from router.requests.fleet import KnownWorker, Service
+from router.requests.fleet import KnownWorker, WorkerState
 from router.scheduling.dispatcher import ClassLoad, LaneCounts
 
 _DURATION_BOUNDS: Final = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
@@ -41,7 +41,7 @@ class Usage(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class RouterFigures:
+class RouterSnapshot:
     """A router at one moment; totals are since its start.
 
     Attributes:
@@ -117,7 +117,7 @@ class RouterMetrics:
         self.failed: Counter[str] = Counter()
         self.usage: dict[tuple[str, str], Usage] = {}
         self._metrics = metrics
-        self._figures = RouterFigures()
+        self._figures = RouterSnapshot()
         self.duration = metrics.histogram(
             names.SERVER_DURATION, "s", "From a request's arrival to its end", _DURATION_BOUNDS
         )
@@ -160,7 +160,7 @@ class RouterMetrics:
             ended = (measure.labels[names.REQUEST_MODEL], measure.labels.get(names.ERROR_TYPE, "OK"))
             self.usage[ended] = self.usage.get(ended, Usage()).plus(measure.used)
 
-    def take(self, figures: RouterFigures) -> None:
+    def take(self, figures: RouterSnapshot) -> None:
         """The newest figures, which are never changed, only replaced."""
         self._figures = figures
 
@@ -173,7 +173,7 @@ class RouterMetrics:
         """The event loop was late."""
         self._lag(seconds, {})
 
-    async def watch(self, read: Callable[[], RouterFigures]) -> None:
+    async def watch(self, read: Callable[[], RouterSnapshot]) -> None:
         """Takes figures again and again; not when nothing is exported."""
         while self.enabled:
             self.take(read())
@@ -207,7 +207,7 @@ class RouterMetrics:
         counter(names.ROUTER_RELEASES, "{group}", "Groups sent to workers", self._one(lambda f: f.releases))
         counter(names.ROUTER_RELEASED, "{request}", "Requests sent to workers", self._one(lambda f: f.released))
 
-    def _one(self, value: Callable[[RouterFigures], float]) -> Callable[[], Observed]:
+    def _one(self, value: Callable[[RouterSnapshot], float]) -> Callable[[], Observed]:
         return lambda: [(value(self._figures), {})]
 
     def _each(self, value: Callable[[KnownWorker], float]) -> Callable[[], Observed]:
@@ -215,7 +215,7 @@ class RouterMetrics:
         return lambda: [
             (value(worker), {names.WORKER_ID: worker.worker_id, names.REQUEST_MODEL: worker.model})
             for worker in self._figures.workers
-            if worker.service is not Service.UNCONNECTED
+            if worker.state is not WorkerState.UNCONNECTED
         ]
 
     def _queued(self) -> Observed:
@@ -230,8 +230,8 @@ class RouterMetrics:
         return [(number, {names.LANE_STATE: state}) for state, number in states.items()]
 
     def _workers(self) -> Observed:
-        found = Counter(worker.service for worker in self._figures.workers)
-        return [(found[service], {names.WORKER_STATE: service.name.lower()}) for service in Service]
+        found = Counter(worker.state for worker in self._figures.workers)
+        return [(found[state], {names.WORKER_STATE: state.name.lower()}) for state in WorkerState]
 
     def _failures(self) -> Observed:
         return _labelled(self._figures.failed, names.ERROR_REASON)

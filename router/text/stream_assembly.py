@@ -40,7 +40,7 @@ class GapError(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class FirstTokenInfo:
     """The worker's report with the first token; `prefill_s` in seconds."""
 
     cached_tokens: int = 0
@@ -48,20 +48,20 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class FinishInfo:
     """End of the stream: `pb.FinishReason`, and the stop condition where the reason is STOP."""
 
     reason: pb.FinishReason.ValueType
     stop: pb.StopDetail | None = None
 
 
-class Part(NamedTuple):
+class StreamChunk(NamedTuple):
     """Next piece for the client; `start` in the first part only, `ending` in the last one only."""
 
     text: str
     token_ids: tuple[int, ...]
-    start: Start | None
-    ending: Ending | None
+    start: FirstTokenInfo | None
+    ending: FinishInfo | None
 
 
 # Ends that a client sees as a finish; the others are failures.
@@ -95,11 +95,11 @@ class StreamAssembly:
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
     ) -> None:
         self.prompt_tokens = prompt_tokens
-        self.have = prompt_tokens
+        self.num_tokens = prompt_tokens
         self.most_tokens = 0
         self.token_ids = array("I")
         self.worker_id = ""
-        self.start = Start()
+        self.start = FirstTokenInfo()
         self.first_token_time: float | None = None
         self.last_token_time: float | None = None
         self._detokenizer = detokenizer
@@ -112,7 +112,7 @@ class StreamAssembly:
         self._unread = 0
         self._sent_any = False
         self.taken = 0
-        self._ending: Ending | None = None
+        self._ending: FinishInfo | None = None
         self._error: ApiError | None = None
 
     @property
@@ -135,7 +135,7 @@ class StreamAssembly:
         """True if the client does not read; what it has not read is gone."""
         return isinstance(self._error, SlowClientError)
 
-    def begin(self, start: Start) -> None:
+    def begin(self, start: FirstTokenInfo) -> None:
         """Notes what the worker said with the first token. A later attempt's first token is not the stream's."""
         if not self.delivered:
             self.start = start
@@ -148,10 +148,10 @@ class StreamAssembly:
         Raises:
             GapError: the run leaves a gap, or the end names another number of tokens.
         """
-        if self.is_closed or first_pos < self.have:
+        if self.is_closed or first_pos < self.num_tokens:
             return
-        if first_pos > self.have:
-            raise GapError(f"tokens at position {first_pos} where {self.have} were expected")
+        if first_pos > self.num_tokens:
+            raise GapError(f"tokens at position {first_pos} where {self.num_tokens} were expected")
         if token_ids:
             if self.first_token_time is None:
                 self.first_token_time = now
@@ -175,8 +175,8 @@ class StreamAssembly:
         if self.is_closed:
             return
         if end.reason in _STOPS or end.reason == wpb.END_REASON_LENGTH:
-            if end.end_pos != self.have:
-                raise GapError(f"an end at {end.end_pos} tokens where {self.have} arrived")
+            if end.end_pos != self.num_tokens:
+                raise GapError(f"an end at {end.end_pos} tokens where {self.num_tokens} arrived")
             self._close(_ending_of(end))
         else:
             self.fail(_error_of(end))
@@ -215,7 +215,7 @@ class StreamAssembly:
         if not self.is_closed:
             self._error = error
 
-    def take(self) -> Part | None:
+    def next_chunk(self) -> StreamChunk | None:
         """Everything that waits, as one part; None when nothing does.
 
         Raises:
@@ -225,7 +225,7 @@ class StreamAssembly:
             raise self._error
         if not self._unread and self._ending is None:
             return None
-        part = Part(
+        part = StreamChunk(
             text="".join(self._text),
             token_ids=tuple(self._ids) if self._return_token_ids else (),
             start=None if self._sent_any else self.start,
@@ -261,10 +261,10 @@ class StreamAssembly:
         self._text.append(result.emit)
         if result.matched is None:
             return False
-        self._ending = Ending(pb.FINISH_REASON_STOP, pb.StopDetail(stop_string=result.matched))
+        self._ending = FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_string=result.matched))
         return True
 
-    def _close(self, ending: Ending) -> None:
+    def _close(self, ending: FinishInfo) -> None:
         """Delivers what was held back and ends the stream; a stop string that the rest completes still counts."""
         rest = self._detokenizer.flush() if self._detokenizer else ""
         if self._search(rest):
@@ -275,7 +275,7 @@ class StreamAssembly:
 
     def _count(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
-        self.have += len(token_ids)
+        self.num_tokens += len(token_ids)
         self._unread += len(token_ids)
         if self._return_token_ids:
             self._ids.extend(token_ids)
@@ -292,12 +292,12 @@ def _error_of(end: wpb.SequenceEnd) -> ApiError:
     return EngineError(end.message or "the worker failed")
 
 
-def _ending_of(end: wpb.SequenceEnd) -> Ending:
+def _ending_of(end: wpb.SequenceEnd) -> FinishInfo:
     if end.reason == wpb.END_REASON_LENGTH:
-        return Ending(pb.FINISH_REASON_LENGTH)
+        return FinishInfo(pb.FINISH_REASON_LENGTH)
     if end.reason == wpb.END_REASON_EOS:
-        return Ending(pb.FINISH_REASON_STOP, pb.StopDetail(eos_token_id=end.stop_token_id))
+        return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(eos_token_id=end.stop_token_id))
     if end.reason == wpb.END_REASON_STOP_TOKEN:
-        return Ending(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_id=end.stop_token_id))
+        return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_id=end.stop_token_id))
     ids = pb.TokenIds(ids=end.stop_token_sequence.ids)
-    return Ending(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_sequence=ids))
+    return FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_token_sequence=ids))

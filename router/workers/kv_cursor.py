@@ -1,7 +1,7 @@
 """This router's knowledge of one worker's prefix cache (KvEvents; docs/architecture.md).
 
-Invariant: what the frames that `take` has let pass add up to is what the instance's cache held after change `seq`; with
-`seq` 0 it may be less, as in the middle of a snapshot. From an `ask` on that counts anew: nothing passes until the
+Invariant: what the frames that `accept` has let pass add up to is what the instance's cache held after change `seq`;
+with `seq` 0 it may be less, as in the middle of a snapshot. From an `ask` on that counts anew: nothing passes until the
 snapshot comes that answers the newest ask.
 """
 
@@ -23,7 +23,7 @@ class Continuity(enum.Enum):
     """Something is missing: a new stream has to begin from scratch."""
 
 
-class KvFeed:
+class KvEventCursor:
     """The KV events of one instance of a worker, over all streams to it."""
 
     def __init__(self, instance_id: str) -> None:
@@ -48,23 +48,23 @@ class KvFeed:
         """A new stream begins, on which nothing has been asked for."""
         self._epoch, self._awaits = 0, False
 
-    def forget(self) -> None:
+    def reset(self) -> None:
         """Counts what has come as nothing: the next frame leaves a gap, unless it begins a snapshot."""
         self._seq = self._left = 0
 
     def ask(self) -> int:
         """Counts what has come as nothing, and waits for a snapshot. Returns what the worker must be told
         (`Lane.kv_epoch`)."""
-        self.forget()
+        self.reset()
         self._epoch, self._awaits = self._epoch + 1, True
         return self._epoch
 
-    def take(self, events: wpb.KvEvents) -> Continuity:
+    def accept(self, events: wpb.KvEvents) -> Continuity:
         """Counts a frame, unless it is outdated."""
         if events.epoch < self._epoch:
             return Continuity.OUTDATED
         if not (events.snapshot or self._continues(events)):
-            self.forget()
+            self.reset()
             return Continuity.GAP
         self._seq, self._left, self._awaits = events.seq, events.left, False
         return Continuity.NEXT

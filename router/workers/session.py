@@ -1,8 +1,8 @@
 """The Session with one worker: the shell that dials, writes frames and reads them (docs/architecture.md).
 
-One writer task and one reader task per stream: two writers on one call would end it. `Link` decides what is written;
-`SessionEvents` takes what is read, and is told how a stream ended (`Fault`): that decides whether its sequences are
-taken up again by the next stream (rules S4, S7) or go on elsewhere.
+One writer task and one reader task per stream: two writers on one call would end it. `SessionState` decides what is
+written; `SessionEvents` takes what is read, and is told how a stream ended (`Fault`): that decides whether its
+sequences are taken up again by the next stream (rules S4, S7) or go on elsewhere.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from common.rpc.tls import Dialer
 from router.model_registry import ServedModel, WorkerRefusedError, describe
 from router.text.stream_assembly import GapError
 from router.text.tokenizer_store import TokenizerStore
-from router.workers.session_state import Link, ProtocolError
+from router.workers.session_state import ProtocolError, SessionState
 
 if TYPE_CHECKING:
     # In the type stubs only: at run time the one stub class serves both kinds of channel.
@@ -64,7 +64,7 @@ class Fault(enum.Enum):
     """This router ends."""
 
 
-class Intake(enum.Enum):
+class CordonState(enum.Enum):
     """A serving worker's report about accepting new work."""
 
     OPEN = enum.auto()
@@ -140,13 +140,13 @@ class Session:
 
     Attributes:
         address: host:port; the worker's key in the fleet.
-        link: what is to be written, and the sequences that run there.
+        state: what is to be written, and the sequences that run there.
         model: what the worker serves.
         worker_id: the worker's own name.
         instance_id: the worker's process.
         served: whether the worker has taken work in this life.
-        intake: what the worker has last said about new work.
-        open: whether it gets any.
+        cordon: what the worker has last said about new work.
+        accepting: whether it gets any.
         proto_minor: version of the protocol that the worker speaks, 0 before it said so.
         step_tokens: most tokens in one step of the worker, 0 before it said so.
         lease_s: how long the worker keeps this router's sequences without hearing from it.
@@ -162,13 +162,13 @@ class Session:
     ) -> None:
         self.address = address
         self.lease_s = lease_s
-        self.link = Link(router_id, lease_s)
+        self.state = SessionState(router_id, lease_s)
         self.worker_id = ""
         self.instance_id = ""
         self.model: ServedModel | None = None
         self.served = False
-        self.intake = Intake.OPEN
-        self.open = False
+        self.cordon = CordonState.OPEN
+        self.accepting = False
         self.proto_minor = 0
         self.step_tokens = 0
         self._clock = clock
@@ -235,7 +235,7 @@ class Session:
             call.cancel()
 
     async def _greet(self, call: _SessionCall) -> wpb.Welcome:
-        hello = self.link.next_frame(self._clock())
+        hello = self.state.next_frame(self._clock())
         if hello is None:
             raise ValueError("a Session runs once")
         try:
@@ -283,7 +283,7 @@ class Session:
     async def _write(self, call: _SessionCall) -> None:
         while True:
             self._to_write.clear()
-            while (frame := self.link.next_frame(self._clock())) is not None:
+            while (frame := self.state.next_frame(self._clock())) is not None:
                 if frame.WhichOneof("frame") == "lane":
                     self._announced = self._clock()
                 try:

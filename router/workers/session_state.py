@@ -25,7 +25,7 @@ from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
 from common.protocol import PROTO_MINOR
 from router.scheduling.failover import Loss
 from router.scheduling.worker_queue import LaneRecord
-from router.text.stream_assembly import Start, StreamAssembly
+from router.text.stream_assembly import FirstTokenInfo, StreamAssembly
 
 # Room for the frame's own fields and for five bytes per token id, the most that a uint32 takes.
 _FRAME_OVERHEAD_BYTES = 1024
@@ -90,7 +90,7 @@ class _Group:
     submitted: bool = False
 
 
-class Link:
+class SessionState:
     """Frames to write and sequences that run on one Session.
 
     Args:
@@ -115,7 +115,7 @@ class Link:
         self._first_rid: int | None = None
         self._aliens: set[int] = set()
 
-    def resume(self, earlier: Link) -> None:
+    def resume(self, earlier: SessionState) -> None:
         """Takes over the sequences of an earlier stream with the same worker. To be called before the first frame."""
         self.live = earlier.live
         self._first_rid, self._submitted_below = earlier._first_rid, earlier._submitted_below
@@ -167,7 +167,7 @@ class Link:
         """The frame to write next, None when there is nothing to write."""
         if self._hello is not None:
             hello, self._hello = self._hello, None
-            hello.live.extend(wpb.LiveSequence(rid=rid, have=kept.have) for rid, kept in self.live.items())
+            hello.live.extend(wpb.LiveSequence(rid=rid, have=kept.num_tokens) for rid, kept in self.live.items())
             return wpb.SessionRequest(hello=hello)
         if self._cancels:
             rids, self._cancels = self._cancels[:_CANCELS_PER_FRAME], self._cancels[_CANCELS_PER_FRAME:]
@@ -187,7 +187,7 @@ class Link:
         effects = StepEffects()
         for start in step.starts:
             if assembly := self.live.get(start.rid):
-                assembly.begin(Start(start.cached_tokens, start.prefill_us / 1e6))
+                assembly.begin(FirstTokenInfo(start.cached_tokens, start.prefill_us / 1e6))
         ends = {end.rid: end for end in step.ends}
         touched, closed = self._apply_runs(step, ends, now)
         for rid, end in ends.items():

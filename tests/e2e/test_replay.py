@@ -94,9 +94,12 @@ CHECKS: list[Test] = [
     check_a_request_is_given_back_once,
 ]
 MUTANTS = [
-    (Mutant("counts_the_prompt", Fleet, "_go_on", "stream.queued.tokens = stream.assembly.have", "pass"), CHECKS[0]),
+    (
+        Mutant("counts_the_prompt", Fleet, "_go_on", "stream.queued.tokens = stream.assembly.num_tokens", "pass"),
+        CHECKS[0],
+    ),
     (Mutant("turns_them_round", Fleet, "_move", "reverse=True", "reverse=False"), CHECKS[1]),
-    (Mutant("passes_round", Fleet, "_take_back", "stream.returned or bool(worker)", "False"), CHECKS[2]),
+    (Mutant("passes_round", Fleet, "_take_back", "stream.was_returned or bool(worker)", "False"), CHECKS[2]),
 ]
 
 

@@ -34,7 +34,7 @@ from common.limits import MAX_FRAME_TOKENS, PROBATION_SEQS
 from common.rpc.unsupported_fields import field_paths
 from common.seed import derive_seed
 from router.app import Router, RouterOptions
-from router.requests.fleet import FailoverOptions, Service
+from router.requests.fleet import FailoverOptions, WorkerState
 from router.scheduling.failover import FailoverPolicy
 from router.validation import CHAT_SERVED, GENERATE_SERVED
 from router.workers.session import Session
@@ -101,8 +101,8 @@ def leftovers(router: Router) -> list[int]:
         len(fleet._running),
         len(dispatcher),
         sum(len(lane) + lane.bound_tokens for lane in dispatcher._lanes.values()),
-        sum(len(session.link.live) for session in sessions),
-        sum(len(session.link._groups) + len(session.link._cancels) for session in sessions),
+        sum(len(session.state.live) for session in sessions),
+        sum(len(session.state._groups) + len(session.state._cancels) for session in sessions),
         router.service.in_flight,
         len(router._encoder),
     ]
@@ -622,7 +622,7 @@ async def test_a_suspect_has_its_worker_for_itself_until_its_first_steps_are_ove
 def have_passed_first_steps(router: Router, address: str) -> bool:
     """True if there are requests on a worker, and all of them are."""
     there = [s for s in router.fleet._running.values() if s.session is not None and s.session.address == address]
-    return bool(there) and all(s.attempts.has_passed_first_steps(s.assembly.have) for s in there)
+    return bool(there) and all(s.attempts.has_passed_first_steps(s.assembly.num_tokens) for s in there)
 
 
 async def test_long_answers_outlive_any_two_workers() -> None:
@@ -1077,9 +1077,9 @@ async def test_a_worker_that_has_ended_keeps_its_name_in_the_list() -> None:
         await workers[1].stop()
         await until(lambda: b.ready_workers() == 1)
         listed = {worker.worker_id: worker for worker in b.router.fleet.workers()}
-        assert {name: worker.service for name, worker in listed.items()} == {
-            "w0": Service.SERVING,
-            "w1": Service.UNCONNECTED,
+        assert {name: worker.state for name, worker in listed.items()} == {
+            "w0": WorkerState.SERVING,
+            "w1": WorkerState.UNCONNECTED,
         }
         assert listed["w1"].model == "m"
         await until(lambda: all(worker.last_error for worker in b.router.fleet.workers() if worker.worker_id == "w1"))

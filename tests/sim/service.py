@@ -351,7 +351,7 @@ class Connection(Session):
 
     def _router_writes(self) -> None:
         if self._up.is_free and not self.is_over:
-            frame = self.link.next_frame(self._loop.time())
+            frame = self.state.next_frame(self._loop.time())
             if frame is not None:
                 self._up.write(frame)
 
@@ -546,7 +546,7 @@ class SimService:
         assert len(self.dispatcher) == 0
         assert not self.fleet._running
         assert not self.fleet._held
-        assert all(not connection.link.live for connection in self.connections)
+        assert all(not connection.state.live for connection in self.connections)
         self.check_workers_idle()
         self.check_index()
 

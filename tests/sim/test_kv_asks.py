@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from common.limits import KV_EVENTS_S
-from router.workers.kv_cursor import Continuity, KvFeed
+from router.workers.kv_cursor import Continuity, KvEventCursor
 from worker.session import cache_events
 from worker.session.cache_events import KvCursor, KvLog
 
@@ -26,7 +26,7 @@ class AskMachine(RuleBasedStateMachine):
         self.log = KvLog(capacity=6)
         self.now = 0.0
         self.present: set[int] = set()
-        self.feed = KvFeed("i")
+        self.feed = KvEventCursor("i")
         self.dial()
 
     def teardown(self) -> None:
@@ -36,7 +36,7 @@ class AskMachine(RuleBasedStateMachine):
         self.up: deque[int] = deque()
         self.down: deque[wpb.KvEvents] = deque()
         if not self.feed.goes_on_with("i"):
-            self.feed, self.known = KvFeed("i"), set[int]()
+            self.feed, self.known = KvEventCursor("i"), set[int]()
         self.feed.open()
         self.cursor = KvCursor(self.log, self.feed.seq, lambda: None)
 
@@ -58,7 +58,7 @@ class AskMachine(RuleBasedStateMachine):
     def forget(self) -> None:
         """The stream breaks after a change of placement that the worker has not been told of."""
         self.known = set()
-        self.feed.forget()
+        self.feed.reset()
         self.dial()
 
     @rule()
@@ -82,7 +82,7 @@ class AskMachine(RuleBasedStateMachine):
         if not self.down:
             return
         frame = self.down.popleft()
-        continuity = self.feed.take(frame)
+        continuity = self.feed.accept(frame)
         assert continuity is not Continuity.GAP
         if continuity is Continuity.OUTDATED:
             return

@@ -13,7 +13,7 @@ from common.sampling_params import SamplingParams
 from router.requests.fleet import Fleet
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.placement import PrefixAware
-from router.workers.kv_cursor import KvFeed
+from router.workers.kv_cursor import KvEventCursor
 from router.workers.session import Fault
 from tests.sim.service import MAX_MODEL_LEN, SimService
 from tests.sim.test_scenario import Outcome, Scenario
@@ -220,25 +220,25 @@ def losing_a_piece(seed: int) -> None:
 
 CAUGHT: list[tuple[Mutant, Callable[[int], None]]] = [
     (Mutant("noresync", KvCursor, "take", " or not self._log.remembers(self._seq)", ""), breaking),
-    (Mutant("noseqcheck", KvFeed, "_continues", "events.after != self._seq", "False"), losing),
+    (Mutant("noseqcheck", KvEventCursor, "_continues", "events.after != self._seq", "False"), losing),
     (Mutant("wrongseq", KvCursor, "_take_changes", "frame.seq = self._seq", "frame.seq = self._seq + 1"), quiet),
-    (Mutant("oldinstance", KvFeed, "goes_on_with", "instance_id == self._instance_id and ", ""), restarted),
+    (Mutant("oldinstance", KvEventCursor, "goes_on_with", "instance_id == self._instance_id and ", ""), restarted),
     (
         Mutant("notforgotten", Fleet, "session_opening", "self._dispatcher.cache_gone(session.address)", "pass"),
         restarted,
     ),
     (Mutant("noevicted", PrefixAware, "cache_changed", "if change.evicted:", "if False:"), quiet),
     (Mutant("notanew", PrefixAware, "cache_changed", "if change.anew:", "if False:"), breaking),
-    (Mutant("halfsnapshot", KvFeed, "take", "events.seq, events.left", "events.seq, 0"), breaking),
-    (Mutant("piecelost", KvFeed, "_continues", "self._left == (", "0 == 0 * ("), losing_a_piece),
-    (Mutant("halfforgotten", KvFeed, "seq", "0 if self._left else self._seq", "self._seq"), restarted),
+    (Mutant("halfsnapshot", KvEventCursor, "accept", "events.seq, events.left", "events.seq, 0"), breaking),
+    (Mutant("piecelost", KvEventCursor, "_continues", "self._left == (", "0 == 0 * ("), losing_a_piece),
+    (Mutant("halfforgotten", KvEventCursor, "seq", "0 if self._left else self._seq", "self._seq"), restarted),
     (Mutant("numbersslip", KvLog, "append", "self._forgotten += ", "self._forgotten = "), breaking),
     (
         Mutant("changesdropped", KvCursor, "_take_changes", "self._seq += len(changes)", "self._seq = self._log.seq"),
         quiet,
     ),
     (Mutant("notasked", Fleet, "_learn_caches_anew", "self._ask_for_cache(session)", "pass"), replacing),
-    (Mutant("notforgotten2", Fleet, "_learn_caches_anew", "feed.forget()", "pass"), replacing_in_the_middle),
+    (Mutant("notforgotten2", Fleet, "_learn_caches_anew", "feed.reset()", "pass"), replacing_in_the_middle),
     (Mutant("askednever", Fleet, "_count_in", "self._ask_for_cache(session)", "pass"), replacing_in_the_middle),
     (
         Mutant(
@@ -254,8 +254,11 @@ CAUGHT: list[tuple[Mutant, Callable[[int], None]]] = [
         Mutant("piecesgoon", KvCursor, "restart", "epoch, True, None", "epoch, True, self._left"),
         replacing_in_the_middle,
     ),
-    (Mutant("outdated", KvFeed, "take", "return Continuity.OUTDATED", "pass"), replacing),
-    (Mutant("asksoutlast", KvFeed, "open", "self._epoch, self._awaits = 0, False", "pass"), replacing_in_the_middle),
+    (Mutant("outdated", KvEventCursor, "accept", "return Continuity.OUTDATED", "pass"), replacing),
+    (
+        Mutant("asksoutlast", KvEventCursor, "open", "self._epoch, self._awaits = 0, False", "pass"),
+        replacing_in_the_middle,
+    ),
     (
         Mutant(
             "cordonedunknown",
@@ -280,7 +283,7 @@ LIVES = [
 ]
 # The worker sends a snapshot, which is only dearer.
 HARMLESS = [
-    Mutant("nokvseq", Fleet, "session_opening", "session.link.know_cache(feed.seq)", "session.link.know_cache(0)")
+    Mutant("nokvseq", Fleet, "session_opening", "session.state.know_cache(feed.seq)", "session.state.know_cache(0)")
 ]
 
 

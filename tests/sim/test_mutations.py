@@ -95,7 +95,7 @@ CAUGHT = [
         Mutant("nostopcheck", Scheduler, "_enter", "stop = self.stop_rules.check(seq)", "stop = None"),
         ended_before,
     ),
-    (Mutant("nodedup", StreamAssembly, "append", "first_pos < self.have", "False"), repeated),
+    (Mutant("nodedup", StreamAssembly, "append", "first_pos < self.num_tokens", "False"), repeated),
 ]
 HARMLESS = [
     Mutant("noack", Outbox, "_keep_tail", "run.end is not None and run.end.reason == wpb.END_REASON_CANCELLED", "True"),

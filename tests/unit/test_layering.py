@@ -314,7 +314,7 @@ def test_every_file_keeps_the_rules(package: str) -> None:
         ),
         ("router/scheduling/deeper/anything.py", "from time import monotonic", ["time"]),
         ("router/requests/anything.py", "import asyncio", ["asyncio"]),
-        ("worker/cli/worker.py", "from router.scheduling.admission import RequestQueue", ["router"]),
+        ("worker/cli/worker.py", "from router.scheduling.admission import AdmissionQueue", ["router"]),
         ("worker/engine/anything.py", "import asyncio, grpc, torch, time, math", ["asyncio", "grpc", "time", "torch"]),
         ("worker/engine/core.py", "import asyncio, time", ["asyncio"]),
         ("worker/session/anything.py", "def f():\n    import torch", ["torch"]),

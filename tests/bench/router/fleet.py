@@ -1,8 +1,8 @@
 """Routers' Dispatchers over real engines in virtual time: discrete events, every worker with a clock of its own.
 
-Real: Dispatcher, queue, lanes, placement, KvFeed; EngineTurns, EngineCore, Scheduler, BlockManager, KvLog. Simulated:
-time, the model, and the wire, which is a constant delay each way. Workers compute at the same time, which a single
-virtual loop can not show.
+Real: Dispatcher, queue, lanes, placement, KvEventCursor; EngineTurns, EngineCore, Scheduler, BlockManager, KvLog.
+Simulated: time, the model, and the wire, which is a constant delay each way. Workers compute at the same time, which a
+single virtual loop can not show.
 """
 
 from __future__ import annotations
@@ -242,7 +242,7 @@ class FleetRun:
     def _take_back(self, key: int, worker: str, now: float) -> None:
         """A worker has returned a request that waited for too long (rule S9)."""
         self._sequences[key] = _copy(self._sequences[key], now)
-        self._router_of(key).requeue(self._requests[key], now, avoid=worker)
+        self._router_of(key).requeue(self._requests[key], now, excluded_worker=worker)
 
     def _tell(self, worker: _Worker, router: int, now: float) -> None:
         """Sends the KV events that are due, or comes back when they are."""

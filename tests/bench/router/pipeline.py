@@ -25,11 +25,11 @@ from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from router.api.responses import fill_response
 from router.requests.stream import RequestStream, RoutedRequest
-from router.requests.write_pacer import Turns
+from router.requests.write_pacer import WritePacer
 from router.scheduling.admission import QueuedRequest
 from router.text.stream_assembly import StreamAssembly
 from router.validation import check_generate
-from router.workers.session_state import Link, Submission
+from router.workers.session_state import SessionState, Submission
 from tests.bench.router.bed import VOCAB_SIZE, Row, bench_model, parser, prompts, show
 
 PROMPT = array("I", [1, 2, 3])
@@ -51,7 +51,7 @@ class Streams:
     def __init__(self, tokenizer: Tokenizer, count: int, *, token_ids: bool) -> None:
         self._random = random.Random(0)
         self._position = len(PROMPT)
-        self._link = Link("bench", 5.0)
+        self._link = SessionState("bench", 5.0)
         self._streams = [_stream(tokenizer, i, token_ids=token_ids) for i in range(count)]
         self._messages = [pb.GenerateResponse(request_id="0" * 32) for _ in range(count)]
         submissions = [
@@ -78,7 +78,7 @@ class Streams:
     def answer(self) -> None:
         """Makes the messages."""
         for stream, message in zip(self._streams, self._messages, strict=True):
-            part = stream.assembly.take()
+            part = stream.assembly.next_chunk()
             assert part is not None
             fill_response(message, part, stream, time.monotonic)
             message.SerializeToString()
@@ -88,7 +88,7 @@ def _stream(tokenizer: Tokenizer, key: int, *, token_ids: bool) -> RequestStream
     params = SamplingParams(max_tokens=10**6)
     request = RoutedRequest("m", "m", PROMPT, params, seed=0, chain_hash=0, arrival=0.0)
     assembly = StreamAssembly(len(PROMPT), detokenizer=tokenizer.decode_stream(), return_token_ids=token_ids)
-    return RequestStream(QueuedRequest(key, "m", len(PROMPT), 0.0), request, assembly, lambda _: None, Turns())
+    return RequestStream(QueuedRequest(key, "m", len(PROMPT), 0.0), request, assembly, lambda _: None, WritePacer())
 
 
 def token_rows(tokenizer: Tokenizer, counts: Sequence[int], rounds: int) -> list[Row]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from common.delay_gate import DelayGate
 from common.errors import QueueFullError
 from common.limits import CHARGE_OUTPUT_S, OUTPUT_TOKEN_COST
-from router.scheduling.admission import RequestQueue
+from router.scheduling.admission import AdmissionQueue
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.fair_queue import FairQueue, QueuedRequest, TenantShares
 from router.scheduling.placement import PLACEMENTS
@@ -90,7 +90,7 @@ def shared_places(
         By tenant: requests that were served, prompt and output tokens, and `work`, with output at its cost.
     """
     shares = TenantShares()
-    queue, lane = RequestQueue(1000, shares), FairQueue(shares)
+    queue, lane = AdmissionQueue(1000, shares), FairQueue(shares)
     had: dict[str, Counter[str]] = defaultdict(Counter)
     running: dict[int, _Held] = {}
     ends: dict[int, list[int]] = defaultdict(list)

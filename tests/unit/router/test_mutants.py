@@ -12,7 +12,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from common.text import stop_strings
-from router.scheduling.admission import RequestQueue, _ClassRequests
+from router.scheduling.admission import AdmissionQueue, _ClassRequests
 from router.scheduling.fair_queue import FairQueue, TenantShares
 from router.scheduling.worker_queue import Lane
 from router.text.stream_assembly import StreamAssembly
@@ -53,7 +53,7 @@ _SETTINGS, _SEED = "_hypothesis_internal_use_settings", "_hypothesis_internal_us
 
 MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("saves_up", TenantShares, "enter", _SET, "pass"), (_ORDER, _AWAY)),
-    (Mutant("pays_twice", TenantShares, "charge", "if request.ahead:", "if False:"), (_ORDER, _BACK)),
+    (Mutant("pays_twice", TenantShares, "charge", "if request.is_retry:", "if False:"), (_ORDER, _BACK)),
     (Mutant("time_goes_back", TenantShares, "charge", _TIME, "account.start"), (_BEHIND,)),
     (Mutant("output_twice", TenantShares, "charge_output", _SAID, "tokens, _ ="), (_ORDER, _OUTPUT)),
     (Mutant("output_free", TenantShares, "charge_output", _PAYS, "if False"), (_ORDER, _OUTPUT)),
@@ -63,9 +63,9 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
         Mutant("a_ninth", FairQueue, "pop", _PROMOTED, "request.tokens / PROMOTED_SHARE"),
         (test_fair_queue.test_promoted,),
     ),
-    (Mutant("drops_own", RequestQueue, "place_for", _MORE, "waiting.share(tenant)"), (_SHARE, _ORDER)),
-    (Mutant("drops_all", RequestQueue, "place_for", _MORE, "0"), (_SHARE, _ORDER)),
-    (Mutant("drops_none", RequestQueue, "place_for", "if largest is not None and", "if False and"), (_SHARE, _ORDER)),
+    (Mutant("drops_own", AdmissionQueue, "place_for", _MORE, "waiting.share(tenant)"), (_SHARE, _ORDER)),
+    (Mutant("drops_all", AdmissionQueue, "place_for", _MORE, "0"), (_SHARE, _ORDER)),
+    (Mutant("drops_none", AdmissionQueue, "place_for", "if largest is not None and", "if False and"), (_SHARE, _ORDER)),
     (Mutant("drops_oldest", _ClassRequests, "newest", "next(reversed(", "next(iter("), (_SHARE, _ORDER)),
     (Mutant("unweighted", _ClassRequests, "share", "/ self._shares.weight(tenant)", ""), (_SHARE, _ORDER)),
     (Mutant("old_shares", _ClassRequests, "largest", "== entry", "is not None"), (_ORDER,)),

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 
 from common.errors import ConfigVersionError, InvalidFieldError
-from router.runtime_config import Configuration, Reread, Routing, Settings
+from router.runtime_config import ConfigStore, ReloadedConfig, RoutingConfig, RuntimeConfig
 from router.workers.addresses import AddressError
 
-SETTINGS = Settings(Routing(tenant_weight={"gold": 4.0}), ("a:1",))
+SETTINGS = RuntimeConfig(RoutingConfig(tenant_weight={"gold": 4.0}), ("a:1",))
 
 
 @pytest.mark.parametrize(
@@ -32,25 +32,25 @@ SETTINGS = Settings(Routing(tenant_weight={"gold": 4.0}), ("a:1",))
 )
 def test_bad_values_are_refused(fields: dict[str, object], message: str) -> None:
     with pytest.raises(InvalidFieldError, match=message):
-        Routing(**fields)  # type: ignore[arg-type]
+        RoutingConfig(**fields)  # type: ignore[arg-type]
 
 
 def test_bad_settings_are_refused() -> None:
     with pytest.raises(AddressError, match="'a' is not a worker's address"):
-        Settings(Routing(), ("a",))
+        RuntimeConfig(RoutingConfig(), ("a",))
     with pytest.raises(InvalidFieldError, match="log_level is loud"):
-        Settings(Routing(), ("a:1",), "loud")
+        RuntimeConfig(RoutingConfig(), ("a:1",), "loud")
 
 
 class Site:
     """A configuration, what it has applied, and the file that it reads."""
 
     def __init__(self) -> None:
-        self.applied: list[Settings] = []
-        self.read: Callable[[], Reread] = lambda: Reread(SETTINGS, ())
-        self.configuration = Configuration(SETTINGS, self.applied.append, self._read)
+        self.applied: list[RuntimeConfig] = []
+        self.read: Callable[[], ReloadedConfig] = lambda: ReloadedConfig(SETTINGS, ())
+        self.configuration = ConfigStore(SETTINGS, self.applied.append, self._read)
 
-    def _read(self) -> Reread:
+    def _read(self) -> ReloadedConfig:
         return self.read()
 
 
@@ -70,8 +70,8 @@ def test_a_change_counts_once_and_only_when_it_is_one() -> None:
 def test_a_reload_makes_it_what_the_configuration_says() -> None:
     site = Site()
     site.configuration.set_routing(replace(SETTINGS.routing, placement="round_robin"))
-    wanted = Settings(Routing(queue_size=9), ("b:1",), "debug")
-    site.read = lambda: Reread(wanted, ("port",))
+    wanted = RuntimeConfig(RoutingConfig(queue_size=9), ("b:1",), "debug")
+    site.read = lambda: ReloadedConfig(wanted, ("port",))
     done = site.configuration.reload()
     assert set(done.changed) == {"worker", "placement", "queue-size", "tenant-weight", "log-level"}
     assert (done.version, done.needs_restart) == (3, ("port",))
@@ -87,12 +87,13 @@ def test_a_reload_names_what_it_undoes() -> None:
     routing = SETTINGS.routing
     site.configuration.set_routing(replace(routing, placement="round_robin", queue_size=5, delay_factor=1.0))
     site.configuration.set_routing(replace(routing, placement="round_robin", queue_size=5))
-    site.read = lambda: Reread(Settings(replace(routing, queue_size=5), ("b:1",)), ())
+    site.read = lambda: ReloadedConfig(RuntimeConfig(replace(routing, queue_size=5), ("b:1",)), ())
     done = site.configuration.reload()
     # The file says by now what was set of the queue, and the gate has been set back.
     assert (set(done.changed), done.undone) == ({"worker", "placement"}, ("placement",))
     # What a file changes of itself undoes nothing.
-    site.read = lambda: Reread(replace(SETTINGS, routing=replace(routing, placement="session", queue_size=9)), ())
+    routing = replace(routing, placement="session", queue_size=9)
+    site.read = lambda: ReloadedConfig(replace(SETTINGS, routing=routing), ())
     done = site.configuration.reload()
     assert (set(done.changed), done.undone) == ({"worker", "placement", "queue-size"}, ())
 
@@ -102,7 +103,7 @@ def test_a_configuration_that_can_not_be_read_undoes_nothing() -> None:
     site.configuration.set_routing(replace(SETTINGS.routing, placement="round_robin"))
     good = site.read
 
-    def broken() -> Reread:
+    def broken() -> ReloadedConfig:
         raise AddressError("line 7")
 
     site.read = broken
@@ -115,7 +116,7 @@ def test_a_configuration_that_can_not_be_read_undoes_nothing() -> None:
 def test_what_can_not_be_read_changes_nothing() -> None:
     site = Site()
 
-    def broken() -> Reread:
+    def broken() -> ReloadedConfig:
         raise AddressError("line 7")
 
     site.read = broken

@@ -19,7 +19,7 @@ from common.protocol import KV_EPOCH_MINOR, PROTO_MINOR
 from common.sampling_params import SamplingParams
 from router.model_registry import ModelRegistry, ServedModel, TextAssets
 from router.requests import fleet as fleet_module
-from router.requests.fleet import Fleet, Service
+from router.requests.fleet import Fleet, WorkerState
 from router.requests.stream import RequestStream, RoutedRequest
 from router.scheduling.dispatcher import Dispatcher, Release
 from router.scheduling.placement import PLACEMENTS, PrefixAware
@@ -66,7 +66,7 @@ async def test_a_worker_that_can_not_be_counted_in_leaves_nothing(monkeypatch: p
     fleet.session_closed(session, Fault.VIOLATION)
     assert not registry.serving
     (known,) = fleet.workers()
-    assert (known.address, known.service, known.load) == (ADDRESS, Service.UNCONNECTED, None)
+    assert (known.address, known.state, known.load) == (ADDRESS, WorkerState.UNCONNECTED, None)
     lanes = fleet.lanes()
     assert lanes.idle + lanes.open + lanes.held == 0
 
@@ -92,7 +92,7 @@ async def test_another_placement_is_told_of_the_caches_on_the_streams_there_are(
     fleet.kv_events(session, wpb.KvEvents(seq=3, stored=[1, 2, 3]))
     placement = PrefixAware()
     fleet.configure(DelayGate(0.0), placement, 16, {})
-    frames = iter(lambda: session.link.next_frame(0.0), None)
+    frames = iter(lambda: session.state.next_frame(0.0), None)
     assert [frame.lane.kv_epoch for frame in frames if frame.HasField("lane")] == [1]
     fleet.kv_events(session, wpb.KvEvents(seq=4, after=3, stored=[4]))
     assert cached(placement) == set()
@@ -129,7 +129,7 @@ def up(fleet: Fleet) -> Session:
 
 def submitted(session: Session) -> list[int]:
     """Sizes of the groups that a worker gets."""
-    frames = iter(lambda: session.link.next_frame(0.0), None)
+    frames = iter(lambda: session.state.next_frame(0.0), None)
     return [len(frame.submit.seqs) for frame in frames if frame.HasField("submit")]
 
 

@@ -1,4 +1,4 @@
-"""Turns: in order, so many per turn of the loop, and nobody waits for one that has gone."""
+"""WritePacer: in order, so many per turn of the loop, and nobody waits for one that has gone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.requests.write_pacer import Turns
+from router.requests.write_pacer import WritePacer
 
 
 def note_turn(order: list[int], number: int) -> asyncio.Future[None]:
@@ -22,7 +22,7 @@ def note_turn(order: list[int], number: int) -> asyncio.Future[None]:
     return future
 
 
-async def settled(turns: Turns) -> int:
+async def settled(turns: WritePacer) -> int:
     """Lets the loop turn until nobody waits; how many turns that took."""
     count = 0
     while turns:
@@ -34,7 +34,7 @@ async def settled(turns: Turns) -> int:
 @given(waiting=st.lists(st.booleans(), max_size=40), per_turn=st.integers(1, 9))
 def test_all_get_their_turn_in_order_and_the_cancelled_take_none(waiting: list[bool], per_turn: int) -> None:
     async def main() -> None:
-        turns, order = Turns(per_turn), list[int]()
+        turns, order = WritePacer(per_turn), list[int]()
         futures = [note_turn(order, i) for i in range(len(waiting))]
         for future in futures:
             turns.join(future)
@@ -51,7 +51,7 @@ def test_all_get_their_turn_in_order_and_the_cancelled_take_none(waiting: list[b
 
 async def test_the_loop_turns_in_between() -> None:
     """What becomes ready while many streams wait is looked at before the last of them has its turn."""
-    turns, seen, other = Turns(per_turn=2), list[int](), -1
+    turns, seen, other = WritePacer(per_turn=2), list[int](), -1
     for i in range(10):
         turns.join(note_turn(seen, i))
     asyncio.get_running_loop().call_soon(seen.append, other)

@@ -15,7 +15,7 @@ from common.delay_gate import DelayGate
 from common.errors import HopelessDeadlineError, QueueFullError
 from common.limits import WORKER_WAIT_S
 from router.scheduling import dispatcher as dispatcher_module
-from router.scheduling.admission import QueuedRequest, RequestQueue
+from router.scheduling.admission import AdmissionQueue, QueuedRequest
 from router.scheduling.dispatcher import Dispatcher, Release
 from router.scheduling.fair_queue import LOW
 from router.scheduling.placement import PLACEMENTS, PrefixAware, RoundRobin
@@ -253,10 +253,10 @@ def test_a_returned_request_avoids_the_worker_that_returned_it() -> None:
     for _ in range(3):
         d = dispatcher("a", "b")
         for key in range(4):
-            d.requeue(request(key), 0.0, avoid="b")
+            d.requeue(request(key), 0.0, excluded_worker="b")
         assert set(keys(d.decide(0.0))) == {"a"}
     d = dispatcher("b")
-    d.requeue(request(1), 0.0, avoid="b")
+    d.requeue(request(1), 0.0, excluded_worker="b")
     assert keys(d.decide(0.0)) == {"b": [1]}
 
 
@@ -282,7 +282,7 @@ def test_returned_requests_go_first() -> None:
 
 
 def test_queue_drops_stale_deadlines() -> None:
-    queue = RequestQueue(10)
+    queue = AdmissionQueue(10)
     for key in range(5000):
         queue.push(request(key, deadline=1e9))
         queue.remove(key)
@@ -572,14 +572,14 @@ class DispatcherMachine(RuleBasedStateMachine):
                 assert len(self.waiting) >= 12
                 gone = self.waiting.pop(dropped.request.key)
                 assert gone.tenant != new.tenant
-                assert not gone.ahead
+                assert not gone.is_retry
             self.waiting[new.key] = new
 
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def prepare_anew(self, data: st.DataObject) -> None:
         """A request that nobody can serve is made for other weights; its key keeps its place."""
-        parked = [key for key in self.d.parked() if not self.waiting[key].ahead]
+        parked = [key for key in self.d.parked() if not self.waiting[key].is_retry]
         if parked:
             old = self.waiting[data.draw(st.sampled_from(parked))]
             assert self.d.cancel(old.key)
@@ -597,9 +597,9 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(data=st.data(), count=st.integers(1, 4))
     def come_back(self, data: st.DataObject, count: int) -> None:
         for _ in range(min(count, len(self.released))):
-            self.give_back(data.draw(st.sampled_from(sorted(self.released))))
+            self.return_unstarted(data.draw(st.sampled_from(sorted(self.released))))
 
-    def give_back(self, key: int) -> None:
+    def return_unstarted(self, key: int) -> None:
         for worker in [worker for worker, taken in self.taken.items() if taken == key]:
             del self.taken[worker]
             self.d.share(worker, key)
@@ -637,7 +637,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         """A request comes back that is to run alone."""
         key = data.draw(st.sampled_from(sorted(self.released)))
         self.released[key].alone = True
-        self.give_back(key)
+        self.return_unstarted(key)
 
     @precondition(lambda self: self.up)
     @rule(data=st.data(), most=st.sampled_from([None, 1, 2, 4]))
@@ -714,7 +714,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         for release in releases:
             assert all(can_serve(release.worker, r) for r in release.requests)
             arrivals = [r.key for r in release.requests]
-            new = [r for r in release.requests if not r.ahead]
+            new = [r for r in release.requests if not r.is_retry]
             assert list(release.requests[len(arrivals) - len(new) :]) == new
             for tenant in TENANTS:
                 own = [r.key for r in new if r.tenant == tenant]

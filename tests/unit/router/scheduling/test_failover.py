@@ -37,7 +37,7 @@ def test_attempts_against_a_plain_count(
     for loss, tokens, numerics, excused in lives:
         attempts.begin("w", numerics, have, now=1.0, alone=alone)
         if loss is None:
-            attempts.give_back()
+            attempts.return_unstarted()
             assert len(attempts) == kept
             continue
         have += tokens

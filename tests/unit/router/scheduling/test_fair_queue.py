@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from common.errors import HopelessDeadlineError, QueueFullError, TenantLimitError
 from common.limits import MAX_TENANTS, OUTPUT_TOKEN_COST, PROMOTE_AFTER_S, PROMOTED_SHARE
 from router.api.tenants import TenantLimits, TenantPolicy, tenant_of
-from router.scheduling.admission import QUEUE_RETRY_S, QueueSpeed, RequestQueue
+from router.scheduling.admission import QUEUE_RETRY_S, AdmissionQueue, DrainRateEstimator
 from router.scheduling.fair_queue import CLASSES, HIGH, LOW, NORMAL, FairQueue, QueuedRequest, TenantShares
-from router.scheduling.lazy_heap import Earliest
+from router.scheduling.lazy_heap import LazyMinHeap
 from router.scheduling.worker_queue import Lane, LoadReport
 
 WEIGHTS = {"a": 1.0, "b": 2.0}
@@ -61,7 +61,7 @@ class Reference:
         here = [r for r in self.waiting if self.lanes[r.key] == lane]
         for priority in (HIGH, NORMAL, LOW):
             own = [r for r in here if r.priority == priority]
-            ahead = [r for r in own if r.ahead]
+            ahead = [r for r in own if r.is_retry]
             if ahead:
                 return ahead[0]
             heads = {r.tenant: r for r in reversed(own)}
@@ -71,7 +71,7 @@ class Reference:
 
     def serve(self, served: QueuedRequest) -> None:
         account = (served.priority, served.tenant)
-        if not served.ahead:
+        if not served.is_retry:
             self.time[served.priority] = max(self.time[served.priority], self.had[account])
             self.had[account] += served.tokens / WEIGHTS[served.tenant]
         self.leave(served)
@@ -85,7 +85,7 @@ class Reference:
 
     def yields(self, priority: int, tenant: str) -> QueuedRequest | None:
         """Whose place a new request gets, when there is no free one; None when it is refused."""
-        own = [r for r in self.waiting if r.priority == priority and not r.ahead]
+        own = [r for r in self.waiting if r.priority == priority and not r.is_retry]
         share = {name: sum(r.tenant == name for r in own) / WEIGHTS[name] for name in WEIGHTS}
         most = min(share, key=lambda name: (-share[name], name))
         if not own or share[tenant] + 1 / WEIGHTS[tenant] > share[most]:
@@ -103,7 +103,7 @@ class Walk:
     def __init__(self, seed: int) -> None:
         self.rnd = random.Random(seed)
         self.shares = TenantShares(WEIGHTS)
-        self.queue = RequestQueue(CAPACITY, self.shares)
+        self.queue = AdmissionQueue(CAPACITY, self.shares)
         self.lanes = [FairQueue(self.shares), FairQueue(self.shares)]
         self.reference = Reference()
         self.key = 0
@@ -191,7 +191,7 @@ class Walk:
         lane = self.reference.lanes[moved.key]
         others = [r for r in self.reference.waiting if self.reference.lanes[r.key] != lane]
         # In the other lane it would go behind those that came later: moved only where that can not be seen.
-        if not any(r.tenant == moved.tenant or r.ahead for r in others):
+        if not any(r.tenant == moved.tenant or r.is_retry for r in others):
             self.lanes[lane].remove(moved)
             self.lanes[1 - lane].push(moved)
             self.reference.lanes[moved.key] = 1 - lane
@@ -221,7 +221,7 @@ class Queue:
 
     def __init__(self, lanes: int = 1) -> None:
         self.shares = TenantShares()
-        self.queue = RequestQueue(1000, self.shares)
+        self.queue = AdmissionQueue(1000, self.shares)
         self.lanes = [FairQueue(self.shares) for _ in range(lanes)]
         self.key = 0
 
@@ -295,7 +295,7 @@ def test_neither_of_two_that_wait_gets_ahead_by_more_than_a_request(
     tokens: list[tuple[str, int]], weights: tuple[float, float]
 ) -> None:
     shares = TenantShares(weight := dict(zip("ab", weights, strict=True)))
-    queue, lane = RequestQueue(100, shares), FairQueue(shares)
+    queue, lane = AdmissionQueue(100, shares), FairQueue(shares)
     waiting = {"a": 0, "b": 0}
     for key, (tenant, size) in enumerate(tokens):
         queue.push(new := request(key, tenant, size))
@@ -313,7 +313,7 @@ def test_neither_of_two_that_wait_gets_ahead_by_more_than_a_request(
 
 def test_a_flood_does_not_hold_up_the_others() -> None:
     shares = TenantShares()
-    queue, lane = RequestQueue(10_000, shares), FairQueue(shares)
+    queue, lane = AdmissionQueue(10_000, shares), FairQueue(shares)
     for key in range(1000):
         queue.push(new := request(key, "flood"))
         lane.push(new)
@@ -329,7 +329,7 @@ def test_a_flood_does_not_hold_up_the_others() -> None:
 
 
 def test_a_higher_class_goes_first_and_its_queue_is_its_own() -> None:
-    queue = RequestQueue(1)
+    queue = AdmissionQueue(1)
     assert queue.place_for(LOW, "", 0.0) is None
     queue.push(request(1, priority=LOW))
     with pytest.raises(QueueFullError, match=r"1 requests of priority low\), and tenant '' has its share") as caught:
@@ -349,7 +349,7 @@ def test_a_tenant_within_its_share_of_the_queue_loses_nothing(
 ) -> None:
     """R3: whatever the others do, who has no more waiting than its share is not refused, and keeps its places."""
     shares = TenantShares(weights)
-    queue, lane = RequestQueue(capacity, shares), FairQueue(shares)
+    queue, lane = AdmissionQueue(capacity, shares), FairQueue(shares)
     waiting: Counter[str] = Counter()
 
     def within(tenant: str, count: int) -> bool:
@@ -383,7 +383,7 @@ def test_a_tenant_within_its_share_of_the_queue_loses_nothing(
 
 
 def test_what_has_come_back_from_a_worker_is_never_dropped() -> None:
-    queue = RequestQueue(2)
+    queue = AdmissionQueue(2)
     for key in range(3):
         queue.push_front(request(key, "a"))
     with pytest.raises(QueueFullError):
@@ -391,7 +391,7 @@ def test_what_has_come_back_from_a_worker_is_never_dropped() -> None:
 
 
 def test_other_weights_change_who_yields() -> None:
-    queue = RequestQueue(5)
+    queue = AdmissionQueue(5)
     for key, tenant in enumerate("aaabb"):
         queue.push(request(key, tenant))
     assert queue.place_for(NORMAL, "c", 0.0) is next(r for r in queue if r.key == 2)
@@ -407,7 +407,7 @@ def test_other_weights_change_who_yields() -> None:
 )
 def test_a_class_that_waits_too_long_gets_its_share_and_no_more(low: list[int], high: list[int], age: float) -> None:
     shares = TenantShares()
-    queue, lane = RequestQueue(1000, shares), FairQueue(shares)
+    queue, lane = AdmissionQueue(1000, shares), FairQueue(shares)
     for key, (tokens, priority) in enumerate([*((t, LOW) for t in low), *((t, HIGH) for t in high)]):
         queue.push(new := QueuedRequest(key, "m", tokens, 0.0, priority=priority, work=tokens))
         lane.push(new)
@@ -430,7 +430,7 @@ def test_a_class_that_waits_too_long_gets_its_share_and_no_more(low: list[int], 
 def test_promoted() -> None:
     """R3: of 800 equal requests, a class that waits too long gets exactly an eighth."""
     shares = TenantShares()
-    queue, lane = RequestQueue(1000, shares), FairQueue(shares)
+    queue, lane = AdmissionQueue(1000, shares), FairQueue(shares)
     for key in range(1600):
         queue.push(new := QueuedRequest(key, "m", 10, 0.0, priority=HIGH if key % 2 else LOW, work=10))
         lane.push(new)
@@ -443,7 +443,7 @@ def test_promoted() -> None:
 
 def test_the_class_that_has_waited_longest_is_promoted_first() -> None:
     shares = TenantShares()
-    queue, lane = RequestQueue(100, shares), FairQueue(shares)
+    queue, lane = AdmissionQueue(100, shares), FairQueue(shares)
     for key, priority, arrival in ((1, LOW, 1.0), (2, NORMAL, 0.0), (3, HIGH, 0.0), (4, HIGH, 9.0)):
         queue.push(new := QueuedRequest(key, "m", 10, arrival, priority=priority, work=10))
         lane.push(new)
@@ -466,7 +466,7 @@ def test_a_low_request_is_not_hopeless_behind_a_queue_that_it_will_pass() -> Non
 
 def test_tenants_that_wait_for_nothing_are_forgotten() -> None:
     shares = TenantShares()
-    queue, lane = RequestQueue(10**6, shares), FairQueue(shares)
+    queue, lane = AdmissionQueue(10**6, shares), FairQueue(shares)
     queue.push(request(-1, "stays"))
     for key in range(3 * MAX_TENANTS):
         queue.push(new := request(key, f"t{key}"))
@@ -481,7 +481,7 @@ def test_tenants_that_wait_for_nothing_are_forgotten() -> None:
 def test_a_lane_keeps_no_more_than_what_waits(seed: int) -> None:
     rnd = random.Random(seed)
     shares = TenantShares()
-    queue, lane = RequestQueue(10**6, shares), FairQueue(shares)
+    queue, lane = AdmissionQueue(10**6, shares), FairQueue(shares)
     for key in range(5000):
         queue.push(new := request(key, rnd.choice("abc"), deadline=rnd.random()))
         lane.push(new)
@@ -495,7 +495,7 @@ def test_a_lane_keeps_no_more_than_what_waits(seed: int) -> None:
 @given(st.lists(st.integers(0, 8), max_size=200))
 def test_earliest_is_the_least_of_those_alive(events: list[int]) -> None:
     alive: dict[int, float] = {}
-    earliest = Earliest(alive)
+    earliest = LazyMinHeap(alive)
     for key in events:
         if alive.pop(key, None) is None:
             alive[key] = float(key * 7 % 5)
@@ -504,7 +504,7 @@ def test_earliest_is_the_least_of_those_alive(events: list[int]) -> None:
 
 
 def test_refused_clients_are_told_to_come_back_as_fast_as_the_queue_moves() -> None:
-    speed = QueueSpeed()
+    speed = DrainRateEstimator()
     assert speed.retry_after_s(0.0) == QUEUE_RETRY_S
     for i in range(1000):
         speed.departed(1, i / 20)
@@ -516,7 +516,7 @@ def test_refused_clients_are_told_to_come_back_as_fast_as_the_queue_moves() -> N
 
 
 def test_the_speed_is_right_from_the_first_second() -> None:
-    speed = QueueSpeed()
+    speed = DrainRateEstimator()
     for i in range(21):
         speed.departed(1, 100 + i / 20)
     assert speed.rate(101.0) == pytest.approx(20, rel=0.15)

@@ -418,7 +418,7 @@ def test_who_moves_keeps_its_place_and_goes_neither_back_nor_out_of_its_class() 
     d = waiting_fleet(LeastLoaded(), {"a": 50_000, "b": 50_000})
     given_back, fixed = request(1, tokens=1000), request(2, tokens=1000)
     fixed.numerics = "x"
-    d.requeue(given_back, 0.0, avoid="a")
+    d.requeue(given_back, 0.0, excluded_worker="a")
     d.lane_up("c", "m", busy(60_000), 0.0, "x")
     d.arrive(fixed, 0.0)
     assert bound(d) == {1: "b", 2: "c"}

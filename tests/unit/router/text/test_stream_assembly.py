@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from common.errors import DeadlineError, EngineError, NoWorkerError, SlowClientError, WorkerLostError
 from common.text.stop_strings import StopStrings
-from router.text.stream_assembly import GapError, Part, Start, StreamAssembly
+from router.text.stream_assembly import FirstTokenInfo, GapError, StreamAssembly, StreamChunk
 from tests.unit.common.text.continuations import Continuation, continuations
 from tests.unit.router.support import EOS, end, small_tokenizer
 
@@ -57,18 +57,18 @@ def assembly(
     )
 
 
-def drain(stream: StreamAssembly) -> list[Part]:
+def drain(stream: StreamAssembly) -> list[StreamChunk]:
     parts = []
-    while (part := stream.take()) is not None:
+    while (part := stream.next_chunk()) is not None:
         parts.append(part)
         if part.ending is not None:
             break
     return parts
 
 
-def feed(stream: StreamAssembly, ids: list[int], cuts: list[int], last: wpb.SequenceEnd) -> list[Part]:
+def feed(stream: StreamAssembly, ids: list[int], cuts: list[int], last: wpb.SequenceEnd) -> list[StreamChunk]:
     """Feeds `ids` in runs that end at `cuts`, reading after every other run."""
-    parts: list[Part] = []
+    parts: list[StreamChunk] = []
     at = 0
     for i, cut in enumerate([*sorted({c for c in cuts if 0 < c < len(ids)}), len(ids)]):
         final = cut == len(ids)
@@ -142,10 +142,10 @@ def test_a_continuations_text_is_that_of_prompt_and_tokens_alone(asked: Continua
     text = []
     for i, run in enumerate(asked.runs):
         if not stream.is_closed:
-            stream.append(stream.have, run, now=0.0)
+            stream.append(stream.num_tokens, run, now=0.0)
         if i in reads and not stream.is_closed:
             text += [part.text for part in drain(stream)]
-    stream.finish(end(1, stream.have, wpb.END_REASON_LENGTH))
+    stream.finish(end(1, stream.num_tokens, wpb.END_REASON_LENGTH))
     text += [part.text for part in drain(stream)]
 
     assert "".join(text) == asked.stopped
@@ -198,14 +198,14 @@ def test_end_with_other_count_is_a_gap() -> None:
 
 def test_first_part_comes_with_the_first_token_though_its_text_is_held_back() -> None:
     stream = assembly(("lo!",))
-    assert stream.take() is None
-    stream.begin(Start(cached_tokens=3, prefill_s=0.25))
+    assert stream.next_chunk() is None
+    stream.begin(FirstTokenInfo(cached_tokens=3, prefill_s=0.25))
     stream.append(PROMPT, TOKENIZER.encode("lo"), 1.0)
-    part = stream.take()
+    part = stream.next_chunk()
     assert part is not None
-    assert (part.text, part.start) == ("", Start(3, 0.25))
-    stream.finish(end(1, stream.have, wpb.END_REASON_LENGTH))
-    last = stream.take()
+    assert (part.text, part.start) == ("", FirstTokenInfo(3, 0.25))
+    stream.finish(end(1, stream.num_tokens, wpb.END_REASON_LENGTH))
+    last = stream.next_chunk()
     assert last is not None
     assert last.text == "lo"
 
@@ -213,10 +213,10 @@ def test_first_part_comes_with_the_first_token_though_its_text_is_held_back() ->
 def test_what_a_later_attempt_says_first_is_not_the_streams_start() -> None:
     """tests.md 1.7: cached tokens and times of the finish are those of the first token that the client got."""
     stream = assembly()
-    stream.begin(Start(cached_tokens=3))
-    stream.begin(Start(cached_tokens=4))
+    stream.begin(FirstTokenInfo(cached_tokens=3))
+    stream.begin(FirstTokenInfo(cached_tokens=4))
     stream.append(PROMPT, [1], 0.0)
-    stream.begin(Start(cached_tokens=9))
+    stream.begin(FirstTokenInfo(cached_tokens=9))
     assert stream.start.cached_tokens == 4
 
 
@@ -246,19 +246,19 @@ def test_worker_lost_before_and_after_the_first_part() -> None:
     untouched.append(PROMPT, [1, 2], 0.0)
     untouched.lose_worker("gone")
     with pytest.raises(NoWorkerError, match="gone"):
-        untouched.take()
+        untouched.next_chunk()
 
     begun = assembly()
     begun.worker_id = "w7"
     begun.append(PROMPT, TOKENIZER.encode("a"), 0.0)
-    assert begun.take() is not None
-    begun.append(begun.have, TOKENIZER.encode("b"), 0.0)
+    assert begun.next_chunk() is not None
+    begun.append(begun.num_tokens, TOKENIZER.encode("b"), 0.0)
     begun.lose_worker("gone")
-    rest = begun.take()
+    rest = begun.next_chunk()
     assert rest is not None
     assert rest.text == "b"
     with pytest.raises(WorkerLostError, match="w7 was lost after 2 tokens"):
-        begun.take()
+        begun.next_chunk()
 
 
 @pytest.mark.parametrize(
@@ -274,19 +274,19 @@ def test_ends_that_are_failures(reason: wpb.EndReason.ValueType, error: type[Exc
     stream.finish(end(1, PROMPT, reason, message="why"))
     assert stream.is_closed
     with pytest.raises(error):
-        stream.take()
+        stream.next_chunk()
 
 
 def test_slow_client_is_dropped_at_the_bound() -> None:
     stream = assembly(max_unread_tokens=8)
     stream.append(PROMPT, [1] * 8, 0.0)
-    part = stream.take()
+    part = stream.next_chunk()
     assert part is not None
     assert len(part.token_ids) == 8
-    stream.append(stream.have, [1] * 9, 0.0)
+    stream.append(stream.num_tokens, [1] * 9, 0.0)
     assert stream.is_closed
     with pytest.raises(SlowClientError, match="9 tokens unread"):
-        stream.take()
+        stream.next_chunk()
 
 
 def test_without_tokenizer_there_is_no_text() -> None:

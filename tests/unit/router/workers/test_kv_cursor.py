@@ -4,30 +4,30 @@ from __future__ import annotations
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from router.workers.kv_cursor import Continuity, KvFeed
+from router.workers.kv_cursor import Continuity, KvEventCursor
 
 NEXT, OUTDATED, GAP = Continuity
 
 
 def test_changes_continue_one_another() -> None:
-    feed = KvFeed("i")
-    assert feed.take(wpb.KvEvents(seq=3, stored=[1, 2, 3])) is NEXT
-    assert feed.take(wpb.KvEvents(seq=5, after=3, evicted=[1])) is NEXT
+    feed = KvEventCursor("i")
+    assert feed.accept(wpb.KvEvents(seq=3, stored=[1, 2, 3])) is NEXT
+    assert feed.accept(wpb.KvEvents(seq=5, after=3, evicted=[1])) is NEXT
     assert (feed.seq, feed.goes_on_with("i"), feed.goes_on_with("j")) == (5, True, False)
-    assert feed.take(wpb.KvEvents(seq=9, after=7, stored=[4])) is GAP
+    assert feed.accept(wpb.KvEvents(seq=9, after=7, stored=[4])) is GAP
     assert (feed.seq, feed.goes_on_with("i")) == (0, False)
 
 
 def test_a_snapshot_counts_when_it_is_whole() -> None:
-    feed = KvFeed("i")
-    assert feed.take(wpb.KvEvents(seq=4, stored=[9])) is NEXT
-    assert feed.take(wpb.KvEvents(seq=8, stored=[1, 2], snapshot=True, left=3)) is NEXT
+    feed = KvEventCursor("i")
+    assert feed.accept(wpb.KvEvents(seq=4, stored=[9])) is NEXT
+    assert feed.accept(wpb.KvEvents(seq=8, stored=[1, 2], snapshot=True, left=3)) is NEXT
     assert feed.seq == 0
-    assert feed.take(wpb.KvEvents(seq=8, after=8, stored=[3, 4], left=1)) is NEXT
+    assert feed.accept(wpb.KvEvents(seq=8, after=8, stored=[3, 4], left=1)) is NEXT
     assert feed.seq == 0
-    assert feed.take(wpb.KvEvents(seq=8, after=8, stored=[5])) is NEXT
+    assert feed.accept(wpb.KvEvents(seq=8, after=8, stored=[5])) is NEXT
     assert feed.seq == 8
-    assert feed.take(wpb.KvEvents(seq=9, after=8, evicted=[5])) is NEXT
+    assert feed.accept(wpb.KvEvents(seq=9, after=8, evicted=[5])) is NEXT
 
 
 def test_a_lost_piece_of_a_snapshot_is_missed() -> None:
@@ -36,51 +36,51 @@ def test_a_lost_piece_of_a_snapshot_is_missed() -> None:
         wpb.KvEvents(seq=11, after=8, stored=[5, 6, 7]),
         wpb.KvEvents(seq=11, after=8, evicted=[1]),
     ):
-        feed = KvFeed("i")
-        assert feed.take(wpb.KvEvents(seq=8, stored=[1, 2], snapshot=True, left=3)) is NEXT
-        assert feed.take(late) is GAP
-        assert feed.take(wpb.KvEvents(seq=12, stored=[1], snapshot=True)) is NEXT
+        feed = KvEventCursor("i")
+        assert feed.accept(wpb.KvEvents(seq=8, stored=[1, 2], snapshot=True, left=3)) is NEXT
+        assert feed.accept(late) is GAP
+        assert feed.accept(wpb.KvEvents(seq=12, stored=[1], snapshot=True)) is NEXT
         assert feed.seq == 12
 
 
 def test_after_an_ask_nothing_counts_until_its_snapshot_comes() -> None:
     """R14: the only way to a snapshot was a gap, which costs the Session."""
-    feed = KvFeed("i")
-    assert feed.take(wpb.KvEvents(seq=3, stored=[1, 2, 3])) is NEXT
+    feed = KvEventCursor("i")
+    assert feed.accept(wpb.KvEvents(seq=3, stored=[1, 2, 3])) is NEXT
     assert feed.ask() == 1
     # A stream that breaks now begins from scratch.
     assert (feed.seq, feed.goes_on_with("i")) == (0, False)
-    assert feed.take(wpb.KvEvents(seq=5, after=3, evicted=[1])) is OUTDATED
-    assert feed.take(wpb.KvEvents(seq=5, snapshot=True, stored=[2, 3], left=1)) is OUTDATED
-    assert feed.take(wpb.KvEvents(seq=6, snapshot=True, stored=[2], left=2, epoch=1)) is NEXT
+    assert feed.accept(wpb.KvEvents(seq=5, after=3, evicted=[1])) is OUTDATED
+    assert feed.accept(wpb.KvEvents(seq=5, snapshot=True, stored=[2, 3], left=1)) is OUTDATED
+    assert feed.accept(wpb.KvEvents(seq=6, snapshot=True, stored=[2], left=2, epoch=1)) is NEXT
     assert feed.ask() == 2
-    assert feed.take(wpb.KvEvents(seq=6, after=6, stored=[3, 4], epoch=1)) is OUTDATED
-    assert feed.take(wpb.KvEvents(seq=6, snapshot=True, stored=[2, 3, 4], epoch=2)) is NEXT
-    assert feed.take(wpb.KvEvents(seq=7, after=6, stored=[5], epoch=2)) is NEXT
+    assert feed.accept(wpb.KvEvents(seq=6, after=6, stored=[3, 4], epoch=1)) is OUTDATED
+    assert feed.accept(wpb.KvEvents(seq=6, snapshot=True, stored=[2, 3, 4], epoch=2)) is NEXT
+    assert feed.accept(wpb.KvEvents(seq=7, after=6, stored=[5], epoch=2)) is NEXT
     assert (feed.seq, feed.goes_on_with("i")) == (7, True)
 
 
 def test_an_answer_that_is_no_snapshot_is_a_gap() -> None:
     for epoch in (1, 2):
-        feed = KvFeed("i")
+        feed = KvEventCursor("i")
         feed.ask()
         # With an empty cache the first change continues what is known, if nothing had been asked for.
-        assert feed.take(wpb.KvEvents(seq=1, stored=[1], epoch=epoch)) is GAP
+        assert feed.accept(wpb.KvEvents(seq=1, stored=[1], epoch=epoch)) is GAP
 
 
 def test_an_empty_cache_answers_too() -> None:
-    feed = KvFeed("i")
+    feed = KvEventCursor("i")
     feed.ask()
-    assert feed.take(wpb.KvEvents(snapshot=True, epoch=1)) is NEXT
-    assert feed.take(wpb.KvEvents(seq=1, stored=[1], epoch=1)) is NEXT
+    assert feed.accept(wpb.KvEvents(snapshot=True, epoch=1)) is NEXT
+    assert feed.accept(wpb.KvEvents(seq=1, stored=[1], epoch=1)) is NEXT
     assert feed.seq == 1
 
 
 def test_asks_are_counted_by_stream() -> None:
-    feed = KvFeed("i")
+    feed = KvEventCursor("i")
     feed.ask()
-    assert feed.take(wpb.KvEvents(seq=4, snapshot=True, stored=[1], epoch=1)) is NEXT
+    assert feed.accept(wpb.KvEvents(seq=4, snapshot=True, stored=[1], epoch=1)) is NEXT
     assert feed.goes_on_with("i")
     feed.open()
-    assert feed.take(wpb.KvEvents(seq=5, after=4, stored=[2])) is NEXT
+    assert feed.accept(wpb.KvEvents(seq=5, after=4, stored=[2])) is NEXT
     assert feed.ask() == 1

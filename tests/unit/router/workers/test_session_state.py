@@ -1,4 +1,4 @@
-"""Link: bounded frames in the right order on the way up, streams and cancels on the way down."""
+"""SessionState: bounded frames in the right order on the way up, streams and cancels on the way down."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
 from router.scheduling.failover import Loss
 from router.scheduling.worker_queue import LaneRecord
 from router.text.stream_assembly import GapError, StreamAssembly
-from router.workers.session_state import Link, ProtocolError, Submission
+from router.workers.session_state import ProtocolError, SessionState, Submission
 from tests.unit.router.support import end
 
 
@@ -24,15 +24,15 @@ def submission(rid: int, tokens: int, *, deadline: float | None = None, state: i
     return Submission(record, array("I", range(tokens)), assembly, deadline)
 
 
-def link() -> Link:
-    made = Link("r1", lease_s=5.0)
+def link() -> SessionState:
+    made = SessionState("r1", lease_s=5.0)
     frame = made.next_frame(0.0)
     assert frame is not None
     assert (frame.hello.router_id, frame.hello.lease_ms) == ("r1", 5000)
     return made
 
 
-def frames(made: Link, now: float = 0.0) -> list[wpb.SessionRequest]:
+def frames(made: SessionState, now: float = 0.0) -> list[wpb.SessionRequest]:
     found = []
     while (frame := made.next_frame(now)) is not None:
         found.append(frame)
@@ -146,7 +146,7 @@ def test_step_feeds_streams_and_ends_them() -> None:
     assert effects.touched == [2, 1]
     assert list(made.live) == [1]
     assert two.assembly.is_closed
-    part = one.assembly.take()
+    part = one.assembly.next_chunk()
     assert part is not None
     assert part.token_ids == (20,)
     assert part.start is not None
@@ -234,7 +234,7 @@ def test_the_next_stream_takes_over_and_says_what_has_arrived() -> None:
     earlier.submit(1, [submission(4, 3), submission(5, 3), submission(6, 3)])
     earlier.apply(step(rid=[4], first_pos=[3], n=[2], token_ids=[8, 9]), 0.0)
     earlier.cancel(5)
-    made = Link("r1", lease_s=5.0)
+    made = SessionState("r1", lease_s=5.0)
     made.resume(earlier)
     hello = made.next_frame(1.0)
     assert hello is not None
