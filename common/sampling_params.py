@@ -41,6 +41,13 @@ def float32(value: float) -> float:
         return math.copysign(math.inf, value)
 
 
+def _shortest(value: float) -> str:
+    """A number as whoever has sent it has written it: a float32 with no more digits than tell it from others."""
+    if float32(value) != value:
+        return str(value)
+    return next(str(short) for digits in range(1, 18) if float32(short := float(f"{value:.{digits}g}")) == value)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """Parameters of sampling: how tokens are chosen and when generation stops.
@@ -72,14 +79,18 @@ class SamplingParams:
             _require_kind(name, given, float, Real, valid)
             value = float32(given)
             if not ok(value):
-                raise InvalidFieldError(f"sampling_params.{name}", f"is {given}", valid)
+                raise InvalidFieldError(f"sampling_params.{name}", f"is {_shortest(given)}", valid)
             object.__setattr__(self, name, value)
         for name, (low, high) in _INTEGER_RANGES.items():
             value = getattr(self, name)
-            if name != "seed" or value is not None:
-                _require_kind(name, value, int, Integral, f"an integer from {low} to {high}")
-            if value is not None and not low <= value <= high:
+            if name == "seed" and value is None:
+                continue
+            _require_kind(name, value, int, Integral, f"an integer from {low} to {high}")
+            if not low <= int(value) <= high:
                 raise InvalidFieldError(f"sampling_params.{name}", f"is {value}", f"an integer from {low} to {high}")
+            if type(value) is not int:
+                # An integer of numpy is none to arithmetic that mixes it with truth values, as the scheduler's does.
+                object.__setattr__(self, name, int(value))
         object.__setattr__(self, "stop_strings", _checked_stop_strings(self.stop_strings))
         for name in ("ignore_eos", "include_stop_string"):
             if not isinstance(getattr(self, name), bool):
@@ -165,7 +176,7 @@ def _checked_ids(name: str, ids: Any) -> tuple[int, ...]:
     for i, token in enumerate(listed):
         if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
             raise InvalidFieldError(f"sampling_params.{name}[{i}]", f"is {token!r}", "a token id")
-    return listed
+    return tuple(map(int, listed))
 
 
 def _checked_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:

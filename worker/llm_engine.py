@@ -178,6 +178,8 @@ class InputOutputProcessor:
         if isinstance(given, SamplingParams):
             params = given
         else:
+            if not isinstance(given, Mapping | None):
+                raise InvalidFieldError("sampling_params", f"is {given!r}", "SamplingParams, a mapping or None")
             for name in given or {}:
                 if name not in _PARAMS:
                     raise InvalidFieldError(f"sampling_params.{name}", "is unknown", ", ".join(sorted(_PARAMS)))
@@ -241,6 +243,8 @@ class InputOutputProcessor:
     def _encode(self, prompt: Prompt) -> list[int]:
         vocab_size = self.model_config.vocab_size
         if not isinstance(prompt, str):
+            if not isinstance(prompt, Iterable):
+                raise InvalidFieldError("prompt", f"is {prompt!r}", "a text, or a list of token ids")
             return [_checked_id(i, token_id, vocab_size) for i, token_id in enumerate(prompt)]
         if self.tokenizer is None:
             raise NoTokenizerError(self.model_config.architecture)
@@ -333,6 +337,8 @@ class LLMEngine:
         Raises:
             ApiError: the prompt, a parameter or the id is not valid; nothing has been taken.
         """
+        if request_id:
+            _check_request_id(request_id)
         answers = self._preprocess(prompt, sampling_params, request_id or uuid.uuid4().hex, stream_callback)
         for answer in answers:
             self.core.validate(answer.seq)
@@ -382,11 +388,12 @@ class LLMEngine:
             EngineDeadError: the model failed; this engine is of no use any more.
             Exception: what the callback raised; all these requests are aborted.
         """
-        if isinstance(prompts, str):
-            raise InvalidFieldError("prompts", "is one string", "a list of prompts")
+        prompts = _listed("prompts", prompts)
         every = _for_each(sampling_params, len(prompts))
-        ids = [uuid.uuid4().hex for _ in prompts] if request_ids is None else request_ids
+        ids = [uuid.uuid4().hex for _ in prompts] if request_ids is None else _listed("request_ids", request_ids)
         _require_one_each("request_ids", ids, len(prompts))
+        for request_id in ids:
+            _check_request_id(request_id)
         _refuse_twice(ids)
         answers = [
             answer
@@ -459,6 +466,24 @@ class LLMEngine:
         self.core.abort(answer.seq.id)
 
 
+def _listed(name: str, values: object) -> list[Any]:
+    if isinstance(values, str):
+        raise InvalidFieldError(name, "is one string", "a list")
+    if not isinstance(values, Iterable):
+        raise InvalidFieldError(name, f"is {values!r}", "a list")
+    return list(values)
+
+
+def _check_request_id(request_id: object) -> None:
+    """Refuses what no seed can be derived from."""
+    if not isinstance(request_id, str):
+        raise InvalidFieldError("request_id", f"is {request_id!r}", "a string")
+    try:
+        request_id.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidFieldError("request_id", f"is no text: {error.reason}", "a string that UTF-8 holds") from None
+
+
 def _refuse_twice(request_ids: Seq[str]) -> None:
     seen: set[str] = set()
     for request_id in request_ids:
@@ -527,8 +552,9 @@ def _load_model(config: Config, model_config: ModelConfig) -> tuple[Config, Mode
 def _for_each(params: Given | Seq[Given], count: int) -> list[Given]:
     if params is None or isinstance(params, SamplingParams | Mapping):
         return [params] * count
-    _require_one_each("sampling_params", params, count)
-    return list(params)
+    every = _listed("sampling_params", params)
+    _require_one_each("sampling_params", every, count)
+    return every
 
 
 def _require_one_each(name: str, values: Seq[Any], count: int) -> None:

@@ -53,6 +53,20 @@ def test_paths_exist(page: Path) -> None:
     assert [path for path in _PATH.findall(_prose(page)) if not (ROOT / path).exists()] == []
 
 
+def test_the_tests_of_robustness_are_there() -> None:
+    """Each test that the page names, in its file or, as `…::name`, in the file before; a name may be cut by `…`."""
+    page = ROOT / "docs" / "robustness.md"
+    missing, source = [], ""
+    for path, name in re.findall(r"`(…|[\w/]+\.py)(?:::(\w+))?…?`", _prose(page)):
+        file = ROOT / "tests" / path
+        if path != "…":
+            # A source that the page speaks of is named from the top of the repository.
+            source = next((each.read_text() for each in (file, ROOT / path) if each.is_file()), "")
+        if not source or (name and f"def {name}" not in source):
+            missing.append(f"{path}::{name}")
+    assert missing == []
+
+
 def test_nothing_points_outside() -> None:
     """Code and pages cite what is in the repository, or a paper by its name."""
     outside = re.compile(r"\.\./shared|design-details|(?:engine|kernel|router|ecosystem|performance)-notes|\bseed 00\d")

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from common.config_parts import WEIGHT_FORMATS, LayerQuantConfig, QuantizationConfig, weight_formats
+from common.errors import InvalidFieldError
 
 Spec = Mapping[str, Any]
 
@@ -23,16 +24,22 @@ def parse_quantization(config: Mapping[str, Any]) -> QuantizationConfig:
     """Quantization that config.json names; the default where it names none.
 
     Raises:
-        ValueError: the method or a setting of it is not supported.
-        KeyError, TypeError: a setting is missing or malformed.
+        ValueError: the method or a setting of it is not supported, or malformed.
+        KeyError: a setting is missing.
     """
     spec = config.get("quantization_config")
     if not spec:
         return QuantizationConfig()
+    if not isinstance(spec, Mapping):
+        raise ValueError(f"quantization_config is {spec!r}; it must be an object")
     method = str(spec.get("quant_method"))
     if method not in _METHODS:
         raise ValueError(f"quant_method {method!r} is not supported; supported: {', '.join(_METHODS)}")
-    parsed = _METHODS[method](spec)
+    try:
+        parsed = _METHODS[method](spec)
+    except (AttributeError, InvalidFieldError, TypeError) as error:
+        # Something in it is of another kind than the method says: no object, no list, no pattern of names.
+        raise ValueError(f"quantization_config of method {method} is malformed: {error}") from error
     for layer in parsed.layer_configs:
         if layer.quant_type != "no" and layer.quant_type not in WEIGHT_FORMATS[layer.quant_dtype]:
             found = f"{layer.quant_dtype} {layer.quant_type}"
@@ -64,7 +71,15 @@ def _w8a8_fp8(spec: Spec) -> QuantizationConfig:
 
 
 def _excluded(spec: Spec) -> tuple[str, ...]:
-    return tuple(spec.get("modules_to_not_convert") or spec.get("ignored_layers") or ())
+    return _names(spec, "modules_to_not_convert") or _names(spec, "ignored_layers")
+
+
+def _names(spec: Spec, key: str) -> tuple[str, ...]:
+    """A list of names, which may be absent. A single name would be taken for a list of its letters."""
+    names = spec.get(key)
+    if names is not None and not (isinstance(names, list) and all(isinstance(name, str) for name in names)):
+        raise ValueError(f"{key} is {names!r}; it must be a list of names")
+    return tuple(names or ())
 
 
 def _compressed_tensors(spec: Spec) -> QuantizationConfig:
@@ -76,12 +91,12 @@ def _compressed_tensors(spec: Spec) -> QuantizationConfig:
             supported = ", ".join(_CT_FORMATS)
             raise ValueError(f"compressed-tensors format {group_form!r} is not supported; supported: {supported}")
         layer = _compressed_tensors_layer(group)
-        for target in group["targets"]:
+        for target in _names(group, "targets"):
             if target == "Linear":
                 everywhere = layer
             else:
-                named.append((str(target), layer))
-    return QuantizationConfig(everywhere, tuple(named), tuple(spec.get("ignore") or ()))
+                named.append((target, layer))
+    return QuantizationConfig(everywhere, tuple(named), _names(spec, "ignore"))
 
 
 def _compressed_tensors_layer(group: Spec) -> LayerQuantConfig:
@@ -105,7 +120,7 @@ def _quark(spec: Spec) -> QuantizationConfig:
     if spec.get("layer_type_quant_config"):
         raise ValueError("quark's layer_type_quant_config is not supported; supported: layer_quant_config")
     named = tuple((name, _quark_layer(layer)) for name, layer in (spec.get("layer_quant_config") or {}).items())
-    return QuantizationConfig(_quark_layer(spec["global_quant_config"]), named, tuple(spec.get("exclude") or ()))
+    return QuantizationConfig(_quark_layer(spec["global_quant_config"]), named, _names(spec, "exclude"))
 
 
 def _quark_layer(layer: Spec) -> LayerQuantConfig:

@@ -1,12 +1,14 @@
-"""The model's own defaults: what its generation_config.json says, as far as it is valid."""
+"""What sampling parameters are refused, and the model's own defaults: what its generation_config.json says."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
-from common.sampling_params import SamplingParams, model_defaults
+from common.errors import InvalidFieldError
+from common.sampling_params import SamplingParams, float32, model_defaults
 
 
 def test_an_absent_file_changes_nothing() -> None:
@@ -37,3 +39,37 @@ def test_an_odd_value_is_left_out(name: str, value: Any) -> None:
 @pytest.mark.parametrize("name", ["max_tokens", "max_new_tokens", "presence_penalty", "seed", "n", "do_sample"])
 def test_nothing_else_is(name: str) -> None:
     assert model_defaults({name: 1}) == SamplingParams()
+
+
+@pytest.mark.parametrize(
+    ("sent", "said"),
+    [
+        (float32(-0.1), "is -0.1;"),
+        (-0.1, "is -0.1;"),
+        (float32(1.0000001), "is 1.0000001;"),
+        (float32(16777216.0), "is 16777216.0;"),
+        (float("nan"), "is nan;"),
+        (float("inf"), "is inf;"),
+    ],
+)
+def test_a_refused_number_is_said_as_it_was_written(sent: float, said: str) -> None:
+    """M13: "min_p is -0.10000000149011612", of a request that said -0.1."""
+    with pytest.raises(InvalidFieldError, match=said):
+        SamplingParams(min_p=sent)
+
+
+def test_integers_of_another_kind_become_integers() -> None:
+    """M11: one of numpy ended the step of all requests with a TypeError."""
+    kinds: dict[str, Any] = {
+        "seed": np.uint64(2**63),
+        "max_tokens": np.int64(3),
+        "min_tokens": np.int8(1),
+        "top_k": np.uint32(4),
+    }
+    ids: dict[str, Any] = {"stop_token_ids": (np.int64(5),), "stop_token_sequences": ((np.int64(6),),)}
+    params = SamplingParams(**kinds, **ids)
+    assert params == SamplingParams(
+        seed=2**63, max_tokens=3, min_tokens=1, top_k=4, stop_token_ids=(5,), stop_token_sequences=((6,),)
+    )
+    values = [*(getattr(params, name) for name in kinds), *params.stop_token_ids, *params.stop_token_sequences[0]]
+    assert {type(value) for value in values} == {int}

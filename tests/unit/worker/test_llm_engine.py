@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 
@@ -429,6 +430,9 @@ def test_a_token_that_only_the_tokenizer_has_is_refused_and_the_engine_lives(
         ([True], {}, "token_ids[0]"),
         ([-1], {}, "token_ids[0]"),
         ("\ud800", {}, "prompt"),
+        (5, {}, "prompt"),
+        (None, {}, "prompt"),
+        ([5], 5, "sampling_params"),
         ([5], {"min_tokens": 3, "max_tokens": 2}, "sampling_params.min_tokens"),
         ([5], {"stop_token_ids": [400], "min_tokens": 1}, "sampling_params.stop_token_ids[0]"),
         ([5], {"stop_token_ids": [-1], "min_tokens": 1}, "sampling_params.stop_token_ids[0]"),
@@ -463,12 +467,27 @@ def test_lists_that_do_not_fit_each_other_are_refused(beyond: tuple[LLMEngine, T
     engine, _ = beyond
     for arguments, path in [
         ({"prompts": "Tell me"}, "prompts"),
+        ({"prompts": 5}, "prompts"),
+        ({"prompts": None}, "prompts"),
+        ({"prompts": [[5]], "sampling_params": 5}, "sampling_params"),
+        ({"prompts": [[5]], "request_ids": "a"}, "request_ids"),
+        ({"prompts": [[5]], "request_ids": [1]}, "request_id"),
+        ({"prompts": [[5]], "request_ids": [[]]}, "request_id"),
+        ({"prompts": [[5]], "request_ids": ["\ud800"]}, "request_id"),
         ({"prompts": [[5]], "sampling_params": [None, None]}, "sampling_params"),
         ({"prompts": [[5]], "request_ids": ["a", "b"]}, "request_ids"),
     ]:
         with pytest.raises(InvalidFieldError) as refused:
             engine.generate(**arguments)  # type: ignore[arg-type]
         assert refused.value.violations[0].path == path
+
+
+def test_integers_of_numpy_are_integers(folder: Path, greedy: list[dict[str, Any]]) -> None:
+    """M11: `max_tokens` of that kind was taken, and failed inside the step of all requests."""
+    engine = LLMEngine(Config(model=str(folder), num_kvcache_blocks=8, max_model_len=96))
+    own, count, prompt = greedy[0]["token_ids"], np.int64(3), np.array(PROMPTS[0])
+    params = {**asdict(GREEDY), "max_tokens": count, "top_k": count, "seed": np.uint64(7), "stop_token_ids": [count]}
+    assert engine.generate([prompt], params)[0]["token_ids"] == own[:3]  # type: ignore[list-item]
 
 
 def test_end_of_sequence_ids_of_the_config_count(folder: Path, greedy: list[dict[str, Any]]) -> None:

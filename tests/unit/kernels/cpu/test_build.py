@@ -128,6 +128,13 @@ def test_nothing_of_the_standard_library_is_compiled_for_one_instruction_set() -
             assert {line[len("#include <") : -1] for line in lines} <= allowed, path
 
 
+def test_no_source_is_compiled_with_strict_aliasing(tmp_path: Path) -> None:
+    """W18: scores are written as float32 and read as bfloat16, which a compiler might put in another order."""
+    commands = list(build._compilations(["false"], tmp_path))
+    assert {Path(command[-3]).name for command in commands} == {path.name for path in build.SOURCES.glob("*.cpp")}
+    assert all("-fno-strict-aliasing" in command for command in commands)
+
+
 def test_a_compiler_that_does_not_know_an_instruction_leaves_its_kernels_out(tmp_path: Path) -> None:
     script = tmp_path / "old-c++"
     script.write_text('#!/bin/sh\ncase "$*" in *amx*) exit 1;; esac\nexit 0\n')

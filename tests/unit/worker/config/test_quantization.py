@@ -114,6 +114,29 @@ def test_what_is_not_supported_is_refused_in_one_line(spec: dict[str, Any], mess
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ("fp8", "quantization_config is 'fp8'; it must be an object"),
+        ([1], r"quantization_config is \[1\]; it must be an object"),
+        ({"quant_method": "fp8", "weight_block_size": 128}, "of method fp8 is malformed: 'int' object is not iterable"),
+        # It would be taken for eight layers of one letter, and the head's weight for one in fp8.
+        ({"quant_method": "fp8", "modules_to_not_convert": "lm_head"}, "'lm_head'; it must be a list of names"),
+        ({**ct(), "ignore": [1]}, r"ignore is \[1\]; it must be a list of names"),
+        ({**ct(), "ignore": ["re:("]}, "of method compressed-tensors is malformed: .* a regular expression"),
+        ({**ct(), "config_groups": [1]}, "of method compressed-tensors is malformed"),
+        (ct(num_bits=None), "of method compressed-tensors is malformed"),
+        ({"quant_method": "quark", "global_quant_config": 1}, "of method quark is malformed"),
+        ({"quant_method": "quark", "layer_quant_config": "x"}, "of method quark is malformed"),
+    ],
+)
+def test_a_malformed_setting_is_one_line(spec: Any, message: str) -> None:
+    """M9: an AttributeError with its traceback, or letters for names."""
+    with pytest.raises(ValueError, match=message) as error:
+        parse(spec)
+    assert "\n" not in str(error.value)
+
+
 def test_a_missing_setting_is_named() -> None:
     with pytest.raises(KeyError, match="config_groups"):
         parse({"quant_method": "compressed-tensors"})
