@@ -54,6 +54,8 @@ _ROPE_DEFAULTS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 4096,
     },
 }
+# Of counts and lengths: kernels take them in 32 bits.
+_MOST = 2**31 - 1
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
 # What `transformers` calls DeepSeek-V3.2's layers, which need not be told from others.
@@ -150,7 +152,7 @@ class ModelConfig:
         generation = _read_json(folder / "generation_config.json") or {}
         try:
             return _parse(config, generation)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ModelError(f"{folder / 'config.json'} can not be used: {what}") from error
 
@@ -169,6 +171,8 @@ class ModelConfig:
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < least:
             raise ModelError(f"config.json: {key} is {value!r}; it must be an integer of at least {least}")
+        if value > _MOST:
+            raise ModelError(f"config.json: {key} is {value}; it must be at most {_MOST}")
         return value
 
     def slides(self, layer: int, by_default: bool) -> bool:
@@ -315,6 +319,8 @@ def rope_config(config: Mapping[str, Any]) -> RopeConfig:
 
 def _yarn(rope: RopeConfig, parameters: Mapping[str, Any], config: Mapping[str, Any]) -> RopeConfig:
     """As transformers reads it: without `factor` the two lengths say it, without `attention_factor` the mscales do."""
+    if rope.theta <= 1.0:
+        raise ValueError(f"rope_theta is {rope.theta:g}; it must be above 1 with yarn")
     given = config.get("original_max_position_embeddings", parameters.get("original_max_position_embeddings"))
     longest = _count(config, "max_position_embeddings", 2048)
     lengths = {"original_max_position_embeddings": given}
@@ -359,6 +365,8 @@ def _count(config: Mapping[str, Any], key: str, default: int | None = None) -> i
         raise KeyError(key)
     if not isinstance(value, int) or isinstance(value, bool) or value < 1:
         raise ValueError(f"{key} is {value!r}; it must be a positive integer")
+    if value > _MOST:
+        raise ValueError(f"{key} is {value}; it must be at most {_MOST}")
     return value
 
 

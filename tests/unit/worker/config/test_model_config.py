@@ -212,6 +212,9 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
             {"rope_parameters": YARN | {"original_max_position_embeddings": 0}},
             "original_max_position_embeddings is 0; it must be a positive integer",
         ),
+        ({"rope_parameters": YARN | {"rope_theta": 1}}, "rope_theta is 1; it must be above 1 with yarn"),
+        ({"rope_theta": 10**400}, "int too large to convert to float"),
+        ({"num_hidden_layers": 10**30}, "num_hidden_layers is 1000.*; it must be at most 2147483647"),
         ({"rope_parameters": [1]}, r"rope parameters are \[1\]; they must be an object"),
         ({"num_hidden_layers": True}, "num_hidden_layers is True; it must be a positive integer"),
         ({"eos_token_id": ["a"]}, r"eos_token_id is \['a'\]; it must be a token id, or a list of them"),
@@ -223,3 +226,10 @@ def test_values_that_make_no_numbers_are_one_line(tmp_path: Path, changes: dict[
     with pytest.raises(ModelError, match=message) as raised:
         ModelConfig.from_folder(write(tmp_path, **changes))
     assert "\n" not in str(raised.value)
+
+
+def test_a_window_beyond_all_lengths_is_one_line(tmp_path: Path) -> None:
+    """M9: an OverflowError of the attention's own numbers, with its traceback."""
+    config = ModelConfig.from_folder(write(tmp_path, sliding_window=10**30))
+    with pytest.raises(ModelError, match=r"config\.json: sliding_window is 1000.*; it must be at most 2147483647"):
+        config.count("sliding_window", 4096)
