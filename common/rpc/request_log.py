@@ -37,6 +37,8 @@ _MAKERS: Final[dict[tuple[bool, bool], Callable[..., _Handler]]] = {
     (True, False): grpc.stream_unary_rpc_method_handler,
     (True, True): grpc.stream_stream_rpc_method_handler,
 }
+# gRPC's own error when it can send nothing any more. It would log a traceback for it, whosever servicer it is.
+_GONE: Final = "the client has gone"
 _ENDING: Final = ApiError(
     grpc.StatusCode.UNAVAILABLE, "the server ends", retry_after_s=ROUTER_RETRY_S, reason="SERVER_ENDING"
 )
@@ -85,12 +87,18 @@ class RequestLog(grpc.aio.ServerInterceptor):
 
         async def awaited(request: Any, context: _Context) -> Any:
             with _Recording(self, method, context):
-                return await run(request, context)
+                try:
+                    return await run(request, context)
+                except grpc.aio.InternalError:
+                    raise asyncio.CancelledError(_GONE) from None
 
         async def generated(request: Any, context: _Context) -> AsyncIterator[Any]:
             with _Recording(self, method, context):
-                async for message in run(request, context):
-                    yield message
+                try:
+                    async for message in run(request, context):
+                        yield message
+                except grpc.aio.InternalError:
+                    raise asyncio.CancelledError(_GONE) from None
 
         make = _MAKERS[handler.request_streaming, handler.response_streaming]
         chosen = generated if inspect.isasyncgenfunction(run) else awaited

@@ -8,6 +8,7 @@ are never logged. A line never raises into who logs it, and never makes it wait 
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import sys
@@ -132,14 +133,33 @@ def _renderers(console: bool, stream: TextIO) -> list[Processor]:
     if not console:
         return [structlog.processors.format_exc_info, structlog.processors.JSONRenderer(default=str)]
     return [
+        _for_terminals,
         structlog.dev.ConsoleRenderer(
             colors=stream.isatty(),
             sort_keys=False,
             timestamp_key="ts",
             pad_event_to=32,
-            exception_formatter=structlog.dev.plain_traceback,
-        )
+            exception_formatter=_traceback,
+        ),
     ]
+
+
+def _for_terminals(_logger: Any, _method: str, event: EventDict) -> EventDict:
+    """Fields whose texts no terminal obeys, whoever they came from: a peer, a file, a library."""
+    return {key: _printable(value) if isinstance(value, str) else value for key, value in event.items()}
+
+
+def _traceback(stream: TextIO, exc_info: Any) -> None:
+    """As structlog's own; the exception's message may be a peer's."""
+    text = io.StringIO()
+    structlog.dev.plain_traceback(text, exc_info)
+    stream.write(_printable(text.getvalue()))
+
+
+def _printable(text: str) -> str:
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in "\n\t" else c.encode("unicode_escape").decode() for c in text)
 
 
 class _Handler(logging.Handler):

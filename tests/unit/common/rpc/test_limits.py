@@ -68,11 +68,11 @@ async def serving(**options: Any) -> AsyncIterator[GrpcServer]:
         await server.stop(0)
 
 
-async def frames(address: str) -> AsyncIterator[tuple[int, bytes]]:
-    """Type and content of each HTTP/2 frame that a server sends to a client that says nothing but hello."""
+async def frames(address: str, more: bytes = b"") -> AsyncIterator[tuple[int, bytes]]:
+    """Type and content of each HTTP/2 frame that a server sends to a client that says nothing but hello, and `more`."""
     host, _, port = address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(_HELLO)
+    writer.write(_HELLO + more)
     try:
         while header := await reader.readexactly(9):
             yield header[3], await reader.readexactly(int.from_bytes(header[:3]))
@@ -234,11 +234,14 @@ async def test_one_timer_ends_all_reads_that_take_too_long_and_no_other(monkeypa
     assert not reads._ends
 
 
-async def test_a_connection_without_calls_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """X5: idle connections took all descriptors of a process, for ever."""
+@pytest.mark.parametrize("more", [b"", bytes([0, 0, 9, HEADERS, 0, 0, 0, 0, 1]), bytes([0, 0])])
+async def test_a_connection_without_calls_is_closed(more: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X5, X9: idle connections took all descriptors of a process, for ever; so did those with half a HEADERS."""
     monkeypatch.setattr(server_module, "CONNECTION_IDLE_S", 0.2)
-    async with serving() as server:
-        await first(GOAWAY, server.address)
+    async with serving() as server, asyncio.timeout(30):
+        with pytest.raises(asyncio.IncompleteReadError):
+            async for _ in frames(server.address, more):
+                pass
 
 
 def test_the_soft_limit_of_open_files_is_raised_and_few_are_said() -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
+from collections.abc import AsyncIterator
 from typing import Any
 
 import grpc
@@ -25,6 +27,9 @@ class Context:
 
     def code(self) -> int:
         return 0
+
+    def time_remaining(self) -> None:
+        return None
 
 
 class Details:
@@ -88,3 +93,33 @@ async def test_the_handler_of_a_method_is_made_once() -> None:
     requests = RequestLog()
     handler: Any = grpc.stream_unary_rpc_method_handler(serve)
     assert await called(requests, handler) is await called(requests, handler)
+
+
+async def unary(request: object, context: object) -> str:
+    raise grpc.aio.InternalError("Failed to execute the batch")
+
+
+async def streaming(request: object, context: object) -> AsyncIterator[str]:
+    raise grpc.aio.InternalError("Failed to execute the batch")
+    yield "part"
+
+
+async def drained(parts: AsyncIterator[str]) -> list[str]:
+    return [part async for part in parts]
+
+
+@pytest.mark.parametrize("kind", ["stream_unary", "stream_stream"])
+async def test_a_client_that_has_gone_is_no_fault(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """X4: of a servicer that is not ours, or of an unknown method, it was UNKNOWN, an error with a traceback."""
+    ends: list[RequestRecord] = []
+    monkeypatch.setattr(RequestLog, "_write", lambda _, record: ends.append(record))
+
+    async def found(_: object) -> Any:
+        return getattr(grpc, f"{kind}_rpc_method_handler")(unary if kind == "stream_unary" else streaming)
+
+    served: Any = await RequestLog().intercept_service(found, Details())  # type: ignore[arg-type]
+    run = getattr(served, kind)(None, Context())
+    with pytest.raises(asyncio.CancelledError):
+        await (run if kind == "stream_unary" else drained(run))
+    (end,) = ends
+    assert (end.code, end.crash, end.level) == (grpc.StatusCode.CANCELLED, None, "info")

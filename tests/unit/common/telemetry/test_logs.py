@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -119,6 +120,24 @@ def test_a_terminal_gets_readable_lines() -> None:
     line = stream.getvalue()
     assert "request accepted" in line
     assert not line.startswith("{")
+
+
+def test_a_terminal_obeys_no_line() -> None:
+    """R14: whoever a text came from; ids of requests are refused, but names, reasons and tracebacks are peers' too."""
+    stream = Terminal()
+    setup_logging(service="router", stream=stream)
+    evil = "w\x1b]0;owned\x07\x9b31m\u202e\r"
+    structlog.get_logger().warning("worker lost", worker_id=evil, model="é")
+    logging.getLogger("grpc").warning("from %s", evil)
+    try:
+        raise ValueError(evil)
+    except ValueError:
+        structlog.get_logger().exception("failed")
+        logging.getLogger("grpc").exception("failed")
+    own = re.sub("\x1b\\[[0-9;]*m", "", stream.getvalue())
+    assert own.count("owned") == 4
+    assert "é" in own
+    assert [c for c in own if not c.isprintable() and c != "\n"] == []
 
 
 def test_format_can_be_forced_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
