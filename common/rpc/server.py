@@ -29,6 +29,7 @@ from common.limits import (
     MAX_UNACCEPTED_CALLS,
     MAX_UNACCEPTED_CALLS_HARD,
     MAX_UNACCEPTED_S,
+    MAX_UNFREED_STREAMS_PER_CONNECTION,
     STATUS_FLUSH_S,
     STOP_ACCEPTING_S,
 )
@@ -96,6 +97,7 @@ def server_options(
         ("grpc.max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
         ("grpc.max_concurrent_streams", MAX_STREAMS_PER_CONNECTION),
+        ("grpc.http2.max_deallocating_streams", MAX_UNFREED_STREAMS_PER_CONNECTION),
         ("grpc.server.max_pending_requests", MAX_UNACCEPTED_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_UNACCEPTED_CALLS_HARD),
         ("grpc.server_max_unrequested_time_in_server", MAX_UNACCEPTED_S),

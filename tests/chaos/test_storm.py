@@ -98,7 +98,7 @@ def test_storm(tmp_path: Path, report: Report) -> None:
     took = [seen.ended - seen.began for seen in storm.seen if seen.code.name == "OK"]
     report(
         "STORM",
-        seed=float(storm.seed),
+        seed=str(storm.seed),
         calls=len(storm.seen),
         moved=sum(seen.attempts > 1 for seen in storm.seen),
         wrong=len(storm.wrong),
@@ -108,8 +108,9 @@ def test_storm(tmp_path: Path, report: Report) -> None:
         ok_p99_s=quantile(took, 0.99),
         faults=" ".join(f"{name}:{count}" for name, count in sorted(storm.faults.items())),
         statuses=" ".join(f"{name.replace(' ', '/')}:{count}" for name, count in storm.codes().most_common()),
+        bare=" ".join(f"{name.replace(' ', '_')}:{count}" for name, count in storm.bare().most_common()),
     )
-    assert not storm.wrong, f"seed {storm.seed}: {len(storm.wrong)}: {storm.wrong[:10]}"
+    assert not storm.wrong, f"seed {storm.seed}: {len(storm.wrong)}: {storm.kinds().most_common(20)}"
     assert not unexplained, f"seed {storm.seed}: {len(unexplained)}: {unexplained[:10]}"
     assert again == known[:10]
     # In a short storm one burst more or less is most of it.

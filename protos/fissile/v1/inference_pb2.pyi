@@ -15,6 +15,8 @@ Rules that hold for every streaming call:
     gRPC or a proxy, because the connection to the router broke: UNAVAILABLE for a direct client, INTERNAL
     (RST_STREAM) through Envoy, also after text. The same request with the same `request_id` (or `seed`) gives the
     same tokens again, so a client may repeat it, on any router, and skip what it has got.
+  * A connection takes 4,096 calls at a time, as its HTTP/2 SETTINGS say, and gRPC's libraries let further ones wait. A
+    client that does not is refused by gRPC itself before anything is sent: UNAVAILABLE, `RST_STREAM` with code 7.
   * A field that this version does not serve is refused with UNIMPLEMENTED and named. Nothing is accepted and ignored.
 """
 
