@@ -239,7 +239,11 @@ def sources() -> Mapping[str, str]:
 @cache
 def graph() -> Mapping[str, Imports]:
     """Our files without the stubs, and of what they import the paths of our files."""
-    files = [path for path in sources() if not path.startswith("fissile/")]
+    return graph_of({path: source for path, source in sources().items() if not path.startswith("fissile/")})
+
+
+def graph_of(files: Mapping[str, str]) -> Mapping[str, Imports]:
+    """Files by path, and of what they import the paths among them."""
     by_module = {path.removesuffix(".py").removesuffix("/__init__").replace("/", "."): path for path in files}
 
     def paths(modules: frozenset[str]) -> frozenset[str]:
@@ -254,7 +258,7 @@ def graph() -> Mapping[str, Imports]:
             )
         )
 
-    found = {path: imports_of(sources()[path]) for path in files}
+    found = {path: imports_of(source) for path, source in files.items()}
     return {path: Imports(paths(each.at_load), paths(each.late), paths(each.typing)) for path, each in found.items()}
 
 
@@ -327,6 +331,49 @@ def test_a_wrong_import_is_found(path: str, source: str, expected: list[str]) ->
     assert violations(path, source) == expected
 
 
+def others_of(package: str) -> frozenset[str]:
+    """Packages of ours that a package must not import."""
+    return OURS - MAY_IMPORT[package] - {package}
+
+
+@pytest.mark.parametrize("package", MAY_IMPORT)
+def test_each_package_that_must_not_be_imported_is_found(package: str) -> None:
+    """One import put the wrong way, at the top, late or for types, is found and nothing else."""
+    for other in sorted(others_of(package)):
+        for source in (
+            f"import {other}.module",
+            f"def f():\n    from {other} import module",
+            f"if TYPE_CHECKING:\n    import {other}",
+        ):
+            assert violations(f"{package}/folder/anything.py", source) == [other]
+    for other in MAY_IMPORT[package]:
+        assert violations(f"{package}/folder/anything.py", f"import {other}.module") == []
+
+
+@pytest.mark.parametrize("folder", RULES)
+def test_each_rule_finds_what_it_forbids(folder: str) -> None:
+    """Each forbidden module in a file of the folder, and in those below it, is found and nothing else."""
+    rule = RULES[folder]
+    files = [folder] if folder.endswith(".py") else [f"{folder}/anything.py", f"{folder}/deeper/anything.py"]
+    for path in files:
+        for module in sorted(rule.forbidden):
+            assert violations(path, f"def f():\n    import {module}.part") == [module]
+            assert violations(path, "import json, math, dataclasses") == []
+
+
+@pytest.mark.parametrize(
+    ("folder", "place"), [(folder, place) for folder, rule in RULES.items() for place in rule.exceptions]
+)
+def test_an_exception_excepts_only_what_it_says(folder: str, place: str) -> None:
+    """A file of its place may import that, and nothing else that the rule forbids."""
+    rule = RULES[folder]
+    path = place if place.endswith(".py") else f"{place}/anything.py"
+    modules = sorted(rule.forbidden)
+    expected = sorted(rule.forbidden - rule.exceptions[place][0])
+    found = violations(path, f"import {', '.join(modules)}")
+    assert [module for module in found if module in rule.forbidden] == expected
+
+
 @pytest.mark.parametrize("folder", RULES)
 def test_exceptions_are_needed(folder: str) -> None:
     """Places exist, and a file that no longer imports what it may leaves the list."""
@@ -351,6 +398,27 @@ def test_without_pytorch_nothing_loads_it() -> None:
 
 def test_modules_load_without_rings() -> None:
     assert ring({path: each.at_load for path, each in graph().items()}) == []
+
+
+def test_a_ring_of_files_is_found() -> None:
+    """Two files that import each other make a ring when loaded; one that imports late makes one of packages only."""
+    files = {
+        "router/a/one.py": "from router.b import two",
+        "router/b/two.py": "def f():\n    from router.a.one import thing",
+    }
+    found = graph_of(files)
+    assert ring({path: each.at_load for path, each in found.items()}) == []
+    assert ring(between_places({path: each.at_load | each.late for path, each in found.items()})) == [
+        "router/a",
+        "router/b",
+        "router/a",
+    ]
+    found = graph_of({**files, "router/b/two.py": "from router.a.one import thing"})
+    assert ring({path: each.at_load for path, each in found.items()}) == [
+        "router/a/one.py",
+        "router/b/two.py",
+        "router/a/one.py",
+    ]
 
 
 def test_packages_have_no_rings() -> None:
