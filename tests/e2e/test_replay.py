@@ -43,7 +43,7 @@ async def moved_to(b: Any, one: FakeWorker, two: FakeWorker) -> None:
 
 
 async def check_tokens_of_a_replay_are_counted() -> None:
-    """tests.md 1.7: a request that goes on elsewhere waits there with all tokens that it sends."""
+    """A request that goes on elsewhere waits there with all tokens that it sends."""
     async with one_and_another() as (b, one, two):
         call = ask(b, 10, 3000)
         (stream,) = await streams(b, 1)
@@ -58,7 +58,7 @@ async def check_tokens_of_a_replay_are_counted() -> None:
 
 
 async def check_requests_of_a_lost_worker_go_on_in_their_order() -> None:
-    """tests.md 1.7: who came first goes on first."""
+    """Who came first goes on first."""
     async with one_and_another() as (b, one, two):
         calls = []
         for length in (30, 10, 20):
@@ -73,7 +73,7 @@ async def check_requests_of_a_lost_worker_go_on_in_their_order() -> None:
 
 
 async def check_a_request_is_given_back_once() -> None:
-    """tests.md 1.7: where all workers are full, a request stays with the second, and is not passed round."""
+    """Where all workers are full, a request stays with the second, and is not passed round."""
     workers = [FakeWorker(FILES, worker_id=f"w{i}", give_back=True) for i in range(3)]
     async with bench(*workers) as b:
         call = ask(b, 10, 5)

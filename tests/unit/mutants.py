@@ -13,13 +13,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from types import ModuleType
-from typing import Any
+from typing import Any, Final
+
+import pytest
 
 from common.text.detokenizer import Detokenizer
 from kernels import sampling
 from worker.engine import stop_rules
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.engine.block_manager import BlockManager
+from worker.engine.block_manager import BlockManager, IntegrityError
 from worker.engine.executor import ThreadExecutor
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
@@ -27,6 +29,10 @@ from worker.engine.sequence_queue import SequenceQueue, SequenceSet
 from worker.engine.stop_rules import StopRules
 from worker.model.model_runner import ModelRunner
 from worker.session.intake import Inbox
+
+# How a test says that something is wrong. A mutant that only breaks what it touches (a TypeError, a KeyError) does not
+# show that the test looks at the rule.
+OBJECTIONS: Final = (AssertionError, IntegrityError, pytest.fail.Exception)
 
 
 @dataclass(frozen=True)

@@ -51,7 +51,7 @@ def run(folder: Path, tests: str, strict: str, *options: str) -> subprocess.Comp
 
 @pytest.mark.parametrize("options", [(), ("-n", "2")], ids=["alone", "xdist"])
 def test_a_strict_run_fails_for_a_skip_that_is_a_fault(tmp_path: Path, options: tuple[str, ...]) -> None:
-    """tests.md 1.5: with a broken library 1,656 tests skipped themselves and CI was green."""
+    """With a broken library 1,656 tests skipped themselves and CI was green."""
     done = run(tmp_path, TESTS + FAULT, "1", *options)
     assert done.returncode == 1, done.stdout
     assert "    1  FORBIDDEN  the CPU kernels were not compiled\n" in done.stdout
@@ -83,7 +83,7 @@ def test_only_a_processor_that_lacks_an_instruction_set_skips_it(name: str) -> N
 
 
 def test_a_library_that_does_not_load_fails_a_test(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """tests.md 1.5: where a compiler is there, or a library, nothing about it is a reason to skip."""
+    """Where a compiler is there, or a library, nothing about it is a reason to skip."""
     broken = tmp_path / "library.so"
     broken.write_bytes(b"no library")
     load = library.load.__wrapped__

@@ -1,29 +1,65 @@
 """Faults put into the service, one at a time: the test that is there for each finds it, property tests by fixed seeds.
 
 A property test that needs a thousand examples for a fault finds it once in ten runs, and then looks like a test that
-fails by chance. So each finds its faults here within as many examples as it takes in every run.
+fails by chance. So each finds its faults here within as many examples as it takes in every run, and each has one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import importlib
+import inspect
+import itertools
+import pkgutil
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from types import ModuleType
+from typing import Any
 
 import pytest
 from hypothesis import Phase, settings
+from hypothesis.internal.conjecture.providers import HypothesisProvider
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
-from common.text import stop_strings
+from common.delay_gate import DelayGate
+from common.process.restart_policy import RestartPolicy
+from common.text import chat_template, stop_strings
+from common.text.detokenizer import Detokenizer, TokenBytes
+from common.text.pieces import Cuts, TokenFloor
+from common.text.tokenizer import Tokenizer
+from router.requests.write_pacer import Turns
 from router.scheduling.admission import AdmissionQueue, _ClassRequests
+from router.scheduling.dispatcher import Dispatcher
+from router.scheduling.failover import Attempts
 from router.scheduling.fair_queue import FairQueue, TenantShares
+from router.scheduling.lazy_heap import Earliest
+from router.scheduling.placement import LeastLoaded, LoadOrder
+from router.scheduling.prefix_index import PrefixIndex, _Expected
 from router.scheduling.worker_queue import Lane
 from router.text.stream_assembly import StreamAssembly
-from tests.unit.common.text import test_stop_strings
+from router.text.text_queue import TextQueue
+from router.workers import session_state
+from router.workers.conduct import Conduct
+from tests.unit import router
+from tests.unit.common import process, test_block_hash, test_delay_gate, text
+from tests.unit.common.process import test_restart_policy
+from tests.unit.common.text import (
+    test_chat_template,
+    test_detokenizer,
+    test_pieces,
+    test_stop_strings,
+    test_tokenizer,
+)
 from tests.unit.mutants import Mutant
-from tests.unit.router.scheduling import test_dispatcher, test_fair_queue
-from tests.unit.router.text import test_stream_assembly
+from tests.unit.router import test_validation
+from tests.unit.router.requests import test_write_pacer
+from tests.unit.router.scheduling import test_dispatcher, test_failover, test_fair_queue, test_placement
+from tests.unit.router.text import test_prompts, test_stream_assembly, test_text_queue
+from tests.unit.router.workers import test_conduct, test_session_state
 from tests.unit.worker.engine import test_block_manager
 from worker.engine.block_manager import BlockManager
 
-Test = Callable[[], None]
+# A test, one with arguments for its parameters, or a state machine.
+Test = Callable[..., None] | type[RuleBasedStateMachine]
 
 _ORDER = test_fair_queue.test_the_order_of_service_is_the_references
 _AWAY = test_fair_queue.test_who_was_away_gets_no_more_than_its_share
@@ -48,6 +84,37 @@ _MORE = "waiting.share(tenant, more=1)"
 
 _UNSEARCHED = "self._min_tokens - 1 - self.delivered"
 _OWN = "child.match or child.fail.match"
+
+_DISPATCHER, _PIECEMEAL = test_dispatcher.DispatcherMachine, test_dispatcher.PiecemealMachine
+_INDEX = test_placement.IndexMachine
+_LOADS, _LOOK = test_placement.test_the_least_loaded_by_sorting, test_placement.test_after_a_look_nobody_could_gain
+_COUNT = test_failover.test_attempts_against_a_plain_count
+_WAITS = test_failover.test_a_request_is_on_a_worker_or_waits
+_EARLIEST = test_fair_queue.test_earliest_is_the_least_of_those_alive
+_PROMOTION = test_fair_queue.test_a_class_that_waits_too_long_gets_its_share_and_no_more
+_TWO = test_fair_queue.test_neither_of_two_that_wait_gets_ahead_by_more_than_a_request
+_FRAMES = test_session_state.test_frames_are_bounded_and_complete
+_PAUSES = test_conduct.test_pauses_are_bounded_and_grow_with_the_time_for_which_an_address_has_failed
+_TURNS = test_write_pacer.test_all_get_their_turn_in_order_and_the_cancelled_take_none
+_BOOKS = test_text_queue.test_books_are_right_after_any_history
+_BEHIND_A_PROMPT = test_stream_assembly.test_a_continuations_text_is_that_of_prompt_and_tokens_alone
+_CLIP = test_validation.test_clip_leaves_room_for_at_least_one_token
+_COMPACT = test_prompts.test_token_ids_become_compact_from_a_list_and_from_a_message
+_RETURNED = test_dispatcher.test_what_comes_back_goes_on_in_its_order
+_NO_SPECIAL = test_tokenizer.test_no_mixture_of_pieces_becomes_special
+_NO_MARK = test_chat_template.test_no_input_adds_a_special_token
+_AT_ONCE = partial(test_detokenizer.test_text_streams_as_it_decodes_at_once, "sentencepiece")
+_ANY_IDS = test_detokenizer.test_any_byte_level_ids_stream_as_they_decode_at_once
+_ANY_PIECES = partial(test_detokenizer.test_result_does_not_depend_on_the_pieces, "byte_level")
+_FALLBACK = test_detokenizer.test_byte_fallback_equals_the_library_outside_of_invalid_bytes
+_CONTINUED = test_detokenizer.test_a_text_behind_a_prompt_is_what_it_adds_to_it
+_VISIBLE = test_detokenizer.test_what_tokens_are_measured_behind_is_visible_text
+_CUT_TEXT = partial(test_pieces.test_pieces_have_the_tokens_of_the_whole, "llama3")
+_FLOOR = partial(test_pieces.test_no_text_has_fewer_tokens_than_the_floor, "llama3")
+
+_BEHIND_ANCHOR = "self._decode(*self._anchor, id)[len(self._anchor_text) :]"
+_NEXT_CUT = "found = None if self._cut is None else self._cut.search(text, near, min(near + PIECE, len(text)))"
+_FITS = "tokens + taken > MAX_FRAME_TOKENS or size > room"
 
 _SETTINGS, _SEED = "_hypothesis_internal_use_settings", "_hypothesis_internal_use_seed"
 
@@ -77,21 +144,110 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("own_match_only", stop_strings, "_link", _OWN, "child.match"), (_BRUTE,)),
     (Mutant("shortest", stop_strings, "_link", _OWN, "child.fail.match or child.match"), (_FRAMING,)),
     (Mutant("salts", BlockManager, "_root", "self._salts.move_to_end(seq.cache_salt)", "pass"), (_SALTS,)),
+    (Mutant("weights_forgotten", TenantShares, "charge", "/ self.weight(request.tenant)", "/ 1"), (_TWO, _ORDER)),
+    (Mutant("promoted_for_ever", FairQueue, "_next_class", "or self._promotion_debt > 0", ""), (_PROMOTION,)),
+    (Mutant("gone_is_earliest", Earliest, "top", "not in self._alive", "is None"), (_EARLIEST,)),
+    (Mutant("comes_back_last", Dispatcher, "_place", "first=first", "first=False"), (_RETURNED,)),
+    (Mutant("sleeps_on", Dispatcher, "_open", "if request.key in self._parked", "if False"), (_DISPATCHER,)),
+    (Mutant("shut_for_ever", Dispatcher, "share", "self._note_taken(lane)", "pass"), (_DISPATCHER,)),
+    (Mutant("cancelled_returns", Dispatcher, "_work_off", "returned.key in self._queue and ", ""), (_PIECEMEAL,)),
+    (Mutant("vacated_too_soon", Dispatcher, "_work_off", "if not len(lane):", "if True:"), (_PIECEMEAL,)),
+    (Mutant("evicts_for_all", PrefixIndex, "evict", "owners[owners == slot] = 0", "owners[:] = 0"), (_INDEX,)),
+    (Mutant("sent_once", _Expected, "_drop_oldest", "found.get(slot) == end", "slot in found"), (_INDEX,)),
+    (Mutant("stale_loads", LoadOrder, "least", "== entry[0]", "is not None"), (_LOADS,)),
+    (Mutant("no_row_before", LeastLoaded, "better", "ahead.get(other.worker, 0)", "0"), (_LOOK,)),
+    (Mutant("one_death_more", Attempts, "verdict", ">= MAX_SUSPICIONS", "> MAX_SUSPICIONS"), (_COUNT,)),
+    (Mutant("no_excuse", Attempts, "_suspicions", " and not attempt.excused", ""), (_COUNT,)),
+    (Mutant("first_class", Attempts, "numerics_wanted", "attempt.tokens or", "attempt.ended or"), (_COUNT,)),
+    (Mutant("last_wait", Attempts, "waits", "if not waits or loss is not None", "if not waits"), (_WAITS,)),
+    (Mutant("long_frames", session_state, "_submit_frame", _FITS, "size > room"), (_FRAMES,)),
+    (Mutant("fat_frames", session_state, "_submit_frame", _FITS, "tokens + taken > MAX_FRAME_TOKENS"), (_FRAMES,)),
+    (Mutant("unbounded", Conduct, "redial_after_s", "min(wait_s, longest_s)", "wait_s"), (_PAUSES,)),
+    (Mutant("idle_turns", Turns, "_next", "        woken += 1", "    woken += 1"), (_TURNS,)),
+    (Mutant("keeps_bytes", TextQueue, "add", "for out in made_room:", "for out in made_room[:1]:"), (_BOOKS,)),
+    (Mutant("one_of_tail", Detokenizer, "__init__", "-TAIL:", "-1:"), (_CONTINUED, _BEHIND_A_PROMPT)),
+    (Mutant("no_first", TokenBytes, "first", "self._decode(id).encode()", "inner"), (_AT_ONCE,)),
+    (Mutant("no_half", Detokenizer, "_decode", "self._begun = data[used:]", "pass"), (_ANY_IDS, _ANY_PIECES)),
+    (Mutant("no_anchor", TokenBytes, "_compute", _BEHIND_ANCHOR, "self._decode(id)"), (_FALLBACK, _VISIBLE)),
+    (
+        Mutant("room_off", test_validation, "clip_to_length", "min(params.min_tokens, room)", "params.min_tokens"),
+        (_CLIP,),
+    ),
+    (Mutant("narrow", test_prompts, "_compact", "np.uint32).", "np.uint16).astype(np.uint32)."), (_COMPACT,)),
+    (Mutant("parses", Tokenizer, "_text_pieces", "self._plain", "self._parsing"), (_NO_SPECIAL,)),
+    (Mutant("unmarked", chat_template, "mark_special", "pattern.sub", "(lambda new, text: text)"), (_NO_MARK,)),
+    (Mutant("cuts_words", Cuts, "_next", _NEXT_CUT, "return near"), (_CUT_TEXT,)),
+    (Mutant("too_many", TokenFloor, "tokens", "int(total * (1 - 1e-9))", "int(total + 1)"), (_FLOOR,)),
+    (
+        Mutant("late_timer", DelayGate, "opens_in", " + _AFTER_S", ""),
+        (test_delay_gate.test_a_timer_finds_the_gate_open,),
+    ),
+    (
+        Mutant("unchained", test_block_hash, "hash_chain", "+ width], parent, seed", "+ width], root, seed"),
+        (
+            test_block_hash.test_chain_is_compute_hash_block_by_block,
+            test_block_hash.test_a_chain_can_be_continued,
+        ),
+    ),
+    (
+        Mutant("window", RestartPolicy, "died", "now - death <= WINDOW_S", "now - death < WINDOW_S + 1"),
+        (test_restart_policy.test_gives_up_exactly_when_the_window_holds_too_many_deaths,),
+    ),
+    (
+        Mutant("streak", RestartPolicy, "died", "self._streak = 0", "pass"),
+        (test_restart_policy.test_each_delay_is_the_first_or_the_double_of_the_one_before,),
+    ),
 ]
 CAUGHT = [(mutant, test) for mutant, tests in MUTANTS for test in tests]
 
 
+def name_of(test: Test) -> str:
+    return test.func.__name__ if isinstance(test, partial) else test.__name__
+
+
 def run(test: Test, monkeypatch: pytest.MonkeyPatch) -> None:
     """As pytest runs it, from a fixed seed, without making a failing example small."""
-    if hasattr(test, "hypothesis"):
-        own = getattr(test, _SETTINGS)
-        quick = settings(own, database=None, phases=[Phase.generate], report_multiple_bugs=False)
-        monkeypatch.setattr(test, _SETTINGS, quick)
+    # Constants are of the modules that happen to be loaded: with them a seed would stand for other examples each time.
+    monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: None)
+    if inspect.isclass(test):
         monkeypatch.setattr(test, _SEED, 0, raising=False)
+        run_state_machine_as_test(test, settings=_quick(test.TestCase.settings))
+        return
+    function: Any = test.func if isinstance(test, partial) else test
+    if hasattr(function, "hypothesis"):
+        monkeypatch.setattr(function, _SETTINGS, _quick(getattr(function, _SETTINGS)))
+        monkeypatch.setattr(function, _SEED, 0, raising=False)
     test()
 
 
-@pytest.mark.parametrize(("mutant", "test"), CAUGHT, ids=[f"{mutant.trap}-{test.__name__}" for mutant, test in CAUGHT])
+def _quick(own: settings) -> settings:
+    return settings(own, database=None, phases=[Phase.generate], report_multiple_bugs=False)
+
+
+def modules_below(package: ModuleType) -> Iterator[ModuleType]:
+    for found in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        yield importlib.import_module(found.name)
+
+
+def property_tests(modules: Iterable[ModuleType]) -> set[str]:
+    """Names of the property tests and state machines in modules of tests."""
+    return {
+        name
+        for module in modules
+        for name, found in vars(module).items()
+        if getattr(found, "__module__", None) == module.__name__
+        and (hasattr(found, "hypothesis") or (inspect.isclass(found) and issubclass(found, RuleBasedStateMachine)))
+    }
+
+
+def test_each_property_test_has_a_fault_to_find() -> None:
+    listed = {name_of(test) for _, test in CAUGHT}
+    packages = (router, text, process)
+    modules = [test_block_hash, test_delay_gate, *itertools.chain(*map(modules_below, packages))]
+    assert sorted(property_tests(modules) - listed) == []
+
+
+@pytest.mark.parametrize(("mutant", "test"), CAUGHT, ids=[f"{mutant.trap}-{name_of(test)}" for mutant, test in CAUGHT])
 def test_the_fault_is_found(mutant: Mutant, test: Test, monkeypatch: pytest.MonkeyPatch) -> None:
     with mutant.applied(), pytest.raises(AssertionError):
         run(test, monkeypatch)

@@ -15,7 +15,12 @@ from common.process.restart_policy import (
     RestartPolicy,
 )
 
-gaps = st.lists(st.floats(min_value=0, max_value=200, allow_nan=False), min_size=1, max_size=40)
+# Often a death more or less than the window later, which is what decisions turn on.
+gaps = st.lists(
+    st.floats(min_value=0, max_value=200, allow_nan=False) | st.sampled_from([1.0, 29.5, 30.0, 30.5, 60.0, 60.5]),
+    min_size=1,
+    max_size=40,
+)
 
 
 def decisions(times: list[float]) -> list[Restart | GiveUp]:

@@ -70,7 +70,7 @@ def test_byte_fallback_equals_the_library_outside_of_invalid_bytes(ids: list[int
 
 
 def test_what_tokens_are_measured_behind_is_visible_text() -> None:
-    """tests.md 1.7: a vocabulary whose first ids are a special token and a space: neither shows at the start."""
+    """A vocabulary whose first ids are a special token and a space: neither shows at the start."""
     vocabulary = {"<unk>": 0, "▁": 1, "▁a": 2, "b": 3}
     library = tokenizers.Tokenizer(models.BPE(vocabulary, [], unk_token="<unk>"))
     library.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])

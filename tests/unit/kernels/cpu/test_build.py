@@ -62,7 +62,7 @@ def test_an_install_without_a_compiler_succeeds_and_says_so(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("compiler", ["false", "/nowhere/c++"])
 def test_a_compiler_that_fails_ends_the_build_with_1(tmp_path: Path, compiler: str) -> None:
-    """tests.md 0.1: a broken source printed a line, ended with 0, and CI went on without the kernels."""
+    """A broken source printed a line, ended with 0, and CI went on without the kernels."""
     done, folder = build_a_copy(tmp_path, CXX=compiler)
     assert done.returncode == 1
     (line,) = done.stderr.splitlines()
@@ -85,7 +85,7 @@ hatch_build.KernelsBuildHook().initialize("editable", {})
 
 @pytest.mark.parametrize("code", [0, 1])
 def test_an_install_ends_as_the_build_does(code: int) -> None:
-    """tests.md 0.1: `pip install` went on after a compiler that failed. Hatchling is only in a package's build."""
+    """`pip install` went on after a compiler that failed. Hatchling is only in a package's build."""
     root = build.FOLDER.parents[1]
     assert subprocess.run([sys.executable, "-c", HOOK, str(code)], cwd=root, check=False).returncode == code
 

@@ -130,7 +130,7 @@ def test_gate_opens_for_the_fleets_oldest_for_full_room_for_deadlines_and_for_st
 
 
 def test_a_group_on_its_way_counts_as_waiting_at_the_worker() -> None:
-    """tests.md 1.7: the gate does not open because a report is older than what has been sent since."""
+    """The gate does not open because a report is older than what has been sent since."""
     idle = LoadReport(0.0, room_tokens=1000, room_seqs=10, last_prompt_latency_s=0.2)
     d = dispatcher("a", factor=1.0, report=idle)
     d.arrive(request(1), 0.0)
@@ -279,6 +279,19 @@ def test_returned_requests_go_first() -> None:
     d.requeue(release.requests[0], 0.0)
     d.report("a", LoadReport(1.0, decoding_seqs=1, room_tokens=10, room_seqs=9, submit_seen=1))
     assert keys(d.decide(1.0)) == {"a": [1]}
+
+
+def test_what_comes_back_goes_on_in_its_order() -> None:
+    """Given back last to first, before what has come since."""
+    d = dispatcher("a", report=LoadReport(0.0, decoding_seqs=1, room_tokens=30, room_seqs=9))
+    for key in range(3):
+        d.arrive(request(key), 0.0)
+    (release,) = d.decide(0.0)
+    d.arrive(request(9), 0.0)
+    for returned in reversed(release.requests):
+        d.requeue(returned, 0.0)
+    d.report("a", LoadReport(1.0, decoding_seqs=1, room_tokens=100, room_seqs=9, submit_seen=1))
+    assert keys(d.decide(1.0)) == {"a": [0, 1, 2, 9]}
 
 
 def test_queue_drops_stale_deadlines() -> None:
@@ -516,6 +529,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.waiting: dict[int, QueuedRequest] = {}
         self.up: dict[str, list[Release]] = {}
         self.released: dict[int, QueuedRequest] = {}
+        self.went_to: dict[int, str] = {}
         self.closed: set[str] = set()
         # Workers that one request has for itself, and which.
         self.taken: dict[str, int] = {}
@@ -589,15 +603,20 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.waiting)
     @rule(data=st.data())
     def cancel(self, data: st.DataObject) -> None:
-        key = data.draw(st.sampled_from(sorted(self.waiting)))
+        self.drop(data.draw(st.sampled_from(sorted(self.waiting))))
+
+    def drop(self, key: int) -> None:
         del self.waiting[key]
         assert self.d.cancel(key)
 
     @precondition(lambda self: self.released)
-    @rule(data=st.data(), count=st.integers(1, 4))
-    def come_back(self, data: st.DataObject, count: int) -> None:
+    @rule(data=st.data(), count=st.integers(1, 4), is_cancelled=st.booleans())
+    def come_back(self, data: st.DataObject, count: int, is_cancelled: bool) -> None:
+        """Some requests come back; the last of them may be cancelled before it has been placed."""
         for _ in range(min(count, len(self.released))):
-            self.return_unstarted(data.draw(st.sampled_from(sorted(self.released))))
+            self.return_unstarted(key := data.draw(st.sampled_from(sorted(self.released))))
+        if is_cancelled:
+            self.drop(key)
 
     def return_unstarted(self, key: int) -> None:
         for worker in [worker for worker, taken in self.taken.items() if taken == key]:
@@ -606,14 +625,20 @@ class DispatcherMachine(RuleBasedStateMachine):
         request = self.waiting[key] = self.released.pop(key)
         self.d.requeue(request, self.now)
 
-    @rule(worker=st.sampled_from("abc"))
-    def toggle(self, worker: str) -> None:
+    @rule(worker=st.sampled_from("abc"), is_cancelled=st.booleans())
+    def toggle(self, worker: str, is_cancelled: bool) -> None:
+        """A worker comes, or is lost with all that it has; the first of that may be cancelled at once."""
         if worker in self.up:
             del self.up[worker]
+            had = [key for key in self.released if self.went_to[key] == worker]
             self.closed.discard(worker)
             self.taken.pop(worker, None)
             self.limits.pop(worker, None)
             self.d.lane_down(worker, self.now)
+            for key in reversed(had):
+                self.return_unstarted(key)
+            if had and is_cancelled:
+                self.drop(had[0])
         else:
             self.up[worker] = []
             self.said[worker] = LaneRecord(None, 0, 0)
@@ -632,12 +657,16 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.d.lane_draining(worker, self.now)
 
     @precondition(lambda self: self.released)
-    @rule(data=st.data())
-    def suspect(self, data: st.DataObject) -> None:
-        """A request comes back that is to run alone."""
+    @rule(data=st.data(), is_released=st.booleans())
+    def suspect(self, data: st.DataObject, is_released: bool) -> None:
+        """A request comes back that is to run alone; it may be released at once, to a worker that is idle."""
         key = data.draw(st.sampled_from(sorted(self.released)))
         self.released[key].alone = True
         self.return_unstarted(key)
+        if is_released:
+            for worker, sent in self.up.items():
+                self.d.report(worker, LoadReport(self.now, room_tokens=50, room_seqs=4, submit_seen=len(sent)))
+            self.decide(0.4)
 
     @precondition(lambda self: self.up)
     @rule(data=st.data(), most=st.sampled_from([None, 1, 2, 4]))
@@ -720,6 +749,8 @@ class DispatcherMachine(RuleBasedStateMachine):
                 own = [r.key for r in new if r.tenant == tenant]
                 assert own == sorted(own)
             assert not self.released.keys() & set(arrivals)
+            assert self.waiting.keys() >= set(arrivals)
+            self.went_to.update(dict.fromkeys(arrivals, release.worker))
             self.released.update((r.key, r) for r in release.requests)
             assert release.worker not in self.taken
             if any(r.alone for r in release.requests):
@@ -756,7 +787,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert lane.unseen_seqs == sum(g.seqs for g in lane._unseen)
 
 
-DispatcherMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+DispatcherMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestDispatcherMachine = DispatcherMachine.TestCase
 
 
@@ -766,7 +797,7 @@ class PiecemealMachine(DispatcherMachine):
     pieces = 1
 
 
-PiecemealMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
+PiecemealMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
 TestPiecemealMachine = PiecemealMachine.TestCase
 
 

@@ -15,7 +15,8 @@ from router.scheduling.failover import Attempts, FailoverPolicy, Loss, Verdict, 
 DEATHS = {Loss.DIED, Loss.ENGINE_FAILED}
 LIVES = st.lists(
     st.tuples(
-        st.sampled_from([*Loss, None]),
+        # Every other one is a death.
+        st.sampled_from([*Loss, None]) | st.sampled_from(sorted(DEATHS, key=str)),
         st.sampled_from([0, 0, 1, FIRST_TOKENS - 1, FIRST_TOKENS, 100]),
         st.sampled_from("xy"),
         st.booleans(),

@@ -53,6 +53,7 @@ class IndexMachine(RuleBasedStateMachine):
         self.now = 0.0
         self.holds: dict[str, set[int]] = {}
         self.sent: dict[str, dict[int, float]] = {}
+        self.last: tuple[str, list[int]] = "", []
 
     @rule(worker=st.sampled_from("abcdefgh"))
     def start(self, worker: str) -> None:
@@ -88,15 +89,31 @@ class IndexMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.holds)
     @rule(data=st.data(), prompt=PROMPTS)
     def send(self, data: st.DataObject, prompt: list[int]) -> None:
-        worker = self.worker(data)
+        self.send_to(self.worker(data), prompt)
+
+    def send_to(self, worker: str, prompt: list[int]) -> None:
+        self.last = worker, prompt
         self.index.expect(worker, prompt, self.now)
         self.sent[worker].update(dict.fromkeys(prompt, self.now + EXPECTED_S))
+
+    @precondition(lambda self: self.last[0] in self.holds)
+    @rule(seconds=st.sampled_from([0.5, 1.0, 1.5]), other=PROMPTS)
+    def send_again(self, seconds: float, other: list[int]) -> None:
+        """A prompt sent twice is expected until the time of the second has passed, whatever is sent behind it."""
+        worker, prompt = self.last
+        for sent in (prompt, other):
+            self.now += seconds
+            self.send_to(worker, sent)
+        self.look(prompt)
 
     @rule(seconds=st.sampled_from([0.5, 1.0, 2.5]))
     def wait(self, seconds: float) -> None:
         self.now += seconds
 
     @rule(prompt=PROMPTS)
+    def look_up(self, prompt: list[int]) -> None:
+        self.look(prompt)
+
     def look(self, prompt: list[int]) -> None:
         sent = {w: {g for g, until in sent.items() if until > self.now} for w, sent in self.sent.items()}
         depths = {w: max(depth_in(prompt, held), depth_in(prompt, sent[w])) for w, held in self.holds.items()}

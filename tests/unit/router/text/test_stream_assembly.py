@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
-from hypothesis import given, settings
+from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
 from common.errors import DeadlineError, EngineError, NoWorkerError, SlowClientError, WorkerLostError
@@ -36,11 +36,14 @@ FAMILIES = [
 def answers(draw: st.DrawFn) -> tuple[list[int], tuple[str, ...]]:
     """The ids of an answer, and stop strings, most of which it meets."""
     letters, possible = draw(st.sampled_from(FAMILIES))
-    stops = draw(st.lists(st.sampled_from(possible), max_size=6, unique=True))
-    # Beginnings of stop strings: what follows leads into another one, or nearly.
-    heads = [stop[:end] for stop in stops for end in range(1, len(stop)) if "\ufffd" not in stop]
+    # Hardly ever none, and rather few: with many a short one ends the answer before a long one has begun.
+    stops = draw(st.lists(st.sampled_from(possible), min_size=draw(st.sampled_from([0, 1, 1, 1, 1])), max_size=6))
+    stops = list(dict.fromkeys(stops))
+    # Stop strings and beginnings of them: what follows leads into another one, or nearly.
+    heads = [stop[:end] for stop in stops for end in range(1, len(stop) + 1) if "\ufffd" not in stop]
     begun = [[i for letter in head for i in TOKENIZER.encode(letter)] for head in heads]
-    pieces = draw(st.lists(st.sampled_from([*begun, *([i] for i in letters)]), min_size=1, max_size=20))
+    letter = st.sampled_from([[i] for i in letters])
+    pieces = draw(st.lists(st.sampled_from(begun) | letter if begun else letter, min_size=1, max_size=20))
     return [i for piece in pieces for i in piece][:40], tuple(stops)
 
 
@@ -108,7 +111,7 @@ def reference(ids: list[int], stops: tuple[str, ...], include: bool, min_tokens:
 def test_any_framing_gives_the_reference(
     answer: tuple[list[int], tuple[str, ...]], cuts: list[int], include: bool, min_tokens: int
 ) -> None:
-    """tests.md 1.7: with stop strings that overlap, contain each other and lie across tokens and runs."""
+    """With stop strings that overlap, contain each other and lie across tokens and runs."""
     ids, stops = answer
     # A sequence does not end before it has had so many.
     min_tokens = min(min_tokens, len(ids))
@@ -128,6 +131,24 @@ def test_any_framing_gives_the_reference(
         assert ending.reason == pb.FINISH_REASON_STOP
         assert ending.stop is not None
         assert ending.stop.stop_string == matched
+
+
+def test_many_answers_meet_long_stop_strings() -> None:
+    """The property above is worth what its answers are: of them three in ten must meet a stop string of two or more
+    characters, and as many one that lies across tokens.
+    """
+    met: list[bool] = []
+
+    @seed(0)
+    @settings(max_examples=200, database=None, phases=[Phase.generate])
+    @given(answer=answers())
+    def note(answer: tuple[list[int], tuple[str, ...]]) -> None:
+        _, delivered, matched = reference(*answer, include=False, min_tokens=0)
+        ids = answer[0][:delivered]
+        met.append(matched is not None and len(matched) > 1 and len(TOKENIZER.decode(ids[-1:])) < len(matched))
+
+    note()
+    assert sum(met) >= 0.3 * len(met)
 
 
 @settings(max_examples=200)
@@ -211,7 +232,7 @@ def test_first_part_comes_with_the_first_token_though_its_text_is_held_back() ->
 
 
 def test_what_a_later_attempt_says_first_is_not_the_streams_start() -> None:
-    """tests.md 1.7: cached tokens and times of the finish are those of the first token that the client got."""
+    """Cached tokens and times of the finish are those of the first token that the client got."""
     stream = assembly()
     stream.begin(FirstTokenInfo(cached_tokens=3))
     stream.begin(FirstTokenInfo(cached_tokens=4))
@@ -221,7 +242,7 @@ def test_what_a_later_attempt_says_first_is_not_the_streams_start() -> None:
 
 
 def test_a_stop_string_may_end_with_the_last_of_min_tokens() -> None:
-    """tests.md 1.7: min_tokens is reached with that token, not behind it."""
+    """Min_tokens is reached with that token, not behind it."""
     for min_tokens, delivered in ((0, 1), (1, 1), (2, 2), (3, 3), (4, 3)):
         stream = assembly(("a",), min_tokens=min_tokens)
         stream.append(PROMPT, TOKENIZER.encode("a") * 3, 0.0)
@@ -230,7 +251,7 @@ def test_a_stop_string_may_end_with_the_last_of_min_tokens() -> None:
 
 
 def test_a_stop_string_that_the_end_completes_counts() -> None:
-    """tests.md 1.7: half a character becomes U+FFFD at the end, and is searched too."""
+    """Half a character becomes U+FFFD at the end, and is searched too."""
     stream = assembly(("b\ufffd",))
     ids = [*TOKENIZER.encode("ab"), TOKENIZER.encode("é")[0]]
     stream.append(PROMPT, ids, 0.0, end(1, PROMPT + 3, wpb.END_REASON_LENGTH))

@@ -105,8 +105,14 @@ def test_a_job_that_is_refused_takes_nobodys_place() -> None:
     assert (len(queue), queue.bytes) == (3, 100)
 
 
+# More come than go, one tenant has most, and sizes differ, so that one new text pushes several out.
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(("add", "next", "again", "end", "abandon")), st.sampled_from("abc"), st.integers(1, 60)),
+    st.tuples(
+        st.sampled_from(("add", "add", "add", "next", "again", "end", "abandon")),
+        st.sampled_from("aaabc"),
+        st.sampled_from((1, 9, 10, 20, 55)),
+    ),
+    min_size=10,
     max_size=80,
 )
 

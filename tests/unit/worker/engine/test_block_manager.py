@@ -233,7 +233,7 @@ def test_salts_share_nothing_even_when_their_roots_collide() -> None:
 
 
 def test_a_salt_in_use_is_not_forgotten_for_new_ones() -> None:
-    """tests.md 1.7: with more salts than there is room for, the busiest tenant keeps its cache."""
+    """With more salts than there is room for, the busiest tenant keeps its cache."""
     bm = manager()
     run(bm, blocks_of(1, salt=b"busy", root=1))
     for i in range(2 * MAX_CACHE_SALTS):

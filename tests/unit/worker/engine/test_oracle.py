@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from tests.unit.mutants import FAULTS, MUTANTS, Mutant
+from tests.unit.mutants import FAULTS, MUTANTS, OBJECTIONS, Mutant
 from tests.unit.worker.engine.trial import run_workload
 
 MOST_WORKLOADS = 400
 # Not in workloads: what must be refused, other parts of the service, what has no effect, a first output of two tokens.
 _UNTRIED = {"t05", "t06", "t13", "t29", "t38", "t39", "t40", "t42", "t43", "t45"}
+# The engine itself stumbles over these: a block that is taken where there is none, or that is published too early, and
+# a column of a sequence that has gone.
+_BREAKS = {"t03": LookupError, "t20": LookupError, "columns-kept": LookupError}
 
 
 def run_workloads() -> None:
@@ -19,5 +22,6 @@ def run_workloads() -> None:
 
 @pytest.mark.parametrize("mutant", [m for m in MUTANTS if m.trap not in _UNTRIED] + FAULTS, ids=lambda m: m.trap)
 def test_it_catches(mutant: Mutant) -> None:
-    with mutant.applied(), pytest.raises(Exception):  # noqa: B017, PT011 - an objection, or what the mutant breaks
+    broken = [_BREAKS[mutant.trap]] if mutant.trap in _BREAKS else []
+    with mutant.applied(), pytest.raises((*OBJECTIONS, *broken)):
         run_workloads()
