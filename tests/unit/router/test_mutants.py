@@ -209,7 +209,8 @@ def run(test: Test, monkeypatch: pytest.MonkeyPatch) -> None:
     """As pytest runs it, from a fixed seed, without making a failing example small."""
     # Constants are of the modules that happen to be loaded: with them a seed would stand for other examples each time.
     monkeypatch.setattr(HypothesisProvider, "_maybe_draw_constant", lambda *_, **__: None)
-    if inspect.isclass(test):
+    if isinstance(test, type):
+        assert issubclass(test, RuleBasedStateMachine)
         monkeypatch.setattr(test, _SEED, 0, raising=False)
         run_state_machine_as_test(test, settings=_quick(test.TestCase.settings))
         return
