@@ -26,12 +26,12 @@ from common.text import chat_template, stop_strings
 from common.text.detokenizer import Detokenizer, TokenBytes
 from common.text.pieces import Cuts, TokenFloor
 from common.text.tokenizer import Tokenizer
-from router.requests.write_pacer import Turns
+from router.requests.write_pacer import WritePacer
 from router.scheduling.admission import AdmissionQueue, _ClassRequests
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import Attempts
 from router.scheduling.fair_queue import FairQueue, TenantShares
-from router.scheduling.lazy_heap import Earliest
+from router.scheduling.lazy_heap import LazyMinHeap
 from router.scheduling.placement import LeastLoaded, LoadOrder
 from router.scheduling.prefix_index import PrefixIndex, _Expected
 from router.scheduling.worker_queue import Lane
@@ -146,7 +146,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("salts", BlockManager, "_root", "self._salts.move_to_end(seq.cache_salt)", "pass"), (_SALTS,)),
     (Mutant("weights_forgotten", TenantShares, "charge", "/ self.weight(request.tenant)", "/ 1"), (_TWO, _ORDER)),
     (Mutant("promoted_for_ever", FairQueue, "_next_class", "or self._promotion_debt > 0", ""), (_PROMOTION,)),
-    (Mutant("gone_is_earliest", Earliest, "top", "not in self._alive", "is None"), (_EARLIEST,)),
+    (Mutant("gone_is_earliest", LazyMinHeap, "top", "not in self._alive", "is None"), (_EARLIEST,)),
     (Mutant("comes_back_last", Dispatcher, "_place", "first=first", "first=False"), (_RETURNED,)),
     (Mutant("sleeps_on", Dispatcher, "_open", "if request.key in self._parked", "if False"), (_DISPATCHER,)),
     (Mutant("shut_for_ever", Dispatcher, "share", "self._note_taken(lane)", "pass"), (_DISPATCHER,)),
@@ -155,7 +155,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("evicts_for_all", PrefixIndex, "evict", "owners[owners == slot] = 0", "owners[:] = 0"), (_INDEX,)),
     (Mutant("sent_once", _Expected, "_drop_oldest", "found.get(slot) == end", "slot in found"), (_INDEX,)),
     (Mutant("stale_loads", LoadOrder, "least", "== entry[0]", "is not None"), (_LOADS,)),
-    (Mutant("no_row_before", LeastLoaded, "better", "ahead.get(other.worker, 0)", "0"), (_LOOK,)),
+    (Mutant("no_row_before", LeastLoaded, "find_better_lane", "ahead.get(other.worker, 0)", "0"), (_LOOK,)),
     (Mutant("one_death_more", Attempts, "verdict", ">= MAX_SUSPICIONS", "> MAX_SUSPICIONS"), (_COUNT,)),
     (Mutant("no_excuse", Attempts, "_suspicions", " and not attempt.excused", ""), (_COUNT,)),
     (Mutant("first_class", Attempts, "numerics_wanted", "attempt.tokens or", "attempt.ended or"), (_COUNT,)),
@@ -163,7 +163,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("long_frames", session_state, "_submit_frame", _FITS, "size > room"), (_FRAMES,)),
     (Mutant("fat_frames", session_state, "_submit_frame", _FITS, "tokens + taken > MAX_FRAME_TOKENS"), (_FRAMES,)),
     (Mutant("unbounded", Conduct, "redial_after_s", "min(wait_s, longest_s)", "wait_s"), (_PAUSES,)),
-    (Mutant("idle_turns", Turns, "_next", "        woken += 1", "    woken += 1"), (_TURNS,)),
+    (Mutant("idle_turns", WritePacer, "_next", "        woken += 1", "    woken += 1"), (_TURNS,)),
     (Mutant("keeps_bytes", TextQueue, "add", "for out in made_room:", "for out in made_room[:1]:"), (_BOOKS,)),
     (Mutant("one_of_tail", Detokenizer, "__init__", "-TAIL:", "-1:"), (_CONTINUED, _BEHIND_A_PROMPT)),
     (Mutant("no_first", TokenBytes, "first", "self._decode(id).encode()", "inner"), (_AT_ONCE,)),
