@@ -72,6 +72,17 @@ class ByteSize(click.ParamType[int]):
         return size
 
 
+class ByteSizeText(click.ParamType[str]):
+    """Bytes as `ByteSize` reads them, kept as they were written for the child process that does."""
+
+    name = ByteSize.name
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Checks the text of an option."""
+        ByteSize().convert(value, param, ctx)
+        return str(value)
+
+
 class Sizes(click.ParamType[tuple[int, ...]]):
     """Numbers of at least 1, from `1,2,8`."""
 

@@ -30,7 +30,7 @@ from common.cli.core.config_file import (
 )
 from common.cli.core.console import Console
 from common.cli.core.errors import CommandError
-from common.cli.core.options import SHORTEST_S, Duration, option
+from common.cli.core.options import SHORTEST_S, ByteSizeText, Duration, option
 from common.cli.core.tls_options import api_keys_option, server_tls, server_tls_options
 from common.cli.group import CHECKOUT, missing_extra
 from common.cli.serve.launch_plan import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
@@ -358,12 +358,17 @@ def describe_kv_memory(fleet: Fleet) -> str:
 @option(
     "--kv-cache-memory",
     envvar="FISSILE_KV_CACHE_MEMORY",
+    type=ByteSizeText(),
     help="Of each rank, e.g. 2GiB; absent: 1/4 of free memory for all.",
 )
-@option("--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=int, help="Prompt and answer; absent: the model's.")
 @option(
-    "--max-num-seqs", envvar="FISSILE_MAX_NUM_SEQS", type=int, help="Running at once; absent: the worker's default."
-)
+    "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
+    help="Prompt and answer; absent: the model's.",
+)  # fmt: skip
+@option(
+    "--max-num-seqs", envvar="FISSILE_MAX_NUM_SEQS", type=click.IntRange(min=1),
+    help="Running at once; absent: the worker's default.",
+)  # fmt: skip
 @option(
     "--scheduling-policy", envvar="FISSILE_SCHEDULING_POLICY", type=click.Choice(SCHEDULING_POLICIES),
     help="prefill_first: prompts go before running answers; mixed: both share each step; absent: "
@@ -403,7 +408,10 @@ def describe_kv_memory(fleet: Fleet) -> str:
     "--step-timeout", envvar="FISSILE_STEP_TIMEOUT", type=Duration(SHORTEST_S),
     help="Time after which a step of several ranks counts as hung; absent: the worker's default.",
 )  # fmt: skip
-@option("--delay-factor", envvar="FISSILE_DELAY_FACTOR", type=float, help="Of the router's delay gate; absent: 0.")
+@option(
+    "--delay-factor", envvar="FISSILE_DELAY_FACTOR", type=click.FloatRange(0),
+    help="Of the router's delay gate; absent: 0.",
+)  # fmt: skip
 @option(
     "--admin-port", envvar="FISSILE_ADMIN_PORT", type=click.IntRange(0, 65535),
     help="Port of the router's AdminService, for `fissile workers`, `cordon`, `routing` and others; absent: off.",

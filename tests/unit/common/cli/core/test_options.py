@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import click
 import pytest
 
-from common.cli.core.options import ByteSize, Duration, Sizes
+from common.cli.core.options import ByteSize, ByteSizeText, Duration, Sizes
 from common.cli.group import fissile
 
 # Words in the names of options that are durations.
@@ -30,6 +30,24 @@ def test_all_durations_of_all_commands_have_one_form() -> None:
     assert {name for name, each in times.items() if not isinstance(each.type, Duration)} == set()
     for each in times.values():
         assert each.type.convert("40s", each, None) == each.type.convert("40", each, None) == 40.0
+
+
+def grammar(option: click.Option) -> tuple[object, ...]:
+    """What its variable may say."""
+    kind = option.type
+    limits = (getattr(kind, "min", None), getattr(kind, "max", None), tuple(getattr(kind, "choices", ())))
+    return kind.name, *limits, option.multiple, option.is_flag
+
+
+def test_a_variable_of_several_commands_has_one_grammar() -> None:
+    """`serve` took FISSILE_KV_CACHE_MEMORY=much, and its worker ended again and again."""
+    grammars: dict[object, set[tuple[object, ...]]] = {}
+    for _, each in options(fissile):
+        grammars.setdefault(each.envvar, set()).add(grammar(each))
+    assert {variable: found for variable, found in grammars.items() if len(found) > 1} == {}
+    assert ByteSizeText().convert("2GiB", None, None) == "2GiB"
+    with pytest.raises(click.BadParameter, match="'much' is no size"):
+        ByteSizeText().convert("much", None, None)
 
 
 def test_a_duration_out_of_range_says_what_is_valid() -> None:
