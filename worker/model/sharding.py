@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from kernels.interface import KernelBackend
-from worker.config.model_config import ModelError
+from worker.config.shares import check_kv_share, check_share
 
 
 class Collectives(Protocol):
@@ -100,8 +100,7 @@ class Shard:
         Raises:
             ModelError: they can not be shared out evenly; `what` names them.
         """
-        if count % self.size:
-            raise ModelError(f"{what} {count} is not a multiple of tensor_parallel_size {self.size}")
+        check_share(count, what, self.size)
         share = count // self.size
         return slice(self.rank * share, (self.rank + 1) * share)
 
@@ -118,12 +117,9 @@ class Shard:
         Raises:
             ModelError: neither of the two numbers is a multiple of the other.
         """
+        check_kv_share(num_kv_heads, self.size)
         if num_kv_heads >= self.size:
             return self.part(num_kv_heads, "num_key_value_heads")
-        if self.size % num_kv_heads:
-            raise ModelError(
-                f"tensor_parallel_size {self.size} is not a multiple of num_key_value_heads {num_kv_heads}"
-            )
         head = self.rank // (self.size // num_kv_heads)
         return slice(head, head + 1)
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from common.config import Config
 from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig, ModelError
+from worker.config.shares import check_heads
 from worker.engine.core import DPEngineCoreProc, EngineCore
 from worker.progress import Progress
 from worker.ranks.rank_client import RankGroup
@@ -66,6 +67,8 @@ def load_ranks(
         ModelError: the checkpoint can not be served, or the ranks' machines are not alike.
         InvalidFieldError: the lengths do not fit the KV memory.
     """
+    # Ranks take seconds to start, and machines of others may be waited for.
+    check_heads(model_config, group.topology.tp_size)
     progress.stage("starting ranks")
     group.start()
     with contextlib.ExitStack() as stack:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from common.config import Config
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import free_port
 from worker.config.model_config import ModelConfig, ModelError
+from worker.config.shares import check_heads
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
 from worker.progress import Progress
@@ -195,6 +197,23 @@ def test_what_rank_0_has_captured_is_counted(captures: bool, tmp_path: Path) -> 
     assert ("leave" in calls) == captures
     assert known == {"numerics": "n"}
     assert (config.deferred_output, config.num_kvcache_blocks) == (True, (1 << 24) // (1 << 14))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 3}, "num_attention_heads 3 is not a multiple of tensor_parallel_size 2"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads 3 is not a multiple of tensor_parallel_size 2"),
+    ],
+)
+def test_heads_that_ranks_can_not_share_are_known_before_one_starts(changes: dict[str, Any], message: str) -> None:
+    """M13: it was said when all had started, after 9 to 50 s, and as what rank 1 says."""
+    group, folder = Group(), Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
+    with pytest.raises(ModelError, match=f"^{message}"):
+        load_ranks(group, Config(), replace(ModelConfig.from_folder(folder), **changes), group.progress)
+    assert not group.fakes
+    latent = replace(ModelConfig.from_folder(folder), num_key_value_heads=3, source={"kv_lora_rank": 32})
+    check_heads(latent, 2)
 
 
 def test_ranks_that_share_sums_and_are_well_leave_before_they_are_ended() -> None:
