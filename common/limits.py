@@ -39,8 +39,8 @@ MAX_TEMPLATE_S = 2.0
 
 # Connections. Of each: calls at a time, metadata of a call; how long TLS and HTTP/2 may take to begin.
 MAX_STREAMS_PER_CONNECTION = 4096
-# Of each, beside those: calls whose status has gone out and that are not freed yet. A client with 4,096 calls begins the
-# next one when a status comes, and gRPC would refuse it until the event loop has freed the call that ended.
+# Of each, beside those: calls whose status has gone out and that are not freed yet. A client with 4,096 calls begins
+# the next one when a status comes, and gRPC would refuse it until the event loop has freed the call that ended.
 MAX_UNFREED_STREAMS_PER_CONNECTION = 4096
 MAX_METADATA_BYTES = 16 * 1024
 HANDSHAKE_TIMEOUT_S = 10.0

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 import grpc
+from fissile.admin.v1 import admin_pb2 as apb
 from fissile.v1 import inference_pb2 as pb
 from google.rpc import error_details_pb2
 
@@ -28,6 +30,21 @@ async def test_fields_of_a_later_version_are_refused_by_number() -> None:
         assert error.code() is grpc.StatusCode.UNIMPLEMENTED
         assert (await collect(b.stub.Generate(request())))[-1].HasField("finish")
         await b.empty()
+
+
+async def test_no_method_ignores_a_field_of_a_later_version() -> None:
+    """R10, X10: in every message, so of each method that there is, and of each that will be."""
+    async with bench(FakeWorker(FILES), admin_port=0) as b:
+        admin = b.router.admin
+        assert admin is not None
+        for file, address in ((pb, b.router.server.address), (apb, admin.address)):
+            methods = [each for service in file.DESCRIPTOR.services_by_name.values() for each in service.methods]
+            async with grpc.aio.insecure_channel(address) as channel:
+                for method in methods:
+                    made: Any = channel.unary_stream(f"/{method.containing_service.full_name}/{method.name}")
+                    error = await error_of(made(UNKNOWN))
+                    assert (error.code().name, method.full_name) == ("UNIMPLEMENTED", method.full_name)
+                    assert "127 is not served by this version" in str(error.details()), method.full_name
 
 
 async def test_long_texts_are_refused_and_nothing_stays() -> None:
