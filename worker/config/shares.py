@@ -1,4 +1,4 @@
-"""What a number of ranks can share out of a model evenly. Without PyTorch, so that it is known before a rank starts."""
+"""Shares of a model that a number of ranks can hold. Without PyTorch, so that it is known before a rank starts."""
 
 from __future__ import annotations
 
