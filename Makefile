@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # A prerequisite that is never up to date.
 FORCE:
 
-.PHONY: help setup run test test-long chaos lint protos bench bench-router check-fresh clean
+.PHONY: help setup run test test-long chaos lint protos docs wheel check-wheel lock bench bench-router check-fresh clean
 
 # The interpreter that makes .venv; empty picks one (scripts/setup.sh says how).
 PYTHON ?=
@@ -29,10 +29,10 @@ help: ## Explain the targets (the default)
 	@echo "  make setup PYTHON=python3.12         makes .venv with that interpreter (3.11 or newer)"
 
 # A change of the dependencies installs again; everything else about .venv is kept.
-$(RUN_STAMP): pyproject.toml scripts/setup.sh $(if $(PYTHON),FORCE)
+$(RUN_STAMP): pyproject.toml requirements/tests.lock scripts/setup.sh $(if $(PYTHON),FORCE)
 	@PYTHON="$(PYTHON)" scripts/setup.sh run
 
-$(ALL_STAMP): pyproject.toml scripts/setup.sh $(if $(PYTHON),FORCE)
+$(ALL_STAMP): pyproject.toml requirements/tests.lock scripts/setup.sh $(if $(PYTHON),FORCE)
 	@PYTHON="$(PYTHON)" scripts/setup.sh all
 
 # Compiles the CPU kernels again when their sources have changed. Without a compiler PyTorch's serve; one that fails ends make.
@@ -65,6 +65,23 @@ lint: $(ALL_STAMP) ## Check style, format, types and prose of everything
 protos: $(ALL_STAMP) ## Make the stubs anew from protos/**/*.proto
 	@scripts/protos.sh protos
 
+DOCS_STAMP := .venv-docs/.installed
+$(DOCS_STAMP): requirements/docs.lock scripts/setup.sh
+	@scripts/setup.sh docs
+
+docs: $(DOCS_STAMP) ## Build the documentation as a site: build/docs/site/index.html
+	@.venv-docs/bin/python scripts/build_docs.py
+	@echo "build/docs/site/index.html is ready"
+
+wheel: ## Build the wheel: dist/fissile-*.whl, for any x86-64 processor with this or a newer glibc
+	@scripts/wheel.sh dist
+
+check-wheel: wheel ## Install the wheel into a new environment without a compiler, and serve the demo model from it
+	@PYTHON="$(PYTHON)" scripts/check_wheel.sh
+
+lock: ## Renew requirements/*.lock, the versions that setup installs
+	@scripts/lock.sh
+
 bench: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the benchmarks (docs/performance.md has figures)
 	@$(BIN)/python -m tests.bench.scheduler_cost
 	@$(BIN)/python -m tests.bench.decode_step
@@ -76,5 +93,5 @@ check-fresh: ## Clone HEAD into a new folder, make a new .venv there, run `make 
 	@PYTHON="$(PYTHON)" scripts/check_fresh.sh
 
 clean: ## Remove everything that make has made
-	@rm -rf kernels/cpu/*.so .venv .venv-protos .venv-deploy build node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	@rm -rf kernels/cpu/*.so .venv .venv-protos .venv-deploy .venv-docs build dist node_modules .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +

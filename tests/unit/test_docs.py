@@ -9,16 +9,16 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = sorted(
-    [
-        ROOT / "README.md",
-        ROOT / "CONTRIBUTING.md",
-        ROOT / "deploy/README.md",
-        *ROOT.glob("docs/*.md"),
-        ROOT / "tests/bench/README.md",
-        ROOT / "tests/bench/peers/README.md",
-    ]
-)
+
+
+def _tracked() -> list[str]:
+    return subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout.split(
+        "\0"
+    )
+
+
+PAGES = [ROOT / name for name in sorted(_tracked()) if name.endswith(".md")]
+MKDOCS = ROOT / ".venv-docs" / "bin" / "python"
 _CODE_BLOCK = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _PATH = re.compile(r"`((?:protos|router|worker|common|kernels|tests|deploy|scripts|docs)/[\w./-]+)`")
@@ -67,12 +67,25 @@ def test_the_tests_of_robustness_are_there() -> None:
     assert missing == []
 
 
+def test_contents_name_every_page() -> None:
+    """docs/README.md, which the site's navigation is made from, links to every page but itself and the README."""
+    contents = ROOT / "docs/README.md"
+    linked = {(contents.parent / link.partition("#")[0]).resolve() for link in _LINK.findall(_prose(contents))}
+    assert set(PAGES) - linked == {contents}
+
+
+@pytest.mark.skipif(not MKDOCS.exists(), reason="MkDocs is not installed: make docs brings it")
+def test_site_is_built_without_a_warning() -> None:
+    """The pages with the references of protos and library; MkDocs is strict about links and anchors."""
+    done = subprocess.run([MKDOCS, "scripts/build_docs.py"], cwd=ROOT, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+    assert "SamplingParams" in (ROOT / "build/docs/site/api/fissile.v1.html").read_text()
+    assert "add_request" in (ROOT / "build/docs/site/api/library.html").read_text()
+
+
 def test_nothing_points_outside() -> None:
     """Code and pages cite what is in the repository, or a paper by its name."""
     outside = re.compile(r"\.\./shared|design-details|(?:engine|kernel|router|ecosystem|performance)-notes|\bseed 00\d")
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
-    sources = [
-        ROOT / name for name in listed.split("\0") if Path(name).suffix in {".py", ".md", ".proto", ".cpp", ".hpp"}
-    ]
+    sources = [ROOT / name for name in _tracked() if Path(name).suffix in {".py", ".md", ".proto", ".cpp", ".hpp"}]
     here = Path(__file__).resolve()
     assert [str(path) for path in sources if path != here and path.exists() and outside.search(path.read_text())] == []
