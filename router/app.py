@@ -485,52 +485,60 @@ class TenantPriority(click.ParamType[tuple[str, str]]):
 @config_option("router")
 @option(
     "--worker", "workers", envvar="FISSILE_WORKERS", multiple=True, metavar="TARGET",
-    help="Where workers are: HOST:PORT; dns:///NAME:PORT for all addresses of a name, such as a headless Service, "
-    "asked again and again; file:PATH for those that a file lists, read again when it changes. Repeat it, or separate "
-    "several by commas. Workers may start before or after the router.",
+    help="Addresses of workers: HOST:PORT; dns:///NAME:PORT for all addresses of a name, such as a headless Service, "
+    "looked up again and again; file:PATH for those that a file lists, read again when it changes. Repeat it, or "
+    "separate several by commas. Workers may start before or after the router.",
 )  # fmt: skip
 @option("--host", envvar="FISSILE_HOST", default="127.0.0.1", help="Address to listen on.")
-@option("--port", envvar="FISSILE_PORT", default=50051, type=click.IntRange(0, 65535), help="Port; 0 takes any.")
+@option(
+    "--port", envvar="FISSILE_PORT", default=50051, type=click.IntRange(0, 65535),
+    help="Port; 0 takes any free one.",
+)  # fmt: skip
 @option(
     "--delay-factor", envvar="FISSILE_DELAY_FACTOR", default=0.0, type=click.FloatRange(0),
-    help="Prompts wait this many prefill durations, so that more of them share a prefill. 0 is off.",
+    help="Hold prompts back for this many prefill durations, so that more of them share a prefill; 0 is off.",
 )  # fmt: skip
-@option("--max-hold", envvar="FISSILE_MAX_HOLD", default="250ms", type=Duration(), help="Longest such wait.")
+@option(
+    "--max-hold", envvar="FISSILE_MAX_HOLD", default="250ms", type=Duration(),
+    help="Longest time that --delay-factor holds a prompt back.",
+)  # fmt: skip
 @option(
     "--queue-size", envvar="FISSILE_QUEUE_SIZE", default=MAX_QUEUED_REQUESTS, type=click.IntRange(1),
-    help="Most requests of one priority class that wait for a worker; more are refused with RESOURCE_EXHAUSTED, or "
-    "take the place of one of the tenant that has the most waiting for its weight.",
+    help="Most requests of one priority class that may wait for a worker. Further ones are refused with "
+    "RESOURCE_EXHAUSTED, or displace one of the tenant that has the most waiting for its weight.",
 )  # fmt: skip
 @option(
     "--tenant-key", envvar="FISSILE_TENANT_KEY", default=TENANT_KEY, type=MetadataKey(), metavar="NAME",
-    help="Metadata whose value says which tenant a call is for. Tenants share the queue fairly, by prompt "
-    "and output tokens.",
+    help="Metadata key whose value names the tenant of a call. Tenants share the queue fairly, by prompt and output "
+    "tokens.",
 )  # fmt: skip
 @option(
     "--tenant-weight", "tenant_weights", envvar="FISSILE_TENANT_WEIGHT", multiple=True, type=PerTenant(float),
     metavar="TENANT=WEIGHT",
-    help="A tenant's share of the queue and of the service; the others have 1. Repeat it for several tenants.",
+    help="Share of a tenant in the queue and the service; the others have 1. Repeat it for several tenants.",
 )  # fmt: skip
 @option(
     "--tenant-concurrency", envvar="FISSILE_TENANT_CONCURRENCY", multiple=True, type=PerTenant(int),
     metavar="[TENANT=]N",
-    help="Most requests that a tenant may have in flight; without a name, each of the others. 0 is no limit.",
+    help="Most requests that a tenant may have in flight; without a name, the limit of each other tenant. 0 is no "
+    "limit.",
 )  # fmt: skip
 @option(
     "--tenant-max-priority", envvar="FISSILE_TENANT_MAX_PRIORITY", multiple=True, type=TenantPriority(),
     metavar="[TENANT=]PRIORITY",
-    help="Highest priority that a tenant's requests may ask for: low, normal or high; without a name, each of the "
-    "others', which is high, or normal with API keys, if absent. A key may have a maximum too; the lower one counts.",
+    help="Highest priority that a tenant's requests may ask for: low, normal or high; without a name, that of each "
+    "other tenant. Default: high, or normal with API keys. A key may have a maximum too; the lower one counts.",
 )  # fmt: skip
 @option(
     "--require-bound-tenant", envvar="FISSILE_REQUIRE_BOUND_TENANT", is_flag=True,
-    help="Refuse calls that name a tenant in their metadata unless their API key is bound to it: otherwise a caller "
-    "can be another tenant in every call, and has as many shares. Calls of all other keys are one tenant together.",
+    help="Refuse calls that name a tenant in their metadata unless their API key is bound to it. Otherwise a caller "
+    "can pose as another tenant in every call, and have as many shares. Calls of all other keys are one tenant "
+    "together.",
 )  # fmt: skip
 @option(
     "--isolate-tenants", envvar="FISSILE_ISOLATE_TENANTS", is_flag=True,
-    help="Let tenants share no prefix cache, whatever cache_salt their requests name: otherwise the time to the first "
-    "token, and cached_tokens, tell a tenant whether others have asked the same before. Answers stay the same.",
+    help="Share no prefix cache between tenants, whatever cache_salt their requests name. Otherwise the time to the "
+    "first token and cached_tokens tell a tenant whether others have asked the same before. Answers stay the same.",
 )  # fmt: skip
 @option(
     "--placement", envvar="FISSILE_PLACEMENT", default="prefix_aware", type=click.Choice(list(PLACEMENTS)),
@@ -539,51 +547,54 @@ class TenantPriority(click.ParamType[tuple[str, str]]):
 @option(
     "--failover", envvar="FISSILE_FAILOVER", default=FailoverPolicy.EXACT.value,
     type=click.Choice([policy.value for policy in FailoverPolicy]),
-    help="Where an answer that has begun goes on when its worker is lost. exact: on workers of the same numerics "
-    "class, with exactly the tokens it would have had; any: on any worker of the same weights.",
+    help="Where an answer that has begun continues when its worker is lost. exact: only on workers of the same "
+    "numerics class, with exactly the tokens it would have had; any: on any worker with the same weights.",
 )  # fmt: skip
 @option(
     "--worker-wait", envvar="FISSILE_WORKER_WAIT", default=f"{WORKER_WAIT_S:g}s", type=Duration(),
-    help="How long a request waits for a worker when there is none for it.",
+    help="How long a request waits for a worker to come up when there is none for it.",
 )  # fmt: skip
 @option(
     "--stall-timeout", envvar="FISSILE_STALL_TIMEOUT", default=f"{STALL_TIMEOUT_S:g}s", type=Duration(),
-    help="A worker whose engine step takes longer is given up; long prefills get more.",
+    help="Longest time of an engine step, after which its worker is given up; long prefills get more.",
 )  # fmt: skip
 @option(
     "--lease", envvar="FISSILE_LEASE", default=f"{LEASE_S:g}s", type=Lease(),
-    help="How long workers keep this router's requests when they do not hear from it.",
+    help="How long workers keep this router's requests without hearing from it.",
 )  # fmt: skip
 @option(
     "--max-unread-tokens", envvar="FISSILE_MAX_UNREAD_TOKENS", default=MAX_UNREAD_TOKENS, type=click.IntRange(1),
-    help="A client that leaves more tokens of a stream unread is dropped with RESOURCE_EXHAUSTED.",
+    help="Most tokens of a stream that a client may leave unread; beyond that the stream ends with RESOURCE_EXHAUSTED.",
 )  # fmt: skip
 @option(
     "--slow-client-timeout", envvar="FISSILE_SLOW_CLIENT_TIMEOUT", default=f"{SLOW_CLIENT_TIMEOUT_S:g}s",
     type=Duration(),
-    help="A client that reads nothing for so long while a message waits for it is dropped with RESOURCE_EXHAUSTED; "
-    "what it held is free again. 0s is never.",
+    help="Longest time that a client may leave a waiting message unread; then the stream ends with "
+    "RESOURCE_EXHAUSTED, and what it held is free again. 0s is never.",
 )  # fmt: skip
 @option(
     "--tokenizer", envvar="FISSILE_TOKENIZER", default=None, type=click.Path(path_type=Path), metavar="FOLDER",
-    help="Take tokenizer and chat template from this folder instead of from the workers.",
+    help="Folder to take tokenizer and chat template from, instead of from the workers.",
 )  # fmt: skip
 @option(
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=f"{DRAIN_TIMEOUT_S:g}s", type=Duration(),
-    help="How long streams may go on after SIGTERM.",
+    help="How long streams may continue after SIGTERM.",
 )  # fmt: skip
 @option(
     "--admin-port", envvar="FISSILE_ADMIN_PORT", default=None, type=click.IntRange(0, 65535),
-    help="Port of AdminService, which lists and drains workers; 0 takes any; absent: off.",
+    help="Port of AdminService, which lists and drains workers; 0 takes any free one. Default: off.",
 )  # fmt: skip
 @option("--admin-host", envvar="FISSILE_ADMIN_HOST", default="127.0.0.1", help="Address of AdminService.")
 @with_security
 @option(
     "--max-connection-age", envvar="FISSILE_MAX_CONNECTION_AGE", default="0s", type=Duration(),
-    help="After about so long clients must connect anew for new calls, so that they find new routers; what runs goes "
-    "on. 0s is never.",
+    help="Age after which clients must reconnect for new calls, so that they find new routers; running calls "
+    "continue. 0s is never.",
 )  # fmt: skip
-@option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
+@option(
+    "--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS),
+    help="Lowest level that is logged.",
+)  # fmt: skip
 def router(
     workers: tuple[str, ...],
     host: str,
@@ -614,7 +625,7 @@ def router(
 ) -> None:
     """Run one router: the public gRPC API in front of any number of workers.
 
-    Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, running streams finish, exit code 0.
+    Ends on SIGTERM or Ctrl-C: health becomes NOT_SERVING, running streams finish, exit code 0.
     """
     give_memory_back()
     guard_standard_streams()

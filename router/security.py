@@ -48,22 +48,25 @@ _OPTIONS = apply(
     server_tls_options("FISSILE"),
     file_option(
         "--admin-client-ca", "FISSILE_ADMIN_CLIENT_CA",
-        "CAs of the callers of AdminService, PEM; absent: those of --tls-client-ca.",
+        "CAs of the callers of AdminService, PEM. Default: those of --tls-client-ca.",
     ),
-    file_option("--worker-ca", "FISSILE_WORKER_CA", "CAs of the workers, PEM: workers are called by TLS."),
+    file_option("--worker-ca", "FISSILE_WORKER_CA", "CAs of the workers, PEM; connects to workers with TLS."),
     option(
         "--worker-tls-name", envvar="FISSILE_WORKER_TLS_NAME", default="",
-        help="Name that every worker's certificate must have; absent: the host of its address.",
+        help="Name that every worker's certificate must have. Default: the host of its address.",
     ),
     file_option(
         "--worker-client-cert", "FISSILE_WORKER_CLIENT_CERT",
-        "Certificate chain that the router shows to workers, PEM (mTLS). It is read again when it changes.",
+        "Certificate chain that the router shows to workers, PEM (mTLS). Read again when it changes.",
     ),
-    file_option("--worker-client-key", "FISSILE_WORKER_CLIENT_KEY", "Its private key, PEM, not encrypted."),
+    file_option(
+        "--worker-client-key", "FISSILE_WORKER_CLIENT_KEY",
+        "Private key of --worker-client-cert, PEM, not encrypted.",
+    ),
     api_keys_option,
     option(
         "--api-key-line", "api_key_lines", envvar="FISSILE_API_KEY_LINES", multiple=True, metavar="LINE",
-        help="A line of --api-keys; repeat it, or separate several by spaces in the variable.",
+        help="One line of an --api-keys file. Repeat it, or separate several by spaces in the variable.",
     ),
     health_port_option("FISSILE"),
 )  # fmt: skip

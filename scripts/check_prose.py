@@ -2,6 +2,8 @@
 
 - A docstring begins with a verb or a noun: not with a relative or question word, and not with a pronoun.
 - A predicate's docstring begins with "True if"; that of another function returning bool says when it returns which.
+- Help texts begin with a capital letter and end with a full stop.
+- Log events are phrases: they begin with a small letter or a name, and end without a full stop.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 # Part of what the native library is made from: its words change with the next change that compiles it anyway.
 _LATER = Path("kernels/cpu/build.py")
 _PREDICATE = re.compile(r"_*(is|has|can|needs)_")
+_LEVELS = frozenset(["debug", "info", "warning", "error", "critical", "exception"])
 
 
 def problems(path: Path) -> Iterator[str]:
@@ -32,6 +35,9 @@ def problems(path: Path) -> Iterator[str]:
 def _problems(node: ast.AST) -> Iterator[str]:
     if isinstance(node, _DOCUMENTED) and (text := ast.get_docstring(node)):
         yield from _of_docstring(node, text)
+    if isinstance(node, ast.Call):
+        yield from _of_help(node)
+        yield from _of_log_event(node)
 
 
 def _of_docstring(node: ast.AST, text: str) -> Iterator[str]:
@@ -53,6 +59,26 @@ def _returns_bool(node: _Function) -> bool:
 def _is_predicate(node: _Function) -> bool:
     decorators = {ast.unparse(decorator) for decorator in node.decorator_list}
     return bool(_PREDICATE.match(node.name)) or bool(decorators & {"property", "cached_property"})
+
+
+def _of_help(call: ast.Call) -> Iterator[str]:
+    for keyword in call.keywords:
+        text = _constant(keyword.value) if keyword.arg in ("help", "short_help") else None
+        if text and not (text[0].isupper() and text.endswith(".")):
+            yield f"help {text[:40]!r}... is no sentence: begin with a capital letter, end with a full stop"
+
+
+def _of_log_event(call: ast.Call) -> Iterator[str]:
+    function = call.func
+    if not isinstance(function, ast.Attribute) or function.attr not in _LEVELS or "log" not in ast.unparse(function):
+        return
+    text = _constant(call.args[0]) if call.args else None
+    if text and (text.endswith(".") or re.match(r"[A-Z][a-z]+ ", text)):
+        yield f"log event {text!r} is no phrase: begin with a small letter, end without a full stop"
+
+
+def _constant(node: ast.expr) -> str | None:
+    return node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else None
 
 
 def main() -> int:

@@ -20,7 +20,7 @@ CONFIGURABLE = ("router", "worker", "serve")
 
 @click.group()
 def config() -> None:
-    """Look at the configuration."""
+    """Show the configuration."""
 
 
 @config.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
@@ -28,7 +28,7 @@ def config() -> None:
 @click.argument("command", type=click.Choice(CONFIGURABLE))
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED)
 def show(as_json: bool, command: str, arguments: tuple[str, ...]) -> None:
-    """Show the options in force for COMMAND with ARGUMENTS, and the source of each: nothing is started.
+    """Show the options in force for COMMAND with ARGUMENTS, and the source of each. Starts nothing.
 
     The environment and the file of --config or FISSILE_CONFIG count as they would for COMMAND itself.
     """

@@ -23,7 +23,7 @@ def keys() -> None:
     "--tenant",
     envvar="FISSILE_TENANT",
     default="",
-    help="Tenant of the key's calls; absent: they may name any in their metadata.",
+    help="Tenant of the key's calls. Default: the calls may name any tenant in their metadata.",
 )
 @option(
     "--role",
@@ -32,21 +32,23 @@ def keys() -> None:
     multiple=True,
     type=click.Choice([role.value for role in Role]),
     default=(Role.INFER.value,),
-    help="infer: requests to models; admin-read, admin-write: AdminService. Repeatable.",
+    help="Methods that the key may call: infer is requests to models; admin-read and admin-write are AdminService. "
+    "Repeatable.",
 )
 @option(
     "--max-priority",
     envvar="FISSILE_MAX_PRIORITY",
     default=None,
     type=click.Choice(list(PRIORITIES)),
-    help="Highest priority class that the key's calls may ask for; absent: as the router's --tenant-max-priority says.",
+    help="Highest priority class that the key's calls may ask for. Default: as the router's --tenant-max-priority "
+    "says.",
 )
 @json_option
 def new(name: str, tenant: str, roles: tuple[str, ...], max_priority: str | None, as_json: bool) -> None:
-    """Make a key for NAME and print it, once: what is kept is its hash.
+    """Make a key for NAME and print it once; only its hash is kept.
 
-    Callers show it with --api-key or FISSILE_API_KEY, or as metadata `authorization: Bearer KEY`. Add the printed line
-    to the file of `fissile router --api-keys`: it counts within a second. To revoke a key, remove its line.
+    Callers pass it with --api-key or FISSILE_API_KEY, or as metadata `authorization: Bearer KEY`. Add the printed line
+    to the file of `fissile router --api-keys`: it takes effect within a second. To revoke a key, remove its line.
     """
     try:
         key, kept = new_key(name, tenant, map(Role, roles), max_priority or "")

@@ -35,7 +35,7 @@ def versions() -> dict[str, str]:
 @click.command()
 @json_option
 def version(as_json: bool) -> None:
-    """Print the versions of Fissile and what it stands on."""
+    """Print the versions of Fissile and its dependencies."""
     found = versions()
     if as_json:
         click.echo(json.dumps(found))

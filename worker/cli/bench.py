@@ -137,8 +137,8 @@ def engine_options(command: click.Command) -> list[click.Parameter]:
 def offline(**given: Any) -> int:
     """Measure the engine with a checkpoint, in this process: no router, no gRPC.
 
-    Loads, figures and exit codes are those of `fissile bench serve`; what a service adds is the difference. The engine
-    does not say how long requests queued, and how many prompt tokens were cached.
+    Loads, figures and exit codes are those of `fissile bench serve`; the difference is what the service adds. The
+    engine does not report how long requests queued, nor how many prompt tokens were cached.
     """
     engine = {name: given.pop(name) for name in _ENGINE_NAMES}
     plan = Plan.of(**given)

@@ -249,7 +249,7 @@ def run(options: WorkerOptions) -> None:
 def warmup(log_level: str, model: str, **given: Any) -> None:
     """Compile the kernels that a worker with these options needs, before it is started.
 
-    Of MODEL only config.json is read. With AITER's kernels AITER_JIT_DIR must name a folder that workers have too.
+    Reads only config.json of MODEL. With AITER's kernels, AITER_JIT_DIR must name a folder that the workers share.
     """
     setup_logging(log_level, service="warmup")
     require_jit_folder(given["kernels"], os.environ)

@@ -443,51 +443,62 @@ class WorkerCommand(ConfigurableCommand):
     "--model", envvar="FISSILE_MODEL", required=True, metavar="MODEL",
     help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub.",
 )  # fmt: skip
-@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's or repository's.")
+@option(
+    "--model-name", envvar="FISSILE_MODEL_NAME",
+    help="Model name in requests. Default: the name of the folder or repository.",
+)  # fmt: skip
 @option("--host", envvar="FISSILE_WORKER_HOST", default="127.0.0.1", help="Address to listen on.")
 @option("--port", envvar="FISSILE_WORKER_PORT", default=50061, type=click.IntRange(0, 65535), help="Port; 0 takes any.")
-@option("--worker-id", envvar="FISSILE_WORKER_ID", default="", help="Stable name; absent: host name and port.")
-@option("--dtype", envvar="FISSILE_DTYPE", default="auto", help="auto, float32, bfloat16 or float16.")
+@option(
+    "--worker-id", envvar="FISSILE_WORKER_ID", default="",
+    help="Stable name of the worker. Default: host name and port.",
+)  # fmt: skip
+@option(
+    "--dtype", envvar="FISSILE_DTYPE", default="auto",
+    help="Dtype of weights and activations: auto, float32, bfloat16 or float16.",
+)  # fmt: skip
 @option(
     "--kv-cache-dtype", envvar="FISSILE_KV_CACHE_DTYPE", default="auto",
-    help="Of the KV cache: auto (the model's), bfloat16, float16 or fp8.",
+    help="Dtype of the KV cache: auto (the model's), bfloat16, float16 or fp8.",
 )  # fmt: skip
 @option(
     "--kernels", envvar="FISSILE_KERNELS", default="auto",
-    help="aiter, triton: of GPUs; cpu: our native ones; torch: PyTorch's; auto: the first that this machine can run.",
+    help="Kernel back end: cpu (native CPU kernels), triton or aiter (GPUs), torch (PyTorch's operations), or auto: "
+    "the first that this machine can run.",
 )  # fmt: skip
 @option(
     "--batch-invariant/--no-batch-invariant", envvar="FISSILE_BATCH_INVARIANT", default=Config.batch_invariant,
-    help="On a GPU: whether answers never depend on what else runs. Without it kernels may be quicker, and equal "
-    "requests may get different answers.",
+    help="On a GPU: keep answers independent of what else runs. Without it kernels may be faster, and equal requests "
+    "may get different answers.",
 )  # fmt: skip
 @option(
     "--enforce-eager", envvar="FISSILE_ENFORCE_EAGER", is_flag=True, default=Config.enforce_eager,
-    help="On a GPU: capture no graphs. Starts sooner, takes less memory, decodes slower.",
+    help="On a GPU: capture no decode steps as graphs. Starts sooner, takes less memory, decodes more slowly.",
 )  # fmt: skip
 @option(
     "--graph-sizes", envvar="FISSILE_GRAPH_SIZES", type=Sizes(), default=(), metavar="N,N,...",
-    help="On a GPU: numbers of sequences whose decode is captured; absent: 1, 2, 4, 8, 16, 24, ... to --max-num-seqs.",
+    help="On a GPU: batch sizes whose decode step is captured as a graph. Default: 1, 2, 4, 8, 16, 24, ... up to "
+    "--max-num-seqs.",
 )  # fmt: skip
 @option(
     "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", default=None, metavar="DIR|off",
-    help="Folder of packed weights, which the next start maps and workers of one machine share; absent: "
-    "fissile/weights in $XDG_CACHE_HOME or ~/.cache. off keeps none.",
+    help="Folder of packed weights, which later starts and other workers of this machine map; off keeps none. "
+    "Default: fissile/weights in $XDG_CACHE_HOME or ~/.cache.",
 )  # fmt: skip
 @option(
     "--cpu-isa", envvar="FISSILE_CPU_ISA", default="auto",
     help="Instruction set of the native kernels: auto (the best here), amx, avx512bf16, avx512, avx2 or plain. Under "
-    "--failover exact requests move only between workers of one.",
+    "--failover exact, requests move only between workers with the same one.",
 )  # fmt: skip
 @option(
     "--quantize", envvar="FISSILE_QUANTIZE", type=click.Choice(QUANTIZE), default=Config.quantize,
-    help="int8, on GPUs fp8 too: weights take half of bfloat16's memory and bandwidth, answers differ a little. On "
-    "GPUs w8a8_int8 and w8a8_fp8: inputs of products in 8 bits too. Under --failover exact requests move only "
-    "between workers with the same setting.",
+    help="Quantize the weights when they are loaded. int8 (on GPUs fp8 too): weights only, at half the memory of "
+    "bfloat16. w8a8_int8, w8a8_fp8 (GPUs): activations in 8 bits too. Answers change slightly. Under --failover "
+    "exact, requests move only between workers with the same setting.",
 )  # fmt: skip
 @option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
-    help="Longest prompt plus answer, tokens; absent: the model's own, or what the KV cache holds.",
+    help="Longest prompt plus answer, in tokens. Default: the model's, or what the KV cache holds.",
 )  # fmt: skip
 @option(
     "--max-num-seqs", envvar="FISSILE_MAX_NUM_SEQS", type=click.IntRange(min=1), default=Config.max_num_seqs,
@@ -495,12 +506,12 @@ class WorkerCommand(ConfigurableCommand):
 )  # fmt: skip
 @option(
     "--max-num-batched-tokens", envvar="FISSILE_MAX_NUM_BATCHED_TOKENS", type=click.IntRange(min=1),
-    help=f"Most tokens computed in one step; absent: {BUDGET_ON_CPU} and --max-num-seqs on a CPU, "
-    f"{BUDGET_ON_GPU} on a GPU and with --simulate.",
+    help=f"Token budget of a step. Default: {BUDGET_ON_CPU} plus --max-num-seqs on a CPU, {BUDGET_ON_GPU} on a GPU and "
+    "with --simulate.",
 )  # fmt: skip
 @option(
     "--kv-cache-memory", envvar="FISSILE_KV_CACHE_MEMORY", type=ByteSize(),
-    help="Memory of the KV cache of each rank, e.g. 2GiB; absent: a quarter of the free memory for all.",
+    help="KV cache memory of each rank, e.g. 2GiB. Default: a quarter of the free memory, for all ranks together.",
 )  # fmt: skip
 @option(
     "--block-size", envvar="FISSILE_BLOCK_SIZE", type=int, default=Config.kv_cache_block_size,
@@ -508,13 +519,16 @@ class WorkerCommand(ConfigurableCommand):
 )  # fmt: skip
 @option(
     "--scheduling-policy", envvar="FISSILE_SCHEDULING_POLICY", type=click.Choice(SCHEDULING_POLICIES),
-    help="prefill_first: prompts go before running answers; mixed: both share each step; absent: "
-    f"{POLICY_ON_CPU} on a CPU, {POLICY_ON_GPU} on a GPU and with --simulate.",
+    help="Scheduling policy of steps. prefill_first: prompts go before running answers; mixed: both share each step. "
+    f"Default: {POLICY_ON_CPU} on a CPU, {POLICY_ON_GPU} on a GPU and with --simulate.",
 )  # fmt: skip
-@option("--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.")
+@option(
+    "--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True,
+    help="Reuse the KV blocks of equal prefixes.",
+)  # fmt: skip
 @option(
     "--scheduler-delay-factor", envvar="FISSILE_SCHEDULER_DELAY_FACTOR", type=click.FloatRange(min=0), default=0.0,
-    help="Delay gate of direct requests, in prefill durations; 0 is off. Routers have their own.",
+    help="Delay gate of requests that come without a router, in prefill durations; 0 is off. Routers have their own.",
 )  # fmt: skip
 @option(
     "--hash-seed", envvar="FISSILE_HASH_SEED", type=click.IntRange(0, 2**64 - 1), default=0,
@@ -522,22 +536,23 @@ class WorkerCommand(ConfigurableCommand):
 )  # fmt: skip
 @option(
     "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1),
-    help="Threads of arithmetic, shared out to the ranks of this machine; absent: all cores.",
+    help="Compute threads, shared among the ranks of this machine. Default: all cores.",
 )  # fmt: skip
 @option(
     "--tp-size", envvar="FISSILE_TP_SIZE", type=click.IntRange(min=1), default=1,
-    help="Tensor parallel: so many ranks, each a process with its slice of the weights. Attention heads, key/value "
-    "heads and feed-forward units must be divisible by it; key/value heads may also divide it.",
+    help="Tensor parallelism: number of ranks, each a process with its slice of the weights. It must divide attention "
+    "heads and feed-forward units, and divide the key/value heads or be a multiple of them.",
 )  # fmt: skip
 @option(
     "--enable-expert-parallel/--no-enable-expert-parallel", envvar="FISSILE_ENABLE_EXPERT_PARALLEL", default=False,
-    help="Mixtures of experts: each rank holds some experts whole, instead of a part of each.",
+    help="Expert parallelism: each rank holds some experts whole, instead of a part of each.",
 )  # fmt: skip
 @option(
     "--dp-size", envvar="FISSILE_DP_SIZE", type=click.IntRange(min=1), default=1,
-    help="Data parallel in lockstep, for mixtures of experts with --enable-expert-parallel: so many workers, each with "
-    "its own requests and cache, share the experts. Start them with the same options but --port and --dp-rank 0, 1, "
-    "...; all of them serve, or none. Without --enable-expert-parallel run independent workers instead.",
+    help="Data parallelism in lockstep, for mixtures of experts with --enable-expert-parallel: this many workers, "
+    "each with its own requests and cache, share the experts. Start them with the same options but --port and "
+    "--dp-rank 0, 1, ...; all of them serve, or none. Without --enable-expert-parallel run independent workers "
+    "instead.",
 )  # fmt: skip
 @option(
     "--dp-rank", envvar="FISSILE_DP_RANK", type=click.IntRange(min=0), default=0,
@@ -545,9 +560,9 @@ class WorkerCommand(ConfigurableCommand):
 )  # fmt: skip
 @option(
     "--nnodes", envvar="FISSILE_NNODES", type=click.IntRange(min=1), default=1,
-    help="Machines that the ranks are spread over, as many on each. Run this command on all of them with the same "
-    "--tp-size, --nnodes, --dist-init and --model, and with --node-rank 0, 1, ...: machine 0 serves requests, the "
-    "others serve ranks only and need no other option.",
+    help="Number of machines that the ranks are spread over, equally many on each. Run this command on all of them "
+    "with the same --tp-size, --nnodes, --dist-init and --model, and with --node-rank 0, 1, ...: machine 0 serves "
+    "requests, the others run ranks only and need no other option.",
 )  # fmt: skip
 @option(
     "--node-rank", envvar="FISSILE_NODE_RANK", type=click.IntRange(min=0), default=0,
@@ -562,32 +577,36 @@ class WorkerCommand(ConfigurableCommand):
     "--step-timeout", envvar="FISSILE_STEP_TIMEOUT", type=Duration(SHORTEST_S),
     default=f"{STEP_TIMEOUT_S:g}s",
     help="Time after which a step of several ranks counts as hung: routers move its requests to other workers, and "
-    "the ranks are started again. To be longer than the longest prefill step.",
+    "the ranks are started again. It must be longer than the longest prefill step.",
 )  # fmt: skip
 @option(
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", type=Duration(), default=f"{DRAIN_TIMEOUT_S:g}s",
-    help="How long running requests may go on after SIGTERM.",
+    help="How long running requests may continue after SIGTERM.",
 )  # fmt: skip
 @server_tls_options("FISSILE_WORKER")
 @health_port_option("FISSILE_WORKER")
 @option(
     "--router-identity", "router_identities", envvar="FISSILE_ROUTER_IDENTITY", multiple=True, metavar="NAME",
-    help="With --tls-client-ca: DNS name or URI (such as a SPIFFE id) in the certificates of routers. Anybody else is "
-    "refused, but for health. Repeatable; separated by spaces in the variable.",
+    help="With --tls-client-ca: DNS name or URI (such as a SPIFFE id) in the certificates of routers. All other "
+    "callers are refused, except for health. Repeatable; separated by spaces in the variable.",
 )  # fmt: skip
-@option("--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS), help="Least to log.")
+@option(
+    "--log-level", envvar="FISSILE_LOG_LEVEL", default="info", type=click.Choice(LEVELS),
+    help="Lowest level that is logged.",
+)  # fmt: skip
 @option(
     "--simulate", envvar="FISSILE_SIMULATE", metavar="PRESET",
-    help="Make up tokens, no model, at a preset's speed: instant, fixed:5ms, mi300x-llama-8b, ...",
+    help="Make up tokens without a model, at the speed of a preset: instant, fixed:5ms, mi300x-llama-8b, ...",
 )  # fmt: skip
 def worker(log_level: str, **given: Any) -> int:
     """Run one worker: an engine with its model, for routers.
 
     With --tp-size the model is split over several processes, on this machine or on several (--nnodes). When one of them
-    dies or hangs, routers move its requests to other workers, health says NOT_SERVING, and all ranks are started again.
+    dies or hangs, routers move its requests to other workers, health becomes NOT_SERVING, and all ranks are started
+    again.
 
-    Ends on SIGTERM or Ctrl-C: health says NOT_SERVING, routers move running answers to other workers of the same
-    numerics class, those that nobody can take finish, exit code 0. The Drain RPC asks for the same.
+    Ends on SIGTERM or Ctrl-C: health becomes NOT_SERVING, routers move running answers to other workers of the same
+    numerics class, the others finish, exit code 0. The Drain RPC does the same.
 
     `fissile worker warmup --model MODEL` compiles the kernels that a worker on a GPU needs, before it is started.
     """

@@ -81,6 +81,6 @@ def admin_options(command: Callable[..., Any]) -> Callable[..., Any]:
 
     address = option(
         "--admin-address", envvar="FISSILE_ADMIN_ADDRESS", default=DEFAULT_ADMIN, metavar="HOST:PORT",
-        help="AdminService of the router: the port that it was given by --admin-port.",
+        help="Address of the router's AdminService, whose port is its --admin-port.",
     )  # fmt: skip
     return address(with_credentials(timeout_option(wrapped)))

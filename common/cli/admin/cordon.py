@@ -17,15 +17,15 @@ _HEADINGS = ("WORKER", "BLOCKS", "")
 @click.argument("worker")
 @option(
     "--evict/--no-evict", envvar="FISSILE_EVICT", default=False,
-    help="Also move what runs there to other workers of its numerics class; clients do not notice.",
+    help="Also move running requests to other workers of the same numerics class; clients do not notice.",
 )  # fmt: skip
 @admin_options
 def cordon(worker: str, evict: bool, admin: Admin) -> None:
-    """Let WORKER take no new work, of any router; `fissile uncordon` takes that back.
+    """Stop new work of all routers on WORKER; `fissile uncordon` undoes that.
 
-    The worker goes on running and keeps its model, its cache and its connections. What runs there finishes there, or
-    moves with --evict, where another worker can continue it exactly. WORKER is a name in the first column of `fissile
-    workers`. A worker that is started anew takes work again.
+    The worker keeps running, with its model, its cache and its connections. Running requests finish there, or, with
+    --evict, move to workers that can continue them exactly. WORKER is a name in the first column of `fissile workers`.
+    A restarted worker takes work again.
     """
     wanted = apb.CordonWorkerRequest(worker_id=worker, evict=evict)
     sequences = admin.ask(lambda stub: stub.CordonWorker, wanted).sequences
@@ -36,7 +36,7 @@ def cordon(worker: str, evict: bool, admin: Admin) -> None:
 @click.argument("worker")
 @admin_options
 def uncordon(worker: str, admin: Admin) -> None:
-    """Let WORKER take work again that was cordoned. One that drains can not be brought back: it ends."""
+    """Let the cordoned WORKER take new work again. A draining worker can not be brought back: it ends."""
     admin.ask(lambda stub: stub.UncordonWorker, apb.UncordonWorkerRequest(worker_id=worker))
     click.echo(f"{worker} takes work")
 
@@ -45,13 +45,13 @@ def uncordon(worker: str, admin: Admin) -> None:
 @click.argument("worker")
 @option(
     "--deadline", envvar="FISSILE_DRAIN_DEADLINE", default="0s", type=Duration(0, 86_400),
-    help="Longest time for what no other worker can take; 0s: the worker's own --drain-timeout.",
+    help="Longest time for requests that no other worker can take; 0s: the worker's own --drain-timeout.",
 )  # fmt: skip
 @admin_options
 def drain(worker: str, deadline: float, admin: Admin) -> None:
-    """Let WORKER end in good order, as SIGTERM does: no new work, what runs moves or finishes, exit code 0.
+    """Drain WORKER and shut it down, as SIGTERM does: no new work, running requests move or finish, exit code 0.
 
-    Who started it may start it again: Kubernetes does, and `fissile serve`. To keep it, use `fissile cordon --evict`.
+    Kubernetes and `fissile serve` start it again. To keep it, use `fissile cordon --evict`.
     """
     wanted = apb.DrainWorkerRequest(worker_id=worker, deadline_ms=round(1000 * deadline))
     sequences = admin.ask(lambda stub: stub.DrainWorker, wanted).sequences
@@ -65,8 +65,8 @@ def drain(worker: str, deadline: float, admin: Admin) -> None:
 def flush(worker: str, admin: Admin, as_json: bool) -> None:
     """Drop the prefix cache of WORKER, or of all workers.
 
-    Blocks that running sequences hold stay. Answers do not change by it, only their time to the first token. Exit
-    code 1: a worker could not be asked.
+    Blocks of running sequences stay. Answers do not change, only their time to the first token. Exit code 1: a worker
+    could not be reached.
     """
     caches = admin.ask(lambda stub: stub.FlushCaches, apb.FlushCachesRequest(worker_id=worker)).caches
     if as_json:

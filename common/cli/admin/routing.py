@@ -93,7 +93,7 @@ def _entries(by_tenant: Mapping[str, float | str]) -> str:
 @click.argument("changed", nargs=-1, metavar="[NAME=VALUE]...")
 @option(
     "--if-version", envvar="FISSILE_IF_VERSION", default=0, type=click.IntRange(0), metavar="N",
-    help="Change it only if it still has this version; 0 does not ask.",
+    help="Change it only if it still has this version; 0 changes any version.",
 )  # fmt: skip
 @admin_options
 @json_option
@@ -107,7 +107,7 @@ def routing(changed: tuple[str, ...], if_version: int, admin: Admin, as_json: bo
       fissile routing tenant-weight=gold=4,trial=0.5 tenant-concurrency=32,trial=2
       fissile routing tenant-max-priority=normal,gold=high
 
-    All changes of one command are made together, or none of them. They last until the router ends or reads its
+    The changes of one command are made together or not at all. They last until the router ends or reads its
     configuration again (`fissile reload`, SIGHUP). The version counts all changes since the router's start.
     """
     shown: apb.SetRoutingResponse | apb.GetRoutingResponse
@@ -127,11 +127,11 @@ def routing(changed: tuple[str, ...], if_version: int, admin: Admin, as_json: bo
 @admin_options
 @json_option
 def reload(admin: Admin, as_json: bool) -> None:
-    """Let a running router read its configuration again, as SIGHUP does: all of it comes into force, or nothing.
+    """Make a running router read its configuration again, as SIGHUP does. A reload is all or nothing.
 
-    What may change while it runs: worker, placement, delay-factor, max-hold, queue-size, tenant-weight,
-    tenant-concurrency, tenant-max-priority and log-level. Other options that have changed are named; they need a
-    restart. So are those that `fissile routing` had set and that the configuration sets to something else now.
+    Settings that can change while it runs: worker, placement, delay-factor, max-hold, queue-size, tenant-weight,
+    tenant-concurrency, tenant-max-priority and log-level. The answer names other options that have changed and need a
+    restart, and settings of `fissile routing` that the reload has overridden.
     """
     done = admin.ask(lambda stub: stub.Reload, apb.ReloadRequest())
     if as_json:

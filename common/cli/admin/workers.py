@@ -98,26 +98,26 @@ async def watch(admin: Admin, interval_s: float, count: int, show: Callable[[apb
 
 @click.command()
 @admin_options
-@option("--watch/--no-watch", "watching", envvar="FISSILE_WATCH", default=False, help="Go on until Ctrl-C.")
+@option("--watch/--no-watch", "watching", envvar="FISSILE_WATCH", default=False, help="Repeat until Ctrl-C.")
 @option(
     "--interval", envvar="FISSILE_WATCH_INTERVAL", default="1s", type=Duration(0.1),
-    help="Time from one look of --watch to the next.",
+    help="Refresh interval of --watch.",
 )  # fmt: skip
 @option(
     "--count", envvar="FISSILE_WATCH_COUNT", default=0, type=click.IntRange(0),
-    help="Number of looks of --watch; 0 is no end.",
+    help="Number of refreshes of --watch; 0 is endless.",
 )  # fmt: skip
 @json_option
 def workers(admin: Admin, watching: bool, interval: float, count: int, as_json: bool) -> None:
     """List the workers of a running router.
 
-    RUNNING and QUEUED count requests of this router, DECODING and WAITING sequences of all routers at the worker;
-    TOKENS are prompt tokens still to compute, TOKENS/S is the speed of prefill.
+    RUNNING and QUEUED count requests of this router, DECODING and WAITING the sequences of all routers at the worker;
+    TOKENS are the prompt tokens still to compute, TOKENS/S is the prefill speed.
 
     STATE is serving; silent: without a report for a while; cordoned: `fissile uncordon` brings it back; draining: about
     to end; leaving: no longer in the router's list; unconnected: the line below says why.
 
-    With --watch the queues of the router are shown too; with --json as well, each look is an object on a line.
+    --watch also shows the queues of the router; with --json it prints one object per line.
     """
     if not watching:
         listed: apb.ListWorkersResponse = admin.ask(lambda stub: stub.ListWorkers, apb.ListWorkersRequest())

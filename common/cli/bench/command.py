@@ -255,31 +255,31 @@ def bench() -> None:
 
 @bench.command()
 @address_option
-@option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name; absent: the only one of the router.")
+@option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name. Default: the only model of the router.")
 @plan_options
 @option(
     "--timeout", envvar="FISSILE_TIMEOUT", type=Duration(SHORTEST_S), default="600s",
-    help="Deadline of each request; one that passes it failed.",
+    help="Deadline of each request; one that exceeds it counts as failed.",
 )  # fmt: skip
 @option(
     "--service-pid", "service_pids", envvar="FISSILE_BENCH_SERVICE_PID", type=click.IntRange(min=1), multiple=True,
-    help="Process of the service on this machine, with its children: what it computes is not foreign. Repeatable. "
-    "Found by itself: who listens at a loopback address, and the `fissile serve` that has started it.",
+    help="Process of the service on this machine, whose computing, with its children's, is not foreign. Repeatable. "
+    "Default: whatever listens at a loopback address, and the `fissile serve` that started it.",
 )  # fmt: skip
 @with_credentials
 def serve(
     address: str, model: str, timeout: float, service_pids: tuple[int, ...], credentials: Credentials, **given: Any
 ) -> int:
-    """Measure a running router, as its clients see it.
+    """Measure a running router as its clients see it.
 
     Prompts are random token ids, answers greedy and of a fixed length, unless options say otherwise. A row is measured
     for each load, one after the other. Times are milliseconds: TTFT to the first token, TPOT per token after it, ITL
-    between tokens; medians, and what 99 of 100 stay below. Requests that failed, or whose answer had another length
-    than asked for, count for nothing. FOREIGN: what other processes took of this machine meanwhile; above 5 % the
-    figures say little.
+    between tokens, as medians and 99th percentiles. Requests that failed, or whose answer had another length than asked
+    for, are left out. FOREIGN is the share of this machine that other processes took meanwhile; above 5 % the figures
+    say little.
 
-    Exit code: 0; 1 when requests failed; 2 something must be changed; 3 no router; 130 after Ctrl-C, which ends the
-    row and prints what has been measured.
+    Exit code: 0, 1 if requests failed, 2 if something must be changed, 3 without a router, 130 after Ctrl-C, which ends
+    the row and prints what has been measured.
     """
     plan = Plan.of(**given)
     terms = plan.terms(model=model, timeout_s=timeout, metadata=credentials.metadata)

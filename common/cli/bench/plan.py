@@ -95,48 +95,49 @@ _COUNT: Final = click.IntRange(min=1)
 plan_options = apply(
     option(
         "--concurrency", envvar="FISSILE_BENCH_CONCURRENCY", type=Numbers(int), metavar="N[,N...]",
-        help="Closed loop: so many requests in flight; a row for each number. Absent: 1,8,32.",
+        help="Closed loop: number of requests in flight; a row for each number. Default: 1,8,32.",
     ),
     option(
         "--rate", envvar="FISSILE_BENCH_RATE", type=Numbers(float), metavar="R[,R...]",
-        help="Open loop instead: so many requests per second on average, whatever the service does; a row for each. "
+        help="Open loop instead: requests per second on average, whatever the service does; a row for each number. "
         "Times count from when a request was to be sent.",
     ),
     option(
         "--burstiness", envvar="FISSILE_BENCH_BURSTINESS", type=float, default=None, metavar="SHAPE",
-        help="Of --rate. 1: a Poisson process; below: in bursts; above: more evenly; inf: at equal distances. "
-        "Absent: 1.",
+        help="Shape of the arrivals of --rate: 1 is a Poisson process, less is burstier, more is more regular, inf "
+        "evenly spaced. Default: 1.",
     ),
     option(
         "--requests", envvar="FISSILE_BENCH_REQUESTS", type=_COUNT,
-        help=f"Of each row. Absent, without --duration: {REQUESTS_PER_PLACE} for each in flight, or what --rate sends "
-        f"in {OPEN_LOOP_S:g} s; at least {MIN_REQUESTS}.",
+        help=f"Number of requests of each row. Default without --duration: {REQUESTS_PER_PLACE} for each in flight, or "
+        f"what --rate sends in {OPEN_LOOP_S:g} s; at least {MIN_REQUESTS}.",
     ),
     option(
         "--duration", envvar="FISSILE_BENCH_DURATION", type=Duration(), metavar="TIME",
-        help="Of each row, for example 60s: after it no request is sent, and those in flight are waited for. With "
-        "--requests: whichever is first. Absent: no limit.",
+        help="Duration of each row, for example 60s: after it no request is sent, and those in flight are waited for. "
+        "With --requests, whichever is first. Default: no limit.",
     ),
     option(
         "--warmup", envvar="FISSILE_BENCH_WARMUP", type=click.IntRange(min=0), default=2,
-        help="Requests before each row that do not count, with prompts of their own.",
+        help="Number of requests before each row that do not count, with prompts of their own.",
     ),
     option(
         "--repeat", envvar="FISSILE_BENCH_REPEAT", type=_COUNT, default=1,
-        help="Measure all rows so many times, in turn: what drifts then falls on all of them.",
+        help="Number of times that all rows are measured, in turn, so that drift affects all of them alike.",
     ),
     option(
         "--input-len", envvar="FISSILE_BENCH_INPUT_LEN", type=LengthRange(), metavar="LOW:HIGH",
-        help=f"Tokens of a prompt, uniform in a range, or one number. Prompts are random token ids. Absent: "
+        help=f"Tokens of a prompt, uniform in a range, or one number. Prompts are random token ids. Default: "
         f"{DEFAULT_INPUT}.",
     ),
     option(
         "--output-len", envvar="FISSILE_BENCH_OUTPUT_LEN", type=LengthRange(), default="64", metavar="LOW:HIGH",
-        help="Tokens of an answer, likewise.",
+        help="Tokens of an answer, uniform in a range, or one number.",
     ),
     option(
         "--prefix-len", envvar="FISSILE_BENCH_PREFIX_LEN", type=click.IntRange(min=0), default=None,
-        help="Tokens that all prompts of a row begin with, before those of --input-len: for prefix caches. Absent: 0.",
+        help="Number of tokens that all prompts of a row begin with, before those of --input-len: for prefix caches. "
+        "Default: 0.",
     ),
     option(
         "--dataset", envvar="FISSILE_BENCH_DATASET", type=click.Path(path_type=Path), metavar="FILE",
@@ -145,35 +146,56 @@ plan_options = apply(
     ),
     option(
         "--seed", envvar="FISSILE_BENCH_SEED", type=click.IntRange(0, 2**64 - 1), default=0,
-        help="Of prompts, lengths, arrival times and sampling: the same seed and the same list of loads "
-        "give the same work everywhere; lengths are the same in every row.",
+        help="Seed of prompts, lengths, arrival times and sampling: the same seed and the same list of loads give the "
+        "same work everywhere; lengths are the same in every row.",
     ),
     option(
         "--ignore-eos/--no-ignore-eos", envvar="FISSILE_BENCH_IGNORE_EOS", default=True,
-        help="Go on past the model's end, so that every answer has the length asked for; another length is a failure.",
+        help="Continue past the model's end-of-sequence tokens, so that every answer has the length asked for; "
+        "another length is a failure.",
     ),
-    option("--temperature", envvar="FISSILE_BENCH_TEMPERATURE", type=float, default=0.0, help="0 is greedy."),
-    option("--top-k", envvar="FISSILE_BENCH_TOP_K", type=int, help="0 is off; absent: the model's, or off."),
-    option("--top-p", envvar="FISSILE_BENCH_TOP_P", type=float, help="In (0, 1]; absent: the model's, or 1 (off)."),
-    option("--min-p", envvar="FISSILE_BENCH_MIN_P", type=float, help="In [0, 1]; absent: the model's, or 0 (off)."),
+    option(
+        "--temperature", envvar="FISSILE_BENCH_TEMPERATURE", type=float, default=0.0,
+        help="Sampling temperature; 0 is greedy.",
+    ),
+    option(
+        "--top-k", envvar="FISSILE_BENCH_TOP_K", type=int,
+        help="Sample among the K most likely tokens; 0 is off. Default: the model's, or off.",
+    ),
+    option(
+        "--top-p", envvar="FISSILE_BENCH_TOP_P", type=float,
+        help="Sample among the most likely tokens whose probabilities sum to P, in (0, 1]. Default: the model's, or 1 "
+        "(off).",
+    ),
+    option(
+        "--min-p", envvar="FISSILE_BENCH_MIN_P", type=float,
+        help="Drop tokens less likely than P times the most likely one, in [0, 1]. Default: the model's, or 0 (off).",
+    ),
     option(
         "--repetition-penalty", envvar="FISSILE_BENCH_REPETITION_PENALTY", type=float,
-        help="Absent: the model's, or 1 (off).",
+        help="Divide the logits of tokens in prompt and answer. Default: the model's, or 1 (off).",
     ),
-    option("--presence-penalty", envvar="FISSILE_BENCH_PRESENCE_PENALTY", type=float, help="Absent: 0 (off)."),
-    option("--frequency-penalty", envvar="FISSILE_BENCH_FREQUENCY_PENALTY", type=float, help="Absent: 0 (off)."),
+    option(
+        "--presence-penalty", envvar="FISSILE_BENCH_PRESENCE_PENALTY", type=float,
+        help="Subtract once from the logits of tokens in the answer. Default: 0 (off).",
+    ),
+    option(
+        "--frequency-penalty", envvar="FISSILE_BENCH_FREQUENCY_PENALTY", type=float,
+        help="Subtract per occurrence from the logits of tokens in the answer. Default: 0 (off).",
+    ),
     option(
         "--slo", envvar="FISSILE_BENCH_SLO", type=Objectives(), metavar="METRIC=TIME[,...]",
         help=f"Objectives, such as ttft=200ms,tpot=50ms; requests that meet them all are counted as goodput. Metrics: "
-        f"{', '.join(OBJECTIVES)}. Absent: none.",
+        f"{', '.join(OBJECTIVES)}. Default: none.",
     ),
     option(
         "--json", "json_file", envvar="FISSILE_BENCH_JSON", metavar="FILE|-",
-        help="Write everything as JSON; with - to standard output, and the table to standard error. Absent: not.",
+        help="Write everything as JSON to this file; - is standard output, and the table then goes to standard error. "
+        "Default: no file.",
     ),
     option(
         "--details/--no-details", envvar="FISSILE_BENCH_DETAILS", default=None,
-        help="Print all figures of every row below the table. Absent: when there is one row.",
+        help="Print all figures of every row below the table. Default: only when there is one row.",
     ),
 )  # fmt: skip
 

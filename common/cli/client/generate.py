@@ -24,46 +24,79 @@ from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 
 # Fields of SamplingParams. Those that are not given are not sent, so the model's own defaults hold.
 SAMPLING_OPTIONS = (
-    option("--max-tokens", envvar="FISSILE_MAX_TOKENS", type=int, help="Most tokens to generate; absent: 64."),
-    option("--min-tokens", envvar="FISSILE_MIN_TOKENS", type=int, help="Fewest tokens before it may end; absent: 0."),
-    option("--temperature", envvar="FISSILE_TEMPERATURE", type=float, help="0 is greedy; absent: the model's, or 1."),
-    option("--top-k", envvar="FISSILE_TOP_K", type=int, help="0 is off; absent: the model's, or off."),
-    option("--top-p", envvar="FISSILE_TOP_P", type=float, help="In (0, 1]; absent: the model's, or 1 (off)."),
+    option("--max-tokens", envvar="FISSILE_MAX_TOKENS", type=int, help="Most tokens to generate. Default: 64."),
+    option("--min-tokens", envvar="FISSILE_MIN_TOKENS", type=int, help="Fewest tokens to generate. Default: 0."),
+    option(
+        "--temperature",
+        envvar="FISSILE_TEMPERATURE",
+        type=float,
+        help="Sampling temperature; 0 is greedy. Default: the model's, or 1.",
+    ),
+    option(
+        "--top-k",
+        envvar="FISSILE_TOP_K",
+        type=int,
+        help="Sample among the K most likely tokens; 0 is off. Default: the model's, or off.",
+    ),
+    option(
+        "--top-p",
+        envvar="FISSILE_TOP_P",
+        type=float,
+        help="Sample among the most likely tokens whose probabilities sum to P, in (0, 1]. Default: the model's, or 1 "
+        "(off).",
+    ),
     option(
         "--min-p",
         envvar="FISSILE_MIN_P",
         type=float,
-        help="In [0, 1], of the best one's share; absent: the model's, or 0 (off).",
+        help="Drop tokens less likely than P times the most likely one, in [0, 1]. Default: the model's, or 0 (off).",
     ),
     option(
         "--repetition-penalty",
         envvar="FISSILE_REPETITION_PENALTY",
         type=float,
-        help="Divides logits of tokens in prompt and answer; absent: the model's, or 1.",
+        help="Divide the logits of tokens in prompt and answer. Default: the model's, or 1 (off).",
     ),
     option(
         "--presence-penalty",
         envvar="FISSILE_PRESENCE_PENALTY",
         type=float,
-        help="In [-2, 2], off the logits of tokens in the answer; absent: 0 (off).",
+        help="Subtract once from the logits of tokens in the answer, in [-2, 2]. Default: 0 (off).",
     ),
     option(
         "--frequency-penalty",
         envvar="FISSILE_FREQUENCY_PENALTY",
         type=float,
-        help="In [-2, 2], likewise, per occurrence; absent: 0 (off).",
+        help="Subtract per occurrence from the logits of tokens in the answer, in [-2, 2]. Default: 0 (off).",
     ),
-    option("--seed", envvar="FISSILE_SEED", type=int, help="Same seed, same answer; absent: from the request id."),
-    option("--stop", "stop_strings", envvar="FISSILE_STOP", multiple=True, help="Text that ends it; repeatable."),
+    option(
+        "--seed",
+        envvar="FISSILE_SEED",
+        type=int,
+        help="Seed of the sampling: the same seed gives the same answer. Default: derived from the request id.",
+    ),
+    option(
+        "--stop",
+        "stop_strings",
+        envvar="FISSILE_STOP",
+        multiple=True,
+        help="Text that ends the answer. Repeatable.",
+    ),
     option(
         "--stop-token-id",
         "stop_token_ids",
         envvar="FISSILE_STOP_TOKEN_ID",
         multiple=True,
         type=int,
-        help="Token id that ends it; repeatable.",
+        help="Token id that ends the answer. Repeatable.",
     ),
-    option("--ignore-eos", envvar="FISSILE_IGNORE_EOS", is_flag=True, default=None, help="Go on past the model's end."),
+    option(
+        "--ignore-eos",
+        envvar="FISSILE_IGNORE_EOS",
+        is_flag=True,
+        default=None,
+        help="Continue past the model's end-of-sequence tokens.",
+    ),
 )
 
 
@@ -122,15 +155,21 @@ async def ask_router(
 @click.command()
 @click.argument("prompt", required=False)
 @address_option
-@option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name; absent: the only one of the router.")
-@option("--chat/--text", "chat", envvar="FISSILE_CHAT", default=None, help="Absent: chat if the model has a template.")
-@option("--system", envvar="FISSILE_SYSTEM", default="", help="System message of a chat; absent: none.")
-@option("--request-id", envvar="FISSILE_REQUEST_ID", default="", help="Your own id of the request; absent: a new one.")
+@option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name. Default: the only model of the router.")
+@option(
+    "--chat/--text", "chat", envvar="FISSILE_CHAT", default=None,
+    help="Send a chat or a plain text. Default: a chat if the model has a template.",
+)  # fmt: skip
+@option("--system", envvar="FISSILE_SYSTEM", default="", help="System message of a chat. Default: none.")
+@option("--request-id", envvar="FISSILE_REQUEST_ID", default="", help="Id of the request. Default: a new one.")
 @with_sampling_options
 @with_credentials
 @timeout_option
 @json_option
-@option("--offline", envvar="FISSILE_OFFLINE", metavar="MODEL", help="Checkpoint to run in this process; no router.")
+@option(
+    "--offline", envvar="FISSILE_OFFLINE", metavar="MODEL",
+    help="Checkpoint to run in this process, without a router.",
+)  # fmt: skip
 def generate(
     prompt: str | None,
     address: str,
@@ -144,7 +183,7 @@ def generate(
     offline: str | None,
     **sampling: Any,
 ) -> None:
-    """Ask a model PROMPT (or what is on standard input) and stream its answer.
+    """Send PROMPT (or standard input) to a model and stream its answer.
 
     The answer goes to standard output, its figures to standard error. Exit code: 0 finished, 1 failed, 2 the request
     must be changed, 3 it may work later (no router, no worker, a full queue).

@@ -47,17 +47,18 @@ def _no_answer(error: grpc.aio.AioRpcError, address: str, service: str) -> Comma
 @with_tls
 @option(
     "--service", envvar="FISSILE_HEALTH_SERVICE", default="readiness", metavar="NAME",
-    help="readiness: takes work; liveness: the process answers; or a gRPC service's full name.",
+    help="Health service: readiness (it takes work), liveness (the process answers), or the full name of a gRPC "
+    "service.",
 )  # fmt: skip
 @option(
     "--timeout", envvar="FISSILE_HEALTH_TIMEOUT", default=f"{PROBE_TIMEOUT_S:g}s", type=Duration(SHORTEST_S),
     help="How long to wait for the answer.",
 )  # fmt: skip
 def health(address: str, tls: ClientTls | None, service: str, timeout: float) -> int:
-    """Say whether a router or worker serves.
+    """Check the health of a router or worker.
 
-    Exit code 0 when it is SERVING, else 1: NOT_SERVING, no answer, or a service that it does not know. As those are all
-    that container engines act on, it fits HEALTHCHECK, systemd and scripts. --address may be that of a worker.
+    Exit code 0 if it is SERVING, else 1: NOT_SERVING, no answer, or an unknown service. So it fits HEALTHCHECK of
+    container engines, systemd and scripts. --address may be that of a worker.
     """
     status = asyncio.run(serving_status(address, service, timeout, tls))
     click.echo(f"{service or 'server'} at {address}: {status}")

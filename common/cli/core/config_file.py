@@ -59,7 +59,7 @@ def config_option(section: str) -> Callable[[click.decorators.FC], click.decorat
     return option(
         "--config", FILE, envvar=FILE_VARIABLE, default=None, type=click.Path(path_type=Path), metavar="FILE",
         is_eager=True, expose_value=False, callback=read,
-        help="YAML file with options: a section per command. Command line and environment win over it.",
+        help="YAML file with options, one section per command. Command line and environment override it.",
     )  # fmt: skip
 
 

@@ -104,7 +104,7 @@ def option(*names: str, envvar: str, **attributes: Any) -> Callable[[click.decor
 
 
 address_option = option(
-    "--address", envvar="FISSILE_ADDRESS", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="The router to call."
+    "--address", envvar="FISSILE_ADDRESS", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="Address of the router."
 )
 json_option = option("--json", "as_json", envvar="FISSILE_JSON", is_flag=True, default=False, help="Print JSON.")
 timeout_option = option(

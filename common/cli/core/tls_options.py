@@ -33,20 +33,21 @@ def server_tls_options(prefix: str) -> Callable[[_Command], _Command]:
     return apply(
         file_option(
             "--tls-cert", f"{prefix}_TLS_CERT",
-            "Certificate chain of this server, PEM: callers must use TLS. It is read again when it changes.",
+            "Certificate chain of this server, PEM; callers must then use TLS. Read again when it changes.",
         ),
-        file_option("--tls-key", f"{prefix}_TLS_KEY", "The certificate's private key, PEM, not encrypted."),
+        file_option("--tls-key", f"{prefix}_TLS_KEY", "Private key of --tls-cert, PEM, not encrypted."),
         file_option(
             "--tls-client-ca", f"{prefix}_TLS_CLIENT_CA",
-            "CAs of callers, PEM: each must show a certificate of one of them (mTLS). Absent: none is asked for.",
+            "CAs of the callers, PEM; each caller must show a certificate of one of them (mTLS). Default: no "
+            "certificate is asked for.",
         ),
     )  # fmt: skip
 
 
 api_keys_option = file_option(
     "--api-keys", "FISSILE_API_KEYS",
-    "API keys, hashed: a line each, as `fissile keys new` prints it. Then every call needs one, but for health. It is "
-    "read again when it changes.",
+    "API keys, hashed: a line each, as `fissile keys new` prints it. Every call but health then needs a key. Read "
+    "again when it changes.",
 )  # fmt: skip
 
 
@@ -54,8 +55,8 @@ def health_port_option(prefix: str) -> Callable[[_Command], _Command]:
     """`--health-port`."""
     return option(
         "--health-port", envvar=f"{prefix}_HEALTH_PORT", default=None, type=click.IntRange(0, 65535),
-        help="Further port, with health alone and in plain text: for probes that speak no TLS, as those of Kubernetes. "
-        "0 takes any; absent: off.",
+        help="Further port that serves health alone, in plain text, for probes without TLS such as those of "
+        "Kubernetes; 0 takes any free one. Default: off.",
     )  # fmt: skip
 
 
@@ -103,16 +104,19 @@ def client_tls(
 _CLIENT_TLS_OPTIONS = apply(
     option(
         "--tls/--no-tls", envvar="FISSILE_TLS", default=False,
-        help="Call by TLS, with the public CAs unless --tls-ca names others.",
+        help="Connect with TLS, trusting the public CAs unless --tls-ca names others.",
     ),
-    file_option("--tls-ca", "FISSILE_TLS_CA", "CAs of the server, PEM: call by TLS."),
-    option("--tls-name", envvar="FISSILE_TLS_NAME", default="", help="Name in its certificate; absent: the host's."),
+    file_option("--tls-ca", "FISSILE_TLS_CA", "CAs of the server, PEM; connects with TLS."),
+    option(
+        "--tls-name", envvar="FISSILE_TLS_NAME", default="",
+        help="Name in the server's certificate. Default: the host of its address.",
+    ),
     file_option("--client-cert", "FISSILE_CLIENT_CERT", "Certificate chain to show to the server, PEM (mTLS)."),
-    file_option("--client-key", "FISSILE_CLIENT_KEY", "Its private key, PEM, not encrypted."),
+    file_option("--client-key", "FISSILE_CLIENT_KEY", "Private key of --client-cert, PEM, not encrypted."),
 )  # fmt: skip
 _API_KEY_OPTION = option(
     "--api-key", envvar="FISSILE_API_KEY", default="", metavar="KEY",
-    help="Key to show to the router; better in the variable: others on this machine see command lines.",
+    help="API key for the router. Better set by the variable: other users of this machine can see command lines.",
 )  # fmt: skip
 
 

@@ -338,94 +338,122 @@ def describe_kv_memory(fleet: Fleet) -> str:
 @config_option("serve")
 @option(
     "--model", envvar="FISSILE_MODEL", metavar="MODEL",
-    help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub; absent: the demo model.",
+    help="Hugging Face checkpoint: a folder, or org/name[@revision] on the Hub. Default: the demo model.",
 )  # fmt: skip
-@option("--model-name", envvar="FISSILE_MODEL_NAME", help="Its name in requests; absent: the folder's or repository's.")
-@option("--workers", envvar="FISSILE_NUM_WORKERS", type=click.IntRange(1, 64), default=1, help="Worker processes.")
+@option(
+    "--model-name", envvar="FISSILE_MODEL_NAME",
+    help="Model name in requests. Default: the name of the folder or repository.",
+)  # fmt: skip
+@option(
+    "--workers", envvar="FISSILE_NUM_WORKERS", type=click.IntRange(1, 64), default=1,
+    help="Number of worker processes.",
+)  # fmt: skip
 @option("--host", envvar="FISSILE_HOST", default=LOOPBACK, help="Address that the router listens on.")
-@option("--port", envvar="FISSILE_PORT", type=click.IntRange(0, 65535), default=50051, help="Router's port; 0: any.")
+@option(
+    "--port", envvar="FISSILE_PORT", type=click.IntRange(0, 65535), default=50051,
+    help="Port of the router; 0 takes any free one.",
+)  # fmt: skip
 @option("--ask/--no-ask", envvar="FISSILE_ASK", default=True, help="Send a first request when the router serves.")
-@option("--prompt", envvar="FISSILE_PROMPT", default=FIRST_PROMPT, help="The first request.")
-@option("--once", envvar="FISSILE_ONCE", is_flag=True, default=False, help="End after the first answer.")
+@option("--prompt", envvar="FISSILE_PROMPT", default=FIRST_PROMPT, help="Prompt of the first request.")
+@option("--once", envvar="FISSILE_ONCE", is_flag=True, default=False, help="Exit after the first answer.")
 @option(
     "--max-num-batched-tokens",
     envvar="FISSILE_MAX_NUM_BATCHED_TOKENS",
     type=click.IntRange(min=1),
-    help=f"Token budget of a worker's step; absent: {BUDGET_ON_CPU} and a token for each sequence on a CPU, "
+    help=f"Token budget of a worker's step. Default: {BUDGET_ON_CPU} plus one token per sequence on a CPU, "
     f"{BUDGET_ON_GPU} on a GPU and with --simulate.",
 )
-@option("--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True, help="Share prefixes.")
+@option(
+    "--prefix-caching/--no-prefix-caching", envvar="FISSILE_PREFIX_CACHING", default=True,
+    help="Reuse the KV blocks of equal prefixes.",
+)  # fmt: skip
 @option(
     "--kv-cache-memory",
     envvar="FISSILE_KV_CACHE_MEMORY",
     type=ByteSizeText(),
-    help="Of each rank, e.g. 2GiB; absent: 1/4 of free memory for all.",
+    help="KV cache memory of each rank, e.g. 2GiB. Default: a quarter of the free memory, for all ranks together.",
 )
 @option(
     "--max-model-len", envvar="FISSILE_MAX_MODEL_LEN", type=click.IntRange(min=2),
-    help="Prompt and answer; absent: the model's.",
+    help="Longest prompt plus answer, in tokens. Default: the model's.",
 )  # fmt: skip
 @option(
     "--max-num-seqs", envvar="FISSILE_MAX_NUM_SEQS", type=click.IntRange(min=1),
-    help="Running at once; absent: the worker's default.",
+    help="Most sequences that run at once. Default: the worker's.",
 )  # fmt: skip
 @option(
     "--scheduling-policy", envvar="FISSILE_SCHEDULING_POLICY", type=click.Choice(SCHEDULING_POLICIES),
-    help="prefill_first: prompts go before running answers; mixed: both share each step; absent: "
-    f"{POLICY_ON_CPU} on a CPU, {POLICY_ON_GPU} on a GPU and with --simulate.",
+    help="Scheduling policy of steps. prefill_first: prompts go before running answers; mixed: both share each step. "
+    f"Default: {POLICY_ON_CPU} on a CPU, {POLICY_ON_GPU} on a GPU and with --simulate.",
 )  # fmt: skip
-@option("--dtype", envvar="FISSILE_DTYPE", help="Absent: the checkpoint's, as far as this CPU computes in it.")
+@option(
+    "--dtype", envvar="FISSILE_DTYPE",
+    help="Dtype of weights and activations. Default: the checkpoint's, or float32 if this CPU has no fast kernels for "
+    "it.",
+)  # fmt: skip
 @option(
     "--kv-cache-dtype", envvar="FISSILE_KV_CACHE_DTYPE",
-    help="Of the KV cache: bfloat16, float16 or fp8; absent: the model's.",
+    help="Dtype of the KV cache: bfloat16, float16 or fp8. Default: the model's.",
 )  # fmt: skip
-@option("--kernels", envvar="FISSILE_KERNELS", help="Kernel back end; absent: the worker chooses.")
+@option(
+    "--kernels", envvar="FISSILE_KERNELS",
+    help="Kernel back end (see `fissile worker --help`). Default: the worker's choice.",
+)  # fmt: skip
 @option(
     "--cpu-isa", envvar="FISSILE_CPU_ISA",
-    help="Instruction set of the native kernels, as `fissile worker --help` lists them; absent: the worker chooses.",
+    help="Instruction set of the native kernels (see `fissile worker --help`). Default: the worker's choice.",
 )  # fmt: skip
 @option(
     "--quantize", envvar="FISSILE_QUANTIZE", type=click.Choice(QUANTIZE),
-    help="int8, on GPUs fp8 too: weights take half of bfloat16's memory and bandwidth, answers differ a little; on "
-    "GPUs w8a8_int8 and w8a8_fp8: inputs of products in 8 bits too; absent: as they are.",
+    help="Quantize the weights when they are loaded. int8 (on GPUs fp8 too): weights only, at half the memory of "
+    "bfloat16. w8a8_int8, w8a8_fp8 (GPUs): activations in 8 bits too. Answers change slightly. Default: as in the "
+    "checkpoint.",
 )  # fmt: skip
 @option(
     "--weights-cache", envvar="FISSILE_WEIGHTS_CACHE", metavar="DIR|off",
-    help="Folder of packed weights, which the next start maps and workers share; absent: in the user's cache folder.",
+    help="Folder of packed weights, which later starts and other workers map; off keeps none. Default: in the user's "
+    "cache folder.",
 )  # fmt: skip
 @option(
-    "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1), help="Per worker; absent: all cores together."
+    "--threads",
+    envvar="FISSILE_THREADS",
+    type=click.IntRange(min=1),
+    help="Compute threads of each worker. Default: an equal share of the cores.",
 )
 @option(
     "--tp-size", envvar="FISSILE_TP_SIZE", type=click.IntRange(min=1), default=1,
-    help="Tensor parallel: ranks of each worker, each a process with its slice of the weights.",
+    help="Tensor parallelism: number of ranks of each worker, each a process with its slice of the weights.",
 )  # fmt: skip
 @option(
     "--enable-expert-parallel/--no-enable-expert-parallel", envvar="FISSILE_ENABLE_EXPERT_PARALLEL", default=False,
-    help="Mixtures of experts: each rank holds some experts whole, instead of a part of each.",
+    help="Expert parallelism: each rank holds some experts whole, instead of a part of each.",
 )  # fmt: skip
 @option(
     "--step-timeout", envvar="FISSILE_STEP_TIMEOUT", type=Duration(SHORTEST_S),
-    help="Time after which a step of several ranks counts as hung; absent: the worker's default.",
+    help="Time after which a step of several ranks counts as hung. Default: the worker's.",
 )  # fmt: skip
 @option(
     "--delay-factor", envvar="FISSILE_DELAY_FACTOR", type=click.FloatRange(0),
-    help="Of the router's delay gate; absent: 0.",
+    help="Delay factor of the router's gate (see `fissile router --help`). Default: 0.",
 )  # fmt: skip
 @option(
     "--admin-port", envvar="FISSILE_ADMIN_PORT", type=click.IntRange(0, 65535),
-    help="Port of the router's AdminService, for `fissile workers`, `cordon`, `routing` and others; absent: off.",
+    help="Port of the router's AdminService, for `fissile workers`, `cordon`, `routing` and others. Default: off.",
 )  # fmt: skip
 @option(
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=f"{DRAIN_TIMEOUT_S:g}s", type=Duration(),
-    help="How long running requests may go on after SIGTERM or Ctrl-C.",
+    help="How long running requests may continue after SIGTERM or Ctrl-C.",
 )  # fmt: skip
 @server_tls_options("FISSILE")
 @api_keys_option
-@option("--log-level", envvar="FISSILE_LOG_LEVEL", type=click.Choice(LEVELS), default="info", help="Of all.")
+@option(
+    "--log-level", envvar="FISSILE_LOG_LEVEL", type=click.Choice(LEVELS), default="info",
+    help="Log level of the router and all workers.",
+)  # fmt: skip
 @option(
     "--simulate", envvar="FISSILE_SIMULATE", metavar="PRESET",
-    help="Workers make up tokens, no model, at a preset's speed: instant, fixed:5ms, mi300x-llama-8b, ...",
+    help="Let workers make up tokens without a model, at the speed of a preset: instant, fixed:5ms, mi300x-llama-8b, "
+    "...",
 )  # fmt: skip
 def serve(
     ask: bool,
@@ -439,10 +467,10 @@ def serve(
 ) -> int:
     """Serve a model on this machine: one router and its workers, until Ctrl-C.
 
-    Waits until the router's health says SERVING, sends a first request and streams the answer: not where the router
-    wants TLS or a key, which this command has none of. Workers listen on loopback. Further options of router and
-    workers can be set by their environment variables (`fissile router --help`, `fissile worker --help`), and in the
-    file of --config, in the sections `router` and `worker`.
+    Waits until the router's health says SERVING, sends a first request and streams the answer. With TLS or API keys the
+    first request is skipped, because this command has no credentials. Workers listen on loopback. Further options of
+    router and workers can be set by their environment variables (`fissile router --help`, `fissile worker --help`), and
+    in the file of --config, in the sections `router` and `worker`.
     """
     server_tls(tls_cert, tls_key, tls_client_ca)
     protection = {"tls_cert": tls_cert, "tls_key": tls_key, "tls_client_ca": tls_client_ca, "api_keys": api_keys}
