@@ -12,10 +12,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from common.available_memory import available_memory
 from common.config import Config
 from common.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
-from worker.config.engine_config import available_memory, with_pool
+from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, SequenceColumns
 from worker.engine.core import EngineCore

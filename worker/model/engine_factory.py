@@ -9,9 +9,10 @@ from functools import partial
 
 import torch
 
+from common.available_memory import available_memory
 from common.config import Config
 from common.errors import InvalidFieldError
-from worker.config.engine_config import available_memory, with_pool
+from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.core import EngineCore
 from worker.engine.executor import Executor, PipelinedExecutor, TokenWaiter

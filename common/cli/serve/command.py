@@ -19,6 +19,7 @@ import click
 import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from common.available_memory import available_memory
 from common.cli.core.client import Question, ask
 from common.cli.core.config_file import (
     FILE_VARIABLE,
@@ -59,17 +60,6 @@ _QUICK_RECONNECT = [
     ("grpc.max_reconnect_backoff_ms", 500),
     ("grpc.enable_http_proxy", 0),
 ]
-
-
-def free_memory() -> int:
-    """Bytes that new processes can use without swapping."""
-    try:
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 @dataclass(frozen=True, slots=True)
@@ -266,7 +256,7 @@ def make_fleet(
             max_num_seqs=worker_options.get("max_num_seqs") or Config.max_num_seqs,
         ),
         prefix_caching=prefix_caching,
-        kv_cache_memory=kv_cache_memory or ("" if simulate else kv_memory_per_rank(workers, tp_size, free_memory())),
+        kv_cache_memory=kv_cache_memory or ("" if simulate else default_kv_memory(workers, tp_size)),
         drain_timeout_s=drain_timeout,
         log_level=log_level,
         router_options={"delay_factor": delay_factor, "admin_port": admin_port, **router_options},
@@ -325,13 +315,18 @@ def with_model_folder(fleet: Fleet) -> Fleet:
         raise CommandError(str(error)) from None
 
 
+def default_kv_memory(workers: int, tp_size: int) -> str:
+    """KV memory of each rank of several workers of this machine, or of this container; empty for a single worker."""
+    return kv_memory_per_rank(workers, tp_size, available_memory())
+
+
 def describe_kv_memory(fleet: Fleet) -> str:
     """Size of the KV caches, in words."""
     if fleet.kv_cache_memory:
         return f"{fleet.kv_cache_memory} per rank"
     if fleet.simulate:
         return "the preset's"
-    return f"a quarter of the free memory ({free_memory() / KV_SHARE / GIB:.1f} GiB)"
+    return f"a quarter of the free memory ({available_memory() / KV_SHARE / GIB:.1f} GiB)"
 
 
 @click.command(cls=ConfigurableCommand)

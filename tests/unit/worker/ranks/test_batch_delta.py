@@ -25,8 +25,8 @@ STEPS = st.lists(
 class Pair:
     """An engine's end, and a rank's behind real frames."""
 
-    def __init__(self, batches_kept: int = 64) -> None:
-        self.encoder = BatchEncoder(batches_kept)
+    def __init__(self, *batches_kept: int) -> None:
+        self.encoder = BatchEncoder(*batches_kept)
         self.decoder = BatchDecoder()
         self.sizes: list[int] = []
 
