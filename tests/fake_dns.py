@@ -55,7 +55,7 @@ class FakeDns:
         # Wakes the thread.
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as s:
             s.sendto(b"", ("127.0.0.1", self.port))
-        self._thread.join(5)
+        self._thread.join(60)
         self._socket.close()
 
     def wait_asked(self, more: int = 1, within_s: float = 10.0) -> None:
@@ -86,7 +86,7 @@ class FakeDns:
             self._socket.sendto(answer.to_wire(), peer)
 
 
-def wait_until(condition: Callable[[], object], within_s: float = 10.0) -> None:
+def wait_until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     """Polls until it is so."""
     end = time.monotonic() + within_s
     while not condition():

@@ -135,7 +135,7 @@ class OtlpReceiver(trace_service_pb2_grpc.TraceServiceServicer):
     def named(self, name: str) -> list[ReceivedSpan]:
         return [span for span in self.spans if span.name == name]
 
-    def wait_for(self, name: str, count: int = 1, timeout_s: float = 10.0) -> list[ReceivedSpan]:
+    def wait_for(self, name: str, count: int = 1, timeout_s: float = 60.0) -> list[ReceivedSpan]:
         """The spans of this name, as soon as there are `count` of them."""
         deadline = time.monotonic() + timeout_s
         with self._arrived:

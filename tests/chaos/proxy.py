@@ -26,13 +26,13 @@ class Proxy:
     def start(self) -> None:
         """Listens."""
         self._thread.start()
-        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(5)
+        asyncio.run_coroutine_threadsafe(self._listen(), self._loop).result(60)
 
     def stop(self) -> None:
         """Ends."""
         self.break_connections()
         self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(5)
+        self._thread.join(60)
 
     def black_hole(self) -> None:
         """Accepts and keeps connections, and forwards nothing."""
@@ -50,7 +50,7 @@ class Proxy:
         async def on_the_loop() -> None:
             change()
 
-        asyncio.run_coroutine_threadsafe(on_the_loop(), self._loop).result(5)
+        asyncio.run_coroutine_threadsafe(on_the_loop(), self._loop).result(60)
 
     def _abort(self) -> None:
         for writer in self._writers:

@@ -48,7 +48,7 @@ def quantile(values: Sequence[float], q: float) -> float:
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else math.nan
 
 
-def until(condition: Callable[[], object], within_s: float = 10.0, what: str = "condition") -> None:
+def until(condition: Callable[[], object], within_s: float = 60.0, what: str = "condition") -> None:
     """Waits for a condition; fails when it does not come."""
     end = time.monotonic() + within_s
     while not condition():

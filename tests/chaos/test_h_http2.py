@@ -103,7 +103,7 @@ def test_h1_padding(tmp_path: Path) -> None:
             ask(stub)
         assert code_of(lost.value) in (grpc.StatusCode.ABORTED, grpc.StatusCode.UNAVAILABLE)
         worker.padding = 0
-        until(lambda: whole(stub), within_s=10, what="recovery")
+        until(lambda: whole(stub), within_s=60, what="recovery")
 
 
 def whole(stub: InferenceServiceStub) -> bool:

@@ -32,6 +32,7 @@ from tests.chaos.scale import SCALE
 from tests.chaos.support import detail, quantile, reason_of
 from tests.e2e.service import Answer, Service, free_port, generate, running_service
 from tests.e2e.simulated import CONFIG, OPTIONS, request, simulated_model, wait_workers
+from tests.processes import cpu_s
 
 INVALID, INTERNAL = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.INTERNAL
 EXHAUSTED, UNIMPLEMENTED = grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED
@@ -176,7 +177,7 @@ def test_m1_random_frames(service: Service, admin_port: int, report: Report) -> 
     assert lines <= sum(done)
     assert not any("Traceback" in log.read_text() for log in logs)
     with grpc.insecure_channel(ports[1]) as channel:
-        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=5)
+        health = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=60)
     assert health.status == health_pb2.HealthCheckResponse.SERVING
 
 
@@ -203,7 +204,7 @@ def test_m2_what_is_too_large_is_refused_while_a_neighbour_streams(service: Serv
             for what, (asked, code) in large.items():
                 begin = time.monotonic()
                 with pytest.raises(grpc.RpcError) as refused:
-                    list(stub.Generate(asked, timeout=30))
+                    list(stub.Generate(asked, timeout=60))
                 times[what + "_s"] = time.monotonic() - begin
                 assert refused.value.code() is code, what
 
@@ -311,10 +312,10 @@ def test_m3_random_parameters(service: Service) -> None:
     def check(asked: pb.GenerateRequest) -> None:
         bad = problems(asked)
         if not bad:
-            generate(service.stub, asked, timeout=20)
+            generate(service.stub, asked, timeout=60)
             return
         with pytest.raises(grpc.RpcError) as refused:
-            list(service.stub.Generate(asked, timeout=20))
+            list(service.stub.Generate(asked, timeout=60))
         allowed = {INVALID} | ({UNIMPLEMENTED} if "sampling_params.n" in bad else set())
         assert refused.value.code() in allowed, refused.value.details()
         found = detail(refused.value, error_details_pb2.BadRequest)
@@ -341,15 +342,16 @@ def test_m3_a_million_stops(service: Service, field: str) -> None:
         asked.sampling_params.stop_token_ids.extend([5] * 1_000_000)
     else:
         asked.sampling_params.MergeFromString(entries(pb.SamplingParams, field, 1_000_000))
-    begin = time.monotonic()
+    router = service.router.running.pid
+    before_s = cpu_s(router)
     with pytest.raises(grpc.RpcError, match="has 1000000 entries; valid: at most") as refused:
-        list(service.stub.Generate(asked, timeout=20))
+        list(service.stub.Generate(asked, timeout=60))
     assert refused.value.code() is INVALID
     found = detail(refused.value, error_details_pb2.BadRequest)
     assert found is not None
     assert [violation.field for violation in found.field_violations] == [f"sampling_params.{field}"]
-    # One by one they take 8 s.
-    assert time.monotonic() - begin < 4.0
+    # One by one they take 8 s of the processor.
+    assert cpu_s(router) - before_s < 4.0
     assert_serves(service)
 
 
@@ -360,7 +362,7 @@ def test_m3_a_million_messages_and_template_arguments(service: Service) -> None:
     large.template_arguments.fields["a"].list_value.extend([None] * 1_000_000)
     for asked, path in ((many, "messages"), (large, "template_arguments")):
         with pytest.raises(grpc.RpcError) as refused:
-            list(service.stub.Chat(asked, timeout=20))
+            list(service.stub.Chat(asked, timeout=60))
         assert refused.value.code() is INVALID
         found = detail(refused.value, error_details_pb2.BadRequest)
         assert found is not None
@@ -383,11 +385,11 @@ def test_m3_invalid_utf8_and_types(service: Service) -> None:
 
 def test_m3_a_request_id_in_flight(service: Service) -> None:
     """M3: an id that is in flight: ALREADY_EXISTS; the first stream goes on, and the id is free when it has ended."""
-    first = service.stub.Generate(request(3, 400), timeout=30)
+    first = service.stub.Generate(request(3, 400), timeout=60)
     answer = Answer()
     answer.add(next(iter(first)))
     with pytest.raises(grpc.RpcError) as refused:
-        list(service.stub.Generate(request(3, 4), timeout=10))
+        list(service.stub.Generate(request(3, 4), timeout=60))
     assert refused.value.code() is grpc.StatusCode.ALREADY_EXISTS
     for part in first:
         answer.add(part)

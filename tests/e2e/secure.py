@@ -107,7 +107,7 @@ def tls_channel(address: str, ca: Authority, pair: Pair | None = None, name: str
 
 def check_health(channel: grpc.Channel) -> None:
     """One call that needs no key."""
-    health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=20)
+    health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=60)
 
 
 @contextlib.contextmanager

@@ -86,7 +86,7 @@ class Process:
                 return False
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
-    def stop(self, sig: signal.Signals = signal.SIGTERM, timeout: float = 20.0) -> int:
+    def stop(self, sig: signal.Signals = signal.SIGTERM, timeout: float = 90.0) -> int:
         """Sends a signal and returns the exit code."""
         if self.running.poll() is None:
             self.running.send_signal(sig)
@@ -118,11 +118,11 @@ class Service:
             time.sleep(0.2)
 
         with grpc.insecure_channel(self.workers[index].address) as channel:
-            for frame in WorkerServiceStub(channel).Session(hello(), timeout=5):
+            for frame in WorkerServiceStub(channel).Session(hello(), timeout=60):
                 return frame.welcome.load
         raise AssertionError("no Welcome")
 
-    def wait_idle(self, index: int = 0, timeout: float = 5.0) -> wpb.Load:
+    def wait_idle(self, index: int = 0, timeout: float = 60.0) -> wpb.Load:
         """Waits until worker `index` has nothing to do and returns its load, or the last one seen."""
         end = time.monotonic() + timeout
         while True:

@@ -43,7 +43,7 @@ def simulated_model(folder: Path, max_model_len: int = 2048) -> Path:
 
 def wait_workers(service: Service, count: int, within_s: float = 10.0) -> None:
     end = time.monotonic() + within_s
-    while service.stub.GetModel(pb.GetModelRequest(), timeout=5).model.ready_workers != count:
+    while service.stub.GetModel(pb.GetModelRequest(), timeout=60).model.ready_workers != count:
         assert time.monotonic() < end, f"not {count} workers"
         time.sleep(0.02)
 
@@ -60,7 +60,7 @@ def request(i: int, max_tokens: int = 24) -> pb.GenerateRequest:
 def outcome(stub: InferenceServiceStub, i: int, max_tokens: int) -> tuple[grpc.StatusCode, int]:
     """Status of one stream, and how many tokens came."""
     tokens = 0
-    call = stub.Generate(request(i, max_tokens), timeout=30)
+    call = stub.Generate(request(i, max_tokens), timeout=60)
     try:
         for part in call:
             tokens += len(part.token_ids)

@@ -165,6 +165,6 @@ def test_serve_with_a_broken_output_keeps_its_children(kind: str, tmp_path: Path
             children = Path(f"/proc/{serve.running.pid}/task/{serve.running.pid}/children").read_text().split()
             (worker,) = [c for c in children if b"worker" in Path(f"/proc/{c}/cmdline").read_bytes().split(b"\0")]
             os.kill(int(worker), signal.SIGKILL)
-            generate(service.stub, request(1, 8), timeout=30)
+            generate(service.stub, request(1, 8), timeout=60)
             assert_answers(service.stub)
-        assert serve.stop(timeout=40) == 0
+        assert serve.stop(timeout=60) == 0

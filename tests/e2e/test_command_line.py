@@ -72,7 +72,7 @@ class Serve:
         """Waits for its end. Returns the exit code."""
         code = self.process.wait(TIMEOUT_S)
         for reader in self._readers:
-            reader.join(10)
+            reader.join(60)
         return code
 
     def everything(self) -> str:

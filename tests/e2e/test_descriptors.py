@@ -41,7 +41,7 @@ def idle_connection(address: str) -> socket.socket:
 
 
 def ready_workers(stub: InferenceServiceStub) -> int:
-    return stub.GetModel(pb.GetModelRequest(), timeout=10).model.ready_workers
+    return stub.GetModel(pb.GetModelRequest(), timeout=60).model.ready_workers
 
 
 def end(process: Process) -> None:
@@ -75,7 +75,7 @@ def test_idle_connections_do_not_shut_a_router_out_from_its_own_workers(tmp_path
         worker.stop(signal.SIGKILL)
         worker.start()
         worker.wait_serving()
-        until(lambda: ready_workers(stub) == 1, within_s=30, what="the worker that was restarted")
+        until(lambda: ready_workers(stub) == 1, within_s=60, what="the worker that was restarted")
         generate(stub, request(1, 8))
         log = router.log.read_text()
         assert "Traceback" not in log

@@ -45,7 +45,7 @@ class Fleet:
         """Gives a worker a prompt that no router knows of."""
         params = wpb.SamplingParams(top_p=1.0, repetition_penalty=1.0, max_tokens=1)
         with grpc.insecure_channel(self.service.workers[index].address) as channel:
-            list(WorkerServiceStub(channel).Generate(wpb.GenerateRequest(token_ids=prompt, params=params), timeout=30))
+            list(WorkerServiceStub(channel).Generate(wpb.GenerateRequest(token_ids=prompt, params=params), timeout=60))
 
 
 @pytest.fixture(scope="module")
@@ -134,7 +134,7 @@ def test_another_placement_learns_the_caches_while_streams_run(tmp_path: Path) -
         wait_until(are_running)
         connected = connections()
         for placement in ("least_loaded", "prefix_aware"):
-            admin.SetRouting(apb.SetRoutingRequest(routing=apb.Routing(placement=placement)), timeout=5)
+            admin.SetRouting(apb.SetRoutingRequest(routing=apb.Routing(placement=placement)), timeout=60)
         assert [answer.result().token_ids for answer in running] == before
         time.sleep(SETTLE_S)
         for seed, home in enumerate(homes):

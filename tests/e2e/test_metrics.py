@@ -62,7 +62,7 @@ def test_the_figures_of_a_worker(service: Service, receiver: OtlpReceiver) -> No
 
 
 def test_a_cancelled_request_counts_as_one(service: Service, receiver: OtlpReceiver) -> None:
-    call = service.stub.Generate(request(1, max_tokens=1500), timeout=30)
+    call = service.stub.Generate(request(1, max_tokens=1500), timeout=60)
     part = next(iter(call))
     assert isinstance(part, pb.GenerateResponse)
     call.cancel()

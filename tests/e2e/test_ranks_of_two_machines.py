@@ -83,7 +83,7 @@ class Machines:
 
     def description(self) -> wpb.GetWorkerResponse:
         with grpc.insecure_channel(self.first.address) as channel:
-            return WorkerServiceStub(channel).GetWorker(wpb.GetWorkerRequest(), timeout=5)
+            return WorkerServiceStub(channel).GetWorker(wpb.GetWorkerRequest(), timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -144,7 +144,7 @@ def test_both_end_on_sigterm(machines: Machines) -> None:
     assert len(pids) == 2
     assert machines.first.stop(signal.SIGTERM) == 0
     machines.second.send_signal(signal.SIGTERM)
-    assert machines.second.wait(10) == 0
+    assert machines.second.wait(60) == 0
     assert not any(map(is_alive, pids))
 
 

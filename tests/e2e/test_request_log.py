@@ -80,7 +80,7 @@ def ended(lines: list[Line], *, level: str | None = None, **wanted: Any) -> list
 
 async def line_of(lines: list[Line], **wanted: Any) -> Line:
     """The one line with these fields, once it is there."""
-    await until(lambda: ended(lines, **wanted), 10.0)
+    await until(lambda: ended(lines, **wanted))
     (line,) = ended(lines, **wanted)
     return line
 
@@ -407,7 +407,7 @@ async def test_the_process_writes_the_lines_of_what_it_breaks_off() -> None:
     try:
         address = await asyncio.to_thread(listening_address, process)
         async with grpc.aio.insecure_channel(address) as channel:
-            async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=10):
+            async for answer in health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest(), timeout=60):
                 if answer.status == health_pb2.HealthCheckResponse.SERVING:
                     break
             asked = request("secret words", request_id="cut", params={"max_tokens": 4000})
@@ -417,7 +417,7 @@ async def test_the_process_writes_the_lines_of_what_it_breaks_off() -> None:
             await asyncio.sleep(0.5)
             process.send_signal(signal.SIGTERM)
             await error_of(call)
-        _, log = await asyncio.to_thread(process.communicate, timeout=20)
+        _, log = await asyncio.to_thread(process.communicate, timeout=60)
     finally:
         process.kill()
         await worker.stop()

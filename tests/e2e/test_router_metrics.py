@@ -46,7 +46,7 @@ class Collector:
 
     async def until(self, value: float | None, name: str, **labels: str) -> None:
         """Waits until a value is this."""
-        await until(lambda: self.value(name, **labels) == value, 15.0)
+        await until(lambda: self.value(name, **labels) == value)
 
 
 @pytest.fixture
@@ -109,7 +109,7 @@ async def test_gauges_follow_what_happens_and_go_back_to_zero(collector: Collect
         await collector.until(5, names.ROUTER_IN_FLIGHT)
         await collector.until(3, names.ROUTER_QUEUED, PRIORITY="normal")
         await collector.until(2, names.WORKER_RUNNING, WORKER_ID="w0", REQUEST_MODEL="m")
-        await until(lambda: (collector.value(names.ROUTER_OLDEST_AGE, PRIORITY="normal") or 0) > 0.1, 15.0)
+        await until(lambda: (collector.value(names.ROUTER_OLDEST_AGE, PRIORITY="normal") or 0) > 0.1)
         await collector.until(1, names.ROUTER_LANES, LANE_STATE="open")
         await asyncio.gather(*map(collect, calls))
         for name in (names.ROUTER_IN_FLIGHT, names.ROUTER_QUEUED, names.WORKER_RUNNING, names.ROUTER_OLDEST_AGE):
@@ -139,7 +139,7 @@ async def test_o2_labels_of_removed_workers_disappear(collector: Collector) -> N
         await asyncio.sleep(0.3)
         collector.forget()
         for name in PER_WORKER:
-            await until(lambda name=name: collector.value(name) is not None, 15.0)  # type: ignore[misc]
+            await until(lambda name=name: collector.value(name) is not None)  # type: ignore[misc]
         assert workers_named(collector) == {"staying"}
 
 
@@ -184,7 +184,7 @@ async def test_o2_what_ten_thousand_clients_make_up_is_no_label(collector: Colle
 
 async def test_the_lag_of_the_loop_is_seen(collector: Collector) -> None:
     async with bench():
-        await until(lambda: (collector.value(names.ROUTER_LOOP_LAG) or 0) > 2, 15.0)
+        await until(lambda: (collector.value(names.ROUTER_LOOP_LAG) or 0) > 2)
 
         def late() -> int:
             point = next(p for (name, _), p in collector.newest().items() if name == names.ROUTER_LOOP_LAG)
@@ -192,7 +192,7 @@ async def test_the_lag_of_the_loop_is_seen(collector: Collector) -> None:
 
         before = late()
         time.sleep(0.8)  # noqa: ASYNC251  # what must not happen, on purpose
-        await until(lambda: late() > before, 15.0)
+        await until(lambda: late() > before)
 
 
 async def test_without_a_collector_nothing_is_watched(monkeypatch: pytest.MonkeyPatch) -> None:

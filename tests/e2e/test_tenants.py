@@ -86,7 +86,7 @@ def test_isolated_tenants_share_nothing(service: Service, tmp_path: Path) -> Non
                 ([("a", "s"), ("b", "s"), ("a", ""), ("a", "s")], [0, 0, 0, HITS]),
             ):
                 with grpc.insecure_channel(service.workers[0].address) as direct:
-                    WorkerServiceStub(direct).FlushCache(wpb.FlushCacheRequest(), timeout=30)
+                    WorkerServiceStub(direct).FlushCache(wpb.FlushCacheRequest(), timeout=60)
                 answers = [ask(isolating, tenant, salt) for tenant, salt in turns]
                 assert [cached(answer) for answer in answers] == found
                 tokens |= {tuple(answer.token_ids) for answer in answers}

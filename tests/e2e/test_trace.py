@@ -55,7 +55,7 @@ def trace_of(receiver: OtlpReceiver, trace_id: str, awaited: str) -> list[Receiv
 
 def test_one_trace_across_the_hop(service: Service, receiver: OtlpReceiver) -> None:
     metadata = (("traceparent", f"00-{TRACE_ID}-{CLIENT_SPAN}-01"),)
-    parts = list(service.stub.Chat(chat_request(), metadata=metadata, timeout=30))
+    parts = list(service.stub.Chat(chat_request(), metadata=metadata, timeout=60))
     spans = trace_of(receiver, TRACE_ID, "worker.generate")
     (router,) = [s for s in spans if s.parent_id == CLIENT_SPAN]
     (worker,) = [s for s in spans if s.parent_id == router.span_id and s.service == "fissile-worker"]
@@ -81,7 +81,7 @@ def test_one_trace_across_the_hop(service: Service, receiver: OtlpReceiver) -> N
 def test_cancelled_request_says_so(service: Service, receiver: OtlpReceiver) -> None:
     trace_id = TRACE_ID[::-1]
     metadata = (("traceparent", f"00-{trace_id}-{CLIENT_SPAN}-01"),)
-    call = service.stub.Chat(chat_request(max_tokens=400), metadata=metadata, timeout=30)
+    call = service.stub.Chat(chat_request(max_tokens=400), metadata=metadata, timeout=60)
     next(iter(call))
     call.cancel()
     service.wait_idle()
@@ -95,7 +95,7 @@ def test_failed_request_says_so(service: Service, receiver: OtlpReceiver) -> Non
     trace_id = "1" + TRACE_ID[1:]
     metadata = (("traceparent", f"00-{trace_id}-{CLIENT_SPAN}-01"),)
     with pytest.raises(grpc.RpcError) as caught:
-        list(service.stub.Generate(pb.GenerateRequest(text=""), metadata=metadata, timeout=30))
+        list(service.stub.Generate(pb.GenerateRequest(text=""), metadata=metadata, timeout=60))
     assert caught.value.code() is grpc.StatusCode.INVALID_ARGUMENT
     (span,) = trace_of(receiver, trace_id, "fissile.v1.InferenceService/Generate")
     assert span.attributes["rpc.status_code"] == "INVALID_ARGUMENT"
@@ -107,7 +107,7 @@ def test_dead_collector_costs_one_warning_and_a_second(tmp_path: Path) -> None:
     with running_service(tmp_path, DEMO, environment=environment) as service:
         chat(service.stub, chat_request())
         for process in (service.router, *service.workers):
-            assert process.stop(timeout=8.0) == 0
+            assert process.stop(timeout=60) == 0
             log = process.log.read_text().lower()
             assert log.count("collector") == 1, log
             assert "traceback" not in log

@@ -25,6 +25,7 @@ from structlog.testing import capture_logs
 
 from common.cli.core.errors import CommandError
 from common.config import Config
+from common.limits import DRAIN_TIMEOUT_S
 from common.process.tasks import task_failures
 from common.seed import derive_seed
 from tests.e2e.service import free_port
@@ -74,7 +75,7 @@ class Site:
 
     async def until_serving(self) -> None:
         watch = health_pb2_grpc.HealthStub(self.channel).Watch(health_pb2.HealthCheckRequest(service="readiness"))
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while (await watch.read()).status != SERVING:
                 pass
         watch.cancel()
@@ -97,7 +98,7 @@ class Site:
 
     async def until_free(self) -> None:
         """Waits until nothing runs and no block is in use."""
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while True:
                 load = await self.load()
                 if load.free_blocks == NUM_BLOCKS and load.decoding_seqs == load.waiting_seqs == 0:
@@ -107,8 +108,8 @@ class Site:
     async def close(self) -> None:
         await self.channel.close()
         self.stop.set()
-        await asyncio.wait_for(self.serving, 10)
-        assert self.worker.engine.join(5)
+        await asyncio.wait_for(self.serving, 60)
+        assert self.worker.engine.join(60)
 
 
 @contextlib.asynccontextmanager
@@ -200,7 +201,7 @@ async def test_a_stop_while_it_loads(folder: Path) -> None:
     worker = HeldWorker(options(folder))
     async with running(worker, ready=False) as site:
         site.stop.set()
-        assert await asyncio.wait_for(site.serving, 5) == 0
+        assert await asyncio.wait_for(site.serving, 60) == 0
         worker.go.set()
 
 
@@ -349,7 +350,7 @@ async def test_a_reader_that_pauses_gets_merged_frames(folder: Path) -> None:
             router = RouterEnd(channel, "slow", lease_ms=60_000)
             await router.open()
             await router.submit(1, *(sequence(rid, [rid], 800) for rid in range(1, 65)))
-            await asyncio.wait_for(site.worker.engine.wait_idle(), 30)
+            await asyncio.wait_for(site.worker.engine.wait_idle(), 60)
             await router.read_until(lambda: len(router.ends) == 64)
     for rid in range(1, 65):
         assert router.tokens[rid][1:] == REFERENCE.reference([rid], 800, seed=rid)
@@ -414,7 +415,7 @@ async def test_every_session_that_is_refused_with_its_welcome_under_way_has_a_st
                 pass
         return await call.code()
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         for _ in range(10):
             codes = await asyncio.gather(*(refused(i) for i in range(30)))
             assert set(codes) == {grpc.StatusCode.INVALID_ARGUMENT}
@@ -537,7 +538,7 @@ async def test_an_engine_that_fails_ends_everything_and_the_process(folder: Path
         assert set(router.reasons().values()) == {wpb.END_REASON_ERROR}
         assert router.ends[1].message == "RuntimeError: the accelerator is gone"
         assert await status_of(direct) is grpc.StatusCode.INTERNAL
-        assert await asyncio.wait_for(site.serving, 5) == 1
+        assert await asyncio.wait_for(site.serving, 60) == 1
 
 
 async def test_a_worker_that_can_not_hand_out_its_output_ends(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -551,7 +552,7 @@ async def test_a_worker_that_can_not_hand_out_its_output_ends(folder: Path, monk
 
         monkeypatch.setattr(site.worker.engine.kv_log, "append", fail)
         assert await status_of(direct) is grpc.StatusCode.INTERNAL
-        assert await asyncio.wait_for(site.serving, 10) == 1
+        assert await asyncio.wait_for(site.serving, 60) == 1
 
 
 async def test_a_lease_whose_end_fails_is_logged_and_counted(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -567,7 +568,7 @@ async def test_a_lease_whose_end_fails_is_logged_and_counted(site: Site, monkeyp
     monkeypatch.setattr(RouterSequences, "end", fail)
     with capture_logs() as logs:
         router.call.cancel()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while task_failures().get("lease", 0) == before:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
     assert [line["router"] for line in logs if line["event"] == "callback failed"] == ["r"]
@@ -589,7 +590,7 @@ async def test_the_drain_rpc_ends_the_worker(site: Site) -> None:
     assert await router.read_to_end() is grpc.StatusCode.OK
     assert router.tokens[1][3:] == REFERENCE.reference([1, 2, 3], 200, seed=1)
     assert router.returned == [2]
-    assert await asyncio.wait_for(site.serving, 5) == 0
+    assert await asyncio.wait_for(site.serving, 60) == 0
 
 
 @pytest.mark.parametrize(
@@ -653,7 +654,7 @@ class Process:
         """Waits until it serves."""
         channel = grpc.aio.insecure_channel(f"127.0.0.1:{self.port}")
         health = health_pb2_grpc.HealthStub(channel)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
                     if (await health.Check(health_pb2.HealthCheckRequest(), wait_for_ready=True)).status == SERVING:
@@ -699,7 +700,8 @@ async def test_the_drain_timeout_ends_what_still_runs(process: Process) -> None:
         assert await router.read_to_end() is grpc.StatusCode.OK
         assert router.reasons() == {1: wpb.END_REASON_CANCELLED}
         assert await process.exit_code() == 0
-        assert time.monotonic() - started < 5
+        # Else as long as drains last without the option.
+        assert time.monotonic() - started < DRAIN_TIMEOUT_S
 
 
 async def test_a_second_signal_ends_at_once(process: Process) -> None:

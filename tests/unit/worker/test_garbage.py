@@ -87,12 +87,12 @@ async def test_a_busy_engine_frees_cycles_between_steps() -> None:
     """W13: without the automatic collector their number must not grow while the engine has work."""
     engine, runner, listener = EngineLoop(), Cycles(), Listener()
     engine.start(lambda: EngineCore(CONFIG, runner))
-    await asyncio.wait_for(engine.wait_started(), 10)
+    await asyncio.wait_for(engine.wait_started(), 60)
     assert not gc.isenabled()
     engine.submit_group(listener, 1, [sequence(max_tokens=100)])
-    await asyncio.wait_for(engine.wait_idle(), 30)
+    await asyncio.wait_for(engine.wait_idle(), 60)
     engine.stop()
-    assert engine.join(10)
+    assert engine.join(60)
     assert gc.isenabled()
     assert len(runner.made) == 100 * 500
     assert runner.most <= 2 * YOUNG_ALLOCATIONS
@@ -105,21 +105,21 @@ async def test_an_idle_engine_frees_what_is_left(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(garbage, "YOUNG_ALLOCATIONS", 10**9)
     engine, runner, listener = EngineLoop(), Cycles(), Listener()
     engine.start(lambda: EngineCore(CONFIG, runner))
-    await asyncio.wait_for(engine.wait_started(), 10)
+    await asyncio.wait_for(engine.wait_started(), 60)
     engine.submit_group(listener, 1, [sequence(max_tokens=5)])
-    await asyncio.wait_for(engine.wait_idle(), 30)
-    async with asyncio.timeout(30):
+    await asyncio.wait_for(engine.wait_idle(), 60)
+    async with asyncio.timeout(60):
         while runner.alive:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     engine.stop()
-    assert engine.join(10)
+    assert engine.join(60)
 
 
 async def test_a_failed_engine_leaves_the_automatic_collector_on() -> None:
     engine = EngineLoop()
     engine.start(lambda: EngineCore(CONFIG, WatchedRunner(fail=True)))
-    await asyncio.wait_for(engine.wait_started(), 10)
+    await asyncio.wait_for(engine.wait_started(), 60)
     engine.submit_group(Listener(), 1, [sequence()])
-    await asyncio.wait_for(engine.wait_failed(), 10)
-    assert engine.join(10)
+    await asyncio.wait_for(engine.wait_failed(), 60)
+    assert engine.join(60)
     assert gc.isenabled()

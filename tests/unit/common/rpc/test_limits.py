@@ -81,7 +81,7 @@ async def frames(address: str, more: bytes = b"") -> AsyncIterator[tuple[int, by
 
 
 async def first(kind: int, address: str) -> bytes:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         return await anext(content async for got, content in frames(address) if got == kind)
 
 
@@ -120,7 +120,7 @@ async def test_a_connection_that_does_not_begin_is_closed(tmp_path: Path, monkey
     async with serving(tls=ServerTls(pair.cert, pair.key)) as server:
         host, _, port = server.address.rpartition(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await reader.read() == b""
         writer.close()
 
@@ -169,7 +169,7 @@ async def without_settings_ack(address: str, headers: list[tuple[str, str]]) -> 
         writer.write(len(piece).to_bytes(3) + bytes([kind, flags, 0, 0, 0, 1]) + piece)
     decoder = hpack.Decoder()
     try:
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while header := await reader.readexactly(9):
                 content = await reader.readexactly(int.from_bytes(header[:3]))
                 if header[3] == HEADERS:
@@ -203,7 +203,7 @@ async def test_a_call_whose_message_never_comes_ends(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(request_reader, "REQUEST_READ_TIMEOUT_S", 0.2)
     async with serving() as server, grpc.aio.insecure_channel(server.address) as channel:
         call: Any = channel.stream_stream("/grpc.health.v1.Health/Check")()
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             assert await call.code() is grpc.StatusCode.DEADLINE_EXCEEDED
         assert "has not come within 0.2 s" in await call.details()
 
@@ -228,7 +228,7 @@ async def test_one_timer_ends_all_reads_that_take_too_long_and_no_other(monkeypa
     assert await task == b"message"
     for _ in range(2):
         late = [asyncio.create_task(reads.read(SilentContext())) for _ in range(3)]  # type: ignore[arg-type]
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             ends = await asyncio.gather(*late, return_exceptions=True)
         assert [type(end) for end in ends] == [InterruptedWorkError] * 3
     assert not reads._ends
@@ -238,7 +238,7 @@ async def test_one_timer_ends_all_reads_that_take_too_long_and_no_other(monkeypa
 async def test_a_connection_without_calls_is_closed(more: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     """X5, X9: idle connections took all descriptors of a process, for ever; so did those with half a HEADERS."""
     monkeypatch.setattr(server_module, "CONNECTION_IDLE_S", 0.2)
-    async with serving() as server, asyncio.timeout(30):
+    async with serving() as server, asyncio.timeout(60):
         with pytest.raises(asyncio.IncompleteReadError):
             async for _ in frames(server.address, more):
                 pass

@@ -44,7 +44,7 @@ async def serving(tls: ServerTls | None, host: str = "127.0.0.1") -> AsyncIterat
 async def check(dialer: Dialer, address: str) -> None:
     """One health check on a connection of its own."""
     async with dialer.channel(address, [("grpc.use_local_subchannel_pool", 1)]) as channel:
-        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=5)
+        await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service="liveness"), timeout=60)
 
 
 async def refused(dialer: Dialer, address: str) -> str:

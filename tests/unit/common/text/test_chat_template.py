@@ -217,11 +217,11 @@ def test_size_is_bounded() -> None:
 )
 def test_time_is_bounded(source: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("common.text.chat_template.MAX_TEMPLATE_S", 0.2)
-    start = time.monotonic()
+    start = time.thread_time()
 
     with pytest.raises(TemplateInputError, match="longer than"):
         template(source).render([{"role": "user", "content": "x"}])
-    assert time.monotonic() - start < 2 * limits.MAX_TEMPLATE_S
+    assert time.thread_time() - start < 2 * limits.MAX_TEMPLATE_S
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ async def test_a_request_that_can_not_be_sent_ends_alone(monkeypatch: pytest.Mon
     session = up(fleet)
     before = task_failures().get("dispatching", 0)
     streams = [asked(fleet), asked(fleet, lambda worker: 1 / 0), asked(fleet)]  # type: ignore[arg-type]
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         with pytest.raises(RouterFailedError):
             await streams[1].next()
     assert task_failures()["dispatching"] == before + 1
@@ -168,7 +168,7 @@ async def test_a_decision_that_fails_is_made_again(monkeypatch: pytest.MonkeyPat
     done = asyncio.Event()
     monkeypatch.setattr(fleet._dispatcher, "decide", failing)
     stream = asked(fleet)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         await done.wait()
     assert task_failures()["dispatching"] == before + 3
     assert submitted(session) == [1]
@@ -188,7 +188,7 @@ async def test_a_connection_that_fails_is_begun_anew(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(fleet_module, "keep_connected", fails)
     fleet.set_workers([ADDRESS, "127.0.0.1:2"])
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         for _ in range(3):
             await dials.acquire()
     assert [worker.address for worker in fleet.workers()] == [ADDRESS, "127.0.0.1:2"]

@@ -31,7 +31,7 @@ class Told:
         await until(lambda: self.lists and self.lists[-1] == workers)
 
 
-async def until(condition: Callable[[], object], within_s: float = 15.0) -> None:
+async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
     end = asyncio.get_running_loop().time() + within_s
     while not condition():
         assert asyncio.get_running_loop().time() < end, "condition not reached"

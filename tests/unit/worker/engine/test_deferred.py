@@ -218,7 +218,7 @@ class TestEngine:
         core = self.engine(Slow(50, EOS))
         core.add_request(prompt(3, 10, max_tokens=2))
         core.step()
-        assert entered.wait(5)
+        assert entered.wait(60)
         while core.has_unfinished():
             core.step()
         assert len(threads) == 1

@@ -31,7 +31,7 @@ class Device:
             raise RuntimeError("no such kernel")
 
         def tokens() -> ScheduledBatchOutput:
-            assert self.tokens[number].wait(10)
+            assert self.tokens[number].wait(60)
             if number == 2:
                 raise RuntimeError("the device is lost")
             return ScheduledBatchOutput({number: (7,)})
@@ -40,7 +40,7 @@ class Device:
 
     def wait_launched(self, count: int) -> None:
         for _ in range(count):
-            assert self.arrived.acquire(timeout=10)
+            assert self.arrived.acquire(timeout=60)
 
 
 def test_steps_overlap_and_their_times_add_up() -> None:
@@ -51,16 +51,16 @@ def test_steps_overlap_and_their_times_add_up() -> None:
     assert not first.done()
     device.now = 3.0
     device.tokens[0].set()
-    assert (first.result(10).output.req_ids, first.result().duration_s) == ([0], 3.0)
+    assert (first.result(60).output.req_ids, first.result().duration_s) == ([0], 3.0)
     device.now = 5.0
     device.tokens[1].set()
     # It was launched at 0, but had the device from 3 on.
-    assert (second.result(10).output.req_ids, second.result().duration_s) == ([1], 2.0)
+    assert (second.result(60).output.req_ids, second.result().duration_s) == ([1], 2.0)
     device.tokens[2].set()
     with pytest.raises(RuntimeError, match="the device is lost"):
-        executor.submit(batch).result(10)
+        executor.submit(batch).result(60)
     with pytest.raises(RuntimeError, match="no such kernel"):
-        executor.submit(batch).result(10)
+        executor.submit(batch).result(60)
     assert executor.failure() is None
     executor.close()
     executor.close()

@@ -30,7 +30,7 @@ ENGINES = 3
 class Meeting:
     """Where engines that are threads meet: all must come, or nobody goes on."""
 
-    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(ENGINES, timeout=10))
+    barrier: threading.Barrier = field(default_factory=lambda: threading.Barrier(ENGINES, timeout=60))
     said: dict[int, bool] = field(default_factory=dict)
 
     def any(self, rank: int, value: bool) -> bool:

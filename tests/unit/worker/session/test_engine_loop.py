@@ -39,7 +39,7 @@ class Listener:
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Waits for what a step brings."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             while not condition():
                 self._stepped.clear()
                 await self._stepped.wait()
@@ -96,18 +96,18 @@ class Site:
     turns: int = 0
 
     async def idle(self) -> None:
-        await asyncio.wait_for(self.engine.wait_idle(), 10)
+        await asyncio.wait_for(self.engine.wait_idle(), 60)
 
 
 @pytest.fixture
 async def site() -> AsyncIterator[Site]:
     made = Site(EngineLoop(), WatchedRunner())
     made.engine.start(lambda: EngineCore(CONFIG, made.runner))
-    await asyncio.wait_for(made.engine.wait_started(), 10)
+    await asyncio.wait_for(made.engine.wait_started(), 60)
     yield made
     made.runner.go.set()
     made.engine.stop()
-    assert made.engine.join(10)
+    assert made.engine.join(60)
 
 
 async def test_tokens_come_in_order_on_the_event_loop(site: Site) -> None:
@@ -128,8 +128,8 @@ async def test_a_flush_drops_the_cache_before_the_next_step(site: Site) -> None:
 
     for flush, expected in ((False, 0), (False, 96), (True, 96), (False, 192)):
         if flush:
-            assert await asyncio.wait_for(site.engine.flush(), 10) > 0
-            assert await asyncio.wait_for(site.engine.flush(), 10) == 0
+            assert await asyncio.wait_for(site.engine.flush(), 60) > 0
+            assert await asyncio.wait_for(site.engine.flush(), 60) == 0
         site.engine.submit(site.listener, sequence(num_tokens=100))
         await site.idle()
         assert cached() == expected
@@ -144,7 +144,7 @@ async def test_a_flush_of_an_engine_that_fails_is_an_error(site: Site) -> None:
     await asyncio.sleep(0.05)
     site.runner.go.set()
     with pytest.raises(EngineError, match="the accelerator is gone"):
-        await asyncio.wait_for(flushing, 10)
+        await asyncio.wait_for(flushing, 60)
     with pytest.raises(EngineError, match="the engine is failed"):
         await site.engine.flush()
 
@@ -196,9 +196,8 @@ async def test_cancel_frees_at_the_next_turn(site: Site) -> None:
     site.engine.submit_group(site.listener, 1, seqs)
     await site.listener.until(lambda: len(site.listener.tokens) == 8)
     site.engine.cancel([seq.id for seq in seqs] + [10**9])
-    started = time.monotonic()
     await site.idle()
-    assert time.monotonic() - started < 1.0
+    assert all(len(tokens) < 900 for tokens in site.listener.tokens.values())
     assert set(site.listener.ends.values()) == {wpb.END_REASON_CANCELLED}
     load = site.engine.load
     assert load is not None
@@ -251,7 +250,7 @@ async def test_a_failed_engine_ends_everything_then_and_later(site: Site) -> Non
     site.engine.submit_group(site.listener, 1, seqs)
     await site.listener.until(lambda: len(site.listener.tokens) == 4)
     site.runner.fail = True
-    message = await asyncio.wait_for(site.engine.wait_failed(), 10)
+    message = await asyncio.wait_for(site.engine.wait_failed(), 60)
     assert message == "RuntimeError: the accelerator is gone"
     await site.idle()
     later = sequence()
@@ -266,12 +265,12 @@ async def test_a_failed_engine_ends_everything_then_and_later(site: Site) -> Non
 async def test_after_a_failure_another_engine_can_be_started(site: Site) -> None:
     site.runner.fail = True
     site.engine.submit(site.listener, sequence())
-    await asyncio.wait_for(site.engine.wait_failed(), 10)
+    await asyncio.wait_for(site.engine.wait_failed(), 60)
     await site.idle()
     site.runner.fail = False
     site.engine.start(lambda: EngineCore(CONFIG, site.runner))
     assert (site.engine.state, site.engine.load, site.engine.num_steps) == (EngineState.STARTING, None, 0)
-    await asyncio.wait_for(site.engine.wait_started(), 10)
+    await asyncio.wait_for(site.engine.wait_started(), 60)
     seq = sequence()
     site.engine.submit(site.listener, seq)
     await site.idle()
@@ -297,9 +296,9 @@ async def test_an_idle_engine_notices_that_its_ranks_are_lost(monkeypatch: pytes
     engine, runner = EngineLoop(), simulated_runner()
     executor = LostExecutor(runner.forward, time.monotonic)
     engine.start(lambda: EngineCore(CONFIG, runner, executor=executor))
-    await asyncio.wait_for(engine.wait_started(), 10)
+    await asyncio.wait_for(engine.wait_started(), 60)
     executor.lost = True
-    assert await asyncio.wait_for(engine.wait_failed(), 10) == "RuntimeError: rank 1 is gone"
+    assert await asyncio.wait_for(engine.wait_failed(), 60) == "RuntimeError: rank 1 is gone"
     assert engine.state is EngineState.FAILED
     assert executor.closed
 
@@ -327,7 +326,7 @@ async def test_what_can_not_be_handed_out_is_a_failure_of_the_engine(site: Site,
     site.engine.submit_group(Failing(kind), 1, [bad])
     site.engine.submit_group(site.listener, 2, others)
     with capture_logs() as logs:
-        assert await asyncio.wait_for(site.engine.wait_failed(), 10) == "a mistake"
+        assert await asyncio.wait_for(site.engine.wait_failed(), 60) == "a mistake"
     assert "engine failed" in [line["event"] for line in logs if line["log_level"] == "error"]
     assert site.engine.state is EngineState.FAILED
     assert [site.listener.ends.get(seq.id) for seq in others] == [wpb.END_REASON_ERROR] * 3
@@ -347,9 +346,9 @@ async def test_another_engine_hears_nothing_of_the_one_that_failed(site: Site) -
         raise ValueError("a mistake")
 
     site.engine._take(site.engine._failed, fail, None)
-    assert await asyncio.wait_for(site.engine.wait_failed(), 10) == "a mistake"
+    assert await asyncio.wait_for(site.engine.wait_failed(), 60) == "a mistake"
     site.engine.start(lambda: EngineCore(CONFIG, WatchedRunner()))
-    await asyncio.wait_for(site.engine.wait_started(), 10)
+    await asyncio.wait_for(site.engine.wait_started(), 60)
     site.engine.submit_group(site.listener, 2, [sequence() for _ in range(3)])
     site.runner.go.set()
     assert await asyncio.to_thread(old.join, 10)
@@ -371,14 +370,14 @@ async def test_a_direct_sequence_passes_the_delay_gate() -> None:
     assert held.first_scheduled_time is not None
     assert held.first_scheduled_time - held.arrive_time > 0.2
     site.engine.stop()
-    assert site.engine.join(10)
+    assert site.engine.join(60)
 
 
 async def test_a_failed_start_ends_what_came_meanwhile(site: Site) -> None:
     """W7: what was submitted while another engine was made stayed live for ever when that one failed too."""
     site.runner.fail = True
     site.engine.submit(site.listener, sequence())
-    await asyncio.wait_for(site.engine.wait_failed(), 10)
+    await asyncio.wait_for(site.engine.wait_failed(), 60)
 
     def build() -> EngineCore:
         site.runner.go.wait()
@@ -390,7 +389,7 @@ async def test_a_failed_start_ends_what_came_meanwhile(site: Site) -> None:
     site.engine.submit_group(site.listener, 1, seqs)
     site.runner.go.set()
     with pytest.raises(ValueError, match="no such rank"):
-        await asyncio.wait_for(site.engine.wait_started(), 10)
+        await asyncio.wait_for(site.engine.wait_started(), 60)
     await site.idle()
     site.engine.submit(site.listener, late := sequence())
     assert [site.listener.ends.get(seq.id) for seq in (*seqs, late)] == [wpb.END_REASON_ERROR] * 3
@@ -405,6 +404,6 @@ async def test_a_failed_start_is_raised() -> None:
 
     engine.start(build)
     with pytest.raises(ValueError, match="no such model"):
-        await asyncio.wait_for(engine.wait_started(), 10)
+        await asyncio.wait_for(engine.wait_started(), 60)
     assert engine.state is EngineState.FAILED
-    assert engine.join(10)
+    assert engine.join(60)

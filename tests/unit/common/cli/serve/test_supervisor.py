@@ -36,7 +36,7 @@ def child(name: str, *words: str, drain_s: float = 5.0) -> Child:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
@@ -71,7 +71,7 @@ async def test_starts_again_with_back_off_and_gives_up_after_three_deaths() -> N
         await supervisor.run()
     assert gave_up.value.exit_code == 1
     # 0.5 s and 1 s of back-off.
-    assert 1.5 <= time.monotonic() - started < 10
+    assert time.monotonic() - started >= 1.5
     died = ["a died (exited with 7); starting it again in 0.5 s", "a died (exited with 7); starting it again in 1 s"]
     life = ["a | working", "a | error: broken"]
     last = ["the last lines of a:", *["  working", "  error: broken"] * 3]
@@ -112,7 +112,7 @@ async def test_stop_during_back_off_starts_nothing() -> None:
     running = asyncio.create_task(supervisor.run())
     await until(lambda: bool(console.lines))
     assert await supervisor.stop() == []
-    await asyncio.wait_for(running, 5)
+    await asyncio.wait_for(running, 60)
     assert not only.running
 
 
@@ -122,17 +122,17 @@ async def test_stop_right_after_the_start_leaves_no_process() -> None:
     running = asyncio.create_task(supervisor.run())
     await asyncio.sleep(0)
     await supervisor.stop()
-    await asyncio.wait_for(running, 10)
+    await asyncio.wait_for(running, 60)
     assert not only.running
 
 
 async def test_a_grandchild_that_holds_the_pipe_does_not_hide_a_death() -> None:
     console = Lines()
-    supervisor = Supervisor([child("a", "hold-pipe=4", "exit=1")], console, {})
+    supervisor = Supervisor([child("a", "hold-pipe=30", "exit=1")], console, {})
     running = asyncio.create_task(supervisor.run())
     started = time.monotonic()
     await until(lambda: bool(console.lines))
-    assert time.monotonic() - started < 3
+    assert time.monotonic() - started < 25
     await supervisor.stop()
     await running
 
