@@ -29,16 +29,13 @@ from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer, TokenizerError, check_text_ids
 from worker.config.engine_config import with_pool, with_special_tokens
 from worker.config.model_config import ModelConfig, ModelError
-from worker.engine.batch import RequestOutput, Runner
+from worker.engine.batch import Runner
 from worker.engine.core import EngineCore, EngineDeadError
-from worker.engine.executor import Executor
+from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import EndReason, Sequence
-from worker.model.engine_factory import launched_ahead, sized
-from worker.model.model_runner import ModelRunner
-from worker.progress import Progress
-from worker.ranks.engine_factory import load_ranks
-from worker.ranks.rank_client import RankGroup
-from worker.ranks.topology import Topology, threads_per_rank
+from worker.engine_factory import EngineOptions, build_engine
+from worker.progress import Progress, Silence
+from worker.ranks.topology import Topology
 from worker.session import request_validation
 
 log = structlog.get_logger(__name__)
@@ -293,20 +290,14 @@ class LLMEngine:
         engines = config.parallel_config.data_parallel_size
         if engines > 1:
             raise InvalidFieldError("parallel_config.data_parallel_size", f"is {engines}", "1 here: run workers")
-        executor: Executor | None = None
-        if runner is None and config.tensor_parallel_size > 1:
-            config, ranks = _load_ranks(config, model_config)
-            runner = executor = ranks
-        elif runner is None:
-            config, loaded = _load_model(config, model_config)
-            config, executor = launched_ahead(config, loaded, clock)
-            runner = loaded
+        if runner is None:
+            self.core = _loaded_engine(config, model_config, clock)
         else:
             config = with_pool(config, model_config.max_position_embeddings, lambda _: 0, 0)
+            self.core = EngineCore(config, runner, clock)
         has_tokenizer = (Path(config.model) / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(config.model) if has_tokenizer else None
-        self.config = config
-        self.core = EngineCore(config, runner, clock, executor)
+        self.config = config = self.core.config
         self.io = InputOutputProcessor(tokenizer, model_config, config.kv_cache_block_size)
         self._clock = clock
         # The same live answers by sequence and by request.
@@ -527,26 +518,15 @@ def _folder(model: str, *, weights: bool) -> str:
         raise ModelError(str(error)) from None
 
 
-def _load_ranks(config: Config, model_config: ModelConfig) -> tuple[Config, RankGroup]:
-    topology, progress = Topology(config.tensor_parallel_size), Progress()
-    group = RankGroup(topology, config.model, threads_per_rank(None, len(topology.local_ranks)), progress)
-    try:
-        config, _ = load_ranks(group, config, model_config, progress)
-    finally:
-        progress.done()
-    return config, group
-
-
-def _load_model(config: Config, model_config: ModelConfig) -> tuple[Config, ModelRunner]:
-    runner = ModelRunner(config, model_config)
-    model_len = model_config.max_position_embeddings
-    config = sized(config, runner)
-    if config.max_model_len < model_len:
-        log.info("model length lowered", max_model_len=config.max_model_len, models_own=model_len)
-    runner.allocate_kv_cache(config.num_kvcache_blocks)
-    runner.warmup()
-    runner.capture_graphs()
-    return config, runner
+def _loaded_engine(config: Config, model_config: ModelConfig, clock: Callable[[], float]) -> EngineCore:
+    """The engine on the model, in ranks if there are several; says how far these are."""
+    topology = Topology(config.tensor_parallel_size)
+    progress = Progress() if topology.has_ranks else Silence()
+    core = build_engine(EngineOptions(config, model_config, topology=topology), progress, clock).core
+    max_model_len, models_own = core.config.max_model_len, model_config.max_position_embeddings
+    if max_model_len < models_own:
+        log.info("model length lowered", max_model_len=max_model_len, models_own=models_own)
+    return core
 
 
 def _for_each(params: Given | Seq[Given], count: int) -> list[Given]:

@@ -73,3 +73,16 @@ class Progress:
             self._has_line = False
             self._stream.write("\r\x1b[K")
             self._stream.flush()
+
+
+class Silence(Progress):
+    """Says nothing: of an engine in a program of its own."""
+
+    def stage(self, name: str) -> None:
+        """Not said."""
+
+    def bytes(self, done: int, total: int) -> None:
+        """Not said."""
+
+    def count(self, done: int, total: int) -> None:
+        """Not said."""

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 
 from common.config import Config
 from common.sampling_params import SamplingParams
+from tests.unit.worker.session.support import submit_group
 from worker.cli.worker import SWITCH_INTERVAL_S
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
-from worker.engine.outputs import SequenceOutput
+from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import Sequence
 from worker.garbage import Collector
 from worker.session import engine_loop
@@ -81,9 +82,10 @@ class Endless:
         self.count += 1
         params = SamplingParams(max_tokens=20 + self.count % 60, ignore_eos=True)
         prompt = [1 + (self.count * 7 + i) % 900 for i in range(200)]
-        self.engine.submit_group(self, self.count, [Sequence(prompt, 16, params, arrive_time=time.monotonic())])
+        seq = Sequence(prompt, 16, params, arrive_time=time.monotonic())
+        submit_group(self.engine, self, self.count, [seq])
 
-    def on_output(self, output: SequenceOutput) -> None:
+    def on_output(self, output: RequestOutput) -> None:
         if output.end is not None and not self.closed:
             self.submit()
 

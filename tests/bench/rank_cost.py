@@ -24,9 +24,9 @@ from worker.engine.sequence import Sequence
 from worker.model.model_runner import ModelRunner
 from worker.progress import Progress
 from worker.ranks.batch_delta import BatchDecoder, BatchEncoder
-from worker.ranks.engine_factory import load_ranks
 from worker.ranks.frames import FrameReader, encode
 from worker.ranks.rank_client import RankGroup
+from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology
 
 SHAPE: dict[str, Any] = {

@@ -24,8 +24,8 @@ from worker.engine.core import DPEngineCoreProc
 from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine, default_config
 from worker.progress import Progress
-from worker.ranks.engine_factory import load_ranks
 from worker.ranks.rank_client import RankGroup
+from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology
 
 PROMPTS = [[7 + i, 8, 9 + i, 10] * (3 + 5 * i) for i in range(6)]

@@ -47,7 +47,7 @@ from tests.e2e.test_worker_service import ENDLESS, options, running
 from tests.e2e.test_worker_service import request as direct
 from tests.e2e.worker_client import make_model_folder
 from tests.otlp_receiver import OtlpReceiver
-from worker.cli.worker import Worker
+from worker.server import Worker
 
 GENERATE = "fissile.v1.InferenceService/Generate"
 TRACE = "0af7651916cd43dd8448eb211c80319c"

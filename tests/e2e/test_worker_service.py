@@ -30,9 +30,9 @@ from common.process.tasks import task_failures
 from common.seed import derive_seed
 from tests.e2e.service import free_port
 from tests.e2e.worker_client import EOS_ID, VOCAB_SIZE, RouterEnd, make_model_folder, sequence
-from worker.cli.worker import Worker, WorkerOptions, run_worker
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
+from worker.server import Worker, WorkerOptions, run_worker
 from worker.session.router_state import RouterSequences
 from worker.simulation.cost_model import INSTANT, FixedCost
 from worker.simulation.runner import SimulatedRunner

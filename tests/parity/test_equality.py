@@ -38,6 +38,7 @@ from worker.engine.executor import PipelinedExecutor
 from worker.llm_engine import LLMEngine
 from worker.model import model_runner
 from worker.model.model_runner import ModelRunner
+from worker.model.sampler import Sampler
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "checkpoint"
 MODEL_LEN = 128
@@ -220,7 +221,7 @@ def together(number: int, setting: Setting, watched: Watched) -> dict[Key, dict[
             break
     engine.core.scheduler.check_integrity()
     assert engine.core.load().free_blocks == setting.config.num_kvcache_blocks
-    watched.seen["preemptions"] += engine.core.scheduler.num_preemptions
+    watched.seen["preemptions"] += engine.core.scheduler.lifecycle.num_preemptions
     return answers
 
 
@@ -311,7 +312,7 @@ MUTANTS = [
            "choices=final * 0"),
     Mutant("positions off by one when a prompt goes on", ModelRunner, "prepare_model", _POSITIONS,
            f"{_POSITIONS} + np.repeat((starts > 0) & (lengths > 1), lengths)"),
-    Mutant("the neighbour's token", ModelRunner, "_with_late_tokens", "self._last.place[batch.req_ids[i]]", "0"),
+    Mutant("the neighbour's token", Sampler, "with_late_tokens", "self.last.place[batch.req_ids[i]]", "0"),
     # A block that can be found before its last slot is written, and the token of a chunk's last row.
     *(mutant for mutant in TRAPS if mutant.trap in ("t20", "t31")),
 ]  # fmt: skip

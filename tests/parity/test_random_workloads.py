@@ -256,7 +256,7 @@ def together(case: Case, setting: Setting, arrivals: Mapping[int, list[Request]]
         if step >= max(arrivals) and not engine.core.has_unfinished():
             break
     engine.core.scheduler.check_integrity()
-    runner.seen["preemptions"] += engine.core.scheduler.num_preemptions
+    runner.seen["preemptions"] += engine.core.scheduler.lifecycle.num_preemptions
     return Answers(streams, runner.rows)
 
 

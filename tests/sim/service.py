@@ -31,10 +31,11 @@ from router.text.tokenizer_store import TokenizerStore
 from router.workers.session import Fault, Session, SessionLostError
 from router.workers.session_state import ProtocolError
 from tests.sim.virtual_time import VirtualLoop
-from worker.engine.core import EngineCore, LoadReport
-from worker.engine.sequence import Sequence
-from worker.engine.turns import Cancel, Command, Deliveries, EngineTurns, Listener, Submit
+from worker.engine.core import EngineCore
+from worker.engine.load import LoadReport
+from worker.engine.turns import Cancel, Command, EngineTurns, Receipt, Submit
 from worker.session.cache_events import KvLog
+from worker.session.deliveries import Deliveries, LiveSequence
 from worker.session.fleet_backlog import FleetLanes
 from worker.session.router_state import RouterSequences
 from worker.session.session import SessionState, check_hello
@@ -218,10 +219,10 @@ class SimWorker:
         """A turn is over before anybody can ask."""
         return 0.0
 
-    def submit_group(self, listener: Listener, serial: int, seqs: Many[Sequence]) -> None:
+    def submit_group(self, receipt: Receipt, live: Many[LiveSequence]) -> None:
         """Takes a group."""
-        self._deliveries.add(listener, seqs)
-        self._put(Submit(listener, serial, seqs))
+        self._deliveries.add(live)
+        self._put(Submit(receipt, [each.seq for each in live]))
 
     def cancel(self, seq_ids: Iterable[int]) -> None:
         """Ends sequences."""
@@ -557,7 +558,7 @@ class SimService:
         index = self.placement._indexes[self.identity]
         assert set(index.workers) == {worker.name for worker in self.workers}
         for worker in self.workers:
-            cached = worker.core.scheduler.block_manager.cached_granules()
+            cached = worker.core.scheduler.block_manager.prefixes.cached_granules()
             assert index.held(worker.name) == set(cached), "the index differs from the cache"
 
     def check_workers_idle(self) -> None:

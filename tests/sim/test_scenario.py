@@ -196,4 +196,4 @@ def test_workers_that_are_cordoned_and_evicted_cost_no_request_anything(seed: in
 def test_the_scenario_preempts() -> None:
     """The pool is small enough that running sequences push each other out."""
     service = run((scenario := Scenario(1)).loop, scenario.live())
-    assert any(worker.core.scheduler.num_preemptions for worker in service.workers)
+    assert any(worker.core.scheduler.lifecycle.num_preemptions for worker in service.workers)

@@ -21,11 +21,19 @@ from common.text.detokenizer import Detokenizer
 from kernels import sampling
 from worker.engine import stop_rules
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
-from worker.engine.block_manager import BlockManager, IntegrityError
+from worker.engine.block_manager import BlockManager
+from worker.engine.decode_filler import DecodeFiller
 from worker.engine.executor import ThreadExecutor
+from worker.engine.integrity import IntegrityError
+from worker.engine.landing import Landing
+from worker.engine.lifecycle import Lifecycle
+from worker.engine.prefill_meter import PrefillMeter
+from worker.engine.prefix_index import PrefixIndex
+from worker.engine.prompt_filler import PromptFiller
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
 from worker.engine.sequence_queue import SequenceQueue, SequenceSet
+from worker.engine.step import StepLimits
 from worker.engine.stop_rules import StopRules
 from worker.model.model_runner import ModelRunner
 from worker.session.intake import Inbox
@@ -80,31 +88,35 @@ _STATUS = "seq.status = SequenceStatus.RUNNING"
 
 MUTANTS = [
     Mutant(
-        "t01", Scheduler, "_admit", "self._chunk(seq.num_tokens - start, step)", "self._chunk(seq.num_tokens, step)"
+        "t01", PromptFiller, "_admit", "self._chunk(seq.num_tokens - start, step)", "self._chunk(seq.num_tokens, step)"
     ),
-    Mutant("t02", BlockManager, "_hittable", "(seq.num_tokens - 1)", "seq.num_tokens"),
+    Mutant("t02", PrefixIndex, "_hittable", "(seq.num_tokens - 1)", "seq.num_tokens"),
     Mutant("t03", BlockManager, "can_allocate", "seq.num_blocks - in_use", "seq.num_blocks"),
     Mutant("t03", BlockManager, "can_allocate", "seq.num_blocks - in_use", "seq.num_blocks - len(cached)"),
-    Mutant("t04", Scheduler, "_chunk", "return step.budget if", "return 0 if"),
-    Mutant("t05", Scheduler, "validate", "seq.num_prompt_tokens >= self.max_model_len", "False"),
-    Mutant("t06", Scheduler, "__init__", "pool_tokens < self.max_model_len", "False"),
-    Mutant("t07", Scheduler, "_admit", "- len(self.running)", "- len(step.seqs)"),
+    Mutant("t04", PromptFiller, "_chunk", "return step.budget if", "return 0 if"),
+    Mutant("t05", Scheduler, "validate", "seq.num_prompt_tokens >= self.limits.max_model_len", "False"),
+    Mutant("t06", StepLimits, "__init__", "pool_tokens < self.max_model_len", "False"),
+    Mutant("t07", PromptFiller, "_admit", "- len(lifecycle.running)", "- len(step.seqs)"),
     Mutant(
-        "t08", Scheduler, "_fill_one_kind", "self._num_prefill_steps >= self.max_consecutive_prefill_steps", "False"
+        "t08",
+        Scheduler,
+        "_fill_one_kind",
+        "self._num_prefill_steps >= self.limits.max_consecutive_prefill_steps",
+        "False",
     ),
-    Mutant("t09", Scheduler, "_fill_prefill", "self.waiting and not step.has_preempted", "self.waiting"),
+    Mutant("t09", PromptFiller, "fill", " and not step.has_preempted", ""),
     Mutant(
         "t10",
-        Scheduler,
+        PromptFiller,
         "_admit",
-        "self._num_growing):\n            break",
-        "self._num_growing):\n            continue",
+        "lifecycle.num_growing):\n            break",
+        "lifecycle.num_growing):\n            continue",
     ),
     Mutant("t11", Scheduler, "_open_gate", "while self.gated:", "if self.gated:"),
-    Mutant("t12", Scheduler, "record_step", "batch.total_tokens_num_prefill == 0", "False"),
+    Mutant("t12", PrefillMeter, "note", "batch.total_tokens_num_prefill == 0", "False"),
     Mutant("t13", Inbox, "_draft", "record.more, now, deadline", "record.more, now + 10.0, deadline"),
-    Mutant("t14", Scheduler, "add_group", "self._enter(seq, self.waiting)", "self._enter(seq, self.gated)"),
-    Mutant("t14", Scheduler, "_end", "(self.waiting if seq in self.waiting else self.gated).remove(seq)", "pass"),
+    Mutant("t14", Scheduler, "add_group", "enter(seq, self.waiting)", "enter(seq, self.gated)"),
+    Mutant("t14", Lifecycle, "end", "(self.waiting if seq in self.waiting else self.gated).remove(seq)", "pass"),
     Mutant(
         "t15",
         BlockManager,
@@ -119,12 +131,12 @@ MUTANTS = [
         "self._blocks_needed(seq, num_new_tokens) <= len(self.free_block_ids)",
         "len(self.free_block_ids) >= (len(seq) % self.block_size == 1)",
     ),
-    Mutant("t17", BlockManager, "_forget", "del self.hash_to_block_id[block.hash]", "pass"),
+    Mutant("t17", PrefixIndex, "forget", "del self.hash_to_block_id[block.hash]", "pass"),
     Mutant("t18", ScheduledBatch, "block_tables", "table[: -(-end // size)]", "table"),
     Mutant(
         "t19",
-        Scheduler,
-        "_start",
+        Lifecycle,
+        "start",
         _STATUS,
         f"{_STATUS}; seq.num_computed_tokens = seq.num_tokens; self.block_manager.publish(seq); "
         "seq.num_computed_tokens = seq.num_cached_tokens",
@@ -132,11 +144,11 @@ MUTANTS = [
     Mutant("t20", BlockManager, "publish", "seq.num_computed_tokens", "seq.num_tokens"),
     Mutant("t21", BlockManager, "_claim", "block.ref_count += 1", "block.ref_count += 1; block.reset()"),
     Mutant("t22", BlockManager, "deallocate", "reversed(seq.block_table)", "seq.block_table"),
-    Mutant("t23", BlockManager, "_find", "block.parent == parent and ", ""),
-    Mutant("t24", Scheduler, "_admit", "seq.num_tokens - start", "seq.num_prompt_tokens - start"),
+    Mutant("t23", PrefixIndex, "find", "block.parent == parent and ", ""),
+    Mutant("t24", PromptFiller, "_admit", "seq.num_tokens - start", "seq.num_prompt_tokens - start"),
     Mutant(
         "t25",
-        Scheduler,
+        Landing,
         "_land",
         "if seq.is_finished:\n        return",
         "if seq.status is not SequenceStatus.RUNNING:\n        return",
@@ -144,7 +156,7 @@ MUTANTS = [
     Mutant("t26", Scheduler, "_launch", "seq.num_placeholder += 1", "seq.num_placeholder += 1; seq.append_token(2)"),
     Mutant(
         "t27",
-        Scheduler,
+        Landing,
         "_append",
         "seq.append_token(token_id)",
         "seq.last_token == 2 and seq.token_ids.pop(); seq.append_token(token_id)",
@@ -159,20 +171,20 @@ MUTANTS = [
     Mutant("t29", ScheduledBatchOutput, "req_ids", "list(self.token_ids)", "[*self.token_ids, -1]"),
     Mutant(
         "t29",
-        Scheduler,
-        "postprocess",
+        Landing,
+        "take",
         "fwd_output.token_ids.get(seq.id, ())",
         "fwd_output.token_ids[seq.id] if seq.id in fwd_output.req_ids else ()",
     ),
-    Mutant("t30", Scheduler, "_make_room", "self.running.last()", "self.running.first()"),
+    Mutant("t30", DecodeFiller, "_make_room", "running.last()", "running.first()"),
     Mutant("t31", ScheduledBatch, "_take_rows", "end >= len(s.token_ids) + s.num_placeholder", "True"),
     Mutant("t32", Sequence, "__init__", "next(_ids) if id is None else id", "id or next(_ids)"),
-    Mutant("t33", Scheduler, "_count_rejected", "len(token_ids) - 1", "len(token_ids) - len(drafts)"),
-    Mutant("t34", Scheduler, "_append", "stop is not None", "False"),
+    Mutant("t33", Landing, "_count_rejected", "len(token_ids) - 1", "len(token_ids) - len(drafts)"),
+    Mutant("t34", Landing, "_append", "stop is not None", "False"),
     Mutant("t35", stop_rules, "_sequence_stop", "0 < len(stop) <= num_output and", "0 < len(stop) and"),
     Mutant("t36", StopRules, "_token_stop", "in params.stop_token_ids", "in () if params.ignore_eos else ()"),
     Mutant("t37", StopRules, "_token_stop", "EndReason.EOS, token", "EndReason.STOP_TOKEN, token"),
-    Mutant("t38", Scheduler, "_append", "if token_ids and", "if len(token_ids) == 1 and"),
+    Mutant("t38", Landing, "_append", "if token_ids and", "if len(token_ids) == 1 and"),
     Mutant("t39", sampling, "_sample_unfiltered", "counter[rows] for", "counter[rows][:1] for"),
     Mutant(
         "t40",
@@ -181,7 +193,7 @@ MUTANTS = [
         'self._decode(b"".join([self._piece(id) for id in ids if id not in self._skip]), final=False)',
         '"".join(self._piece(id).decode("utf-8", "replace") for id in ids if id not in self._skip)',
     ),
-    Mutant("t41", Scheduler, "_land", "if seq.is_finished:", "if False:"),
+    Mutant("t41", Landing, "_land", "if seq.is_finished:", "if False:"),
     Mutant("t42", ThreadExecutor, "__init__", "max_workers=1", "max_workers=2"),
     Mutant(
         "t43",
@@ -190,26 +202,26 @@ MUTANTS = [
         "chain.from_iterable(seqs.values() for seqs in self._classes.values())",
         "iter(set(chain.from_iterable(seqs.values() for seqs in self._classes.values())))",
     ),
-    Mutant("t44", Scheduler, "abort", "self._emit(seq, [])", "pass"),
+    Mutant("t44", Scheduler, "abort", "self.lifecycle.emit_end(seq, [], stop, message=message)", "pass"),
     Mutant("t45", ModelRunner, "prepare_model", "np.zeros((2, padded), np.int64)", "np.full((2, padded), -1)"),
 ]
 
 # Faults that no seed has, for the oracle (tests/unit/worker/engine/test_oracle.py).
 FAULTS = [
-    Mutant("preempted-to-the-back", Scheduler, "preempt", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
-    Mutant("admitted-in-flight", Scheduler, "_admit", "if seq.num_inflight_tokens:", "if False:"),
-    Mutant("no-followers", BlockManager, "hashes_in", "return self._hashes(seq)[start", "return [][start"),
-    Mutant("salts-ignored", BlockManager, "_root", "if not seq.cache_salt:", "if True:"),
+    Mutant("preempted-to-the-back", Lifecycle, "preempt", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
+    Mutant("admitted-in-flight", PromptFiller, "_admit", "if seq.num_inflight_tokens:", "if False:"),
+    Mutant("no-followers", PrefixIndex, "hashes_in", "return self.hashes(seq)[start", "return [][start"),
+    Mutant("salts-ignored", PrefixIndex, "root", "if not cache_salt:", "if True:"),
     Mutant("blocks-lost", BlockManager, "deallocate", "reversed(seq.block_table)", "reversed(seq.block_table[1:])"),
-    Mutant("over-budget", Scheduler, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
-    Mutant("drafts-in-flight", Scheduler, "_goes_on", "not self.use_spec and ", ""),
-    Mutant("end-not-foreseen", Scheduler, "_goes_on", "< seq.length_limit", "< seq.length_limit + 1"),
-    Mutant("rejected-kept", Scheduler, "_land", " - self._count_rejected(verified, token_ids)", ""),
-    Mutant("growth-missed", Scheduler, "_fill_plain_decode", ">= seq.num_slots", "> seq.num_slots"),
-    Mutant("stop-missed", Scheduler, "_land_decodes", "token_id in seq.stopping_ids or ", ""),
-    Mutant("length-missed", Scheduler, "_land_decodes", " or len(tokens) >= seq.length_limit", ""),
-    Mutant("columns-kept", Scheduler, "_leave", "self._decoding = None", "pass"),
-    Mutant("discarded-kept", Scheduler, "discard", "seq.num_inflight_tokens -= num_scheduled", "pass"),
+    Mutant("over-budget", PromptFiller, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
+    Mutant("drafts-in-flight", DecodeFiller, "_goes_on", "not self._use_spec and ", ""),
+    Mutant("end-not-foreseen", DecodeFiller, "_goes_on", "< seq.length_limit", "< seq.length_limit + 1"),
+    Mutant("rejected-kept", Landing, "_land", " - self._count_rejected(verified, token_ids)", ""),
+    Mutant("growth-missed", DecodeFiller, "_fill_plain", ">= seq.num_slots", "> seq.num_slots"),
+    Mutant("stop-missed", Landing, "_land_decodes", "token_id in seq.stopping_ids or ", ""),
+    Mutant("length-missed", Landing, "_land_decodes", " or len(tokens) >= seq.length_limit", ""),
+    Mutant("columns-kept", Lifecycle, "_leave", "self._decoding = None", "pass"),
+    Mutant("discarded-kept", Landing, "discard", "seq.num_inflight_tokens -= num_scheduled", "pass"),
     Mutant("equal-block-not-held", BlockManager, "_go_on_with", "self._claim(present)", "pass"),
     Mutant("drafts-forgotten", BlockManager, "_blocks_needed", "num_new_tokens - seq", "1 - seq"),
     Mutant("preempted-for-nothing", BlockManager, "can_append", "<= len(", "< len("),
@@ -217,8 +229,8 @@ FAULTS = [
     Mutant("newest-evicted", BlockManager, "_take", "popitem(last=False)", "popitem(last=True)"),
     Mutant("cached-before-vacant", BlockManager, "_release", "block.hash is None", "False"),
     Mutant("passed-by-others", SequenceQueue, "appendleft", "last=False", "last=True"),
-    Mutant("prompts-starve", Scheduler, "_kept_for_prompts", "return min(share, unfinished)", "return 0"),
-    Mutant("chunks-uncut", Scheduler, "_prefill_cost", "if self.num_decoding else math.inf", "* 2"),
+    Mutant("prompts-starve", PromptFiller, "share", "return min(share, unfinished)", "return 0"),
+    Mutant("chunks-uncut", PrefillMeter, "step_cost", "if has_decodes else math.inf", "* 2"),
     Mutant(
         "lowest-class-first",
         SequenceSet,

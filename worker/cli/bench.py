@@ -25,10 +25,11 @@ from common.errors import ApiError
 from common.limits import DRAIN_TIMEOUT_S, STEP_TIMEOUT_S
 from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 from common.text.tokenizer import TokenizerError
-from worker.cli.worker import worker, worker_options
+from worker.cli.worker import worker
+from worker.cli.worker_options import worker_options
 from worker.config.model_config import ModelError
 from worker.engine.core import EngineDeadError
-from worker.ranks.rank_client import RankLostError
+from worker.ranks.rank_peers import RankLostError
 
 # Options of `fissile worker` that say nothing of what the engine computes alone, and what stands in for them.
 OF_A_SERVICE: Final[dict[str, Any]] = {

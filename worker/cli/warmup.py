@@ -29,9 +29,10 @@ from common.errors import ApiError
 from common.hub import HubError, model_folder
 from common.telemetry.logs import LEVELS, setup_logging
 from worker.cli.bench import OF_A_SERVICE, engine_options
-from worker.cli.worker import WorkerOptions, worker_options
+from worker.cli.worker_options import worker_options
 from worker.config.model_config import ModelConfig, ModelError
-from worker.ranks.rank_client import RankLostError
+from worker.ranks.rank_peers import RankLostError
+from worker.server import WorkerOptions
 
 if TYPE_CHECKING:
     from worker.llm_engine import LLMEngine

@@ -13,7 +13,8 @@ import numpy.typing as npt
 
 from common.sampling_params import SamplingParams
 from kernels.no_token import NO_TOKEN
-from worker.engine.sequence import EndReason, Sequence
+from worker.engine.outputs import RequestOutput
+from worker.engine.sequence import Sequence
 
 
 @dataclass(slots=True)
@@ -322,7 +323,7 @@ class ScheduledBatch:
 
     @property
     def min_ps(self) -> list[float]:
-        """min_p of each row; 0 is off."""
+        """top_k of each row; 0 is off."""
         return self._columns.min_ps
 
     @property
@@ -368,34 +369,16 @@ class ScheduledBatchOutput:
 
     A sequence ends at NO_TOKEN, which stands for the token of a row of logits that are no numbers. Of n drafts that
     were verified a sequence has accepted those in front of the last token: 0 to n. `draft_token_ids` are for its next
-    step. `is_deferred_out` says that the next step was scheduled before this one's tokens had come.
+    step.
     """
 
     token_ids: dict[int, tuple[int, ...]]
     draft_token_ids: dict[int, list[int]] | None = None
-    is_deferred_out: bool = False
 
     @property
     def req_ids(self) -> list[int]:
         """Ids of the sequences that have tokens."""
         return list(self.token_ids)
-
-
-@dataclass(slots=True)
-class RequestOutput:
-    """Effect of one step on one sequence, for the stream.
-
-    `finish_reason` is one of `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `aborted`,
-    `not_a_number`.
-    """
-
-    request_id: int
-    output_tokens: list[int]
-    finished: bool = False
-    finish_reason: str | None = None
-    end_reason: EndReason | None = None
-    stop_token_id: int | None = None
-    stop_token_sequence: list[int] | None = None
 
 
 @dataclass

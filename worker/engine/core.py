@@ -19,8 +19,10 @@ from typing import Final, NoReturn, Protocol
 
 from common.config import Config
 from common.limits import MAX_HOLD_S
-from worker.engine.batch import RequestOutput, Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
+from worker.engine.batch import Runner, ScheduledBatch, ScheduledBatchOutput, StepResult
 from worker.engine.executor import Executed, Executor, InlineExecutor, ThreadExecutor
+from worker.engine.load import LoadReport
+from worker.engine.outputs import RequestOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Sequence
 
@@ -30,39 +32,12 @@ _IDLE_CHECK_S: Final = 0.5
 _LOCKSTEP_CHECK_S: Final = 0.02
 _LOCKSTEP_REST_S: Final = 0.1
 _LOCKSTEP_AWAKE_ROUNDS: Final = 250
+# Tells the end of a sequence that goes back from a cancel that its router asked for.
+_OVERLOAD: Final = "the worker has no room for it"
 
 
 class EngineDeadError(Exception):
     """The runner has failed. What the engine holds is lost, and no further step is possible."""
-
-
-@dataclass(frozen=True)
-class LoadReport:
-    """The worker's load, as the router's delay gate and placement need it (docs/architecture.md).
-
-    Attributes:
-        decoding_seqs: running sequences whose prompt is computed.
-        waiting_seqs: sequences that wait for a step.
-        waiting_tokens: tokens that those and unfinished prefills still have to compute.
-        room_tokens: prompt tokens that would still fit the next prefill.
-        room_seqs: sequences that could still be run.
-        free_blocks: KV blocks that are free or can be evicted.
-        total_blocks: KV blocks in all.
-        last_prompt_latency_s: duration of the last step that computed prompt tokens, seconds.
-        prefill_rate: prompt tokens per second, weighted mean; 0 until a step has been large enough to tell.
-        prefill_samples: how many steps have been.
-    """
-
-    decoding_seqs: int
-    waiting_seqs: int
-    waiting_tokens: int
-    room_tokens: int
-    room_seqs: int
-    free_blocks: int
-    total_blocks: int
-    last_prompt_latency_s: float
-    prefill_rate: float
-    prefill_samples: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,13 +99,17 @@ class EngineCore:
         self.config = config
         self.runner = runner
         self.scheduler = Scheduler(config)
-        self.num_steps = 0
         in_process = ThreadExecutor if config.deferred_output else InlineExecutor
         self.executor: Executor = executor or in_process(self._forward, clock)
         self._flights: deque[_Flight] = deque()
         self._clock = clock
         self._deadlines = _Deadlines()
         self._dead = False
+
+    @property
+    def num_steps(self) -> int:
+        """Steps scheduled since the start."""
+        return self.scheduler.lifecycle.totals.steps
 
     def validate(self, seq: Sequence) -> None:
         """Raises an ApiError if `seq` can not be run (Scheduler.validate)."""
@@ -161,11 +140,11 @@ class EngineCore:
         """
         return self.scheduler.abort(seq_id, now=self._clock())
 
-    def abort_all(self, reason: EndReason) -> list[RequestOutput]:
+    def abort_all(self, reason: EndReason, message: str = "") -> list[RequestOutput]:
         """Ends everything, for example with EndReason.ERROR after EngineDeadError; the last outputs of all."""
         now = self._clock()
         for seq_id in self.scheduler.live_ids():
-            self.scheduler.abort(seq_id, now=now, reason=reason)
+            self.scheduler.abort(seq_id, now=now, reason=reason, message=message)
         return self.scheduler.take_outputs()
 
     def take_outputs(self) -> list[RequestOutput]:
@@ -183,7 +162,7 @@ class EngineCore:
         max_wait_s = max(MAX_HOLD_S, 4 * self.scheduler.last_prompt_latency)
         overdue = self.scheduler.overdue(now, max_wait_s)
         for seq in overdue:
-            self.scheduler.abort(seq.id, now=now)
+            self.scheduler.abort(seq.id, now=now, message=_OVERLOAD)
         return self.scheduler.take_outputs() if overdue else []
 
     def expire(self, now: float) -> int:
@@ -215,7 +194,6 @@ class EngineCore:
         else:
             batch, seqs = scheduled
             self._flights.append(_Flight(batch, seqs, self.executor.submit(batch)))
-            self.num_steps += 1
         stay = 1 if scheduled is not None and self.config.deferred_output else 0
         while len(self._flights) > stay:
             self._land(self._flights[0])
@@ -241,7 +219,6 @@ class EngineCore:
                 self._flights.popleft()
                 self.scheduler.discard(flight.seqs.values(), flight.batch)
             raise
-        output.is_deferred_out = self.config.deferred_output
         self.scheduler.record_step(flight.batch, duration_s)
         self.scheduler.postprocess(flight.seqs.values(), output, batch=flight.batch, now=self._clock())
 
@@ -272,19 +249,7 @@ class EngineCore:
 
     def load(self) -> LoadReport:
         """The load at this moment; O(1) but for unfinished prefills."""
-        scheduler = self.scheduler
-        return LoadReport(
-            decoding_seqs=scheduler.num_decoding,
-            waiting_seqs=scheduler.num_waiting,
-            waiting_tokens=scheduler.waiting_tokens,
-            room_tokens=scheduler.room_tokens,
-            room_seqs=scheduler.room_seqs,
-            free_blocks=scheduler.block_manager.num_free_blocks,
-            total_blocks=scheduler.block_manager.num_blocks,
-            last_prompt_latency_s=scheduler.last_prompt_latency,
-            prefill_rate=scheduler.prefill_rate,
-            prefill_samples=scheduler.num_prefill_samples,
-        )
+        return self.scheduler.load()
 
 
 class LockstepGroup(Runner, Executor, Protocol):

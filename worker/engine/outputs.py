@@ -1,27 +1,16 @@
-"""Outputs that the engine thread hands to the event loop: copies, so that nothing of a live sequence is read on two
-threads."""
+"""One record for each step that brought a sequence something, the same from the scheduler to the frame that a router
+gets.
+
+A record holds copies, so that nothing of a live sequence is read on two threads.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Final
+from collections import Counter
+from dataclasses import dataclass, field
 
-from fissile.worker.v1 import worker_pb2 as wpb
-
-from common.limits import MAX_END_MESSAGE_BYTES
-from common.telemetry.tracing import SequenceTimes
-from worker.engine.sequence import EndReason
-
-PROTO_REASONS: Final = {
-    EndReason.EOS: wpb.END_REASON_EOS,
-    EndReason.STOP_TOKEN: wpb.END_REASON_STOP_TOKEN,
-    EndReason.STOP_SEQUENCE: wpb.END_REASON_STOP_SEQUENCE,
-    EndReason.LENGTH: wpb.END_REASON_LENGTH,
-    EndReason.DEADLINE: wpb.END_REASON_DEADLINE,
-    EndReason.ERROR: wpb.END_REASON_ERROR,
-    EndReason.CANCELLED: wpb.END_REASON_CANCELLED,
-    EndReason.NOT_A_NUMBER: wpb.END_REASON_NOT_A_NUMBER,
-}
+from common.telemetry.tracing import DecodeWork, SequenceTimes
+from worker.engine.sequence import EndReason, Sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,47 +22,76 @@ class Start:
     queue_s: float
     prefill_s: float
 
-    def to_proto(self, rid: int) -> wpb.SequenceStart:
-        """As a router gets it."""
-        return wpb.SequenceStart(
-            rid=rid,
-            cached_tokens=self.cached_tokens,
-            queue_us=max(0, round(self.queue_s * 1e6)),
-            prefill_us=max(0, round(self.prefill_s * 1e6)),
-        )
+    @classmethod
+    def of(cls, seq: Sequence) -> Start:
+        """Start of a sequence that has just got its first token."""
+        scheduled = seq.arrive_time if seq.first_scheduled_time is None else seq.first_scheduled_time
+        first_token = scheduled if seq.first_token_time is None else seq.first_token_time
+        return cls(seq.num_prompt_tokens, seq.num_cached_tokens, scheduled - seq.arrive_time, first_token - scheduled)
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """Why a sequence ended, and how many tokens it has, prompt included."""
+    """Why a sequence ended, and how many tokens it has, prompt included; `times` if it had got to the engine."""
 
     end_pos: int
-    reason: wpb.EndReason.ValueType
+    reason: EndReason
     stop_token_id: int | None = None
     stop_token_sequence: tuple[int, ...] | None = None
     message: str = ""
-
-    def to_proto(self, rid: int) -> wpb.SequenceEnd:
-        """As a router gets it."""
-        message = self.message.encode("utf-8", "replace")[:MAX_END_MESSAGE_BYTES].decode("utf-8", "ignore")
-        end = wpb.SequenceEnd(rid=rid, end_pos=self.end_pos, reason=self.reason, message=message)
-        if self.stop_token_id is not None:
-            end.stop_token_id = self.stop_token_id
-        if self.stop_token_sequence is not None:
-            end.stop_token_sequence.ids.extend(self.stop_token_sequence)
-        return end
+    times: SequenceTimes | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SequenceOutput:
-    """New tokens of one sequence, from absolute position `first_pos` on; `start` with the first ones of this attempt.
+@dataclass(slots=True)
+class RequestOutput:
+    """Effect of one step on one sequence.
 
-    `times` comes with `end`.
+    Attributes:
+        request_id: id of the sequence.
+        output_tokens: its new tokens.
+        finished: True with its last output.
+        finish_reason: one of `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `aborted`, `not_a_number`.
+        first_pos: absolute position of the first new token.
+        start: with the first tokens of this attempt.
+        end: with its last output.
     """
 
-    seq_id: int
-    first_pos: int
-    token_ids: list[int]
+    request_id: int
+    output_tokens: list[int]
+    finished: bool = False
+    finish_reason: str | None = None
+    first_pos: int = 0
     start: Start | None = None
     end: End | None = None
-    times: SequenceTimes | None = None
+
+    @property
+    def end_reason(self) -> EndReason | None:
+        """Why the sequence ended."""
+        return None if self.end is None else self.end.reason
+
+
+def sequence_times(seq: Sequence, decode: DecodeWork | None = None) -> SequenceTimes:
+    """Timestamps of a sequence that has ended, and what was done meanwhile, as far as that is known."""
+    ended = seq.arrive_time if seq.leave_time is None else seq.leave_time
+    return SequenceTimes(seq.arrive_time, seq.first_scheduled_time, seq.first_token_time, ended, decode)
+
+
+@dataclass(slots=True)
+class Totals:
+    """Counts since the engine's start.
+
+    Attributes:
+        steps: scheduled.
+        prompt_tokens: of sequences that got a first token.
+        cached_tokens: of those, from the prefix cache.
+        generated_tokens: put out.
+        taken_tokens: of those, handed out: what the outputs of a step begin from.
+        ended: sequences, by reason.
+    """
+
+    steps: int = 0
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    taken_tokens: int = 0
+    ended: Counter[EndReason] = field(default_factory=Counter)

@@ -52,6 +52,7 @@ class EndReason(enum.Enum):
     DEADLINE = enum.auto()
     ERROR = enum.auto()
     NOT_A_NUMBER = enum.auto()
+    INVALID = enum.auto()
 
 
 class Sequence:
@@ -99,7 +100,6 @@ class Sequence:
         "cache_salt",
         "choice",
         "deadline",
-        "end_reason",
         "first_scheduled_time",
         "first_token_time",
         "hash_root",
@@ -127,13 +127,12 @@ class Sequence:
         "status",
         "steered_until",
         "stop_strings",
-        "stop_token_id",
-        "stop_token_sequence",
         "stop_token_sequences",
         "stopping_ids",
         "stream_callback",
         "token_ids",
         "type",
+        "work_before",
     )
 
     def __init__(
@@ -208,11 +207,10 @@ class Sequence:
         # When it was last seen to wait for a prefix that another sequence computes.
         self.held_until = -math.inf
         self.first_token_time: float | None = None
+        # Steps that the engine had scheduled, and tokens that it had put out, before the first token.
+        self.work_before = (0, 0)
         self.leave_time: float | None = None
         self.leave_reason = ""
-        self.end_reason: EndReason | None = None
-        self.stop_token_id: int | None = None
-        self.stop_token_sequence: list[int] | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)

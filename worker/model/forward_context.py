@@ -25,6 +25,7 @@ __all__ = [
     "DPMetadata",
     "ForwardContext",
     "KVCacheTensor",
+    "forward_context",
     "get_forward_context",
     "reset_forward_context",
     "set_forward_context",
@@ -127,7 +128,7 @@ _current = _Current()
 def set_kv_cache_data(kv_cache_data: Mapping[str, KVCacheTensor]) -> None:
     """Registers the KV cache that this thread's coming forward passes read and write.
 
-    A runner does it before each of its passes, not once as in the seed: it may have been made on another thread, and
+    `forward_context` does it for each pass, not once for all: a runner may have been made on another thread, and
     another runner may have had a pass on this one.
     """
     _current.kv_cache_data = kv_cache_data
@@ -154,3 +155,20 @@ def get_forward_context() -> ForwardContext:
 def reset_forward_context() -> None:
     """Ends the forward pass; the KV cache stays registered."""
     _current.context = None
+
+
+@contextmanager
+def forward_context(
+    attn_metadata: AttentionMetaData,
+    atom_config: Config,
+    context: Context,
+    kv_cache_data: Mapping[str, KVCacheTensor],
+    dp_metadata: DPMetadata | None = None,
+) -> Iterator[None]:
+    """Sets this thread's context, and the KV cache, for one forward pass: the block."""
+    set_kv_cache_data(kv_cache_data)
+    set_forward_context(attn_metadata, atom_config, context, dp_metadata)
+    try:
+        yield
+    finally:
+        reset_forward_context()

@@ -9,23 +9,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from common.config import Config, QuantizationConfig
+from common.config import Config
 from common.text.tokenizer import Tokenizer
-from kernels.interface import AttentionMetaData, KVCache, SampleParams
-from kernels.no_token import NO_TOKEN
-from kernels.penalties import Penalties
+from kernels.interface import AttentionMetaData, KVCache
 from kernels.select import select_backend
 from kernels.upload import to_device
-from worker.config.architectures import CausalModel, model_class, support_model_arch_dict
+from worker.config.architectures import model_class, support_model_arch_dict
 from worker.config.model_config import ModelConfig, ModelError
-from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
 from worker.model.block_tables import BlockTables
 from worker.model.decode_graphs import DecodeGraphs, capture_sizes
@@ -34,15 +31,12 @@ from worker.model.forward_context import (
     Context,
     DPMetadata,
     KVCacheTensor,
-    reset_forward_context,
-    set_forward_context,
-    set_kv_cache_data,
+    forward_context,
 )
-from worker.model.layers.build import Build
-from worker.model.logit_adjustments import SeenTokens, masked_ids
+from worker.model.model_loader import ModelLoader
+from worker.model.sampler import Sampler, final_sequences
 from worker.model.sharding import Shard, length
-from worker.weights.checkpoint import Progress, Weights, load_weights, no_progress, weight_files, weights_digest
-from worker.weights.weights_cache import Keeper, Key, Making, WeightsCache, sources_digest
+from worker.weights.checkpoint import Progress, no_progress
 
 __all__ = ["ModelInput", "ModelRunner", "support_model_arch_dict"]
 
@@ -70,26 +64,6 @@ class ModelInput:
     metadata: AttentionMetaData
     final_rows: torch.Tensor
     is_captured: bool
-
-
-class SampledTokens:
-    """The tokens of a step: on the device at once, on the host when they have come.
-
-    Args:
-        seq_ids: of the sequences that have one.
-        ids: int64 [F], on the device.
-        fetched: waits for them on the host.
-    """
-
-    def __init__(self, seq_ids: list[int], ids: torch.Tensor, fetched: Callable[[], list[int]]) -> None:
-        self.ids = ids
-        self.place = {seq_id: i for i, seq_id in enumerate(seq_ids)}
-        self._fetched = fetched
-
-    @cached_property
-    def output(self) -> ScheduledBatchOutput:
-        """Waits; may be asked for by two threads at once."""
-        return ScheduledBatchOutput({seq: (token,) for seq, token in zip(self.place, self._fetched(), strict=True)})
 
 
 class ModelRunner:
@@ -143,14 +117,20 @@ class ModelRunner:
         architecture = model_class(model_config.architecture)
         self._kv_spec = architecture.kv_spec(model_config, self.shard)
         self._num_heads = length(self.shard.part(model_config.num_attention_heads, "num_attention_heads"))
-        with torch.inference_mode():
-            self.model = self._load(progress)
+        self._loader = ModelLoader(
+            config,
+            model_config,
+            self.kernels,
+            dtype=self.dtype,
+            kv_dtype=self.kv_dtype,
+            packed_format=self.packed_format,
+            max_position=self.max_model_len,
+            shard=self.shard,
+        )
+        self.model = self._loader.load(progress)
         # Ids below it may be sampled.
         self.sampled_ids = _sampled_ids(config.model, model_config)
-        self._last = self._sampled([], self._no_ids())
-        self._seen = SeenTokens()
-        # Whether the last step's tokens may still be on their way to the host when the next step is launched.
-        self.waits_for_tokens = self.kernels.device.type != "cpu"
+        self.sampler = Sampler(self.kernels, config.eos_token_ids, fetches=self.shard.rank == 0)
         self._graphs: DecodeGraphs | None = None
         # Of steps of decodes alone, and of others, which may come in turns.
         self._tables = {True: BlockTables(), False: BlockTables()}
@@ -158,62 +138,15 @@ class ModelRunner:
         self._kv_cache_data: dict[str, KVCacheTensor] = {}
         self._dummy_pool: tuple[KVCache, dict[str, KVCacheTensor]] | None = None
 
-    @cached_property
+    @property
     def weights_digest(self) -> str:
         """Digest of the checkpoint (worker/weights/checkpoint.py)."""
-        return weights_digest(self.config.model)
+        return self._loader.weights_digest
 
-    def _load(self, progress: Progress) -> CausalModel:
-        """The model, by way of the cache of packed weights if there is one."""
-
-        def build(kept: Keeper) -> CausalModel:
-            return self._build(kept, progress)
-
-        if not self.config.weights_cache or self.kernels.device.type != "cpu":
-            return build(Making())
-        return WeightsCache(Path(self.config.weights_cache)).load(self._key(), build, progress, self.kernels.adopt)
-
-    def _build(self, kept: Keeper, progress: Progress) -> CausalModel:
-        architecture, config = model_class(self.model_config.architecture), self.model_config
-        self.mapped_bytes = kept.mapped_bytes
-        weights = Weights({}, progress)
-        if kept.needs_weights:
-            weights = load_weights(
-                self.config.model,
-                architecture.tensor_shapes(config),
-                progress,
-                kept=architecture.kept_tensors(config),
-                quantization=_quantization(self.config, config),
-            )
-        model = architecture(
-            Build(
-                config,
-                self.kernels,
-                weights,
-                self.dtype,
-                self.max_model_len,
-                self.shard,
-                self.kv_dtype,
-                self.packed_format,
-                kept,
-            )
-        )
-        weights.use.log()
-        return model
-
-    def _key(self) -> Key:
-        shard, data = self.shard, self.shard.data
-        engines = (0, 1) if data is None else (data.rank, data.size)
-        return Key(
-            weights=self.weights_digest,
-            files=weight_files(self.config.model),
-            architecture=self.model_config.architecture,
-            dtype=str(self.dtype),
-            layout=repr(self.kernels.layout),
-            sources=sources_digest(),
-            quantization=repr((_quantization(self.config, self.model_config), self.packed_format)),
-            rank=repr((shard.rank, shard.size, shard.expert_parallel, *engines)),
-        )
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes of files of weights that this process maps and reads in every step."""
+        return self._loader.mapped_bytes
 
     @property
     def kv_block_bytes(self) -> int:
@@ -310,17 +243,9 @@ class ModelRunner:
         if not batch.req_ids:
             return lambda: ScheduledBatchOutput({})
         step = self.prepare_model(batch)
-        ids = self._greedy(step) if batch.is_greedy else self._sample(batch, self.run_model(step))
-        last = self._last = self._sampled([batch.req_ids[i] for i in _final(batch).tolist()], ids)
+        ids = self._greedy(step) if batch.is_greedy else self.sampler.sample(batch, self.run_model(step))
+        last = self.sampler.keep([batch.req_ids[i] for i in final_sequences(batch).tolist()], ids)
         return lambda: last.output
-
-    def _no_ids(self) -> torch.Tensor:
-        return torch.zeros(0, dtype=torch.int64, device=self.kernels.device)
-
-    def _sampled(self, seq_ids: list[int], ids: torch.Tensor) -> SampledTokens:
-        # Rank 0 answers; the others need them at most for penalties, and wait then.
-        fetched = ids.tolist if self.shard.rank else self.kernels.fetch(ids)
-        return SampledTokens(seq_ids, ids, fetched)
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
         """Turns the batch's lists into tensors, once per step.
@@ -353,25 +278,9 @@ class ModelRunner:
         given = np.zeros((2, padded), np.int64)
         given[0, :total], given[1, :total] = batch.known_token_ids, positions
         inputs = to_device(np.concatenate((given.ravel(), final_rows)), self.kernels.device)
-        token_ids = self._with_late_tokens(batch, inputs[:padded], ends - lengths)
+        token_ids = self.sampler.with_late_tokens(batch, inputs[:padded], ends - lengths)
         context = Context(inputs[padded : 2 * padded], batch.total_seqs_num_prefill, len(lengths), padded)
         return ModelInput(token_ids, context, metadata, inputs[2 * padded :], captured)
-
-    def _with_late_tokens(self, batch: ScheduledBatch, token_ids: torch.Tensor, starts: Ints) -> torch.Tensor:
-        """`token_ids` with those that the last step has sampled, which never leave the device for it.
-
-        Args:
-            batch: whose tokens they are.
-            token_ids: int64 [T], written to.
-            starts: int64 [S], each sequence's first row.
-        """
-        late = batch.late_rows
-        if late:
-            places = np.array([self._last.place[batch.req_ids[i]] for i in late], np.int64)
-            rows, places_there = to_device(np.stack((starts[late], places)), self.kernels.device)
-            # NO_TOKEN has no embedding: its sequence ends, and what this step computes of it is for nobody.
-            token_ids.index_copy_(0, rows, self._last.ids.index_select(0, places_there).clamp(min=0))
-        return token_ids
 
     @torch.inference_mode()
     def run_model(self, step: ModelInput) -> torch.Tensor:
@@ -394,12 +303,9 @@ class ModelRunner:
 
     def _hidden(self, token_ids: torch.Tensor, metadata: AttentionMetaData, context: Context) -> torch.Tensor:
         """Hidden states [T, H]."""
-        set_kv_cache_data(self._kv_cache_data)
-        set_forward_context(metadata, self.config, context, self._dp_metadata(context.graph_bs))
-        try:
+        dp_metadata = self._dp_metadata(context.graph_bs)
+        with forward_context(metadata, self.config, context, self._kv_cache_data, dp_metadata):
             return self.model.forward(token_ids, context.positions)
-        finally:
-            reset_forward_context()
 
     @torch.inference_mode()
     def _decode(self, token_ids: torch.Tensor, positions: torch.Tensor, metadata: AttentionMetaData) -> torch.Tensor:
@@ -426,69 +332,10 @@ class ModelRunner:
 
     def postprocess(self, batch: ScheduledBatch, logits: torch.Tensor) -> ScheduledBatchOutput:
         """Samples the final rows. Penalties and masks are written into `logits`."""
-        tokens = self._sample(batch, logits).tolist()
+        tokens = self.sampler.sample(batch, logits).tolist()
         return ScheduledBatchOutput(
-            {batch.req_ids[i]: (token,) for i, token in zip(_final(batch).tolist(), tokens, strict=True)}
+            {batch.req_ids[i]: (token,) for i, token in zip(final_sequences(batch).tolist(), tokens, strict=True)}
         )
-
-    def _histories(self, batch: ScheduledBatch, final: Ints) -> tuple[dict[int, TokenHistory], dict[int, int]]:
-        """Histories of the final rows that have any, and where the last step has the newest token of some of them.
-
-        On a CPU that token is on the host already, and in the history; elsewhere nothing waits for it.
-        """
-        late = [i for i in batch.histories if batch.from_last_output[i]]
-        known = batch.histories
-        if late and not self.waits_for_tokens:
-            known, late = batch.token_histories(self._last.output), []
-        row_of = {i: row for row, i in enumerate(final.tolist()) if i in known}
-        places = {row_of[i]: self._last.place[batch.req_ids[i]] for i in late}
-        return {row: known[i] for i, row in row_of.items()}, places
-
-    def _penalties(self, histories: dict[int, TokenHistory], late: dict[int, int]) -> Penalties | None:
-        """Penalties of the final rows; None when there are none."""
-        penalized = {row: history for row, history in histories.items() if history.params.penalized}
-        newest = self._newest([late.get(row, -1) for row in penalized]) if late else None
-        return self._seen.penalties(penalized, newest)
-
-    def _newest(self, places: list[int]) -> torch.Tensor:
-        """int64 [R], on the device: the last step's tokens at these places, NO_TOKEN where there is no place."""
-        there = to_device(np.array(places, np.int64), self.kernels.device)
-        return torch.where(there < 0, NO_TOKEN, self._last.ids.index_select(0, there.clamp(min=0)))
-
-    @torch.inference_mode()
-    def _sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> torch.Tensor:
-        """int64 [F]: the tokens of the final rows."""
-        final = _final(batch)
-        if not len(final):
-            return self._no_ids()
-        histories, late = self._histories(batch, final)
-        params = SampleParams(
-            temperature=np.array(batch.temperatures, np.float32)[final],
-            top_k=np.array(batch.top_ks, np.int64)[final],
-            top_p=np.array(batch.top_ps, np.float32)[final],
-            min_p=np.array(batch.min_ps, np.float32)[final],
-            masked=masked_ids(histories, late, self.config.eos_token_ids, logits.shape[1]),
-            penalties=self._penalties(histories, late),
-        )
-        return self.kernels.sample(
-            logits,
-            params,
-            seeds=np.array(batch.seeds, np.uint64)[final],
-            positions=np.array(batch.context_lens, np.int64)[final],
-            choices=np.array(batch.choices, np.int64)[final],
-        )
-
-
-def _final(batch: ScheduledBatch) -> Ints:
-    """Places of the sequences whose last token is reached."""
-    return np.flatnonzero(np.array(batch.is_final, np.bool_))
-
-
-def _quantization(config: Config, model_config: ModelConfig) -> QuantizationConfig:
-    given, own = config.quant_config, model_config.quant_config
-    if QuantizationConfig() not in (given, own) and given != own:
-        raise ModelError("quant_config differs from the checkpoint's own in config.json; leave it at its default")
-    return own if given == QuantizationConfig() else given
 
 
 def _sampled_ids(folder: str, model_config: ModelConfig) -> int:

@@ -13,18 +13,12 @@ Invariants:
 from __future__ import annotations
 
 import contextlib
-import os
 import selectors
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass, field
 from typing import Any, Final
 
 import structlog
@@ -34,7 +28,6 @@ from common.limits import (
     RANK_HEARTBEAT_S,
     RANK_MISSED_HEARTBEATS,
     RANK_MISSED_HEARTBEATS_LOADING,
-    RANK_TCP_TIMEOUT_S,
     STEP_TIMEOUT_S,
 )
 from worker.config.model_config import ModelError
@@ -42,43 +35,15 @@ from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.executor import Executed
 from worker.progress import Progress
 from worker.ranks.batch_delta import BatchEncoder
-from worker.ranks.frames import FrameError, FrameReader, encode, receive
+from worker.ranks.frames import FrameError, encode, receive
+from worker.ranks.rank_calls import Call, RankCalls
+from worker.ranks.rank_peers import Peer, RankLostError, accept_remote, ended_soon, spawn_local
 from worker.ranks.topology import Topology
 
 log = structlog.get_logger(__name__)
 
-_WAIT_LOG_S: Final = 10.0
-_ACCEPT_S: Final = 0.2
-_GONE_S: Final = 0.5
 # Calls that take as long as a step.
 _TIMED: Final = frozenset({"forward", "any_has_work"})
-
-
-class RankLostError(Exception):
-    """A rank is gone, frozen, hangs or has failed; one line that says which and how."""
-
-
-@dataclass(slots=True)
-class _Peer:
-    """One rank: its connection, and its process when that is on this machine."""
-
-    rank: int
-    sock: socket.socket
-    process: subprocess.Popen[bytes] | None = None
-    reader: FrameReader = field(default_factory=FrameReader)
-    silent: int = 0
-
-
-@dataclass(slots=True)
-class _Call:
-    """A call in flight. `began` is when it became the oldest one."""
-
-    serial: int
-    name: str
-    missing: set[int]
-    future: Future[dict[int, Any]]
-    began: float = 0.0
-    answers: dict[int, Any] = field(default_factory=dict)
 
 
 class RankGroup:
@@ -108,19 +73,16 @@ class RankGroup:
         self._progress = progress
         self._step_timeout_s = step_timeout_s
         self._clock = clock
-        self._peers: dict[int, _Peer] = {}
+        self._peers: dict[int, Peer] = {}
         self._loaded: dict[int, tuple[int, int]] = {}
         self._encoder = BatchEncoder()
-        self._calls: deque[_Call] = deque()
+        self._calls = RankCalls(clock)
         self._serial = 0
-        self._error: Exception | None = None
         self._is_ready = False
         self._shares_sums = False
         # Held while a call is sent, so that all ranks see the calls in one order; that may take until a rank that does
         # not read is killed, so the watcher never takes it.
         self._sending = threading.Lock()
-        # Guards the calls and the error.
-        self._lock = threading.Lock()
         self._watcher = threading.Thread(target=self._watch, name="ranks", daemon=True)
 
     def __len__(self) -> int:
@@ -142,7 +104,7 @@ class RankGroup:
             for rank in self.topology.local_ranks:
                 self._peers[rank] = self._spawn(rank)
             if self.topology.remote_ranks:
-                self._accept_remote()
+                accept_remote(self.topology, self._peers, self._clock)
             self._watcher.start()
             self._join()
         except BaseException:
@@ -208,19 +170,19 @@ class RankGroup:
 
     def failure(self) -> Exception | None:
         """Why the ranks are lost; None while they are there."""
-        return self._error
+        return self._calls.error
 
     def close(self) -> None:
         """Ends the ranks; waits for their end. May be called twice."""
         try:
-            if self._shares_sums and self._error is None:
+            if self._shares_sums and self._calls.error is None:
                 self._leave()
         finally:
             self._fail(RankLostError("the engine has ended its ranks"))
         if self._watcher.ident is not None and self._watcher is not threading.current_thread():
             self._watcher.join()
         for peer in self._peers.values():
-            _end(peer)
+            peer.end()
 
     def _leave(self) -> None:
         """Lets ranks end what they share on their devices, for RANK_END_S at most."""
@@ -234,55 +196,8 @@ class RankGroup:
         leaving.start()
         leaving.join(RANK_END_S)
 
-    def _spawn(self, rank: int) -> _Peer:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            target = f"fd:{theirs.fileno()}"
-            process = spawn_rank(rank, target, self._model, self.threads, (theirs.fileno(),))
-        return _Peer(rank, ours, process)
-
-    def _accept_remote(self) -> None:
-        """Waits for the ranks of other machines, for as long as it takes."""
-        host, port = self.topology.meeting_point
-        try:
-            listener = socket.create_server((host, port), backlog=self.topology.tp_size)
-        except OSError as error:
-            raise ModelError(f"--dist-init: {host}:{port} can not be listened on: {error.strerror}") from None
-        with listener:
-            listener.settimeout(_ACCEPT_S)
-            told = -_WAIT_LOG_S
-            while missing := self.topology.remote_ranks - self._peers.keys():
-                if self._clock() - told >= _WAIT_LOG_S:
-                    told = self._clock()
-                    log.info("waiting for ranks of other machines", ranks=sorted(missing), address=f"{host}:{port}")
-                self._accept_one(listener, missing)
-                self._check_local()
-
-    def _accept_one(self, listener: socket.socket, missing: set[int]) -> None:
-        try:
-            sock, address = listener.accept()
-        except TimeoutError:
-            return
-        sock.settimeout(RANK_TCP_TIMEOUT_S)
-        reader = FrameReader()
-        try:
-            kind, rank, _pid = next(receive(sock, reader))
-            if kind != "hello" or rank not in missing:
-                raise FrameError(f"{kind!r} of rank {rank!r}")
-        except (OSError, EOFError, FrameError, StopIteration, ValueError, TypeError) as error:
-            log.warning("connection refused: not a rank that is missing", peer=address[0], why=str(error))
-            sock.close()
-            return
-        log.info("rank connected", rank=rank, peer=address[0])
-        sock.settimeout(None)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(RANK_TCP_TIMEOUT_S * 1000))
-        self._peers[rank] = _Peer(rank, sock, reader=reader)
-
-    def _check_local(self) -> None:
-        for peer in self._peers.values():
-            if peer.process is not None and peer.process.poll() is not None:
-                raise RankLostError(_how_lost(peer))
+    def _spawn(self, rank: int) -> Peer:
+        return spawn_local(rank, self._model, self.threads)
 
     def _call_each(self, name: str, arguments: dict[int, tuple[object, ...]]) -> dict[int, Any]:
         return self._send(name, arguments, set(arguments)).result()
@@ -291,13 +206,10 @@ class RankGroup:
         """Sends one call. Arguments that are one object for several ranks are encoded once."""
         with self._sending:
             self._serial += 1
-            call = _Call(self._serial, name, wanted, Future(), self._clock())
+            call = Call(self._serial, name, wanted)
             each = {id(given): given for given in arguments.values()}
             frames = {key: encode((call.serial, name, *given)) for key, given in each.items()}
-            with self._lock:
-                if self._error is not None:
-                    raise self._error
-                self._calls.append(call)
+            self._calls.begin(call)
             for rank, given in arguments.items():
                 # A rank that is gone is found by the watcher, and one that does not read is killed by it.
                 with contextlib.suppress(OSError):
@@ -316,7 +228,7 @@ class RankGroup:
             for peer in self._peers.values():
                 selector.register(peer.sock, selectors.EVENT_READ, peer)
             beat = self._clock() + RANK_HEARTBEAT_S
-            while self._error is None:
+            while self._calls.error is None:
                 try:
                     for key, _ in selector.select(max(0.0, beat - self._clock())):
                         self._read(key.data)
@@ -328,19 +240,19 @@ class RankGroup:
                 except Exception as error:
                     self._fail(RankLostError(f"{type(error).__name__}: {error}"))
 
-    def _read(self, peer: _Peer) -> None:
+    def _read(self, peer: Peer) -> None:
         peer.silent = 0
         try:
             messages = list(receive(peer.sock, peer.reader))
         except (EOFError, OSError):
-            if self._error is not None:
+            if self._calls.error is not None:
                 return
-            raise RankLostError(_how_lost(peer)) from None
+            raise RankLostError(peer.how_lost()) from None
         except FrameError as error:
             raise RankLostError(f"rank {peer.rank} sent {error}") from None
         for kind, *content in messages:
             if kind == "done":
-                self._answered(peer.rank, *content)
+                self._calls.answered(peer.rank, *content)
             elif kind == "failed":
                 raise self._failure(peer.rank, *content)
             elif kind == "loaded":
@@ -353,32 +265,8 @@ class RankGroup:
         if kind == "model":
             return ModelError(f"rank {rank}: {message}" if rank else message)
         # The survivors of a rank often speak before its own connection ends.
-        gone = self._gone() if kind == "PeerLostError" else None
-        return RankLostError(f"rank {rank} failed: {kind}: {message}" if gone is None else _how_lost(gone))
-
-    def _gone(self) -> _Peer | None:
-        """A rank of this machine whose process has ended, which may take a moment to show."""
-        end = self._clock() + _GONE_S
-        while self._clock() < end:
-            for peer in self._peers.values():
-                if peer.process is not None and peer.process.poll() is not None:
-                    return peer
-            time.sleep(0.01)
-        return None
-
-    def _answered(self, rank: int, serial: int, answer: Any) -> None:
-        with self._lock:
-            call = next((call for call in self._calls if call.serial == serial), None)
-            if call is None or rank not in call.missing:
-                raise RankLostError(f"rank {rank} answered what it was not asked")
-            call.missing.discard(rank)
-            call.answers[rank] = answer
-            if call.missing:
-                return
-            self._calls.remove(call)
-            if self._calls:
-                self._calls[0].began = self._clock()
-        call.future.set_result(call.answers)
+        gone = ended_soon(self._peers.values(), self._clock) if kind == "PeerLostError" else None
+        return RankLostError(f"rank {rank} failed: {kind}: {message}" if gone is None else gone.how_lost())
 
     def _check(self) -> None:
         """Once per heartbeat. Silence is counted in the watcher's turns, so that its own pause is no rank's silence."""
@@ -387,8 +275,7 @@ class RankGroup:
             peer.silent += 1
             if peer.silent > most_silent:
                 raise RankLostError(f"rank {peer.rank} has been silent for {peer.silent * RANK_HEARTBEAT_S:g} s")
-        with self._lock:
-            oldest = self._calls[0] if self._calls else None
+        oldest = self._calls.oldest()
         if oldest is not None and oldest.name in _TIMED and self._clock() - oldest.began > self._step_timeout_s:
             raise RankLostError(f"a step took longer than --step-timeout {self._step_timeout_s:g} s: a rank hangs")
 
@@ -404,33 +291,7 @@ class RankGroup:
                     peer.process.kill()
             with contextlib.suppress(OSError):
                 peer.sock.shutdown(socket.SHUT_RDWR)
-        with self._lock:
-            if self._error is not None:
-                return
-            self._error = error
-            lost = list(self._calls)
-            self._calls.clear()
-        for call in lost:
-            call.future.set_exception(error)
-
-
-def spawn_rank(
-    rank: int, target: str, model: str, threads: int, pass_fds: tuple[int, ...] = ()
-) -> subprocess.Popen[bytes]:
-    """Starts the process of a rank, bound to this thread."""
-    own = str(os.getpid())
-    command = [
-        sys.executable,
-        "-m",
-        "common.process.exec_child",
-        own,
-        "worker.ranks.rank_process",
-        str(rank),
-        target,
-        model,
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "GLOO_LOG_LEVEL": "ERROR"}
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=pass_fds, env=environment)
+        self._calls.fail(error)
 
 
 def _pass_on(done: Future[dict[int, Any]], result: Future[Executed]) -> None:
@@ -439,20 +300,3 @@ def _pass_on(done: Future[dict[int, Any]], result: Future[Executed]) -> None:
         result.set_exception(error)
     else:
         result.set_result(Executed(*done.result()[0]))
-
-
-def _how_lost(peer: _Peer) -> str:
-    if peer.process is None:
-        return f"rank {peer.rank} on another machine has closed its connection"
-    try:
-        code = peer.process.wait(RANK_END_S)
-    except subprocess.TimeoutExpired:
-        return f"rank {peer.rank} (process {peer.process.pid}) has closed its connection"
-    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    return f"rank {peer.rank} (process {peer.process.pid}) {how}"
-
-
-def _end(peer: _Peer) -> None:
-    if peer.process is not None:
-        peer.process.wait()
-    peer.sock.close()

@@ -15,7 +15,7 @@ from typing import Final
 
 import structlog
 
-from worker.ranks.rank_client import spawn_rank
+from worker.ranks.rank_peers import spawn_rank
 from worker.ranks.topology import Topology
 
 log = structlog.get_logger(__name__)

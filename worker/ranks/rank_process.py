@@ -161,8 +161,8 @@ class Rank:
         import torch  # noqa: PLC0415
 
         from kernels.select import CPU_BACKENDS  # noqa: PLC0415
-        from worker.model.engine_factory import waits_for_tokens  # noqa: PLC0415
         from worker.model.model_runner import ModelRunner  # noqa: PLC0415
+        from worker.model.runner_setup import waits_for_tokens  # noqa: PLC0415
         from worker.model.sharding import Alone, Shard  # noqa: PLC0415
 
         torch.set_num_threads(threads)
@@ -196,9 +196,10 @@ class Rank:
 
     def allocate(self, num_blocks: int) -> None:
         """Makes the KV pool."""
-        from worker.model.engine_factory import allocate  # noqa: PLC0415
+        from worker.model.runner_setup import allocate, take_kv_memory  # noqa: PLC0415
 
         allocate(self.runner, num_blocks)
+        take_kv_memory(self.runner, num_blocks)
 
     def warmup(self) -> bool:
         """Warms up; True if decode steps are captured next."""
@@ -214,16 +215,11 @@ class Rank:
 
     def describe(self) -> dict[str, str]:
         """Facts of the model, which are the same on every rank. The last call before the first step."""
-        from worker.model.numerics import numerics_digest  # noqa: PLC0415
+        from worker.model.runner_setup import describe  # noqa: PLC0415
 
-        digest = numerics_digest(self.runner)
+        known = describe(self.runner)
         self._collector.start()
-        return {
-            "weights_digest": self.runner.weights_digest,
-            "numerics": digest,
-            "kernels": self.runner.kernels.description,
-            "dtype": str(self.runner.dtype).removeprefix("torch."),
-        }
+        return known
 
     def forward(self, *sent: Any) -> Future[Executed] | Executed | None:
         """Computes one step (BatchEncoder). Rank 0 answers with its output and how long it took, seconds.

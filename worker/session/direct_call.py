@@ -9,21 +9,20 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError
 from common.telemetry.request_record import RequestRecord, RequestTimes
-from worker.engine.outputs import End, SequenceOutput, Start
-from worker.session.router_state import Live, failure
-
-# Ends with which the call is OK.
-_FINISHES = frozenset(
-    {wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_STOP_SEQUENCE, wpb.END_REASON_LENGTH}
-)
+from worker.engine.outputs import End, RequestOutput, Start
+from worker.engine.sequence import Sequence
+from worker.session.output_protos import end_proto, start_proto
+from worker.session.request_trace import FINISHES, RequestTrace, failure
 
 
 class DirectCall:
-    """The engine's Listener of one sequence, whose random numbers have this seed."""
+    """The sequence of one call, and what has come of it and not been written. A LiveSequence of its own."""
 
-    def __init__(self, live: Live, seed: int) -> None:
-        self._live = live
-        self._seed = seed
+    def __init__(self, seq: Sequence, trace: RequestTrace) -> None:
+        self.seq = seq
+        self.end_pos = seq.num_tokens
+        self._trace = trace
+        self._seed = seq.seed
         self._token_ids: list[int] = []
         self._start: Start | None = None
         # As `_start`, which is gone when it has been sent.
@@ -32,16 +31,18 @@ class DirectCall:
         self._end: End | None = None
         self._news = asyncio.Event()
 
-    def on_output(self, output: SequenceOutput) -> None:
+    @property
+    def owner(self) -> DirectCall:
+        """The call itself."""
+        return self
+
+    def on_output(self, output: RequestOutput) -> None:
         """Takes new tokens."""
-        self._token_ids.extend(output.token_ids)
+        self._token_ids.extend(output.output_tokens)
         if output.start is not None:
             self._start = self._began = output.start
-            self._live.cached_tokens = output.start.cached_tokens
-        if output.end is not None:
-            assert output.times is not None
-            self._end = output.end
-            self._live.end(output.end, output.times)
+        self._end = output.end
+        self._trace.note(output)
 
     def on_step(self, step: int, submit_seen: int | None) -> None:
         """Wakes the call."""
@@ -58,7 +59,7 @@ class DirectCall:
         response = wpb.GenerateResponse(token_ids=self._token_ids)
         self._token_ids = []
         if self._start is not None:
-            response.start.CopyFrom(self._start.to_proto(self._live.rid))
+            response.start.CopyFrom(start_proto(0, self._start))
             response.seed = self._seed
             self._start = None
         if self._end is not None:
@@ -74,8 +75,8 @@ class DirectCall:
         record.completion_tokens, record.times = self._written, self._times(record.arrived, now)
         if self._began is not None:
             record.cached_tokens = self._began.cached_tokens
-        if self._end is not None and self._end.reason in _FINISHES:
-            record.finish = wpb.EndReason.Name(self._end.reason).removeprefix("END_REASON_").lower()
+        if self._end is not None and self._end.reason in FINISHES:
+            record.finish = self._end.reason.name.lower()
 
     def _times(self, arrived: float, now: float) -> RequestTimes:
         if self._began is None:
@@ -91,8 +92,8 @@ class DirectCall:
         )
 
     def _finish(self, response: wpb.GenerateResponse, end: End) -> None:
-        if end.reason in _FINISHES:
-            response.end.CopyFrom(end.to_proto(self._live.rid))
+        if end.reason in FINISHES:
+            response.end.CopyFrom(end_proto(0, end))
         elif response.token_ids:
             # The tokens first; the next call raises.
             self._news.set()

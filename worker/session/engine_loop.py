@@ -21,11 +21,12 @@ import structlog
 
 from common.errors import EngineError
 from common.telemetry.metrics import EngineFigures
-from worker.engine.core import EngineCore, LoadReport
-from worker.engine.sequence import Sequence
-from worker.engine.turns import Cancel, Command, Deliveries, EndAll, EngineTurns, Flush, Listener, Submit, Turn
+from worker.engine.core import EngineCore
+from worker.engine.load import LoadReport
+from worker.engine.turns import Cancel, Command, EndAll, EngineTurns, Flush, Receipt, Submit, Turn
 from worker.garbage import Collector
 from worker.session.cache_events import KvLog
+from worker.session.deliveries import Deliveries, LiveSequence
 
 log = structlog.get_logger(__name__)
 
@@ -216,13 +217,13 @@ class EngineLoop:
         """For how long the current step has been running; 0 when idle."""
         return 0.0 if self._thread is None else self._thread.busy_s(now)
 
-    def submit_group(self, listener: Listener, serial: int, seqs: Many[Sequence]) -> None:
+    def submit_group(self, receipt: Receipt, live: Many[LiveSequence]) -> None:
         """Takes a group that a router has released: it enters the waiting queue whole."""
-        self._submit(Submit(listener, serial, seqs))
+        self._submit(receipt, live)
 
-    def submit(self, listener: Listener, seq: Sequence) -> None:
+    def submit(self, live: LiveSequence) -> None:
         """Takes one sequence that passes this worker's own delay gate."""
-        self._submit(Submit(listener, None, [seq]))
+        self._submit(None, [live])
 
     def cancel(self, seq_ids: Iterable[int]) -> None:
         """Ends sequences at the thread's next turn; unknown ids are ignored."""
@@ -231,7 +232,7 @@ class EngineLoop:
             self._thread.put(Cancel(ids))
 
     def end_all(self, message: str) -> None:
-        """Ends everything with END_REASON_CANCELLED: the worker goes, and another may go on with it."""
+        """Ends everything with EndReason.CANCELLED: the worker goes, and another may go on with it."""
         if self._thread is not None:
             self._thread.put(EndAll(message))
 
@@ -260,14 +261,14 @@ class EngineLoop:
         """Waits for the thread's end; blocks the event loop. False when it has not come."""
         return self._thread is None or self._thread.join(timeout_s)
 
-    def _submit(self, command: Submit) -> None:
-        self._deliveries.add(command.listener, command.seqs)
-        if command.seqs:
+    def _submit(self, receipt: Receipt | None, live: Many[LiveSequence]) -> None:
+        self._deliveries.add(live)
+        if live:
             self._idle.clear()
         if self.state is EngineState.FAILED:
             self._end_live(self._failed.result())
         elif self._thread is not None:
-            self._thread.put(command)
+            self._thread.put(Submit(receipt, [each.seq for each in live]))
 
     def _post(self, failed: asyncio.Future[str], handle: Callable[..., None], event: object) -> None:
         # The event loop may be gone when the process ends in the middle of a step.

@@ -14,45 +14,21 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable
-from collections.abc import Sequence as Many
 from dataclasses import dataclass, field
 
 import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.block_hash import hash_chain, salt_root
-from common.errors import ApiError, InvalidFieldError, PromptTooLongError
+from common.errors import ApiError
 from common.limits import MAX_ASSEMBLING_BYTES, MAX_ASSEMBLING_TOKENS, MAX_OPEN_GROUPS
 from common.rpc.unsupported_fields import refuse_unlisted
 from common.sampling_params import SamplingParams
-from worker.engine.sequence import Sequence
+from worker.engine.sequence import EndReason, Sequence
 from worker.session import request_validation
+from worker.session.sequence_builder import EngineLimits, build_sequence, check_length, check_sequence
 
 # What a sequence costs besides the bytes of its record: its objects here.
 _DRAFT_BYTES = 512
-
-
-@dataclass(frozen=True, slots=True)
-class EngineLimits:
-    """Limits that a sequence is checked against.
-
-    Attributes:
-        vocab_size: token ids are below it.
-        max_model_len: longest prompt plus answer, in tokens.
-        block_size: tokens per KV block.
-        hash_seed: seed of the block hashes.
-        weights_digest: of the model, part of the hashes of salted prompts.
-    """
-
-    vocab_size: int
-    max_model_len: int
-    block_size: int
-    hash_seed: int
-    weights_digest: str = ""
-
-    def hash_root(self, cache_salt: bytes) -> int | None:
-        """Parent hash of the first block of a prompt with this salt, as the router computes it; None without one."""
-        return salt_root(self.weights_digest.encode(), cache_salt=cache_salt, seed=self.hash_seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +47,7 @@ class Refusal:
 
     rid: int
     end_pos: int
-    reason: wpb.EndReason.ValueType
+    reason: EndReason
     message: str = ""
 
 
@@ -173,7 +149,7 @@ class Inbox:
         token_ids = list(frame.token_ids)
         try:
             request_validation.check_token_ids("token_ids", token_ids, self._limits.vocab_size)
-            self._check_length(len(draft.token_ids) + len(token_ids))
+            check_length(len(draft.token_ids) + len(token_ids), self._limits)
         except ApiError as error:
             self._drop(frame.rid)
             self._refuse(frame.rid, len(draft.token_ids) + len(token_ids), str(error))
@@ -189,7 +165,7 @@ class Inbox:
         if serial is None:
             return False
         draft = self._drop(rid)
-        self._refuse(rid, len(draft.token_ids), "", wpb.END_REASON_CANCELLED)
+        self._refuse(rid, len(draft.token_ids), "", EndReason.CANCELLED)
         self._complete(serial)
         return True
 
@@ -202,7 +178,7 @@ class Inbox:
             for rid, draft in list(group.drafts.items()):
                 if draft.deadline is not None and draft.deadline <= now:
                     self._drop(rid)
-                    self._refuse(rid, len(draft.token_ids), "", wpb.END_REASON_DEADLINE)
+                    self._refuse(rid, len(draft.token_ids), "", EndReason.DEADLINE)
                 elif draft.deadline is not None:
                     self._earliest = min(self._earliest, draft.deadline)
             self._complete(serial)
@@ -238,18 +214,10 @@ class Inbox:
 
     def _draft(self, record: wpb.SubmitSequence, now: float) -> _Draft:
         refuse_unlisted(record, request_validation.SEQUENCE)
-        token_ids = list(record.token_ids)
-        request_validation.check_token_ids("token_ids", token_ids, self._limits.vocab_size)
-        self._check_length(len(token_ids))
-        request_validation.check_cache_salt(record.cache_salt)
-        params = request_validation.sampling_params(record.params, self._limits.vocab_size)
+        token_ids, params = check_sequence(record, self._limits)
         deadline = now + record.deadline_left_ms / 1000 if record.deadline_left_ms else None
         num_bytes = _DRAFT_BYTES + record.ByteSize()
-        return _Draft(record, params, array("I", token_ids), record.more, now, deadline, num_bytes)
-
-    def _check_length(self, num_tokens: int) -> None:
-        if num_tokens > self._limits.max_model_len:
-            raise PromptTooLongError("token_ids", num_tokens, self._limits.max_model_len)
+        return _Draft(record, params, token_ids, record.more, now, deadline, num_bytes)
 
     def _count(self, num_tokens: int, num_bytes: int = 0) -> None:
         self._num_tokens += num_tokens
@@ -270,7 +238,7 @@ class Inbox:
         rid: int,
         end_pos: int,
         message: str,
-        reason: wpb.EndReason.ValueType = wpb.END_REASON_INVALID,
+        reason: EndReason = EndReason.INVALID,
     ) -> None:
         self._refusals[rid] = Refusal(rid, end_pos, reason, message)
 
@@ -292,50 +260,21 @@ class Inbox:
         self._groups.append(Group(serial, arrivals))
 
     def _sequence(self, draft: _Draft) -> Sequence:
-        record, limits = draft.record, self._limits
-        if not 1 <= record.prompt_len <= len(draft.token_ids):
-            raise InvalidFieldError("prompt_len", f"is {record.prompt_len}", f"1 to {len(draft.token_ids)}")
-        if record.prompt_len >= limits.max_model_len:
-            raise PromptTooLongError("token_ids", record.prompt_len, limits.max_model_len)
-        root = limits.hash_root(record.cache_salt)
-        chain = check_chain_hash(draft.token_ids[: record.prompt_len], record.chain_hash, limits, root)
-        return Sequence(
-            draft.token_ids.tolist(),
-            limits.block_size,
+        record = draft.record
+        return build_sequence(
+            record,
+            draft.token_ids,
             draft.params,
-            num_prompt_tokens=record.prompt_len,
+            self._limits,
+            prompt_len=record.prompt_len,
             seed=record.seed,
-            choice=record.choice,
-            arrive_time=draft.arrived,
+            arrived=draft.arrived,
             deadline=draft.deadline,
-            hash_root=root,
-            cache_salt=record.cache_salt,
-            priority=request_validation.priority(record.priority),
-            block_hashes=chain,
-            packed_ids=draft.token_ids.tobytes(),
+            choice=record.choice,
+            chain_hash=record.chain_hash,
             may_return=not record.keep,
         )
 
 
 def _too_much(message: str) -> ApiError:
     return ApiError(grpc.StatusCode.RESOURCE_EXHAUSTED, message, reason="SESSION_BOUNDS")
-
-
-def check_chain_hash(prompt: Many[int], chain_hash: int, limits: EngineLimits, root: int | None) -> list[int]:
-    """Checks that the router hashes blocks as this worker does (docs/determinism.md).
-
-    Returns:
-        The hashes of the prompt's full blocks.
-
-    Raises:
-        InvalidFieldError: hash seed, block size or tokens differ.
-    """
-    chain = hash_chain(prompt, limits.block_size, root=root, seed=limits.hash_seed)
-    expected = chain[-1] if chain else 0
-    if chain_hash != expected:
-        raise InvalidFieldError(
-            "chain_hash",
-            f"is {chain_hash:#x}: hash seed, block size or tokens of router and worker differ",
-            f"{expected:#x} for {len(prompt)} tokens in blocks of {limits.block_size}, seed {limits.hash_seed}",
-        )
-    return chain

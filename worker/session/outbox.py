@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_TAIL_TOKENS, MAX_TAILS
-from worker.engine.outputs import SequenceOutput
+from worker.engine.outputs import RequestOutput
+from worker.session.output_protos import end_proto, start_proto
 
 # Upper bounds of encoded sizes: the frame's own fields with its load; one run with its start; a varint.
 _FRAME_BYTES = 1024
@@ -57,7 +58,7 @@ class Outbox:
 
     def __init__(self) -> None:
         self._runs: dict[int, _Run] = {}
-        # Those of which something has not gone out, whoever has waited longest first.
+        # rids with unsent output, whoever has waited longest first.
         self._unsent: OrderedDict[int, None] = OrderedDict()
         # Ended ones that have gone out whole, oldest first.
         self._tails: OrderedDict[int, None] = OrderedDict()
@@ -96,7 +97,7 @@ class Outbox:
         """True if the sequence has output here, sent or not."""
         return rid in self._runs
 
-    def add(self, rid: int, output: SequenceOutput) -> None:
+    def add(self, rid: int, output: RequestOutput) -> None:
         """Takes a sequence's output; outputs of one sequence come in order.
 
         Raises:
@@ -105,11 +106,11 @@ class Outbox:
         run = self._runs.setdefault(rid, _Run(output.first_pos))
         if run.end_pos != output.first_pos:
             raise ValueError(f"tokens of rid {rid} at {output.first_pos} leave a gap")
-        run.token_ids.extend(output.token_ids)
+        run.token_ids.extend(output.output_tokens)
         if output.start is not None:
-            run.start = output.start.to_proto(rid)
+            run.start = start_proto(rid, output.start)
         if output.end is not None:
-            run.end = output.end.to_proto(rid)
+            run.end = end_proto(rid, output.end)
         self._unsent.setdefault(rid)
 
     def rewind(self, rid: int, have: int) -> bool:

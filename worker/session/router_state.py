@@ -11,28 +11,24 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
-from dataclasses import dataclass
 from typing import Protocol
 
-import grpc
 import structlog
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.errors import ApiError, DeadlineError, EngineError
-from common.telemetry.tracing import SequenceSpan, SequenceTimes, Tracing, trace_id_of
-from worker.engine.core import LoadReport
-from worker.engine.outputs import End, SequenceOutput
-from worker.engine.sequence import Sequence
-from worker.engine.turns import Listener
+from common.telemetry.tracing import Tracing, trace_id_of
+from worker.engine.load import LoadReport
+from worker.engine.outputs import End, RequestOutput
+from worker.engine.sequence import EndReason, Sequence
+from worker.engine.turns import Receipt
 from worker.session.cache_events import KvLog
+from worker.session.deliveries import LiveSequence
 from worker.session.intake import Arrival, Group, Refusal
 from worker.session.outbox import Outbox
+from worker.session.request_trace import RequestTrace
 from worker.session.worker_info import WorkerFacts
 
 log = structlog.get_logger(__name__)
-
-# Ends that are no failure of the sequence.
-_STOPS = frozenset({wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_STOP_SEQUENCE, wpb.END_REASON_LENGTH})
 
 
 class Engine(Protocol):
@@ -57,8 +53,8 @@ class Engine(Protocol):
         """For how long the current step has been running, seconds."""
         ...
 
-    def submit_group(self, listener: Listener, serial: int, seqs: Many[Sequence]) -> None:
-        """Takes a group whole; `listener` gets its outputs."""
+    def submit_group(self, receipt: Receipt, live: Many[LiveSequence]) -> None:
+        """Takes a group whole; each of its sequences gets its outputs."""
         ...
 
     def cancel(self, seq_ids: Iterable[int]) -> None:
@@ -66,49 +62,36 @@ class Engine(Protocol):
         ...
 
 
-@dataclass(slots=True)
-class Live:
-    """A sequence in the engine, with its span and what its end must report."""
+class ActiveSequence:
+    """A sequence of a router in the engine: a LiveSequence.
 
-    seq_id: int
-    rid: int
-    prompt_tokens: int
-    span: SequenceSpan
-    trace_id: str
-    cached_tokens: int = 0
+    Args:
+        rid: of the router's attempt.
+        seq: belongs to the engine while it is live.
+        owner: the router's.
+        trace: says what becomes of it.
 
-    def end(self, end: End, times: SequenceTimes) -> None:
-        """Ends the span and writes the log line."""
-        output_tokens = max(0, end.end_pos - self.prompt_tokens)
-        reason = wpb.EndReason.Name(end.reason).removeprefix("END_REASON_").lower()
-        counts = {
-            "input_tokens": self.prompt_tokens,
-            "output_tokens": output_tokens,
-            "cached_tokens": self.cached_tokens,
-        }
-        if end.reason in _STOPS:
-            self.span.finish(times, reason=reason, **counts)
-        else:
-            self.span.fail(failure(end), times, **counts)
-        if end.reason == wpb.END_REASON_NOT_A_NUMBER:
-            log.error(end.message, rid=f"{self.rid:x}", trace_id=self.trace_id or None, **counts)
-        log.debug("sequence ended", rid=f"{self.rid:x}", reason=reason, trace_id=self.trace_id or None, **counts)
+    Attributes:
+        end_pos: tokens that have come, prompt included.
+        is_wanted: False when the router has dropped it; it is cancelled then, and what still comes is not kept.
+    """
 
+    def __init__(self, rid: int, seq: Sequence, owner: RouterSequences, trace: RequestTrace) -> None:
+        self.rid = rid
+        self.seq = seq
+        self.owner = owner
+        self.end_pos = seq.num_tokens
+        self.is_wanted = True
+        self._trace = trace
 
-def failure(end: End) -> ApiError | grpc.StatusCode:
-    """The status of a sequence that did not end by itself."""
-    if end.reason == wpb.END_REASON_CANCELLED:
-        lost = ApiError(grpc.StatusCode.ABORTED, end.message, reason="WORKER_LOST")
-        return lost if end.message else grpc.StatusCode.CANCELLED
-    if end.reason == wpb.END_REASON_DEADLINE:
-        return DeadlineError("in the engine")
-    if end.reason == wpb.END_REASON_INVALID:
-        return ApiError(grpc.StatusCode.INVALID_ARGUMENT, end.message)
-    return EngineError(end.message)
+    def on_output(self, output: RequestOutput) -> None:
+        """Takes new tokens."""
+        self._trace.note(output)
+        self.owner.on_output(self, output)
 
 
 class RouterSequences:
-    """The sequences of one router. Implements Listener.
+    """The sequences of one router.
 
     Args:
         router_id: id of the router's process.
@@ -135,8 +118,8 @@ class RouterSequences:
         self._tracing = tracing
         self._wake: Callable[[], None] = _nobody
         self._ended = False
-        self._live: dict[int, Live] = {}
-        self._seq_ids: dict[int, int] = {}
+        # Wanted sequences in the engine, by rid.
+        self._active: dict[int, ActiveSequence] = {}
         # The engine sees tickets instead of serial numbers, because each stream counts its groups from 1.
         self._tickets = itertools.count()
         self._serials: dict[int, int] = {}
@@ -144,17 +127,17 @@ class RouterSequences:
     @property
     def is_empty(self) -> bool:
         """True if there is nothing that the router could come back for."""
-        return not self._live and not self.outbox.rids
+        return not self._active and not self.outbox.rids
 
     @property
     def num_held(self) -> int:
         """Sequences that run here or have something to send, those that do both twice."""
-        return len(self._seq_ids) + self.outbox.num_unsent
+        return len(self._active) + self.outbox.num_unsent
 
     @property
     def rids(self) -> set[int]:
         """The sequences that run here, or whose output is still kept."""
-        return {*self._seq_ids, *self.outbox.rids}
+        return {*self._active, *self.outbox.rids}
 
     def attach(self, live: Iterable[wpb.LiveSequence], wake: Callable[[], None]) -> list[int]:
         """A stream begins with this Hello (S4): drops what it does not name, and goes on with the rest from there.
@@ -183,54 +166,45 @@ class RouterSequences:
         """Ends everything: the router is gone."""
         self._ended = True
         self._wake = _nobody
-        self._engine.cancel(list(self._live))
+        self._engine.cancel([active.seq.id for active in self._active.values()])
 
     def knows(self, rid: int) -> bool:
         """True if a rid runs here, or its end is still kept."""
-        return rid in self._seq_ids or self.outbox.holds(rid)
+        return rid in self._active or self.outbox.holds(rid)
 
     def start(self, group: Group) -> None:
         """Hands a group to the engine."""
-        for arrival in group.arrivals:
-            seq = arrival.seq
-            self._live[seq.id] = self._make_live(arrival)
-            self._seq_ids[arrival.rid] = seq.id
+        live = [self._make_active(arrival) for arrival in group.arrivals]
+        self._active.update((active.rid, active) for active in live)
         ticket = next(self._tickets)
         self._serials[ticket] = group.serial
-        self._engine.submit_group(self, ticket, [arrival.seq for arrival in group.arrivals])
+        self._engine.submit_group(Receipt(self, ticket), live)
 
     def refuse(self, refusal: Refusal) -> None:
         """Ends a sequence that does not get to the engine."""
         log.debug("sequence refused", rid=f"{refusal.rid:x}", why=refusal.message)
         end = End(refusal.end_pos, refusal.reason, message=refusal.message)
-        self.outbox.add(refusal.rid, SequenceOutput(-1, refusal.end_pos, [], end=end))
+        self.outbox.add(refusal.rid, RequestOutput(-1, [], True, None, refusal.end_pos, end=end))
 
     def cancel(self, rids: Iterable[int]) -> None:
         """Ends sequences that the router does not want; unknown ones are ignored."""
         wanted = list(rids)
-        self._engine.cancel([self._seq_ids[rid] for rid in wanted if rid in self._seq_ids])
+        self._engine.cancel([self._active[rid].seq.id for rid in wanted if rid in self._active])
         for rid in wanted:
             self.outbox.acknowledge(rid)
 
-    # The engine's outputs (Listener).
+    # The engine's outputs.
 
-    def on_output(self, output: SequenceOutput) -> None:
+    def on_output(self, active: ActiveSequence, output: RequestOutput) -> None:
         """Takes one sequence's tokens."""
-        live = self._live[output.seq_id]
-        if output.start is not None:
-            live.cached_tokens = output.start.cached_tokens
-        wanted = not self._ended and self._seq_ids.get(live.rid) == output.seq_id
-        if output.end is not None:
-            assert output.times is not None
-            del self._live[output.seq_id]
-            self._seq_ids.pop(live.rid, None)
-            live.end(output.end, output.times)
-        if not wanted:
+        if self._ended or not active.is_wanted:
             return
+        if output.end is not None:
+            del self._active[active.rid]
         if _is_unbegun(output):
-            self.outbox.give_back(live.rid)
+            self.outbox.give_back(active.rid)
         else:
-            self.outbox.add(live.rid, output)
+            self.outbox.add(active.rid, output)
 
     def on_step(self, step: int, submit_seen: int | None) -> None:
         """A step that concerned this router has passed."""
@@ -250,7 +224,7 @@ class RouterSequences:
         if self.outbox.rewind(rid, have):
             return True
         # It has not produced anything yet, so there is nothing to go back to.
-        if rid in self._seq_ids and not self.outbox.holds(rid):
+        if rid in self._active and not self.outbox.holds(rid):
             return True
         self._drop([rid])
         return False
@@ -258,10 +232,11 @@ class RouterSequences:
     def _drop(self, rids: Many[int]) -> None:
         self.cancel(rids)
         for rid in rids:
-            self._seq_ids.pop(rid, None)
+            if (active := self._active.pop(rid, None)) is not None:
+                active.is_wanted = False
             self.outbox.forget(rid)
 
-    def _make_live(self, arrival: Arrival) -> Live:
+    def _make_active(self, arrival: Arrival) -> ActiveSequence:
         seq = arrival.seq
         span = self._tracing.sequence_span(
             arrival.traceparent,
@@ -271,16 +246,17 @@ class RouterSequences:
             request_id=f"{arrival.rid:x}",
             worker_id=self._facts.worker_id,
         )
-        return Live(seq.id, arrival.rid, seq.num_prompt_tokens, span, trace_id_of(arrival.traceparent))
+        trace = RequestTrace(arrival.rid, seq.num_prompt_tokens, span, trace_id_of(arrival.traceparent))
+        return ActiveSequence(arrival.rid, seq, self, trace)
 
 
 def _nobody() -> None:
     """No stream is attached."""
 
 
-def _is_unbegun(output: SequenceOutput) -> bool:
+def _is_unbegun(output: RequestOutput) -> bool:
     """True if this worker has ended, by itself, a sequence that had not had its first step (S9)."""
-    end, times = output.end, output.times
+    end = output.end
     # A cancel that the router asked for has no message.
-    by_itself = end is not None and end.reason == wpb.END_REASON_CANCELLED and bool(end.message)
-    return by_itself and times is not None and times.first_scheduled is None
+    by_itself = end is not None and end.reason is EndReason.CANCELLED and bool(end.message)
+    return by_itself and end is not None and end.times is not None and end.times.first_scheduled is None

@@ -22,7 +22,6 @@ from common.errors import (
     MalformedRequestError,
     NoTokenizerError,
     NoWorkerError,
-    PromptTooLongError,
     QueueFullError,
 )
 from common.ids import check_id
@@ -42,7 +41,9 @@ from worker.session import request_validation
 from worker.session.direct_call import DirectCall
 from worker.session.engine_loop import EngineLoop, EngineState
 from worker.session.fleet_backlog import FleetLanes
-from worker.session.router_state import Live, RouterSequences
+from worker.session.request_trace import RequestTrace
+from worker.session.router_state import RouterSequences
+from worker.session.sequence_builder import build_sequence, check_sequence
 from worker.session.session import check_bounds, check_hello, check_owner
 from worker.session.session_stream import Context, Ending, SessionStream
 from worker.session.worker_info import WorkerFacts
@@ -153,10 +154,10 @@ class WorkerService(WorkerServiceServicer):
             request_id = request.request_id or uuid.uuid4().hex
             seq = self._direct_sequence(request, request_id, context)
             self._require_place()
-            call = DirectCall(self._direct_live(seq, request_id, context), seq.seed)
+            call = DirectCall(seq, self._direct_trace(seq, request_id, context))
             self._note(seq, request_id)
             self._num_direct += 1
-            self._engine.submit(call, seq)
+            self._engine.submit(call)
             try:
                 ended = False
                 while not ended:
@@ -313,27 +314,21 @@ class WorkerService(WorkerServiceServicer):
 
     def _direct_sequence(self, request: wpb.GenerateRequest, request_id: str, context: Context) -> Sequence:
         refuse_unserved(request, request_validation.GENERATE)
-        facts = self.facts
         check_id("request_id", request.request_id, MAX_REQUEST_ID_BYTES)
-        token_ids = list(request.token_ids)
-        if not token_ids:
+        if not request.token_ids:
             raise InvalidFieldError("token_ids", "is empty", "at least one token id")
-        request_validation.check_token_ids("token_ids", token_ids, facts.vocab_size)
-        if len(token_ids) >= facts.max_model_len:
-            raise PromptTooLongError("token_ids", len(token_ids), facts.max_model_len)
-        request_validation.check_cache_salt(request.cache_salt)
-        params = request_validation.sampling_params(request.params, facts.vocab_size)
+        limits = self.facts.engine_limits
+        token_ids, params = check_sequence(request, limits)
         now, left = self._clock(), context.time_remaining()
-        return Sequence(
+        return build_sequence(
+            request,
             token_ids,
-            facts.block_size,
             params,
+            limits,
+            prompt_len=len(token_ids),
             seed=request.seed if request.HasField("seed") else derive_seed(request_id),
-            arrive_time=now,
+            arrived=now,
             deadline=None if left is None else now + left,
-            hash_root=facts.engine_limits.hash_root(request.cache_salt),
-            cache_salt=request.cache_salt,
-            priority=request_validation.priority(request.priority),
         )
 
     def _note(self, seq: Sequence, request_id: str) -> None:
@@ -345,7 +340,7 @@ class WorkerService(WorkerServiceServicer):
         record.model, record.worker_id = self.facts.model, self.facts.worker_id
         record.prompt_tokens = seq.num_prompt_tokens
 
-    def _direct_live(self, seq: Sequence, request_id: str, context: Context) -> Live:
+    def _direct_trace(self, seq: Sequence, request_id: str, context: Context) -> RequestTrace:
         metadata = {key: value for key, value in context.invocation_metadata() or () if isinstance(value, str)}
         traceparent = metadata.get(names.TRACEPARENT, "")
         span = self._tracing.sequence_span(
@@ -356,4 +351,4 @@ class WorkerService(WorkerServiceServicer):
             request_id=request_id,
             worker_id=self.facts.worker_id,
         )
-        return Live(seq.id, 0, seq.num_prompt_tokens, span, trace_id_of(traceparent))
+        return RequestTrace(0, seq.num_prompt_tokens, span, trace_id_of(traceparent))

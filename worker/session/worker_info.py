@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import Final
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.config import Config
 from common.protocol import PROTO_MINOR
-from worker.engine.core import LoadReport
-from worker.session.intake import EngineLimits
+from worker.engine.load import LoadReport
+from worker.session.sequence_builder import EngineLimits
 
 _UINT32_MAX: Final = 2**32 - 1
 
@@ -37,6 +39,24 @@ class WorkerFacts:
     dtype: str = ""
     tp_size: int = 1
     prefix_caching: bool = True
+
+    def loaded(self, config: Config, model: Mapping[str, str]) -> WorkerFacts:
+        """The description with what is known when the model is loaded.
+
+        Args:
+            config: as it was sized by the memory there is.
+            model: `weights_digest`, `numerics`, `kernels`, `dtype`.
+        """
+        return replace(
+            self,
+            max_model_len=config.max_model_len,
+            total_blocks=config.num_kvcache_blocks,
+            tp_size=config.tensor_parallel_size,
+            weights_digest=model["weights_digest"],
+            numerics=model["numerics"],
+            kernels=model["kernels"],
+            dtype=model["dtype"],
+        )
 
     @property
     def engine_limits(self) -> EngineLimits:

@@ -23,9 +23,8 @@ from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.placement import PLACEMENTS, CacheChange
 from router.scheduling.worker_queue import LoadReport
 from worker.engine.core import EngineCore
-from worker.engine.outputs import SequenceOutput
 from worker.engine.sequence import Sequence as EngineSequence
-from worker.engine.turns import Command, EngineTurns, Submit, Turn
+from worker.engine.turns import Command, EngineTurns, Receipt, Submit, Turn
 from worker.session.cache_events import KvCursor, KvLog
 from worker.simulation.cost_model import CostModel
 from worker.simulation.runner import SimulatedRunner
@@ -193,11 +192,8 @@ class FleetRun:
         result.outcomes = list(self._outcomes.values())
         return result
 
-    def on_output(self, output: SequenceOutput) -> None:
-        """Of `Listener`: a turn's outputs are taken from the turn."""
-
     def on_step(self, step: int, submit_seen: int | None) -> None:
-        """Of `Listener`."""
+        """Of `StepListener`."""
 
     def _at(self, time: float, event: object) -> None:
         heapq.heappush(self._events, (time, next(self._serial), event))
@@ -207,7 +203,7 @@ class FleetRun:
         for request in release.requests:
             self._outcomes[request.key].worker = worker.name
         seqs = [self._sequences[request.key] for request in release.requests]
-        worker.commands.append(Submit(self, release.serial, seqs))
+        worker.commands.append(Submit(Receipt(self, release.serial), seqs))
         self._step(worker, now)
 
     def _step(self, worker: _Worker, now: float) -> None:
@@ -222,14 +218,14 @@ class FleetRun:
     def _stepped(self, worker: _Worker, turn: Turn, now: float) -> None:
         worker.is_stepping = False
         for output in turn.outputs:
-            outcome = self._outcomes[output.seq_id]
+            outcome = self._outcomes[output.request_id]
             if output.start is not None:
                 outcome.ttft_s = now + WIRE_S - outcome.arrival
                 outcome.cached_tokens = output.start.cached_tokens
             if output.end is not None and outcome.ttft_s:
                 outcome.ended = now + WIRE_S
             elif output.end is not None:
-                self._take_back(output.seq_id, worker.name, now)
+                self._take_back(output.request_id, worker.name, now)
         worker.kv_log.append(turn.granules)
         for i, router in enumerate(self._routers):
             router.report(worker.name, worker.report(now, i))

@@ -10,6 +10,7 @@ from common import step_defaults
 from common.config import Config
 from common.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU
 from worker.cli import worker
+from worker.cli.worker_options import worker_options
 
 DEMO = Path(__file__).resolve().parents[3] / "deploy" / "demo" / "checkpoint"
 
@@ -17,7 +18,7 @@ DEMO = Path(__file__).resolve().parents[3] / "deploy" / "demo" / "checkpoint"
 def config(*arguments: str) -> Config:
     given = worker.worker.make_context("worker", ["--model", str(DEMO), *arguments]).params
     del given["log_level"]
-    return worker.worker_options(**given).config
+    return worker_options(**given).config
 
 
 BESIDE_DECODES = BUDGET_ON_CPU + Config.max_num_seqs

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tests.unit.worker.session.support import CONFIG
+from tests.unit.worker.session.support import CONFIG, submit_group
 from tests.unit.worker.session.test_engine_loop import Listener, WatchedRunner, sequence
 from worker import garbage
 from worker.engine import core
@@ -89,7 +89,7 @@ async def test_a_busy_engine_frees_cycles_between_steps() -> None:
     engine.start(lambda: EngineCore(CONFIG, runner))
     await asyncio.wait_for(engine.wait_started(), 60)
     assert not gc.isenabled()
-    engine.submit_group(listener, 1, [sequence(max_tokens=100)])
+    submit_group(engine, listener, 1, [sequence(max_tokens=100)])
     await asyncio.wait_for(engine.wait_idle(), 60)
     engine.stop()
     assert engine.join(60)
@@ -106,7 +106,7 @@ async def test_an_idle_engine_frees_what_is_left(monkeypatch: pytest.MonkeyPatch
     engine, runner, listener = EngineLoop(), Cycles(), Listener()
     engine.start(lambda: EngineCore(CONFIG, runner))
     await asyncio.wait_for(engine.wait_started(), 60)
-    engine.submit_group(listener, 1, [sequence(max_tokens=5)])
+    submit_group(engine, listener, 1, [sequence(max_tokens=5)])
     await asyncio.wait_for(engine.wait_idle(), 60)
     async with asyncio.timeout(60):
         while runner.alive:  # noqa: ASYNC110
@@ -119,7 +119,7 @@ async def test_a_failed_engine_leaves_the_automatic_collector_on() -> None:
     engine = EngineLoop()
     engine.start(lambda: EngineCore(CONFIG, WatchedRunner(fail=True)))
     await asyncio.wait_for(engine.wait_started(), 60)
-    engine.submit_group(Listener(), 1, [sequence()])
+    submit_group(engine, Listener(), 1, [sequence()])
     await asyncio.wait_for(engine.wait_failed(), 60)
     assert engine.join(60)
     assert gc.isenabled()

@@ -19,8 +19,9 @@ from common.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint, write_tokenizer
 from tests.unit.common.text.continuations import TOKENIZERS, Continuation, continuations
 from worker.config.model_config import ModelConfig
-from worker.engine.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineDeadError
+from worker.engine.outputs import RequestOutput
 from worker.llm_engine import InputOutputProcessor, LLMEngine, StreamOutput, default_config
 from worker.simulation.cost_model import FixedCost
 from worker.simulation.runner import SimulatedRunner

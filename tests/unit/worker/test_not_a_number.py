@@ -8,7 +8,6 @@ from typing import Any, Final
 
 import pytest
 import torch
-from fissile.worker.v1 import worker_pb2 as wpb
 from safetensors.torch import load_file, save_file
 from structlog.testing import capture_logs
 
@@ -23,16 +22,15 @@ from tests.checkpoints import make_checkpoint
 from tests.native import backend_or_skip
 from tests.unit.worker.engine.test_deferred import land, launch, scheduler
 from tests.unit.worker.engine.test_deferred import prompt as prompt_of
-from worker.cli.worker import WorkerOptions, run_worker
 from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.core import EngineCore
-from worker.engine.outputs import SequenceOutput
 from worker.engine.sequence import EndReason, Sequence
 from worker.engine.turns import EngineTurns, Submit
 from worker.llm_engine import LLMEngine
 from worker.model.model_runner import ModelRunner
 from worker.model.numerics import numerics_digest
-from worker.session.router_state import Live
+from worker.server import WorkerOptions, run_worker
+from worker.session.request_trace import RequestTrace
 from worker.simulation.runner import SimulatedRunner
 
 GREEDY: Final = {"temperature": 0.0, "max_tokens": 12, "ignore_eos": True}
@@ -85,7 +83,7 @@ def test_one_answer_ends_and_the_others_go_on(
     answers = broken.generate(PROMPTS, params)
     assert [answer["token_ids"] for answer in answers] == [expected[0][: at + 1], *expected[1:]]
     assert [answer["finish_reason"] for answer in answers] == ["not_a_number", "max_tokens", "max_tokens"]
-    assert broken.core.scheduler.num_nan_rows == 1
+    assert broken.core.scheduler.landing.num_nan_rows == 1
     broken.core.scheduler.check_integrity()
 
 
@@ -94,9 +92,9 @@ def test_its_unpublished_blocks_are_not_shared(folder: Path, tmp_path: Path) -> 
     bad = engine(spoiled(folder, tmp_path / "bad", "model.embed_tokens.weight", 9), "torch")
     answers = bad.generate([[9, *range(100, 140)], list(range(100, 140))], GREEDY)
     assert [answer["finish_reason"] for answer in answers] == ["not_a_number", "max_tokens"]
-    assert bad.core.scheduler.block_manager.cached_granules() == []
-    assert bad.core.scheduler.block_manager.cached_blocks(Sequence([9, *range(100, 140)], 16)) == []
-    assert len(bad.core.scheduler.block_manager.cached_blocks(Sequence(list(range(100, 140)), 16))) == 2
+    assert bad.core.scheduler.block_manager.prefixes.cached_granules() == []
+    assert bad.core.scheduler.block_manager.prefixes.cached_blocks(Sequence([9, *range(100, 140)], 16)) == []
+    assert len(bad.core.scheduler.block_manager.prefixes.cached_blocks(Sequence(list(range(100, 140)), 16))) == 2
 
 
 def test_chunks_before_it_are_not_shared(folder: Path, tmp_path: Path) -> None:
@@ -109,7 +107,7 @@ def test_chunks_before_it_are_not_shared(folder: Path, tmp_path: Path) -> None:
     before = len(manager.hash_to_block_id)
     assert bad.generate([ill], GREEDY)[0]["finish_reason"] == "not_a_number"
     # What another answer has come out of stays.
-    assert len(manager.cached_blocks(Sequence(ill, 16))) == 2
+    assert len(manager.prefixes.cached_blocks(Sequence(ill, 16))) == 2
     assert len(manager.hash_to_block_id) == before
     bad.core.scheduler.check_integrity()
 
@@ -135,22 +133,22 @@ class TestLanding:
         outputs = {out.request_id: out for out in sched.take_outputs()}
         assert (outputs[bad.id].end_reason, outputs[bad.id].output_tokens) == (EndReason.NOT_A_NUMBER, [])
         assert (outputs[good.id].finished, outputs[good.id].output_tokens) == (False, [7])
-        assert (bad.num_tokens, bad.first_token_time, sched.num_nan_rows) == (33, None, 1)
-        assert sched.block_manager.cached_blocks(prompt_of(40)) == []
-        assert len(sched.block_manager.cached_blocks(prompt_of(40, 300))) == 2
+        assert (bad.num_tokens, bad.first_token_time, sched.landing.num_nan_rows) == (33, None, 1)
+        assert sched.block_manager.prefixes.cached_blocks(prompt_of(40)) == []
+        assert len(sched.block_manager.prefixes.cached_blocks(prompt_of(40, 300))) == 2
 
     def test_routers_hear_that_its_chunks_have_left_the_cache(self) -> None:
         """W6: else they would go on to send what shares the prompt's beginning."""
         sched = scheduler(max_num_batched_tokens=16 * GRANULE_BLOCKS)
         manager = sched.block_manager
-        manager.watch_granules()
+        manager.prefixes.watch_granules()
         bad = prompt_of(16 * GRANULE_BLOCKS + 5)
         sched.add(bad)
         land(sched, launch(sched))
-        came = manager.take_granule_changes()
-        assert (len(came), came) == (1, manager.cached_granules())
+        came = manager.prefixes.take_granule_changes()
+        assert (len(came), came) == (1, manager.prefixes.cached_granules())
         land(sched, launch(sched), NO_TOKEN)
-        assert manager.take_granule_changes() == [~came[0]]
+        assert manager.prefixes.take_granule_changes() == [~came[0]]
         assert manager.hash_to_block_id == {}
         sched.check_integrity()
 
@@ -180,7 +178,7 @@ class TestLanding:
         land(sched, second, NO_TOKEN, 8)
         outputs = sched.take_outputs()
         assert [out.request_id for out in outputs if out.finished] == [bad.id]
-        assert (good.completion_token_ids, sched.num_nan_rows) == ([7, 8], 1)
+        assert (good.completion_token_ids, sched.landing.num_nan_rows) == ([7, 8], 1)
         assert sched.block_manager.num_free_blocks == 15
 
     def test_a_preempted_sequence_ends_where_it_waits(self) -> None:
@@ -203,18 +201,6 @@ class TestLanding:
         assert (last.output_tokens, last.end_reason) == ([51], EndReason.NOT_A_NUMBER)
 
 
-class Outputs:
-    """A listener that keeps what it gets."""
-
-    def __init__(self) -> None:
-        self.outputs: list[SequenceOutput] = []
-
-    def on_output(self, output: SequenceOutput) -> None:
-        self.outputs.append(output)
-
-    def on_step(self, step: int, submit_seen: int | None) -> None: ...
-
-
 class Broken(SimulatedRunner):
     """A simulated model without a number for prompts that begin with 9."""
 
@@ -231,17 +217,15 @@ def test_the_end_the_metric_and_the_log_line() -> None:
     config = Config(num_kvcache_blocks=16, max_model_len=96)
     turns = EngineTurns(EngineCore(config, Broken(50, 0, num_blocks=16), clock=lambda: 0.0), lambda: 0.0)
     seq = Sequence([9, 8], 16, SamplingParams(max_tokens=4))
-    listener = Outputs()
-    turn = turns.run([Submit(listener, 1, [seq])])
+    turn = turns.run([Submit(None, [seq])])
     (output,) = turn.outputs
     assert output.end is not None
-    assert output.times is not None
-    assert (output.end.reason, output.end.end_pos) == (wpb.END_REASON_NOT_A_NUMBER, 2)
+    assert (output.end.reason, output.end.end_pos) == (EndReason.NOT_A_NUMBER, 2)
     assert (turn.figures.nan_rows, turn.figures.ended) == (1, {"not_a_number": 1})
     tracing = setup_tracing("test", "i")
     span = tracing.sequence_span("", "", arrived=0.0, model="m", request_id="2a", worker_id="w")
     with capture_logs() as logs:
-        Live(seq.id, 42, 2, span, "abc").end(output.end, output.times)
+        RequestTrace(42, 2, span, "abc").note(output)
     (line,) = [line for line in logs if line["log_level"] == "error"]
     assert (line["event"], line["rid"], line["trace_id"]) == ("the model's output is not a number", "2a", "abc")
 

@@ -22,7 +22,8 @@ from itertools import chain
 from common.config import MIXED, Config
 from common.limits import MAX_HOLD_S
 from tests.unit.worker.engine.truth import TokenModel, Truth, fold
-from worker.engine.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput, TokenHistory
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
+from worker.engine.outputs import RequestOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Priority, Sequence, SequenceStatus
 
@@ -189,7 +190,7 @@ class Oracle:
         self._preempts = False
         self._held: set[int] = set()
         # Tokens that prompts have for certain in a mixed step, and the decodes that the last one left out for them.
-        self._share = scheduler.min_prefill_tokens
+        self._share = scheduler.limits.min_prefill_tokens
         self._left_out: set[int] = set()
         # When the last holder of a block has left, in no unit.
         self._released: dict[int, int] = {}
@@ -255,7 +256,7 @@ class Oracle:
     def before_schedule(self, now: float) -> None:
         """Call before `schedule(now)`."""
         self._now = now
-        self._weight, budget = self.scheduler.context_cost.weight, self.config.max_num_batched_tokens
+        self._weight, budget = self.scheduler.meter.context_cost.weight, self.config.max_num_batched_tokens
         decodes = any(life.computed is not None and not life.prefilling for life in self.lives.values())
         self._most_cost = self._cost(0, budget) if decodes else math.inf
         self._open_gate(now)
@@ -312,7 +313,7 @@ class Oracle:
         running = [life for life in self.lives.values() if life.computed is not None]
         victims = [life for life in running if life.seq.status is not SequenceStatus.RUNNING]
         self.num_preemptions += len(victims)
-        assert self.num_preemptions == self.scheduler.num_preemptions, "a preemption that does not show"
+        assert self.num_preemptions == self.scheduler.lifecycle.num_preemptions, "a preemption that does not show"
         if victims:
             survivors = [life for life in running if life.seq.status is SequenceStatus.RUNNING]
             victims.sort(key=_rank)
@@ -742,9 +743,9 @@ class Oracle:
         self._release(self._held - held)
         self._held = held
         assert sched.live_ids() == list(self.lives)
-        assert (sched.num_live, sched.num_decoding) == (len(self.lives), num_decoding)
-        assert sched.num_waiting == len(self.lives) - num_running
-        assert sched.waiting_tokens == ahead
+        assert (sched.num_live, sched.lifecycle.num_decoding) == (len(self.lives), num_decoding)
+        assert sched.load().waiting_seqs == len(self.lives) - num_running
+        assert sched.load().waiting_tokens == ahead
 
     def check_end(self) -> None:
         """Nothing is left, and every sequence has ended in one output."""

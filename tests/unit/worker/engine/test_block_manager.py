@@ -15,8 +15,9 @@ from common import block_hash
 from common.config import Config
 from common.errors import InvalidFieldError
 from common.limits import MAX_CACHE_SALTS
-from worker.engine import block_manager
-from worker.engine.block_manager import BlockManager, IntegrityError, OutOfBlocksError
+from worker.engine import prefix_index
+from worker.engine.block_manager import BlockManager, OutOfBlocksError
+from worker.engine.integrity import IntegrityError, check_blocks
 from worker.engine.sequence import Sequence
 
 # The block size must be 1 or a multiple of 16 in a Config; 16 tokens that repeat keep the examples small.
@@ -49,17 +50,17 @@ def test_second_use_hits_all_but_the_last_token() -> None:
     assert again.num_cached_tokens == again.num_computed_tokens == SIZE  # T2: not all 32
     assert again.block_table[0] == first.block_table[0]
     assert again.block_table[1] != first.block_table[1]
-    bm.check_integrity([first, again])
+    check_blocks(bm, [first, again])
 
 
 def test_nothing_is_found_before_it_is_computed() -> None:
     bm = manager()
     first = blocks_of(1, 2)
     bm.allocate(first)
-    assert bm.cached_blocks(blocks_of(1, 2)) == []
+    assert bm.prefixes.cached_blocks(blocks_of(1, 2)) == []
     first.num_computed_tokens = SIZE + 3  # a chunk that ends within the second block
     bm.publish(first)
-    assert bm.cached_blocks(blocks_of(1, 2)) == first.block_table[:1]
+    assert bm.prefixes.cached_blocks(blocks_of(1, 2)) == first.block_table[:1]
 
 
 def test_generated_tokens_enter_the_cache() -> None:
@@ -70,7 +71,7 @@ def test_generated_tokens_enter_the_cache() -> None:
         bm.may_append(first)
         first.num_computed_tokens += 1
         bm.publish(first)
-    assert bm.cached_blocks(Sequence([1] * SIZE + [7] * SIZE + [3], SIZE)) == first.block_table[:2]
+    assert bm.prefixes.cached_blocks(Sequence([1] * SIZE + [7] * SIZE + [3], SIZE)) == first.block_table[:2]
 
 
 def test_hits_in_use_are_free_of_charge_and_free_hits_are_not() -> None:
@@ -94,7 +95,7 @@ def test_a_hit_is_not_evicted_to_make_room_for_its_own_sequence() -> None:
     again = blocks_of(1, 2)
     bm.allocate(again)
     assert again.num_cached_tokens == 2 * SIZE
-    bm.check_integrity([again])
+    check_blocks(bm, [again])
 
 
 def test_suffixes_die_before_prefixes_and_the_unused_before_all() -> None:
@@ -105,8 +106,8 @@ def test_suffixes_die_before_prefixes_and_the_unused_before_all() -> None:
     for survivors in (3, 2, 1, 0):
         others.append(Sequence([50 + survivors], SIZE))
         bm.allocate(others[-1])
-        assert len(bm.cached_blocks(blocks_of(1, 2, 3))) == survivors
-        bm.check_integrity([*others])
+        assert len(bm.prefixes.cached_blocks(blocks_of(1, 2, 3))) == survivors
+        check_blocks(bm, [*others])
     assert bm.hash_to_block_id == {}
 
 
@@ -118,7 +119,7 @@ def test_blocks_without_content_are_taken_before_cached_ones() -> None:
     bm.allocate(short)
     bm.deallocate(short)  # freed last, yet taken first
     bm.allocate(Sequence([5] * 2 * SIZE, SIZE))
-    assert len(bm.cached_blocks(blocks_of(1, 2))) == 2
+    assert len(bm.prefixes.cached_blocks(blocks_of(1, 2))) == 2
 
 
 def test_eviction_forgets_the_block_even_for_the_same_tokens_under_another_prefix() -> None:
@@ -126,8 +127,8 @@ def test_eviction_forgets_the_block_even_for_the_same_tokens_under_another_prefi
     bm.deallocate(run(bm, blocks_of(1, 9, tail=0)))
     other = run(bm, blocks_of(2, 9, tail=0))
     bm.deallocate(other)
-    assert bm.cached_blocks(blocks_of(1, 9)) == []
-    assert len(bm.cached_blocks(blocks_of(2, 9))) == 2
+    assert bm.prefixes.cached_blocks(blocks_of(1, 9)) == []
+    assert len(bm.prefixes.cached_blocks(blocks_of(2, 9))) == 2
 
 
 def test_equal_content_is_kept_once() -> None:
@@ -140,7 +141,7 @@ def test_equal_content_is_kept_once() -> None:
         bm.publish(seq)
     assert first.block_table[:2] == second.block_table[:2]
     assert bm.num_free_blocks == 8 - 4
-    bm.check_integrity([first, second])
+    check_blocks(bm, [first, second])
 
 
 @pytest.mark.parametrize("size", [1, 16, 48])
@@ -171,7 +172,7 @@ def test_too_few_blocks_change_nothing() -> None:
     with pytest.raises(OutOfBlocksError):
         bm.allocate(blocks_of(1, 2))
     assert bm.num_free_blocks == 2
-    bm.check_integrity([])
+    check_blocks(bm, [])
     with pytest.raises(InvalidFieldError):
         manager(num_blocks=0)
 
@@ -179,9 +180,9 @@ def test_too_few_blocks_change_nothing() -> None:
 def test_off_means_off() -> None:
     bm = manager(caching=False)
     bm.deallocate(run(bm, blocks_of(1, 2)))
-    assert bm.cached_blocks(blocks_of(1, 2)) == []
-    assert bm.next_hash(blocks_of(1, 2), []) is None
-    assert bm.hashes_in(blocks_of(1, 2), 0, 20) == []
+    assert bm.prefixes.cached_blocks(blocks_of(1, 2)) == []
+    assert bm.prefixes.hittable_hash(blocks_of(1, 2), 0) is None
+    assert bm.prefixes.hashes_in(blocks_of(1, 2), 0, 20) == []
     assert bm.hash_to_block_id == {}
 
 
@@ -195,16 +196,16 @@ def test_a_sequence_that_brings_its_hashes_is_not_hashed(monkeypatch: pytest.Mon
         hashed.append(len(ids) // size)
         return block_hash.hash_chain(ids, size, **options)
 
-    monkeypatch.setattr("worker.engine.block_manager.hash_chain", counting)
+    monkeypatch.setattr("worker.engine.prefix_index.hash_chain", counting)
     for seq in (Sequence(tokens, 16, block_hashes=block_hash.hash_chain(tokens, 16)), Sequence(tokens, 16)):
         manager.allocate(seq)
         seq.num_computed_tokens = 40
         manager.publish(seq)
         manager.deallocate(seq)
-        assert len(manager.cached_blocks(seq)) == 2
+        assert len(manager.prefixes.cached_blocks(seq)) == 2
         assert hashed in ([], [2])
     seq.token_ids += range(200, 210)
-    assert len(manager.hashes_in(seq, 0, 48)) == 3
+    assert len(manager.prefixes.hashes_in(seq, 0, 48)) == 3
     assert hashed == [2, 1]
 
 
@@ -227,9 +228,9 @@ def test_a_cached_block_takes_little_memory() -> None:
 def test_salts_share_nothing_even_when_their_roots_collide() -> None:
     bm = manager(num_blocks=16)
     run(bm, blocks_of(1, 2, salt=b"a", root=7))
-    assert bm.cached_blocks(blocks_of(1, 2, salt=b"b", root=7)) == []
-    assert bm.cached_blocks(blocks_of(1, 2)) == []
-    assert len(bm.cached_blocks(blocks_of(1, 2, salt=b"a", root=7))) == 2
+    assert bm.prefixes.cached_blocks(blocks_of(1, 2, salt=b"b", root=7)) == []
+    assert bm.prefixes.cached_blocks(blocks_of(1, 2)) == []
+    assert len(bm.prefixes.cached_blocks(blocks_of(1, 2, salt=b"a", root=7))) == 2
 
 
 def test_a_salt_in_use_is_not_forgotten_for_new_ones() -> None:
@@ -237,17 +238,17 @@ def test_a_salt_in_use_is_not_forgotten_for_new_ones() -> None:
     bm = manager()
     run(bm, blocks_of(1, salt=b"busy", root=1))
     for i in range(2 * MAX_CACHE_SALTS):
-        bm.cached_blocks(blocks_of(1, salt=str(i).encode(), root=2))
+        bm.prefixes.cached_blocks(blocks_of(1, salt=str(i).encode(), root=2))
         if i % 100 == 0:
-            assert len(bm.cached_blocks(blocks_of(1, salt=b"busy", root=1))) == 1
+            assert len(bm.prefixes.cached_blocks(blocks_of(1, salt=b"busy", root=1))) == 1
 
 
 def test_salts_are_bounded() -> None:
     bm = manager()
     run(bm, blocks_of(1, salt=b"first", root=1))
     for i in range(MAX_CACHE_SALTS):
-        bm.cached_blocks(blocks_of(1, salt=str(i).encode(), root=2))
-    assert bm.cached_blocks(blocks_of(1, salt=b"first", root=1)) == []  # forgotten, so a miss, never a wrong hit
+        bm.prefixes.cached_blocks(blocks_of(1, salt=str(i).encode(), root=2))
+    assert bm.prefixes.cached_blocks(blocks_of(1, salt=b"first", root=1)) == []  # forgotten: a miss, no wrong hit
 
 
 def test_parent_hash_equality_would_not_be_enough(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,30 +258,30 @@ def test_parent_hash_equality_would_not_be_enough(monkeypatch: pytest.MonkeyPatc
         renamed = [1 if token == 2 else token for token in tokens]
         return block_hash.hash_chain(renamed, size, root=root, seed=seed)
 
-    monkeypatch.setattr(block_manager, "hash_chain", colliding)
+    monkeypatch.setattr(prefix_index, "hash_chain", colliding)
     bm = manager()
     bm.deallocate(run(bm, blocks_of(2, 5, tail=0)))  # X' and X' + c
-    assert len(bm.cached_blocks(blocks_of(2, 5))) == 2
-    assert bm.cached_blocks(blocks_of(1, 5)) == []
+    assert len(bm.prefixes.cached_blocks(blocks_of(2, 5))) == 2
+    assert bm.prefixes.cached_blocks(blocks_of(1, 5)) == []
     other = run(bm, blocks_of(1, 5, tail=0))  # its key is taken by X': not published, nor its child
-    assert bm.cached_blocks(blocks_of(1, 5)) == []
-    bm.check_integrity([other])
+    assert bm.prefixes.cached_blocks(blocks_of(1, 5)) == []
+    check_blocks(bm, [other])
 
 
 def test_a_flush_drops_what_nobody_holds() -> None:
     bm = manager(num_blocks=8)
     done, running = run(bm, blocks_of(1, 2, 3)), run(bm, blocks_of(1, 4))
     bm.deallocate(done)
-    assert len(bm.cached_blocks(blocks_of(1, 2, 3))) == 3
+    assert len(bm.prefixes.cached_blocks(blocks_of(1, 2, 3))) == 3
     # Blocks 2 and 3 go; block 1 is held by the other sequence too.
     assert bm.flush() == 2
-    assert len(bm.cached_blocks(blocks_of(1, 2, 3))) == 1
-    assert len(bm.cached_blocks(blocks_of(1, 4))) == 2
+    assert len(bm.prefixes.cached_blocks(blocks_of(1, 2, 3))) == 1
+    assert len(bm.prefixes.cached_blocks(blocks_of(1, 4))) == 2
     bm.deallocate(running)
     assert bm.flush() == 2
-    assert bm.cached_blocks(blocks_of(1, 4)) == []
+    assert bm.prefixes.cached_blocks(blocks_of(1, 4)) == []
     assert bm.num_free_blocks == 8
-    bm.check_integrity([])
+    check_blocks(bm, [])
 
 
 def test_broken_bookkeeping_is_found() -> None:
@@ -289,18 +290,18 @@ def test_broken_bookkeeping_is_found() -> None:
         return bm, run(bm, blocks_of(1, 2))
 
     bm, seq = broken()
-    bm.check_integrity([seq])
+    check_blocks(bm, [seq])
     with pytest.raises(IntegrityError, match="is held by 0"):
-        bm.check_integrity([])
+        check_blocks(bm, [])
     bm, seq = broken()
     bm.hash_to_block_id.popitem()
     with pytest.raises(IntegrityError, match="index"):
-        bm.check_integrity([seq])
+        check_blocks(bm, [seq])
     bm, seq = broken()
     bm.deallocate(seq)
     bm.free_block_ids.move_to_end(0, last=False)
     with pytest.raises(IntegrityError, match="evicted before its child"):
-        bm.check_integrity([])
+        check_blocks(bm, [])
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -322,7 +323,7 @@ class CacheMachine(RuleBasedStateMachine):
     def admit(self, letters: list[int], tail: int, salt: bytes) -> None:
         seq = blocks_of(*letters, tail=tail, salt=salt, root=5 if salt else None)
         expected = self.expected_hits(seq)
-        cached = self.bm.cached_blocks(seq)
+        cached = self.bm.prefixes.cached_blocks(seq)
         self.check_hits(cached, expected)
         if not self.bm.can_allocate(seq, cached):
             return
@@ -367,7 +368,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def spoil(self, data: st.DataObject) -> None:
         seq = data.draw(st.sampled_from(self.held))
-        unproved = [b for b in self.bm.cached_blocks(seq) if b not in self.proved]
+        unproved = [b for b in self.bm.prefixes.cached_blocks(seq) if b not in self.proved]
         salt, ids = self.content[unproved[0]] if unproved else (b"", ())
         gone = [b for b, (s, t) in self.content.items() if unproved and s == salt and t[: len(ids)] == ids]
         assert self.bm.forget_unproved(seq) == len(gone)
@@ -386,7 +387,7 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         if hasattr(self, "bm"):
-            self.bm.check_integrity(self.held)
+            check_blocks(self.bm, self.held)
 
     def forget(self, taken: list[int]) -> None:
         for block_id in taken:
@@ -427,7 +428,7 @@ class WeakHashMachine(CacheMachine):
     def start(self, num_blocks: int) -> None:
         super().start(num_blocks)
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(block_manager, "hash_chain", weak_chain)
+        self.patch.setattr(prefix_index, "hash_chain", weak_chain)
 
     def teardown(self) -> None:
         self.patch.undo()

@@ -11,8 +11,9 @@ import pytest
 from common.config import SCHEDULING_POLICIES, Config, SpeculativeConfig
 from common.errors import PromptTooLongError
 from common.sampling_params import SamplingParams
-from worker.engine.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore, EngineDeadError
+from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import EndReason, Priority, Sequence
 from worker.simulation.cost_model import FixedCost
 from worker.simulation.runner import SimulatedRunner
@@ -201,7 +202,7 @@ def random_engine(rnd: random.Random, clock: Clock) -> tuple[EngineCore, Recorde
 def random_sequence(rnd: random.Random, core: EngineCore, now: float) -> Sequence:
     prompt = [5] * rnd.choice([0, 16, 40]) + [rnd.randrange(1, VOCAB) for _ in range(rnd.randint(1, 20))]
     return Sequence(
-        prompt[: core.scheduler.max_model_len - 1],
+        prompt[: core.scheduler.limits.max_model_len - 1],
         core.config.kv_cache_block_size,
         SamplingParams(max_tokens=rnd.randint(1, 30), ignore_eos=rnd.random() < 0.5),
         seed=rnd.randrange(3),
@@ -245,4 +246,4 @@ def test_whatever_happens_the_streams_are_the_references(number: int) -> None:
         assert stream == seq.output_tokens
         assert stream == runner.runner.reference(seq.prompt_token_ids, len(stream), seq.seed)
         if ends[seq.id] is EndReason.LENGTH:
-            assert len(stream) == min(seq.max_tokens, core.scheduler.max_model_len - seq.num_prompt_tokens)
+            assert len(stream) == min(seq.max_tokens, core.scheduler.limits.max_model_len - seq.num_prompt_tokens)

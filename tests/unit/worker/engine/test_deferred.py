@@ -124,7 +124,7 @@ class TestInFlight:
         assert sched.schedule(0.0) is None  # what it has to compute is not known yet
         land(sched, first, 7)
         assert (seq.status, seq.output_tokens) == (SequenceStatus.WAITING, [7])
-        assert sched.waiting_tokens == 21
+        assert sched.load().waiting_tokens == 21
         flight = launch(sched)
         assert flight[0].scheduled_tokens[0] == seq.token_ids
         land(sched, flight, 8)
@@ -279,7 +279,7 @@ class TestSpeculation:
             launch(sched)
             assert len(seq.block_table) == -(-(length + k + 1) // size)
             sched.abort(seq.id, now=0.0)
-            sched._computing.clear()
+            sched._in_flight.clear()
 
     def test_no_blocks_beyond_the_longest_sequence(self) -> None:
         sched, seq = self.decode(7, [51] * 7, num_kvcache_blocks=1)
@@ -317,7 +317,7 @@ class TestSpeculation:
         land(sched, launch(sched), (51, 52, 53, 54, 55, 56, 57, 60))
         assert seq.num_computed_tokens == 18
         follower = Sequence(seq.token_ids, SIZE)
-        assert len(sched.block_manager.cached_blocks(follower)) == 1
+        assert len(sched.block_manager.prefixes.cached_blocks(follower)) == 1
 
     def test_rejected_drafts_are_not_published(self) -> None:
         sched, seq = self.decode(5, [51, 52, 53, 54, 55])

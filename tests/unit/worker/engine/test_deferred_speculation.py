@@ -93,7 +93,7 @@ def test_streams_with_steps_of_other_sequences_in_between(k: int, policy: str) -
         assert engine.sched.block_manager.num_free_blocks == engine.sched.block_manager.num_blocks
         seen += engine.seen
         accepted += engine.sched.spec_stats.total_accepted_tokens
-        preempted += engine.sched.num_preemptions
+        preempted += engine.sched.lifecycle.num_preemptions
     assert seen["drafts behind others' drafts"] > 50
     assert accepted > 0
     assert preempted > 0

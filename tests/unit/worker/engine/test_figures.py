@@ -6,15 +6,13 @@ from collections import Counter
 from dataclasses import replace
 
 import pytest
-from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.config import Config, SpeculativeConfig
 from common.sampling_params import SamplingParams
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
-from worker.engine.outputs import SequenceOutput
-from worker.engine.sequence import Sequence
-from worker.engine.turns import Cancel, EngineTurns, Submit
+from worker.engine.sequence import EndReason, Sequence
+from worker.engine.turns import Cancel, EngineTurns, Receipt, Submit
 from worker.simulation.runner import SimulatedRunner
 
 CONFIG = Config(num_kvcache_blocks=12, max_model_len=96, enable_prefix_caching=True, max_num_batched_tokens=64)
@@ -22,8 +20,6 @@ CONFIG = Config(num_kvcache_blocks=12, max_model_len=96, enable_prefix_caching=T
 
 class Nobody:
     """A listener of no interest."""
-
-    def on_output(self, output: SequenceOutput) -> None: ...
 
     def on_step(self, step: int, submit_seen: int | None) -> None: ...
 
@@ -36,12 +32,12 @@ def turns_of(config: Config = CONFIG) -> EngineTurns:
 
 def run(turns: EngineTurns, seqs: list[Sequence]) -> tuple[EngineFigures, list[EngineFigures], int]:
     """The last figures, all figures, and the number of tokens that were handed out."""
-    turn = turns.run([Submit(Nobody(), 1, seqs)])
-    seen, tokens = [turn.figures], sum(len(out.token_ids) for out in turn.outputs)
+    turn = turns.run([Submit(Receipt(Nobody(), 1), seqs)])
+    seen, tokens = [turn.figures], sum(len(out.output_tokens) for out in turn.outputs)
     while turns.has_work:
         turn = turns.run([])
         seen.append(turn.figures)
-        tokens += sum(len(out.token_ids) for out in turn.outputs)
+        tokens += sum(len(out.output_tokens) for out in turn.outputs)
     return seen[-1], seen, tokens
 
 
@@ -70,10 +66,10 @@ def test_tokens_hits_and_ends() -> None:
 def test_a_cancel_is_an_end() -> None:
     turns = turns_of()
     seq = prompt(1)
-    turns.run([Submit(Nobody(), 1, [seq, prompt(2, 200)])])
+    turns.run([Submit(Receipt(Nobody(), 1), [seq, prompt(2, 200)])])
     turn = turns.run([Cancel([seq.id])])
     assert turn.figures.ended == {"invalid": 1, "cancelled": 1}
-    assert [out.end.reason for out in turn.outputs if out.end] == [wpb.END_REASON_CANCELLED]
+    assert [out.end.reason for out in turn.outputs if out.end] == [EndReason.CANCELLED]
 
 
 def test_what_a_preempted_sequence_finds_again_is_no_hit() -> None:

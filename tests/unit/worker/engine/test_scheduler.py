@@ -10,7 +10,8 @@ import pytest
 from common.config import Config, SpeculativeConfig
 from common.errors import InvalidFieldError, PromptTooLongError
 from common.sampling_params import SamplingParams
-from worker.engine.batch import RequestOutput, ScheduledBatch, ScheduledBatchOutput
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.outputs import RequestOutput
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Priority, Sequence, SequenceStatus, SequenceType
 
@@ -143,7 +144,8 @@ class TestAdmission:
         seq = prompt(63, max_tokens=50)
         sched.add(seq)
         step(sched)
-        assert (seq.leave_reason, seq.end_reason, seq.num_tokens) == ("max_tokens", EndReason.LENGTH, 64)
+        assert (seq.leave_reason, seq.num_tokens) == ("max_tokens", 64)
+        assert sched.take_outputs()[-1].end_reason is EndReason.LENGTH
 
     def test_no_more_run_than_a_step_has_tokens_for(self) -> None:
         assert scheduler(max_num_seqs=99, max_num_batched_tokens=7).max_num_seqs == 7
@@ -345,14 +347,14 @@ class TestGate:
         sched.add(own)
         sched.add_group([group])
         assert step(sched, now=1.0).req_ids == [group.id]
-        assert sched.num_waiting == 1
+        assert sched.load().waiting_seqs == 1
 
     def test_the_rate_is_that_of_steps_with_prompts(self) -> None:
         sched = scheduler(max_num_batched_tokens=64)
         sched.add(prompt(20))
         sched.record_step(step(sched), 0.5)
         sched.record_step(step(sched), 9.0)
-        assert sched.prefill_rate == pytest.approx(40)
+        assert sched.load().prefill_rate == pytest.approx(40)
 
 
 class TestPreemption:
@@ -411,11 +413,12 @@ class TestStops:
         seq = prompt(10, **params)
         output = self.ended(seq, *tokens)
         assert (output.finish_reason, output.end_reason, seq.num_completion_tokens) == (reason, end, length)
-        assert (seq.leave_reason, seq.end_reason) == (reason, end)
+        assert seq.leave_reason == reason
+        assert output.end is not None
         if end in (EndReason.EOS, EndReason.STOP_TOKEN):
-            assert output.stop_token_id == tokens[length - 1]
+            assert output.end.stop_token_id == tokens[length - 1]
         if end is EndReason.STOP_SEQUENCE:
-            assert output.stop_token_sequence == [8, EOS]
+            assert output.end.stop_token_sequence == (8, EOS)
 
     @pytest.mark.parametrize(
         ("delivered", "params", "reason"),
@@ -491,20 +494,20 @@ class TestOutputs:
         sched.add_group([prompt(10), prompt(100, 200)])
         step(sched)
         sched.add(prompt(7, 400))
-        assert (sched.num_decoding, sched.num_waiting) == (1, 1)
-        assert sched.waiting_tokens == 46 + 7
-        assert (sched.room_tokens, sched.room_seqs) == (64 - 53, 1)
+        assert (sched.lifecycle.num_decoding, sched.load().waiting_seqs) == (1, 1)
+        assert sched.load().waiting_tokens == 46 + 7
+        assert (sched.load().room_tokens, sched.load().room_seqs) == (64 - 53, 1)
 
     def test_decodes_take_room_from_prompts(self) -> None:
         """W2: routers were told of room that decodes have."""
         sched = scheduler(scheduling_policy="mixed", max_num_batched_tokens=64, max_num_seqs=64, num_kvcache_blocks=200)
-        assert sched.room_tokens == 64
+        assert sched.load().room_tokens == 64
         sched.add_group([prompt(1, 100 + i) for i in range(50)])
         step(sched)
-        assert sched.room_tokens == 14
+        assert sched.load().room_tokens == 14
         sched.add_group([prompt(4, 300)])
-        assert sched.room_tokens == 10
+        assert sched.load().room_tokens == 10
         step(sched)
         sched.add_group([prompt(1, 400 + i) for i in range(13)])
         step(sched)
-        assert sched.room_tokens == 64 // 8
+        assert sched.load().room_tokens == 64 // 8

@@ -16,10 +16,10 @@ from tests.unit.worker.engine.test_deferred import SIZE, Flight, land, launch, p
 from tests.unit.worker.session.support import LIMITS, record, submit
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
-from worker.engine.outputs import PROTO_REASONS
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import EndReason, Priority, Sequence
 from worker.session.intake import Inbox
+from worker.session.output_protos import PROTO_REASONS
 from worker.simulation.runner import SimulatedRunner
 
 EOS = 2
@@ -123,7 +123,7 @@ def test_t09_a_newcomer_gets_no_blocks_of_a_victim_of_the_same_step() -> None:
     newcomer = prompt(3, 900, max_tokens=2, priority=Priority.HIGH)
     sched.add(newcomer)
     batch = step(sched)
-    assert sched.num_preemptions == 1
+    assert sched.lifecycle.num_preemptions == 1
     assert newcomer.id not in batch.req_ids
     assert newcomer.id in step(sched).req_ids
 
@@ -262,7 +262,7 @@ def test_t23_a_hash_is_only_a_hint() -> None:
         manager.publish(seq)
     manager.deallocate(second)
     second.block_hashes = [12, 77]
-    assert len(manager.cached_blocks(second)) == 1
+    assert len(manager.prefixes.cached_blocks(second)) == 1
 
 
 def test_t24_a_preempted_sequence_resumes_from_all_its_tokens() -> None:
@@ -319,12 +319,12 @@ def test_t29_an_output_has_only_ids_of_sequences_and_no_list_of_them_is_searched
         def req_ids(self) -> list[int]:
             raise AssertionError("a search in a list for every sequence")
 
-    assert ScheduledBatchOutput({7: (1,)}, is_deferred_out=True).req_ids == [7]
+    assert ScheduledBatchOutput({7: (1,)}).req_ids == [7]
     sched = scheduler()
     seq = prompt(3)
     sched.add(seq)
     batch, seqs = launch(sched)
-    output = Unlisted({seq.id: (5,)}, is_deferred_out=True)
+    output = Unlisted({seq.id: (5,)})
     sched.postprocess(seqs.values(), output, batch=batch, now=0.0)
     assert seq.output_tokens == [5]
 
@@ -333,7 +333,7 @@ def test_t30_victims_are_the_newest_and_keep_their_order() -> None:
     sched = scheduler(num_kvcache_blocks=6, enable_prefix_caching=False)
     seqs = [prompt(16, 100 * i) for i in range(1, 4)]
     sched.add_group(seqs)
-    while sched.num_preemptions < 2:
+    while sched.lifecycle.num_preemptions < 2:
         step(sched)
     assert [seq.id for seq in sched.running] == [seqs[0].id]
     assert [seq.id for seq in sched.waiting] == [seqs[1].id, seqs[2].id]
@@ -387,7 +387,7 @@ def test_t36_ignore_eos_leaves_the_requests_own_ids() -> None:
     step(sched, EOS)
     assert not seq.is_finished
     step(sched, 7)
-    assert (seq.leave_reason, seq.end_reason) == ("stop_7", EndReason.STOP_TOKEN)
+    assert (seq.leave_reason, sched.take_outputs()[-1].end_reason) == ("stop_7", EndReason.STOP_TOKEN)
 
 
 def test_t37_an_end_is_typed_and_names_what_stopped_it() -> None:
@@ -404,12 +404,13 @@ def test_t37_an_end_is_typed_and_names_what_stopped_it() -> None:
         for token in tokens:
             step(sched, token)
         out = sched.take_outputs()[-1]
-        found.append((out.finish_reason, out.end_reason, out.stop_token_id, out.stop_token_sequence))
+        assert out.end is not None
+        found.append((out.finish_reason, out.end.reason, out.end.stop_token_id, out.end.stop_token_sequence))
     assert found == [
         ("eos", EndReason.EOS, EOS, None),
         ("stop_9", EndReason.EOS, 9, None),
         ("stop_7", EndReason.STOP_TOKEN, 7, None),
-        ("stop_sequence", EndReason.STOP_SEQUENCE, None, [5, 6]),
+        ("stop_sequence", EndReason.STOP_SEQUENCE, None, (5, 6)),
         ("max_tokens", EndReason.LENGTH, None, None),
     ]
     assert set(PROTO_REASONS) == set(EndReason)

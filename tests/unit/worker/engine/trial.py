@@ -34,7 +34,7 @@ class Trial:
         self.scheduler = Scheduler(config)
         if config.hash_seed:
             # Few decodes leave prompts an eighth of any step; more than that they do not.
-            self.scheduler.min_prefill_tokens = config.max_num_batched_tokens // 2
+            self.scheduler.limits.min_prefill_tokens = config.max_num_batched_tokens // 2
         self.oracle = Oracle(self.scheduler, config, model, knows_hits=knows_hits)
         # Seconds of attention between two tokens.
         self.pair_s = 0.00001 * (config.max_num_batched_tokens % 4)
@@ -245,7 +245,7 @@ def _weak_hashes() -> Iterator[None]:
     def weak(tokens: list[int], size: int, *, root: int | None = None, seed: int = 0) -> list[int]:
         return [value % 3 for value in hash_chain(tokens, size, root=root, seed=seed)]
 
-    with mock.patch("worker.engine.block_manager.hash_chain", weak):
+    with mock.patch("worker.engine.prefix_index.hash_chain", weak):
         yield
 
 

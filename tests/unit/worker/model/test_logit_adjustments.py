@@ -252,9 +252,9 @@ MIXED: list[dict[str, Any]] = [
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_batch_preemption_and_chunks_change_nothing(engine: LLMEngine, temperature: float) -> None:
     params = [SamplingParams(temperature=temperature, max_tokens=40, **fields) for fields in MIXED]
-    before = engine.core.scheduler.num_preemptions
+    before = engine.core.scheduler.lifecycle.num_preemptions
     together = streams(engine, prompts(), params)
-    assert engine.core.scheduler.num_preemptions > before
+    assert engine.core.scheduler.lifecycle.num_preemptions > before
     for i, (prompt, one) in enumerate(zip(prompts(), params, strict=True)):
         (answer,) = engine.generate([prompt], one, request_ids=IDS_OF_REQUESTS[i : i + 1])
         assert answer["token_ids"] == together[i]
@@ -383,7 +383,7 @@ def test_no_launch_waits_for_the_tokens_of_the_step_before(
         return wait
 
     monkeypatch.setattr(runner, "launch", watched)
-    monkeypatch.setattr(runner, "waits_for_tokens", True)
+    monkeypatch.setattr(runner.sampler, "waits_for_tokens", True)
     # With the penalties of PyTorch's kernels, which take late tokens as those of GPUs do.
     monkeypatch.setattr(runner.kernels, "fetch", fetch)
     assert streams(deferred, prompts(), params) == expected

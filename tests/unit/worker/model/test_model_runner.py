@@ -317,15 +317,15 @@ def test_no_tokens_lie_on_the_device_too(folder: Path, monkeypatch: pytest.Monke
     """Of a step that samples nothing: a GPU's streams know nothing of tensors elsewhere."""
     runner = make_runner(folder, kernels="torch")
     runner.allocate_kv_cache(8)
-    nothing = runner._no_ids()
-    monkeypatch.setattr(runner, "_no_ids", lambda: nothing)
+    nothing = runner.sampler.no_ids()
+    monkeypatch.setattr(runner.sampler, "no_ids", lambda: nothing)
     chunk = Sequence(list(range(40)), 16, SamplingParams(temperature=0.5))
     chunk.block_table = [0, 1, 2]
     assert runner.forward(batch_of((chunk, 16))).token_ids == {}
-    assert runner._last.ids is nothing
+    assert runner.sampler.last.ids is nothing
     monkeypatch.undo()
     monkeypatch.setattr(TorchBackend, "device", torch.device("meta"))
-    assert runner._no_ids().device.type == "meta"
+    assert runner.sampler.no_ids().device.type == "meta"
 
 
 def test_dummy_steps_share_a_pool(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

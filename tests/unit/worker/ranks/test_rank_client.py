@@ -24,9 +24,10 @@ from worker.engine.sequence import Sequence
 from worker.progress import Progress
 from worker.ranks import rank_client
 from worker.ranks.batch_delta import BatchDecoder
-from worker.ranks.engine_factory import load_ranks
 from worker.ranks.frames import FrameReader, encode, receive
-from worker.ranks.rank_client import RankGroup, RankLostError, _Peer
+from worker.ranks.rank_client import RankGroup
+from worker.ranks.rank_peers import Peer, RankLostError
+from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology
 
 BEAT_S = 0.02
@@ -112,10 +113,10 @@ class Group(RankGroup):
         self.progress = Recorded()
         super().__init__(Topology(size), "model", 1, self.progress, **options)
 
-    def _spawn(self, rank: int) -> _Peer:
+    def _spawn(self, rank: int) -> Peer:
         ours, theirs = socket.socketpair()
         self.fakes.append(FakeRank(rank, theirs))
-        return _Peer(rank, ours)
+        return Peer(rank, ours)
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +173,7 @@ def test_what_rank_0_has_captured_is_counted(captures: bool, tmp_path: Path) -> 
     answers |= {"share_sums": captures, "warmup": captures}
 
     class Capturing(Group):
-        def _spawn(self, rank: int) -> _Peer:
+        def _spawn(self, rank: int) -> Peer:
             peer = super()._spawn(rank)
             self.fakes[rank].answer = lambda name, *given: self.answer(rank, name)
             return peer

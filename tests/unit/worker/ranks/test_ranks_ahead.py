@@ -23,8 +23,9 @@ from worker.engine.executor import Executed
 from worker.engine.sequence import Sequence
 from worker.llm_engine import default_config
 from worker.progress import Progress
-from worker.ranks.engine_factory import load_ranks
-from worker.ranks.rank_client import RankGroup, RankLostError, _Peer
+from worker.ranks.rank_client import RankGroup
+from worker.ranks.rank_peers import Peer, RankLostError
+from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology
 
 SOON_S = 20.0
@@ -37,7 +38,7 @@ class HeldGroup(RankGroup):
         super().__init__(Topology(1), str(model), 1, Progress())
         self.folder = folder
 
-    def _spawn(self, rank: int) -> _Peer:
+    def _spawn(self, rank: int) -> Peer:
         ours, theirs = socket.socketpair()
         module = "tests.unit.worker.ranks.held_rank"
         command = [
@@ -51,7 +52,7 @@ class HeldGroup(RankGroup):
         environment = {**os.environ, "HELD_STEPS": str(self.folder)}
         with theirs:
             process = subprocess.Popen([sys.executable, "-m", *command], pass_fds=(theirs.fileno(),), env=environment)
-        return _Peer(rank, ours, process)
+        return Peer(rank, ours, process)
 
     def hold(self) -> None:
         (self.folder / "hold").touch()

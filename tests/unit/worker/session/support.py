@@ -5,16 +5,22 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import Protocol
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.block_hash import hash_chain
 from common.config import Config
-from worker.engine.core import EngineCore, LoadReport
+from worker.engine.core import EngineCore
+from worker.engine.load import LoadReport
+from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import Sequence
-from worker.engine.turns import Cancel, Command, Deliveries, EndAll, EngineTurns, Listener, Submit
+from worker.engine.turns import Cancel, Command, EndAll, EngineTurns, Receipt, StepListener, Submit
 from worker.session.cache_events import KvLog
-from worker.session.intake import EngineLimits
+from worker.session.deliveries import Deliveries, LiveSequence
+from worker.session.router_state import Engine
+from worker.session.sequence_builder import EngineLimits
 from worker.session.worker_info import WorkerFacts
 from worker.simulation.cost_model import FixedCost
 from worker.simulation.runner import SimulatedRunner
@@ -98,6 +104,32 @@ def long_prompt(rid: int, prompt: Many[int], cut: int) -> tuple[wpb.SubmitSequen
     return first, wpb.Extend(rid=rid, token_ids=prompt[cut:])
 
 
+class Listener(StepListener, Protocol):
+    """Gets the outputs of several sequences."""
+
+    def on_output(self, output: RequestOutput) -> None: ...
+
+
+@dataclass(eq=False)
+class Heard:
+    """A sequence in the engine whose outputs somebody takes with those of others."""
+
+    seq: Sequence
+    owner: Listener
+    end_pos: int = 0
+
+    def __post_init__(self) -> None:
+        self.end_pos = self.seq.num_tokens
+
+    def on_output(self, output: RequestOutput) -> None:
+        self.owner.on_output(output)
+
+
+def submit_group(engine: Engine, listener: Listener, serial: int, seqs: Iterable[Sequence]) -> None:
+    """Gives an engine a group of a router."""
+    engine.submit_group(Receipt(listener, serial), [Heard(seq, listener) for seq in seqs])
+
+
 class SteppedEngine:
     """An EngineCore as Sessions see it; `step` does what the engine thread does in a turn."""
 
@@ -122,10 +154,10 @@ class SteppedEngine:
         """No step is ever under way between calls."""
         return 0.0
 
-    def submit_group(self, listener: Listener, serial: int, seqs: Many[Sequence]) -> None:
+    def submit_group(self, receipt: Receipt, live: Many[LiveSequence]) -> None:
         """Takes a group at the next step."""
-        self.deliveries.add(listener, seqs)
-        self._commands.append(Submit(listener, serial, seqs))
+        self.deliveries.add(live)
+        self._commands.append(Submit(receipt, [each.seq for each in live]))
 
     def cancel(self, seq_ids: Iterable[int]) -> None:
         """Ends sequences at the next step."""

@@ -17,7 +17,7 @@ from common.limits import KV_EVENTS_S, MAX_FRAME_BYTES, MAX_KV_FRAME_CHANGES
 from common.sampling_params import SamplingParams
 from tests.unit.worker.session.support import simulated_core
 from worker.engine.sequence import Sequence as EngineSequence
-from worker.engine.turns import EngineTurns, Listener, Submit
+from worker.engine.turns import EngineTurns, Receipt, StepListener, Submit
 from worker.session import cache_events
 from worker.session.cache_events import KvCursor, KvLog
 
@@ -197,10 +197,7 @@ def test_a_large_cache_comes_in_frames_that_fit_while_it_changes() -> None:
     assert restarted.left > 0
 
 
-class Nobody(Listener):
-    def on_output(self, output: object) -> None:
-        pass
-
+class Nobody(StepListener):
     def on_step(self, step: int, submit_seen: int | None) -> None:
         pass
 
@@ -229,12 +226,12 @@ def test_the_engine_says_what_its_cache_holds(groups: list[list[list[int]]], is_
     manager = core.scheduler.block_manager
     for serial, group in enumerate([*groups, []]):
         seqs = [EngineSequence(prompt(parts), 16, SamplingParams(max_tokens=70)) for parts in group]
-        for command in [[Submit(listener, serial, seqs)]] + [[]] * (serial % 3):
+        for command in [[Submit(Receipt(listener, serial), seqs)]] + [[]] * (serial % 3):
             log.append(turns.run(command).granules)
-            assert set(log.snapshot()) == set(manager.cached_granules())
+            assert set(log.snapshot()) == set(manager.prefixes.cached_granules())
     while turns.has_work:
         log.append(turns.run([]).granules)
-    assert set(log.snapshot()) == set(manager.cached_granules())
+    assert set(log.snapshot()) == set(manager.prefixes.cached_granules())
     core.scheduler.check_integrity()
     core.close()
 
@@ -242,11 +239,11 @@ def test_the_engine_says_what_its_cache_holds(groups: list[list[list[int]]], is_
 def test_granules_are_every_eighth_hash_of_the_chain() -> None:
     core = simulated_core()
     turns, tokens = EngineTurns(core, lambda: 0.0), list(range(1, 16 * 20 + 5))
-    turns.run([Submit(Nobody(), 1, [EngineSequence(tokens, 16, SamplingParams(max_tokens=1))])])
+    turns.run([Submit(Receipt(Nobody(), 1), [EngineSequence(tokens, 16, SamplingParams(max_tokens=1))])])
     while turns.has_work:
         turns.run([])
     chain = hash_chain(tokens, 16, seed=core.config.hash_seed)
-    assert set(core.scheduler.block_manager.cached_granules()) == {chain[7], chain[15]}
+    assert set(core.scheduler.block_manager.prefixes.cached_granules()) == {chain[7], chain[15]}
 
 
 def test_an_engine_that_nobody_watches_keeps_no_changes() -> None:
@@ -255,7 +252,7 @@ def test_an_engine_that_nobody_watches_keeps_no_changes() -> None:
     while core.has_unfinished():
         core.step()
     manager = core.scheduler.block_manager
-    assert manager.cached_granules()
-    assert manager.take_granule_changes() == []
-    manager.watch_granules()
-    assert set(manager.take_granule_changes()) == set(manager.cached_granules())
+    assert manager.prefixes.cached_granules()
+    assert manager.prefixes.take_granule_changes() == []
+    manager.prefixes.watch_granules()
+    assert set(manager.prefixes.take_granule_changes()) == set(manager.prefixes.cached_granules())

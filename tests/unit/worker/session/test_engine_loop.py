@@ -9,18 +9,17 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
-from fissile.worker.v1 import worker_pb2 as wpb
 from structlog.testing import capture_logs
 
 from common.errors import EngineError
 from common.sampling_params import SamplingParams
-from tests.unit.worker.session.support import BLOCK_SIZE, CONFIG, NUM_BLOCKS, simulated_runner
+from tests.unit.worker.session.support import BLOCK_SIZE, CONFIG, NUM_BLOCKS, Heard, simulated_runner, submit_group
 from worker.engine import core
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineCore
 from worker.engine.executor import InlineExecutor
-from worker.engine.outputs import SequenceOutput
-from worker.engine.sequence import Sequence
+from worker.engine.outputs import RequestOutput
+from worker.engine.sequence import EndReason, Sequence
 from worker.engine.turns import Turn
 from worker.session.engine_loop import EngineLoop, EngineState
 from worker.simulation.runner import SimulatedRunner
@@ -31,7 +30,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
-        self.ends: dict[int, int] = {}
+        self.ends: dict[int, EndReason] = {}
         self.seen: list[int] = []
         self.steps = 0
         self.thread: int | None = None
@@ -44,14 +43,14 @@ class Listener:
                 self._stepped.clear()
                 await self._stepped.wait()
 
-    def on_output(self, output: SequenceOutput) -> None:
-        assert output.seq_id not in self.ends
-        tokens = self.tokens.setdefault(output.seq_id, [])
-        assert (output.start is not None) == (not tokens and bool(output.token_ids))
-        tokens += output.token_ids
+    def on_output(self, output: RequestOutput) -> None:
+        assert output.request_id not in self.ends
+        tokens = self.tokens.setdefault(output.request_id, [])
+        assert (output.start is not None) == (not tokens and bool(output.output_tokens))
+        tokens += output.output_tokens
         if output.end is not None:
-            assert output.end.end_pos == output.first_pos + len(output.token_ids)
-            self.ends[output.seq_id] = output.end.reason
+            assert output.end.end_pos == output.first_pos + len(output.output_tokens)
+            self.ends[output.request_id] = output.end.reason
         self.thread = threading.get_ident()
 
     def on_step(self, step: int, submit_seen: int | None) -> None:
@@ -112,12 +111,12 @@ async def site() -> AsyncIterator[Site]:
 
 async def test_tokens_come_in_order_on_the_event_loop(site: Site) -> None:
     seqs = [sequence(num_tokens=n) for n in (1, 16, 100)]
-    site.engine.submit_group(site.listener, 7, seqs)
+    submit_group(site.engine, site.listener, 7, seqs)
     assert site.engine.num_live == 3
     await site.idle()
     expected = {seq.id: site.runner.inner.reference([3] * seq.num_prompt_tokens, 10) for seq in seqs}
     assert site.listener.tokens == expected
-    assert set(site.listener.ends.values()) == {wpb.END_REASON_LENGTH}
+    assert set(site.listener.ends.values()) == {EndReason.LENGTH}
     assert site.listener.seen == [7]
     assert site.listener.thread == threading.get_ident()
 
@@ -130,7 +129,7 @@ async def test_a_flush_drops_the_cache_before_the_next_step(site: Site) -> None:
         if flush:
             assert await asyncio.wait_for(site.engine.flush(), 60) > 0
             assert await asyncio.wait_for(site.engine.flush(), 60) == 0
-        site.engine.submit(site.listener, sequence(num_tokens=100))
+        site.engine.submit(Heard(sequence(num_tokens=100), site.listener))
         await site.idle()
         assert cached() == expected
 
@@ -138,7 +137,7 @@ async def test_a_flush_drops_the_cache_before_the_next_step(site: Site) -> None:
 async def test_a_flush_of_an_engine_that_fails_is_an_error(site: Site) -> None:
     site.runner.go.clear()
     site.runner.fail = True
-    site.engine.submit(site.listener, sequence())
+    site.engine.submit(Heard(sequence(), site.listener))
     await asyncio.sleep(0.05)
     flushing = asyncio.create_task(site.engine.flush())
     await asyncio.sleep(0.05)
@@ -151,20 +150,20 @@ async def test_a_flush_of_an_engine_that_fails_is_an_error(site: Site) -> None:
 
 async def test_a_group_shares_its_first_batch_and_the_inbox_is_emptied_before_it(site: Site) -> None:
     site.runner.go.clear()
-    site.engine.submit_group(site.listener, 1, [sequence()])
+    submit_group(site.engine, site.listener, 1, [sequence()])
     await asyncio.sleep(0.05)
     assert site.engine.busy_s(time.monotonic()) > 0.02
     group = [sequence() for _ in range(3)]
     late = sequence()
-    site.engine.submit_group(site.listener, 2, group)
-    site.engine.submit_group(site.listener, 3, [late])
+    submit_group(site.engine, site.listener, 2, group)
+    submit_group(site.engine, site.listener, 3, [late])
     site.engine.cancel([group[1].id])
     site.runner.go.set()
     await site.idle()
     assert site.engine.busy_s(time.monotonic()) == 0
     assert site.runner.batches[1] == [group[0].id, group[2].id, late.id]
     assert site.listener.seen == [1, 3]
-    assert site.listener.ends[group[1].id] == wpb.END_REASON_CANCELLED
+    assert site.listener.ends[group[1].id] == EndReason.CANCELLED
 
 
 async def test_one_wake_up_of_the_event_loop_per_step(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,7 +175,7 @@ async def test_one_wake_up_of_the_event_loop_per_step(site: Site, monkeypatch: p
         return original(*arguments, **named)  # type: ignore[arg-type]
 
     monkeypatch.setattr(loop, "call_soon_threadsafe", counting)
-    site.engine.submit_group(site.listener, 1, [sequence(max_tokens=30) for _ in range(8)])
+    submit_group(site.engine, site.listener, 1, [sequence(max_tokens=30) for _ in range(8)])
     await site.idle()
     turns = [event for event in calls if isinstance(event, Turn)]
     assert len(turns) == len(calls)
@@ -184,7 +183,7 @@ async def test_one_wake_up_of_the_event_loop_per_step(site: Site, monkeypatch: p
 
 
 async def test_an_idle_engine_does_not_spin(site: Site) -> None:
-    site.engine.submit_group(site.listener, 1, [sequence()])
+    submit_group(site.engine, site.listener, 1, [sequence()])
     await site.idle()
     before = time.process_time()
     await asyncio.sleep(0.3)
@@ -193,12 +192,12 @@ async def test_an_idle_engine_does_not_spin(site: Site) -> None:
 
 async def test_cancel_frees_at_the_next_turn(site: Site) -> None:
     seqs = [sequence(max_tokens=900) for _ in range(8)]
-    site.engine.submit_group(site.listener, 1, seqs)
+    submit_group(site.engine, site.listener, 1, seqs)
     await site.listener.until(lambda: len(site.listener.tokens) == 8)
     site.engine.cancel([seq.id for seq in seqs] + [10**9])
     await site.idle()
     assert all(len(tokens) < 900 for tokens in site.listener.tokens.values())
-    assert set(site.listener.ends.values()) == {wpb.END_REASON_CANCELLED}
+    assert set(site.listener.ends.values()) == {EndReason.CANCELLED}
     load = site.engine.load
     assert load is not None
     assert (load.free_blocks, load.decoding_seqs) == (NUM_BLOCKS, 0)
@@ -206,65 +205,65 @@ async def test_cancel_frees_at_the_next_turn(site: Site) -> None:
 
 async def test_a_deadline_ends_a_sequence_in_the_engine(site: Site) -> None:
     seq = sequence(max_tokens=900, deadline=time.monotonic() + 0.1)
-    site.engine.submit_group(site.listener, 1, [seq])
+    submit_group(site.engine, site.listener, 1, [seq])
     await site.idle()
-    assert site.listener.ends == {seq.id: wpb.END_REASON_DEADLINE}
+    assert site.listener.ends == {seq.id: EndReason.DEADLINE}
     assert site.listener.tokens[seq.id]
 
 
 async def test_what_the_engine_can_not_run_ends_alone(site: Site) -> None:
     bad, good = sequence(num_tokens=2000), sequence()
-    site.engine.submit_group(site.listener, 1, [bad, good])
+    submit_group(site.engine, site.listener, 1, [bad, good])
     await site.idle()
-    assert site.listener.ends == {bad.id: wpb.END_REASON_INVALID, good.id: wpb.END_REASON_LENGTH}
+    assert site.listener.ends == {bad.id: EndReason.INVALID, good.id: EndReason.LENGTH}
 
 
 async def test_a_stopped_stream_that_is_resumed_ends_at_once(site: Site) -> None:
     seq = Sequence([3] * 30, BLOCK_SIZE, SamplingParams(max_tokens=10), num_prompt_tokens=20)
-    site.engine.submit_group(site.listener, 1, [seq])
+    submit_group(site.engine, site.listener, 1, [seq])
     await site.idle()
-    assert site.listener.ends == {seq.id: wpb.END_REASON_LENGTH}
+    assert site.listener.ends == {seq.id: EndReason.LENGTH}
     assert site.listener.tokens == {seq.id: []}
 
 
 async def test_an_empty_group_tells_its_serial(site: Site) -> None:
-    site.engine.submit_group(site.listener, 5, [])
+    submit_group(site.engine, site.listener, 5, [])
     await site.listener.until(lambda: site.listener.seen)
     assert site.listener.seen == [5]
 
 
 async def test_ending_all(site: Site) -> None:
     seqs = [sequence(max_tokens=900) for _ in range(4)]
-    site.engine.submit_group(site.listener, 1, seqs)
+    submit_group(site.engine, site.listener, 1, seqs)
     await asyncio.sleep(0.05)
     site.engine.end_all("drained")
     await site.idle()
-    assert set(site.listener.ends.values()) == {wpb.END_REASON_CANCELLED}
-    site.engine.submit_group(site.listener, 2, [sequence()])
+    assert set(site.listener.ends.values()) == {EndReason.CANCELLED}
+    submit_group(site.engine, site.listener, 2, [sequence()])
     await site.idle()
-    assert wpb.END_REASON_LENGTH in site.listener.ends.values()
+    assert EndReason.LENGTH in site.listener.ends.values()
 
 
 async def test_a_failed_engine_ends_everything_then_and_later(site: Site) -> None:
     seqs = [sequence(max_tokens=900) for _ in range(4)]
-    site.engine.submit_group(site.listener, 1, seqs)
+    submit_group(site.engine, site.listener, 1, seqs)
     await site.listener.until(lambda: len(site.listener.tokens) == 4)
     site.runner.fail = True
     message = await asyncio.wait_for(site.engine.wait_failed(), 60)
     assert message == "RuntimeError: the accelerator is gone"
     await site.idle()
     later = sequence()
-    site.engine.submit_group(site.listener, 2, [later])
-    site.engine.submit(site.listener, sequence())
+    submit_group(site.engine, site.listener, 2, [later])
+    site.engine.submit(Heard(sequence(), site.listener))
     await site.idle()
-    assert set(site.listener.ends.values()) == {wpb.END_REASON_ERROR}
+    assert set(site.listener.ends.values()) == {EndReason.ERROR}
     assert len(site.listener.ends) == 6
     assert site.engine.state is EngineState.FAILED
 
 
 async def test_after_a_failure_another_engine_can_be_started(site: Site) -> None:
     site.runner.fail = True
-    site.engine.submit(site.listener, sequence())
+    site.engine.submit(Heard(sequence(), site.listener))
     await asyncio.wait_for(site.engine.wait_failed(), 60)
     await site.idle()
     site.runner.fail = False
@@ -272,9 +271,9 @@ async def test_after_a_failure_another_engine_can_be_started(site: Site) -> None
     assert (site.engine.state, site.engine.load, site.engine.num_steps) == (EngineState.STARTING, None, 0)
     await asyncio.wait_for(site.engine.wait_started(), 60)
     seq = sequence()
-    site.engine.submit(site.listener, seq)
+    site.engine.submit(Heard(seq, site.listener))
     await site.idle()
-    assert site.listener.ends[seq.id] == wpb.END_REASON_LENGTH
+    assert site.listener.ends[seq.id] == EndReason.LENGTH
     assert site.engine.state is EngineState.RUNNING
 
 
@@ -310,7 +309,7 @@ class Failing(Listener):
         super().__init__()
         self.kind = kind
 
-    def on_output(self, output: SequenceOutput) -> None:
+    def on_output(self, output: RequestOutput) -> None:
         if self.kind == "output" or (self.kind == "end" and output.end is not None):
             raise ValueError("a mistake")
 
@@ -323,13 +322,13 @@ class Failing(Listener):
 async def test_what_can_not_be_handed_out_is_a_failure_of_the_engine(site: Site, kind: str) -> None:
     """X1: the rest of the turn was lost in silence, and what had an output in it never ended, with health SERVING."""
     bad, others = sequence(max_tokens=3), [sequence(max_tokens=500) for _ in range(3)]
-    site.engine.submit_group(Failing(kind), 1, [bad])
-    site.engine.submit_group(site.listener, 2, others)
+    submit_group(site.engine, Failing(kind), 1, [bad])
+    submit_group(site.engine, site.listener, 2, others)
     with capture_logs() as logs:
         assert await asyncio.wait_for(site.engine.wait_failed(), 60) == "a mistake"
     assert "engine failed" in [line["event"] for line in logs if line["log_level"] == "error"]
     assert site.engine.state is EngineState.FAILED
-    assert [site.listener.ends.get(seq.id) for seq in others] == [wpb.END_REASON_ERROR] * 3
+    assert [site.listener.ends.get(seq.id) for seq in others] == [EndReason.ERROR] * 3
     assert site.engine.num_live == 0
     await site.idle()
     assert await asyncio.to_thread(site.engine.join, 10)
@@ -338,7 +337,7 @@ async def test_what_can_not_be_handed_out_is_a_failure_of_the_engine(site: Site,
 async def test_another_engine_hears_nothing_of_the_one_that_failed(site: Site) -> None:
     """X1: its thread goes on for a step after a failure on the event loop."""
     site.runner.go.clear()
-    site.engine.submit_group(site.listener, 1, [sequence()])
+    submit_group(site.engine, site.listener, 1, [sequence()])
     old = site.engine._thread
     assert old is not None
 
@@ -349,12 +348,12 @@ async def test_another_engine_hears_nothing_of_the_one_that_failed(site: Site) -
     assert await asyncio.wait_for(site.engine.wait_failed(), 60) == "a mistake"
     site.engine.start(lambda: EngineCore(CONFIG, WatchedRunner()))
     await asyncio.wait_for(site.engine.wait_started(), 60)
-    site.engine.submit_group(site.listener, 2, [sequence() for _ in range(3)])
+    submit_group(site.engine, site.listener, 2, [sequence() for _ in range(3)])
     site.runner.go.set()
     assert await asyncio.to_thread(old.join, 10)
     await site.idle()
     assert site.engine.state is EngineState.RUNNING
-    assert list(site.listener.ends.values()).count(wpb.END_REASON_LENGTH) == 3
+    assert list(site.listener.ends.values()).count(EndReason.LENGTH) == 3
 
 
 async def test_a_direct_sequence_passes_the_delay_gate() -> None:
@@ -363,9 +362,9 @@ async def test_a_direct_sequence_passes_the_delay_gate() -> None:
     site.engine.start(lambda: EngineCore(config, site.runner))
     await site.engine.wait_started()
     first, held = sequence(max_tokens=400), sequence(max_tokens=1)
-    site.engine.submit(site.listener, first)
+    site.engine.submit(Heard(first, site.listener))
     await site.listener.until(lambda: site.listener.tokens.get(first.id))
-    site.engine.submit(site.listener, held)
+    site.engine.submit(Heard(held, site.listener))
     await site.idle()
     assert held.first_scheduled_time is not None
     assert held.first_scheduled_time - held.arrive_time > 0.2
@@ -376,7 +375,7 @@ async def test_a_direct_sequence_passes_the_delay_gate() -> None:
 async def test_a_failed_start_ends_what_came_meanwhile(site: Site) -> None:
     """W7: what was submitted while another engine was made stayed live for ever when that one failed too."""
     site.runner.fail = True
-    site.engine.submit(site.listener, sequence())
+    site.engine.submit(Heard(sequence(), site.listener))
     await asyncio.wait_for(site.engine.wait_failed(), 60)
 
     def build() -> EngineCore:
@@ -386,13 +385,13 @@ async def test_a_failed_start_ends_what_came_meanwhile(site: Site) -> None:
     site.runner.go.clear()
     site.engine.start(build)
     seqs = [sequence(), sequence()]
-    site.engine.submit_group(site.listener, 1, seqs)
+    submit_group(site.engine, site.listener, 1, seqs)
     site.runner.go.set()
     with pytest.raises(ValueError, match="no such rank"):
         await asyncio.wait_for(site.engine.wait_started(), 60)
     await site.idle()
-    site.engine.submit(site.listener, late := sequence())
-    assert [site.listener.ends.get(seq.id) for seq in (*seqs, late)] == [wpb.END_REASON_ERROR] * 3
+    site.engine.submit(Heard(late := sequence(), site.listener))
+    assert [site.listener.ends.get(seq.id) for seq in (*seqs, late)] == [EndReason.ERROR] * 3
     assert site.engine.num_live == 0
 
 

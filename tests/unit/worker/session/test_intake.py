@@ -16,8 +16,9 @@ from common.block_hash import hash_chain, salt_root
 from common.errors import ApiError
 from common.limits import MAX_OPEN_GROUPS
 from tests.unit.worker.session.support import LIMITS, MAX_MODEL_LEN, VOCAB_SIZE, long_prompt, params, record, submit
-from worker.engine.sequence import Priority
-from worker.session.intake import EngineLimits, Group, Inbox
+from worker.engine.sequence import EndReason, Priority
+from worker.session.intake import Group, Inbox
+from worker.session.sequence_builder import EngineLimits
 
 
 def inbox(limits: EngineLimits = LIMITS) -> Inbox:
@@ -149,7 +150,7 @@ def test_a_bad_sequence_is_refused_alone(bad: wpb.SubmitSequence, message: str) 
         return
     assert rids(box.take_groups()) == [(1, [10, 11])]
     [refusal] = box.take_refusals()
-    assert (refusal.rid, refusal.reason) == (1, wpb.END_REASON_INVALID)
+    assert (refusal.rid, refusal.reason) == (1, EndReason.INVALID)
     assert refusal.end_pos == len(bad.token_ids)
     assert re.match(message, refusal.message)
 
@@ -190,7 +191,7 @@ def test_cancel_and_deadline_end_what_is_on_its_way() -> None:
     box.expire(50.1)
     assert rids(box.take_groups()) == [(1, [12])]
     reasons = {refusal.rid: refusal.reason for refusal in box.take_refusals()}
-    assert reasons == {10: wpb.END_REASON_DEADLINE, 11: wpb.END_REASON_CANCELLED}
+    assert reasons == {10: EndReason.DEADLINE, 11: EndReason.CANCELLED}
 
 
 def test_the_tokens_of_unfinished_prompts_are_bounded() -> None:

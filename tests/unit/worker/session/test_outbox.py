@@ -11,15 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_TAIL_TOKENS, MAX_TAILS
-from worker.engine.outputs import End, SequenceOutput, Start
+from worker.engine.outputs import End, RequestOutput, Start
+from worker.engine.sequence import EndReason
 from worker.session.outbox import Outbox
 
 START = Start(prompt_tokens=1, cached_tokens=2**32 - 1, queue_s=1e6, prefill_s=1e6)
 
 
-def output(first_pos: int, tokens: list[int], *, start: bool = False, end: bool = False) -> SequenceOutput:
-    finish = End(first_pos + len(tokens), wpb.END_REASON_EOS, tokens[-1] if tokens else 0) if end else None
-    return SequenceOutput(0, first_pos, tokens, START if start else None, finish)
+def output(first_pos: int, tokens: list[int], *, start: bool = False, end: bool = False) -> RequestOutput:
+    finish = End(first_pos + len(tokens), EndReason.EOS, tokens[-1] if tokens else 0) if end else None
+    return RequestOutput(0, tokens, end, None, first_pos, START if start else None, finish)
 
 
 @dataclass
@@ -149,7 +150,7 @@ def test_tails_are_bounded_and_the_oldest_goes_first() -> None:
 
 def test_a_cancelled_sequence_leaves_no_tail() -> None:
     outbox = Outbox()
-    outbox.add(1, SequenceOutput(0, 10, [4], START, End(11, wpb.END_REASON_CANCELLED)))
+    outbox.add(1, RequestOutput(0, [4], True, None, 10, START, End(11, EndReason.CANCELLED)))
     outbox.acknowledge(1)
     frame = outbox.take()
     assert frame is not None
@@ -173,8 +174,8 @@ def test_an_end_rides_with_the_last_token_of_a_cut_run() -> None:
 def test_long_messages_do_not_pass_the_byte_bound() -> None:
     outbox, reader = Outbox(), Reader()
     for rid in range(5000):
-        end = End(10, wpb.END_REASON_INVALID, message="é" * 10_000, stop_token_sequence=(2**32 - 1,) * 64)
-        outbox.add(rid, SequenceOutput(0, 10, [], end=end))
+        end = End(10, EndReason.INVALID, message="é" * 10_000, stop_token_sequence=(2**32 - 1,) * 64)
+        outbox.add(rid, RequestOutput(0, [], True, None, 10, end=end))
     frames = 0
     while (frame := outbox.take()) is not None:
         reader.read(frame)

@@ -32,7 +32,7 @@ from worker.config.engine_config import default_weights_cache
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch
 from worker.engine.sequence import Sequence
-from worker.model import model_runner
+from worker.model import model_loader
 from worker.model.model_runner import ModelRunner
 from worker.model.sharding import Shard
 from worker.weights import checkpoint as loader
@@ -99,7 +99,7 @@ def test_a_mapped_model_has_the_bits_of_a_packed_one(
     def nothing_is_read(*_: object, **__: object) -> None:
         raise AssertionError("the checkpoint is read")
 
-    monkeypatch.setattr(model_runner, "load_weights", nothing_is_read)
+    monkeypatch.setattr(model_loader, "load_weights", nothing_is_read)
     monkeypatch.setattr(select_backend(kernels).__class__, "pack_linear", nothing_is_read)
     second = bits(started(folder, tmp_path, kernels=kernels))
     assert (first, second) == (expected, expected)

@@ -1,4 +1,4 @@
-"""An engine on SimulatedRunner, sized like one with the model. No PyTorch."""
+"""Sets up a SimulatedRunner, sized like one with the model. No PyTorch."""
 
 from __future__ import annotations
 
@@ -9,16 +9,12 @@ from common.errors import InvalidFieldError
 from common.limits import MAX_KV_BLOCKS
 from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig
-from worker.engine.core import EngineCore
-from worker.session.worker_info import WorkerFacts
 from worker.simulation.cost_model import CostModel
 from worker.simulation.runner import SimulatedRunner
 
 
-def build_simulated_engine(
-    config: Config, model_config: ModelConfig, facts: WorkerFacts, cost: CostModel
-) -> tuple[EngineCore, WorkerFacts]:
-    """The engine, and the worker's description with what is known now.
+def simulated_runner(config: Config, model_config: ModelConfig, cost: CostModel) -> tuple[Config, SimulatedRunner]:
+    """The runner, and `config` with the size of its KV pool.
 
     The vocabulary and the longest length are the checkpoint's. The pool holds what the preset's memory holds, or
     `kv_cache_memory` of its bytes per token; no machine's memory is asked, because a slot takes 16 bytes here.
@@ -43,16 +39,7 @@ def build_simulated_engine(
         num_blocks=config.num_kvcache_blocks,
         check_contexts=False,
     )
-    facts = replace(
-        facts,
-        max_model_len=config.max_model_len,
-        total_blocks=config.num_kvcache_blocks,
-        weights_digest="simulated",
-        numerics="simulated",
-        kernels="simulated",
-        dtype="simulated",
-    )
-    return EngineCore(config, runner), facts
+    return config, runner
 
 
 def _checkpoint_bytes(model_config: ModelConfig) -> int:

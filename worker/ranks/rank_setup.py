@@ -1,4 +1,4 @@
-"""An engine on ranks, each a process that holds its part of the model. No PyTorch in this process."""
+"""Loads a model on ranks, each a process that holds its part of it. No PyTorch in this process."""
 
 from __future__ import annotations
 
@@ -9,41 +9,8 @@ from common.config import Config
 from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig, ModelError
 from worker.config.shares import check_heads
-from worker.engine.core import DPEngineCoreProc, EngineCore
 from worker.progress import Progress
 from worker.ranks.rank_client import RankGroup
-from worker.session.worker_info import WorkerFacts
-
-
-def build_rank_engine(
-    group: RankGroup, config: Config, model_config: ModelConfig, facts: WorkerFacts, progress: Progress
-) -> tuple[EngineCore, WorkerFacts]:
-    """As `build_model_engine`, on ranks, which end with the engine.
-
-    Args:
-        group: see `load_ranks`, as for the others.
-        config: `kv_cache_memory` is each rank's.
-        model_config: from the same folder.
-        facts: what is known of the worker.
-        progress: is told the stages; the group's own, which is told the rest.
-
-    Raises:
-        RankLostError, ModelError, InvalidFieldError: see `load_ranks`.
-    """
-    config, known = load_ranks(group, config, model_config, progress)
-    facts = replace(
-        facts,
-        max_model_len=config.max_model_len,
-        total_blocks=config.num_kvcache_blocks,
-        tp_size=len(group),
-        weights_digest=known["weights_digest"],
-        numerics=known["numerics"],
-        kernels=known["kernels"],
-        dtype=known["dtype"],
-    )
-    if group.topology.dp_size > 1:
-        return DPEngineCoreProc(config, group), facts
-    return EngineCore(config, group, executor=group), facts
 
 
 def load_ranks(

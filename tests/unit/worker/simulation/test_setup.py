@@ -12,10 +12,9 @@ from common.errors import InvalidFieldError
 from tests.e2e.simulated import simulated_model
 from tests.unit.worker.session.support import FACTS
 from worker.config.model_config import ModelConfig
-from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence
-from worker.session.worker_info import WorkerFacts
-from worker.simulation.engine_factory import build_simulated_engine
+from worker.engine_factory import BuiltEngine, EngineOptions, build_engine
+from worker.progress import Progress
 from worker.simulation.presets import cost_model
 
 
@@ -24,9 +23,9 @@ def model_config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
     return ModelConfig.from_folder(simulated_model(tmp_path_factory.mktemp("model")))
 
 
-def build(model_config: ModelConfig, preset: str, **options: object) -> tuple[EngineCore, WorkerFacts]:
+def build(model_config: ModelConfig, preset: str, **options: object) -> BuiltEngine:
     config = replace(Config(enable_prefix_caching=True), **options)  # type: ignore[arg-type]
-    return build_simulated_engine(config, model_config, FACTS, cost_model(preset))
+    return build_engine(EngineOptions(config, model_config, simulate=cost_model(preset)), Progress())
 
 
 @pytest.mark.parametrize(
@@ -43,7 +42,8 @@ def build(model_config: ModelConfig, preset: str, **options: object) -> tuple[En
     ],
 )
 def test_the_pool(model_config: ModelConfig, preset: str, options: dict[str, float], blocks: int) -> None:
-    core, facts = build(model_config, preset, **options)
+    built = build(model_config, preset, **options)
+    core, facts = built.core, FACTS.loaded(built.core.config, built.describe())
     assert facts.total_blocks == core.load().total_blocks == blocks
     assert facts.max_model_len == 2048
 
@@ -54,7 +54,7 @@ def test_no_room_beside_the_weights(model_config: ModelConfig) -> None:
 
 
 def test_steps_take_their_time(model_config: ModelConfig) -> None:
-    core, _ = build(model_config, "fixed:20ms")
+    core = build(model_config, "fixed:20ms").core
     core.add_group([Sequence([1, 2, 3], 16)])
     start = time.perf_counter()
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""An engine on the model itself. Imports PyTorch, which takes seconds: on the engine thread, and not when simulated."""
+"""Sets up a model runner: loads the model, sizes and makes its KV pool, warms it up. Imports PyTorch."""
 
 from __future__ import annotations
 
@@ -14,21 +14,26 @@ from common.config import Config
 from common.errors import InvalidFieldError
 from worker.config.engine_config import with_pool
 from worker.config.model_config import ModelConfig, ModelError
-from worker.engine.core import EngineCore
 from worker.engine.executor import Executor, PipelinedExecutor, TokenWaiter
 from worker.model.device_memory import device_memory
 from worker.model.model_runner import ModelRunner
 from worker.model.numerics import numerics_digest
 from worker.progress import Progress
-from worker.session.worker_info import WorkerFacts
 from worker.weights.checkpoint import Progress as LoadProgress
 from worker.weights.checkpoint import no_progress
 
 
-def build_model_engine(
-    config: Config, model_config: ModelConfig, facts: WorkerFacts, threads: int | None, progress: Progress
-) -> tuple[EngineCore, WorkerFacts]:
-    """The engine, loaded and warm, and the worker's description with what is known now.
+def load_runner(
+    config: Config, model_config: ModelConfig, threads: int | None, progress: Progress, *, takes_memory: bool
+) -> tuple[Config, ModelRunner]:
+    """The model, loaded and warm, and `config` with the size of its KV pool.
+
+    Args:
+        config: of the engine.
+        model_config: from the same folder.
+        threads: of arithmetic; None leaves them to PyTorch.
+        progress: is told the stages.
+        takes_memory: True if the KV pool's memory is taken now (`take_kv_memory`).
 
     Raises:
         ModelError: the checkpoint can not be served.
@@ -40,23 +45,25 @@ def build_model_engine(
     runner = ModelRunner(config, model_config, progress.bytes)
     config = sized(config, runner)
     progress.stage("taking memory for the KV cache")
-    allocate(runner, config.num_kvcache_blocks, progress.bytes)
+    allocate(runner, config.num_kvcache_blocks)
+    if takes_memory:
+        take_kv_memory(runner, config.num_kvcache_blocks, progress.bytes)
     progress.stage("warming up")
     runner.warmup()
     if runner.captures_graphs:
         progress.stage("capturing graphs")
         runner.capture_graphs(progress.count)
-    facts = replace(
-        facts,
-        max_model_len=config.max_model_len,
-        total_blocks=config.num_kvcache_blocks,
-        weights_digest=runner.weights_digest,
-        numerics=numerics_digest(runner),
-        kernels=runner.kernels.description,
-        dtype=str(runner.dtype).removeprefix("torch."),
-    )
-    config, executor = launched_ahead(config, runner)
-    return EngineCore(config, runner, executor=executor), facts
+    return config, runner
+
+
+def describe(runner: ModelRunner) -> dict[str, str]:
+    """Facts of a loaded model, which are the same on every rank. Runs a few steps for them."""
+    return {
+        "weights_digest": runner.weights_digest,
+        "numerics": numerics_digest(runner),
+        "kernels": runner.kernels.description,
+        "dtype": str(runner.dtype).removeprefix("torch."),
+    }
 
 
 def sized(config: Config, runner: ModelRunner) -> Config:
@@ -87,7 +94,7 @@ def launched_ahead(
 
 
 def waits_for_tokens(config: Config, runner: ModelRunner, clock: Callable[[], float]) -> TokenWaiter | None:
-    """A TokenWaiter for rank 0 if steps are pipelined (on a GPU, and with deferred output), else None."""
+    """A waiter for a rank's tokens if steps are launched ahead: on a GPU, and with deferred output; else None."""
     if runner.kernels.device.type == "cpu" and not config.deferred_output:
         return None
     return TokenWaiter(clock, partial(_enter, runner))
@@ -99,8 +106,8 @@ def _enter(runner: ModelRunner) -> None:
         torch.cuda.set_device(runner.kernels.device)
 
 
-def allocate(runner: ModelRunner, num_blocks: int, progress: LoadProgress = no_progress) -> None:
-    """Makes the KV pool, and takes its memory where there is twice as much of it; else that is taken block by block.
+def allocate(runner: ModelRunner, num_blocks: int) -> None:
+    """Makes the KV pool.
 
     Raises:
         ModelError: it does not fit into memory.
@@ -109,5 +116,9 @@ def allocate(runner: ModelRunner, num_blocks: int, progress: LoadProgress = no_p
         runner.allocate_kv_cache(num_blocks)
     except (RuntimeError, MemoryError, OSError):
         raise ModelError(f"{num_blocks} KV blocks do not fit into memory: lower --kv-cache-memory") from None
+
+
+def take_kv_memory(runner: ModelRunner, num_blocks: int, progress: LoadProgress = no_progress) -> None:
+    """Takes the KV pool's memory where there is twice as much of it; elsewhere that is taken block by block."""
     if 2 * num_blocks * runner.kv_block_bytes <= available_memory(runner.mapped_bytes):
         runner.touch_kv_cache(progress)

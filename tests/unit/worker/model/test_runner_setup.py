@@ -10,7 +10,7 @@ import pytest
 from common.config import Config
 from tests.checkpoints import make_checkpoint
 from worker.config.model_config import ModelConfig, ModelError
-from worker.model import engine_factory
+from worker.model import runner_setup
 from worker.model.model_runner import ModelRunner
 
 BLOCKS = 40
@@ -28,9 +28,10 @@ def test_the_pools_memory_is_taken_where_there_is_twice_as_much(
     runner: ModelRunner, monkeypatch: pytest.MonkeyPatch, times_the_pool: float, is_taken: bool
 ) -> None:
     pool = BLOCKS * runner.kv_block_bytes
-    monkeypatch.setattr(engine_factory, "available_memory", lambda _mapped: int(times_the_pool * pool))
+    monkeypatch.setattr(runner_setup, "available_memory", lambda _mapped: int(times_the_pool * pool))
     told: list[tuple[int, int]] = []
-    engine_factory.allocate(runner, BLOCKS, lambda done, total: told.append((done, total)))
+    runner_setup.allocate(runner, BLOCKS)
+    runner_setup.take_kv_memory(runner, BLOCKS, lambda done, total: told.append((done, total)))
     # One block more stands for positions behind a sequence's end.
     whole = pool + runner.kv_block_bytes
     assert told == [(whole, whole)] * is_taken
@@ -39,4 +40,4 @@ def test_the_pools_memory_is_taken_where_there_is_twice_as_much(
 
 def test_a_pool_that_no_memory_holds_is_refused(runner: ModelRunner) -> None:
     with pytest.raises(ModelError, match="lower --kv-cache-memory"):
-        engine_factory.allocate(runner, 1 << 44)
+        runner_setup.allocate(runner, 1 << 44)

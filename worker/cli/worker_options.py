@@ -1,0 +1,119 @@
+"""From the options of `fissile worker` to those of a Worker."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+from common.cli.core.errors import CommandError
+from common.cli.core.tls_options import server_tls
+from common.config import CompilationConfig, Config, ParallelConfig
+from common.errors import ApiError
+from common.hub import HubError, default_model_name, model_folder
+from common.rpc.auth import PeerAccess
+from common.step_defaults import default_scheduling_policy, default_token_budget
+from worker.config.engine_config import default_weights_cache
+from worker.ranks.topology import Topology
+from worker.server import WorkerOptions
+from worker.simulation.presets import cost_model
+
+# Options that are fields of Config by the same name.
+_OF_CONFIG: Final = (
+    "max_num_seqs",
+    "scheduler_delay_factor",
+    "hash_seed",
+    "dtype",
+    "kv_cache_dtype",
+    "kernels",
+    "cpu_isa",
+    "batch_invariant",
+    "enforce_eager",
+    "quantize",
+    "enable_expert_parallel",
+)
+
+
+def worker_options(
+    *,
+    model: str,
+    model_name: str | None,
+    max_model_len: int | None,
+    kv_cache_memory: int | None,
+    block_size: int,
+    max_num_batched_tokens: int | None,
+    scheduling_policy: str | None,
+    prefix_caching: bool,
+    weights_cache: str | None,
+    drain_timeout: float,
+    simulate: str | None,
+    graph_sizes: tuple[int, ...],
+    tp_size: int,
+    nnodes: int,
+    node_rank: int,
+    dist_init: str,
+    dp_size: int,
+    dp_rank: int,
+    step_timeout: float,
+    tls_cert: Path | None,
+    tls_key: Path | None,
+    tls_client_ca: Path | None,
+    router_identities: tuple[str, ...],
+    **others: Any,
+) -> WorkerOptions:
+    """The command's options as the classes take them.
+
+    Raises:
+        CommandError: a value is not allowed, or some do not fit together.
+    """
+    if simulate is not None and max(tp_size, dp_size) > 1:
+        raise CommandError("--simulate runs no ranks: leave --tp-size and --dp-size away, and name a preset with -tpN")
+    kernels, is_simulated = others["kernels"], simulate is not None
+    try:
+        topology = Topology(tp_size, nnodes, node_rank, dist_init, dp_size, dp_rank)
+        folder = model_folder(model, weights=simulate is None)
+        config = Config(
+            model=str(folder),
+            kv_cache_block_size=block_size,
+            max_num_batched_tokens=max_num_batched_tokens
+            or default_token_budget(kernels, is_simulated=is_simulated, max_num_seqs=others["max_num_seqs"]),
+            scheduling_policy=scheduling_policy or default_scheduling_policy(kernels, is_simulated=is_simulated),
+            enable_prefix_caching=prefix_caching,
+            kv_cache_memory=kv_cache_memory or 0,
+            max_model_len=max_model_len or 0,
+            weights_cache=_weights_cache(weights_cache),
+            tensor_parallel_size=tp_size,
+            parallel_config=ParallelConfig(dp_size, dp_rank),
+            compilation_config=CompilationConfig(cudagraph_capture_sizes=graph_sizes),
+            **{name: others.pop(name) for name in _OF_CONFIG},
+        )
+        cost = None if simulate is None else cost_model(simulate)
+    except (ApiError, HubError) as error:
+        raise CommandError(str(error)) from None
+    return WorkerOptions(
+        config=config,
+        model_name=model_name or default_model_name(model),
+        drain_timeout_s=drain_timeout,
+        simulate=cost,
+        topology=topology,
+        step_timeout_s=step_timeout,
+        tls=server_tls(tls_cert, tls_key, tls_client_ca),
+        access=_access(tls_client_ca, router_identities),
+        **others,
+    )
+
+
+def _weights_cache(given: str | None) -> str:
+    """The folder; empty for none."""
+    if given == "off":
+        return ""
+    return str(Path(given).absolute()) if given else default_weights_cache()
+
+
+def _access(client_ca: Path | None, router_identities: tuple[str, ...]) -> PeerAccess | None:
+    if client_ca is None and not router_identities:
+        return None
+    if client_ca is None:
+        raise CommandError("--router-identity needs --tls-client-ca: without it nobody shows a certificate")
+    if not router_identities:
+        raise CommandError("--tls-client-ca needs --router-identity: the names in the certificates of routers")
+    return PeerAccess(router_identities)

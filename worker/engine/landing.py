@@ -1,0 +1,180 @@
+"""Takes what steps have brought: moves sequences on, publishes full blocks, applies the stop rules.
+
+Invariants:
+- batches are taken in the order in which they were scheduled, each once, or discarded;
+- tokens behind the one that stops a sequence count nowhere;
+- a block is published only after the step that wrote its KV, and none of a step whose output was not a number.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from typing import Final
+
+from kernels.no_token import NO_TOKEN
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.lifecycle import Lifecycle
+from worker.engine.outputs import RequestOutput
+from worker.engine.sequence import EndReason, Sequence, SequenceStatus
+from worker.engine.spec_stats import SpecStats
+from worker.engine.step import Step
+from worker.engine.stop_rules import Stop, StopRules
+
+_NOT_A_NUMBER: Final = Stop("not_a_number", EndReason.NOT_A_NUMBER)
+_NOT_A_NUMBER_MESSAGE: Final = "the model's output is not a number"
+
+
+class Landing:
+    """Moves sequences on when a step's output is there.
+
+    Args:
+        lifecycle: the sequences.
+        stop_rules: end them.
+        in_flight: the steps that are being computed, oldest first; the first one leaves with its output.
+
+    Attributes:
+        spec_stats: drafts verified and accepted.
+        num_nan_rows: rows of logits that were no numbers, since the start.
+    """
+
+    def __init__(self, lifecycle: Lifecycle, stop_rules: StopRules, in_flight: deque[Step]) -> None:
+        self._lifecycle = lifecycle
+        self._blocks = lifecycle.block_manager
+        self._stop_rules = stop_rules
+        self._in_flight = in_flight
+        self.spec_stats = SpecStats()
+        self.num_nan_rows = 0
+
+    def take(
+        self, seqs: Iterable[Sequence], batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, now: float
+    ) -> list[Sequence]:
+        """Takes the output of the oldest step in flight. Returns the sequences that have ended."""
+        finished: list[Sequence] = []
+        self._in_flight.popleft()
+        if batch.is_plain_decode:
+            self._land_decodes(seqs, batch, fwd_output, finished, now)
+            return finished
+        drafts = fwd_output.draft_token_ids or {}
+        for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
+            verified = batch.scheduled_spec_decode_tokens.get(seq.id)
+            token_ids = fwd_output.token_ids.get(seq.id, ())
+            self._land(seq, num_scheduled, final, token_ids, verified, finished, now)
+            if seq.status is SequenceStatus.RUNNING:
+                seq.spec_token_ids = drafts.get(seq.id, [])
+        return finished
+
+    def discard(self, seqs: Iterable[Sequence], batch: ScheduledBatch) -> None:
+        """Instead of `take`, for a batch that was interrupted: what it should have computed is still to do."""
+        self._in_flight.popleft()
+        for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
+            seq.num_inflight_tokens -= num_scheduled
+            seq.num_placeholder -= final
+            if seq.status is SequenceStatus.RUNNING and seq.next_position < seq.num_tokens - 1:
+                self._lifecycle.resume_prefill(seq)
+
+    def _land_decodes(
+        self,
+        seqs: Iterable[Sequence],
+        batch: ScheduledBatch,
+        fwd_output: ScheduledBatchOutput,
+        finished: list[Sequence],
+        now: float,
+    ) -> None:
+        """`_land` for a step of single decoded tokens, whose plain cases are written out: they are nearly all."""
+        outputs, token_ids, running = self._lifecycle.outputs, fwd_output.token_ids, SequenceStatus.RUNNING
+        num_others = 0
+        for seq in seqs:
+            sampled = token_ids.get(seq.id, ())
+            # A prompt's last token that was discarded alone comes as a decode, and brings the first token.
+            if seq.status is not running or len(sampled) != 1 or seq.first_token_time is None or sampled[0] < 0:
+                num_others += 1
+                self._land(seq, 1, True, sampled, None, finished, now)
+                continue
+            token_id = sampled[0]
+            seq.num_inflight_tokens -= 1
+            seq.num_placeholder -= 1
+            tokens = seq.token_ids
+            tokens.append(token_id)
+            seq.num_computed_tokens += 1
+            if seq.num_computed_tokens >= seq.publish_at:
+                self._blocks.publish(seq)
+                self._blocks.prove(seq)
+            if token_id in seq.stopping_ids or seq.stop_token_sequences or len(tokens) >= seq.length_limit:
+                stop = self._stop_rules.check(seq)
+                if stop is not None:
+                    num_others += 1
+                    self._lifecycle.end(seq, stop, now)
+                    finished.append(seq)
+                    self._lifecycle.emit_end(seq, [token_id], stop)
+                    continue
+            output = RequestOutput(seq.id, [token_id], False, None, len(tokens) - 1)
+            outputs.append(output)
+            if seq.stream_callback is not None:
+                seq.stream_callback(output)
+        self._lifecycle.totals.generated_tokens += len(batch.req_ids) - num_others
+
+    def _land(
+        self,
+        seq: Sequence,
+        num_scheduled: int,
+        final: bool,
+        token_ids: tuple[int, ...],
+        verified: list[int] | None,
+        finished: list[Sequence],
+        now: float,
+    ) -> None:
+        """Takes what a step has computed of one sequence, with the drafts that it has verified."""
+        if seq.is_finished:
+            return
+        seq.num_inflight_tokens -= num_scheduled
+        seq.num_placeholder -= final
+        had_none = seq.first_token_time is None
+        taken, stop = self._append(seq, token_ids, now)
+        # A preempted sequence gets its late token, but what was computed with it is gone. Nor is what a step has
+        # computed for anybody else if its output is no number.
+        if seq.status is SequenceStatus.RUNNING and stop is not _NOT_A_NUMBER:
+            computed = seq.num_computed_tokens + num_scheduled - self._count_rejected(verified, token_ids)
+            seq.num_computed_tokens = min(computed, seq.num_tokens)
+            self._blocks.publish(seq)
+            if taken:
+                self._blocks.prove(seq)
+        if stop is _NOT_A_NUMBER:
+            # Chunks before this step have been published, and none of them has given a number.
+            self._blocks.forget_unproved(seq)
+        is_first = had_none and bool(taken)
+        if stop is not None:
+            self._lifecycle.end(seq, stop, now)
+            finished.append(seq)
+            message = _NOT_A_NUMBER_MESSAGE if stop is _NOT_A_NUMBER else ""
+            self._lifecycle.emit_end(seq, taken, stop, is_first=is_first, message=message)
+        elif taken:
+            self._lifecycle.emit(seq, taken, is_first=is_first)
+
+    def _append(self, seq: Sequence, token_ids: tuple[int, ...], now: float) -> tuple[list[int], Stop | None]:
+        """Appends tokens one by one up to a stop; those behind it count nowhere. Those appended, and the stop."""
+        if token_ids and token_ids[0] != NO_TOKEN and seq.first_token_time is None:
+            seq.first_token_time = now
+        taken: list[int] = []
+        stop = None
+        for token_id in token_ids:
+            if token_id == NO_TOKEN:
+                self.num_nan_rows += 1
+                stop = _NOT_A_NUMBER
+                break
+            seq.append_token(token_id)
+            taken.append(token_id)
+            stop = self._stop_rules.check(seq)
+            if stop is not None:
+                break
+        if seq.status is SequenceStatus.WAITING:
+            self._lifecycle.waiting.grew(len(taken))
+        return taken, stop
+
+    def _count_rejected(self, drafts: list[int] | None, token_ids: tuple[int, ...]) -> int:
+        """Number of the drafts verified by a sequence's step that were not accepted."""
+        if not drafts:
+            return 0
+        accepted = len(token_ids) - 1
+        self.spec_stats.update(len(drafts), accepted)
+        return len(drafts) - accepted

@@ -1,0 +1,192 @@
+"""Keeps every live sequence where it is, gated, waiting or running, and moves it.
+
+Invariants (worker/engine/integrity.py checks them):
+- a live sequence is in exactly one of `gated`, `waiting`, `running`, and only running ones hold blocks;
+- a running one is in `prefilling` until all of its known tokens are computed or in flight, and decodes from then on;
+- preempted sequences go to the front of their class, newest victim first, so the order of arrival survives;
+- every sequence that was taken in gets exactly one output that is `finished`.
+"""
+
+from __future__ import annotations
+
+from common.telemetry.tracing import DecodeWork
+from worker.engine.batch import SequenceColumns
+from worker.engine.block_manager import BlockManager
+from worker.engine.outputs import End, RequestOutput, Start, Totals, sequence_times
+from worker.engine.sequence import Sequence, SequenceStatus
+from worker.engine.sequence_queue import SequenceQueue, SequenceSet
+from worker.engine.step import StepLimits
+from worker.engine.stop_rules import Stop, StopRules
+
+
+class Lifecycle:
+    """The live sequences and their moves.
+
+    Args:
+        limits: of a step.
+        block_manager: gives them blocks.
+        stop_rules: say whether a sequence has ended already when it comes.
+
+    Attributes:
+        gated: sequences before the engine's own delay gate.
+        waiting: those that wait for their first step, or for the one after a preemption.
+        running: those that hold blocks.
+        prefilling: running ones whose prompt is not computed to its end.
+        live: all of them, by id, in the order of their arrival.
+        num_growing: running ones that may need more blocks than they have.
+        num_preemptions: since the start.
+        outputs: what happened since the last `take_outputs`.
+        totals: counts since the start.
+    """
+
+    def __init__(self, limits: StepLimits, block_manager: BlockManager, stop_rules: StopRules) -> None:
+        self._limits = limits
+        self.block_manager = block_manager
+        self._stop_rules = stop_rules
+        self.gated = SequenceQueue()
+        self.waiting = SequenceQueue()
+        self.running = SequenceSet()
+        self.prefilling: dict[int, Sequence] = {}
+        self.live: dict[int, Sequence] = {}
+        self.num_growing = 0
+        self.num_preemptions = 0
+        self.outputs: list[RequestOutput] = []
+        self.totals = Totals()
+        # Of the running ones that decode, in order; None when they have to be looked up anew.
+        self._decoding: SequenceColumns | None = None
+
+    def enter(self, seq: Sequence, queue: SequenceQueue) -> bool:
+        """Takes a new sequence into a queue. False for the id of a live one (rule S5)."""
+        if seq.id in self.live:
+            return False
+        self.live[seq.id] = seq
+        self._stop_rules.prepare(seq)
+        queue.append(seq)
+        # What an earlier attempt has delivered may have ended the stream already (rule S5).
+        stop = self._stop_rules.check(seq)
+        if stop is not None:
+            self.end(seq, stop, seq.arrive_time)
+            self.emit_end(seq, [], stop)
+        return True
+
+    def start(self, seq: Sequence, cached: list[int]) -> None:
+        """Lets a waiting sequence run, with blocks for all its tokens, `cached` first."""
+        self.waiting.remove(seq)
+        self.block_manager.allocate(seq, cached)
+        seq.status = SequenceStatus.RUNNING
+        self.running.append(seq)
+        self.prefilling[seq.id] = seq
+        self.note_growth(seq)
+
+    def end_prefill(self, seq: Sequence) -> None:
+        """The rest of a prompt is in flight: its sequence decodes from now on. A no-op for one that does already."""
+        if self.prefilling.pop(seq.id, None) is not None:
+            self._decoding = None
+
+    def resume_prefill(self, seq: Sequence) -> None:
+        """A running sequence has several tokens to compute again."""
+        self.prefilling[seq.id] = seq
+        self._decoding = None
+
+    def preempt(self, seq: Sequence) -> None:
+        """Puts a running sequence back to the front of `waiting`. All its tokens are computed anew, as far as its
+        published blocks are not still cached by then."""
+        self._leave(seq)
+        self.num_preemptions += 1
+        seq.num_preemptions += 1
+        seq.status = SequenceStatus.WAITING
+        seq.num_cached_tokens = seq.num_computed_tokens = 0
+        seq.spec_token_ids = []
+        self.waiting.appendleft(seq)
+
+    def end(self, seq: Sequence, stop: Stop, now: float) -> None:
+        """Ends a live sequence wherever it is, and frees its blocks; `emit_end` is to follow."""
+        if seq.status is SequenceStatus.RUNNING:
+            self._leave(seq)
+        else:
+            (self.waiting if seq in self.waiting else self.gated).remove(seq)
+            self.block_manager.deallocate(seq)
+        del self.live[seq.id]
+        seq.status = SequenceStatus.FINISHED
+        seq.leave_time = now
+        seq.leave_reason = stop.leave_reason
+
+    def emit(self, seq: Sequence, token_ids: list[int], *, is_first: bool = False) -> None:
+        """Puts out new tokens of a sequence, `is_first` if it had none in this attempt."""
+        output = RequestOutput(seq.id, token_ids, first_pos=seq.num_tokens - len(token_ids))
+        self.totals.generated_tokens += len(token_ids)
+        if is_first:
+            output.start = self._begin(seq)
+        self._put_out(seq, output)
+
+    def emit_end(
+        self, seq: Sequence, token_ids: list[int], stop: Stop, *, is_first: bool = False, message: str = ""
+    ) -> None:
+        """Puts out the last tokens of a sequence that `end` has ended with this stop."""
+        output = RequestOutput(seq.id, token_ids, True, stop.leave_reason, seq.num_tokens - len(token_ids))
+        self.totals.generated_tokens += len(token_ids)
+        if is_first:
+            output.start = self._begin(seq)
+        steps, tokens = seq.work_before
+        done = DecodeWork(self.totals.steps - steps, self.totals.taken_tokens - tokens, seq.num_preemptions)
+        sequence = None if stop.token_sequence is None else tuple(stop.token_sequence)
+        times = sequence_times(seq, done)
+        output.end = End(seq.num_tokens, stop.end_reason, stop.token_id, sequence, message, times)
+        self.totals.ended[stop.end_reason] += 1
+        self._put_out(seq, output)
+
+    def take_outputs(self) -> list[RequestOutput]:
+        """Hands out what happened since the last call."""
+        outputs, self.outputs = self.outputs, []
+        self.totals.taken_tokens = self.totals.generated_tokens
+        return outputs
+
+    def _begin(self, seq: Sequence) -> Start:
+        totals = self.totals
+        seq.work_before = totals.steps, totals.taken_tokens
+        start = Start.of(seq)
+        totals.prompt_tokens += start.prompt_tokens
+        totals.cached_tokens += start.cached_tokens
+        return start
+
+    def _put_out(self, seq: Sequence, output: RequestOutput) -> None:
+        self.outputs.append(output)
+        if seq.stream_callback is not None:
+            seq.stream_callback(output)
+
+    def note_growth(self, seq: Sequence) -> None:
+        """Counts a sequence whose decodes may need a further block than it has now."""
+        # The last token's KV is never computed, but drafts want slots behind it.
+        longest = min(seq.length_limit - 1 + self._limits.mtp_k, self._limits.max_model_len)
+        grows = seq.status is SequenceStatus.RUNNING and longest > seq.num_slots
+        self.num_growing += grows - seq.may_grow
+        seq.may_grow = grows
+
+    @property
+    def num_decoding(self) -> int:
+        """Running sequences whose prompt is computed."""
+        return len(self.running) - len(self.prefilling)
+
+    @property
+    def unfinished_tokens(self) -> int:
+        """Tokens that running prompts still have to compute."""
+        return sum(seq.num_tokens - seq.next_position for seq in self.prefilling.values())
+
+    def decodes(self) -> list[Sequence]:
+        """Running sequences whose prompt is computed, in the order of `running`."""
+        return [seq for seq in self.running if seq.id not in self.prefilling]
+
+    def decode_columns(self) -> SequenceColumns:
+        """`decodes` as columns: the same object while they are the same."""
+        if self._decoding is None:
+            self._decoding = SequenceColumns(self.decodes())
+        return self._decoding
+
+    def _leave(self, seq: Sequence) -> None:
+        """Takes a sequence out of the running set."""
+        self.running.remove(seq)
+        self.prefilling.pop(seq.id, None)
+        self._decoding = None
+        self.block_manager.deallocate(seq)
+        self.num_growing -= seq.may_grow
+        seq.may_grow = False

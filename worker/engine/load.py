@@ -1,0 +1,59 @@
+"""The engine's load, as routers place by it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from worker.engine.lifecycle import Lifecycle
+from worker.engine.prefill_meter import PrefillMeter
+from worker.engine.step import StepLimits
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """The worker's load, as the router's delay gate and placement need it (docs/architecture.md).
+
+    Attributes:
+        decoding_seqs: running sequences whose prompt is computed.
+        waiting_seqs: sequences that wait for their first step, or for the step after a preemption.
+        waiting_tokens: tokens to compute before every sequence decodes, cache hits not foreseen.
+        room_tokens: prompt tokens that would still fit the next prefill: under `mixed` beside the decodes.
+        room_seqs: sequences that could still be run.
+        free_blocks: KV blocks that are free or can be evicted.
+        total_blocks: KV blocks in all.
+        last_prompt_latency_s: duration of the last step that computed prompt tokens, seconds.
+        prefill_rate: prompt tokens per second, weighted mean; 0 until a step has been large enough to tell.
+        prefill_samples: how many steps have been.
+    """
+
+    decoding_seqs: int
+    waiting_seqs: int
+    waiting_tokens: int
+    room_tokens: int
+    room_seqs: int
+    free_blocks: int
+    total_blocks: int
+    last_prompt_latency_s: float
+    prefill_rate: float
+    prefill_samples: int = 0
+
+
+def load_report(limits: StepLimits, lifecycle: Lifecycle, meter: PrefillMeter) -> LoadReport:
+    """The load at this moment; O(1) but for unfinished prefills."""
+    gated, waiting, blocks = lifecycle.gated, lifecycle.waiting, lifecycle.block_manager
+    waiting_seqs = len(gated) + len(waiting)
+    waiting_tokens = gated.num_tokens + waiting.num_tokens + lifecycle.unfinished_tokens
+    decodes = lifecycle.num_decoding * (limits.mtp_k + 1) if limits.mixes else 0
+    budget = max(limits.min_prefill_tokens, limits.max_num_batched_tokens - decodes)
+    return LoadReport(
+        decoding_seqs=lifecycle.num_decoding,
+        waiting_seqs=waiting_seqs,
+        waiting_tokens=waiting_tokens,
+        room_tokens=max(0, budget - waiting_tokens),
+        room_seqs=max(0, limits.max_num_seqs - len(lifecycle.running) - waiting_seqs),
+        free_blocks=blocks.num_free_blocks,
+        total_blocks=blocks.num_blocks,
+        last_prompt_latency_s=meter.last_prompt_latency,
+        prefill_rate=meter.rate,
+        prefill_samples=meter.num_samples,
+    )

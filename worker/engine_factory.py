@@ -1,0 +1,109 @@
+"""Builds engines: with the model in this process, on ranks that hold it, or simulated.
+
+Services and the offline engine get theirs here. PyTorch, which takes seconds, is imported only where the model runs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from common.config import Config
+from common.limits import STEP_TIMEOUT_S
+from worker.config.model_config import ModelConfig
+from worker.engine.core import DPEngineCoreProc, EngineCore
+from worker.progress import Progress
+from worker.ranks.rank_client import RankGroup
+from worker.ranks.rank_setup import load_ranks
+from worker.ranks.topology import Topology, threads_per_rank
+from worker.simulation.cost_model import CostModel
+from worker.simulation.setup import simulated_runner
+
+
+@dataclass(frozen=True, slots=True)
+class EngineOptions:
+    """Options that an engine is built from.
+
+    Attributes:
+        config: of the engine, with special tokens; `kv_cache_memory` is each rank's.
+        model_config: from the same folder.
+        threads: of the model's arithmetic on this machine; None leaves it to PyTorch, and to ranks one core each.
+        topology: the ranks that share the model.
+        step_timeout_s: after which a step of several ranks counts as hung.
+        simulate: duration of steps without a model; None runs the model.
+        takes_memory: True if the KV cache's memory is taken at once, not with the first requests.
+    """
+
+    config: Config
+    model_config: ModelConfig
+    threads: int | None = None
+    topology: Topology = field(default_factory=Topology)
+    step_timeout_s: float = STEP_TIMEOUT_S
+    simulate: CostModel | None = None
+    takes_memory: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class BuiltEngine:
+    """An engine, loaded and warm.
+
+    Attributes:
+        core: with the config as it was sized by the memory there is.
+        describe: says what was loaded: `weights_digest`, `numerics`, `kernels`, `dtype`; may run a few steps.
+    """
+
+    core: EngineCore
+    describe: Callable[[], dict[str, str]]
+
+
+def build_engine(
+    options: EngineOptions, progress: Progress, clock: Callable[[], float] = time.monotonic
+) -> BuiltEngine:
+    """Loads the model and sizes its KV cache.
+
+    Args:
+        options: what to build.
+        progress: is told the stages.
+        clock: monotonic seconds.
+
+    Raises:
+        ModelError: the checkpoint can not be served, or the ranks' machines are not alike.
+        InvalidFieldError: the lengths do not fit the KV memory.
+        RankLostError: a rank has ended while it loaded.
+    """
+    if options.simulate is not None:
+        return _simulated(options, options.simulate, clock)
+    try:
+        return _on_ranks(options, progress, clock) if options.topology.has_ranks else _here(options, progress, clock)
+    finally:
+        progress.done()
+
+
+def _here(options: EngineOptions, progress: Progress, clock: Callable[[], float]) -> BuiltEngine:
+    progress.stage("loading PyTorch")
+    # A simulated worker, and one whose ranks hold the model, runs where PyTorch is not installed.
+    from worker.model.runner_setup import describe, launched_ahead, load_runner  # noqa: PLC0415
+
+    config, runner = load_runner(
+        options.config, options.model_config, options.threads, progress, takes_memory=options.takes_memory
+    )
+    config, executor = launched_ahead(config, runner, clock)
+    return BuiltEngine(EngineCore(config, runner, clock, executor), lambda: describe(runner))
+
+
+def _on_ranks(options: EngineOptions, progress: Progress, clock: Callable[[], float]) -> BuiltEngine:
+    """The ranks end with the engine."""
+    topology = options.topology
+    threads = threads_per_rank(options.threads, topology.ranks_per_node)
+    group = RankGroup(topology, options.config.model, threads, progress, options.step_timeout_s)
+    config, known = load_ranks(group, options.config, options.model_config, progress)
+    if topology.dp_size > 1:
+        return BuiltEngine(DPEngineCoreProc(config, group, clock), lambda: known)
+    return BuiltEngine(EngineCore(config, group, clock, group), lambda: known)
+
+
+def _simulated(options: EngineOptions, cost: CostModel, clock: Callable[[], float]) -> BuiltEngine:
+    config, runner = simulated_runner(options.config, options.model_config, cost)
+    known = dict.fromkeys(("weights_digest", "numerics", "kernels", "dtype"), "simulated")
+    return BuiltEngine(EngineCore(config, runner, clock), lambda: known)

@@ -1,0 +1,126 @@
+"""Makes a model from its checkpoint, or from the cache of packed weights."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from common.config import Config, QuantizationConfig
+from kernels.interface import KernelBackend, PackedFormat
+from worker.config.architectures import CausalModel, model_class
+from worker.config.model_config import ModelConfig, ModelError
+from worker.model.layers.build import Build
+from worker.model.sharding import Shard
+from worker.weights.checkpoint import Progress, Weights, load_weights, weight_files, weights_digest
+from worker.weights.weights_cache import Keeper, Key, Making, WeightsCache, sources_digest
+
+
+class ModelLoader:
+    """Makes one rank's part of a model.
+
+    Args:
+        config: names the folder; its `weights_cache` counts on CPUs.
+        model_config: from the same folder.
+        kernels: keep the weights.
+        dtype: of weights and activations.
+        kv_dtype: of the KV cache.
+        packed_format: of the weights in memory; in `dtype` when None.
+        max_position: positions that rotary tables are made for.
+        shard: the part of the model that this rank holds.
+
+    Attributes:
+        mapped_bytes: of files of weights that the process maps; 0 before `load`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        model_config: ModelConfig,
+        kernels: KernelBackend,
+        *,
+        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
+        packed_format: PackedFormat | None,
+        max_position: int,
+        shard: Shard,
+    ) -> None:
+        self._config = config
+        self._model_config = model_config
+        self._kernels = kernels
+        self._dtype = dtype
+        self._kv_dtype = kv_dtype
+        self._packed_format = packed_format
+        self._max_position = max_position
+        self._shard = shard
+        self.mapped_bytes = 0
+
+    @cached_property
+    def weights_digest(self) -> str:
+        """Digest of the checkpoint (worker/weights/checkpoint.py)."""
+        return weights_digest(self._config.model)
+
+    @torch.inference_mode()
+    def load(self, progress: Progress) -> CausalModel:
+        """The model, by way of the cache of packed weights if there is one.
+
+        Raises:
+            ModelError: the checkpoint can not be served; one line.
+        """
+
+        def build(kept: Keeper) -> CausalModel:
+            return self._build(kept, progress)
+
+        if not self._config.weights_cache or self._kernels.device.type != "cpu":
+            return build(Making())
+        return WeightsCache(Path(self._config.weights_cache)).load(self._key(), build, progress, self._kernels.adopt)
+
+    def _build(self, kept: Keeper, progress: Progress) -> CausalModel:
+        architecture, config = model_class(self._model_config.architecture), self._model_config
+        self.mapped_bytes = kept.mapped_bytes
+        weights = Weights({}, progress)
+        if kept.needs_weights:
+            weights = load_weights(
+                self._config.model,
+                architecture.tensor_shapes(config),
+                progress,
+                kept=architecture.kept_tensors(config),
+                quantization=_quantization(self._config, config),
+            )
+        model = architecture(
+            Build(
+                config,
+                self._kernels,
+                weights,
+                self._dtype,
+                self._max_position,
+                self._shard,
+                self._kv_dtype,
+                self._packed_format,
+                kept,
+            )
+        )
+        weights.use.log()
+        return model
+
+    def _key(self) -> Key:
+        shard, data = self._shard, self._shard.data
+        engines = (0, 1) if data is None else (data.rank, data.size)
+        return Key(
+            weights=self.weights_digest,
+            files=weight_files(self._config.model),
+            architecture=self._model_config.architecture,
+            dtype=str(self._dtype),
+            layout=repr(self._kernels.layout),
+            sources=sources_digest(),
+            quantization=repr((_quantization(self._config, self._model_config), self._packed_format)),
+            rank=repr((shard.rank, shard.size, shard.expert_parallel, *engines)),
+        )
+
+
+def _quantization(config: Config, model_config: ModelConfig) -> QuantizationConfig:
+    given, own = config.quant_config, model_config.quant_config
+    if QuantizationConfig() not in (given, own) and given != own:
+        raise ModelError("quant_config differs from the checkpoint's own in config.json; leave it at its default")
+    return own if given == QuantizationConfig() else given

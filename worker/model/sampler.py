@@ -1,0 +1,143 @@
+"""Samples a step's tokens, and keeps them for the next step.
+
+A step may be launched before the tokens of the one before it have come to the host: it takes them on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.interface import KernelBackend, SampleParams
+from kernels.no_token import NO_TOKEN
+from kernels.penalties import Penalties
+from kernels.upload import to_device
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
+from worker.model.logit_adjustments import SeenTokens, masked_ids
+
+Ints = npt.NDArray[np.int64]
+
+
+class SampledTokens:
+    """The tokens of a step: on the device at once, on the host when they have come.
+
+    Args:
+        seq_ids: of the sequences that have one.
+        ids: int64 [F], on the device.
+        fetched: waits for them on the host.
+    """
+
+    def __init__(self, seq_ids: list[int], ids: torch.Tensor, fetched: Callable[[], list[int]]) -> None:
+        self.ids = ids
+        self.place = {seq_id: i for i, seq_id in enumerate(seq_ids)}
+        self._fetched = fetched
+
+    @cached_property
+    def output(self) -> ScheduledBatchOutput:
+        """Waits; may be asked for by two threads at once."""
+        return ScheduledBatchOutput({seq: (token,) for seq, token in zip(self.place, self._fetched(), strict=True)})
+
+
+class Sampler:
+    """Samples the rows of logits of one rank.
+
+    Args:
+        kernels: sample.
+        eos_token_ids: ids that a sequence may not have before its `min_tokens`.
+        fetches: True if the tokens are wanted on the host as soon as they are there: on the rank that answers. The
+            others need them at most for penalties, and wait then.
+
+    Attributes:
+        last: the tokens of the last step.
+        waits_for_tokens: True if those may still be on their way to the host when the next step is launched.
+    """
+
+    def __init__(self, kernels: KernelBackend, eos_token_ids: frozenset[int], *, fetches: bool) -> None:
+        self._kernels = kernels
+        self._eos_token_ids = eos_token_ids
+        self._fetches = fetches
+        self._seen = SeenTokens()
+        self.waits_for_tokens = kernels.device.type != "cpu"
+        self.last = self.keep([], self.no_ids())
+
+    def no_ids(self) -> torch.Tensor:
+        """int64 [0]: the tokens of a step without final rows."""
+        return torch.zeros(0, dtype=torch.int64, device=self._kernels.device)
+
+    def keep(self, seq_ids: list[int], ids: torch.Tensor) -> SampledTokens:
+        """Notes what a step has sampled, for the next one."""
+        fetched = self._kernels.fetch(ids) if self._fetches else ids.tolist
+        self.last = SampledTokens(seq_ids, ids, fetched)
+        return self.last
+
+    def with_late_tokens(self, batch: ScheduledBatch, token_ids: torch.Tensor, starts: Ints) -> torch.Tensor:
+        """`token_ids` with those that the last step has sampled, which never leave the device for it.
+
+        Args:
+            batch: whose tokens they are.
+            token_ids: int64 [T], written to.
+            starts: int64 [S], each sequence's first row.
+        """
+        late = batch.late_rows
+        if late:
+            places = np.array([self.last.place[batch.req_ids[i]] for i in late], np.int64)
+            rows, places_there = to_device(np.stack((starts[late], places)), self._kernels.device)
+            # NO_TOKEN has no embedding: its sequence ends, and what this step computes of it is for nobody.
+            token_ids.index_copy_(0, rows, self.last.ids.index_select(0, places_there).clamp(min=0))
+        return token_ids
+
+    def _histories(self, batch: ScheduledBatch, final: Ints) -> tuple[dict[int, TokenHistory], dict[int, int]]:
+        """Histories of the final rows that have any, and where the last step has the newest token of some of them.
+
+        On a CPU that token is on the host already, and in the history; elsewhere nothing waits for it.
+        """
+        late = [i for i in batch.histories if batch.from_last_output[i]]
+        known = batch.histories
+        if late and not self.waits_for_tokens:
+            known, late = batch.token_histories(self.last.output), []
+        row_of = {i: row for row, i in enumerate(final.tolist()) if i in known}
+        places = {row_of[i]: self.last.place[batch.req_ids[i]] for i in late}
+        return {row: known[i] for i, row in row_of.items()}, places
+
+    def _penalties(self, histories: dict[int, TokenHistory], late: dict[int, int]) -> Penalties | None:
+        """Penalties of the final rows; None when there are none."""
+        penalized = {row: history for row, history in histories.items() if history.params.penalized}
+        newest = self._newest([late.get(row, -1) for row in penalized]) if late else None
+        return self._seen.penalties(penalized, newest)
+
+    def _newest(self, places: list[int]) -> torch.Tensor:
+        """int64 [R], on the device: the last step's tokens at these places, NO_TOKEN where there is no place."""
+        there = to_device(np.array(places, np.int64), self._kernels.device)
+        return torch.where(there < 0, NO_TOKEN, self.last.ids.index_select(0, there.clamp(min=0)))
+
+    @torch.inference_mode()
+    def sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> torch.Tensor:
+        """int64 [F]: the tokens of the final rows."""
+        final = final_sequences(batch)
+        if not len(final):
+            return self.no_ids()
+        histories, late = self._histories(batch, final)
+        params = SampleParams(
+            temperature=np.array(batch.temperatures, np.float32)[final],
+            top_k=np.array(batch.top_ks, np.int64)[final],
+            top_p=np.array(batch.top_ps, np.float32)[final],
+            min_p=np.array(batch.min_ps, np.float32)[final],
+            masked=masked_ids(histories, late, self._eos_token_ids, logits.shape[1]),
+            penalties=self._penalties(histories, late),
+        )
+        return self._kernels.sample(
+            logits,
+            params,
+            seeds=np.array(batch.seeds, np.uint64)[final],
+            positions=np.array(batch.context_lens, np.int64)[final],
+            choices=np.array(batch.choices, np.int64)[final],
+        )
+
+
+def final_sequences(batch: ScheduledBatch) -> Ints:
+    """Places of the sequences whose last token is reached."""
+    return np.flatnonzero(np.array(batch.is_final, np.bool_))

@@ -1,0 +1,154 @@
+"""Ranks as their engine has them: how their processes are started and found, and how they have ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Final
+
+import structlog
+
+from common.limits import RANK_END_S, RANK_TCP_TIMEOUT_S
+from worker.config.model_config import ModelError
+from worker.ranks.frames import FrameError, FrameReader, receive
+from worker.ranks.topology import Topology
+
+log = structlog.get_logger(__name__)
+
+_WAIT_LOG_S: Final = 10.0
+_ACCEPT_S: Final = 0.2
+_GONE_S: Final = 0.5
+
+
+class RankLostError(Exception):
+    """A rank is gone, frozen, hangs or has failed; one line that says which and how."""
+
+
+@dataclass(slots=True)
+class Peer:
+    """One rank: its connection, and its process when that is on this machine.
+
+    Attributes:
+        silent: heartbeats that have been missed since it last sent something.
+    """
+
+    rank: int
+    sock: socket.socket
+    process: subprocess.Popen[bytes] | None = None
+    reader: FrameReader = field(default_factory=FrameReader)
+    silent: int = 0
+
+    @property
+    def has_ended(self) -> bool:
+        """True if its process was on this machine and is gone."""
+        return self.process is not None and self.process.poll() is not None
+
+    def how_lost(self) -> str:
+        """One line about a rank whose connection has ended."""
+        if self.process is None:
+            return f"rank {self.rank} on another machine has closed its connection"
+        try:
+            code = self.process.wait(RANK_END_S)
+        except subprocess.TimeoutExpired:
+            return f"rank {self.rank} (process {self.process.pid}) has closed its connection"
+        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+        return f"rank {self.rank} (process {self.process.pid}) {how}"
+
+    def end(self) -> None:
+        """Waits for the end of its process, and closes the connection."""
+        if self.process is not None:
+            self.process.wait()
+        self.sock.close()
+
+
+def spawn_local(rank: int, model: str, threads: int) -> Peer:
+    """Starts a rank on this machine."""
+    ours, theirs = socket.socketpair()
+    with theirs:
+        target = f"fd:{theirs.fileno()}"
+        process = spawn_rank(rank, target, model, threads, (theirs.fileno(),))
+    return Peer(rank, ours, process)
+
+
+def spawn_rank(
+    rank: int, target: str, model: str, threads: int, pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts the process of a rank, bound to this thread."""
+    own = str(os.getpid())
+    command = [
+        sys.executable,
+        "-m",
+        "common.process.exec_child",
+        own,
+        "worker.ranks.rank_process",
+        str(rank),
+        target,
+        model,
+    ]
+    environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "GLOO_LOG_LEVEL": "ERROR"}
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=pass_fds, env=environment)
+
+
+def accept_remote(topology: Topology, peers: dict[int, Peer], clock: Callable[[], float]) -> None:
+    """Waits for the ranks of other machines, for as long as it takes, and adds them to `peers`.
+
+    Raises:
+        RankLostError: one of `peers` has ended meanwhile.
+        ModelError: the address for the other machines can not be listened on.
+    """
+    host, port = topology.meeting_point
+    try:
+        listener = socket.create_server((host, port), backlog=topology.tp_size)
+    except OSError as error:
+        raise ModelError(f"--dist-init: {host}:{port} can not be listened on: {error.strerror}") from None
+    with listener:
+        listener.settimeout(_ACCEPT_S)
+        told = -_WAIT_LOG_S
+        while missing := topology.remote_ranks - peers.keys():
+            if clock() - told >= _WAIT_LOG_S:
+                told = clock()
+                log.info("waiting for ranks of other machines", ranks=sorted(missing), address=f"{host}:{port}")
+            if (peer := _accept_one(listener, missing)) is not None:
+                peers[peer.rank] = peer
+            lost = next((peer for peer in peers.values() if peer.has_ended), None)
+            if lost is not None:
+                raise RankLostError(lost.how_lost())
+
+
+def ended_soon(peers: Iterable[Peer], clock: Callable[[], float]) -> Peer | None:
+    """A rank of this machine whose process has ended, which may take a moment to show."""
+    peers, end = list(peers), clock() + _GONE_S
+    while clock() < end:
+        for peer in peers:
+            if peer.has_ended:
+                return peer
+        time.sleep(0.01)
+    return None
+
+
+def _accept_one(listener: socket.socket, missing: Iterable[int]) -> Peer | None:
+    try:
+        sock, address = listener.accept()
+    except TimeoutError:
+        return None
+    sock.settimeout(RANK_TCP_TIMEOUT_S)
+    reader = FrameReader()
+    try:
+        kind, rank, _pid = next(receive(sock, reader))
+        if kind != "hello" or rank not in missing:
+            raise FrameError(f"{kind!r} of rank {rank!r}")
+    except (OSError, EOFError, FrameError, StopIteration, ValueError, TypeError) as error:
+        log.warning("connection refused: not a rank that is missing", peer=address[0], why=str(error))
+        sock.close()
+        return None
+    log.info("rank connected", rank=rank, peer=address[0])
+    sock.settimeout(None)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, round(RANK_TCP_TIMEOUT_S * 1000))
+    return Peer(rank, sock, reader=reader)

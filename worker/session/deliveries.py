@@ -1,0 +1,89 @@
+"""Hands the engine's outputs to who waits for them, on the event loop.
+
+Invariant: every sequence that was added gets exactly one output with an end, also when the engine fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Protocol
+
+from common.process.tasks import run_guarded
+from worker.engine.outputs import End, RequestOutput, sequence_times
+from worker.engine.sequence import EndReason, Sequence
+from worker.engine.turns import StepListener, Turn
+
+
+class LiveSequence(Protocol):
+    """A sequence in the engine, as the event loop has it: the one record of it there.
+
+    Attributes:
+        seq: belongs to the engine while it is live.
+        end_pos: tokens that have come, prompt included.
+        owner: is told of steps that brought something.
+    """
+
+    seq: Sequence
+    end_pos: int
+
+    @property
+    def owner(self) -> StepListener:
+        """Is told of steps that brought something."""
+        ...
+
+    def on_output(self, output: RequestOutput) -> None:
+        """Takes one step's output."""
+        ...
+
+
+class Deliveries:
+    """The live sequences, by the ids that outputs have."""
+
+    def __init__(self) -> None:
+        self._live: dict[int, LiveSequence] = {}
+
+    def __len__(self) -> int:
+        return len(self._live)
+
+    def __contains__(self, seq_id: int) -> bool:
+        return seq_id in self._live
+
+    def add(self, live: Iterable[LiveSequence]) -> None:
+        """From now on these get their outputs."""
+        for each in live:
+            self._live[each.seq.id] = each
+
+    def deliver(self, turn: Turn) -> None:
+        """Hands out what a turn produced; each owner concerned is told once of the step."""
+        concerned: dict[StepListener, int | None] = {}
+        for output in turn.outputs:
+            concerned.setdefault(self._hand_out(output))
+        concerned.update((receipt.listener, receipt.serial) for receipt in turn.seen)
+        for listener, submit_seen in concerned.items():
+            listener.on_step(turn.step, submit_seen)
+
+    def end_all(self, step: int, message: str, now: float) -> None:
+        """Ends every live sequence with EndReason.ERROR: the engine has failed and says nothing more.
+
+        One that fails costs the others nothing: it may be why the engine has failed.
+        """
+        owners: dict[StepListener, None] = {}
+        for live in list(self._live.values()):
+            live.seq.leave_time = now
+            end = End(live.end_pos, EndReason.ERROR, message=message, times=sequence_times(live.seq))
+            owners[live.owner] = None
+            output = RequestOutput(live.seq.id, [], True, None, live.end_pos, end=end)
+            run_guarded("delivery", partial(self._hand_out, output), sequence=live.seq.id)
+        for owner in owners:
+            run_guarded("delivery", partial(owner.on_step, step, None))
+        self._live.clear()
+
+    def _hand_out(self, output: RequestOutput) -> StepListener:
+        live = self._live[output.request_id]
+        # First: a sequence whose owner fails is live still, and gets its end from `end_all`.
+        live.on_output(output)
+        live.end_pos = output.first_pos + len(output.output_tokens)
+        if output.end is not None:
+            del self._live[output.request_id]
+        return live.owner

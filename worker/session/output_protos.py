@@ -1,0 +1,44 @@
+"""Outputs as they are written to the wire."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.limits import MAX_END_MESSAGE_BYTES
+from worker.engine.outputs import End, Start
+from worker.engine.sequence import EndReason
+
+PROTO_REASONS: Final = {
+    EndReason.EOS: wpb.END_REASON_EOS,
+    EndReason.STOP_TOKEN: wpb.END_REASON_STOP_TOKEN,
+    EndReason.STOP_SEQUENCE: wpb.END_REASON_STOP_SEQUENCE,
+    EndReason.LENGTH: wpb.END_REASON_LENGTH,
+    EndReason.DEADLINE: wpb.END_REASON_DEADLINE,
+    EndReason.ERROR: wpb.END_REASON_ERROR,
+    EndReason.CANCELLED: wpb.END_REASON_CANCELLED,
+    EndReason.NOT_A_NUMBER: wpb.END_REASON_NOT_A_NUMBER,
+    EndReason.INVALID: wpb.END_REASON_INVALID,
+}
+
+
+def start_proto(rid: int, start: Start) -> wpb.SequenceStart:
+    """A start as routers and direct callers get it."""
+    return wpb.SequenceStart(
+        rid=rid,
+        cached_tokens=start.cached_tokens,
+        queue_us=max(0, round(start.queue_s * 1e6)),
+        prefill_us=max(0, round(start.prefill_s * 1e6)),
+    )
+
+
+def end_proto(rid: int, end: End) -> wpb.SequenceEnd:
+    """An end as routers and direct callers get it."""
+    message = end.message.encode("utf-8", "replace")[:MAX_END_MESSAGE_BYTES].decode("utf-8", "ignore")
+    made = wpb.SequenceEnd(rid=rid, end_pos=end.end_pos, reason=PROTO_REASONS[end.reason], message=message)
+    if end.stop_token_id is not None:
+        made.stop_token_id = end.stop_token_id
+    if end.stop_token_sequence is not None:
+        made.stop_token_sequence.ids.extend(end.stop_token_sequence)
+    return made

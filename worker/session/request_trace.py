@@ -1,0 +1,72 @@
+"""The span and the log line of one sequence, and the status with which it has ended."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import grpc
+import structlog
+
+from common.errors import ApiError, DeadlineError, EngineError
+from common.telemetry.tracing import SequenceSpan
+from worker.engine.outputs import End, RequestOutput
+from worker.engine.sequence import EndReason
+
+log = structlog.get_logger(__name__)
+
+# Ends that are no failure of the sequence.
+FINISHES: Final = frozenset({EndReason.EOS, EndReason.STOP_TOKEN, EndReason.STOP_SEQUENCE, EndReason.LENGTH})
+
+
+class RequestTrace:
+    """Tells of a sequence in the engine.
+
+    Args:
+        rid: of the router's attempt; 0 for a direct call.
+        prompt_tokens: of the sequence.
+        span: is ended with it.
+        trace_id: of the span; empty without one.
+    """
+
+    def __init__(self, rid: int, prompt_tokens: int, span: SequenceSpan, trace_id: str) -> None:
+        self._rid = rid
+        self._prompt_tokens = prompt_tokens
+        self._span = span
+        self._trace_id = trace_id
+        self._cached_tokens = 0
+
+    def note(self, output: RequestOutput) -> None:
+        """Takes an output; the last one ends the span and writes the log line."""
+        if output.start is not None:
+            self._cached_tokens = output.start.cached_tokens
+        if output.end is not None:
+            self._end(output.end)
+
+    def _end(self, end: End) -> None:
+        assert end.times is not None
+        output_tokens = max(0, end.end_pos - self._prompt_tokens)
+        reason = end.reason.name.lower()
+        counts = {
+            "input_tokens": self._prompt_tokens,
+            "output_tokens": output_tokens,
+            "cached_tokens": self._cached_tokens,
+        }
+        if end.reason in FINISHES:
+            self._span.finish(end.times, reason=reason, **counts)
+        else:
+            self._span.fail(failure(end), end.times, **counts)
+        if end.reason is EndReason.NOT_A_NUMBER:
+            log.error(end.message, rid=f"{self._rid:x}", trace_id=self._trace_id or None, **counts)
+        log.debug("sequence ended", rid=f"{self._rid:x}", reason=reason, trace_id=self._trace_id or None, **counts)
+
+
+def failure(end: End) -> ApiError | grpc.StatusCode:
+    """The status of a sequence that did not end by itself."""
+    if end.reason is EndReason.CANCELLED:
+        lost = ApiError(grpc.StatusCode.ABORTED, end.message, reason="WORKER_LOST")
+        return lost if end.message else grpc.StatusCode.CANCELLED
+    if end.reason is EndReason.DEADLINE:
+        return DeadlineError("in the engine")
+    if end.reason is EndReason.INVALID:
+        return ApiError(grpc.StatusCode.INVALID_ARGUMENT, end.message)
+    return EngineError(end.message)

@@ -1,0 +1,145 @@
+"""The one way from a request to a Sequence, for Submit and direct Generate: everything is checked here, once.
+
+The hashes of a prompt that a router has sent are computed for the check, and go along with the sequence.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence as Many
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.block_hash import hash_chain, salt_root
+from common.errors import InvalidFieldError, PromptTooLongError
+from common.sampling_params import SamplingParams
+from worker.engine.sequence import Sequence
+from worker.session import request_validation
+
+# What both messages have: token_ids, params, cache_salt, priority.
+Request: TypeAlias = wpb.SubmitSequence | wpb.GenerateRequest
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLimits:
+    """Limits that a sequence is checked against.
+
+    Attributes:
+        vocab_size: token ids are below it.
+        max_model_len: longest prompt plus answer, in tokens.
+        block_size: tokens per KV block.
+        hash_seed: seed of the block hashes.
+        weights_digest: of the model, part of the hashes of salted prompts.
+    """
+
+    vocab_size: int
+    max_model_len: int
+    block_size: int
+    hash_seed: int
+    weights_digest: str = ""
+
+    def hash_root(self, cache_salt: bytes) -> int | None:
+        """Parent hash of the first block of a prompt with this salt, as the router computes it; None without one."""
+        return salt_root(self.weights_digest.encode(), cache_salt=cache_salt, seed=self.hash_seed)
+
+
+def check_sequence(request: Request, limits: EngineLimits) -> tuple[array[int], SamplingParams]:
+    """Checks what a request says of itself; its first token ids, and its parameters.
+
+    Raises:
+        ApiError: a field is out of range; named as in the proto.
+    """
+    token_ids = list(request.token_ids)
+    request_validation.check_token_ids("token_ids", token_ids, limits.vocab_size)
+    check_length(len(token_ids), limits)
+    request_validation.check_cache_salt(request.cache_salt)
+    return array("I", token_ids), request_validation.sampling_params(request.params, limits.vocab_size)
+
+
+def check_length(num_tokens: int, limits: EngineLimits) -> None:
+    """Checks that a prompt, as far as it has come, is no longer than a sequence may be.
+
+    Raises:
+        PromptTooLongError: it is.
+    """
+    if num_tokens > limits.max_model_len:
+        raise PromptTooLongError("token_ids", num_tokens, limits.max_model_len)
+
+
+def build_sequence(
+    request: Request,
+    token_ids: array[int],
+    params: SamplingParams,
+    limits: EngineLimits,
+    *,
+    prompt_len: int,
+    seed: int,
+    arrived: float,
+    deadline: float | None,
+    choice: int = 0,
+    chain_hash: int | None = None,
+    may_return: bool = False,
+) -> Sequence:
+    """Makes the sequence of a request that has come whole.
+
+    Args:
+        request: checked (`check_sequence`).
+        token_ids: prompt, and output of earlier attempts.
+        params: of the request.
+        limits: of the engine.
+        prompt_len: border between the two.
+        seed: of its random numbers.
+        arrived: monotonic seconds.
+        deadline: monotonic seconds; None for never.
+        choice: index of the answer.
+        chain_hash: as the router has computed it; None without a router.
+        may_return: True if it may go back to the router before its first step (rule S9).
+
+    Raises:
+        InvalidFieldError: `prompt_len` is not in the prompt, or router and worker hash differently.
+        PromptTooLongError: the prompt leaves no room for an answer.
+    """
+    if not 1 <= prompt_len <= len(token_ids):
+        raise InvalidFieldError("prompt_len", f"is {prompt_len}", f"1 to {len(token_ids)}")
+    if prompt_len >= limits.max_model_len:
+        raise PromptTooLongError("token_ids", prompt_len, limits.max_model_len)
+    root = limits.hash_root(request.cache_salt)
+    chain = None if chain_hash is None else check_chain_hash(token_ids[:prompt_len], chain_hash, limits, root)
+    return Sequence(
+        token_ids.tolist(),
+        limits.block_size,
+        params,
+        num_prompt_tokens=prompt_len,
+        seed=seed,
+        choice=choice,
+        arrive_time=arrived,
+        deadline=deadline,
+        hash_root=root,
+        cache_salt=request.cache_salt,
+        priority=request_validation.priority(request.priority),
+        block_hashes=chain,
+        packed_ids=token_ids.tobytes(),
+        may_return=may_return,
+    )
+
+
+def check_chain_hash(prompt: Many[int], chain_hash: int, limits: EngineLimits, root: int | None) -> list[int]:
+    """Checks that the router hashes blocks as this worker does (docs/determinism.md).
+
+    Returns:
+        The hashes of the prompt's full blocks.
+
+    Raises:
+        InvalidFieldError: hash seed, block size or tokens differ.
+    """
+    chain = hash_chain(prompt, limits.block_size, root=root, seed=limits.hash_seed)
+    expected = chain[-1] if chain else 0
+    if chain_hash != expected:
+        raise InvalidFieldError(
+            "chain_hash",
+            f"is {chain_hash:#x}: hash seed, block size or tokens of router and worker differ",
+            f"{expected:#x} for {len(prompt)} tokens in blocks of {limits.block_size}, seed {limits.hash_seed}",
+        )
+    return chain
