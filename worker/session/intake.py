@@ -104,11 +104,6 @@ class Inbox:
         self._refusals: dict[int, Refusal] = {}
 
     @property
-    def is_empty(self) -> bool:
-        """True if nothing is on its way in."""
-        return not (self._open or self._groups or self._refusals)
-
-    @property
     def num_seqs(self) -> int:
         """Sequences on their way in."""
         return len(self._serials)

@@ -84,11 +84,6 @@ class Outbox:
         return len(self._unsent) + len(self._returned)
 
     @property
-    def num_tails(self) -> int:
-        """Ended sequences that are kept although they have been sent."""
-        return len(self._tails)
-
-    @property
     def rids(self) -> list[int]:
         """The sequences that have output here, sent or not."""
         return list(self._runs)

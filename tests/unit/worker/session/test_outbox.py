@@ -138,14 +138,14 @@ def test_tails_are_bounded_and_the_oldest_goes_first() -> None:
         outbox.add(rid, output(10, [1, 2], end=True))
     while outbox.take() is not None:
         pass
-    assert (outbox.num_tails, len(outbox.rids)) == (MAX_TAILS, MAX_TAILS)
+    assert (len(outbox._tails), len(outbox.rids)) == (MAX_TAILS, MAX_TAILS)
     assert [outbox.rewind(rid, 10) for rid in (9, 10)] == [False, True]
     outbox.add(9999, output(10, [7] * MAX_TAIL_TOKENS, end=True))
     while outbox.take() is not None:
         pass
-    assert outbox.num_tails == 1
+    assert len(outbox._tails) == 1
     outbox.acknowledge(9999)
-    assert (outbox.num_tails, outbox.rids) == (0, [])
+    assert (len(outbox._tails), outbox.rids) == (0, [])
 
 
 def test_a_cancelled_sequence_leaves_no_tail() -> None:

@@ -1,0 +1,103 @@
+"""Every place that docs/architecture.md gives for a name of the engine's specification exists, and has the name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import re
+import textwrap
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "architecture.md"
+_HEADING = "## Names of the engine's specification"
+_CODE = re.compile(r"`([^`]+)`")
+
+
+def rows() -> list[tuple[list[str], list[str]]]:
+    """Names and places of each row of the table."""
+    section = PAGE.read_text().split(_HEADING)[1].split("\n## ")[0]
+    lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
+    cells = [line.strip("|").split("|") for line in lines if not line.startswith("| ---")]
+    return [(_CODE.findall(names), _CODE.findall(places)) for names, places, _ in cells]
+
+
+def found(place: str) -> list[Any]:
+    """The module that a place begins with, and each thing on the way from there."""
+    parts = place.split(".")
+    at = [i for i in range(1, len(parts) + 1) if (ROOT / Path(*parts[:i])).with_suffix(".py").is_file()]
+    assert at, f"{place}: no such module"
+    things: list[Any] = [importlib.import_module(".".join(parts[: at[0]]))]
+    for name in parts[at[0] :]:
+        assert has(things[-1], name), f"{place}: no {name}"
+        things.append(getattr(things[-1], name, None))
+    return things
+
+
+def has(thing: Any, name: str) -> bool:
+    """True if a module or class has an attribute, or instances of the class have it."""
+    if hasattr(thing, name):
+        return True
+    return any(name in own_attributes(base) for base in thing.__mro__[:-1]) if inspect.isclass(thing) else False
+
+
+def own_attributes(cls: type) -> set[str]:
+    """Attributes that a class declares, or that its methods set on `self`."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(cls)))
+    stored = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    }
+    return stored | set(inspect.get_annotations(cls))
+
+
+@pytest.mark.parametrize(("names", "places"), rows(), ids=[", ".join(names) or places[0] for names, places in rows()])
+def test_places_exist(names: list[str], places: list[str]) -> None:
+    assert places
+    for place in places:
+        assert found(place)
+
+
+@pytest.mark.parametrize(
+    ("place", "there"),
+    [
+        ("worker.engine.scheduler.Scheduler.waiting", True),
+        ("worker.engine.sequence.Sequence.stream_callback", True),
+        ("worker.engine.scheduler.Scheduler.deque", False),
+        ("worker.engine.nowhere.Scheduler", False),
+    ],
+)
+def test_a_wrong_place_is_found(place: str, there: bool) -> None:
+    if there:
+        assert found(place)
+    else:
+        with pytest.raises(AssertionError):
+            found(place)
+
+
+def test_names_are_where_the_table_says() -> None:
+    """Names that a row does not say to differ are names of the place: attributes, or its own name."""
+    # Here under another name, or not at all, as the row says.
+    elsewhere = {
+        *("_passed_delay", "prev_time", "prev_prompt", "update_spec_stats", "CoreManager", "busy_loop"),
+        *("EngineCoreRequestType", "input_queue", "output_queue", "tokenIDProcessor", "AsyncIOProcManager"),
+        *("AsyncIOProc", "init_dist_env", "ForwardMeta", "seq_lens_kv", "block_table", "prev_ids"),
+    }
+    missing = []
+    for names, places in rows():
+        things = [thing for place in places for thing in found(place)]
+        known = {part for place in places for part in place.split(".")}
+        for name in (name.partition("(")[0] for name in names):
+            is_there = name in known or any(has(thing, name) for thing in things if not isinstance(thing, ModuleType))
+            if is_there == (name in elsewhere):
+                missing.append(name)
+    assert missing == []
