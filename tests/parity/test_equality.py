@@ -306,9 +306,9 @@ class RemembersTables(ModelRunner):
 _POSITIONS = "batch.known_token_ids, positions"
 _SAMPLED_AT = "positions=np.array(batch.context_lens, np.int64)[final]"
 MUTANTS = [
-    Mutant("noise by the step", ModelRunner, "_sample", _SAMPLED_AT,
+    Mutant("noise by the step", Sampler, "sample", _SAMPLED_AT,
            "positions=final * 0 + batch.total_tokens_num"),
-    Mutant("noise without the choice", ModelRunner, "_sample", "choices=np.array(batch.choices, np.int64)[final]",
+    Mutant("noise without the choice", Sampler, "sample", "choices=np.array(batch.choices, np.int64)[final]",
            "choices=final * 0"),
     Mutant("positions off by one when a prompt goes on", ModelRunner, "prepare_model", _POSITIONS,
            f"{_POSITIONS} + np.repeat((starts > 0) & (lengths > 1), lengths)"),

@@ -21,7 +21,7 @@ from tests.sim.test_scenario import Scenario, lived
 from tests.sim.virtual_time import run
 from tests.unit.mutants import OBJECTIONS, Mutant
 from tests.unit.worker.session.support import FACTS, SteppedEngine, record, simulated_core, submit
-from worker.engine.scheduler import Scheduler
+from worker.engine.lifecycle import Lifecycle
 from worker.session.fleet_backlog import FleetLanes
 from worker.session.outbox import Outbox
 from worker.session.router_state import RouterSequences
@@ -90,9 +90,18 @@ CAUGHT = [
     (Mutant("nounknown", SessionState, "_welcome", "unknown=self._unknown", "unknown=[]"), breaking),
     (Mutant("noresend", Outbox, "rewind", "run.sent = have - run.first_pos", "pass"), breaking),
     (Mutant("nofence", SessionState, "close", "self.is_closed = True", "pass"), breaking),
-    (Mutant("nolease", RouterSequences, "end", "self._engine.cancel(list(self._live))", "pass"), killed_router),
     (
-        Mutant("nostopcheck", Scheduler, "_enter", "stop = self.stop_rules.check(seq)", "stop = None"),
+        Mutant(
+            "nolease",
+            RouterSequences,
+            "end",
+            "self._engine.cancel([active.seq.id for active in self._active.values()])",
+            "pass",
+        ),
+        killed_router,
+    ),
+    (
+        Mutant("nostopcheck", Lifecycle, "enter", "stop = self._stop_rules.check(seq)", "stop = None"),
         ended_before,
     ),
     (Mutant("nodedup", StreamAssembly, "append", "first_pos < self.num_tokens", "False"), repeated),

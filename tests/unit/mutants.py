@@ -28,7 +28,7 @@ from worker.engine.integrity import IntegrityError
 from worker.engine.landing import Landing
 from worker.engine.lifecycle import Lifecycle
 from worker.engine.prefill_meter import PrefillMeter
-from worker.engine.prefix_index import PrefixIndex
+from worker.engine.prefix_cache import PrefixCache
 from worker.engine.prompt_filler import PromptFiller
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
@@ -90,7 +90,7 @@ MUTANTS = [
     Mutant(
         "t01", PromptFiller, "_admit", "self._chunk(seq.num_tokens - start, step)", "self._chunk(seq.num_tokens, step)"
     ),
-    Mutant("t02", PrefixIndex, "_hittable", "(seq.num_tokens - 1)", "seq.num_tokens"),
+    Mutant("t02", PrefixCache, "_hittable", "(seq.num_tokens - 1)", "seq.num_tokens"),
     Mutant("t03", BlockManager, "can_allocate", "seq.num_blocks - in_use", "seq.num_blocks"),
     Mutant("t03", BlockManager, "can_allocate", "seq.num_blocks - in_use", "seq.num_blocks - len(cached)"),
     Mutant("t04", PromptFiller, "_chunk", "return step.budget if", "return 0 if"),
@@ -131,7 +131,7 @@ MUTANTS = [
         "self._blocks_needed(seq, num_new_tokens) <= len(self.free_block_ids)",
         "len(self.free_block_ids) >= (len(seq) % self.block_size == 1)",
     ),
-    Mutant("t17", PrefixIndex, "forget", "del self.hash_to_block_id[block.hash]", "pass"),
+    Mutant("t17", PrefixCache, "forget", "del self.hash_to_block_id[block.hash]", "pass"),
     Mutant("t18", ScheduledBatch, "block_tables", "table[: -(-end // size)]", "table"),
     Mutant(
         "t19",
@@ -144,7 +144,7 @@ MUTANTS = [
     Mutant("t20", BlockManager, "publish", "seq.num_computed_tokens", "seq.num_tokens"),
     Mutant("t21", BlockManager, "_claim", "block.ref_count += 1", "block.ref_count += 1; block.reset()"),
     Mutant("t22", BlockManager, "deallocate", "reversed(seq.block_table)", "seq.block_table"),
-    Mutant("t23", PrefixIndex, "find", "block.parent == parent and ", ""),
+    Mutant("t23", PrefixCache, "find", "block.parent == parent and ", ""),
     Mutant("t24", PromptFiller, "_admit", "seq.num_tokens - start", "seq.num_prompt_tokens - start"),
     Mutant(
         "t25",
@@ -210,8 +210,8 @@ MUTANTS = [
 FAULTS = [
     Mutant("preempted-to-the-back", Lifecycle, "preempt", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
     Mutant("admitted-in-flight", PromptFiller, "_admit", "if seq.num_inflight_tokens:", "if False:"),
-    Mutant("no-followers", PrefixIndex, "hashes_in", "return self.hashes(seq)[start", "return [][start"),
-    Mutant("salts-ignored", PrefixIndex, "root", "if not cache_salt:", "if True:"),
+    Mutant("no-followers", PrefixCache, "hashes_in", "return self.hashes(seq)[start", "return [][start"),
+    Mutant("salts-ignored", PrefixCache, "root", "if not cache_salt:", "if True:"),
     Mutant("blocks-lost", BlockManager, "deallocate", "reversed(seq.block_table)", "reversed(seq.block_table[1:])"),
     Mutant("over-budget", PromptFiller, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
     Mutant("drafts-in-flight", DecodeFiller, "_goes_on", "not self._use_spec and ", ""),

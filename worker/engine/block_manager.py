@@ -3,7 +3,7 @@
 Invariants, checked by worker/engine/integrity.py:
 - a block is free iff its `ref_count` is 0; a free block keeps its identity until it is taken for something else;
 - sequences hold whole prefixes and release them from the end, so among free blocks suffixes are older than prefixes and
-  die first, and the tree of cached prefixes (worker/engine/prefix_index.py) stays closed;
+  die first, and the tree of cached prefixes (worker/engine/prefix_cache.py) stays closed;
 - blocks of a sequence that are not published yet are held by it alone.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from common.config import Config
 from common.errors import InvalidFieldError
-from worker.engine.prefix_index import UNSALTED_ROOT, Block, PrefixIndex
+from worker.engine.prefix_cache import UNSALTED_ROOT, Block, PrefixCache
 from worker.engine.sequence import Sequence
 
 __all__ = ["Block", "BlockManager", "OutOfBlocksError"]
@@ -59,7 +59,7 @@ class BlockManager:
         self.block_size = config.kv_cache_block_size
         self.enable_prefix_caching = config.enable_prefix_caching
         self.blocks = [Block(i) for i in range(num_blocks)]
-        self.prefixes = PrefixIndex(config, self.blocks)
+        self.prefixes = PrefixCache(config, self.blocks)
         self.hash_to_block_id = self.prefixes.hash_to_block_id
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._chains: dict[int, _Chain] = {}

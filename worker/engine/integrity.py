@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from worker.engine.block_manager import BlockManager
 from worker.engine.lifecycle import Lifecycle
-from worker.engine.prefix_index import UNSALTED_ROOT, Block
+from worker.engine.prefix_cache import UNSALTED_ROOT, Block
 from worker.engine.sequence import Sequence, SequenceStatus
 from worker.engine.step import StepLimits
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 
-from worker.engine.prefix_index import PrefixIndex
+from worker.engine.prefix_cache import PrefixCache
 from worker.engine.sequence import Sequence
 from worker.engine.step import Fronts, Step
 
@@ -21,7 +21,7 @@ class PrefixFollowers:
         in_flight: the steps that are being computed, oldest first.
     """
 
-    def __init__(self, prefixes: PrefixIndex, in_flight: deque[Step]) -> None:
+    def __init__(self, prefixes: PrefixCache, in_flight: deque[Step]) -> None:
         self._prefixes = prefixes
         self._in_flight = in_flight
 

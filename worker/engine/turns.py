@@ -72,7 +72,7 @@ class Turn:
     """Result of one turn.
 
     `seen` has the receipts of the groups taken in before its step, `granules` the changes of the prefix cache
-    (`PrefixIndex.take_granule_changes`).
+    (`PrefixCache.take_granule_changes`).
     """
 
     step: int

@@ -44,7 +44,7 @@ class KvLog:
         return self._forgotten + len(self._changes)
 
     def append(self, changes: Iterable[int]) -> None:
-        """Takes what `PrefixIndex.take_granule_changes` gave; tells those who wait."""
+        """Takes what `PrefixCache.take_granule_changes` gave; tells those who wait."""
         before = len(self._changes)
         self._changes.extend(changes)
         new = self._changes[before:]

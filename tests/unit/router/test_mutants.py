@@ -56,7 +56,7 @@ from tests.unit.router.scheduling import test_dispatcher, test_failover, test_fa
 from tests.unit.router.text import test_prompts, test_stream_assembly, test_text_queue
 from tests.unit.router.workers import test_conduct, test_session_state
 from tests.unit.worker.engine import test_block_manager
-from worker.engine.block_manager import BlockManager
+from worker.engine.prefix_cache import PrefixCache
 
 # A test, one with arguments for its parameters, or a state machine.
 Test = Callable[..., None] | type[RuleBasedStateMachine]
@@ -143,7 +143,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("no_links", stop_strings, "_link", "_step(root, node.fail, char)", "root"), (_FRAMING,)),
     (Mutant("own_match_only", stop_strings, "_link", _OWN, "child.match"), (_BRUTE,)),
     (Mutant("shortest", stop_strings, "_link", _OWN, "child.fail.match or child.match"), (_FRAMING,)),
-    (Mutant("salts", BlockManager, "_root", "self._salts.move_to_end(seq.cache_salt)", "pass"), (_SALTS,)),
+    (Mutant("salts", PrefixCache, "root", "self._salts.move_to_end(cache_salt)", "pass"), (_SALTS,)),
     (Mutant("weights_forgotten", TenantShares, "charge", "/ self.weight(request.tenant)", "/ 1"), (_TWO, _ORDER)),
     (Mutant("promoted_for_ever", FairQueue, "_next_class", "or self._promotion_debt > 0", ""), (_PROMOTION,)),
     (Mutant("gone_is_earliest", LazyMinHeap, "top", "not in self._alive", "is None"), (_EARLIEST,)),

@@ -15,7 +15,7 @@ from common import block_hash
 from common.config import Config
 from common.errors import InvalidFieldError
 from common.limits import MAX_CACHE_SALTS
-from worker.engine import prefix_index
+from worker.engine import prefix_cache
 from worker.engine.block_manager import BlockManager, OutOfBlocksError
 from worker.engine.integrity import IntegrityError, check_blocks
 from worker.engine.sequence import Sequence
@@ -196,7 +196,7 @@ def test_a_sequence_that_brings_its_hashes_is_not_hashed(monkeypatch: pytest.Mon
         hashed.append(len(ids) // size)
         return block_hash.hash_chain(ids, size, **options)
 
-    monkeypatch.setattr("worker.engine.prefix_index.hash_chain", counting)
+    monkeypatch.setattr("worker.engine.prefix_cache.hash_chain", counting)
     for seq in (Sequence(tokens, 16, block_hashes=block_hash.hash_chain(tokens, 16)), Sequence(tokens, 16)):
         manager.allocate(seq)
         seq.num_computed_tokens = 40
@@ -258,7 +258,7 @@ def test_parent_hash_equality_would_not_be_enough(monkeypatch: pytest.MonkeyPatc
         renamed = [1 if token == 2 else token for token in tokens]
         return block_hash.hash_chain(renamed, size, root=root, seed=seed)
 
-    monkeypatch.setattr(prefix_index, "hash_chain", colliding)
+    monkeypatch.setattr(prefix_cache, "hash_chain", colliding)
     bm = manager()
     bm.deallocate(run(bm, blocks_of(2, 5, tail=0)))  # X' and X' + c
     assert len(bm.prefixes.cached_blocks(blocks_of(2, 5))) == 2
@@ -428,7 +428,7 @@ class WeakHashMachine(CacheMachine):
     def start(self, num_blocks: int) -> None:
         super().start(num_blocks)
         self.patch = pytest.MonkeyPatch()
-        self.patch.setattr(prefix_index, "hash_chain", weak_chain)
+        self.patch.setattr(prefix_cache, "hash_chain", weak_chain)
 
     def teardown(self) -> None:
         self.patch.undo()

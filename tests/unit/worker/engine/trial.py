@@ -245,7 +245,7 @@ def _weak_hashes() -> Iterator[None]:
     def weak(tokens: list[int], size: int, *, root: int | None = None, seed: int = 0) -> list[int]:
         return [value % 3 for value in hash_chain(tokens, size, root=root, seed=seed)]
 
-    with mock.patch("worker.engine.prefix_index.hash_chain", weak):
+    with mock.patch("worker.engine.prefix_cache.hash_chain", weak):
         yield
 
 

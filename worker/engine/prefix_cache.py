@@ -70,7 +70,7 @@ class Block:
         self.is_proved = False
 
 
-class PrefixIndex:
+class PrefixCache:
     """The published blocks. A prompt is hashed once, or never if it brings its hashes.
 
     Args:
