@@ -96,8 +96,8 @@ class Landing:
             seq.num_placeholder -= 1
             tokens = seq.token_ids
             tokens.append(token_id)
-            seq.num_computed_tokens += 1
-            if seq.num_computed_tokens >= seq.publish_at:
+            seq.num_computed_tokens = position = seq.num_computed_tokens + 1
+            if position >= seq.publish_at:
                 self._blocks.publish(seq)
                 self._blocks.prove(seq)
             if token_id in seq.stopping_ids or seq.stop_token_sequences or len(tokens) >= seq.length_limit:
@@ -108,7 +108,8 @@ class Landing:
                     finished.append(seq)
                     self._lifecycle.emit_end(seq, [token_id], stop)
                     continue
-            output = RequestOutput(seq.id, [token_id], False, None, len(tokens) - 1)
+            # It stands at the first position whose KV is not computed.
+            output = RequestOutput(seq.id, [token_id], False, None, position)
             outputs.append(output)
             if seq.stream_callback is not None:
                 seq.stream_callback(output)
