@@ -11,6 +11,7 @@ import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError, NoWorkerError
+from common.rpc.sampling_protos import sampling_to_proto
 from common.sampling_params import SamplingParams
 from common.telemetry.request_record import shown
 from common.telemetry.tracing import trace_id_of
@@ -83,24 +84,10 @@ class RoutedRequest:
 
     def to_record(self, rid: int, *, must_keep: bool) -> wpb.SubmitSequence:
         """The request as the worker gets it, without what depends on the frame."""
-        params = self.params
         return wpb.SubmitSequence(
             rid=rid,
             prompt_len=len(self.token_ids),
-            params=wpb.SamplingParams(
-                temperature=params.temperature,
-                top_k=params.top_k,
-                top_p=params.top_p,
-                min_p=params.min_p,
-                repetition_penalty=params.repetition_penalty,
-                presence_penalty=params.presence_penalty,
-                frequency_penalty=params.frequency_penalty,
-                max_tokens=params.max_tokens,
-                min_tokens=params.min_tokens,
-                ignore_eos=params.ignore_eos,
-                stop_token_ids=params.stop_token_ids,
-                stop_token_sequences=[wpb.TokenIds(ids=ids) for ids in params.stop_token_sequences],
-            ),
+            params=sampling_to_proto(self.params),
             seed=self.seed,
             traceparent=self.traceparent,
             tracestate=self.tracestate,

@@ -28,6 +28,7 @@ MAY_IMPORT = {
 
 TORCH = frozenset({"torch", "transformers", "safetensors"})
 GRPC = frozenset({"grpc"})
+PROTOBUF = frozenset({"fissile", "google"})
 CLOCK = frozenset({"time"})
 IO = frozenset({"asyncio", "os", "random", "selectors", "signal", "socket", "subprocess", "threading"})
 # Code that decides does no I/O and reads no clock: `now` comes in, decisions go out.
@@ -71,7 +72,7 @@ RULES = {
     ),
     "router/scheduling": Rule(WORLD | GRPC, {}),
     "worker/engine": Rule(
-        WORLD | GRPC, {"worker/engine/core.py": (CLOCK, "measures steps; its scheduler takes `now`")}
+        WORLD | GRPC | PROTOBUF, {"worker/engine/core.py": (CLOCK, "measures steps; its scheduler takes `now`")}
     ),
     "worker/session": Rule(
         WORLD | GRPC,
@@ -81,7 +82,7 @@ RULES = {
             "worker/session/direct_call.py": (WORLD | GRPC, EVENT_LOOP),
             "worker/session/engine_loop.py": (WORLD, "the engine's thread, and its end on the event loop"),
             "worker/session/intake.py": (GRPC, STATUS),
-            "worker/session/router_state.py": (GRPC, STATUS),
+            "worker/session/request_trace.py": (GRPC, STATUS),
             "worker/session/session.py": (GRPC, STATUS),
         },
     ),

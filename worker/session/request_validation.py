@@ -12,20 +12,9 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import InvalidFieldError
 from common.limits import MAX_CACHE_SALT_BYTES, MAX_STOP_TOKEN_SEQUENCE, MAX_STOP_TOKEN_SEQUENCES
-from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
+from common.rpc.sampling_protos import SAMPLING_FIELDS, sampling_from_proto
+from common.sampling_params import SamplingParams
 from worker.engine.sequence import Priority
-
-_PARAMS: Final = frozenset(
-    {
-        *DISTRIBUTION_FIELDS,
-        "max_tokens",
-        "min_tokens",
-        "ignore_eos",
-        "stop_token_ids",
-        "stop_token_sequences",
-        "stop_token_sequences.ids",
-    }
-)
 
 
 def _below(prefix: str, names: frozenset[str]) -> frozenset[str]:
@@ -57,9 +46,11 @@ SEQUENCE: Final = frozenset(
         "priority",
         "keep",
     }
-) | _below("params", _PARAMS)
+) | _below("params", SAMPLING_FIELDS)
 # Paths in GenerateRequest.
-GENERATE: Final = frozenset({"request_id", "token_ids", "seed", "cache_salt", "priority"}) | _below("params", _PARAMS)
+GENERATE: Final = frozenset({"request_id", "token_ids", "seed", "cache_salt", "priority"}) | _below(
+    "params", SAMPLING_FIELDS
+)
 DRAIN: Final = frozenset({"deadline_ms"})
 SET_INTAKE: Final = frozenset({"intake"})
 INTAKES: Final = frozenset({wpb.INTAKE_OPEN, wpb.INTAKE_CORDONED, wpb.INTAKE_EVICTING})
@@ -98,11 +89,13 @@ def sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingPara
         InvalidFieldError: one is out of range; named as in this proto.
     """
     try:
-        return _sampling_params(params, vocab_size)
+        made = sampling_from_proto(params)
+        check_stops(made, vocab_size)
     except InvalidFieldError as error:
         violation = error.violations[0]
         path = violation.path.replace("sampling_params", "params", 1)
         raise InvalidFieldError(path, violation.problem, violation.valid) from None
+    return made
 
 
 def check_stops(params: SamplingParams, vocab_size: int) -> None:
@@ -120,22 +113,3 @@ def check_stops(params: SamplingParams, vocab_size: int) -> None:
             raise InvalidFieldError(f"{path}[{i}]", f"has {len(sequence)} ids", f"1 to {MAX_STOP_TOKEN_SEQUENCE}")
         check_token_ids(f"{path}[{i}].ids", sequence, vocab_size)
     check_token_ids("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
-
-
-def _sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingParams:
-    made = SamplingParams(
-        temperature=params.temperature,
-        top_k=params.top_k,
-        top_p=params.top_p,
-        min_p=params.min_p,
-        repetition_penalty=params.repetition_penalty,
-        presence_penalty=params.presence_penalty,
-        frequency_penalty=params.frequency_penalty,
-        max_tokens=params.max_tokens,
-        min_tokens=params.min_tokens,
-        ignore_eos=params.ignore_eos,
-        stop_token_ids=tuple(params.stop_token_ids),
-        stop_token_sequences=tuple(tuple(sequence.ids) for sequence in params.stop_token_sequences),
-    )
-    check_stops(made, vocab_size)
-    return made

@@ -1,0 +1,65 @@
+"""Sampling parameters between router and worker: both directions of the one mapping.
+
+The router sends canonical parameters, with every field set; text and seeds stay with it.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
+
+# Paths of the proto's fields.
+SAMPLING_FIELDS: Final = frozenset(
+    {
+        *DISTRIBUTION_FIELDS,
+        "max_tokens",
+        "min_tokens",
+        "ignore_eos",
+        "stop_token_ids",
+        "stop_token_sequences",
+        "stop_token_sequences.ids",
+    }
+)
+
+
+def sampling_to_proto(params: SamplingParams) -> wpb.SamplingParams:
+    """Parameters as a worker gets them."""
+    return wpb.SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=params.stop_token_ids,
+        stop_token_sequences=[wpb.TokenIds(ids=ids) for ids in params.stop_token_sequences],
+    )
+
+
+def sampling_from_proto(params: wpb.SamplingParams) -> SamplingParams:
+    """Parameters as a worker has got them.
+
+    Raises:
+        InvalidFieldError: one is out of range; named as a field of `sampling_params`.
+    """
+    return SamplingParams(
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        min_p=params.min_p,
+        repetition_penalty=params.repetition_penalty,
+        presence_penalty=params.presence_penalty,
+        frequency_penalty=params.frequency_penalty,
+        max_tokens=params.max_tokens,
+        min_tokens=params.min_tokens,
+        ignore_eos=params.ignore_eos,
+        stop_token_ids=tuple(params.stop_token_ids),
+        stop_token_sequences=tuple(tuple(sequence.ids) for sequence in params.stop_token_sequences),
+    )

@@ -1,0 +1,58 @@
+"""What a router sends of sampling parameters is what a worker reads, field by field."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.errors import InvalidFieldError
+from common.rpc.sampling_protos import SAMPLING_FIELDS, sampling_from_proto, sampling_to_proto
+from common.sampling_params import SamplingParams
+
+# All that a worker needs, none at its default.
+PARAMS = SamplingParams(
+    temperature=0.5,
+    top_k=7,
+    top_p=0.25,
+    min_p=0.125,
+    repetition_penalty=1.5,
+    presence_penalty=-0.5,
+    frequency_penalty=0.75,
+    max_tokens=9,
+    min_tokens=3,
+    ignore_eos=True,
+    stop_token_ids=(1, 5),
+    stop_token_sequences=((1, 2), (3,)),
+)
+# Stay with the router, or go beside the parameters.
+_ROUTERS_OWN = {"seed", "n", "stop_strings", "include_stop_string"}
+
+
+def test_there_and_back() -> None:
+    assert sampling_from_proto(sampling_to_proto(PARAMS)) == PARAMS
+    assert sampling_from_proto(sampling_to_proto(SamplingParams())) == SamplingParams()
+
+
+@pytest.mark.parametrize("name", sorted({field.name for field in fields(SamplingParams)} - _ROUTERS_OWN))
+def test_no_field_is_left_out(name: str) -> None:
+    """Each changes the message, and nothing but its own field of it."""
+    other = replace(PARAMS, **{name: getattr(SamplingParams(), name)})
+    sent, usual = sampling_to_proto(PARAMS), sampling_to_proto(other)
+    differing = [
+        field.name for field in sent.DESCRIPTOR.fields if getattr(sent, field.name) != getattr(usual, field.name)
+    ]
+    assert differing == [name]
+
+
+def test_every_field_of_the_message_is_listed() -> None:
+    names = {field.name for field in wpb.SamplingParams.DESCRIPTOR.fields}
+    assert {path.partition(".")[0] for path in SAMPLING_FIELDS} == names
+
+
+def test_an_impossible_value_is_named() -> None:
+    sent = sampling_to_proto(PARAMS)
+    sent.top_p = 2.0
+    with pytest.raises(InvalidFieldError, match=r"sampling_params\.top_p"):
+        sampling_from_proto(sent)
