@@ -1,4 +1,4 @@
-"""Checks what a program can check of CONTRIBUTING.md's rules for prose: `python scripts/check_prose.py FOLDER...`.
+"""Checks what a program can check of CONTRIBUTING.md's rules for prose: `python scripts/check_prose.py PATH...`.
 
 - A docstring begins with a verb or a noun: not with a relative or question word, and not with a pronoun.
 - A predicate's docstring begins with "True if"; that of another function returning bool says when it returns which.
@@ -82,9 +82,10 @@ def _constant(node: ast.expr) -> str | None:
 
 
 def main() -> int:
-    """Prints all problems below the folders of the command line; 1 if there are any."""
-    folders = sys.argv[1:] or ["router", "worker", "common", "kernels"]
-    paths = sorted(path for folder in folders for path in Path(folder).rglob("*.py") if path != _LATER)
+    """Prints all problems of the files, and of those below the folders, of the command line; 1 if there are any."""
+    named = [Path(name) for name in sys.argv[1:] or ["router", "worker", "common", "kernels"]]
+    paths = sorted(path for each in named for path in ([each] if each.is_file() else each.rglob("*.py")))
+    paths = [path for path in paths if path != _LATER]
     found = [line for path in paths for line in problems(path)]
     print(*found, sep="\n", end="\n" if found else "")
     return 1 if found else 0

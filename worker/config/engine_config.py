@@ -44,7 +44,7 @@ def with_special_tokens(config: Config, model_config: ModelConfig) -> Config:
 
 
 def with_pool(config: Config, model_len: int, num_blocks_for: Callable[[int], int], free_bytes: int) -> Config:
-    """`config` with `num_kvcache_blocks` and `max_model_len` such that one longest sequence always fits (T6).
+    """`config` with `num_kvcache_blocks` and `max_model_len` such that one longest sequence always fits.
 
     A length that was not asked for is lowered to what the cache holds. A length that was asked for enlarges the cache
     beyond its default size. A pool that was set (`num_kvcache_blocks`) stays. No more blocks are made than all

@@ -77,7 +77,7 @@ class BlockManager:
     def can_allocate(self, seq: Sequence, cached: list[int] | None = None, reserve: int = 0) -> bool:
         """True if `allocate` finds the blocks for all tokens of `seq`, and leaves `reserve` free.
 
-        Cached blocks in use cost nothing, cached blocks that are free leave the free list (T3).
+        Cached blocks in use cost nothing, cached blocks that are free leave the free list.
         """
         cached = self.prefixes.cached_blocks(seq) if cached is None else cached
         in_use = sum(self.blocks[b].ref_count > 0 for b in cached)

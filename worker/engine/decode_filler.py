@@ -90,7 +90,7 @@ class DecodeFiller:
         return not self._use_spec and len(seq.token_ids) + seq.num_placeholder < seq.length_limit
 
     def _try(self, step: Step, seq: Sequence, most_drafts: int) -> None:
-        # Slots for k drafts and the token before them, but never beyond the longest sequence (T6).
+        # Slots for k drafts and the token before them, but never beyond the longest sequence.
         num_slots = min(self._limits.mtp_k + 1, self._limits.max_model_len - seq.next_position)
         if self._make_room(seq, num_slots, step):
             self._blocks.may_append(seq, num_slots)

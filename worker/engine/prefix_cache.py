@@ -137,7 +137,7 @@ class PrefixCache:
 
     def cached_blocks(self, seq: Sequence) -> list[int]:
         """The longest cached prefix of a sequence without blocks, as block ids. Never its last token, which must be
-        computed for its logits (T2)."""
+        computed for its logits."""
         if not self._is_on:
             return []
         found: list[int] = []

@@ -4,8 +4,8 @@ Invariants:
 - admission is first come, first served within a priority class, higher classes first: a prompt that finds no blocks
   blocks those behind it;
 - all blocks of a prompt are reserved when it is admitted, so that its chunks can not run out of them;
-- nobody is admitted in a step that preempts, else a newcomer would get the victim's blocks (T9);
-- at most `max_num_seqs` run (T7);
+- nobody is admitted in a step that preempts, else a newcomer would get the victim's blocks;
+- at most `max_num_seqs` run;
 - a prompt whose next block another one is computing waits for it, and is passed over.
 """
 
@@ -82,7 +82,7 @@ class PromptFiller:
             return
         lookups = max(_LEAST_LOOKUPS, int(_LOOKUP_SHARE * self._meter.last_step_s / _LOOKUP_S))
         # One block is kept free for each sequence that may need a further one, else a preempted sequence would be
-        # admitted again only to be preempted again (T9).
+        # admitted again only to be preempted again.
         for seq in list(islice(lifecycle.waiting, _MOST_LOOKED_AT)):
             if step.budget <= 0 or lookups <= 0 or places <= 0:
                 break

@@ -2,7 +2,7 @@
 
 One number drives everything: `num_computed_tokens` of each sequence moves toward `num_tokens`. Under the policy
 `prefill_first` a step computes prompts, or else one token of every running sequence, never both; after
-`max_consecutive_prefill_steps` the running sequences get a step, or long prompts would freeze them (T8). Under `mixed`
+`max_consecutive_prefill_steps` the running sequences get a step, or long prompts would freeze them. Under `mixed`
 a step computes one token of every running sequence and fills its budget up with chunks of prompts. While a prompt
 waits, decodes leave it PREFILL_SHARE of the budget.
 
@@ -13,7 +13,7 @@ invariants of each stand there. Those of the whole, checked by `check_integrity`
 - a step computes at most `max_num_batched_tokens` tokens;
 - deferred output: `schedule` may be called again before a batch's `postprocess`; batches are postprocessed in order.
   What is in flight is counted on the sequence, and a preempted one is admitted again when nothing of it is;
-- while anything is unfinished `schedule` finds work: the pool holds a sequence of `max_model_len` (T6), the oldest
+- while anything is unfinished `schedule` finds work: the pool holds a sequence of `max_model_len`, the oldest
   running sequence of the highest class is never preempted, and with nothing running the first waiting one fits.
 """
 
@@ -63,7 +63,7 @@ class Scheduler:
         spec_stats: drafts verified and accepted.
 
     Raises:
-        InvalidFieldError: the pool can not hold one sequence of `max_model_len` tokens (T6).
+        InvalidFieldError: the pool can not hold one sequence of `max_model_len` tokens.
     """
 
     def __init__(self, config: Config) -> None:

@@ -1,4 +1,4 @@
-"""The collector of cyclic garbage in a worker's process (W13): rules alone, and with an engine that makes cycles."""
+"""The collector of cyclic garbage in a worker's process: rules alone, and with an engine that makes cycles."""
 
 from __future__ import annotations
 

@@ -128,7 +128,7 @@ class Cache:
         self._num_children: dict[int, int] = {}
 
     def hits(self, life: Life, size: int) -> int:
-        """Leading full blocks of a sequence that can be found; its last known token is never in one (T2)."""
+        """Leading full blocks of a sequence that can be found; its last known token is never in one."""
         states, found = life.truth.states, 0
         while found < (life.known - 1) // size and states[(found + 1) * size - 1] in self._block_of:
             found += 1
@@ -291,7 +291,7 @@ class Oracle:
         self._check_columns(batch, seqs)
         newcomers = self._admitted()
         unfinished = sum(life.known - life.start for life in self.lives.values() if life.prefilling)
-        assert not (victims and newcomers), "a newcomer in a step that preempts (T9)"
+        assert not (victims and newcomers), "a newcomer in a step that preempts"
         decoding = self._decodable()
         flight = Flight(step[0], batch, seqs, [], set(), self.last_output, ScheduledBatchOutput({}))
         for i, seq_id in enumerate(batch.req_ids):
@@ -418,7 +418,7 @@ class Oracle:
         assert not life.gated, f"sequence {seq.id} passes the gate"
         assert not life.num_inflight, f"sequence {seq.id} is admitted with a token in flight"
         assert seq.num_tokens == life.known == life.delivered, f"sequence {seq.id}: {seq.num_tokens} of {life.known}"
-        assert 0 <= cached < life.known, f"sequence {seq.id}: {cached} tokens cached (T2)"
+        assert 0 <= cached < life.known, f"sequence {seq.id}: {cached} tokens cached"
         assert cached % self.size == 0
         assert self.caching or not cached
         hits = cached // self.size
@@ -500,10 +500,10 @@ class Oracle:
         assert batch.total_seqs_num == len(rows)
         assert (batch.total_seqs_num_prefill, batch.total_seqs_num_decode) == (len(prefills), len(rows) - len(prefills))
         running = sum(life.computed is not None for life in self.lives.values())
-        assert running <= self.config.max_num_seqs, f"{running} sequences run (T7)"
+        assert running <= self.config.max_num_seqs, f"{running} sequences run"
 
     def _check_phase(self, flight: Flight, decoding: list[Life], preempted: bool) -> None:
-        """Who must be in the step, given its policy (T8)."""
+        """Who must be in the step, given its policy."""
         rows, mixes = flight.rows, self.config.scheduling_policy == MIXED
         kinds = [row.prefill for row in rows]
         assert kinds == sorted(kinds), "prompts in front of decodes"
@@ -513,7 +513,7 @@ class Oracle:
         if mixes or not kinds[0]:
             self._check_left_out(rows, [life.seq.id for life in decoding if life.seq.id not in present], preempted)
         else:
-            assert not (had_enough and decoding), "running sequences are frozen (T8)"
+            assert not (had_enough and decoding), "running sequences are frozen"
         if mixes or kinds[0] or not had_enough:
             used = sum(row.end - row.start for row in rows if mixes or row.prefill)
             self._check_diligence(self.config.max_num_batched_tokens - used, flight, preempted)
@@ -574,7 +574,7 @@ class Oracle:
         has_blocks = free >= -(-head.known // self.size) - in_use + len(tables)
         has_budget = head.known - hits * self.size <= budget and self._can_afford(hits * self.size, flight)
         is_full = len(tables) >= min(self.config.max_num_seqs, self.config.max_num_batched_tokens // (self.k + 1))
-        assert is_full or not (has_blocks and has_budget), f"sequence {head.seq.id} is not admitted (T3)"
+        assert is_full or not (has_blocks and has_budget), f"sequence {head.seq.id} is not admitted"
 
     def _num_in_use(self, life: Life, hits: int, held: set[int]) -> int:
         if self.cache is None:
