@@ -8,10 +8,11 @@ is forgotten when its addresses serve others.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -199,6 +200,14 @@ class ModelRegistry:
     def serving(self) -> bool:
         """True if any worker serves."""
         return bool(self._ready)
+
+    @contextlib.contextmanager
+    def watched(self, serving_changed: Callable[[], None]) -> Iterator[None]:
+        """Calls `serving_changed` when the block makes the first worker serve, or leaves none that does."""
+        was_serving = self.serving
+        yield
+        if self.serving != was_serving:
+            serving_changed()
 
     def _resolve(self, name: str) -> str:
         """The full name of a model."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Final
 
 from common.errors import ConfigVersionError, InvalidFieldError
@@ -65,6 +65,12 @@ class RoutingConfig:
             tenants = getattr(self, name)
             _require(len(tenants) <= MAX_TENANTS, name, f"{len(tenants)} tenants", f"at most {MAX_TENANTS}")
         _require("" not in self.tenant_weight, "tenant_weight", "an entry without a tenant", "TENANT=WEIGHT")
+
+
+# By name of a field: the option that sets it. The fields of RoutingConfig are the one table of what is reloadable.
+_ROUTING_OPTIONS: Final = {each.name: each.name.removesuffix("_s").replace("_", "-") for each in fields(RoutingConfig)}
+RELOADABLE: Final = frozenset({"worker", *_ROUTING_OPTIONS.values(), "log-level"})
+"""Options of a router, without dashes, that may change while it runs."""
 
 
 @dataclass(frozen=True)
@@ -172,18 +178,8 @@ class ConfigStore:
 
 
 def _by_option(settings: RuntimeConfig) -> dict[str, object]:
-    routing = settings.routing
-    return {
-        "worker": settings.workers,
-        "placement": routing.placement,
-        "delay-factor": routing.delay_factor,
-        "max-hold": routing.max_hold_s,
-        "queue-size": routing.queue_size,
-        "tenant-weight": dict(routing.tenant_weight),
-        "tenant-concurrency": dict(routing.tenant_concurrency),
-        "tenant-max-priority": dict(routing.tenant_max_priority),
-        "log-level": settings.log_level,
-    }
+    routing = {option: getattr(settings.routing, name) for name, option in _ROUTING_OPTIONS.items()}
+    return {"worker": settings.workers, **routing, "log-level": settings.log_level}
 
 
 def _require(ok: bool, name: str, value: object, allowed: str) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,8 +42,34 @@ class RouterSecurity:
     access: Access | None = None
     health_port: int | None = None
 
+    @classmethod
+    def from_parameters(cls, given: Mapping[str, Any]) -> RouterSecurity:
+        """Reads keys and certificates that the parameters of a command with `security_options` name.
 
-_OPTIONS = apply(
+        Raises:
+            CommandError: something is missing.
+        """
+        cert, key, client_ca = given["tls_cert"], given["tls_key"], given["tls_client_ca"]
+        tls = server_tls(cert, key, client_ca)
+        if given["admin_client_ca"] is not None and tls is None:
+            raise CommandError("--admin-client-ca needs --tls-cert and --tls-key")
+        worker_tls = client_tls(
+            ca=given["worker_ca"],
+            cert=given["worker_client_cert"],
+            key=given["worker_client_key"],
+            name=given["worker_tls_name"],
+            prefix="--worker-",
+        )
+        return cls(
+            tls=tls,
+            admin_tls=server_tls(cert, key, given["admin_client_ca"] or client_ca),
+            worker_tls=worker_tls,
+            access=_access(given["api_keys"], given["api_key_lines"]),
+            health_port=given["health_port"],
+        )
+
+
+security_options = apply(
     server_tls_options("FISSILE"),
     file_option(
         "--admin-client-ca", "FISSILE_ADMIN_CLIENT_CA",
@@ -70,50 +95,6 @@ _OPTIONS = apply(
     ),
     health_port_option("FISSILE"),
 )  # fmt: skip
-
-
-def with_security(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the options, and hands them to the command as `security`.
-
-    Raises (the command):
-        CommandError: something is missing.
-    """
-
-    @functools.wraps(command)
-    def wrapped(
-        *args: Any,
-        tls_cert: Path | None,
-        tls_key: Path | None,
-        tls_client_ca: Path | None,
-        admin_client_ca: Path | None,
-        worker_ca: Path | None,
-        worker_tls_name: str,
-        worker_client_cert: Path | None,
-        worker_client_key: Path | None,
-        api_keys: Path | None,
-        api_key_lines: tuple[str, ...],
-        health_port: int | None,
-        **kwargs: Any,
-    ) -> Any:
-        tls = server_tls(tls_cert, tls_key, tls_client_ca)
-        if admin_client_ca is not None and tls is None:
-            raise CommandError("--admin-client-ca needs --tls-cert and --tls-key")
-        security = RouterSecurity(
-            tls=tls,
-            admin_tls=server_tls(tls_cert, tls_key, admin_client_ca or tls_client_ca),
-            worker_tls=client_tls(
-                ca=worker_ca,
-                cert=worker_client_cert,
-                key=worker_client_key,
-                name=worker_tls_name,
-                prefix="--worker-",
-            ),
-            access=_access(api_keys, api_key_lines),
-            health_port=health_port,
-        )
-        return command(*args, security=security, **kwargs)
-
-    return _OPTIONS(wrapped)
 
 
 def _access(file: Path | None, lines: tuple[str, ...]) -> KeyAccess | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Final
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields, replace
+from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 import structlog
@@ -14,7 +14,6 @@ from fissile.admin.v1 import admin_pb2 as apb
 from fissile.admin.v1.admin_pb2_grpc import AdminServiceServicer
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
-from google.protobuf.field_mask_pb2 import FieldMask
 
 from common.cli.core.errors import CommandError
 from common.errors import (
@@ -30,8 +29,11 @@ from common.rpc.unsupported_fields import field_paths, refuse_unserved
 from common.telemetry.tracing import Tracing
 from router.api.rpc_scope import Context, RpcScope
 from router.api.shutdown import OpenCalls
-from router.requests.fleet import Fleet, KnownWorker, WorkerState
+from router.requests.request_router import RequestRouter
 from router.runtime_config import ConfigStore, ReloadResult, RoutingConfig
+from router.workers.session import WorkerState
+from router.workers.worker_pool import WorkerPool
+from router.workers.worker_record import KnownWorker
 
 if TYPE_CHECKING:
     # In the type stubs only: at run time the one stub class serves both kinds of channel.
@@ -39,13 +41,7 @@ if TYPE_CHECKING:
 
 SERVICE = "fissile.admin.v1.AdminService"
 _WATCH_INTERVAL_S: Final = 1.0
-_STATES: Final = {
-    WorkerState.SERVING: apb.WORKER_STATE_SERVING,
-    WorkerState.CORDONED: apb.WORKER_STATE_CORDONED,
-    WorkerState.DRAINING: apb.WORKER_STATE_DRAINING,
-    WorkerState.LEAVING: apb.WORKER_STATE_LEAVING,
-    WorkerState.UNCONNECTED: apb.WORKER_STATE_UNCONNECTED,
-}
+_STATES: Final = {state: apb.WorkerState.Value(f"WORKER_STATE_{state.name}") for state in WorkerState}
 _ROUTING_FIELDS: Final = frozenset(apb.Routing.DESCRIPTOR.fields_by_name)
 _SET_ROUTING: Final = frozenset(field_paths(apb.SetRoutingRequest.DESCRIPTOR))
 
@@ -56,14 +52,23 @@ class AdminService(AdminServiceServicer):
     """The administration of one router.
 
     Args:
-        fleet: its workers.
+        pool: its workers.
+        requests: its requests.
         configuration: what may change while it runs.
         tracing: makes a span per call.
         calls: knows the calls that have to end with the router.
     """
 
-    def __init__(self, fleet: Fleet, configuration: ConfigStore, tracing: Tracing, calls: OpenCalls) -> None:
-        self._fleet = fleet
+    def __init__(
+        self,
+        pool: WorkerPool,
+        requests: RequestRouter,
+        configuration: ConfigStore,
+        tracing: Tracing,
+        calls: OpenCalls,
+    ) -> None:
+        self._pool = pool
+        self._requests = requests
         self._configuration = configuration
         self._tracing = tracing
         self._calls = calls
@@ -75,7 +80,7 @@ class AdminService(AdminServiceServicer):
         """Lists the workers, connected or not."""
         async with RpcScope(self._tracing, context, "ListWorkers", service=SERVICE):
             refuse_unserved(request)
-            return apb.ListWorkersResponse(workers=map(_worker, self._fleet.workers()))
+            return apb.ListWorkersResponse(workers=map(_worker, self._pool.workers()))
 
     async def CordonWorker(self, request: apb.CordonWorkerRequest, context: Context) -> apb.CordonWorkerResponse:
         """Passes the wish to the worker, which tells all its routers."""
@@ -153,7 +158,7 @@ class AdminService(AdminServiceServicer):
     # What they have in common.
 
     def _connected(self) -> list[KnownWorker]:
-        return [worker for worker in self._fleet.workers() if worker.state is not WorkerState.UNCONNECTED]
+        return [worker for worker in self._pool.workers() if worker.state is not WorkerState.UNCONNECTED]
 
     def _find(self, worker_id: str) -> KnownWorker:
         known = {worker.worker_id: worker for worker in self._connected()}
@@ -165,7 +170,7 @@ class AdminService(AdminServiceServicer):
     async def _asked(self, worker: KnownWorker) -> AsyncIterator[WorkerServiceAsyncStub]:
         """A worker's service; that it fails is the operator's business, and no failure of the router."""
         with self._calls.interruptible():
-            async with self._fleet.dialer.channel(worker.address) as channel:
+            async with self._pool.dialer.channel(worker.address) as channel:
                 try:
                     yield WorkerServiceStub(channel)
                 except grpc.aio.AioRpcError as error:
@@ -210,10 +215,10 @@ class AdminService(AdminServiceServicer):
     def _load(self) -> apb.WatchLoadResponse:
         queues = [
             apb.QueueLoad(priority=each.name, waiting=each.waiting, oldest_age_ms=round(1000 * each.oldest_age_s))
-            for each in self._fleet.waiting()
+            for each in self._requests.waiting()
         ]
-        workers = map(_worker, self._fleet.workers())
-        return apb.WatchLoadResponse(workers=workers, queues=queues, in_flight=self._fleet.in_flight)
+        workers = map(_worker, self._pool.workers())
+        return apb.WatchLoadResponse(workers=workers, queues=queues, in_flight=self._requests.in_flight)
 
 
 def reread(configuration: ConfigStore) -> ReloadResult:
@@ -247,15 +252,9 @@ def _worker(worker: KnownWorker) -> apb.Worker:
 
 
 def _proto(routing: RoutingConfig) -> apb.Routing:
-    return apb.Routing(
-        placement=routing.placement,
-        delay_factor=routing.delay_factor,
-        max_hold_ms=round(1000 * routing.max_hold_s),
-        queue_size=routing.queue_size,
-        tenant_weight=routing.tenant_weight,
-        tenant_concurrency=routing.tenant_concurrency,
-        tenant_max_priority=routing.tenant_max_priority,
-    )
+    """The routing as the contract has it: fields of the same names, but milliseconds."""
+    values = {each.name: getattr(routing, each.name) for each in fields(routing)}
+    return apb.Routing(max_hold_ms=round(1000 * values.pop("max_hold_s")), **values)
 
 
 def _merged(routing: RoutingConfig, request: apb.SetRoutingRequest) -> RoutingConfig:
@@ -272,16 +271,11 @@ def _merged(routing: RoutingConfig, request: apb.SetRoutingRequest) -> RoutingCo
             raise InvalidFieldError("update_mask", f"names {path!r}", f"fields of Routing: {allowed}")
     if not paths:
         raise InvalidFieldError("routing", "has no field, and there is no update_mask", f"any of {allowed}")
-    wanted = _proto(routing)
-    FieldMask(paths=paths).MergeMessage(given, wanted, replace_repeated_field=True)
+    values: dict[str, Any] = {path: getattr(given, path) for path in paths}
+    changed: dict[str, Any] = {
+        path: dict(value) if isinstance(value, Mapping) else value for path, value in values.items()
+    }
     # Milliseconds are coarser than what an option may say: one that is not asked to change does not.
-    hold_s = wanted.max_hold_ms / 1000 if "max_hold_ms" in paths else routing.max_hold_s
-    return RoutingConfig(
-        placement=wanted.placement,
-        delay_factor=wanted.delay_factor,
-        max_hold_s=hold_s,
-        queue_size=wanted.queue_size,
-        tenant_weight=dict(wanted.tenant_weight),
-        tenant_concurrency=dict(wanted.tenant_concurrency),
-        tenant_max_priority=dict(wanted.tenant_max_priority),
-    )
+    if "max_hold_ms" in changed:
+        changed["max_hold_s"] = changed.pop("max_hold_ms") / 1000
+    return replace(routing, **changed)

@@ -33,7 +33,7 @@ from router.api.rpc_scope import Context, RpcScope
 from router.api.shutdown import OpenCalls
 from router.api.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.model_registry import ModelRegistry, ServedModel
-from router.requests.fleet import Fleet
+from router.requests.request_router import RequestRouter
 from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
 from router.scheduling.failover import Wait
 from router.telemetry.metrics import RequestMeasure, RouterMetrics
@@ -48,6 +48,7 @@ from router.validation import (
     clip_to_length,
     sampling_params,
 )
+from router.workers.expected_workers import ExpectedWorkers
 
 AnswerRequest: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 AnswerResponse: TypeAlias = pb.GenerateResponse | pb.ChatResponse
@@ -113,7 +114,8 @@ class InferenceService(InferenceServiceServicer):
     closed when its call is cancelled, a coroutine that waits for a write is.
 
     Args:
-        fleet: sends requests on their way.
+        requests: sends requests on their way.
+        expected: workers that have never been up.
         registry: the models.
         encoder: makes prompts, off the loop.
         tracing: makes a span per call.
@@ -127,7 +129,8 @@ class InferenceService(InferenceServiceServicer):
 
     def __init__(
         self,
-        fleet: Fleet,
+        requests: RequestRouter,
+        expected: ExpectedWorkers,
         registry: ModelRegistry,
         encoder: PromptEncoder,
         tracing: Tracing,
@@ -139,7 +142,8 @@ class InferenceService(InferenceServiceServicer):
         *,
         has_keys: bool = False,
     ) -> None:
-        self._fleet = fleet
+        self._requests = requests
+        self._expected = expected
         self._registry = registry
         self._encoder = encoder
         self._tracing = tracing
@@ -246,7 +250,7 @@ class InferenceService(InferenceServiceServicer):
             with self._calls.held(), self._claimed(tenant, request_id), self._tenant_limits.held(tenant, self._clock):
                 if not self._registry.knows(request.model):
                     with self._calls.interruptible():
-                        await self._fleet.wait_for_model(request.model)
+                        await self._expected.wait_for_model(request.model)
                 asked = _Asked(request, request_id, encode, context, arrival, tenant, salt, priority, span, record)
                 await self._run(kind, asked, measure)
 
@@ -263,13 +267,13 @@ class InferenceService(InferenceServiceServicer):
                 routed = await self._prepare(asked, model)
                 assembly = self._assembly(kind, routed, model, asked.request.output_options.return_token_ids)
                 opened = opened or self._clock()
-                stream = self._fleet.open(routed, assembly, asked.span.submitted, stream)
+                stream = self._requests.open(routed, assembly, asked.span.submitted, stream)
                 try:
                     return await self._send(kind, stream, asked, measure)
                 except ReplacedError:
                     continue
                 finally:
-                    self._fleet.close(stream)
+                    self._requests.close(stream)
         finally:
             # What only observes may fail by itself.
             with contextlib.suppress(Exception):

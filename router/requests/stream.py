@@ -82,6 +82,22 @@ class RoutedRequest:
         trace_id = trace_id_of(self.traceparent)
         return {"request_id": shown(self.request_id), **({"trace_id": trace_id} if trace_id else {})}
 
+    def queued(self, key: int) -> QueuedRequest:
+        """The request as the dispatcher knows it, under the number `key` of this router."""
+        return QueuedRequest(
+            key,
+            self.identity,
+            len(self.token_ids),
+            self.arrival,
+            self.deadline,
+            tenant=self.tenant,
+            priority=self.priority,
+            session=self.session_id,
+            granules=self.granules,
+            granule_tokens=self.granule_tokens,
+            most_tokens=len(self.token_ids) + self.params.max_tokens,
+        )
+
     def to_record(self, rid: int, *, must_keep: bool) -> wpb.SubmitSequence:
         """The request as the worker gets it, without what depends on the frame."""
         return wpb.SubmitSequence(
@@ -119,7 +135,7 @@ class RequestStream:
         request: RoutedRequest,
         assembly: StreamAssembly,
         on_submit: Callable[[str], None],
-        turns: WritePacer,
+        pacer: WritePacer,
     ) -> None:
         self.queued = queued
         self.request = request
@@ -131,7 +147,7 @@ class RequestStream:
         self.attempts = Attempts()
         self.was_returned = False
         self.refused_by = ""
-        self._turns = turns
+        self._pacer = pacer
         # Of the handler that waits for news, until it has been given its turn.
         self._waiter: asyncio.Future[None] | None = None
         self._writer: asyncio.Task[object] | None = None
@@ -148,7 +164,7 @@ class RequestStream:
         Raises:
             ApiError: the request has failed.
         """
-        has_turn = not self._turns
+        has_turn = not self._pacer
         while True:
             if has_turn and (part := self.assembly.next_chunk()) is not None:
                 return part
@@ -184,7 +200,7 @@ class RequestStream:
         """The assembly has changed."""
         waiter, self._waiter = self._waiter, None
         if waiter is not None:
-            self._turns.join(waiter)
+            self._pacer.join(waiter)
         if self._writer is not None and self.assembly.is_dropped:
             self._writer.cancel()
             self._writer = None
@@ -204,12 +220,13 @@ class RequestStream:
         self.assembly.fail(error)
         self.wake()
 
-    def begin(self, session: Session, numerics: str, rid: int, now: float, *, must_keep: bool) -> Submission:
+    def begin(self, session: Session, rid: int, now: float, *, must_keep: bool) -> Submission:
         """A new attempt on a worker: the prompt, and behind it what has come so far (rule S5)."""
         self.session, self.rid = session, rid
-        self.attempts.begin(session.worker_id, numerics, self.assembly.num_tokens, now, alone=self.queued.alone)
+        alone, have = self.queued.alone, self.assembly.num_tokens
+        self.attempts.begin(session.worker_id, session.numerics, have, now, alone=alone)
         self.assembly.worker_id = session.worker_id
         self.on_submit(session.worker_id)
         request, generated = self.request, self.assembly.token_ids
         token_ids = request.token_ids + generated if generated else request.token_ids
-        return Submission(request.to_record(rid, must_keep=must_keep), token_ids, self.assembly, request.deadline)
+        return Submission(request.to_record(rid, must_keep=must_keep), token_ids, self, request.deadline)

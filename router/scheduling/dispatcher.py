@@ -2,8 +2,8 @@
 
 Pure: events and `now` (monotonic seconds) come in, decisions go out. `decide` implements docs/architecture.md with
 the placement as a policy object. No call takes long, however many wait and however large the fleet is: what a lane that
-comes or goes means for those that wait is worked off in pieces, and a decision looks at the lanes that have changed or
-whose time has come. Invariants, checked by the property test:
+comes or goes means for those that wait is worked off in pieces (`rebinding`, `rebalancing`), and a decision looks at
+the lanes that have changed or whose time has come (`lane_agenda`). Invariants, checked by the property test:
   * A request is waiting, or released, or gone; it is released at most once per arrival or return.
   * Every waiting request is bound to exactly one ready lane of its model and numerics class that is long enough for its
     prompt and all of its answer, or parked while there is none; it is parked for at most `worker_wait_s`. What is still
@@ -14,38 +14,29 @@ whose time has come. Invariants, checked by the property test:
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import math
-from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from common.delay_gate import DelayGate
 from common.errors import HopelessDeadlineError, QueueFullError
-from common.limits import (
-    MAX_QUEUE_RETRY_S,
-    MAX_QUEUED_REQUESTS,
-    MAX_REPLACED_REQUESTS,
-    MIN_QUEUE_RETRY_S,
-    REPLACE_IDLE_S,
-    REPLACE_S,
-    WORKER_WAIT_S,
-)
+from common.limits import MAX_QUEUE_RETRY_S, MAX_QUEUED_REQUESTS, MIN_QUEUE_RETRY_S, WORKER_WAIT_S
 from router.scheduling.admission import AdmissionQueue, QueuedRequest
+from router.scheduling.binding import Binding
 from router.scheduling.fair_queue import CLASS_NAMES, CLASSES, TenantShares
-from router.scheduling.placement import CacheChange, Placement
-from router.scheduling.worker_queue import Lane, LaneLoad, LaneRecord, LoadReport
+from router.scheduling.lane import Lane
+from router.scheduling.lane_agenda import LaneAgenda
+from router.scheduling.lane_table import LaneCounts, LaneTable
+from router.scheduling.placement import Placement
+from router.scheduling.rebalancing import Rebalancing
+from router.scheduling.rebinding import Rebinding
+from router.scheduling.worker_load import LoadReport
 
-# So many more waiting requests double the time until their lanes are looked at again.
-_REPLACED_AT_ONCE = 16
-# Waiting requests that one decision looks at: about 2 ms.
-_REPLACED_PER_DECISION = 48
 # Requests after which a decision leaves the other lanes to the next one; a group goes as a whole.
 _RELEASED_PER_DECISION = 64
 # Requests that one call ends: their deadline has passed, or nobody could serve them for too long.
 _ENDED_AT_ONCE = 128
-_SPARE_TIMERS = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,67 +68,13 @@ class ClassLoad:
     oldest_age_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class LaneCounts:
-    """Lanes for which nothing waits, those that release as far as there is room, and those that the gate holds."""
-
-    idle: int = 0
-    open: int = 0
-    held: int = 0
-
-
-@dataclass(slots=True)
-class _Look:
-    """A look at waiting requests that has begun.
-
-    Attributes:
-        requests: those to come; one without a lane is parked, or has gone meanwhile.
-        ahead: prompt tokens, by worker, of those that have been looked at.
-        seen: how many that were.
-    """
-
-    requests: deque[QueuedRequest]
-    ahead: dict[str, int] = field(default_factory=dict)
-    seen: int = 0
-
-
-class _Timers:
-    """Times at which each lane is to be looked at again: a heap with lazy deletion."""
-
-    def __init__(self) -> None:
-        self._at: dict[Lane, float] = {}
-        self._heap: list[tuple[float, int, Lane]] = []
-        self._serials = itertools.count()
-
-    def set(self, lane: Lane, at: float | None) -> None:
-        """Sets a lane's time; None for never."""
-        if at is None:
-            self._at.pop(lane, None)
-        elif self._at.get(lane) != at:
-            self._at[lane] = at
-            heapq.heappush(self._heap, (at, next(self._serials), lane))
-            if len(self._heap) > 2 * len(self._at) + _SPARE_TIMERS:
-                self._heap = [(due, next(self._serials), each) for each, due in self._at.items()]
-                heapq.heapify(self._heap)
-
-    def next(self) -> float | None:
-        """The earliest time; None when there is none."""
-        while self._heap and self._at.get(self._heap[0][2]) != self._heap[0][0]:
-            heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
-
-    def take_due(self, now: float) -> list[Lane]:
-        """The lanes whose time has come; they have none any more."""
-        due: list[Lane] = []
-        while (at := self.next()) is not None and at <= now:
-            lane = heapq.heappop(self._heap)[2]
-            del self._at[lane]
-            due.append(lane)
-        return due
-
-
 class Dispatcher:
     """The requests that wait at this router, and the lanes of the workers.
+
+    Attributes:
+        shares: what the tenants have had.
+        lanes: the lanes of the workers that are up.
+        binding: which lane each waiting request waits for.
 
     Args:
         gate: the delay gate of all lanes.
@@ -156,43 +93,21 @@ class Dispatcher:
         shares: TenantShares | None = None,
     ) -> None:
         self._gate = gate
-        self._placement = placement
-        self._shares = TenantShares() if shares is None else shares
-        self._queue = AdmissionQueue(capacity, self._shares)
-        self._worker_wait_s = worker_wait_s
-        self._lanes: dict[str, Lane] = {}
-        self._ready: dict[str, list[Lane]] = {}
-        # Of them one of each numerics class and length.
-        self._kinds: dict[str, list[Lane]] = {}
-        # The lanes for which something waits.
-        self._busy: dict[str, Lane] = {}
-        # Lanes that one request has for itself, and lanes with a limit.
-        self._taken: set[str] = set()
-        self._limited: set[str] = set()
-        # Lanes to look at in the next decision, and workers whose record may have changed.
-        self._changed: dict[Lane, None] = {}
-        self._changed_records: set[str] = set()
-        self._timers = _Timers()
-        # To be worked off: lanes that take no more, parked requests that may be served, what is to be placed anew.
-        self._vacating: deque[Lane] = deque()
-        self._waking: deque[int] = deque()
-        self._placing: deque[QueuedRequest] = deque()
-        # Those that came back behind as many as are placed at once, and how many came since the last decision.
-        self._returning: deque[QueuedRequest] = deque()
-        self._num_returned = 0
+        self.shares = TenantShares() if shares is None else shares
+        self._queue = AdmissionQueue(capacity, self.shares)
+        self._agenda = LaneAgenda()
+        self.lanes = LaneTable()
+        self.binding = Binding(self.lanes, self._agenda, placement, worker_wait_s)
+        self._rebinding = Rebinding(self.binding, self._queue)
+        self._rebalancing = Rebalancing(self.binding, self._queue)
         # True if the last decision has left lanes to the next one.
         self._is_short = False
-        # Waiting requests without a lane, the longest parked first.
-        self._parked: dict[int, QueuedRequest] = {}
-        self._newly_parked: list[int] = []
-        self._replaced = self._replace_at = -math.inf
-        self._look: _Look | None = None
 
     def __len__(self) -> int:
         return len(self._queue)
 
     def configure(
-        self, gate: DelayGate, placement: Placement | None, capacity: int, weights: Mapping[str, float], now: float
+        self, gate: DelayGate, placement: Placement | None, capacity: int, weights: Mapping[str, float]
     ) -> None:
         """Other rules from now on, for what waits too.
 
@@ -201,15 +116,14 @@ class Dispatcher:
             placement: without lanes so far; None keeps the one there is, and what it has learnt.
             capacity: most requests of one class that wait; those that wait already stay.
             weights: of tenants that are not like the others.
-            now: monotonic seconds.
         """
         self._gate = gate
         self._queue.configure(capacity, weights)
-        self._changed.update(dict.fromkeys(self._busy.values()))
+        self._agenda.add(self.lanes.busy.values())
         if placement is None:
             return
-        self._placement = placement
-        for lane in self._lanes.values():
+        self.binding.placement = placement
+        for lane in self.lanes:
             # One that takes no work has a cache all the same, with which it may take work again.
             placement.lane_up(lane)
             if not lane.ready:
@@ -224,6 +138,8 @@ class Dispatcher:
             ClassLoad(CLASS_NAMES[priority], len(each), now - min(each, default=now))
             for priority, each in arrivals.items()
         ]
+
+    # Requests.
 
     def is_full(self, priority: int) -> bool:
         """True if a new request of a class is refused, or takes the place of another."""
@@ -240,7 +156,7 @@ class Dispatcher:
             HopelessDeadlineError: its deadline would pass before its prompt is computed.
         """
         yields = self._queue.place_for(request.priority, request.tenant, now)
-        lane = self._choose(request, now)
+        lane = self.binding.choose(request, now)
         if lane is not None:
             _check_deadline(request, lane, now)
         dropped = None
@@ -248,17 +164,13 @@ class Dispatcher:
             dropped = Dropped(yields, self._queue.full(yields.priority, yields.tenant, now))
             self.cancel(yields.key)
         self._queue.push(request)
-        self._place(request, now, lane)
+        self.binding.bind(request, now, lane)
         return dropped
-
-    def charge_output(self, request: QueuedRequest, output: int) -> None:
-        """Charges a request's tenant for what has come of its answer, as `TenantShares.charge_output`."""
-        self._shares.charge_output(request, output)
 
     def rejoin(self, request: QueuedRequest, now: float) -> None:
         """Takes a request in again that waited, and was made for another model meanwhile: its key keeps its place."""
         self._queue.push(request)
-        self._place(request, now, self._choose(request, now))
+        self.binding.place(request, now)
 
     def requeue(self, request: QueuedRequest, now: float, *, excluded_worker: str = "") -> None:
         """Takes back, at the head, a request that a worker returned (rule S9) or was lost with.
@@ -270,40 +182,35 @@ class Dispatcher:
         """
         self._queue.push_front(request)
         request.excluded_worker = excluded_worker
-        self._num_returned += 1
-        if self._returning or self._num_returned > _REPLACED_PER_DECISION:
-            self._returning.append(request)
-        else:
-            self._place(request, now, self._choose(request, now), first=True)
+        self._rebinding.add_returned(request, now)
 
     def cancel(self, key: int) -> bool:
         """Drops a waiting request; False when it does not wait."""
         request = self._queue.remove(key)
         if request is None:
             return False
-        self._displace(request)
+        self.binding.unbind(request)
         return True
 
     def expire(self, now: float) -> list[int]:
         """Drops waiting requests whose deadline has passed and returns their keys; the rest at the next call."""
         expired: list[int] = []
         while len(expired) < _ENDED_AT_ONCE and (request := self._queue.pop_expired(now)) is not None:
-            self._displace(request)
+            self.binding.unbind(request)
             expired.append(request.key)
         return expired
 
     def abandon(self, now: float) -> list[int]:
         """Drops requests for which there has been no worker for too long and returns their keys; the rest at the next
         call. Those that can be served by now are to be placed still."""
-        abandoned: list[int] = []
-        for request in itertools.islice(self._parked.values(), _ENDED_AT_ONCE):
-            if self._parked_until(request) > now:
-                break
-            if not self._is_servable(request):
-                abandoned.append(request.key)
+        first = itertools.islice(self.binding.parked, _ENDED_AT_ONCE)
+        overdue = itertools.takewhile(lambda request: self.binding.parked.is_overdue(request, now), first)
+        abandoned = [request.key for request in overdue if not self.lanes.is_servable(request)]
         for key in abandoned:
             self.cancel(key)
         return abandoned
+
+    # Workers.
 
     def lane_up(
         self,
@@ -322,84 +229,67 @@ class Dispatcher:
             model,
             report,
             numerics,
-            self._shares,
+            self.shares,
             max_model_len=max_model_len,
             caches_prefixes=caches_prefixes,
         )
-        self._lanes[worker] = lane
-        self._open(lane, now)
+        self.lanes.add(lane)
+        self.lane_ready(worker, now)
+
+    def lane_ready(self, worker: str, now: float) -> None:
+        """A worker takes work that took none until now."""
+        lane = self.lanes[worker]
+        self.lanes.set_ready(lane, True)
+        self.binding.parked.review_all()
+        self.binding.placement.lane_up(lane)
+        self._rebinding.refill(lane)
+        if self.binding.placement.moves_waiting:
+            self._rebalancing.begin(now)
+        self._agenda.touch(lane)
+        self._rebinding.work_off(now)
 
     def lane_draining(self, worker: str, now: float) -> None:
         """A worker takes no more work; what waits for it goes to others, or is parked."""
-        lane = self._lanes[worker]
-        lane.ready = False
-        self._placement.lane_down(lane)
-        self._know_ready(lane.model)
-        if len(lane) and lane not in self._vacating:
-            self._vacating.append(lane)
-        self._work_off(now)
-
-    def lane_ready(self, worker: str, now: float) -> None:
-        """A worker that took no more work takes it again, as in `lane_up`."""
-        lane = self._lanes[worker]
-        lane.ready = True
-        if lane in self._vacating:
-            self._vacating.remove(lane)
-        self._open(lane, now)
+        lane = self.lanes[worker]
+        self.lanes.set_ready(lane, False)
+        self.binding.parked.review_all()
+        self.binding.placement.lane_down(lane)
+        self._rebinding.vacate(lane)
+        self._rebinding.work_off(now)
 
     def lane_down(self, worker: str, now: float) -> None:
         """A worker is gone."""
         self.lane_draining(worker, now)
-        lane = self._lanes.pop(worker)
-        self._busy.pop(worker, None)
-        self._changed.pop(lane, None)
-        self._timers.set(lane, None)
-        self._taken.discard(worker)
-        self._limited.discard(worker)
+        self._agenda.forget(self.lanes.pop(worker))
 
     def limit(self, worker: str, most_seqs: int | None) -> None:
         """Gives a worker no more sequences at a time than these; None: as many as it reports room for."""
-        lane = self._lanes[worker]
-        lane.limit = most_seqs
-        self._changed[lane] = None
-        if most_seqs is None:
-            self._limited.discard(worker)
-        else:
-            self._limited.add(worker)
+        self._agenda.touch(self.lanes.limit(worker, most_seqs))
 
     def share(self, worker: str, key: int) -> None:
         """A request that had a worker for itself does not need it any more; both may be unknown."""
-        if (lane := self._lanes.get(worker)) is not None:
+        if (lane := self.lanes.get(worker)) is not None:
             lane.share(key)
-            self._note_taken(lane)
-            self._changed[lane] = None
+            self.lanes.update(lane)
+            self._agenda.touch(lane)
 
     def report(self, worker: str, load: LoadReport) -> None:
         """A worker's load after a step, or its heartbeat."""
-        lane = self._lanes[worker]
-        lane.take_report(load)
-        self._placement.load_changed(lane)
-        self._changed[lane] = None
-        if lane.idle and not len(lane):
-            self._replace_at = min(self._replace_at, self._replaced + REPLACE_IDLE_S)
+        lane = self.lanes[worker]
+        lane.load.take(load)
+        self.binding.placement.load_changed(lane)
+        self._agenda.touch(lane)
+        if lane.load.is_idle and not len(lane):
+            self._rebalancing.begin_early()
 
-    def cache_changed(self, worker: str, change: CacheChange) -> None:
-        """Takes over what a worker that has been up reports of its prefix cache."""
-        self._placement.cache_changed(worker, change)
-
-    def cache_gone(self, worker: str) -> None:
-        """A worker does not come up again with the cache that it had; it may be unknown."""
-        self._placement.cache_gone(worker)
+    # Decisions.
 
     def decide(self, now: float) -> list[Release]:
         """Releases what may go now, lane by lane, in order of service."""
-        self._num_returned = 0
-        if not self._work_off(now) and now >= self._replace_at:
-            self._replace(now)
+        if not self._rebinding.work_off(now, is_decision=True) and self._rebalancing.is_due(now):
+            self._rebalancing.run(now)
         releases: list[Release] = []
-        lanes = deque({**dict.fromkeys(self._timers.take_due(now)), **self._changed})
-        self._changed.clear()
-        num_released = 0
+        lanes, num_released = self._agenda.take(now), 0
         while lanes and num_released < _RELEASED_PER_DECISION:
             lane = lanes.popleft()
             group: list[QueuedRequest] = []
@@ -407,168 +297,26 @@ class Dispatcher:
                 group, serial = lane.release(now)
             for request in group:
                 self._queue.remove(request.key)
-                self._placement.sent(request, lane, now)
+                self.binding.placement.sent(request, lane, now)
             if group:
                 self._queue.speed.departed(len(group), now)
                 num_released += len(group)
                 releases.append(Release(lane.worker, serial, tuple(group)))
                 # There may be room for one more, which the worker chunks.
-                self._settle(lane)
-            self._timers.set(lane, self._opens_at(lane, now))
+                self.binding.update(lane)
+            self._agenda.set_time(lane, self._opens_at(lane, now))
         self._is_short = bool(lanes)
-        self._changed.update(dict.fromkeys(lanes))
+        self._agenda.add(lanes)
         return releases
 
     def next_timer(self, now: float) -> float | None:
         """Time at which `expire`, `abandon` and `decide` must run again if no event comes before; None when only events
-        matter.
-
-        `now` when there is something left to be worked off.
+        matter, `now` when there is something left to be worked off.
         """
-        if self._is_short or self._returning or self._vacating or self._waking or self._placing:
+        if self._is_short or self._rebinding:
             return now
-        parked = [self._parked_until(request) for request in itertools.islice(self._parked.values(), 1)]
-        return min([*parked, *_given(self._timers.next(), self._queue.next_deadline())], default=None)
-
-    def take_changed_records(self) -> set[str]:
-        """Workers whose record may have changed since this was asked last; some may have gone since."""
-        taken, self._changed_records = self._changed_records, set()
-        return taken
-
-    def parked(self) -> list[int]:
-        """Keys of the requests that nobody can serve now, the longest parked first."""
-        return list(self._parked)
-
-    def is_parked(self, key: int) -> bool:
-        """True if a request waits that nobody can serve now."""
-        return key in self._parked
-
-    def take_newly_parked(self) -> list[int]:
-        """Keys of the requests that have been parked since this was asked last; some may have gone since."""
-        taken, self._newly_parked = self._newly_parked, []
-        return taken
-
-    def lane_record(self, worker: str) -> LaneRecord:
-        """Record of what waits for a worker."""
-        return self._lanes[worker].record()
-
-    def lane_load(self, worker: str, now: float) -> LaneLoad:
-        """The load of a worker, for operators."""
-        return self._lanes[worker].load(now)
-
-    def lane_counts(self, now: float) -> LaneCounts:
-        """Number of lanes in each state."""
-        opened = sum(lane.is_open(now, self._gate) for lane in self._busy.values())
-        return LaneCounts(len(self._lanes) - len(self._busy), opened, len(self._busy) - opened)
-
-    def tables(self) -> dict[str, int]:
-        """Entries of the tables that grow with requests, tenants and sessions."""
-        queue = {"queue": len(self._queue), "parked": len(self._parked), "tenants_waiting": len(self._shares)}
-        return {**queue, **self._placement.tables()}
-
-    def can_serve(self, model: str, numerics: str | None, most_tokens: int = 0, *, but: str = "") -> bool:
-        """True if a worker, another one than `but`, takes work for a model and can serve it.
-
-        Args:
-            model: identity of the model.
-            numerics: class that the worker must be of, None for any.
-            most_tokens: tokens that the sequence has at its end at most.
-            but: a worker that does not count, "" for none.
-        """
-        lanes = self._ready.get(model, ())
-        return any(lane.worker != but and lane.can_serve(numerics, most_tokens) for lane in lanes)
-
-    def _is_servable(self, request: QueuedRequest) -> bool:
-        kinds = self._kinds.get(request.model, ())
-        return any(lane.can_serve(request.numerics, request.most_tokens) for lane in kinds)
-
-    def _lanes_for(self, request: QueuedRequest) -> list[Lane]:
-        """The lanes that can serve a request; all of its model's are one and the same list."""
-        lanes = self._ready.get(request.model, [])
-        if all(lane.can_serve(request.numerics, request.most_tokens) for lane in self._kinds.get(request.model, ())):
-            return lanes
-        return [lane for lane in lanes if lane.can_serve(request.numerics, request.most_tokens)]
-
-    def _choose(self, request: QueuedRequest, now: float) -> Lane | None:
-        """The lane for a request; None when there is none."""
-        lanes = self._lanes_for(request)
-        request.work = request.tokens
-        if request.excluded_worker:
-            lanes = [lane for lane in lanes if lane.worker != request.excluded_worker] or lanes
-        if self._taken or self._limited:
-            shut = {
-                name for name in self._taken | self._limited if (lane := self._lanes[name]).is_taken or lane.is_full
-            }
-            lanes = [lane for lane in lanes if lane.worker not in shut] or lanes
-        if request.alone:
-            lanes = [lane for lane in lanes if lane.idle and not len(lane)] or lanes
-        return self._placement.choose(request, lanes, now) if lanes else None
-
-    def _place(self, request: QueuedRequest, now: float, lane: Lane | None, *, first: bool = False) -> None:
-        """Binds a waiting request to a lane, or parks it."""
-        if lane is not None:
-            request.parked = None
-            lane.bind(request, first=first)
-            self._note_taken(lane)
-            self._busy[lane.worker] = lane
-            self._note_change(lane)
-            return
-        request.parked = now
-        self._parked[request.key] = request
-        self._newly_parked.append(request.key)
-
-    def _replace(self, now: float) -> None:
-        """Late binding: moves those of the first waiting requests that another worker would serve clearly sooner.
-
-        Each sees what is before it on a lane. A look takes as many decisions as it needs, so that none holds the event
-        loop for long. The more there are, the longer until the next look, unless a worker has nothing to do.
-        """
-        if self._look is None:
-            self._look = _Look(deque(itertools.islice(self._queue, MAX_REPLACED_REQUESTS)))
-        look = self._look
-        for _ in range(min(_REPLACED_PER_DECISION, len(look.requests))):
-            request = look.requests.popleft()
-            if request.lane is not None and request.lane.ready and not request.alone:
-                self._replace_one(request, request.lane, look.ahead, now)
-                look.seen += 1
-        if look.requests:
-            return
-        self._look = None
-        self._replace_at = now + REPLACE_S * (1 + look.seen / _REPLACED_AT_ONCE)
-        self._replaced = now
-
-    def _replace_one(self, request: QueuedRequest, lane: Lane, ahead: dict[str, int], now: float) -> None:
-        better = self._placement.find_better_lane(request, lane, ahead, now)
-        if better is not None:
-            lane.unbind(request)
-            request.work = better.work
-            self._settle(lane)
-            lane = better.lane
-            self._place(request, now, lane)
-        ahead[lane.worker] = ahead.get(lane.worker, 0) + request.work
-
-    def _displace(self, request: QueuedRequest) -> None:
-        """Takes a request off its lane, or out of the parked ones."""
-        lane = request.lane
-        if lane is None:
-            self._parked.pop(request.key, None)
-            return
-        lane.unbind(request)
-        self._settle(lane)
-
-    def _settle(self, lane: Lane) -> None:
-        """Updates a lane whose waiting requests have become fewer."""
-        self._note_taken(lane)
-        if not len(lane) and self._busy.get(lane.worker) is lane:
-            del self._busy[lane.worker]
-        self._note_change(lane)
-
-    def _note_change(self, lane: Lane) -> None:
-        """Something else waits for a lane than before."""
-        self._placement.load_changed(lane)
-        if self._lanes.get(lane.worker) is lane:
-            self._changed[lane] = None
-            self._changed_records.add(lane.worker)
+        times = self.binding.parked.next_overdue(), self._agenda.next_time(), self._queue.next_deadline()
+        return min((time for time in times if time is not None), default=None)
 
     def _opens_at(self, lane: Lane, now: float) -> float | None:
         """Time at which a lane is to be looked at again; None when only events matter, as for one that is open."""
@@ -576,76 +324,14 @@ class Dispatcher:
             return None
         return now + wait_s if (wait_s := lane.opens_in(now, self._gate)) else None
 
-    def _note_taken(self, lane: Lane) -> None:
-        if self._lanes.get(lane.worker) is not lane:
-            return
-        if lane.is_taken:
-            self._taken.add(lane.worker)
-        else:
-            self._taken.discard(lane.worker)
+    def lane_counts(self, now: float) -> LaneCounts:
+        """Number of lanes in each state."""
+        return self.lanes.counts(now, self._gate)
 
-    def _parked_until(self, request: QueuedRequest) -> float:
-        assert request.parked is not None
-        return request.parked + self._worker_wait_s
-
-    def _know_ready(self, model: str) -> None:
-        """Notes which lanes of a model take work."""
-        lanes = [lane for lane in self._lanes.values() if lane.model == model and lane.ready]
-        self._ready.pop(model, None)
-        self._kinds.pop(model, None)
-        if lanes:
-            self._ready[model] = lanes
-            self._kinds[model] = list({(lane.numerics, lane.max_model_len): lane for lane in lanes}.values())
-
-    def _open(self, lane: Lane, now: float) -> None:
-        """A lane takes work from now on."""
-        self._placement.lane_up(lane)
-        self._know_ready(lane.model)
-        # In the order of service, which is not the one in which they were parked: those that came back go first.
-        self._waking = deque(request.key for request in self._queue if request.key in self._parked)
-        # Late binding moves no suspects, and they are to find the lane empty.
-        self._placing = deque(request for request in self._queue if request.alone)
-        if self._placement.moves_waiting:
-            self._replace_at = now
-        else:
-            self._placing.extend(request for request in self._queue if not request.alone)
-        self._changed[lane] = None
-        self._work_off(now)
-
-    def _work_off(self, now: float) -> bool:
-        """Places some of those that have come back, whose lane takes no more work, or for which one does.
-
-        False when there was nothing to do.
-
-        Lanes that have come are chosen by `_replace`, or by the placement, asked again in pieces.
-        """
-        room = _REPLACED_PER_DECISION
-        while room and self._returning:
-            returned = self._returning.popleft()
-            if returned.key in self._queue and returned.lane is None and returned.key not in self._parked:
-                self._place(returned, now, self._choose(returned, now), first=True)
-            room -= 1
-        while room and self._vacating:
-            lane = self._vacating[0]
-            for request in list(itertools.islice(lane, room)):
-                self._displace(request)
-                self._place(request, now, self._choose(request, now))
-                room -= 1
-            if not len(lane):
-                self._vacating.popleft()
-        while room and self._waking:
-            parked = self._parked.get(self._waking.popleft())
-            if parked is not None and (chosen := self._choose(parked, now)) is not None:
-                self._displace(parked)
-                self._place(parked, now, chosen)
-            room -= 1
-        while room and self._placing:
-            request = self._placing.popleft()
-            if request.lane is not None and request.lane.ready:
-                self._displace(request)
-                self._place(request, now, self._choose(request, now))
-            room -= 1
-        return room < _REPLACED_PER_DECISION
+    def tables(self) -> dict[str, int]:
+        """Entries of the tables that grow with requests, tenants and sessions."""
+        queue = {"queue": len(self._queue), "parked": len(self.binding.parked), "tenants_waiting": len(self.shares)}
+        return {**queue, **self.binding.placement.tables()}
 
 
 def _check_deadline(request: QueuedRequest, lane: Lane, now: float) -> None:
@@ -655,8 +341,3 @@ def _check_deadline(request: QueuedRequest, lane: Lane, now: float) -> None:
     if needed_s > left_s:
         retry_s = min(max(needed_s - left_s, MIN_QUEUE_RETRY_S), MAX_QUEUE_RETRY_S)
         raise HopelessDeadlineError(needed_s, left_s, retry_s)
-
-
-def _given(*values: float | None) -> list[float]:
-    """Values that are not None."""
-    return [value for value in values if value is not None]

@@ -20,14 +20,18 @@ import enum
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from common.limits import (
     FIRST_TOKENS,
+    LEASE_S,
     MAX_ATTEMPTS,
     MAX_ATTEMPTS_IN_ALL,
     MAX_DEATHS,
     MAX_SUSPICIONS,
     STALL_PREFILLS,
+    STALL_TIMEOUT_S,
+    WORKER_WAIT_S,
 )
 
 
@@ -38,6 +42,26 @@ class FailoverPolicy(enum.Enum):
     """Only on a worker of the same numerics class, which continues it with exactly the tokens it would have had."""
     ANY = "any"
     """On any worker of the same weights; the finish says `exact = false` when the class differs."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailoverOptions:
+    """Policy for requests whose worker is lost; times in seconds.
+
+    Attributes:
+        policy: where a request that has tokens may go on.
+        worker_wait_s: how long a request waits while there is no worker for it.
+        stall_timeout_s: an engine step that runs longer counts as stalled.
+        lease_s: how long workers keep the sequences of a stream that broke.
+    """
+
+    policy: FailoverPolicy = FailoverPolicy.EXACT
+    worker_wait_s: float = WORKER_WAIT_S
+    stall_timeout_s: float = STALL_TIMEOUT_S
+    lease_s: float = LEASE_S
+
+
+DEFAULT_FAILOVER: Final = FailoverOptions()
 
 
 class Loss(enum.Enum):

@@ -29,7 +29,7 @@ from common.priority import PRIORITIES
 from router.scheduling.lazy_heap import LazyMinHeap
 
 if TYPE_CHECKING:
-    from router.scheduling.worker_queue import Lane
+    from router.scheduling.lane import Lane
 
 LOW: Final = 1
 NORMAL: Final = 2
@@ -239,14 +239,12 @@ class _ClassQueue:
         self._shares = shares
         self.retries: OrderedDict[int, QueuedRequest] = OrderedDict()
         self.tenants: dict[str, _TenantQueue] = {}
-        self.tokens = 0
         self.work = 0
         self._tenant_work: dict[str, int] = {}
         # A lower bound of (what the tenant has had, its first request) for each tenant here.
         self._heap: list[tuple[float, int, str]] = []
 
     def push(self, request: QueuedRequest, *, first: bool) -> None:
-        self.tokens += request.tokens
         self.work += request.work
         if request.is_retry:
             self.retries[request.key] = request
@@ -261,7 +259,6 @@ class _ClassQueue:
             self._trim()
 
     def remove(self, request: QueuedRequest) -> None:
-        self.tokens -= request.tokens
         self.work -= request.work
         if request.is_retry:
             del self.retries[request.key]
@@ -323,9 +320,16 @@ class _ClassQueue:
 
 
 class FairQueue:
-    """The requests that wait for one worker, in order of service. Each operation is O(log n), amortized."""
+    """The requests that wait for one worker, in order of service. Each operation is O(log n), amortized.
+
+    Attributes:
+        tokens: of all requests here.
+        work: tokens to compute of all requests here.
+    """
 
     def __init__(self, shares: TenantShares) -> None:
+        self.tokens = 0
+        self.work = 0
         self._shares = shares
         self._classes = {priority: _ClassQueue(priority, shares) for priority in CLASSES}
         self._requests: dict[int, QueuedRequest] = {}
@@ -342,16 +346,6 @@ class FairQueue:
         for queue in self._classes.values():
             yield from queue
 
-    @property
-    def tokens(self) -> int:
-        """Tokens of all requests here."""
-        return sum(queue.tokens for queue in self._classes.values())
-
-    @property
-    def work(self) -> int:
-        """Tokens to compute, of all requests here."""
-        return sum(queue.work for queue in self._classes.values())
-
     def work_before(self, request: QueuedRequest) -> float:
         """Tokens that would be computed before a new request, by the order of service as it is now.
 
@@ -362,6 +356,8 @@ class FairQueue:
 
     def push(self, request: QueuedRequest, *, first: bool = False) -> None:
         """Adds a request that has entered the shares; `first`: before others that have come back too."""
+        self.tokens += request.tokens
+        self.work += request.work
         self._requests[request.key] = request
         self._classes[request.priority].push(request, first=first)
         self._arrivals[request.priority].add(request.arrival, request.key)
@@ -374,6 +370,8 @@ class FairQueue:
 
     def remove(self, request: QueuedRequest) -> None:
         """Takes out a request that is here."""
+        self.tokens -= request.tokens
+        self.work -= request.work
         del self._requests[request.key]
         self._classes[request.priority].remove(request)
 

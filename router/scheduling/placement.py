@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from common.limits import MAX_INDEX_ENTRIES, MAX_SESSIONS
 from router.scheduling.fair_queue import PrefixLookup, QueuedRequest
+from router.scheduling.lane import Lane
 from router.scheduling.prefix_index import PrefixIndex
-from router.scheduling.worker_queue import Lane
 
 # Stands in for the speed of workers that have measured none, tokens per second.
 _ASSUMED_RATE = 10_000.0
@@ -130,8 +130,8 @@ def seconds_of_work(lane: Lane, tokens: int = 0, rate: float = _ASSUMED_RATE) ->
 
 
 def _no_place_s(lane: Lane, waiting: int) -> float:
-    places = lane.last_report.room_seqs - lane.unseen_seqs - waiting
-    return _NO_PLACE_S if places <= 0 and not lane.idle else 0.0
+    places = lane.load.report.room_seqs - lane.load.unseen_seqs - waiting
+    return _NO_PLACE_S if places <= 0 and not lane.load.is_idle else 0.0
 
 
 class LoadOrder:
@@ -151,8 +151,8 @@ class LoadOrder:
 
     def update(self, lane: Lane) -> None:
         """Counts a lane with its load as it is: O(log n), amortized."""
-        report = lane.last_report
-        load = self._seconds(lane), report.decoding_seqs + report.waiting_seqs + lane.unseen_seqs + len(lane)
+        report = lane.load.report
+        load = self._seconds(lane), report.decoding_seqs + report.waiting_seqs + lane.load.unseen_seqs + len(lane)
         known = self._loads.get(lane.worker)
         if known is not None and known[:2] == load and self.lanes[lane.worker] is lane:
             return
@@ -198,7 +198,7 @@ class LeastLoaded(Placement):
             return order.least(1)[0]
         if len(lanes) > _MAX_LOOKED_AT and (least := order.least(1, _among(lanes))):
             return least[0]
-        return min(lanes, key=lambda lane: (seconds_of_work(lane), lane.last_report.decoding_seqs + len(lane)))
+        return min(lanes, key=lambda lane: (seconds_of_work(lane), lane.load.report.decoding_seqs + len(lane)))
 
     def lane_up(self, lane: Lane) -> None:
         """Counts it."""
@@ -226,7 +226,7 @@ class LeastLoaded(Placement):
 
         def cost_s(other: Lane, work: int) -> float:
             speed = self._speed(other, now)
-            return other.waits_s(speed, ahead.get(other.worker, 0)) + work / speed + _no_place_s(other, 0)
+            return other.load.waits_s(speed, ahead.get(other.worker, 0)) + work / speed + _no_place_s(other, 0)
 
         hits, known = self._refresh_lookup(request, lane, now), self.lanes(request.model)
         stays = Move(lane, _work(request, hits[lane.worker]) if lane.worker in hits else request.work)
@@ -392,15 +392,15 @@ class PrefixAware(LeastLoaded):
 
     def cost_s(self, request: QueuedRequest, lane: Lane, hit: int, now: float) -> tuple[float, int]:
         """Seconds to the end of the request's prefill, and how many sequences it would run with there."""
-        running = lane.last_report.decoding_seqs + lane.unseen_seqs + len(lane)
+        running = lane.load.report.decoding_seqs + lane.load.unseen_seqs + len(lane)
         return seconds_of_work(lane, _work(request, hit), self._speed(lane, now)), running
 
     def _seconds(self, lane: Lane) -> float:
-        return seconds_of_work(lane, rate=self._speed(lane, lane.last_report.time))
+        return seconds_of_work(lane, rate=self._speed(lane, lane.load.report.time))
 
     def _speed(self, lane: Lane, now: float) -> float:
         fastest = self._fastest.get(lane.model)
-        return lane.speed(_ASSUMED_RATE if fastest is None else fastest.rate, now)
+        return lane.load.speed(_ASSUMED_RATE if fastest is None else fastest.rate, now)
 
     def _refresh_lookup(self, request: QueuedRequest, lane: Lane, now: float) -> Mapping[str, int]:
         index, look, granules = self._indexes.get(request.model), request.lookup, request.granules
@@ -416,7 +416,7 @@ class PrefixAware(LeastLoaded):
 
     def _note_speed(self, lane: Lane) -> None:
         """The fastest of a model stands for those that have not been measured, or not for long."""
-        report = lane.last_report
+        report = lane.load.report
         if report.prefill_rate > 0:
             self._fastest.setdefault(lane.model, _Fastest(report.time)).note(report.prefill_rate, report.time)
 

@@ -19,8 +19,10 @@ from common.errors import ApiError
 from common.limits import FIGURES_EVERY_S
 from common.telemetry import names
 from common.telemetry.metrics import Labels, Metrics, Observed
-from router.requests.fleet import KnownWorker, WorkerState
-from router.scheduling.dispatcher import ClassLoad, LaneCounts
+from router.scheduling.dispatcher import ClassLoad
+from router.scheduling.lane_table import LaneCounts
+from router.workers.session import WorkerState
+from router.workers.worker_record import KnownWorker
 
 _DURATION_BOUNDS: Final = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2.56, 5.12, 10.24, 20.48, 40.96, 81.92)
 _TPOT_BOUNDS: Final = (0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1.0, 2.5)
@@ -117,7 +119,7 @@ class RouterMetrics:
         self.failed: Counter[str] = Counter()
         self.usage: dict[tuple[str, str], Usage] = {}
         self._metrics = metrics
-        self._figures = RouterSnapshot()
+        self._snapshot = RouterSnapshot()
         self.duration = metrics.histogram(
             names.SERVER_DURATION, "s", "From a request's arrival to its end", _DURATION_BOUNDS
         )
@@ -160,9 +162,9 @@ class RouterMetrics:
             ended = (measure.labels[names.REQUEST_MODEL], measure.labels.get(names.ERROR_TYPE, "OK"))
             self.usage[ended] = self.usage.get(ended, Usage()).plus(measure.used)
 
-    def take(self, figures: RouterSnapshot) -> None:
+    def take(self, snapshot: RouterSnapshot) -> None:
         """The newest figures, which are never changed, only replaced."""
-        self._figures = figures
+        self._snapshot = snapshot
 
     @property
     def enabled(self) -> bool:
@@ -208,45 +210,45 @@ class RouterMetrics:
         counter(names.ROUTER_RELEASED, "{request}", "Requests sent to workers", self._one(lambda f: f.released))
 
     def _one(self, value: Callable[[RouterSnapshot], float]) -> Callable[[], Observed]:
-        return lambda: [(value(self._figures), {})]
+        return lambda: [(value(self._snapshot), {})]
 
     def _each(self, value: Callable[[KnownWorker], float]) -> Callable[[], Observed]:
         """Observations of the connected workers."""
         return lambda: [
             (value(worker), {names.WORKER_ID: worker.worker_id, names.REQUEST_MODEL: worker.model})
-            for worker in self._figures.workers
+            for worker in self._snapshot.workers
             if worker.state is not WorkerState.UNCONNECTED
         ]
 
     def _queued(self) -> Observed:
-        return [(each.waiting, {names.PRIORITY: each.name}) for each in self._figures.queues]
+        return [(each.waiting, {names.PRIORITY: each.name}) for each in self._snapshot.queues]
 
     def _oldest_ages(self) -> Observed:
-        return [(each.oldest_age_s, {names.PRIORITY: each.name}) for each in self._figures.queues]
+        return [(each.oldest_age_s, {names.PRIORITY: each.name}) for each in self._snapshot.queues]
 
     def _lanes(self) -> Observed:
-        lanes = self._figures.lanes
+        lanes = self._snapshot.lanes
         states = {"idle": lanes.idle, "open": lanes.open, "held": lanes.held}
         return [(number, {names.LANE_STATE: state}) for state, number in states.items()]
 
     def _workers(self) -> Observed:
-        found = Counter(worker.state for worker in self._figures.workers)
+        found = Counter(worker.state for worker in self._snapshot.workers)
         return [(found[state], {names.WORKER_STATE: state.name.lower()}) for state in WorkerState]
 
     def _failures(self) -> Observed:
-        return _labelled(self._figures.failed, names.ERROR_REASON)
+        return _labelled(self._snapshot.failed, names.ERROR_REASON)
 
     def _used(self, value: Callable[[Usage], int]) -> Callable[[], Observed]:
         return lambda: [
             (value(used), {names.REQUEST_MODEL: model, names.RPC_STATUS: status})
-            for (model, status), used in self._figures.usage.items()
+            for (model, status), used in self._snapshot.usage.items()
         ]
 
     def _losses(self) -> Observed:
-        return _labelled(self._figures.lost, names.ATTEMPT_LOSS)
+        return _labelled(self._snapshot.lost, names.ATTEMPT_LOSS)
 
     def _tables(self) -> Observed:
-        return _labelled(self._figures.tables, names.TABLE)
+        return _labelled(self._snapshot.tables, names.TABLE)
 
 
 def _labelled(values: Mapping[str, int], name: str) -> list[tuple[float, Labels]]:

@@ -64,6 +64,20 @@ class Fault(enum.Enum):
     """This router ends."""
 
 
+class WorkerState(enum.Enum):
+    """State of a worker toward new requests of this router: it takes them, or why not."""
+
+    SERVING = enum.auto()
+    CORDONED = enum.auto()
+    """An operator wants it so."""
+    DRAINING = enum.auto()
+    """It is about to end."""
+    LEAVING = enum.auto()
+    """It has left the list of this router's workers."""
+    UNCONNECTED = enum.auto()
+    """There is no connection."""
+
+
 class CordonState(enum.Enum):
     """A serving worker's report about accepting new work."""
 
@@ -91,11 +105,9 @@ class SessionEvents(Protocol):
         Raises:
             WorkerRefusedError: it must not get a Hello.
         """
-        ...
 
     def session_closed(self, session: Session, fault: Fault) -> None:
         """The session's life is over, whatever came of it. Called exactly once."""
-        ...
 
     def session_up(self, session: Session, welcome: wpb.Welcome) -> None:
         """The worker takes work.
@@ -104,35 +116,24 @@ class SessionEvents(Protocol):
             WorkerRefusedError: it can not be used.
             SessionLostError: it is stalled.
         """
-        ...
 
     def step_output(self, session: Session, step: wpb.StepOutput) -> None:
         """Tokens, ends and load. Raises GapError or ProtocolError when the Session must be closed."""
-        ...
 
     def heartbeat(self, session: Session, heartbeat: wpb.Heartbeat) -> None:
         """The load, from a worker that had nothing else to say. Raises SessionLostError when it is stalled."""
-        ...
 
     def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
         """Handles changes of the worker's prefix cache. Raises SessionLostError when something is missing."""
-        ...
-
-    def renew_lease(self, session: Session) -> None:
-        """The worker must hear from this router; a Lane frame does it (rule S6)."""
-        ...
 
     def draining(self, session: Session) -> None:
         """The worker takes no new work."""
-        ...
 
     def session_down(self, session: Session, fault: Fault, why: str) -> None:
         """The stream has ended. Called exactly once for each `session_up` that returned."""
-        ...
 
     def unusable(self, session: Session, why: str) -> None:
         """The worker has not been reached, or has been lost; the next session with it is about to be opened."""
-        ...
 
 
 class Session:
@@ -145,8 +146,10 @@ class Session:
         worker_id: the worker's own name.
         instance_id: the worker's process.
         served: whether the worker has taken work in this life.
+        is_draining: whether the worker has said that it is about to end.
         cordon: what the worker has last said about new work.
         accepting: whether it gets any.
+        is_parting: whether the stream ends with the last of what runs there.
         proto_minor: version of the protocol that the worker speaks, 0 before it said so.
         step_tokens: most tokens in one step of the worker, 0 before it said so.
         lease_s: how long the worker keeps this router's sequences without hearing from it.
@@ -167,6 +170,8 @@ class Session:
         self.instance_id = ""
         self.model: ServedModel | None = None
         self.served = False
+        self.is_draining = False
+        self.is_parting = False
         self.cordon = CordonState.OPEN
         self.accepting = False
         self.proto_minor = 0
@@ -179,13 +184,30 @@ class Session:
         self._announced = 0.0
 
     def notify(self) -> None:
-        """Wakes the writer: `link` has something to write."""
+        """Wakes the writer: `state` has something to write, or fewer sequences."""
+        if self.is_parting and not self.state.live:
+            self._leaving = True
         self._to_write.set()
 
     @property
     def is_leaving(self) -> bool:
         """True if nothing new can be written any more."""
         return self._leaving
+
+    @property
+    def worker_state(self) -> WorkerState:
+        """Worker's state toward new requests."""
+        if self.is_draining:
+            return WorkerState.DRAINING
+        if self.is_parting or self._leaving:
+            return WorkerState.LEAVING
+        return WorkerState.SERVING if self.cordon is CordonState.OPEN else WorkerState.CORDONED
+
+    @property
+    def numerics(self) -> str:
+        """Numerics class; one of its own for a worker that names none, so that no answer is called exact by mistake."""
+        assert self.model is not None
+        return self.model.numerics or f"unknown, of instance {self.instance_id}"
 
     def leave(self) -> None:
         """Closes the stream when all is written, so that the worker does not wait for this router to come back."""
@@ -251,7 +273,7 @@ class Session:
     async def _serve(self, call: _SessionCall, events: SessionEvents) -> None:
         lost = SessionLostError(Fault.SHUTDOWN, "this router has closed the session")
         try:
-            await _first_of(self._read(call, events), self._write(call), self._watch(events))
+            await _first_of(self._read(call, events), self._write(call), self._watch())
             if not self._leaving:
                 lost = SessionLostError(Fault.BROKEN, "the worker closed the session")
             raise lost
@@ -297,7 +319,7 @@ class Session:
                 await asyncio.Event().wait()
             await self._to_write.wait()
 
-    async def _watch(self, events: SessionEvents) -> None:
+    async def _watch(self) -> None:
         """Renews the lease and finds out that the worker is silent (rule S10).
 
         Silence is counted in turns of this loop, so that a pause of the router itself is not taken for the worker's.
@@ -308,7 +330,8 @@ class Session:
             silent = silent + 1 if self._frames_read == seen else 0
             seen = self._frames_read
             if self._clock() - self._announced >= self.lease_s / 3:
-                events.renew_lease(self)
+                self.state.renew_lease()
+                self.notify()
         raise SessionLostError(Fault.SILENT, f"no frame for {silent * HEARTBEAT_S} s")
 
 

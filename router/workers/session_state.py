@@ -15,16 +15,16 @@ from __future__ import annotations
 
 from array import array
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
 from common.protocol import PROTO_MINOR
 from router.scheduling.failover import Loss
-from router.scheduling.worker_queue import LaneRecord
+from router.scheduling.lane import LaneRecord
 from router.text.stream_assembly import FirstTokenInfo, StreamAssembly
 
 # Room for the frame's own fields and for five bytes per token id, the most that a uint32 takes.
@@ -40,8 +40,27 @@ LOSSES: Final = {
 }
 
 
+# What a Session begins with at the worker.
+_NOTHING_WAITS: Final = LaneRecord(None, 0, 0)
+
+
 class ProtocolError(Exception):
     """The worker sent what the protocol does not allow; the Session must be closed."""
+
+
+class LiveSequence(Protocol):
+    """A request as a Session has it: what takes its tokens, and who is told that there are some.
+
+    Attributes:
+        rid: of the attempt under way.
+        assembly: takes the tokens that come back.
+    """
+
+    rid: int
+    assembly: StreamAssembly
+
+    def wake(self) -> None:
+        """The assembly has changed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,33 +70,33 @@ class Submission:
     Attributes:
         record: everything but `token_ids`, `more` and `deadline_left_ms`, which depend on the frame.
         token_ids: prompt and tokens generated so far, uint32.
-        assembly: takes the tokens that come back.
+        sequence: whose answer it brings.
         deadline: monotonic seconds, None for never.
     """
 
     record: wpb.SubmitSequence
     token_ids: array[int]
-    assembly: StreamAssembly
+    sequence: LiveSequence
     deadline: float | None = None
 
 
 @dataclass(slots=True)
 class StepEffects:
-    """Effects of a StepOutput, by rid.
+    """Effects of a StepOutput; all but the first have left the Session.
 
     Attributes:
-        touched: streams that have something new, in order, each once.
-        ended: those of them that have left the link: their stream is closed.
-        returned: sequences given back.
+        touched: sequences that have something new, in order, each once.
+        ended: those whose stream is closed.
+        returned: those that were given back.
         lost: attempts lost, and why.
         refused: attempts that the worker has refused, with the end that says why.
     """
 
-    touched: list[int] = field(default_factory=list)
-    ended: list[int] = field(default_factory=list)
-    returned: list[int] = field(default_factory=list)
-    lost: list[tuple[int, Loss]] = field(default_factory=list)
-    refused: list[tuple[int, wpb.SequenceEnd]] = field(default_factory=list)
+    touched: list[LiveSequence] = field(default_factory=list)
+    ended: list[LiveSequence] = field(default_factory=list)
+    returned: list[LiveSequence] = field(default_factory=list)
+    lost: list[tuple[LiveSequence, Loss]] = field(default_factory=list)
+    refused: list[tuple[LiveSequence, wpb.SequenceEnd]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -98,17 +117,19 @@ class SessionState:
         lease_s: the worker drops this router's sequences when it hears nothing for so long.
 
     Attributes:
-        live: what takes the answers of the sequences that run there, by rid.
+        live: the sequences that run there, by rid: all that this router knows by a rid.
         kv_seq: what Hello says of the worker's KV events.
     """
 
     def __init__(self, router_id: str, lease_s: float) -> None:
         hello = wpb.Hello(proto_minor=PROTO_MINOR, router_id=router_id, lease_ms=round(lease_s * 1000))
-        self.live: dict[int, StreamAssembly] = {}
+        self.live: dict[int, LiveSequence] = {}
         self.kv_seq = 0
         self._hello: wpb.Hello | None = hello
         self._cancels: list[int] = []
-        self._lane: LaneRecord | None = None
+        # What the worker knows, or is about to be told, of what waits for it here.
+        self._record = _NOTHING_WAITS
+        self._lane_is_due = False
         self._kv_epoch = 0
         self._groups: deque[_Group] = deque()
         self._submitted_below = 0
@@ -126,16 +147,18 @@ class SessionState:
         self.kv_seq = self._hello.kv_seq = seq
 
     def ask_for_cache(self, epoch: int) -> None:
-        """Has the next Lane frame ask for a snapshot of the worker's cache; `epoch` is above those of earlier asks."""
+        """Queues a Lane frame that asks for a snapshot of the worker's cache; `epoch` is above earlier ones."""
         self._kv_epoch = epoch
+        self.renew_lease()
 
-    def unwritten(self) -> list[int]:
+    def unwritten(self) -> list[LiveSequence]:
         """The live sequences of which something has not been written: the worker can not have them whole."""
-        return [rid for group in self._groups for rid in (*group.pending, *group.rests) if rid in self.live]
+        rids = (rid for group in self._groups for rid in (*group.pending, *group.rests))
+        return [self.live[rid] for rid in rids if rid in self.live]
 
-    def forget(self, rid: int) -> None:
-        """Drops a sequence that the worker does not have."""
-        self.live.pop(rid, None)
+    def forget(self, rids: Iterable[int]) -> list[LiveSequence]:
+        """Drops the sequences that the worker does not have, and returns them."""
+        return [self.live.pop(rid) for rid in rids if rid in self.live]
 
     def submit(self, serial: int, group: Sequence[Submission]) -> None:
         """Queues a group of new sequences; their rids must be above all earlier ones."""
@@ -146,7 +169,7 @@ class SessionState:
             elif rid < self._submitted_below:
                 raise ValueError(f"rid {rid} is not new (rule S1)")
             self._submitted_below = rid + 1
-            self.live[rid] = submission.assembly
+            self.live[rid] = submission.sequence
         self._groups.append(_Group(serial, OrderedDict((s.record.rid, s) for s in group)))
 
     def cancel(self, rid: int) -> None:
@@ -160,21 +183,28 @@ class SessionState:
         self._cancels.append(rid)
 
     def announce(self, record: LaneRecord) -> None:
-        """Queues a Lane frame; the newest replaces one that has not been written. Renews the lease."""
-        self._lane = record
+        """Queues a Lane frame if something else waits than was said last; one that has not been written is replaced."""
+        if record != self._record:
+            self._record = record
+            self._lane_is_due = True
+
+    def renew_lease(self) -> None:
+        """Queues a Lane frame: the worker must hear from this router (rule S6)."""
+        self._lane_is_due = True
 
     def next_frame(self, now: float) -> wpb.SessionRequest | None:
         """The frame to write next, None when there is nothing to write."""
         if self._hello is not None:
             hello, self._hello = self._hello, None
-            hello.live.extend(wpb.LiveSequence(rid=rid, have=kept.num_tokens) for rid, kept in self.live.items())
+            kept = self.live.items()
+            hello.live.extend(wpb.LiveSequence(rid=rid, have=each.assembly.num_tokens) for rid, each in kept)
             return wpb.SessionRequest(hello=hello)
         if self._cancels:
             rids, self._cancels = self._cancels[:_CANCELS_PER_FRAME], self._cancels[_CANCELS_PER_FRAME:]
             return wpb.SessionRequest(cancel=wpb.Cancel(rids=rids))
-        if self._lane is not None:
-            record, self._lane = self._lane, None
-            return wpb.SessionRequest(lane=_lane_frame(record, self._kv_epoch, now))
+        if self._lane_is_due:
+            self._lane_is_due = False
+            return wpb.SessionRequest(lane=_lane_frame(self._record, self._kv_epoch, now))
         return self._next_group_frame(now)
 
     def apply(self, step: wpb.StepOutput, now: float) -> StepEffects:
@@ -186,58 +216,57 @@ class SessionState:
         """
         effects = StepEffects()
         for start in step.starts:
-            if assembly := self.live.get(start.rid):
-                assembly.begin(FirstTokenInfo(start.cached_tokens, start.prefill_us / 1e6))
+            if sequence := self.live.get(start.rid):
+                sequence.assembly.begin(FirstTokenInfo(start.cached_tokens, start.prefill_us / 1e6))
         ends = {end.rid: end for end in step.ends}
         touched, closed = self._apply_runs(step, ends, now)
         for rid, end in ends.items():
-            if (assembly := self.live.get(rid)) is None:
+            if (sequence := self.live.get(rid)) is None:
                 continue
-            loss = _loss(end, assembly)
-            if assembly.is_closed:
-                effects.ended.append(rid)
+            loss = _loss(end, sequence.assembly)
+            if sequence.assembly.is_closed:
+                effects.ended.append(sequence)
             elif loss is Loss.REFUSED:
-                effects.refused.append((rid, end))
+                effects.refused.append((sequence, end))
             elif loss is not None:
-                effects.lost.append((rid, loss))
+                effects.lost.append((sequence, loss))
             else:
-                assembly.finish(end)
-                effects.ended.append(rid)
+                sequence.assembly.finish(end)
+                effects.ended.append(sequence)
             del self.live[rid]
-            touched[rid] = None
+            touched[rid] = sequence
         for rid in closed:
             self.cancel(rid)
-            effects.ended.append(rid)
-        for rid in step.returned:
-            if self.live.pop(rid, None) is not None:
-                effects.returned.append(rid)
-        effects.touched.extend(touched)
+            effects.ended.append(touched[rid])
+        effects.returned.extend(self.forget(step.returned))
+        effects.touched.extend(touched.values())
         return effects
 
     def _apply_runs(
         self, step: wpb.StepOutput, ends: dict[int, wpb.SequenceEnd], now: float
-    ) -> tuple[dict[int, None], list[int]]:
+    ) -> tuple[dict[int, LiveSequence], list[int]]:
         """Appends the runs. The loop runs once per token: what is done per step is done behind it.
 
         Returns:
-            The rids that got tokens, in order, and those whose streams closed without an end of the worker's: a stop
-            string, a slow client.
+            The sequences that got tokens, in order, and the rids of those whose streams closed without an end of the
+            worker's: a stop string, a slow client.
         """
         # Columns as lists at once: item by item, protobuf makes them ten times slower.
         rids, positions, counts, token_ids = list(step.rid), list(step.first_pos), list(step.n), list(step.token_ids)
         if not len(rids) == len(positions) == len(counts) or sum(counts) != len(token_ids):
             raise ProtocolError("columns of a StepOutput differ in length")
-        touched: dict[int, None] = {}
+        touched: dict[int, LiveSequence] = {}
         closed: dict[int, None] = {}
         live, at = self.live, 0
         for rid, first_pos, n in zip(rids, positions, counts, strict=True):
             run = token_ids[at : at + n]
             at += n
-            assembly = live.get(rid)
-            if assembly is None:
+            sequence = live.get(rid)
+            if sequence is None:
                 self._refuse_alien(rid)
                 continue
-            touched[rid] = None
+            touched[rid] = sequence
+            assembly = sequence.assembly
             end = ends.get(rid) if ends else None
             with_last = end is not None and end.end_pos == first_pos + n and _loss(end, assembly) is None
             assembly.append(first_pos, run, now, end if with_last else None)

@@ -29,7 +29,7 @@ from router.scheduling.admission import QueuedRequest
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.fair_queue import HIGH, LOW, NORMAL
 from router.scheduling.placement import RoundRobin
-from router.scheduling.worker_queue import LoadReport
+from router.scheduling.worker_load import LoadReport
 from tests.chaos.conftest import Report
 from tests.chaos.scale import FULL, SCALE
 from tests.chaos.support import code_of, detail, quantile, until
@@ -160,7 +160,7 @@ class GateMachine(RuleBasedStateMachine):
         priority = HIGH if high else NORMAL
         made = QueuedRequest(self.key, "m", tokens, self.now, until, priority=priority)
         # Refused at once when hopeless: that is another test's.
-        if until is not None and self.dispatcher._lanes["w"].seconds_to_serve(made) + tokens / 1000 > until - self.now:
+        if until is not None and self.dispatcher.lanes["w"].seconds_to_serve(made) + tokens / 1000 > until - self.now:
             return
         self.dispatcher.arrive(made, self.now)
         self.oracle.waiting.append(Waiting(self.key, tokens, self.now, math.inf if until is None else until, high))

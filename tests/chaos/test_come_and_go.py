@@ -27,7 +27,8 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from common.limits import HEARTBEAT_S
-from router.app import Router, RouterOptions
+from router.app import Router
+from router.options import RouterOptions
 from tests.chaos.conftest import Report
 from tests.chaos.proxy import proxied
 from tests.chaos.scale import SCALE

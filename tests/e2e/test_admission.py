@@ -127,7 +127,7 @@ async def test_long_answers_count_in_a_tenants_share() -> None:
             await until(lambda: leftovers(b.router)[2] == len(calls))
         for _ in range(20):
             await running.read()
-        await until(lambda: b.router.fleet._dispatcher._shares.start(2, "talks") > 2 * 20)
+        await until(lambda: b.router.dispatcher.shares.start(2, "talks") > 2 * 20)
         running.cancel()
         await asyncio.gather(*(collect(call) for call in calls))
         served = [len(s.token_ids) for s in b.workers[0].submitted[1:]]
@@ -159,7 +159,7 @@ async def test_a_deadline_that_can_not_be_met_is_refused_at_once() -> None:
     async with bench(worker) as b:
         worker.prefill_rate, worker.waiting_tokens = 100.0, 1000
         running = await blocked(b)
-        await until(lambda: next(iter(b.router.fleet._dispatcher._lanes.values())).last_report.waiting_tokens == 1000)
+        await until(lambda: next(iter(b.router.dispatcher.lanes)).load.report.waiting_tokens == 1000)
         error = await error_of(ask(b, timeout=5.0))
         assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert detail(error, error_details_pb2.ErrorInfo).reason == "DEADLINE_HOPELESS"

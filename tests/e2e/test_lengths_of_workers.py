@@ -12,7 +12,7 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from router.requests.fleet import FailoverOptions
+from router.scheduling.failover import FailoverOptions
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.service import Answer, Service, generate, running_service
 from tests.e2e.simulated import OPTIONS, simulated_model, wait_workers
@@ -95,7 +95,7 @@ def fakes() -> tuple[FakeWorker, FakeWorker]:
 
 
 async def joined(b: Bench, *workers: FakeWorker) -> None:
-    b.router.fleet.set_workers([f"127.0.0.1:{worker.port}" for worker in workers])
+    b.router.pool.set_workers([f"127.0.0.1:{worker.port}" for worker in workers])
     await b.ready(len(workers))
 
 
@@ -106,7 +106,7 @@ async def test_what_waits_does_not_move_to_a_worker_that_is_too_short_for_it() -
     async with bench(long) as b:
         calls = [b.stub.Generate(asked(request_id=str(i), params={"max_tokens": 300})) for i in range(3)]
         small = [b.stub.Generate(asked(request_id=f"small {i}", params={"max_tokens": 200})) for i in range(3)]
-        await until(lambda: long.running and len(b.router.fleet._dispatcher) == 5)
+        await until(lambda: long.running and len(b.router.dispatcher) == 5)
         await short.start()
         await joined(b, long, short)
         answers = [await collect(call) for call in [*calls, *small]]
@@ -125,9 +125,9 @@ async def test_without_a_worker_that_is_long_enough_requests_wait_and_then_say_s
         await until(lambda: long.running)
         await begun.read()
         long.room_seqs = 1
-        await until(lambda: b.router.fleet._dispatcher._lanes[f"127.0.0.1:{long.port}"].last_report.room_seqs == 0)
+        await until(lambda: b.router.dispatcher.lanes[f"127.0.0.1:{long.port}"].load.report.room_seqs == 0)
         waiting = b.stub.Generate(asked(request_id="waiting", params={"max_tokens": 900}))
-        await until(lambda: len(b.router.fleet._dispatcher) == 1)
+        await until(lambda: len(b.router.dispatcher) == 1)
         await long.stop()
         error = await error_of(waiting)
         assert error.code() is grpc.StatusCode.UNAVAILABLE

@@ -62,7 +62,7 @@ async def test_a_worker_that_differs_serves_beside_the_others_and_one_line_says_
     async with bench(FakeWorker(FILES, "m0", answer=short), start=False) as b:
         await b.ready(1)
         address = await odd.start()
-        b.router.fleet.set_workers([f"127.0.0.1:{b.workers[0].port}", address])
+        b.router.pool.set_workers([f"127.0.0.1:{b.workers[0].port}", address])
         await b.ready(2)
         lines = [entry for entry in logged.entries if "differs" in entry["event"]]
         assert [field in entry["difference"] for entry in lines] == [True]

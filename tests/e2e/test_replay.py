@@ -11,9 +11,9 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from router.requests.fleet import Fleet
+from router.requests.running import RunningRequests
 from tests.e2e.fake_worker import FakeWorker
-from tests.e2e.test_router import FILES, bench, until
+from tests.e2e.test_router import FILES, bench, running, until
 from tests.unit.mutants import Mutant
 
 Test = Callable[[], Awaitable[None]]
@@ -38,7 +38,7 @@ async def one_and_another() -> AsyncIterator[tuple[Any, FakeWorker, FakeWorker]]
 async def moved_to(b: Any, one: FakeWorker, two: FakeWorker) -> None:
     """Loses the first worker and lets the other take over."""
     await one.stop()
-    await until(lambda: not b.router.fleet._running)
+    await until(lambda: not running(b.router))
     two.intake = wpb.INTAKE_OPEN
 
 
@@ -84,8 +84,8 @@ async def check_a_request_is_given_back_once() -> None:
 
 
 async def streams(b: Any, count: int) -> list[Any]:
-    await until(lambda: len(b.router.fleet._running) == count)
-    return list(b.router.fleet._running.values())
+    await until(lambda: len(running(b.router)) == count)
+    return running(b.router)
 
 
 CHECKS: list[Test] = [
@@ -93,13 +93,12 @@ CHECKS: list[Test] = [
     check_requests_of_a_lost_worker_go_on_in_their_order,
     check_a_request_is_given_back_once,
 ]
+COUNTED = "stream.queued.tokens = stream.assembly.num_tokens"
+ONCE = "stream.was_returned or bool(address)"
 MUTANTS = [
-    (
-        Mutant("counts_the_prompt", Fleet, "_go_on", "stream.queued.tokens = stream.assembly.num_tokens", "pass"),
-        CHECKS[0],
-    ),
-    (Mutant("turns_them_round", Fleet, "_move", "reverse=True", "reverse=False"), CHECKS[1]),
-    (Mutant("passes_round", Fleet, "_take_back", "stream.was_returned or bool(worker)", "False"), CHECKS[2]),
+    (Mutant("counts_the_prompt", RunningRequests, "_retry_or_fail", COUNTED, "pass"), CHECKS[0]),
+    (Mutant("turns_them_round", RunningRequests, "_fail_over", "reverse=True", "reverse=False"), CHECKS[1]),
+    (Mutant("passes_round", RunningRequests, "_requeue_unstarted", ONCE, "False"), CHECKS[2]),
 ]
 
 

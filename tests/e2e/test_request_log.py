@@ -27,8 +27,7 @@ from common.rpc.key_store import KeyStore
 from common.telemetry import names
 from common.telemetry.logs import current_request_id, current_trace_id
 from router.api.tenants import TenantPolicy
-from router.requests.fleet import FailoverOptions
-from router.scheduling.failover import FailoverPolicy
+from router.scheduling.failover import FailoverOptions, FailoverPolicy
 from router.security import RouterSecurity
 from tests.e2e.fake_worker import FakeWorker, short
 from tests.e2e.test_router import (
@@ -287,8 +286,9 @@ async def test_what_is_logged_about_a_request_names_it(monkeypatch: pytest.Monke
         return looked
 
     async with bench() as b:
-        monkeypatch.setattr(b.router.fleet, "open", look("open", b.router.fleet.open))
-        monkeypatch.setattr(b.router.fleet, "_submit", look("submit", b.router.fleet._submit))
+        monkeypatch.setattr(b.router.requests, "open", look("open", b.router.requests.open))
+        running = b.router.requests.running
+        monkeypatch.setattr(running, "submit", look("submit", running.submit))
         await collect(b.stub.Generate(request(request_id="r1"), metadata=METADATA))
     assert seen == {"open": ("r1", TRACE), "submit": ("", "")}
 
@@ -387,7 +387,7 @@ async def test_usage_counts_by_model_and_status_however_requests_end(monkeypatch
             cancelled.cancel()
             await until(lambda: not b.router.service.in_flight)
             await error_of(b.stub.Generate(request(params={"top_p": 0})))
-            figures = b.router._figures()
+            figures = b.router._snapshot()
         done, broken = figures.usage["m", "OK"], figures.usage["m", "CANCELLED"]
         assert figures.usage.keys() == {("m", "OK"), ("m", "CANCELLED")}
         assert (done.prompt, done.cached, done.generated) == (3, 3, 5)

@@ -11,7 +11,7 @@ from pathlib import Path
 import grpc
 from fissile.v1 import inference_pb2 as pb
 
-from router.requests.fleet import FailoverOptions
+from router.scheduling.failover import FailoverOptions
 from tests.e2e.fake_worker import FakeWorker, short
 from tests.e2e.service import Service, running_service
 from tests.e2e.simulated import OPTIONS, outcome, simulated_model, wait_workers
@@ -71,7 +71,7 @@ def test_a_roll_to_other_weights_under_load_fails_nothing(tmp_path: Path) -> Non
 
 
 async def rolled(b: Bench, *workers: FakeWorker) -> None:
-    b.router.fleet.set_workers([f"127.0.0.1:{worker.port}" for worker in workers])
+    b.router.pool.set_workers([f"127.0.0.1:{worker.port}" for worker in workers])
     await b.ready(len(workers))
 
 
@@ -86,10 +86,10 @@ async def test_what_waits_is_prepared_again_when_its_weights_have_gone() -> None
         await begun.read()
         calls = [b.stub.Generate(request(f"say {i}", request_id=str(i))) for i in range(200)]
         chat = b.stub.Chat(pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")]))
-        await until(lambda: len(b.router.fleet._dispatcher) == 201)
+        await until(lambda: len(b.router.dispatcher) == 201)
         await old.stop()
         await new.start()
-        b.router.fleet.set_workers([f"127.0.0.1:{worker.port}" for worker in (old, new)])
+        b.router.pool.set_workers([f"127.0.0.1:{worker.port}" for worker in (old, new)])
         for call in (*calls, chat):
             parts = await collect(call)
             assert (parts[-1].finish.worker_id, parts[-1].finish.weights_digest) == ("new", "new")

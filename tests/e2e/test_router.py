@@ -33,11 +33,12 @@ from common.block_hash import hash_chain, salt_root
 from common.limits import MAX_FRAME_TOKENS, PROBATION_SEQS
 from common.rpc.unsupported_fields import field_paths
 from common.seed import derive_seed
-from router.app import Router, RouterOptions
-from router.requests.fleet import FailoverOptions, WorkerState
-from router.scheduling.failover import FailoverPolicy
+from router.app import Router
+from router.options import RouterOptions
+from router.requests.stream import RequestStream
+from router.scheduling.failover import FailoverOptions, FailoverPolicy
 from router.validation import CHAT_SERVED, GENERATE_SERVED
-from router.workers.session import Session
+from router.workers.session import Session, WorkerState
 from tests.e2e.fake_worker import FakeWorker, letters, short
 from tests.otlp_receiver import OtlpReceiver
 from tests.unit.router.support import EOS, small_tokenizer, tokenizer_files
@@ -65,7 +66,7 @@ class Bench:
         return sum(self.router.registry.ready_workers(m.name) for m in self.router.registry.models)
 
     def sessions(self) -> list[Session]:
-        return list(self.router.fleet._sessions.values())
+        return list(self.router.pool.sessions())
 
     async def health(self) -> int:
         stub = health_pb2_grpc.HealthStub(self.channel)
@@ -84,28 +85,31 @@ class Bench:
 
     async def empty(self) -> None:
         """Waits until nothing is left of any request, and asserts it."""
-        fleet = self.router.fleet
         with contextlib.suppress(AssertionError):
             await until(lambda: not any(leftovers(self.router)))
         assert leftovers(self.router) == [0] * 8
-        assert fleet.in_flight == 0
+        assert self.router.requests.in_flight == 0
         await until(lambda: not any(worker.running for worker in self.workers))
 
 
 def leftovers(router: Router) -> list[int]:
     """Sizes of every table that a request could leave something in."""
-    fleet, dispatcher = router.fleet, router.fleet._dispatcher
-    sessions = list(fleet._sessions.values())
+    tables, dispatcher, sessions = router.requests.tables(), router.dispatcher, router.pool.sessions()
     return [
-        len(fleet._streams),
-        len(fleet._running),
+        tables["streams"],
+        tables["sequences"],
         len(dispatcher),
-        sum(len(lane) + lane.bound_tokens for lane in dispatcher._lanes.values()),
+        sum(len(lane) + lane.bound_tokens for lane in dispatcher.lanes),
         sum(len(session.state.live) for session in sessions),
         sum(len(session.state._groups) + len(session.state._cancels) for session in sessions),
         router.service.in_flight,
         len(router._encoder),
     ]
+
+
+def running(router: Router) -> list[RequestStream]:
+    """The requests that workers have."""
+    return [cast("RequestStream", each) for session in router.pool.sessions() for each in session.state.live.values()]
 
 
 async def until(condition: Callable[[], object], within_s: float = 60.0) -> None:
@@ -617,7 +621,7 @@ async def test_a_suspect_has_its_worker_for_itself_until_its_first_steps_are_ove
 
 def have_passed_first_steps(router: Router, address: str) -> bool:
     """True if there are requests on a worker, and all of them are."""
-    there = [s for s in router.fleet._running.values() if s.session is not None and s.session.address == address]
+    there = [stream for stream in running(router) if stream.session and stream.session.address == address]
     return bool(there) and all(s.attempts.has_passed_first_steps(s.assembly.num_tokens) for s in there)
 
 
@@ -648,7 +652,7 @@ async def test_workers_that_cannot_be_reached_for_a_while_cost_no_stream_anythin
             frozen.silent = False
         for call in calls:
             assert (await collect(call))[-1].finish.usage.completion_tokens == 20
-        assert b.router.fleet.lost["silent"] >= 2
+        assert b.router.requests.running.lost["silent"] >= 2
         await b.empty()
 
 
@@ -1021,7 +1025,7 @@ async def test_an_output_that_is_no_number_ends_its_request_alone() -> None:
         assert (error.code(), error.details()) == (grpc.StatusCode.INTERNAL, "the model's output is not a number")
         its.end_with = None
         assert (len(one.submitted) + len(two.submitted), b.ready_workers()) == (1, 2)
-        assert not b.router.fleet.lost
+        assert not b.router.requests.running.lost
         for _ in range(2):
             await collect(b.stub.Generate(request()))
         await b.empty()
@@ -1071,14 +1075,14 @@ async def test_a_worker_that_has_ended_keeps_its_name_in_the_list() -> None:
     async with bench(*workers) as b:
         await workers[1].stop()
         await until(lambda: b.ready_workers() == 1)
-        listed = {worker.worker_id: worker for worker in b.router.fleet.workers()}
+        listed = {worker.worker_id: worker for worker in b.router.pool.workers()}
         assert {name: worker.state for name, worker in listed.items()} == {
             "w0": WorkerState.SERVING,
             "w1": WorkerState.UNCONNECTED,
         }
         assert listed["w1"].model == "m"
-        await until(lambda: all(worker.last_error for worker in b.router.fleet.workers() if worker.worker_id == "w1"))
-        assert b.router.fleet.tables()["workers"] == 2
+        await until(lambda: all(worker.last_error for worker in b.router.pool.workers() if worker.worker_id == "w1"))
+        assert b.router.pool.tables()["workers"] == 2
 
 
 async def test_spans_end_with_the_status_of_their_call(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1216,7 +1220,7 @@ async def test_a_router_that_ends_says_what_its_streams_have_got(drains: bool) -
         begun = b.stub.Generate(request(params={"max_tokens": 4000}))
         parts: list[Any] = [await begun.read()]
         waiting = [b.stub.Generate(request(params={"max_tokens": 4000})) for _ in range(3)]
-        await until(lambda: len(b.router.fleet._dispatcher) == 3)
+        await until(lambda: len(b.router.dispatcher) == 3)
         ending = asyncio.ensure_future(b.router.drain() if drains else b.router.stop())
         with contextlib.suppress(grpc.aio.AioRpcError):
             while (part := await begun.read()) is not grpc.aio.EOF:

@@ -129,7 +129,7 @@ async def test_o2_labels_of_removed_workers_disappear(collector: Collector) -> N
         await until(lambda: dying.running and leaving.running and staying.running)
         await collector.until(3, names.ROUTER_WORKERS, WORKER_STATE="serving")
         await dying.stop()
-        b.router.fleet.set_workers([f"127.0.0.1:{worker.port}" for worker in (dying, staying)])
+        b.router.pool.set_workers([f"127.0.0.1:{worker.port}" for worker in (dying, staying)])
         finishes = [(await collect(call))[-1].finish for call in calls]
         assert {finish.usage.completion_tokens for finish in finishes} == {400}
         await collector.until(1, names.ROUTER_LOST, ATTEMPT_LOSS="died")

@@ -10,14 +10,20 @@ import grpc
 from fissile.v1 import inference_pb2 as pb
 from google.rpc import error_details_pb2
 
-from router.app import Router, RouterOptions
-from router.requests.fleet import FailoverOptions
+from router.app import Router
+from router.options import RouterOptions
+from router.scheduling.failover import FailoverOptions
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.test_router import FILES, Bench, bench, collect, detail, error_of, leftovers, request, until
 
 
 def address(worker: FakeWorker) -> str:
     return f"127.0.0.1:{worker.port}"
+
+
+def addresses(router: Router) -> list[str]:
+    """The workers that the router knows."""
+    return [worker.address for worker in router.pool.workers()]
 
 
 def long(worker: str, tokens: int = 400) -> pb.GenerateRequest:
@@ -27,10 +33,10 @@ def long(worker: str, tokens: int = 400) -> pb.GenerateRequest:
 async def test_a_worker_that_leaves_finishes_what_runs_and_gets_no_more() -> None:
     leaving, staying = FakeWorker(FILES, "leaving"), FakeWorker(FILES, "staying")
     async with bench(leaving, staying, placement="round_robin") as b:
-        fleet = b.router.fleet
+        pool = b.router.pool
         calls = [b.stub.Generate(long(str(i))) for i in range(4)]
         await until(lambda: len(leaving.running) == 2 and len(staying.running) == 2)
-        fleet.set_workers([address(staying)])
+        pool.set_workers([address(staying)])
         assert b.ready_workers() == 1
         more = [b.stub.Generate(request(request_id=f"more {i}")) for i in range(5)]
         assert {(await collect(call))[-1].finish.worker_id for call in more} == {"staying"}
@@ -38,29 +44,29 @@ async def test_a_worker_that_leaves_finishes_what_runs_and_gets_no_more() -> Non
         assert sorted(finish.worker_id for finish in finishes) == ["leaving"] * 2 + ["staying"] * 2
         assert {finish.attempts for finish in finishes} == {1}
         # With its last stream the connection ends, and nothing of the worker is left.
-        await until(lambda: set(fleet._tasks) == {address(staying)})
-        assert (len(leaving.submitted), fleet._parting, len(fleet._sessions)) == (2, set(), 1)
+        await until(lambda: addresses(b.router) == [address(staying)])
+        assert (len(leaving.submitted), len(pool.sessions())) == (2, 1)
         await until(lambda: not any(leftovers(b.router)))
 
 
 async def test_a_worker_that_comes_back_while_it_leaves_is_kept() -> None:
     one, other = FakeWorker(FILES, "one"), FakeWorker(FILES, "other")
     async with bench(one, other, placement="round_robin") as b:
-        fleet, both = b.router.fleet, [address(one), address(other)]
+        pool, both = b.router.pool, [address(one), address(other)]
         calls = [b.stub.Generate(long(str(i))) for i in range(2)]
         await until(lambda: one.running and other.running)
-        fleet.set_workers([address(other)])
+        pool.set_workers([address(other)])
         assert b.ready_workers() == 1
-        fleet.set_workers(both)
+        pool.set_workers(both)
         assert b.ready_workers() == 2
         calls += [b.stub.Generate(request(request_id=f"more {i}")) for i in range(4)]
         finishes = [(await collect(call))[-1].finish.worker_id for call in calls]
         assert sorted(finishes) == ["one"] * 3 + ["other"] * 3
         # The same connection: it was never given up.
-        assert (len(one.calls), len(fleet._sessions)) == (1, 2)
+        assert (len(one.calls), len(pool.sessions())) == (1, 2)
         # One that is idle is left at once, and dialled again when it comes back.
-        fleet.set_workers([address(other)])
-        fleet.set_workers(both)
+        pool.set_workers([address(other)])
+        pool.set_workers(both)
         await until(lambda: len(one.calls) == 2 and b.ready_workers() == 2)
 
 
@@ -69,12 +75,12 @@ async def test_the_last_worker_may_leave_and_come_back() -> None:
     async with bench(worker, failover=FailoverOptions(worker_wait_s=10.0)) as b:
         running = b.stub.Generate(long("running"))
         await until(lambda: worker.running)
-        b.router.fleet.set_workers([])
+        b.router.pool.set_workers([])
         assert not b.router.registry.serving
         waiting = b.stub.Generate(request(request_id="waiting"))
         assert (await collect(running))[-1].finish.usage.completion_tokens == 400
-        await until(lambda: not b.router.fleet._tasks)
-        b.router.fleet.set_workers([address(worker)])
+        await until(lambda: not b.router.pool.workers())
+        b.router.pool.set_workers([address(worker)])
         assert (await collect(waiting))[-1].finish.usage.completion_tokens == 5
 
 
@@ -83,12 +89,12 @@ async def test_a_broken_stream_of_a_worker_that_leaves_is_moved() -> None:
     async with bench(leaving, staying, placement="round_robin") as b:
         calls = [b.stub.Generate(long(str(i), 1000)) for i in range(2)]
         await until(lambda: leaving.running and staying.running)
-        b.router.fleet.set_workers([address(staying)])
+        b.router.pool.set_workers([address(staying)])
         await leaving.stop()
         finishes = [(await collect(call))[-1].finish for call in calls]
         assert {(f.worker_id, f.usage.completion_tokens) for f in finishes} == {("staying", 1000)}
         assert sorted(f.attempts for f in finishes) == [1, 2]
-        await until(lambda: set(b.router.fleet._tasks) == {address(staying)})
+        await until(lambda: addresses(b.router) == [address(staying)])
 
 
 @contextlib.asynccontextmanager
@@ -113,12 +119,12 @@ async def test_requests_of_a_router_that_has_never_had_a_worker_wait_for_one() -
     async with early(worker) as b:
         calls = [b.stub.Generate(request(request_id=str(i), model=("", "m")[i % 2])) for i in range(4)]
         calls += [b.stub.Generate(request(model="other"))]
-        await until(lambda: b.router.fleet.tables()["early"] == 5)
+        await until(lambda: b.router.pool.tables()["early"] == 5)
         await worker.start()
         assert [(await collect(call))[-1].finish.worker_id for call in calls[:4]] == ["w0"] * 4
         # Every address has said what it serves.
         assert (await error_of(calls[4])).code() is grpc.StatusCode.NOT_FOUND
-        assert b.router.fleet.tables()["early"] == 0
+        assert b.router.pool.tables()["early"] == 0
         await worker.stop()
 
 
@@ -131,7 +137,7 @@ async def test_what_is_told_when_no_first_worker_comes() -> None:
         assert error.code() is grpc.StatusCode.UNAVAILABLE
         assert detail(error, error_details_pb2.RetryInfo).retry_delay.ToMilliseconds() > 0
         b.stub.Generate(request()).cancel()
-        await until(lambda: b.router.fleet.tables()["early"] == 0)
+        await until(lambda: b.router.pool.tables()["early"] == 0)
 
 
 async def test_a_model_whose_first_worker_comes_up_later_than_others_is_not_unknown() -> None:
@@ -141,7 +147,7 @@ async def test_a_model_whose_first_worker_comes_up_later_than_others_is_not_unkn
         await one.start()
         await b.ready(1)
         call = b.stub.Generate(request(model="k"))
-        await until(lambda: b.router.fleet.tables()["early"] == 1)
+        await until(lambda: b.router.pool.tables()["early"] == 1)
         await other.start()
         assert (await collect(call))[-1].finish.worker_id == "k0"
         assert (await error_of(b.stub.Generate(request(model="x")))).code() is grpc.StatusCode.NOT_FOUND

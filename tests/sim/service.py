@@ -23,13 +23,15 @@ from common.limits import HEARTBEAT_S, KV_EVENTS_S, LEASE_S, MAX_QUEUED_REQUESTS
 from common.process.tasks import task_failures
 from common.telemetry.tracing import Tracing
 from router.model_registry import ModelRegistry, TextAssets, describe
-from router.requests.fleet import FailoverOptions, Fleet
+from router.requests.request_router import RequestRouter
 from router.scheduling.dispatcher import Dispatcher
+from router.scheduling.failover import FailoverOptions
 from router.scheduling.placement import Placement, PrefixAware, RoundRobin
 from router.text.stream_assembly import GapError
 from router.text.tokenizer_store import TokenizerStore
 from router.workers.session import Fault, Session, SessionLostError
 from router.workers.session_state import ProtocolError
+from router.workers.worker_pool import WorkerPool
 from tests.sim.virtual_time import VirtualLoop
 from worker.engine.core import EngineCore
 from worker.engine.load import LoadReport
@@ -266,7 +268,7 @@ class Connection(Session):
     """
 
     def __init__(self, site: SimService, worker: SimWorker) -> None:
-        super().__init__(worker.name, site.fleet._router_id, site.loop.time, lease_s=site.lease_s)
+        super().__init__(worker.name, site.pool.router_id, site.loop.time, lease_s=site.lease_s)
         self.worker_id = worker.name
         self.instance_id = worker.facts.instance_id
         self.model = describe(worker.facts.to_proto(wpb.WORKER_STATE_SERVING), TextAssets())
@@ -282,7 +284,7 @@ class Connection(Session):
 
     def dial(self) -> None:
         """Says Hello."""
-        self._site.fleet.session_opening(self)
+        self._site.pool.session_opening(self)
         self._router_writes()
         self._beat()
 
@@ -307,8 +309,8 @@ class Connection(Session):
             return
         self.is_over = True
         if self._is_up:
-            self._site.fleet.session_down(self, fault, "the wire was cut")
-        self._site.fleet.session_closed(self, fault)
+            self._site.pool.session_down(self, fault, "the wire was cut")
+        self._site.pool.session_closed(self, fault)
 
     def orphan(self) -> None:
         """The router's process is gone."""
@@ -347,7 +349,8 @@ class Connection(Session):
             return
         self._worker_writes()
         if self._is_up:
-            self._site.fleet.renew_lease(self)
+            self.state.renew_lease()
+            self._router_writes()
         self._loop.call_later(HEARTBEAT_S, self._beat)
 
     def _router_writes(self) -> None:
@@ -373,19 +376,19 @@ class Connection(Session):
         if self.is_over:
             return
         kind = frame.WhichOneof("frame")
-        fleet = self._site.fleet
+        pool = self._site.pool
         try:
             if kind == "welcome":
-                fleet.session_up(self, frame.welcome)
+                pool.session_up(self, frame.welcome)
                 self._is_up = True
             elif kind == "step_output":
-                fleet.step_output(self, frame.step_output)
+                pool.step_output(self, frame.step_output)
             elif kind == "heartbeat":
-                fleet.heartbeat(self, frame.heartbeat)
+                pool.heartbeat(self, frame.heartbeat)
             elif kind == "kv_events" and self._site.rnd.random() >= self._site.kv_loss:
-                fleet.kv_events(self, frame.kv_events)
+                pool.kv_events(self, frame.kv_events)
             elif kind == "draining":
-                fleet.draining(self)
+                pool.draining(self)
         except SessionLostError as error:
             self._site.kv_gaps += 1
             self.end(error.fault)
@@ -462,8 +465,16 @@ class SimService:
         self.routers.append(self)
         options = FailoverOptions(worker_wait_s=worker_wait_s)
         self.dispatcher = Dispatcher(DelayGate(delay_factor), self.placement, worker_wait_s=worker_wait_s)
-        self.fleet: Fleet = Fleet(
-            self.dispatcher, ModelRegistry(), TokenizerStore(), lambda: None, clock=loop.time, failover=options
+        registry = ModelRegistry()
+        self.requests = RequestRouter(self.dispatcher, registry, clock=loop.time, failover=options)
+        self.pool: WorkerPool = WorkerPool(
+            self.dispatcher,
+            registry,
+            TokenizerStore(),
+            self.requests.running,
+            lambda: None,
+            clock=loop.time,
+            failover=options,
         )
         self.connections = [self._connect(worker) for worker in self.workers]
 
@@ -505,7 +516,7 @@ class SimService:
         """A dial meets a closed port."""
         if self.workers[i].is_dead:
             refused = Session(self.workers[i].name, "", self.loop.time)
-            self.fleet.session_closed(refused, Fault.REFUSED)
+            self.pool.session_closed(refused, Fault.REFUSED)
 
     def _restart(self, i: int) -> None:
         if self.workers[i].is_dead:
@@ -531,7 +542,8 @@ class SimService:
     def replace_placement(self) -> None:
         """An operator changes the policy to one that knows no cache yet."""
         self.placement = PrefixAware(1 << 12)
-        self.fleet.configure(DelayGate(0.0), self.placement, MAX_QUEUED_REQUESTS, {})
+        self.requests.configure(DelayGate(0.0), self.placement, MAX_QUEUED_REQUESTS, {})
+        self.pool.caches.learn_anew(self.pool.sessions())
 
     def kill_router(self) -> None:
         """The router is gone and does not come back."""
@@ -543,10 +555,10 @@ class SimService:
         assert self.gaps == 0, "gap"
         # A decision that fails is made again, so that nothing else would show it.
         assert task_failures() == self._failures
-        assert self.fleet.in_flight == 0
+        assert self.requests.in_flight == 0
         assert len(self.dispatcher) == 0
-        assert not self.fleet._running
-        assert not self.fleet._held
+        assert self.requests.tables()["sequences"] == 0
+        assert self.pool.tables()["sessions_held"] == 0
         assert all(not connection.state.live for connection in self.connections)
         self.check_workers_idle()
         self.check_index()

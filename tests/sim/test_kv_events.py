@@ -10,11 +10,11 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.sampling_params import SamplingParams
-from router.requests.fleet import Fleet
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.placement import PrefixAware
 from router.workers.kv_cursor import KvEventCursor
 from router.workers.session import Fault
+from router.workers.worker_caches import WorkerCaches
 from tests.sim.service import MAX_MODEL_LEN, SimService
 from tests.sim.test_scenario import Outcome, Scenario
 from tests.sim.virtual_time import run
@@ -224,7 +224,7 @@ CAUGHT: list[tuple[Mutant, Callable[[int], None]]] = [
     (Mutant("wrongseq", KvCursor, "_take_changes", "frame.seq = self._seq", "frame.seq = self._seq + 1"), quiet),
     (Mutant("oldinstance", KvEventCursor, "goes_on_with", "instance_id == self._instance_id and ", ""), restarted),
     (
-        Mutant("notforgotten", Fleet, "session_opening", "self._dispatcher.cache_gone(session.address)", "pass"),
+        Mutant("notforgotten", WorkerCaches, "opening", "self._binding.placement.cache_gone(session.address)", "pass"),
         restarted,
     ),
     (Mutant("noevicted", PrefixAware, "cache_changed", "if change.evicted:", "if False:"), quiet),
@@ -237,9 +237,9 @@ CAUGHT: list[tuple[Mutant, Callable[[int], None]]] = [
         Mutant("changesdropped", KvCursor, "_take_changes", "self._seq += len(changes)", "self._seq = self._log.seq"),
         quiet,
     ),
-    (Mutant("notasked", Fleet, "_learn_caches_anew", "self._ask_for_cache(session)", "pass"), replacing),
-    (Mutant("notforgotten2", Fleet, "_learn_caches_anew", "feed.reset()", "pass"), replacing_in_the_middle),
-    (Mutant("askednever", Fleet, "_count_in", "self._ask_for_cache(session)", "pass"), replacing_in_the_middle),
+    (Mutant("notasked", WorkerCaches, "learn_anew", "self._ask(session)", "pass"), replacing),
+    (Mutant("notforgotten2", WorkerCaches, "learn_anew", "cursor.reset()", "pass"), replacing_in_the_middle),
+    (Mutant("askednever", WorkerCaches, "welcomed", "self._ask(session)", "pass"), replacing_in_the_middle),
     (
         Mutant(
             "noanswer",
@@ -283,7 +283,7 @@ LIVES = [
 ]
 # The worker sends a snapshot, which is only dearer.
 HARMLESS = [
-    Mutant("nokvseq", Fleet, "session_opening", "session.state.know_cache(feed.seq)", "session.state.know_cache(0)")
+    Mutant("nokvseq", WorkerCaches, "opening", "session.state.know_cache(cursor.seq)", "session.state.know_cache(0)")
 ]
 
 

@@ -14,8 +14,9 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.telemetry.tracing import Tracing
-from router.requests.fleet import Fleet
+from router.requests.running import RunningRequests
 from router.text.stream_assembly import StreamAssembly
+from router.workers.worker_pool import WorkerPool
 from tests.sim.service import SimService
 from tests.sim.test_scenario import Scenario, lived
 from tests.sim.virtual_time import run
@@ -82,7 +83,7 @@ def repeated(_: int) -> None:
 
 
 CAUGHT = [
-    (Mutant("reuserid", Fleet, "_begin", "next(self._counter)", "(next(self._counter) % 6)"), breaking),
+    (Mutant("reuserid", RunningRequests, "_begin", "next(self._counter)", "(next(self._counter) % 6)"), breaking),
     (
         Mutant("keeporphans", RouterSequences, "attach", "if rid not in have", "if False"),
         breaking,
@@ -108,7 +109,7 @@ CAUGHT = [
 ]
 HARMLESS = [
     Mutant("noack", Outbox, "_keep_tail", "run.end is not None and run.end.reason == wpb.END_REASON_CANCELLED", "True"),
-    Mutant("noinst", Fleet, "session_opening", "held.instance_id != session.instance_id", "False"),
+    Mutant("noinst", WorkerPool, "session_opening", "worker.held.instance_id != session.instance_id", "False"),
 ]
 
 

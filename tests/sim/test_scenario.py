@@ -122,7 +122,7 @@ class Scenario:
             granule_tokens=GRANULE_BLOCKS * service.block_size,
         )
         assembly = StreamAssembly(len(outcome.prompt), detokenizer=None, return_token_ids=True)
-        stream = service.fleet.open(request, assembly, lambda worker: None)
+        stream = service.requests.open(request, assembly, lambda worker: None)
         try:
             while outcome.reason is None:
                 part = await stream.next()
@@ -130,7 +130,7 @@ class Scenario:
                 if part.ending is not None:
                     outcome.reason = part.ending.reason
         finally:
-            service.fleet.close(stream)
+            service.requests.close(stream)
 
     def check_outcomes(self, service: SimService) -> None:
         for outcome in self.outcomes:

@@ -111,7 +111,8 @@ RULES = {
     "router/requests": Rule(
         WORLD | GRPC,
         {
-            "router/requests/fleet.py": (WORLD, EVENT_LOOP),
+            "router/requests/request_router.py": (WORLD, EVENT_LOOP),
+            "router/requests/running.py": (IO, EVENT_LOOP),
             "router/requests/stream.py": (IO | GRPC, EVENT_LOOP),
             "router/requests/write_pacer.py": (IO, EVENT_LOOP),
         },
@@ -120,7 +121,10 @@ RULES = {
         WORLD | GRPC,
         {
             "router/workers/discovery.py": (IO, EVENT_LOOP),
+            "router/workers/expected_workers.py": (IO, EVENT_LOOP),
             "router/workers/session.py": (IO | GRPC, EVENT_LOOP),
+            "router/workers/worker_pool.py": (WORLD, EVENT_LOOP),
+            "router/workers/worker_record.py": (IO, EVENT_LOOP),
         },
     ),
     "router/runtime_config.py": Rule(WORLD | GRPC, {}),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Final
 
 import click
 from fissile.admin.v1 import admin_pb2 as apb
@@ -36,16 +37,32 @@ def _classes_by_tenant(text: str) -> dict[str, str]:
     return {tenant: name for tenant, _, name in entries}
 
 
-# Option -> field of Routing, how its text is read, and a form of it.
-_OPTIONS: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "placement": ("placement", str, "least_loaded"),
-    "delay-factor": ("delay_factor", float, "0.5"),
-    "max-hold": ("max_hold_ms", _milliseconds, "100ms"),
-    "queue-size": ("queue_size", int, "1000"),
-    "tenant-weight": ("tenant_weight", _by_tenant(float), "gold=4,trial=0.5"),
-    "tenant-concurrency": ("tenant_concurrency", _by_tenant(int), "32,trial=2"),
-    "tenant-max-priority": ("tenant_max_priority", _classes_by_tenant, "normal,gold=high"),
+def _entries(by_tenant: Mapping[str, float | str]) -> str:
+    texts = {tenant: value if isinstance(value, str) else f"{value:g}" for tenant, value in by_tenant.items()}
+    shown = (f"{tenant}={text}" if tenant else text for tenant, text in sorted(texts.items()))
+    return ",".join(shown) or "-"
+
+
+@dataclass(frozen=True, slots=True)
+class _Option:
+    """A reloadable option of the router: its field of Routing, and how its text is read and shown."""
+
+    field: str
+    read: Callable[[str], Any]
+    show: Callable[[Any], str]
+    example: str
+
+
+OPTIONS: Final = {
+    "placement": _Option("placement", str, str, "least_loaded"),
+    "delay-factor": _Option("delay_factor", float, "{:g}".format, "0.5"),
+    "max-hold": _Option("max_hold_ms", _milliseconds, "{}ms".format, "100ms"),
+    "queue-size": _Option("queue_size", int, str, "1000"),
+    "tenant-weight": _Option("tenant_weight", _by_tenant(float), _entries, "gold=4,trial=0.5"),
+    "tenant-concurrency": _Option("tenant_concurrency", _by_tenant(int), _entries, "32,trial=2"),
+    "tenant-max-priority": _Option("tenant_max_priority", _classes_by_tenant, _entries, "normal,gold=high"),
 }
+"""By name of the option, without dashes."""
 
 
 def changes(texts: tuple[str, ...]) -> apb.SetRoutingRequest:
@@ -57,36 +74,21 @@ def changes(texts: tuple[str, ...]) -> apb.SetRoutingRequest:
     request = apb.SetRoutingRequest(update_mask=FieldMask())
     for text in texts:
         name, equals, value = text.partition("=")
-        if name not in _OPTIONS or not equals:
-            raise CommandError(f"{text!r} is no change; use NAME=VALUE with one of {', '.join(_OPTIONS)}")
-        field, read, example = _OPTIONS[name]
+        if name not in OPTIONS or not equals:
+            raise CommandError(f"{text!r} is no change; use NAME=VALUE with one of {', '.join(OPTIONS)}")
+        known = OPTIONS[name]
         try:
-            request.routing.MergeFrom(apb.Routing(**{field: read(value)}))
+            request.routing.MergeFrom(apb.Routing(**{known.field: known.read(value)}))
         except (ValueError, TypeError):
-            raise CommandError(f"{value!r} is no value for {name}; for example {name}={example}") from None
-        request.update_mask.paths.append(field)
+            raise CommandError(f"{value!r} is no value for {name}; for example {name}={known.example}") from None
+        request.update_mask.paths.append(known.field)
     return request
 
 
 def as_table(routing: apb.Routing, version: int) -> str:
     """The routing by the names of the router's options, and its version."""
-    rows = [
-        ("placement", routing.placement),
-        ("delay-factor", f"{routing.delay_factor:g}"),
-        ("max-hold", f"{routing.max_hold_ms}ms"),
-        ("queue-size", str(routing.queue_size)),
-        ("tenant-weight", _entries(dict(routing.tenant_weight))),
-        ("tenant-concurrency", _entries(dict(routing.tenant_concurrency))),
-        ("tenant-max-priority", _entries(dict(routing.tenant_max_priority))),
-        ("version", str(version)),
-    ]
-    return output.aligned(rows)
-
-
-def _entries(by_tenant: Mapping[str, float | str]) -> str:
-    texts = {tenant: value if isinstance(value, str) else f"{value:g}" for tenant, value in by_tenant.items()}
-    shown = (f"{tenant}={text}" if tenant else text for tenant, text in sorted(texts.items()))
-    return ",".join(shown) or "-"
+    rows = [(name, known.show(getattr(routing, known.field))) for name, known in OPTIONS.items()]
+    return output.aligned([*rows, ("version", str(version))])
 
 
 @click.command()

@@ -15,14 +15,14 @@ from common.delay_gate import DelayGate
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.placement import CacheChange, PrefixAware
-from router.scheduling.worker_queue import LoadReport
+from router.scheduling.worker_load import LoadReport
 
 REQUESTS = 2000
 
 
 def load(seen: int = 0) -> LoadReport:
     """A worker that decodes and has room."""
-    return LoadReport(0.0, 8, 0, 0, 10**6, 10**4, 0.05, 30_000.0, submit_seen=seen, total_blocks=75_000)
+    return LoadReport(0.0, 8, 0, 0, 10**6, 10**4, 0.05, 30_000.0, submit_seen=seen)
 
 
 def cost_us(workers: int, granules: int) -> tuple[float, float]:
@@ -54,7 +54,7 @@ def replacing_us(workers: int, waiting: int) -> tuple[float, float]:
         dispatcher.lane_up(f"w{i}", "m", report, 0.0)
     prefixes = [[rnd.getrandbits(64) for _ in range(80)] for _ in range(50)]
     for i, prefix in enumerate(prefixes):
-        dispatcher.cache_changed(f"w{i % workers}", CacheChange(stored=prefix))
+        dispatcher.binding.placement.cache_changed(f"w{i % workers}", CacheChange(stored=prefix))
     for key in range(waiting):
         prompt = [*prefixes[key % 50], rnd.getrandbits(64)]
         dispatcher.arrive(QueuedRequest(key, "m", 128 * len(prompt), 0.0, granules=prompt, granule_tokens=128), 0.0)

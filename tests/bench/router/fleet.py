@@ -21,7 +21,7 @@ from common.sampling_params import SamplingParams
 from router.scheduling.dispatcher import Dispatcher, Release
 from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.placement import PLACEMENTS, CacheChange
-from router.scheduling.worker_queue import LoadReport
+from router.scheduling.worker_load import LoadReport
 from worker.engine.core import EngineCore
 from worker.engine.sequence import Sequence as EngineSequence
 from worker.engine.turns import Command, EngineTurns, Receipt, Submit, Turn
@@ -123,7 +123,6 @@ class _Worker:
             prefill_rate=load.prefill_rate,
             prefill_samples=load.prefill_samples,
             submit_seen=self.seen[router],
-            total_blocks=load.total_blocks,
         )
 
 
@@ -245,7 +244,7 @@ class FleetRun:
         cursor = worker.cursors[router]
         if (events := cursor.take(now)) is not None:
             change = CacheChange(events.stored, events.evicted, events.snapshot)
-            self._routers[router].cache_changed(worker.name, change)
+            self._routers[router].binding.placement.cache_changed(worker.name, change)
         elif (wait := cursor.due_in(now)) < math.inf and not worker.is_due[router]:
             worker.is_due[router] = True
             self._at(now + wait, (worker, router))

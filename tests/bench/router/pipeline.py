@@ -55,7 +55,7 @@ class Streams:
         self._streams = [_stream(tokenizer, i, token_ids=token_ids) for i in range(count)]
         self._messages = [pb.GenerateResponse(request_id="0" * 32) for _ in range(count)]
         submissions = [
-            Submission(wpb.SubmitSequence(rid=1 + i), PROMPT, stream.assembly) for i, stream in enumerate(self._streams)
+            Submission(wpb.SubmitSequence(rid=1 + i), PROMPT, stream) for i, stream in enumerate(self._streams)
         ]
         self._link.submit(1, submissions)
 

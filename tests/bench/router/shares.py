@@ -17,7 +17,7 @@ from router.scheduling.admission import AdmissionQueue
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.fair_queue import FairQueue, QueuedRequest, TenantShares
 from router.scheduling.placement import PLACEMENTS
-from router.scheduling.worker_queue import LoadReport
+from router.scheduling.worker_load import LoadReport
 from tests.bench.router.bed import parser, show
 
 SERVICE_S = 1 / 50

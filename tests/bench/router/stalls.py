@@ -1,7 +1,7 @@
 """How long the router's event loop stands still for one decision: `python -m tests.bench.router.stalls`.
 
 Thread time, in milliseconds: of the longest decision while workers come and go and many requests wait, of the longest
-report of a worker's cache while the prefix index grows; the median of pumps after one worker has said something.
+report of a worker's cache while the prefix index grows; the median decision after one worker has said something.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.delay_gate import DelayGate
 from common.sampling_params import SamplingParams
 from router.model_registry import ModelRegistry, ServedModel, TextAssets
-from router.requests.fleet import Fleet
+from router.requests.request_router import RequestRouter
 from router.requests.stream import RoutedRequest
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.fair_queue import HIGH, LOW, NORMAL, QueuedRequest
 from router.scheduling.placement import PrefixAware
 from router.scheduling.prefix_index import PrefixIndex
-from router.scheduling.worker_queue import LoadReport
+from router.scheduling.worker_load import LoadReport
 from router.text.stream_assembly import StreamAssembly
 from router.text.tokenizer_store import TokenizerStore
 from router.workers.session import Session
+from router.workers.worker_pool import WorkerPool
 
 TURNS = 1000
 MODEL = ServedModel("m", "A", 4096, 300, "", "w", 16, 0, TextAssets(), "n")
@@ -91,32 +92,29 @@ def growth_ms() -> list[tuple[int, float]]:
     return rows
 
 
-async def pump_ms(workers: int) -> float:
-    """Median pump of a fleet in which one request waits for each worker, held by the gate."""
-    fleet = Fleet(Dispatcher(DelayGate(4.0), PrefixAware()), ModelRegistry(), TokenizerStore(), lambda: None)
+async def decision_ms(workers: int) -> float:
+    """Median decision for a fleet in which one request waits for each worker, held by the gate."""
+    dispatcher, registry = Dispatcher(DelayGate(4.0), PrefixAware()), ModelRegistry()
+    requests = RequestRouter(dispatcher, registry)
+    pool = WorkerPool(dispatcher, registry, TokenizerStore(), requests.running, lambda: None)
     load = wpb.Load(decoding_seqs=8, room_tokens=10**6, room_seqs=100, last_prompt_latency_us=10**7, prefill_rate=1000)
     sessions: list[Session] = []
-    fleet._tasks = {f"w{i}": asyncio.create_task(asyncio.sleep(60)) for i in range(workers)}
     for i in range(workers):
         session = Session(f"w{i}", "r", time.monotonic)
         session.instance_id, session.model = str(i), MODEL
-        fleet.session_opening(session)
-        fleet.session_up(session, wpb.Welcome(load=load, kv_events=True))
+        pool.session_opening(session)
+        pool.session_up(session, wpb.Welcome(load=load, kv_events=True))
         sessions.append(session)
     params = SamplingParams(max_tokens=10)
     for _ in range(workers):
         request = RoutedRequest("m", MODEL.identity, array("I", [1] * 10), params, 0, 0, time.monotonic())
-        fleet.open(request, StreamAssembly(10, detokenizer=None), lambda worker: None)
-    fleet._pump()
+        requests.open(request, StreamAssembly(10, detokenizer=None), lambda worker: None)
+    requests.dispatch_now()
     taken = []
     for turn in range(200):
-        fleet.heartbeat(sessions[turn % workers], wpb.Heartbeat(load=load))
-        taken.append(took_ms(fleet._pump))
-    for task in fleet._tasks.values():
-        task.cancel()
-    for handle in (fleet._pump_due, fleet._timer):
-        if handle is not None:
-            handle.cancel()
+        pool.heartbeat(sessions[turn % workers], wpb.Heartbeat(load=load))
+        taken.append(took_ms(requests.dispatch_now))
+    requests.stop()
     return statistics.median(taken)
 
 
@@ -131,9 +129,9 @@ def main() -> None:
     print("\n| index grows to | longest report of 1024 granules |\n| --- | --- |")
     for entries, ms in growth_ms():
         print(f"| {entries} | {ms:.1f} |")
-    print("\n| workers | a pump |\n| --- | --- |")
+    print("\n| workers | a decision |\n| --- | --- |")
     for workers in (10, 100, 1000):
-        print(f"| {workers} | {asyncio.run(pump_ms(workers)):.2f} |")
+        print(f"| {workers} | {asyncio.run(decision_ms(workers)):.2f} |")
 
 
 if __name__ == "__main__":

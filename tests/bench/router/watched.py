@@ -13,7 +13,8 @@ import sys
 from collections.abc import Sequence
 
 from common.telemetry.logs import setup_logging
-from router.app import Router, RouterOptions, run_on_loop
+from router.app import Router, run_on_loop
+from router.options import RouterOptions
 from router.telemetry.loop_lag import LoopLag
 from tests.bench.router.lag_histogram import LagHistogram
 from tests.e2e.service import REPOSITORY

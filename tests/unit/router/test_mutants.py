@@ -28,13 +28,15 @@ from common.text.pieces import Cuts, TokenFloor
 from common.text.tokenizer import Tokenizer
 from router.requests.write_pacer import WritePacer
 from router.scheduling.admission import AdmissionQueue, _ClassRequests
+from router.scheduling.binding import Binding
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import Attempts
 from router.scheduling.fair_queue import FairQueue, TenantShares
 from router.scheduling.lazy_heap import LazyMinHeap
 from router.scheduling.placement import LeastLoaded, LoadOrder
 from router.scheduling.prefix_index import PrefixIndex, _Expected
-from router.scheduling.worker_queue import Lane
+from router.scheduling.rebinding import Rebinding
+from router.scheduling.worker_load import WorkerLoad
 from router.text.stream_assembly import StreamAssembly
 from router.text.text_queue import TextQueue
 from router.workers import session_state
@@ -136,7 +138,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("drops_oldest", _ClassRequests, "newest", "next(reversed(", "next(iter("), (_SHARE, _ORDER)),
     (Mutant("unweighted", _ClassRequests, "share", "/ self._shares.weight(tenant)", ""), (_SHARE, _ORDER)),
     (Mutant("old_shares", _ClassRequests, "largest", "== entry", "is not None"), (_ORDER,)),
-    (Mutant("on_its_way", Lane, "_work_waits", " or self.unseen_seqs > 0", ""), (_GATE,)),
+    (Mutant("on_its_way", WorkerLoad, "has_waiting", " or self.unseen_seqs > 0", ""), (_GATE,)),
     (Mutant("last_start", StreamAssembly, "begin", "if not self.delivered", "if True"), (_START,)),
     (Mutant("min", StreamAssembly, "_deliver", _UNSEARCHED, "self._min_tokens - self.delivered"), (_FRAMING, _MIN)),
     (Mutant("rest", StreamAssembly, "_close", "if self._search(rest):", "if self._text.append(rest):"), (_REST,)),
@@ -147,11 +149,11 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("weights_forgotten", TenantShares, "charge", "/ self.weight(request.tenant)", "/ 1"), (_TWO, _ORDER)),
     (Mutant("promoted_for_ever", FairQueue, "_next_class", "or self._promotion_debt > 0", ""), (_PROMOTION,)),
     (Mutant("gone_is_earliest", LazyMinHeap, "top", "not in self._alive", "is None"), (_EARLIEST,)),
-    (Mutant("comes_back_last", Dispatcher, "_place", "first=first", "first=False"), (_RETURNED,)),
-    (Mutant("sleeps_on", Dispatcher, "_open", "if request.key in self._parked", "if False"), (_DISPATCHER,)),
-    (Mutant("shut_for_ever", Dispatcher, "share", "self._note_taken(lane)", "pass"), (_DISPATCHER,)),
-    (Mutant("cancelled_returns", Dispatcher, "_work_off", "returned.key in self._queue and ", ""), (_PIECEMEAL,)),
-    (Mutant("vacated_too_soon", Dispatcher, "_work_off", "if not len(lane):", "if True:"), (_PIECEMEAL,)),
+    (Mutant("comes_back_last", Binding, "bind", "first=first", "first=False"), (_RETURNED,)),
+    (Mutant("sleeps_on", Rebinding, "refill", "if request.key in self._binding.parked", "if False"), (_DISPATCHER,)),
+    (Mutant("shut_for_ever", Dispatcher, "share", "self.lanes.update(lane)", "pass"), (_DISPATCHER,)),
+    (Mutant("cancelled_returns", Rebinding, "work_off", "returned.key in self._queue and ", ""), (_PIECEMEAL,)),
+    (Mutant("vacated_too_soon", Rebinding, "work_off", "if not len(lane):", "if True:"), (_PIECEMEAL,)),
     (Mutant("evicts_for_all", PrefixIndex, "evict", "owners[owners == slot] = 0", "owners[:] = 0"), (_INDEX,)),
     (Mutant("sent_once", _Expected, "_drop_oldest", "found.get(slot) == end", "slot in found"), (_INDEX,)),
     (Mutant("stale_loads", LoadOrder, "least", "== entry[0]", "is not None"), (_LOADS,)),

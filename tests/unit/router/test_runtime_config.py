@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from fissile.admin.v1 import admin_pb2 as apb
 
+from common.cli.admin.routing import OPTIONS
 from common.errors import ConfigVersionError, InvalidFieldError
-from router.runtime_config import ConfigStore, ReloadedConfig, RoutingConfig, RuntimeConfig
+from router.app import router
+from router.runtime_config import RELOADABLE, ConfigStore, ReloadedConfig, RoutingConfig, RuntimeConfig
 from router.workers.addresses import AddressError
 
 SETTINGS = RuntimeConfig(RoutingConfig(tenant_weight={"gold": 4.0}), ("a:1",))
@@ -123,3 +126,10 @@ def test_what_can_not_be_read_changes_nothing() -> None:
     with pytest.raises(AddressError, match="line 7"):
         site.configuration.reload()
     assert (site.configuration.version, site.applied) == (1, [])
+
+
+def test_each_setting_of_the_routing_has_its_option_its_field_and_its_place_in_the_command() -> None:
+    options = {option.opts[0].removeprefix("--") for option in router.params}
+    assert options >= RELOADABLE
+    assert RELOADABLE - {"worker", "log-level"} == OPTIONS.keys()
+    assert {known.field for known in OPTIONS.values()} == set(apb.Routing.DESCRIPTOR.fields_by_name)

@@ -15,11 +15,13 @@ from common.delay_gate import DelayGate
 from common.errors import HopelessDeadlineError, QueueFullError
 from common.limits import WORKER_WAIT_S
 from router.scheduling import dispatcher as dispatcher_module
+from router.scheduling import rebalancing, rebinding
 from router.scheduling.admission import AdmissionQueue, QueuedRequest
 from router.scheduling.dispatcher import Dispatcher, Release
 from router.scheduling.fair_queue import LOW
+from router.scheduling.lane import Lane, LaneRecord
 from router.scheduling.placement import PLACEMENTS, PrefixAware, RoundRobin
-from router.scheduling.worker_queue import STALE_REPORT_S, Lane, LaneRecord, LoadReport
+from router.scheduling.worker_load import STALE_REPORT_S, LoadReport
 
 ROOM = LoadReport(time=0.0, room_tokens=1000, room_seqs=100)
 
@@ -179,7 +181,7 @@ def test_all_of_a_tenant_expire_at_once() -> None:
         d.arrive(request(key, deadline=1.0), 0.0)
     assert d.expire(1.0) == [0, 1, 2]
     assert len(d) == 0
-    assert d.lane_record("a").seqs == 0
+    assert d.lanes["a"].record().seqs == 0
 
 
 def test_lanes_that_come_and_go_move_what_waits() -> None:
@@ -222,9 +224,9 @@ def test_a_request_goes_to_its_numerics_class_only() -> None:
     d.requeue(QueuedRequest(1, "m", 5, 0.0, numerics="y"), 0.0)
     d.arrive(request(2), 0.0)
     assert keys(d.decide(0.0)) == {"a": [2]}
-    assert d.can_serve("m", "x")
-    assert not d.can_serve("m", "y")
-    assert not d.can_serve("m", None, but="a")
+    assert d.lanes.can_serve("m", "x")
+    assert not d.lanes.can_serve("m", "y")
+    assert not d.lanes.can_serve("m", None, but="a")
     d.lane_up("b", "m", ROOM, 1.0, "y")
     assert keys(d.decide(1.0)) == {"b": [1]}
 
@@ -240,12 +242,12 @@ def test_a_request_goes_only_to_a_worker_that_is_long_enough() -> None:
         d.arrive(QueuedRequest(3, "m", 10, 0.0, most_tokens=256), 0.0)
         d.requeue(QueuedRequest(4, "m", 200, 0.0, most_tokens=900), 0.0)
         assert set(keys(d.decide(0.0))) <= {"short"}
-        assert {r.key for r in d._lanes["long"]} >= {1, 2, 4}
-        assert d.can_serve("m", None, 256, but="long")
-        assert not d.can_serve("m", None, 257, but="long")
+        assert {r.key for r in d.lanes["long"]} >= {1, 2, 4}
+        assert d.lanes.can_serve("m", None, 256, but="long")
+        assert not d.lanes.can_serve("m", None, 257, but="long")
         d.lane_down("long", 1.0)
         d.decide(1.0)
-        assert not d.can_serve("m", None, 1024)
+        assert not d.lanes.can_serve("m", None, 1024)
         assert sorted(d.abandon(1.0 + WORKER_WAIT_S)) == [1, 2, 4]
 
 
@@ -420,9 +422,9 @@ def test_what_leaves_a_worker_that_has_come_back_takes_nothing_of_its_new_lane()
     d.lane_up("a", "m", replace(ROOM, decoding_seqs=1, room_seqs=0), 0.0)
     while d.next_timer(0.0) == 0.0:
         assert d.decide(0.0) == []
-        assert d._taken == {lane.worker for lane in d._lanes.values() if lane.is_taken}
-    assert d._taken == {"a"}
-    assert d.lane_record("a").seqs == 201
+        assert d.lanes._taken == {lane.worker for lane in d.lanes if lane.is_taken}
+    assert d.lanes._taken == {"a"}
+    assert d.lanes["a"].record().seqs == 201
 
 
 def test_a_gate_that_is_configured_anew_lets_go_what_the_last_one_held() -> None:
@@ -430,7 +432,7 @@ def test_a_gate_that_is_configured_anew_lets_go_what_the_last_one_held() -> None
     d = dispatcher("a", factor=1.0, report=decoding(0.0))
     d.arrive(request(1, arrival=0.0), 0.0)
     assert d.decide(0.0) == []
-    d.configure(DelayGate(0.0), None, 100, {}, 0.0)
+    d.configure(DelayGate(0.0), None, 100, {})
     assert keys(d.decide(0.0)) == {"a": [1]}
 
 
@@ -510,7 +512,8 @@ class DispatcherMachine(RuleBasedStateMachine):
         super().__init__()
         self.patched = pytest.MonkeyPatch()
         if self.pieces is not None:
-            self.patched.setattr(dispatcher_module, "_REPLACED_PER_DECISION", self.pieces)
+            self.patched.setattr(rebinding, "_AT_ONCE", self.pieces)
+            self.patched.setattr(rebalancing, "_PER_DECISION", self.pieces)
             self.patched.setattr(dispatcher_module, "_ENDED_AT_ONCE", self.pieces)
             self.patched.setattr(dispatcher_module, "_RELEASED_PER_DECISION", self.pieces)
 
@@ -519,7 +522,12 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @property
     def is_worked_off(self) -> bool:
-        return not (self.d._returning or self.d._vacating or self.d._waking or self.d._placing)
+        return not (
+            self.d._rebinding._returning
+            or self.d._rebinding._vacating
+            or self.d._rebinding._waking
+            or self.d._rebinding._placing
+        )
 
     @initialize(factor=st.sampled_from([0.0, 0.5, 4.0]))
     def begin(self, factor: float) -> None:
@@ -593,7 +601,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def prepare_anew(self, data: st.DataObject) -> None:
         """A request that nobody can serve is made for other weights; its key keeps its place."""
-        parked = [key for key in self.d.parked() if not self.waiting[key].is_retry]
+        parked = [each.key for each in self.d.binding.parked if not each.is_retry]
         if parked:
             old = self.waiting[data.draw(st.sampled_from(parked))]
             assert self.d.cancel(old.key)
@@ -690,7 +698,7 @@ class DispatcherMachine(RuleBasedStateMachine):
     )
     def configure(self, factor: float, policy: str | None, weight: float) -> None:
         placement = None if policy is None else PLACEMENTS[policy].make()
-        self.d.configure(DelayGate(factor), placement, 12, {"": weight}, self.now)
+        self.d.configure(DelayGate(factor), placement, 12, {"": weight})
 
     @precondition(lambda self: self.up)
     @rule(data=st.data(), decodes=st.integers(0, 3), room=st.integers(0, 60))
@@ -708,24 +716,24 @@ class DispatcherMachine(RuleBasedStateMachine):
             self.pump()
             timer = self.d.next_timer(self.now)
             # What was released last may have left room for one more.
-            if (timer is None or timer > self.now) and not self.d._changed:
+            if (timer is None or timer > self.now) and not self.d._agenda._changed:
                 break
         else:
             raise AssertionError("there is always something left to be worked off")
         assert self.is_worked_off
-        lanes = self.d._lanes.values()
-        assert all(lane.idle is False or not len(lane) or lane.worker in self.taken for lane in lanes)
+        lanes = self.d.lanes
+        assert all(lane.load.is_idle is False or not len(lane) or lane.worker in self.taken for lane in lanes)
         # No lane has been overlooked that could release something, and one that waits for its time is looked at then.
         for lane in lanes:
             if lane.ready and len(lane):
                 if lane.is_open(self.now, self.d._gate):
                     tokens, seqs = lane._room()
                     # It may have opened just now, shortly before its time, which is late by a little.
-                    is_due = self.d._timers._at.get(lane, math.inf) <= self.now + 1e-4
+                    is_due = self.d._agenda._at.get(lane, math.inf) <= self.now + 1e-4
                     assert tokens <= 0 or seqs <= 0 or is_due
                 elif not lane.is_taken:
-                    assert self.d._timers._at[lane] > self.now
-            assert self.d.lane_record(lane.worker) == self.said[lane.worker]
+                    assert self.d._agenda._at[lane] > self.now
+            assert self.d.lanes[lane.worker].record() == self.said[lane.worker]
 
     @rule()
     def pump(self) -> None:
@@ -738,8 +746,8 @@ class DispatcherMachine(RuleBasedStateMachine):
             assert gone.parked is not None
             assert self.now - gone.parked >= WAIT_S
         releases = self.d.decide(self.now)
-        for worker in self.d.take_changed_records() & self.up.keys():
-            self.said[worker] = self.d.lane_record(worker)
+        for worker in self.d.binding.take_changed_records() & self.up.keys():
+            self.said[worker] = self.d.lanes[worker].record()
         for release in releases:
             assert all(can_serve(release.worker, r) for r in release.requests)
             arrivals = [r.key for r in release.requests]
@@ -756,7 +764,7 @@ class DispatcherMachine(RuleBasedStateMachine):
             if any(r.alone for r in release.requests):
                 assert len(release.requests) == 1
                 self.taken[release.worker] = arrivals[0]
-            assert self.d._lanes[release.worker]._present <= self.limits.get(release.worker, math.inf)
+            assert self.d.lanes[release.worker].load.num_seqs <= self.limits.get(release.worker, math.inf)
             self.up[release.worker].append(release)
             assert release.worker not in self.closed
             assert release.serial == len(self.up[release.worker])
@@ -765,26 +773,27 @@ class DispatcherMachine(RuleBasedStateMachine):
 
     @invariant()
     def bound_exactly_once(self) -> None:
-        lanes = {*self.d._lanes.values(), *self.d._vacating}
-        parked = self.d._parked
-        placing = {r.key for r in self.d._returning if r.lane is None} & self.waiting.keys() - parked.keys()
+        lanes = {*self.d.lanes, *self.d._rebinding._vacating}
+        parked = [request.key for request in self.d.binding.parked]
+        returning = {r.key for r in self.d._rebinding._returning if r.lane is None}
+        placing = returning & self.waiting.keys() - set(parked)
         assert sorted([*(r.key for lane in lanes for r in lane), *parked, *placing]) == sorted(self.waiting)
         for key, request in self.waiting.items():
             may_go = any(can_serve(w, request) for w in self.up.keys() - self.closed)
             assert (key in parked) == (not may_go) or not self.is_worked_off
             assert request.lane is None or request.lane.ready or not self.is_worked_off
-        assert [r.parked for r in parked.values()] == sorted(r.parked or 0.0 for r in parked.values())
+        assert [r.parked for r in self.d.binding.parked] == sorted(r.parked or 0.0 for r in self.d.binding.parked)
         assert {r.key for r in self.d._queue} == set(self.waiting)
-        here = {lane.worker: lane for lane in self.d._lanes.values()}
-        assert self.d._taken == {worker for worker, lane in here.items() if lane.is_taken}
+        here = {lane.worker: lane for lane in self.d.lanes}
+        assert self.d.lanes._taken == {worker for worker, lane in here.items() if lane.is_taken}
         lanes_of_suspects = [r.lane for r in self.waiting.values() if r.alone and r.lane]
         wanted = {lane.worker for lane in lanes_of_suspects if here.get(lane.worker) is lane}
-        assert self.d._taken == self.taken.keys() | wanted
-        assert self.d._limited == self.limits.keys()
+        assert self.d.lanes._taken == self.taken.keys() | wanted
+        assert self.d.lanes._limited == self.limits.keys()
         for lane in lanes:
             assert lane.bound_tokens == sum(r.tokens for r in lane)
-            assert lane.unseen_tokens == sum(g.tokens for g in lane._unseen)
-            assert lane.unseen_seqs == sum(g.seqs for g in lane._unseen)
+            assert lane.load.unseen_tokens == sum(g.tokens for g in lane.load._unseen)
+            assert lane.load.unseen_seqs == sum(g.seqs for g in lane.load._unseen)
 
 
 DispatcherMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=40)
@@ -836,10 +845,10 @@ def test_no_call_looks_at_all_that_wait(policy: str) -> None:
                 d.decide(1.0)
                 if d.next_timer(1.0) != 1.0:
                     break
-            lanes = [lane for lane in d._lanes.values() if lane.ready]
+            lanes = [lane for lane in d.lanes if lane.ready]
             assert sum(len(lane) for lane in lanes) == (3000 if lanes else 0)
     assert max(bound) <= 48
-    assert d._placement.moves_waiting or min(map(len, d._lanes.values())) > 500
+    assert d.binding.placement.moves_waiting or min(map(len, d.lanes)) > 500
 
 
 def test_a_decision_looks_at_the_lanes_that_have_changed_or_are_due() -> None:
@@ -849,7 +858,7 @@ def test_a_decision_looks_at_the_lanes_that_have_changed_or_are_due() -> None:
     for key in range(300):
         d.arrive(request(key, arrival=0.0), 0.0)
     assert d.decide(0.0) == []
-    assert len(d.take_changed_records()) == 300
+    assert len(d.binding.take_changed_records()) == 300
     looked: list[str] = []
     plain = Lane.opens_in
 
@@ -865,7 +874,7 @@ def test_a_decision_looks_at_the_lanes_that_have_changed_or_are_due() -> None:
         assert looked == ["w7"]
         d.cancel(9)
         d.decide(0.02)
-        assert d.take_changed_records() == {"w9"}
+        assert d.binding.take_changed_records() == {"w9"}
     timer = d.next_timer(0.02)
     assert timer is not None
     sizes: list[int] = []

@@ -14,8 +14,9 @@ from common.limits import MAX_TENANTS, OUTPUT_TOKEN_COST, PROMOTE_AFTER_S, PROMO
 from router.api.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.scheduling.admission import QUEUE_RETRY_S, AdmissionQueue, DrainRateEstimator
 from router.scheduling.fair_queue import CLASSES, HIGH, LOW, NORMAL, FairQueue, QueuedRequest, TenantShares
+from router.scheduling.lane import Lane
 from router.scheduling.lazy_heap import LazyMinHeap
-from router.scheduling.worker_queue import Lane, LoadReport
+from router.scheduling.worker_load import LoadReport
 
 WEIGHTS = {"a": 1.0, "b": 2.0}
 CAPACITY = 5
@@ -526,9 +527,9 @@ def test_a_request_is_hopeless_only_behind_others() -> None:
     shares = TenantShares()
     lane = Lane("w", "m", LoadReport(0.0, prefill_rate=100.0), shares=shares)
     assert lane.seconds_to_serve(request(1, tokens=1000)) == 0.0
-    lane.take_report(LoadReport(0.0, waiting_tokens=50, prefill_rate=100.0))
+    lane.load.take(LoadReport(0.0, waiting_tokens=50, prefill_rate=100.0))
     assert lane.seconds_to_serve(request(1, tokens=1000)) == 10.5
-    lane.take_report(LoadReport(0.0, waiting_tokens=50))
+    lane.load.take(LoadReport(0.0, waiting_tokens=50))
     assert lane.seconds_to_serve(request(1, tokens=1000)) == 0.0
     assert HopelessDeadlineError(10.5, 2.0, 8.5).retry_after_s == 8.5
 

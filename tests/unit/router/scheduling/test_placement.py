@@ -15,6 +15,7 @@ from common.limits import EXPECTED_S, MAX_SESSIONS
 from router.scheduling import prefix_index
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.fair_queue import QueuedRequest
+from router.scheduling.lane import Lane
 from router.scheduling.placement import (
     PLACEMENTS,
     CacheChange,
@@ -26,7 +27,7 @@ from router.scheduling.placement import (
     seconds_of_work,
 )
 from router.scheduling.prefix_index import BYTES_PER_ENTRY, PrefixIndex
-from router.scheduling.worker_queue import Lane, LoadReport
+from router.scheduling.worker_load import LoadReport
 
 GRANULE = 128
 
@@ -265,7 +266,7 @@ def test_the_least_loaded_by_sorting(events: list[tuple[int, int | None]]) -> No
             order.remove(changed)
             up.pop(changed.worker, None)
         else:
-            changed.take_report(LoadReport(0.0, waiting_tokens=tokens, prefill_rate=100.0, room_seqs=9))
+            changed.load.take(LoadReport(0.0, waiting_tokens=tokens, prefill_rate=100.0, room_seqs=9))
             order.update(changed)
             up[changed.worker] = changed
         expected = sorted(seconds_of_work(lane) for lane in up.values())[:2]
@@ -284,7 +285,7 @@ def request(key: int, prompt: list[int] | None = None, session: str = "", tokens
 def fleet(policy: Placement, *workers: str, rate: float = 10_000.0) -> Dispatcher:
     d = Dispatcher(DelayGate(0.0), policy)
     for worker in workers:
-        d.lane_up(worker, "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=rate, total_blocks=10_000), 0.0)
+        d.lane_up(worker, "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=rate), 0.0)
     return d
 
 
@@ -296,7 +297,7 @@ def send(d: Dispatcher, new: QueuedRequest) -> str:
 
 def done(d: Dispatcher, *workers: str) -> None:
     for worker in workers:
-        load = LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0, submit_seen=10**6, total_blocks=10_000)
+        load = LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0, submit_seen=10**6)
         d.report(worker, load)
 
 
@@ -321,16 +322,14 @@ def test_a_hot_prefix_spreads_when_waiting_costs_more_than_computing() -> None:
     # Of 3 060 tokens the owner computes 500.
     workers = [send(d, request(key, hot, tokens=20 * GRANULE + 500)) for key in range(1, 41)]
     assert set(workers) == {"a", "b", "c", "d"}
-    loads = [lane.outstanding_tokens for lane in d._lanes.values()]
+    loads = [lane.outstanding_tokens for lane in d.lanes]
     assert sum(loads) == 37 * 500 + 3 * 3060
     assert workers[:4] == [owner] * 4
     assert max(loads) < 2 * min(loads)
 
 
 def speeds(time: float, rate: float, samples: int, seen: int = 0) -> LoadReport:
-    return LoadReport(
-        time, 0, 0, 0, 100_000, 1000, prefill_rate=rate, total_blocks=10_000, prefill_samples=samples, submit_seen=seen
-    )
+    return LoadReport(time, 0, 0, 0, 100_000, 1000, prefill_rate=rate, prefill_samples=samples, submit_seen=seen)
 
 
 def test_a_slower_worker_gets_less_in_proportion_and_one_that_looked_slow_is_tried_again() -> None:
@@ -362,7 +361,7 @@ def test_one_wrong_measurement_is_not_the_speed_of_the_unknown_for_ever() -> Non
     d = Dispatcher(DelayGate(0.0), policy)
     d.lane_up("a", "m", speeds(0.0, 5_000_000.0, 1), 0.0)
     d.lane_up("b", "m", speeds(0.0, 0.0, 0), 0.0)
-    unknown = d._lanes["b"]
+    unknown = d.lanes["b"]
     assert policy._speed(unknown, 0.0) == 5_000_000
     for second in range(1, 100):
         d.report("a", speeds(float(second), 50_000.0, 1 + second))
@@ -382,7 +381,7 @@ def busy(tokens: int, time: float = 0.0) -> LoadReport:
 
 
 def bound(d: Dispatcher) -> dict[int, str]:
-    return {request.key: lane.worker for lane in d._lanes.values() for request in lane}
+    return {request.key: lane.worker for lane in d.lanes for request in lane}
 
 
 @pytest.mark.parametrize("policy", [PrefixAware, LeastLoaded])
@@ -408,15 +407,15 @@ def test_what_waits_follows_its_prefix() -> None:
     hot = chain(*range(40))
     d.arrive(request(1, hot), 0.0)
     assert bound(d) == {1: "a"}
-    d.cache_changed("b", CacheChange(stored=hot))
-    d.cache_changed("c", CacheChange(stored=hot))
+    d.binding.placement.cache_changed("b", CacheChange(stored=hot))
+    d.binding.placement.cache_changed("c", CacheChange(stored=hot))
     assert d.decide(0.1) == []
     assert bound(d) == {1: "b"}
-    assert next(iter(d._lanes["b"])).work == 10
-    d.cache_changed("b", CacheChange(evicted=hot))
+    assert next(iter(d.lanes["b"])).work == 10
+    d.binding.placement.cache_changed("b", CacheChange(evicted=hot))
     assert d.decide(2.0) == []
     assert bound(d) == {1: "a"}
-    assert next(iter(d._lanes["a"])).work == 40 * GRANULE + 10
+    assert next(iter(d.lanes["a"])).work == 40 * GRANULE + 10
 
 
 def test_who_moves_keeps_its_place_and_goes_neither_back_nor_out_of_its_class() -> None:
@@ -463,7 +462,7 @@ def test_after_a_look_nobody_could_gain(
     holds: dict[tuple[str, int], int] = {}
     for worker, key in caches[:2]:
         if worker < len(names) and key in prompts:
-            d.cache_changed(names[worker], CacheChange(stored=prompts[key]))
+            d.binding.placement.cache_changed(names[worker], CacheChange(stored=prompts[key]))
             holds[names[worker], key] = len(prompts[key])
     now = {name: 100 * tokens for name, tokens in zip(names, then, strict=False)}
     for name, tokens in now.items():
@@ -492,7 +491,7 @@ def test_a_restarted_worker_has_nothing() -> None:
     d.lane_down(owner, 1.0)
     assert send(d, request(1, hot)) == other
     done(d, other)
-    d.cache_gone(owner)
+    d.binding.placement.cache_gone(owner)
     d.lane_up(owner, "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0), 1.0)
     assert send(d, request(2, hot)) == other
 
@@ -501,19 +500,19 @@ def test_what_a_worker_says_counts_whoever_sent_it_and_outlasts_a_break() -> Non
     d = fleet(PrefixAware(), "a", "b", "c")
     hot = chain(*range(20))
     for owner in "abc":
-        d.cache_changed(owner, CacheChange(stored=hot[:10]))
+        d.binding.placement.cache_changed(owner, CacheChange(stored=hot[:10]))
         assert send(d, request(ord(owner), [*hot, ord(owner)])) == owner
         done(d, owner)
-        d.cache_changed(owner, CacheChange(evicted=hot[:10]))
-        d.cache_changed(owner, CacheChange(anew=True))
-    d.cache_changed("b", CacheChange(stored=hot))
+        d.binding.placement.cache_changed(owner, CacheChange(evicted=hot[:10]))
+        d.binding.placement.cache_changed(owner, CacheChange(anew=True))
+    d.binding.placement.cache_changed("b", CacheChange(stored=hot))
     d.lane_down("b", 0.0)
-    d.cache_changed("b", CacheChange(stored=chain(7)))
+    d.binding.placement.cache_changed("b", CacheChange(stored=chain(7)))
     d.lane_up("b", "m", LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0), 0.0)
     assert send(d, request(4, hot)) == "b"
     done(d, "b")
     assert send(d, request(5, chain(7), tokens=GRANULE + 10)) == "b"
-    d.cache_changed("nobody", CacheChange(stored=hot))
+    d.binding.placement.cache_changed("nobody", CacheChange(stored=hot))
 
 
 def test_a_worker_that_caches_nothing_is_judged_by_its_load() -> None:
@@ -540,7 +539,7 @@ def test_models_of_equal_prompts_have_indexes_of_their_own() -> None:
     assert send(d, QueuedRequest(0, "other", 3000, 0.0, granules=hot, granule_tokens=GRANULE)) == "x"
     assert send(d, request(1, hot)) in "ab"
     d.lane_down("x", 0.0)
-    d.cache_gone("x")
+    d.binding.placement.cache_gone("x")
     assert set(policy._indexes) == {"m"}
 
 
@@ -611,4 +610,4 @@ def test_a_decision_looks_at_seven_lanes_at_most() -> None:
         policy.looks = 0
         send(d, request(key, [*hot[: key % 20], *chain(key, 1)], session="s"))
         assert 1 <= policy.looks <= 7
-    assert len(d._busy) == 0
+    assert len(d.lanes.busy) == 0

@@ -16,7 +16,7 @@ from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.placement import CacheChange, PrefixAware
 from router.scheduling.prefix_index import BYTES_PER_ENTRY, PrefixIndex
-from router.scheduling.worker_queue import LoadReport
+from router.scheduling.worker_load import LoadReport
 
 GRANULE_TOKENS = 128
 MIB = 1 << 20
@@ -56,7 +56,7 @@ def random_prompt(rnd: random.Random) -> list[int]:
 def test_the_chosen_worker_is_the_one_of_an_lru_oracle() -> None:
     rnd = random.Random(5)
     dispatcher = Dispatcher(DelayGate(0.0), PrefixAware(1 << 12))
-    idle = LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0, total_blocks=10_000)
+    idle = LoadReport(0.0, 0, 0, 0, 100_000, 100, prefill_rate=10_000.0)
     caches = {f"w{i}": LruCache(60) for i in range(5)}
     for worker in caches:
         dispatcher.lane_up(worker, "m", idle, 0.0)
@@ -73,7 +73,7 @@ def test_the_chosen_worker_is_the_one_of_an_lru_oracle() -> None:
         assert depths[release.worker] == max(depths.values())
         assert release.requests[0].work == tokens - max(depths.values()) * GRANULE_TOKENS
         hits += max(depths.values()) > 0
-        dispatcher.cache_changed(release.worker, caches[release.worker].serve(prompt))
+        dispatcher.binding.placement.cache_changed(release.worker, caches[release.worker].serve(prompt))
     assert 100 < hits < 500
 
 

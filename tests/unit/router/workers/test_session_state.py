@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterable
+from dataclasses import dataclass
 
 import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -12,16 +14,31 @@ from hypothesis import strategies as st
 from common.errors import NoWorkerError
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS
 from router.scheduling.failover import Loss
-from router.scheduling.worker_queue import LaneRecord
+from router.scheduling.lane import LaneRecord
 from router.text.stream_assembly import GapError, StreamAssembly
-from router.workers.session_state import ProtocolError, SessionState, Submission
+from router.workers.session_state import LiveSequence, ProtocolError, SessionState, Submission
 from tests.unit.router.support import end
+
+
+@dataclass
+class Running:
+    """A request as a Session has it."""
+
+    rid: int
+    assembly: StreamAssembly
+
+    def wake(self) -> None:
+        """Nobody waits."""
+
+
+def rids(sequences: Iterable[LiveSequence]) -> list[int]:
+    return [sequence.rid for sequence in sequences]
 
 
 def submission(rid: int, tokens: int, *, deadline: float | None = None, state: int = 0) -> Submission:
     record = wpb.SubmitSequence(rid=rid, prompt_len=tokens, tracestate="s" * state)
     assembly = StreamAssembly(tokens, detokenizer=None, return_token_ids=True)
-    return Submission(record, array("I", range(tokens)), assembly, deadline)
+    return Submission(record, array("I", range(tokens)), Running(rid, assembly), deadline)
 
 
 def link() -> SessionState:
@@ -92,6 +109,18 @@ def test_control_frames_go_before_the_next_extend() -> None:
     assert (list(rest[1].submit.seqs), rest[1].submit.more) == ([], False)
 
 
+def test_a_lane_is_announced_when_it_has_changed_or_the_lease_is_renewed() -> None:
+    made = link()
+    made.announce(LaneRecord(None, 0, 0))
+    assert frames(made) == []
+    for expected in (["lane"], []):
+        made.announce(LaneRecord(1.0, 5, 1))
+        assert kinds(frames(made)) == expected
+    made.renew_lease()
+    (frame,) = frames(made, now=3.0)
+    assert (frame.lane.oldest_age_ms, frame.lane.tokens) == (2000, 5)
+
+
 def test_cancel_of_a_sequence_that_is_half_written_drops_the_rest() -> None:
     made = link()
     made.submit(1, [submission(1, 60_000)])
@@ -138,23 +167,23 @@ def test_step_feeds_streams_and_ends_them() -> None:
     output.starts.add(rid=1, cached_tokens=2, queue_us=1500, prefill_us=2_000_000)
     output.ends.append(end(2, 6, wpb.END_REASON_LENGTH))
     effects = made.apply(output, now=7.0)
-    assert effects.touched == [2, 1]
+    assert rids(effects.touched) == [2, 1]
     assert list(made.live) == [1]
-    assert two.assembly.is_closed
-    part = one.assembly.next_chunk()
+    assert two.sequence.assembly.is_closed
+    part = one.sequence.assembly.next_chunk()
     assert part is not None
     assert part.token_ids == (20,)
     assert part.start is not None
     assert (part.start.cached_tokens, part.start.prefill_s) == (2, 2.0)
-    assert one.assembly.first_token_time == 7.0
+    assert one.sequence.assembly.first_token_time == 7.0
 
 
 def test_stream_that_closes_itself_is_cancelled_at_once_and_what_comes_late_is_ignored() -> None:
     made = link()
     slow = StreamAssembly(1, detokenizer=None, max_unread_tokens=2)
-    made.submit(1, [Submission(wpb.SubmitSequence(rid=9, prompt_len=1), array("I", [0]), slow)])
+    made.submit(1, [Submission(wpb.SubmitSequence(rid=9, prompt_len=1), array("I", [0]), Running(9, slow))])
     frames(made)
-    assert made.apply(step(rid=[9], first_pos=[1], n=[3], token_ids=[1, 2, 3]), 0.0).touched == [9]
+    assert rids(made.apply(step(rid=[9], first_pos=[1], n=[3], token_ids=[1, 2, 3]), 0.0).touched) == [9]
     (cancel,) = frames(made)
     assert list(cancel.cancel.rids) == [9]
     late = step(rid=[9], first_pos=[4], n=[1], token_ids=[4])
@@ -213,15 +242,15 @@ def test_a_worker_that_gives_a_sequence_up_ends_the_attempt_and_not_the_stream(
     made = link()
     one, closed = submission(1, 3), submission(2, 3)
     made.submit(1, [one, closed])
-    closed.assembly.fail(NoWorkerError("gone"))
+    closed.sequence.assembly.fail(NoWorkerError("gone"))
     output = step(rid=[1], first_pos=[3], n=[2], token_ids=[8, 9])
     output.ends.extend([end(1, 5, reason), end(2, 3, reason)])
     effects = made.apply(output, 0.0)
-    assert effects.lost == [(1, loss)]
-    assert effects.touched == [1, 2]
+    assert effects.lost == [(one.sequence, loss)]
+    assert rids(effects.touched) == [1, 2]
     assert not made.live
-    assert not one.assembly.is_closed
-    assert list(one.assembly.token_ids) == [8, 9]
+    assert not one.sequence.assembly.is_closed
+    assert list(one.sequence.assembly.token_ids) == [8, 9]
 
 
 def test_the_next_stream_takes_over_and_says_what_has_arrived() -> None:
@@ -234,21 +263,21 @@ def test_the_next_stream_takes_over_and_says_what_has_arrived() -> None:
     hello = made.next_frame(1.0)
     assert hello is not None
     assert [(kept.rid, kept.have) for kept in hello.hello.live] == [(4, 5), (6, 3)]
-    made.forget(6)
+    assert rids(made.forget([6])) == [6]
     assert frames(made) == []
     # Late output of what was dropped on the earlier stream is no stranger's.
     made.apply(step(rid=[5, 6], first_pos=[3, 3], n=[1, 1], token_ids=[1, 1]), 1.0)
     assert frames(made) == []
     made.apply(step(rid=[4], first_pos=[5], n=[1], token_ids=[7]), 1.0)
-    assert list(made.live[4].token_ids) == [8, 9, 7]
+    assert list(made.live[4].assembly.token_ids) == [8, 9, 7]
     with pytest.raises(ValueError, match="S1"):
         made.submit(1, [submission(6, 1)])
 
 
-def test_returned_sequences_leave_the_link() -> None:
+def test_returned_sequences_leave_the_session() -> None:
     made = link()
     made.submit(1, [submission(1, 3), submission(2, 3)])
-    assert made.apply(wpb.StepOutput(returned=[2, 5]), 0.0).returned == [2]
+    assert rids(made.apply(wpb.StepOutput(returned=[2, 5]), 0.0).returned) == [2]
     assert list(made.live) == [1]
 
 
@@ -257,12 +286,12 @@ def test_what_has_not_been_written_whole_is_known() -> None:
     made = link()
     made.submit(1, [submission(1, 10), submission(2, 3 * MAX_FRAME_TOKENS)])
     made.submit(2, [submission(3, 10), submission(4, 10)])
-    assert made.unwritten() == [1, 2, 3, 4]
+    assert rids(made.unwritten()) == [1, 2, 3, 4]
     made.cancel(3)
     frame = made.next_frame(0.0)
     assert frame is not None
     assert [sequence.rid for sequence in frame.submit.seqs] == [1]
-    assert made.unwritten() == [2, 4]
+    assert rids(made.unwritten()) == [2, 4]
     while made.unwritten():
         frame = made.next_frame(0.0)
     assert frame is not None
@@ -271,4 +300,4 @@ def test_what_has_not_been_written_whole_is_known() -> None:
     refused.submit(1, [submission(5, 3 * MAX_FRAME_TOKENS)])
     refused.next_frame(0.0)
     refused.apply(wpb.StepOutput(ends=[wpb.SequenceEnd(rid=5, reason=wpb.END_REASON_INVALID)]), 0.0)
-    assert refused.unwritten() == []
+    assert rids(refused.unwritten()) == []

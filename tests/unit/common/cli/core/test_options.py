@@ -14,7 +14,7 @@ _TIMES = {"timeout", "deadline", "interval", "wait", "lease", "age", "hold"}
 
 def options(command: click.Command, name: str = "") -> Iterator[tuple[str, click.Option]]:
     """All options of a command and its subcommands, by the command's name."""
-    yield from ((f"{name} --{each.name}", each) for each in command.params if isinstance(each, click.Option))
+    yield from ((f"{name} {each.opts[0]}", each) for each in command.params if isinstance(each, click.Option))
     if isinstance(command, click.Group):
         context = click.Context(command)
         for child in command.list_commands(context):
@@ -25,8 +25,8 @@ def options(command: click.Command, name: str = "") -> Iterator[tuple[str, click
 
 def test_all_durations_of_all_commands_have_one_form() -> None:
     """FISSILE_DRAIN_TIMEOUT=40s was right for the router, and refused by worker and serve."""
-    times = {name: each for name, each in options(fissile) if _TIMES & set((each.name or "").split("_"))}
-    assert {"serve --drain_timeout", "worker --drain_timeout", "router --drain_timeout"} <= set(times)
+    times = {name: each for name, each in options(fissile) if _TIMES & set(each.opts[0].split("-"))}
+    assert {"serve --drain-timeout", "worker --drain-timeout", "router --drain-timeout"} <= set(times)
     assert {name for name, each in times.items() if not isinstance(each.type, Duration)} == set()
     for each in times.values():
         assert each.type.convert("40s", each, None) == each.type.convert("40", each, None) == 40.0

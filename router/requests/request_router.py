@@ -1,0 +1,235 @@
+"""The requests of a router, and where each of them is: from its arrival at the router until its handler closes it.
+
+Everything a request leaves behind is removed by `close`, on every path. Invariants:
+  * `_streams` holds exactly the requests whose handler has not closed them.
+  * A stream is queued in the dispatcher, or `running` has it, or its assembly is closed.
+  * After any event that a decision depends on, one is made in the same turn of the loop or the next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import itertools
+import time
+from collections.abc import Callable, Mapping
+from typing import TypeAlias
+
+from common.delay_gate import DelayGate
+from common.errors import DeadlineError
+from common.limits import SLOW_CLIENT_TIMEOUT_S, TASK_RESTART_S
+from common.process.tasks import failed
+from router.model_registry import ModelRegistry
+from router.requests.running import DISPATCHING, RunningRequests
+from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
+from router.requests.write_pacer import WritePacer
+from router.scheduling.admission import QueuedRequest
+from router.scheduling.dispatcher import ClassLoad, Dispatcher
+from router.scheduling.failover import DEFAULT_FAILOVER, FailoverOptions
+from router.scheduling.lane_table import LaneCounts
+from router.scheduling.placement import Placement
+from router.text.stream_assembly import StreamAssembly
+
+# How often a write is looked at before it counts as stuck: that is found so much later than it could be.
+_LOOKS_PER_TIMEOUT = 8
+# Requests without a worker that one decision looks at.
+_REVIEWED_PER_DECISION = 64
+
+Weights: TypeAlias = Mapping[str, float]
+
+
+class RequestRouter:
+    """The requests of one router, and the decisions about them.
+
+    Attributes:
+        running: those of them that workers have.
+
+    Args:
+        dispatcher: decides what goes where and when.
+        registry: knows which weights have gone.
+        clock: monotonic seconds.
+        failover: what happens to requests whose worker is lost.
+        slow_client_timeout_s: a client that lets a message wait for so long is dropped; 0 is never.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        registry: ModelRegistry,
+        clock: Callable[[], float] = time.monotonic,
+        failover: FailoverOptions = DEFAULT_FAILOVER,
+        slow_client_timeout_s: float = SLOW_CLIENT_TIMEOUT_S,
+    ) -> None:
+        self.running = RunningRequests(dispatcher, failover.policy, clock, self.dispatch_soon)
+        self._dispatcher = dispatcher
+        self._registry = registry
+        self._clock = clock
+        self._worker_wait_s = failover.worker_wait_s
+        self._slow_client_timeout_s = slow_client_timeout_s
+        self._keys = itertools.count(1)
+        self._streams: dict[int, RequestStream] = {}
+        self._pacer = WritePacer()
+        self._clients_look: asyncio.TimerHandle | None = None
+        self._decision_due: asyncio.Handle | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        # What a decision logs is about no request of whoever has asked for it.
+        self._context = contextvars.Context()
+
+    @property
+    def in_flight(self) -> int:
+        """Number of requests that have not been closed."""
+        return len(self._streams)
+
+    def open(
+        self,
+        request: RoutedRequest,
+        assembly: StreamAssembly,
+        on_submit: Callable[[str], None],
+        earlier: RequestStream | None = None,
+    ) -> RequestStream:
+        """Sends a request on its way. The caller closes the stream on every path.
+
+        Args:
+            request: the request.
+            assembly: takes its answer.
+            on_submit: told the worker's id at every submission.
+            earlier: a closed stream of the same request that failed with ReplacedError, whose place this one takes.
+
+        Raises:
+            QueueFullError: too many requests wait, and no other tenant has more of them for its weight.
+            HopelessDeadlineError: its deadline would pass while it waits.
+        """
+        queued = request.queued(next(self._keys) if earlier is None else earlier.queued.key)
+        if earlier is None:
+            self._arrive(queued)
+        else:
+            self._dispatcher.rejoin(queued, self._clock())
+        assembly.most_tokens = queued.most_tokens
+        stream = self._streams[queued.key] = RequestStream(queued, request, assembly, on_submit, self._pacer)
+        if earlier is not None:
+            stream.follow(earlier)
+        self.dispatch_soon()
+        self._look_at_clients_later()
+        return stream
+
+    def close(self, stream: RequestStream) -> None:
+        """Forgets a request; cancels it where it waits or runs."""
+        del self._streams[stream.queued.key]
+        if self._dispatcher.cancel(stream.queued.key):
+            self.dispatch_soon()
+        self.running.unbind(stream)
+
+    def configure(self, gate: DelayGate, placement: Placement | None, queue_size: int, weights: Weights) -> None:
+        """Other rules for what waits, as `Dispatcher.configure`."""
+        self._dispatcher.configure(gate, placement, queue_size, weights)
+        self.dispatch_soon()
+
+    def end_streams(self) -> None:
+        """Ends all requests, because this router ends."""
+        for stream in self._streams.values():
+            stream.assembly.end_with_router()
+            stream.wake()
+
+    def stop(self) -> None:
+        """Decides nothing any more."""
+        for handle in (self._decision_due, self._timer, self._clients_look):
+            if handle is not None:
+                handle.cancel()
+
+    def waiting(self) -> list[ClassLoad]:
+        """Waiting requests by priority class."""
+        return self._dispatcher.waiting(self._clock())
+
+    def lanes(self) -> LaneCounts:
+        """Number of lanes that have something to do."""
+        return self._dispatcher.lane_counts(self._clock())
+
+    def tables(self) -> dict[str, int]:
+        """Entries of every table that grows with requests, tenants or sessions."""
+        sequences = sum(stream.session is not None for stream in self._streams.values())
+        return {"streams": len(self._streams), "sequences": sequences, **self._dispatcher.tables()}
+
+    def _arrive(self, queued: QueuedRequest) -> None:
+        if self._decision_due is not None and self._dispatcher.is_full(queued.priority):
+            # What is about to be released does not count: the queue is full only if it is full after that.
+            self._decision_due.cancel()
+            self.dispatch_now()
+        dropped = self._dispatcher.arrive(queued, self._clock())
+        if dropped is not None:
+            self._streams[dropped.request.key].fail(dropped.error)
+
+    def _look_at_clients_later(self) -> None:
+        if self._clients_look is None and self._slow_client_timeout_s:
+            wait_s = self._slow_client_timeout_s / _LOOKS_PER_TIMEOUT
+            self._clients_look = asyncio.get_running_loop().call_later(wait_s, self._look_at_clients)
+
+    def _look_at_clients(self) -> None:
+        """Drops the clients that do not read. Looking now and then costs the messages of the others nothing."""
+        self._clients_look = None
+        if self._streams:
+            self._look_at_clients_later()
+        now = self._clock()
+        for stream in self._streams.values():
+            stream.drop_if_stuck(now, self._slow_client_timeout_s)
+
+    # Decisions.
+
+    def dispatch_soon(self) -> None:
+        """Decides once for all events of this turn of the loop."""
+        if self._decision_due is None:
+            self._decision_due = asyncio.get_running_loop().call_soon(self.dispatch_now, context=self._context)
+
+    def dispatch_now(self) -> None:
+        """Decides what goes where; again after a moment if that fails."""
+        self._decision_due = None
+        try:
+            self._decide(self._clock())
+        except Exception:
+            failed(DISPATCHING, "dispatching failed; it begins anew", after_s=TASK_RESTART_S)
+            # Even if nothing else happens, and not in every turn of the loop.
+            loop = asyncio.get_running_loop()
+            self._decision_due = loop.call_later(TASK_RESTART_S, self.dispatch_now, context=self._context)
+
+    def _decide(self, now: float) -> None:
+        for key in self._dispatcher.expire(now):
+            self._streams[key].fail(DeadlineError("in the router's queue"))
+        for key in self._dispatcher.abandon(now):
+            self._end_unserved(self._streams[key])
+        self.running.charge_output((each for each in self._streams.values() if each.session is not None), now)
+        for release in self._dispatcher.decide(now):
+            self.running.submit(release, [self._streams[queued.key] for queued in release.requests], now)
+        self._review_parked()
+        self.running.announce(self._dispatcher.binding.take_changed_records())
+        self._set_timer(now)
+
+    def _review_parked(self) -> None:
+        """Has requests prepared anew that wait for weights which no ready worker has, while others of their model do.
+
+        Only those that have not begun: a begun one waits for a worker with its weights.
+        """
+        for key in self._dispatcher.binding.parked.take_to_review(_REVIEWED_PER_DECISION):
+            stream = self._streams[key]
+            request = stream.request
+            if not stream.assembly.delivered and self._registry.is_replaced(request.model, request.identity):
+                self._dispatcher.cancel(key)
+                stream.fail(ReplacedError(request.model))
+        if self._dispatcher.binding.parked.has_to_review:
+            self.dispatch_soon()
+
+    def _end_unserved(self, stream: RequestStream) -> None:
+        """Ends a request for which there has been no worker for too long."""
+        queued = stream.queued
+        wanted = "" if queued.numerics is None else f" of numerics class {queued.numerics}"
+        if self._dispatcher.lanes.can_serve(queued.model, queued.numerics):
+            wanted += f" with room for the request's {queued.most_tokens} tokens"
+        model, wait_s = stream.request.model, self._worker_wait_s
+        stream.assembly.lose_worker(f"no worker{wanted} serves model {model!r}, for {wait_s:g} s now")
+        stream.wake()
+
+    def _set_timer(self, now: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        due = self._dispatcher.next_timer(now)
+        if due is not None:
+            self._timer = asyncio.get_running_loop().call_later(due - now, self.dispatch_soon)

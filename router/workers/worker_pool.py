@@ -1,0 +1,460 @@
+"""The workers of a router: dialled, up, cordoned, draining, parting, or gone with sequences that wait for their return.
+
+Takes what Sessions report (`SessionEvents`), keeps registry, lanes and placement informed of it, and hands on to the
+owner of the requests what concerns them (`SequenceEvents`). A stream that breaks ends nothing: its sequences are held
+until the next stream to the same instance takes them up again (rules S4, S7), or go on elsewhere. Invariants:
+  * A worker is counted in whole or not at all: the dispatcher has it while it is up, the registry while it gets work.
+  * An instance has one session at a time, from before its Hello to its end, whatever addresses it has.
+  * `_workers` has every address that is dialled; one leaves with the task that dials it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import Final, Protocol
+
+import structlog
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.limits import PROBATION_SEQS, SESSION_GOODBYE_S
+from common.process.tasks import keep_running
+from common.rpc.tls import Dialer, is_loopback
+from router.model_registry import ModelRegistry, WorkerRefusedError
+from router.scheduling.dispatcher import Dispatcher
+from router.scheduling.failover import DEFAULT_FAILOVER, FailoverOptions, Loss, stall_bound_s
+from router.scheduling.worker_load import LoadReport
+from router.text.tokenizer_store import TokenizerStore
+from router.workers.expected_workers import ExpectedWorkers
+from router.workers.session import CordonState, Fault, Session, SessionLostError, WorkerState, keep_connected
+from router.workers.session_state import StepEffects
+from router.workers.worker_caches import WorkerCaches
+from router.workers.worker_record import RESUMABLE, KnownWorker, WorkerRecord
+
+_CORDONS: Final = {wpb.INTAKE_CORDONED: CordonState.CORDONED, wpb.INTAKE_EVICTING: CordonState.EVICTING}
+
+log = structlog.get_logger(__name__)
+
+
+class SequenceEvents(Protocol):
+    """Owner of the sequences that run on workers. Called on the event loop, never concurrently."""
+
+    def worker_up(self, session: Session) -> None:
+        """Sequences can be sent on this session from now on."""
+
+    def worker_down(self, session: Session) -> None:
+        """The session has ended; what it has in `state.live` is held, or lost next."""
+
+    def take_over(self, session: Session) -> None:
+        """The session goes on with the sequences in its `state.live`, which ran on another one."""
+
+    def carry_out(self, session: Session, effects: StepEffects) -> None:
+        """The worker has computed a step."""
+
+    def lose(self, session: Session, loss: Loss, why: str) -> None:
+        """Whatever the session has in `state.live` is lost."""
+
+    def forget(self, session: Session, rids: Iterable[int]) -> None:
+        """The worker has let these sequences go."""
+
+    def return_unwritten(self, session: Session) -> None:
+        """Sequences that are not written whole can not be at the worker: nobody has to come back for them."""
+
+    def hand_over(self, session: Session) -> None:
+        """Others go on with what runs on the worker, where they can."""
+
+    def dispatch_soon(self) -> None:
+        """Something has changed that a decision depends on."""
+
+
+class WorkerPool:
+    """The workers of one router.
+
+    Attributes:
+        dialer: opens the channels to workers.
+        caches: how far their prefix caches are known.
+        expected: those that have never been up.
+
+    Args:
+        dispatcher: learns which lanes there are, and their load.
+        registry: learns the models from the workers.
+        store: fetches their tokenizers.
+        requests: owns the sequences that run there.
+        serving_changed: called when a first worker serves, and when the last one is gone.
+        clock: monotonic seconds.
+        failover: how long a worker may be silent, stalled or away.
+        worker_lost: called when a stream with a worker has broken.
+        dialer: opens the channels to workers; None in plain text.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        registry: ModelRegistry,
+        store: TokenizerStore,
+        requests: SequenceEvents,
+        serving_changed: Callable[[], None],
+        clock: Callable[[], float] = time.monotonic,
+        failover: FailoverOptions = DEFAULT_FAILOVER,
+        worker_lost: Callable[[], None] = lambda: None,
+        dialer: Dialer | None = None,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._registry = registry
+        self._store = store
+        self._requests = requests
+        self._serving_changed = serving_changed
+        self._clock = clock
+        self._failover = failover
+        self._worker_lost = worker_lost
+        self.dialer = Dialer() if dialer is None else dialer
+        self.caches = WorkerCaches(dispatcher.binding)
+        self.expected = ExpectedWorkers(registry, failover.worker_wait_s, clock=clock)
+        self.router_id = secrets.token_hex(8)
+        self._workers: dict[str, WorkerRecord] = {}
+        self._instances: dict[str, Session] = {}
+        self._none_up = asyncio.Event()
+        self._has_warned = False
+
+    def set_workers(self, addresses: Sequence[str]) -> None:
+        """Dials these workers from now on and takes leave of all others: they finish what runs, and get no more."""
+        wanted = set(addresses)
+        for address in addresses:
+            self._add(address)
+        for address, worker in list(self._workers.items()):
+            if address not in wanted and not worker.is_parting:
+                self._leave(worker)
+
+    def workers(self) -> list[KnownWorker]:
+        """The workers of this router, connected or not, in order of their addresses."""
+        now = self._clock()
+        loads = {session.address: self._dispatcher.lanes[session.address].status(now) for session in self.sessions()}
+        return [worker.known(loads.get(address)) for address, worker in sorted(self._workers.items())]
+
+    def sessions(self) -> list[Session]:
+        """The sessions with workers that are up."""
+        return [worker.session for worker in self._workers.values() if worker.session is not None]
+
+    def tables(self) -> dict[str, int]:
+        """Entries of the tables that grow with workers."""
+        held = sum(worker.held is not None for worker in self._workers.values())
+        return {"workers": len(self._workers), "sessions_held": held, "early": len(self.expected)}
+
+    async def stop(self) -> None:
+        """Ends all sessions; the workers drop what still runs there."""
+        for session in self.sessions():
+            session.leave()
+        if self.sessions():
+            self._none_up.clear()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._none_up.wait(), SESSION_GOODBYE_S)
+        workers = list(self._workers.values())
+        tasks = [worker.task for worker in workers if worker.task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for worker in workers:
+            worker.release()
+
+    # Sessions (`SessionEvents`).
+
+    def session_opening(self, session: Session) -> None:
+        """Refuses a second session with one worker; hands over what an earlier stream has left."""
+        worker = self._workers.setdefault(session.address, WorkerRecord(session.address))
+        if not worker.is_wanted:
+            raise WorkerRefusedError("is no worker of this router any more")
+        holder = self._instances.setdefault(session.instance_id, session)
+        if holder is not session:
+            raise WorkerRefusedError(f"is the worker at {holder.address} by another address")
+        self.caches.opening(session)
+        if worker.held is None:
+            return
+        if worker.held.instance_id != session.instance_id:
+            self._give_up(worker, "it was restarted", Loss.DIED)
+            return
+        session.state.resume(worker.held.state)
+        worker.held = session
+        self._requests.take_over(session)
+
+    def session_closed(self, session: Session, fault: Fault) -> None:
+        """Lets another session have the worker."""
+        if self._instances.get(session.instance_id) is session:
+            del self._instances[session.instance_id]
+        # It can not be there any more, or does not want to be; otherwise the next dial may succeed.
+        if fault not in RESUMABLE:
+            self.caches.forget(session.address)
+            worker = self._workers[session.address]
+            self._give_up(worker, f"it is {fault.name.lower()}", worker.loss_by(session, fault))
+
+    def session_up(self, session: Session, welcome: wpb.Welcome) -> None:
+        """Counts the worker in."""
+        if session.model is None:
+            raise WorkerRefusedError("it serves no model")
+        limits = welcome.limits or wpb.Limits()
+        session.model = replace(session.model, max_model_len=limits.max_model_len or session.model.max_model_len)
+        session.proto_minor = welcome.proto_minor
+        session.step_tokens = limits.max_num_batched_tokens
+        _check_stall(session, welcome.busy_ms, welcome.load.prefill_rate, self._failover.stall_timeout_s)
+        with self._registry.watched(self._serving_changed):
+            self._admit(session)
+            try:
+                self._count_in(session, welcome)
+            except Exception as error:
+                # All or nothing: a lane of which nobody knows that its stream has ended would keep its requests for
+                # ever. What the worker has of an earlier stream goes on as after any break.
+                fault = error.fault if isinstance(error, SessionLostError) else Fault.VIOLATION
+                self._workers[session.address].release()
+                self.session_down(session, fault, str(error))
+                raise
+
+    def step_output(self, session: Session, step: wpb.StepOutput) -> None:
+        """Hands tokens to their streams."""
+        effects = session.state.apply(step, self._clock())
+        if any(loss is Loss.ENGINE_FAILED for _, loss in effects.lost):
+            # It comes back as another instance. Until then nothing goes there, least of all what it has just lost.
+            self._withdraw(session, self._dispatcher.lane_draining)
+        self._requests.carry_out(session, effects)
+        if step.HasField("load"):
+            self._take_report(session, step.load, step.submit_seen)
+
+    def heartbeat(self, session: Session, heartbeat: wpb.Heartbeat) -> None:
+        """Takes the load."""
+        _check_stall(session, heartbeat.busy_ms, heartbeat.load.prefill_rate, self._failover.stall_timeout_s)
+        self._take_report(session, heartbeat.load, heartbeat.submit_seen)
+
+    def kv_events(self, session: Session, events: wpb.KvEvents) -> None:
+        """Takes changes of the worker's prefix cache."""
+        self.caches.accept(session, events)
+
+    def draining(self, session: Session) -> None:
+        """Sends the worker nothing more, and hands over what others can take."""
+        log.info("worker draining", worker=session.address, worker_id=session.worker_id)
+        session.is_draining = True
+        self._update_accepting(session)
+        self._requests.hand_over(session)
+
+    def session_down(self, session: Session, fault: Fault, why: str) -> None:
+        """Holds what ran on the worker if it may still be there, loses it if not."""
+        now, worker = self._clock(), self._workers[session.address]
+        worker.session = None
+        if not self.sessions():
+            self._none_up.set()
+        in_good_order = session.is_draining or session.is_leaving or fault is Fault.SHUTDOWN
+        worker.conduct.went_down(now, in_good_order=in_good_order)
+        self._requests.worker_down(session)
+        self._withdraw(session, self._dispatcher.lane_down)
+        if fault is Fault.SHUTDOWN:
+            return
+        self._worker_lost()
+        self._requests.return_unwritten(session)
+        if not session.state.live:
+            return
+        worker.held = session
+        if fault not in RESUMABLE or worker.violates_again(fault, now):
+            self._give_up(worker, why, worker.loss_by(session, fault))
+        else:
+            worker.hold(lambda: self._give_up(worker, why, Loss.UNREACHABLE))
+
+    def unusable(self, session: Session, why: str) -> None:
+        """Remembers the reason for those who ask."""
+        worker = self._workers[session.address]
+        if not worker.is_parting:
+            worker.last_error = why
+
+    # Joining and parting.
+
+    def _add(self, address: str) -> None:
+        """Dials a worker, or takes it back that was about to be left."""
+        worker = self._workers.get(address)
+        if worker is None:
+            self.expected.expect(address)
+            worker = self._workers[address] = WorkerRecord(address)
+            worker.task = asyncio.create_task(self._connect(worker), name=f"worker {address}")
+        elif worker.is_parting:
+            worker.is_parting = False
+            worker.dial_now.set()
+            log.info("worker joined", worker=address)
+            if worker.session is not None:
+                worker.session.is_parting = False
+                self._update_accepting(worker.session)
+
+    def _leave(self, worker: WorkerRecord) -> None:
+        """Gives a worker nothing new; the connection ends with the last of what runs there."""
+        worker.is_parting = True
+        worker.last_error = ""
+        self.expected.forget(worker.address)
+        session = worker.session
+        log.info("worker left", worker=worker.address, running=0 if session is None else len(session.state.live))
+        if session is not None:
+            session.is_parting = True
+            self._update_accepting(session)
+            session.notify()
+
+    async def _connect(self, worker: WorkerRecord) -> None:
+        address = worker.address
+        if self.dialer.tls is None and not is_loopback(address) and not self._has_warned:
+            self._has_warned = True
+            log.warning("PLAIN TEXT to workers outside loopback: everybody on the way reads it; use --worker-ca")
+
+        def open_session() -> Session:
+            return Session(address, self.router_id, self._clock, self._failover.lease_s, self.dialer)
+
+        async def pause(fault: Fault) -> None:
+            wait_s = worker.conduct.redial_after_s(self._clock(), answers=fault is Fault.UNREADY)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(worker.dial_now.wait(), wait_s)
+            worker.dial_now.clear()
+
+        def connected() -> Awaitable[None]:
+            return keep_connected(open_session, self._store, self, lambda: worker.is_wanted, pause)
+
+        try:
+            await keep_running("worker connection", connected, worker=address)
+        finally:
+            del self._workers[address]
+            if worker.is_parting:
+                self._registry.forget(address)
+                self.caches.forget(address)
+
+    # Counting in and out.
+
+    def _count_in(self, session: Session, welcome: wpb.Welcome) -> None:
+        assert session.model is not None
+        worker, now = self._workers[session.address], self._clock()
+        worker.session, session.is_parting = session, worker.is_parting
+        worker.worker_id, worker.model = session.worker_id, session.model.name
+        self._requests.worker_up(session)
+        resumed = len(session.state.live)
+        self._dispatcher.lane_up(
+            session.address,
+            session.model.identity,
+            _load_report(welcome.load, 0, now),
+            now,
+            session.numerics,
+            max_model_len=session.model.max_model_len,
+            caches_prefixes=welcome.kv_events,
+        )
+        self._begin_probation(worker, session, now)
+        self.caches.welcomed(session)
+        worker.release()
+        self._requests.forget(session, welcome.unknown)
+        session.accepting = True
+        session.cordon = _CORDONS.get(welcome.load.intake, CordonState.OPEN)
+        worker.last_error = ""
+        self._update_accepting(session)
+        log.info(
+            "worker up",
+            worker=session.address,
+            worker_id=session.worker_id,
+            model=session.model.name,
+            resumed=resumed,
+            unknown=len(welcome.unknown),
+        )
+        for other in self.sessions():
+            if other.is_draining or other.cordon is CordonState.EVICTING:
+                self._requests.hand_over(other)
+        session.notify()
+        self._requests.dispatch_soon()
+
+    def _admit(self, session: Session) -> None:
+        """Counts a worker among those of its model, and says so where it differs from the others."""
+        assert session.model is not None
+        difference = self._registry.admit(session.address, session.model)
+        if difference:
+            log.info(
+                "worker differs from the others of its model: new requests are shared among both",
+                worker=session.address,
+                worker_id=session.worker_id,
+                model=session.model.name,
+                difference=difference,
+            )
+        self.expected.came_up(session.address)
+
+    def _withdraw(self, session: Session, lane_closes: Callable[[str, float], None]) -> None:
+        """Counts a worker no more among those of its model: it takes no more work."""
+        with self._registry.watched(self._serving_changed):
+            lane_closes(session.address, self._clock())
+            self._registry.release(session.address)
+        self._requests.dispatch_soon()
+
+    def _update_accepting(self, session: Session) -> None:
+        """Lets the worker get new work, or no more, when either side has changed its mind about that."""
+        accepting = session.worker_state is WorkerState.SERVING
+        if accepting == session.accepting:
+            return
+        session.accepting = accepting
+        if not accepting:
+            self._withdraw(session, self._dispatcher.lane_draining)
+            return
+        with self._registry.watched(self._serving_changed):
+            self._admit(session)
+            self._dispatcher.lane_ready(session.address, self._clock())
+        self._requests.dispatch_soon()
+
+    def _give_up(self, worker: WorkerRecord, why: str, loss: Loss) -> None:
+        """Moves the sequences of a broken stream elsewhere: nobody takes them up (rule S7)."""
+        held = worker.release()
+        if held is not None:
+            self._requests.lose(held, loss, why)
+
+    # Reports.
+
+    def _take_report(self, session: Session, load: wpb.Load, submit_seen: int) -> None:
+        """Takes the worker's load, and what it says about new work."""
+        self._dispatcher.report(session.address, _load_report(load, submit_seen, self._clock()))
+        cordon = _CORDONS.get(load.intake, CordonState.OPEN)
+        if cordon is not session.cordon:
+            session.cordon = cordon
+            log.info("worker intake", worker=session.address, worker_id=session.worker_id, intake=cordon.name.lower())
+            self._update_accepting(session)
+            if cordon is CordonState.EVICTING:
+                self._requests.hand_over(session)
+        self._requests.dispatch_soon()
+
+    def _begin_probation(self, worker: WorkerRecord, session: Session, now: float) -> None:
+        """Gives a worker that has died young again and again few requests at a time, until it has lived for a while."""
+        worker.conduct.came_up(session.instance_id, now)
+        if not (seconds := worker.conduct.probation_s(now)):
+            return
+
+        def end() -> None:
+            if worker.session is session:
+                self._dispatcher.limit(session.address, None)
+                self._requests.dispatch_soon()
+
+        log.warning(
+            "worker on probation",
+            worker=session.address,
+            worker_id=session.worker_id,
+            seconds=round(seconds),
+            why="it has died young each time lately",
+        )
+        self._dispatcher.limit(session.address, PROBATION_SEQS)
+        asyncio.get_running_loop().call_later(seconds, end)
+
+
+def _check_stall(session: Session, busy_ms: int, prefill_rate: float, stall_timeout_s: float) -> None:
+    bound_s = stall_bound_s(stall_timeout_s, session.step_tokens, prefill_rate)
+    if busy_ms / 1000 > bound_s:
+        raise SessionLostError(Fault.STALLED, f"its engine step takes longer than {bound_s:g} s")
+
+
+def _load_report(load: wpb.Load, submit_seen: int, now: float) -> LoadReport:
+    return LoadReport(
+        time=now,
+        decoding_seqs=load.decoding_seqs,
+        waiting_seqs=load.waiting_seqs,
+        waiting_tokens=load.waiting_tokens,
+        room_tokens=load.room_tokens,
+        room_seqs=load.room_seqs,
+        last_prompt_latency_s=load.last_prompt_latency_us / 1e6,
+        prefill_rate=load.prefill_rate,
+        prefill_samples=load.prefill_samples,
+        fleet_oldest_age_s=load.fleet_oldest_age_ms / 1e3,
+        fleet_tokens=load.fleet_tokens,
+        submit_seen=submit_seen,
+    )

@@ -1,0 +1,127 @@
+"""One address of a worker, over all Sessions with it: what lasts longer than a stream.
+
+Invariants:
+  * `held` is a session that has ended, or the one that is about to take its sequences up; they wait for nobody else.
+    It is let go when the next stream has said what is left of them, or by the timer that `hold` sets.
+  * The address is dialled while it is wanted, or something of this router is left there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from common.limits import RECONNECT_S, VIOLATION_MEMORY_S
+from router.scheduling.failover import Loss
+from router.scheduling.lane import LaneStatus
+from router.workers.conduct import Conduct
+from router.workers.session import Fault, Session, WorkerState
+
+# Faults after which the worker may still have the sequences, so that the next stream takes them up.
+RESUMABLE: Final = frozenset({Fault.BROKEN, Fault.VIOLATION})
+_LOSSES: Final = {
+    Fault.REFUSED: Loss.DIED,
+    Fault.SILENT: Loss.SILENT,
+    Fault.STALLED: Loss.STALLED,
+    Fault.VIOLATION: Loss.VIOLATED,
+    Fault.UNREADY: Loss.UNREADY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class KnownWorker:
+    """A worker as operators see it.
+
+    `running` counts the requests of this router there. Of a worker without a connection the address is known, what it
+    was called when it last had one, and `last_error`, which says why there is none.
+    """
+
+    address: str
+    state: WorkerState = WorkerState.UNCONNECTED
+    worker_id: str = ""
+    instance_id: str = ""
+    model: str = ""
+    numerics: str = ""
+    running: int = 0
+    load: LaneStatus | None = None
+    last_error: str = ""
+
+
+class WorkerRecord:
+    """Memory of one address.
+
+    Attributes:
+        address: host:port.
+        session: the stream there is, None while there is none.
+        held: the session whose sequences wait for the next stream.
+        is_parting: whether it has left the list of workers.
+        last_error: why a worker that is wanted can not be used now, "" while it can.
+        worker_id: what the worker has called itself.
+        model: name of the model that it has served.
+        conduct: how it has behaved.
+        dial_now: ends the pause before the next dial.
+        task: dials it; None where somebody else does.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self.session: Session | None = None
+        self.held: Session | None = None
+        self.is_parting = False
+        self.last_error = ""
+        self.worker_id = ""
+        self.model = ""
+        self.conduct = Conduct(random.random)
+        self.dial_now = asyncio.Event()
+        self.task: asyncio.Task[None] | None = None
+        self._give_up: asyncio.TimerHandle | None = None
+        self._violated: float | None = None
+
+    @property
+    def is_wanted(self) -> bool:
+        """True if it must stay connected: it is one of this router's, or sequences of this router are there."""
+        return not self.is_parting or self.held is not None
+
+    def hold(self, give_up: Callable[[], object]) -> None:
+        """Lets the sequences of `held` wait for the next stream, until it is time to give them up."""
+        self._give_up = asyncio.get_running_loop().call_later(RECONNECT_S, give_up)
+
+    def release(self) -> Session | None:
+        """Takes the session whose sequences wait for the next stream: they wait no more."""
+        if self._give_up is not None:
+            self._give_up.cancel()
+            self._give_up = None
+        held, self.held = self.held, None
+        return held
+
+    def loss_by(self, session: Session, fault: Fault) -> Loss:
+        """Kind of loss of the sequences that an earlier stream has left, when `session` has ended."""
+        if self.held is not None and session.instance_id not in ("", self.held.instance_id):
+            return Loss.DIED
+        return _LOSSES.get(fault, Loss.UNREACHABLE)
+
+    def violates_again(self, fault: Fault, now: float) -> bool:
+        """True if the protocol is broken a second time: resuming does not mend it."""
+        if fault is not Fault.VIOLATION:
+            return False
+        before, self._violated = self._violated, now
+        return before is not None and now - before < VIOLATION_MEMORY_S
+
+    def known(self, load: LaneStatus | None) -> KnownWorker:
+        """The worker for operators, with the load of its lane."""
+        session = self.session
+        if session is None or session.model is None:
+            return KnownWorker(self.address, worker_id=self.worker_id, model=self.model, last_error=self.last_error)
+        return KnownWorker(
+            self.address,
+            session.worker_state,
+            worker_id=session.worker_id,
+            instance_id=session.instance_id,
+            model=session.model.name,
+            numerics=session.model.numerics,
+            running=len(session.state.live),
+            load=load,
+        )

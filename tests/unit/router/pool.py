@@ -1,0 +1,80 @@
+"""A router's requests and workers without sockets: a test says what the Session with the one worker reports."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.delay_gate import DelayGate
+from common.protocol import PROTO_MINOR
+from common.sampling_params import SamplingParams
+from router.model_registry import ModelRegistry, ServedModel, TextAssets
+from router.requests.request_router import RequestRouter
+from router.requests.stream import RequestStream, RoutedRequest
+from router.scheduling.dispatcher import Dispatcher
+from router.scheduling.placement import PLACEMENTS
+from router.text.stream_assembly import StreamAssembly
+from router.text.tokenizer_store import TokenizerStore
+from router.workers import worker_pool
+from router.workers.session import Session
+from router.workers.worker_pool import WorkerPool
+from tests.unit.router.support import tokenizer_files
+
+ADDRESS = "127.0.0.1:1"
+
+
+class Site:
+    """A router whose worker is dialled by nobody; `told` holds what the pool's user is told."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        async def never(*_: Any) -> None:
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(worker_pool, "keep_connected", never)
+        self.told: list[str] = []
+        self.registry = ModelRegistry()
+        self.dispatcher = Dispatcher(DelayGate(0.0, 0.25), PLACEMENTS["prefix_aware"].make(), 16)
+        self.requests = RequestRouter(self.dispatcher, self.registry)
+        told = self.told
+        self.pool = WorkerPool(
+            self.dispatcher,
+            self.registry,
+            TokenizerStore(),
+            self.requests.running,
+            lambda: told.append("serving changed"),
+        )
+        self.pool.set_workers([ADDRESS])
+
+    def described(self) -> Session:
+        """A Session whose worker has been described."""
+        session = Session(ADDRESS, "r", time.monotonic)
+        session.worker_id, session.instance_id = "w", "i"
+        text = TextAssets.from_files(tokenizer_files())
+        session.model = ServedModel("m", "Qwen3ForCausalLM", 128, 300, "t", "d", 16, 0, text)
+        self.pool.session_opening(session)
+        return session
+
+    def up(self) -> Session:
+        """A Session whose worker takes work."""
+        session = self.described()
+        load = wpb.Load(room_tokens=1000, room_seqs=16)
+        self.pool.session_up(session, wpb.Welcome(instance_id="i", load=load, proto_minor=PROTO_MINOR))
+        return session
+
+    def ask(self, on_submit: Callable[[str], None] = lambda worker: None) -> RequestStream:
+        """Opens a request of three tokens."""
+        (known,) = self.registry.models
+        params = SamplingParams(max_tokens=4)
+        request = RoutedRequest("m", known.identity, array("I", [1, 2, 3]), params, 0, 0, time.monotonic())
+        return self.requests.open(request, StreamAssembly(3, detokenizer=None), on_submit)
+
+    async def stop(self) -> None:
+        """Ends it."""
+        await self.pool.stop()
+        self.requests.stop()

@@ -1,0 +1,64 @@
+"""A request that can not be sent ends alone, and a decision that fails is made again."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from common.errors import RouterFailedError
+from common.process.tasks import task_failures
+from router.requests import request_router
+from router.scheduling.dispatcher import Release
+from router.workers.session import Session
+from tests.unit.router.pool import Site
+
+
+def submitted(session: Session) -> list[int]:
+    """Sizes of the groups that a worker gets."""
+    frames = iter(lambda: session.state.next_frame(0.0), None)
+    return [len(frame.submit.seqs) for frame in frames if frame.HasField("submit")]
+
+
+async def test_a_request_that_can_not_be_sent_ends_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R14: it had left the queue, no worker had it, and its client waited for ever; so did those released with it."""
+    site = Site(monkeypatch)
+    session = site.up()
+    before = task_failures().get("dispatching", 0)
+    streams = [site.ask(), site.ask(lambda worker: 1 / 0), site.ask()]  # type: ignore[arg-type]
+    async with asyncio.timeout(60):
+        with pytest.raises(RouterFailedError):
+            await streams[1].next()
+    assert task_failures()["dispatching"] == before + 1
+    assert submitted(session) == [2]
+    assert [stream.session for stream in streams] == [session, None, session]
+    for stream in streams:
+        site.requests.close(stream)
+    tables = site.requests.tables()
+    assert tables["sequences"] == tables["streams"] == 0
+    await site.stop()
+
+
+async def test_a_decision_that_fails_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R14: nothing decided again until something else happened, and nobody counted it."""
+    monkeypatch.setattr(request_router, "TASK_RESTART_S", 0.001)
+    site = Site(monkeypatch)
+    session = site.up()
+    before = task_failures().get("dispatching", 0)
+    decide, fails = site.dispatcher.decide, iter(range(3))
+
+    def failing(now: float) -> list[Release]:
+        if next(fails, None) is not None:
+            raise RuntimeError
+        done.set()
+        return decide(now)
+
+    done = asyncio.Event()
+    monkeypatch.setattr(site.dispatcher, "decide", failing)
+    stream = site.ask()
+    async with asyncio.timeout(60):
+        await done.wait()
+    assert task_failures()["dispatching"] == before + 3
+    assert submitted(session) == [1]
+    site.requests.close(stream)
+    await site.stop()

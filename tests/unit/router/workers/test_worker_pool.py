@@ -1,0 +1,71 @@
+"""A worker is counted in whole or not at all, and is dialled for as long as it is wanted."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.process import tasks
+from router.workers import worker_pool
+from router.workers.session import Fault, WorkerState
+from tests.unit.router.pool import ADDRESS, Site
+
+
+async def test_a_worker_that_can_not_be_counted_in_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X1: a lane was registered, then a log line raised: nobody ever took the lane away, and its requests hung."""
+    site = Site(monkeypatch)
+    session = site.described()
+    with monkeypatch.context() as broken:
+        broken.setattr(worker_pool.log, "info", lambda *_, **__: 1 / 0, raising=False)
+        with pytest.raises(ZeroDivisionError):
+            site.pool.session_up(session, wpb.Welcome(instance_id="i"))
+    site.pool.session_closed(session, Fault.VIOLATION)
+    assert not site.registry.serving
+    (known,) = site.pool.workers()
+    assert (known.address, known.state, known.load) == (ADDRESS, WorkerState.UNCONNECTED, None)
+    lanes = site.requests.lanes()
+    assert lanes.idle + lanes.open + lanes.held == 0
+
+    again = site.described()
+    site.pool.session_up(again, wpb.Welcome(instance_id="i"))
+    assert site.registry.serving
+    assert site.told[-1] == "serving changed"
+    await site.stop()
+
+
+async def test_a_connection_that_fails_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """X1: the task that dials a worker ended, and nobody dialled it any more."""
+    monkeypatch.setattr(tasks, "TASK_RESTART_S", 0.001)
+    site = Site(monkeypatch)
+    dials = asyncio.Semaphore(0)
+
+    async def fails(*_: Any) -> None:
+        dials.release()
+        raise RuntimeError
+
+    monkeypatch.setattr(worker_pool, "keep_connected", fails)
+    site.pool.set_workers([ADDRESS, "127.0.0.1:2"])
+    async with asyncio.timeout(60):
+        for _ in range(3):
+            await dials.acquire()
+    assert [worker.address for worker in site.pool.workers()] == [ADDRESS, "127.0.0.1:2"]
+    await site.stop()
+
+
+async def test_a_worker_that_parts_and_comes_back_before_it_is_up_is_no_parting_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    site = Site(monkeypatch)
+    session = site.described()
+    site.pool.set_workers([])
+    site.pool.set_workers([ADDRESS])
+    site.pool.session_up(session, wpb.Welcome(instance_id="i"))
+    (known,) = site.pool.workers()
+    assert known.state is WorkerState.SERVING
+    site.pool.set_workers([])
+    assert session.is_leaving
+    assert not site.registry.serving
+    await site.stop()
