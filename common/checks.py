@@ -30,7 +30,7 @@ def require_one_of(field: str, value: object, choices: tuple[object, ...]) -> No
 def require_types(config: Dataclass, path: str = "") -> None:
     """Raises InvalidFieldError for the first field whose value is not of its annotated type.
 
-    An int is a float too, and a bool is no int. Understands classes, unions and `tuple[x, ...]`.
+    An int is a float too, and a bool is not an int. Understands classes, unions and `tuple[x, ...]`.
     """
     hints = _hints(type(config))
     for field in fields(config):

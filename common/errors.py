@@ -177,7 +177,7 @@ class TooManyWatchesError(ApiError):
     def __init__(self, limit: int) -> None:
         super().__init__(
             grpc.StatusCode.RESOURCE_EXHAUSTED,
-            f"{limit} clients watch the load, the most that may",
+            f"{limit} clients watch the load already, which is the limit",
             retry_after_s=1.0,
             reason="TOO_MANY_WATCHES",
         )

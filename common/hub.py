@@ -63,7 +63,7 @@ def default_model_name(model: str) -> str:
 
 
 def model_folder(model: str, *, weights: bool = True) -> Path:
-    """The checkpoint folder of a model, downloaded when `model` is no folder here but may be a name on the Hub.
+    """The checkpoint folder of a model, downloaded when `model` is not a folder here but may be a name on the Hub.
 
     Args:
         model: a folder, which need not exist, or a name on the Hub.
@@ -117,7 +117,7 @@ def _unreachable(model: HubModel, error: Exception, offline: bool, endpoint: str
     if offline:
         return f"{model} is neither a folder here nor complete in the cache of the Hub, and HF_HUB_OFFLINE is set"
     reason = _line(error.__cause__ or error)
-    return f"{model} is no folder here and not complete in the cache, and {endpoint} can not be reached: {reason}"
+    return f"{model} is not a folder here and not complete in the cache, and {endpoint} can not be reached: {reason}"
 
 
 def _line(error: BaseException) -> str:

@@ -137,7 +137,7 @@ class MetadataKey(click.ParamType[str]):
         """Reads the text of an option."""
         text = str(value).lower()
         if re.fullmatch(r"[0-9a-z_.-]+", text) is None or text.endswith("-bin") or text.startswith("grpc-"):
-            self.fail(f"{value!r} is no name of text metadata; use letters, digits, - _ and .", param, ctx)
+            self.fail(f"{value!r} is not a name of text metadata; use letters, digits, - _ and .", param, ctx)
         return text
 
 

@@ -2,7 +2,7 @@
 
 Copies every Markdown page of the repository into build/docs/pages, beside pages made from the protos' comments and from
 the library's docstrings, and lets MkDocs build build/docs/site from them. The navigation is that of docs/README.md: its
-headings are the sections, the links of their tables the pages. A link to a file that is no page leads to a page with
+headings are the sections, the links of their tables the pages. A link to a file that is not a page leads to a page with
 its text. Links and anchors that lead nowhere fail the build.
 """
 

@@ -114,7 +114,7 @@ install_generators() {
     || fail "installing the generators failed: $(last_words) (the whole log: $log)"
 }
 
-# buf lints the protos. Without it that one test is skipped, so its absence is no error.
+# buf lints the protos. Without it that one test is skipped, so its absence is not an error.
 install_buf() {
   say "installing buf ($buf)"
   if ! command -v npm >/dev/null; then
@@ -124,7 +124,7 @@ install_buf() {
   fi
 }
 
-# What checks deploy/. Each that is missing skips its tests and says so, so its absence is no error (Envoy: about 110 MB).
+# What checks deploy/. Each that is missing skips its tests and says so, so its absence is not an error (Envoy: about 110 MB).
 install_deploy_tools() {
   say "installing what checks deploy/ (${deploy_tools[*]})"
   [ -x .venv-deploy/bin/python ] || "$venv/bin/python" -m venv .venv-deploy >>"$log" 2>&1 \

@@ -472,7 +472,7 @@ def _check_request_id(request_id: object) -> None:
     try:
         request_id.encode()
     except UnicodeEncodeError as error:
-        raise InvalidFieldError("request_id", f"is no text: {error.reason}", "a string that UTF-8 holds") from None
+        raise InvalidFieldError("request_id", f"is not text: {error.reason}", "a string that UTF-8 holds") from None
 
 
 def _refuse_twice(request_ids: Seq[str]) -> None:

@@ -88,7 +88,7 @@ def parse_line(line: str, place: str) -> ApiKey:
     """
     parts = line.split(":")
     if len(parts) not in (4, 5):
-        raise KeyFileError(f"{place} is no key; a line is {LINE_FORM}")
+        raise KeyFileError(f"{place} is not a key; a line is {LINE_FORM}")
     name, tenant, roles, sha256 = parts[:4]
     _check_names(name, tenant, place)
     known = {role.value: role for role in Role}
@@ -137,7 +137,7 @@ def parse_keys(lines: Iterable[str], place: str) -> list[ApiKey]:
     """Reads lines of keys; empty ones and those that begin with # are left out.
 
     Raises:
-        KeyFileError: one of them is no key, or stands twice, or there are none or too many.
+        KeyFileError: one of them is not a key, or stands twice, or there are none or too many.
     """
     keys: list[ApiKey] = []
     names: set[str] = set()

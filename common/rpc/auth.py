@@ -115,7 +115,7 @@ class KeyAccess:
         shown = bearer_key(metadata)
         key = self._store.ring().find(shown)
         if key is None:
-            raise UnauthenticatedError("API_KEY_INVALID", "the API key is none that counts here")
+            raise UnauthenticatedError("API_KEY_INVALID", "the API key is not valid")
         wanted = METHOD_ROLES.get(method, frozenset())
         if not wanted & key.roles:
             roles, has = " or ".join(sorted(wanted)) or "that no key has", ", ".join(sorted(key.roles))

@@ -57,12 +57,12 @@ _NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _is_no_garbled_text(record: logging.LogRecord) -> bool:
-    """True if it is no error text of gRPC's core that is not UTF-8: whoever gets the error logs what it belongs to."""
+    """True if it is anything but a garbled error text of gRPC's core: its receiver logs what it belongs to."""
     return not str(record.msg).startswith("Invalid encoding")
 
 
 def _is_no_ended_call(record: logging.LogRecord) -> bool:
-    """True if it is no status that could not be sent because gRPC itself had ended the call: nothing of ours to mend.
+    """True if it is anything but a status that could not be sent because gRPC itself had ended the call.
 
     gRPC does so for messages that can not be decompressed; a client could fill the log with tracebacks.
     """
@@ -346,7 +346,7 @@ def _why_not(host: str, port: int) -> str:
             probe.listen(1)
     except OSError as error:
         if error.errno == errno.EADDRNOTAVAIL:
-            return f"{host} is no address of this machine: change --host"
+            return f"{host} is not an address of this machine: change --host"
         if error.errno == errno.EACCES:
             return f"port {port} needs more rights than this process has: choose another --port"
     return f"port {port} on {host} is in use: stop what listens there, or choose another --port (0 takes any)"

@@ -26,7 +26,7 @@ _MAX_FIELDS: Final = 4
 # A client's own timer ends a call a little before the server's: the deadline has travelled, rounded up.
 _LATE_S: Final = 0.02
 _LATE_SHARE: Final = 0.01
-# Calls that last until somebody has had enough: that is no failure.
+# Calls that last until somebody has had enough: that is not a failure.
 _ENDLESS: Final = ("Health/Watch", "AdminService/WatchLoad", "WorkerService/Session", "/ServerReflectionInfo")
 _ENOUGH: Final = frozenset(
     {grpc.StatusCode.OK, grpc.StatusCode.CANCELLED, grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.UNAVAILABLE}

@@ -77,7 +77,7 @@ def read_json(files: Mapping[str, bytes], name: str) -> dict[str, Any]:
     """One of the files as a JSON object; empty when it is absent.
 
     Raises:
-        TokenizerError: it is no JSON object.
+        TokenizerError: it is not a JSON object.
     """
     if name not in files:
         return {}

@@ -46,7 +46,7 @@ def _fp4_value(code):
 
 @triton.jit
 def _power_of_two(exponent):
-    # E8M0 as float32: 0 is 2^-127, which float32 has only below its normal numbers, and 255 is no number.
+    # E8M0 as float32: 0 is 2^-127, which float32 has only below its normal numbers, and 255 is not a number.
     exponent = exponent.to(tl.int32)
     bits = tl.where(exponent == 0, 0x400000, tl.where(exponent == 255, 0x7FC00000, exponent << 23))
     return bits.to(tl.float32, bitcast=True)

@@ -175,7 +175,7 @@ class AdminService(AdminServiceServicer):
                     yield WorkerServiceStub(channel)
                 except grpc.aio.AioRpcError as error:
                     why = f"{error.code().name}: {error.details()}"
-                    raise NoWorkerError(f"the worker at {worker.address} does not do it: {why}") from None
+                    raise NoWorkerError(f"the worker at {worker.address} refused: {why}") from None
 
     async def _set_intake(self, worker_id: str, intake: wpb.Intake.ValueType) -> int:
         """Sequences that the worker has."""

@@ -90,7 +90,7 @@ class TenantPolicy:
 
         Returns:
             That salt; where tenants are isolated, one for each pair of tenant and salt, which is none that a request
-            could name: it is no UTF-8.
+            could name: it is not UTF-8.
         """
         if not self.isolate:
             return asked.encode()

@@ -116,7 +116,7 @@ def parse_list(text: str) -> tuple[str, ...]:
     """The addresses in a file: a YAML or JSON list, or one a line. `[]` is a list without workers, nothing is none.
 
     Raises:
-        AddressError: it is no list, or has something in it that is no address.
+        AddressError: it is not a list, or has something in it that is not an address.
     """
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     plain = [line for line in lines if line]
@@ -125,10 +125,10 @@ def parse_list(text: str) -> tuple[str, ...]:
     try:
         content = yaml.safe_load(text)
     except yaml.YAMLError as error:
-        raise AddressError(f"it is no YAML: {' '.join(str(error).split())}") from None
+        raise AddressError(f"it is not YAML: {' '.join(str(error).split())}") from None
     items = content.split() if isinstance(content, str) else content
     if not isinstance(items, list):
-        raise AddressError("it is no list of addresses; use a YAML or JSON list, or one host:port a line")
+        raise AddressError("it is not a list of addresses; use a YAML or JSON list, or one host:port a line")
     addresses = [parse_address(item if isinstance(item, str) else repr(item)) for item in items]
     return tuple(dict.fromkeys(addresses))
 
@@ -178,7 +178,7 @@ def _dns_target(text: str) -> DnsTarget:
     match = _DNS_TARGET.fullmatch(text)
     address = None if match is None else _ADDRESS.fullmatch(match["address"])
     if match is None or address is None or not 1 <= int(address["port"]) <= 65535:
-        raise AddressError(f"{text!r} is no DNS target; use dns:///name:port or dns://server/name:port")
+        raise AddressError(f"{text!r} is not a DNS target; use dns:///name:port or dns://server/name:port")
     server, _, port = (match["server"] or "").partition(":")
     if (server and not _is_ip(server)) or (port and not port.isdigit()):
         raise AddressError(f"{text!r} names no DNS server; use its IPv4 address, for example dns://10.0.0.10/name:port")

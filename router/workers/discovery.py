@@ -45,7 +45,7 @@ def read_list(path: Path) -> tuple[str, ...]:
     """The workers that a file lists.
 
     Raises:
-        AddressError: it can not be read, or is no list; one line that names the file.
+        AddressError: it can not be read, or is not a list; one line that names the file.
     """
     try:
         with path.open("rb") as file:

@@ -166,7 +166,7 @@ class WorkerPool:
         """Refuses a second session with one worker; hands over what an earlier stream has left."""
         worker = self._workers.setdefault(session.address, WorkerRecord(session.address))
         if not worker.is_wanted:
-            raise WorkerRefusedError("is no worker of this router any more")
+            raise WorkerRefusedError("is not a worker of this router any more")
         holder = self._instances.setdefault(session.instance_id, session)
         if holder is not session:
             raise WorkerRefusedError(f"is the worker at {holder.address} by another address")

@@ -394,7 +394,7 @@ def is_documented(seen: Seen) -> bool:
         return True
     if seen.code is grpc.StatusCode.CANCELLED:
         return seen.cancelled or (not seen.tokens and _never_came(seen))
-    # A call that gRPC has refused for being one too many of its connection is no call that met a router's end.
+    # A call that gRPC has refused for being one too many of its connection is not a call that met a router's end.
     return seen.code is grpc.StatusCode.UNAVAILABLE and REFUSED not in seen.details and _never_came(seen)
 
 

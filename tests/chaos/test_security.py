@@ -139,7 +139,7 @@ def test_commands_call_by_mtls_and_key(service: SecureService) -> None:
     )
     for environment, code, message in [
         ({"FISSILE_API_KEY": ""}, 2, "UNAUTHENTICATED: metadata authorization is missing"),
-        ({"FISSILE_API_KEY": "fsl_wrong"}, 2, "UNAUTHENTICATED: the API key is none that counts here"),
+        ({"FISSILE_API_KEY": "fsl_wrong"}, 2, "UNAUTHENTICATED: the API key is not valid"),
         ({"FISSILE_API_KEY": service.keys["ops"]}, 2, "PERMISSION_DENIED: fissile.v1.InferenceService/ListModels"),
         ({"FISSILE_TLS_CA": "", "FISSILE_CLIENT_KEY": "", "FISSILE_CLIENT_CERT": ""}, 3, "no router can be reached"),
         ({"FISSILE_TLS_CA": "/nowhere"}, 2, "/nowhere can not be read"),

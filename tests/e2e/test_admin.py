@@ -182,7 +182,7 @@ def test_clients_that_watch_are_bounded(site: Site) -> None:
     calls = [site.stub.WatchLoad(apb.WatchLoadRequest(), timeout=60) for _ in range(MAX_LOAD_WATCHES)]
     for call in calls:
         next(iter(call))
-    with pytest.raises(grpc.RpcError, match=f"{MAX_LOAD_WATCHES} clients watch the load, the most that may"):
+    with pytest.raises(grpc.RpcError, match=f"{MAX_LOAD_WATCHES} clients watch the load already, which is the limit"):
         next(iter(site.stub.WatchLoad(apb.WatchLoadRequest(), timeout=60)))
     for call in calls:
         call.cancel()
@@ -306,9 +306,9 @@ def test_a_reload_takes_the_whole_file_or_nothing(site: Site) -> None:
 
     for text, message in (
         ("router:\n  placement: round_robin\n  queue-size: none\n", "line 3: router.queue-size: 'none' is not a valid"),
-        ("router:\n  placement: round_robin\n\n  colour: red\n", "line 4: router.colour is no option"),
+        ("router:\n  placement: round_robin\n\n  colour: red\n", "line 4: router.colour is not an option"),
         ("router:\n  delay-factor: .inf\n", "routing.delay_factor is inf"),
-        ("router: [\n", "is no YAML"),
+        ("router: [\n", "is not YAML"),
     ):
         site.config.write_text(text)
         with pytest.raises(CommandError, match=f"nothing has changed: .*{message}"):

@@ -427,7 +427,7 @@ async def test_the_process_writes_the_lines_of_what_it_breaks_off() -> None:
 
 
 async def test_a_workers_direct_calls_have_their_line(lines: list[Line], tmp_path: Path) -> None:
-    """C2: finished, refused and cancelled on the worker itself; a router's Session is no request."""
+    """C2: finished, refused and cancelled on the worker itself; a router's Session is not a request."""
     async with running(Worker(options(make_model_folder(tmp_path / "tiny")))) as site:
         answers = [a async for a in site.stub.Generate(direct(20, request_id="whole"), metadata=METADATA)]
         line = await line_of(lines, request_id="whole")

@@ -133,7 +133,7 @@ class Landing:
         had_none = seq.first_token_time is None
         taken, stop = self._append(seq, token_ids, now)
         # A preempted sequence gets its late token, but what was computed with it is gone. Nor is what a step has
-        # computed for anybody else if its output is no number.
+        # computed for anybody else if its output is not a number.
         if seq.status is SequenceStatus.RUNNING and stop is not _NOT_A_NUMBER:
             computed = seq.num_computed_tokens + num_scheduled - self._count_rejected(verified, token_ids)
             seq.num_computed_tokens = min(computed, seq.num_tokens)

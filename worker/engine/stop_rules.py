@@ -69,7 +69,7 @@ class StopRules:
 
 def _sequence_stop(seq: Sequence, num_output: int) -> Stop | None:
     for stop in seq.stop_token_sequences:
-        # Only within the output: the border to the prompt is no place to match.
+        # Only within the output: the border to the prompt is not a place to match.
         if 0 < len(stop) <= num_output and seq.token_ids[-len(stop) :] == stop:
             return Stop("stop_sequence", EndReason.STOP_SEQUENCE, token_sequence=list(stop))
     return None

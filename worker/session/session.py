@@ -42,10 +42,10 @@ def check_hello(frame: wpb.SessionRequest) -> wpb.Hello:
     """The Hello that a stream must begin with.
 
     Raises:
-        ApiError: it is no Hello, or one that can not be served.
+        ApiError: it is not a Hello, or one that can not be served.
     """
     if frame.WhichOneof("frame") != "hello":
-        raise InvalidFieldError("frame", "is no Hello", "a Hello as the first frame")
+        raise InvalidFieldError("frame", "is not a Hello", "a Hello as the first frame")
     refuse_unlisted(frame, request_validation.SESSION)
     hello = frame.hello
     check_id("hello.router_id", hello.router_id, MAX_REQUEST_ID_BYTES, required=True)

@@ -253,7 +253,7 @@ def _header(file: BinaryIO, num_bytes: int) -> tuple[Json, int]:
         raise DamagedFileError("is cut off")
     magic, length, digest = _PREFIX.unpack(prefix)
     if magic != MAGIC:
-        raise DamagedFileError("is no file of packed weights of this version")
+        raise DamagedFileError("is not a file of packed weights of this version")
     if length > min(num_bytes, _MAX_HEADER_BYTES):
         raise DamagedFileError("is cut off")
     text = file.read(length)
@@ -273,4 +273,4 @@ def _class(name: str) -> Callable[..., Any]:
         found: Any = getattr(importlib.import_module(module), qualname)
         if is_dataclass(found):
             return found  # type: ignore[return-value]
-    raise DamagedFileError(f"names {name}, which is no packed object")
+    raise DamagedFileError(f"names {name}, which is not a packed object")

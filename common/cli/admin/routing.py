@@ -75,12 +75,12 @@ def changes(texts: tuple[str, ...]) -> apb.SetRoutingRequest:
     for text in texts:
         name, equals, value = text.partition("=")
         if name not in OPTIONS or not equals:
-            raise CommandError(f"{text!r} is no change; use NAME=VALUE with one of {', '.join(OPTIONS)}")
+            raise CommandError(f"{text!r} is not a setting; use NAME=VALUE with one of {', '.join(OPTIONS)}")
         known = OPTIONS[name]
         try:
             request.routing.MergeFrom(apb.Routing(**{known.field: known.read(value)}))
         except (ValueError, TypeError):
-            raise CommandError(f"{value!r} is no value for {name}; for example {name}={known.example}") from None
+            raise CommandError(f"{value!r} is not a value of {name}; for example {name}={known.example}") from None
         request.update_mask.paths.append(known.field)
     return request
 

@@ -17,7 +17,7 @@ _PROMPTS: Final = ("prompt", "messages", "token_ids")
 
 
 class DatasetError(ValueError):
-    """A line is no request; says which line, and what is allowed."""
+    """A line is not a request; says which line, and what is allowed."""
 
 
 def read_dataset(lines: Iterable[str], output_len: Lengths, seed: int) -> GivenWorkload:
@@ -29,7 +29,7 @@ def read_dataset(lines: Iterable[str], output_len: Lengths, seed: int) -> GivenW
         seed: of the lengths drawn from it.
 
     Raises:
-        DatasetError: a line is no request, or there are none.
+        DatasetError: a line is not a request, or there are none.
     """
     rnd = random.Random(f"dataset {seed}")
     entries = [
@@ -44,9 +44,9 @@ def _work(number: int, line: str, drawn: int) -> Work:
     try:
         entry = json.loads(line)
     except ValueError as error:
-        raise DatasetError(f"line {number} is no JSON: {error}") from None
+        raise DatasetError(f"line {number} is not JSON: {error}") from None
     if not isinstance(entry, dict):
-        raise DatasetError(f"line {number} is no object; valid: {_FORM}")
+        raise DatasetError(f"line {number} is not an object; valid: {_FORM}")
     kinds = [name for name in _PROMPTS if name in entry]
     unknown = sorted(entry.keys() - {*_PROMPTS, "max_tokens"})
     tokens = entry.get("max_tokens", drawn)

@@ -63,7 +63,7 @@ class Numbers(click.ParamType[tuple[float, ...]]):
             numbers = ()
         if not numbers or not all(0 < each < math.inf for each in numbers):
             whole = "whole numbers" if self._kind is int else "numbers"
-            self.fail(f"{value!r} is no list of {whole} above 0; use for example 1,8,32", param, ctx)
+            self.fail(f"{value!r} is not a list of {whole} above 0; use for example 1,8,32", param, ctx)
         if len(set(numbers)) != len(numbers):
             self.fail(f"{value!r} names a number twice; --repeat measures all of them again", param, ctx)
         return numbers
@@ -82,7 +82,7 @@ class Objectives(click.ParamType[dict[str, float]]):
         for part in str(value).split(","):
             name, _, limit = part.partition("=")
             if name.strip() not in OBJECTIVES or name.strip() in found:
-                self.fail(f"{part!r} is no objective; use {', '.join(OBJECTIVES)}, each once: ttft=200ms,tpot=50ms")
+                self.fail(f"{part!r} is not an objective; use {', '.join(OBJECTIVES)}, each once: ttft=200ms,tpot=50ms")
             try:
                 found[name.strip()] = seconds(limit)
             except ValueError as error:
@@ -379,7 +379,7 @@ def read_file(path: Path, output_len: Lengths, seed: int) -> GivenWorkload:
     """The requests of a data set's file.
 
     Raises:
-        CommandError: it can not be read, or a line is no request.
+        CommandError: it can not be read, or a line is not a request.
     """
     try:
         with path.open(encoding="utf-8") as lines:

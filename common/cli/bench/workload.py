@@ -31,7 +31,9 @@ class Lengths:
 
     def __post_init__(self) -> None:
         if not 1 <= self.low <= self.high:
-            raise ValueError(f"{self} is no range of lengths; use LOW:HIGH with 1 <= LOW <= HIGH, or one number from 1")
+            raise ValueError(
+                f"{self} is not a range of lengths; use LOW:HIGH with 1 <= LOW <= HIGH, or one number from 1"
+            )
 
     def __str__(self) -> str:
         """As `parse` reads it."""
@@ -46,7 +48,7 @@ class Lengths:
         """
         match = _LENGTHS.fullmatch(text.strip())
         if match is None:
-            raise ValueError(f"{text!r} is no range of lengths; use LOW:HIGH, for example 32:256, or one number")
+            raise ValueError(f"{text!r} is not a range of lengths; use LOW:HIGH, for example 32:256, or one number")
         return cls(int(match[1]), int(match[2] or match[1]))
 
     def draw(self, rnd: random.Random) -> int:

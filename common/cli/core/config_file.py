@@ -134,7 +134,7 @@ def read_text(path: Path) -> str:
 
 
 def option_lines(text: str, section: str) -> dict[str, int]:
-    """The line, from 1 on, of each option of a section; none for what is no YAML."""
+    """The line, from 1 on, of each option of a section; none for what is not YAML."""
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.YAMLError:
@@ -149,16 +149,16 @@ def sections(text: str, path: Path) -> Mapping[str, Any]:
     """The sections of a configuration file.
 
     Raises:
-        CommandError: it is no mapping.
+        CommandError: it is not a mapping.
     """
     try:
         content = yaml.load(text, _Loader)
     except yaml.YAMLError as error:
-        raise CommandError(f"--config {path} is no YAML: {error}") from None
+        raise CommandError(f"--config {path} is not YAML: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise CommandError(f"--config {path} is no mapping; use a section per command, such as `router:`")
+        raise CommandError(f"--config {path} is not a mapping; use a section per command, such as `router:`")
     return content
 
 
@@ -166,17 +166,17 @@ def defaults(given: object, place: FilePlace, command: click.Command) -> dict[st
     """The options of a section by the names of their parameters.
 
     Raises:
-        CommandError: the section is no mapping, or names an option that the command does not have.
+        CommandError: the section is not a mapping, or names an option that the command does not have.
     """
     if given is None:
         return {}
     if not isinstance(given, dict):
-        raise CommandError(f"--config {place.path}: {place.section} is no mapping; use `option: value` lines")
+        raise CommandError(f"--config {place.path}: {place.section} is not a mapping; use `option: value` lines")
     names = option_names(command)
     unknown = [str(name) for name in given if name not in names]
     if unknown:
         allowed = ", ".join(sorted(names))
-        raise CommandError(f"{place.of(unknown[0])} is no option of `{place.section}`; allowed: {allowed}")
+        raise CommandError(f"{place.of(unknown[0])} is not an option of `{place.section}`; allowed: {allowed}")
     return {names[name]: _plain(value) for name, value in given.items() if value is not None}
 
 

@@ -20,11 +20,11 @@ def seconds(text: str) -> float:
     """Seconds, from `250ms`, `0.25s` or `0.25`.
 
     Raises:
-        ValueError: it is no duration.
+        ValueError: it is not a duration.
     """
     match = _DURATION.fullmatch(text.strip())
     if match is None:
-        raise ValueError(f"{text!r} is no duration; use for example 250ms or 0.25s")
+        raise ValueError(f"{text!r} is not a duration; use for example 250ms or 0.25s")
     return float(match[1]) / (1000 if match[2] == "ms" else 1)
 
 
@@ -68,7 +68,7 @@ class ByteSize(click.ParamType[int]):
         match = self._FORM.fullmatch(str(value).strip())
         size = int(float(match[1]) * self._FACTORS[match[2]]) if match else 0
         if size <= 0:
-            self.fail(f"{value!r} is no size; use for example 2GiB or 512MiB", param, ctx)
+            self.fail(f"{value!r} is not a size; use for example 2GiB or 512MiB", param, ctx)
         return size
 
 
@@ -94,7 +94,7 @@ class Sizes(click.ParamType[tuple[int, ...]]):
             return value
         numbers = tuple(int(part) if part.strip().isdecimal() else 0 for part in str(value).split(","))
         if min(numbers) < 1:
-            self.fail(f"{value!r} is no list of sizes; use for example 1,2,8", param, ctx)
+            self.fail(f"{value!r} is not a list of sizes; use for example 1,2,8", param, ctx)
         return numbers
 
 

@@ -65,7 +65,7 @@ class Row:
 
     @classmethod
     def of(cls, entry: Mapping[str, Any]) -> Row:
-        """Of a file's entry. KeyError if metric, unit or value is missing, ValueError if the value is no number."""
+        """Of a file's entry. KeyError if metric, unit or value is missing, ValueError if the value is not a number."""
         labels = dict(entry)
         metric, unit, value = (labels.pop(name) for name in ("metric", "unit", "value"))
         if not isinstance(value, Decimal | int) or isinstance(value, bool):

@@ -11,7 +11,7 @@ from kernels.triton_backend.target import Settings
 from tests.kernels.cases import Case
 
 BF16, FP16 = torch.bfloat16, torch.float16
-# The output projection of Qwen3-8B's attention; the inner dimension of gpt-oss, which is no whole number of tiles.
+# The output projection of Qwen3-8B's attention; the inner dimension of gpt-oss, which is not a whole number of tiles.
 N, K = 4096, 4096
 UNEVEN = 2880
 FEW, MANY = 7, 5000

@@ -137,7 +137,7 @@ def test_what_the_hub_does_not_give(hub: FakeHub, tmp_path: Path) -> None:
 def test_a_hub_that_can_not_be_reached(hub: FakeHub, tmp_path: Path) -> None:
     [(error, _)] = fetch(tmp_path, "http://127.0.0.1:9", "org/tiny")
     assert error.startswith(
-        "org/tiny is no folder here and not complete in the cache, and http://127.0.0.1:9 can not be reached: "
+        "org/tiny is not a folder here and not complete in the cache, and http://127.0.0.1:9 can not be reached: "
     )
     assert "refused" in error
     hub.broken = True

@@ -88,7 +88,7 @@ def test_one_answer_ends_and_the_others_go_on(
 
 
 def test_its_unpublished_blocks_are_not_shared(folder: Path, tmp_path: Path) -> None:
-    """W6: what a step has computed whose output is no number is in no cache."""
+    """W6: what a step has computed whose output is not a number is in no cache."""
     bad = engine(spoiled(folder, tmp_path / "bad", "model.embed_tokens.weight", 9), "torch")
     answers = bad.generate([[9, *range(100, 140)], list(range(100, 140))], GREEDY)
     assert [answer["finish_reason"] for answer in answers] == ["not_a_number", "max_tokens"]

@@ -52,7 +52,7 @@ def test_only_the_very_key_is_found() -> None:
 @pytest.mark.parametrize(
     ("line", "problem"),
     [
-        ("alice", "keys, line 2 is no key; a line is NAME:TENANT"),
+        ("alice", "keys, line 2 is not a key; a line is NAME:TENANT"),
         (f"al ice::infer:{DIGEST}", "line 2: name 'al ice'; allowed: 1 to 128 letters"),
         (f"::infer:{DIGEST}", "line 2: name ''"),
         (f"alice:go ld:infer:{DIGEST}", "line 2: tenant 'go ld'"),
@@ -65,7 +65,7 @@ def test_only_the_very_key_is_found() -> None:
             "line 2: 'top' after the SHA-256; allowed: max-priority=low, ",
         ),
         (f"alice::infer:{DIGEST}:max-priority=", "'max-priority=' after the SHA-256"),
-        (f"alice::infer:{DIGEST}:max-priority=high:x", "line 2 is no key"),
+        (f"alice::infer:{DIGEST}:max-priority=high:x", "line 2 is not a key"),
         (f"b::infer:{'0' * 64}", "name 'b' or its key stands there twice"),
         (f"c::infer:{'1' * 64}", "name 'c' or its key stands there twice"),
     ],

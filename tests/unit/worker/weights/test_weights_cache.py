@@ -196,7 +196,11 @@ def load(cache: WeightsCache, key: Key = KEY, calls: list[bool] | None = None) -
 
 CHANGES = {
     "name": (b'{"x":', b'{"y":', "KeyError: 'x'"),
-    "code": (b"kernels.torch_backend.linear:PackedLinear", b"os:system", "names os:system, which is no packed object"),
+    "code": (
+        b"kernels.torch_backend.linear:PackedLinear",
+        b"os:system",
+        "names os:system, which is not a packed object",
+    ),
     "field": (b'"bias":', b'"bios":', "TypeError: "),
     "place": (b'"offset":0', b'"offset":8192', "ValueError: "),
     "dtype": (b'"dtype":"float32"', b'"dtype":"float33"', "AttributeError: "),

@@ -349,15 +349,15 @@ def test_no_router_is_said_with_what_to_do() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--concurrency", "1,x"], "'1,x' is no list of whole numbers above 0; use for example 1,8,32"),
-        (["--concurrency", "1.5"], "no list of whole numbers"),
-        (["--concurrency", "0"], "no list of whole numbers above 0"),
+        (["--concurrency", "1,x"], "'1,x' is not a list of whole numbers above 0; use for example 1,8,32"),
+        (["--concurrency", "1.5"], "not a list of whole numbers"),
+        (["--concurrency", "0"], "not a list of whole numbers above 0"),
         (["--concurrency", "1,1"], "names a number twice"),
-        (["--rate", "inf"], "'inf' is no list of numbers above 0"),
-        (["--input-len", "9:3"], "is no range of lengths; use LOW:HIGH"),
-        (["--slo", "ttft=200ms,speed=1s"], "'speed=1s' is no objective; use ttft, tpot, itl, latency"),
-        (["--slo", "ttft=fast"], "'fast' is no duration"),
-        (["--duration", "1h"], "'1h' is no duration"),
+        (["--rate", "inf"], "'inf' is not a list of numbers above 0"),
+        (["--input-len", "9:3"], "is not a range of lengths; use LOW:HIGH"),
+        (["--slo", "ttft=200ms,speed=1s"], "'speed=1s' is not an objective; use ttft, tpot, itl, latency"),
+        (["--slo", "ttft=fast"], "'fast' is not a duration"),
+        (["--duration", "1h"], "'1h' is not a duration"),
         (["--requests", "0"], "'--requests'"),
     ],
 )

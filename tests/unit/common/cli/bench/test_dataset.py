@@ -38,8 +38,8 @@ def test_lengths_of_answers_are_drawn_by_the_seed() -> None:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("{", "line 2 is no JSON"),
-        ("[]", "line 2 is no object"),
+        ("{", "line 2 is not JSON"),
+        ("[]", "line 2 is not an object"),
         ("{}", "line 2 has 0 prompts"),
         ('{"prompt": "a", "token_ids": [1]}', "line 2 has 2 prompts"),
         ('{"prompt": "a", "temprature": 1}', "line 2 names 'temprature'"),

@@ -30,7 +30,7 @@ def test_lengths_are_read_as_they_are_written(lengths: Lengths) -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "9:8", "0:4", "a", "1:2:3", "-1", "1:", ":2", "1.5"])
 def test_what_is_no_length_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match="is no range of lengths; use LOW:HIGH"):
+    with pytest.raises(ValueError, match="is not a range of lengths; use LOW:HIGH"):
         Lengths.parse(text)
 
 

@@ -57,10 +57,10 @@ def test_words_that_are_booleans_of_yaml_1_1_only_are_texts(word: str, tmp_path:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("made:\n  nmber: 5\n", "made.nmber is no option of `made`; allowed: flag, name, number"),
-        ("made: 5\n", "made is no mapping"),
-        ("- made\n", "is no mapping"),
-        ("made: {\n", "is no YAML"),
+        ("made:\n  nmber: 5\n", "made.nmber is not an option of `made`; allowed: flag, name, number"),
+        ("made: 5\n", "made is not a mapping"),
+        ("- made\n", "is not a mapping"),
+        ("made: {\n", "is not YAML"),
     ],
 )
 def test_a_bad_file_is_said_in_one_line(text: str, problem: str, tmp_path: Path) -> None:
@@ -149,5 +149,5 @@ def test_a_bad_value_is_said_with_its_line(tmp_path: Path) -> None:
         in_force(router, "router", ("--config", str(path), "--queue-size", "few"))
     assert "line" not in str(caught.value)
     path.write_text("router:\n  placement: least_loaded\n  colour: red\n")
-    with pytest.raises(CommandError, match=r"line 3: router\.colour is no option of `router`; allowed:"):
+    with pytest.raises(CommandError, match=r"line 3: router\.colour is not an option of `router`; allowed:"):
         in_force(router, "router", ("--config", str(path)))

@@ -46,7 +46,7 @@ def test_a_variable_of_several_commands_has_one_grammar() -> None:
         grammars.setdefault(each.envvar, set()).add(grammar(each))
     assert {variable: found for variable, found in grammars.items() if len(found) > 1} == {}
     assert ByteSizeText().convert("2GiB", None, None) == "2GiB"
-    with pytest.raises(click.BadParameter, match="'much' is no size"):
+    with pytest.raises(click.BadParameter, match="'much' is not a size"):
         ByteSizeText().convert("much", None, None)
 
 
@@ -64,11 +64,11 @@ def test_sizes() -> None:
 
 @pytest.mark.parametrize("text", ["", "0", "1,", "1,x", "-2", "1.5"])
 def test_what_is_no_list_of_sizes(text: str) -> None:
-    with pytest.raises(click.BadParameter, match="is no list of sizes; use for example 1,2,8"):
+    with pytest.raises(click.BadParameter, match="is not a list of sizes; use for example 1,2,8"):
         Sizes().convert(text, None, None)
 
 
 def test_bytes() -> None:
     assert ByteSize().convert("1.5GiB", None, None) == 3 << 29
-    with pytest.raises(click.BadParameter, match="'2 apples' is no size"):
+    with pytest.raises(click.BadParameter, match="'2 apples' is not a size"):
         ByteSize().convert("2 apples", None, None)
