@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 
@@ -14,41 +13,47 @@ from kernels.interface import AttentionMetaData, Decoder, DecoderLayer, KernelBa
 RopeWrite = Callable[[torch.Tensor, DecoderLayer, int], torch.Tensor]
 
 
-@dataclass(frozen=True)
 class DecoderLayers:
     """The layers of a model.
 
-    Attributes:
+    Args:
         decoder: its weights are packed by `backend`.
         backend: does the single operations.
+
+    Attributes:
+        decoder: as above.
     """
 
-    decoder: Decoder
-    backend: KernelBackend
+    def __init__(self, decoder: Decoder, backend: KernelBackend) -> None:
+        self.decoder = decoder
+        self._linear = backend.linear
+        self._elementwise = backend.elementwise
+        self._attention = backend.attention
 
     def run(self, x: torch.Tensor, cache: KVCache, metadata: AttentionMetaData, rope_write: RopeWrite) -> torch.Tensor:
         """All layers and the last norm, over one step: x [T, H] -> [T, H]; see FusedDecoder."""
-        backend, eps = self.backend, self.decoder.eps
+        linear, norm, add_norm = self._linear.apply, self._elementwise.rms_norm, self._elementwise.add_rms_norm
+        attend, eps, scale = self._attention.apply, self.decoder.eps, self.decoder.scale
         residual: torch.Tensor | None = None
         for index, layer in enumerate(self.decoder.layers):
             if residual is None:
-                normed, residual = backend.rms_norm(x, layer.input_norm, eps), x
+                normed, residual = norm(x, layer.input_norm, eps), x
             else:
-                normed, residual = backend.add_rms_norm(x, residual, layer.input_norm, eps)
-            q = rope_write(backend.linear(normed, layer.qkv), layer, index)
-            found = backend.attention(q, cache, index, metadata, self.decoder.scale, layer.window, layer.sinks)
-            x = self._reduced(backend.linear(found.flatten(1), layer.out))
-            normed, residual = backend.add_rms_norm(x, residual, layer.post_norm, eps)
+                normed, residual = add_norm(x, residual, layer.input_norm, eps)
+            q = rope_write(linear(normed, layer.qkv), layer, index)
+            found = attend(q, cache, index, metadata, scale, layer.window, layer.sinks)
+            x = self._reduced(linear(found.flatten(1), layer.out))
+            normed, residual = add_norm(x, residual, layer.post_norm, eps)
             x = self._network(normed, layer)
         if residual is None:
-            return backend.rms_norm(x, self.decoder.norm, eps)
-        return backend.add_rms_norm(x, residual, self.decoder.norm, eps)[0]
+            return norm(x, self.decoder.norm, eps)
+        return add_norm(x, residual, self.decoder.norm, eps)[0]
 
     def _network(self, x: torch.Tensor, layer: DecoderLayer) -> torch.Tensor:
         if layer.network is not None:
             return layer.network(x)
-        inner = self.backend.silu_and_mul(self.backend.linear(x, layer.gate_up))
-        return self._reduced(self.backend.linear(inner, layer.down))
+        inner = self._elementwise.silu_and_mul(self._linear.apply(x, layer.gate_up))
+        return self._reduced(self._linear.apply(inner, layer.down))
 
     def _reduced(self, x: torch.Tensor) -> torch.Tensor:
         reduce = self.decoder.all_reduce

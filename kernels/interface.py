@@ -1,4 +1,4 @@
-"""Interface of a kernel back end: the operations of a decoder, the KV cache, attention and sampling.
+"""What a kernel back end does: the operations of a decoder, the KV cache, attention and sampling.
 
 A back end owns the layout of packed weights and of the KV cache; callers pass both back unopened. Shapes: T rows of a
 step (its tokens, then padding), S sequences, H hidden size, Hq query heads, Hkv key/value heads, D head size, I
@@ -48,7 +48,7 @@ class IndexSpec:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """KV cache of one token in one layer.
+    """What one layer of the KV cache keeps of a token.
 
     Attributes:
         num_kv_heads: Hkv of this rank; 1 where there is an indexer.
@@ -71,7 +71,7 @@ class KVSpec:
 
 @dataclass
 class AttentionMetaData:
-    """Inputs of one step's attention.
+    """What one step's attention needs.
 
     Query row i of sequence s has the absolute position `seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i`.
 
@@ -83,7 +83,7 @@ class AttentionMetaData:
         slot_mapping: int64 [tokens], `block * block_size + offset` of each token.
         wanted_rows: int64 [F], ascending, rows whose hidden states are asked for, each the last one of its sequence;
             None for all rows.
-        plan: what the back end derived from the above for this step, by `plan_attention`.
+        plan: what the back end derived from the above for this step, by `AttentionOps.plan`.
     """
 
     cu_seqlens_q: npt.NDArray[np.int64]
@@ -135,7 +135,7 @@ class SampleParams:
 
 @dataclass(frozen=True)
 class Routing:
-    """Routing of a row to its experts by their logits.
+    """How a row chooses its experts by their logits.
 
     Attributes:
         top_k: experts of a row.
@@ -164,7 +164,7 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True)
 class QuantizedFormat:
-    """Storage format of a quantized weight.
+    """How a quantized weight is stored.
 
     Attributes:
         numbers: dtype: int8, float8_e4m3fn or float8_e4m3fnuz; uint8 for MXFP4.
@@ -196,7 +196,7 @@ class QuantizedWeight:
 
     @property
     def format(self) -> QuantizedFormat:
-        """Format in which it is stored."""
+        """How it is stored."""
         return QuantizedFormat(self.numbers.dtype, self.quant_type)
 
     @property
@@ -227,7 +227,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """8-bit numbers of a packed weight, in place of the model's dtype.
+    """What numbers of 8 bits a packed weight has in place of the model's dtype.
 
     Attributes:
         dtype: int8, or FP8 as the device multiplies it.
@@ -249,7 +249,7 @@ class DecoderLayer:
         qkv: queries, keys and values side by side, H to (Hq + 2 Hkv) * D.
         head_norms: [D] of queries and [D] of keys, before the rotation; None where there are none.
         window: how many keys a row sees, its own included; None for all before it.
-        sinks: float32 [Hq], see `KernelBackend.attention`; None for none.
+        sinks: float32 [Hq], see `AttentionOps.apply`; None for none.
         out: Hq * D to H.
         post_norm: [H].
         gate_up: H to 2I; None where there is a `network`.
@@ -299,7 +299,7 @@ class FusedDecoder(Protocol):
     ) -> torch.Tensor:
         """All layers and the last norm, to the bit what the single operations give: x [T, H] -> [T, H].
 
-        cos and sin are those of `KernelBackend.rope`; layer i has the cache's layer i. Rows of the result that are not
+        cos and sin are those of `ElementwiseOps.rope`; layer i has the cache's layer i. Rows of the result that are not
         among `metadata.wanted_rows` may be anything.
         """
         ...
@@ -362,84 +362,10 @@ class RankSums(Protocol):
         ...
 
 
-class KernelBackend(Protocol):
-    """The operations. None writes to its inputs, except `write_kv` to the cache and `sample` to the logits."""
+class LinearOps(Protocol):
+    """Products with weights."""
 
-    @property
-    def name(self) -> str:
-        """Name that selects the back end."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """The name for people: with the instruction set of all kernels where they share one, as `cpu:avx2`."""
-        ...
-
-    @property
-    def batch_invariant(self) -> bool:
-        """True if a row's bits never depend on the batch."""
-        ...
-
-    @property
-    def numerics(self) -> tuple[object, ...]:
-        """Everything that a row's bits depend on besides the model: libraries, instruction set, threads where they
-        matter.
-
-        Known when a model has been built with the back end. Its text is part of the numerics class.
-        """
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device of weights, activations and the KV cache, and of every tensor that goes in and comes out."""
-        ...
-
-    @property
-    def graphs(self) -> StepGraphs | None:
-        """Capture of steps as graphs; None where that would gain nothing."""
-        ...
-
-    @property
-    def row_multiple(self) -> int:
-        """Rows of a step are best padded to a multiple of this; other counts work but are copied."""
-        ...
-
-    @property
-    def layout(self) -> tuple[object, ...]:
-        """Everything that the bits of packed objects depend on besides weights, dtype and the sources of `kernels`.
-
-        Packed objects of one layout may come from another process (`adopt`). They are dataclasses of this package,
-        with fields of numbers, tensors and others of them.
-        """
-        ...
-
-    def join_ranks(self, ranks: Ranks) -> RankSums | None:
-        """Sums over the ranks; None leaves them to the caller. All ranks must call it, and get the same."""
-        ...
-
-    def adopt(self, packed: Any) -> None:
-        """Tells that a packed object of another process will be used as if this one had packed it."""
-        ...
-
-    def is_fast(self, dtype: torch.dtype) -> bool:
-        """True if a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
-        ...
-
-    def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
-        """Packed format of a model's weights in `dtype` for `name`: `int8`, `fp8`, `w8a8_int8` or `w8a8_fp8`.
-
-        None where that can not be. FP8 is E4M3, in the form that the device multiplies.
-        """
-        ...
-
-    def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
-        """True if products of a model in `dtype` multiply weights of that format as they are.
-
-        If not, they are best given as floats: a QuantizedWeight of it is dequantized when it is packed.
-        """
-        ...
-
-    def pack_linear(
+    def pack(
         self,
         weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
@@ -448,24 +374,24 @@ class KernelBackend(Protocol):
     ) -> PackedLinear:
         """Brings a weight [N, K] and a bias [N] of any float dtype into the back end's layout, in `dtype`.
 
-        `packed_format` comes from the method of that name; None keeps `dtype`, and a QuantizedWeight as it is where
-        `keeps_quantized` says so. The result may share the weight's memory, which must therefore stay unchanged.
+        `packed_format` comes from `KernelBackend.packed_format`; None keeps `dtype`, and a QuantizedWeight as it is
+        where `keeps_quantized` says so. The result may share the weight's memory, which must therefore stay unchanged.
         """
         ...
 
-    def linear(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
         """x [T, K] times the packed weight, plus its bias: [T, N] in the model dtype."""
         ...
 
-    def packed_rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+    def rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
         """Rows `ids` int64 [T] of a packed weight [N, K], in its dtype: [T, K]; not of one with a `PackedFormat`.
 
         For embeddings that are heads too.
         """
         ...
 
-    def linear_argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
-        """Column of the largest number among the first `limit` in each row of `linear`, the first of equals: [T].
+    def argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
+        """Of each row of `apply` the column of the largest number among the first `limit`, the first of equals: [T].
 
         NaN counts as the lowest; NO_TOKEN where the largest number is not finite.
         """
@@ -475,9 +401,13 @@ class KernelBackend(Protocol):
         """Brings a matrix for each head, [Hq, N, K], into the back end's layout, in `dtype`."""
         ...
 
-    def head_linear(self, x: torch.Tensor, packed: PackedHeads) -> torch.Tensor:
+    def apply_heads(self, x: torch.Tensor, packed: PackedHeads) -> torch.Tensor:
         """Each head of x [T, Hq, K] times its own matrix: [T, Hq, N] in the model dtype."""
         ...
+
+
+class ElementwiseOps(Protocol):
+    """Norms, rotation and activation."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """Root mean square norm over the last dimension, in float32, rounded to x's dtype before the weight."""
@@ -503,8 +433,12 @@ class KernelBackend(Protocol):
         ...
 
     def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
-        """silu(x[:, :I]) * x[:, I:] for x [T, 2I]: [T, I]."""
+        """silu(x[:, :I]) * x[:, I:] for x [T, 2I]: [T, I]; silu is rounded to the model dtype before the product."""
         ...
+
+
+class ExpertOps(Protocol):
+    """A mixture of experts."""
 
     def route(
         self, logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None = None
@@ -516,7 +450,7 @@ class KernelBackend(Protocol):
         """
         ...
 
-    def pack_experts(
+    def pack(
         self,
         weights: Iterable[ExpertWeights],
         first: int,
@@ -526,12 +460,12 @@ class KernelBackend(Protocol):
     ) -> PackedExperts:
         """Brings a rank's experts, ids `first`, `first` + 1, ..., into the back end's layout, in `dtype`.
 
-        `packed_format` as in `pack_linear`. They are silu(gate) * up inside, or as `clamp` says. The result may share
-        the weights' memory.
+        `packed_format` as in `LinearOps.pack`. They are silu(gate) * up inside, or as `clamp` says. The result may
+        share the weights' memory.
         """
         ...
 
-    def moe(
+    def apply(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts
     ) -> torch.Tensor:
         """Weighted sum over the k slots of x [T, H] through the chosen experts: [T, H] in the model dtype.
@@ -540,9 +474,11 @@ class KernelBackend(Protocol):
         """
         ...
 
-    def allocate_kv(
-        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
-    ) -> KVCache:
+
+class KVCacheOps(Protocol):
+    """The memory of the KV cache."""
+
+    def allocate(self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype) -> KVCache:
         """A zeroed KV cache of `num_blocks` blocks of `block_size` tokens.
 
         `dtype` may be narrower than the model's, FP8 (E4M3) too: what is written is rounded, beyond its range to the
@@ -550,7 +486,7 @@ class KernelBackend(Protocol):
         """
         ...
 
-    def touch_kv(self, cache: KVCache, progress: Callable[[int, int], None]) -> None:
+    def touch(self, cache: KVCache, progress: Callable[[int, int], None]) -> None:
         """Has the system give the cache's pages now, so that no step waits for them; a GPU's are there.
 
         Args:
@@ -559,17 +495,19 @@ class KernelBackend(Protocol):
         """
         ...
 
-    def plan_attention(self, metadata: AttentionMetaData, cache: KVCache, num_heads: int) -> AttentionPlan:
-        """Derives, once per step, what `write_kv` and `attention` need in every layer."""
+
+class AttentionOps(Protocol):
+    """Attention with keys and values for each head, and the plan of a step that latent attention has too."""
+
+    def plan(self, metadata: AttentionMetaData, cache: KVCache, num_heads: int) -> AttentionPlan:
+        """Derives, once per step, what writing and attention need in every layer, latent or not."""
         ...
 
-    def write_kv(
-        self, cache: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
-    ) -> None:
+    def write(self, cache: KVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData) -> None:
         """Stores the rows of k and v [T, Hkv, D] in the slots of `metadata`; padding rows are not stored."""
         ...
 
-    def attention(
+    def apply(
         self,
         q: torch.Tensor,
         cache: KVCache,
@@ -587,8 +525,12 @@ class KernelBackend(Protocol):
         """
         ...
 
-    def write_latent(self, cache: KVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
-        """Like `write_kv`, k [T, D] into a cache whose values are part of its keys (`KVSpec.latent_value_dim`)."""
+
+class LatentAttentionOps(Protocol):
+    """Attention over a cache whose values are part of its keys (`KVSpec.latent_value_dim`), and its indexer."""
+
+    def write(self, cache: KVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        """Stores the rows of k [T, D] in the slots of `metadata`; padding rows are not stored."""
         ...
 
     def write_index(self, cache: KVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
@@ -606,7 +548,7 @@ class KernelBackend(Protocol):
         """
         ...
 
-    def latent_attention(
+    def apply(
         self,
         q: torch.Tensor,
         cache: KVCache,
@@ -615,18 +557,18 @@ class KernelBackend(Protocol):
         scale: float,
         selection: TokenSelection | None,
     ) -> torch.Tensor:
-        """Like `attention`, over a latent cache: [T, Hq, Dv], Dv being `KVSpec.latent_value_dim`.
+        """Like `AttentionOps.apply`, over a latent cache: [T, Hq, Dv], Dv being `KVSpec.latent_value_dim`.
 
         With a `selection`, rows attend to its tokens only.
         """
         ...
 
-    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> FusedDecoder | None:
-        """All layers as one operation, over KV caches of that dtype; None where there are single operations only."""
-        ...
+
+class SamplingOps(Protocol):
+    """From logits to tokens on the host."""
 
     def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
-        """Column of the largest of each row of logits [S, V], as `linear_argmax` finds it for a product: int64 [S]."""
+        """Of each row of logits [S, V] what `LinearOps.argmax` gives of a product's: int64 [S]."""
         ...
 
     def fetch(self, ids: torch.Tensor) -> Callable[[], list[int]]:
@@ -647,4 +589,77 @@ class KernelBackend(Protocol):
         before the sampled one, `choices[i]` the index of the answer. Penalties (kernels/penalties.py), then masks are
         written into `logits`.
         """
+        ...
+
+
+class KernelBackend(Protocol):
+    """A record of groups of operations, and what holds for all of them.
+
+    No operation writes to its inputs, except those called `write` to the cache, and `sample` to the logits. Layers take
+    the groups that they need when they are made.
+
+    Attributes:
+        name: selects the back end.
+        description: the name for people: with the instruction set of all kernels where they share one, as `cpu:avx2`.
+        batch_invariant: whether a row's bits never depend on the batch.
+        device: where weights, activations and the KV cache lie, and every tensor that goes in and comes out.
+        graphs: captures steps; None where that would gain nothing.
+        row_multiple: rows of a step are best padded to a multiple of this; other counts work but are copied.
+        layout: what the bits of packed objects depend on besides weights, dtype and the sources of `kernels`. Packed
+            objects of one layout may come from another process (`adopt`). They are dataclasses of this package, with
+            fields of numbers, tensors and others of them.
+        linear, elementwise, experts, kv_cache, attention, latent_attention, sampling: the groups.
+    """
+
+    name: str
+    description: str
+    batch_invariant: bool
+    device: torch.device
+    graphs: StepGraphs | None
+    row_multiple: int
+    layout: tuple[object, ...]
+    linear: LinearOps
+    elementwise: ElementwiseOps
+    experts: ExpertOps
+    kv_cache: KVCacheOps
+    attention: AttentionOps
+    latent_attention: LatentAttentionOps
+    sampling: SamplingOps
+
+    @property
+    def numerics(self) -> tuple[object, ...]:
+        """What a row's bits depend on besides the model: libraries, instruction set, threads where they matter.
+
+        Known when a model has been built with the back end. Its text is part of the numerics class.
+        """
+        ...
+
+    def join_ranks(self, ranks: Ranks) -> RankSums | None:
+        """What adds up over the ranks; None leaves it to the caller. All ranks must call it, and get the same."""
+        ...
+
+    def adopt(self, packed: Any) -> None:
+        """Tells that a packed object of another process will be used as if this one had packed it."""
+        ...
+
+    def is_fast(self, dtype: torch.dtype) -> bool:
+        """Whether a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
+        ...
+
+    def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
+        """What weights of a model in `dtype` are packed as for `name`: `int8`, `fp8`, `w8a8_int8` or `w8a8_fp8`.
+
+        None where that can not be. FP8 is E4M3, in the form that the device multiplies.
+        """
+        ...
+
+    def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
+        """Whether products of a model in `dtype` multiply weights of that format as they are.
+
+        If not, they are best given as floats: a QuantizedWeight of it is dequantized when it is packed.
+        """
+        ...
+
+    def fuse_decoder(self, decoder: Decoder, kv_dtype: torch.dtype) -> FusedDecoder | None:
+        """All layers as one operation, over KV caches of that dtype; None where there are single operations only."""
         ...

@@ -34,7 +34,7 @@ _FIRST_SORTED = 1024
 
 
 def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, choices: Ids) -> Ids:
-    """Token ids int64 [S] for float32 logits [S, V]; see KernelBackend.sample.
+    """Token ids int64 [S] for float32 logits [S, V]; see SamplingOps.sample.
 
     Penalties (kernels/penalties.py) come first, then masks, the division by the temperature and the filters. A row with
     NaN, or whose division overflows, gives the largest number's id; one whose largest number is not finite gives

@@ -93,7 +93,8 @@ def _gpu_backend(name: str, batch_invariant: bool, expert_parallel: bool) -> Ker
 
 def _above(own: TritonBackend, expert_parallel: bool) -> KernelBackend:
     """AITER's kernels, where Triton's do the rest; see AiterBackend."""
-    from kernels.aiter.backend import SINCE, AiterBackend  # noqa: PLC0415
+    from kernels.aiter.backend import AiterBackend  # noqa: PLC0415
+    from kernels.aiter.dispatch import SINCE  # noqa: PLC0415
     from kernels.aiter.library import AiterLibrary  # noqa: PLC0415
 
     return AiterBackend(own, AiterLibrary.load(SINCE), own.settings, expert_parallel)

@@ -11,16 +11,14 @@ rows, differently in each version (aiter/fused_moe.py, `q_dtype_a`), where gpt-o
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
+from kernels.aiter.dispatch import NARROW, Choices, text
 from kernels.aiter.library import AiterLibrary
+from kernels.aiter.weights import shuffled
 from kernels.interface import ExpertWeights, PackedFormat, QuantizedFormat, QuantizedWeight
 from kernels.triton_backend.packed_weight import other_fp8
-
-if TYPE_CHECKING:
-    from kernels.aiter.backend import Choices
 
 # Numbers of K, and rows, of a block; numbers of an input that share a scale.
 _BLOCK = 128
@@ -65,12 +63,12 @@ class AiterBlocks:
         return self._choices.takes("block_linear", _refuse_linear, *facts)
 
     def pack_linear(self, weight: QuantizedWeight, bias: torch.Tensor | None, dtype: torch.dtype) -> AiterBlockLinear:
-        """Packs a weight that it takes; see `KernelBackend.pack_linear`."""
+        """Packs a weight that it takes; see `LinearOps.pack`."""
         own_bias = None if bias is None else bias.to(self._device, dtype)
         return AiterBlockLinear(*self._placed(weight), own_bias)
 
     def linear(self, x: torch.Tensor, packed: AiterBlockLinear) -> torch.Tensor:
-        """See `KernelBackend.linear`: x [T, K], of one row at least, is rounded to FP8 by groups of 128 numbers."""
+        """See `LinearOps.apply`: x [T, K], of one row at least, is rounded to FP8 by groups of 128 numbers."""
         rounded, scale = self._aiter.call(
             "aiter.ops.quant:per_group_quant_hip", x.contiguous(), quant_dtype=packed.weight.dtype, group_size=_BLOCK
         )
@@ -100,7 +98,7 @@ class AiterBlocks:
         assert isinstance(expert.down, QuantizedWeight)
         gate_up, gate_up_scale = self._placed(expert.gate_up)
         down, down_scale = self._placed(expert.down)
-        return self._shuffled(gate_up), gate_up_scale, self._shuffled(down), down_scale
+        return shuffled(self._aiter, gate_up), gate_up_scale, shuffled(self._aiter, down), down_scale
 
     def _placed(self, weight: QuantizedWeight) -> tuple[torch.Tensor, torch.Tensor]:
         """Numbers and scales on the device, in the FP8 of the architecture, worth the same."""
@@ -108,10 +106,6 @@ class AiterBlocks:
         if numbers.dtype != self._fp8:
             numbers, scales = other_fp8(numbers, scales, self._fp8)
         return numbers.contiguous(), scales.contiguous()
-
-    def _shuffled(self, weight: torch.Tensor) -> torch.Tensor:
-        shuffled: torch.Tensor = self._aiter.call("aiter.ops.shuffle:shuffle_weight", weight, layout=(16, 16))
-        return shuffled
 
 
 def _format(weight: torch.Tensor | QuantizedWeight) -> QuantizedFormat | None:
@@ -126,8 +120,8 @@ def _refuse_format(stored: QuantizedFormat | None, packed_format: PackedFormat |
     if stored.quant_type == "per_1x32":
         return "AITER rounds the inputs of MXFP4 products too, to what depends on the number of rows"
     if stored.quant_type != "per_128x128" or stored.numbers not in (fp8, torch.float8_e4m3fn):
-        name = str(stored.numbers).removeprefix("torch.")
-        return f"AITER multiplies stored weights in FP8 by blocks of 128 x 128, not {name} {stored.quant_type}"
+        found = f"{text(stored.numbers)} {stored.quant_type}"
+        return f"AITER multiplies stored weights in FP8 by blocks of 128 x 128, not {found}"
     return None
 
 
@@ -140,8 +134,8 @@ def _refuse_linear(
     columns: int,
 ) -> str | None:
     reason = _refuse_format(stored, packed_format, fp8)
-    if reason is None and dtype not in (torch.bfloat16, torch.float16):
-        return f"AITER's products of blocks are for bfloat16 and float16, not {str(dtype).removeprefix('torch.')}"
+    if reason is None and dtype not in NARROW:
+        return f"AITER's products of blocks are for bfloat16 and float16, not {text(dtype)}"
     if reason is None and (rows % _ROWS or columns % _BLOCK):
         return f"AITER's products of blocks are for weights of multiples of 16 x 128, not {rows} x {columns}"
     return reason
@@ -162,7 +156,7 @@ def _refuse_experts(
         return "AITER's mixture of experts is for silu without biases"
     # Above 32 rows its kernels are assembly, for bfloat16 only (`fused_moe_1stage_dict`).
     if reason is None and dtype != torch.bfloat16:
-        return f"AITER's experts in blocks are for bfloat16, not {str(dtype).removeprefix('torch.')}"
+        return f"AITER's experts in blocks are for bfloat16, not {text(dtype)}"
     if reason is None and (hidden % _BLOCK or inner % _BLOCK):
         return f"AITER's experts in blocks are for sizes by 128, not {hidden} and {inner}"
     return reason

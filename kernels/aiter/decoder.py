@@ -9,19 +9,15 @@ and read scales on the host (csrc/kernels/fused_qk_norm_rope_cache_quant.cu); mo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
+from kernels.aiter.dispatch import Choices, text
 from kernels.aiter.library import AiterLibrary
 from kernels.decoder_layers import DecoderLayers, RopeWrite
 from kernels.interface import AttentionMetaData, Decoder, DecoderLayer, KernelBackend
 from kernels.triton_backend.decoder import TritonDecoder
 from kernels.triton_backend.kv_cache import DeviceKVCache
 from kernels.triton_backend.plan import StepPlan
-
-if TYPE_CHECKING:
-    from kernels.aiter.backend import Choices
 
 
 class AiterDecoder:
@@ -91,7 +87,7 @@ def _refuse_rope_write(
     if norms_heads:
         return "AITER's fused norm and rotation of heads has cosines in the model's dtype, not in float32"
     if dtype != torch.bfloat16 or stored != dtype:
-        found = " and ".join(str(each).removeprefix("torch.") for each in dict.fromkeys((dtype, stored)))
+        found = " and ".join(text(each) for each in dict.fromkeys((dtype, stored)))
         return f"AITER's rotation and write as one are for a model and a cache in bfloat16, not {found}"
     if rotated != head_dim or any(size & (size - 1) for size in (head_dim, block_size)):
         sizes = f"{rotated} of {head_dim} rotated, in blocks of {block_size}"

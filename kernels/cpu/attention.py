@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import CDLL
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
+from kernels.cpu.fallback import Fallback
 from kernels.cpu.library import DTYPES, KV_DTYPES, address, check
-from kernels.interface import AttentionMetaData
-from kernels.torch_backend.attention import PagedKVCache
+from kernels.interface import AttentionMetaData, AttentionOps, KVCacheOps, KVSpec, LatentAttentionOps
+from kernels.torch_backend.attention import AttentionPlan, PagedKVCache
+from kernels.torch_backend.backend import TorchBackend
 
 
 class StepArrays:
@@ -40,6 +44,150 @@ class StepArrays:
             _address(metadata.seq_lens),
         )
         self._kept = metadata
+
+
+@dataclass(frozen=True)
+class SelectedTokens:
+    """The tokens that each row of a step attends to.
+
+    Attributes:
+        positions: int64 [tokens, topk], ascending; a row that sees fewer tokens has them first.
+    """
+
+    positions: torch.Tensor
+
+
+class CpuPlan:
+    """One step: what the native kernels take, and PyTorch's plan, made when one of its kernels asks.
+
+    Attributes:
+        arrays: for the native kernels.
+    """
+
+    def __init__(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> None:
+        self.arrays = StepArrays(metadata)
+        self._step = metadata, cache, num_heads
+        self._for_torch: AttentionMetaData | None = None
+
+    def for_torch(self, backend: TorchBackend) -> AttentionMetaData:
+        """The step's metadata with PyTorch's plan."""
+        if self._for_torch is None:
+            self._for_torch = replace(self._step[0], plan=backend.attention.plan(*self._step))
+        return self._for_torch
+
+
+class CpuKVCacheOps(KVCacheOps):
+    """Caches of PyTorch's back end, which the native kernels read and write too."""
+
+    def __init__(self, fallback: Fallback) -> None:
+        self._fallback = fallback
+
+    @override
+    def allocate(
+        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> PagedKVCache:
+        self._fallback.used |= dtype not in KV_DTYPES
+        return PagedKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype)
+
+    @override
+    def touch(self, cache: PagedKVCache, progress: Callable[[int, int], None]) -> None:
+        cache.touch(progress)
+
+
+class CpuAttentionOps(AttentionOps):
+    """Native for rows and caches in dtypes that are, PyTorch's for others."""
+
+    def __init__(self, library: CDLL, other: TorchBackend) -> None:
+        self._library = library
+        self._torch = other
+
+    @override
+    def plan(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> CpuPlan:
+        return CpuPlan(metadata, cache, num_heads)
+
+    @override
+    def write(
+        self, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
+    ) -> None:
+        plan: CpuPlan = metadata.plan
+        if _native(k, cache):
+            write_kv(self._library, cache, layer, k, v, plan.arrays)
+        else:
+            self._torch.attention.write(cache, layer, k, v, plan.for_torch(self._torch))
+
+    @override
+    def apply(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        plan: CpuPlan = metadata.plan
+        if _native(q, cache):
+            return attention(self._library, q, cache, layer, plan.arrays, scale, window, sinks)
+        return self._torch.attention.apply(q, cache, layer, plan.for_torch(self._torch), scale, window, sinks)
+
+
+class CpuLatentAttentionOps(LatentAttentionOps):
+    """Native for rows and caches in dtypes that are, PyTorch's for others."""
+
+    def __init__(self, library: CDLL, other: TorchBackend) -> None:
+        self._library = library
+        self._torch = other
+
+    @override
+    def write(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        plan: CpuPlan = metadata.plan
+        if _native(k, cache):
+            write_latent(self._library, cache, layer, k, plan.arrays)
+        else:
+            self._torch.latent_attention.write(cache, layer, k, plan.for_torch(self._torch))
+
+    @override
+    def write_index(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        plan: CpuPlan = metadata.plan
+        if _native(k, cache):
+            assert cache.index is not None
+            write_latent(self._library, cache.index, layer, k, plan.arrays)
+        else:
+            self._torch.latent_attention.write_index(cache, layer, k, plan.for_torch(self._torch))
+
+    @override
+    def select_tokens(
+        self, q: torch.Tensor, weights: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData
+    ) -> SelectedTokens | AttentionPlan | None:
+        plan: CpuPlan = metadata.plan
+        if _native(q, cache):
+            return select_tokens(self._library, q, weights, cache, layer, metadata, plan.arrays)
+        selection: AttentionPlan | None = self._torch.latent_attention.select_tokens(
+            q, weights, cache, layer, plan.for_torch(self._torch)
+        )
+        return selection
+
+    @override
+    def apply(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        selection: SelectedTokens | AttentionPlan | None,
+    ) -> torch.Tensor:
+        plan: CpuPlan = metadata.plan
+        if _native(q, cache):
+            assert selection is None or isinstance(selection, SelectedTokens)
+            return latent_attention(self._library, q, cache, layer, plan.arrays, scale, selection)
+        assert not isinstance(selection, SelectedTokens)
+        return self._torch.latent_attention.apply(q, cache, layer, plan.for_torch(self._torch), scale, selection)
+
+
+def _native(x: torch.Tensor, cache: PagedKVCache) -> bool:
+    return x.dtype in DTYPES and cache.data.dtype in KV_DTYPES
 
 
 def write_kv(
@@ -95,7 +243,7 @@ def attention(
     window: int | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Causal attention of q [T, Hq, D] over the cache: [T, Hq, D]; see KernelBackend.attention."""
+    """Causal attention of q [T, Hq, D] over the cache: [T, Hq, D]; see AttentionOps.apply."""
     if q.stride(2) != 1:
         q = q.contiguous()
     rows, heads, dim = q.shape
@@ -126,17 +274,6 @@ def attention(
     return out
 
 
-@dataclass(frozen=True)
-class SelectedTokens:
-    """The tokens that each row of a step attends to.
-
-    Attributes:
-        positions: int64 [tokens, topk], ascending; a row that sees fewer tokens has them first.
-    """
-
-    positions: torch.Tensor
-
-
 def select_tokens(
     library: CDLL,
     q: torch.Tensor,
@@ -146,7 +283,7 @@ def select_tokens(
     metadata: AttentionMetaData,
     step: StepArrays,
 ) -> SelectedTokens | None:
-    """By index queries q [T, Hi, Di] and weights float32 [T, Hi]; see KernelBackend.select_tokens."""
+    """By index queries q [T, Hi, Di] and weights float32 [T, Hi]; see LatentAttentionOps.select_tokens."""
     spec, index = cache.index_spec, cache.index
     if spec is None or index is None or metadata.seq_lens.max() <= spec.topk:
         return None
@@ -182,7 +319,7 @@ def latent_attention(
     scale: float,
     selection: SelectedTokens | None,
 ) -> torch.Tensor:
-    """Attention of q [T, Hq, D] over a latent cache: [T, Hq, Dv]; see KernelBackend.latent_attention."""
+    """Attention of q [T, Hq, D] over a latent cache: [T, Hq, Dv]; see LatentAttentionOps.apply."""
     q = q if q.stride(2) == 1 else q.contiguous()
     rows, heads, dim = q.shape
     out = torch.empty(rows, heads, cache.value_dim, dtype=q.dtype)

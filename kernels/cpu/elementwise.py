@@ -5,8 +5,50 @@ from __future__ import annotations
 from ctypes import CDLL
 
 import torch
+from typing_extensions import override
 
 from kernels.cpu.library import DTYPES
+from kernels.interface import ElementwiseOps
+
+
+class CpuElementwiseOps(ElementwiseOps):
+    """Native for tensors of one of `DTYPES`, PyTorch's for others."""
+
+    def __init__(self, library: CDLL, other: ElementwiseOps) -> None:
+        self._library = library
+        self._torch = other
+
+    @override
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.dtype not in DTYPES or weight.dtype != x.dtype:
+            return self._torch.rms_norm(x, weight, eps)
+        return norm(self._library, x, weight, eps)[0]
+
+    @override
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if x.dtype not in DTYPES or weight.dtype != x.dtype:
+            return self._torch.add_rms_norm(x, residual, weight, eps)
+        return norm(self._library, x, weight, eps, residual=residual)
+
+    @override
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        if x.dtype not in DTYPES or weight.dtype != x.dtype:
+            return self._torch.layer_norm(x, weight, bias, eps)
+        return norm(self._library, x, weight, eps, bias)[0]
+
+    @override
+    def rope(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if q.dtype not in DTYPES:
+            return self._torch.rope(q, k, cos, sin)
+        return rope(self._library, q, cos, sin), rope(self._library, k, cos, sin)
+
+    @override
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(self._library, x) if x.dtype in DTYPES else self._torch.silu_and_mul(x)
 
 
 def norm(

@@ -7,11 +7,15 @@ from ctypes import CDLL
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
 
 from kernels.cpu import linear
+from kernels.cpu.fallback import Fallback
 from kernels.cpu.library import DTYPES, PACKED_DTYPES, check
-from kernels.interface import ClampedSwiglu, ExpertWeights
+from kernels.cpu.routing import route
+from kernels.interface import ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, Routing
 from kernels.quantized_weight import as_floats
+from kernels.torch_backend.moe import PackedExperts
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,48 @@ class PanelExperts:
     down_bias: torch.Tensor | None
     inner: int
     clamp: ClampedSwiglu | None
+
+
+class CpuExpertOps(ExpertOps):
+    """Native experts, where the model's dtype is; the choice of experts is in any."""
+
+    def __init__(self, library: CDLL, fallback: Fallback) -> None:
+        self._library = library
+        self._fallback = fallback
+        self._torch = fallback.backend.experts
+
+    @override
+    def route(
+        self, logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return route(self._library, logits, routing, correction_bias)
+
+    @override
+    def pack(
+        self,
+        weights: Iterable[ExpertWeights],
+        first: int,
+        clamp: ClampedSwiglu | None,
+        dtype: torch.dtype,
+        packed_format: PackedFormat | None = None,
+    ) -> PanelExperts | PackedExperts:
+        if dtype in DTYPES:
+            return pack(self._library, weights, first, clamp, dtype, linear.packed_dtype(packed_format))
+        self._fallback.used = True
+        packed: PackedExperts = self._torch.pack(weights, first, clamp, dtype, packed_format)
+        return packed
+
+    @override
+    def apply(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        packed: PanelExperts | PackedExperts,
+    ) -> torch.Tensor:
+        if isinstance(packed, PanelExperts):
+            return moe(self._library, x, topk_ids, topk_weights, packed)
+        return self._torch.apply(x, topk_ids, topk_weights, packed)
 
 
 def pack(

@@ -6,9 +6,14 @@ from ctypes import CDLL
 from dataclasses import dataclass, replace
 
 import torch
+from typing_extensions import override
 
 from kernels import large_pages
+from kernels.cpu.fallback import Fallback
 from kernels.cpu.library import CACHE_LINE, DTYPES, PACKED_DTYPES, PANEL, check
+from kernels.interface import LinearOps, PackedFormat, QuantizedWeight
+from kernels.quantized_weight import as_floats
+from kernels.torch_backend.linear import PackedHeads, PackedLinear
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,83 @@ class PanelLinear:
     bias: torch.Tensor | None
     columns: int
     inner: int
+
+
+@dataclass(frozen=True)
+class PanelHeads:
+    """A weight for each head in panels.
+
+    Attributes:
+        panels: int8 [Hq, bytes of a head's], in the model dtype.
+        columns: N.
+    """
+
+    panels: torch.Tensor
+    columns: int
+
+
+class CpuLinearOps(LinearOps):
+    """Products of panels; of `argmax` only some columns are ever in memory."""
+
+    def __init__(self, library: CDLL, fallback: Fallback) -> None:
+        self._library = library
+        self._fallback = fallback
+        self._torch = fallback.backend.linear
+
+    @override
+    def pack(
+        self,
+        weight: torch.Tensor | QuantizedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        packed_format: PackedFormat | None = None,
+    ) -> PanelLinear | PackedLinear:
+        if dtype in DTYPES:
+            return pack(self._library, as_floats(weight), bias, dtype, packed_dtype(packed_format))
+        self._fallback.used = True
+        packed: PackedLinear = self._torch.pack(weight, bias, dtype, packed_format)
+        return packed
+
+    @override
+    def apply(self, x: torch.Tensor, packed: PanelLinear | PackedLinear) -> torch.Tensor:
+        return linear(self._library, x, packed) if isinstance(packed, PanelLinear) else self._torch.apply(x, packed)
+
+    @override
+    def rows(self, packed: PanelLinear | PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        return rows(packed, ids) if isinstance(packed, PanelLinear) else self._torch.rows(packed, ids)
+
+    @override
+    def argmax(self, x: torch.Tensor, packed: PanelLinear | PackedLinear, limit: int) -> torch.Tensor:
+        if isinstance(packed, PanelLinear):
+            return argmax(self._library, x, packed, limit)
+        return self._torch.argmax(x, packed, limit)
+
+    @override
+    def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PanelHeads | PackedHeads:
+        if dtype in DTYPES:
+            return pack_heads(self._library, weight, dtype)
+        self._fallback.used = True
+        packed: PackedHeads = self._torch.pack_heads(weight, dtype)
+        return packed
+
+    @override
+    def apply_heads(self, x: torch.Tensor, packed: PanelHeads | PackedHeads) -> torch.Tensor:
+        if isinstance(packed, PanelHeads):
+            return head_linear(self._library, x, packed)
+        return self._torch.apply_heads(x, packed)
+
+
+def packed_dtype(packed_format: PackedFormat | None) -> torch.dtype | None:
+    """The dtype of packed numbers, None for the model's.
+
+    Raises:
+        ValueError: rows are to be quantized too.
+    """
+    if packed_format is None:
+        return None
+    if packed_format.quantizes_rows:
+        raise ValueError("native kernels do not quantize rows")
+    return packed_format.dtype
 
 
 def pack(
@@ -138,7 +220,7 @@ def _checked(x: torch.Tensor, packed: PanelLinear) -> torch.Tensor:
 
 
 def argmax(library: CDLL, x: torch.Tensor, packed: PanelLinear, limit: int) -> torch.Tensor:
-    """The first of the largest of each row's first `limit` > 0 columns, int64 [T]; see KernelBackend.linear_argmax."""
+    """The first of the largest of each row's first `limit` > 0 columns, int64 [T]; see LinearOps.argmax."""
     x = _checked(x, packed)
     rows, inner = x.shape
     places = torch.empty(rows, dtype=torch.int64)
@@ -159,19 +241,6 @@ def argmax(library: CDLL, x: torch.Tensor, packed: PanelLinear, limit: int) -> t
         )
     )
     return places
-
-
-@dataclass(frozen=True)
-class PanelHeads:
-    """A weight for each head in panels.
-
-    Attributes:
-        panels: int8 [Hq, bytes of a head's], in the model dtype.
-        columns: N.
-    """
-
-    panels: torch.Tensor
-    columns: int
 
 
 def pack_heads(library: CDLL, weight: torch.Tensor, dtype: torch.dtype) -> PanelHeads:

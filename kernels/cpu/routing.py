@@ -16,7 +16,7 @@ _SCORINGS = {"softmax": 0, "sigmoid": 1, "topk_softmax": 2}
 def route(
     library: CDLL, logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids int64 [T, k] and weights float32 [T, k] by float32 logits [T, E]; see KernelBackend.route."""
+    """Ids int64 [T, k] and weights float32 [T, k] by float32 logits [T, E]; see ExpertOps.route."""
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     bias = None if correction_bias is None else correction_bias.contiguous()
     if routing.scoring == "topk_softmax":

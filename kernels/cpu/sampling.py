@@ -7,6 +7,8 @@ from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from typing_extensions import override
 
 from kernels import sampling
 from kernels.cpu.library import address
@@ -14,6 +16,7 @@ from kernels.interface import SampleParams
 from kernels.penalties import Penalties, penalize
 from kernels.philox import Words
 from kernels.sampling import Floats, Ids
+from kernels.torch_backend.sampling import TorchSamplingOps
 
 # Of a row that the library has no memory for.
 _LEFT = -2
@@ -21,8 +24,26 @@ _LEFT = -2
 _PENALTY_COLUMNS = 6
 
 
+class CpuSamplingOps(TorchSamplingOps):
+    """The reference's but for the drawing, which is native."""
+
+    def __init__(self, library: CDLL) -> None:
+        self._library = library
+
+    @override
+    def sample(
+        self,
+        logits: torch.Tensor,
+        params: SampleParams,
+        seeds: npt.NDArray[np.uint64],
+        positions: npt.NDArray[np.int64],
+        choices: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        return torch.from_numpy(sample(self._library, logits.numpy(), params, seeds, positions, choices))
+
+
 def sample(library: CDLL, logits: Floats, params: SampleParams, seeds: Words, positions: Ids, choices: Ids) -> Ids:
-    """Token ids int64 [S] for float32 logits [S, V]; see KernelBackend.sample.
+    """Token ids int64 [S] for float32 logits [S, V]; see SamplingOps.sample.
 
     A row's penalties are written by the thread that samples it. Masks are written before, which changes nothing: minus
     infinity stays what it is. Rows that the library has no memory for are left to kernels/sampling.py.

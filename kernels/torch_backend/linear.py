@@ -10,6 +10,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from typing_extensions import override
+
+from kernels.interface import LinearOps, PackedFormat, QuantizedWeight
+from kernels.quantized_weight import as_floats
+from kernels.torch_backend.sampling import argmax
 
 # Rows per matrix product. 16 costs a single decode little and runs at two thirds of MKL's best rate on AVX2.
 ROW_TILE = 16
@@ -41,33 +46,63 @@ class PackedHeads:
     weights_t: torch.Tensor
 
 
+class TorchLinearOps(LinearOps):
+    """Products of fixed shapes, one for each tile of ROW_TILE rows; the heads of a tile are one batched product."""
+
+    @override
+    def pack(
+        self,
+        weight: torch.Tensor | QuantizedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        packed_format: PackedFormat | None = None,
+    ) -> PackedLinear:
+        require_float(packed_format)
+        return pack(as_floats(weight), bias, dtype)
+
+    @override
+    def apply(self, x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
+        tiles = _padded_rows(x)
+        out = x.new_empty(tiles.shape[0], packed.weight_t.shape[1])
+        multiply(tiles, out, [packed] * (len(tiles) // ROW_TILE))
+        return out[: x.shape[0]]
+
+    @override
+    def rows(self, packed: PackedLinear, ids: torch.Tensor) -> torch.Tensor:
+        return packed.weight_t.t().index_select(0, ids)
+
+    @override
+    def argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
+        return argmax(self.apply(x, packed), limit)
+
+    @override
+    def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
+        return PackedHeads(_aligned(weight, dtype).transpose(1, 2))
+
+    @override
+    def apply_heads(self, x: torch.Tensor, packed: PackedHeads) -> torch.Tensor:
+        rows, heads, width = x.shape
+        tiles = _padded_rows(x.reshape(rows, heads * width)).view(-1, ROW_TILE, heads, width)
+        by_head = tiles.transpose(1, 2).contiguous()
+        out = x.new_empty(len(by_head), heads, ROW_TILE, packed.weights_t.shape[2])
+        for tile, out_tile in zip(by_head, out, strict=True):
+            torch.bmm(tile, packed.weights_t, out=out_tile)
+        return out.transpose(1, 2).reshape(-1, heads, out.shape[3])[:rows]
+
+
+def require_float(packed_format: PackedFormat | None) -> None:
+    """Refuses weights of 8 bits.
+
+    Raises:
+        ValueError: a format is asked for.
+    """
+    if packed_format is not None:
+        raise ValueError(f"PyTorch's kernels do not pack weights as {packed_format.dtype}")
+
+
 def pack(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> PackedLinear:
     """Packs a weight [N, K] and a bias [N]; may share their memory."""
     return PackedLinear(_aligned(weight, dtype).t(), None if bias is None else _aligned(bias, dtype))
-
-
-def linear(x: torch.Tensor, packed: PackedLinear) -> torch.Tensor:
-    """x [T, K] times the weight, plus the bias: [T, N]"""
-    tiles = _padded_rows(x)
-    out = x.new_empty(tiles.shape[0], packed.weight_t.shape[1])
-    multiply(tiles, out, [packed] * (len(tiles) // ROW_TILE))
-    return out[: x.shape[0]]
-
-
-def pack_heads(weight: torch.Tensor, dtype: torch.dtype) -> PackedHeads:
-    """Packs weights [Hq, N, K]; may share their memory."""
-    return PackedHeads(_aligned(weight, dtype).transpose(1, 2))
-
-
-def head_linear(x: torch.Tensor, packed: PackedHeads) -> torch.Tensor:
-    """Each head of x [T, Hq, K] times its weight: [T, Hq, N]; the heads of a tile of rows are one batched product."""
-    rows, heads, width = x.shape
-    tiles = _padded_rows(x.reshape(rows, heads * width)).view(-1, ROW_TILE, heads, width)
-    by_head = tiles.transpose(1, 2).contiguous()
-    out = x.new_empty(len(by_head), heads, ROW_TILE, packed.weights_t.shape[2])
-    for tile, out_tile in zip(by_head, out, strict=True):
-        torch.bmm(tile, packed.weights_t, out=out_tile)
-    return out.transpose(1, 2).reshape(-1, heads, out.shape[3])[:rows]
 
 
 def multiply(x: torch.Tensor, out: torch.Tensor, weights: Sequence[PackedLinear]) -> None:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import torch
+from typing_extensions import override
 
-from kernels.interface import ClampedSwiglu, ExpertWeights, Routing
+from kernels.interface import ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, Routing
 from kernels.quantized_weight import as_floats
 from kernels.torch_backend import elementwise, linear
 from kernels.torch_backend.linear import ROW_TILE, PackedLinear
@@ -32,32 +33,60 @@ class PackedExperts:
     clamp: ClampedSwiglu | None
 
 
-def pack(
-    experts: Iterable[ExpertWeights], first: int, clamp: ClampedSwiglu | None, dtype: torch.dtype
-) -> PackedExperts:
-    """Packs experts as they come, so that only one is held in two copies."""
-    packed = PackedExperts(first, [], [], clamp)
-    for expert in experts:
-        packed.gate_up.append(linear.pack(as_floats(expert.gate_up), expert.gate_up_bias, dtype))
-        packed.down.append(linear.pack(as_floats(expert.down), expert.down_bias, dtype))
-    return packed
+class TorchExpertOps(ExpertOps):
+    """The rows of an expert fill tiles of their own."""
 
+    @override
+    def route(
+        self, logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if routing.scoring == "topk_softmax":
+            best, ids = _top(logits, routing.top_k)
+            return ids, torch.softmax(best, -1)
+        scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else elementwise.sigmoid(logits)
+        choice = scores if correction_bias is None else scores + correction_bias
+        _, ids = _top(_in_best_groups(choice, routing), routing.top_k)
+        weights = scores.gather(1, ids)
+        if routing.renormalize:
+            # The sigmoid's formula in DeepSeek-V3 and its heirs; a softmax's best is never so small that it shows.
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        return ids, weights * routing.scale
 
-def route(
-    logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids int64 [T, k] and weights float32 [T, k] of the experts that rows choose by float32 logits [T, E]."""
-    if routing.scoring == "topk_softmax":
-        best, ids = _top(logits, routing.top_k)
-        return ids, torch.softmax(best, -1)
-    scores = torch.softmax(logits, -1) if routing.scoring == "softmax" else elementwise.sigmoid(logits)
-    choice = scores if correction_bias is None else scores + correction_bias
-    _, ids = _top(_in_best_groups(choice, routing), routing.top_k)
-    weights = scores.gather(1, ids)
-    if routing.renormalize:
-        # The sigmoid's formula in DeepSeek-V3 and its heirs; a softmax's best is never so small that it shows.
-        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
-    return ids, weights * routing.scale
+    @override
+    def pack(
+        self,
+        weights: Iterable[ExpertWeights],
+        first: int,
+        clamp: ClampedSwiglu | None,
+        dtype: torch.dtype,
+        packed_format: PackedFormat | None = None,
+    ) -> PackedExperts:
+        linear.require_float(packed_format)
+        packed = PackedExperts(first, [], [], clamp)
+        # As they come, so that only one is held in two copies.
+        for expert in weights:
+            packed.gate_up.append(linear.pack(as_floats(expert.gate_up), expert.gate_up_bias, dtype))
+            packed.down.append(linear.pack(as_floats(expert.down), expert.down_bias, dtype))
+        return packed
+
+    @override
+    def apply(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts
+    ) -> torch.Tensor:
+        rows, hidden = x.shape
+        work = _tiled(topk_ids.numpy() - packed.first, len(packed.gate_up))
+        with_zeros = x.new_zeros(rows + 1, hidden)
+        with_zeros[:rows] = x
+        inputs = with_zeros.index_select(0, torch.from_numpy(work.rows))
+        outputs = x.new_empty(len(work.rows) + 1, hidden)
+        outputs[-1] = 0.0
+        if len(work.rows):
+            chosen = work.experts.tolist()
+            gate_up = x.new_empty(len(inputs), packed.gate_up[0].weight_t.shape[1])
+            linear.multiply(inputs, gate_up, [packed.gate_up[expert] for expert in chosen])
+            inner = elementwise.silu_and_mul(gate_up) if packed.clamp is None else clamped_swiglu(gate_up, packed.clamp)
+            linear.multiply(inner, outputs[:-1], [packed.down[expert] for expert in chosen])
+        return _combined(outputs, torch.from_numpy(work.places), topk_weights).to(x.dtype)
 
 
 def _top(values: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,24 +104,6 @@ def _in_best_groups(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
     _, kept = _top(two_best[..., 0] + two_best[..., 1], routing.top_groups)
     hidden = torch.ones(groups.shape[:2], dtype=torch.bool).scatter_(1, kept, False)
     return groups.masked_fill(hidden.unsqueeze(-1), -torch.inf).view(choice.shape)
-
-
-def moe(x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, packed: PackedExperts) -> torch.Tensor:
-    """Weighted sum of what this rank's experts make of x [T, H]: [T, H]; other ranks' experts count as zeros."""
-    rows, hidden = x.shape
-    work = _tiled(ids.numpy() - packed.first, len(packed.gate_up))
-    with_zeros = x.new_zeros(rows + 1, hidden)
-    with_zeros[:rows] = x
-    inputs = with_zeros.index_select(0, torch.from_numpy(work.rows))
-    outputs = x.new_empty(len(work.rows) + 1, hidden)
-    outputs[-1] = 0.0
-    if len(work.rows):
-        chosen = work.experts.tolist()
-        gate_up = x.new_empty(len(inputs), packed.gate_up[0].weight_t.shape[1])
-        linear.multiply(inputs, gate_up, [packed.gate_up[expert] for expert in chosen])
-        inner = silu_and_mul(gate_up) if packed.clamp is None else clamped_swiglu(gate_up, packed.clamp)
-        linear.multiply(inner, outputs[:-1], [packed.down[expert] for expert in chosen])
-    return _combined(outputs, torch.from_numpy(work.places), weights).to(x.dtype)
 
 
 @dataclass(frozen=True)
@@ -134,12 +145,6 @@ def _combined(outputs: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
         part = outputs.index_select(0, slot_places).float()
         total.add_(part.mul_(slot_weights.unsqueeze(1)))
     return total
-
-
-def silu_and_mul(gate_up: torch.Tensor) -> torch.Tensor:
-    """silu(x[:, :I]) * x[:, I:] of x [T, 2I]; silu is rounded to the model dtype before the product."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    return elementwise.silu(gate).to(gate_up.dtype).mul_(up)
 
 
 def clamped_swiglu(gate_up: torch.Tensor, clamp: ClampedSwiglu) -> torch.Tensor:

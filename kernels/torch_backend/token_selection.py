@@ -102,7 +102,7 @@ class TokenSelector:
         metadata: AttentionMetaData,
         plan: SelectionPlan,
     ) -> AttentionPlan:
-        """The plan of attention to the selected tokens, over `cache.by_token()`; see KernelBackend.select_tokens."""
+        """The plan of attention to the selected tokens, over `cache.by_token()`; see `LatentAttentionOps`."""
         positions = self._positions(q, weights, layer, plan)
         blocks, offsets = np.divmod(positions, cache.block_size)
         selected = AttentionMetaData(

@@ -21,10 +21,13 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
+from typing_extensions import override
 
+from kernels.interface import AttentionMetaData, AttentionOps
 from kernels.triton_backend.kv_cache import DeviceKVCache
+from kernels.triton_backend.kv_write import write_kv
 from kernels.triton_backend.launch import launch
-from kernels.triton_backend.plan import Shape, StepPlan
+from kernels.triton_backend.plan import Shape, StepPlan, plan
 from kernels.triton_backend.target import Settings
 
 # Keys of a split. Long enough for results of splits to be a few percent of the bytes of their keys and values, short
@@ -375,6 +378,37 @@ class Tiles:
         return max(1, min(math.ceil(shape.max_seqlen_k / self.split), (seen - 2) // self.split + 2))
 
 
+class TritonAttentionOps(AttentionOps):
+    """Attention by tiles and splits that `settings` choose."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self._settings = settings
+        self._device = device
+
+    @override
+    def plan(self, metadata: AttentionMetaData, cache: DeviceKVCache, num_heads: int) -> StepPlan:
+        return plan(metadata, self._device)
+
+    @override
+    def write(
+        self, cache: DeviceKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
+    ) -> None:
+        write_kv(cache, layer, k, v, metadata.plan)
+
+    @override
+    def apply(
+        self,
+        q: torch.Tensor,
+        cache: DeviceKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return attention(q, cache, layer, metadata.plan, scale, self._settings, window, sinks)
+
+
 def attention(
     q: torch.Tensor,
     cache: DeviceKVCache,
@@ -388,7 +422,7 @@ def attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, Hq, D] over the cache, which holds the step's keys already: [T, Hq, D] in q's dtype.
 
-    See KernelBackend, and `Scores` for the last three. Rows and heads of q may lie apart. The cache's dtype may be any:
+    See AttentionOps.apply, and `Scores` for the last three. Rows and heads of q may lie apart. The cache's dtype may be any:
     keys and values are brought to q's for the products. Rows behind the plan's last token, and sequences without keys,
     give zeros. Takes up to PARTIAL_BYTES of memory for as long as it runs.
     """

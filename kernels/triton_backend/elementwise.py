@@ -11,11 +11,41 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from typing_extensions import override
 
+from kernels.interface import ElementwiseOps
 from kernels.triton_backend.launch import launch
 
 # Numbers that a program of short rows holds.
 _TILE = 1024
+
+
+class TritonElementwiseOps(ElementwiseOps):
+    """The functions of this module."""
+
+    @override
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x, weight, eps)
+
+    @override
+    def add_rms_norm(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return add_rms_norm(x, residual, weight, eps)
+
+    @override
+    def layer_norm(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
+        return layer_norm(x, weight, bias, eps)
+
+    @override
+    def rope(
+        self, q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rope(q, k, cos, sin)
+
+    @override
+    def silu_and_mul(self, x: torch.Tensor) -> torch.Tensor:
+        return silu_and_mul(x)
 
 
 @triton.jit
@@ -30,7 +60,7 @@ def _silu_and_mul_kernel(x, out, x_stride, inner, BLOCK: tl.constexpr):
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """See KernelBackend; silu is rounded to the model dtype before the product."""
+    """See ElementwiseOps; silu is rounded to the model dtype before the product."""
     rows, inner = x.shape[0], x.shape[1] // 2
     out = x.new_empty(rows, inner)
     block = min(1024, triton.next_power_of_2(inner))
@@ -164,7 +194,7 @@ def _in_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See KernelBackend: x [..., D] in the model dtype, rows of any strides, weight [D]; contiguous [..., D]."""
+    """See ElementwiseOps: x [..., D] in the model dtype, rows of any strides, weight [D]; contiguous [..., D]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = _in_rows(x)
     outer, inner, width = rows.shape
@@ -181,7 +211,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 def add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See KernelBackend: x and residual [..., D] in the model dtype, weight [D]; (the norm, the sum), contiguous."""
+    """See ElementwiseOps: x and residual [..., D] in the model dtype, weight [D]; (the norm, the sum), contiguous."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = torch.empty_like(out)
     rows, added = _in_rows(x), _in_rows(residual)
@@ -198,7 +228,7 @@ def add_rms_norm(
 
 
 def layer_norm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> torch.Tensor:
-    """See KernelBackend: x [..., D], rows of any strides, weight and bias [D]; contiguous [..., D]."""
+    """See ElementwiseOps: x [..., D], rows of any strides, weight and bias [D]; contiguous [..., D]."""
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     rows = _in_rows(x)
     outer, inner, width = rows.shape
@@ -307,7 +337,7 @@ def _rope_kernel(
 
 
 def rope(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """See KernelBackend: q [T, Hq, D] and k [T, Hkv, D], which may be slices of one tensor; both come back contiguous.
+    """See ElementwiseOps: q [T, Hq, D] and k [T, Hkv, D], which may be slices of one tensor; both come back contiguous.
 
     cos and sin are float32 [T, 1, R/2], R <= D. One launch.
     """

@@ -14,14 +14,16 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 import triton.language as tl
+from typing_extensions import override
 
 from kernels import float8
-from kernels.interface import ClampedSwiglu, ExpertWeights, PackedFormat, QuantizedWeight
+from kernels.interface import ClampedSwiglu, ExpertOps, ExpertWeights, PackedFormat, QuantizedWeight, Routing
 from kernels.quantized_weight import with_row_scales
 from kernels.triton_backend import mxfp4, packed_weight
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.linear import quantize_rows
 from kernels.triton_backend.packed_weight import GROUP
+from kernels.triton_backend.routing import route
 from kernels.triton_backend.target import Settings
 from kernels.triton_backend.tiles import Tiles, compiler_options
 
@@ -67,6 +69,46 @@ class PackedExperts:
     gate_up: StackedWeights | None
     down: StackedWeights | None
     clamp: ClampedSwiglu | None
+
+
+class TritonExpertOps(ExpertOps):
+    """Products by tiles that `settings` choose."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self._settings = settings
+        self._device = device
+
+    @override
+    def route(
+        self, logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return route(logits, routing, correction_bias)
+
+    @override
+    def pack(
+        self,
+        weights: Iterable[ExpertWeights],
+        first: int,
+        clamp: ClampedSwiglu | None,
+        dtype: torch.dtype,
+        packed_format: PackedFormat | None = None,
+    ) -> PackedExperts:
+        target = self._settings.target
+        kept = (
+            replace(
+                each,
+                gate_up=packed_weight.kept(each.gate_up, dtype, packed_format, target),
+                down=packed_weight.kept(each.down, dtype, packed_format, target),
+            )
+            for each in weights
+        )
+        return pack(kept, first, clamp, dtype, packed_format, self._device, target.fp8)
+
+    @override
+    def apply(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor, packed: PackedExperts
+    ) -> torch.Tensor:
+        return moe(x, topk_ids, topk_weights, packed, self._settings)
 
 
 def pack(

@@ -6,9 +6,12 @@ the outermost dimension inside a layer, so that blocks can be copied without kno
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
-from kernels.interface import IndexSpec, KVSpec
+import torch
+from typing_extensions import override
+
+from kernels.interface import IndexSpec, KVCacheOps, KVSpec
 
 
 class DeviceKVCache:
@@ -63,3 +66,20 @@ class DeviceKVCache:
     def values(self, layer: int) -> torch.Tensor:
         """[blocks, block_size, Hkv, value_dim]; those of a latent cache are a part of its keys."""
         return self.data[layer, -1, ..., : self.value_dim]
+
+
+class TritonKVCacheOps(KVCacheOps):
+    """Caches on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    @override
+    def allocate(
+        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> DeviceKVCache:
+        return DeviceKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype, self._device)
+
+    @override
+    def touch(self, cache: DeviceKVCache, progress: Callable[[int, int], None]) -> None:
+        """Does nothing: the device has given the pages."""

@@ -16,10 +16,14 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from typing_extensions import override
 
+from kernels.interface import AttentionMetaData, LatentAttentionOps
 from kernels.triton_backend.kv_cache import DeviceKVCache
+from kernels.triton_backend.kv_write import write_rows
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.plan import Shape, StepPlan
+from kernels.triton_backend.selection import select_tokens
 from kernels.triton_backend.sequences import num_tiles, sequence_of
 from kernels.triton_backend.target import Settings
 
@@ -288,6 +292,40 @@ def _merge_kernel(
     tl.store(out + results[:, None] * VALUE_DIM + columns[None, :], values.to(out.dtype.element_ty), mask=mask)
 
 
+class TritonLatentAttentionOps(LatentAttentionOps):
+    """Latent attention by tiles and splits that `settings` choose."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+
+    @override
+    def write(self, cache: DeviceKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        write_rows(cache, layer, k, metadata.plan)
+
+    @override
+    def write_index(self, cache: DeviceKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        assert cache.index is not None
+        write_rows(cache.index, layer, k, metadata.plan)
+
+    @override
+    def select_tokens(
+        self, q: torch.Tensor, weights: torch.Tensor, cache: DeviceKVCache, layer: int, metadata: AttentionMetaData
+    ) -> torch.Tensor | None:
+        return select_tokens(q, weights, cache, layer, metadata.plan)
+
+    @override
+    def apply(
+        self,
+        q: torch.Tensor,
+        cache: DeviceKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        selection: torch.Tensor | None,
+    ) -> torch.Tensor:
+        return latent_attention(q, cache, layer, metadata.plan, scale, selection, self._settings)
+
+
 def latent_attention(
     q: torch.Tensor,
     cache: DeviceKVCache,
@@ -297,7 +335,7 @@ def latent_attention(
     selection: torch.Tensor | None,
     settings: Settings,
 ) -> torch.Tensor:
-    """See KernelBackend; padding rows come back as zeros.
+    """See LatentAttentionOps.apply; padding rows come back as zeros.
 
     Args:
         q: [T, Hq, D] in the model dtype, in any strides but for the last one, 1.

@@ -12,7 +12,10 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+from typing_extensions import override
 
+from kernels.interface import LinearOps, PackedFormat, QuantizedWeight
+from kernels.triton_backend import packed_weight
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.packed_weight import GROUP, PackedWeight
 from kernels.triton_backend.target import Settings
@@ -362,6 +365,51 @@ def _quantize_kernel(
             # To the nearest integer, even ones in the middle: there are no others beyond 2^23.
             value = (value + 12582912.0) - 12582912.0
         tl.store(numbers + row * inner + column, value.to(numbers.dtype.element_ty), mask=column < inner)
+
+
+class TritonLinearOps(LinearOps):
+    """Products by tiles that `settings` choose; of `argmax` only some columns are ever in memory."""
+
+    def __init__(self, settings: Settings, device: torch.device) -> None:
+        self._settings = settings
+        self._device = device
+
+    @override
+    def pack(
+        self,
+        weight: torch.Tensor | QuantizedWeight,
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+        packed_format: PackedFormat | None = None,
+    ) -> PackedWeight:
+        target = self._settings.target
+        kept = packed_weight.kept(weight, dtype, packed_format, target)
+        if isinstance(kept, QuantizedWeight):
+            return packed_weight.from_quantized(kept, bias, dtype, target.fp8, self._device)
+        if packed_format is None:
+            return packed_weight.pack(kept, bias, dtype, None, self._device)
+        pack = packed_weight.pack_w8a8 if packed_format.quantizes_rows else packed_weight.pack
+        return pack(kept, bias, dtype, packed_format.dtype, self._device)
+
+    @override
+    def apply(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+        return linear(x, packed, self._settings)
+
+    @override
+    def rows(self, packed: PackedWeight, ids: torch.Tensor) -> torch.Tensor:
+        return rows(packed, ids)
+
+    @override
+    def argmax(self, x: torch.Tensor, packed: PackedWeight, limit: int) -> torch.Tensor:
+        return argmax(x, packed, limit, self._settings)
+
+    @override
+    def pack_heads(self, weight: torch.Tensor, dtype: torch.dtype) -> PackedWeight:
+        return packed_weight.pack_heads(weight, dtype, self._device)
+
+    @override
+    def apply_heads(self, x: torch.Tensor, packed: PackedWeight) -> torch.Tensor:
+        return head_linear(x, packed, self._settings)
 
 
 def linear(x: torch.Tensor, packed: PackedWeight, settings: Settings) -> torch.Tensor:

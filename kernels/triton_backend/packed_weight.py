@@ -7,9 +7,12 @@ from dataclasses import dataclass
 import torch
 
 from kernels import float8
-from kernels.interface import QuantizedFormat, QuantizedWeight
+from kernels.interface import PackedFormat, QuantizedFormat, QuantizedWeight
+from kernels.quantized_weight import as_floats
 from kernels.triton_backend.target import Target
 
+# Of models that the kernels are for.
+MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Numbers of K that share a scale, where a whole row does not.
 GROUP = 128
 # As MXFP4 has it (OCP MX specification 1.0): numbers that share a power of two.
@@ -94,14 +97,25 @@ def pack_heads(weight: torch.Tensor, dtype: torch.dtype, device: torch.device) -
     return PackedWeight(_placed(weight, dtype, device), None, None, dtype, *weight.shape[1:])
 
 
-def keeps(stored: QuantizedFormat, target: Target) -> bool:
-    """True if numbers of a checkpoint can be multiplied as they are, with nothing lost.
+def keeps(stored: QuantizedFormat, dtype: torch.dtype, target: Target) -> bool:
+    """True if a model in `dtype` can multiply numbers of a checkpoint as they are, with nothing lost.
 
     E4M3FNUZ has numbers that E4M3FN has not (`other_fp8`).
     """
+    if dtype not in MODEL_DTYPES:
+        return False
     if stored.numbers in _FP8:
         return target.has_fp8 and stored.numbers in (torch.float8_e4m3fn, target.fp8)
     return stored.numbers == (torch.uint8 if stored.quant_type == "per_1x32" else torch.int8)
+
+
+def kept(
+    weight: torch.Tensor | QuantizedWeight, dtype: torch.dtype, packed_format: PackedFormat | None, target: Target
+) -> torch.Tensor | QuantizedWeight:
+    """A weight as it is packed for models in `dtype`: stored numbers only where they stay, floats elsewhere."""
+    if isinstance(weight, QuantizedWeight) and packed_format is None and keeps(weight.format, dtype, target):
+        return weight
+    return as_floats(weight)
 
 
 def from_quantized(

@@ -100,7 +100,7 @@ def _route_kernel(
 def route(
     logits: torch.Tensor, routing: Routing, correction_bias: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See KernelBackend; rows of `logits` may lie apart.
+    """See ExpertOps.route; rows of `logits` may lie apart.
 
     Args:
         logits: float32 [T, E].

@@ -16,8 +16,7 @@ only where such a bit decides. log1p(-u) is computed as log(1 - u): 1 - u is exa
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from collections.abc import Callable
 from itertools import pairwise
 
 import numpy as np
@@ -25,26 +24,23 @@ import numpy.typing as npt
 import torch
 import triton
 import triton.language as tl
+from typing_extensions import override
 
-from kernels.interface import MaskedIds, SampleParams
-from kernels.no_token import NO_TOKEN
-from kernels.penalties import Penalties
+from kernels.interface import SampleParams, SamplingOps
 from kernels.philox import DOMAIN
 from kernels.triton_backend.launch import launch
-from kernels.upload import to_device
+from kernels.triton_backend.penalties import penalize
+from kernels.triton_backend.sample_tensors import DeviceMaskedIds, SampleTensors, prepare
 
 # Numbers of a row that a program looks at.
 _CHUNK = 1024
-# Entries of penalties and masks that a program changes.
+# Entries of masks that a program changes.
 _ENTRIES = 256
-# Columns in the packed parameters begin at multiples of it: what is loaded as vectors must be aligned.
-_ALIGNMENT = 16
 # Bits of a key that a histogram looks at, and the shifts of the three: 11 + 11 + 10, the last sees a known bit again.
 _BITS = 11
 _SHIFTS = (21, 10, 0)
 
 _DOMAIN = tl.constexpr(DOMAIN)
-_LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
 _LEAST = tl.constexpr(-(2**63))
 _LEAST_KEY = tl.constexpr(-(2**31))
 # Weights of top-p are in units of 2^-44; below this difference from the largest they round to zero.
@@ -70,120 +66,6 @@ _KNOWN = tl.constexpr(4)
 _WANTED_COUNT = tl.constexpr(5)
 _WANTED_MASS = tl.constexpr(6)
 _FIELDS = tl.constexpr(8)
-
-
-@dataclass(frozen=True)
-class DeviceMaskedIds:
-    """`MaskedIds` on the device: int32 [M]."""
-
-    rows: torch.Tensor
-    ids: torch.Tensor
-
-
-@dataclass(frozen=True)
-class DeviceRows:
-    """Parameters of S rows on the device.
-
-    Attributes:
-        temperature: float32 [S].
-        log_min_p: float32 [S], -inf for off.
-        top_k: int32 [S], 0 for off.
-        top_p_mantissa: int32 [S]; top_p is exactly mantissa / 2^shift.
-        top_p_shift: int32 [S], 0 for off.
-        seeds: int64 [S], the bits of the seeds.
-        positions: int32 [S], the low 32 bits.
-        choices: int32 [S], likewise.
-    """
-
-    temperature: torch.Tensor
-    log_min_p: torch.Tensor
-    top_k: torch.Tensor
-    top_p_mantissa: torch.Tensor
-    top_p_shift: torch.Tensor
-    seeds: torch.Tensor
-    positions: torch.Tensor
-    choices: torch.Tensor
-
-
-@dataclass(frozen=True)
-class SampleTensors:
-    """Inputs of `sample` besides the logits of S rows: tensors on the device, and what the host knows of them.
-
-    Attributes:
-        rows: parameters.
-        any_drawn: whether a row is not greedy.
-        any_top_k: whether a row has one.
-        any_top_p: whether a row has one.
-        masked: None when no row has any.
-    """
-
-    rows: DeviceRows
-    any_drawn: bool
-    any_top_k: bool
-    any_top_p: bool
-    masked: DeviceMaskedIds | None
-
-
-def prepare(
-    params: SampleParams,
-    seeds: npt.NDArray[np.uint64],
-    positions: npt.NDArray[np.int64],
-    choices: npt.NDArray[np.int64],
-    device: torch.device,
-) -> SampleTensors:
-    """The arguments of KernelBackend.sample but the logits, in one asynchronous copy to the device."""
-    rows = _row_columns(params, seeds, positions, choices)
-    masked = [] if params.masked is None else _masked_columns(params.masked)
-    moved = _to_device([*rows, *masked], device)
-    return SampleTensors(
-        DeviceRows(*moved[: len(rows)]),
-        any_drawn=bool((params.temperature != 0).any()),
-        any_top_k=bool((params.top_k > 0).any()),
-        any_top_p=bool((params.top_p < 1).any()),
-        masked=DeviceMaskedIds(*moved[len(rows) :]) if masked else None,
-    )
-
-
-def _row_columns(
-    params: SampleParams,
-    seeds: npt.NDArray[np.uint64],
-    positions: npt.NDArray[np.int64],
-    choices: npt.NDArray[np.int64],
-) -> list[npt.NDArray[np.generic]]:
-    logarithms = [math.log(value) if value > 0 else -math.inf for value in params.min_p.tolist()]
-    fractions, exponents = np.frexp(params.top_p)
-    return [
-        params.temperature.astype(np.float32),
-        np.array(logarithms, np.float32),
-        np.clip(params.top_k, 0, 2**31 - 1).astype(np.int32),
-        np.ldexp(fractions, 24).astype(np.int32),
-        np.where(params.top_p < 1, 24 - exponents, 0).astype(np.int32),
-        seeds.astype(np.uint64).view(np.int64),
-        _low_words(positions),
-        _low_words(choices),
-    ]
-
-
-def _low_words(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
-    return (numbers & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
-
-
-def _masked_columns(masked: MaskedIds) -> list[npt.NDArray[np.generic]]:
-    return [masked.rows.astype(np.int32), masked.ids.astype(np.int32)]
-
-
-def _to_device(columns: list[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:
-    """Copies of one-dimensional arrays, moved together; each begins at a multiple of _ALIGNMENT."""
-    ends = np.cumsum([-(-column.nbytes // _ALIGNMENT) * _ALIGNMENT for column in columns]).tolist()
-    memory = np.zeros(max(ends[-1], _ALIGNMENT), np.uint8)
-    starts = [0, *ends[:-1]]
-    for start, column in zip(starts, columns, strict=True):
-        memory[start : start + column.nbytes] = column.view(np.uint8)
-    moved = to_device(memory, device)
-    return [
-        moved[start : start + column.nbytes].view(torch.from_numpy(column).dtype)
-        for start, column in zip(starts, columns, strict=True)
-    ]
 
 
 # Larger for larger numbers; both zeros have one key.
@@ -238,61 +120,6 @@ def _ceil_product(mantissa, shift, total):
 def _gumbel(word):
     uniform = (word.to(tl.float64) + 0.5) * 2.0**-32
     return (-tl.log(-tl.log(1.0 - uniform))).to(tl.float32)
-
-
-# Logits with their penalties.
-@triton.jit
-def _penalized(value, counts, repetition, presence, frequency):
-    # What a tiny penalty lets overflow is a number still: infinity means that the model's output is none.
-    limit = tl.where(tl.abs(value) < float("inf"), _LARGEST, float("inf"))
-    value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
-    value = tl.where(tl.abs(value) > limit, tl.where(value > 0, limit, -limit), value)
-    value -= tl.where(counts > 0, presence, 0.0)
-    return value - frequency * counts
-
-
-# A program changes some logits, each by its own entry; an id comes once in a row. Rows are told where an entry is their
-# late token's, which then counts once more.
-@triton.jit(do_not_specialize=["count"])
-def _penalize_kernel(
-    logits, row_stride, entries_of, ids, output_counts, rows, late, repetition, presence, frequency, found, count,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    mask = entry < count
-    own = tl.load(entries_of + entry, mask=mask, other=0)
-    id = tl.load(ids + entry, mask=mask, other=0)
-    place = logits + tl.load(rows + own, mask=mask, other=0) * row_stride + id
-    is_late = mask & (id == tl.load(late + own, mask=mask, other=-1))
-    counts = tl.load(output_counts + entry, mask=mask, other=0.0) + is_late.to(tl.float32)
-    value = _penalized(
-        tl.load(place, mask=mask, other=0.0),
-        counts,
-        tl.load(repetition + own, mask=mask, other=1.0),
-        tl.load(presence + own, mask=mask, other=0.0),
-        tl.load(frequency + own, mask=mask, other=0.0),
-    )
-    tl.store(place, value, mask=mask)
-    tl.store(found + own, tl.full((BLOCK,), 1, tl.int32), mask=is_late)
-
-
-# A program changes the logits of late tokens that are in no entry.
-@triton.jit(do_not_specialize=["count"])
-def _penalize_late_kernel(
-    logits, row_stride, rows, late, repetition, presence, frequency, found, count, BLOCK: tl.constexpr
-):
-    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    id = tl.load(late + own, mask=own < count, other=-1)
-    mask = (id >= 0) & (tl.load(found + own, mask=own < count, other=1) == 0)
-    place = logits + tl.load(rows + own, mask=mask, other=0) * row_stride + id
-    value = _penalized(
-        tl.load(place, mask=mask, other=0.0),
-        tl.full((BLOCK,), 1.0, tl.float32),
-        tl.load(repetition + own, mask=mask, other=1.0),
-        tl.load(presence + own, mask=mask, other=0.0),
-        tl.load(frequency + own, mask=mask, other=0.0),
-    )
-    tl.store(place, value, mask=mask)
 
 
 # A program sets some logits to minus infinity.
@@ -553,6 +380,51 @@ def _decide_kernel(best, drawn, state, out, chunks, CHUNKS: tl.constexpr):
         tl.store(out + row, _id_of(tl.max(_of_chunks(drawn, row, chunks, CHUNKS), axis=0)))
 
 
+class TritonSamplingOps(SamplingOps):
+    """Tokens are drawn on the device, and fetched on a stream of its own, so that later steps do not delay them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._copies = None if device.type == "cpu" else torch.cuda.Stream(device)
+
+    @override
+    def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
+        return greedy(logits, limit)
+
+    @override
+    def fetch(self, ids: torch.Tensor) -> Callable[[], list[int]]:
+        if self._copies is None:
+            return ids.tolist
+        host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        # The thread that waits sleeps instead of turning on a core, which other threads and ranks need
+        # (cudaEventBlockingSync; hipEventBlockingSync is documented alike).
+        arrived = torch.cuda.Event(blocking=True)
+        self._copies.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._copies):
+            host.copy_(ids, non_blocking=True)
+            arrived.record(self._copies)
+        ids.record_stream(self._copies)
+
+        def wait() -> list[int]:
+            arrived.synchronize()
+            return host.tolist()
+
+        return wait
+
+    @override
+    def sample(
+        self,
+        logits: torch.Tensor,
+        params: SampleParams,
+        seeds: npt.NDArray[np.uint64],
+        positions: npt.NDArray[np.int64],
+        choices: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        if params.penalties is not None:
+            penalize(logits, params.penalties)
+        return sample(logits, prepare(params, seeds, positions, choices, self._device))
+
+
 def greedy(logits: torch.Tensor, limit: int) -> torch.Tensor:
     """Ids int64 [S] of the largest among the first `limit` logits of each row [S, V], of any float dtype.
 
@@ -582,7 +454,7 @@ def _largest(logits: torch.Tensor, vocab: int) -> tuple[torch.Tensor, torch.Tens
 def sample(logits: torch.Tensor, tensors: SampleTensors) -> torch.Tensor:
     """Ids int64 [S] from float32 logits [S, V] on the device, of which a row's numbers lie side by side.
 
-    See KernelBackend.sample: masks are written into `logits`.
+    See SamplingOps.sample: masks are written into `logits`.
     """
     rows, vocab = logits.shape
     _apply_masks(logits, tensors.masked)
@@ -627,38 +499,6 @@ def _apply_masks(logits: torch.Tensor, masked: DeviceMaskedIds | None) -> None:
         BLOCK=_ENTRIES,
         num_warps=4,
     )
-
-
-def penalize(logits: torch.Tensor, penalties: Penalties) -> None:
-    """Writes penalties (kernels/penalties.py) into float32 logits [S, V] on the device. Waits for nothing."""
-    sizes = [len(seen.ids) for seen in penalties.seen]
-    columns: list[npt.NDArray[np.generic]] = [
-        np.repeat(np.arange(len(sizes), dtype=np.int32), sizes),
-        np.frombuffer(b"".join(seen.ids.tobytes() for seen in penalties.seen), np.int32),
-        np.frombuffer(b"".join(seen.output_counts.tobytes() for seen in penalties.seen), np.float32),
-        penalties.rows.astype(np.int64),
-        *(one.astype(np.float32) for one in (penalties.repetition, penalties.presence, penalties.frequency)),
-    ]
-    entries_of, ids, counts, rows, *factors = _to_device(columns, logits.device)
-    late = torch.full_like(rows, NO_TOKEN) if penalties.late is None else penalties.late
-    found = torch.zeros(len(sizes), dtype=torch.int32, device=logits.device)
-    launch(
-        _penalize_kernel,
-        (max(1, triton.cdiv(sum(sizes), _ENTRIES)),),
-        *(logits, logits.stride(0), entries_of, ids, counts, rows, late, *factors, found, sum(sizes)),
-        BLOCK=_ENTRIES,
-        num_warps=4,
-        enable_fp_fusion=False,
-    )
-    if penalties.late is not None:
-        launch(
-            _penalize_late_kernel,
-            (triton.cdiv(len(sizes), _ENTRIES),),
-            *(logits, logits.stride(0), rows, late, *factors, found, len(sizes)),
-            BLOCK=_ENTRIES,
-            num_warps=4,
-            enable_fp_fusion=False,
-        )
 
 
 def _find_borders(logits: torch.Tensor, tensors: SampleTensors, largest: torch.Tensor, state: torch.Tensor) -> None:

@@ -184,7 +184,7 @@ def _select_kernel(
 def select_tokens(
     q: torch.Tensor, weights: torch.Tensor, cache: DeviceKVCache, layer: int, plan: StepPlan
 ) -> torch.Tensor | None:
-    """See KernelBackend; what is returned is for `latent.latent_attention`.
+    """See LatentAttentionOps.select_tokens; what is returned is for `latent.latent_attention`.
 
     Args:
         q: [T, Hi, Di] in the model dtype, in any strides but for the last one, 1.

@@ -71,20 +71,20 @@ def attention(backend: KernelBackend, work: Work, dtype: torch.dtype, kv_dtype: 
     """A function that attends in the next layer each time."""
     layers = min(MOST_LAYERS, -(-CACHE_BYTES // work.kv_bytes(kv_dtype)))
     blocks = work.sequences * work.blocks
-    cache = backend.allocate_kv(KVSpec(KV_HEADS, DIM), layers, blocks, BLOCK_SIZE, kv_dtype)
+    cache = backend.kv_cache.allocate(KVSpec(KV_HEADS, DIM), layers, blocks, BLOCK_SIZE, kv_dtype)
     rows = torch.randn(blocks * BLOCK_SIZE, KV_HEADS, DIM).to(dtype)
     fill = Work(1, blocks * BLOCK_SIZE, blocks * BLOCK_SIZE).metadata()
-    fill.plan = backend.plan_attention(fill, cache, HEADS)
+    fill.plan = backend.attention.plan(fill, cache, HEADS)
     for layer in range(layers):
-        backend.write_kv(cache, layer, rows, rows, fill)
+        backend.attention.write(cache, layer, rows, rows, fill)
     step = work.metadata()
-    step.plan = backend.plan_attention(step, cache, HEADS)
+    step.plan = backend.attention.plan(step, cache, HEADS)
     q = torch.randn(work.sequences * work.new, HEADS, DIM).to(dtype)
     layer = 0
 
     def attend() -> None:
         nonlocal layer
-        backend.attention(q, cache, layer, step, DIM**-0.5)
+        backend.attention.apply(q, cache, layer, step, DIM**-0.5)
         layer = (layer + 1) % layers
 
     return attend

@@ -73,7 +73,7 @@ def sampled(backend: KernelBackend, logits: torch.Tensor, penalties: Penalties |
     """A call that samples all rows greedily, which takes a glance at each logit."""
     none, whole = np.zeros(len(logits), np.int64), np.ones(len(logits), np.float32)
     params = SampleParams(0 * whole, none, whole, 0 * whole, penalties=penalties)
-    return lambda: backend.sample(logits, params, none.astype(np.uint64), none, none)
+    return lambda: backend.sampling.sample(logits, params, none.astype(np.uint64), none, none)
 
 
 def measure(rows: int, tokens: int, vocab: int, steps: int, kernels: str, uniform: bool) -> dict[str, float]:

@@ -54,7 +54,7 @@ def decoder(
 
     def product(rows: int, columns: int, bias: bool = False) -> Any:
         weight = draw(rows, columns, scale=columns**-0.5)
-        return backend.pack_linear(weight, draw(rows) if bias else None, dtype)
+        return backend.linear.pack(weight, draw(rows) if bias else None, dtype)
 
     def layer(window: int | None) -> DecoderLayer:
         width = sizes.heads * sizes.head_dim
@@ -83,21 +83,28 @@ def by_single_operations(
     kv_heads, eps, reduce = cache.num_kv_heads, model.eps, model.all_reduce or (lambda each: each)
     residual, x = x, torch.zeros_like(x)
     for index, layer in enumerate(model.layers):
-        normed, residual = REFERENCE.add_rms_norm(x, residual, layer.input_norm, eps)
-        heads = REFERENCE.linear(normed, layer.qkv).view(len(x), -1, cache.head_dim)
+        normed, residual = REFERENCE.elementwise.add_rms_norm(x, residual, layer.input_norm, eps)
+        heads = REFERENCE.linear.apply(normed, layer.qkv).view(len(x), -1, cache.head_dim)
         q, k, v = heads[:, : model.num_heads], heads[:, model.num_heads : -kv_heads], heads[:, -kv_heads:]
         if layer.head_norms:
-            q, k = (REFERENCE.rms_norm(each, norm, eps) for each, norm in zip((q, k), layer.head_norms, strict=True))
-        q, k = REFERENCE.rope(q, k, cos, sin)
-        REFERENCE.write_kv(cache, index, k, v, metadata)
-        found = REFERENCE.attention(q, cache, index, metadata, model.scale, layer.window, layer.sinks)
-        x = reduce(REFERENCE.linear(found.flatten(1), layer.out))
-        normed, residual = REFERENCE.add_rms_norm(x, residual, layer.post_norm, eps)
+            q, k = (
+                REFERENCE.elementwise.rms_norm(each, norm, eps)
+                for each, norm in zip((q, k), layer.head_norms, strict=True)
+            )
+        q, k = REFERENCE.elementwise.rope(q, k, cos, sin)
+        REFERENCE.attention.write(cache, index, k, v, metadata)
+        found = REFERENCE.attention.apply(q, cache, index, metadata, model.scale, layer.window, layer.sinks)
+        x = reduce(REFERENCE.linear.apply(found.flatten(1), layer.out))
+        normed, residual = REFERENCE.elementwise.add_rms_norm(x, residual, layer.post_norm, eps)
         if layer.network is not None:
             x = layer.network(normed)
         else:
-            x = reduce(REFERENCE.linear(REFERENCE.silu_and_mul(REFERENCE.linear(normed, layer.gate_up)), layer.down))
-    return REFERENCE.add_rms_norm(x, residual, model.norm, eps)[0]
+            x = reduce(
+                REFERENCE.linear.apply(
+                    REFERENCE.elementwise.silu_and_mul(REFERENCE.linear.apply(normed, layer.gate_up)), layer.down
+                )
+            )
+    return REFERENCE.elementwise.add_rms_norm(x, residual, model.norm, eps)[0]
 
 
 def relative(found: torch.Tensor, expected: torch.Tensor) -> float:

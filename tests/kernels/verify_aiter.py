@@ -18,7 +18,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.aiter.backend import SINCE, AiterBackend
+from kernels.aiter.backend import AiterBackend
+from kernels.aiter.dispatch import SINCE
 from kernels.aiter.library import AiterLibrary, AiterUnavailableError
 from kernels.interface import (
     AttentionMetaData,
@@ -178,47 +179,47 @@ class Verifier:
     def rms_norm(self, rows: int) -> Pair:
         """As are all of these: what AITER makes of random numbers, and what the reference does."""
         x, weight = self.draw(rows, HIDDEN), self.draw(HIDDEN)
-        found = self.backend.rms_norm(self.on(x), self.on(weight), 1e-6)
-        return found, REFERENCE.rms_norm(x.float(), weight.float(), 1e-6)
+        found = self.backend.elementwise.rms_norm(self.on(x), self.on(weight), 1e-6)
+        return found, REFERENCE.elementwise.rms_norm(x.float(), weight.float(), 1e-6)
 
     def head_norm(self) -> Pair:
         """Of a part of wider rows."""
         qkv, weight = self.draw(9, 48, 128), self.draw(128)
-        found = self.backend.rms_norm(self.on(qkv)[:, :32], self.on(weight), 1e-6)
-        return found, REFERENCE.rms_norm(qkv[:, :32].float(), weight.float(), 1e-6)
+        found = self.backend.elementwise.rms_norm(self.on(qkv)[:, :32], self.on(weight), 1e-6)
+        return found, REFERENCE.elementwise.rms_norm(qkv[:, :32].float(), weight.float(), 1e-6)
 
     def add_rms_norm(self, rows: int) -> Pair:
         """Both results, side by side."""
         x, residual, weight = self.draw(rows, HIDDEN), self.draw(rows, HIDDEN), self.draw(HIDDEN)
-        found = self.backend.add_rms_norm(self.on(x), self.on(residual), self.on(weight), 1e-6)
-        expected = REFERENCE.add_rms_norm(x.float(), residual.float(), weight.float(), 1e-6)
+        found = self.backend.elementwise.add_rms_norm(self.on(x), self.on(residual), self.on(weight), 1e-6)
+        expected = REFERENCE.elementwise.add_rms_norm(x.float(), residual.float(), weight.float(), 1e-6)
         return torch.cat(found), torch.cat(expected)
 
     def layer_norm(self) -> Pair:
         """Of the indexer's width."""
         x, weight, bias = self.draw(9, 128), self.draw(128), self.draw(128)
-        found = self.backend.layer_norm(self.on(x), self.on(weight), self.on(bias), 1e-6)
-        return found, REFERENCE.layer_norm(x.float(), weight.float(), bias.float(), 1e-6)
+        found = self.backend.elementwise.layer_norm(self.on(x), self.on(weight), self.on(bias), 1e-6)
+        return found, REFERENCE.elementwise.layer_norm(x.float(), weight.float(), bias.float(), 1e-6)
 
     def rope(self, rotary_dim: int) -> Pair:
         """Queries and keys, side by side."""
         qkv, angles = self.draw(9, 48, 128), self.draw(9, 1, rotary_dim // 2, dtype=torch.float32)
         wide, on_device = qkv.float(), self.on(qkv)
         cos, sin = angles.cos(), angles.sin()
-        found = self.backend.rope(on_device[:, :32], on_device[:, 32:40], self.on(cos), self.on(sin))
-        return torch.cat(found, 1), torch.cat(REFERENCE.rope(wide[:, :32], wide[:, 32:40], cos, sin), 1)
+        found = self.backend.elementwise.rope(on_device[:, :32], on_device[:, 32:40], self.on(cos), self.on(sin))
+        return torch.cat(found, 1), torch.cat(REFERENCE.elementwise.rope(wide[:, :32], wide[:, 32:40], cos, sin), 1)
 
     def silu_and_mul(self, rows: int) -> Pair:
         """See `rms_norm`."""
         x = self.draw(rows, HIDDEN)
-        return self.backend.silu_and_mul(self.on(x)), REFERENCE.silu_and_mul(x.float())
+        return self.backend.elementwise.silu_and_mul(self.on(x)), REFERENCE.elementwise.silu_and_mul(x.float())
 
     def linear(self, rows: int, quantize: str | None = None) -> Pair:
         """With a bias."""
         x, weight, bias = self.draw(rows, 1024), self.draw(1536, 1024, scale=0.03), self.draw(1536)
-        packed = self.backend.pack_linear(self.on(weight), self.on(bias), torch.bfloat16, self._format(quantize))
-        reference = REFERENCE.pack_linear(weight, bias, torch.float32)
-        return self.backend.linear(self.on(x), packed), REFERENCE.linear(x.float(), reference)
+        packed = self.backend.linear.pack(self.on(weight), self.on(bias), torch.bfloat16, self._format(quantize))
+        reference = REFERENCE.linear.pack(weight, bias, torch.float32)
+        return self.backend.linear.apply(self.on(x), packed), REFERENCE.linear.apply(x.float(), reference)
 
     def _format(self, quantize: str | None) -> PackedFormat | None:
         if quantize is None:
@@ -232,8 +233,8 @@ class Verifier:
         """Weights by expert, so that the order of the chosen does not count."""
         logits = self.draw(33, num_experts, dtype=torch.float32)
         bias = self.draw(num_experts, dtype=torch.float32) if routing.scoring == "sigmoid" else None
-        ids, weights = self.backend.route(self.on(logits), routing, self.on(bias))
-        expected_ids, expected = REFERENCE.route(logits, routing, bias)
+        ids, weights = self.backend.experts.route(self.on(logits), routing, self.on(bias))
+        expected_ids, expected = REFERENCE.experts.route(logits, routing, bias)
         none = torch.zeros_like(logits)
         return none.scatter(1, ids.cpu(), weights.cpu()), none.scatter(1, expected_ids, expected)
 
@@ -251,10 +252,10 @@ class Verifier:
         ids = self.chosen(rows, count)
         weights = self.draw(rows, 4, dtype=torch.float32).softmax(1)
         mine = (ExpertWeights(self.on(gate_up), self.on(down)) for gate_up, down in both)
-        packed = self.backend.pack_experts(mine, count, None, torch.bfloat16, self._format(quantize))
-        reference = REFERENCE.pack_experts([ExpertWeights(*pair) for pair in both], count, None, torch.float32)
-        found = self.backend.moe(self.on(x), self.on(ids), self.on(weights), packed)
-        return found, REFERENCE.moe(x.float(), ids, weights, reference)
+        packed = self.backend.experts.pack(mine, count, None, torch.bfloat16, self._format(quantize))
+        reference = REFERENCE.experts.pack([ExpertWeights(*pair) for pair in both], count, None, torch.float32)
+        found = self.backend.experts.apply(self.on(x), self.on(ids), self.on(weights), packed)
+        return found, REFERENCE.experts.apply(x.float(), ids, weights, reference)
 
     def stored(self, rows: int, columns: int) -> tuple[QuantizedWeight, QuantizedWeight]:
         """A weight as a checkpoint has it, on the device and on the CPU."""
@@ -268,9 +269,9 @@ class Verifier:
         """With rows that fill no block."""
         x, bias = self.draw(rows, 1024), self.draw(1600)
         mine, reference = self.stored(1600, 1024)
-        packed = self.backend.pack_linear(mine, self.on(bias), torch.bfloat16)
-        found = self.backend.linear(self.on(x), packed)
-        return found, REFERENCE.linear(x.float(), REFERENCE.pack_linear(reference, bias, torch.float32))
+        packed = self.backend.linear.pack(mine, self.on(bias), torch.bfloat16)
+        found = self.backend.linear.apply(self.on(x), packed)
+        return found, REFERENCE.linear.apply(x.float(), REFERENCE.linear.pack(reference, bias, torch.float32))
 
     def block_moe(self, rows: int) -> Pair:
         """Half of the experts are another rank's."""
@@ -279,26 +280,26 @@ class Verifier:
         ids = self.chosen(rows, count)
         weights = self.draw(rows, 4, dtype=torch.float32).softmax(1)
         mine, reference = ([ExpertWeights(gate_up[side], down[side]) for gate_up, down in pairs] for side in (0, 1))
-        packed = self.backend.pack_experts(mine, count, None, torch.bfloat16)
-        found = self.backend.moe(self.on(x), self.on(ids), self.on(weights), packed)
-        floats = REFERENCE.pack_experts(reference, count, None, torch.float32)
-        return found, REFERENCE.moe(x.float(), ids, weights, floats)
+        packed = self.backend.experts.pack(mine, count, None, torch.bfloat16)
+        found = self.backend.experts.apply(self.on(x), self.on(ids), self.on(weights), packed)
+        floats = REFERENCE.experts.pack(reference, count, None, torch.float32)
+        return found, REFERENCE.experts.apply(x.float(), ids, weights, floats)
 
     def attention(
         self, step: str, window: int | None = None, with_sinks: bool = False, dtype: torch.dtype = torch.bfloat16
     ) -> Pair:
         """Over a cache of other tokens too."""
         metadata, plan = self._step(step)
-        cache: Any = self.backend.allocate_kv(KVSpec(8, 128), 1, BLOCKS, BLOCK_SIZE, dtype)
+        cache: Any = self.backend.kv_cache.allocate(KVSpec(8, 128), 1, BLOCKS, BLOCK_SIZE, dtype)
         whole = self.draw(*cache.data.shape).to(dtype)
         cache.data.copy_(whole)
         q = self.draw(metadata.num_tokens, 32, 128)
         sinks = self.draw(32, dtype=torch.float32) if with_sinks else None
         metadata.plan = plan
-        found = self.backend.attention(self.on(q), cache, 0, metadata, 0.09, window, self.on(sinks))
+        found = self.backend.attention.apply(self.on(q), cache, 0, metadata, 0.09, window, self.on(sinks))
         reference = _reference_cache(whole.float(), KVSpec(8, 128))
-        metadata.plan = REFERENCE.plan_attention(metadata, reference, 32)
-        return found, REFERENCE.attention(q.float(), reference, 0, metadata, 0.09, window, sinks)
+        metadata.plan = REFERENCE.attention.plan(metadata, reference, 32)
+        return found, REFERENCE.attention.apply(q.float(), reference, 0, metadata, 0.09, window, sinks)
 
     def layers(self, step: str, padded: Shape | None = None) -> Pair:
         """What `fuse_decoder` makes of two layers: their results, and the keys and values that they store."""
@@ -308,7 +309,7 @@ class Verifier:
             plan = StepPlan.over(self.on(torch.from_numpy(step_plan.staged(metadata, padded))), padded)
         sizes = Sizes(hidden=512, inner=1024, heads=32, kv_heads=8, head_dim=128)
         spec = KVSpec(sizes.kv_heads, sizes.head_dim)
-        cache: Any = self.backend.allocate_kv(spec, 2, BLOCKS, BLOCK_SIZE, torch.bfloat16)
+        cache: Any = self.backend.kv_cache.allocate(spec, 2, BLOCKS, BLOCK_SIZE, torch.bfloat16)
         whole = self.draw(*cache.data.shape)
         cache.data.copy_(whole)
         x, angles = self.draw(plan.shape.rows, 512), self.draw(plan.shape.rows, 1, 64, dtype=torch.float32)
@@ -317,7 +318,7 @@ class Verifier:
         fused: Any = self.backend.fuse_decoder(decoder(self.backend, torch.bfloat16, sizes), torch.bfloat16)
         found = fused.run(self.on(x), self.on(cos), self.on(sin), cache, metadata)[:tokens]
         reference = _reference_cache(whole.float(), spec)
-        metadata.plan = REFERENCE.plan_attention(metadata, reference, 32)
+        metadata.plan = REFERENCE.attention.plan(metadata, reference, 32)
         model = decoder(REFERENCE, torch.float32, sizes)
         expected = by_single_operations(model, x[:tokens].float(), cos[:tokens], sin[:tokens], reference, metadata)
         slots = torch.from_numpy(metadata.slot_mapping)
@@ -335,15 +336,15 @@ class Verifier:
         """DeepSeek's: latents of 512 and 64 rotated numbers, 16 heads of a rank."""
         metadata, plan = self._step(step)
         spec = KVSpec(1, 576, latent_value_dim=512)
-        cache: Any = self.backend.allocate_kv(spec, 1, BLOCKS, BLOCK_SIZE, torch.bfloat16)
+        cache: Any = self.backend.kv_cache.allocate(spec, 1, BLOCKS, BLOCK_SIZE, torch.bfloat16)
         whole = self.draw(1, 1, BLOCKS, BLOCK_SIZE, 1, 576)
         cache.data.copy_(whole)
         q = self.draw(metadata.num_tokens, 16, 576)
         metadata.plan = plan
-        found = self.backend.latent_attention(self.on(q), cache, 0, metadata, 0.06, None)
+        found = self.backend.latent_attention.apply(self.on(q), cache, 0, metadata, 0.06, None)
         reference = _reference_cache(whole.float(), spec)
-        metadata.plan = REFERENCE.plan_attention(metadata, reference, 16)
-        return found, REFERENCE.latent_attention(q.float(), reference, 0, metadata, 0.06, None)
+        metadata.plan = REFERENCE.attention.plan(metadata, reference, 16)
+        return found, REFERENCE.latent_attention.apply(q.float(), reference, 0, metadata, 0.06, None)
 
     def _step(self, name: str) -> tuple[AttentionMetaData, StepPlan]:
         counts, lengths = (np.array(column, np.int64) for column in zip(*STEPS[name], strict=True))
@@ -370,7 +371,7 @@ def _slots(
 
 
 def _reference_cache(whole: torch.Tensor, spec: KVSpec) -> PagedKVCache:
-    cache = REFERENCE.allocate_kv(spec, len(whole), BLOCKS, BLOCK_SIZE, torch.float32)
+    cache = REFERENCE.kv_cache.allocate(spec, len(whole), BLOCKS, BLOCK_SIZE, torch.float32)
     cache.data[:, :, :-1] = whole.transpose(3, 4)
     return cache
 

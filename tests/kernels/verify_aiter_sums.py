@@ -18,7 +18,8 @@ from functools import partial
 
 import torch
 
-from kernels.aiter.backend import SINCE, AiterBackend
+from kernels.aiter.backend import AiterBackend
+from kernels.aiter.dispatch import SINCE
 from kernels.aiter.library import AiterLibrary, AiterUnavailableError
 from kernels.interface import StepGraphs
 from kernels.triton_backend.backend import TritonBackend

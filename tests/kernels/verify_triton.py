@@ -95,21 +95,23 @@ class BitVerifier:
         """Rows among all, among the first few, and in another order."""
         x, weight = self.draw(self._rows, self._inner), self.draw(self._outer, self._inner)
         packed_format = None if quantize is None else self.backend.packed_format(quantize, torch.bfloat16)
-        packed = self.backend.pack_linear(weight, None, torch.bfloat16, packed_format)
-        whole, order = self.backend.linear(x, packed), torch.randperm(len(x), generator=self._random).to(x.device)
-        fewer = all(torch.equal(self.backend.linear(x[:n], packed), whole[:n]) for n in (1, 2, 7, 16, 33, 64, 65, 129))
-        return fewer and torch.equal(self.backend.linear(x[order], packed), whole[order])
+        packed = self.backend.linear.pack(weight, None, torch.bfloat16, packed_format)
+        whole, order = self.backend.linear.apply(x, packed), torch.randperm(len(x), generator=self._random).to(x.device)
+        fewer = all(
+            torch.equal(self.backend.linear.apply(x[:n], packed), whole[:n]) for n in (1, 2, 7, 16, 33, 64, 65, 129)
+        )
+        return fewer and torch.equal(self.backend.linear.apply(x[order], packed), whole[order])
 
     def chunks(self) -> bool:
         """Attention of a prompt as one step, as two chunks, and of its last tokens as decodes beside another."""
         tokens = self._tokens
-        cache = self.backend.allocate_kv(KVSpec(2, 128), 1, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, torch.bfloat16)
+        cache = self.backend.kv_cache.allocate(KVSpec(2, 128), 1, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, torch.bfloat16)
         q, k, v = self.draw(tokens, 8, 128), self.draw(tokens, 2, 128), self.draw(tokens, 2, 128)
-        self.backend.write_kv(cache, 0, k, v, self._step((0, tokens)))
-        whole = self.backend.attention(q, cache, 0, self._step((0, tokens)), 0.09)
+        self.backend.attention.write(cache, 0, k, v, self._step((0, tokens)))
+        whole = self.backend.attention.apply(q, cache, 0, self._step((0, tokens)), 0.09)
         for spans in ([(0, 300), (300, tokens)], *([(i, i + 1), (0, 40)] for i in range(tokens - 3, tokens))):
             rows = torch.cat([q[start:end] for start, end in spans])
-            found = self.backend.attention(rows, cache, 0, self._step(*spans), 0.09)
+            found = self.backend.attention.apply(rows, cache, 0, self._step(*spans), 0.09)
             if not torch.equal(found, torch.cat([whole[start:end] for start, end in spans])):
                 return False
         return True
@@ -130,16 +132,16 @@ class BitVerifier:
     def selected(self) -> bool:
         """In a plan for far longer sequences, by scores that are integers, so that many are equal: against a sort."""
         tokens, topk = self._tokens, self._tokens // 3
-        cache = self.backend.allocate_kv(
+        cache = self.backend.kv_cache.allocate(
             KVSpec(1, 64, 32, IndexSpec(4, 128, topk)), 1, -(-tokens // BLOCK_SIZE), BLOCK_SIZE, torch.bfloat16
         )
         keys, q, weights = (self.draw(*shape).round() for shape in ((tokens, 128), (8, 4, 128), (8, 4)))
-        self.backend.write_index(cache, 0, keys, self._step((0, tokens)))
+        self.backend.latent_attention.write_index(cache, 0, keys, self._step((0, tokens)))
         ends = (tokens, topk, topk + 1, 1)
         step = self._step(*((end - 1, end) for end in ends))
         step.plan = self.backend.graphs.plan(cache, 1, len(q), 16 * tokens)
         self.backend.graphs.write(step.plan, step)
-        found = self.backend.select_tokens(q, weights.float(), cache, 0, step)
+        found = self.backend.latent_attention.select_tokens(q, weights.float(), cache, 0, step)
         assert found is not None
         scores = ((q.double() @ keys.double().t()).relu() * weights.double()[:, :, None]).sum(1)
         for row, (score, end) in enumerate(zip(scores.tolist(), ends, strict=False)):
@@ -161,15 +163,15 @@ class BitVerifier:
         rows = np.arange(count)
         choice = rows.astype(np.uint64), rows + 9, rows * 0
         expected = sampling.sample(logits.cpu().numpy().copy(), params, *choice)
-        return np.array_equal(self.backend.sample(logits, params, *choice).cpu().numpy(), expected)
+        return np.array_equal(self.backend.sampling.sample(logits, params, *choice).cpu().numpy(), expected)
 
     def captured(self) -> bool:
         """A product, a norm and their replay over other numbers."""
         x, weight, norm = self.draw(5, 512), self.draw(768, 512), self.draw(768)
-        packed = self.backend.pack_linear(weight, None, torch.bfloat16)
+        packed = self.backend.linear.pack(weight, None, torch.bfloat16)
 
         def run() -> torch.Tensor:
-            return self.backend.rms_norm(self.backend.linear(x, packed), norm, 1e-6)
+            return self.backend.elementwise.rms_norm(self.backend.linear.apply(x, packed), norm, 1e-6)
 
         replay = self.backend.graphs.capture(run)
         x.copy_(self.draw(5, 512))
@@ -222,9 +224,9 @@ class StoredVerifier:
         """A product with a bias."""
         weight, bias = self.draw(stored, self._outer, self._inner), torch.randn(self._outer, generator=self._random)
         x = torch.randn(self._rows, self._inner, generator=self._random).bfloat16()
-        packed = self.backend.pack_linear(weight, bias, torch.bfloat16)
-        expected = REFERENCE.linear(x.float(), REFERENCE.pack_linear(weight, bias, torch.float32))
-        return self.backend.linear(x.to(self.backend.device), packed), expected
+        packed = self.backend.linear.pack(weight, bias, torch.bfloat16)
+        expected = REFERENCE.linear.apply(x.float(), REFERENCE.linear.pack(weight, bias, torch.float32))
+        return self.backend.linear.apply(x.to(self.backend.device), packed), expected
 
     def moe(self, stored: QuantizedFormat) -> tuple[torch.Tensor, torch.Tensor]:
         """Two of four experts for each row."""
@@ -236,9 +238,11 @@ class StoredVerifier:
         x = torch.randn(self._rows, self._inner, generator=self._random).bfloat16() / 8
         ids = torch.rand(self._rows, 4, generator=self._random).argsort(1)[:, :2].contiguous()
         shares = torch.rand(self._rows, 2, generator=self._random)
-        expected = REFERENCE.moe(x.float(), ids, shares, REFERENCE.pack_experts(experts, 0, None, torch.float32))
-        packed, device = self.backend.pack_experts(experts, 0, None, torch.bfloat16), self.backend.device
-        return self.backend.moe(x.to(device), ids.to(device), shares.to(device), packed), expected
+        expected = REFERENCE.experts.apply(
+            x.float(), ids, shares, REFERENCE.experts.pack(experts, 0, None, torch.float32)
+        )
+        packed, device = self.backend.experts.pack(experts, 0, None, torch.bfloat16), self.backend.device
+        return self.backend.experts.apply(x.to(device), ids.to(device), shares.to(device), packed), expected
 
 
 def main(arguments: list[str]) -> int:

@@ -108,7 +108,7 @@ def assert_rounded_once(ours: torch.Tensor, exact: torch.Tensor, size: torch.Ten
 @pytest.mark.parametrize("inner", [64, 1000])
 def test_products_are_rounded_once(native: KernelBackend, rows: int, inner: int) -> None:
     x, weight, bias = random_numbers(rows, inner), random_numbers(72, inner, seed=1), random_numbers(72, seed=2)
-    ours = native.linear(x, native.pack_linear(weight, bias, torch.bfloat16))
+    ours = native.linear.apply(x, native.linear.pack(weight, bias, torch.bfloat16))
     exact = x.double() @ weight.double().t() + bias.double()
     assert_rounded_once(ours, exact, x.double().abs() @ weight.double().abs().t() + bias.double().abs())
     theirs = functional.linear(x, weight, bias)
@@ -120,7 +120,7 @@ def test_norms_are_as_close_as_pytorchs(native: KernelBackend) -> None:
     x, weight = random_numbers(33, 256, scale=3.0), random_numbers(256, seed=1)
     wide = x.double()
     exact = wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-6) * weight.double()
-    ours = native.rms_norm(x, weight, 1e-6)
+    ours = native.elementwise.rms_norm(x, weight, 1e-6)
     narrow = x.float()
     theirs = (narrow * torch.rsqrt(narrow.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype) * weight
     assert rms(ours.double() - exact) <= 1.001 * rms(theirs.double() - exact)
@@ -132,13 +132,13 @@ def test_attention_is_at_least_as_close_as_pytorchs(native: KernelBackend, lengt
     heads, kv_heads, width = 4, 2, 64
     q, k, v = (random_numbers(length, n, width, seed=i) for i, n in enumerate((heads, kv_heads, kv_heads)))
     blocks = -(-length // BLOCK_SIZE)
-    cache = native.allocate_kv(KVSpec(kv_heads, width), 1, blocks, BLOCK_SIZE, torch.bfloat16)
+    cache = native.kv_cache.allocate(KVSpec(kv_heads, width), 1, blocks, BLOCK_SIZE, torch.bfloat16)
     metadata = AttentionMetaData(
         np.array([0, length]), np.array([length]), np.arange(blocks)[None], np.arange(length, dtype=np.int64)
     )
-    metadata.plan = native.plan_attention(metadata, cache, heads)
-    native.write_kv(cache, 0, k, v, metadata)
-    ours = native.attention(q, cache, 0, metadata, width**-0.5)
+    metadata.plan = native.attention.plan(metadata, cache, heads)
+    native.attention.write(cache, 0, k, v, metadata)
+    ours = native.attention.apply(q, cache, 0, metadata, width**-0.5)
 
     def pytorch(dtype: torch.dtype) -> torch.Tensor:
         qs, ks, vs = (t.to(dtype).transpose(0, 1).unsqueeze(0) for t in (q, k, v))

@@ -20,7 +20,9 @@ from deploy.demo.families import Exchange
 from deploy.demo.questions import questions
 from kernels.interface import AttentionMetaData
 from kernels.torch_backend.attention import PagedKVCache
+from kernels.torch_backend.attention_ops import TorchAttentionOps
 from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.elementwise import TorchElementwiseOps
 from worker.llm_engine import LLMEngine
 from worker.model import model_runner
 
@@ -28,10 +30,10 @@ DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "checkpoint"
 ASKED = questions()[::2]
 
 
-class WrongHeadGroups(TorchBackend):
+class WrongHeadGroups(TorchAttentionOps):
     """Gives query head h the key head h % Hkv instead of h // group."""
 
-    def attention(
+    def apply(
         self,
         q: torch.Tensor,
         cache: PagedKVCache,
@@ -43,11 +45,11 @@ class WrongHeadGroups(TorchBackend):
     ) -> torch.Tensor:
         heads = q.shape[1]
         order = torch.arange(heads).view(-1, cache.num_kv_heads).t().reshape(-1)
-        out = super().attention(q[:, order].contiguous(), cache, layer, metadata, scale, window, sinks)
+        out = super().apply(q[:, order].contiguous(), cache, layer, metadata, scale, window, sinks)
         return out[:, torch.argsort(order)].contiguous()
 
 
-class KeysUnturned(TorchBackend):
+class KeysUnturned(TorchElementwiseOps):
     """Rotates queries by their positions, and keys one position too far."""
 
     def rope(
@@ -58,7 +60,7 @@ class KeysUnturned(TorchBackend):
         return turned, late
 
 
-class InterleavedPairs(TorchBackend):
+class InterleavedPairs(TorchElementwiseOps):
     """Rotates neighbouring pairs, as GPT-J does, instead of the halves."""
 
     def rope(
@@ -67,24 +69,24 @@ class InterleavedPairs(TorchBackend):
         return _interleaved(q, cos, sin), _interleaved(k, cos, sin)
 
 
-class NoHeadNorm(TorchBackend):
+class NoHeadNorm(TorchElementwiseOps):
     """Forgets the norms of queries and keys that Qwen3 has and Qwen2 has not."""
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         return x if x.shape[-1] == 64 else super().rms_norm(x, weight, eps)
 
 
-class LastSlotLost(TorchBackend):
+class LastSlotLost(TorchAttentionOps):
     """Does not store the last token of each block."""
 
-    def write_kv(
+    def write(
         self, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
     ) -> None:
         lost = torch.from_numpy(metadata.slot_mapping % cache.block_size == cache.block_size - 1)
         k, v = k.clone(), v.clone()
         k[: len(lost)][lost] = 0
         v[: len(lost)][lost] = 0
-        super().write_kv(cache, layer, k, v, metadata)
+        super().write(cache, layer, k, v, metadata)
 
 
 def _interleaved(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -115,7 +117,19 @@ def test_the_right_engine_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert score(TorchBackend(), monkeypatch) >= NEEDED_OVERALL
 
 
+def with_fault(fault: TorchAttentionOps | TorchElementwiseOps) -> TorchBackend:
+    """The reference but for one group of operations."""
+    backend = TorchBackend()
+    if isinstance(fault, TorchAttentionOps):
+        backend.attention = fault
+    else:
+        backend.elementwise = fault
+    return backend
+
+
 @pytest.mark.parametrize("fault", [WrongHeadGroups, KeysUnturned, InterleavedPairs, NoHeadNorm, LastSlotLost])
-def test_a_subtle_fault_fails(fault: type[TorchBackend], monkeypatch: pytest.MonkeyPatch) -> None:
-    result = score(fault(), monkeypatch)
+def test_a_subtle_fault_fails(
+    fault: type[TorchAttentionOps | TorchElementwiseOps], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    result = score(with_fault(fault()), monkeypatch)
     assert result < NEEDED_OVERALL, f"{fault.__name__} answers {result:.0%} right"

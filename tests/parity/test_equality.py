@@ -140,14 +140,14 @@ def _sampling(rnd: random.Random) -> dict[str, Any]:
 
 def poisoned(backend: KernelBackend) -> KernelBackend:
     """Its KV caches are NaN but for the block that stands for what is past a sequence's end."""
-    allocate = backend.allocate_kv
+    allocate = backend.kv_cache.allocate
 
     def allocate_kv(*given: Any) -> PagedKVCache:
         made: PagedKVCache = allocate(*given)
         made.data[:, :, :-1] = torch.nan
         return made
 
-    backend.allocate_kv = allocate_kv  # type: ignore[assignment, method-assign]
+    backend.kv_cache.allocate = allocate_kv  # type: ignore[assignment, method-assign]
     return backend
 
 

@@ -162,14 +162,14 @@ class ModelRunner:
         """Makes the KV pool; earlier content is lost, and so are captured steps."""
         self._graphs = None
         layers = self.model_config.num_hidden_layers
-        self._kv_cache = self.kernels.allocate_kv(
+        self._kv_cache = self.kernels.kv_cache.allocate(
             self._kv_spec, layers, num_blocks, self.config.kv_cache_block_size, self.kv_dtype
         )
         self._kv_cache_data = {f"layers.{layer}": KVCacheTensor(layer, self._kv_cache) for layer in range(layers)}
 
     def touch_kv_cache(self, progress: Progress = no_progress) -> None:
         """Has the system give the KV pool's memory now, so that no request waits for it."""
-        self.kernels.touch_kv(self._kv_cache, progress)
+        self.kernels.kv_cache.touch(self._kv_cache, progress)
 
     @contextmanager
     def scratch_kv_cache(self, num_blocks: int) -> Iterator[None]:
@@ -272,7 +272,7 @@ class ModelRunner:
         )
         captured = self._graphs is not None and batch.is_plain_decode and self._graphs.fits(len(lengths))
         if not captured:
-            metadata.plan = self.kernels.plan_attention(metadata, self._kv_cache, self._num_heads)
+            metadata.plan = self.kernels.attention.plan(metadata, self._kv_cache, self._num_heads)
         multiple = self.kernels.row_multiple
         padded = -(-total // multiple) * multiple
         given = np.zeros((2, padded), np.int64)

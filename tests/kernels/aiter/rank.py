@@ -12,7 +12,8 @@ import sys
 import torch
 from structlog.testing import capture_logs
 
-from kernels.aiter.backend import SINCE, SUM_VARIABLES, AiterBackend
+from kernels.aiter.backend import SUM_VARIABLES, AiterBackend
+from kernels.aiter.dispatch import SINCE
 from kernels.aiter.library import AiterLibrary
 from kernels.interface import Ranks
 from kernels.torch_backend.backend import TorchBackend

@@ -8,23 +8,19 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import structlog
 import torch
 
-from kernels.aiter.backend import (
-    OPERATIONS,
-    SINCE,
-    AiterBackend,
-    AiterExperts,
-    AiterLinear,
-    AiterScaledLinear,
-)
+from kernels.aiter.backend import AiterBackend
 from kernels.aiter.blocks import AiterBlockLinear
+from kernels.aiter.dispatch import SINCE
+from kernels.aiter.experts import AiterExperts
 from kernels.aiter.library import AiterLibrary, AiterUnavailableError
+from kernels.aiter.linear import AiterLinear, AiterScaledLinear
 from kernels.interface import (
     AttentionMetaData,
     ClampedSwiglu,
@@ -36,7 +32,10 @@ from kernels.interface import (
     SampleParams,
 )
 from kernels.no_token import NO_TOKEN
+from kernels.torch_backend.attention_ops import TorchAttentionOps, TorchKVCacheOps, TorchLatentAttentionOps
 from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.linear import TorchLinearOps
+from kernels.torch_backend.moe import TorchExpertOps
 from kernels.triton_backend import plan as step_plan
 from kernels.triton_backend.backend import TritonBackend
 from kernels.triton_backend.kv_cache import DeviceKVCache
@@ -56,40 +55,76 @@ SIZE, BLOCKS = 16, 40
 TAGS = ["0.1.13", "0.1.20.post1"]
 
 
-class Fallback(TorchBackend):
-    """PyTorch's operations with the cache and the plan of the Triton back end; remembers what it was asked for."""
+# Groups of operations -> those that a Fallback remembers to have been asked for.
+REMEMBERED = {
+    "linear": ("pack", "apply"),
+    "elementwise": ("rms_norm", "add_rms_norm", "layer_norm", "rope", "silu_and_mul"),
+    "experts": ("route", "pack", "apply"),
+    "attention": ("apply",),
+    "latent_attention": ("write", "apply"),
+    "sampling": ("argmax", "sample"),
+}
 
-    name = "fallback"
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.asked: list[str] = []
+class DeviceCaches(TorchKVCacheOps):
+    """Allocates caches of the Triton back end."""
 
-    def allocate_kv(self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype) -> Any:
+    def allocate(self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype) -> Any:
         return DeviceKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype, CPU)
 
-    def plan_attention(self, metadata: AttentionMetaData, cache: Any, num_heads: int) -> Any:
+
+class PlannedAttention(TorchAttentionOps):
+    """Plans as the Triton back end does, and attends to nothing."""
+
+    def plan(self, metadata: AttentionMetaData, cache: Any, num_heads: int) -> Any:
         return step_plan.plan(metadata, CPU)
 
-    def __getattribute__(self, name: str) -> Any:
-        if name in OPERATIONS or name in ("write_latent", "pack_linear", "pack_experts", "argmax", "sample"):
-            self.asked.append(name)
-        return super().__getattribute__(name)
-
-    def write_kv(self, cache: Any, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData) -> None:
+    def write(self, cache: Any, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData) -> None:
         slots = metadata.plan.slot_mapping.long()
         for rows, stored in ((k, cache.keys(layer)), (v, cache.values(layer))):
             stored.flatten(0, 1)[slots[slots >= 0]] = rows[slots >= 0].to(cache.data.dtype)
 
-    def write_latent(self, cache: Any, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+    def apply(self, q: torch.Tensor, *given: Any) -> torch.Tensor:
+        return q.new_zeros(q.shape)
+
+
+class PlannedLatentAttention(TorchLatentAttentionOps):
+    """Attends to nothing, over the Triton back end's plan."""
+
+    def write(self, cache: Any, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
         slots: StepPlan = metadata.plan
         cache.keys(layer).flatten(0, 1)[slots.slot_mapping.long(), 0] = k.to(cache.data.dtype)
 
-    def attention(self, q: torch.Tensor, *given: Any) -> torch.Tensor:
-        return q.new_zeros(q.shape)
-
-    def latent_attention(self, q: torch.Tensor, cache: Any, *given: Any) -> torch.Tensor:
+    def apply(self, q: torch.Tensor, cache: Any, *given: Any) -> torch.Tensor:
         return q.new_zeros(*q.shape[:2], cache.value_dim)
+
+
+class Watched:
+    """A group of operations that tells which of them were asked for."""
+
+    def __init__(self, group: str, operations: Any, asked: list[str]) -> None:
+        self._group, self._operations, self._asked = group, operations, asked
+
+    def __getattr__(self, name: str) -> Any:
+        if name in REMEMBERED[self._group]:
+            self._asked.append(f"{self._group}.{name}")
+        return getattr(self._operations, name)
+
+
+class Fallback(TorchBackend):
+    """PyTorch's operations with the cache and the plan of the Triton back end; remembers what it was asked for."""
+
+    name = "fallback"
+    attention_ops: type[TorchAttentionOps] = PlannedAttention
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[str] = []
+        self.kv_cache = DeviceCaches()
+        self.attention = self.attention_ops()
+        self.latent_attention = PlannedLatentAttention()
+        for group in REMEMBERED:
+            setattr(self, group, Watched(group, getattr(self, group), self.asked))
 
 
 class Remembering(Fallback):
@@ -98,12 +133,18 @@ class Remembering(Fallback):
     def __init__(self) -> None:
         super().__init__()
         self.formats: list[PackedFormat | None] = []
+        formats = self.formats
 
-    def pack_linear(self, *given: Any) -> Any:
-        self.formats.append(given[3])
+        class Linear(TorchLinearOps):
+            def pack(self, *given: Any) -> Any:
+                formats.append(given[3])
 
-    def pack_experts(self, *given: Any) -> Any:
-        self.formats.append(given[4])
+        class Experts(TorchExpertOps):
+            def pack(self, *given: Any) -> Any:
+                formats.append(given[4])
+
+        self.linear = cast(TorchLinearOps, Watched("linear", Linear(), self.asked))
+        self.experts = cast(TorchExpertOps, Watched("experts", Experts(), self.asked))
 
 
 def forget() -> None:
@@ -130,7 +171,7 @@ def backend(library: AiterLibrary) -> AiterBackend:
 
 def fallback_of(backend: AiterBackend) -> list[str]:
     """What the other back end was asked for."""
-    fallback = backend._fallback
+    fallback = backend.fallback
     assert isinstance(fallback, Fallback)
     return fallback.asked
 
@@ -149,11 +190,13 @@ def close(found: torch.Tensor, expected: torch.Tensor) -> None:
 def test_norms(backend: AiterBackend, dtype: torch.dtype) -> None:
     x, residual, weight, bias = (draw(*shape, dtype=dtype, seed=7) for shape in ((5, 48), (5, 48), (48,), (48,)))
     before = (x.clone(), residual.clone())
-    close(backend.rms_norm(x, weight, 1e-5), REFERENCE.rms_norm(x, weight, 1e-5))
-    found, expected = (each.add_rms_norm(x, residual, weight, 1e-5) for each in (backend, REFERENCE))
+    close(backend.elementwise.rms_norm(x, weight, 1e-5), REFERENCE.elementwise.rms_norm(x, weight, 1e-5))
+    found, expected = (each.elementwise.add_rms_norm(x, residual, weight, 1e-5) for each in (backend, REFERENCE))
     close(found[0], expected[0])
     assert torch.equal(found[1], expected[1])
-    close(backend.layer_norm(x, weight, bias, 1e-5), REFERENCE.layer_norm(x, weight, bias, 1e-5))
+    close(
+        backend.elementwise.layer_norm(x, weight, bias, 1e-5), REFERENCE.elementwise.layer_norm(x, weight, bias, 1e-5)
+    )
     assert torch.equal(x, before[0])
     assert torch.equal(residual, before[1])
     assert fallback_of(backend) == []
@@ -163,8 +206,10 @@ def test_norm_of_heads(backend: AiterBackend) -> None:
     """Queries are a part of each row of what the projection gave, and so is a latent."""
     qkv, weight = draw(6, 8, 32), draw(32)
     rows = draw(6, 40)[:, :32]
-    close(backend.rms_norm(rows, weight, 1e-6), REFERENCE.rms_norm(rows, weight, 1e-6))
-    close(backend.rms_norm(qkv[:, :5], weight, 1e-6), REFERENCE.rms_norm(qkv[:, :5], weight, 1e-6))
+    close(backend.elementwise.rms_norm(rows, weight, 1e-6), REFERENCE.elementwise.rms_norm(rows, weight, 1e-6))
+    close(
+        backend.elementwise.rms_norm(qkv[:, :5], weight, 1e-6), REFERENCE.elementwise.rms_norm(qkv[:, :5], weight, 1e-6)
+    )
 
 
 @pytest.mark.parametrize("rotary_dim", [16, 32])
@@ -173,7 +218,9 @@ def test_rope(backend: AiterBackend, rotary_dim: int) -> None:
     before = qkv.clone()
     q, k = qkv[:, :5], qkv[:, 5:7]
     for found, expected in zip(
-        backend.rope(q, k, angles.cos(), angles.sin()), REFERENCE.rope(q, k, angles.cos(), angles.sin()), strict=True
+        backend.elementwise.rope(q, k, angles.cos(), angles.sin()),
+        REFERENCE.elementwise.rope(q, k, angles.cos(), angles.sin()),
+        strict=True,
     ):
         assert found.shape == expected.shape
         close(found, expected)
@@ -184,7 +231,7 @@ def test_rope(backend: AiterBackend, rotary_dim: int) -> None:
 @pytest.mark.parametrize("dtype", NARROW)
 def test_silu_and_mul(backend: AiterBackend, dtype: torch.dtype) -> None:
     x = draw(4, 2 * 48, dtype=dtype)
-    close(backend.silu_and_mul(x), REFERENCE.silu_and_mul(x))
+    close(backend.elementwise.silu_and_mul(x), REFERENCE.elementwise.silu_and_mul(x))
     assert fallback_of(backend) == []
 
 
@@ -192,12 +239,14 @@ def test_silu_and_mul(backend: AiterBackend, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(backend: AiterBackend, dtype: torch.dtype, with_bias: bool) -> None:
     x, weight, bias = draw(5, 40, dtype=dtype), draw(70, 40), draw(70) if with_bias else None
-    packed, reference = backend.pack_linear(weight, bias, dtype), REFERENCE.pack_linear(weight, bias, dtype)
+    packed, reference = backend.linear.pack(weight, bias, dtype), REFERENCE.linear.pack(weight, bias, dtype)
     assert isinstance(packed, AiterLinear)
-    torch.testing.assert_close(backend.linear(x, packed), REFERENCE.linear(x, reference), rtol=2e-2, atol=0.1)
+    torch.testing.assert_close(
+        backend.linear.apply(x, packed), REFERENCE.linear.apply(x, reference), rtol=2e-2, atol=0.1
+    )
     ids = torch.tensor([3, 69, 3])
-    assert torch.equal(backend.packed_rows(packed, ids), weight.to(dtype)[ids])
-    assert backend.linear(x[:0], packed).shape == (0, 70)
+    assert torch.equal(backend.linear.rows(packed, ids), weight.to(dtype)[ids])
+    assert backend.linear.apply(x[:0], packed).shape == (0, 70)
 
 
 def test_linear_argmax(backend: AiterBackend) -> None:
@@ -209,13 +258,13 @@ def test_linear_argmax(backend: AiterBackend) -> None:
     x[3] = -torch.inf
     x[4, 5] = torch.nan
     packed = AiterLinear(weight, None)
-    rows = backend.linear_argmax(x[:3], packed, 20)
+    rows = backend.linear.argmax(x[:3], packed, 20)
     assert rows.tolist() == [7, 3, 0]
-    assert fallback_of(backend) == ["argmax"]
+    assert fallback_of(backend) == ["sampling.argmax"]
     odd = AiterLinear(torch.ones(3, 32, dtype=torch.bfloat16), None)
-    assert backend.linear_argmax(x[3:], odd, 3).tolist() == [NO_TOKEN, NO_TOKEN]
+    assert backend.linear.argmax(x[3:], odd, 3).tolist() == [NO_TOKEN, NO_TOKEN]
     weight[5] = torch.nan
-    assert backend.linear_argmax(x[:2], packed, 20).tolist() == [7, 3]
+    assert backend.linear.argmax(x[:2], packed, 20).tolist() == [7, 3]
 
 
 @pytest.mark.parametrize("target", ["gfx942", "gfx950"])
@@ -224,11 +273,11 @@ def test_linear_in_fp8(library: AiterLibrary, target: str, with_bias: bool) -> N
     backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
     assert backend.fp8 == (torch.float8_e4m3fnuz if target == "gfx942" else torch.float8_e4m3fn)
     x, weight, bias = draw(5, 64), draw(48, 64), draw(48) if with_bias else None
-    packed = backend.pack_linear(weight, bias, torch.bfloat16, PackedFormat(backend.fp8, quantizes_rows=True))
+    packed = backend.linear.pack(weight, bias, torch.bfloat16, PackedFormat(backend.fp8, quantizes_rows=True))
     assert isinstance(packed, AiterScaledLinear)
     assert packed.weight.dtype == backend.fp8
-    found = backend.linear(x, replace(packed, weight=packed.weight.clone())).float()
-    expected = REFERENCE.linear(x, REFERENCE.pack_linear(weight, bias, torch.bfloat16)).float()
+    found = backend.linear.apply(x, replace(packed, weight=packed.weight.clone())).float()
+    expected = REFERENCE.linear.apply(x, REFERENCE.linear.pack(weight, bias, torch.bfloat16)).float()
     assert (found - expected).norm() / expected.norm() < 0.05
     assert fallback_of(backend) == []
 
@@ -245,15 +294,15 @@ class Step:
 
 def step(backend: AiterBackend, rows: list[Rows], spec: KVSpec, dtype: torch.dtype, padded: Shape | None) -> Step:
     mine, reference = metadata(rows, SIZE), metadata(rows, SIZE)
-    found: Any = backend.allocate_kv(spec, 2, BLOCKS, SIZE, dtype)
-    expected: Any = REFERENCE.allocate_kv(spec, 2, BLOCKS, SIZE, dtype)
+    found: Any = backend.kv_cache.allocate(spec, 2, BLOCKS, SIZE, dtype)
+    expected: Any = REFERENCE.kv_cache.allocate(spec, 2, BLOCKS, SIZE, dtype)
     earlier = draw(*found.data.shape).to(dtype)
     found.data.copy_(earlier)
     expected.data[:, :, :-1] = earlier.transpose(3, 4)
     mine.plan = step_plan.plan(mine, CPU)
     if padded is not None:
         mine.plan = StepPlan.over(torch.from_numpy(step_plan.staged(mine, padded)), padded)
-    reference.plan = REFERENCE.plan_attention(reference, expected, 4)
+    reference.plan = REFERENCE.attention.plan(reference, expected, 4)
     return Step(found, expected, mine, reference)
 
 
@@ -284,8 +333,8 @@ def test_attention(
     count = padded.rows if padded else tokens
     q = draw(count, 8, 32)[:, :4]
     sinks = draw(4, dtype=torch.float32) if with_sinks else None
-    found = backend.attention(q, run.found, 1, run.mine, 0.2, window, sinks)
-    close(found[:tokens], REFERENCE.attention(q[:tokens], run.expected, 1, run.reference, 0.2, window, sinks))
+    found = backend.attention.apply(q, run.found, 1, run.mine, 0.2, window, sinks)
+    close(found[:tokens], REFERENCE.attention.apply(q[:tokens], run.expected, 1, run.reference, 0.2, window, sinks))
     assert not found[tokens:].any()
     assert fallback_of(backend) == []
 
@@ -300,17 +349,17 @@ def test_over_the_triton_back_end(library: AiterLibrary) -> None:
     graphs.write(captured, run.mine)
     run.mine.plan = captured
     q, k, v = draw(5, 4, 32), draw(5, 2, 32), draw(5, 2, 32, seed=1)
-    backend.write_kv(run.found, 1, k, v, run.mine)
-    REFERENCE.write_kv(run.expected, 1, k[:3], v[:3], run.reference)
-    found = backend.attention(q, run.found, 1, run.mine, 0.2)
-    close(found[:3], REFERENCE.attention(q[:3], run.expected, 1, run.reference, 0.2))
+    backend.attention.write(run.found, 1, k, v, run.mine)
+    REFERENCE.attention.write(run.expected, 1, k[:3], v[:3], run.reference)
+    found = backend.attention.apply(q, run.found, 1, run.mine, 0.2)
+    close(found[:3], REFERENCE.attention.apply(q[:3], run.expected, 1, run.reference, 0.2))
     assert not found[3:].any()
     x, weight = draw(3, 64, dtype=torch.float32), draw(48, 64, dtype=torch.float32)
     for name in ("int8", "w8a8_int8"):
         packed_format = backend.packed_format(name, torch.float32)
-        product = backend.linear(x, backend.pack_linear(weight, None, torch.float32, packed_format))
+        product = backend.linear.apply(x, backend.linear.pack(weight, None, torch.float32, packed_format))
         assert (product - x @ weight.t()).norm() / product.norm() < 0.02
-    weight_only = backend.pack_linear(weight, None, torch.bfloat16, backend.packed_format("fp8", torch.bfloat16))
+    weight_only = backend.linear.pack(weight, None, torch.bfloat16, backend.packed_format("fp8", torch.bfloat16))
     assert isinstance(weight_only, PackedWeight)
     assert not weight_only.quantizes_rows
 
@@ -320,8 +369,8 @@ def test_a_cache_in_fp8(library: AiterLibrary, target: str) -> None:
     backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
     run = step(backend, MIXED, KVSpec(2, 32), backend.fp8, None)
     q = draw(24, 4, 32)
-    found = backend.attention(q, run.found, 1, run.mine, 0.2)
-    close(found, REFERENCE.attention(q, run.expected, 1, run.reference, 0.2))
+    found = backend.attention.apply(q, run.found, 1, run.mine, 0.2)
+    close(found, REFERENCE.attention.apply(q, run.expected, 1, run.reference, 0.2))
     assert fallback_of(backend) == []
 
 
@@ -330,21 +379,21 @@ def test_latent_attention(backend: AiterBackend, library: AiterLibrary, rows: li
     spec, tokens = KVSpec(1, 48, latent_value_dim=32), sum(each.count for each in rows)
     run = step(backend, rows, spec, torch.bfloat16, padded)
     q = draw(padded.rows if padded else tokens, 4, 48)
-    found = backend.latent_attention(q, run.found, 1, run.mine, 0.2, None)
+    found = backend.latent_attention.apply(q, run.found, 1, run.mine, 0.2, None)
     assert found.shape == (len(q), 4, 32)
     if not set(SINCE) <= library.functions:
-        assert fallback_of(backend) == ["latent_attention"]
+        assert fallback_of(backend) == ["latent_attention.apply"]
         return
-    close(found[:tokens], REFERENCE.latent_attention(q[:tokens], run.expected, 1, run.reference, 0.2, None))
+    close(found[:tokens], REFERENCE.latent_attention.apply(q[:tokens], run.expected, 1, run.reference, 0.2, None))
     assert not found[tokens:].any()
     assert fallback_of(backend) == []
 
 
 def test_a_selection_is_not_for_aiter(backend: AiterBackend) -> None:
     run = step(backend, MIXED, KVSpec(1, 48, latent_value_dim=32), torch.bfloat16, None)
-    backend.write_latent(run.found, 1, draw(24, 48), run.mine)
-    backend.latent_attention(draw(24, 4, 48), run.found, 1, run.mine, 0.2, "selected")
-    assert fallback_of(backend) == ["write_latent", "latent_attention"]
+    backend.latent_attention.write(run.found, 1, draw(24, 48), run.mine)
+    backend.latent_attention.apply(draw(24, 4, 48), run.found, 1, run.mine, 0.2, "selected")
+    assert fallback_of(backend) == ["latent_attention.write", "latent_attention.apply"]
 
 
 @pytest.mark.parametrize(
@@ -360,7 +409,7 @@ def test_a_selection_is_not_for_aiter(backend: AiterBackend) -> None:
 def test_route(backend: AiterBackend, routing: Routing) -> None:
     logits = draw(9, 16, dtype=torch.float32)
     bias = draw(16, dtype=torch.float32) if routing.scoring == "sigmoid" else None
-    (ids, weights), expected = (each.route(logits, routing, bias) for each in (backend, REFERENCE))
+    (ids, weights), expected = (each.experts.route(logits, routing, bias) for each in (backend, REFERENCE))
     assert torch.equal(ids, expected[0])
     assert ids.dtype == torch.int64
     close(weights, expected[1])
@@ -389,15 +438,15 @@ def test_moe(library: AiterLibrary, first: int, quantized: bool, expert_parallel
     ids = torch.stack([torch.randperm(last - least, generator=torch.Generator().manual_seed(i))[:3] for i in range(6)])
     slot_weights = draw(6, 3, dtype=torch.float32).abs()
     packed_format = PackedFormat(backend.fp8, quantizes_rows=True) if quantized else None
-    packed = backend.pack_experts(iter(weights), first, None, torch.bfloat16, packed_format)
+    packed = backend.experts.pack(iter(weights), first, None, torch.bfloat16, packed_format)
     assert isinstance(packed, AiterExperts)
     assert (packed.mask is not None) == expert_parallel
-    found = backend.moe(x, ids + least, slot_weights, packed)
-    reference = REFERENCE.pack_experts(weights, first, None, torch.bfloat16)
-    expected = REFERENCE.moe(x, ids + least, slot_weights, reference)
+    found = backend.experts.apply(x, ids + least, slot_weights, packed)
+    reference = REFERENCE.experts.pack(weights, first, None, torch.bfloat16)
+    expected = REFERENCE.experts.apply(x, ids + least, slot_weights, reference)
     # The reference rounds what is between the two products.
     assert (found - expected).float().norm() / expected.float().norm() < (0.08 if quantized else 0.01)
-    assert backend.moe(x[:0], ids[:0], slot_weights[:0], packed).shape == (0, 64)
+    assert backend.experts.apply(x[:0], ids[:0], slot_weights[:0], packed).shape == (0, 64)
     assert fallback_of(backend) == []
 
 
@@ -430,8 +479,8 @@ def test_a_reason_is_logged_once(library: AiterLibrary) -> None:
     backend = AiterBackend(Fallback(), library, TUNED)
     with structlog.testing.capture_logs() as logs:
         for rows in (8, 16, 24):
-            backend.pack_linear(draw(rows, 8), None, torch.float32)
-            backend.pack_linear(draw(rows, 8), None, torch.bfloat16)
+            backend.linear.pack(draw(rows, 8), None, torch.float32)
+            backend.linear.pack(draw(rows, 8), None, torch.bfloat16)
     assert [line["kernels"] for line in logs] == ["fallback", "aiter"]
 
 
@@ -440,9 +489,9 @@ def test_attention_that_aiter_does_not_do(library: AiterLibrary) -> None:
     with structlog.testing.capture_logs() as logs:
         for spec, dtype in ((KVSpec(2, 24), torch.bfloat16), (KVSpec(2, 32), torch.float8_e4m3fn)):
             run = step(backend, DECODE, KVSpec(2, 32), torch.bfloat16, None)
-            cache = backend.allocate_kv(spec, 1, 4, 16, dtype)
-            backend.attention(draw(3, 4, spec.head_dim), cache, 0, run.mine, 0.2)
-    assert fallback_of(backend) == ["attention", "attention"]
+            cache = backend.kv_cache.allocate(spec, 1, 4, 16, dtype)
+            backend.attention.apply(draw(3, 4, spec.head_dim), cache, 0, run.mine, 0.2)
+    assert fallback_of(backend) == ["attention.apply", "attention.apply"]
     assert [line["reason"] for line in logs] == [
         "AITER's attention is for heads of 32 to 256, by 16, not 24",
         "AITER's KV cache has the model's dtype or float8_e4m3fnuz, not float8_e4m3fn",
@@ -452,8 +501,8 @@ def test_attention_that_aiter_does_not_do(library: AiterLibrary) -> None:
 def test_latent_attention_of_more_heads(backend: AiterBackend) -> None:
     """As before 0.1.20; a rank of DeepSeek-V3 on eight GPUs has 16."""
     run = step(backend, MIXED, KVSpec(1, 48, latent_value_dim=32), torch.bfloat16, None)
-    backend.latent_attention(draw(24, 17, 48), run.found, 1, run.mine, 0.2, None)
-    assert fallback_of(backend) == ["latent_attention"]
+    backend.latent_attention.apply(draw(24, 17, 48), run.found, 1, run.mine, 0.2, None)
+    assert fallback_of(backend) == ["latent_attention.apply"]
 
 
 def test_other_weights_in_8_bits_are_for_the_other_back_end(library: AiterLibrary) -> None:
@@ -463,9 +512,9 @@ def test_other_weights_in_8_bits_are_for_the_other_back_end(library: AiterLibrar
     with structlog.testing.capture_logs() as logs:
         for packed_format in formats:
             with pytest.raises(ValueError, match="do not pack"):
-                backend.pack_linear(draw(48, 64), None, torch.bfloat16, packed_format)
+                backend.linear.pack(draw(48, 64), None, torch.bfloat16, packed_format)
             with pytest.raises(ValueError, match="do not pack"):
-                backend.pack_experts(experts(1, 64, 32), 0, None, torch.bfloat16, packed_format)
+                backend.experts.pack(experts(1, 64, 32), 0, None, torch.bfloat16, packed_format)
     assert {line["reason"].partition(", not ")[2] for line in logs} == {
         "weights only in int8",
         "weights and rows in int8",
@@ -486,38 +535,46 @@ def test_batch_invariance_leaves_only_what_has_no_sums(library: AiterLibrary) ->
     backend = AiterBackend(fallback, library, Settings(TARGETS["gfx950"], batch_invariant=True))
     assert backend.batch_invariant
     x, angles = draw(4, 8, 32), draw(4, 1, 16, dtype=torch.float32)
-    backend.rope(x, x, angles.cos(), angles.sin())
-    backend.silu_and_mul(x.flatten(1))
+    backend.elementwise.rope(x, x, angles.cos(), angles.sin())
+    backend.elementwise.silu_and_mul(x.flatten(1))
     run = step(backend, DECODE, KVSpec(2, 32), torch.bfloat16, None)
     assert fallback.asked == []
-    linear = backend.pack_linear(draw(64, 64), None, torch.bfloat16)
-    backend.linear(draw(4, 64), linear)
-    backend.attention(draw(3, 4, 32), run.found, 1, run.mine, 0.2)
-    backend.rms_norm(x, draw(32), 1e-6)
-    mixture = backend.pack_experts(experts(2, 64, 32), 0, None, torch.bfloat16)
-    backend.moe(draw(1, 64), torch.tensor([[0]]), torch.ones(1, 1), mixture)
-    backend.route(draw(1, 8, dtype=torch.float32), Routing(2))
-    assert fallback.asked == ["pack_linear", "linear", "attention", "rms_norm", "pack_experts", "moe", "route"]
+    linear = backend.linear.pack(draw(64, 64), None, torch.bfloat16)
+    backend.linear.apply(draw(4, 64), linear)
+    backend.attention.apply(draw(3, 4, 32), run.found, 1, run.mine, 0.2)
+    backend.elementwise.rms_norm(x, draw(32), 1e-6)
+    mixture = backend.experts.pack(experts(2, 64, 32), 0, None, torch.bfloat16)
+    backend.experts.apply(draw(1, 64), torch.tensor([[0]]), torch.ones(1, 1), mixture)
+    backend.experts.route(draw(1, 8, dtype=torch.float32), Routing(2))
+    assert fallback.asked == [
+        "linear.pack",
+        "linear.apply",
+        "attention.apply",
+        "elementwise.rms_norm",
+        "experts.pack",
+        "experts.apply",
+        "experts.route",
+    ]
     assert not AiterBackend(fallback, library, TUNED).batch_invariant
 
 
 def test_empty_inputs(backend: AiterBackend) -> None:
     x, weight = draw(0, 32), draw(32)
-    assert backend.rms_norm(x, weight, 1e-6).shape == (0, 32)
-    assert backend.silu_and_mul(x).shape == (0, 16)
-    assert backend.route(torch.empty(0, 8), Routing(2))[0].shape == (0, 2)
+    assert backend.elementwise.rms_norm(x, weight, 1e-6).shape == (0, 32)
+    assert backend.elementwise.silu_and_mul(x).shape == (0, 16)
+    assert backend.experts.route(torch.empty(0, 8), Routing(2))[0].shape == (0, 2)
 
 
 def test_what_it_is(backend: AiterBackend, library: AiterLibrary) -> None:
     assert (backend.name, backend.description, backend.row_multiple) == ("aiter", "aiter:gfx942", 1)
     assert backend.numerics[:4] == ("aiter", library.version, "gfx942", False)
-    assert backend.numerics[-4:] == backend._fallback.numerics
+    assert backend.numerics[-4:] == backend.fallback.numerics
     other = AiterBackend(Fallback(), library, Settings(TARGETS["gfx950"], False))
     assert len({backend.numerics, other.numerics}) == len({backend.layout, other.layout}) == 2
     assert backend.is_fast(torch.bfloat16)
     assert (backend.device, backend.graphs) == (CPU, None)
-    assert backend.fetch(torch.tensor([3, 1]))() == [3, 1]
-    for packed in (AiterLinear(draw(2, 2), None), REFERENCE.pack_linear(draw(2, 2), None, torch.float32)):
+    assert backend.sampling.fetch(torch.tensor([3, 1]))() == [3, 1]
+    for packed in (AiterLinear(draw(2, 2), None), REFERENCE.linear.pack(draw(2, 2), None, torch.float32)):
         backend.adopt(packed)
     with pytest.raises(AiterUnavailableError, match="are for gfx942 and gfx950; this is sm_90"):
         AiterBackend(Fallback(), library, Settings(TARGETS["sm_90"], False))
@@ -526,9 +583,9 @@ def test_what_it_is(backend: AiterBackend, library: AiterLibrary) -> None:
 def test_sampling_is_never_aiters(backend: AiterBackend) -> None:
     zero, whole = np.zeros(1, np.float32), np.zeros(1, np.int64)
     params = SampleParams(temperature=zero, top_k=whole, top_p=zero + 1, min_p=zero)
-    ids = backend.sample(torch.tensor([[0.0, 3.0, 1.0]]), params, whole.astype(np.uint64), whole, whole)
+    ids = backend.sampling.sample(torch.tensor([[0.0, 3.0, 1.0]]), params, whole.astype(np.uint64), whole, whole)
     assert ids.tolist() == [1]
-    assert fallback_of(backend) == ["sample"]
+    assert fallback_of(backend) == ["sampling.sample"]
 
 
 def stored(rows: int, columns: int, scheme: str = "deepseek", seed: int = 0) -> tuple[QuantizedWeight, torch.Tensor]:
@@ -548,15 +605,15 @@ def test_a_linear_stored_by_blocks(library: AiterLibrary, target: str, dtype: to
     backend = AiterBackend(Fallback(), library, Settings(TARGETS[target], False))
     weight, worth = stored(192, 256)
     x, bias = draw(5, 256, dtype=dtype), draw(192)
-    packed = backend.pack_linear(weight, bias, dtype)
+    packed = backend.linear.pack(weight, bias, dtype)
     assert isinstance(packed, AiterBlockLinear)
     assert packed.weight.dtype == backend.fp8
-    found = backend.linear(x, packed)
+    found = backend.linear.apply(x, packed)
     assert found.dtype == dtype
     assert distance(found, torch.nn.functional.linear(x.float(), worth, bias.to(dtype).float())) < 0.05
-    assert backend.linear(x[:0], packed).shape == (0, 192)
-    assert backend.linear_argmax(x, packed, 50).tolist() == found[:, :50].argmax(1).tolist()
-    assert fallback_of(backend) == ["argmax"]
+    assert backend.linear.apply(x[:0], packed).shape == (0, 192)
+    assert backend.linear.argmax(x, packed, 50).tolist() == found[:, :50].argmax(1).tolist()
+    assert fallback_of(backend) == ["sampling.argmax"]
     backend.adopt(packed)
 
 
@@ -569,7 +626,7 @@ def test_rows_have_a_scale_for_each_group(library: AiterLibrary) -> None:
     x = draw(5, 256)
     x[:, :128] *= 0.01
     x[:, 128:] *= 1000
-    found = backend.linear(x, backend.pack_linear(weight, None, torch.bfloat16))
+    found = backend.linear.apply(x, backend.linear.pack(weight, None, torch.bfloat16))
     assert distance(found, x.float() @ exact.t()) < 0.05
 
 
@@ -577,7 +634,7 @@ def test_stored_numbers_are_kept(library: AiterLibrary) -> None:
     """To the bit, in the FP8 of either architecture."""
     weight, worth = stored(144, 256)
     for target in ("gfx942", "gfx950"):
-        packed = AiterBackend(Fallback(), library, Settings(TARGETS[target], False)).pack_linear(
+        packed = AiterBackend(Fallback(), library, Settings(TARGETS[target], False)).linear.pack(
             weight, None, torch.bfloat16
         )
         scales = packed.scale.repeat_interleave(128, 0)[:144].repeat_interleave(128, 1)
@@ -595,12 +652,12 @@ def test_experts_stored_by_blocks(library: AiterLibrary, target: str, expert_par
         ids[0, 0], ids[1, 1] = 0, 4
     weights = draw(6, 2, dtype=torch.float32).abs()
     mine = [ExpertWeights(gate_up[0], down[0]) for gate_up, down in pairs]
-    packed = backend.pack_experts(iter(mine), first, None, torch.bfloat16)
+    packed = backend.experts.pack(iter(mine), first, None, torch.bfloat16)
     assert isinstance(packed, AiterExperts)
     assert packed.gate_up.dtype == packed.down.dtype == backend.fp8
     floats = [ExpertWeights(gate_up[1], down[1]) for gate_up, down in pairs]
-    expected = REFERENCE.moe(x, ids, weights, REFERENCE.pack_experts(floats, first, None, torch.bfloat16))
-    assert distance(backend.moe(x, ids, weights, packed), expected) < 0.06
+    expected = REFERENCE.experts.apply(x, ids, weights, REFERENCE.experts.pack(floats, first, None, torch.bfloat16))
+    assert distance(backend.experts.apply(x, ids, weights, packed), expected) < 0.06
     assert fallback_of(backend) == []
 
 
@@ -623,11 +680,11 @@ def test_stored_weights_that_aiter_does_not_multiply(
     weight, worth = stored(rows, columns, scheme)
     x = draw(3, columns, dtype=dtype)
     with structlog.testing.capture_logs() as logs:
-        found = backend.linear(x, backend.pack_linear(weight, None, dtype))
+        found = backend.linear.apply(x, backend.linear.pack(weight, None, dtype))
     assert distance(found, x.float() @ worth.t()) < 0.02
     assert [line["operation"] for line in logs] == ["block_linear"]
     assert reason in logs[0]["reason"]
-    assert fallback_of(backend) == ["pack_linear", "linear"]
+    assert fallback_of(backend) == ["linear.pack", "linear.apply"]
 
 
 @pytest.mark.parametrize(
@@ -652,11 +709,13 @@ def test_stored_experts_that_aiter_does_not_compute(
     backend = AiterBackend(Fallback(), library, TUNED)
     expert = ExpertWeights(stored(2 * inner, hidden, scheme)[0], stored(hidden, inner, scheme)[0])
     with structlog.testing.capture_logs() as logs:
-        packed = backend.pack_experts([expert], 0, clamp, dtype)
-        backend.moe(draw(2, hidden, dtype=dtype), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), packed)
+        packed = backend.experts.pack([expert], 0, clamp, dtype)
+        backend.experts.apply(
+            draw(2, hidden, dtype=dtype), torch.zeros(2, 1, dtype=torch.int64), torch.ones(2, 1), packed
+        )
     assert [line["operation"] for line in logs] == ["block_moe"]
     assert reason in logs[0]["reason"]
-    assert fallback_of(backend) == ["pack_experts", "moe"]
+    assert fallback_of(backend) == ["experts.pack", "experts.apply"]
 
 
 def test_stored_weights_that_are_not_kept(library: AiterLibrary) -> None:
@@ -672,12 +731,12 @@ def test_stored_weights_that_are_not_kept(library: AiterLibrary) -> None:
         fallback = Remembering()
         backend = AiterBackend(fallback, library, TUNED)
         with structlog.testing.capture_logs() as logs:
-            backend.pack_experts([expert], 0, None, torch.bfloat16, packed_format)
+            backend.experts.pack([expert], 0, None, torch.bfloat16, packed_format)
         assert [(line["operation"], reason in line["reason"]) for line in logs] == [("block_moe", True)]
         assert fallback.formats == [packed_format]
     backend = AiterBackend(Remembering(), library, TUNED)
     with structlog.testing.capture_logs() as logs:
-        backend.pack_linear(gate_up, None, torch.bfloat16, int8)
+        backend.linear.pack(gate_up, None, torch.bfloat16, int8)
     assert [line["operation"] for line in logs] == ["block_linear"]
     assert "not packed in another format" in logs[0]["reason"]
 
@@ -687,8 +746,8 @@ def test_stored_weights_with_batch_invariance(library: AiterLibrary) -> None:
     fallback = Fallback()
     backend = AiterBackend(fallback, library, Settings(TARGETS["gfx950"], batch_invariant=True))
     weight, _ = stored(128, 128)
-    backend.pack_linear(weight, None, torch.bfloat16)
-    backend.pack_experts([ExpertWeights(stored(256, 128)[0], stored(128, 128)[0])], 0, None, torch.bfloat16)
-    assert fallback.asked == ["pack_linear", "pack_experts"]
+    backend.linear.pack(weight, None, torch.bfloat16)
+    backend.experts.pack([ExpertWeights(stored(256, 128)[0], stored(128, 128)[0])], 0, None, torch.bfloat16)
+    assert fallback.asked == ["linear.pack", "experts.pack"]
     with pytest.raises(ValueError, match="do not pack"):
-        AiterBackend(fallback, library, TUNED).pack_linear(weight, None, torch.bfloat16, PackedFormat(torch.int8))
+        AiterBackend(fallback, library, TUNED).linear.pack(weight, None, torch.bfloat16, PackedFormat(torch.int8))

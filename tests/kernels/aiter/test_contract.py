@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from kernels.aiter import signatures
-from kernels.aiter.backend import OPERATIONS, SINCE
+from kernels.aiter.dispatch import OPERATIONS, SINCE
 from kernels.aiter.signatures import CALLERS, Call, Signatures, calls, own_calls, release
 from tests.kernels.aiter.fake_aiter import lay
 

@@ -18,6 +18,7 @@ from tests.kernels.aiter.test_backend import (
     MIXED,
     TUNED,
     Fallback,
+    PlannedAttention,
     draw,
     library,
     step,
@@ -31,20 +32,26 @@ __all__ = ["library"]
 PADDED = Shape(rows=8, seqs=8, blocks=8, max_seqlen_q=1, max_seqlen_k=128)
 
 
-class WritingFallback(Fallback):
-    """Attends to the cache of the Triton back end by PyTorch, where AITER does not."""
+class AttentionToWritten(PlannedAttention):
+    """Attends to the cache of the Triton back end by PyTorch."""
 
-    def attention(self, q: torch.Tensor, *given: Any) -> torch.Tensor:
+    def apply(self, q: torch.Tensor, *given: Any) -> torch.Tensor:
         cache, layer, metadata, scale, window, sinks = given
-        own = REFERENCE.allocate_kv(
+        own = REFERENCE.kv_cache.allocate(
             KVSpec(cache.num_kv_heads, cache.head_dim), 1, cache.num_blocks, cache.block_size, cache.data.dtype
         )
         own.data[0, :, :-1] = cache.data[layer].transpose(2, 3)
         other = AttentionMetaData(
             metadata.cu_seqlens_q, metadata.seq_lens, metadata.block_tables, metadata.slot_mapping
         )
-        other.plan = REFERENCE.plan_attention(other, own, q.shape[1])
-        return REFERENCE.attention(q, own, 0, other, scale, window, sinks)
+        other.plan = REFERENCE.attention.plan(other, own, q.shape[1])
+        return REFERENCE.attention.apply(q, own, 0, other, scale, window, sinks)
+
+
+class WritingFallback(Fallback):
+    """Attends to what was written, where AITER does not."""
+
+    attention_ops = AttentionToWritten
 
 
 def run(

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kernels.aiter import library as aiter_library
-from kernels.aiter.backend import SINCE
+from kernels.aiter.dispatch import SINCE
 from kernels.aiter.library import AiterLibrary, AiterUnavailableError
 from tests.kernels.aiter.fake_aiter import lay
 

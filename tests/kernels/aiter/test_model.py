@@ -14,7 +14,8 @@ import pytest
 import torch
 
 from common.config import Config
-from kernels.aiter.backend import SINCE, AiterBackend
+from kernels.aiter.backend import AiterBackend
+from kernels.aiter.dispatch import SINCE
 from kernels.aiter.library import AiterLibrary
 from kernels.triton_backend.backend import TritonBackend
 from kernels.triton_backend.target import TARGETS, Settings

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kernels.aiter import decoder
-from kernels.aiter.backend import OPERATIONS, SINCE
+from kernels.aiter.dispatch import OPERATIONS, SINCE
 from kernels.aiter.library import AiterLibrary, AiterUnavailableError
 from kernels.triton_backend.target import TARGETS, Settings
 from tests.kernels import verify_aiter

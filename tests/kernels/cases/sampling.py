@@ -8,6 +8,8 @@ import torch
 from kernels.interface import MaskedIds, SampleParams
 from kernels.penalties import Penalties, SeenIds
 from kernels.triton_backend import sampling
+from kernels.triton_backend.penalties import penalize
+from kernels.triton_backend.sample_tensors import prepare
 from tests.kernels.cases import Case
 
 VOCAB = 151_936
@@ -17,9 +19,9 @@ def _sample() -> None:
     one, half, zero = np.ones(2, np.float32), np.full(2, 0.5, np.float32), np.zeros(2, np.int64)
     seen = [SeenIds(np.arange(2), [1]), SeenIds(np.arange(1), [])]
     penalties = Penalties(np.arange(2), seen, one, one, one, torch.zeros(2, dtype=torch.int64))
-    sampling.penalize(torch.empty(2, VOCAB), penalties)
+    penalize(torch.empty(2, VOCAB), penalties)
     params = SampleParams(one, zero + 20, half, half, MaskedIds(zero, zero))
-    tensors = sampling.prepare(params, zero.astype(np.uint64), zero, zero, torch.device("cpu"))
+    tensors = prepare(params, zero.astype(np.uint64), zero, zero, torch.device("cpu"))
     sampling.sample(torch.empty(2, VOCAB), tensors)
 
 

@@ -25,10 +25,10 @@ def test_weights_in_8_bits(name: str, tolerance: float) -> None:
     quantizes_rows, narrow = name.startswith("w8a8"), torch.int8 if "int8" in name else backend.settings.target.fp8
     assert packed_format == PackedFormat(narrow, quantizes_rows)
     x, weight = (torch.randn(n, 200, generator=torch.Generator().manual_seed(n)) for n in (3, 50))
-    packed = backend.pack_linear(weight, None, torch.float32, packed_format)
+    packed = backend.linear.pack(weight, None, torch.float32, packed_format)
     assert packed.quantizes_rows == quantizes_rows
     assert packed.numbers.dtype == narrow
-    found = backend.linear(x, packed)
+    found = backend.linear.apply(x, packed)
     expected = x @ weight.t()
     error = (found - expected).norm() / expected.norm()
     assert 0.001 < error < tolerance
@@ -38,7 +38,7 @@ def test_weights_in_8_bits(name: str, tolerance: float) -> None:
 def test_experts_in_8_bits(name: str) -> None:
     backend = TritonBackend()
     expert = ExpertWeights(torch.ones(4, 8), torch.ones(8, 2))
-    packed = backend.pack_experts([expert], 0, None, torch.float32, backend.packed_format(name, torch.float32))
+    packed = backend.experts.pack([expert], 0, None, torch.float32, backend.packed_format(name, torch.float32))
     assert packed.down is not None
     assert packed.down.numbers.dtype == (torch.int8 if "int8" in name else backend.settings.target.fp8)
     assert packed.down.quantizes_rows == name.startswith("w8a8")
@@ -72,8 +72,8 @@ def test_an_unknown_gpu_has_its_own_name() -> None:
 def test_tokens_come_to_the_host_in_order() -> None:
     backend = TritonBackend()
     logits = torch.tensor([[0.0, 3.0, 3.0, 9.0], [float("nan"), 1.0, 0.0, 0.0]])
-    ids = backend.argmax(logits, 3)
-    assert backend.fetch(ids)() == [1, 1]
+    ids = backend.sampling.argmax(logits, 3)
+    assert backend.sampling.fetch(ids)() == [1, 1]
 
 
 def test_a_zero_keeps_its_sign_through_the_interpreter() -> None:

@@ -36,14 +36,14 @@ def assert_near(found: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("inner", [1, 96, 1500])
 def test_silu_and_mul(dtype: torch.dtype, rows: int, inner: int) -> None:
     x = torch.randn(rows, 2 * inner, generator=torch.Generator().manual_seed(inner)).to(dtype)
-    assert_near(elementwise.silu_and_mul(x), REFERENCE.silu_and_mul(x))
+    assert_near(elementwise.silu_and_mul(x), REFERENCE.elementwise.silu_and_mul(x))
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, weight = random(*shape, dtype=dtype), random(shape[-1], dtype=dtype, seed=1)
-    expected = REFERENCE.rms_norm(x, weight, EPS)
+    expected = REFERENCE.elementwise.rms_norm(x, weight, EPS)
     assert_near(elementwise.rms_norm(x, weight, EPS), expected)
     if len(shape) == 3:
         assert_near(elementwise.rms_norm(sliced(x), weight, EPS), expected)
@@ -55,7 +55,7 @@ def test_add_rms_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x, residual = random(*shape, dtype=dtype), random(*shape, dtype=dtype, seed=1)
     weight = random(shape[-1], dtype=dtype, seed=2)
     normed, total = elementwise.add_rms_norm(x, sliced(residual), weight, EPS)
-    expected_norm, expected_total = REFERENCE.add_rms_norm(x, residual, weight, EPS)
+    expected_norm, expected_total = REFERENCE.elementwise.add_rms_norm(x, residual, weight, EPS)
     assert_near(total, expected_total)
     assert_near(normed, expected_norm)
 
@@ -71,7 +71,7 @@ def test_the_sum_is_rounded_before_the_norm() -> None:
 def test_layer_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     x = 3.0 + random(*shape, dtype=dtype)
     weight, bias = random(shape[-1], dtype=dtype, seed=1), random(shape[-1], dtype=dtype, seed=2)
-    expected = REFERENCE.layer_norm(x, weight, bias, EPS)
+    expected = REFERENCE.elementwise.layer_norm(x, weight, bias, EPS)
     assert_near(elementwise.layer_norm(x, weight, bias, EPS), expected)
 
 
@@ -88,7 +88,7 @@ def angles(rows: int, rotary_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_rope(dtype: torch.dtype, rows: int, q_heads: int, k_heads: int, head_dim: int, rotary_dim: int) -> None:
     q, k = random(rows, q_heads, head_dim, dtype=dtype), random(rows, k_heads, head_dim, dtype=dtype, seed=1)
     cos, sin = angles(rows, rotary_dim)
-    expected_q, expected_k = REFERENCE.rope(q, k, cos, sin)
+    expected_q, expected_k = REFERENCE.elementwise.rope(q, k, cos, sin)
     found_q, found_k = elementwise.rope(sliced(q), sliced(k), cos, sin)
     assert_near(found_q, expected_q)
     assert_near(found_k, expected_k)

@@ -183,18 +183,18 @@ def test_narrow_caches(dtype: torch.dtype, cache_dtype: torch.dtype) -> None:
 def test_agrees_with_the_reference(index: IndexSpec | None) -> None:
     sequences = Sequences(KVSpec(1, 48, 32, index))
     reference = TorchBackend()
-    cache = reference.allocate_kv(sequences.spec, 1, sum(map(len, sequences.blocks)), 16, torch.float32)
+    cache = reference.kv_cache.allocate(sequences.spec, 1, sum(map(len, sequences.blocks)), 16, torch.float32)
     fill = metadata([Rows(0, n, b) for n, b in zip(LENGTHS, sequences.blocks, strict=True)], 16)
-    fill.plan = reference.plan_attention(fill, cache, sequences.heads)
-    reference.write_latent(cache, 0, torch.cat(sequences.keys), fill)
+    fill.plan = reference.attention.plan(fill, cache, sequences.heads)
+    reference.latent_attention.write(cache, 0, torch.cat(sequences.keys), fill)
     step = metadata([Rows(start, end, sequences.blocks[i]) for i, start, end in WORK], 16)
-    step.plan = reference.plan_attention(step, cache, sequences.heads)
+    step.plan = reference.attention.plan(step, cache, sequences.heads)
     chosen = None
     if index is not None:
-        reference.write_index(cache, 0, torch.cat(sequences.index_keys), fill)
+        reference.latent_attention.write_index(cache, 0, torch.cat(sequences.index_keys), fill)
         q, weights = (of_work(rows) for rows in (sequences.index_queries, sequences.index_weights))
-        chosen = reference.select_tokens(q, weights, cache, 0, step)
-    expected = reference.latent_attention(of_work(sequences.queries), cache, 0, step, 0.2, chosen)
+        chosen = reference.latent_attention.select_tokens(q, weights, cache, 0, step)
+    expected = reference.latent_attention.apply(of_work(sequences.queries), cache, 0, step, 0.2, chosen)
     torch.testing.assert_close(torch.cat(sequences.run(WORK)), expected, atol=2e-5, rtol=2e-5)
 
 

@@ -36,14 +36,14 @@ def test_within_one_rounding_of_float64(dtype: torch.dtype, n: int, k: int, sett
     used = bias if n % 2 else None
     packed = pack(weight, used, dtype, None, CPU)
     backend = TorchBackend()
-    reference = backend.pack_linear(weight, used, dtype)
+    reference = backend.linear.pack(weight, used, dtype)
     for rows in (x, x[:2]):
         out = linear.linear(rows, packed, settings)
         assert (out.shape, out.dtype) == ((len(rows), n), dtype)
         exact = rows.double() @ weight.double().t() + (0.0 if used is None else used.double())
         size = rows.double().abs() @ weight.double().abs().t() + bias.double().abs()
         assert bool(((out.double() - exact).abs() <= 0.5 * torch.finfo(dtype).eps * exact.abs() + 3e-6 * size).all())
-        theirs = backend.linear(rows, reference)
+        theirs = backend.linear.apply(rows, reference)
         torch.testing.assert_close(out, theirs, rtol=2 * torch.finfo(dtype).eps, atol=4e-5)
     assert linear.linear(x[:0], packed, settings).shape == (0, n)
 

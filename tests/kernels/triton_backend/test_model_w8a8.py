@@ -16,6 +16,7 @@ from kernels.interface import PackedFormat, QuantizedWeight
 from kernels.quantized_weight import as_floats
 from kernels.torch_backend import linear as row_tiles
 from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.sampling import argmax
 from tests.checkpoints import make_checkpoint
 from worker.config.model_config import ModelConfig
 from worker.llm_engine import LLMEngine
@@ -35,17 +36,13 @@ def rounded(rows: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return (shrunk.round() if dtype == torch.int8 else shrunk.to(dtype).float()) * scales
 
 
-class RoundingBackend(TorchBackend):
-    """PyTorch's kernels, over weights and rows that are rounded and stored as float32."""
+class RoundingLinearOps(row_tiles.TorchLinearOps):
+    """Rounds weights when they are packed, and rows when they are multiplied."""
 
     def __init__(self) -> None:
-        super().__init__()
         self._rounded: dict[int, torch.dtype] = {}
 
-    def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat:  # type: ignore[override]
-        return PackedFormat(torch.int8 if name == "w8a8_int8" else torch.float8_e4m3fn, quantizes_rows=True)
-
-    def pack_linear(
+    def pack(
         self,
         weight: torch.Tensor | QuantizedWeight,
         bias: torch.Tensor | None,
@@ -53,17 +50,28 @@ class RoundingBackend(TorchBackend):
         packed_format: PackedFormat | None = None,
     ) -> row_tiles.PackedLinear:
         if packed_format is None:
-            return super().pack_linear(weight, bias, dtype)
-        packed = super().pack_linear(rounded(as_floats(weight), packed_format.dtype), bias, dtype)
+            return super().pack(weight, bias, dtype)
+        packed = super().pack(rounded(as_floats(weight), packed_format.dtype), bias, dtype)
         self._rounded[id(packed)] = packed_format.dtype
         return packed
 
-    def linear(self, x: torch.Tensor, packed: row_tiles.PackedLinear) -> torch.Tensor:
+    def apply(self, x: torch.Tensor, packed: row_tiles.PackedLinear) -> torch.Tensor:
         dtype = self._rounded.get(id(packed))
-        return super().linear(x if dtype is None else rounded(x, dtype), packed)
+        return super().apply(x if dtype is None else rounded(x, dtype), packed)
 
-    def linear_argmax(self, x: torch.Tensor, packed: row_tiles.PackedLinear, limit: int) -> torch.Tensor:
-        return self.argmax(self.linear(x, packed).float(), limit)
+    def argmax(self, x: torch.Tensor, packed: row_tiles.PackedLinear, limit: int) -> torch.Tensor:
+        return argmax(self.apply(x, packed).float(), limit)
+
+
+class RoundingBackend(TorchBackend):
+    """PyTorch's kernels, over weights and rows that are rounded and stored as float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = RoundingLinearOps()
+
+    def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat:  # type: ignore[override]
+        return PackedFormat(torch.int8 if name == "w8a8_int8" else torch.float8_e4m3fn, quantizes_rows=True)
 
 
 @pytest.fixture(scope="module")

@@ -122,7 +122,7 @@ def test_two_ranks_add_up_to_one(tmp_path: Path, inner: int, bytes_per_number: i
         down = RowLinear(build, f"{mlp}.down_proj", part)
         assert gate_up.packed.numbers.element_size() == 1
         widths.add(down.packed.numbers.element_size())
-        outs.append(down.partial(kernels.silu_and_mul(gate_up(x))))
+        outs.append(down.partial(kernels.elementwise.silu_and_mul(gate_up(x))))
     assert widths == {bytes_per_number}
     gate, up, down_worth = (
         torch.from_numpy(worths[f"{mlp}.{name}.weight"]).double() for name in ("gate_proj", "up_proj", "down_proj")

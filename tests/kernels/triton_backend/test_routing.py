@@ -38,9 +38,9 @@ def drawn(rows: int, num_experts: int) -> torch.Tensor:
 def test_route(name: str) -> None:
     num_experts, routing = ROUTINGS[name]
     logits = drawn(4, num_experts)
-    same(route(logits, routing), REFERENCE.route(logits, routing))
+    same(route(logits, routing), REFERENCE.experts.route(logits, routing))
     correction = torch.rand(num_experts, generator=torch.Generator().manual_seed(1)) - 0.5
-    same(route(logits, routing, correction), REFERENCE.route(logits, routing, correction))
+    same(route(logits, routing, correction), REFERENCE.experts.route(logits, routing, correction))
 
 
 @pytest.mark.parametrize("name", list(ROUTINGS))
@@ -48,7 +48,7 @@ def test_of_equal_experts_the_lower_ids_come_first(name: str) -> None:
     num_experts, routing = ROUTINGS[name]
     few = torch.randint(0, 3, (3, num_experts), generator=torch.Generator().manual_seed(3)).float()
     few[0] = 0.0
-    same(route(few, routing), REFERENCE.route(few, routing))
+    same(route(few, routing), REFERENCE.experts.route(few, routing))
 
 
 @pytest.mark.parametrize("scoring", ["softmax", "sigmoid", "topk_softmax"])
@@ -57,7 +57,7 @@ def test_rows_may_lie_apart_and_do_not_depend_on_each_other(
 ) -> None:
     wide, routing = drawn(3, 200), Routing(6, scoring, renormalize=True)
     ids, weights = route(wide[:, 30:150], routing)
-    same((ids, weights), REFERENCE.route(wide[:, 30:150].contiguous(), routing))
+    same((ids, weights), REFERENCE.experts.route(wide[:, 30:150].contiguous(), routing))
     for row in range(3):
         alone_ids, alone_weights = route(wide[row : row + 1, 30:150].contiguous(), routing)
         assert torch.equal(alone_ids[0], ids[row])
@@ -77,4 +77,4 @@ def test_extreme_logits_give_different_experts_in_range() -> None:
     logits = torch.tensor([[-300.0, 0.0, -300.0, -300.0], [-torch.inf, 1.0, -torch.inf, 2.0], [torch.nan, 1, 2, 3]])
     for routing in (Routing(3), Routing(3, "topk_softmax"), Routing(3, "sigmoid")):
         ids, _ = route(logits, routing)
-        assert torch.equal(ids, REFERENCE.route(logits, routing)[0]), routing
+        assert torch.equal(ids, REFERENCE.experts.route(logits, routing)[0]), routing

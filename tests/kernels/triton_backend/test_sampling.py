@@ -21,6 +21,8 @@ from kernels.no_token import NO_TOKEN
 from kernels.penalties import Penalties, SeenIds, penalize
 from kernels.triton_backend import sampling
 from kernels.triton_backend.launch import launch
+from kernels.triton_backend.penalties import penalize as penalize_on_device
+from kernels.triton_backend.sample_tensors import prepare
 
 CPU = torch.device("cpu")
 Logits = npt.NDArray[np.float32]
@@ -66,7 +68,7 @@ def assert_same(logits: Logits, given: SampleParams, rng: np.random.Generator) -
     expected_logits, found_logits = logits.copy(), torch.from_numpy(logits.copy())
     with np.errstate(all="ignore"):
         expected = reference.sample(expected_logits, given, *counters)
-        found = sampling.sample(found_logits, sampling.prepare(given, *counters, CPU)).numpy()
+        found = sampling.sample(found_logits, prepare(given, *counters, CPU)).numpy()
     assert found.tolist() == expected.tolist(), given
     assert np.array_equal(found_logits.numpy(), expected_logits, equal_nan=True)
     return expected
@@ -192,7 +194,7 @@ def test_penalties(late: list[int] | None) -> None:
     logits[0, 3], logits[1, 7], logits[2, 9] = INF, NAN, -INF
     expected, found = logits.copy(), torch.from_numpy(logits.copy())
     penalize(expected, given)
-    sampling.penalize(found, given)
+    penalize_on_device(found, given)
     assert np.array_equal(found.numpy(), expected, equal_nan=True)
     assert not np.array_equal(logits, expected, equal_nan=True)
 
@@ -212,11 +214,11 @@ def test_a_row_does_not_depend_on_the_others() -> None:
     rng = np.random.default_rng(8)
     logits, given = random_logits(5, 300, rng), params(5, rng, FILTERS["all"])
     seeds, positions, choices = randoms(5, rng)
-    together = sampling.sample(torch.from_numpy(logits), sampling.prepare(given, seeds, positions, choices, CPU))
+    together = sampling.sample(torch.from_numpy(logits), prepare(given, seeds, positions, choices, CPU))
     for row in (0, 4):
         one = slice(row, row + 1)
         alone = SampleParams(given.temperature[one], given.top_k[one], given.top_p[one], given.min_p[one])
-        tensors = sampling.prepare(alone, seeds[one], positions[one], choices[one], CPU)
+        tensors = prepare(alone, seeds[one], positions[one], choices[one], CPU)
         assert sampling.sample(torch.from_numpy(logits[one]), tensors).tolist() == together[one].tolist()
 
 
@@ -226,13 +228,13 @@ def test_rows_of_a_wider_tensor() -> None:
     logits = random_logits(3, 50, rng)
     wide[:, :50] = torch.from_numpy(logits)
     given, counters = params(3, rng, FILTERS["all"]), randoms(3, rng)
-    found = sampling.sample(wide[:, :50], sampling.prepare(given, *counters, CPU))
+    found = sampling.sample(wide[:, :50], prepare(given, *counters, CPU))
     assert found.tolist() == reference.sample(logits, given, *counters).tolist()
 
 
 def test_no_rows() -> None:
     rng = np.random.default_rng(10)
-    tensors = sampling.prepare(params(0, rng, OFF), *randoms(0, rng), CPU)
+    tensors = prepare(params(0, rng, OFF), *randoms(0, rng), CPU)
     assert sampling.sample(torch.empty(0, 50), tensors).tolist() == []
     assert sampling.greedy(torch.empty(0, 50), 50).tolist() == []
 
@@ -241,7 +243,7 @@ def test_parameters_are_moved_together() -> None:
     rng = np.random.default_rng(11)
     one = np.ones(3, np.float32)
     given = SampleParams(one, np.arange(3), one, one, MaskedIds(np.arange(3), np.arange(3)))
-    tensors = sampling.prepare(given, *randoms(3, rng), CPU)
+    tensors = prepare(given, *randoms(3, rng), CPU)
     assert tensors.masked is not None
     columns = [*vars(tensors.rows).values(), *vars(tensors.masked).values()]
     assert len({column.untyped_storage().data_ptr() for column in columns}) == 1

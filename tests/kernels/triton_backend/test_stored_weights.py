@@ -39,10 +39,10 @@ def test_a_linear_weight_stays_as_it_is_stored(scheme: str, fp8: torch.dtype) ->
     stored, worth = quantized_weight(scheme, drawn(140, 160))
     assert backend.keeps_quantized(stored.format, torch.bfloat16)
     bias, x = drawn(140, 1).flatten(), drawn(3, 160, seed=1)
-    packed = backend.pack_linear(stored, bias, torch.float32)
+    packed = backend.linear.pack(stored, bias, torch.float32)
     assert packed.numbers.dtype == (fp8 if stored.numbers.dtype == FN else stored.numbers.dtype)
     expected = x.double() @ worth.double().t() + bias.double()
-    torch.testing.assert_close(backend.linear(x, packed).double(), expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(backend.linear.apply(x, packed).double(), expected, atol=2e-5, rtol=2e-5)
 
 
 def test_what_can_not_stay_is_dequantized() -> None:
@@ -51,14 +51,14 @@ def test_what_can_not_stay_is_dequantized() -> None:
     ours = backend_of(FN)
     assert not ours.keeps_quantized(stored.format, torch.float32)
     assert backend_of(FNUZ).keeps_quantized(stored.format, torch.float32)
-    packed = ours.pack_linear(stored, None, torch.float32)
+    packed = ours.linear.pack(stored, None, torch.float32)
     assert torch.equal(packed.numbers, worth)
-    as_int8 = ours.pack_linear(stored, None, torch.float32, PackedFormat(torch.int8))
-    assert torch.equal(as_int8.numbers, ours.pack_linear(worth, None, torch.float32, PackedFormat(torch.int8)).numbers)
+    as_int8 = ours.linear.pack(stored, None, torch.float32, PackedFormat(torch.int8))
+    assert torch.equal(as_int8.numbers, ours.linear.pack(worth, None, torch.float32, PackedFormat(torch.int8)).numbers)
     assert not ours.keeps_quantized(QuantizedFormat(FN, "per_token"), torch.float64)
     old = Settings(replace(TARGETS[INTERPRETER], has_fp8=False))
-    assert not packed_weight.keeps(QuantizedFormat(FN, "per_128x128"), old.target)
-    assert packed_weight.keeps(QuantizedFormat(torch.int8, "per_128x128"), old.target)
+    assert not packed_weight.keeps(QuantizedFormat(FN, "per_128x128"), torch.bfloat16, old.target)
+    assert packed_weight.keeps(QuantizedFormat(torch.int8, "per_128x128"), torch.bfloat16, old.target)
     ours.settings = old
     assert ours.packed_format("fp8", torch.float32) is None
 
@@ -93,11 +93,11 @@ def test_experts_stay_as_they_are_stored(scheme: str, clamp: ClampedSwiglu | Non
     ids = torch.tensor([[0, 1], [2, 0], [1, 3], [3, 2], [0, 3]])
     expected = reference_moe(x, ids, shares, floats, clamp)
     backend = backend_of(fp8)
-    packed = backend.pack_experts(iter(stored), 0, clamp, torch.float32)
+    packed = backend.experts.pack(iter(stored), 0, clamp, torch.float32)
     assert packed.gate_up is not None
     assert packed.down is not None
     assert packed.gate_up.numbers.element_size() == packed.down.numbers.element_size() == 1
-    torch.testing.assert_close(backend.moe(x, ids, shares, packed).double(), expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(backend.experts.apply(x, ids, shares, packed).double(), expected, atol=2e-5, rtol=2e-5)
     if clamp is None:
         tuned = Settings(backend.settings.target, batch_invariant=False)
         torch.testing.assert_close(experts.moe(x, ids, shares, packed, tuned).double(), expected, atol=2e-5, rtol=2e-5)
@@ -107,19 +107,19 @@ def test_experts_stay_as_they_are_stored(scheme: str, clamp: ClampedSwiglu | Non
 def test_a_rows_bits_do_not_depend_on_the_other_rows(monkeypatch: pytest.MonkeyPatch, scheme: str) -> None:
     multiply_rows_alone(monkeypatch)
     backend = backend_of(FN)
-    experts_packed = backend.pack_experts(stored_experts(scheme, bias=False)[0], 0, None, torch.float32)
-    linear_packed = backend.pack_linear(quantized_weight(scheme, drawn(40, HIDDEN))[0], None, torch.float32)
+    experts_packed = backend.experts.pack(stored_experts(scheme, bias=False)[0], 0, None, torch.float32)
+    linear_packed = backend.linear.pack(quantized_weight(scheme, drawn(40, HIDDEN))[0], None, torch.float32)
     x, ids, shares = drawn(20, HIDDEN, seed=7), torch.arange(20)[:, None] % EXPERTS, torch.ones(20, 1)
     rows = torch.tensor([17, 3, 4])
-    whole = backend.moe(x, ids, shares, experts_packed)
-    assert torch.equal(backend.moe(x[rows], ids[rows], shares[rows], experts_packed), whole[rows])
-    assert torch.equal(backend.linear(x[rows], linear_packed), backend.linear(x, linear_packed)[rows])
+    whole = backend.experts.apply(x, ids, shares, experts_packed)
+    assert torch.equal(backend.experts.apply(x[rows], ids[rows], shares[rows], experts_packed), whole[rows])
+    assert torch.equal(backend.linear.apply(x[rows], linear_packed), backend.linear.apply(x, linear_packed)[rows])
 
 
 def test_blocks_of_experts_stay_blocks() -> None:
     """Where none holds gates and ups: of 256 units, two of each, which take turns as their rows do."""
     stored, floats = stored_experts("deepseek", bias=False, inner=256)
-    packed = backend_of(FN).pack_experts(stored[:2], 0, None, torch.float32)
+    packed = backend_of(FN).experts.pack(stored[:2], 0, None, torch.float32)
     assert packed.gate_up is not None
     assert packed.down is not None
     assert packed.gate_up.scales is not None
@@ -128,7 +128,7 @@ def test_blocks_of_experts_stay_blocks() -> None:
     assert packed.down.scales.shape == (2, 2, 2)
     x, ids, shares = drawn(2, HIDDEN, seed=7), torch.tensor([[0, 1], [1, 0]]), torch.rand(2, 2)
     expected = reference_moe(x, ids, shares, floats, None)
-    found = backend_of(FN).moe(x, ids, shares, packed)
+    found = backend_of(FN).experts.apply(x, ids, shares, packed)
     torch.testing.assert_close(found.double(), expected, atol=2e-5, rtol=2e-5)
 
 
@@ -141,17 +141,19 @@ def test_one_weight_of_each_expert_may_be_stored_otherwise(scheme: str, which: s
         replace(one, **{which: as_floats(getattr(other, which))}) for one, other in zip(stored, floats, strict=True)
     ]
     x, shares, ids = drawn(3, HIDDEN, seed=7), torch.rand(3, 2), torch.tensor([[0, 1], [2, 0], [1, 3]])
-    packed = backend_of(FN).pack_experts(mixed, 0, None, torch.float32)
+    packed = backend_of(FN).experts.pack(mixed, 0, None, torch.float32)
     assert packed.gate_up is not None
     assert packed.down is not None
     assert {packed.gate_up.numbers.element_size(), packed.down.numbers.element_size()} == {1, 4}
     expected = reference_moe(x, ids, shares, floats, None)
-    torch.testing.assert_close(backend_of(FN).moe(x, ids, shares, packed).double(), expected, atol=2e-5, rtol=2e-5)
+    torch.testing.assert_close(
+        backend_of(FN).experts.apply(x, ids, shares, packed).double(), expected, atol=2e-5, rtol=2e-5
+    )
 
 
 def test_experts_that_can_not_stay_are_dequantized() -> None:
     stored, floats = stored_experts("quark-fp8-fnuz", bias=False)
-    packed, expected = (backend_of(FN).pack_experts(each, 0, None, torch.float32) for each in (stored, floats))
+    packed, expected = (backend_of(FN).experts.pack(each, 0, None, torch.float32) for each in (stored, floats))
     for found, wanted in ((packed.gate_up, expected.gate_up), (packed.down, expected.down)):
         assert found is not None
         assert wanted is not None

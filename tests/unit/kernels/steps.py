@@ -60,7 +60,7 @@ def reference_attention(
     sinks: torch.Tensor | None = None,
     softcap: float = 0.0,
 ) -> torch.Tensor:
-    """q [rows, Hq, D] at positions from `start`, in float64: [rows, Hq, D]; see KernelBackend.attention.
+    """q [rows, Hq, D] at positions from `start`, in float64: [rows, Hq, D]; see AttentionOps.apply.
 
     Scores become softcap * tanh(score / softcap), if it is not 0.
     """
@@ -81,7 +81,7 @@ def reference_attention(
 
 def reference_selection(q: torch.Tensor, keys: torch.Tensor, weights: torch.Tensor, topk: int) -> list[int]:
     """Positions that a token selects by index queries q [Hi, Di] and weights [Hi] among keys [tokens, Di], ascending;
-    see KernelBackend.select_tokens."""
+    see LatentAttentionOps.select_tokens."""
     products = torch.einsum("hd,kd->hk", q.double(), keys.double())
     scores = (weights.double()[:, None] * products.relu()).sum(0).tolist()
     return sorted(sorted(range(len(keys)), key=lambda k: (-scores[k], k))[:topk])

@@ -29,9 +29,9 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 @pytest.mark.parametrize("with_bias", [False, True])
 def test_linear(backend: KernelBackend, dtype: torch.dtype, rows: int, with_bias: bool) -> None:
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((rows, 33), (70, 33), (70,)))
-    packed = backend.pack_linear(weight, bias if with_bias else None, dtype)
+    packed = backend.linear.pack(weight, bias if with_bias else None, dtype)
     expected = x.double() @ weight.double().t() + (bias.double() if with_bias else 0.0)
-    out = backend.linear(x, packed)
+    out = backend.linear.apply(x, packed)
     assert out.shape == (rows, 70)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), expected, atol=20 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
@@ -42,18 +42,18 @@ def test_linear_takes_unaligned_views_and_other_dtypes(backend: KernelBackend) -
     weight = storage[1:].view(40, 24)
     x = torch.randn(17 * 24 + 3)[3:].view(17, 24)
     expected = x.double() @ weight.double().t()
-    close(backend.linear(x, backend.pack_linear(weight, None, torch.float32)), expected)
-    half = backend.pack_linear(weight, None, torch.bfloat16)
-    assert backend.linear(x.bfloat16(), half).dtype == torch.bfloat16
+    close(backend.linear.apply(x, backend.linear.pack(weight, None, torch.float32)), expected)
+    half = backend.linear.pack(weight, None, torch.bfloat16)
+    assert backend.linear.apply(x.bfloat16(), half).dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("shape", [(70, 33), (16, 8), (1, 1)])
 def test_rows_of_a_packed_weight(backend: KernelBackend, dtype: torch.dtype, shape: tuple[int, int]) -> None:
     weight = torch.randn(shape).to(dtype)
-    packed, ids = backend.pack_linear(weight, None, dtype), torch.randint(shape[0], (50,))
-    assert torch.equal(backend.packed_rows(packed, ids), weight[ids])
-    assert backend.packed_rows(packed, ids[:0]).shape == (0, shape[1])
+    packed, ids = backend.linear.pack(weight, None, dtype), torch.randint(shape[0], (50,))
+    assert torch.equal(backend.linear.rows(packed, ids), weight[ids])
+    assert backend.linear.rows(packed, ids[:0]).shape == (0, shape[1])
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
@@ -65,8 +65,8 @@ def test_norms(backend: KernelBackend, dtype: torch.dtype) -> None:
         wide = rows.double()
         return wide / (wide.square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
 
-    close(backend.rms_norm(x, weight, 1e-6), expected(x))
-    normed, new_residual = backend.add_rms_norm(x, residual, weight, 1e-6)
+    close(backend.elementwise.rms_norm(x, weight, 1e-6), expected(x))
+    normed, new_residual = backend.elementwise.add_rms_norm(x, residual, weight, 1e-6)
     close(normed, expected(total))
     assert torch.equal(new_residual, total)
 
@@ -75,12 +75,12 @@ def test_norms(backend: KernelBackend, dtype: torch.dtype) -> None:
 def test_silu_and_mul(backend: KernelBackend, dtype: torch.dtype) -> None:
     x = (torch.randn(7, 2 * 45) * 4).to(dtype)
     gate, up = x.double().chunk(2, dim=-1)
-    close(backend.silu_and_mul(x), gate / (1 + torch.exp(-gate)) * up)
+    close(backend.elementwise.silu_and_mul(x), gate / (1 + torch.exp(-gate)) * up)
 
 
 def test_rope_rotates_half_split_pairs(backend: KernelBackend) -> None:
     q, k, angles = torch.randn(3, 4, 8), torch.randn(3, 2, 8), torch.randn(3, 1, 4)
-    for x, out in zip((q, k), backend.rope(q, k, angles.cos(), angles.sin()), strict=True):
+    for x, out in zip((q, k), backend.elementwise.rope(q, k, angles.cos(), angles.sin()), strict=True):
         turned = torch.complex(x[..., :4], x[..., 4:]) * torch.polar(torch.ones_like(angles), angles)
         close(out, torch.cat((turned.real, turned.imag), -1))
 
@@ -88,8 +88,8 @@ def test_rope_rotates_half_split_pairs(backend: KernelBackend) -> None:
 def test_rope_of_a_part_of_the_head_leaves_the_rest(backend: KernelBackend) -> None:
     q, k, angles = torch.randn(3, 4, 12), torch.randn(3, 2, 12), torch.randn(3, 1, 3)
     cos, sin = angles.cos(), angles.sin()
-    rotated = backend.rope(q[..., :6].contiguous(), k[..., :6].contiguous(), cos, sin)
-    for x, part, out in zip((q, k), rotated, backend.rope(q, k, cos, sin), strict=True):
+    rotated = backend.elementwise.rope(q[..., :6].contiguous(), k[..., :6].contiguous(), cos, sin)
+    for x, part, out in zip((q, k), rotated, backend.elementwise.rope(q, k, cos, sin), strict=True):
         assert torch.equal(out, torch.cat((part, x[..., 6:]), -1))
 
 
@@ -100,12 +100,12 @@ def filled_cache(
     heads, kv_heads, dim = shape
     num_blocks = sum(-(-length // block_size) for length in lengths) + 1
     blocks = scattered_blocks(lengths, block_size, num_blocks, seed=heads)
-    cache = backend.allocate_kv(KVSpec(kv_heads, dim), 2, num_blocks, block_size, dtype)
+    cache = backend.kv_cache.allocate(KVSpec(kv_heads, dim), 2, num_blocks, block_size, dtype)
     cache.data[:, :, :-1] = torch.nan
     fill = metadata([Rows(0, length, table) for length, table in zip(lengths, blocks, strict=True)], block_size)
-    fill.plan = backend.plan_attention(fill, cache, heads)
+    fill.plan = backend.attention.plan(fill, cache, heads)
     k, v = (torch.randn(sum(lengths), kv_heads, dim).to(dtype) for _ in range(2))
-    backend.write_kv(cache, 1, k, v, fill)
+    backend.attention.write(cache, 1, k, v, fill)
     return cache, blocks
 
 
@@ -144,10 +144,10 @@ def check_attention(
     cache, blocks = filled_cache(backend, lengths, shape, block_size, dtype)
     step_rows = [Rows(length - n, length, table) for length, n, table in zip(lengths, counts, blocks, strict=True)]
     step = metadata(step_rows, block_size)
-    step.plan = backend.plan_attention(step, cache, heads)
+    step.plan = backend.attention.plan(step, cache, heads)
     padded = sum(counts) + 5
     q = torch.randn(padded, heads, dim).to(dtype)
-    out = backend.attention(q, cache, 1, step, dim**-0.5, window=window, sinks=sinks)
+    out = backend.attention.apply(q, cache, 1, step, dim**-0.5, window=window, sinks=sinks)
     begin = 0
     for row in step_rows:
         keys, values = stored(cache, 1, row.blocks, row.end)
@@ -162,15 +162,15 @@ def check_attention(
 @pytest.mark.parametrize("window", [None, 70])
 def test_panels_do_not_change_bits(monkeypatch: pytest.MonkeyPatch, window: int | None) -> None:
     backend = TorchBackend()
-    cache = backend.allocate_kv(KVSpec(2, 16), 1, 40, 16, torch.float32)
+    cache = backend.kv_cache.allocate(KVSpec(2, 16), 1, 40, 16, torch.float32)
     cache.data[:, :, :-1].normal_()
     step = metadata([Rows(100, 300, list(range(19))), Rows(7, 20, [20, 21])], 16)
     q = torch.randn(213, 4, 16)
     outputs = []
     for panel_bytes in (32 << 20, 20_000, 1):
         monkeypatch.setattr(attention, "PANEL_BYTES", panel_bytes)
-        step.plan = backend.plan_attention(step, cache, 4)
-        outputs.append(backend.attention(q, cache, 0, step, 0.25, window=window, sinks=torch.ones(4)))
+        step.plan = backend.attention.plan(step, cache, 4)
+        outputs.append(backend.attention.apply(q, cache, 0, step, 0.25, window=window, sinks=torch.ones(4)))
     assert len(step.plan.attention(window).panels) > 10
     assert torch.equal(outputs[0], outputs[1])
     assert torch.equal(outputs[0], outputs[2])
@@ -183,8 +183,8 @@ def test_chunks_do_not_change_bits_in_a_window_with_sinks(backend: KernelBackend
 
     def attend(start: int, end: int) -> torch.Tensor:
         step = metadata([Rows(start, end, blocks)], 16)
-        step.plan = backend.plan_attention(step, cache, 6)
-        return backend.attention(q[start:end], cache, 1, step, 0.25, window=window, sinks=sinks)
+        step.plan = backend.attention.plan(step, cache, 6)
+        return backend.attention.apply(q[start:end], cache, 1, step, 0.25, window=window, sinks=sinks)
 
     whole = attend(0, 300)
     for start, end in pairwise((0, 1, 2, 37, 64, 65, 128, 190, 299, 300)):
@@ -193,15 +193,15 @@ def test_chunks_do_not_change_bits_in_a_window_with_sinks(backend: KernelBackend
 
 def test_a_window_skips_the_tiles_before_it() -> None:
     backend = TorchBackend()
-    cache = backend.allocate_kv(KVSpec(1, 8), 1, 70, 16, torch.float32)
+    cache = backend.kv_cache.allocate(KVSpec(1, 8), 1, 70, 16, torch.float32)
     step = metadata([Rows(1000, 1001, list(range(63)))], 16)
-    plan = backend.plan_attention(step, cache, 8)
+    plan = backend.attention.plan(step, cache, 8)
     assert sum(plan.attention(None).panels[0].tile_counts) == 16
     assert sum(plan.attention(64).panels[0].tile_counts) == 2
     assert sum(plan.attention(41).panels[0].tile_counts) == 1
 
 
 def test_cache_size_is_what_was_asked_for(backend: KernelBackend) -> None:
-    cache = backend.allocate_kv(KVSpec(2, 8), 3, 10, 16, torch.bfloat16)
+    cache = backend.kv_cache.allocate(KVSpec(2, 8), 3, 10, 16, torch.bfloat16)
     # One block more than asked: the zeros for positions past a sequence's end.
     assert cache.data.nbytes == 2 * 3 * (10 + 1) * 16 * 2 * 8 * 2

@@ -78,12 +78,12 @@ def threads(request: pytest.FixtureRequest) -> Iterator[int]:
 def test_linear_rows(dtype: torch.dtype, n: int, k: int, with_bias: bool) -> None:
     generator = torch.Generator().manual_seed(n)
     bias = torch.randn(n, generator=generator) if with_bias else None
-    packed = BACKEND.pack_linear(torch.randn(n, k, generator=generator), bias, dtype)
+    packed = BACKEND.linear.pack(torch.randn(n, k, generator=generator), bias, dtype)
     x = torch.randn(70, k, generator=generator).to(dtype)
-    alone = torch.cat([BACKEND.linear(row[None], packed) for row in x])
+    alone = torch.cat([BACKEND.linear.apply(row[None], packed) for row in x])
     for count in (1, 2, 15, 16, 17, 70):
         order = torch.randperm(70, generator=generator)[:count]
-        assert torch.equal(BACKEND.linear(x[order], packed), alone[order]), f"{count} rows"
+        assert torch.equal(BACKEND.linear.apply(x[order], packed), alone[order]), f"{count} rows"
 
 
 @pytest.mark.usefixtures("threads")
@@ -92,7 +92,7 @@ def test_elementwise_and_norm_rows(width: int) -> None:
     generator = torch.Generator().manual_seed(width)
     x = torch.randn(40, 2 * width, generator=generator) * 6
     weight = torch.randn(2 * width, generator=generator)
-    for operation in (BACKEND.silu_and_mul, lambda rows: BACKEND.rms_norm(rows, weight, 1e-6)):
+    for operation in (BACKEND.elementwise.silu_and_mul, lambda rows: BACKEND.elementwise.rms_norm(rows, weight, 1e-6)):
         alone = torch.cat([operation(row[None]) for row in x])
         for count in (2, 16, 40):
             order = torch.randperm(40, generator=generator)[:count]

@@ -56,7 +56,7 @@ def test_moe(
 ) -> None:
     made = experts(dtype, bias=clamp is not None)
     x, ids, weights = step(rows, seed=rows, dtype=dtype)
-    out = backend.moe(x, ids, weights, backend.pack_experts(iter(made), 0, clamp, dtype))
+    out = backend.experts.apply(x, ids, weights, backend.experts.pack(iter(made), 0, clamp, dtype))
     assert out.dtype == dtype
     close(out, reference_moe(x, ids, weights, made, clamp), tolerance)
 
@@ -65,8 +65,8 @@ def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none(backend: K
     made = experts()
     x, ids, weights = step(50, seed=1)
     parts = [slice(0, 0), slice(0, 3), slice(3, 7)]
-    packed = [backend.pack_experts(made[part], part.start, None, torch.float32) for part in parts]
-    outs = [backend.moe(x, ids, weights, one) for one in packed]
+    packed = [backend.experts.pack(made[part], part.start, None, torch.float32) for part in parts]
+    outs = [backend.experts.apply(x, ids, weights, one) for one in packed]
     assert not outs[0].any()
     close(outs[1] + outs[2], reference_moe(x, ids, weights, made, None))
 
@@ -76,13 +76,17 @@ def test_ranks_with_some_experts_each_add_up_and_a_rank_may_have_none(backend: K
 def test_a_rows_bits_do_not_depend_on_the_other_rows(
     backend: KernelBackend, dtype: torch.dtype, clamp: ClampedSwiglu | None
 ) -> None:
-    packed = backend.pack_experts(experts(dtype, bias=True), 0, clamp, dtype)
+    packed = backend.experts.pack(experts(dtype, bias=True), 0, clamp, dtype)
     x, ids, weights = step(90, seed=2, dtype=dtype)
-    alone = torch.cat([backend.moe(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], packed) for i in range(len(x))])
+    alone = torch.cat(
+        [backend.experts.apply(x[i : i + 1], ids[i : i + 1], weights[i : i + 1], packed) for i in range(len(x))]
+    )
     generator = torch.Generator().manual_seed(3)
     for count in (2, 15, 16, 17, 90):
         order = torch.randperm(90, generator=generator)[:count]
-        assert torch.equal(backend.moe(x[order], ids[order], weights[order], packed), alone[order]), f"{count} rows"
+        assert torch.equal(backend.experts.apply(x[order], ids[order], weights[order], packed), alone[order]), (
+            f"{count} rows"
+        )
 
 
 def routers() -> dict[str, tuple[Any, Routing]]:
@@ -132,7 +136,7 @@ def test_route(backend: KernelBackend, name: str) -> None:
         x = torch.randn(200, HIDDEN, generator=generator)
         logits, weights, ids = router(x)
         buffers = dict(router.named_buffers())
-        chosen, shares = backend.route(logits, routing, buffers.get("e_score_correction_bias"))
+        chosen, shares = backend.experts.route(logits, routing, buffers.get("e_score_correction_bias"))
     dense, expected_dense = (torch.zeros(logits.shape) for _ in range(2))
     close(dense.scatter_(1, chosen, shares), expected_dense.scatter_(1, ids, weights.float()), 1e-6)
     assert chosen.dtype == torch.int64
@@ -146,9 +150,9 @@ def test_a_rows_choice_does_not_depend_on_the_other_rows(
 ) -> None:
     logits = torch.randn(100, num_experts, generator=torch.Generator().manual_seed(8)) * 3
     routing = Routing(6, scoring, renormalize=True)
-    ids, weights = backend.route(logits, routing)
+    ids, weights = backend.experts.route(logits, routing)
     for row in range(len(logits)):
-        alone_ids, alone_weights = backend.route(logits[row : row + 1], routing)
+        alone_ids, alone_weights = backend.experts.route(logits[row : row + 1], routing)
         assert torch.equal(alone_ids[0], ids[row])
         assert torch.equal(alone_weights[0], weights[row])
 
@@ -157,8 +161,8 @@ def test_a_rows_choice_does_not_depend_on_the_other_rows(
 def test_of_equal_experts_the_lower_ids_are_chosen(backend: KernelBackend, scoring: Any) -> None:
     logits = torch.zeros(2, 40)
     logits[:, 31] = 1.0
-    ids, _ = backend.route(logits, Routing(4, scoring))
+    ids, _ = backend.experts.route(logits, Routing(4, scoring))
     assert ids.tolist() == [[31, 0, 1, 2]] * 2
     grouped = Routing(4, scoring, num_groups=10, top_groups=2) if scoring != "topk_softmax" else Routing(4, scoring)
-    ids, _ = backend.route(torch.zeros(2, 40), grouped)
+    ids, _ = backend.experts.route(torch.zeros(2, 40), grouped)
     assert ids.tolist() == [[0, 1, 2, 3]] * 2

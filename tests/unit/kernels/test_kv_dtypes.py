@@ -68,15 +68,15 @@ def test_attention_over_what_was_stored(
     scale = 2e-4
 
     def attention(cache_dtype: torch.dtype, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        cache = backend.allocate_kv(spec, 1, 20, block_size, cache_dtype)
+        cache = backend.kv_cache.allocate(spec, 1, 20, block_size, cache_dtype)
         # What an earlier sequence may have left.
         float8.raw(cache.data)[:, :, :-1] = 0x7F if cache_dtype.itemsize == 1 else torch.nan
-        step.plan = backend.plan_attention(step, cache, q.shape[1])
+        step.plan = backend.attention.plan(step, cache, q.shape[1])
         if latent:
-            backend.write_latent(cache, 0, k[:, 0], step)
-            return backend.latent_attention(q, cache, 0, step, scale, None)
-        backend.write_kv(cache, 0, k, v, step)
-        return backend.attention(q, cache, 0, step, scale)
+            backend.latent_attention.write(cache, 0, k[:, 0], step)
+            return backend.latent_attention.apply(q, cache, 0, step, scale, None)
+        backend.attention.write(cache, 0, k, v, step)
+        return backend.attention.apply(q, cache, 0, step, scale)
 
     actual = attention(dtype, k.to(model_dtype), v.to(model_dtype))
     rounded = [float8.saturated(x.to(model_dtype), dtype).float() for x in (k, v)]

@@ -40,24 +40,24 @@ def threads(request: pytest.FixtureRequest) -> Iterator[None]:
 @pytest.mark.parametrize(("heads", "n", "k"), [(1, 16, 8), (3, 20, 33), (16, 48, 24)])
 def test_head_linear(backend: KernelBackend, dtype: torch.dtype, heads: int, n: int, k: int) -> None:
     weight, x = torch.randn(heads, n, k).to(dtype), torch.randn(37, heads, k).to(dtype)
-    packed = backend.pack_heads(weight, dtype)
-    out = backend.head_linear(x, packed)
+    packed = backend.linear.pack_heads(weight, dtype)
+    out = backend.linear.apply_heads(x, packed)
     assert out.dtype == dtype
     expected = torch.einsum("thk,hnk->thn", x.double(), weight.double())
     torch.testing.assert_close(out.double(), expected, atol=20 * TOLERANCE[dtype], rtol=TOLERANCE[dtype])
-    alone = torch.cat([backend.head_linear(row[None], packed) for row in x])
+    alone = torch.cat([backend.linear.apply_heads(row[None], packed) for row in x])
     for count in (1, 2, 15, 16, 17, 37):
         order = torch.randperm(37)[:count]
-        assert torch.equal(backend.head_linear(x[order], packed), alone[order]), f"{count} rows"
+        assert torch.equal(backend.linear.apply_heads(x[order], packed), alone[order]), f"{count} rows"
 
 
 @pytest.mark.parametrize("dtype", list(TOLERANCE))
 @pytest.mark.parametrize("width", [7, 32, 128])
 def test_layer_norm(backend: KernelBackend, dtype: torch.dtype, width: int) -> None:
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((20, width), (width,), (width,)))
-    out = backend.layer_norm(x, weight, bias, 1e-6)
+    out = backend.elementwise.layer_norm(x, weight, bias, 1e-6)
     close(out, torch.nn.functional.layer_norm(x.double(), (width,), weight.double(), bias.double(), 1e-6))
-    assert torch.equal(out, torch.cat([backend.layer_norm(row[None], weight, bias, 1e-6) for row in x]))
+    assert torch.equal(out, torch.cat([backend.elementwise.layer_norm(row[None], weight, bias, 1e-6) for row in x]))
 
 
 @dataclass
@@ -74,13 +74,15 @@ class Step:
     def __post_init__(self) -> None:
         num_blocks = sum(-(-length // self.block_size) for length in LENGTHS) + 1
         self.blocks = scattered_blocks(LENGTHS, self.block_size, num_blocks, seed=self.heads)
-        self.cache: PagedKVCache = self.backend.allocate_kv(self.spec, 2, num_blocks, self.block_size, self.cache_dtype)
+        self.cache: PagedKVCache = self.backend.kv_cache.allocate(
+            self.spec, 2, num_blocks, self.block_size, self.cache_dtype
+        )
         self.cache.data[:, :, :-1] = torch.nan
         # Numbers that both dtypes have.
         self.keys = [torch.randn(n, self.spec.head_dim).to(self.cache_dtype).to(self.dtype) for n in LENGTHS]
         fill = metadata([Rows(0, len(k), b) for k, b in zip(self.keys, self.blocks, strict=True)], self.block_size)
-        fill.plan = self.backend.plan_attention(fill, self.cache, self.heads)
-        self.backend.write_latent(self.cache, 1, torch.cat(self.keys), fill)
+        fill.plan = self.backend.attention.plan(fill, self.cache, self.heads)
+        self.backend.latent_attention.write(self.cache, 1, torch.cat(self.keys), fill)
         if self.spec.index is not None:
             assert self.cache.index is not None
             self.cache.index.data[:, :, :-1] = torch.nan
@@ -89,18 +91,18 @@ class Step:
             self.index_keys = [torch.randint(-1, 2, (n, shape[1])).to(self.dtype) for n in LENGTHS]
             self.index_queries = [torch.randint(-1, 2, (n, *shape)).to(self.dtype) for n in LENGTHS]
             self.index_weights = [torch.randint(-2, 3, (n, shape[0])).float() for n in LENGTHS]
-            self.backend.write_index(self.cache, 1, torch.cat(self.index_keys), fill)
+            self.backend.latent_attention.write_index(self.cache, 1, torch.cat(self.index_keys), fill)
         self.queries = [torch.randn(n, self.heads, self.spec.head_dim).to(self.dtype) for n in LENGTHS]
 
     def run(self, work: list[tuple[int, int, int]]) -> list[torch.Tensor]:
         """Attention of rows [start, end) of each (sequence, start, end), beside five rows of padding."""
         step = metadata([Rows(start, end, self.blocks[i]) for i, start, end in work], self.block_size)
-        step.plan = self.backend.plan_attention(step, self.cache, self.heads)
+        step.plan = self.backend.attention.plan(step, self.cache, self.heads)
         selection = None
         if self.spec.index is not None:
             queries, weights = self._rows(self.index_queries, work), self._rows(self.index_weights, work)
-            selection = self.backend.select_tokens(queries, weights, self.cache, 1, step)
-        out = self.backend.latent_attention(self._rows(self.queries, work), self.cache, 1, step, 0.2, selection)
+            selection = self.backend.latent_attention.select_tokens(queries, weights, self.cache, 1, step)
+        out = self.backend.latent_attention.apply(self._rows(self.queries, work), self.cache, 1, step, 0.2, selection)
         assert not out[-5:].any()
         return list(out[:-5].split_with_sizes([end - start for _, start, end in work]))
 
@@ -201,7 +203,7 @@ def test_highest(rows: list[list[float]], topk: int, data: st.DataObject) -> Non
 
 def test_cache_size_is_what_was_asked_for(backend: KernelBackend) -> None:
     spec = KVSpec(1, 12, 8, IndexSpec(2, 4, 10))
-    cache = backend.allocate_kv(spec, 3, 10, 16, torch.bfloat16)
+    cache = backend.kv_cache.allocate(spec, 3, 10, 16, torch.bfloat16)
     assert cache.index is not None
     assert cache.data.nbytes + cache.index.data.nbytes == 3 * (10 + 1) * 16 * spec.values_per_token * 2
     assert spec.values_per_token == 16

@@ -36,13 +36,13 @@ def test_products_of_stored_weights_are_those_of_their_worth(backend: KernelBack
     stored, worth = quantized_weight(scheme, drawn(150, 160))
     assert not backend.keeps_quantized(stored.format, torch.float32)
     x, bias = drawn(5, 160).bfloat16(), drawn(150, 1).flatten()
-    packed = [backend.pack_linear(weight, bias, torch.bfloat16) for weight in (stored, worth)]
-    assert torch.equal(backend.linear(x, packed[0]), backend.linear(x, packed[1]))
+    packed = [backend.linear.pack(weight, bias, torch.bfloat16) for weight in (stored, worth)]
+    assert torch.equal(backend.linear.apply(x, packed[0]), backend.linear.apply(x, packed[1]))
     down, down_worth = quantized_weight(scheme, drawn(160, 96))
     gate_up, gate_up_worth = quantized_weight(scheme, drawn(192, 160))
     ids, shares = torch.zeros(5, 1, dtype=torch.int64), torch.ones(5, 1)
     outs = [
-        backend.moe(x, ids, shares, backend.pack_experts([ExpertWeights(*each)], 0, None, torch.bfloat16))
+        backend.experts.apply(x, ids, shares, backend.experts.pack([ExpertWeights(*each)], 0, None, torch.bfloat16))
         for each in ((gate_up, down), (gate_up_worth, down_worth))
     ]
     assert torch.equal(*outs)

@@ -234,7 +234,7 @@ def test_masks_that_leave_nothing_give_no_token() -> None:
     """W6: an emptied row gave id 0."""
     from kernels.torch_backend.backend import TorchBackend
 
-    assert TorchBackend().argmax(torch.full((1, 5), -torch.inf), 5).tolist() == [NO_TOKEN]
+    assert TorchBackend().sampling.argmax(torch.full((1, 5), -torch.inf), 5).tolist() == [NO_TOKEN]
 
 
 async def test_a_worker_of_such_a_model_ends_with_2(folder: Path, tmp_path: Path) -> None:

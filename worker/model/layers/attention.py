@@ -25,7 +25,7 @@ class Attention:
     def __init__(
         self, build: Build, layer: int, scale: float, window: int | None = None, sinks: torch.Tensor | None = None
     ) -> None:
-        self._kernels = build.kernels
+        self._attention = build.kernels.attention
         self._name = f"layers.{layer}"
         self._scale = scale
         self.window = window
@@ -35,9 +35,9 @@ class Attention:
         """q [T, Hq, D], k and v [T, Hkv, D] -> [T, Hq * D]"""
         context = get_forward_context()
         kv = context.kv_cache_data[self._name]
-        self._kernels.write_kv(kv.cache, kv.layer_num, k, v, context.attn_metadata)
+        self._attention.write(kv.cache, kv.layer_num, k, v, context.attn_metadata)
         metadata = context.attn_metadata
-        out = self._kernels.attention(
+        out = self._attention.apply(
             q, kv.cache, kv.layer_num, metadata, self._scale, window=self.window, sinks=self.sinks
         )
         return out.flatten(1)

@@ -27,7 +27,7 @@ class Embedding:
         self._first = build.shard.rank * share
         self._collectives = build.shard.collectives
         self._whole = build.shard.size == 1
-        self._kernels = build.kernels
+        self._linear = build.kernels.linear
         self._num_rows = share
         self.packed: PackedLinear = head_weight(build, name) if for_head else None
         # Quantized, a head's weight no longer has the rows that the checkpoint says.
@@ -41,7 +41,7 @@ class Embedding:
     def _rows(self, local: torch.Tensor) -> torch.Tensor:
         """int64 [T], places in this rank's rows -> [T, H]"""
         if self._weight is None:
-            return self._kernels.packed_rows(self.packed, local)
+            return self._linear.rows(self.packed, local)
         return self._weight.index_select(0, local)
 
     def __call__(self, token_ids: torch.Tensor) -> torch.Tensor:
@@ -59,7 +59,7 @@ def head_weight(build: Build, name: str) -> PackedLinear:
     share, rows = _share(build)
 
     def pack() -> PackedLinear:
-        return build.kernels.pack_linear(_read(build, name, rows, share), None, build.dtype, build.packed_format)
+        return build.kernels.linear.pack(_read(build, name, rows, share), None, build.dtype, build.packed_format)
 
     return build.kept.keep(name, pack)
 
@@ -85,7 +85,7 @@ class LMHead:
     """Logits of the vocabulary in float32, by `head_weight` of the input embedding or of a matrix of its own."""
 
     def __init__(self, build: Build, packed: PackedLinear) -> None:
-        self._kernels = build.kernels
+        self._linear = build.kernels.linear
         self._collectives = build.shard.collectives
         self._whole = build.shard.size == 1
         self._vocab_size = build.config.vocab_size
@@ -94,7 +94,7 @@ class LMHead:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """[T, H] -> float32 [T, V], on every rank"""
-        logits = self._collectives.all_gather(self._kernels.linear(hidden, self._packed))
+        logits = self._collectives.all_gather(self._linear.apply(hidden, self._packed))
         return logits[:, : self._vocab_size].float()
 
     def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
@@ -103,7 +103,7 @@ class LMHead:
         Ranks tell each other their best logit and its id, both of which float32 holds; no logits are gathered.
         """
         if self._whole:
-            return self._kernels.linear_argmax(hidden, self._packed, limit)
+            return self._linear.argmax(hidden, self._packed, limit)
         best = self._own_best(hidden, min(limit, self._vocab_size))
         every = self._collectives.all_gather(best).view(len(hidden), -1, 2)
         # The first of equals: the lowest rank has the lowest ids.
@@ -113,7 +113,7 @@ class LMHead:
 
     def _own_best(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
         """float32 [T, 2]: the largest of this rank's logits below `limit` and its id; NaN counts as the lowest."""
-        logits = self._kernels.linear(hidden, self._packed)[:, : max(0, limit - self._first)].float()
+        logits = self._linear.apply(hidden, self._packed)[:, : max(0, limit - self._first)].float()
         # So that a rank without such an id has a number, too.
         lowest = logits.new_full((len(logits), 1), -torch.inf)
         logits = torch.cat((logits.nan_to_num(-torch.inf, torch.inf, -torch.inf), lowest), dim=1)

@@ -29,7 +29,7 @@ class ColumnLinear:
     """
 
     def __init__(self, build: Build, parts: Mapping[str, slice], bias: bool = False) -> None:
-        self._kernels = build.kernels
+        self._linear = build.kernels.linear
         self.packed = build.kept.keep(" ".join(parts), lambda: self._pack(build, parts, bias))
 
     def _pack(self, build: Build, parts: Mapping[str, slice], bias: bool) -> PackedLinear:
@@ -37,11 +37,11 @@ class ColumnLinear:
         weight = product_weight(build, product, stay_quantized(build, [product]))
         biases = [MatrixPart(f"{name}.bias", rows) for name, rows in parts.items()]
         own_bias = product_floats(build, biases) if bias else None
-        return self._kernels.pack_linear(weight, own_bias, build.dtype, build.packed_format)
+        return self._linear.pack(weight, own_bias, build.dtype, build.packed_format)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, K] -> [T, sum of this rank's N_i]"""
-        return self._kernels.linear(x, self.packed)
+        return self._linear.apply(x, self.packed)
 
 
 class RowLinear:
@@ -58,7 +58,7 @@ class RowLinear:
     """
 
     def __init__(self, build: Build, name: str, part: slice, bias: bool = False) -> None:
-        self._kernels = build.kernels
+        self._linear = build.kernels.linear
         self._collectives = build.shard.collectives
         self.packed = build.kept.keep(name, lambda: self._pack(build, name, part, bias))
 
@@ -67,11 +67,11 @@ class RowLinear:
         weight = product_weight(build, product, stay_quantized(build, [product]))
         own_bias = build.weights.take(f"{name}.bias") if bias else None
         used_bias = own_bias if build.shard.rank == 0 else None
-        return self._kernels.pack_linear(weight, used_bias, build.dtype, build.packed_format)
+        return self._linear.pack(weight, used_bias, build.dtype, build.packed_format)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's K] -> [T, N], this rank's summand"""
-        return self._kernels.linear(x, self.packed)
+        return self._linear.apply(x, self.packed)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, this rank's K] -> [T, N], the same on every rank"""

@@ -133,7 +133,9 @@ class Indexer:
     """
 
     def __init__(self, build: Build, prefix: str, layer: int, spec: IndexSpec) -> None:
-        self._kernels = build.kernels
+        self._linear = build.kernels.linear
+        self._elementwise = build.kernels.elementwise
+        self._latent_attention = build.kernels.latent_attention
         self._name = f"layers.{layer}"
         self._num_heads = spec.num_heads
         self._queries = ColumnLinear(build, {f"{prefix}.wq_b": WHOLE})
@@ -145,7 +147,7 @@ class Indexer:
 
     def _pack_weights(self, build: Build, prefix: str) -> PackedLinear:
         weight = build.weights.take(f"{prefix}.weights_proj.weight", dtype=torch.float32)
-        return self._kernels.pack_linear(weight, None, torch.float32)
+        return self._linear.pack(weight, None, torch.float32)
 
     def __call__(self, x: torch.Tensor, q_latent: torch.Tensor, cos_sin: CosSin) -> TokenSelection | None:
         """Stores the rows' index keys and selects, by x [T, H] and the queries' latents [T, q_lora_rank]."""
@@ -153,17 +155,19 @@ class Indexer:
         kv = context.kv_cache_data[self._name]
         q = self._queries(q_latent).view(x.shape[0], self._num_heads, -1)
         k = self._key_norm(self._keys(x)).unsqueeze(1)
-        q, k = self._kernels.rope(q, k, *cos_sin)
-        self._kernels.write_index(kv.cache, kv.layer_num, k.squeeze(1), context.attn_metadata)
-        weights = self._kernels.linear(x.float(), self._weights) * self._scale
-        return self._kernels.select_tokens(q, weights, kv.cache, kv.layer_num, context.attn_metadata)
+        q, k = self._elementwise.rope(q, k, *cos_sin)
+        self._latent_attention.write_index(kv.cache, kv.layer_num, k.squeeze(1), context.attn_metadata)
+        weights = self._linear.apply(x.float(), self._weights) * self._scale
+        return self._latent_attention.select_tokens(q, weights, kv.cache, kv.layer_num, context.attn_metadata)
 
 
 class MLAttention:
     """Latent attention of one layer; query heads are split over the ranks, the latent cache is held by each."""
 
     def __init__(self, build: Build, prefix: str, layer: int, config: MLAConfig) -> None:
-        self._kernels = build.kernels
+        self._linear = build.kernels.linear
+        self._elementwise = build.kernels.elementwise
+        self._latent_attention = build.kernels.latent_attention
         self._config = config
         self._name = f"layers.{layer}"
         bias = build.config.attention_bias
@@ -194,9 +198,9 @@ class MLAttention:
         queries, keys = self._queries_keys(q_latent, self._kv_down(x), cos_sin)
         context = get_forward_context()
         kv, metadata = context.kv_cache_data[self._name], context.attn_metadata
-        self._kernels.write_latent(kv.cache, kv.layer_num, keys, metadata)
-        latents = self._kernels.latent_attention(queries, kv.cache, kv.layer_num, metadata, self._scale, selection)
-        return self._out(self._kernels.head_linear(latents, self._from_latent).flatten(1))
+        self._latent_attention.write(kv.cache, kv.layer_num, keys, metadata)
+        latents = self._latent_attention.apply(queries, kv.cache, kv.layer_num, metadata, self._scale, selection)
+        return self._out(self._linear.apply_heads(latents, self._from_latent).flatten(1))
 
     def _queries_keys(
         self, q_latent: torch.Tensor, kv_latent: torch.Tensor, cos_sin: CosSin
@@ -210,8 +214,8 @@ class MLAttention:
         )
         if config.interleaved:
             q_rotary, k_rotary = _halves(q_rotary), _halves(k_rotary)
-        q_rotary, k_rotary = self._kernels.rope(q_rotary, k_rotary, *cos_sin)
-        queries = torch.cat((self._kernels.head_linear(q_plain, self._to_latent), q_rotary), dim=-1)
+        q_rotary, k_rotary = self._elementwise.rope(q_rotary, k_rotary, *cos_sin)
+        queries = torch.cat((self._linear.apply_heads(q_plain, self._to_latent), q_rotary), dim=-1)
         return queries, torch.cat((self._kv_norm(latent), k_rotary), dim=-1).squeeze(1)
 
 
@@ -228,7 +232,7 @@ def _absorbed(build: Build, name: str, heads: slice, config: MLAConfig) -> tuple
     keys, values = weight.view(length(heads), width, -1).split_with_sizes(
         [config.qk_nope_head_dim, config.v_head_dim], dim=1
     )
-    pack = build.kernels.pack_heads
+    pack = build.kernels.linear.pack_heads
     return pack(keys.transpose(1, 2), build.dtype), pack(values, build.dtype)
 
 

@@ -102,7 +102,8 @@ class Router:
     """
 
     def __init__(self, build: Build, name: str, routing: Routing, bias: bool = False, correction: bool = False) -> None:
-        self._kernels = build.kernels
+        self._linear = build.kernels.linear
+        self._experts = build.kernels.experts
         self._routing = routing
         self._packed = build.kept.keep(name, lambda: self._pack(build, name, bias))
         correction_name = f"{name}.e_score_correction_bias"
@@ -111,12 +112,12 @@ class Router:
     def _pack(self, build: Build, name: str, bias: bool) -> PackedLinear:
         own_bias = build.weights.take(f"{name}.bias", dtype=torch.float32) if bias else None
         weight = build.weights.take(f"{name}.weight", dtype=torch.float32)
-        return self._kernels.pack_linear(weight, own_bias, torch.float32)
+        return self._linear.pack(weight, own_bias, torch.float32)
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """[T, H] -> ids int64 [T, k] and weights float32 [T, k]"""
-        logits = self._kernels.linear(x.float(), self._packed)
-        return self._kernels.route(logits, self._routing, self._correction)
+        logits = self._linear.apply(x.float(), self._packed)
+        return self._experts.route(logits, self._routing, self._correction)
 
 
 class MoE:
@@ -140,14 +141,14 @@ class MoE:
         experts: Iterable[ExpertWeights],
         shared: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
-        self._kernels = build.kernels
+        self._experts = build.kernels.experts
         self._collectives = build.shard.collectives
         self._data = build.shard.data
         self._router = router
         first = ExpertShare.of(build.shard, config).experts.start
         self._packed = build.kept.keep(
             name,
-            lambda: build.kernels.pack_experts(experts, first, config.clamp, build.dtype, build.packed_format),
+            lambda: build.kernels.experts.pack(experts, first, config.clamp, build.dtype, build.packed_format),
         )
         self._shared = shared
 
@@ -162,7 +163,7 @@ class MoE:
     def _own_experts(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's summand."""
         ids, weights = self._router(x)
-        return self._kernels.moe(x, ids, weights, self._packed)
+        return self._experts.apply(x, ids, weights, self._packed)
 
     def _over_engines(self, x: torch.Tensor, data: DataParallel) -> Iterator[torch.Tensor]:
         """The rows of all engines go to all experts, chunk by chunk; what is this engine's of the sums."""

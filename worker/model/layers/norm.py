@@ -20,27 +20,27 @@ class RMSNorm:
     """
 
     def __init__(self, build: Build, name: str, eps: float | None = None) -> None:
-        self._kernels = build.kernels
+        self._elementwise = build.kernels.elementwise
         self.weight = taken(build, f"{name}.weight", build.dtype)
         self._eps = build.config.rms_norm_eps if eps is None else eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]"""
-        return self._kernels.rms_norm(x, self.weight, self._eps)
+        return self._elementwise.rms_norm(x, self.weight, self._eps)
 
     def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """(norm of x + residual, x + residual)"""
-        return self._kernels.add_rms_norm(x, residual, self.weight, self._eps)
+        return self._elementwise.add_rms_norm(x, residual, self.weight, self._eps)
 
 
 class LayerNorm:
     """LayerNorm with `{name}.weight` and `{name}.bias`."""
 
     def __init__(self, build: Build, name: str, eps: float) -> None:
-        self._kernels = build.kernels
+        self._elementwise = build.kernels.elementwise
         self._weight, self._bias = (taken(build, f"{name}.{kind}", build.dtype) for kind in ("weight", "bias"))
         self._eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., H] -> [..., H]"""
-        return self._kernels.layer_norm(x, self._weight, self._bias, self._eps)
+        return self._elementwise.layer_norm(x, self._weight, self._bias, self._eps)

@@ -41,7 +41,7 @@ class LlamaAttention:
 
     def __init__(self, build: Build, prefix: str, layer: int, window: int | None = None) -> None:
         config = build.config
-        self._kernels = build.kernels
+        self._elementwise = build.kernels.elementwise
         self._head_dim = config.head_dim
         queries = build.shard.part(config.num_attention_heads, "num_attention_heads")
         keys = build.shard.kv_part(config.num_key_value_heads)
@@ -67,7 +67,7 @@ class LlamaAttention:
         q, k, v = heads.split_with_sizes(self._heads, dim=1)
         if self.norms is not None:
             q, k = self.norms[0](q), self.norms[1](k)
-        q, k = self._kernels.rope(q, k, *cos_sin)
+        q, k = self._elementwise.rope(q, k, *cos_sin)
         return self.out(self.attention(q, k, v))
 
 
@@ -79,18 +79,18 @@ class LlamaMLP:
     """
 
     def __init__(self, build: Build, prefix: str, inner: int, bias: bool = False) -> None:
-        self._kernels = build.kernels
+        self._elementwise = build.kernels.elementwise
         part = build.shard.part(inner, "intermediate_size")
         self.gate_up = ColumnLinear(build, {f"{prefix}.gate_proj": part, f"{prefix}.up_proj": part}, bias)
         self.down = RowLinear(build, f"{prefix}.down_proj", part, bias)
 
     def partial(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H], this rank's summand"""
-        return self.down.partial(self._kernels.silu_and_mul(self.gate_up(x)))
+        return self.down.partial(self._elementwise.silu_and_mul(self.gate_up(x)))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[T, H] -> [T, H]"""
-        return self.down(self._kernels.silu_and_mul(self.gate_up(x)))
+        return self.down(self._elementwise.silu_and_mul(self.gate_up(x)))
 
 
 class LlamaDecoderLayer:

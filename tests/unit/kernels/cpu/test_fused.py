@@ -90,7 +90,7 @@ class Model:
 
     def packed(self, columns: int, inner: int) -> Any:
         bias = self.drawn(columns) if self.kind.bias else None
-        return self.backend.pack_linear(self.drawn(columns, inner), bias, self.dtype)
+        return self.backend.linear.pack(self.drawn(columns, inner), bias, self.dtype)
 
     def layer(self) -> DecoderLayer:
         kind = self.kind
@@ -113,26 +113,28 @@ class Model:
         join = self.decoder.all_reduce or torch.clone
         for i, layer in enumerate(self.decoder.layers):
             if residual is None:
-                normed, residual = do.rms_norm(x, layer.input_norm, eps), x
+                normed, residual = do.elementwise.rms_norm(x, layer.input_norm, eps), x
             else:
-                normed, residual = do.add_rms_norm(x, residual, layer.input_norm, eps)
-            heads = do.linear(normed, layer.qkv).view(len(x), -1, self.kind.dim)
+                normed, residual = do.elementwise.add_rms_norm(x, residual, layer.input_norm, eps)
+            heads = do.linear.apply(normed, layer.qkv).view(len(x), -1, self.kind.dim)
             q, k, v = heads.split_with_sizes([self.kind.heads, self.kind.kv_heads, self.kind.kv_heads], dim=1)
             if layer.head_norms is not None:
-                q, k = (do.rms_norm(one, norm, eps) for one, norm in zip((q, k), layer.head_norms, strict=True))
-            q, k = do.rope(q, k, cos, sin)
-            do.write_kv(self.cache, i, k, v, step)
-            attended = do.attention(q, self.cache, i, step, self.decoder.scale, layer.window, layer.sinks)
-            out = join(do.linear(attended.flatten(1), layer.out))
-            x, residual = do.add_rms_norm(out, residual, layer.post_norm, eps)
-            x = join(do.linear(do.silu_and_mul(do.linear(x, layer.gate_up)), layer.down))
+                q, k = (
+                    do.elementwise.rms_norm(one, norm, eps) for one, norm in zip((q, k), layer.head_norms, strict=True)
+                )
+            q, k = do.elementwise.rope(q, k, cos, sin)
+            do.attention.write(self.cache, i, k, v, step)
+            attended = do.attention.apply(q, self.cache, i, step, self.decoder.scale, layer.window, layer.sinks)
+            out = join(do.linear.apply(attended.flatten(1), layer.out))
+            x, residual = do.elementwise.add_rms_norm(out, residual, layer.post_norm, eps)
+            x = join(do.linear.apply(do.elementwise.silu_and_mul(do.linear.apply(x, layer.gate_up)), layer.down))
         assert residual is not None
-        return do.add_rms_norm(x, residual, self.decoder.norm, eps)[0]
+        return do.elementwise.add_rms_norm(x, residual, self.decoder.norm, eps)[0]
 
     def step(self, spans: list[tuple[int, int]]) -> AttentionMetaData:
         rows = [Rows(*span, blocks) for span, blocks in zip(spans, self.blocks, strict=False)]
         made = metadata(rows, BLOCK)
-        made.plan = self.backend.plan_attention(made, self.cache, self.kind.heads)
+        made.plan = self.backend.attention.plan(made, self.cache, self.kind.heads)
         return made
 
 
@@ -238,7 +240,7 @@ def test_a_cache_of_another_dtype(threads: CDLL) -> None:
 def test_what_is_not_native_is_not_fused(native: CDLL) -> None:
     model = Model(Kind(), torch.float32, torch.float32)
     assert model.backend.fuse_decoder(model.decoder, torch.float64) is None
-    half = model.backend.pack_linear(torch.zeros(40, 56), None, torch.float16)
+    half = model.backend.linear.pack(torch.zeros(40, 56), None, torch.float16)
     other = replace(model.decoder, layers=(*model.decoder.layers, replace(model.decoder.layers[0], down=half)))
     assert model.backend.fuse_decoder(other, torch.float32) is None
 

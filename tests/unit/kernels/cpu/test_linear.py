@@ -41,7 +41,7 @@ def test_at_least_as_close_as_pytorch(each_isa: CDLL, dtype: torch.dtype, n: int
     exact = x.double() @ weight.double().t() + (bias.double() if with_bias else 0.0)
     own = (out.double() - exact).square().mean().sqrt()
     backend = TorchBackend()
-    theirs = (backend.linear(x, backend.pack_linear(weight, used, dtype)).double() - exact).square().mean().sqrt()
+    theirs = (backend.linear.apply(x, backend.linear.pack(weight, used, dtype)).double() - exact).square().mean().sqrt()
     # Sums of a few numbers err alike; a quarter of a unit is allowed for them.
     assert own <= theirs * 1.02 + 0.25 * torch.finfo(dtype).eps * exact.abs().mean()
 

@@ -385,7 +385,7 @@ def test_no_launch_waits_for_the_tokens_of_the_step_before(
     monkeypatch.setattr(runner, "launch", watched)
     monkeypatch.setattr(runner.sampler, "waits_for_tokens", True)
     # With the penalties of PyTorch's kernels, which take late tokens as those of GPUs do.
-    monkeypatch.setattr(runner.kernels, "fetch", fetch)
+    monkeypatch.setattr(runner.kernels.sampling, "fetch", fetch)
     assert streams(deferred, prompts(), params) == expected
     assert late[0] > 50
 

@@ -332,13 +332,13 @@ def test_dummy_steps_share_a_pool(folder: Path, monkeypatch: pytest.MonkeyPatch)
     """W21: each made a KV pool, once per round of the other engines."""
     runner = make_runner(folder)
     runner.allocate_kv_cache(8)
-    pool, made, allocate = runner._kv_cache, [], runner.kernels.allocate_kv
+    pool, made, allocate = runner._kv_cache, [], runner.kernels.kv_cache.allocate
 
     def counted(*given: Any) -> Any:
         made.append(given)
         return allocate(*given)
 
-    monkeypatch.setattr(runner.kernels, "allocate_kv", counted)
+    monkeypatch.setattr(runner.kernels.kv_cache, "allocate", counted)
     for _ in range(3):
         runner.dummy_run()
     assert len(made) == 1

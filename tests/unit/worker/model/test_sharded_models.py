@@ -119,13 +119,13 @@ def test_only_rank_0_fetches_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     def run(shard: Shard) -> dict[int, tuple[int, ...]]:
         runner = ModelRunner(config, ModelConfig.from_folder(folder), shard=shard)
         runner.allocate_kv_cache(8)
-        fetch = runner.kernels.fetch
+        fetch = runner.kernels.sampling.fetch
 
         def counted(ids: torch.Tensor) -> Callable[[], list[int]]:
             fetched.append(shard.rank)
             return fetch(ids)
 
-        monkeypatch.setattr(runner.kernels, "fetch", counted)
+        monkeypatch.setattr(runner.kernels.sampling, "fetch", counted)
         seq = Sequence(PROMPT, BLOCK_SIZE)
         seq.block_table = list(range(8))
         return runner.forward(ScheduledBatch({0: seq}, [len(PROMPT)], len(PROMPT))).token_ids

@@ -15,15 +15,15 @@ from pathlib import Path
 
 import torch
 
-from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.sampling import TorchSamplingOps
 from worker.ranks import rank_process
 
 FOLDER = Path(os.environ["HELD_STEPS"])
 _numbers = itertools.count()
 
 
-def fetch(self: TorchBackend, ids: torch.Tensor) -> Callable[[], list[int]]:
-    """In place of TorchBackend's."""
+def fetch(self: TorchSamplingOps, ids: torch.Tensor) -> Callable[[], list[int]]:
+    """In place of TorchSamplingOps'."""
     if not (FOLDER / "hold").exists():
         return ids.tolist
     number = next(_numbers)
@@ -41,5 +41,5 @@ def fetch(self: TorchBackend, ids: torch.Tensor) -> Callable[[], list[int]]:
 
 
 if __name__ == "__main__":
-    TorchBackend.fetch = fetch  # type: ignore[method-assign]
+    TorchSamplingOps.fetch = fetch  # type: ignore[method-assign]
     rank_process.main()

@@ -148,7 +148,7 @@ def test_greedy_ranks_send_their_best_and_no_logits(limit: int) -> None:
     weight = torch.randn(vocab, 4, generator=torch.Generator().manual_seed(1)).round()
     hidden = torch.randn(12, 4, generator=torch.Generator().manual_seed(2)).round()
     hidden[3], hidden[4, 1], hidden[5] = torch.nan, torch.inf, 0.0
-    expected = kernels.linear_argmax(hidden, kernels.pack_linear(weight, None, torch.float32), limit)
+    expected = kernels.linear.argmax(hidden, kernels.linear.pack(weight, None, torch.float32), limit)
 
     def choose(collectives: GroupCollectives) -> None:
         counted = collectives._cpus = Counted(collectives._cpus)
@@ -158,7 +158,7 @@ def test_greedy_ranks_send_their_best_and_no_logits(limit: int) -> None:
         config = SimpleNamespace(vocab_size=vocab)
         shard = Shard(counted.rank(), ranks, collectives)
         build: Any = SimpleNamespace(kernels=kernels, shard=shard, config=config)
-        head = LMHead(build, kernels.pack_linear(own, None, torch.float32))
+        head = LMHead(build, kernels.linear.pack(own, None, torch.float32))
         assert head.greedy(hidden, limit).tolist() == expected.tolist()
         assert counted.received == (ranks - 1) * len(hidden) * 2 * 4
 

@@ -20,6 +20,7 @@ from kernels.cpu.backend import CpuBackend
 from kernels.interface import PackedFormat, QuantizedWeight
 from kernels.quantized_weight import as_floats, joined_weights, selected_rows
 from kernels.torch_backend.backend import TorchBackend
+from kernels.torch_backend.linear import TorchLinearOps
 from tests.checkpoints import make_checkpoint
 from tests.quantizers import SCHEMES, Floats, Scheme, bf16, quantize_checkpoint, write_safetensors
 from tests.stored_weights import quantized_weight
@@ -283,15 +284,15 @@ def test_a_projection_that_is_excluded_stays_in_floats_and_those_joined_with_it(
 def test_what_is_asked_for_wins(tmp_path: Path, keeps_all: None, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = made(tmp_path, "qwen3", "w8a8-fp8")
     asked: list[PackedFormat | None] = []
-    pack = TorchBackend.pack_linear
+    pack = TorchLinearOps.pack
 
-    def remembered(self: TorchBackend, weight: Any, bias: Any, dtype: Any, packed_format: Any = None) -> Any:
+    def remembered(self: TorchLinearOps, weight: Any, bias: Any, dtype: Any, packed_format: Any = None) -> Any:
         assert isinstance(weight, torch.Tensor)
         asked.append(packed_format)
         return pack(self, weight, bias, dtype)
 
     monkeypatch.setattr(TorchBackend, "packed_format", lambda *_: PackedFormat(torch.int8))
-    monkeypatch.setattr(TorchBackend, "pack_linear", remembered)
+    monkeypatch.setattr(TorchLinearOps, "pack", remembered)
     _, line = use_of(folder, quantize="int8")
     assert (line["kept"], line["dequantized"]) == (0, 7)
     assert line["reasons"].startswith("quantize asks for other numbers: 7")

@@ -100,7 +100,7 @@ def test_a_mapped_model_has_the_bits_of_a_packed_one(
         raise AssertionError("the checkpoint is read")
 
     monkeypatch.setattr(model_loader, "load_weights", nothing_is_read)
-    monkeypatch.setattr(select_backend(kernels).__class__, "pack_linear", nothing_is_read)
+    monkeypatch.setattr(type(select_backend(kernels).linear), "pack", nothing_is_read)
     second = bits(started(folder, tmp_path, kernels=kernels))
     assert (first, second) == (expected, expected)
 

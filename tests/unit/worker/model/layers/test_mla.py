@@ -155,7 +155,7 @@ class Layer:
         build = Build(config, self.kernels, loaded, torch.float32, 128)
         self.attention = MLAttention(build, PREFIX, 0, mla)
         self.rotary = RotaryEmbedding(config.rope, mla.qk_rope_head_dim, 128)
-        self.cache = self.kernels.allocate_kv(mla.kv_spec, 1, len(BLOCKS), 16, torch.float32)
+        self.cache = self.kernels.kv_cache.allocate(mla.kv_spec, 1, len(BLOCKS), 16, torch.float32)
 
     def run(self, x: torch.Tensor, borders: list[int]) -> torch.Tensor:
         """The layer's output for x [T, H], computed in chunks between `borders`."""
@@ -164,7 +164,7 @@ class Layer:
         for start, end in pairwise(borders):
             positions = torch.arange(start, end)
             step = metadata([Rows(start, end, BLOCKS)], 16)
-            step.plan = self.kernels.plan_attention(step, self.cache, HEADS)
+            step.plan = self.kernels.attention.plan(step, self.cache, HEADS)
             set_forward_context(step, Config(model=str(self.folder)), Context(positions, True, 1, end - start))
             outs.append(self.attention(x[start:end], self.rotary(positions)))
         reset_forward_context()

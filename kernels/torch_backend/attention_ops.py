@@ -1,0 +1,104 @@
+"""The attention of PyTorch's back end: plans of steps, and what runs over them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from typing_extensions import override
+
+from kernels.interface import AttentionMetaData, AttentionOps, KVCacheOps, KVSpec, LatentAttentionOps
+from kernels.torch_backend import token_selection
+from kernels.torch_backend.attention import AttentionPlan, PagedAttention, PagedKVCache, StepPlan
+from kernels.torch_backend.token_selection import TokenSelector
+
+
+class TorchKVCacheOps(KVCacheOps):
+    """Caches in the host's memory."""
+
+    @override
+    def allocate(
+        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> PagedKVCache:
+        return PagedKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype)
+
+    @override
+    def touch(self, cache: PagedKVCache, progress: Callable[[int, int], None]) -> None:
+        cache.touch(progress)
+
+
+class TorchAttentionOps(AttentionOps):
+    """Attention over a StepPlan. Keeps its buffers, so one object serves one thread."""
+
+    def __init__(self) -> None:
+        self._attention = PagedAttention()
+
+    @override
+    def plan(self, metadata: AttentionMetaData, cache: PagedKVCache, num_heads: int) -> StepPlan:
+        return StepPlan(metadata, cache, num_heads, token_selection.plan(metadata, cache, num_heads))
+
+    @override
+    def write(
+        self, cache: PagedKVCache, layer: int, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetaData
+    ) -> None:
+        plan: StepPlan = metadata.plan
+        tokens = metadata.num_tokens
+        cache.write(layer, plan.slot_rows, k[:tokens], v[:tokens])
+
+    @override
+    def apply(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        window: int | None = None,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        plan: StepPlan = metadata.plan
+        return self._attention.attend(q, cache, layer, plan.attention(window), scale, sinks)
+
+
+class TorchLatentAttentionOps(LatentAttentionOps):
+    """Latent attention over a StepPlan. Keeps its buffers, so one object serves one thread."""
+
+    def __init__(self) -> None:
+        self._attention = PagedAttention()
+        self._selector = TokenSelector()
+
+    @override
+    def write(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        plan: StepPlan = metadata.plan
+        cache.write(layer, plan.slot_rows, k[: metadata.num_tokens])
+
+    @override
+    def write_index(self, cache: PagedKVCache, layer: int, k: torch.Tensor, metadata: AttentionMetaData) -> None:
+        # The cache has one head, so index keys lie in the same rows as keys.
+        plan: StepPlan = metadata.plan
+        assert cache.index is not None
+        cache.index.write(layer, plan.slot_rows, k[: metadata.num_tokens])
+
+    @override
+    def select_tokens(
+        self, q: torch.Tensor, weights: torch.Tensor, cache: PagedKVCache, layer: int, metadata: AttentionMetaData
+    ) -> AttentionPlan | None:
+        plan: StepPlan = metadata.plan
+        if plan.selection is None:
+            return None
+        return self._selector.select(q, weights, cache, layer, metadata, plan.selection)
+
+    @override
+    def apply(
+        self,
+        q: torch.Tensor,
+        cache: PagedKVCache,
+        layer: int,
+        metadata: AttentionMetaData,
+        scale: float,
+        selection: AttentionPlan | None,
+    ) -> torch.Tensor:
+        if selection is not None:
+            return self._attention.attend(q, cache.by_token(), layer, selection, scale)
+        plan: StepPlan = metadata.plan
+        return self._attention.attend(q, cache, layer, plan.attention(None), scale)

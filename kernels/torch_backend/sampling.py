@@ -1,0 +1,41 @@
+"""Sampling by the reference (kernels/sampling.py): logits and tokens are on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from typing_extensions import override
+
+from kernels import sampling
+from kernels.interface import SampleParams, SamplingOps
+
+
+class TorchSamplingOps(SamplingOps):
+    """The reference's tokens."""
+
+    @override
+    def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
+        return argmax(logits, limit)
+
+    @override
+    def fetch(self, ids: torch.Tensor) -> Callable[[], list[int]]:
+        return ids.tolist
+
+    @override
+    def sample(
+        self,
+        logits: torch.Tensor,
+        params: SampleParams,
+        seeds: npt.NDArray[np.uint64],
+        positions: npt.NDArray[np.int64],
+        choices: npt.NDArray[np.int64],
+    ) -> torch.Tensor:
+        return torch.from_numpy(sampling.sample(logits.numpy(), params, seeds, positions, choices))
+
+
+def argmax(logits: torch.Tensor, limit: int) -> torch.Tensor:
+    """int64 [S]: see `SamplingOps.argmax`."""
+    return torch.from_numpy(sampling.greedy(logits[:, :limit].float().numpy()))

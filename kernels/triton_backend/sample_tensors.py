@@ -1,0 +1,130 @@
+"""Parameters of sampling on the device, in one copy (kernels/triton_backend/sampling.py)."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from kernels.interface import MaskedIds, SampleParams
+from kernels.upload import to_device
+
+# Columns in the packed parameters begin at multiples of it: what is loaded as vectors must be aligned.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class DeviceMaskedIds:
+    """`MaskedIds` on the device: int32 [M]."""
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+
+
+@dataclass(frozen=True)
+class DeviceRows:
+    """Parameters of S rows on the device.
+
+    Attributes:
+        temperature: float32 [S].
+        log_min_p: float32 [S], -inf for off.
+        top_k: int32 [S], 0 for off.
+        top_p_mantissa: int32 [S]; top_p is exactly mantissa / 2^shift.
+        top_p_shift: int32 [S], 0 for off.
+        seeds: int64 [S], the bits of the seeds.
+        positions: int32 [S], the low 32 bits.
+        choices: int32 [S], likewise.
+    """
+
+    temperature: torch.Tensor
+    log_min_p: torch.Tensor
+    top_k: torch.Tensor
+    top_p_mantissa: torch.Tensor
+    top_p_shift: torch.Tensor
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    choices: torch.Tensor
+
+
+@dataclass(frozen=True)
+class SampleTensors:
+    """What `sample` needs besides the logits of S rows: tensors on the device, and what the host knows of them.
+
+    Attributes:
+        rows: parameters.
+        any_drawn: whether a row is not greedy.
+        any_top_k: whether a row has one.
+        any_top_p: whether a row has one.
+        masked: None when no row has any.
+    """
+
+    rows: DeviceRows
+    any_drawn: bool
+    any_top_k: bool
+    any_top_p: bool
+    masked: DeviceMaskedIds | None
+
+
+def prepare(
+    params: SampleParams,
+    seeds: npt.NDArray[np.uint64],
+    positions: npt.NDArray[np.int64],
+    choices: npt.NDArray[np.int64],
+    device: torch.device,
+) -> SampleTensors:
+    """The arguments of SamplingOps.sample but the logits, in one asynchronous copy to the device."""
+    rows = _row_columns(params, seeds, positions, choices)
+    masked = [] if params.masked is None else _masked_columns(params.masked)
+    moved = columns_to_device([*rows, *masked], device)
+    return SampleTensors(
+        DeviceRows(*moved[: len(rows)]),
+        any_drawn=bool((params.temperature != 0).any()),
+        any_top_k=bool((params.top_k > 0).any()),
+        any_top_p=bool((params.top_p < 1).any()),
+        masked=DeviceMaskedIds(*moved[len(rows) :]) if masked else None,
+    )
+
+
+def _row_columns(
+    params: SampleParams,
+    seeds: npt.NDArray[np.uint64],
+    positions: npt.NDArray[np.int64],
+    choices: npt.NDArray[np.int64],
+) -> list[npt.NDArray[np.generic]]:
+    logarithms = [math.log(value) if value > 0 else -math.inf for value in params.min_p.tolist()]
+    fractions, exponents = np.frexp(params.top_p)
+    return [
+        params.temperature.astype(np.float32),
+        np.array(logarithms, np.float32),
+        np.clip(params.top_k, 0, 2**31 - 1).astype(np.int32),
+        np.ldexp(fractions, 24).astype(np.int32),
+        np.where(params.top_p < 1, 24 - exponents, 0).astype(np.int32),
+        seeds.astype(np.uint64).view(np.int64),
+        _low_words(positions),
+        _low_words(choices),
+    ]
+
+
+def _low_words(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+    return (numbers & 0xFFFFFFFF).astype(np.uint32).view(np.int32)
+
+
+def _masked_columns(masked: MaskedIds) -> list[npt.NDArray[np.generic]]:
+    return [masked.rows.astype(np.int32), masked.ids.astype(np.int32)]
+
+
+def columns_to_device(columns: list[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:
+    """Copies of one-dimensional arrays, moved together; each begins at a multiple of _ALIGNMENT."""
+    ends = np.cumsum([-(-column.nbytes // _ALIGNMENT) * _ALIGNMENT for column in columns]).tolist()
+    memory = np.zeros(max(ends[-1], _ALIGNMENT), np.uint8)
+    starts = [0, *ends[:-1]]
+    for start, column in zip(starts, columns, strict=True):
+        memory[start : start + column.nbytes] = column.view(np.uint8)
+    moved = to_device(memory, device)
+    return [
+        moved[start : start + column.nbytes].view(torch.from_numpy(column).dtype)
+        for start, column in zip(starts, columns, strict=True)
+    ]
