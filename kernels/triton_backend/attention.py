@@ -422,7 +422,7 @@ def attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, Hq, D] over the cache, which holds the step's keys already: [T, Hq, D] in q's dtype.
 
-    See AttentionOps.apply, and `Scores` for the last three. Rows and heads of q may lie apart. The cache's dtype may be any:
+    See AttentionOps, and `Scores` for the last three. Rows and heads of q may lie apart. The cache's dtype may be any:
     keys and values are brought to q's for the products. Rows behind the plan's last token, and sequences without keys,
     give zeros. Takes up to PARTIAL_BYTES of memory for as long as it runs.
     """

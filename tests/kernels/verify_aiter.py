@@ -52,6 +52,28 @@ CAPTURED = Shape(rows=8, seqs=8, blocks=16, max_seqlen_q=1, max_seqlen_k=1024)
 ROTATION = "aiter.ops.triton.fusions.fused_kv_cache:fused_qk_rope_reshape_and_cache"
 
 
+class Caches:
+    """Caches on the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def allocate(
+        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
+    ) -> DeviceKVCache:
+        return DeviceKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype, self._device)
+
+
+class Plans:
+    """Plans of steps, and no attention."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def plan(self, metadata: AttentionMetaData, cache: object, num_heads: int) -> StepPlan:
+        return step_plan.plan(metadata, self._device)
+
+
 class Nothing:
     """A back end that has only what AITER's needs of another: cache and plan."""
 
@@ -59,19 +81,12 @@ class Nothing:
     batch_invariant = False
     numerics: tuple[object, ...] = ()
     layout: tuple[object, ...] = ()
+    graphs = linear = elementwise = experts = latent_attention = sampling = None
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-
-    def allocate_kv(
-        self, spec: KVSpec, num_layers: int, num_blocks: int, block_size: int, dtype: torch.dtype
-    ) -> DeviceKVCache:
-        """See KernelBackend."""
-        return DeviceKVCache.allocate(spec, num_layers, num_blocks, block_size, dtype, self.device)
-
-    def plan_attention(self, metadata: AttentionMetaData, cache: object, num_heads: int) -> StepPlan:
-        """See KernelBackend."""
-        return step_plan.plan(metadata, self.device)
+        self.kv_cache = Caches(device)
+        self.attention = Plans(device)
 
 
 # AITER's result and the reference's.
