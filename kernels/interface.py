@@ -1,4 +1,4 @@
-"""What a kernel back end does: the operations of a decoder, the KV cache, attention and sampling.
+"""Interface of a kernel back end: the operations of a decoder, the KV cache, attention and sampling.
 
 A back end owns the layout of packed weights and of the KV cache; callers pass both back unopened. Shapes: T rows of a
 step (its tokens, then padding), S sequences, H hidden size, Hq query heads, Hkv key/value heads, D head size, I
@@ -48,7 +48,7 @@ class IndexSpec:
 
 @dataclass(frozen=True)
 class KVSpec:
-    """What one layer of the KV cache keeps of a token.
+    """KV cache of one token in one layer.
 
     Attributes:
         num_kv_heads: Hkv of this rank; 1 where there is an indexer.
@@ -71,7 +71,7 @@ class KVSpec:
 
 @dataclass
 class AttentionMetaData:
-    """What one step's attention needs.
+    """Inputs of one step's attention.
 
     Query row i of sequence s has the absolute position `seq_lens[s] - (cu_seqlens_q[s+1] - cu_seqlens_q[s]) + i`.
 
@@ -135,7 +135,7 @@ class SampleParams:
 
 @dataclass(frozen=True)
 class Routing:
-    """How a row chooses its experts by their logits.
+    """Routing of a row to its experts by their logits.
 
     Attributes:
         top_k: experts of a row.
@@ -164,7 +164,7 @@ class ClampedSwiglu:
 
 @dataclass(frozen=True)
 class QuantizedFormat:
-    """How a quantized weight is stored.
+    """Storage format of a quantized weight.
 
     Attributes:
         numbers: dtype: int8, float8_e4m3fn or float8_e4m3fnuz; uint8 for MXFP4.
@@ -196,7 +196,7 @@ class QuantizedWeight:
 
     @property
     def format(self) -> QuantizedFormat:
-        """How it is stored."""
+        """Format in which it is stored."""
         return QuantizedFormat(self.numbers.dtype, self.quant_type)
 
     @property
@@ -227,7 +227,7 @@ class ExpertWeights:
 
 @dataclass(frozen=True)
 class PackedFormat:
-    """What numbers of 8 bits a packed weight has in place of the model's dtype.
+    """8-bit numbers of a packed weight, in place of the model's dtype.
 
     Attributes:
         dtype: int8, or FP8 as the device multiplies it.
@@ -391,7 +391,7 @@ class LinearOps(Protocol):
         ...
 
     def argmax(self, x: torch.Tensor, packed: PackedLinear, limit: int) -> torch.Tensor:
-        """Of each row of `apply` the column of the largest number among the first `limit`, the first of equals: [T].
+        """Column of the largest number among the first `limit` in each row of `apply`, the first of equals: [T].
 
         NaN counts as the lowest; NO_TOKEN where the largest number is not finite.
         """
@@ -568,7 +568,7 @@ class SamplingOps(Protocol):
     """From logits to tokens on the host."""
 
     def argmax(self, logits: torch.Tensor, limit: int) -> torch.Tensor:
-        """Of each row of logits [S, V] what `LinearOps.argmax` gives of a product's: int64 [S]."""
+        """Column of the largest of each row of logits [S, V], as `LinearOps.argmax` of a product: int64 [S]."""
         ...
 
     def fetch(self, ids: torch.Tensor) -> Callable[[], list[int]]:
@@ -628,14 +628,15 @@ class KernelBackend(Protocol):
 
     @property
     def numerics(self) -> tuple[object, ...]:
-        """What a row's bits depend on besides the model: libraries, instruction set, threads where they matter.
+        """Everything that a row's bits depend on besides the model: libraries, instruction set, threads where they
+        matter.
 
         Known when a model has been built with the back end. Its text is part of the numerics class.
         """
         ...
 
     def join_ranks(self, ranks: Ranks) -> RankSums | None:
-        """What adds up over the ranks; None leaves it to the caller. All ranks must call it, and get the same."""
+        """Sums over the ranks; None leaves them to the caller. All ranks must call it, and get the same."""
         ...
 
     def adopt(self, packed: Any) -> None:
@@ -643,18 +644,18 @@ class KernelBackend(Protocol):
         ...
 
     def is_fast(self, dtype: torch.dtype) -> bool:
-        """Whether a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
+        """True if a model in `dtype` is no slower than in float32 here; if not, `--dtype auto` does not take it."""
         ...
 
     def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
-        """What weights of a model in `dtype` are packed as for `name`: `int8`, `fp8`, `w8a8_int8` or `w8a8_fp8`.
+        """Packed format of a model's weights in `dtype` for `name`: `int8`, `fp8`, `w8a8_int8` or `w8a8_fp8`.
 
         None where that can not be. FP8 is E4M3, in the form that the device multiplies.
         """
         ...
 
     def keeps_quantized(self, stored: QuantizedFormat, dtype: torch.dtype) -> bool:
-        """Whether products of a model in `dtype` multiply weights of that format as they are.
+        """True if products of a model in `dtype` multiply weights of that format as they are.
 
         If not, they are best given as floats: a QuantizedWeight of it is dequantized when it is packed.
         """

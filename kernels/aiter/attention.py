@@ -27,7 +27,7 @@ _LATENT_HEADS: Final = 16
 
 
 class StoredScale:
-    """What AITER multiplies numbers of a cache in FP8 by: 1, since they are stored as they are.
+    """Factor that AITER multiplies numbers of a cache in FP8 by: 1, since they are stored as they are.
 
     Attributes:
         fp8: the FP8 of the architecture.

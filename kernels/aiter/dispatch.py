@@ -1,4 +1,4 @@
-"""Which operations are AITER's: what it has, in which version, and for which numbers."""
+"""Choice of the operations that are AITER's: what it has, in which version, and for which numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SINCE: Final = {
 
 @dataclass(frozen=True)
 class Operation:
-    """What AITER has for an operation of ours.
+    """AITER's counterpart of an operation of ours.
 
     Attributes:
         functions: that it calls.
@@ -75,7 +75,7 @@ OPERATIONS: Final = {
 
 
 class Choices:
-    """Which operations AITER does.
+    """Choice of the operations that AITER does.
 
     Args:
         library: what there is of it.
@@ -90,7 +90,7 @@ class Choices:
         self._logged: set[tuple[str, str | None]] = set()
 
     def takes(self, operation: str, refusal: Callable[..., str | None], *facts: Hashable) -> bool:
-        """Whether AITER does an operation on numbers of that kind; the same answer whenever it is asked again.
+        """True if AITER does an operation on numbers of that kind; the same answer whenever it is asked again.
 
         Args:
             operation: one of OPERATIONS.

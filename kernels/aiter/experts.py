@@ -152,7 +152,7 @@ class AiterExpertOps(ExpertOps):
         return self._stacked(first, (self._pack_expert(each, dtype, packed_format) for each in experts))
 
     def _stacked(self, first: int, experts: Iterable[tuple[torch.Tensor | None, ...]]) -> AiterExperts:
-        """Of each expert its two weights, each followed by its scales."""
+        """Two weights of each expert, each followed by its scales."""
         pairs = list(experts)
         gate_up, gate_up_scale, down, down_scale = (_stacked(parts) for parts in zip(*pairs, strict=True))
         assert gate_up is not None

@@ -1,4 +1,4 @@
-"""What the native kernels leave to PyTorch's: by dtype alone, so that it never changes between two steps of a model."""
+"""PyTorch's kernels behind the native ones: which serve follows from dtypes alone, so never from a step."""
 
 from __future__ import annotations
 

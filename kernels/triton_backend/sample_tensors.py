@@ -51,7 +51,7 @@ class DeviceRows:
 
 @dataclass(frozen=True)
 class SampleTensors:
-    """What `sample` needs besides the logits of S rows: tensors on the device, and what the host knows of them.
+    """Inputs of `sample` besides the logits of S rows: tensors on the device, and what the host knows of them.
 
     Attributes:
         rows: parameters.
