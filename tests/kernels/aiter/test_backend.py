@@ -453,14 +453,14 @@ def test_moe(library: AiterLibrary, first: int, quantized: bool, expert_parallel
 @pytest.mark.parametrize(
     ("asked", "reason"),
     [
-        (lambda b: b.rms_norm(draw(2, 8, dtype=torch.float32), torch.ones(8), 1e-6), "not float32"),
-        (lambda b: b.pack_linear(draw(8, 8), None, torch.float32), "not float32"),
-        (lambda b: b.pack_experts(experts(2, 24, 16), 0, None, torch.bfloat16), "16 x 32, not 32 x 24"),
-        (lambda b: b.pack_experts(experts(2, 64, 32), 0, ClampedSwiglu(1.7, 7.0), torch.bfloat16), "without biases"),
-        (lambda b: b.route(draw(2, 8, dtype=torch.float32), Routing(2, "sigmoid")), "has a correction"),
-        (lambda b: b.route(*sigmoid(num_groups=3)), "not 3 of 12 experts"),
-        (lambda b: b.route(*sigmoid(renormalize=False)), "that are renormalized"),
-        (lambda b: b.route(draw(2, 8, dtype=torch.float32), Routing(2, num_groups=4)), "has other groups"),
+        (lambda b: b.elementwise.rms_norm(draw(2, 8, dtype=torch.float32), torch.ones(8), 1e-6), "not float32"),
+        (lambda b: b.linear.pack(draw(8, 8), None, torch.float32), "not float32"),
+        (lambda b: b.experts.pack(experts(2, 24, 16), 0, None, torch.bfloat16), "16 x 32, not 32 x 24"),
+        (lambda b: b.experts.pack(experts(2, 64, 32), 0, ClampedSwiglu(1.7, 7.0), torch.bfloat16), "without biases"),
+        (lambda b: b.experts.route(draw(2, 8, dtype=torch.float32), Routing(2, "sigmoid")), "has a correction"),
+        (lambda b: b.experts.route(*sigmoid(num_groups=3)), "not 3 of 12 experts"),
+        (lambda b: b.experts.route(*sigmoid(renormalize=False)), "that are renormalized"),
+        (lambda b: b.experts.route(draw(2, 8, dtype=torch.float32), Routing(2, num_groups=4)), "has other groups"),
     ],
 )
 def test_what_aiter_does_not_do(library: AiterLibrary, asked: Any, reason: str) -> None:

@@ -11,6 +11,7 @@ from kernels.select import select_backend
 from kernels.triton_backend import elementwise, target
 from kernels.triton_backend.backend import TritonBackend
 from kernels.triton_backend.launch import launch
+from tests.kernels.triton_backend.targets import backend_for
 from worker.config.model_config import ModelError
 from worker.model.dtypes import resolve_packed_format
 
@@ -56,17 +57,14 @@ def test_what_cpus_do_not_pack_is_refused(kernels: str, name: str) -> None:
 
 def test_an_unknown_gpu_has_its_own_name() -> None:
     """Which files of packed weights and the numerics class are keyed by."""
-    of = target.of
-    backends = [TritonBackend() for _ in range(3)]
     gpus = [GPUTarget("hip", "gfx942", 64), GPUTarget("hip", "gfx90a", 64), GPUTarget("cuda", 80, 32)]
-    for backend, gpu in zip(backends, gpus, strict=True):
-        backend.settings = target.Settings(of(gpu))
+    backends = [backend_for(target.of(gpu)) for gpu in gpus]
     assert [backend.settings.target.name for backend in backends] == ["gfx942", "gfx90a", "sm_80"]
     assert len({backend.numerics for backend in backends}) == len({backend.layout for backend in backends}) == 3
     known, other, ampere = (backend.settings.target for backend in backends)
     assert known is target.TARGETS["gfx942"]
     assert (other.is_amd, other.shared_bytes, other.has_fp8) == (True, known.shared_bytes, False)
-    assert (ampere.is_amd, ampere.has_fp8, of(GPUTarget("cuda", 89, 32)).has_fp8) == (False, False, True)
+    assert (ampere.is_amd, ampere.has_fp8, target.of(GPUTarget("cuda", 89, 32)).has_fp8) == (False, False, True)
 
 
 def test_tokens_come_to_the_host_in_order() -> None:

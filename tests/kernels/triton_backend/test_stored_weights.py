@@ -14,6 +14,7 @@ from kernels.triton_backend import experts, packed_weight
 from kernels.triton_backend.backend import TritonBackend
 from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
 from tests.kernels.row_alone import multiply_rows_alone
+from tests.kernels.triton_backend.targets import backend_for
 from tests.quantizers import SCHEMES
 from tests.stored_weights import quantized_weight
 from tests.unit.kernels.moe_reference import reference_moe
@@ -28,9 +29,7 @@ def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def backend_of(fp8: torch.dtype, batch_invariant: bool = True) -> TritonBackend:
-    backend = TritonBackend(batch_invariant)
-    backend.settings = Settings(replace(TARGETS[INTERPRETER], fp8=fp8), batch_invariant)
-    return backend
+    return backend_for(replace(TARGETS[INTERPRETER], fp8=fp8), batch_invariant)
 
 
 @pytest.mark.parametrize(("scheme", "fp8"), [(scheme, FN) for scheme in KEPT] + [("deepseek", FNUZ)])
@@ -56,11 +55,10 @@ def test_what_can_not_stay_is_dequantized() -> None:
     as_int8 = ours.linear.pack(stored, None, torch.float32, PackedFormat(torch.int8))
     assert torch.equal(as_int8.numbers, ours.linear.pack(worth, None, torch.float32, PackedFormat(torch.int8)).numbers)
     assert not ours.keeps_quantized(QuantizedFormat(FN, "per_token"), torch.float64)
-    old = Settings(replace(TARGETS[INTERPRETER], has_fp8=False))
-    assert not packed_weight.keeps(QuantizedFormat(FN, "per_128x128"), torch.bfloat16, old.target)
-    assert packed_weight.keeps(QuantizedFormat(torch.int8, "per_128x128"), torch.bfloat16, old.target)
-    ours.settings = old
-    assert ours.packed_format("fp8", torch.float32) is None
+    old = replace(TARGETS[INTERPRETER], has_fp8=False)
+    assert not packed_weight.keeps(QuantizedFormat(FN, "per_128x128"), torch.bfloat16, old)
+    assert packed_weight.keeps(QuantizedFormat(torch.int8, "per_128x128"), torch.bfloat16, old)
+    assert backend_for(old).packed_format("fp8", torch.float32) is None
 
 
 def stored_experts(scheme: str, bias: bool, inner: int = INNER) -> tuple[list[ExpertWeights], list[ExpertWeights]]:

@@ -9,9 +9,10 @@ import torch
 
 from kernels.triton_backend import elementwise
 from kernels.triton_backend.backend import TritonBackend
-from kernels.triton_backend.target import INTERPRETER, TARGETS, Settings
+from kernels.triton_backend.target import INTERPRETER, TARGETS
 from tests.kernels import verify_triton
 from tests.kernels.row_alone import multiply_rows_alone
+from tests.kernels.triton_backend.targets import backend_for
 from tests.kernels.verify_triton import BitVerifier, StoredVerifier
 
 
@@ -55,8 +56,7 @@ def test_formats_that_a_gpu_has_not_are_skipped_and_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Else bfloat16 would be verified under their names."""
-    backend = TritonBackend()
-    backend.settings = Settings(replace(TARGETS[INTERPRETER], has_fp8=False))
+    backend = backend_for(replace(TARGETS[INTERPRETER], has_fp8=False))
     monkeypatch.setattr(verify_triton, "select_backend", lambda _: backend)
     assert verify_triton.main(["no such check"]) == 0
     lines = capsys.readouterr().out.splitlines()
