@@ -58,7 +58,7 @@ class Sampler:
 
     def __init__(self, kernels: KernelBackend, eos_token_ids: frozenset[int], *, fetches: bool) -> None:
         self._sampling = kernels.sampling
-        self._device = kernels.device
+        self._kernels = kernels
         self._eos_token_ids = eos_token_ids
         self._fetches = fetches
         self._seen = SeenTokens()
@@ -67,7 +67,7 @@ class Sampler:
 
     def no_ids(self) -> torch.Tensor:
         """int64 [0]: the tokens of a step without final rows."""
-        return torch.zeros(0, dtype=torch.int64, device=self._device)
+        return torch.zeros(0, dtype=torch.int64, device=self._kernels.device)
 
     def keep(self, seq_ids: list[int], ids: torch.Tensor) -> SampledTokens:
         """Notes what a step has sampled, for the next one."""
@@ -86,7 +86,7 @@ class Sampler:
         late = batch.late_rows
         if late:
             places = np.array([self.last.place[batch.req_ids[i]] for i in late], np.int64)
-            rows, places_there = to_device(np.stack((starts[late], places)), self._device)
+            rows, places_there = to_device(np.stack((starts[late], places)), self._kernels.device)
             # NO_TOKEN has no embedding: its sequence ends, and what this step computes of it is for nobody.
             token_ids.index_copy_(0, rows, self.last.ids.index_select(0, places_there).clamp(min=0))
         return token_ids
@@ -112,7 +112,7 @@ class Sampler:
 
     def _newest(self, places: list[int]) -> torch.Tensor:
         """int64 [R], on the device: the last step's tokens at these places, NO_TOKEN where there is no place."""
-        there = to_device(np.array(places, np.int64), self._device)
+        there = to_device(np.array(places, np.int64), self._kernels.device)
         return torch.where(there < 0, NO_TOKEN, self.last.ids.index_select(0, there.clamp(min=0)))
 
     @torch.inference_mode()
