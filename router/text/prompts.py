@@ -34,7 +34,7 @@ from common.limits import MAX_TEXT_ANSWER_BYTES, MAX_UNCUT_TEXT_BYTES, TOKENIZE_
 from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, check_text_ids
 from router.model_registry import ServedModel
 from router.scheduling.admission import QUEUE_RETRY_S
-from router.text.text_queue import Lane, TextJob, TextQueue
+from router.text.text_queue import TextJob, TextPool, TextQueue
 from router.validation import check_prompt_length, check_roles, check_token_ids, template_arguments
 
 T = TypeVar("T")
@@ -89,11 +89,11 @@ class PromptEncoder:
 
     def __init__(self, queue: TextQueue | None = None) -> None:
         self._threads = {
-            Lane.SHORT: ThreadPoolExecutor(TOKENIZE_THREADS, "text"),
-            Lane.LONG: ThreadPoolExecutor(TOKENIZE_THREADS, "long-text", initializer=yield_to_loop),
+            TextPool.SHORT: ThreadPoolExecutor(TOKENIZE_THREADS, "text"),
+            TextPool.LONG: ThreadPoolExecutor(TOKENIZE_THREADS, "long-text", initializer=yield_to_loop),
         }
         self._queue = TextQueue() if queue is None else queue
-        self._running = dict.fromkeys(Lane, 0)
+        self._running = dict.fromkeys(TextPool, 0)
         self._closed = False
 
     def __len__(self) -> int:
@@ -129,7 +129,7 @@ class PromptEncoder:
             text, size = request.text, request.ByteSize()
             if size > LONG_TEXT:
                 # With the short texts: whoever sends too much is told at once.
-                await self._run(_check_fewest("text", tokenizer, text, model), size, tenant, Lane.SHORT)
+                await self._run(_check_fewest("text", tokenizer, text, model), size, tenant, TextPool.SHORT)
             return await self._run(_text_prompt("text", tokenizer, text, model, cache_salt), size, tenant)
         ids = request.token_ids.ids
         check_prompt_length("token_ids.ids", len(ids), model.max_model_len)
@@ -186,33 +186,33 @@ class PromptEncoder:
 
         return await self._run(work(), _BYTES_PER_ID * len(token_ids), tenant)
 
-    async def _run(self, steps: Steps[T], size: int, tenant: str = "", lane: Lane | None = None) -> T:
+    async def _run(self, steps: Steps[T], size: int, tenant: str = "", pool: TextPool | None = None) -> T:
         """Runs `steps`, which hold `size` bytes, in threads; a caller that is cancelled ends them."""
         result: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        job = _Job(tenant, size, lane or (Lane.LONG if size > LONG_TEXT else Lane.SHORT), steps, result)
+        job = _Job(tenant, size, pool or (TextPool.LONG if size > LONG_TEXT else TextPool.SHORT), steps, result)
         for out in self._queue.add(job):
             assert isinstance(out, _Job)
             out.result.set_exception(QueueFullError(len(self._queue), QUEUE_RETRY_S))
-        self._dispatch(job.lane)
+        self._dispatch(job.pool)
         try:
             return await result
         finally:
             # What runs comes back by itself.
             self._queue.abandon(job)
 
-    def _dispatch(self, lane: Lane) -> None:
+    def _dispatch(self, pool: TextPool) -> None:
         """Gives idle threads work."""
-        while self._running[lane] < TOKENIZE_THREADS and not self._closed:
-            job = self._queue.next(lane)
+        while self._running[pool] < TOKENIZE_THREADS and not self._closed:
+            job = self._queue.next(pool)
             if job is None:
                 return
             assert isinstance(job, _Job)
-            self._running[lane] += 1
-            done = asyncio.get_running_loop().run_in_executor(self._threads[lane], _step, job.steps)
+            self._running[pool] += 1
+            done = asyncio.get_running_loop().run_in_executor(self._threads[pool], _step, job.steps)
             done.add_done_callback(functools.partial(self._stepped, job))
 
     def _stepped(self, job: _Job, done: asyncio.Future[tuple[bool, Any]]) -> None:
-        self._running[job.lane] -= 1
+        self._running[job.pool] -= 1
         if done.cancelled() or job.result.done():
             # Its caller has gone.
             done.cancelled() or done.exception()
@@ -226,7 +226,7 @@ class PromptEncoder:
             job.result.set_result(done.result()[1])
         else:
             self._queue.again(job)
-        self._dispatch(job.lane)
+        self._dispatch(job.pool)
 
 
 def _step(steps: Steps[T]) -> tuple[bool, T | None]:

@@ -3,9 +3,9 @@
 Pure. A job runs in steps, each a bounded amount of work, and comes back after each. Start-time fair queueing, one step
 being one unit of service. Invariants:
   * The jobs here, those that run too, have at most `most_bytes` bytes and are at most `most_jobs`.
-  * Within a lane and tenant, jobs end their steps in the order in which they came: one runs to its end before the next
+  * Within a pool and tenant, jobs end their steps in the order in which they came: one runs to its end before the next
     begins, unless threads are idle.
-  * Of two tenants that both wait throughout in a lane, neither gets ahead of the other by more than one step each.
+  * Of two tenants that both wait throughout in a pool, neither gets ahead of the other by more than one step each.
   * A tenant that fills the queue refuses itself: for others the newest jobs of the tenant that holds most make room.
 """
 
@@ -23,7 +23,7 @@ from router.scheduling.admission import QUEUE_RETRY_S
 _SPARE = 8
 
 
-class Lane(Enum):
+class TextPool(Enum):
     """Threads that run a job."""
 
     SHORT = "short"
@@ -37,16 +37,16 @@ class TextJob:
     Attributes:
         tenant: who pays for it; "" for nobody in particular.
         size: bytes that it holds.
-        lane: which threads run it.
+        pool: which threads run it.
     """
 
     tenant: str
     size: int
-    lane: Lane
+    pool: TextPool
 
 
 @dataclass(slots=True)
-class _LaneQueue:
+class _PoolQueue:
     virtual_time: float = 0.0
     starts: dict[str, float] = field(default_factory=dict)
     waiting: dict[str, deque[TextJob]] = field(default_factory=dict)
@@ -61,7 +61,7 @@ class _Tenant:
 
 
 class TextQueue:
-    """The jobs of all lanes, from their arrival to their end.
+    """The jobs of all pools, from their arrival to their end.
 
     Args:
         most_bytes: of all jobs together.
@@ -72,7 +72,7 @@ class TextQueue:
         self._most_bytes = most_bytes
         self._most_jobs = most_jobs
         self._weights: Mapping[str, float] = {}
-        self._lanes = {lane: _LaneQueue() for lane in Lane}
+        self._pools = {pool: _PoolQueue() for pool in TextPool}
         self._tenants: dict[str, _Tenant] = {}
         self._count = 0
         self.bytes = 0
@@ -110,9 +110,9 @@ class TextQueue:
         self._wait(job, first=False)
         return made_room
 
-    def next(self, lane: Lane) -> TextJob | None:
+    def next(self, pool: TextPool) -> TextJob | None:
         """Takes out the job that runs next, and charges its tenant with a step; None when none waits."""
-        queue = self._lanes[lane]
+        queue = self._pools[pool]
         if not queue.waiting:
             return None
         tenant = min(queue.waiting, key=queue.starts.__getitem__)
@@ -144,11 +144,11 @@ class TextQueue:
             del self._tenants[job.tenant]
         self._count -= 1
         self.bytes -= job.size
-        for queue in self._lanes.values():
+        for queue in self._pools.values():
             self._forget(queue)
 
     def _wait(self, job: TextJob, *, first: bool) -> None:
-        queue = self._lanes[job.lane]
+        queue = self._pools[job.pool]
         if job.tenant not in queue.waiting:
             # Nobody saves up service while he asks for none.
             queue.starts[job.tenant] = max(queue.starts.get(job.tenant, 0.0), queue.virtual_time)
@@ -159,15 +159,15 @@ class TextQueue:
             queue.waiting[job.tenant].append(job)
 
     def _waits(self, job: TextJob) -> bool:
-        return job in self._lanes[job.lane].waiting.get(job.tenant, ())
+        return job in self._pools[job.pool].waiting.get(job.tenant, ())
 
     def _unwait(self, job: TextJob) -> None:
-        queue = self._lanes[job.lane]
+        queue = self._pools[job.pool]
         queue.waiting[job.tenant].remove(job)
         if not queue.waiting[job.tenant]:
             del queue.waiting[job.tenant]
 
-    def _forget(self, queue: _LaneQueue) -> None:
+    def _forget(self, queue: _PoolQueue) -> None:
         """Drops what tenants without any job have had, when there are more of them than of the others."""
         if len(queue.starts) > 2 * len(self._tenants) + _SPARE:
             queue.starts = {tenant: start for tenant, start in queue.starts.items() if tenant in self._tenants}
@@ -181,7 +181,7 @@ class TextQueue:
         for tenant in sorted(held, key=held.__getitem__, reverse=True):
             if held[tenant] <= more_than:
                 return None
-            waiting = {job for queue in self._lanes.values() for job in queue.waiting.get(tenant, ())}.difference(gone)
+            waiting = {job for queue in self._pools.values() for job in queue.waiting.get(tenant, ())}.difference(gone)
             newest = next((job for job in reversed(self._tenants[tenant].jobs) if job in waiting), None)
             if newest is not None:
                 return newest

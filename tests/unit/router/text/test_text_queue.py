@@ -9,18 +9,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.errors import QueueFullError
-from router.text.text_queue import Lane, TextJob, TextQueue
+from router.text.text_queue import TextJob, TextPool, TextQueue
 
 
-def job(tenant: str = "a", size: int = 1, lane: Lane = Lane.LONG) -> TextJob:
-    return TextJob(tenant, size, lane)
+def job(tenant: str = "a", size: int = 1, pool: TextPool = TextPool.LONG) -> TextJob:
+    return TextJob(tenant, size, pool)
 
 
 def run(queue: TextQueue, steps: int, needed: dict[TextJob, int]) -> Counter[str]:
     """Runs so many steps in one thread. Returns those of each tenant."""
     served: Counter[str] = Counter()
     for _ in range(steps):
-        chosen = queue.next(Lane.LONG)
+        chosen = queue.next(TextPool.LONG)
         if chosen is None:
             break
         served[chosen.tenant] += 1
@@ -73,7 +73,7 @@ def test_bytes_are_bounded_and_whoever_fills_the_queue_refuses_himself() -> None
     with pytest.raises(QueueFullError) as refused:
         queue.add(job("a", 20))
     assert refused.value.retry_after_s
-    assert queue.next(Lane.LONG) is mine[0]
+    assert queue.next(TextPool.LONG) is mine[0]
     # What runs stays; the newest goes first.
     assert queue.add(job("b", 30)) == [mine[4], mine[3]]
     assert queue.bytes == 90
@@ -87,13 +87,13 @@ def test_a_text_leaves_with_its_caller() -> None:
     jobs = [job(size=1000) for _ in range(300)]
     for each in jobs:
         queue.add(each)
-    running = queue.next(Lane.LONG)
+    running = queue.next(TextPool.LONG)
     for each in jobs:
         queue.abandon(each)
     assert running is jobs[0]
     assert (len(queue), queue.bytes) == (1, 1000)
     queue.end(running)
-    assert (len(queue), queue.bytes, queue.next(Lane.LONG)) == (0, 0, None)
+    assert (len(queue), queue.bytes, queue.next(TextPool.LONG)) == (0, 0, None)
 
 
 def test_a_job_that_is_refused_takes_nobodys_place() -> None:
@@ -123,14 +123,14 @@ def test_books_are_right_after_any_history(operations: list[tuple[str, str, int]
     waiting: list[TextJob] = []
     running: list[TextJob] = []
     for what, tenant, number in operations:
-        lane = list(Lane)[number % 2]
+        pool = list(TextPool)[number % 2]
         if what == "add":
             try:
-                out = queue.add(new := job(tenant, number, lane))
+                out = queue.add(new := job(tenant, number, pool))
             except QueueFullError:
                 out, new = [], None
             waiting = [each for each in [*waiting, *([new] if new else [])] if each not in out]
-        elif what == "next" and (chosen := queue.next(lane)) is not None:
+        elif what == "next" and (chosen := queue.next(pool)) is not None:
             waiting.remove(chosen)
             running.append(chosen)
         elif what == "again" and running:
@@ -142,8 +142,8 @@ def test_books_are_right_after_any_history(operations: list[tuple[str, str, int]
             queue.abandon(waiting.pop(number % len(waiting)))
         assert len(queue) == len(waiting) + len(running) <= 8
         assert queue.bytes == sum(each.size for each in [*waiting, *running]) <= 100
-    for lane in Lane:
-        while (chosen := queue.next(lane)) is not None:
+    for pool in TextPool:
+        while (chosen := queue.next(pool)) is not None:
             waiting.remove(chosen)
             running.append(chosen)
     assert not waiting
