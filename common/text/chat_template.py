@@ -11,15 +11,16 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MappingView
 from datetime import datetime
+from itertools import chain
 from typing import Any, Final, NoReturn
 
 import jinja2
 from jinja2 import pass_context
 from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import Concat, Const, ExprStmt, Filter, For, List, Node, Template
+from jinja2.nodes import Compare, Concat, Const, ExprStmt, Filter, For, List, Node, Template
 from jinja2.parser import Parser
 from jinja2.runtime import Context
 from jinja2.sandbox import ImmutableSandboxedEnvironment
@@ -173,6 +174,7 @@ def _said(error: Exception) -> str:
 _BOUNDS: Final = "fissile bounds"
 _IN_TIME: Final = "fissile in time"
 _JOINED: Final = "fissile joined"
+_WRITTEN: Final = "fissile written"
 _LARGE: Final = re.compile(r"\d{6}")
 
 
@@ -230,17 +232,45 @@ def _length(value: Any) -> int:
 
 def _size_of_format(text: str, *values: Any) -> int:
     widths = _LARGE.search(text) is not None or any(_is_large(value) for value in values)
-    return MAX_TEMPLATE_WORK if widths else len(text) + sum(map(_printed, values))
+    return MAX_TEMPLATE_WORK if widths else len(text) + _written_size(values)
 
 
-def _printed(value: Any) -> int:
-    return sum(map(_printed, value)) if isinstance(value, list | tuple) else _length(value)
+def _written_size(value: Any) -> int:
+    """Characters and entries of a value that is written out. What is in it twice counts twice: thirty lists, each twice
+    in the next one, are a thousand million entries. Looks at each container once."""
+    return _counted(value, {})
+
+
+def _counted(value: Any, known: dict[int, int]) -> int:
+    if not isinstance(value, _CONTAINERS):
+        return _length(value)
+    size = known.get(id(value))
+    if size is None:
+        size = known[id(value)] = 1 + sum(_counted(item, known) for item in _items(value))
+    return size
+
+
+def _items(value: Any) -> Iterable[Any]:
+    if isinstance(value, Namespace):
+        value = value._Namespace__attrs
+    return chain(value, value.values()) if isinstance(value, dict) else value
+
+
+# Whatever holds other values and is written, compared or hashed with them.
+_CONTAINERS: Final = (list, tuple, dict, set, frozenset, MappingView, Namespace)
+
+
+def _size_of_sum(values: Any, start: Any) -> int:
+    """At most so many entries are copied while lists are added up one by one; 0 for numbers."""
+    if not isinstance(values, list | tuple) or not isinstance(start, list | tuple | str):
+        return 0
+    return len(values) * (_length(start) + sum(map(_length, values)))
 
 
 def _is_large(value: Any) -> bool:
-    if isinstance(value, list | tuple):
-        return any(map(_is_large, value))
-    return isinstance(value, int) and abs(value) >= 10**5
+    """True if a number may be a width that is too large, by itself or in the values of a `%`."""
+    values = value if isinstance(value, list | tuple) else (value,)
+    return any(isinstance(each, int) and abs(each) >= 10**5 for each in values)
 
 
 def _size_of_text_call(name: str, text: str, values: tuple[Any, ...]) -> int:
@@ -301,6 +331,14 @@ class _Bounding(NodeTransformer):
         self.generic_visit(node)
         return Filter(List(node.nodes), _JOINED, [], [], None, None).set_lineno(node.lineno)
 
+    def visit_Compare(self, node: Compare) -> Compare:
+        """Bounds what is compared with another value than a constant."""
+        self.generic_visit(node)
+        if not any(isinstance(each, Const) for each in (node.expr, *(operand.expr for operand in node.ops))):
+            node.expr = Filter(node.expr, _WRITTEN, [], [], None, None)
+            node.expr.set_lineno(node.lineno)
+        return node
+
 
 @pass_context
 def _in_time(context: Context, value: Any) -> None:
@@ -308,7 +346,16 @@ def _in_time(context: Context, value: Any) -> None:
 
 
 @pass_context
+def _written_out(context: Context, value: Any) -> Any:
+    """A value that is about to be written, or compared."""
+    if isinstance(value, _CONTAINERS):
+        _bounds(context).make(_written_size(value))
+    return value
+
+
+@pass_context
 def _joined(context: Context, values: list[Any]) -> str:
+    _written_out(context, values)
     texts = [str(value) for value in values]
     _bounds(context).make(sum(map(len, texts)))
     return "".join(texts)
@@ -321,7 +368,12 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
     @pass_context
     def bounded(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         values = (*args, *kwargs.values())
-        if name == "join" and isinstance(value, list | tuple):
+        _written_out(context, value)
+        if name == "sum":
+            _bounds(context).make(_size_of_sum(value, kwargs.get("start", args[1] if len(args) > 1 else 0)))
+        elif name not in _GROWING_FILTERS:
+            pass
+        elif name == "join" and isinstance(value, list | tuple):
             separator = str(values[0]) if values else ""
             _bounds(context).make(_size_of_text_call(name, separator, (value,)))
         else:
@@ -334,6 +386,12 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 _GROWING_FILTERS: Final = ("center", "format", "indent", "join", "replace", "tojson", "wordwrap", "batch", "slice")
+# Those that write out, or compare, all that is in a value.
+_WRITING_FILTERS: Final = (
+    *("capitalize", "e", "escape", "forceescape", "lower", "pprint", "safe", "string", "striptags", "title", "trim"),
+    *("truncate", "upper", "urlencode", "urlize", "wordcount", "xmlattr"),
+    *("dictsort", "groupby", "max", "min", "sort", "sum", "unique"),
+)
 
 
 class _Generation(Extension):
@@ -397,11 +455,13 @@ def _tojson(
 
 
 def _compile(name: str, source: str) -> jinja2.Template:
-    environment = _Environment(trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols])
+    environment = _Environment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols], finalize=_written_out
+    )
     environment.filters["tojson"] = _tojson
-    for name_of_filter in _GROWING_FILTERS:
+    for name_of_filter in (*_GROWING_FILTERS, *_WRITING_FILTERS):
         environment.filters[name_of_filter] = _bounded_filter(name_of_filter, environment.filters[name_of_filter])
-    environment.filters |= {_IN_TIME: _in_time, _JOINED: _joined}
+    environment.filters |= {_IN_TIME: _in_time, _JOINED: _joined, _WRITTEN: _written_out}
     # Not in transformers' templates, and makes any amount of text.
     del environment.globals["lipsum"]
     environment.globals |= {

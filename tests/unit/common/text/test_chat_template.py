@@ -260,10 +260,44 @@ def test_no_step_of_a_template_takes_much_memory_or_time(source: str) -> None:
         tracemalloc.stop()
 
 
+# Thirty lists, each twice in the next one: little memory, and a thousand million entries when they are written.
+NESTED = "{% set n = namespace(a=['x'], b=['x']) %}{% for i in range(30) %}{% set n.a = [n.a, n.a] %}{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "{{ n.a }}",
+        "{{ n }}",
+        "{{ n.a ~ '' }}",
+        "{{ n.a | string }}",
+        "{{ n.a | tojson }}",
+        "{{ n.a | pprint }}",
+        "{{ n.a | upper }}",
+        "{{ [n.a] | join }}",
+        "{{ [n.a] | map('string') | list }}",
+        "{{ '%s' % [n.a] }}",
+        "{{ '{}'.format(n.a) }}",
+        "{{ {'a': n.a}.values() }}",
+        "{{ dict(a=n.a) }}",
+        "{% for i in range(30) %}{% set n.b = [n.b, n.b] %}{% endfor %}{{ n.a == n.b }}",
+        "{% for i in range(30) %}{% set n.b = [n.b, n.b] %}{% endfor %}{{ [n.a, n.b] | unique | list }}",
+        "{{ ([[1] * 9999] * 9999) | sum(start=[]) | length }}",
+    ],
+)
+def test_what_is_in_a_value_many_times_counts_each_time(source: str) -> None:
+    """M12: the bounds counted a list's own entries, and a thread wrote for minutes what was in them."""
+    start = time.monotonic()
+    with pytest.raises(TemplateInputError):
+        template(NESTED + source).render([{"role": "user", "content": "x"}])
+    assert time.monotonic() - start < 2 * limits.MAX_TEMPLATE_S
+
+
 def test_bounded_operators_and_filters_give_what_they_did() -> None:
     source = (
         "{{ 'a' ~ 1 ~ none ~ [2] }} {{ 2 ** 10 + 7 % 4 * 3 }} {{ 'ab' * 3 }} {{ '%s-%d' % ('x', 5) }} "
         "{{ [1] + [2] }} {{ 'x y' | replace('x', 'zz') }} {{ ['a', 'b'] | join(', ') }} {{ 'a\nb' | indent(2) }} "
+        "{{ [3, 1] | sort }} {{ [[1], [2]] | sum(start=[]) }} {{ [1, 2] | sum }} {{ [1] == [1] }} {{ {'a': [1]} }} "
         "{{ 'a'.center(3) }} {{ {'k': 1} | tojson(indent=1) }} {% for x in [1, 2] %}{{ loop.index }}{{ loop.last }}"
         "{{ loop.length }}{% else %}none{% endfor %} {{ '{:>4}'.format(7) }} {{ '%s!' | format('hi') }}"
     )
