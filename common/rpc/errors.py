@@ -7,6 +7,7 @@ the one that was sent. So every text in it is bounded here.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from typing import Any, Final, NoReturn
 
 import grpc
@@ -26,6 +27,7 @@ async def abort(
     trailing_metadata: Metadata = (),
     *,
     certain: bool = True,
+    behind: Awaitable[bool] | None = None,
 ) -> NoReturn:
     """Ends the RPC with the error's status and details.
 
@@ -34,6 +36,7 @@ async def abort(
         error: what goes to the client.
         trailing_metadata: sent beside the status.
         certain: False if gRPC may have ended the call before, with a status of its own.
+        behind: a write that may be under way, and has to end first; it gives False when the client has gone.
 
     Raises:
         grpc.aio.AbortError: nearly always; it must not be caught.
@@ -46,6 +49,8 @@ async def abort(
         record.close()
     status = rpc_status.to_status(bounded(error).to_status())
     metadata: Metadata = (*(status.trailing_metadata or ()), *trailing_metadata)
+    if behind is not None and not await behind:
+        raise asyncio.CancelledError
     try:
         await context.abort(status.code, status.details, metadata)
     except grpc.aio.AbortError:

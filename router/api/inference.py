@@ -82,6 +82,7 @@ class _Asked:
         request: as it came.
         request_id: the client's, or a minted one.
         encode: makes its prompt.
+        scope: of its call, which writes the first message.
         context: of its call.
         arrival: monotonic seconds.
         tenant: who it is for.
@@ -94,6 +95,7 @@ class _Asked:
     request: AnswerRequest
     request_id: str
     encode: _Encode
+    scope: RpcScope
     context: Context
     arrival: float
     tenant: str
@@ -238,10 +240,10 @@ class InferenceService(InferenceServiceServicer):
         def broken_off() -> grpc.StatusCode:
             return record.cancel(self._clock(), context.time_remaining())
 
-        call, record = RpcScope(self._tracing, context, kind.method, request_id, kind.operation), current_record()
+        scope, record = RpcScope(self._tracing, context, kind.method, request_id, kind.operation), current_record()
         record.model = request.model
         measured = self._metrics.request(kind.operation, self._clock, broken_off)
-        async with call as span, measured as measure:
+        async with scope as span, measured as measure:
             check_request_id(request_id)
             check()
             record.tenant = tenant = self._tenant(context)
@@ -251,7 +253,9 @@ class InferenceService(InferenceServiceServicer):
                 if not self._registry.knows(request.model):
                     with self._calls.interruptible():
                         await self._expected.wait_for_model(request.model)
-                asked = _Asked(request, request_id, encode, context, arrival, tenant, salt, priority, span, record)
+                asked = _Asked(
+                    request, request_id, encode, scope, context, arrival, tenant, salt, priority, span, record
+                )
                 await self._run(kind, asked, measure)
 
     async def _run(self, kind: _Kind, asked: _Asked, measure: RequestMeasure) -> None:
@@ -317,7 +321,7 @@ class InferenceService(InferenceServiceServicer):
 
     async def _send(self, kind: _Kind, stream: RequestStream, asked: _Asked, measure: RequestMeasure) -> None:
         """Writes parts as they come, as fast as the client reads; what comes meanwhile is merged."""
-        context = asked.context
+        write: Callable[[AnswerResponse], Awaitable[None]] = asked.scope.write_first
         # One message for all parts: gRPC has made bytes of it when `write` returns.
         message = kind.response(request_id=stream.request.request_id)
         while True:
@@ -326,10 +330,9 @@ class InferenceService(InferenceServiceServicer):
                 ttft_s = times_of(stream, self._clock()).ttft_s or 0.0
                 asked.span.first_token(ttft_s)
                 measure.first_token(ttft_s)
-                # By itself: with the first message it would be on its way as long as that, and no status could follow.
-                await stream.written(context.send_initial_metadata(()))
             fill_response(message, part, stream, self._clock)
-            await stream.written(context.write(message))
+            await stream.written(write(message))
+            write = asked.context.write
             stream.written_tokens = stream.assembly.taken
             if part.ending is not None:
                 asked.record.finish = finish_name(part.ending)

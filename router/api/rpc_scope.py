@@ -60,6 +60,7 @@ class RpcScope:
         self._span = tracing.request_span(name, metadata, operation=operation, peer=context.peer())
         self._record.trace_id = self._span.trace_id
         self._trailing = ((REQUEST_ID, in_metadata), *self._span.trailing_metadata())
+        self._first_write: asyncio.Future[bool] | None = None
 
     async def __aenter__(self) -> RequestSpan:
         """Begins the call."""
@@ -83,6 +84,28 @@ class RpcScope:
             self._span.__exit__(kind, error, traceback)
             current_request_id.set("")
 
+    async def write_first(self, message: object) -> None:
+        """Writes the first message, and with it the initial metadata.
+
+        Who waits may be cancelled: the write goes on, and the call's status is sent behind it. gRPC sends no status
+        over a first write that was given up, and initial metadata sent by itself costs four times as much as this.
+
+        Raises:
+            asyncio.CancelledError: the client has gone.
+        """
+        self._first_write = asyncio.ensure_future(_goes_out(self._context, message))
+        if not await asyncio.shield(self._first_write):
+            raise asyncio.CancelledError
+
     async def _refuse(self, error: ApiError) -> None:
         self._span.fail(error)
-        await abort(self._context, error, self._trailing)
+        await abort(self._context, error, self._trailing, behind=self._first_write)
+
+
+async def _goes_out(context: Context, message: object) -> bool:
+    """False when the client goes while the message waits for it."""
+    try:
+        await context.write(message)
+    except grpc.aio.InternalError:
+        return False
+    return True

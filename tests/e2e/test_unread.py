@@ -11,7 +11,7 @@ import pytest
 from tests.chaos.raw_http2 import Outcome, RawClient, _note, frame
 from tests.chaos.support import log_entries, until
 from tests.e2e.service import Service, running_service
-from tests.e2e.simulated import OPTIONS, request, simulated_model
+from tests.e2e.simulated import OPTIONS, outcome, request, simulated_model
 
 CALLS = 20
 
@@ -70,3 +70,18 @@ def test_a_client_that_is_dropped_before_its_first_message_went_out_is_told_so(s
     outcomes = client.read()
     client.close()
     assert [outcome.code for outcome in outcomes] == [grpc.StatusCode.RESOURCE_EXHAUSTED] * CALLS
+
+
+def test_clients_that_are_dropped_and_go_without_having_read_leave_no_traceback(service: Service) -> None:
+    """X4: the first message of a dropped client is still under way, and fails when the connection closes."""
+    before = num_dropped(service)
+    client = Unread(service.router.address)
+    for i in range(CALLS):
+        client.begin("/fissile.v1.InferenceService/Generate", request(1000 + i, 1000).SerializeToString())
+    until(lambda: num_dropped(service) == before + CALLS, within_s=60, what="streams that were dropped")
+    client.close()
+    service.wait_idle()
+    assert outcome(service.stub, 2000, 4) == (grpc.StatusCode.OK, 4)
+    log = service.router.log.read_text()
+    assert "Traceback" not in log
+    assert "never retrieved" not in log
