@@ -83,12 +83,12 @@ def build_engine(
 def _here(options: EngineOptions, progress: Progress, clock: Callable[[], float]) -> BuiltEngine:
     progress.stage("loading PyTorch")
     # A simulated worker, and one whose ranks hold the model, runs where PyTorch is not installed.
-    from worker.model.runner_setup import describe, launched_ahead, load_runner  # noqa: PLC0415
+    from worker.model.runner_setup import describe, load_runner, make_executor  # noqa: PLC0415
 
     config, runner = load_runner(
         options.config, options.model_config, options.threads, progress, takes_memory=options.takes_memory
     )
-    config, executor = launched_ahead(config, runner, clock)
+    config, executor = make_executor(config, runner, clock)
     return BuiltEngine(EngineCore(config, runner, clock, executor), lambda: describe(runner))
 
 

@@ -25,7 +25,7 @@ from worker.engine.core import EngineCore
 from worker.engine.outputs import RequestOutput
 from worker.engine.sequence import Sequence
 from worker.garbage import Collector
-from worker.session import engine_loop
+from worker.session import engine_thread
 from worker.session.engine_loop import EngineLoop
 from worker.simulation.cost_model import FixedCost
 from worker.simulation.runner import SimulatedRunner
@@ -178,7 +178,7 @@ def main(seconds: float) -> None:
     runs: dict[str, list[Measured]] = {name: [] for name in modes}
     for _ in range(3):
         for name, mode in modes.items():
-            engine_loop.Collector = mode  # type: ignore[attr-defined]
+            engine_thread.Collector = mode  # type: ignore[attr-defined]
             runs[name].append(asyncio.run(measure(seconds)))
     for name, measured in runs.items():
         print(report(name, measured, seconds))

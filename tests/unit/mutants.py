@@ -115,7 +115,7 @@ MUTANTS = [
     Mutant("t11", Scheduler, "_open_gate", "while self.gated:", "if self.gated:"),
     Mutant("t12", PrefillMeter, "note", "batch.total_tokens_num_prefill == 0", "False"),
     Mutant("t13", Inbox, "_draft", "record.more, now, deadline", "record.more, now + 10.0, deadline"),
-    Mutant("t14", Scheduler, "add_group", "enter(seq, self.waiting)", "enter(seq, self.gated)"),
+    Mutant("t14", Scheduler, "add_group", "is_gated=False", "is_gated=True"),
     Mutant("t14", Lifecycle, "end", "(self.waiting if seq in self.waiting else self.gated).remove(seq)", "pass"),
     Mutant(
         "t15",

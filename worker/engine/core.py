@@ -121,8 +121,8 @@ class EngineCore:
         Raises:
             ApiError: it can not be run; it has not been taken.
         """
-        if self.scheduler.add(seq):
-            self._deadlines.add(seq)
+        self.validate(seq)
+        self.enter([seq], is_gated=True)
 
     def add_group(self, seqs: Iterable[Sequence]) -> None:
         """Takes sequences released together by a router's gate, all or none, so that they share a prefill.
@@ -130,8 +130,16 @@ class EngineCore:
         Raises:
             ApiError: one can not be run; none has been taken.
         """
-        for seq in self.scheduler.add_group(seqs):
-            self._deadlines.add(seq)
+        group = list(seqs)
+        for seq in group:
+            self.validate(seq)
+        self.enter(group, is_gated=False)
+
+    def enter(self, seqs: Iterable[Sequence], *, is_gated: bool) -> None:
+        """Takes sequences that `validate` has passed."""
+        for seq in seqs:
+            if self.scheduler.enter(seq, is_gated=is_gated):
+                self._deadlines.add(seq)
 
     def abort(self, seq_id: int) -> bool:
         """Ends a sequence and frees its blocks at once. False when it is not live, so that repeating does no harm.

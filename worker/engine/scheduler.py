@@ -111,7 +111,7 @@ class Scheduler:
             ApiError: see `validate`; nothing has changed.
         """
         self.validate(seq)
-        return self.lifecycle.enter(seq, self.gated)
+        return self.enter(seq, is_gated=True)
 
     def add_group(self, seqs: Iterable[Sequence]) -> list[Sequence]:
         """Takes sequences that a router's gate has released together: all or none, past the gate, into `waiting`.
@@ -125,7 +125,11 @@ class Scheduler:
         group = list(seqs)
         for seq in group:
             self.validate(seq)
-        return [seq for seq in group if self.lifecycle.enter(seq, self.waiting)]
+        return [seq for seq in group if self.enter(seq, is_gated=False)]
+
+    def enter(self, seq: Sequence, *, is_gated: bool) -> bool:
+        """Takes a sequence that `validate` has passed: `add` and `add_group` without the checks."""
+        return self.lifecycle.enter(seq, self.gated if is_gated else self.waiting)
 
     def abort(self, seq_id: int, *, now: float, reason: EndReason = EndReason.CANCELLED, message: str = "") -> bool:
         """Ends a sequence at once, wherever it is, and frees its blocks. False when the id is not live: idempotent."""

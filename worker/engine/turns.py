@@ -118,7 +118,7 @@ class EngineTurns:
                 case Submit(receipt, seqs):
                     if receipt is not None:
                         seen.append(receipt)
-                    outputs += self._submit(seqs, gated=receipt is None)
+                    outputs += self._submit(seqs, is_gated=receipt is None)
                 case Cancel(seq_ids):
                     for seq_id in seq_ids:
                         self.core.abort(seq_id)
@@ -156,7 +156,7 @@ class EngineTurns:
             ended={reason.name.lower(): count for reason, count in totals.ended.items()},
         )
 
-    def _submit(self, seqs: Many[Sequence], *, gated: bool) -> list[RequestOutput]:
+    def _submit(self, seqs: Many[Sequence], *, is_gated: bool) -> list[RequestOutput]:
         """Gives the engine those that it can run; the outputs end the others."""
         refused: list[RequestOutput] = []
         accepted: list[Sequence] = []
@@ -167,11 +167,7 @@ class EngineTurns:
                 refused.append(self._refuse(seq, str(error)))
             else:
                 accepted.append(seq)
-        if gated:
-            for seq in accepted:
-                self.core.add_request(seq)
-        else:
-            self.core.add_group(accepted)
+        self.core.enter(accepted, is_gated=is_gated)
         return refused
 
     def _refuse(self, seq: Sequence, message: str) -> RequestOutput:

@@ -43,7 +43,7 @@ def load_runner(
         torch.set_num_threads(threads)
     progress.stage("loading weights")
     runner = ModelRunner(config, model_config, progress.bytes)
-    config = sized(config, runner)
+    config = size_kv_pool(config, runner)
     progress.stage("taking memory for the KV cache")
     allocate(runner, config.num_kvcache_blocks)
     if takes_memory:
@@ -66,7 +66,7 @@ def describe(runner: ModelRunner) -> dict[str, str]:
     }
 
 
-def sized(config: Config, runner: ModelRunner) -> Config:
+def size_kv_pool(config: Config, runner: ModelRunner) -> Config:
     """`config` with the KV pool's size and the models' length (`with_pool`), by the memory of the runner's device.
 
     Raises:
@@ -84,7 +84,7 @@ def sized(config: Config, runner: ModelRunner) -> Config:
     return with_pool(config, model_len, runner.num_blocks_for, free_bytes)
 
 
-def launched_ahead(
+def make_executor(
     config: Config, runner: ModelRunner, clock: Callable[[], float] = time.monotonic
 ) -> tuple[Config, Executor | None]:
     """An engine's config and executor; on a GPU each step is launched before the one before it has ended."""
@@ -93,7 +93,7 @@ def launched_ahead(
     return replace(config, deferred_output=True), PipelinedExecutor(runner.launch, clock, partial(_enter, runner))
 
 
-def waits_for_tokens(config: Config, runner: ModelRunner, clock: Callable[[], float]) -> TokenWaiter | None:
+def make_token_waiter(config: Config, runner: ModelRunner, clock: Callable[[], float]) -> TokenWaiter | None:
     """A waiter for a rank's tokens if steps are launched ahead: on a GPU, and with deferred output; else None."""
     if runner.kernels.device.type == "cpu" and not config.deferred_output:
         return None

@@ -162,7 +162,7 @@ class Rank:
 
         from kernels.select import CPU_BACKENDS  # noqa: PLC0415
         from worker.model.model_runner import ModelRunner  # noqa: PLC0415
-        from worker.model.runner_setup import waits_for_tokens  # noqa: PLC0415
+        from worker.model.runner_setup import make_token_waiter  # noqa: PLC0415
         from worker.model.sharding import Alone, Shard  # noqa: PLC0415
 
         torch.set_num_threads(threads)
@@ -176,7 +176,7 @@ class Rank:
         model_config = ModelConfig.from_folder(self._model)
         self._runner = ModelRunner(config, model_config, partial(self._say, "loaded"), shard)
         if self._rank == 0:
-            self._waiter = waits_for_tokens(config, self._runner, time.perf_counter)
+            self._waiter = make_token_waiter(config, self._runner, time.perf_counter)
         return self._runner.kv_block_bytes
 
     def share_sums(self) -> bool:

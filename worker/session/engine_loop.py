@@ -1,9 +1,7 @@
-"""The engine thread, and its end on the event loop.
+"""The engine as the event loop has it: gives its thread commands, and hands out what that says.
 
-One thread owns the EngineCore. It empties its inbox once per turn, before it schedules, so that a group which has been
-released together is in one batch; it hands what a turn produced to the event loop with exactly one
-`call_soon_threadsafe`. It sleeps on a condition when nothing is unfinished. After a failure no sequence is left live,
-whichever of the two failed: what can not be handed out on the event loop is a failure of the engine too.
+Invariant: after a failure no sequence is left live, whichever failed: what can not be handed out on the event loop is a
+failure of the engine too.
 """
 
 from __future__ import annotations
@@ -11,9 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Many
 
@@ -23,15 +19,12 @@ from common.errors import EngineError
 from common.telemetry.metrics import EngineFigures
 from worker.engine.core import EngineCore
 from worker.engine.load import LoadReport
-from worker.engine.turns import Cancel, Command, EndAll, EngineTurns, Flush, Receipt, Submit, Turn
-from worker.garbage import Collector
+from worker.engine.turns import Cancel, EndAll, Flush, Receipt, Submit, Turn
 from worker.session.cache_events import KvLog
 from worker.session.deliveries import Deliveries, LiveSequence
+from worker.session.engine_thread import EngineThread
 
 log = structlog.get_logger(__name__)
-
-# How long the engine thread waits when it has unfinished sequences but no work: the delay gate holds them all.
-_GATED_WAIT_S = 0.001
 
 
 class EngineState(enum.Enum):
@@ -40,116 +33,6 @@ class EngineState(enum.Enum):
     STARTING = enum.auto()
     RUNNING = enum.auto()
     FAILED = enum.auto()
-
-
-class EngineThread:
-    """The thread's own half. Only `start`, `put`, `stop`, `join` and `busy_s` may be called from outside.
-
-    Args:
-        build: makes the engine, on the thread, since loading a model takes long.
-        started, turned, failed: told what happened, on the thread.
-        clock: monotonic seconds.
-    """
-
-    def __init__(
-        self,
-        build: Callable[[], EngineCore],
-        *,
-        started: Callable[[Turn], None],
-        turned: Callable[[Turn], None],
-        failed: Callable[[Exception], None],
-        clock: Callable[[], float],
-    ) -> None:
-        self._build = build
-        self._started = started
-        self._turned = turned
-        self._failed = failed
-        self._clock = clock
-        self._condition = threading.Condition()
-        self._commands: deque[Command] = deque()
-        self._stopping = False
-        self._collector = Collector(clock)
-        self._turn_began: float | None = None
-        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
-
-    def start(self) -> None:
-        """Starts the thread."""
-        self._thread.start()
-
-    def put(self, command: Command) -> None:
-        """Gives the thread something to do before its next step."""
-        with self._condition:
-            self._commands.append(command)
-            self._condition.notify()
-
-    def stop(self) -> None:
-        """Ends the thread after the step that it is in."""
-        with self._condition:
-            self._stopping = True
-            self._condition.notify()
-
-    def join(self, timeout_s: float) -> bool:
-        """Waits for the thread's end. False when it has not come."""
-        if self._thread.ident is not None:
-            self._thread.join(timeout_s)
-        return not self._thread.is_alive()
-
-    def busy_s(self, now: float) -> float:
-        """For how long the current step has been running; 0 when none is."""
-        began = self._turn_began
-        return 0.0 if began is None else max(0.0, now - began)
-
-    def _run(self) -> None:
-        try:
-            with contextlib.closing(self._build()) as core:
-                turns = EngineTurns(core, self._clock)
-                self._collector.start()
-                self._started(turns.report())
-                while self._turn(turns):
-                    self._collector.between_steps()
-        except Exception as error:
-            self._failed(error)
-        except BaseException as error:
-            # A thread that ends in silence would leave its sequences waiting for ever.
-            self._failed(EngineError(f"{type(error).__name__}: {error}"))
-        finally:
-            self._collector.stop()
-
-    def _turn(self, turns: EngineTurns) -> bool:
-        """Waits for something to do and does it. False when the thread must end."""
-        if not turns.has_work:
-            self._wait_idle(turns.core)
-        commands = self._take()
-        if commands is None:
-            return False
-        steps = turns.core.num_steps
-        self._turn_began = self._clock()
-        turn = turns.run(commands)
-        self._turn_began = None
-        if commands or turn.outputs or turn.granules or turn.step != steps:
-            self._turned(turn)
-        elif turns.has_work:
-            self._wait(_GATED_WAIT_S)
-        return True
-
-    def _wait_idle(self, core: EngineCore) -> None:
-        """Waits until there is something to do; raises when what computes the steps is lost meanwhile."""
-        while not self._wait(core.idle_check_s) and not core.check():
-            self._collector.while_idle()
-
-    def _take(self) -> list[Command] | None:
-        """All commands. None when the thread must end."""
-        with self._condition:
-            if self._stopping:
-                return None
-            commands = list(self._commands)
-            self._commands.clear()
-            return commands
-
-    def _wait(self, timeout_s: float) -> bool:
-        """Waits until there is something to do. False when nothing came."""
-        with self._condition:
-            return self._condition.wait_for(lambda: bool(self._commands) or self._stopping, timeout_s)
 
 
 class EngineLoop:
