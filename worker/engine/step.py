@@ -25,7 +25,7 @@ class StepLimits:
         max_num_seqs: sequences that run at once.
         max_num_batched_tokens: tokens of a step.
         min_prefill_tokens: of those, the share that decodes leave to a prompt that waits (policy `mixed`).
-        max_consecutive_prefill_steps: after so many the running sequences get a step (policy `prefill_first`, T8).
+        max_consecutive_prefill_steps: after so many the running sequences get a step (policy `prefill_first`).
         mtp_k: drafts of a sequence and step; 0 without speculation.
         mixes: True if prompts and decodes share steps.
 
