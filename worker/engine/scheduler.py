@@ -128,7 +128,7 @@ class Scheduler:
         return [seq for seq in group if self.enter(seq, is_gated=False)]
 
     def enter(self, seq: Sequence, *, is_gated: bool) -> bool:
-        """Takes a sequence that `validate` has passed: `add` and `add_group` without the checks."""
+        """Takes a sequence that `validate` has passed. False for the id of a live one (rule S5)."""
         return self.lifecycle.enter(seq, self.gated if is_gated else self.waiting)
 
     def abort(self, seq_id: int, *, now: float, reason: EndReason = EndReason.CANCELLED, message: str = "") -> bool:
