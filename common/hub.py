@@ -89,7 +89,7 @@ def _download(model: HubModel, patterns: Sequence[str]) -> Path:
 
     if not sys.stderr.isatty():
         disable_progress_bars()
-    log.info("getting the model from the Hub", model=str(model), endpoint=constants.ENDPOINT)
+    log.info("downloading the model from the Hub", model=str(model), endpoint=constants.ENDPOINT)
     started = time.monotonic()
     try:
         folder = snapshot_download(
@@ -108,7 +108,7 @@ def _download(model: HubModel, patterns: Sequence[str]) -> Path:
     # HTTPError of the HTTP client that this version of the library has: a connection that broke.
     except (OSError, errors.HTTPError) as error:  # type: ignore[attr-defined]
         raise HubError(f"{model} can not be downloaded from {constants.ENDPOINT}: {_line(error)}") from None
-    log.info("the model is here", model=str(model), folder=folder, seconds=round(time.monotonic() - started, 1))
+    log.info("model downloaded", model=str(model), folder=folder, seconds=round(time.monotonic() - started, 1))
     return Path(folder)
 
 

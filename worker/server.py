@@ -207,11 +207,11 @@ class Worker:
             return _FAILED
         # It ends its ranks, whose devices and ports the next ones need.
         if not await asyncio.to_thread(self.engine.join, self._options.step_timeout_s):
-            log.error("the engine has failed and its step does not end", why=why)
+            log.error("the engine has failed and its step hangs", why=why)
             return _FAILED
         decision = self._policy.died(time.monotonic())
         if isinstance(decision, GiveUp):
-            log.error("ranks are lost again and again", times=decision.deaths, why=why)
+            log.error("ranks are lost repeatedly", times=decision.deaths, why=why)
             return _FAILED
         log.warning("starting ranks again", after_s=decision.delay_s, why=why)
         return 0 if await _first(stop.wait(), asyncio.sleep(decision.delay_s)) == 0 else None

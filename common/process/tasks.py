@@ -64,6 +64,6 @@ async def keep_running(name: str, work: Callable[[], Awaitable[None]], **facts: 
         except Exception:
             if time.monotonic() - began > TASK_FORGIVEN_S:
                 delay_s = TASK_RESTART_S
-            failed(name, "task failed; it begins anew", after_s=delay_s, **facts)
+            failed(name, "task failed; restarting it", after_s=delay_s, **facts)
         await asyncio.sleep(delay_s)
         delay_s = min(2 * delay_s, TASK_RESTART_MAX_S)

@@ -52,7 +52,7 @@ class KeyStore:
         try:
             self._ring = KeyRing(self._read())
         except KeyFileError as error:
-            log.warning("API keys not reloaded, those before stay in use", why=str(error))
+            log.warning("API keys not reloaded, the previous ones stay in use", why=str(error))
         else:
             log.info("API keys reloaded", keys=len(self._ring))
 

@@ -220,7 +220,7 @@ class GrpcServer:
             await self._probed.start()
         if credentials is None and not is_loopback(self._host):
             log.warning(
-                "PLAIN TEXT outside loopback: everybody on the way reads prompts, answers and keys; use --tls-cert",
+                "PLAIN TEXT outside loopback: anybody on the way can read prompts, answers and keys; use --tls-cert",
                 address=self.address,
                 services=self._services,
             )

@@ -61,7 +61,7 @@ class _Files:
             try:
                 pem = self._read()
             except TlsError as error:
-                log.warning("certificate not reloaded, the one before stays in use", why=str(error))
+                log.warning("certificate not reloaded, the previous one stays in use", why=str(error))
                 return False
             changed, self.pem = pem != self.pem, pem
             if changed:

@@ -230,9 +230,9 @@ def reread(configuration: ConfigStore) -> ReloadResult:
     done = configuration.reload()
     log.info("configuration reloaded", version=done.version, changed=list(done.changed))
     if done.undone:
-        log.warning("what SetRouting had set is replaced by the configuration's", options=list(done.undone))
+        log.warning("settings of SetRouting replaced by the configuration", options=list(done.undone))
     if done.needs_restart:
-        log.warning("a change of these options needs a restart", options=list(done.needs_restart))
+        log.warning("changed options need a restart", options=list(done.needs_restart))
     return done
 
 

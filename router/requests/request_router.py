@@ -185,7 +185,7 @@ class RequestRouter:
         try:
             self._decide(self._clock())
         except Exception:
-            failed(DISPATCHING, "dispatching failed; it begins anew", after_s=TASK_RESTART_S)
+            failed(DISPATCHING, "dispatching failed; restarting it", after_s=TASK_RESTART_S)
             # Even if nothing else happens, and not in every turn of the loop.
             loop = asyncio.get_running_loop()
             self._decision_due = loop.call_later(TASK_RESTART_S, self.dispatch_now, context=self._context)

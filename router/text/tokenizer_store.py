@@ -97,7 +97,7 @@ def _warn_of_more_ids(digest: str, assets: TextAssets, vocab_size: int) -> None:
     tokenizer = assets.tokenizer
     if tokenizer is not None and 0 < vocab_size < tokenizer.vocab_size:
         log.warning(
-            "tokenizer has ids that the model lacks; texts that need them are refused",
+            "tokenizer has ids beyond the model's vocabulary; texts with them are refused",
             sha256=digest[:12],
             tokenizer_ids=tokenizer.vocab_size,
             model_ids=vocab_size,

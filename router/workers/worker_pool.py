@@ -298,7 +298,7 @@ class WorkerPool:
         address = worker.address
         if self.dialer.tls is None and not is_loopback(address) and not self._has_warned:
             self._has_warned = True
-            log.warning("PLAIN TEXT to workers outside loopback: everybody on the way reads it; use --worker-ca")
+            log.warning("PLAIN TEXT to workers outside loopback: anybody on the network can read it; use --worker-ca")
 
         def open_session() -> Session:
             return Session(address, self.router_id, self._clock, self._failover.lease_s, self.dialer)
@@ -409,7 +409,9 @@ class WorkerPool:
         cordon = _CORDONS.get(load.intake, CordonState.OPEN)
         if cordon is not session.cordon:
             session.cordon = cordon
-            log.info("worker intake", worker=session.address, worker_id=session.worker_id, intake=cordon.name.lower())
+            log.info(
+                "worker intake changed", worker=session.address, worker_id=session.worker_id, intake=cordon.name.lower()
+            )
             self._update_accepting(session)
             if cordon is CordonState.EVICTING:
                 self._requests.hand_over(session)

@@ -329,7 +329,7 @@ def test_a_reload_names_what_it_undoes(site: Site) -> None:
 
     def warnings() -> list[str]:
         lines = site.service.router.log.read_text().splitlines()
-        return [line for line in lines if "what SetRouting had set is replaced" in line]
+        return [line for line in lines if "settings of SetRouting replaced" in line]
 
     def change() -> None:
         site.run(routing, "placement=least_loaded", "tenant-weight=gold=2")

@@ -27,7 +27,7 @@ def resolve_dtype(name: str, model_config: ModelConfig, kernels: KernelBackend) 
     own = _BY_NAME[model_config.dtype]
     if kernels.is_fast(own):
         return own
-    _log.info("the kernels are slow with the checkpoint's dtype here, float32 is used", dtype=model_config.dtype)
+    _log.info("no fast kernels for the checkpoint's dtype here, float32 is used", dtype=model_config.dtype)
     return torch.float32
 
 

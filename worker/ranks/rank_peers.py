@@ -144,7 +144,7 @@ def _accept_one(listener: socket.socket, missing: Iterable[int]) -> Peer | None:
         if kind != "hello" or rank not in missing:
             raise FrameError(f"{kind!r} of rank {rank!r}")
     except (OSError, EOFError, FrameError, StopIteration, ValueError, TypeError) as error:
-        log.warning("connection refused: not a rank that is missing", peer=address[0], why=str(error))
+        log.warning("connection refused: not one of the missing ranks", peer=address[0], why=str(error))
         sock.close()
         return None
     log.info("rank connected", rank=rank, peer=address[0])

@@ -208,7 +208,7 @@ class WorkerService(WorkerServiceServicer):
                 raise InvalidFieldError("intake", f"is {request.intake}", "INTAKE_OPEN, _CORDONED or _EVICTING")
             if request.intake != self._intake:
                 self._intake = request.intake
-                log.info("intake set", intake=wpb.Intake.Name(request.intake).removeprefix("INTAKE_").lower())
+                log.info("intake changed", intake=wpb.Intake.Name(request.intake).removeprefix("INTAKE_").lower())
                 for session in self._sessions.values():
                     session.state.set_intake(request.intake)
         return wpb.SetIntakeResponse(sequences=self._engine.num_live)

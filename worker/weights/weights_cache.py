@@ -216,14 +216,14 @@ class WeightsCache:
         except OSError:
             return None
         if stream is None:
-            log.warning("packed weights are made anew", path=str(path), reason="another process keeps the file locked")
+            log.warning("packed weights are rebuilt", path=str(path), reason="another process keeps the file locked")
             return None
         try:
             file = PackedFile(stream, key.text)
             with contextlib.suppress(OSError):
                 os.utime(path)
         except (OSError, *_UNUSABLE) as error:
-            log.warning("packed weights are made anew", path=str(path), reason=_reason(error))
+            log.warning("packed weights are rebuilt", path=str(path), reason=_reason(error))
             stream.close()
             return None
         log.info("packed weights mapped", path=str(path), mib=file.num_bytes // _MIB)
@@ -301,6 +301,7 @@ _PACKING_MODULES: Final = (
     "worker/config/architectures",
     "worker/config/model_config",
     "worker/config/quantization",
+    "worker/config/shares",
     "worker/model/sharding",
 )
 

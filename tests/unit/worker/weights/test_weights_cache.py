@@ -180,7 +180,7 @@ def test_a_damaged_file_is_said_in_one_line_and_made_anew(damage: str, tmp_path:
     path.write_bytes(DAMAGES[damage](good))
     with capture_logs() as logs:
         assert torch.equal(load(cache), torch.arange(10.0))
-    assert events(logs) == ["packed weights are made anew", "packed weights written", "packed weights mapped"]
+    assert events(logs) == ["packed weights are rebuilt", "packed weights written", "packed weights mapped"]
     assert path.read_bytes() == good
 
 
