@@ -42,7 +42,7 @@ __all__ = [
 PREFILL_FIRST: Final = "prefill_first"
 MIXED: Final = "mixed"
 SCHEDULING_POLICIES: Final = (PREFILL_FIRST, MIXED)
-# What weights are quantized to when they are loaded.
+# Formats that weights are quantized to when they are loaded.
 QUANTIZE_NO: Final = "no"
 QUANTIZE: Final = (QUANTIZE_NO, "int8", "fp8", "w8a8_int8", "w8a8_fp8")
 DTYPES: Final = ("float32", "bfloat16", "float16")

@@ -13,7 +13,7 @@ QUANT_TYPES: Final = ("no", "per_tensor", "per_token", "per_1x32", "per_1x128", 
 QUANT_DTYPES: Final = ("float32", "bfloat16", "float16", "fp8", "int8", "fp4x2", "int4x2")
 # Begins names of layers that are regular expressions.
 REGEX: Final = "re:"
-# What the loader reads: dtype of quantized weights -> granularities. `per_token` is one scale per row of the weight.
+# Formats that the loader reads: dtype of quantized weights -> granularities. `per_token` is one scale per weight row.
 WEIGHT_FORMATS: Final = {
     "fp8": ("per_tensor", "per_token", "per_1x128", "per_128x128"),
     "int8": ("per_tensor", "per_token", "per_1x128", "per_128x128"),

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 log = structlog.get_logger(__name__)
 
-# Of the top folder only: below it are copies in other formats.
+# Files of the top folder only: below it are copies in other formats.
 CONFIGURATION_FILES: Final = ("*.json", "*.jinja")
 WEIGHT_FILES: Final = ("*.safetensors",)
 _BELOW: Final = ("*/*",)

@@ -84,9 +84,9 @@ MAX_SESSIONS = 65_536
 MAX_REPLACED_REQUESTS = 256
 REPLACE_S = 0.02
 REPLACE_IDLE_S = 0.1
-# Of the prefix index, per model, 24 bytes each.
+# Granules of the prefix index, per model, 24 bytes each.
 MAX_INDEX_ENTRIES = 1 << 22
-# What has been sent counts as cached for so long before the worker says so.
+# Time for which a sent prompt counts as cached before the worker reports it.
 EXPECTED_S = 2.0
 MAX_EXPECTED_GRANULES = 1 << 17
 MAX_TENANT_BYTES = 128
@@ -201,7 +201,7 @@ DRAIN_TIMEOUT_S = 30.0
 # nothing should ask again.
 ROUTER_ENDING_S = 1.0
 ROUTER_RETRY_S = 0.5
-# What is left to write to routers when everything has ended.
+# Time to write the rest to routers when everything has ended.
 SESSION_FLUSH_S = 1.0
 # How long the process waits for the step or the load that the engine thread is in.
 ENGINE_JOIN_S = 0.5

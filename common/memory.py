@@ -8,7 +8,7 @@ from typing import Final
 
 from common.limits import MIB
 
-# Of <malloc.h>.
+# From <malloc.h>.
 _M_TRIM_THRESHOLD: Final = -1
 _M_MMAP_THRESHOLD: Final = -3
 _M_ARENA_MAX: Final = -8

@@ -21,7 +21,7 @@ from common.limits import MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKE
 _FLOAT32: Final = struct.Struct("<f")
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
-# Those that shape the distribution which tokens are drawn from.
+# Parameters that shape the distribution which tokens are drawn from.
 DISTRIBUTION_FIELDS: Final = (
     "temperature",
     "top_k",

@@ -18,7 +18,7 @@ BUDGET_ON_GPU: Final = 2048
 # A step of prompts has read the weights that answers need too. On a GPU, steps of answers alone are captured graphs.
 POLICY_ON_CPU: Final = MIXED
 POLICY_ON_GPU: Final = PREFILL_FIRST
-# What the drivers of AMD and of NVIDIA make.
+# Device files of the drivers of AMD and NVIDIA.
 DEVICES: Final = (Path("/dev/kfd"), Path("/dev/nvidiactl"))
 
 

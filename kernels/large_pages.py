@@ -18,7 +18,7 @@ import torch
 
 # Bytes, on x86.
 LARGE_PAGE = 2 << 20
-# Of <linux/mman.h>, since Linux 5.14.
+# From <linux/mman.h>, since Linux 5.14.
 _MADV_POPULATE_WRITE = 23
 # Large pages that one call of the system's makes.
 _PAGES_AT_ONCE = 32

@@ -2,5 +2,5 @@
 
 from typing import Final
 
-# What samplers give for a row of logits whose largest number is not finite.
+# Result of samplers for a row of logits whose largest number is not finite.
 NO_TOKEN: Final = -1

@@ -90,7 +90,7 @@ def penalize(logits: Floats, penalties: Penalties) -> None:
 
 
 def _penalized(values: Floats, counts: Floats, repetition: float, presence: float, frequency: float) -> Floats:
-    # What a tiny penalty lets overflow is a number still: infinity means that the model's output is none.
+    # A value that a tiny penalty lets overflow stays finite: infinity means that the model's output is no number.
     limit = np.where(np.isfinite(values), _LARGEST, np.float32(np.inf))
     with np.errstate(over="ignore"):
         values = np.where(values > 0, values / repetition, values * repetition)

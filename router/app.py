@@ -290,7 +290,7 @@ def run_on_loop(main: Coroutine[Any, Any, None]) -> None:
     """Runs a router's work on the event loop that routers have, in a process that is set up for it."""
     # A thread that makes a prompt keeps the interpreter for so long when the loop wants it; by default 5 ms, each time.
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    # What is there now stays: a full collection would go through it again and again, and hold the loop meanwhile.
+    # Objects made so far stay: full collections would traverse them again and again, and hold the loop meanwhile.
     gc.freeze()
     uvloop.run(main)
 

@@ -81,7 +81,7 @@ class Collector:
     def start(self) -> None:
         """Collects, sets aside what is there now, so that no collection looks at it again (a pool of a million blocks
         takes 150 ms), and turns the automatic collector off."""
-        # What an earlier engine has set aside is garbage by now.
+        # Objects that an earlier engine froze are garbage by now.
         gc.unfreeze()
         gc.collect()
         gc.freeze()

@@ -440,7 +440,7 @@ class LLMEngine:
                 self.core.abort(answer.seq.id)
                 self._end(answer)
             raise
-        # Of sequences that a stop string has ended there is one more output, for nobody.
+        # A sequence ended by a stop string has one more output, which nobody takes.
         grown = [(self._live[out.request_id], out) for out in outputs if out.request_id in self._live]
         for answer, output in grown:
             self._take(answer, output)

@@ -179,7 +179,7 @@ class Worker:
         """
         try:
             while (code := await self._serve_engine(stop)) is None:
-                # Those left have a router that does not read; they know the cache and the instance of the old engine.
+                # The Sessions left have a router that does not read, and know the old cache and instance.
                 self.service.break_sessions()
                 self._loaded = self.service.facts = replace(self._first_facts, instance_id=_instance_id())
                 self.engine.start(self._build)

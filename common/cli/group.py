@@ -146,7 +146,7 @@ def run() -> int:
     except (click.Abort, KeyboardInterrupt):
         return 130
     except BrokenPipeError:
-        # Who read our output has ended (`fissile generate ... | head`). The exit must not try to flush into the pipe.
+        # Our reader has ended (`fissile generate ... | head`). The exit must not try to flush into the pipe.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code if isinstance(code, int) else 0

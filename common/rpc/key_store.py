@@ -72,5 +72,5 @@ class KeyStore:
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
             raise KeyFileError(f"{self._file} can not be read: {reason}") from None
-        # Those of the file first, so that a line's number is right.
+        # Keys of the file first, so that a line's number is right.
         return parse_keys([*content.splitlines(), *lines], str(self._file))

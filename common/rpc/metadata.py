@@ -16,7 +16,7 @@ from common.limits import MAX_METADATA_BYTES
 from common.rpc.errors import abort
 
 _Handler: TypeAlias = "grpc.RpcMethodHandler[Any, Any]"
-# What HTTP/2 counts for an entry beside its name and its value.
+# Bytes that HTTP/2 counts for an entry beside its name and its value.
 _ENTRY_BYTES: Final = 32
 
 

@@ -133,7 +133,7 @@ class RequestLog(grpc.aio.ServerInterceptor):
         if error is None:
             record.succeed(_code_of(context))
         elif isinstance(error, grpc.aio.AbortError):
-            # Of a servicer that is not ours; ours have said why they abort.
+            # From a servicer that is not ours; ours have named their reason.
             record.fail(_code_of(context))
         else:
             record.end(error, self._clock(), context.time_remaining())

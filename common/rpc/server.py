@@ -180,7 +180,7 @@ class GrpcServer:
         max_connections: int | None = None,
     ) -> None:
         self._requests = RequestLog()
-        # Who may not call is refused before the request is looked at; whatever is refused has its line.
+        # Unauthorized callers are refused before the request is looked at; every refusal has its line.
         checks = [MetadataBound(), *([] if access is None else [AccessInterceptor(access)])]
         interceptors = [self._requests, *checks, RequestReader()]
         options = server_options(max_message_bytes, max_connection_age_s, max_connections)

@@ -21,7 +21,7 @@ import structlog
 
 log = structlog.get_logger(__name__)
 
-# Of each file: inode, size and time of its last change; None when it is not there.
+# State of each file: inode, size and time of its last change; None when it is not there.
 _State: TypeAlias = tuple[tuple[int, int, int] | None, ...]
 _ADDRESS: Final = re.compile(r"(?:\[(?P<v6>.+)\]|(?P<host>[^:]+))(?::\d+)?")
 _ENCRYPTED_KEYS_HAVE_NO_PASSWORD: Final = b""

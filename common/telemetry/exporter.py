@@ -130,7 +130,7 @@ class _Fate:
 
     _collectors: ClassVar[dict[str, _Collector]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    # Of the export that this thread is in.
+    # Signal of the export that this thread is in.
     _current: ClassVar[threading.local] = threading.local()
 
     def __init__(self, signal: Signal) -> None:
@@ -184,7 +184,7 @@ class _Fate:
 
     def fails(self, status: str = "") -> None:
         """An export was lost, or is about to be."""
-        # Of a collector that is away every signal says the same.
+        # When a collector is away, every signal reports the same.
         away = not status or status in _AWAY
         key = _SAID_AWAY if away else f"{self._signal} {status}"
         self._said = True

@@ -246,7 +246,7 @@ class RequestRecord:
         }
 
 
-# Of the call that the current task works on.
+# Record of the call that the current task works on.
 _current: ContextVar[RequestRecord | None] = ContextVar("current_record", default=None)
 
 

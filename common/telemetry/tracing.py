@@ -46,7 +46,7 @@ _INT64_MAX: Final = 2**63 - 1
 _MAX_TRACEPARENT: Final = 256
 # Entries that a trace state may have.
 _MAX_TRACESTATE: Final = 32
-# What the RPC conventions call an error of the server, and ABORTED: with us it means that a worker was lost.
+# Statuses that the RPC conventions call errors of the server, and ABORTED, which here means a lost worker.
 _SERVER_ERRORS: Final = frozenset(
     {
         grpc.StatusCode.UNKNOWN,

@@ -40,7 +40,7 @@ from common.text.tokenizer import (
     special_tokens,
 )
 
-# What messages are usually from; templates print most of them without naming them.
+# Usual roles of messages; templates print most of them without naming them.
 _ROLES: Final = frozenset(("system", "developer", "user", "assistant", "tool", "function"))
 _QUOTED: Final = re.compile(r"""(['"])([A-Za-z][A-Za-z0-9_-]{0,63})\1""")
 # Names under which a message's reasoning arrives; templates read the first.
@@ -222,7 +222,7 @@ def _size_of_binop(operator: str, left: Any, right: Any) -> int:
     return _length(left) + _length(right)
 
 
-# Of a number; more counts as too large.
+# Bits of a number; more counts as too large.
 _MOST_BITS: Final = 1 << 14
 
 
@@ -286,7 +286,7 @@ def _size_of_text_call(name: str, text: str, values: tuple[Any, ...]) -> int:
     return len(text) * (1 + max((value for value in values if isinstance(value, int)), default=0) * (name in _PER_LINE))
 
 
-# Those that add to every line, or to every character.
+# Filters that add to every line, or to every character.
 _PER_LINE: Final = ("indent", "expandtabs")
 
 
@@ -386,7 +386,7 @@ def _bounded_filter(name: str, function: Callable[..., Any]) -> Callable[..., An
 
 
 _GROWING_FILTERS: Final = ("center", "format", "indent", "join", "replace", "tojson", "wordwrap", "batch", "slice")
-# Those that write out, or compare, all that is in a value.
+# Filters that write out, or compare, all that is in a value.
 _WRITING_FILTERS: Final = (
     *("capitalize", "e", "escape", "forceescape", "lower", "pprint", "safe", "string", "striptags", "title", "trim"),
     *("truncate", "upper", "urlencode", "urlize", "wordcount", "xmlattr"),

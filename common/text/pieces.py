@@ -20,7 +20,7 @@ Ids = Callable[[str], Sequence[int]]
 
 # Characters of a piece, as far as the next cut is near; and of a look for the next cut. One takes about 10 to 30 ms.
 PIECE: Final = 32_768
-# What goes before a piece that continues others: a piece is cut after a letter.
+# Prefix of a piece that continues others: a piece is cut after a letter.
 ANCHOR: Final = "a"
 _ASCII: Final = range(0x80)
 # Bytes of the marks in rendered chats (`tokenizer.MARK_START`), which are in no token.

@@ -22,7 +22,7 @@ from kernels.triton_backend.plan import Shape, StepPlan
 
 _LEAST_HEAD, _LARGEST_HEAD = 32, 256
 _LEAST_TILE: Final = 16
-# Of a rank; aiter/ops/triton/attention/mla.py had no more before 0.1.20.
+# Heads of a rank; aiter/ops/triton/attention/mla.py had no more before 0.1.20.
 _LATENT_HEADS: Final = 16
 
 

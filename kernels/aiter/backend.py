@@ -35,7 +35,7 @@ ARCHITECTURES: Final = ("gfx942", "gfx950")
 # Numbers of ranks that AITER itself reduces between (CustomAllreduce._SUPPORTED_WORLD_SIZES).
 _REDUCED_RANKS: Final = (2, 4, 6, 8)
 
-# Of the environment: AITER's sums over ranks are RCCL's beyond a size, or of parts that are quantized.
+# Environment variables: AITER's sums over ranks are RCCL's beyond a size, or of parts that are quantized.
 SUM_VARIABLES: Final = ("AITER_CUSTOM_AR_MAX_SIZE", "AITER_QUICK_REDUCE_QUANTIZATION")
 
 
@@ -78,11 +78,11 @@ class AiterBackend(KernelBackend):
         # AITER's calls take the other back end's plan.
         self.graphs = fallback.graphs
         self._own = (AITER, library.version, target.name, settings.batch_invariant)
-        # What is shuffled follows from the settings.
+        # The settings decide what is shuffled.
         self.layout = (*self._own, expert_parallel, *fallback.layout)
         self._aiter = library
         self._choices = Choices(library, settings.batch_invariant, fallback.name)
-        # Whether it adds up over ranks.
+        # True if it adds up over ranks.
         self._reduces = False
         self._assemble(expert_parallel)
 

@@ -49,7 +49,7 @@ class AiterGroup:
         """See RankSums: the ranks tell each other afterwards where the tensors are that captured steps add up."""
         with self._aiter.call("aiter.dist.parallel_state:graph_capture"):
             yield
-        # What steps read was written on AITER's stream, and is written from now on on another.
+        # The inputs of steps were written on AITER's stream, and are written on another one from now on.
         self.synchronize()
 
     def synchronize(self) -> None:

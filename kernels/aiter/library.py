@@ -25,7 +25,7 @@ _log = structlog.get_logger(__name__)
 
 # The distribution's name on AMD's index and in its own setup.py.
 DISTRIBUTION = "amd-aiter"
-# What AITER's guard puts before the parameters of an operation without tensors.
+# Parameter that AITER's guard puts before those of an operation without tensors.
 _DUMMY = "dummy"
 
 

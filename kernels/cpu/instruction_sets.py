@@ -11,7 +11,7 @@ from kernels.cpu import self_check
 from kernels.cpu.library import AVX2, PLAIN, Ability, LibraryUnavailableError, abilities, base_set, select
 
 AUTO = "auto"
-# What one may ask for; the library has further ones for tests.
+# Values of --cpu-isa; the library has further sets for tests.
 CHOICES = (AUTO, "amx", "avx512bf16", "avx512", AVX2, PLAIN)
 _log = structlog.get_logger(__name__)
 

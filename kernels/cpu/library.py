@@ -82,9 +82,9 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
 }
 # Codes of kernels/cpu/native/kernels.hpp; other dtypes are PyTorch's.
 DTYPES = {torch.float32: 0, torch.bfloat16: 1}
-# Those of packed weights.
+# Formats of packed weights.
 PACKED_DTYPES = {**DTYPES, torch.int8: 2}
-# Of a KV cache; model dtypes are those of `DTYPES`.
+# Dtypes of a KV cache; those of models are in `DTYPES`.
 KV_DTYPES = {**DTYPES, torch.float16: 3, torch.float8_e4m3fn: 4}
 # Columns of a panel of packed weights.
 PANEL = 16

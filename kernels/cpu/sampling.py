@@ -18,7 +18,7 @@ from kernels.philox import Words
 from kernels.sampling import Floats, Ids
 from kernels.torch_backend.sampling import TorchSamplingOps
 
-# Of a row that the library has no memory for.
+# Result for a row that the library has no memory for.
 _LEFT = -2
 # Arguments of the library that tell of penalties.
 _PENALTY_COLUMNS = 6

@@ -238,7 +238,7 @@ def tiles_for(settings: Settings, num_pairs: int, num_experts: int, x_size: int,
     rows = 64
     if not settings.batch_invariant:
         rows = min(128, max(16, triton.next_power_of_2(num_pairs // num_experts)))
-    # Of narrow weights, a whole group of scales in a step.
+    # For narrow weights, a whole group of scales in a step.
     inner = (128 if weight_size == x_size and rows >= 64 else 256) // x_size
     if rows < 64:
         return Tiles(rows, 64, inner, 4, 4 if large_memory else 2)

@@ -123,7 +123,7 @@ def _split(
             positions = tl.load(chosen + places, mask=exists, other=0)
         blocks = tl.load(table + positions // BLOCK_SIZE, mask=exists, other=0).to(tl.int64)
         rows = keys + (blocks * BLOCK_SIZE + positions % BLOCK_SIZE) * key_stride
-        # What lies behind a sequence's end may be NaN, which 0 times is NaN: it is not read.
+        # Values behind a sequence's end may be NaN, and 0 times NaN is NaN: they are not read.
         mask = exists[:, None] & (columns < VALUE_DIM)[None, :]
         key = tl.load(rows[:, None] + columns[None, :], mask=mask, other=0.0).to(q_values.dtype)
         scores = tl.dot(q_values, tl.trans(key), input_precision="ieee")

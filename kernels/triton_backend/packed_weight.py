@@ -11,7 +11,7 @@ from kernels.interface import PackedFormat, QuantizedFormat, QuantizedWeight
 from kernels.quantized_weight import as_floats
 from kernels.triton_backend.target import Target
 
-# Of models that the kernels are for.
+# Dtypes of the models that the kernels are for.
 MODEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Numbers of K that share a scale, where a whole row does not.
 GROUP = 128

@@ -21,7 +21,7 @@ _LARGEST = tl.constexpr(float(np.finfo(np.float32).max))
 # Logits with their penalties.
 @triton.jit
 def _penalized(value, counts, repetition, presence, frequency):
-    # What a tiny penalty lets overflow is a number still: infinity means that the model's output is none.
+    # A value that a tiny penalty lets overflow stays finite: infinity means that the model's output is no number.
     limit = tl.where(tl.abs(value) < float("inf"), _LARGEST, float("inf"))
     value = tl.where(value > 0, tl.div_rn(value, repetition), value * repetition)
     value = tl.where(tl.abs(value) > limit, tl.where(value > 0, limit, -limit), value)

@@ -52,7 +52,7 @@ _ROUNDER = tl.constexpr(1.5 * 2.0**52)
 # are rounded, each by less than this part of the largest number.
 _HOPELESS_BELOW = tl.constexpr(-27.0)
 _ROUNDING = tl.constexpr(2.0**-22)
-# What becomes of a row.
+# Kind of a row.
 _GREEDY = tl.constexpr(0)
 _DRAWN = tl.constexpr(1)
 # What is known of a row on the way, int64 each: what becomes of it; its border, a key; how many ids with just that key
@@ -277,7 +277,7 @@ def _border_kernel(
         is_first = above == 32
         each = tl.full((), 1, tl.int64)
         if WANTED == _WANTED_MASS:
-            # What top_k has left of the numbers at its border counts, too.
+            # The numbers that top_k has kept at its border count, too.
             each = _mass(tl.where(ties > 0, _value(border.to(tl.int32)), highest), highest)
             mantissa, exponent = tl.load(top_p_mantissa + row).to(tl.int64), tl.load(top_p_shift + row).to(tl.int64)
             fraction = tl.maximum(_ceil_product(mantissa, exponent, total + ties * each), 1)

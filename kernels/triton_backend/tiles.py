@@ -120,7 +120,7 @@ _AMD: dict[Operands, Table] = {
     ),
 }
 
-# Of NVIDIA's architectures that we have no figures of: within 99 KiB.
+# For NVIDIA architectures without figures of ours: within 99 KiB.
 _NVIDIA_SMALL: dict[Operands, Table] = {
     "half": Table(
         Tiles(64, 128, 64, stages=3), ((16, Tiles(16, 32, 128, stages=4)), (0, Tiles(64, 128, 64, stages=3)))

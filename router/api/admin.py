@@ -155,7 +155,7 @@ class AdminService(AdminServiceServicer):
                 version=done.version, changed=done.changed, needs_restart=done.needs_restart, undone=done.undone
             )
 
-    # What they have in common.
+    # Shared by the methods above.
 
     def _connected(self) -> list[KnownWorker]:
         return [worker for worker in self._pool.workers() if worker.state is not WorkerState.UNCONNECTED]

@@ -153,7 +153,7 @@ class InferenceService(InferenceServiceServicer):
         self._max_unread_tokens = max_unread_tokens
         policy = TenantPolicy() if tenants is None else tenants
         self._policy = policy
-        # Who shows a key is known, and gets what others have allowed it; without keys all are one.
+        # A caller with a key is known, and gets what the operator has allowed it; without keys all are one caller.
         self._default_max_priority = "normal" if has_keys else "high"
         self._tenant_limits = TenantLimits(policy)
         encoder.set_weights(policy.weights)
@@ -279,7 +279,7 @@ class InferenceService(InferenceServiceServicer):
                 finally:
                     self._requests.close(stream)
         finally:
-            # What only observes may fail by itself.
+            # Observation may fail without failing the request.
             with contextlib.suppress(Exception):
                 if stream is not None:
                     self._account(asked, measure, stream, opened)

@@ -72,7 +72,7 @@ class RequestRouter:
         self._clients_look: asyncio.TimerHandle | None = None
         self._decision_due: asyncio.Handle | None = None
         self._timer: asyncio.TimerHandle | None = None
-        # What a decision logs is about no request of whoever has asked for it.
+        # Log lines of a decision do not concern the request in whose context it is made.
         self._context = contextvars.Context()
 
     @property
@@ -151,7 +151,7 @@ class RequestRouter:
 
     def _arrive(self, queued: QueuedRequest) -> None:
         if self._decision_due is not None and self._dispatcher.is_full(queued.priority):
-            # What is about to be released does not count: the queue is full only if it is full after that.
+            # Requests about to be released do not count: the queue is full only if it is full without them.
             self._decision_due.cancel()
             self.dispatch_now()
         dropped = self._dispatcher.arrive(queued, self._clock())

@@ -148,7 +148,7 @@ class RequestStream:
         self.was_returned = False
         self.refused_by = ""
         self._pacer = pacer
-        # Of the handler that waits for news, until it has been given its turn.
+        # Future of the handler that waits for news, until it has been given its turn.
         self._waiter: asyncio.Future[None] | None = None
         self._writer: asyncio.Task[object] | None = None
         # When the message that is being written was first seen to wait.
@@ -191,7 +191,7 @@ class RequestStream:
                 raise
             raise self.assembly.error from None
         except grpc.aio.InternalError:
-            # What gRPC says when the client has gone while the write waited for it.
+            # Raised by gRPC when the client has gone while the write waited for it.
             raise asyncio.CancelledError from None
         finally:
             self._writer = None

@@ -25,7 +25,7 @@ from router.scheduling.lazy_heap import LazyMinHeap
 
 __all__ = ["QUEUE_RETRY_S", "AdmissionQueue", "DrainRateEstimator", "QueuedRequest"]
 
-# What a refused client is told while no speed is known.
+# Retry delay for a refused client while no speed is known.
 QUEUE_RETRY_S = 1.0
 _SPARE = 64
 # Departures are forgotten with this time constant, seconds.

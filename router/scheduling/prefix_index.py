@@ -62,7 +62,7 @@ class PrefixIndex:
 
     def __init__(self, capacity: int = MAX_INDEX_ENTRIES) -> None:
         self._most_buckets = 1 << max(0, (-(-capacity // _WAYS) - 1).bit_length())
-        # Those in use, of which the first `_num_buckets - _low` have been split; `_low` is a power of two.
+        # Buckets in use, of which the first `_num_buckets - _low` have been split; `_low` is a power of two.
         self._num_buckets = self._low = min(self._most_buckets, _FIRST_BUCKETS)
         self._hashes = np.frombuffer(_zeros(self._most_buckets * _WAYS * 8), np.uint64).reshape(-1, _WAYS)
         self._owners = np.frombuffer(_zeros(self._hashes.size * _OWNERS * 2), np.uint16).reshape(-1, _WAYS, _OWNERS)
@@ -175,7 +175,7 @@ class PrefixIndex:
     def _told_depth(self, slot: int, granules: Sequence[int]) -> int:
         def may_own(i: int) -> bool:
             owners = self._owners_of(granules[i - 1])
-            # Of a granule with more owners than there is room for it may be one of the others.
+            # The granule may have more owners than there is room for, and this one be among the others.
             return slot in owners or len(owners) == _OWNERS
 
         depth = _deepest(range(1, len(granules) + 1), may_own)

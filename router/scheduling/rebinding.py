@@ -33,7 +33,7 @@ class Rebinding:
         self._vacating: deque[Lane] = deque()
         self._waking: deque[int] = deque()
         self._placing: deque[QueuedRequest] = deque()
-        # Those that came back behind as many as are bound at once, and how many came since the last decision.
+        # Returned requests beyond those that are bound at once, and the number that came since the last decision.
         self._returning: deque[QueuedRequest] = deque()
         self._num_returned = 0
 

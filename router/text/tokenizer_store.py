@@ -32,7 +32,7 @@ class TokenizerStore:
     def __init__(self) -> None:
         # The least lately used first.
         self._kept: OrderedDict[str, TextAssets] = OrderedDict()
-        # Of digests that are being read. Of workers that come together one is asked, and the next if that fails.
+        # Digests that are being read: one of the workers that come up together is asked, the next if that fails.
         self._reading: dict[str, asyncio.Lock] = {}
         self._folder: tuple[str, TextAssets] | None = None
 

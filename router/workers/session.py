@@ -237,7 +237,7 @@ class Session:
 
     async def _dial(self, stub: WorkerServiceAsyncStub, store: TokenizerStore, events: SessionEvents) -> None:
         description = await stub.GetWorker(wpb.GetWorkerRequest(), timeout=CONNECT_TIMEOUT_S)
-        # Of a worker that does not serve too: another process than before means that the one before has ended.
+        # Also for a worker that does not serve: another process than before means that the previous one has ended.
         self.worker_id, self.instance_id = description.worker_id, description.instance_id
         if description.state != wpb.WORKER_STATE_SERVING:
             state = wpb.WorkerState.Name(description.state).removeprefix("WORKER_STATE_").lower()

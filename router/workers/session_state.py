@@ -40,7 +40,7 @@ LOSSES: Final = {
 }
 
 
-# What a Session begins with at the worker.
+# Initial state of a Session at the worker.
 _NOTHING_WAITS: Final = LaneRecord(None, 0, 0)
 
 
@@ -127,7 +127,7 @@ class SessionState:
         self.kv_seq = 0
         self._hello: wpb.Hello | None = hello
         self._cancels: list[int] = []
-        # What the worker knows, or is about to be told, of what waits for it here.
+        # Backlog record that the worker has, or is about to be sent.
         self._record = _NOTHING_WAITS
         self._lane_is_due = False
         self._kv_epoch = 0

@@ -19,7 +19,7 @@ SUPPORTED_ARCHITECTURES = tuple(support_model_arch_dict)
 SUPPORTED_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 _DEEPSEEK = {"n_group": 8, "topk_group": 4, "routed_scaling_factor": 2.5, "q_lora_rank": 1536}
-# What transformers takes for granted where config.json is silent, if it is not what it does for Llama.
+# Defaults of transformers for keys that config.json lacks, where they differ from Llama's.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "Qwen3ForCausalLM": {"head_dim": 128, "max_position_embeddings": 32768},
     "Qwen3MoeForCausalLM": {"max_position_embeddings": 32768},
@@ -54,11 +54,11 @@ _ROPE_DEFAULTS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 4096,
     },
 }
-# Of counts and lengths: kernels take them in 32 bits.
+# Largest count or length: kernels take them in 32 bits.
 _MOST = 2**31 - 1
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
-# What `transformers` calls DeepSeek-V3.2's layers, which need not be told from others.
+# Names that `transformers` gives DeepSeek-V3.2's layers, which need not be told from others.
 INDEXED_ATTENTION = "indexed_attention"
 
 

@@ -207,7 +207,7 @@ class ScheduledBatch:
         self.num_scheduled_tokens = num_scheduled_tokens
         self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
         self.num_computed_tokens = [s.num_computed_tokens + s.num_inflight_tokens for s in rows]
-        # Whether every row is one decoded token, without speculation.
+        # True if every row is one decoded token, without speculation.
         self.is_plain_decode = total_seqs_num_decode == len(rows) == total_tokens_num and num_spec_step == 0
         if self.is_plain_decode:
             self._take_decodes(rows)

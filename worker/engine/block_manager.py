@@ -183,7 +183,7 @@ class BlockManager:
     def _publish_next(self, seq: Sequence, chain: _Chain) -> None:
         i, prefixes = chain.num_published, self.prefixes
         if i and self.blocks[seq.block_table[i - 1]].node != chain.node:
-            # What it follows has been forgotten while it was held.
+            # Its parent was evicted while it was held.
             seq.publish_at = math.inf
             return
         block_hash, tokens = prefixes.hashes(seq)[i], prefixes.tokens(seq, i)

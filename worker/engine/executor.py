@@ -125,7 +125,7 @@ class TokenWaiter:
     def drain(self, timeout_s: float) -> bool:
         """Waits until the futures of all steps are done and have called back; True if they were within the time."""
         try:
-            # What comes after them, since a future is done before it calls back.
+            # Submitted after them, since a future is done before it calls back.
             last = self._pool.submit(lambda: None)
         except RuntimeError:
             # The thread could not begin, or has ended, and so have the futures.

@@ -52,7 +52,7 @@ class Lifecycle:
         self.num_preemptions = 0
         self.outputs: list[RequestOutput] = []
         self.totals = Totals()
-        # Of the running ones that decode, in order; None when they have to be looked up anew.
+        # Running sequences that decode, in order; None when they have to be looked up again.
         self._decoding: SequenceColumns | None = None
 
     def enter(self, seq: Sequence, queue: SequenceQueue) -> bool:
@@ -62,7 +62,7 @@ class Lifecycle:
         self.live[seq.id] = seq
         self._stop_rules.prepare(seq)
         queue.append(seq)
-        # What an earlier attempt has delivered may have ended the stream already (rule S5).
+        # Tokens of an earlier attempt may have ended the stream already (rule S5).
         stop = self._stop_rules.check(seq)
         if stop is not None:
             self.end(seq, stop, seq.arrive_time)

@@ -27,7 +27,7 @@ from worker.engine.sequence import Sequence
 
 # Roots have node ids <= 0, blocks > 0.
 UNSALTED_ROOT: Final = 0
-# Of a packed token id, in this machine's byte order.
+# Format of a packed token id, in this machine's byte order.
 _ID_CODE: Final = "I"
 _ID_BYTES: Final = array(_ID_CODE).itemsize
 
@@ -92,7 +92,7 @@ class PrefixCache:
         self._next_root = itertools.count(-1, -1)
         self._granule_changes: list[int] | None = None
 
-    # What a prompt consists of.
+    # Parts of a prompt.
 
     def hashes(self, seq: Sequence) -> list[int]:
         """Hashes of all full blocks of `seq`; tokens are only ever appended, so what is hashed stays."""
@@ -133,7 +133,7 @@ class PrefixCache:
             self._salts.popitem(last=False)
         return self._salts[cache_salt]
 
-    # What is cached.
+    # Cached blocks.
 
     def cached_blocks(self, seq: Sequence) -> list[int]:
         """The longest cached prefix of a sequence without blocks, as block ids. Never its last token, which must be
@@ -169,7 +169,7 @@ class PrefixCache:
                 found.append(block)
         return found
 
-    # What comes and goes.
+    # Changes of the cache.
 
     def add(self, block: Block, block_hash: int, tokens: bytearray, parent: int, depth: int) -> None:
         """Publishes a block behind `parent`, of which no other has the hash."""

@@ -171,7 +171,7 @@ class Sequence:
         self.stop_strings = params.stop_strings
         self.stop_token_sequences = stop_token_sequences or [list(s) for s in params.stop_token_sequences]
         self.stream_callback = stream_callback
-        # What it came with: the prompt, and the output of earlier attempts.
+        # Tokens that it came with: the prompt, and the output of earlier attempts.
         self.num_given_tokens = len(self.token_ids)
         self.seed = seed
         self.choice = choice
@@ -200,7 +200,7 @@ class Sequence:
         self.num_slots = 0
         # The next number of computed tokens at which a block is full and can be published.
         self.publish_at = math.inf
-        # Whether it runs and may need more blocks than it has.
+        # True if it runs and may need more blocks than it has.
         self.may_grow = False
         self.spec_token_ids: list[int] = []
         self.first_scheduled_time: float | None = None

@@ -16,10 +16,10 @@ import torch
 from common.config import Config
 from kernels.interface import AttentionMetaData, AttentionPlan, KVCache, StepGraphs
 
-# What is captured when no sizes are given, as far as `max_num_seqs` goes.
+# Batch sizes captured by default, up to `max_num_seqs`.
 DEFAULT_SIZES = (1, 2, 4, *range(8, 129, 8), *range(144, 257, 16), *range(288, 513, 32))
 
-# What runs a decode: token ids and positions int64 [rows], metadata -> hidden states [rows, H].
+# Runs a decode: token ids and positions int64 [rows], metadata -> hidden states [rows, H].
 Decode = Callable[[torch.Tensor, torch.Tensor, AttentionMetaData], torch.Tensor]
 
 

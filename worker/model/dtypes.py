@@ -31,7 +31,7 @@ def resolve_dtype(name: str, model_config: ModelConfig, kernels: KernelBackend) 
     return torch.float32
 
 
-# What packs weights as Config.quantize says.
+# Packs weights as Config.quantize says.
 _NEEDED = {
     "int8": "kernels 'cpu' and dtype float32 or bfloat16, or kernels of a GPU",
     "fp8": "kernels of a GPU that has FP8",

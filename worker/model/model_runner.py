@@ -132,7 +132,7 @@ class ModelRunner:
         self.sampled_ids = _sampled_ids(config.model, model_config)
         self.sampler = Sampler(self.kernels, config.eos_token_ids, fetches=self.shard.rank == 0)
         self._graphs: DecodeGraphs | None = None
-        # Of steps of decodes alone, and of others, which may come in turns.
+        # One for steps of decodes alone, one for others, which may alternate.
         self._tables = {True: BlockTables(), False: BlockTables()}
         self._kv_cache: KVCache = None
         self._kv_cache_data: dict[str, KVCacheTensor] = {}

@@ -23,7 +23,7 @@ import torch.distributed
 
 from kernels.interface import KernelBackend, Ranks, RankSums
 
-# What is needed of it has no stubs.
+# The parts used here have no stubs.
 _dist: Any = torch.distributed
 # How long ranks wait for others, which may load a large model or may not have been started yet.
 _PATIENCE = datetime.timedelta(days=1)

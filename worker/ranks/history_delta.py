@@ -16,7 +16,7 @@ from worker.engine.batch import ScheduledBatch, TokenHistory
 
 # Tokens that are kept, or twice those of a batch if that is more; beyond them both ends begin anew.
 _MAX_TOKENS: Final = 1 << 20
-# Of a history: what is told of a sequence once, the end of its output, and the tokens that are new.
+# News of a history: facts sent once per sequence, the end of its output, and the new tokens.
 _Once = tuple[SamplingParams, npt.NDArray[np.int64]]
 _News = tuple[_Once | None, int, list[int]]
 

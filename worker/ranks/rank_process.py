@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _RECONNECT_S: Final = 0.5
 _PROGRESS_INTERVAL_S: Final = 0.1
-# Of the collectives; the engine ends ranks that hang long before.
+# Timeout of the collectives; the engine ends ranks that hang long before.
 _COLLECTIVE_TIMEOUT_S: Final = 3600.0
 _ENGINE_GONE: Final = 3
 

@@ -35,7 +35,7 @@ class KvLog:
         self._present: set[int] = set()
         self._changes: list[int] = []
         self._forgotten = 0
-        # Who wants to be told of the next change; a dict for its order.
+        # Waiters for the next change; a dict for its order.
         self._waiting: dict[Callable[[], None], None] = {}
 
     @property
@@ -98,7 +98,7 @@ class KvCursor:
         self._seq = seq
         self._wake = wake
         self._needs_snapshot = seq == 0 < log.seq
-        # What is left of a snapshot that has begun.
+        # Rest of a snapshot that has begun.
         self._left: array[int] | None = None
         self._epoch = 0
         self._took = -math.inf

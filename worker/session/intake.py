@@ -27,7 +27,7 @@ from worker.engine.sequence import EndReason, Sequence
 from worker.session import request_validation
 from worker.session.sequence_builder import EngineLimits, build_sequence, check_length, check_sequence
 
-# What a sequence costs besides the bytes of its record: its objects here.
+# Memory of a sequence besides the bytes of its record: its objects here.
 _DRAFT_BYTES = 512
 
 

@@ -18,7 +18,7 @@ from common.sampling_params import SamplingParams
 from worker.engine.sequence import Sequence
 from worker.session import request_validation
 
-# What both messages have: token_ids, params, cache_salt, priority.
+# Fields of both messages: token_ids, params, cache_salt, priority.
 Request: TypeAlias = wpb.SubmitSequence | wpb.GenerateRequest
 
 

@@ -86,7 +86,7 @@ class WorkerService(WorkerServiceServicer):
         self._clock = clock
         self._lanes = FleetLanes()
         self._sessions: dict[str, SessionStream] = {}
-        # Of every router with a stream, and of those that may come back for their sequences.
+        # State of every router with a stream, and of those that may come back for their sequences.
         self._routers: dict[str, RouterSequences] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -168,7 +168,7 @@ class WorkerService(WorkerServiceServicer):
             finally:
                 self._num_direct -= 1
                 self._engine.cancel([seq.id])
-                # What only observes may fail by itself.
+                # Observation may fail without failing the request.
                 with contextlib.suppress(Exception):
                     call.account(current_record(), self._clock())
 
@@ -221,7 +221,7 @@ class WorkerService(WorkerServiceServicer):
             log.info("cache flushed", blocks=blocks)
         return wpb.FlushCacheResponse(blocks=blocks)
 
-    # What they have in common.
+    # Shared by the methods above.
 
     @asynccontextmanager
     async def _call(self, context: Context) -> AsyncIterator[None]:
@@ -235,7 +235,7 @@ class WorkerService(WorkerServiceServicer):
         except DecodeError:
             await abort(context, MalformedRequestError(NOT_A_MESSAGE))
         except grpc.aio.InternalError:
-            # What gRPC says when the peer has gone while a write, or a read, waited for it.
+            # Raised by gRPC when the peer has gone while a write, or a read, waited for it.
             raise asyncio.CancelledError from None
         except Exception as error:
             current_record().fault(error)

@@ -84,7 +84,7 @@ class Weights:
         self._tensors = tensors
         self._progress = progress
         self._whole_bytes = sum(tensor.num_bytes for tensor in tensors.values())
-        # Of the tensors that were touched: their bytes, and those of the parts that were read.
+        # Bytes of the tensors that were touched, and of the parts of them that were read.
         self._touched: set[str] = set()
         self._touched_bytes = 0
         self._read_bytes = 0

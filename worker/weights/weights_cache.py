@@ -45,7 +45,7 @@ _MIB: Final = 1 << 20
 Made = TypeVar("Made")
 Model = TypeVar("Model")
 Progress = Callable[[int, int], None]
-# What an entry gives that is not what its model keeps, whose header is whole.
+# Raised when a well-formed cache entry does not match the model's code: rebuild it.
 _UNUSABLE: Final = (AttributeError, DamagedFileError, ImportError, KeyError, RuntimeError, TypeError, ValueError)
 
 

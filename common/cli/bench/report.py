@@ -10,9 +10,9 @@ from common.cli.bench.figures import Failures, Figures, Spread, overviews
 from common.cli.bench.statistics import Summary
 
 SCHEMA: Final = "fissile.bench"
-# Of what `as_json` gives; counts up with every change that a reader must know of. docs/bench.md lists the fields.
+# Version of `as_json`; counts up with every change that a reader must know of. docs/bench.md lists the fields.
 VERSION: Final = 1
-# What is worth a warning: other processes' share of the machine, and how late the client was.
+# Thresholds of a warning: other processes' share of the machine, and how late the client was.
 MAX_FOREIGN: Final = 0.05
 MAX_SEND_LAG_MS: Final = 10.0
 _DECIMALS: Final = 6

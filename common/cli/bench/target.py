@@ -66,7 +66,7 @@ class RouterTarget:
         self._runner = asyncio.Runner(loop_factory=uvloop.new_event_loop)
         self._current: Run | None = None
         self._stopped = False
-        # Of this target: what an earlier benchmark has left in prefix caches, with the same seed, is not to be found.
+        # Salt of this target: prefixes that an earlier benchmark with the same seed left in caches must not be found.
         self._salt, self._runs = secrets.token_hex(8), itertools.count()
         try:
             described = self._runner.run(self._connect(credentials))

@@ -54,7 +54,7 @@ def call_failed(
         remedy: what to do when nobody listens there.
     """
     code, details = error.code(), error.details() or ""
-    # What gRPC itself reports has no details; a server of ours always sends some.
+    # Errors of gRPC itself have no details; a server of ours always sends some.
     if code is grpc.StatusCode.UNAVAILABLE and "grpc-status-details-bin" not in (error.trailing_metadata() or ()):
         reason, remedy = next((said for part, *said in _TLS_TROUBLES if part in details), ("", remedy))
         reason = reason or details.rpartition(": ")[2]

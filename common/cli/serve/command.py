@@ -268,7 +268,7 @@ def make_fleet(
 
 
 _TO_SERVE: Final = "say it in the section `serve`"
-# What the router wants of its callers, `serve` among them.
+# Credentials that the router wants of its callers, `serve` among them.
 _PROTECTION: Final = {
     **dict.fromkeys(("tls-cert", "tls-key", "tls-client-ca", "api-keys"), _TO_SERVE),
     "api-key-line": "put the line into a file, and say api-keys in the section `serve`",

@@ -36,7 +36,7 @@ class LlamaAttention:
         attention: what is between the projections.
     """
 
-    # Whether the output projection has a bias where the others have one.
+    # True if the output projection has a bias where the others have one.
     output_bias = True
 
     def __init__(self, build: Build, prefix: str, layer: int, window: int | None = None) -> None:
