@@ -11,6 +11,7 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import grpc
@@ -178,19 +179,13 @@ class InferenceService(InferenceServiceServicer):
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Continues a prompt."""
-
-        async def encode(model: ServedModel, tenant: str, cache_salt: bytes) -> Prompt:
-            return await self._encoder.for_generate(request, model, tenant, cache_salt)
-
-        await self._answer(_GENERATE, request, context, lambda: check_generate(request), encode)
+        encode = partial(self._encoder.for_generate, request)
+        await self._answer(_GENERATE, request, context, partial(check_generate, request), encode)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:  # type: ignore[override]
         """Answers a conversation."""
-
-        async def encode(model: ServedModel, tenant: str, cache_salt: bytes) -> Prompt:
-            return await self._encoder.for_chat(request, model, tenant, cache_salt)
-
-        await self._answer(_CHAT, request, context, lambda: check_chat(request), encode)
+        encode = partial(self._encoder.for_chat, request)
+        await self._answer(_CHAT, request, context, partial(check_chat, request), encode)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text into token ids."""

@@ -164,7 +164,10 @@ class WorkerPool:
 
     def session_opening(self, session: Session) -> None:
         """Refuses a second session with one worker; hands over what an earlier stream has left."""
-        worker = self._workers.setdefault(session.address, WorkerRecord(session.address))
+        worker = self._workers.get(session.address)
+        if worker is None:
+            # Not dialled by this pool.
+            worker = self._workers[session.address] = WorkerRecord(session.address)
         if not worker.is_wanted:
             raise WorkerRefusedError("is not a worker of this router any more")
         holder = self._instances.setdefault(session.instance_id, session)
