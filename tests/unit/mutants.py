@@ -141,7 +141,7 @@ MUTANTS = [
         f"{_STATUS}; seq.num_computed_tokens = seq.num_tokens; self.block_manager.publish(seq); "
         "seq.num_computed_tokens = seq.num_cached_tokens",
     ),
-    Mutant("t20", BlockManager, "publish", "seq.num_computed_tokens", "seq.num_tokens"),
+    Mutant("t20", BlockManager, "publish", "seq.num_computed_tokens", "min(seq.num_tokens, seq.num_slots)"),
     Mutant("t21", BlockManager, "_claim", "block.ref_count += 1", "block.ref_count += 1; block.reset()"),
     Mutant("t22", BlockManager, "deallocate", "reversed(seq.block_table)", "seq.block_table"),
     Mutant("t23", PrefixCache, "find", "block.parent == parent and ", ""),
