@@ -5,7 +5,9 @@ One class per row of the README's table of statuses. Pure code raises them; `com
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
 
 import grpc
 from google.protobuf import any_pb2, duration_pb2
@@ -80,12 +82,24 @@ def _packed(detail: Message) -> any_pb2.Any:
     return packed
 
 
+@contextlib.contextmanager
+def at_path(prefix: str) -> Iterator[None]:
+    """Names fields as parts of the message at `prefix`, in errors that are raised here."""
+    try:
+        yield
+    except ApiError as error:
+        if error.violations:
+            error.violations = tuple(replace(each, path=f"{prefix}.{each.path}") for each in error.violations)
+            error.message = str(error.violations[0])
+        raise
+
+
 class InvalidFieldError(ApiError):
     """INVALID_ARGUMENT: a field has a value that is not allowed."""
 
     def __init__(self, path: str, problem: str, valid: str) -> None:
         violation = FieldViolation(path, problem, valid)
-        super().__init__(grpc.StatusCode.INVALID_ARGUMENT, str(violation), (violation,))
+        super().__init__(grpc.StatusCode.INVALID_ARGUMENT, str(violation), (violation,), reason="INVALID_FIELD")
 
 
 class MalformedRequestError(ApiError):
@@ -108,7 +122,65 @@ class UnservedFieldError(ApiError):
 
     def __init__(self, path: str) -> None:
         violation = FieldViolation(path, "is not served by this version", "leave it out")
-        super().__init__(grpc.StatusCode.UNIMPLEMENTED, str(violation), (violation,))
+        super().__init__(grpc.StatusCode.UNIMPLEMENTED, str(violation), (violation,), reason="UNSERVED_FIELD")
+
+
+class UnservedMethodError(ApiError):
+    """UNIMPLEMENTED: a method, or an answer of it, that this version does not serve."""
+
+    def __init__(self, method: str) -> None:
+        message = f"{method} is not served by this version"
+        super().__init__(grpc.StatusCode.UNIMPLEMENTED, message, reason="UNSERVED_METHOD", metadata={"method": method})
+
+
+class UnknownRequestError(ApiError):
+    """NOT_FOUND: no such request is in flight."""
+
+    def __init__(self, request_id: str, tenant: str) -> None:
+        of = f" of tenant {tenant!r}" if tenant else ""
+        super().__init__(
+            grpc.StatusCode.NOT_FOUND,
+            f"no request {request_id!r}{of} is in flight at this router",
+            reason="UNKNOWN_REQUEST",
+            metadata={"request_id": request_id, "tenant": tenant},
+        )
+
+
+class CancelledByOperatorError(ApiError):
+    """CANCELLED: an operator has ended the request."""
+
+    def __init__(self) -> None:
+        message = "an operator has ended this request"
+        super().__init__(grpc.StatusCode.CANCELLED, message, reason="CANCELLED_BY_OPERATOR")
+
+
+class SupersededError(ApiError):
+    """ABORTED: another call goes on with this stream."""
+
+    def __init__(self) -> None:
+        message = "another call with this request_id and `resume` goes on with this stream"
+        super().__init__(grpc.StatusCode.ABORTED, message, reason="SUPERSEDED")
+
+
+class ResumeMismatchError(ApiError):
+    """DATA_LOSS: what a client says it has got is not what its request gives."""
+
+    def __init__(self, index: int, problem: str) -> None:
+        message = f"answer {index} can not be resumed: {problem}; send the request without resume"
+        super().__init__(grpc.StatusCode.DATA_LOSS, message, reason="RESUME_MISMATCH", metadata={"index": str(index)})
+
+
+class OtherModelStateError(ApiError):
+    """FAILED_PRECONDITION: what a request continues or repeats was made by something that is not served here now."""
+
+    def __init__(self, what: str, wanted: str, served: str) -> None:
+        message = f"{what} {wanted} is not served here now, but {served or 'none'}; send the request anew"
+        super().__init__(
+            grpc.StatusCode.FAILED_PRECONDITION,
+            message,
+            reason="OTHER_MODEL_STATE",
+            metadata={"what": what, "wanted": wanted, "served": served},
+        )
 
 
 class PromptTooLongError(ApiError):
@@ -117,7 +189,7 @@ class PromptTooLongError(ApiError):
     def __init__(self, path: str, prompt_tokens: int, max_model_len: int, *, at_least: bool = False) -> None:
         has = f"has {'at least ' if at_least else ''}{prompt_tokens} tokens"
         violation = FieldViolation(path, has, f"at most {max_model_len - 1}")
-        super().__init__(grpc.StatusCode.OUT_OF_RANGE, str(violation), (violation,))
+        super().__init__(grpc.StatusCode.OUT_OF_RANGE, str(violation), (violation,), reason="TOO_LONG")
 
 
 class TextTooLongError(ApiError):
@@ -125,7 +197,7 @@ class TextTooLongError(ApiError):
 
     def __init__(self, path: str, problem: str, valid: str = "less text, or several requests") -> None:
         violation = FieldViolation(path, problem, valid)
-        super().__init__(grpc.StatusCode.OUT_OF_RANGE, str(violation), (violation,))
+        super().__init__(grpc.StatusCode.OUT_OF_RANGE, str(violation), (violation,), reason="TOO_LONG")
 
 
 class UnknownModelError(ApiError):
@@ -367,4 +439,4 @@ class DeadlineError(ApiError):
     """DEADLINE_EXCEEDED: the call's deadline passed."""
 
     def __init__(self, where: str) -> None:
-        super().__init__(grpc.StatusCode.DEADLINE_EXCEEDED, f"the deadline passed {where}")
+        super().__init__(grpc.StatusCode.DEADLINE_EXCEEDED, f"the deadline passed {where}", reason="DEADLINE")

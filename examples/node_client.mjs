@@ -23,7 +23,7 @@ const call = router.Chat(
   { deadline: Date.now() + 60_000 },
 );
 call.on("data", (part) => {
-  process.stdout.write(part.text);
+  process.stdout.write(part.delta.content);
   if (part.finish) console.log(`\n${part.finish.reason}, ${part.finish.usage.completion_tokens} tokens`);
 });
 call.on("error", (error) => {

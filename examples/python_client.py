@@ -25,7 +25,7 @@ def main(address: str = "127.0.0.1:50051", prompt: str = "Tell me a story.") -> 
         )
         # The timeout is the deadline of the whole answer. Leaving the loop early does not end the call: `cancel` does.
         for part in router.Chat(request, timeout=60):
-            print(part.text, end="", flush=True)
+            print(part.delta.content, end="", flush=True)
             if part.HasField("finish"):
                 finish = part.finish
                 reason = inference_pb2.FinishReason.Name(finish.reason)

@@ -7,6 +7,7 @@ import gc
 import secrets
 import signal
 import sys
+import time
 from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, Final
@@ -40,6 +41,7 @@ from common.text.tokenizer import TokenizerError
 from router.api import admin
 from router.api.inference import InferenceService
 from router.api.rpc_scope import SERVICE
+from router.api.server_info import ServerInfo, shown_options
 from router.api.shutdown import OpenCalls
 from router.model_registry import ModelRegistry
 from router.options import RouterOptions, checked_settings, rereader, router_options
@@ -169,7 +171,11 @@ class Router:
         add_InferenceServiceServicer_to_server(self.service, self.server.server)
         await self.server.start()
         if self.admin is not None:
-            service = admin.AdminService(self.pool, self.requests, self.configuration, self._tracing, self._calls)
+            shown = shown_options(self._options)
+            info = ServerInfo(self.pool.router_id, self.server.address, shown, time.monotonic(), time.time_ns())
+            service = admin.AdminService(
+                self.pool, self.requests, self.configuration, self._tracing, self._calls, self.service.calls, info
+            )
             add_AdminServiceServicer_to_server(service, self.admin.server)
             channelz.add_channelz_servicer(self.admin.server)
             await self.admin.start()

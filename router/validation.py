@@ -6,22 +6,23 @@ Every refusal names the field by its path and says what would be valid. Fields t
 
 from __future__ import annotations
 
+import json
+from collections import Counter
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 from fissile.v1 import inference_pb2 as pb
-from google.protobuf.json_format import MessageToDict, SerializeToJsonError
 
 from common.errors import (
     InvalidFieldError,
     PromptTooLongError,
     TextTooLongError,
-    UnservedFieldError,
 )
 from common.ids import check_id
 from common.limits import (
+    MAX_ANSWERS,
     MAX_CACHE_SALT_BYTES,
     MAX_CHAT_MESSAGES,
     MAX_PROMPT_TEXT_BYTES,
@@ -43,6 +44,7 @@ _GIVEN: Final = (
     "max_tokens",
     "min_tokens",
     "ignore_eos",
+    "n",
 )
 _FEW_IDS: Final = 128
 # Characters of an unknown role that an error repeats.
@@ -59,7 +61,6 @@ _SAMPLING = (
     "stop_token_ids",
     "stop_token_sequences",
     "stop_token_sequences.ids",
-    "n",
 )
 _COMMON = frozenset(
     (
@@ -74,7 +75,14 @@ _COMMON = frozenset(
     )
 ) | {f"sampling_params.{name}" for name in _SAMPLING}
 GENERATE_SERVED = _COMMON | {"text", "token_ids", "token_ids.ids"}
-CHAT_SERVED = _COMMON | {"messages", "messages.role", "messages.content", "template_arguments"}
+CHAT_SERVED = _COMMON | {
+    "messages",
+    "messages.role",
+    "messages.content",
+    "messages.parts",
+    "messages.parts.text",
+    "template_arguments_json",
+}
 
 
 def check_request_id(request_id: str) -> None:
@@ -114,9 +122,10 @@ def check_chat(request: pb.ChatRequest) -> None:
     _check_counts(request.sampling_params)
     if len(request.messages) > MAX_CHAT_MESSAGES:
         raise _message_count(len(request.messages))
-    size = request.template_arguments.ByteSize()
+    size = len(request.template_arguments_json.encode())
     if size > MAX_TEMPLATE_ARGUMENT_BYTES:
-        raise InvalidFieldError("template_arguments", f"has {size} bytes", f"at most {MAX_TEMPLATE_ARGUMENT_BYTES}")
+        valid = f"at most {MAX_TEMPLATE_ARGUMENT_BYTES}"
+        raise InvalidFieldError("template_arguments_json", f"has {size} bytes", valid)
     refuse_unserved(request, CHAT_SERVED)
     _check_cache_salt(request.cache_salt)
     check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
@@ -125,6 +134,7 @@ def check_chat(request: pb.ChatRequest) -> None:
     for i, message in enumerate(request.messages):
         if not message.role:
             raise InvalidFieldError(f"messages[{i}].role", "is empty", "a role of the model's chat template")
+        _check_parts(f"messages[{i}]", message)
     _check_bytes("messages", sum(message.ByteSize() for message in request.messages), MAX_PROMPT_TEXT_BYTES)
 
 
@@ -172,21 +182,32 @@ def check_text_bytes(path: str, text: str, most: int = MAX_PROMPT_TEXT_BYTES) ->
     _check_bytes(path, len(text.encode()), most)
 
 
+def content_of(message: pb.ChatMessage) -> str:
+    """The text of a message that `check_chat` let pass."""
+    return message.content or "".join(part.text for part in message.parts)
+
+
 def template_arguments(request: pb.ChatRequest) -> dict[str, Any]:
-    """The request's further template variables as Python values; whole numbers as int.
+    """The request's further template variables as Python values, in their order.
 
     Raises:
-        InvalidFieldError: a number that is not finite, or a reserved name.
+        InvalidFieldError: no JSON object, a name that stands twice in one, or a reserved name.
     """
+    path = "template_arguments_json"
+    if not request.template_arguments_json:
+        return {}
     try:
-        given = MessageToDict(request.template_arguments)
-    # ValueError from a number that is not finite in some versions of protobuf, SerializeToJsonError in others.
-    except (ValueError, SerializeToJsonError):
-        raise InvalidFieldError("template_arguments", "has a number that is not finite", "JSON values") from None
-    arguments: dict[str, Any] = _plain(given)
+        arguments = json.loads(
+            request.template_arguments_json, object_pairs_hook=_distinct, parse_constant=_refuse_constant
+        )
+    except (ValueError, RecursionError) as error:
+        why = "is nested too deeply" if isinstance(error, RecursionError) else f"is no JSON: {error}"
+        raise InvalidFieldError(path, why, "a JSON object") from None
+    if not isinstance(arguments, dict):
+        raise InvalidFieldError(path, "is another JSON value", "a JSON object")
     for name in ("messages", "tools", "self"):
         if name in arguments:
-            raise InvalidFieldError(f"template_arguments.{name}", "is a reserved name", "another name")
+            raise InvalidFieldError(f"{path}.{name}", "is a reserved name", "another name")
     return arguments
 
 
@@ -237,7 +258,7 @@ def sampling_params(message: pb.SamplingParams, defaults: SamplingParams, vocab_
         stop_token_ids=tuple(message.stop_token_ids),
         stop_token_sequences=tuple(tuple(sequence.ids) for sequence in message.stop_token_sequences),
     )
-    if params.min_tokens > params.max_tokens:
+    if message.HasField("max_tokens") and params.min_tokens > params.max_tokens:
         problem = f"is {params.min_tokens}"
         raise InvalidFieldError("sampling_params.min_tokens", problem, f"at most max_tokens, {params.max_tokens}")
     check_token_ids("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
@@ -259,10 +280,8 @@ def _check_cache_salt(cache_salt: str) -> None:
 
 
 def _check_n(message: pb.SamplingParams) -> None:
-    if message.HasField("n") and message.n == 0:
-        raise InvalidFieldError("sampling_params.n", "is 0", "1")
-    if message.n > 1:
-        raise UnservedFieldError("sampling_params.n")
+    if message.HasField("n") and not 1 <= message.n <= MAX_ANSWERS:
+        raise InvalidFieldError("sampling_params.n", f"is {message.n}", f"1 to {MAX_ANSWERS}")
 
 
 def _check_counts(message: pb.SamplingParams) -> None:
@@ -291,12 +310,22 @@ def _check_bytes(path: str, size: int, most: int) -> None:
         raise TextTooLongError(path, f"has {size} bytes", f"at most {most} bytes of UTF-8")
 
 
-def _plain(value: Any) -> Any:
-    """A JSON value with whole numbers as int and keys in order: Struct knows doubles only, and its order is random."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in sorted(value.items())}
-    return value
+def _check_parts(path: str, message: pb.ChatMessage) -> None:
+    if message.content and message.parts:
+        raise InvalidFieldError(f"{path}.parts", "stands beside content", "one of content, parts")
+    for j, part in enumerate(message.parts):
+        if part.WhichOneof("content") is None:
+            raise InvalidFieldError(f"{path}.parts[{j}]", "is empty", "text")
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; of two values of one name neither may be dropped."""
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
+        raise ValueError(f"{twice!r} stands twice in an object")
+    return values
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")

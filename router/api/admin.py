@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -12,6 +13,7 @@ import grpc
 import structlog
 from fissile.admin.v1 import admin_pb2 as apb
 from fissile.admin.v1.admin_pb2_grpc import AdminServiceServicer
+from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 
@@ -25,9 +27,15 @@ from common.errors import (
     UnknownWorkerError,
 )
 from common.limits import CONNECT_TIMEOUT_S, FLUSH_TIMEOUT_S, MAX_LOAD_WATCHES, MIN_WATCH_INTERVAL_S
+from common.priority import PRIORITIES
+from common.rpc.durations import checked_seconds, to_duration
 from common.rpc.unsupported_fields import field_paths, refuse_unserved
+from common.telemetry.request_record import shown
 from common.telemetry.tracing import Tracing
+from router.api.in_flight import InFlightCalls
+from router.api.request_list import list_requests
 from router.api.rpc_scope import Context, RpcScope
+from router.api.server_info import ServerInfo
 from router.api.shutdown import OpenCalls
 from router.requests.request_router import RequestRouter
 from router.runtime_config import ConfigStore, ReloadResult, RoutingConfig
@@ -57,6 +65,9 @@ class AdminService(AdminServiceServicer):
         configuration: what may change while it runs.
         tracing: makes a span per call.
         calls: knows the calls that have to end with the router.
+        in_flight: the calls of clients that have not ended.
+        server: describes the router.
+        clock: monotonic seconds.
     """
 
     def __init__(
@@ -66,7 +77,13 @@ class AdminService(AdminServiceServicer):
         configuration: ConfigStore,
         tracing: Tracing,
         calls: OpenCalls,
+        in_flight: InFlightCalls,
+        server: ServerInfo,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._in_flight = in_flight
+        self._server = server
+        self._clock = clock
         self._pool = pool
         self._requests = requests
         self._configuration = configuration
@@ -99,8 +116,8 @@ class AdminService(AdminServiceServicer):
     async def DrainWorker(self, request: apb.DrainWorkerRequest, context: Context) -> apb.DrainWorkerResponse:
         """Passes the wish to the worker, which tells all its routers."""
         async with RpcScope(self._tracing, context, "DrainWorker", service=SERVICE):
-            refuse_unserved(request, frozenset({"worker_id", "deadline_ms"}))
-            wanted = wpb.DrainRequest(deadline_ms=request.deadline_ms)
+            refuse_unserved(request, frozenset({"worker_id", "deadline"}))
+            wanted = wpb.DrainRequest(deadline_ms=round(1000 * checked_seconds("deadline", request.deadline)))
             async with self._asked(self._find(request.worker_id)) as stub:
                 answer = await stub.Drain(wanted, timeout=CONNECT_TIMEOUT_S)
             return apb.DrainWorkerResponse(sequences=answer.sequences)
@@ -108,11 +125,10 @@ class AdminService(AdminServiceServicer):
     async def WatchLoad(self, request: apb.WatchLoadRequest, context: Context) -> None:  # type: ignore[override]
         """Sends the load until the client has had enough."""
         async with RpcScope(self._tracing, context, "WatchLoad", service=SERVICE):
-            refuse_unserved(request, frozenset({"interval_ms", "count"}))
-            interval_s = request.interval_ms / 1000 or _WATCH_INTERVAL_S
-            if interval_s < MIN_WATCH_INTERVAL_S:
-                valid = f"0 or at least {1000 * MIN_WATCH_INTERVAL_S:.0f}"
-                raise InvalidFieldError("interval_ms", f"is {request.interval_ms}", valid)
+            refuse_unserved(request, frozenset({"interval", "count"}))
+            interval_s = _WATCH_INTERVAL_S
+            if request.HasField("interval"):
+                interval_s = checked_seconds("interval", request.interval, MIN_WATCH_INTERVAL_S)
             with self._watching():
                 await context.send_initial_metadata(())
                 with self._calls.interruptible():
@@ -126,7 +142,7 @@ class AdminService(AdminServiceServicer):
             caches = await asyncio.gather(*map(self._flush, workers))
             return apb.FlushCachesResponse(caches=sorted(caches, key=lambda cache: cache.worker_id))
 
-    # Configuration.
+    # ConfigStore.
 
     async def GetRouting(self, request: apb.GetRoutingRequest, context: Context) -> apb.GetRoutingResponse:
         """Says how requests are admitted and placed."""
@@ -154,6 +170,28 @@ class AdminService(AdminServiceServicer):
             return apb.ReloadResponse(
                 version=done.version, changed=done.changed, needs_restart=done.needs_restart, undone=done.undone
             )
+
+    # Requests, and the router itself.
+
+    async def ListRequests(self, request: apb.ListRequestsRequest, context: Context) -> apb.ListRequestsResponse:
+        """Lists the requests in flight."""
+        async with RpcScope(self._tracing, context, "ListRequests", service=SERVICE):
+            refuse_unserved(request, frozenset({"tenant", "page_size", "page_token"}))
+            return list_requests(self._in_flight, request, self._clock())
+
+    async def CancelRequest(self, request: apb.CancelRequestRequest, context: Context) -> apb.CancelRequestResponse:
+        """Ends a request in flight."""
+        async with RpcScope(self._tracing, context, "CancelRequest", service=SERVICE):
+            refuse_unserved(request, frozenset({"request_id", "tenant"}))
+            self._in_flight.cancel(request.tenant, request.request_id)
+            log.warning("an operator has ended a request", request_id=shown(request.request_id), tenant=request.tenant)
+            return apb.CancelRequestResponse()
+
+    async def GetServerInfo(self, request: apb.GetServerInfoRequest, context: Context) -> apb.GetServerInfoResponse:
+        """Describes the router."""
+        async with RpcScope(self._tracing, context, "GetServerInfo", service=SERVICE):
+            refuse_unserved(request)
+            return self._server.describe(self._clock(), self._configuration.version, len(self._in_flight))
 
     # Shared by the methods above.
 
@@ -214,7 +252,11 @@ class AdminService(AdminServiceServicer):
 
     def _load(self) -> apb.WatchLoadResponse:
         queues = [
-            apb.QueueLoad(priority=each.name, waiting=each.waiting, oldest_age_ms=round(1000 * each.oldest_age_s))
+            apb.QueueLoad(
+                priority=pb.Priority.ValueType(PRIORITIES[each.name]),
+                waiting=each.waiting,
+                oldest_age=to_duration(each.oldest_age_s) if each.waiting else None,
+            )
             for each in self._requests.waiting()
         ]
         workers = map(_worker, self._pool.workers())
@@ -243,18 +285,26 @@ def _worker(worker: KnownWorker) -> apb.Worker:
         instance_id=worker.instance_id,
         model=worker.model,
         numerics=worker.numerics,
-        draining=worker.state is WorkerState.DRAINING,
         running=worker.running,
         state=_STATES[worker.state],
         last_error=worker.last_error,
-        **({} if worker.load is None else asdict(worker.load)),
+        **_load_of(worker),
     )
 
 
+def _load_of(worker: KnownWorker) -> dict[str, Any]:
+    """Its load in the fields of Worker."""
+    if worker.load is None:
+        return {}
+    fields = asdict(worker.load)
+    age_s = fields.pop("report_age_ms") / 1000
+    return {**fields, "report_age": to_duration(age_s)}
+
+
 def _proto(routing: RoutingConfig) -> apb.Routing:
-    """The routing as the contract has it: fields of the same names, but milliseconds."""
+    """The routing as the contract has it: fields of the same names, but a Duration."""
     values = {each.name: getattr(routing, each.name) for each in fields(routing)}
-    return apb.Routing(max_hold_ms=round(1000 * values.pop("max_hold_s")), **values)
+    return apb.Routing(max_hold=to_duration(values.pop("max_hold_s")), **values)
 
 
 def _merged(routing: RoutingConfig, request: apb.SetRoutingRequest) -> RoutingConfig:
@@ -275,7 +325,6 @@ def _merged(routing: RoutingConfig, request: apb.SetRoutingRequest) -> RoutingCo
     changed: dict[str, Any] = {
         path: dict(value) if isinstance(value, Mapping) else value for path, value in values.items()
     }
-    # Milliseconds are coarser than what an option may say: one that is not asked to change does not.
-    if "max_hold_ms" in changed:
-        changed["max_hold_s"] = changed.pop("max_hold_ms") / 1000
+    if "max_hold" in changed:
+        changed["max_hold_s"] = checked_seconds("routing.max_hold", changed.pop("max_hold"))
     return replace(routing, **changed)

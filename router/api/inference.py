@@ -1,113 +1,51 @@
-"""InferenceService: what clients call.
-
-Nothing is sent before the first token, not even initial metadata, so that standard client retries work. Every request
-leaves the router's tables on every path: finished, failed, cancelled, past its deadline.
-"""
+"""InferenceService: what clients call."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import TypeAlias
+from collections.abc import Callable, Iterator
+from typing import NoReturn, cast
 
 import grpc
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceServicer
+from google.protobuf.descriptor import Descriptor
+from google.protobuf.message import Message
 
-from common.block_hash import GRANULE_BLOCKS
-from common.errors import DuplicateRequestError, NoTokenizerError
+from common.errors import InvalidFieldError, UnservedMethodError, at_path
 from common.limits import MAX_TOKENIZE_TEXT_BYTES, MAX_UNREAD_TOKENS
 from common.rpc.auth import caller
-from common.rpc.unsupported_fields import refuse_unserved
-from common.seed import derive_seed
-from common.telemetry import names
+from common.rpc.unsupported_fields import field_paths, refuse_unserved
 from common.telemetry.metrics import Metrics
-from common.telemetry.request_record import RequestRecord, current_record
-from common.telemetry.tracing import RequestSpan, Tracing
-from common.text.stop_strings import StopStrings
-from router.api.responses import decode_s, describe_model, fill_response, finish_name, times_of
+from common.telemetry.request_record import current_record
+from common.telemetry.tracing import Tracing
+from router.api.answering import CHAT, GENERATE, Answering, AnswerRequest, Asked, Encode, Kind
+from router.api.answers import Answers, CollectedAnswers, StreamedAnswers
+from router.api.in_flight import InFlightCall, InFlightCalls
+from router.api.pages import MAX_PAGE, page_of
+from router.api.responses import describe_model
 from router.api.rpc_scope import Context, RpcScope
 from router.api.shutdown import OpenCalls
 from router.api.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.request_router import RequestRouter
-from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
-from router.scheduling.failover import Wait
-from router.telemetry.metrics import RequestMeasure, RouterMetrics
+from router.telemetry.metrics import RouterMetrics
 from router.text.prompts import Prompt, PromptEncoder
-from router.text.stream_assembly import StreamAssembly
 from router.validation import (
+    CHAT_SERVED,
+    GENERATE_SERVED,
     check_chat,
     check_generate,
     check_priority,
     check_request_id,
     check_text_bytes,
-    clip_to_length,
-    sampling_params,
 )
 from router.workers.expected_workers import ExpectedWorkers
 
-AnswerRequest: TypeAlias = pb.GenerateRequest | pb.ChatRequest
-AnswerResponse: TypeAlias = pb.GenerateResponse | pb.ChatResponse
-# Makes a prompt for a model, of a tenant, with the salt in force.
-_Encode: TypeAlias = Callable[[ServedModel, str, bytes], Awaitable[Prompt]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Kind:
-    """Differences between Generate and Chat.
-
-    Attributes:
-        method: name of the call.
-        operation: its name in traces and figures.
-        response: makes its messages.
-        continues: True if the answer's text continues the prompt's, False if it is a text of its own: a message has no
-            space before its first word, whatever its template ends with.
-    """
-
-    method: str
-    operation: str
-    response: Callable[..., AnswerResponse]
-    continues: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Asked:
-    """A request that has passed the checks that need no model.
-
-    Attributes:
-        request: as it came.
-        request_id: the client's, or a minted one.
-        encode: makes its prompt.
-        scope: of its call, which writes the first message.
-        context: of its call.
-        arrival: monotonic seconds.
-        tenant: who it is for.
-        cache_salt: the salt in force.
-        priority: its class.
-        span: of its call.
-        record: what its log line will say.
-    """
-
-    request: AnswerRequest
-    request_id: str
-    encode: _Encode
-    scope: RpcScope
-    context: Context
-    arrival: float
-    tenant: str
-    cache_salt: bytes
-    priority: int
-    span: RequestSpan
-    record: RequestRecord
-
-
-_GENERATE = _Kind("Generate", names.TEXT_COMPLETION, pb.GenerateResponse, continues=True)
-_CHAT = _Kind("Chat", names.CHAT, pb.ChatResponse, continues=False)
+_RENDERED = frozenset({"chat", *(f"chat.{path}" for path in CHAT_SERVED)})
+_COUNTED = _RENDERED | {"generate", *(f"generate.{path}" for path in GENERATE_SERVED)}
 
 
 class InferenceService(InferenceServiceServicer):
@@ -127,7 +65,11 @@ class InferenceService(InferenceServiceServicer):
         tenants: what tenants get; None for all the same, without limits.
         metrics: measures the requests; None for nobody who looks.
         calls: knows the calls that have to end with the router; None for nobody who asks.
-        has_keys: whether callers show API keys: then high priority is only for those that may have it.
+        has_keys: True if callers show API keys: then high priority is only for those that may have it.
+        default_max_tokens: longest answer to a request that does not say; 0 is all that the model's length leaves.
+
+    Attributes:
+        calls: the calls of Generate and Chat, streamed or not, that have not ended.
     """
 
     def __init__(
@@ -144,48 +86,76 @@ class InferenceService(InferenceServiceServicer):
         calls: OpenCalls | None = None,
         *,
         has_keys: bool = False,
+        default_max_tokens: int = 0,
     ) -> None:
-        self._requests = requests
-        self._expected = expected
+        self.calls = InFlightCalls()
         self._registry = registry
         self._encoder = encoder
         self._tracing = tracing
         self._clock = clock
-        self._max_unread_tokens = max_unread_tokens
         policy = TenantPolicy() if tenants is None else tenants
         self._policy = policy
         # A caller with a key is known, and gets what the operator has allowed it; without keys all are one caller.
         self._default_max_priority = "normal" if has_keys else "high"
         self._tenant_limits = TenantLimits(policy)
         encoder.set_weights(policy.weights)
-        self._ids_in_flight: set[tuple[str, str]] = set()
         self._metrics = RouterMetrics(Metrics()) if metrics is None else metrics
-        self._calls = OpenCalls() if calls is None else calls
+        self._open_calls = OpenCalls() if calls is None else calls
+        self._answering = Answering(
+            requests, expected, registry, tracing, clock, max_unread_tokens, self._open_calls, default_max_tokens
+        )
 
     def set_tenants(self, policy: TenantPolicy) -> None:
-        """Other limits from now on."""
+        """Sets other limits from now on."""
         self._policy = policy
         self._tenant_limits.set_policy(policy)
         self._encoder.set_weights(policy.weights)
 
     @property
     def in_flight(self) -> int:
-        """Number of Generate and Chat requests that have not ended."""
-        return len(self._ids_in_flight)
+        """Number of calls of Generate and Chat, streamed or not, that have not ended."""
+        return len(self.calls)
 
     def tables(self) -> dict[str, int]:
         """Entries of every table that grows with requests or tenants."""
-        return {"request_ids": len(self._ids_in_flight), "tenants_in_flight": len(self._tenant_limits)}
+        return {"request_ids": len(self.calls), "tenants_in_flight": len(self._tenant_limits)}
 
     async def Generate(self, request: pb.GenerateRequest, context: Context) -> None:  # type: ignore[override]
         """Continues a prompt."""
-        encode = partial(self._encoder.for_generate, request)
-        await self._answer(_GENERATE, request, context, partial(check_generate, request), encode)
+        answers = StreamedAnswers(context, GENERATE.response)
+        await self._answer(GENERATE, "Generate", request, context, answers)
 
     async def Chat(self, request: pb.ChatRequest, context: Context) -> None:  # type: ignore[override]
         """Answers a conversation."""
-        encode = partial(self._encoder.for_chat, request)
-        await self._answer(_CHAT, request, context, partial(check_chat, request), encode)
+        await self._answer(CHAT, "Chat", request, context, StreamedAnswers(context, CHAT.response))
+
+    async def GenerateOnce(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateOnceResponse:
+        """Continues a prompt, in one message."""
+        answers = CollectedAnswers(GENERATE.response)
+        await self._answer(GENERATE, "GenerateOnce", request, context, answers)
+        return answers.generated()
+
+    async def ChatOnce(self, request: pb.ChatRequest, context: Context) -> pb.ChatOnceResponse:
+        """Answers a conversation, in one message."""
+        answers = CollectedAnswers(CHAT.response)
+        await self._answer(CHAT, "ChatOnce", request, context, answers)
+        return answers.chatted()
+
+    async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
+        """Refuses: not served yet."""
+        return await self._unserved("Score", request, context)
+
+    async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
+        """Refuses: not served yet."""
+        return await self._unserved("Embed", request, context)
+
+    async def Rerank(self, request: pb.RerankRequest, context: Context) -> pb.RerankResponse:
+        """Refuses: not served yet."""
+        return await self._unserved("Rerank", request, context)
+
+    async def Replay(self, request: pb.ReplayRequest, context: Context) -> pb.ReplayResponse:
+        """Refuses: not served yet."""
+        return await self._unserved("Replay", request, context)
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text into token ids."""
@@ -207,12 +177,37 @@ class InferenceService(InferenceServiceServicer):
                     text = await self._encoder.detokenize(ids, model, keep_special=keep, tenant=tenant)
                 return pb.DetokenizeResponse(text=text)
 
+    async def CountTokens(self, request: pb.CountTokensRequest, context: Context) -> pb.CountTokensResponse:
+        """Counts the prompt tokens of a request."""
+        async with RpcScope(self._tracing, context, "CountTokens"):
+            with self._interruptible():
+                refuse_unserved(request, _COUNTED)
+                kind = request.WhichOneof("request")
+                if kind is None:
+                    raise InvalidFieldError("request", "is missing", "one of generate, chat")
+                asked: AnswerRequest = request.generate if kind == "generate" else request.chat
+                with at_path(kind):
+                    prompt, model = await self._prompt_alone(asked, context)
+                return pb.CountTokensResponse(prompt_tokens=len(prompt.token_ids), max_model_len=model.max_model_len)
+
+    async def RenderPrompt(self, request: pb.RenderPromptRequest, context: Context) -> pb.RenderPromptResponse:
+        """Renders a conversation."""
+        async with RpcScope(self._tracing, context, "RenderPrompt"):
+            refuse_unserved(request, _RENDERED)
+            with self._interruptible(), at_path("chat"):
+                check_chat(request.chat)
+                with self._tenant_held(context) as tenant:
+                    return await self._encoder.render(request.chat, self._registry.get(request.chat.model), tenant)
+
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Lists the models."""
         async with RpcScope(self._tracing, context, "ListModels"):
-            refuse_unserved(request)
-            models = [describe_model(model, self._registry) for model in self._registry.models]
-            return pb.ListModelsResponse(models=models)
+            refuse_unserved(request, frozenset({"page_size", "page_token"}))
+            served = self._registry.models
+            keys = [model.name for model in served]
+            models, following = page_of(served, keys, request.page_size, request.page_token, MAX_PAGE)
+            described = [describe_model(model, self._registry) for model in models]
+            return pb.ListModelsResponse(models=described, next_page_token=following)
 
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """Describes one model."""
@@ -220,172 +215,52 @@ class InferenceService(InferenceServiceServicer):
             refuse_unserved(request, frozenset({"model"}))
             return pb.GetModelResponse(model=describe_model(self._registry.get(request.model), self._registry))
 
+    async def _unserved(self, method: str, request: Message, context: Context) -> NoReturn:
+        async with RpcScope(self._tracing, context, method):
+            refuse_unserved(request, frozenset(field_paths(cast(Descriptor, request.DESCRIPTOR))))
+            raise UnservedMethodError(method)
+        raise AssertionError("a call that is refused ends in its scope")
+
     async def _answer(
-        self,
-        kind: _Kind,
-        request: AnswerRequest,
-        context: Context,
-        check: Callable[[], None],
-        encode: _Encode,
+        self, kind: Kind, method: str, request: AnswerRequest, context: Context, answers: Answers
     ) -> None:
-        """One Generate or Chat from its arrival to its end."""
+        """Answers one Generate or Chat, streamed or not, from its arrival to its end."""
         arrival = self._clock()
         request_id = request.request_id or uuid.uuid4().hex
 
         def broken_off() -> grpc.StatusCode:
             return record.cancel(self._clock(), context.time_remaining())
 
-        scope, record = RpcScope(self._tracing, context, kind.method, request_id, kind.operation), current_record()
+        scope, record = RpcScope(self._tracing, context, method, request_id, kind.operation), current_record()
         record.model = request.model
         measured = self._metrics.request(kind.operation, self._clock, broken_off)
         async with scope as span, measured as measure:
             check_request_id(request_id)
-            check()
+            _check(request)
             record.tenant = tenant = self._tenant(context)
             priority = self._priority(request, tenant)
             salt = self._policy.cache_salt(request.cache_salt, tenant)
-            with self._calls.held(), self._claimed(tenant, request_id), self._tenant_limits.held(tenant, self._clock):
-                if not self._registry.knows(request.model):
-                    with self._calls.interruptible():
-                        await self._expected.wait_for_model(request.model)
-                asked = _Asked(
-                    request, request_id, encode, scope, context, arrival, tenant, salt, priority, span, record
-                )
-                await self._run(kind, asked, measure)
+            call = InFlightCall(request_id, tenant, method, request.model, priority, arrival, span.trace_id)
+            asked = Asked(request, call, self._encode(request), context, salt, span, record, scope)
+            with self._open_calls.held(), self.calls.held(call), self._tenant_limits.held(tenant, self._clock):
+                await self._answering.run(kind, asked, measure, answers)
 
-    async def _run(self, kind: _Kind, asked: _Asked, measure: RequestMeasure) -> None:
-        """Has a request answered; prepares it once more where its weights go before it has begun."""
-        stream: RequestStream | None = None
-        opened = 0.0
-        try:
-            while True:
-                # A session keeps its weights while they are rolled, because its requests build on earlier answers.
-                model = self._registry.choose(asked.request.model, asked.request.session_id or asked.request_id)
-                asked.record.model = model.name
-                measure.model(model.name)
-                routed = await self._prepare(asked, model)
-                assembly = self._assembly(kind, routed, model, asked.request.output_options.return_token_ids)
-                opened = opened or self._clock()
-                stream = self._requests.open(routed, assembly, asked.span.submitted, stream)
-                try:
-                    return await self._send(kind, stream, asked, measure)
-                except ReplacedError:
-                    continue
-                finally:
-                    self._requests.close(stream)
-        finally:
-            # Observation may fail without failing the request.
-            with contextlib.suppress(Exception):
-                if stream is not None:
-                    self._account(asked, measure, stream, opened)
+    def _encode(self, request: AnswerRequest) -> Encode:
+        """Makes the prompt of a request, once its model is known."""
 
-    async def _prepare(self, asked: _Asked, model: ServedModel) -> RoutedRequest:
-        """Makes of a request what workers with the weights of `model` get."""
-        request = asked.request
-        params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
-        began = self._clock()
-        try:
-            with self._calls.interruptible():
-                prompt = await asked.encode(model, asked.tenant, asked.cache_salt)
-        finally:
-            asked.span.phase(names.TOKENIZE_SPAN, began, self._clock())
-        asked.record.prompt_tokens = len(prompt.token_ids)
-        params = clip_to_length(params, len(prompt.token_ids), model.max_model_len)
-        asked.span.request(model=model.name, request_id=asked.request_id, params=params)
-        remaining = asked.context.time_remaining()
-        return RoutedRequest(
-            model=model.name,
-            identity=model.identity,
-            request_id=asked.request_id,
-            token_ids=prompt.token_ids,
-            params=params,
-            seed=derive_seed(asked.request_id) if params.seed is None else params.seed,
-            chain_hash=prompt.chain_hash,
-            cache_salt=asked.cache_salt,
-            priority=asked.priority,
-            tenant=asked.tenant,
-            session_id=request.session_id,
-            granules=prompt.granules,
-            granule_tokens=GRANULE_BLOCKS * model.block_size,
-            arrival=asked.arrival,
-            deadline=None if remaining is None else self._clock() + remaining,
-            traceparent=asked.span.traceparent,
-            tracestate=asked.span.tracestate,
-            weights_digest=model.weights_digest,
-        )
+        async def encode(model: ServedModel, tenant: str, cache_salt: bytes) -> Prompt:
+            if isinstance(request, pb.ChatRequest):
+                return await self._encoder.for_chat(request, model, tenant, cache_salt)
+            return await self._encoder.for_generate(request, model, tenant, cache_salt)
 
-    async def _send(self, kind: _Kind, stream: RequestStream, asked: _Asked, measure: RequestMeasure) -> None:
-        """Writes parts as they come, as fast as the client reads; what comes meanwhile is merged."""
-        write: Callable[[AnswerResponse], Awaitable[None]] = asked.scope.write_first
-        # One message for all parts: gRPC has made bytes of it when `write` returns.
-        message = kind.response(request_id=stream.request.request_id)
-        while True:
-            part = await stream.next()
-            if part.start is not None:
-                ttft_s = times_of(stream, self._clock()).ttft_s or 0.0
-                asked.span.first_token(ttft_s)
-                measure.first_token(ttft_s)
-            fill_response(message, part, stream, self._clock)
-            await stream.written(write(message))
-            write = asked.context.write
-            stream.written_tokens = stream.assembly.taken
-            if part.ending is not None:
-                asked.record.finish = finish_name(part.ending)
-                measure.finished(decode_s(stream), message.finish.usage.completion_tokens)
-                return
+        return encode
 
-    def _account(self, asked: _Asked, measure: RequestMeasure, stream: RequestStream, opened: float) -> None:
-        """Says what has come of a request, however it ended: in its record, its figures and its span."""
-        record, span = asked.record, asked.span
-        assembly, times = stream.assembly, times_of(stream, self._clock())
-        record.times, record.worker_id = times, assembly.worker_id
-        record.attempts, record.exact = len(stream.attempts), stream.attempts.exact
-        record.completion_tokens = stream.written_tokens
-        if times.first_token is not None:
-            record.cached_tokens = assembly.start.cached_tokens
-            measure.usage(assembly.prompt_tokens, assembly.start.cached_tokens, stream.written_tokens)
-        self._trace_attempts(span, stream)
-        if self._tracing.enabled:
-            _trace_waits(span, stream.attempts.waits(opened, times.ended))
-        span.usage(
-            input_tokens=assembly.prompt_tokens,
-            output_tokens=stream.written_tokens,
-            cached_tokens=assembly.start.cached_tokens,
-            worker_id=assembly.worker_id,
-            attempts=len(stream.attempts),
-        )
-        if record.finish:
-            span.finish([record.finish])
-
-    def _trace_attempts(self, span: RequestSpan, stream: RequestStream) -> None:
-        """Says in the trace where a request has been that needed more than one worker."""
-        attempts = stream.attempts.all
-        for number, attempt in enumerate(attempts if len(attempts) > 1 else (), start=1):
-            span.attempt(
-                number,
-                attempt.worker_id,
-                began=attempt.began,
-                ended=self._clock() if attempt.ended is None else attempt.ended,
-                tokens=attempt.tokens,
-                loss="" if attempt.loss is None else attempt.loss.value,
-            )
-
-    def _assembly(
-        self, kind: _Kind, request: RoutedRequest, model: ServedModel, return_token_ids: bool
-    ) -> StreamAssembly:
-        params, tokenizer = request.params, model.text.tokenizer
-        if params.stop_strings and tokenizer is None:
-            raise NoTokenizerError(model.name)
-        stops = StopStrings(params.stop_strings, params.include_stop_string) if params.stop_strings else None
-        behind = request.token_ids if kind.continues else ()
-        return StreamAssembly(
-            len(request.token_ids),
-            detokenizer=None if tokenizer is None else tokenizer.decode_stream(behind=behind),
-            stop_strings=stops,
-            min_tokens=params.min_tokens,
-            return_token_ids=return_token_ids,
-            max_unread_tokens=self._max_unread_tokens,
-        )
+    async def _prompt_alone(self, request: AnswerRequest, context: Context) -> tuple[Prompt, ServedModel]:
+        """The prompt that a request would have, and its model."""
+        _check(request)
+        with self._tenant_held(context) as tenant:
+            model = self._registry.get(request.model)
+            return await self._encode(request)(model, tenant, b""), model
 
     def _tenant(self, context: Context) -> str:
         """Tenant that a call is for."""
@@ -399,7 +274,7 @@ class InferenceService(InferenceServiceServicer):
     @contextlib.contextmanager
     def _interruptible(self) -> Iterator[None]:
         """For a call with one answer: a drain waits for it, the end of the router interrupts it."""
-        with self._calls.held(), self._calls.interruptible():
+        with self._open_calls.held(), self._open_calls.interruptible():
             yield
 
     @contextlib.contextmanager
@@ -409,22 +284,14 @@ class InferenceService(InferenceServiceServicer):
         with self._tenant_limits.held(tenant, self._clock):
             yield tenant
 
-    @contextlib.contextmanager
-    def _claimed(self, tenant: str, request_id: str) -> Iterator[None]:
-        """Holds the id while the request is in flight. A tenant learns nothing of others' ids."""
-        claim = (tenant, request_id)
-        if claim in self._ids_in_flight:
-            raise DuplicateRequestError(request_id)
-        self._ids_in_flight.add(claim)
-        try:
-            yield
-        finally:
-            self._ids_in_flight.discard(claim)
 
+def _check(request: AnswerRequest) -> None:
+    """Checks what needs no model.
 
-def _trace_waits(span: RequestSpan, waits: Sequence[Wait]) -> None:
-    """Says in the trace when a request had no worker."""
-    for wait in waits:
-        name = names.QUEUE_SPAN if wait.loss is None else names.WAIT_SPAN
-        loss = "" if wait.loss is None else wait.loss.value
-        span.phase(name, wait.began, wait.ended, worker_id=wait.worker_id, loss=loss)
+    Raises:
+        ApiError: a field is not served, or invalid.
+    """
+    if isinstance(request, pb.ChatRequest):
+        check_chat(request)
+    else:
+        check_generate(request)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from fissile.v1 import inference_pb2 as pb
-from google.protobuf.duration_pb2 import Duration
 
+from common.rpc.durations import to_duration
+from common.sampling_params import DISTRIBUTION_FIELDS
 from common.telemetry.request_record import RequestTimes
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.stream import RequestStream
@@ -14,27 +15,51 @@ from router.text.stream_assembly import FinishInfo, StreamChunk
 
 
 def fill_response(
-    message: pb.GenerateResponse | pb.ChatResponse, part: StreamChunk, stream: RequestStream, clock: Callable[[], float]
+    message: pb.GenerateResponse | pb.ChatResponse,
+    part: StreamChunk,
+    stream: RequestStream,
+    clock: Callable[[], float],
+    *,
+    has_info: bool,
 ) -> None:
-    """Makes `message`, which has the request's id and perhaps the part before, the message of `part`.
+    """Makes `message`, which has id and index of its answer and perhaps the part before, the message of `part`.
 
     Args:
         message: the message; what was in it is replaced.
         part: of the answer.
         stream: the request.
         clock: monotonic seconds.
+        has_info: True for the first message of all answers.
     """
-    message.text = part.text
+    if isinstance(message, pb.ChatResponse):
+        message.delta.content = part.text
+    else:
+        message.text = part.text
     if message.token_ids:
         del message.token_ids[:]
     if part.token_ids:
         message.token_ids.extend(part.token_ids)
-    if part.start is not None:
+    if has_info:
         message.prompt_info.CopyFrom(_prompt_info(stream, clock()))
     elif message.HasField("prompt_info"):
         message.ClearField("prompt_info")
     if part.ending is not None:
         message.finish.CopyFrom(_finish(part.ending, stream, clock()))
+
+
+def text_of(message: pb.GenerateResponse | pb.ChatResponse) -> str:
+    """The text that a message adds to its answer."""
+    return message.delta.content if isinstance(message, pb.ChatResponse) else message.text
+
+
+def usage_of(streams: Sequence[RequestStream]) -> pb.Usage:
+    """Token counts of all answers to a request so far."""
+    assembly = streams[0].assembly
+    return pb.Usage(
+        prompt_tokens=assembly.prompt_tokens,
+        completion_tokens=sum(stream.written_tokens for stream in streams),
+        cached_tokens=assembly.start.cached_tokens,
+    )
 
 
 def times_of(stream: RequestStream, now: float) -> RequestTimes:
@@ -71,19 +96,33 @@ def describe_model(model: ServedModel, registry: ModelRegistry) -> pb.Model:
         architecture=model.architecture,
         max_model_len=model.max_model_len,
         vocab_size=model.vocab_size,
-        chat=model.text.template is not None,
+        capabilities=_capabilities(model),
         tokenizer_sha256=model.tokenizer_sha256,
         weights_digest=model.weights_digest,
         ready_workers=registry.ready_workers(model.name),
+        default_sampling_params=pb.SamplingParams(
+            **{name: getattr(model.text.defaults, name) for name in DISTRIBUTION_FIELDS}
+        ),
     )
+
+
+def _capabilities(model: ServedModel) -> list[pb.Capability.ValueType]:
+    served = {
+        pb.CAPABILITY_GENERATE: True,
+        pb.CAPABILITY_TEXT: model.text.tokenizer is not None,
+        pb.CAPABILITY_CHAT: model.text.template is not None,
+    }
+    return [capability for capability, is_served in served.items() if is_served]
 
 
 def _prompt_info(stream: RequestStream, now: float) -> pb.PromptInfo:
     return pb.PromptInfo(
         prompt_tokens=stream.assembly.prompt_tokens,
         cached_tokens=stream.assembly.start.cached_tokens,
-        queue_time=_duration(times_of(stream, now).queue_s),
+        queue_time=to_duration(times_of(stream, now).queue_s),
         seed=str(stream.request.seed),
+        weights_digest=stream.request.weights_digest,
+        numerics=stream.attempts.numerics,
     )
 
 
@@ -108,15 +147,9 @@ def _finish(ending: FinishInfo, stream: RequestStream, now: float) -> pb.Finish:
 def _timings(stream: RequestStream, now: float) -> pb.Timings:
     times = times_of(stream, now)
     return pb.Timings(
-        queue=_duration(times.queue_s),
-        prefill=_duration(times.prefill_s),
-        ttft=_duration(times.ttft_s),
-        tpot=_duration(times.tpot_s),
-        total=_duration(times.duration_s),
+        queue=to_duration(times.queue_s),
+        prefill=to_duration(times.prefill_s),
+        ttft=to_duration(times.ttft_s),
+        tpot=to_duration(times.tpot_s),
+        total=to_duration(times.duration_s),
     )
-
-
-def _duration(seconds: float | None) -> Duration:
-    duration = Duration()
-    duration.FromNanoseconds(round((seconds or 0.0) * 1e9))
-    return duration

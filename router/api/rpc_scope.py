@@ -12,7 +12,7 @@ from urllib.parse import quote
 import grpc
 
 from common.errors import ApiError, RouterFailedError
-from common.rpc.errors import abort
+from common.rpc.errors import Metadata, abort
 from common.telemetry.logs import current_request_id
 from common.telemetry.request_record import current_record, shown
 from common.telemetry.tracing import RequestSpan, Tracing
@@ -59,8 +59,13 @@ class RpcScope:
         name = f"{service}/{method}"
         self._span = tracing.request_span(name, metadata, operation=operation, peer=context.peer())
         self._record.trace_id = self._span.trace_id
-        self._trailing = ((REQUEST_ID, in_metadata), *self._span.trailing_metadata())
+        self._trailing: Metadata = ((REQUEST_ID, in_metadata), *self._span.trailing_metadata())
         self._first_write: asyncio.Future[bool] | None = None
+
+    def add_trailing(self, key: str, value: str | bytes) -> None:
+        """Adds to the trailing metadata, whatever the status will be; replaces what had this key."""
+        self._trailing = (*(pair for pair in self._trailing if pair[0] != key), (key, value))
+        self._context.set_trailing_metadata(self._trailing)
 
     async def __aenter__(self) -> RequestSpan:
         """Begins the call."""

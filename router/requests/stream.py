@@ -55,6 +55,7 @@ class RoutedRequest:
         deadline: monotonic seconds of the client's deadline, None for none.
         traceparent: W3C trace context of the router's span, "" for none.
         tracestate: W3C trace state.
+        choice: which of the request's answers.
     """
 
     model: str
@@ -75,6 +76,7 @@ class RoutedRequest:
     traceparent: str = ""
     tracestate: str = ""
     weights_digest: str = ""
+    choice: int = 0
 
     @property
     def ids(self) -> dict[str, str]:
@@ -105,6 +107,7 @@ class RoutedRequest:
             prompt_len=len(self.token_ids),
             params=sampling_to_proto(self.params),
             seed=self.seed,
+            choice=self.choice,
             traceparent=self.traceparent,
             tracestate=self.tracestate,
             chain_hash=self.chain_hash,

@@ -214,6 +214,11 @@ class Attempts:
         return sum(attempt.is_death and not attempt.excused for attempt in latest)
 
     @property
+    def numerics(self) -> str:
+        """Numerics class of the last attempt's worker; "" before the first one."""
+        return self._attempts[-1].numerics if self._attempts else ""
+
+    @property
     def refused(self) -> bool:
         """True if a worker has refused the request before the last one."""
         return any(attempt.loss is Loss.REFUSED for attempt in self._attempts[:-1])

@@ -35,7 +35,7 @@ from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, che
 from router.model_registry import ServedModel
 from router.scheduling.admission import QUEUE_RETRY_S
 from router.text.text_queue import TextJob, TextPool, TextQueue
-from router.validation import check_prompt_length, check_roles, check_token_ids, template_arguments
+from router.validation import check_prompt_length, check_roles, check_token_ids, content_of, template_arguments
 
 T = TypeVar("T")
 # Work in a thread: a bounded amount of it up to each `yield`.
@@ -145,21 +145,15 @@ class PromptEncoder:
         Raises:
             ApiError: the template rejects the input, a prompt too long, no template, or too many requests wait.
         """
-        tokenizer, template = _tokenizer_of(model), model.text.template
-        if template is None:
-            raise NoChatTemplateError(model.name)
-        check_roles(request.messages, template.roles)
-        messages = [{"role": message.role, "content": message.content} for message in request.messages]
-        arguments = template_arguments(request)
+        return (await self._run(_chat_prompt(request, model, cache_salt), request.ByteSize(), tenant))[1]
 
-        def work() -> Steps[Prompt]:
-            text = template.render(messages, **arguments)
-            if len(text) > LONG_TEXT:
-                yield from _check_fewest("messages", tokenizer, text, model)
-                yield
-            return (yield from _text_prompt("messages", tokenizer, text, model, cache_salt, allow_special=True))
-
-        return await self._run(work(), request.ByteSize(), tenant)
+    async def render(self, request: pb.ChatRequest, model: ServedModel, tenant: str = "") -> pb.RenderPromptResponse:
+        """Text and token ids of a conversation's prompt; raises as `for_chat`, and where they fit in no message."""
+        text, prompt = await self._run(_chat_prompt(request, model, b""), request.ByteSize(), tenant)
+        size = len(text.encode()) + _BYTES_PER_ID * len(prompt.token_ids)
+        if size > MAX_TEXT_ANSWER_BYTES:
+            raise TextTooLongError("messages", f"give a prompt of {size} bytes", f"at most {MAX_TEXT_ANSWER_BYTES}")
+        return pb.RenderPromptResponse(text=text, token_ids=prompt.token_ids)
 
     async def tokenize(self, text: str, model: ServedModel, tenant: str = "") -> pb.TokenizeResponse:
         """Token ids of `text` as Generate would use them, and their vocabulary entries.
@@ -266,6 +260,20 @@ def _pieces(path: str, tokenizer: Tokenizer, text: str, *, allow_special: bool =
         raise TextTooLongError(path, str(error)) from None
     except TokenizerError as error:
         raise InvalidFieldError(path, f"can not be tokenized: {error}", "other text, or token_ids") from None
+
+
+def _chat_prompt(request: pb.ChatRequest, model: ServedModel, cache_salt: bytes) -> Steps[tuple[str, Prompt]]:
+    """The text that the model's template makes of a conversation, and the prompt that it is."""
+    tokenizer, template = _tokenizer_of(model), model.text.template
+    if template is None:
+        raise NoChatTemplateError(model.name)
+    check_roles(request.messages, template.roles)
+    messages = [{"role": message.role, "content": content_of(message)} for message in request.messages]
+    text = template.render(messages, **template_arguments(request))
+    if len(text) > LONG_TEXT:
+        yield from _check_fewest("messages", tokenizer, text, model)
+        yield
+    return text, (yield from _text_prompt("messages", tokenizer, text, model, cache_salt, allow_special=True))
 
 
 def _text_prompt(

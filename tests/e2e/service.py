@@ -199,7 +199,7 @@ class Answer:
         assert self.finish is None, "a message after the finish"
         assert part.HasField("prompt_info") == (self.messages == 0)
         self.messages += 1
-        self.text += part.text
+        self.text += part.delta.content if isinstance(part, pb.ChatResponse) else part.text
         self.token_ids.extend(part.token_ids)
         if part.HasField("prompt_info"):
             self.prompt_info = part.prompt_info

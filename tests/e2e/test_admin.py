@@ -26,6 +26,7 @@ from common.cli.admin.routing import reload, routing
 from common.cli.admin.workers import workers
 from common.cli.core.errors import CommandError
 from common.limits import MAX_LOAD_WATCHES
+from common.rpc.durations import to_duration, to_seconds
 from tests.e2e.service import Process, Service, free_port, generate, running_service
 from tests.e2e.simulated import OPTIONS, outcome, request, simulated_model, wait_workers
 
@@ -169,13 +170,17 @@ def test_load_is_watched_until_the_client_has_enough(site: Site) -> None:
     assert len(loads) == 3
     assert sum(worker["running"] for worker in loads[-1]["workers"]) == 1
     assert loads[-1]["in_flight"] == 1
-    assert [queue["priority"] for queue in loads[0]["queues"]] == ["high", "normal", "low"]
+    assert [queue["priority"] for queue in loads[0]["queues"]] == [
+        "PRIORITY_HIGH",
+        "PRIORITY_NORMAL",
+        "PRIORITY_LOW",
+    ]
     assert "waiting in the router: high 0, normal 0, low 0" in site.run(workers, "--watch", "--count", "1")
-    call = site.stub.WatchLoad(apb.WatchLoadRequest(interval_ms=100), timeout=60)
+    call = site.stub.WatchLoad(apb.WatchLoadRequest(interval=to_duration(0.1)), timeout=60)
     next(iter(call))
     call.cancel()
-    with pytest.raises(grpc.RpcError, match="interval_ms is 99; valid: 0 or at least 100"):
-        next(iter(site.stub.WatchLoad(apb.WatchLoadRequest(interval_ms=99), timeout=60)))
+    with pytest.raises(grpc.RpcError, match=r"interval is 0.099 s; valid: a duration of at least 0.1 s"):
+        next(iter(site.stub.WatchLoad(apb.WatchLoadRequest(interval=to_duration(0.099)), timeout=60)))
 
 
 def test_clients_that_watch_are_bounded(site: Site) -> None:
@@ -223,7 +228,7 @@ def test_routing_changes_at_once_and_as_a_whole(site: Site) -> None:
     cleared = apb.SetRoutingRequest(update_mask=FieldMask(paths=["delay_factor", "tenant_weight"]))
     after = site.stub.SetRouting(cleared, timeout=60)
     assert (after.routing.delay_factor, dict(after.routing.tenant_weight)) == (0.0, {})
-    assert after.routing.max_hold_ms == 20
+    assert to_seconds(after.routing.max_hold) == 0.02
     assert json.loads(site.run(routing, "--json"))["version"] == after.version
 
 

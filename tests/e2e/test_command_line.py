@@ -158,7 +158,8 @@ def test_a_whole_visit(serve: Callable[..., Serve], simulated: str) -> None:
     at = ("--address", run.address)
 
     models = json.loads(fissile("models", *at, "--json").stdout)
-    assert [(model["name"], model["chat"]) for model in models] == [("mine", True)]
+    assert [model["name"] for model in models] == ["mine"]
+    assert "CAPABILITY_CHAT" in models[0]["capabilities"]
 
     asked = fissile("generate", *at, "--max-tokens", "12", "--ignore-eos", "hello")
     assert (asked.returncode, bool(asked.stdout.strip())) == (0, True), asked.stderr

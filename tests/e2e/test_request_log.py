@@ -137,7 +137,7 @@ async def test_a_request_that_only_waited_has_a_line_without_tokens(lines: list[
     ("asked", "status", "wanted"),
     [
         (request(params={"top_p": 0}), "INVALID_ARGUMENT", {"fields": ["sampling_params.top_p"]}),
-        (request(params={"n": 2}), "UNIMPLEMENTED", {"fields": ["sampling_params.n"]}),
+        (request(params={"num_drafts": 2}), "UNIMPLEMENTED", {"fields": ["sampling_params.num_drafts"]}),
         (request("x" * 9000), "OUT_OF_RANGE", {"fields": ["text"]}),
         (request(model="nobody"), "NOT_FOUND", {"reason": "UNKNOWN_MODEL", "model": "nobody"}),
         (request(request_id="\x1b[31m" + "x" * MAX_REQUEST_ID_BYTES), "INVALID_ARGUMENT", {"fields": ["request_id"]}),
@@ -330,7 +330,7 @@ async def test_an_observer_that_fails_is_not_noticed(monkeypatch: pytest.MonkeyP
 
     async with bench() as b:
         monkeypatch.setattr("common.rpc.request_log.RequestLog.end", fail)
-        monkeypatch.setattr(b.router.service, "_account", fail)
+        monkeypatch.setattr(b.router.service._answering, "_account", fail)
         assert (await collect(b.stub.Generate(request())))[-1].HasField("finish")
         assert (await error_of(b.stub.Generate(request(params={"top_p": 0})))).code() is (
             grpc.StatusCode.INVALID_ARGUMENT

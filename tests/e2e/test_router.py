@@ -31,6 +31,7 @@ from grpc_status import rpc_status
 
 from common.block_hash import hash_chain, salt_root
 from common.limits import MAX_FRAME_TOKENS, PROBATION_SEQS
+from common.rpc.durations import to_duration
 from common.rpc.unsupported_fields import field_paths
 from common.seed import derive_seed
 from router.app import Router
@@ -198,9 +199,9 @@ async def test_generate_from_end_to_end() -> None:
 async def test_chat_uses_the_template() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi <|end|>")])
-        chat.template_arguments.update({"persona": "bot"})
+        chat.template_arguments_json = '{"persona": "bot"}'
         parts = await collect(b.stub.Chat(chat))
-        assert "".join(p.text for p in parts) == "hello"
+        assert "".join(p.delta.content for p in parts) == "hello"
         prompt = list(b.workers[0].submitted[0].token_ids)
         assert TOKENIZER.decode(prompt, skip_special=False) == "<|start|>user\nhi <|end|><|end|><|start|>bot\n"
         assert prompt.count(EOS) == 1
@@ -242,7 +243,8 @@ async def test_tokenize_detokenize_and_models() -> None:
 
         call = b.stub.ListModels(pb.ListModelsRequest())
         (model,) = (await call).models
-        assert (model.name, model.chat, model.ready_workers, model.max_model_len) == ("m", True, 1, 4096)
+        assert (model.name, model.ready_workers, model.max_model_len) == ("m", 1, 4096)
+        assert list(model.capabilities) == [pb.CAPABILITY_GENERATE, pb.CAPABILITY_TEXT, pb.CAPABILITY_CHAT]
         assert (await b.stub.GetModel(pb.GetModelRequest(model="m"))).model == model
         assert (await b.stub.GetModel(pb.GetModelRequest())).model == model
         error = await error_of(b.stub.GetModel(pb.GetModelRequest(model="x")))
@@ -270,7 +272,8 @@ async def test_tokenize_detokenize_and_models() -> None:
         ("INVALID_ARGUMENT", "session_id", request(session_id="\x1b[31m")),
         ("INVALID_ARGUMENT", "priority", request(priority=17)),
         ("INVALID_ARGUMENT", "cache_salt", request(cache_salt="x" * 129)),
-        ("UNIMPLEMENTED", "sampling_params.n", request(params={"n": 2})),
+        ("INVALID_ARGUMENT", "sampling_params.n", request(params={"n": 65})),
+        ("UNIMPLEMENTED", "sampling_params.num_drafts", request(params={"num_drafts": 2})),
     ],
 )
 async def test_bad_input_names_the_field(code: str, path: str, bad: pb.GenerateRequest) -> None:
@@ -282,9 +285,6 @@ async def test_bad_input_names_the_field(code: str, path: str, bad: pb.GenerateR
         assert "valid:" in violation.description
         assert "x-request-id" in [key for key, _ in error.trailing_metadata()]
         await b.empty()
-
-
-SERVED_AS_A_WHOLE = {"template_arguments"}
 
 
 @pytest.mark.parametrize(("kind", "served"), [(pb.GenerateRequest, GENERATE_SERVED), (pb.ChatRequest, CHAT_SERVED)])
@@ -306,13 +306,17 @@ def with_field(message: Any, path: str) -> Any:
     """`message` with the field at `path` set to something that asks for something."""
     name, _, rest = path.partition(".")
     descriptor = message.DESCRIPTOR.fields_by_name[name]
+    if descriptor.message_type is not None and descriptor.message_type.GetOptions().map_entry:
+        getattr(message, name)[3] = 1.0
+        return message
     if descriptor.message_type is not None:
         inner = getattr(message, name).add() if descriptor.is_repeated else getattr(message, name)
         inner.SetInParent() if not descriptor.is_repeated else None
         if rest:
             with_field(inner, rest)
         return message
-    value: Any = {descriptor.CPPTYPE_STRING: "x", descriptor.CPPTYPE_BOOL: True}.get(descriptor.cpp_type, 2)
+    text: str | bytes = b"x" if descriptor.type == descriptor.TYPE_BYTES else "x"
+    value: Any = {descriptor.CPPTYPE_STRING: text, descriptor.CPPTYPE_BOOL: True}.get(descriptor.cpp_type, 2)
     if descriptor.is_repeated:
         getattr(message, name).append(value)
     else:
@@ -1237,7 +1241,7 @@ async def test_what_an_admin_watches_ends_with_the_router() -> None:
     async with bench(admin_port=0) as b:
         assert b.router.admin is not None
         async with grpc.aio.insecure_channel(b.router.admin.address) as channel:
-            watch = AdminServiceStub(channel).WatchLoad(apb.WatchLoadRequest(interval_ms=60_000))
+            watch = AdminServiceStub(channel).WatchLoad(apb.WatchLoadRequest(interval=to_duration(60)))
             await watch.read()
             ending = asyncio.ensure_future(b.router.stop())
             assert_ended_with_router(await error_of(watch), 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -48,6 +49,49 @@ def test_stubs_load_on_the_generators_own_older_runtime() -> None:
 def test_lint_is_clean() -> None:
     result = subprocess.run([BUF, "lint"], cwd=PROTOS, capture_output=True, text=True, check=False)
     assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@needs_buf
+def test_no_change_breaks_a_client() -> None:
+    """Against the recorded descriptor: `buf build -o protos/recorded.binpb protos` made it."""
+    command = [str(BUF), "breaking", "--against", "recorded.binpb"]
+    result = subprocess.run(command, cwd=PROTOS, capture_output=True, text=True, check=False)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "", "")
+
+
+@needs_buf
+def test_a_change_that_breaks_a_client_is_found(tmp_path: Path) -> None:
+    shutil.copytree(PROTOS, tmp_path / "protos", ignore=shutil.ignore_patterns("*.py*"))
+    proto = tmp_path / "protos" / "fissile" / "v1" / "inference.proto"
+    text = proto.read_text("utf-8")
+    assert "  string text = 3;\n  // Token ids generated" in text
+    proto.write_text(
+        text.replace("  string text = 3;\n  // Token ids generated", "  string words = 3;\n  // Token"), "utf-8"
+    )
+    command = [str(BUF), "breaking", "--against", str(PROTOS / "recorded.binpb")]
+    result = subprocess.run(command, cwd=tmp_path / "protos", capture_output=True, text=True, check=False)
+    assert result.returncode != 0
+    assert 'Field "3" on message "GenerateResponse"' in result.stdout
+
+
+@pytest.mark.parametrize("path", proto_files())
+@pytest.mark.parametrize(
+    "option",
+    [
+        "csharp_namespace",
+        "go_package",
+        "java_multiple_files = true",
+        "java_outer_classname",
+        "java_package",
+        "objc_class_prefix",
+        "php_namespace",
+        "ruby_package",
+        "swift_prefix",
+    ],
+)
+def test_every_language_generates_without_a_flag(path: str, option: str) -> None:
+    """C1: protoc-gen-go refused the protos, Java put all messages into one class."""
+    assert f"\noption {option}" in (PROTOS / path).read_text("utf-8")
 
 
 def undocumented(file: dpb.FileDescriptorProto) -> Iterator[str]:

@@ -9,6 +9,7 @@ from common.cli.admin.connection import Admin, admin_options
 from common.cli.core import output
 from common.cli.core.errors import CommandError
 from common.cli.core.options import Duration, json_option, option
+from common.rpc.durations import to_duration
 
 _HEADINGS = ("WORKER", "BLOCKS", "")
 
@@ -53,7 +54,7 @@ def drain(worker: str, deadline: float, admin: Admin) -> None:
 
     Kubernetes and `fissile serve` start it again. To keep it, use `fissile cordon --evict`.
     """
-    wanted = apb.DrainWorkerRequest(worker_id=worker, deadline_ms=round(1000 * deadline))
+    wanted = apb.DrainWorkerRequest(worker_id=worker, deadline=to_duration(deadline) if deadline else None)
     sequences = admin.ask(lambda stub: stub.DrainWorker, wanted).sequences
     click.echo(f"{worker} drains; {_running(sequences)}")
 

@@ -9,16 +9,22 @@ from typing import Any, Final
 
 import click
 from fissile.admin.v1 import admin_pb2 as apb
+from google.protobuf.duration_pb2 import Duration
 from google.protobuf.field_mask_pb2 import FieldMask
 
 from common.cli.admin.connection import Admin, admin_options
 from common.cli.core import output
 from common.cli.core.errors import CommandError
 from common.cli.core.options import json_option, option, seconds
+from common.rpc.durations import to_duration, to_seconds
 
 
-def _milliseconds(text: str) -> int:
-    return round(1000 * seconds(text))
+def _duration(text: str) -> Duration:
+    return to_duration(seconds(text))
+
+
+def _milliseconds(duration: Duration) -> str:
+    return f"{round(1000 * to_seconds(duration), 3):g}ms"
 
 
 def _by_tenant(number: Callable[[str], float]) -> Callable[[str], dict[str, float]]:
@@ -56,7 +62,7 @@ class _Option:
 OPTIONS: Final = {
     "placement": _Option("placement", str, str, "least_loaded"),
     "delay-factor": _Option("delay_factor", float, "{:g}".format, "0.5"),
-    "max-hold": _Option("max_hold_ms", _milliseconds, "{}ms".format, "100ms"),
+    "max-hold": _Option("max_hold", _duration, _milliseconds, "100ms"),
     "queue-size": _Option("queue_size", int, str, "1000"),
     "tenant-weight": _Option("tenant_weight", _by_tenant(float), _entries, "gold=4,trial=0.5"),
     "tenant-concurrency": _Option("tenant_concurrency", _by_tenant(int), _entries, "32,trial=2"),

@@ -12,18 +12,20 @@ from typing import TYPE_CHECKING
 import click
 import grpc
 from fissile.admin.v1 import admin_pb2 as apb
+from fissile.v1 import inference_pb2 as pb
 
 from common.cli.admin.connection import Admin, admin_options
 from common.cli.core import output
 from common.cli.core.errors import CommandError
 from common.cli.core.options import Duration, json_option, option
 from common.limits import HEARTBEAT_S, MISSED_HEARTBEATS
+from common.rpc.durations import to_duration, to_seconds
 
 if TYPE_CHECKING:
     from fissile.admin.v1.admin_pb2_grpc import AdminServiceAsyncStub
 
 _HEADINGS = ("WORKER", "ADDRESS", "MODEL", "STATE", "RUNNING", "QUEUED", "DECODING", "WAITING", "TOKENS", "TOKENS/S")
-_SILENT_MS = 1000 * MISSED_HEARTBEATS * HEARTBEAT_S
+_SILENT_S = MISSED_HEARTBEATS * HEARTBEAT_S
 # Clears a terminal and its memory of what was there, and goes to its first line.
 _CLEAR = "\x1b[H\x1b[2J\x1b[3J"
 
@@ -42,7 +44,8 @@ def as_table(workers: Sequence[apb.Worker]) -> str:
 def load_as_text(load: apb.WatchLoadResponse) -> str:
     """The workers, and what waits in the router, as lines."""
     queues = ", ".join(
-        f"{queue.priority} {queue.waiting}" + (f" (oldest {queue.oldest_age_ms} ms)" if queue.waiting else "")
+        f"{_class(queue.priority)} {queue.waiting}"
+        + (f" (oldest {to_seconds(queue.oldest_age):.3g} s)" if queue.waiting else "")
         for queue in load.queues
     )
     table = as_table(load.workers) if load.workers else "no workers"
@@ -56,9 +59,13 @@ def _row(worker: apb.Worker) -> tuple[str, ...]:
 
 
 def _state(worker: apb.Worker) -> str:
-    if worker.state == apb.WORKER_STATE_SERVING and worker.report_age_ms > _SILENT_MS:
+    if worker.state == apb.WORKER_STATE_SERVING and to_seconds(worker.report_age) > _SILENT_S:
         return "silent"
     return apb.WorkerState.Name(worker.state).removeprefix("WORKER_STATE_").lower()
+
+
+def _class(priority: pb.Priority.ValueType) -> str:
+    return pb.Priority.Name(priority).removeprefix("PRIORITY_").lower()
 
 
 def _in_trouble(worker: apb.Worker) -> bool:
@@ -77,7 +84,7 @@ async def watch(admin: Admin, interval_s: float, count: int, show: Callable[[apb
     """
 
     async def calls(stub: AdminServiceAsyncStub) -> None:
-        wanted = apb.WatchLoadRequest(interval_ms=round(1000 * interval_s), count=count)
+        wanted = apb.WatchLoadRequest(interval=to_duration(interval_s), count=count)
         call = stub.WatchLoad(wanted, metadata=admin.credentials.metadata)
         try:
             while isinstance(load := await call.read(), apb.WatchLoadResponse):

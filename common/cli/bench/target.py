@@ -23,6 +23,16 @@ from common.cli.core.client import Credentials, call_failed, open_channel
 PROGRESS_EVERY_S: Final = 0.2
 # Gets the records so far and the number of requests in flight.
 OnProgress = Callable[[list[Record], int], None]
+# Of a model, in the JSON of a result.
+_MODEL_FACTS: Final = (
+    "name",
+    "architecture",
+    "max_model_len",
+    "vocab_size",
+    "tokenizer_sha256",
+    "weights_digest",
+    "ready_workers",
+)
 
 
 class Target(Protocol):
@@ -74,7 +84,8 @@ class RouterTarget:
             self._runner.close()
             raise
         self.meter = meter_for(address, service)
-        self.model = {name: getattr(described, name) for name in described.DESCRIPTOR.fields_by_name}
+        self.model = {name: getattr(described, name) for name in _MODEL_FACTS}
+        self.model["capabilities"] = [pb.Capability.Name(one) for one in described.capabilities]
 
     async def _connect(self, credentials: Credentials) -> pb.Model:
         self._channel = open_channel(self._address, credentials)

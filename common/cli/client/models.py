@@ -52,7 +52,7 @@ def _row(model: pb.Model) -> tuple[str, ...]:
         model.architecture,
         str(model.max_model_len),
         str(model.vocab_size),
-        "yes" if model.chat else "no",
+        "yes" if pb.CAPABILITY_CHAT in model.capabilities else "no",
         str(model.ready_workers),
         model.weights_digest[:_DIGEST_CHARACTERS],
         model.tokenizer_sha256[:_DIGEST_CHARACTERS],

@@ -130,7 +130,7 @@ class Answer:
     def add(self, part: pb.GenerateResponse | pb.ChatResponse) -> None:
         """Adds one message of the stream."""
         self.request_id = part.request_id
-        self.text += part.text
+        self.text += text_of(part)
         if part.HasField("prompt_info"):
             self.prompt_info = part.prompt_info
         if part.HasField("finish"):
@@ -169,6 +169,11 @@ class Answer:
         }
 
 
+def text_of(part: pb.GenerateResponse | pb.ChatResponse) -> str:
+    """The text that a message of a stream adds: of Chat the content."""
+    return part.delta.content if isinstance(part, pb.ChatResponse) else part.text
+
+
 def milliseconds(duration: Duration) -> float:
     """A proto duration in milliseconds."""
     return duration.seconds * 1e3 + duration.nanos / 1e6
@@ -202,7 +207,7 @@ async def ask(
         if chat is None:
             asked = pb.GetModelRequest(model=question.model)
             described = await stub.GetModel(asked, timeout=timeout_s, metadata=metadata)
-            chat = described.model.chat
+            chat = pb.CAPABILITY_CHAT in described.model.capabilities
         call = (
             stub.Chat(chat_request(question), timeout=timeout_s, metadata=metadata)
             if chat
@@ -211,7 +216,7 @@ async def ask(
         try:
             async for part in call:
                 answer.add(part)
-                on_text(part.text)
+                on_text(text_of(part))
             answer.trace_id = _trace_id_in(await call.trailing_metadata())
         finally:
             # Leaving the loop alone would not cancel the call.

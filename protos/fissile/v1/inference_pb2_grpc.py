@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class InferenceServiceStub(object):
-    """Text generation with the models behind this router.
+    """Text generation and scoring with the models behind this router.
     """
 
     def __init__(self, channel):
@@ -45,6 +45,36 @@ class InferenceServiceStub(object):
                 request_serializer=fissile_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
                 response_deserializer=fissile_dot_v1_dot_inference__pb2.ChatResponse.FromString,
                 _registered_method=True)
+        self.GenerateOnce = channel.unary_unary(
+                '/fissile.v1.InferenceService/GenerateOnce',
+                request_serializer=fissile_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+                response_deserializer=fissile_dot_v1_dot_inference__pb2.GenerateOnceResponse.FromString,
+                _registered_method=True)
+        self.ChatOnce = channel.unary_unary(
+                '/fissile.v1.InferenceService/ChatOnce',
+                request_serializer=fissile_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
+                response_deserializer=fissile_dot_v1_dot_inference__pb2.ChatOnceResponse.FromString,
+                _registered_method=True)
+        self.Score = channel.unary_unary(
+                '/fissile.v1.InferenceService/Score',
+                request_serializer=fissile_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+                response_deserializer=fissile_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+                _registered_method=True)
+        self.Embed = channel.unary_unary(
+                '/fissile.v1.InferenceService/Embed',
+                request_serializer=fissile_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+                response_deserializer=fissile_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+                _registered_method=True)
+        self.Rerank = channel.unary_unary(
+                '/fissile.v1.InferenceService/Rerank',
+                request_serializer=fissile_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
+                response_deserializer=fissile_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+                _registered_method=True)
+        self.Replay = channel.unary_unary(
+                '/fissile.v1.InferenceService/Replay',
+                request_serializer=fissile_dot_v1_dot_inference__pb2.ReplayRequest.SerializeToString,
+                response_deserializer=fissile_dot_v1_dot_inference__pb2.ReplayResponse.FromString,
+                _registered_method=True)
         self.Tokenize = channel.unary_unary(
                 '/fissile.v1.InferenceService/Tokenize',
                 request_serializer=fissile_dot_v1_dot_inference__pb2.TokenizeRequest.SerializeToString,
@@ -54,6 +84,16 @@ class InferenceServiceStub(object):
                 '/fissile.v1.InferenceService/Detokenize',
                 request_serializer=fissile_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
                 response_deserializer=fissile_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+                _registered_method=True)
+        self.CountTokens = channel.unary_unary(
+                '/fissile.v1.InferenceService/CountTokens',
+                request_serializer=fissile_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
+                response_deserializer=fissile_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
+                _registered_method=True)
+        self.RenderPrompt = channel.unary_unary(
+                '/fissile.v1.InferenceService/RenderPrompt',
+                request_serializer=fissile_dot_v1_dot_inference__pb2.RenderPromptRequest.SerializeToString,
+                response_deserializer=fissile_dot_v1_dot_inference__pb2.RenderPromptResponse.FromString,
                 _registered_method=True)
         self.ListModels = channel.unary_unary(
                 '/fissile.v1.InferenceService/ListModels',
@@ -68,7 +108,7 @@ class InferenceServiceStub(object):
 
 
 class InferenceServiceServicer(object):
-    """Text generation with the models behind this router.
+    """Text generation and scoring with the models behind this router.
     """
 
     def Generate(self, request, context):
@@ -85,6 +125,49 @@ class InferenceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GenerateOnce(self, request, context):
+        """Generate with whole answers in one message, sent when the last one is finished. `resume` is refused: nothing has come of
+        a call that broke.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ChatOnce(self, request, context):
+        """Chat with whole answers in one message, sent when the last one is finished. `resume` is refused, as by GenerateOnce.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Score(self, request, context):
+        """Scores given continuations of a context: the logprobs are those, to the bit, that decoding these tokens reports.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Embed(self, request, context):
+        """Turns texts into vectors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Rerank(self, request, context):
+        """Orders documents by their relevance to a query, with a model that has a head for it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Replay(self, request, context):
+        """Runs a finished request again and compares it with its receipt.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Tokenize(self, request, context):
         """Turns text into the token ids that Generate would use.
         """
@@ -94,6 +177,20 @@ class InferenceServiceServicer(object):
 
     def Detokenize(self, request, context):
         """Turns token ids into a text of its own.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CountTokens(self, request, context):
+        """Counts the prompt tokens of a request without running it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def RenderPrompt(self, request, context):
+        """Renders a conversation with the model's chat template.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -126,6 +223,36 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     request_deserializer=fissile_dot_v1_dot_inference__pb2.ChatRequest.FromString,
                     response_serializer=fissile_dot_v1_dot_inference__pb2.ChatResponse.SerializeToString,
             ),
+            'GenerateOnce': grpc.unary_unary_rpc_method_handler(
+                    servicer.GenerateOnce,
+                    request_deserializer=fissile_dot_v1_dot_inference__pb2.GenerateRequest.FromString,
+                    response_serializer=fissile_dot_v1_dot_inference__pb2.GenerateOnceResponse.SerializeToString,
+            ),
+            'ChatOnce': grpc.unary_unary_rpc_method_handler(
+                    servicer.ChatOnce,
+                    request_deserializer=fissile_dot_v1_dot_inference__pb2.ChatRequest.FromString,
+                    response_serializer=fissile_dot_v1_dot_inference__pb2.ChatOnceResponse.SerializeToString,
+            ),
+            'Score': grpc.unary_unary_rpc_method_handler(
+                    servicer.Score,
+                    request_deserializer=fissile_dot_v1_dot_inference__pb2.ScoreRequest.FromString,
+                    response_serializer=fissile_dot_v1_dot_inference__pb2.ScoreResponse.SerializeToString,
+            ),
+            'Embed': grpc.unary_unary_rpc_method_handler(
+                    servicer.Embed,
+                    request_deserializer=fissile_dot_v1_dot_inference__pb2.EmbedRequest.FromString,
+                    response_serializer=fissile_dot_v1_dot_inference__pb2.EmbedResponse.SerializeToString,
+            ),
+            'Rerank': grpc.unary_unary_rpc_method_handler(
+                    servicer.Rerank,
+                    request_deserializer=fissile_dot_v1_dot_inference__pb2.RerankRequest.FromString,
+                    response_serializer=fissile_dot_v1_dot_inference__pb2.RerankResponse.SerializeToString,
+            ),
+            'Replay': grpc.unary_unary_rpc_method_handler(
+                    servicer.Replay,
+                    request_deserializer=fissile_dot_v1_dot_inference__pb2.ReplayRequest.FromString,
+                    response_serializer=fissile_dot_v1_dot_inference__pb2.ReplayResponse.SerializeToString,
+            ),
             'Tokenize': grpc.unary_unary_rpc_method_handler(
                     servicer.Tokenize,
                     request_deserializer=fissile_dot_v1_dot_inference__pb2.TokenizeRequest.FromString,
@@ -135,6 +262,16 @@ def add_InferenceServiceServicer_to_server(servicer, server):
                     servicer.Detokenize,
                     request_deserializer=fissile_dot_v1_dot_inference__pb2.DetokenizeRequest.FromString,
                     response_serializer=fissile_dot_v1_dot_inference__pb2.DetokenizeResponse.SerializeToString,
+            ),
+            'CountTokens': grpc.unary_unary_rpc_method_handler(
+                    servicer.CountTokens,
+                    request_deserializer=fissile_dot_v1_dot_inference__pb2.CountTokensRequest.FromString,
+                    response_serializer=fissile_dot_v1_dot_inference__pb2.CountTokensResponse.SerializeToString,
+            ),
+            'RenderPrompt': grpc.unary_unary_rpc_method_handler(
+                    servicer.RenderPrompt,
+                    request_deserializer=fissile_dot_v1_dot_inference__pb2.RenderPromptRequest.FromString,
+                    response_serializer=fissile_dot_v1_dot_inference__pb2.RenderPromptResponse.SerializeToString,
             ),
             'ListModels': grpc.unary_unary_rpc_method_handler(
                     servicer.ListModels,
@@ -155,7 +292,7 @@ def add_InferenceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class InferenceService(object):
-    """Text generation with the models behind this router.
+    """Text generation and scoring with the models behind this router.
     """
 
     @staticmethod
@@ -213,6 +350,168 @@ class InferenceService(object):
             _registered_method=True)
 
     @staticmethod
+    def GenerateOnce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.v1.InferenceService/GenerateOnce',
+            fissile_dot_v1_dot_inference__pb2.GenerateRequest.SerializeToString,
+            fissile_dot_v1_dot_inference__pb2.GenerateOnceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ChatOnce(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.v1.InferenceService/ChatOnce',
+            fissile_dot_v1_dot_inference__pb2.ChatRequest.SerializeToString,
+            fissile_dot_v1_dot_inference__pb2.ChatOnceResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Score(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.v1.InferenceService/Score',
+            fissile_dot_v1_dot_inference__pb2.ScoreRequest.SerializeToString,
+            fissile_dot_v1_dot_inference__pb2.ScoreResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Embed(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.v1.InferenceService/Embed',
+            fissile_dot_v1_dot_inference__pb2.EmbedRequest.SerializeToString,
+            fissile_dot_v1_dot_inference__pb2.EmbedResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Rerank(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.v1.InferenceService/Rerank',
+            fissile_dot_v1_dot_inference__pb2.RerankRequest.SerializeToString,
+            fissile_dot_v1_dot_inference__pb2.RerankResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Replay(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.v1.InferenceService/Replay',
+            fissile_dot_v1_dot_inference__pb2.ReplayRequest.SerializeToString,
+            fissile_dot_v1_dot_inference__pb2.ReplayResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Tokenize(request,
             target,
             options=(),
@@ -256,6 +555,60 @@ class InferenceService(object):
             '/fissile.v1.InferenceService/Detokenize',
             fissile_dot_v1_dot_inference__pb2.DetokenizeRequest.SerializeToString,
             fissile_dot_v1_dot_inference__pb2.DetokenizeResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CountTokens(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.v1.InferenceService/CountTokens',
+            fissile_dot_v1_dot_inference__pb2.CountTokensRequest.SerializeToString,
+            fissile_dot_v1_dot_inference__pb2.CountTokensResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def RenderPrompt(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.v1.InferenceService/RenderPrompt',
+            fissile_dot_v1_dot_inference__pb2.RenderPromptRequest.SerializeToString,
+            fissile_dot_v1_dot_inference__pb2.RenderPromptResponse.FromString,
             options,
             channel_credentials,
             insecure,

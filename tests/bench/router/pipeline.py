@@ -80,7 +80,7 @@ class Streams:
         for stream, message in zip(self._streams, self._messages, strict=True):
             part = stream.assembly.next_chunk()
             assert part is not None
-            fill_response(message, part, stream, time.monotonic)
+            fill_response(message, part, stream, time.monotonic, has_info=part.start is not None)
             message.SerializeToString()
 
 

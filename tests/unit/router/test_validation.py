@@ -57,7 +57,7 @@ def refused(code: str, path: str, act: Callable[[], object]) -> ApiError:
         ("presence_penalty", {"presence_penalty": 2.5}),
         ("frequency_penalty", {"frequency_penalty": -math.inf}),
         ("max_tokens", {"max_tokens": 0}),
-        ("min_tokens", {"min_tokens": 65}),
+        ("min_tokens", {"min_tokens": 65, "max_tokens": 64}),
         ("n", {"n": 0}),
         ("stop_strings", {"stop_strings": ["x"] * 17}),
         ("stop_strings[1]", {"stop_strings": ["x", ""]}),
@@ -74,9 +74,10 @@ def test_bad_sampling_params(path: str, fields: dict[str, object]) -> None:
     refused("INVALID_ARGUMENT", f"sampling_params.{path}", lambda: params(**fields))
 
 
-def test_several_answers_are_not_served() -> None:
-    refused("UNIMPLEMENTED", "sampling_params.n", lambda: params(n=2))
-    assert params(n=1).n == 1
+def test_several_answers() -> None:
+    assert [params(n=n).n for n in (1, 64)] == [1, 64]
+    refused("INVALID_ARGUMENT", "sampling_params.n", lambda: params(n=0))
+    refused("INVALID_ARGUMENT", "sampling_params.n", lambda: params(n=65))
 
 
 def test_penalties_are_canonical() -> None:
@@ -180,14 +181,26 @@ def test_token_ids() -> None:
 
 
 def test_template_arguments() -> None:
-    request = pb.ChatRequest()
-    request.template_arguments.update({"k": 3, "x": 0.5, "deep": {"list": [1.0, None, True]}})
-    assert repr(template_arguments(request)) == "{'deep': {'list': [1, None, True]}, 'k': 3, 'x': 0.5}"
-    request.template_arguments.update({"messages": 1})
-    refused("INVALID_ARGUMENT", "template_arguments.messages", lambda: template_arguments(request))
-    bad = pb.ChatRequest()
-    bad.template_arguments.update({"x": math.nan})
-    refused("INVALID_ARGUMENT", "template_arguments", lambda: template_arguments(bad))
+    assert template_arguments(pb.ChatRequest()) == {}
+    request = pb.ChatRequest(template_arguments_json='{"k": 3, "x": 1.0, "deep": {"b": [1, null, true], "a": 0}}')
+    # In their order, and whole numbers apart from others: a template prints both.
+    assert repr(template_arguments(request)) == "{'k': 3, 'x': 1.0, 'deep': {'b': [1, None, True], 'a': 0}}"
+
+
+@pytest.mark.parametrize(
+    ("text", "path"),
+    [
+        ('{"messages": 1}', "template_arguments_json.messages"),
+        ('{"x": NaN}', "template_arguments_json"),
+        ('{"x": 1, "x": 2}', "template_arguments_json"),
+        ("[1]", "template_arguments_json"),
+        ("{", "template_arguments_json"),
+        ('{"x": ' + "[" * 100_000, "template_arguments_json"),
+    ],
+)
+def test_template_arguments_that_are_refused(text: str, path: str) -> None:
+    request = pb.ChatRequest(template_arguments_json=text)
+    refused("INVALID_ARGUMENT", path, lambda: template_arguments(request))
 
 
 def test_codes_are_grpc_codes() -> None:

@@ -4,9 +4,12 @@ isort:skip_file
 What operators call on a router, on a port of its own. Clients use fissile.v1.InferenceService."""
 
 from collections import abc as _abc
+from fissile.v1 import inference_pb2 as _inference_pb2
 from google.protobuf import descriptor as _descriptor
+from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import field_mask_pb2 as _field_mask_pb2
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
@@ -29,32 +32,64 @@ class _WorkerStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_WorkerSta
     WORKER_STATE_UNSPECIFIED: _WorkerState.ValueType  # 0
     """Never sent."""
     WORKER_STATE_SERVING: _WorkerState.ValueType  # 1
-    """It does."""
+    """Gets new requests."""
     WORKER_STATE_CORDONED: _WorkerState.ValueType  # 2
-    """It does not, because an operator has cordoned it."""
+    """Cordoned by an operator: gets no new requests."""
     WORKER_STATE_DRAINING: _WorkerState.ValueType  # 3
-    """It does not, because it drains."""
+    """Drains: gets no new requests, and ends."""
     WORKER_STATE_LEAVING: _WorkerState.ValueType  # 4
-    """It does not, because it has left this router's list of workers; what runs there finishes."""
+    """Has left this router's list of workers: gets no new requests; what runs there finishes."""
     WORKER_STATE_UNCONNECTED: _WorkerState.ValueType  # 5
-    """There is no connection; `last_error` says why."""
+    """Has no connection; `last_error` says why."""
 
 class WorkerState(_WorkerState, metaclass=_WorkerStateEnumTypeWrapper):
-    """Whether a worker gets new requests of this router."""
+    """State of a worker as this router sees it."""
 
 WORKER_STATE_UNSPECIFIED: WorkerState.ValueType  # 0
 """Never sent."""
 WORKER_STATE_SERVING: WorkerState.ValueType  # 1
-"""It does."""
+"""Gets new requests."""
 WORKER_STATE_CORDONED: WorkerState.ValueType  # 2
-"""It does not, because an operator has cordoned it."""
+"""Cordoned by an operator: gets no new requests."""
 WORKER_STATE_DRAINING: WorkerState.ValueType  # 3
-"""It does not, because it drains."""
+"""Drains: gets no new requests, and ends."""
 WORKER_STATE_LEAVING: WorkerState.ValueType  # 4
-"""It does not, because it has left this router's list of workers; what runs there finishes."""
+"""Has left this router's list of workers: gets no new requests; what runs there finishes."""
 WORKER_STATE_UNCONNECTED: WorkerState.ValueType  # 5
-"""There is no connection; `last_error` says why."""
+"""Has no connection; `last_error` says why."""
 Global___WorkerState: _TypeAlias = WorkerState  # noqa: Y015
+
+class _RequestState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RequestStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RequestState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REQUEST_STATE_UNSPECIFIED: _RequestState.ValueType  # 0
+    """Never sent."""
+    REQUEST_STATE_PREPARING: _RequestState.ValueType  # 1
+    """Its prompt is made: waits for the tokenizer, or for a worker that serves the model."""
+    REQUEST_STATE_QUEUED: _RequestState.ValueType  # 2
+    """Waits in this router."""
+    REQUEST_STATE_SUBMITTED: _RequestState.ValueType  # 3
+    """Was submitted to a worker, and has no token yet."""
+    REQUEST_STATE_STREAMING: _RequestState.ValueType  # 4
+    """Its tokens come."""
+
+class RequestState(_RequestState, metaclass=_RequestStateEnumTypeWrapper):
+    """Place of a request on its way."""
+
+REQUEST_STATE_UNSPECIFIED: RequestState.ValueType  # 0
+"""Never sent."""
+REQUEST_STATE_PREPARING: RequestState.ValueType  # 1
+"""Its prompt is made: waits for the tokenizer, or for a worker that serves the model."""
+REQUEST_STATE_QUEUED: RequestState.ValueType  # 2
+"""Waits in this router."""
+REQUEST_STATE_SUBMITTED: RequestState.ValueType  # 3
+"""Was submitted to a worker, and has no token yet."""
+REQUEST_STATE_STREAMING: RequestState.ValueType  # 4
+"""Its tokens come."""
+Global___RequestState: _TypeAlias = RequestState  # noqa: Y015
 
 @_typing.final
 class ListWorkersRequest(_message.Message):
@@ -108,15 +143,14 @@ class Worker(_message.Message):
     INSTANCE_ID_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
-    DRAINING_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
     RUNNING_FIELD_NUMBER: _builtins.int
     QUEUED_FIELD_NUMBER: _builtins.int
     DECODING_SEQS_FIELD_NUMBER: _builtins.int
     WAITING_SEQS_FIELD_NUMBER: _builtins.int
     OUTSTANDING_TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_RATE_FIELD_NUMBER: _builtins.int
-    REPORT_AGE_MS_FIELD_NUMBER: _builtins.int
-    STATE_FIELD_NUMBER: _builtins.int
+    REPORT_AGE_FIELD_NUMBER: _builtins.int
     LAST_ERROR_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Its own name."""
@@ -128,8 +162,8 @@ class Worker(_message.Message):
     """Name of the model it serves."""
     numerics: _builtins.str
     """Digest of its numerics class: answers move exactly between workers of one class."""
-    draining: _builtins.bool
-    """Whether it drains."""
+    state: Global___WorkerState.ValueType
+    """Its state."""
     running: _builtins.int
     """Requests of this router that run there."""
     queued: _builtins.int
@@ -142,12 +176,12 @@ class Worker(_message.Message):
     """Prompt tokens to compute that wait in the worker, are on their way to it, or wait for it here."""
     prefill_rate: _builtins.float
     """By the worker's last report: prefill speed, tokens per second; 0 until the first prefill."""
-    report_age_ms: _builtins.int
-    """Age of the worker's last report, milliseconds."""
-    state: Global___WorkerState.ValueType
-    """Whether it gets new requests, and if not, why."""
     last_error: _builtins.str
-    """Why there is no connection, for people to read; empty when there is one, and before the first attempt has ended."""
+    """Reason for the missing connection, for people to read; empty when there is one, and before the first attempt has ended."""
+    @_builtins.property
+    def report_age(self) -> _duration_pb2.Duration:
+        """Age of the worker's last report."""
+
     def __init__(
         self,
         *,
@@ -156,20 +190,19 @@ class Worker(_message.Message):
         instance_id: _builtins.str = ...,
         model: _builtins.str = ...,
         numerics: _builtins.str = ...,
-        draining: _builtins.bool = ...,
+        state: Global___WorkerState.ValueType = ...,
         running: _builtins.int = ...,
         queued: _builtins.int = ...,
         decoding_seqs: _builtins.int = ...,
         waiting_seqs: _builtins.int = ...,
         outstanding_tokens: _builtins.int = ...,
         prefill_rate: _builtins.float = ...,
-        report_age_ms: _builtins.int = ...,
-        state: Global___WorkerState.ValueType = ...,
+        report_age: _duration_pb2.Duration | None = ...,
         last_error: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["report_age", b"report_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decoding_seqs", b"decoding_seqs", "draining", b"draining", "instance_id", b"instance_id", "last_error", b"last_error", "model", b"model", "numerics", b"numerics", "outstanding_tokens", b"outstanding_tokens", "prefill_rate", b"prefill_rate", "queued", b"queued", "report_age_ms", b"report_age_ms", "running", b"running", "state", b"state", "waiting_seqs", b"waiting_seqs", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "decoding_seqs", b"decoding_seqs", "instance_id", b"instance_id", "last_error", b"last_error", "model", b"model", "numerics", b"numerics", "outstanding_tokens", b"outstanding_tokens", "prefill_rate", b"prefill_rate", "queued", b"queued", "report_age", b"report_age", "running", b"running", "state", b"state", "waiting_seqs", b"waiting_seqs", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -186,7 +219,7 @@ class CordonWorkerRequest(_message.Message):
     worker_id: _builtins.str
     """The worker's own name."""
     evict: _builtins.bool
-    """Whether routers also move what runs there to other workers, where the answer stays exact."""
+    """True: routers also move what runs there to other workers, where the answer stays exact."""
     def __init__(
         self,
         *,
@@ -269,20 +302,22 @@ class DrainWorkerRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     WORKER_ID_FIELD_NUMBER: _builtins.int
-    DEADLINE_MS_FIELD_NUMBER: _builtins.int
+    DEADLINE_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The worker's own name."""
-    deadline_ms: _builtins.int
-    """Longest time for what nobody else can take, milliseconds; 0 means the worker's own default."""
+    @_builtins.property
+    def deadline(self) -> _duration_pb2.Duration:
+        """Longest time for what nobody else can take; absent means the worker's own default."""
+
     def __init__(
         self,
         *,
         worker_id: _builtins.str = ...,
-        deadline_ms: _builtins.int = ...,
+        deadline: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline_ms", b"deadline_ms", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deadline", b"deadline", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -316,21 +351,23 @@ class WatchLoadRequest(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    INTERVAL_MS_FIELD_NUMBER: _builtins.int
+    INTERVAL_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
-    interval_ms: _builtins.int
-    """Time between two responses, milliseconds, at least 100; 0 means 1000. A slow reader gets fewer, never older ones."""
     count: _builtins.int
     """Most responses, after which the stream ends; 0 is no limit."""
+    @_builtins.property
+    def interval(self) -> _duration_pb2.Duration:
+        """Time between two responses, at least 100 ms; absent means 1 s. A slow reader gets fewer, never older ones."""
+
     def __init__(
         self,
         *,
-        interval_ms: _builtins.int = ...,
+        interval: _duration_pb2.Duration | None = ...,
         count: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["interval", b"interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "interval_ms", b"interval_ms"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "interval", b"interval"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -353,7 +390,7 @@ class WatchLoadResponse(_message.Message):
 
     @_builtins.property
     def queues(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueueLoad]:
-        """What waits in this router: one entry per priority class, the highest first."""
+        """Waiting requests of this router: one entry per priority class, the highest first."""
 
     def __init__(
         self,
@@ -372,29 +409,31 @@ Global___WatchLoadResponse: _TypeAlias = WatchLoadResponse  # noqa: Y015
 
 @_typing.final
 class QueueLoad(_message.Message):
-    """What waits in one priority class."""
+    """Waiting requests of one priority class."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     PRIORITY_FIELD_NUMBER: _builtins.int
     WAITING_FIELD_NUMBER: _builtins.int
-    OLDEST_AGE_MS_FIELD_NUMBER: _builtins.int
-    priority: _builtins.str
-    """`high`, `normal` or `low`."""
+    OLDEST_AGE_FIELD_NUMBER: _builtins.int
+    priority: _inference_pb2.Priority.ValueType
+    """The class."""
     waiting: _builtins.int
     """Requests that wait."""
-    oldest_age_ms: _builtins.int
-    """Age of the oldest of them, milliseconds; 0 when none waits."""
+    @_builtins.property
+    def oldest_age(self) -> _duration_pb2.Duration:
+        """Age of the oldest of them; absent when none waits."""
+
     def __init__(
         self,
         *,
-        priority: _builtins.str = ...,
+        priority: _inference_pb2.Priority.ValueType = ...,
         waiting: _builtins.int = ...,
-        oldest_age_ms: _builtins.int = ...,
+        oldest_age: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["oldest_age", b"oldest_age"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_age_ms", b"oldest_age_ms", "priority", b"priority", "waiting", b"waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["oldest_age", b"oldest_age", "priority", b"priority", "waiting", b"waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -448,7 +487,7 @@ Global___FlushCachesResponse: _TypeAlias = FlushCachesResponse  # noqa: Y015
 
 @_typing.final
 class FlushedCache(_message.Message):
-    """What became of one worker's cache."""
+    """Result of flushing one worker's cache."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -544,7 +583,7 @@ class Routing(_message.Message):
 
     PLACEMENT_FIELD_NUMBER: _builtins.int
     DELAY_FACTOR_FIELD_NUMBER: _builtins.int
-    MAX_HOLD_MS_FIELD_NUMBER: _builtins.int
+    MAX_HOLD_FIELD_NUMBER: _builtins.int
     QUEUE_SIZE_FIELD_NUMBER: _builtins.int
     TENANT_WEIGHT_FIELD_NUMBER: _builtins.int
     TENANT_CONCURRENCY_FIELD_NUMBER: _builtins.int
@@ -553,10 +592,12 @@ class Routing(_message.Message):
     """Which worker a request goes to: a policy by name."""
     delay_factor: _builtins.float
     """Prefill durations that prompts wait, so that more of them share a prefill; 0 is off."""
-    max_hold_ms: _builtins.int
-    """Longest such wait, milliseconds."""
     queue_size: _builtins.int
     """Most requests of one priority class that wait."""
+    @_builtins.property
+    def max_hold(self) -> _duration_pb2.Duration:
+        """Longest such wait."""
+
     @_builtins.property
     def tenant_weight(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """Shares in the queue, by tenant; the others have 1."""
@@ -574,19 +615,30 @@ class Routing(_message.Message):
     def __init__(
         self,
         *,
-        placement: _builtins.str = ...,
-        delay_factor: _builtins.float = ...,
-        max_hold_ms: _builtins.int = ...,
-        queue_size: _builtins.int = ...,
+        placement: _builtins.str | None = ...,
+        delay_factor: _builtins.float | None = ...,
+        max_hold: _duration_pb2.Duration | None = ...,
+        queue_size: _builtins.int | None = ...,
         tenant_weight: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
         tenant_concurrency: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         tenant_max_priority: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_delay_factor", b"_delay_factor", "_placement", b"_placement", "_queue_size", b"_queue_size", "delay_factor", b"delay_factor", "max_hold", b"max_hold", "placement", b"placement", "queue_size", b"queue_size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["delay_factor", b"delay_factor", "max_hold_ms", b"max_hold_ms", "placement", b"placement", "queue_size", b"queue_size", "tenant_concurrency", b"tenant_concurrency", "tenant_max_priority", b"tenant_max_priority", "tenant_weight", b"tenant_weight"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_delay_factor", b"_delay_factor", "_placement", b"_placement", "_queue_size", b"_queue_size", "delay_factor", b"delay_factor", "max_hold", b"max_hold", "placement", b"placement", "queue_size", b"queue_size", "tenant_concurrency", b"tenant_concurrency", "tenant_max_priority", b"tenant_max_priority", "tenant_weight", b"tenant_weight"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__delay_factor: _TypeAlias = _typing.Literal["delay_factor"]  # noqa: Y015
+    _WhichOneofArgType__delay_factor: _TypeAlias = _typing.Literal["_delay_factor", b"_delay_factor"]  # noqa: Y015
+    _WhichOneofReturnType__placement: _TypeAlias = _typing.Literal["placement"]  # noqa: Y015
+    _WhichOneofArgType__placement: _TypeAlias = _typing.Literal["_placement", b"_placement"]  # noqa: Y015
+    _WhichOneofReturnType__queue_size: _TypeAlias = _typing.Literal["queue_size"]  # noqa: Y015
+    _WhichOneofArgType__queue_size: _TypeAlias = _typing.Literal["_queue_size", b"_queue_size"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__delay_factor) -> _WhichOneofReturnType__delay_factor | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__placement) -> _WhichOneofReturnType__placement | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__queue_size) -> _WhichOneofReturnType__queue_size | None: ...
 
 Global___Routing: _TypeAlias = Routing  # noqa: Y015
 
@@ -619,7 +671,7 @@ class GetRoutingResponse(_message.Message):
     """Counts the changes of the router's configuration, by SetRouting and by Reload; 1 at its start."""
     @_builtins.property
     def routing(self) -> Global___Routing:
-        """It."""
+        """The routing in force, with every field."""
 
     def __init__(
         self,
@@ -652,7 +704,9 @@ class SetRoutingRequest(_message.Message):
 
     @_builtins.property
     def update_mask(self) -> _field_mask_pb2.FieldMask:
-        """The fields of `routing` that change; a map changes as a whole. Absent: the fields that are not at their defaults."""
+        """The fields of `routing` that change; a map changes as a whole. Absent: the fields that are present in `routing`, and of
+        maps those that have an entry; an empty map, which takes all entries away, needs the mask.
+        """
 
     def __init__(
         self,
@@ -678,10 +732,10 @@ class SetRoutingResponse(_message.Message):
     ROUTING_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Of the configuration now."""
+    """Version of the configuration after this change."""
     @_builtins.property
     def routing(self) -> Global___Routing:
-        """It, as it is in force now."""
+        """The routing in force now, with every field."""
 
     def __init__(
         self,
@@ -725,7 +779,7 @@ class ReloadResponse(_message.Message):
     NEEDS_RESTART_FIELD_NUMBER: _builtins.int
     UNDONE_FIELD_NUMBER: _builtins.int
     version: _builtins.int
-    """Of the configuration now; not changed when nothing was."""
+    """Version of the configuration now; not changed when nothing was."""
     @_builtins.property
     def changed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Options that have changed, by their names without dashes."""
@@ -753,3 +807,265 @@ class ReloadResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReloadResponse: _TypeAlias = ReloadResponse  # noqa: Y015
+
+@_typing.final
+class ListRequestsRequest(_message.Message):
+    """Asks for the requests in flight."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Those of this tenant; empty: of all."""
+    page_size: _builtins.int
+    """Most requests in one answer; 0 means 100, at most 1,000."""
+    page_token: _builtins.str
+    """`next_page_token` of the answer before; empty for the first one."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsRequest: _TypeAlias = ListRequestsRequest  # noqa: Y015
+
+@_typing.final
+class ListRequestsResponse(_message.Message):
+    """The requests in flight, oldest first."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUESTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """Asks for the rest; empty when this is all."""
+    @_builtins.property
+    def requests(self) -> _containers.RepeatedCompositeFieldContainer[Global___InFlightRequest]:
+        """One entry per request."""
+
+    def __init__(
+        self,
+        *,
+        requests: _abc.Iterable[Global___InFlightRequest] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "requests", b"requests"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListRequestsResponse: _TypeAlias = ListRequestsResponse  # noqa: Y015
+
+@_typing.final
+class InFlightRequest(_message.Message):
+    """A request in flight."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    AGE_FIELD_NUMBER: _builtins.int
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    OUTPUT_TOKENS_FIELD_NUMBER: _builtins.int
+    WORKER_ID_FIELD_NUMBER: _builtins.int
+    ATTEMPTS_FIELD_NUMBER: _builtins.int
+    TRACE_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Its id."""
+    tenant: _builtins.str
+    """Its tenant."""
+    model: _builtins.str
+    """Model that it asks for."""
+    method: _builtins.str
+    """`Generate`, `Chat`, or another method of InferenceService."""
+    priority: _inference_pb2.Priority.ValueType
+    """Its class."""
+    state: Global___RequestState.ValueType
+    """Where it is."""
+    prompt_tokens: _builtins.int
+    """Prompt length, in tokens; 0 until it is known."""
+    output_tokens: _builtins.int
+    """Tokens that have come from workers, of all its answers."""
+    worker_id: _builtins.str
+    """Worker that runs it, of its first answer that has not ended; empty while none does."""
+    attempts: _builtins.int
+    """How many workers it was submitted to."""
+    trace_id: _builtins.str
+    """W3C trace id of its span, 32 hex digits."""
+    @_builtins.property
+    def age(self) -> _duration_pb2.Duration:
+        """Time since it came."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+        model: _builtins.str = ...,
+        method: _builtins.str = ...,
+        priority: _inference_pb2.Priority.ValueType = ...,
+        state: Global___RequestState.ValueType = ...,
+        age: _duration_pb2.Duration | None = ...,
+        prompt_tokens: _builtins.int = ...,
+        output_tokens: _builtins.int = ...,
+        worker_id: _builtins.str = ...,
+        attempts: _builtins.int = ...,
+        trace_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "attempts", b"attempts", "method", b"method", "model", b"model", "output_tokens", b"output_tokens", "priority", b"priority", "prompt_tokens", b"prompt_tokens", "request_id", b"request_id", "state", b"state", "tenant", b"tenant", "trace_id", b"trace_id", "worker_id", b"worker_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InFlightRequest: _TypeAlias = InFlightRequest  # noqa: Y015
+
+@_typing.final
+class CancelRequestRequest(_message.Message):
+    """Asks to end a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """Its id."""
+    tenant: _builtins.str
+    """Its tenant; empty is the tenant without a name."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        tenant: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequestRequest: _TypeAlias = CancelRequestRequest  # noqa: Y015
+
+@_typing.final
+class CancelRequestResponse(_message.Message):
+    """The request ends."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CancelRequestResponse: _TypeAlias = CancelRequestResponse  # noqa: Y015
+
+@_typing.final
+class GetServerInfoRequest(_message.Message):
+    """Asks for the router's description."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetServerInfoRequest: _TypeAlias = GetServerInfoRequest  # noqa: Y015
+
+@_typing.final
+class GetServerInfoResponse(_message.Message):
+    """The router's description."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class OptionsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    ROUTER_ID_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    UPTIME_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    OPTIONS_FIELD_NUMBER: _builtins.int
+    CONFIG_VERSION_FIELD_NUMBER: _builtins.int
+    IN_FLIGHT_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Version of Fissile."""
+    router_id: _builtins.str
+    """Id of the router's process towards workers, new at every start."""
+    address: _builtins.str
+    """host:port of the public service."""
+    config_version: _builtins.int
+    """Version of the configuration, as in GetRoutingResponse."""
+    in_flight: _builtins.int
+    """Requests in flight."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """When it started."""
+
+    @_builtins.property
+    def uptime(self) -> _duration_pb2.Duration:
+        """Time since then."""
+
+    @_builtins.property
+    def options(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Options in force by their names without dashes, as text. Keys and other secrets are not in it."""
+
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        router_id: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        uptime: _duration_pb2.Duration | None = ...,
+        address: _builtins.str = ...,
+        options: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        config_version: _builtins.int = ...,
+        in_flight: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time", "uptime", b"uptime"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "config_version", b"config_version", "in_flight", b"in_flight", "options", b"options", "router_id", b"router_id", "start_time", b"start_time", "uptime", b"uptime", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetServerInfoResponse: _TypeAlias = GetServerInfoResponse  # noqa: Y015

@@ -85,6 +85,21 @@ class AdminServiceStub(object):
                 request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
                 response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
                 _registered_method=True)
+        self.ListRequests = channel.unary_unary(
+                '/fissile.admin.v1.AdminService/ListRequests',
+                request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+                response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+                _registered_method=True)
+        self.CancelRequest = channel.unary_unary(
+                '/fissile.admin.v1.AdminService/CancelRequest',
+                request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.CancelRequestRequest.SerializeToString,
+                response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.CancelRequestResponse.FromString,
+                _registered_method=True)
+        self.GetServerInfo = channel.unary_unary(
+                '/fissile.admin.v1.AdminService/GetServerInfo',
+                request_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.GetServerInfoRequest.SerializeToString,
+                response_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.GetServerInfoResponse.FromString,
+                _registered_method=True)
 
 
 class AdminServiceServicer(object):
@@ -161,6 +176,27 @@ class AdminServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListRequests(self, request, context):
+        """Lists the requests in flight at this router, oldest first. Neither prompts nor answers are in it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CancelRequest(self, request, context):
+        """Ends a request in flight at this router: its client gets CANCELLED with the reason CANCELLED_BY_OPERATOR.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetServerInfo(self, request, context):
+        """Describes the router: version, start, options in force.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AdminServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -208,6 +244,21 @@ def add_AdminServiceServicer_to_server(servicer, server):
                     servicer.Reload,
                     request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ReloadRequest.FromString,
                     response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ReloadResponse.SerializeToString,
+            ),
+            'ListRequests': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListRequests,
+                    request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ListRequestsRequest.FromString,
+                    response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.ListRequestsResponse.SerializeToString,
+            ),
+            'CancelRequest': grpc.unary_unary_rpc_method_handler(
+                    servicer.CancelRequest,
+                    request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.CancelRequestRequest.FromString,
+                    response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.CancelRequestResponse.SerializeToString,
+            ),
+            'GetServerInfo': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerInfo,
+                    request_deserializer=fissile_dot_admin_dot_v1_dot_admin__pb2.GetServerInfoRequest.FromString,
+                    response_serializer=fissile_dot_admin_dot_v1_dot_admin__pb2.GetServerInfoResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -459,6 +510,87 @@ class AdminService(object):
             '/fissile.admin.v1.AdminService/Reload',
             fissile_dot_admin_dot_v1_dot_admin__pb2.ReloadRequest.SerializeToString,
             fissile_dot_admin_dot_v1_dot_admin__pb2.ReloadResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListRequests(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.admin.v1.AdminService/ListRequests',
+            fissile_dot_admin_dot_v1_dot_admin__pb2.ListRequestsRequest.SerializeToString,
+            fissile_dot_admin_dot_v1_dot_admin__pb2.ListRequestsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CancelRequest(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.admin.v1.AdminService/CancelRequest',
+            fissile_dot_admin_dot_v1_dot_admin__pb2.CancelRequestRequest.SerializeToString,
+            fissile_dot_admin_dot_v1_dot_admin__pb2.CancelRequestResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerInfo(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/fissile.admin.v1.AdminService/GetServerInfo',
+            fissile_dot_admin_dot_v1_dot_admin__pb2.GetServerInfoRequest.SerializeToString,
+            fissile_dot_admin_dot_v1_dot_admin__pb2.GetServerInfoResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -61,6 +61,12 @@ class AdminServiceStub:
     """Reads the router's configuration again, as SIGHUP does: all or nothing. What SetRouting has set is undone where the
     configuration says something else; the answer names it.
     """
+    ListRequests: _grpc.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]
+    """Lists the requests in flight at this router, oldest first. Neither prompts nor answers are in it."""
+    CancelRequest: _grpc.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestRequest, _admin_pb2.CancelRequestResponse]
+    """Ends a request in flight at this router: its client gets CANCELLED with the reason CANCELLED_BY_OPERATOR."""
+    GetServerInfo: _grpc.UnaryUnaryMultiCallable[_admin_pb2.GetServerInfoRequest, _admin_pb2.GetServerInfoResponse]
+    """Describes the router: version, start, options in force."""
 
 @_typing.type_check_only
 class AdminServiceAsyncStub(AdminServiceStub):
@@ -95,6 +101,12 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Reads the router's configuration again, as SIGHUP does: all or nothing. What SetRouting has set is undone where the
     configuration says something else; the answer names it.
     """
+    ListRequests: _aio.UnaryUnaryMultiCallable[_admin_pb2.ListRequestsRequest, _admin_pb2.ListRequestsResponse]  # type: ignore[assignment]
+    """Lists the requests in flight at this router, oldest first. Neither prompts nor answers are in it."""
+    CancelRequest: _aio.UnaryUnaryMultiCallable[_admin_pb2.CancelRequestRequest, _admin_pb2.CancelRequestResponse]  # type: ignore[assignment]
+    """Ends a request in flight at this router: its client gets CANCELLED with the reason CANCELLED_BY_OPERATOR."""
+    GetServerInfo: _aio.UnaryUnaryMultiCallable[_admin_pb2.GetServerInfoRequest, _admin_pb2.GetServerInfoResponse]  # type: ignore[assignment]
+    """Describes the router: version, start, options in force."""
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     """The router as its operators see it.
@@ -180,5 +192,29 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Reads the router's configuration again, as SIGHUP does: all or nothing. What SetRouting has set is undone where the
         configuration says something else; the answer names it.
         """
+
+    @_abc_1.abstractmethod
+    def ListRequests(
+        self,
+        request: _admin_pb2.ListRequestsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.ListRequestsResponse, _abc.Awaitable[_admin_pb2.ListRequestsResponse]]:
+        """Lists the requests in flight at this router, oldest first. Neither prompts nor answers are in it."""
+
+    @_abc_1.abstractmethod
+    def CancelRequest(
+        self,
+        request: _admin_pb2.CancelRequestRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.CancelRequestResponse, _abc.Awaitable[_admin_pb2.CancelRequestResponse]]:
+        """Ends a request in flight at this router: its client gets CANCELLED with the reason CANCELLED_BY_OPERATOR."""
+
+    @_abc_1.abstractmethod
+    def GetServerInfo(
+        self,
+        request: _admin_pb2.GetServerInfoRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_admin_pb2.GetServerInfoResponse, _abc.Awaitable[_admin_pb2.GetServerInfoResponse]]:
+        """Describes the router: version, start, options in force."""
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

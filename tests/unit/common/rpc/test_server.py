@@ -211,7 +211,7 @@ async def test_a_taken_port_is_one_line(site: Site) -> None:
 
 
 @pytest.mark.parametrize(
-    ("host", "problem"), [("no-such-host.invalid", "is unknown"), ("192.0.2.1", "no address of this machine")]
+    ("host", "problem"), [("no-such-host.invalid", "is unknown"), ("192.0.2.1", "not an address of this machine")]
 )
 async def test_a_bad_host_is_one_line(host: str, problem: str) -> None:
     with pytest.raises(PortTakenError, match=f"^.*{problem}: change --host$"):

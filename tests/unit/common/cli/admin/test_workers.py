@@ -7,16 +7,19 @@ from fissile.admin.v1 import admin_pb2 as apb
 
 from common.cli.admin.workers import as_table
 from common.cli.core.errors import CommandError
+from common.rpc.durations import to_duration
 
 
 def test_table_says_state_and_load() -> None:
     workers = [
         apb.Worker(
             worker_id="w0", address="a:1", model="m", running=3, queued=2, decoding_seqs=4, waiting_seqs=1,
-            outstanding_tokens=900, prefill_rate=1234.5, report_age_ms=100, state=apb.WORKER_STATE_SERVING,
+            outstanding_tokens=900, prefill_rate=1234.5, report_age=to_duration(0.1), state=apb.WORKER_STATE_SERVING,
         ),
-        apb.Worker(worker_id="w1", address="b:2", model="m", draining=True, state=apb.WORKER_STATE_DRAINING),
-        apb.Worker(worker_id="w2", address="c:3", model="m", report_age_ms=60_000, state=apb.WORKER_STATE_SERVING),
+        apb.Worker(worker_id="w1", address="b:2", model="m", state=apb.WORKER_STATE_DRAINING),
+        apb.Worker(
+            worker_id="w2", address="c:3", model="m", report_age=to_duration(60), state=apb.WORKER_STATE_SERVING
+        ),
         apb.Worker(address="d:4", state=apb.WORKER_STATE_UNCONNECTED, last_error="UNAVAILABLE: refused"),
     ]  # fmt: skip
     heading, *rows = [line.split() for line in as_table(workers).splitlines()]

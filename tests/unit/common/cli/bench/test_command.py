@@ -19,7 +19,7 @@ import grpc
 import pytest
 from click.testing import CliRunner, Result
 from fissile.v1 import inference_pb2 as pb
-from fissile.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from google.protobuf.duration_pb2 import Duration
 
 from common.cli.bench.command import Benchmark, bench, measure
@@ -36,6 +36,7 @@ from common.cli.core.client import NO_CREDENTIALS
 from common.cli.core.console import Console
 from common.cli.core.errors import CommandError
 from common.errors import EngineError
+from tests.scripted_router import PartialRouter
 
 Respond = Callable[["Script", Any, grpc.ServicerContext], Iterator[pb.GenerateResponse]]
 
@@ -87,7 +88,7 @@ def gone_after_three(script: Script, request: Any, context: grpc.ServicerContext
     yield from answer(request, request.sampling_params.max_tokens)
 
 
-class Script(InferenceServiceServicer):
+class Script(PartialRouter):
     """A router of a script. Keeps what it was asked."""
 
     def __init__(self) -> None:
@@ -109,15 +110,6 @@ class Script(InferenceServiceServicer):
         self.requests.append(request)
         for part in answer(request, request.sampling_params.max_tokens, prompt=5):
             yield pb.ChatResponse(token_ids=part.token_ids, finish=part.finish)
-
-    def Tokenize(self, request: pb.TokenizeRequest, context: grpc.ServicerContext) -> pb.TokenizeResponse:
-        return pb.TokenizeResponse()
-
-    def Detokenize(self, request: pb.DetokenizeRequest, context: grpc.ServicerContext) -> pb.DetokenizeResponse:
-        return pb.DetokenizeResponse()
-
-    def ListModels(self, request: pb.ListModelsRequest, context: grpc.ServicerContext) -> pb.ListModelsResponse:
-        return pb.ListModelsResponse()
 
 
 @pytest.fixture(scope="module")

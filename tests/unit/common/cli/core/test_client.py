@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from fissile.v1 import inference_pb2 as pb
-from fissile.v1.inference_pb2_grpc import InferenceServiceServicer, add_InferenceServiceServicer_to_server
+from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from google.protobuf.duration_pb2 import Duration
 from grpc_status import rpc_status
 
@@ -33,6 +33,7 @@ from common.errors import (
 from common.rpc.server import GrpcServer
 from common.rpc.tls import ClientTls, ServerTls
 from tests.certificates import LOOPBACK, Authority
+from tests.scripted_router import PartialRouter
 
 FINISH = pb.Finish(
     reason=pb.FINISH_REASON_LENGTH,
@@ -42,10 +43,12 @@ FINISH = pb.Finish(
     attempts=1,
     exact=True,
 )
-MODEL = pb.Model(name="demo", architecture="Qwen3ForCausalLM", max_model_len=512, vocab_size=1024, chat=True)
+MODEL = pb.Model(
+    name="demo", architecture="Qwen3ForCausalLM", max_model_len=512, vocab_size=1024, capabilities=[pb.CAPABILITY_CHAT]
+)
 
 
-class ScriptedRouter(InferenceServiceServicer):
+class ScriptedRouter(PartialRouter):
     """Streams `pieces`, then ends with `error` or a finish; keeps what it was asked."""
 
     def __init__(self, pieces: list[str], error: ApiError | None) -> None:
@@ -61,7 +64,8 @@ class ScriptedRouter(InferenceServiceServicer):
         if self.traceresponse:
             context.set_trailing_metadata((("traceresponse", self.traceresponse),))
         for piece in self.pieces:
-            yield kind(request_id="r1", text=piece)
+            text = {"delta": pb.ChatDelta(content=piece)} if kind is pb.ChatResponse else {"text": piece}
+            yield kind(request_id="r1", **text)
         if self.error is not None:
             await context.abort_with_status(rpc_status.to_status(self.error.to_status()))
         yield kind(request_id="r1", finish=FINISH)
@@ -79,12 +83,6 @@ class ScriptedRouter(InferenceServiceServicer):
 
     async def ListModels(self, request: pb.ListModelsRequest, context: Any) -> pb.ListModelsResponse:
         return pb.ListModelsResponse(models=[MODEL])
-
-    async def Tokenize(self, request: pb.TokenizeRequest, context: Any) -> pb.TokenizeResponse:
-        return pb.TokenizeResponse()
-
-    async def Detokenize(self, request: pb.DetokenizeRequest, context: Any) -> pb.DetokenizeResponse:
-        return pb.DetokenizeResponse()
 
 
 async def serve(router: ScriptedRouter) -> tuple[grpc.aio.Server, str]:

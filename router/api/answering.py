@@ -1,0 +1,372 @@
+"""One Generate or Chat from its checked request to the end of its last answer.
+
+Nothing is sent before the first token, not even initial metadata, so that standard client retries work. Every request
+leaves the router's tables on every path: finished, failed, cancelled, past its deadline. UNAVAILABLE is said only while
+the client has got nothing of any answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import grpc
+from fissile.v1 import inference_pb2 as pb
+
+from common.block_hash import GRANULE_BLOCKS
+from common.errors import ApiError, NoTokenizerError, NoWorkerError, RouterEndingError, WorkerLostError
+from common.seed import derive_seed
+from common.telemetry import names
+from common.telemetry.request_record import RequestRecord
+from common.telemetry.tracing import RequestSpan, Tracing
+from common.text.stop_strings import StopStrings
+from router.api.answers import AnswerResponse, Answers
+from router.api.in_flight import InFlightCall
+from router.api.responses import decode_s, fill_response, finish_name, times_of, usage_of
+from router.api.rpc_scope import Context, RpcScope
+from router.api.shutdown import OpenCalls
+from router.model_registry import ModelRegistry, ServedModel
+from router.requests.request_router import RequestRouter
+from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
+from router.scheduling.failover import Wait
+from router.telemetry.metrics import RequestMeasure
+from router.text.prompts import Prompt
+from router.text.stream_assembly import StreamAssembly
+from router.validation import clip_to_length, sampling_params
+from router.workers.expected_workers import ExpectedWorkers
+
+AnswerRequest: TypeAlias = pb.GenerateRequest | pb.ChatRequest
+# Makes a prompt for a model, of a tenant, with the salt in force.
+Encode: TypeAlias = Callable[[ServedModel, str, bytes], Awaitable[Prompt]]
+# Trailing metadata: what all answers together have cost, as bytes of a Usage.
+USAGE_METADATA = "fissile-usage-bin"
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """Differences between Generate and Chat.
+
+    Attributes:
+        operation: its name in traces and figures.
+        response: makes its messages.
+        continues: True if the answer's text continues the prompt's, False if it is a text of its own: a message has no
+            space before its first word, whatever its template ends with.
+    """
+
+    operation: str
+    response: Callable[..., AnswerResponse]
+    continues: bool
+
+
+GENERATE = Kind(names.TEXT_COMPLETION, pb.GenerateResponse, continues=True)
+CHAT = Kind(names.CHAT, pb.ChatResponse, continues=False)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """A request that has passed the checks that need no model.
+
+    Attributes:
+        request: as it came.
+        call: its place among the calls in flight.
+        encode: makes its prompt.
+        context: of its call.
+        cache_salt: the salt in force.
+        span: of its call.
+        record: content of its log line.
+        scope: sends its trailing metadata.
+    """
+
+    request: AnswerRequest
+    call: InFlightCall
+    encode: Encode
+    context: Context
+    cache_salt: bytes
+    span: RequestSpan
+    record: RequestRecord
+    scope: RpcScope
+
+
+class Answering:
+    """Has requests answered by the fleet.
+
+    Args:
+        requests: sends requests on their way.
+        expected: workers that have never been up.
+        registry: the models.
+        tracing: says whether waits are worth a span.
+        clock: monotonic seconds.
+        max_unread_tokens: a client that leaves more unread is dropped.
+        calls: knows the calls that have to end with the router.
+        default_max_tokens: longest answer to a request that does not say; 0 is all that the model's length leaves.
+    """
+
+    def __init__(
+        self,
+        requests: RequestRouter,
+        expected: ExpectedWorkers,
+        registry: ModelRegistry,
+        tracing: Tracing,
+        clock: Callable[[], float],
+        max_unread_tokens: int,
+        calls: OpenCalls,
+        default_max_tokens: int = 0,
+    ) -> None:
+        self._requests = requests
+        self._expected = expected
+        self._registry = registry
+        self._tracing = tracing
+        self._clock = clock
+        self._max_unread_tokens = max_unread_tokens
+        self._calls = calls
+        self._default_max_tokens = default_max_tokens
+
+    async def run(self, kind: Kind, asked: Asked, measure: RequestMeasure, answers: Answers) -> None:
+        """Has a request answered; prepares it once more where its weights go before it has begun.
+
+        Raises:
+            ApiError: the request is refused, or an answer has failed.
+        """
+        streams: Sequence[RequestStream] = ()
+        opened = 0.0
+        try:
+            if not self._registry.knows(asked.request.model):
+                with self._calls.interruptible(), asked.call.interruptible():
+                    await self._expected.wait_for_model(asked.request.model)
+            while True:
+                # A session keeps its weights while they are rolled, because its requests build on earlier answers.
+                model = self._registry.choose(asked.request.model, asked.request.session_id or asked.call.request_id)
+                asked.record.model = model.name
+                measure.model(model.name)
+                routed = await self._prepare(asked, model)
+                opened = opened or self._clock()
+                streams = self._open(kind, routed, model, asked, streams)
+                try:
+                    return await self._send_all(kind, streams, asked, measure, answers)
+                except ReplacedError:
+                    continue
+                finally:
+                    for stream in streams:
+                        self._requests.close(stream)
+        finally:
+            # What only observes may fail by itself.
+            with contextlib.suppress(Exception):
+                if streams:
+                    self._account(asked, measure, streams, opened)
+
+    async def _prepare(self, asked: Asked, model: ServedModel) -> RoutedRequest:
+        """Makes of a request what workers with the weights of `model` get."""
+        request, call = asked.request, asked.call
+        params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
+        began = self._clock()
+        try:
+            with self._calls.interruptible(), call.interruptible():
+                prompt = await asked.encode(model, call.tenant, asked.cache_salt)
+        finally:
+            asked.span.phase(names.TOKENIZE_SPAN, began, self._clock())
+        asked.record.prompt_tokens = call.prompt_tokens = len(prompt.token_ids)
+        if not request.sampling_params.HasField("max_tokens"):
+            room = model.max_model_len - len(prompt.token_ids)
+            params = replace(params, max_tokens=max(params.min_tokens, min(room, self._default_max_tokens or room)))
+        params = clip_to_length(params, len(prompt.token_ids), model.max_model_len)
+        asked.span.request(model=model.name, request_id=call.request_id, params=params)
+        remaining = asked.context.time_remaining()
+        return RoutedRequest(
+            model=model.name,
+            identity=model.identity,
+            request_id=call.request_id,
+            token_ids=prompt.token_ids,
+            params=params,
+            seed=derive_seed(call.request_id) if params.seed is None else params.seed,
+            chain_hash=prompt.chain_hash,
+            cache_salt=asked.cache_salt,
+            priority=call.priority,
+            tenant=call.tenant,
+            session_id=request.session_id,
+            granules=prompt.granules,
+            granule_tokens=GRANULE_BLOCKS * model.block_size,
+            arrival=call.arrived,
+            deadline=None if remaining is None else self._clock() + remaining,
+            traceparent=asked.span.traceparent,
+            tracestate=asked.span.tracestate,
+            weights_digest=model.weights_digest,
+        )
+
+    def _open(
+        self,
+        kind: Kind,
+        routed: RoutedRequest,
+        model: ServedModel,
+        asked: Asked,
+        earlier: Sequence[RequestStream],
+    ) -> list[RequestStream]:
+        """Sends all answers of a request on their way; those of `earlier` take their places again."""
+        streams: list[RequestStream] = []
+        try:
+            for index in range(routed.params.n):
+                assembly = self._assembly(kind, routed, model, asked.request.output_options.return_token_ids)
+                before = earlier[index] if earlier else None
+                choice = replace(routed, choice=index) if index else routed
+                streams.append(self._requests.open(choice, assembly, asked.span.submitted, before))
+        except BaseException:
+            for stream in streams:
+                self._requests.close(stream)
+            raise
+        asked.call.streams = streams
+        return streams
+
+    async def _send_all(
+        self,
+        kind: Kind,
+        streams: Sequence[RequestStream],
+        asked: Asked,
+        measure: RequestMeasure,
+        answers: Answers,
+    ) -> None:
+        """Writes all answers, as their parts come; the first that fails ends the others.
+
+        Raises:
+            ApiError: of the first answer that has failed.
+            ReplacedError: nothing has been sent, and the request has to be prepared once more.
+        """
+        try:
+            if len(streams) == 1:
+                await self._send(streams[0], asked, measure, answers)
+            else:
+                await self._send_side_by_side(streams, asked, measure, answers)
+        except ReplacedError:
+            if answers.has_sent:
+                raise WorkerLostError(streams[0].assembly.worker_id, usage_of(streams).completion_tokens) from None
+            raise
+        except ApiError as error:
+            raise _as_seen(error, streams, has_sent=answers.has_sent) from None
+        finally:
+            asked.scope.add_trailing(USAGE_METADATA, usage_of(streams).SerializeToString())
+
+    async def _send_side_by_side(
+        self, streams: Sequence[RequestStream], asked: Asked, measure: RequestMeasure, answers: Answers
+    ) -> None:
+        """Several answers at once, whose messages take turns on the one call."""
+        turn = asyncio.Lock()
+        try:
+            async with asyncio.TaskGroup() as group:
+                for stream in streams:
+                    group.create_task(self._send(stream, asked, measure, answers, turn))
+        except BaseExceptionGroup as errors:
+            raise _first_of(errors) from None
+
+    async def _send(
+        self,
+        stream: RequestStream,
+        asked: Asked,
+        measure: RequestMeasure,
+        answers: Answers,
+        turn: asyncio.Lock | None = None,
+    ) -> None:
+        """Writes parts as they come, as fast as the client reads; what comes meanwhile is merged."""
+        # One message for all parts, where they are sent.
+        message = answers.new_message(stream.request.request_id, stream.request.choice)
+        while True:
+            part = await stream.next()
+            async with turn or contextlib.nullcontext():
+                is_first = not answers.has_begun
+                if is_first:
+                    ttft_s = times_of(stream, self._clock()).ttft_s or 0.0
+                    asked.span.first_token(ttft_s)
+                    measure.first_token(ttft_s)
+                    answers.begin(asked.scope)
+                fill_response(message, part, stream, self._clock, has_info=is_first)
+                await stream.written(answers.write(message))
+            stream.written_tokens = stream.assembly.taken
+            if part.ending is not None:
+                asked.record.finish = finish_name(part.ending)
+                measure.finished(decode_s(stream), message.finish.usage.completion_tokens)
+                return
+
+    def _account(self, asked: Asked, measure: RequestMeasure, streams: Sequence[RequestStream], opened: float) -> None:
+        """Says what has come of a request, however it ended: in its record, its figures and its span."""
+        record, span, now = asked.record, asked.span, self._clock()
+        written = sum(stream.written_tokens for stream in streams)
+        # Of several answers the one that began first tells where the time went.
+        first = min(streams, key=lambda stream: stream.assembly.first_token_time or now)
+        assembly = first.assembly
+        record.times, record.worker_id = times_of(first, now), assembly.worker_id
+        record.attempts = max(len(stream.attempts) for stream in streams)
+        record.exact = all(stream.attempts.exact for stream in streams)
+        record.completion_tokens = written
+        if record.times.first_token is not None:
+            record.cached_tokens = assembly.start.cached_tokens
+            measure.usage(assembly.prompt_tokens, assembly.start.cached_tokens, written)
+        for stream in streams:
+            self._trace_attempts(span, stream)
+        if self._tracing.enabled:
+            _trace_waits(span, first.attempts.waits(opened, record.times.ended))
+        span.usage(
+            input_tokens=assembly.prompt_tokens,
+            output_tokens=written,
+            cached_tokens=assembly.start.cached_tokens,
+            worker_id=assembly.worker_id,
+            attempts=record.attempts,
+        )
+        if record.finish:
+            span.finish([record.finish])
+
+    def _trace_attempts(self, span: RequestSpan, stream: RequestStream) -> None:
+        """Says in the trace where a request has been that needed more than one worker."""
+        attempts = stream.attempts.all
+        for number, attempt in enumerate(attempts if len(attempts) > 1 else (), start=1):
+            span.attempt(
+                number,
+                attempt.worker_id,
+                began=attempt.began,
+                ended=self._clock() if attempt.ended is None else attempt.ended,
+                tokens=attempt.tokens,
+                loss="" if attempt.loss is None else attempt.loss.value,
+            )
+
+    def _assembly(
+        self, kind: Kind, request: RoutedRequest, model: ServedModel, return_token_ids: bool
+    ) -> StreamAssembly:
+        params, tokenizer = request.params, model.text.tokenizer
+        if params.stop_strings and tokenizer is None:
+            raise NoTokenizerError(model.name)
+        stops = StopStrings(params.stop_strings, params.include_stop_string) if params.stop_strings else None
+        behind = request.token_ids if kind.continues else ()
+        return StreamAssembly(
+            len(request.token_ids),
+            detokenizer=None if tokenizer is None else tokenizer.decode_stream(behind=behind),
+            stop_strings=stops,
+            min_tokens=params.min_tokens,
+            return_token_ids=return_token_ids,
+            max_unread_tokens=self._max_unread_tokens,
+        )
+
+
+def _as_seen(error: ApiError, streams: Sequence[RequestStream], *, has_sent: bool) -> ApiError:
+    """The failure of one answer as the client's of all: UNAVAILABLE while it has got nothing, and only then."""
+    if error.code is grpc.StatusCode.UNAVAILABLE and has_sent:
+        return WorkerLostError(streams[0].assembly.worker_id, usage_of(streams).completion_tokens)
+    if isinstance(error, RouterEndingError) and not has_sent:
+        return RouterEndingError()
+    if isinstance(error, WorkerLostError) and not has_sent:
+        return NoWorkerError("the worker was lost before the answer was whole")
+    return error
+
+
+def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error that ended a group of answers: the others were cancelled for it."""
+    flat = list(errors.exceptions)
+    while flat and isinstance(flat[0], BaseExceptionGroup):
+        flat = list(flat[0].exceptions)
+    return next((error for error in flat if not isinstance(error, ReplacedError)), flat[0])
+
+
+def _trace_waits(span: RequestSpan, waits: Sequence[Wait]) -> None:
+    """Says in the trace when a request had no worker."""
+    for wait in waits:
+        name = names.QUEUE_SPAN if wait.loss is None else names.WAIT_SPAN
+        loss = "" if wait.loss is None else wait.loss.value
+        span.phase(name, wait.began, wait.ended, worker_id=wait.worker_id, loss=loss)

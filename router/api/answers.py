@@ -1,0 +1,134 @@
+"""Destinations of the parts of answers: a client that streams, or one message."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Protocol, TypeAlias
+
+from fissile.v1 import inference_pb2 as pb
+
+from router.api.responses import text_of
+from router.api.rpc_scope import Context, RpcScope
+
+AnswerResponse: TypeAlias = pb.GenerateResponse | pb.ChatResponse
+
+
+class Answers(Protocol):
+    """Takes the messages of all answers to one request.
+
+    Attributes:
+        has_begun: True if the first message has come.
+        has_sent: True if the client may have got anything.
+    """
+
+    has_begun: bool
+    has_sent: bool
+
+    def new_message(self, request_id: str, index: int) -> AnswerResponse:
+        """An empty message, to be filled with one part after the other of the answer of this index."""
+
+    def begin(self, scope: RpcScope) -> None:
+        """Says that the first message comes."""
+
+    def write(self, message: AnswerResponse) -> Awaitable[None]:
+        """Sends a message; it may be filled anew when that has been done."""
+
+
+class StreamedAnswers:
+    """Messages that go to the client one by one.
+
+    Args:
+        context: of the call.
+        response: makes its messages.
+    """
+
+    def __init__(self, context: Context, response: Callable[..., AnswerResponse]) -> None:
+        self.has_begun = self.has_sent = False
+        self._response = response
+        self._write: Callable[[AnswerResponse], Awaitable[None]] = context.write
+        self._write_next: Callable[[AnswerResponse], Awaitable[None]] = context.write
+
+    def new_message(self, request_id: str, index: int) -> AnswerResponse:
+        """One message for all parts: gRPC has made bytes of it when `write` returns."""
+        return self._response(request_id=request_id, index=index)
+
+    def begin(self, scope: RpcScope) -> None:
+        """Lets the first message be written by the call's scope, so that a status can follow it in any case."""
+        self.has_begun = self.has_sent = True
+        self._write_next = scope.write_first
+
+    def write(self, message: AnswerResponse) -> Awaitable[None]:
+        """Waits for the client to have room."""
+        write, self._write_next = self._write_next, self._write
+        return write(message)
+
+
+class CollectedAnswers:
+    """Messages put together for one response; nothing of it is sent before all is there.
+
+    Args:
+        response: makes the messages of the streaming twin.
+    """
+
+    def __init__(self, response: Callable[..., AnswerResponse]) -> None:
+        self.has_begun = self.has_sent = False
+        self._response = response
+        self._request_id = ""
+        self._prompt_info = pb.PromptInfo()
+        self._prompt_logprobs: list[pb.TokenLogprobs] = []
+        self._texts: dict[int, list[str]] = {}
+        self._answers: dict[int, pb.GeneratedText] = {}
+
+    def new_message(self, request_id: str, index: int) -> AnswerResponse:
+        """Begins an answer, anew if it had been begun."""
+        self._request_id = request_id
+        self.has_begun = False
+        self._prompt_logprobs.clear()
+        self._texts[index] = []
+        self._answers[index] = pb.GeneratedText(index=index)
+        return self._response(request_id=request_id, index=index)
+
+    def begin(self, scope: RpcScope) -> None:
+        """Sends nothing."""
+        self.has_begun = True
+
+    async def write(self, message: AnswerResponse) -> None:
+        """Adds the message to its answer."""
+        answer = self._answers[message.index]
+        self._texts[message.index].append(text_of(message))
+        answer.token_ids.extend(message.token_ids)
+        answer.logprobs.extend(message.logprobs)
+        self._prompt_logprobs.extend(message.prompt_logprobs)
+        if message.HasField("prompt_info"):
+            self._prompt_info.CopyFrom(message.prompt_info)
+        if message.HasField("finish"):
+            answer.finish.CopyFrom(message.finish)
+            answer.text = "".join(self._texts[message.index])
+
+    def generated(self) -> pb.GenerateOnceResponse:
+        """The response of GenerateOnce."""
+        return pb.GenerateOnceResponse(
+            request_id=self._request_id,
+            prompt_info=self._prompt_info,
+            answers=(self._answers[index] for index in sorted(self._answers)),
+            prompt_logprobs=self._prompt_logprobs,
+        )
+
+    def chatted(self) -> pb.ChatOnceResponse:
+        """The response of ChatOnce."""
+        return pb.ChatOnceResponse(
+            request_id=self._request_id,
+            prompt_info=self._prompt_info,
+            answers=(_chat_answer(self._answers[index]) for index in sorted(self._answers)),
+            prompt_logprobs=self._prompt_logprobs,
+        )
+
+
+def _chat_answer(answer: pb.GeneratedText) -> pb.ChatAnswer:
+    return pb.ChatAnswer(
+        index=answer.index,
+        message=pb.ChatMessage(role="assistant", content=answer.text),
+        token_ids=answer.token_ids,
+        logprobs=answer.logprobs,
+        finish=answer.finish,
+    )

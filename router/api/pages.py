@@ -1,0 +1,50 @@
+"""Pages of a list, by tokens (AIP-158)."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Sequence
+from typing import Final, TypeVar
+
+from common.errors import InvalidFieldError
+
+T = TypeVar("T")
+MAX_PAGE: Final = 1000
+
+
+def page_of(
+    items: Sequence[T], keys: Sequence[str], page_size: int, page_token: str, default: int
+) -> tuple[Sequence[T], str]:
+    """One page of a list, and the token of the next one ("" behind the last).
+
+    A token names the last item that has been sent, so that items that come or go shift nothing.
+
+    Args:
+        items: all of them, in order of their keys.
+        keys: of the items, each once.
+        page_size: most items; 0 is the default.
+        page_token: of the page before; "" for the first one.
+        default: most items of a page when the caller does not say.
+
+    Raises:
+        InvalidFieldError: a size or a token that is not valid.
+    """
+    if page_size > MAX_PAGE:
+        raise InvalidFieldError("page_size", f"is {page_size}", f"at most {MAX_PAGE}; 0 is {default}")
+    last = _key_in(page_token) if page_token else None
+    begin = 0 if last is None else next((i for i, key in enumerate(keys) if key > last), len(items))
+    page = items[begin : begin + (page_size or default)]
+    end = begin + len(page)
+    return page, _token_of(keys[end - 1]) if end < len(items) else ""
+
+
+def _token_of(key: str) -> str:
+    return base64.urlsafe_b64encode(key.encode()).decode()
+
+
+def _key_in(token: str) -> str:
+    try:
+        return base64.urlsafe_b64decode(token.encode()).decode()
+    except (binascii.Error, UnicodeError, ValueError):
+        raise InvalidFieldError("page_token", "is not one of this service", "next_page_token of an answer") from None

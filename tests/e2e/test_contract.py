@@ -1,0 +1,251 @@
+"""The public contract beyond one stream: answers in one message, several answers, and what operators see of them."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from fissile.admin.v1 import admin_pb2 as apb
+from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
+from fissile.v1 import errors_pb2
+from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
+from google.rpc import error_details_pb2
+
+from common.rpc.durations import to_seconds
+from router.api.answering import USAGE_METADATA
+from tests.e2e.fake_worker import FakeWorker, letters, short
+from tests.e2e.test_router import FILES, TOKENIZER, Bench, bench, collect, detail, error_of, request, until
+from tests.unit.router.support import EOS
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+OF_CHOICES = [TOKENIZER.encode("abcdefgh"[: i + 1]) for i in range(8)]
+
+
+def by_choice(submitted: wpb.SubmitSequence) -> list[int]:
+    """Another answer for each choice, of another length, and the end of sequence."""
+    return [*OF_CHOICES[submitted.choice], EOS]
+
+
+def usage_in(metadata: Any) -> pb.Usage:
+    """The usage of a call's trailing metadata."""
+    (found,) = (value for key, value in metadata if key == USAGE_METADATA)
+    return pb.Usage.FromString(found)
+
+
+async def test_an_answer_in_one_message_is_that_of_the_stream() -> None:
+    async with bench(FakeWorker(FILES, answer=short)) as b:
+        asked = request(request_id="a", params={"max_tokens": 64})
+        parts = await collect(b.stub.Generate(asked))
+        whole = await b.stub.GenerateOnce(asked)
+        (answer,) = whole.answers
+        assert (whole.request_id, answer.index) == ("a", 0)
+        assert answer.text == "".join(part.text for part in parts) == "hello"
+        assert list(answer.token_ids) == [i for part in parts for i in part.token_ids]
+        assert (answer.finish.reason, answer.finish.stop) == (parts[-1].finish.reason, parts[-1].finish.stop)
+        assert answer.finish.usage == parts[-1].finish.usage
+        assert (whole.prompt_info.prompt_tokens, whole.prompt_info.seed) == (3, parts[0].prompt_info.seed)
+        await b.empty()
+
+
+async def test_a_conversation_answered_in_one_message_can_be_sent_back() -> None:
+    async with bench(FakeWorker(FILES, answer=short)) as b:
+        chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")])
+        (answer,) = (await b.stub.ChatOnce(chat)).answers
+        assert (answer.message.role, answer.message.content) == ("assistant", "hello")
+        chat.messages.append(answer.message)
+        chat.messages.add(role="user").parts.extend([pb.ContentPart(text="go "), pb.ContentPart(text="on")])
+        await b.stub.ChatOnce(chat)
+        joined = pb.ChatRequest(messages=[*chat.messages[:2], pb.ChatMessage(role="user", content="go on")])
+        rendered = [await b.stub.RenderPrompt(pb.RenderPromptRequest(chat=one)) for one in (chat, joined)]
+        assert rendered[0] == rendered[1]
+        assert list(rendered[0].token_ids) == list(b.workers[0].submitted[-1].token_ids)
+        assert "go on" in rendered[0].text
+        counted = await b.stub.CountTokens(pb.CountTokensRequest(chat=chat))
+        assert (counted.prompt_tokens, counted.max_model_len) == (len(rendered[0].token_ids), 4096)
+        await b.empty()
+
+
+async def test_no_answer_in_one_message_is_a_part() -> None:
+    """UNAVAILABLE, and a client may repeat it: nothing has been sent, though the worker had brought tokens."""
+    async with bench(FakeWorker(FILES, answer=letters, step_s=0.01), drain_timeout_s=0.1) as b:
+        call = b.stub.GenerateOnce(request(params={"max_tokens": 4000}))
+        await until(lambda: b.workers[0].running)
+        await asyncio.sleep(0.05)
+        ending = asyncio.ensure_future(b.router.stop())
+        error = await error_of(call)
+        assert error.code() is grpc.StatusCode.UNAVAILABLE
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "ROUTER_ENDING"
+        await ending
+
+
+@pytest.mark.parametrize("n", [2, 8])
+async def test_several_answers_come_side_by_side(n: int) -> None:
+    async with bench(FakeWorker(FILES, answer=by_choice)) as b:
+        call = b.stub.Generate(request(request_id="n", params={"max_tokens": 64, "n": n}))
+        parts = await collect(call)
+        texts, finishes = defaultdict[int, str](str), defaultdict[int, int](int)
+        for part in parts:
+            assert not finishes[part.index], "a message of an index behind its finish"
+            texts[part.index] += part.text
+            finishes[part.index] += part.HasField("finish")
+        assert dict(texts) == {i: "abcdefgh"[: i + 1] for i in range(n)}
+        assert dict(finishes) == dict.fromkeys(range(n), 1)
+        assert [part.HasField("prompt_info") for part in parts] == [True] + [False] * (len(parts) - 1)
+        submitted = b.workers[0].submitted
+        assert sorted(one.choice for one in submitted) == list(range(n))
+        assert len({one.seed for one in submitted}) == 1
+        usage = usage_in(await call.trailing_metadata())
+        assert (usage.prompt_tokens, usage.completion_tokens) == (3, sum(len(ids) + 1 for ids in OF_CHOICES[:n]))
+        (once,) = [await b.stub.GenerateOnce(request(request_id="n", params={"max_tokens": 64, "n": n}))]
+        assert [(answer.index, answer.text) for answer in once.answers] == sorted(texts.items())
+        await b.empty()
+
+
+async def test_one_answer_that_fails_ends_the_others() -> None:
+    ended = wpb.SequenceEnd(reason=wpb.END_REASON_NOT_A_NUMBER, message="not a number")
+    async with bench(FakeWorker(FILES, answer=letters, end_with=ended)) as b:
+        error = await error_of(b.stub.Generate(request(params={"max_tokens": 3, "n": 3})))
+        assert error.code() is grpc.StatusCode.INTERNAL
+        await b.empty()
+
+
+async def test_several_answers_outlive_their_worker() -> None:
+    workers = [FakeWorker(FILES, worker_id=f"w{i}", answer=letters, step_s=0.01) for i in range(2)]
+    async with bench(*workers) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 60, "n": 4}))
+        first = await call.read()
+        await workers[0].stop()
+        parts = [first, *await collect(call)]
+        for index in range(4):
+            mine = [part for part in parts if part.index == index]
+            ids = [i for part in mine for i in part.token_ids]
+            assert ids == letters(wpb.SubmitSequence())[:60]
+            assert mine[-1].finish.reason == pb.FINISH_REASON_LENGTH
+        await b.empty()
+
+
+async def test_what_a_broken_call_has_cost_is_in_its_trailing_metadata() -> None:
+    async with bench(FakeWorker(FILES, step_s=0.01), drain_timeout_s=0.0) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 4000}))
+        await call.read()
+        ending = asyncio.ensure_future(b.router.stop())
+        error = await error_of(call)
+        sent = int(detail(error, error_details_pb2.ErrorInfo).metadata["tokens_sent"])
+        usage = usage_in(error.trailing_metadata())
+        assert error.code() is grpc.StatusCode.ABORTED
+        assert (usage.prompt_tokens, usage.completion_tokens) == (3, sent)
+        await ending
+
+
+async def test_without_max_tokens_an_answer_has_the_rest_of_the_context() -> None:
+    async with bench(FakeWorker(FILES, max_model_len=100)) as b:
+        asked = pb.GenerateRequest(text="say", sampling_params=pb.SamplingParams(min_tokens=80))
+        parts = await collect(b.stub.Generate(asked))
+        assert parts[-1].finish.reason == pb.FINISH_REASON_LENGTH
+        assert parts[-1].finish.usage.completion_tokens == 97
+        await b.empty()
+
+
+@pytest.mark.parametrize("method", ["Score", "Embed", "Rerank", "Replay"])
+async def test_a_method_that_is_not_served_says_so(method: str) -> None:
+    async with bench() as b:
+        kind = getattr(pb, f"{method}Request")
+        error = await error_of(getattr(b.stub, method)(kind()))
+        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "UNSERVED_METHOD"
+
+
+async def test_errors_of_a_request_within_a_request_name_its_field() -> None:
+    async with bench() as b:
+        bad = request(params={"top_p": 0})
+        error = await error_of(b.stub.CountTokens(pb.CountTokensRequest(generate=pb.GenerateRequest())))
+        assert detail(error, error_details_pb2.BadRequest).field_violations[0].field == "generate.prompt"
+        error = await error_of(b.stub.CountTokens(pb.CountTokensRequest()))
+        assert detail(error, error_details_pb2.BadRequest).field_violations[0].field == "request"
+        assert (await b.stub.CountTokens(pb.CountTokensRequest(generate=bad))).prompt_tokens == 3
+
+
+async def listed(admin: Any, **fields: Any) -> apb.ListRequestsResponse:
+    """Requests in flight, as the operator sees them."""
+    answer: apb.ListRequestsResponse = await admin.ListRequests(apb.ListRequestsRequest(**fields))
+    return answer
+
+
+async def admin_of(b: Bench) -> Any:
+    """A client of the router's AdminService."""
+    assert b.router.admin is not None
+    return AdminServiceStub(grpc.aio.insecure_channel(b.router.admin.address))
+
+
+async def test_an_operator_sees_requests_and_ends_one() -> None:
+    async with bench(FakeWorker(FILES, step_s=0.01, room_seqs=2, decoding=0), admin_port=0) as b:
+        admin = await admin_of(b)
+        running = [b.stub.Generate(request(request_id=f"r{i}", params={"max_tokens": 4000})) for i in range(2)]
+        for call in running:
+            await call.read()
+        seen = (await listed(admin)).requests
+        assert [one.request_id for one in seen] == ["r0", "r1"]
+        assert {(one.method, one.state, one.worker_id, one.attempts, one.prompt_tokens) for one in seen} == {
+            ("Generate", apb.REQUEST_STATE_STREAMING, "w0", 1, 3)
+        }
+        assert all(one.output_tokens and to_seconds(one.age) > 0 for one in seen)
+        page = await listed(admin, page_size=1)
+        assert [one.request_id for one in page.requests] == ["r0"]
+        rest = await listed(admin, page_size=1, page_token=page.next_page_token)
+        assert ([one.request_id for one in rest.requests], rest.next_page_token) == (["r1"], "")
+        assert not (await listed(admin, tenant="nobody")).requests
+        await admin.CancelRequest(apb.CancelRequestRequest(request_id="r0"))
+        error = await error_of(running[0])
+        assert error.code() is grpc.StatusCode.CANCELLED
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "CANCELLED_BY_OPERATOR"
+        assert [one.request_id for one in (await listed(admin)).requests] == ["r1"]
+        error = await error_of(admin.CancelRequest(apb.CancelRequestRequest(request_id="r0")))
+        assert error.code() is grpc.StatusCode.NOT_FOUND
+        running[1].cancel()
+        await b.empty()
+
+
+async def test_an_operator_ends_a_request_that_waits() -> None:
+    async with bench(FakeWorker(FILES, room_seqs=0, decoding=1), admin_port=0) as b:
+        admin = await admin_of(b)
+        call = b.stub.Generate(request(request_id="waits"))
+        answer = asyncio.ensure_future(error_of(call))
+        await until(lambda: b.workers[0].lanes and b.workers[0].lanes[-1].seqs)
+        assert [one.state for one in (await listed(admin)).requests] == [apb.REQUEST_STATE_QUEUED]
+        await admin.CancelRequest(apb.CancelRequestRequest(request_id="waits"))
+        assert (await answer).code() is grpc.StatusCode.CANCELLED
+        await b.empty()
+
+
+async def test_a_router_describes_itself() -> None:
+    async with bench(admin_port=0) as b:
+        admin = await admin_of(b)
+        info = await admin.GetServerInfo(apb.GetServerInfoRequest())
+        assert (info.address, info.in_flight, info.config_version) == (b.router.server.address, 0, 1)
+        assert re.fullmatch(r"[0-9a-f]{16}", info.router_id)
+        assert info.options["queue-size"] == "4096"
+        assert info.options["worker-wait"] == "5s"
+        assert not [name for name in info.options if "key" in name or "security" in name]
+        assert to_seconds(info.uptime) >= 0
+        assert info.start_time.seconds > 1_700_000_000
+
+
+def test_every_reason_is_published_and_every_published_one_is_there() -> None:
+    """Reasons in the sources against errors.proto."""
+    sources = [path for part in ("router", "worker", "common") for path in (ROOT / part).rglob("*.py")]
+    text = "\n".join(path.read_text("utf-8") for path in sources)
+    used = set(re.findall(r'reason="([A-Z_]+)"', text)) | set(
+        re.findall(r'(?:UnauthenticatedError|PermissionDeniedError)\(\s*"([A-Z_]+)"', text)
+    )
+    published = {name.removeprefix("ERROR_REASON_") for name in errors_pb2.ErrorReason.DESCRIPTOR.values_by_name} - {
+        "UNSPECIFIED"
+    }
+    assert used == published
