@@ -188,9 +188,10 @@ async def admin_of(b: Bench) -> Any:
 async def test_an_operator_sees_requests_and_ends_one() -> None:
     async with bench(FakeWorker(FILES, step_s=0.01, room_seqs=2, decoding=0), admin_port=0) as b:
         admin = await admin_of(b)
-        running = [b.stub.Generate(request(request_id=f"r{i}", params={"max_tokens": 4000})) for i in range(2)]
-        for call in running:
-            await call.read()
+        running = []
+        for i in range(2):
+            running.append(b.stub.Generate(request(request_id=f"r{i}", params={"max_tokens": 4000})))
+            await running[i].read()
         seen = (await listed(admin)).requests
         assert [one.request_id for one in seen] == ["r0", "r1"]
         assert {(one.method, one.state, one.worker_id, one.attempts, one.prompt_tokens) for one in seen} == {
