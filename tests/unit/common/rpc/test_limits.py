@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import asyncio
 import re
+import socket
 import struct
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.errors import UnauthenticatedError
 from common.interruption import InterruptedWorkError
-from common.limits import MAX_METADATA_BYTES, MAX_STREAMS_PER_CONNECTION
+from common.limits import MAX_METADATA_BYTES, MAX_STREAMS_PER_CONNECTION, MAX_UNFREED_STREAMS_PER_CONNECTION
 from common.rpc import request_reader
 from common.rpc import server as server_module
 from common.rpc.auth import AuthContext, Caller, Metadata
@@ -31,7 +32,8 @@ from common.rpc.tls import ServerTls
 from tests.certificates import LOOPBACK, Authority
 
 ROOT = Path(__file__).resolve().parents[4]
-HEADERS, SETTINGS, GOAWAY, CONTINUATION = 1, 4, 7, 9
+HEADERS, RST_STREAM, SETTINGS, PING, GOAWAY, CONTINUATION = 1, 3, 4, 6, 7, 9
+CANCEL, REFUSED_STREAM = bytes([0, 0, 0, 8]), bytes([0, 0, 0, 7])
 REFLECTION = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
 MAX_CONCURRENT_STREAMS, MAX_HEADER_LIST_SIZE = 3, 6
 # And empty SETTINGS: length, type, flags, stream.
@@ -196,6 +198,41 @@ async def test_metadata_has_its_bound_for_a_client_that_agrees_to_nothing(header
         assert access.asked == 0
         trailers = await without_settings_ack(server.address, [("x", "v" * 1000)])
         assert trailers["grpc-status"] == str(grpc.StatusCode.UNAUTHENTICATED.value[0])
+
+
+def reset_calls(address: str, count: int, refused: int) -> None:
+    """Begins `count` calls and resets each at once, and does all else that HTTP/2 asks for; waits until so many have
+    been refused.
+
+    Raises:
+        TimeoutError: fewer are.
+    """
+    fixed = {":method": "POST", ":scheme": "http", ":path": REFLECTION, ":authority": "test"}
+    fixed |= {"content-type": "application/grpc", "te": "trailers"}
+    block = hpack.Encoder().encode([hpack.NeverIndexedHeaderTuple(*field) for field in fixed.items()])
+    begin, reset = len(block).to_bytes(3) + bytes([HEADERS, 4]), bytes([0, 0, 4, RST_STREAM, 0])
+    streams = [(2 * i + 1).to_bytes(4) for i in range(count)]
+    calls = b"".join(begin + stream + block + reset + stream + CANCEL for stream in streams)
+    host, _, port = address.rpartition(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection, connection.makefile("rb") as answers:
+        connection.sendall(_HELLO)
+        while refused and (header := answers.read(9)):
+            kind, is_ack, content = header[3], header[4] & 1, answers.read(int.from_bytes(header[:3]))
+            refused -= kind == RST_STREAM and content == REFUSED_STREAM
+            if kind == PING and not is_ack:
+                connection.sendall(bytes([0, 0, 8, PING, 1, 0, 0, 0, 0]) + content)
+            elif kind == SETTINGS and not is_ack:
+                connection.sendall(bytes([0, 0, 0, SETTINGS, 1, 0, 0, 0, 0]) + calls)
+                calls = b""
+
+
+async def test_calls_that_are_reset_at_once_do_not_pile_up() -> None:
+    """X2: gRPC keeps a call that was reset until the loop has taken it. With no bound on those that wait to be freed,
+    100,000 of one connection took 1.1 GiB."""
+    taken = MAX_STREAMS_PER_CONNECTION + MAX_UNFREED_STREAMS_PER_CONNECTION + 1
+    async with serving() as server:
+        # The loop is held meanwhile, so it takes none.
+        reset_calls(server.address, taken + 3000, 3000)
 
 
 async def test_a_call_whose_message_never_comes_ends(monkeypatch: pytest.MonkeyPatch) -> None:
