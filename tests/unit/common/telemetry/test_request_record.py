@@ -55,6 +55,13 @@ def test_time_on_a_worker_that_was_lost_is_queue() -> None:
     assert (times.queue_s, times.prefill_s, times.decode_s, times.tpot_s) == (5.0, 1.0, 3.0, 0.5)
 
 
+@pytest.mark.parametrize(("given_at", "queue_s"), [(None, 7.0), (6.0, 4.0)])
+def test_a_request_that_has_not_begun_has_waited(given_at: float | None, queue_s: float) -> None:
+    """R12: until the worker that has it now got it, or to its end; nothing else is known of it."""
+    times = RequestTimes(2.0, 9.0, given=given_at, prefill=1.0)
+    assert (times.queue_s, times.prefill_s, times.decode_s, times.tpot_s) == (queue_s, None, None, None)
+
+
 @pytest.mark.parametrize(
     ("method", "generates", "code", "level"),
     [
