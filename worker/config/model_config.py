@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from common.config import DTYPES, QuantizationConfig
 from common.sampling_params import SamplingParams, model_defaults
@@ -54,6 +54,8 @@ _ROPE_DEFAULTS: dict[str, dict[str, Any]] = {
         "original_max_position_embeddings": 4096,
     },
 }
+Entry = TypeVar("Entry", int, str)
+_KINDS: dict[type, str] = {int: "whole numbers", str: "names"}
 # Largest count or length: kernels take them in 32 bits.
 _MOST = 2**31 - 1
 FULL_ATTENTION = "full_attention"
@@ -181,14 +183,25 @@ class ModelConfig:
         Raises:
             ModelError: there is not one type per layer, or one of another kind.
         """
-        types = self.source.get("layer_types")
+        types = self.listed("layer_types", str)
         if types is None:
             return by_default
-        if not isinstance(types, list) or len(types) != self.num_hidden_layers:
+        if len(types) != self.num_hidden_layers:
             raise ModelError(f"config.json: layer_types must list {self.num_hidden_layers} layers")
         if types[layer] not in (FULL_ATTENTION, SLIDING_ATTENTION):
             raise ModelError(f"layer type {types[layer]!r} is not supported: {FULL_ATTENTION}, {SLIDING_ATTENTION}")
         return bool(types[layer] == SLIDING_ATTENTION)
+
+    def listed(self, key: str, kind: type[Entry]) -> list[Entry] | None:
+        """A list of config.json whose entries are all of a kind; None where it has none.
+
+        Raises:
+            ModelError: it is another one.
+        """
+        value = self.source.get(key)
+        if value is not None and not (isinstance(value, list) and all(type(each) is kind for each in value)):
+            raise ModelError(f"config.json: {key} is {value!r}; it must be a list of {_KINDS[kind]}")
+        return value
 
     def number(self, key: str, default: float) -> float:
         """A real number of config.json.

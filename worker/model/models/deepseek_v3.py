@@ -31,7 +31,7 @@ class DeepseekV3ForCausalLM(GroupedMoEForCausalLM):
             raise ModelError(f"moe_layer_freq {config.source['moe_layer_freq']} is not supported; supported: 1")
         if config.mlp_bias:
             raise ModelError(f"mlp_bias is not supported for {config.architecture}; leave it out")
-        if set(config.source.get("layer_types") or (cls.layer_type,)) != {cls.layer_type}:
+        if set(config.listed("layer_types", str) or (cls.layer_type,)) != {cls.layer_type}:
             types = f"layer_types {config.source['layer_types']} is not supported for {config.architecture}"
             raise ModelError(f"{types}; supported: {cls.layer_type} for each layer")
 

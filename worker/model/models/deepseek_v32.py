@@ -15,7 +15,7 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
         """True if the layer is a mixture of experts; `mlp_layer_types` says it, where it is given."""
-        types = config.source.get("mlp_layer_types")
+        types = config.listed("mlp_layer_types", str)
         if types is None:
             return super().sparse(config, layer)
         if len(types) < config.num_hidden_layers or set(types) - {"dense", "sparse"}:

@@ -327,6 +327,6 @@ def refuse_windows(config: ModelConfig) -> None:
     Raises:
         ModelError: config.json asks for a window.
     """
-    sliding = set(config.source.get("layer_types") or ()) - {FULL_ATTENTION, INDEXED_ATTENTION}
+    sliding = set(config.listed("layer_types", str) or ()) - {FULL_ATTENTION, INDEXED_ATTENTION}
     if config.source.get("use_sliding_window") or sliding:
         raise ModelError(f"sliding window attention is not supported for {config.architecture}")

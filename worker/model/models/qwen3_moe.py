@@ -33,7 +33,7 @@ class Qwen3MoeForCausalLM(Qwen3ForCausalLM):
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
         """True if a layer's feed-forward network is a mixture of experts."""
-        dense_only = config.source.get("mlp_only_layers") or ()
+        dense_only = config.listed("mlp_only_layers", int) or ()
         return layer not in dense_only and (layer + 1) % config.count("decoder_sparse_step", 1) == 0
 
     @classmethod

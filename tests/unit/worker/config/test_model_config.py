@@ -228,6 +228,24 @@ def test_values_that_make_no_numbers_are_one_line(tmp_path: Path, changes: dict[
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("kind", "value", "valid"),
+    [
+        (str, 5, "names"),
+        (str, "full", "names"),
+        (str, [[1]], "names"),
+        (int, True, "whole numbers"),
+        (int, [True], "whole"),
+    ],
+)
+def test_a_list_of_another_kind_is_one_line(tmp_path: Path, kind: type[Any], value: Any, valid: str) -> None:
+    """M9: a TypeError with its traceback, of each architecture that reads one."""
+    config = ModelConfig.from_folder(write(tmp_path, mlp_layer_types=value))
+    with pytest.raises(ModelError, match=rf"config\.json: mlp_layer_types is .*; it must be a list of {valid}"):
+        config.listed("mlp_layer_types", kind)
+    assert config.listed("layer_types", kind) is None
+
+
 def test_a_window_beyond_all_lengths_is_one_line(tmp_path: Path) -> None:
     """M9: an OverflowError of the attention's own numbers, with its traceback."""
     config = ModelConfig.from_folder(write(tmp_path, sliding_window=10**30))
