@@ -121,8 +121,8 @@ class EngineCore:
         Raises:
             ApiError: it can not be run; it has not been taken.
         """
-        self.validate(seq)
-        self.enter([seq], is_gated=True)
+        if self.scheduler.add(seq):
+            self._deadlines.add(seq)
 
     def add_group(self, seqs: Iterable[Sequence]) -> None:
         """Takes sequences released together by a router's gate, all or none, so that they share a prefill.
@@ -130,10 +130,8 @@ class EngineCore:
         Raises:
             ApiError: one can not be run; none has been taken.
         """
-        group = list(seqs)
-        for seq in group:
-            self.validate(seq)
-        self.enter(group, is_gated=False)
+        for seq in self.scheduler.add_group(seqs):
+            self._deadlines.add(seq)
 
     def enter(self, seqs: Iterable[Sequence], *, is_gated: bool) -> None:
         """Takes sequences that `validate` has passed."""

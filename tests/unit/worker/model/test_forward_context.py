@@ -13,6 +13,7 @@ from worker.model.forward_context import (
     AttentionMetaData,
     Context,
     KVCacheTensor,
+    forward_context,
     get_forward_context,
     reset_forward_context,
     set_forward_context,
@@ -58,4 +59,16 @@ def test_threads_do_not_see_each_other() -> None:
     assert seen == ["no forward pass is in progress", {}]
     assert get_forward_context().kv_cache_data
     reset_forward_context()
+    set_kv_cache_data({})
+
+
+def test_a_block_has_a_context_and_leaves_none() -> None:
+    """Also when the pass fails."""
+    cache = {"layers.0": KVCacheTensor(0, "mine")}
+    with forward_context(METADATA, Config(), CONTEXT, cache):
+        assert get_forward_context().kv_cache_data is cache
+    with pytest.raises(ZeroDivisionError), forward_context(METADATA, Config(), CONTEXT, cache):
+        raise ZeroDivisionError
+    with pytest.raises(RuntimeError, match="no forward pass"):
+        get_forward_context()
     set_kv_cache_data({})
