@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # A prerequisite that is never up to date.
 FORCE:
 
-.PHONY: help setup run test test-long chaos lint protos docs wheel check-wheel lock bench bench-router check-fresh clean
+.PHONY: help setup run test test-fresh test-long chaos lint protos docs wheel check-wheel lock bench bench-router check-fresh clean
 
 # The interpreter that makes .venv; empty picks one (scripts/setup.sh says how).
 PYTHON ?=
@@ -49,6 +49,9 @@ run: $(RUN_STAMP) $(NATIVE_STAMP) ## Serve the demo model (or MODEL=folder) with
 
 test: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests: unit, sim, kernels, parity, e2e, deploy, chaos
 	@scripts/test.sh unit sim kernels parity e2e deploy chaos
+
+test-fresh: $(ALL_STAMP) $(NATIVE_STAMP) ## Try fresh examples for four minutes, others for each commit (SEED=n: those of n)
+	@scripts/test_fresh.sh $(SEED)
 
 test-long: $(ALL_STAMP) $(NATIVE_STAMP) ## Run the tests that take minutes each
 	@PYTEST_MARK=long scripts/test.sh unit sim kernels parity e2e deploy chaos

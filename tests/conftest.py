@@ -1,10 +1,12 @@
 """Settings of every test run."""
 
 import os
+import random
 
 import pytest
 from hypothesis import settings
 
+from tests import fresh
 from tests.order import longest_first
 from tests.skips import Skips, is_strict
 
@@ -13,17 +15,37 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Workers of tests leave nothing in the user's cache folder.
 os.environ["FISSILE_WEIGHTS_CACHE"] = "off"
 
-# A busy machine is no fault of what is tested.
-settings.register_profile("fissile", deadline=None)
-settings.load_profile("fissile")
+# A busy machine is no fault of what is tested. The same examples each time: a change is not told of a fault that is not
+# its own; those that change come with `--fresh`.
+settings.register_profile("fissile", deadline=None, derandomize=True)
+settings.register_profile("fresh", deadline=None, database=None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of fresh runs."""
+    fresh.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Counts skips by reason where reports come together: not in the processes that pytest-xdist starts."""
+    settings.load_profile("fissile" if config.option.fresh is None else "fresh")
+    if config.option.fresh is not None:
+        config.pluginmanager.register(fresh.Limit(config.option.fresh_seconds), "fresh-limit")
     if not hasattr(config, "workerinput"):
         config.pluginmanager.register(Skips(is_strict()), "skips-by-reason")
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begins with the files that take long."""
-    longest_first(items)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Begins with the files that take long; a fresh run has tests and an order of its own."""
+    if config.option.fresh is None:
+        longest_first(items)
+        return
+    chosen = fresh.choose(items, config.option.fresh)
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
+    items[:] = chosen
+
+
+@pytest.fixture
+def fresh_seed(request: pytest.FixtureRequest) -> int:
+    """Seed of a fresh run, and 0 in others, for one test: each has its own numbers."""
+    return random.Random(f"{request.config.option.fresh or 0} {request.node.nodeid}").getrandbits(64)

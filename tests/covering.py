@@ -13,14 +13,14 @@ Places = tuple[int, ...]
 
 
 def covering(*axes: Sequence[Any]) -> list[Any]:
-    """The full product of the axes as parameters of a test, all but a pairwise cover of it marked `long`.
+    """The full product of the axes as parameters of a test, all but a pairwise cover of it marked `long` and `sampled`.
 
     A fault that shows for one value of an axis, or for two values of different axes together, shows in the cover. For
     tests whose single case is itself a loop over many steps.
     """
     chosen = set(pairwise_cover([len(axis) for axis in axes]))
     return [
-        pytest.param(*values, marks=() if places in chosen else pytest.mark.long)
+        pytest.param(*values, marks=() if places in chosen else (pytest.mark.long, pytest.mark.sampled))
         for places, values in zip(product(*(range(len(axis)) for axis in axes)), product(*axes), strict=True)
     ]
 

@@ -274,6 +274,7 @@ def test_streams_are_those_of_each_sequence_alone(policy: str, budget: int, kern
 
 
 @pytest.mark.long
+@pytest.mark.sampled
 @pytest.mark.parametrize("number", range(NUM_WORKLOADS, NUM_LONG))
 def test_many_workloads_under_every_setting(number: int, kernels: str) -> None:
     for policy, budget in itertools.product(SCHEDULING_POLICIES, BUDGETS):

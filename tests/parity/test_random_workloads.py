@@ -14,7 +14,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -281,7 +281,7 @@ def check(model: str, variant: str, number: int, runner: Recorder | None = None)
     return runner.seen
 
 
-def check_all(model: str, variant: str, numbers: range) -> Counter[str]:
+def check_all(model: str, variant: str, numbers: Iterable[int]) -> Counter[str]:
     """Many workloads. What their batches were like."""
     seen = Counter[str]()
     for number in numbers:
@@ -305,6 +305,13 @@ def test_tokens_and_logits_are_those_of_each_request_alone(model: str, variant: 
     seen = check_all(model, variant, range(NUM_SHORT[model, variant]))
     if (model, variant) == ("tiny", "bfloat16"):
         assert_met(seen)
+
+
+@pytest.mark.long
+@pytest.mark.fresh
+@pytest.mark.parametrize("part", range(4))
+def test_fresh_workloads(part: int, fresh_seed: int) -> None:
+    check_all("tiny", "bfloat16", [random.Random(fresh_seed).getrandbits(48)])
 
 
 @pytest.mark.long

@@ -6,6 +6,7 @@ import asyncio
 import random
 from array import array
 from dataclasses import dataclass, field
+from functools import partial
 
 import pytest
 from fissile.v1 import inference_pb2 as pb
@@ -190,6 +191,20 @@ def test_workers_that_die_or_freeze_cost_no_request_anything(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_workers_that_are_cordoned_and_evicted_cost_no_request_anything(seed: int) -> None:
     outcomes = lived(Scenario(seed, cordons=6, breaks=2 * (seed % 2)))
+    assert all(outcome.error is None for outcome in outcomes)
+
+
+@pytest.mark.long
+@pytest.mark.fresh
+@pytest.mark.parametrize("part", range(8))
+def test_fresh_scenarios(part: int, fresh_seed: int) -> None:
+    """Faults of the kinds above, as many of each, at other times."""
+    draw = random.Random(fresh_seed)
+    make = partial(Scenario, delay_factor=draw.choice([0.0, 0.5, 4.0]), lease_s=draw.choice([LEASE_S, 1.0]))
+    make = draw.choice(
+        [partial(make, breaks=8), partial(make, breaks=3, crashes=2, freezes=1), partial(make, breaks=2, cordons=6)]
+    )
+    outcomes = lived(make(draw.getrandbits(48)))
     assert all(outcome.error is None for outcome in outcomes)
 
 

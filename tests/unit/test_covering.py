@@ -22,4 +22,4 @@ def test_the_others_of_the_full_product_are_long() -> None:
     assert [case.values for case in cases] == list(product("abc", [1, 2], [True, False]))
     kept = [case for case in cases if not case.marks]
     assert len(kept) == 6
-    assert {mark.name for case in cases for mark in case.marks} == {"long"}
+    assert {mark.name for case in cases for mark in case.marks} == {"long", "sampled"}

@@ -6,12 +6,13 @@ A workload that fails is repeated with `run_workload(its number)`.
 from __future__ import annotations
 
 import os
+import random
 
 import pytest
 
 from tests.unit.worker.engine.trial import run_workload
 
-NUM_WORKLOADS, NUM_WEAK = 2_500, 250
+NUM_WORKLOADS, NUM_WEAK, NUM_FRESH = 2_500, 250, 200
 # Of the long mode: FISSILE_WORKLOADS=first:end
 LONG_RANGE = os.environ.get("FISSILE_WORKLOADS", f"{NUM_WORKLOADS}:200000")
 
@@ -27,6 +28,15 @@ def test_workloads(tenth: int) -> None:
 def test_workloads_whose_hashes_collide() -> None:
     for number in range(NUM_WEAK):
         run_workload(number, weak_hashes=True)
+
+
+@pytest.mark.long
+@pytest.mark.fresh
+@pytest.mark.parametrize("part", range(4))
+def test_fresh_workloads(part: int, fresh_seed: int) -> None:
+    draw = random.Random(fresh_seed)
+    for i in range(NUM_FRESH):
+        run_workload(draw.getrandbits(48), weak_hashes=i % 10 == 0)
 
 
 @pytest.mark.long

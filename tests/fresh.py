@@ -1,0 +1,51 @@
+"""Fresh examples: what `make test-fresh` tries beside the fixed ones of `make test`, others for each seed.
+
+Property tests run with the seed's examples, tests marked `fresh` with inputs drawn by it, and of the cases that are
+long only because there are so many (`covering`) a sample. All of it follows from the seed, which the run prints. Time
+cuts off the end alone: a test that has not begun by then does not run, which changes nothing for the others.
+"""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+NUM_SAMPLED = 40
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Options of a fresh run."""
+    group = parser.getgroup("fresh", "examples that change from run to run (make test-fresh)")
+    group.addoption("--fresh", type=int, metavar="SEED", help="run the tests with fresh examples, of this seed")
+    group.addoption("--fresh-seconds", type=float, default=240.0, help="begin no test after so long (default: 240)")
+
+
+def choose(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
+    """The tests of a fresh run, in an order of its own."""
+    draw = random.Random(seed)
+    fresh = [item for item in items if item.get_closest_marker("fresh") or _is_property(item)]
+    sampled = [item for item in items if item.get_closest_marker("sampled")]
+    chosen = [*fresh, *draw.sample(sampled, min(NUM_SAMPLED, len(sampled)))]
+    draw.shuffle(chosen)
+    return chosen
+
+
+def _is_property(item: pytest.Item) -> bool:
+    """True if Hypothesis draws the examples of a test that `make test` runs too."""
+    function = getattr(item, "obj", None)
+    return bool(getattr(function, "is_hypothesis_test", False)) and item.get_closest_marker("long") is None
+
+
+class Limit:
+    """Lets no test begin after the run's time is over."""
+
+    def __init__(self, seconds: float) -> None:
+        """The time begins now."""
+        self._end = time.monotonic() + seconds
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
+        """Takes the place of a test that is too late."""
+        return True if time.monotonic() > self._end else None
