@@ -42,10 +42,13 @@ class Limit:
     """Lets no test begin after the run's time is over."""
 
     def __init__(self, seconds: float) -> None:
-        """The time begins now."""
-        self._end = time.monotonic() + seconds
+        """The time begins with the first test."""
+        self._seconds = seconds
+        self._end: float | None = None
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item) -> bool | None:
         """Takes the place of a test that is too late."""
-        return True if time.monotonic() > self._end else None
+        if self._end is None:
+            self._end = time.monotonic() + self._seconds
+        return True if time.monotonic() >= self._end else None

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,23 +20,9 @@ from tests.chaos.scale import SCALE
 from tests.chaos.support import open_files, quantile, rss_mib
 from tests.chaos.test_come_and_go import restart, seeded
 from tests.e2e.service import Service, running_service
-from tests.e2e.simulated import OPTIONS, outcome, simulated_model, wait_workers
+from tests.e2e.simulated import OPTIONS, outcome, wait_workers
 
 GROWTH_MIB = 5.0
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return simulated_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("fleet")
-    options = ["--lease", "1s", "--worker-wait", "10s"]
-    with running_service(folder, model, workers=3, worker_options=OPTIONS, router_options=options) as service:
-        wait_workers(service, 3)
-        yield service
 
 
 def assert_idle(fleet: Service) -> None:

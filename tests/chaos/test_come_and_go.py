@@ -34,23 +34,9 @@ from tests.chaos.proxy import proxied
 from tests.chaos.scale import SCALE
 from tests.chaos.support import log_entries
 from tests.e2e.service import REPOSITORY, Answer, Process, Service, free_port, generate, running_service
-from tests.e2e.simulated import OPTIONS, outcome, request, simulated_model, wait_workers
+from tests.e2e.simulated import OPTIONS, outcome, request, wait_workers
 
 DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return simulated_model(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def fleet(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    folder = tmp_path_factory.mktemp("fleet")
-    options = ["--lease", "1s", "--worker-wait", "10s"]
-    with running_service(folder, model, workers=3, worker_options=OPTIONS, router_options=options) as service:
-        wait_workers(service, 3)
-        yield service
 
 
 def answers(service: Service, requests: Sequence[pb.GenerateRequest]) -> list[Answer]:

@@ -14,7 +14,7 @@ import grpc
 import pytest
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
-from tests.e2e.service import Process, Service, free_port
+from tests.e2e.service import Process, Service, free_port, running
 from tests.e2e.simulated import OPTIONS, outcome, simulated_model, wait_workers
 from tests.fake_dns import FakeDns
 
@@ -30,15 +30,8 @@ def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Process]]
     for host in HOSTS:
         arguments = ["worker", "--model", str(model), "--model-name", "test", "--host", host, "--port", str(port)]
         made.append(Process(host, [*arguments, "--worker-id", host, *OPTIONS], port, folder / f"{host}.log", host=host))
-    try:
-        for worker in made:
-            worker.start()
-        for worker in made:
-            worker.wait_serving()
+    with running(made):
         yield made
-    finally:
-        for worker in made:
-            worker.stop(signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -400,7 +400,7 @@ def test_s2_a_revoked_key_ends_within_seconds(service: SecureService) -> None:
         stub = InferenceServiceStub(channel)
         stub.ListModels(pb.ListModelsRequest(), timeout=60)
         service.key_file.write_text("\n".join(line for line in lines if not line.startswith("bob:")))
-        end, code = time.monotonic() + 30, None
+        end, code = time.monotonic() + 60, None
         while code is None and time.monotonic() < end:
             time.sleep(0.1)
             code = status(lambda: stub.ListModels(pb.ListModelsRequest(), timeout=60))

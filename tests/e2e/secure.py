@@ -15,7 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.rpc.api_keys import Role, new_key
 from tests.certificates import LOOPBACK, Authority, Pair
-from tests.e2e.service import Answer, Process, free_port, generate
+from tests.e2e.service import Answer, Process, free_port, generate, running
 
 WORKER_NAME = "workers.fissile"
 ROUTER_IDENTITY = "spiffe://fissile.test/router"
@@ -116,18 +116,8 @@ def secure_service(
 ) -> Iterator[SecureService]:
     """Starts the service with simulated workers, logs at level debug, and stops it at the end."""
     made = _described(folder, model, workers, worker_options, {"FISSILE_LOG_LEVEL": "debug", **environment})
-    started = [*made.workers, made.router]
-    try:
-        for process in started:
-            process.start()
-        for process in started:
-            process.wait_serving()
+    with running([*made.workers, made.router]):
         yield made
-    finally:
-        for process in started:
-            if process.child is not None and process.child.poll() is None:
-                process.child.kill()
-                process.child.wait()
 
 
 def _described(folder: Path, model: Path, workers: int, options: Sequence[str], env: dict[str, str]) -> SecureService:

@@ -156,16 +156,21 @@ def running_service(
     env = {"OMP_NUM_THREADS": "1", "FISSILE_LOG_LEVEL": "info", **(environment or {})}
     fleet = [_worker(folder, model, i, worker_options, env) for i in range(workers)]
     router = _router(folder, fleet, router_options, env)
-    started = [*fleet, router]
+    with running([*fleet, router]), grpc.insecure_channel(router.address) as channel:
+        yield Service(router, fleet, channel)
+
+
+@contextlib.contextmanager
+def running(processes: Sequence[Process]) -> Iterator[None]:
+    """Starts processes side by side, waits until all serve, and kills in the end what still runs."""
     try:
-        for process in started:
+        for process in processes:
             process.start()
-        for process in started:
+        for process in processes:
             process.wait_serving()
-        with grpc.insecure_channel(router.address) as channel:
-            yield Service(router, fleet, channel)
+        yield
     finally:
-        for process in started:
+        for process in processes:
             if process.child is not None and process.child.poll() is None:
                 process.child.kill()
                 process.child.wait()

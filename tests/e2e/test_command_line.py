@@ -96,7 +96,7 @@ class Serve:
         os.kill(self.worker_pid(), signal.SIGKILL)
 
     def assert_nothing_left(self) -> None:
-        end = time.monotonic() + 5
+        end = time.monotonic() + 60
         while self.processes() and time.monotonic() < end:
             time.sleep(0.02)
         assert self.processes() == {}

@@ -18,7 +18,7 @@ from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from common.config import ParallelConfig
 from common.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
-from tests.e2e.service import Process, free_port
+from tests.e2e.service import Process, free_port, running
 from worker.config.model_config import ModelConfig
 from worker.engine.core import DPEngineCoreProc
 from worker.engine.sequence import Sequence
@@ -57,16 +57,8 @@ def workers(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[l
         options += ["--kv-cache-memory", "16MiB", "--enable-expert-parallel", "--dist-init", meeting]
         options += ["--dp-size", "2", "--dp-rank", str(rank)]
         made.append(Process(f"dp-{rank}", options, port, folder / f"dp-{rank}.log", {"OMP_NUM_THREADS": "1"}))
-    try:
-        for worker in made:
-            worker.start()
-        for worker in made:
-            worker.wait_serving()
+    with running(made):
         yield made
-    finally:
-        for worker in made:
-            worker.running.kill()
-            worker.running.wait()
 
 
 @pytest.fixture(scope="module")

@@ -129,7 +129,7 @@ def test_a_machine_that_comes_back_is_used_again(machines: Machines) -> None:
     before, expected = machines.description(), machines.generate()
     (remote,) = ranks_of(machines.second.pid)
     os.kill(remote, signal.SIGKILL)
-    end = time.monotonic() + 3
+    end = time.monotonic() + 60
     while machines.first.is_serving():
         assert time.monotonic() < end, "the loss was not noticed"
         time.sleep(0.05)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,16 @@ import torch
 from safetensors.torch import save_file
 
 from tests.checkpoints import ARCHITECTURES, DEFAULT_SHAPE, make_checkpoint
-from tests.parity.test_models import NEW_TOKENS, POOL, Models, Reference, close, load_models, make_runner
+from tests.parity.test_models import (
+    NEW_TOKENS,
+    POOL,
+    Models,
+    Reference,
+    check_chunked_prefill_and_decode,
+    check_prefill,
+    load_models,
+    make_runner,
+)
 from tests.quantizers import SCHEMES as QUANTIZERS
 from tests.quantizers import quantize_checkpoint, write_safetensors
 from worker.config.model_config import ModelConfig, ModelError
@@ -118,16 +126,11 @@ def models(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_prefill_logits(models: Models) -> None:
     for length in (1, 16, 65, 300):
-        prompt = models.random_prompts([length], seed=length)[0]
-        close(models.logits(prompt, 0), models.reference.logits(prompt)[-1])
+        check_prefill(models, length)
 
 
 def test_chunked_prefill_and_decode_logits(models: Models) -> None:
-    prompt = models.random_prompts([150], seed=1)[0]
-    expected = models.reference.logits(prompt)
-    borders = [0, 1, 37, 64, 100, *range(140, 151)]
-    for start, end in pairwise(borders):
-        close(models.logits(prompt[:end], start), expected[end - 1])
+    check_chunked_prefill_and_decode(models)
 
 
 def test_greedy_streams(models: Models) -> None:

@@ -271,11 +271,21 @@ def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("length", [1, 16, 65, 300])
 def test_prefill_logits(models: Models, length: int) -> None:
+    check_prefill(models, length)
+
+
+def test_chunked_prefill_and_decode_logits(models: Models) -> None:
+    check_chunked_prefill_and_decode(models)
+
+
+def check_prefill(models: Models, length: int) -> None:
+    """The last row's logits of one prefill."""
     prompt = models.random_prompts([length], seed=length)[0]
     close(models.logits(prompt, 0), models.reference.logits(prompt)[-1])
 
 
-def test_chunked_prefill_and_decode_logits(models: Models) -> None:
+def check_chunked_prefill_and_decode(models: Models) -> None:
+    """Logits at the end of each of several chunks, and of decodes behind them."""
     prompt = models.random_prompts([150], seed=1)[0]
     expected = models.reference.logits(prompt)
     borders = [0, 1, 37, 64, 100, *range(140, 151)]

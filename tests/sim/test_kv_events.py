@@ -18,7 +18,7 @@ from router.workers.worker_caches import WorkerCaches
 from tests.sim.service import MAX_MODEL_LEN, SimService
 from tests.sim.test_scenario import Outcome, Scenario
 from tests.sim.virtual_time import run
-from tests.unit.mutants import OBJECTIONS, Mutant
+from tests.unit.mutants import Mutant, assert_noticed
 from worker.session import cache_events
 from worker.session.cache_events import KvCursor, KvLog
 
@@ -295,13 +295,7 @@ def test_each_router_ends_up_with_what_the_caches_hold(life: Callable[[int], Non
 
 @pytest.mark.parametrize(("mutant", "life"), CAUGHT, ids=[mutant.trap for mutant, _ in CAUGHT])
 def test_a_mutation_is_noticed(mutant: Mutant, life: Callable[[int], None]) -> None:
-    with mutant.applied():
-        for seed in SEEDS:
-            try:
-                life(seed)
-            except OBJECTIONS:
-                return
-    pytest.fail(f"{mutant.trap} goes unnoticed")
+    assert_noticed(mutant, life, SEEDS)
 
 
 @pytest.mark.parametrize("mutant", HARMLESS, ids=[mutant.trap for mutant in HARMLESS])

@@ -20,7 +20,7 @@ from router.workers.worker_pool import WorkerPool
 from tests.sim.service import SimService
 from tests.sim.test_scenario import Scenario, lived
 from tests.sim.virtual_time import run
-from tests.unit.mutants import OBJECTIONS, Mutant
+from tests.unit.mutants import Mutant, assert_noticed
 from tests.unit.worker.session.support import FACTS, SteppedEngine, record, simulated_core, submit
 from worker.engine.lifecycle import Lifecycle
 from worker.session.fleet_backlog import FleetLanes
@@ -121,13 +121,7 @@ def test_the_protocol_keeps_its_promises(life: Callable[[int], None]) -> None:
 
 @pytest.mark.parametrize(("mutant", "life"), CAUGHT, ids=[mutant.trap for mutant, _ in CAUGHT])
 def test_a_mutation_is_noticed(mutant: Mutant, life: Callable[[int], None]) -> None:
-    with mutant.applied():
-        for seed in SEEDS:
-            try:
-                life(seed)
-            except OBJECTIONS:
-                return
-    pytest.fail(f"{mutant.trap} goes unnoticed")
+    assert_noticed(mutant, life, SEEDS)
 
 
 @pytest.mark.parametrize("mutant", HARMLESS, ids=[mutant.trap for mutant in HARMLESS])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -75,6 +75,17 @@ class Mutant:
         if isinstance(mutant, cached_property):
             mutant.attrname = self.name
         return mutant
+
+
+def assert_noticed(mutant: Mutant, life: Callable[[int], None], seeds: Iterable[int]) -> None:
+    """Fails unless a life of one of these seeds objects to the mutant."""
+    with mutant.applied():
+        for seed in seeds:
+            try:
+                life(seed)
+            except OBJECTIONS:
+                return
+    pytest.fail(f"{mutant.trap} goes unnoticed")
 
 
 def _function(original: Any) -> Any:

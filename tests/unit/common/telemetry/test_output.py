@@ -48,7 +48,7 @@ def pipe() -> Iterator[tuple[int, TextIO]]:
 
 
 def until(condition: Callable[[], object]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)

@@ -353,7 +353,7 @@ def test_a_call_that_raises_in_a_rank() -> None:
 @pytest.mark.parametrize("garbage", [b"\xff" * 8, encode(("done", 999, None)), encode(7), b"GET / HTTP/1.1\r\n\r\n"])
 def test_a_rank_that_sends_nonsense_is_lost(group: Group, garbage: bytes) -> None:
     group.fakes[1]._sock.sendall(garbage)
-    end = time.monotonic() + 2
+    end = time.monotonic() + 60
     while group.failure() is None:
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -381,7 +381,7 @@ def test_only_ranks_that_are_missing_are_let_in() -> None:
 
 
 def connect(port: int) -> socket.socket:
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while True:
         try:
             return socket.create_connection(("127.0.0.1", port), 2)

@@ -28,7 +28,7 @@ from worker.ranks.rank_peers import Peer, RankLostError
 from worker.ranks.rank_setup import load_ranks
 from worker.ranks.topology import Topology
 
-SOON_S = 20.0
+SOON_S = 60.0
 
 
 class HeldGroup(RankGroup):

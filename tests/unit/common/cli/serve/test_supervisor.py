@@ -168,7 +168,7 @@ def test_no_child_survives_a_killed_supervisor() -> None:
         pids = [int(pid) for pid in process.stdout.readline().split()]
         assert len(pids) == 2
         process.kill()
-    end = time.monotonic() + 5
+    end = time.monotonic() + 60
     while any(is_alive(pid) for pid in pids) and time.monotonic() < end:
         time.sleep(0.01)
     assert not any(is_alive(pid) for pid in pids)
