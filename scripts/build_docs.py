@@ -42,8 +42,9 @@ _CSS = """\
 .md-grid { max-width: 72rem; }
 .md-typeset table:not([class]) { font-size: .7rem; }
 .md-typeset table:not([class]) td { min-width: 3rem; }
-.md-typeset table:not([class]) td:last-child { min-width: 12rem; }
-.md-typeset table:not([class]) td code { overflow-wrap: anywhere; }
+.md-typeset table td:has(code) { min-width: 8.5rem; }
+.md-typeset table:not([class]) td:last-child { min-width: 11rem; }
+.md-typeset table td code { overflow-wrap: anywhere; }
 """
 
 
