@@ -55,17 +55,12 @@ def page_of(path: str) -> str | None:
     if path == CONTENTS:
         return "contents.md"
     if path.endswith(".proto"):
-        return f"api/{proto_package(path)}.md"
+        return f"api/{path.removeprefix('protos/').removesuffix('.proto').replace('/', '.')}.md"
     if not path.endswith(".md"):
         return None
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return path.removesuffix("/README.md").replace("/", "-").removesuffix(".md").lower() + ".md"
-
-
-def proto_package(path: str) -> str:
-    """Package of a proto file, which its folders name."""
-    return ".".join(Path(path).parent.parts[1:])
 
 
 def tracked(*patterns: str) -> list[str]:
@@ -166,9 +161,10 @@ def library_page() -> str:
 class ProtoPage:
     """Page of one proto file: its services, messages and enums with the comments that are the contract."""
 
-    def __init__(self, file: dpb.FileDescriptorProto) -> None:
-        """Reads the comments of `file`, which was compiled with its source info."""
+    def __init__(self, file: dpb.FileDescriptorProto, files: dict[str, str]) -> None:
+        """Reads the comments of `file`, compiled with its source info; `files` has the file of each type of ours."""
         self._file = file
+        self._files = files
         self._locations = {tuple(at.path): at for at in file.source_code_info.location}
 
     def text(self) -> str:
@@ -176,7 +172,7 @@ class ProtoPage:
         return "\n".join(self._blocks()) + "\n"
 
     def _blocks(self) -> Iterator[str]:
-        yield f"# {self._file.package}\n"
+        yield f"# {self._file.package}: {Path(self._file.name).name}\n"
         yield f"Made from the comments of `protos/{self._file.name}`, which are the contract.\n"
         # 12 is `syntax`, 2 `package`: numbers of fields in descriptor.proto, as paths of comments have them.
         yield _dedented(self._comment((12,)) or self._comment((2,)))
@@ -234,12 +230,13 @@ class ProtoPage:
         yield ""
 
     def _type_link(self, full_name: str) -> str:
-        """Link to a type's heading, on this page or on that of the package that it belongs to."""
+        """Link to a type's heading, on this page or on that of its file; a type of others has none."""
         name = full_name.removeprefix(".")
-        if name.startswith(f"{self._file.package}."):
-            name = name.removeprefix(f"{self._file.package}.")
-            return f"[`{name}`](#{name.replace('.', '').lower()})"
-        return f"`{name}`"
+        if (file := self._files.get(name)) is None:
+            return f"`{name}`"
+        local = name.removeprefix(f"{self._file.package}.")
+        page = "" if file == self._file.name else Path(page_of(f"protos/{file}") or "").name
+        return f"[`{local}`]({page}#{re.sub(r'^.*?[.](?=[A-Z])', '', name).replace('.', '').lower()})"
 
     def _comment(self, path: tuple[int, ...]) -> str:
         at = self._locations.get(path)
@@ -265,6 +262,17 @@ def _cell(comment: str) -> str:
     """A comment on one line of a table."""
     paragraphs = re.split(r"\n\s*\n", _prose(comment))
     return "<br>".join(" ".join(text.split()) for text in paragraphs).replace("|", "\\|")
+
+
+def types_of(file: dpb.FileDescriptorProto) -> Iterator[str]:
+    """Full names of the messages and enums of a file."""
+    yield from (f"{file.package}.{enum.name}" for enum in file.enum_type)
+    scopes = [(f"{file.package}.{message.name}", message) for message in file.message_type]
+    while scopes:
+        name, message = scopes.pop()
+        yield name
+        yield from (f"{name}.{enum.name}" for enum in message.enum_type)
+        scopes += [(f"{name}.{nested.name}", nested) for nested in message.nested_type]
 
 
 def described(files: list[str]) -> list[dpb.FileDescriptorProto]:
@@ -300,9 +308,10 @@ def main() -> int:
     site = Site()
     for path in tracked("*.md"):
         site.add_markdown(path)
-    protos = tracked("protos/*.proto")
-    for file in described(protos):
-        site.write(f"api/{file.package}.md", ProtoPage(file).text())
+    protos = described(tracked("protos/*.proto"))
+    files = {name: file.name for file in protos for name in types_of(file)}
+    for file in protos:
+        site.write(str(page_of(f"protos/{file.name}")), ProtoPage(file, files).text())
     site.write("api/library.md", library_page())
     site.write("site.css", _CSS)
     config = write_config()

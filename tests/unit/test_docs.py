@@ -79,7 +79,7 @@ def test_site_is_built_without_a_warning() -> None:
     """The pages with the references of protos and library; MkDocs is strict about links and anchors."""
     done = subprocess.run([MKDOCS, "scripts/build_docs.py"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    assert "SamplingParams" in (ROOT / "build/docs/site/api/fissile.v1.html").read_text()
+    assert "SamplingParams" in (ROOT / "build/docs/site/api/fissile.v1.inference.html").read_text()
     assert "add_request" in (ROOT / "build/docs/site/api/library.html").read_text()
 
 
