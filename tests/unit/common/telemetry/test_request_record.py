@@ -105,6 +105,7 @@ def test_what_is_not_known_is_not_said() -> None:
     assert record.fields(1.5) == {
         "method": GENERATE,
         "status": "INVALID_ARGUMENT",
+        "reason": "INVALID_FIELD",
         "fields": ["text"],
         "peer": "ipv4:127.0.0.1:7",
         "duration_ms": 500.0,
