@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.errors import InvalidFieldError, NoWorkerError, UnknownModelError
+from common.errors import InvalidFieldError, NoWorkerError, OtherModelStateError, UnknownModelError
 from common.sampling_params import SamplingParams, model_defaults
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer, read_json
@@ -181,6 +181,32 @@ class ModelRegistry:
         if len(counts) == 1:
             return self._models[name][next(iter(counts))]
         return self._models[name][max(counts, key=lambda identity: _score(identity, key, counts[identity]))]
+
+    def resumable(self, name: str, weights_digest: str, numerics: str) -> ServedModel:
+        """The model called `name` with these weights, of which a worker of this numerics class is ready.
+
+        Args:
+            name: as of `get`.
+            weights_digest: of the weights; "" for any.
+            numerics: the class; "" for any.
+
+        Raises:
+            OtherModelStateError: there is no such worker.
+            ApiError: as `get`.
+        """
+        name = self._resolve(name)
+        ready = [model for model in self._ready.values() if model.name == name]
+        if not ready:
+            raise NoWorkerError(f"no worker serves model {name!r} now")
+        of_weights = [model for model in ready if weights_digest in ("", model.weights_digest)]
+        if not of_weights:
+            served = ", ".join(sorted({model.weights_digest for model in ready}))
+            raise OtherModelStateError("weights_digest", weights_digest, served)
+        of_class = [model for model in of_weights if numerics in ("", model.numerics)]
+        if not of_class:
+            served = ", ".join(sorted({model.numerics for model in of_weights}))
+            raise OtherModelStateError("numerics", numerics, served)
+        return self._models[name][of_class[0].identity]
 
     def is_replaced(self, name: str, identity: str) -> bool:
         """True if no worker of an identity is ready, and one of another identity of the same name is."""

@@ -47,6 +47,7 @@ _GIVEN: Final = (
     "n",
 )
 _FEW_IDS: Final = 128
+_SHA256_BYTES: Final = 32
 # Characters of an unknown role that an error repeats.
 _QUOTED_ROLE: Final = 64
 _MOST_ENTRIES: Final = {
@@ -72,6 +73,17 @@ _COMMON = frozenset(
         "output_options",
         "output_options.return_token_ids",
         "sampling_params",
+        "resume",
+        "resume.answers",
+        "resume.answers.index",
+        "resume.answers.token_ids",
+        "resume.answers.token_ids.ids",
+        "resume.answers.text",
+        "resume.answers.text.bytes",
+        "resume.answers.text.sha256",
+        "resume.answers.finished",
+        "resume.weights_digest",
+        "resume.numerics",
     )
 ) | {f"sampling_params.{name}" for name in _SAMPLING}
 GENERATE_SERVED = _COMMON | {"text", "token_ids", "token_ids.ids"}
@@ -104,6 +116,7 @@ def check_generate(request: pb.GenerateRequest) -> None:
     refuse_unserved(request, GENERATE_SERVED)
     _check_cache_salt(request.cache_salt)
     check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
+    check_resume(request)
     kind = request.WhichOneof("prompt")
     if kind is None:
         raise InvalidFieldError("prompt", "is missing", "one of text, token_ids")
@@ -129,6 +142,7 @@ def check_chat(request: pb.ChatRequest) -> None:
     refuse_unserved(request, CHAT_SERVED)
     _check_cache_salt(request.cache_salt)
     check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
+    check_resume(request)
     if not request.messages:
         raise _message_count(0)
     for i, message in enumerate(request.messages):
@@ -136,6 +150,39 @@ def check_chat(request: pb.ChatRequest) -> None:
             raise InvalidFieldError(f"messages[{i}].role", "is empty", "a role of the model's chat template")
         _check_parts(f"messages[{i}]", message)
     _check_bytes("messages", sum(message.ByteSize() for message in request.messages), MAX_PROMPT_TEXT_BYTES)
+
+
+def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
+    """Checks what a client says it has got of a broken stream.
+
+    Raises:
+        InvalidFieldError: it can not be so.
+    """
+    if not request.HasField("resume"):
+        return
+    if not request.request_id:
+        raise InvalidFieldError("request_id", "is empty", "the id of the stream that broke")
+    count = max(1, request.sampling_params.n)
+    points = request.resume.answers
+    seen = set[int]()
+    for i, point in enumerate(points):
+        path = f"resume.answers[{i}]"
+        if point.index >= count or point.index in seen:
+            raise InvalidFieldError(f"{path}.index", f"is {point.index}", f"each index below n, {count}, once")
+        seen.add(point.index)
+        if point.WhichOneof("received") == "text":
+            if point.text.bytes < 1 or len(point.text.sha256) != _SHA256_BYTES:
+                valid = f"at least 1 byte of text, and {_SHA256_BYTES} bytes of sha256"
+                raise InvalidFieldError(f"{path}.text", "is no digest", valid)
+            if request.output_options.return_token_ids:
+                raise InvalidFieldError(f"{path}.text", "stands beside return_token_ids", "token_ids")
+        most = request.sampling_params.max_tokens
+        if request.sampling_params.HasField("max_tokens") and len(point.token_ids.ids) > most:
+            raise InvalidFieldError(
+                f"{path}.token_ids.ids", f"has {len(point.token_ids.ids)} entries", f"at most {most}"
+            )
+    if sum(point.finished for point in points) == count:
+        raise InvalidFieldError("resume.answers", "are all finished", "an answer that is not")
 
 
 def check_roles(messages: Iterable[pb.ChatMessage], known: Set[str]) -> None:

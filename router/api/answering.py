@@ -33,9 +33,10 @@ from router.requests.request_router import RequestRouter
 from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
 from router.scheduling.failover import Wait
 from router.telemetry.metrics import RequestMeasure
+from router.text.delivered_text import DeliveredText
 from router.text.prompts import Prompt
 from router.text.stream_assembly import StreamAssembly
-from router.validation import clip_to_length, sampling_params
+from router.validation import check_token_ids, clip_to_length, sampling_params
 from router.workers.expected_workers import ExpectedWorkers
 
 AnswerRequest: TypeAlias = pb.GenerateRequest | pb.ChatRequest
@@ -138,7 +139,7 @@ class Answering:
                     await self._expected.wait_for_model(asked.request.model)
             while True:
                 # A session keeps its weights while they are rolled, because its requests build on earlier answers.
-                model = self._registry.choose(asked.request.model, asked.request.session_id or asked.call.request_id)
+                model = self._model(asked)
                 asked.record.model = model.name
                 measure.model(model.name)
                 routed = await self._prepare(asked, model)
@@ -156,6 +157,17 @@ class Answering:
             with contextlib.suppress(Exception):
                 if streams:
                     self._account(asked, measure, streams, opened)
+
+    def _model(self, asked: Asked) -> ServedModel:
+        """The model of a request, with the weights that answer it.
+
+        Raises:
+            ApiError: it is not known, or is not served as a stream that is resumed needs it.
+        """
+        request = asked.request
+        if request.HasField("resume"):
+            return self._registry.resumable(request.model, request.resume.weights_digest, request.resume.numerics)
+        return self._registry.choose(request.model, request.session_id or asked.call.request_id)
 
     async def _prepare(self, asked: Asked, model: ServedModel) -> RoutedRequest:
         """Makes of a request what workers with the weights of `model` get."""
@@ -193,6 +205,7 @@ class Answering:
             traceparent=asked.span.traceparent,
             tracestate=asked.span.tracestate,
             weights_digest=model.weights_digest,
+            resumed_from=request.resume.numerics if request.HasField("resume") else None,
         )
 
     def _open(
@@ -206,9 +219,12 @@ class Answering:
         """Sends all answers of a request on their way; those of `earlier` take their places again."""
         streams: list[RequestStream] = []
         try:
-            for index in range(routed.params.n):
-                assembly = self._assembly(kind, routed, model, asked.request.output_options.return_token_ids)
-                before = earlier[index] if earlier else None
+            points = {point.index: point for point in asked.request.resume.answers}
+            left = [i for i in range(routed.params.n) if i not in points or not points[i].finished]
+            for place, index in enumerate(left):
+                return_token_ids = asked.request.output_options.return_token_ids
+                assembly = self._assembly(kind, routed, model, return_token_ids, points.get(index))
+                before = earlier[place] if earlier else None
                 choice = replace(routed, choice=index) if index else routed
                 streams.append(self._requests.open(choice, assembly, asked.span.submitted, before))
         except BaseException:
@@ -328,21 +344,39 @@ class Answering:
             )
 
     def _assembly(
-        self, kind: Kind, request: RoutedRequest, model: ServedModel, return_token_ids: bool
+        self,
+        kind: Kind,
+        request: RoutedRequest,
+        model: ServedModel,
+        return_token_ids: bool,
+        point: pb.ResumePoint | None,
     ) -> StreamAssembly:
         params, tokenizer = request.params, model.text.tokenizer
         if params.stop_strings and tokenizer is None:
             raise NoTokenizerError(model.name)
         stops = StopStrings(params.stop_strings, params.include_stop_string) if params.stop_strings else None
         behind = request.token_ids if kind.continues else ()
-        return StreamAssembly(
+        if point is not None:
+            check_token_ids("resume.answers.token_ids.ids", point.token_ids.ids, model.vocab_size)
+        assembly = StreamAssembly(
             len(request.token_ids),
             detokenizer=None if tokenizer is None else tokenizer.decode_stream(behind=behind),
             stop_strings=stops,
             min_tokens=params.min_tokens,
             return_token_ids=return_token_ids,
             max_unread_tokens=self._max_unread_tokens,
+            delivered_text=_delivered_text(point),
         )
+        if point is not None:
+            assembly.resume_behind(point.token_ids.ids)
+        return assembly
+
+
+def _delivered_text(point: pb.ResumePoint | None) -> DeliveredText | None:
+    """The part of an answer's text that a resumed stream leaves out."""
+    if point is None or point.WhichOneof("received") != "text":
+        return None
+    return DeliveredText(point.index, point.text.bytes, point.text.sha256)
 
 
 def _as_seen(error: ApiError, streams: Sequence[RequestStream], *, has_sent: bool) -> ApiError:

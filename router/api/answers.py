@@ -19,8 +19,10 @@ class Answers(Protocol):
     Attributes:
         has_begun: True if the first message has come.
         has_sent: True if the client may have got anything.
+        is_streamed: True if the client gets parts.
     """
 
+    is_streamed: bool
     has_begun: bool
     has_sent: bool
 
@@ -41,6 +43,8 @@ class StreamedAnswers:
         context: of the call.
         response: makes its messages.
     """
+
+    is_streamed = True
 
     def __init__(self, context: Context, response: Callable[..., AnswerResponse]) -> None:
         self.has_begun = self.has_sent = False
@@ -69,6 +73,8 @@ class CollectedAnswers:
     Args:
         response: makes the messages of the streaming twin.
     """
+
+    is_streamed = False
 
     def __init__(self, response: Callable[..., AnswerResponse]) -> None:
         self.has_begun = self.has_sent = False

@@ -237,12 +237,18 @@ class InferenceService(InferenceServiceServicer):
         async with scope as span, measured as measure:
             check_request_id(request_id)
             _check(request)
+            if request.HasField("resume") and not answers.is_streamed:
+                raise InvalidFieldError("resume", "is set", "no resume: of a call that broke nothing has come")
             record.tenant = tenant = self._tenant(context)
             priority = self._priority(request, tenant)
             salt = self._policy.cache_salt(request.cache_salt, tenant)
             call = InFlightCall(request_id, tenant, method, request.model, priority, arrival, span.trace_id)
             asked = Asked(request, call, self._encode(request), context, salt, span, record, scope)
-            with self._open_calls.held(), self.calls.held(call), self._tenant_limits.held(tenant, self._clock):
+            with (
+                self._open_calls.held(),
+                self.calls.held(call, takes_over=request.HasField("resume")),
+                self._tenant_limits.held(tenant, self._clock),
+            ):
                 await self._answering.run(kind, asked, measure, answers)
 
     def _encode(self, request: AnswerRequest) -> Encode:

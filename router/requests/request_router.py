@@ -100,6 +100,7 @@ class RequestRouter:
             HopelessDeadlineError: its deadline would pass while it waits.
         """
         queued = request.queued(next(self._keys) if earlier is None else earlier.queued.key)
+        queued.tokens = assembly.num_tokens
         if earlier is None:
             self._arrive(queued)
         else:

@@ -56,6 +56,7 @@ class RoutedRequest:
         traceparent: W3C trace context of the router's span, "" for none.
         tracestate: W3C trace state.
         choice: which of the request's answers.
+        resumed_from: as of `Attempts`.
     """
 
     model: str
@@ -77,6 +78,7 @@ class RoutedRequest:
     tracestate: str = ""
     weights_digest: str = ""
     choice: int = 0
+    resumed_from: str | None = None
 
     @property
     def ids(self) -> dict[str, str]:
@@ -98,6 +100,7 @@ class RoutedRequest:
             granules=self.granules,
             granule_tokens=self.granule_tokens,
             most_tokens=len(self.token_ids) + self.params.max_tokens,
+            numerics=self.resumed_from or None,
         )
 
     def to_record(self, rid: int, *, must_keep: bool) -> wpb.SubmitSequence:
@@ -147,7 +150,7 @@ class RequestStream:
         self.session: Session | None = None
         self.rid = 0
         self.written_tokens = 0
-        self.attempts = Attempts()
+        self.attempts = Attempts(request.resumed_from)
         self.was_returned = False
         self.refused_by = ""
         self._pacer = pacer

@@ -140,9 +140,15 @@ class Wait:
 
 
 class Attempts:
-    """The attempts of one request, oldest first."""
+    """The attempts of one request, oldest first.
 
-    def __init__(self) -> None:
+    Args:
+        resumed_from: numerics class of the tokens that the client brings from a broken stream, "" where it is not
+            known; None for a stream that begins here.
+    """
+
+    def __init__(self, resumed_from: str | None = None) -> None:
+        self._resumed_from = resumed_from
         self._attempts: list[Attempt] = []
 
     def __len__(self) -> int:
@@ -229,6 +235,8 @@ class Attempts:
 
     def numerics_wanted(self, policy: FailoverPolicy, num_tokens: int) -> str | None:
         """The class that the next worker must be of, None for any; the router has `num_tokens` now."""
+        if self._resumed_from:
+            return self._resumed_from
         if policy is FailoverPolicy.ANY:
             return None
         for attempt in self._attempts:
@@ -244,7 +252,8 @@ class Attempts:
     @property
     def exact(self) -> bool:
         """True if all tokens came from one numerics class. To be asked when the last attempt has ended."""
-        return len({attempt.numerics for attempt in self._attempts if attempt.tokens}) <= 1
+        classes = {attempt.numerics for attempt in self._attempts if attempt.tokens}
+        return len(classes if self._resumed_from is None else {*classes, self._resumed_from}) <= 1
 
 
 def _counts(attempt: Attempt) -> bool:

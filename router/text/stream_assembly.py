@@ -26,6 +26,7 @@ from common.errors import (
     DeadlineError,
     EngineError,
     NoWorkerError,
+    ResumeMismatchError,
     RouterEndingError,
     SlowClientError,
     WorkerLostError,
@@ -33,6 +34,7 @@ from common.errors import (
 from common.limits import MAX_UNREAD_TOKENS
 from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
+from router.text.delivered_text import DeliveredText
 
 
 class GapError(Exception):
@@ -78,6 +80,7 @@ class StreamAssembly:
         min_tokens: before that many tokens no stop string ends the stream.
         return_token_ids: whether parts carry token ids.
         max_unread_tokens: a client that leaves more unread is dropped.
+        delivered_text: part of the text that the client has already, None where there is none.
 
     `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
     prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known; `taken`
@@ -93,6 +96,7 @@ class StreamAssembly:
         min_tokens: int = 0,
         return_token_ids: bool = False,
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
+        delivered_text: DeliveredText | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.num_tokens = prompt_tokens
@@ -107,6 +111,7 @@ class StreamAssembly:
         self._min_tokens = min_tokens
         self._return_token_ids = return_token_ids
         self._max_unread_tokens = max_unread_tokens
+        self._delivered_text = delivered_text
         self._text: list[str] = []
         self._ids: list[int] = []
         self._unread = 0
@@ -137,8 +142,13 @@ class StreamAssembly:
 
     def begin(self, start: FirstTokenInfo) -> None:
         """Notes what the worker said with the first token. A later attempt's first token is not the stream's."""
-        if not self.delivered:
+        if self.first_token_time is None:
             self.start = start
+
+    def resume_behind(self, token_ids: Sequence[int]) -> None:
+        """Takes tokens that the client has already: they are output for all that follows, and are not sent again."""
+        self._deliver(token_ids)
+        self._clear_unread()
 
     def append(self, first_pos: int, token_ids: Sequence[int], now: float, end: wpb.SequenceEnd | None = None) -> None:
         """Appends a run of tokens, and the end that came with the last of them.
@@ -241,12 +251,12 @@ class StreamAssembly:
         if self._stop_strings is None:
             self._count(token_ids)
             if self._detokenizer is not None:
-                self._text.append(self._detokenizer.push(token_ids))
+                self._emit(self._detokenizer.push(token_ids))
             return
         unsearched = min(max(0, self._min_tokens - 1 - self.delivered), len(token_ids))
         self._count(token_ids[:unsearched])
         if self._detokenizer is not None and unsearched:
-            self._text.append(self._detokenizer.push(token_ids[:unsearched]))
+            self._emit(self._detokenizer.push(token_ids[:unsearched]))
         for i in range(unsearched, len(token_ids)):
             self._count(token_ids[i : i + 1])
             if self._search(self._detokenizer.push(token_ids[i : i + 1]) if self._detokenizer else ""):
@@ -255,13 +265,13 @@ class StreamAssembly:
     def _search(self, text: str) -> bool:
         """Passes text through the stop strings; True when one matched, and then the stream is closed."""
         if self._stop_strings is None:
-            self._text.append(text)
+            self._emit(text)
             return False
         result = self._stop_strings.push(text)
-        self._text.append(result.emit)
+        self._emit(result.emit)
         if result.matched is None:
             return False
-        self._ending = FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_string=result.matched))
+        self._end(FinishInfo(pb.FINISH_REASON_STOP, pb.StopDetail(stop_string=result.matched)))
         return True
 
     def _close(self, ending: FinishInfo) -> None:
@@ -270,12 +280,37 @@ class StreamAssembly:
         if self._search(rest):
             return
         if self._stop_strings is not None:
-            self._text.append(self._stop_strings.flush())
-        self._ending = ending
+            self._emit(self._stop_strings.flush())
+        self._end(ending)
+
+    def _emit(self, text: str) -> None:
+        """Adds to what the client gets next, but for what it has already."""
+        if self._delivered_text is None:
+            self._text.append(text)
+            return
+        try:
+            rest = self._delivered_text.push(text)
+        except ResumeMismatchError as error:
+            self.fail(error)
+            return
+        if not self._delivered_text.left:
+            self._delivered_text = None
+        if rest:
+            self._text.append(rest)
+            self._unread = max(1, self._unread)
+
+    def _end(self, ending: FinishInfo) -> None:
+        """Ends the stream; one that has not reached what was delivered has failed."""
+        if self._delivered_text is not None:
+            self.fail(self._delivered_text.mismatch())
+        elif self._error is None:
+            self._ending = ending
 
     def _count(self, token_ids: Sequence[int]) -> None:
         self.token_ids.extend(token_ids)
         self.num_tokens += len(token_ids)
+        if self._delivered_text is not None:
+            return
         self._unread += len(token_ids)
         if self._return_token_ids:
             self._ids.extend(token_ids)

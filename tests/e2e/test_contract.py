@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import re
 from collections import defaultdict
 from pathlib import Path
@@ -20,7 +21,7 @@ from google.rpc import error_details_pb2
 from common.rpc.durations import to_seconds
 from router.api.answering import USAGE_METADATA
 from tests.e2e.fake_worker import FakeWorker, letters, short
-from tests.e2e.test_router import FILES, TOKENIZER, Bench, bench, collect, detail, error_of, request, until
+from tests.e2e.test_router import FILES, TOKENIZER, Bench, bench, collect, detail, details_of, error_of, request, until
 from tests.unit.router.support import EOS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -171,6 +172,128 @@ async def test_errors_of_a_request_within_a_request_name_its_field() -> None:
         error = await error_of(b.stub.CountTokens(pb.CountTokensRequest()))
         assert detail(error, error_details_pb2.BadRequest).field_violations[0].field == "request"
         assert (await b.stub.CountTokens(pb.CountTokensRequest(generate=bad))).prompt_tokens == 3
+
+
+def resumed(asked: pb.GenerateRequest, parts: list[Any], *, by: str) -> pb.GenerateRequest:
+    """The request again, behind the parts that have come."""
+    again = pb.GenerateRequest()
+    again.CopyFrom(asked)
+    again.request_id = parts[0].request_id
+    again.output_options.return_token_ids = by == "token_ids"
+    again.resume.weights_digest = parts[0].prompt_info.weights_digest
+    again.resume.numerics = parts[0].prompt_info.numerics
+    for index in range(max(1, asked.sampling_params.n)):
+        mine = [part for part in parts if part.index == index]
+        said = "".join(part.text for part in mine).encode()
+        point = again.resume.answers.add(index=index, finished=any(part.HasField("finish") for part in mine))
+        if by == "token_ids":
+            point.token_ids.ids.extend(i for part in mine for i in part.token_ids)
+        elif said:
+            point.text.bytes, point.text.sha256 = len(said), hashlib.sha256(said).digest()
+    return again
+
+
+@pytest.mark.parametrize("by", ["token_ids", "text"])
+@pytest.mark.parametrize("stops", [[], ["lmn"], ["hij"]])
+async def test_a_stream_goes_on_where_it_broke_at_every_message(by: str, stops: list[str]) -> None:
+    async with bench(FakeWorker(FILES, answer=letters)) as b:
+        asked = request(request_id="r", params={"max_tokens": 12, "stop_strings": stops})
+        whole = await collect(b.stub.Generate(asked))
+        for count in range(1, len(whole)):
+            rest = await collect(b.stub.Generate(resumed(asked, whole[:count], by=by)))
+            assert "".join(part.text for part in (*whole[:count], *rest)) == "".join(part.text for part in whole)
+            assert (rest[-1].finish.reason, rest[-1].finish.stop) == (whole[-1].finish.reason, whole[-1].finish.stop)
+            assert rest[-1].finish.usage.completion_tokens == whole[-1].finish.usage.completion_tokens
+            assert rest[-1].finish.exact
+            if by == "token_ids":
+                got = [i for part in (*whole[:count], *rest) for i in part.token_ids]
+                assert got == [i for part in whole for i in part.token_ids]
+                # What has come is not generated again.
+                submitted = b.workers[0].submitted[-1]
+                assert len(submitted.token_ids) - submitted.prompt_len == sum(len(p.token_ids) for p in whole[:count])
+        await b.empty()
+
+
+async def test_answers_that_had_finished_are_not_sent_again() -> None:
+    async with bench(FakeWorker(FILES, answer=by_choice)) as b:
+        asked = request(request_id="r", params={"max_tokens": 64, "n": 4})
+        whole = await collect(b.stub.Generate(asked))
+        cut = next(i for i, part in enumerate(whole) if part.HasField("finish")) + 1
+        rest = await collect(b.stub.Generate(resumed(asked, whole[:cut], by="token_ids")))
+        assert not {part.index for part in whole[:cut] if part.HasField("finish")} & {part.index for part in rest}
+        for index in range(4):
+            said = "".join(part.text for part in (*whole[:cut], *rest) if part.index == index)
+            assert said == "abcdefgh"[: index + 1]
+        await b.empty()
+
+
+async def test_a_resumed_stream_takes_over_from_the_one_that_its_router_still_has() -> None:
+    async with bench(FakeWorker(FILES, answer=letters, step_s=0.01)) as b:
+        asked = request(request_id="r", params={"max_tokens": 300})
+        broken = b.stub.Generate(asked)
+        parts = [await broken.read() for _ in range(3)]
+        rest = await collect(b.stub.Generate(resumed(asked, parts, by="token_ids")))
+        assert [i for part in (*parts, *rest) for i in part.token_ids] == letters(wpb.SubmitSequence())[:300]
+        error = await error_of(broken)
+        assert error.code() is grpc.StatusCode.ABORTED
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "SUPERSEDED"
+        await b.empty()
+
+
+def text(asked: pb.GenerateRequest) -> pb.TextDigest:
+    """Digest of the first answer's text."""
+    return asked.resume.answers[0].text
+
+
+def ids(asked: pb.GenerateRequest) -> Any:
+    """Token ids of the first answer."""
+    return asked.resume.answers[0].token_ids.ids
+
+
+@pytest.mark.parametrize(
+    ("change", "status", "said"),
+    [
+        (lambda r: text(r).ClearField("bytes"), "INVALID_ARGUMENT", "resume.answers[0].text"),
+        (
+            lambda r: setattr(text(r), "sha256", b"x" * 31),
+            "INVALID_ARGUMENT",
+            "resume.answers[0].text",
+        ),
+        (lambda r: setattr(text(r), "sha256", b"x" * 32), "DATA_LOSS", "RESUME_MISMATCH"),
+        (lambda r: setattr(text(r), "bytes", 3), "DATA_LOSS", "RESUME_MISMATCH"),
+        (lambda r: setattr(text(r), "bytes", 10_000), "DATA_LOSS", "RESUME_MISMATCH"),
+        (lambda r: setattr(r.resume.answers[0], "index", 1), "INVALID_ARGUMENT", "resume.answers[0].index"),
+        (lambda r: r.resume.answers.add(index=0), "INVALID_ARGUMENT", "resume.answers[1].index"),
+        (lambda r: setattr(r.resume.answers[0], "finished", True), "INVALID_ARGUMENT", "resume.answers"),
+        (lambda r: r.ClearField("request_id"), "INVALID_ARGUMENT", "request_id"),
+        (lambda r: setattr(r.resume, "weights_digest", "other"), "FAILED_PRECONDITION", "OTHER_MODEL_STATE"),
+        (lambda r: setattr(r.resume, "numerics", "other"), "FAILED_PRECONDITION", "OTHER_MODEL_STATE"),
+        (
+            lambda r: ids(r).append(300),
+            "INVALID_ARGUMENT",
+            "resume.answers.token_ids.ids[0]",
+        ),
+        (
+            lambda r: ids(r).extend([1] * 13),
+            "INVALID_ARGUMENT",
+            "resume.answers[0].token_ids.ids",
+        ),
+    ],
+)
+async def test_a_resume_that_can_not_be_true_is_refused(change: Any, status: str, said: str) -> None:
+    async with bench(FakeWorker(FILES, answer=letters)) as b:
+        asked = request(request_id="r", params={"max_tokens": 12})
+        parts = await collect(b.stub.Generate(asked))
+        again = resumed(asked, parts[:2], by="text")
+        change(again)
+        error = await error_of(b.stub.Generate(again))
+        assert error.code().name == status
+        kinds = details_of(error)
+        found = [detail(error, error_details_pb2.ErrorInfo).reason]
+        if "BadRequest" in kinds:
+            found += [each.field for each in detail(error, error_details_pb2.BadRequest).field_violations]
+        assert said in found
+        await b.empty()
 
 
 async def listed(admin: Any, **fields: Any) -> apb.ListRequestsResponse:

@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fissile.v1 import inference_pb2 as pb
 
 from tests.chaos.support import client_of, code_of
 from tests.e2e.service import Process, free_port, generate, running_service
@@ -22,6 +23,13 @@ def read_until(call: Any, tokens: int, got: list[int] | None = None) -> list[int
     while len(got) < tokens:
         got.extend(next(call).token_ids)
     return got
+
+
+def behind(asked: pb.GenerateRequest, got: list[int]) -> pb.GenerateRequest:
+    """The request, to go on behind what has come."""
+    asked.request_id = asked.request_id or "goes-on"
+    asked.resume.answers.add(token_ids=pb.TokenIds(ids=got))
+    return asked
 
 
 def test_the_same_request_gives_the_same_tokens_at_another_router(tmp_path: Path) -> None:
@@ -42,8 +50,12 @@ def test_the_same_request_gives_the_same_tokens_at_another_router(tmp_path: Path
             assert "grpc-status-details-bin" not in dict(call.trailing_metadata() or ())
             with client_of(other) as stub:
                 again = generate(stub, request(1, TOKENS))
+                rest = generate(stub, behind(request(1, TOKENS), got))
         finally:
             other.stop()
     assert 20 <= len(got) < TOKENS
     assert again.token_ids[: len(got)] == got
     assert len(again.token_ids) == TOKENS
+    assert [*got, *rest.token_ids] == again.token_ids
+    assert rest.finish is not None
+    assert rest.finish.usage.completion_tokens == TOKENS
