@@ -6,6 +6,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NoReturn, cast
 
 import grpc
@@ -243,7 +244,7 @@ class InferenceService(InferenceServiceServicer):
             priority = self._priority(request, tenant)
             salt = self._policy.cache_salt(request.cache_salt, tenant)
             call = InFlightCall(request_id, tenant, method, request.model, priority, arrival, span.trace_id)
-            asked = Asked(request, call, self._encode(request), context, salt, span, record, scope)
+            asked = Asked(request, call, _encode(self._encoder, request), context, salt, span, record, scope)
             with (
                 self._open_calls.held(),
                 self.calls.held(call, takes_over=request.HasField("resume")),
@@ -251,22 +252,12 @@ class InferenceService(InferenceServiceServicer):
             ):
                 await self._answering.run(kind, asked, measure, answers)
 
-    def _encode(self, request: AnswerRequest) -> Encode:
-        """Makes the prompt of a request, once its model is known."""
-
-        async def encode(model: ServedModel, tenant: str, cache_salt: bytes) -> Prompt:
-            if isinstance(request, pb.ChatRequest):
-                return await self._encoder.for_chat(request, model, tenant, cache_salt)
-            return await self._encoder.for_generate(request, model, tenant, cache_salt)
-
-        return encode
-
     async def _prompt_alone(self, request: AnswerRequest, context: Context) -> tuple[Prompt, ServedModel]:
         """The prompt that a request would have, and its model."""
         _check(request)
         with self._tenant_held(context) as tenant:
             model = self._registry.get(request.model)
-            return await self._encode(request)(model, tenant, b""), model
+            return await _encode(self._encoder, request)(model, tenant, b""), model
 
     def _tenant(self, context: Context) -> str:
         """Tenant that a call is for."""
@@ -289,6 +280,13 @@ class InferenceService(InferenceServiceServicer):
         tenant = self._tenant(context)
         with self._tenant_limits.held(tenant, self._clock):
             yield tenant
+
+
+def _encode(encoder: PromptEncoder, request: AnswerRequest) -> Encode:
+    """Makes the prompt of a request, once its model is known."""
+    if isinstance(request, pb.ChatRequest):
+        return partial(encoder.for_chat, request)
+    return partial(encoder.for_generate, request)
 
 
 def _check(request: AnswerRequest) -> None:
