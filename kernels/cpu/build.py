@@ -32,8 +32,9 @@ COMPILERS = ("c++", "g++", "clang++")
 _CODE = ("-std=c++17", "-O3", "-fPIC", "-fvisibility=hidden", "-fno-strict-aliasing", "-Wall")
 _FLAGS = (*_CODE, "-fno-math-errno", "-ffp-contract=off")
 _QUIET = ("-Wno-psabi", "-Wno-attributes")
-# The compiler's own libraries come with it, hidden, so that a machine that lacks them or has others can load it.
-_LINK = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL")
+# The compiler's own libraries come with it, hidden, so that a machine that lacks them or has others can load it; what
+# nothing calls is left out, and with it the newest glibc that it would need.
+_LINK = ("-shared", "-pthread", "-static-libstdc++", "-static-libgcc", "-Wl,--exclude-libs,ALL,--gc-sections")
 _MARK = "fissile-sources:"
 
 
@@ -47,7 +48,7 @@ class NoCompilerError(BuildError):
 
 @dataclass(frozen=True)
 class InstructionSet:
-    """What arithmetic is compiled for.
+    """An instruction set that arithmetic is compiled for.
 
     Attributes:
         name: of its namespace.
@@ -85,7 +86,7 @@ _X86 = (
 # Both bring int8 to bfloat16 by AVX512-VBMI, which the processors that have them have too, but for Cooper Lake.
 _AVX512_VBMI = (*_AVX512, "-mavx512vbmi")
 # Instructions that not every compiler and assembler knows; native/select.cpp is told which ones are in.
-_NEWER = (
+NEWER = (
     InstructionSet(
         "amx",
         16,
@@ -106,10 +107,11 @@ _NEWER = (
 
 
 def instruction_sets(compiler: list[str]) -> tuple[InstructionSet, ...]:
-    """Those of this kind of processor that the compiler knows; which of them it has, the library finds out."""
+    """Instruction sets of this kind of processor that the compiler knows; the library finds out which ones the
+    processor has."""
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return _PLAIN
-    return (*_X86, *(one for one in _NEWER if _accepts(compiler, one)))
+    return (*_X86, *(one for one in NEWER if _accepts(compiler, one)))
 
 
 def _accepts(compiler: list[str], one: InstructionSet) -> bool:
@@ -121,7 +123,7 @@ def _accepts(compiler: list[str], one: InstructionSet) -> bool:
 
 
 def platform_tag() -> str:
-    """Of a wheel with the library in it: it is for the machine that compiled it and its like."""
+    """Platform tag of a wheel with the library in it: the machine that compiled it and its like."""
     return re.sub(r"[-.]", "_", sysconfig.get_platform())
 
 
@@ -150,7 +152,7 @@ def has_compiler() -> bool:
 
 
 def sources_digest() -> str:
-    """Of everything that the library is made from."""
+    """Digest of everything that the library is made from."""
     digest = hashlib.blake2b(digest_size=16)
     for path in [*sorted(SOURCES.iterdir()), Path(__file__)]:
         digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
@@ -158,7 +160,7 @@ def sources_digest() -> str:
 
 
 def is_current() -> bool:
-    """Whether the library is there and made from these sources."""
+    """True if the library is there and made from these sources."""
     return LIBRARY.is_file() and (_MARK + sources_digest()).encode() in LIBRARY.read_bytes()
 
 
@@ -184,7 +186,7 @@ def build(library: Path = LIBRARY) -> None:
 
 
 def _usable_cores() -> int:
-    """Of this process, and no more than a machine of few gigabytes has memory for as many compilers."""
+    """Cores of this process, and no more than a machine of few gigabytes has memory for as many compilers."""
     return min(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1, 8)
 
 
@@ -199,7 +201,7 @@ def _compilations(compiler: list[str], folder: Path) -> Iterator[list[str]]:
             source = str(SOURCES / f"{name}.cpp")
             yield [*compiler, *_FLAGS, *target.flags, *names, *_QUIET, "-c", source, "-o", made]
     defined = [f'-DFISSILE_SOURCES="{sources_digest()}"']
-    defined += [f"-DFISSILE_{one.name.upper()}" for one in sets if one in _NEWER]
+    defined += [f"-DFISSILE_{one.name.upper()}" for one in sets if one in NEWER]
     for path in once:
         yield [*compiler, *_FLAGS, *defined, "-c", str(path), "-o", str(folder / f"{path.stem}.o")]
 
