@@ -6,7 +6,7 @@ SHELL := /bin/bash
 # A prerequisite that is never up to date.
 FORCE:
 
-.PHONY: help setup run test test-fresh test-long chaos lint protos docs wheel check-wheel lock bench bench-router check-fresh clean
+.PHONY: help setup run test test-fresh test-long chaos lint sanitize protos docs wheel check-wheel lock bench bench-router check-fresh clean
 
 # The interpreter that makes .venv; empty picks one (scripts/setup.sh says how).
 PYTHON ?=
@@ -64,6 +64,10 @@ lint: $(ALL_STAMP) ## Check style, format, types and prose of everything
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy .
 	@$(BIN)/python scripts/check_prose.py
+
+sanitize: $(ALL_STAMP) ## Run the native kernels under sanitizers of memory and threads, and clang-tidy over their sources
+	@$(BIN)/python scripts/tidy.py
+	@$(BIN)/python scripts/sanitize.py
 
 protos: $(ALL_STAMP) ## Make the stubs anew from protos/**/*.proto
 	@scripts/protos.sh protos
