@@ -138,6 +138,7 @@ class Router:
             self._encoder,
             self._tracing,
             max_unread_tokens=options.max_unread_tokens,
+            default_max_tokens=options.default_max_tokens,
             tenants=options.tenants,
             metrics=self._metrics,
             calls=self._calls,

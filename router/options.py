@@ -53,6 +53,7 @@ class RouterOptions:
         placement: a key of PLACEMENTS.
         tokenizer: folder to take tokenizer and template from, None to ask the workers.
         drain_timeout_s: how long streams may go on after SIGTERM.
+        default_max_tokens: longest answer to a request without `max_tokens`; 0 is the rest of the context.
         max_unread_tokens: a client that leaves more unread is dropped.
         slow_client_timeout_s: a client that lets a message wait for so long is dropped; 0 is never.
         failover: what happens to requests whose worker is lost.
@@ -73,6 +74,7 @@ class RouterOptions:
     placement: str = "prefix_aware"
     tokenizer: Path | None = None
     drain_timeout_s: float = DRAIN_TIMEOUT_S
+    default_max_tokens: int = 0
     max_unread_tokens: int = MAX_UNREAD_TOKENS
     slow_client_timeout_s: float = SLOW_CLIENT_TIMEOUT_S
     failover: FailoverOptions = field(default_factory=FailoverOptions)
@@ -262,6 +264,10 @@ router_options = apply(
     option(
         "--lease", "lease_s", envvar="FISSILE_LEASE", default=f"{LEASE_S:g}s", type=Lease(),
         help="How long workers keep this router's requests without hearing from it.",
+    ),
+    option(
+        "--default-max-tokens", envvar="FISSILE_DEFAULT_MAX_TOKENS", default=0, type=click.IntRange(0), metavar="N",
+        help="Longest answer to a request that does not say max_tokens; 0 is all that the model's length leaves.",
     ),
     option(
         "--max-unread-tokens", envvar="FISSILE_MAX_UNREAD_TOKENS", default=MAX_UNREAD_TOKENS, type=click.IntRange(1),

@@ -205,7 +205,6 @@ class Answering:
             traceparent=asked.span.traceparent,
             tracestate=asked.span.tracestate,
             weights_digest=model.weights_digest,
-            resumed_from=request.resume.numerics if request.HasField("resume") else None,
         )
 
     def _open(
@@ -225,7 +224,7 @@ class Answering:
                 return_token_ids = asked.request.output_options.return_token_ids
                 assembly = self._assembly(kind, routed, model, return_token_ids, points.get(index))
                 before = earlier[place] if earlier else None
-                choice = replace(routed, choice=index) if index else routed
+                choice = replace(routed, choice=index, resumed_from=_resumed_from(asked.request, points.get(index)))
                 streams.append(self._requests.open(choice, assembly, asked.span.submitted, before))
         except BaseException:
             for stream in streams:
@@ -370,6 +369,12 @@ class Answering:
         if point is not None:
             assembly.resume_behind(point.token_ids.ids)
         return assembly
+
+
+def _resumed_from(request: AnswerRequest, point: pb.ResumePoint | None) -> str | None:
+    """The numerics class that an answer goes on in; "" where its client does not know it, None where it begins here."""
+    has_begun = point is not None and point.WhichOneof("received") is not None
+    return request.resume.numerics or ("" if has_begun else None)
 
 
 def _delivered_text(point: pb.ResumePoint | None) -> DeliveredText | None:

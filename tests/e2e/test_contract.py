@@ -155,6 +155,19 @@ async def test_without_max_tokens_an_answer_has_the_rest_of_the_context() -> Non
         await b.empty()
 
 
+async def test_a_router_bounds_answers_to_requests_that_do_not_say() -> None:
+    async with bench(FakeWorker(FILES), default_max_tokens=7) as b:
+        for params, tokens in (
+            (pb.SamplingParams(), 7),
+            (pb.SamplingParams(min_tokens=9), 9),
+            (pb.SamplingParams(max_tokens=12), 12),
+        ):
+            asked = pb.GenerateRequest(text="say", sampling_params=params)
+            parts = await collect(b.stub.Generate(asked))
+            assert parts[-1].finish.usage.completion_tokens == tokens
+        await b.empty()
+
+
 @pytest.mark.parametrize("method", ["Score", "Embed", "Rerank", "Replay"])
 async def test_a_method_that_is_not_served_says_so(method: str) -> None:
     async with bench() as b:

@@ -1,0 +1,106 @@
+"""Requests from the arguments that people have, and the events and answers that they get."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from fissile.client.progress import Answer, Progress, Response, text_of
+from fissile.v1 import inference_pb2 as pb
+
+Messages: TypeAlias = "str | Sequence[Mapping[str, Any] | pb.ChatMessage]"
+Prompt: TypeAlias = "str | Sequence[int]"
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next part of an answer: its text and, where they are asked for, its token ids."""
+
+    index: int
+    text: str
+    token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of an answer."""
+
+    index: int
+    finish: pb.Finish
+
+
+Event: TypeAlias = Delta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """All answers to a request.
+
+    Attributes:
+        request_id: the id of the request; with it, or with `seed`, the same request gives the same answers.
+        prompt_info: facts about the prompt.
+        answers: by index.
+    """
+
+    request_id: str
+    prompt_info: pb.PromptInfo
+    answers: Sequence[Answer]
+
+    @property
+    def text(self) -> str:
+        """Text of the first answer."""
+        return self.answers[0].text
+
+    @property
+    def finish(self) -> pb.Finish:
+        """End of the first answer."""
+        finish = self.answers[0].finish
+        assert finish is not None
+        return finish
+
+
+def chat_request(messages: Messages, sampling: Mapping[str, Any], fields: Mapping[str, Any]) -> pb.ChatRequest:
+    """The request for a conversation; a text alone is a message of the user.
+
+    Args:
+        messages: the conversation.
+        sampling: fields of SamplingParams.
+        fields: further fields of the request.
+
+    Raises:
+        ValueError: a field that there is not, or a value of another type.
+    """
+    given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
+    made = [message if isinstance(message, pb.ChatMessage) else pb.ChatMessage(**message) for message in given]
+    return pb.ChatRequest(messages=made, sampling_params=pb.SamplingParams(**sampling), **fields)
+
+
+def generate_request(prompt: Prompt, sampling: Mapping[str, Any], fields: Mapping[str, Any]) -> pb.GenerateRequest:
+    """The request for a prompt, a text or token ids; arguments and errors as of `chat_request`."""
+    request = pb.GenerateRequest(sampling_params=pb.SamplingParams(**sampling), **fields)
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.ids.extend(prompt)
+    return request
+
+
+def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Arguments by name as fields of SamplingParams and fields of the request."""
+    known = pb.SamplingParams.DESCRIPTOR.fields_by_name
+    sampling = {name: value for name, value in arguments.items() if name in known}
+    return sampling, {name: value for name, value in arguments.items() if name not in known}
+
+
+def events_of(part: Response) -> list[Event]:
+    """The events that a message brings."""
+    text, token_ids = text_of(part), tuple(part.token_ids)
+    events: list[Event] = [Delta(part.index, text, token_ids)] if text or token_ids else []
+    return [*events, Finished(part.index, part.finish)] if part.HasField("finish") else events
+
+
+def result_of(progress: Progress) -> Result:
+    """The answers of a stream that has ended with OK."""
+    assert progress.prompt_info is not None
+    return Result(progress.request_id, progress.prompt_info, [*progress.answers.values()])

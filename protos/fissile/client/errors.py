@@ -1,0 +1,82 @@
+"""Failures of calls, as a client acts on them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc
+from google.rpc import error_details_pb2, status_pb2
+
+_DETAILS = "grpc-status-details-bin"
+_USAGE = "fissile-usage-bin"
+# Without a reason of Fissile's: the connection broke, before or behind a proxy.
+_BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED})
+# Statuses of Fissile's after which the same request goes on elsewhere or later.
+_GO_ON = frozenset({"NO_WORKER", "ROUTER_ENDING", "SERVER_ENDING", "WORKER_LOST", "QUEUE_FULL", "TENANT_LIMIT"})
+
+
+@dataclass(frozen=True, slots=True)
+class FieldProblem:
+    """A bad field of a request: its path and what would be valid."""
+
+    field: str
+    description: str
+
+
+@dataclass(eq=False)
+class FissileError(Exception):
+    """A call that has failed.
+
+    Attributes:
+        code: status of the call.
+        message: for people to read.
+        reason: of `ErrorReason`, without its prefix; "" if gRPC or a proxy made the status.
+        metadata: facts about the reason.
+        fields: bad fields of the request.
+        retry_after_s: when the same call may work, None if the service does not say.
+        usage: bytes of `Usage`, what had been delivered; empty if the service does not say.
+    """
+
+    code: grpc.StatusCode
+    message: str
+    reason: str = ""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    fields: tuple[FieldProblem, ...] = ()
+    retry_after_s: float | None = None
+    usage: bytes = b""
+
+    def __str__(self) -> str:
+        """Status, reason and message."""
+        reason = f" {self.reason}" if self.reason else ""
+        return f"{self.code.name}{reason}: {self.message}"
+
+    @property
+    def may_go_on(self) -> bool:
+        """True if the same request may go on, at another router or later."""
+        return self.reason in _GO_ON if self.reason else self.code in _BROKEN
+
+
+def error_of(error: Any) -> FissileError:
+    """What a call of gRPC has raised, sync or asyncio.
+
+    Args:
+        error: a grpc.RpcError that is a grpc.Call, or a grpc.aio.AioRpcError.
+    """
+    trailing = dict(error.trailing_metadata() or ())
+    made = FissileError(error.code(), error.details() or "", usage=_bytes(trailing.get(_USAGE, b"")))
+    status = status_pb2.Status.FromString(_bytes(trailing.get(_DETAILS, b"")))
+    info, bad, retry = error_details_pb2.ErrorInfo(), error_details_pb2.BadRequest(), error_details_pb2.RetryInfo()
+    for detail in status.details:
+        if detail.Unpack(info):
+            made.reason, made.metadata = info.reason, dict(info.metadata)
+        elif detail.Unpack(bad):
+            made.fields = tuple(FieldProblem(each.field, each.description) for each in bad.field_violations)
+        elif detail.Unpack(retry):
+            made.retry_after_s = retry.retry_delay.seconds + retry.retry_delay.nanos / 1e9
+    return made
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value if isinstance(value, bytes) else value.encode()

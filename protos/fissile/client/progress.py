@@ -1,0 +1,95 @@
+"""What a client has got of its answers, and the request that goes on behind it. Pure: no gRPC, no clock.
+
+Invariant: the texts of an index, over all attempts, are the answer's text from its beginning without a gap.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import uuid
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from fissile.v1 import inference_pb2 as pb
+
+Request: TypeAlias = "pb.GenerateRequest | pb.ChatRequest"
+Response: TypeAlias = "pb.GenerateResponse | pb.ChatResponse"
+
+
+def text_of(part: Response) -> str:
+    """Text that a message adds: of Chat the content."""
+    return part.delta.content if isinstance(part, pb.ChatResponse) else part.text
+
+
+@dataclass(slots=True)
+class Answer:
+    """One answer, as far as it has come.
+
+    Attributes:
+        index: which of the `n` answers.
+        text: its text; of Chat the content.
+        token_ids: its tokens, where the request asks for them.
+        finish: its end, None before.
+    """
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    finish: pb.Finish | None = None
+
+
+class Progress:
+    """The answers to one request.
+
+    Args:
+        request: the request; it gets an id if it has none, because the answer is a function of it.
+
+    Attributes:
+        prompt_info: of the first message, None before.
+        answers: by index.
+    """
+
+    def __init__(self, request: Request) -> None:
+        if not request.request_id:
+            request.request_id = uuid.uuid4().hex
+        self._request = request
+        self.prompt_info: pb.PromptInfo | None = None
+        self.answers = {i: Answer(i) for i in range(max(1, request.sampling_params.n))}
+
+    @property
+    def is_whole(self) -> bool:
+        """True if every answer has finished."""
+        return all(answer.finish is not None for answer in self.answers.values())
+
+    @property
+    def request_id(self) -> str:
+        """Id of the request."""
+        return self._request.request_id
+
+    def add(self, part: Response) -> None:
+        """Adds a message."""
+        answer = self.answers[part.index]
+        answer.text += text_of(part)
+        answer.token_ids += part.token_ids
+        if part.HasField("prompt_info") and self.prompt_info is None:
+            self.prompt_info = part.prompt_info
+        if part.HasField("finish"):
+            answer.finish = part.finish
+
+    def going_on(self) -> Request:
+        """The request that goes on behind what has come; it takes over from a call that a router still has."""
+        again = copy.deepcopy(self._request)
+        resume = pb.Resume()
+        if self.prompt_info is not None:
+            resume.weights_digest, resume.numerics = self.prompt_info.weights_digest, self.prompt_info.numerics
+        for answer in self.answers.values():
+            point = resume.answers.add(index=answer.index, finished=answer.finish is not None)
+            if self._request.output_options.return_token_ids:
+                if answer.token_ids:
+                    point.token_ids.ids.extend(answer.token_ids)
+            elif answer.text:
+                data = answer.text.encode()
+                point.text.bytes, point.text.sha256 = len(data), hashlib.sha256(data).digest()
+        again.resume.CopyFrom(resume)
+        return again

@@ -1,0 +1,56 @@
+"""When and where a call is made again. Pure: `now` comes in."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from fissile.client.errors import FissileError
+
+_FIRST_WAIT_S = 0.05
+_LONGEST_WAIT_S = 2.0
+
+
+@dataclass(slots=True)
+class Retries:
+    """The attempts of one call over a list of routers.
+
+    Attributes:
+        targets: addresses of the routers.
+        give_up_s: how long the call is made again since anything last came; 0 is never.
+        place: of the router that is asked now.
+    """
+
+    targets: Sequence[str]
+    give_up_s: float
+    place: int = 0
+    _failed_since: float | None = None
+    _wait_s: float = _FIRST_WAIT_S
+    _draw: random.Random = field(default_factory=random.Random)
+
+    @property
+    def target(self) -> str:
+        """Address of the router to ask."""
+        return self.targets[self.place % len(self.targets)]
+
+    def progress(self) -> None:
+        """Something has come."""
+        self._failed_since, self._wait_s = None, _FIRST_WAIT_S
+
+    def failed(self, error: FissileError, now: float) -> float | None:
+        """Seconds until the next attempt, at the next router; None to give up.
+
+        Args:
+            error: how the attempt has ended.
+            now: monotonic seconds.
+        """
+        since = self._failed_since = now if self._failed_since is None else self._failed_since
+        if not error.may_go_on or not self.give_up_s or now - since >= self.give_up_s:
+            return None
+        self.place += 1
+        wait_s = error.retry_after_s
+        # Another router may have what this one lacks.
+        if wait_s is None or len(self.targets) > 1:
+            wait_s, self._wait_s = self._wait_s * self._draw.uniform(0.5, 1.0), min(2 * self._wait_s, _LONGEST_WAIT_S)
+        return min(wait_s, since + self.give_up_s - now)

@@ -1,0 +1,186 @@
+"""The client library against real routers: answers, errors, and streams that outlive the router that they began at."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+from fissile.client import AsyncClient, Client, Delta, Finished, FissileError
+from fissile.client.errors import error_of
+from fissile.client.retries import Retries
+
+from tests.e2e.fake_worker import FakeWorker, letters, short
+from tests.e2e.service import Process, free_port, running_service
+from tests.e2e.simulated import OPTIONS, simulated_model
+from tests.e2e.test_router import FILES, Bench, bench, until
+
+TOKENS = 300
+
+
+@asynccontextmanager
+async def client_of(b: Bench, **options: Any) -> AsyncIterator[AsyncClient]:
+    async with AsyncClient(b.router.server.address, **options) as client:
+        yield client
+
+
+async def test_answers_and_events() -> None:
+    async with bench(FakeWorker(FILES, answer=short)) as b, client_of(b) as client:
+        result = await client.chat("hi", max_tokens=64)
+        assert result.text == "hello"
+        assert result.prompt_info.prompt_tokens > 3
+        stream = client.generate_stream("say", max_tokens=64, n=2, output_options={"return_token_ids": True})
+        events = [event async for event in stream]
+        for index in range(2):
+            mine = [event for event in events if event.index == index]
+            assert "".join(event.text for event in mine if isinstance(event, Delta)) == "hello"
+            assert isinstance(mine[-1], Finished)
+        assert stream.progress.is_whole
+        await b.empty()
+
+
+async def test_an_error_names_reason_field_and_advice() -> None:
+    async with bench(FakeWorker(FILES)) as b, client_of(b, give_up_s=0) as client:
+        with pytest.raises(FissileError) as caught:
+            await client.generate("say", top_p=0)
+        assert (caught.value.code, caught.value.reason) == (grpc.StatusCode.INVALID_ARGUMENT, "INVALID_FIELD")
+        assert [each.field for each in caught.value.fields] == ["sampling_params.top_p"]
+        assert not caught.value.may_go_on
+        with pytest.raises(ValueError, match="Protocol message"):
+            await client.generate("say", no_such_field=1)
+
+
+async def test_leaving_a_stream_frees_what_it_holds() -> None:
+    async with bench(FakeWorker(FILES, step_s=0.01)) as b, client_of(b) as client:
+        async with client.generate_stream("say", max_tokens=4000) as stream:
+            async for event in stream:
+                assert isinstance(event, Delta)
+                break
+        await b.empty()
+        task = asyncio.ensure_future(client.generate("say", max_tokens=4000))
+        await until(lambda: b.workers[0].running)
+        task.cancel()
+        await b.empty()
+
+
+@pytest.mark.parametrize("with_token_ids", [False, True])
+async def test_a_stream_goes_on_at_the_next_router(with_token_ids: bool) -> None:
+    worker = FakeWorker(FILES, answer=letters, step_s=0.01)
+    async with bench(worker) as b, bench(worker_of(worker), start=False) as other:
+        addresses = [b.router.server.address, other.router.server.address]
+        async with AsyncClient(addresses) as client:
+            await until(lambda: other.ready_workers() == 1, 60)
+            options = {"return_token_ids": True} if with_token_ids else {}
+            stream = client.generate_stream("say", max_tokens=60, output_options=options)
+            texts: list[str] = []
+            async for event in stream:
+                if isinstance(event, Delta):
+                    texts.append(event.text)
+                if len(texts) == 3:
+                    ending = asyncio.ensure_future(b.router.stop())
+            assert (
+                "".join(texts) == stream.progress.answers[0].text == ("hijklmnpqrstuvwxyz" * 4)[: len("".join(texts))]
+            )
+            finish = stream.progress.answers[0].finish
+            assert finish is not None
+            assert finish.usage.completion_tokens == 60
+            await ending
+
+
+def worker_of(worker: FakeWorker) -> FakeWorker:
+    """A worker of its own with the same answers, for another router."""
+    return FakeWorker(FILES, worker_id="w1", answer=worker.answer, step_s=worker.step_s)
+
+
+@pytest.fixture
+def two_routers(tmp_path: Path) -> Iterator[tuple[list[Process], Process]]:
+    """Two routers of one simulated worker, as processes."""
+    with running_service(tmp_path, simulated_model(tmp_path / "model"), worker_options=OPTIONS) as service:
+        port = free_port()
+        arguments = ["router", "--port", str(port), "--worker", service.workers[0].address]
+        other = Process("other", arguments, port, tmp_path / "other.log")
+        other.start()
+        try:
+            other.wait_serving()
+            yield [service.router, other], service.workers[0]
+        finally:
+            other.stop()
+
+
+def test_no_answer_of_many_clients_changes_when_a_router_is_killed(two_routers: tuple[list[Process], Process]) -> None:
+    """Threads that stream over both routers, one of which dies: each answer is the one that it was before."""
+    routers, _ = two_routers
+    with Client([router.address for router in routers]) as client:
+        prompts = [[7 + i, 8, 9] for i in range(12)]
+        asked = {"max_tokens": TOKENS, "temperature": 0.8, "ignore_eos": True}
+        options = {"return_token_ids": True}
+        expected = [
+            client.generate(prompt, seed=i, output_options=options, **asked).answers[0].token_ids
+            for i, prompt in enumerate(prompts)
+        ]
+        got: dict[int, list[int]] = {}
+        failures: list[BaseException] = []
+
+        def run(i: int) -> None:
+            try:
+                got[i] = client.generate(prompts[i], seed=i, output_options=options, **asked).answers[0].token_ids
+            except BaseException as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=run, args=(i,)) for i in range(len(prompts))]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.3)
+        routers[0].stop(signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert [got[i] for i in range(len(prompts))] == expected
+
+
+def test_a_call_is_given_up_after_its_time() -> None:
+    clock = 0.0
+    retries = Retries(["a", "b"], 10.0)
+    error = FissileError(grpc.StatusCode.UNAVAILABLE, "gone")
+    targets = []
+    while (wait_s := retries.failed(error, clock)) is not None:
+        assert 0 <= wait_s <= 2.0
+        clock += wait_s
+        targets.append(retries.target)
+    assert clock == pytest.approx(10.0)
+    assert targets[:4] == ["b", "a", "b", "a"]
+    retries.progress()
+    assert retries.failed(error, clock) is not None
+    assert (
+        Retries(["a"], 10.0).failed(FissileError(grpc.StatusCode.INVALID_ARGUMENT, "bad", "INVALID_FIELD"), 0) is None
+    )
+    assert Retries(["a"], 0.0).failed(error, 0) is None
+
+
+def test_the_advice_of_a_full_router_is_taken() -> None:
+    full = FissileError(grpc.StatusCode.RESOURCE_EXHAUSTED, "full", "QUEUE_FULL", retry_after_s=1.5)
+    assert Retries(["a"], 10.0).failed(full, 0.0) == 1.5
+
+
+def test_the_library_needs_nothing_else_of_ours() -> None:
+    """So that it can be a distribution of its own."""
+    assert error_of.__module__ == "fissile.client.errors"
+    folder = Path(__file__).resolve().parents[2] / "protos" / "fissile" / "client"
+    for path in folder.glob("*.py"):
+        for line in path.read_text("utf-8").splitlines():
+            if line.startswith(("import ", "from ")):
+                top = line.split()[1].split(".")[0]
+                assert top in {"fissile", "grpc", "google"} or top in _STANDARD, f"{path.name}: {line}"
+
+
+_STANDARD = {
+    "__future__", "asyncio", "collections", "copy", "dataclasses", "hashlib", "pathlib", "random", "threading", "time",
+    "types", "typing", "uuid",
+}  # fmt: skip
