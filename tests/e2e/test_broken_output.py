@@ -16,6 +16,7 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
+from tests.chaos.support import until
 from tests.e2e.service import REPOSITORY, Process, Service, free_port, generate
 from tests.e2e.simulated import OPTIONS, request, simulated_model, wait_workers
 
@@ -147,6 +148,15 @@ def test_workers_whose_log_can_not_be_written_serve_each_router_that_comes(tmp_p
         assert {worker.name: worker.stop() for worker in workers} == {worker.name: 0 for worker in workers}
 
 
+def answers(stub: InferenceServiceStub) -> bool:
+    """True if a request is served; the router lets it wait for a worker for five seconds."""
+    try:
+        generate(stub, request(1, 8), timeout=60)
+    except grpc.RpcError:
+        return False
+    return True
+
+
 @pytest.mark.parametrize("kind", ["dead", "stuck"])
 def test_serve_with_a_broken_output_keeps_its_children(kind: str, tmp_path: Path) -> None:
     """X1: `fissile serve` whose lines nobody reads goes on serving, starts a child again that died, and ends in good
@@ -165,6 +175,6 @@ def test_serve_with_a_broken_output_keeps_its_children(kind: str, tmp_path: Path
             children = Path(f"/proc/{serve.running.pid}/task/{serve.running.pid}/children").read_text().split()
             (worker,) = [c for c in children if b"worker" in Path(f"/proc/{c}/cmdline").read_bytes().split(b"\0")]
             os.kill(int(worker), signal.SIGKILL)
-            generate(service.stub, request(1, 8), timeout=60)
+            until(lambda: answers(service.stub), what="the worker that is started again")
             assert_answers(service.stub)
         assert serve.stop(timeout=60) == 0
