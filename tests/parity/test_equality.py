@@ -319,12 +319,20 @@ MUTANTS = [
 ]  # fmt: skip
 
 
-def fails(tried: Iterable[Setting], runner: ModelRunner | None = None) -> bool:
-    """Whether any of the workloads tells that something is wrong."""
+# The engine stumbles over a block that is published before all of it is there.
+BREAKS = {"t20": LookupError}
+
+
+def fails(
+    tried: Iterable[Setting],
+    runner: ModelRunner | None = None,
+    objections: tuple[type[BaseException], ...] = OBJECTIONS,
+) -> bool:
+    """True if any of the workloads tells that something is wrong."""
     try:
         for number, setting in zip(itertools.cycle(range(NUM_WORKLOADS)), tried, strict=False):
             check(number, setting, runner)
-    except OBJECTIONS:
+    except objections:
         return True
     return False
 
@@ -335,7 +343,7 @@ def test_a_fault_shows(mutant: Mutant) -> None:
         alone(number)
     each = itertools.chain.from_iterable(itertools.starmap(settings, itertools.product(SCHEDULING_POLICIES, BUDGETS)))
     with mutant.applied():
-        assert fails(each)
+        assert fails(each, objections=(*OBJECTIONS, *([BREAKS[mutant.trap]] if mutant.trap in BREAKS else [])))
 
 
 def test_a_stale_block_table_shows() -> None:
