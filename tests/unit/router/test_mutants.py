@@ -139,7 +139,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     (Mutant("unweighted", _ClassRequests, "share", "/ self._shares.weight(tenant)", ""), (_SHARE, _ORDER)),
     (Mutant("old_shares", _ClassRequests, "largest", "== entry", "is not None"), (_ORDER,)),
     (Mutant("on_its_way", WorkerLoad, "has_waiting", " or self.unseen_seqs > 0", ""), (_GATE,)),
-    (Mutant("last_start", StreamAssembly, "begin", "if not self.delivered", "if True"), (_START,)),
+    (Mutant("last_start", StreamAssembly, "begin", "if self.first_token_time is None", "if True"), (_START,)),
     (Mutant("min", StreamAssembly, "_deliver", _UNSEARCHED, "self._min_tokens - self.delivered"), (_FRAMING, _MIN)),
     (Mutant("rest", StreamAssembly, "_close", "if self._search(rest):", "if self._text.append(rest):"), (_REST,)),
     (Mutant("no_links", stop_strings, "_link", "_step(root, node.fail, char)", "root"), (_FRAMING,)),
