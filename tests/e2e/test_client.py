@@ -16,10 +16,11 @@ import pytest
 from fissile.client import AsyncClient, Client, Delta, Finished, FissileError
 from fissile.client.errors import error_of
 from fissile.client.retries import Retries
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from tests.e2e.fake_worker import FakeWorker, letters, short
-from tests.e2e.service import Process, free_port, running_service
-from tests.e2e.simulated import OPTIONS, simulated_model
+from tests.e2e.service import REPOSITORY, Process, free_port, generate, running_service
+from tests.e2e.simulated import OPTIONS, request, simulated_model
 from tests.e2e.test_router import FILES, Bench, bench, until
 
 TOKENS = 300
@@ -143,6 +144,21 @@ def test_no_answer_of_many_clients_changes_when_a_router_is_killed(two_routers: 
             thread.join()
     assert not failures
     assert [got[i] for i in range(len(prompts))] == expected
+
+
+def test_the_shipped_service_config_finds_the_router_that_is_there(two_routers: tuple[list[Process], Process]) -> None:
+    """For clients of other languages: no call that has not begun fails for a router that is gone."""
+    routers, _ = two_routers
+    config = (REPOSITORY / "deploy" / "clients" / "service-config.json").read_text("utf-8")
+    options = [("grpc.service_config", config), ("grpc.max_reconnect_backoff_ms", 1000)]
+    targets = ",".join(f"127.0.0.1:{router.port}" for router in routers)
+    with grpc.insecure_channel(f"ipv4:{targets}", options=options) as channel:
+        stub = InferenceServiceStub(channel)
+        for i in range(4):
+            generate(stub, request(i, 3))
+        routers[0].stop(signal.SIGKILL)
+        for i in range(8):
+            generate(stub, request(i, 3))
 
 
 def test_a_call_is_given_up_after_its_time() -> None:
