@@ -254,7 +254,8 @@ def test_probes_ask_where_health_is(variant: str, component: str, in_force: Any)
 @each
 def test_the_grace_period_is_longer_than_the_drain(variant: str, component: str, in_force: Any) -> None:
     sleep = container(variant, component).get("lifecycle", {}).get("preStop", {}).get("sleep", {}).get("seconds", 0)
-    drain = DRAIN_PROPAGATION_S + in_force(variant, component)["drain_timeout"]
+    options = in_force(variant, component)
+    drain = DRAIN_PROPAGATION_S + options["drain_timeout_s" if component == "router" else "drain_timeout"]
     ending = 2 * SESSION_FLUSH_S + TELEMETRY_SHUTDOWN_S + ENGINE_JOIN_S
     assert pod(variant, component)["spec"]["terminationGracePeriodSeconds"] >= sleep + drain + ending + 2
     # Endpoints forget a router before it refuses calls; workers tell their routers themselves.

@@ -40,8 +40,13 @@ def given(ids: list[int], sampling_params: pb.SamplingParams) -> pb.GenerateRequ
     return pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids), sampling_params=sampling_params)
 
 
+def said(part: pb.GenerateResponse | pb.ChatResponse) -> str:
+    """Text that a message adds."""
+    return part.delta.content if isinstance(part, pb.ChatResponse) else part.text
+
+
 async def text_of(call: Any) -> str:
-    return "".join(part.text for part in await collect(call))
+    return "".join(said(part) for part in await collect(call))
 
 
 @pytest.mark.parametrize("tokens_per_step", [1, 3, 64])
@@ -70,7 +75,7 @@ async def test_a_lost_worker_changes_no_text() -> None:
         firsts: list[Any] = [await call.read() for call in calls]
         await one.stop()
         for first, call in zip(firsts, calls, strict=True):
-            text = first.text + await text_of(call)
+            text = said(first) + await text_of(call)
             assert text == continuation(KIND, PROMPT, answer)
         assert any(len(sequence.token_ids) > len(PROMPT) for sequence in two.submitted)
         await b.empty()

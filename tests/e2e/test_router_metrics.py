@@ -93,7 +93,7 @@ async def test_failures_are_counted_by_their_reasons(collector: Collector) -> No
         await error_of(b.stub.Generate(request(params={"max_tokens": 0})))
         late = b.stub.Generate(request(params={"max_tokens": 3000}), timeout=0.3)
         assert (await error_of(late)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        for reason in ("TENANT_LIMIT", "CANCELLED", "UNKNOWN_MODEL", "INVALID_ARGUMENT", "DEADLINE_EXCEEDED"):
+        for reason in ("TENANT_LIMIT", "CANCELLED", "UNKNOWN_MODEL", "INVALID_FIELD", "DEADLINE_EXCEEDED"):
             await collector.until(1, names.ROUTER_FAILED, ERROR_REASON=reason)
         for status in ("RESOURCE_EXHAUSTED", "CANCELLED", "NOT_FOUND", "INVALID_ARGUMENT"):
             await collector.until(1, names.SERVER_DURATION, ERROR_TYPE=status)

@@ -15,7 +15,7 @@ from tests import native
 from tests.skips import ALLOWED, STRICT_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFTEST = "from tests.conftest import pytest_configure\n"
+CONFTEST = "from tests.conftest import pytest_addoption, pytest_configure\n"
 TESTS = """
 import pytest
 def test_amx(): pytest.skip("this processor has no amx_tile, which amx kernels need")

@@ -6,6 +6,8 @@ fails by chance. So each finds its faults here within as many examples as it tak
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import inspect
 import itertools
@@ -252,5 +254,22 @@ def test_each_property_test_has_a_fault_to_find() -> None:
 
 @pytest.mark.parametrize(("mutant", "test"), CAUGHT, ids=[f"{mutant.trap}-{name_of(test)}" for mutant, test in CAUGHT])
 def test_the_fault_is_found(mutant: Mutant, test: Test, monkeypatch: pytest.MonkeyPatch) -> None:
-    with mutant.applied(), pytest.raises(AssertionError):
+    with nothing_kept(), mutant.applied(), pytest.raises(AssertionError):
         run(test, monkeypatch)
+
+
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Lets tokenizers forget the bytes of tokens: what a fault has made of them would stay for other tests."""
+    forget_tokens()
+    try:
+        yield
+    finally:
+        forget_tokens()
+
+
+def forget_tokens() -> None:
+    for found in gc.get_objects():
+        if type(found) is TokenBytes:
+            found._inner.clear()
+            found._whole.clear()
