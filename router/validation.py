@@ -274,6 +274,23 @@ def check_token_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> Non
         raise InvalidFieldError(f"{path}[{i}]", f"is {token_ids[i]}", f"an id from 0 to {vocab_size - 1}")
 
 
+def check_resumed_ids(token_ids: Sequence[int], vocab_size: int, room: int) -> None:
+    """Refuses tokens that can not have come of an answer.
+
+    Args:
+        token_ids: what has come, as the client says.
+        vocab_size: of the model.
+        room: most tokens that the prompt leaves to an answer.
+
+    Raises:
+        InvalidFieldError: one is outside the vocabulary, or they are too many.
+    """
+    path = "resume.answers.token_ids.ids"
+    if len(token_ids) > room:
+        raise InvalidFieldError(path, f"has {len(token_ids)} entries", f"at most {room}, as the model's length leaves")
+    check_token_ids(path, token_ids, vocab_size)
+
+
 def check_prompt_length(path: str, prompt_tokens: int, max_model_len: int) -> None:
     """Refuses a prompt that is empty or leaves no room for an answer.
 

@@ -36,7 +36,7 @@ from router.telemetry.metrics import RequestMeasure
 from router.text.delivered_text import DeliveredText
 from router.text.prompts import Prompt
 from router.text.stream_assembly import StreamAssembly
-from router.validation import check_token_ids, clip_to_length, sampling_params
+from router.validation import check_resumed_ids, clip_to_length, sampling_params
 from router.workers.expected_workers import ExpectedWorkers
 
 AnswerRequest: TypeAlias = pb.GenerateRequest | pb.ChatRequest
@@ -165,8 +165,10 @@ class Answering:
             ApiError: it is not known, or is not served as a stream that is resumed needs it.
         """
         request = asked.request
-        if request.HasField("resume"):
-            return self._registry.resumable(request.model, request.resume.weights_digest, request.resume.numerics)
+        resume = request.resume
+        if resume.weights_digest or resume.numerics:
+            return self._registry.resumable(request.model, resume.weights_digest, resume.numerics)
+        # Routers choose alike: without a word on it the answer most likely began with these weights.
         return self._registry.choose(request.model, request.session_id or asked.call.request_id)
 
     async def _prepare(self, asked: Asked, model: ServedModel) -> RoutedRequest:
@@ -268,10 +270,12 @@ class Answering:
         turn = asyncio.Lock()
         try:
             async with asyncio.TaskGroup() as group:
-                for stream in streams:
-                    group.create_task(self._send(stream, asked, measure, answers, turn))
+                tasks = [group.create_task(self._send(stream, asked, measure, answers, turn)) for stream in streams]
         except BaseExceptionGroup as errors:
             raise _first_of(errors) from None
+        # A task that finds the client gone cancels itself, which a group takes for an end like any other.
+        if any(task.cancelled() for task in tasks):
+            raise asyncio.CancelledError
 
     async def _send(
         self,
@@ -356,7 +360,7 @@ class Answering:
         stops = StopStrings(params.stop_strings, params.include_stop_string) if params.stop_strings else None
         behind = request.token_ids if kind.continues else ()
         if point is not None:
-            check_token_ids("resume.answers.token_ids.ids", point.token_ids.ids, model.vocab_size)
+            check_resumed_ids(point.token_ids.ids, model.vocab_size, model.max_model_len - len(request.token_ids))
         assembly = StreamAssembly(
             len(request.token_ids),
             detokenizer=None if tokenizer is None else tokenizer.decode_stream(behind=behind),
@@ -386,10 +390,10 @@ def _delivered_text(point: pb.ResumePoint | None) -> DeliveredText | None:
 
 def _as_seen(error: ApiError, streams: Sequence[RequestStream], *, has_sent: bool) -> ApiError:
     """The failure of one answer as the client's of all: UNAVAILABLE while it has got nothing, and only then."""
+    if isinstance(error, RouterEndingError):
+        return RouterEndingError(max(1, usage_of(streams).completion_tokens) if has_sent else 0)
     if error.code is grpc.StatusCode.UNAVAILABLE and has_sent:
         return WorkerLostError(streams[0].assembly.worker_id, usage_of(streams).completion_tokens)
-    if isinstance(error, RouterEndingError) and not has_sent:
-        return RouterEndingError()
     if isinstance(error, WorkerLostError) and not has_sent:
         return NoWorkerError("the worker was lost before the answer was whole")
     return error

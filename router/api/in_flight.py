@@ -52,10 +52,10 @@ class InFlightCall:
     _error: ApiError | None = None
 
     def end(self, error: ApiError) -> None:
-        """Ends the call with a status, wherever it is."""
+        """Ends the call with a status, wherever it is: its client may be gone, or read nothing."""
         self._error = error
         for stream in self.streams:
-            stream.fail(error)
+            stream.drop(error)
         for work in self._works:
             work.interrupt()
 

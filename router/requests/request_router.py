@@ -101,13 +101,16 @@ class RequestRouter:
         """
         queued = request.queued(next(self._keys) if earlier is None else earlier.queued.key)
         queued.tokens = assembly.num_tokens
+        # What the client brings of a broken stream has been charged where it came.
+        queued.output = assembly.delivered
         if earlier is None:
             self._arrive(queued)
         else:
             self._dispatcher.rejoin(queued, self._clock())
         assembly.most_tokens = queued.most_tokens
         stream = self._streams[queued.key] = RequestStream(queued, request, assembly, on_submit, self._pacer)
-        if earlier is not None:
+        # Another answer of its request may have had to be prepared anew: what this one had is of other weights then.
+        if earlier is not None and not earlier.assembly.delivered:
             stream.follow(earlier)
         self.dispatch_soon()
         self._look_at_clients_later()

@@ -226,6 +226,11 @@ class RequestStream:
         self.assembly.fail(error)
         self.wake()
 
+    def drop(self, error: ApiError) -> None:
+        """Ends the stream with a status, also where a message waits for its client."""
+        self.assembly.drop(error)
+        self.wake()
+
     def begin(self, session: Session, rid: int, now: float, *, must_keep: bool) -> Submission:
         """A new attempt on a worker: the prompt, and behind it what has come so far (rule S5)."""
         self.session, self.rid = session, rid

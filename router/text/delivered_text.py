@@ -4,8 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from typing import Final
 
 from common.errors import ResumeMismatchError
+
+# Bytes of a character behind its first one (UTF-8).
+_TOP_BITS: Final = 0b1100_0000
+_CONTINUES: Final = 0b1000_0000
 
 
 class DeliveredText:
@@ -39,7 +44,8 @@ class DeliveredText:
             return ""
         if not hmac.compare_digest(self._digest.digest(), self._sha256):
             raise ResumeMismatchError(self._index, "its text so far has another digest")
-        # Equal bytes of whole characters end where a character ends.
+        if rest and rest[0] & _TOP_BITS == _CONTINUES:
+            raise ResumeMismatchError(self._index, "what has been delivered ends within a character")
         return rest.decode()
 
     def mismatch(self) -> ResumeMismatchError:

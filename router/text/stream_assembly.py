@@ -84,7 +84,7 @@ class StreamAssembly:
 
     `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
     prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known; `taken`
-    tokens have been handed out to be written.
+    tokens have been handed out to be written. `is_dropped` is true once nothing more goes to the client but a status.
     """
 
     def __init__(
@@ -119,6 +119,7 @@ class StreamAssembly:
         self.taken = 0
         self._ending: FinishInfo | None = None
         self._error: ApiError | None = None
+        self.is_dropped = False
 
     @property
     def delivered(self) -> int:
@@ -134,11 +135,6 @@ class StreamAssembly:
     def error(self) -> ApiError | None:
         """The failure of the stream, None without one."""
         return self._error
-
-    @property
-    def is_dropped(self) -> bool:
-        """True if the client does not read; what it has not read is gone."""
-        return isinstance(self._error, SlowClientError)
 
     def begin(self, start: FirstTokenInfo) -> None:
         """Notes what the worker said with the first token. A later attempt's first token is not the stream's."""
@@ -215,10 +211,14 @@ class StreamAssembly:
         Args:
             waited_s: how long a message has waited for the client, seconds; None when its unread tokens are too many.
         """
-        unread = self._unread
+        self.drop(SlowClientError(self._unread, waited_s))
+
+    def drop(self, error: ApiError) -> None:
+        """Ends the stream with a status at once, a finished one too: what the client has not read is gone."""
         self._ending = None
         self._clear_unread()
-        self._error = SlowClientError(unread, waited_s)
+        self._error = error
+        self.is_dropped = True
 
     def fail(self, error: ApiError) -> None:
         """Ends the stream with a status; what had arrived before is still delivered. A no-op once it is closed."""

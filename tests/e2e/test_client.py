@@ -161,6 +161,83 @@ def test_the_shipped_service_config_finds_the_router_that_is_there(two_routers: 
             generate(stub, request(i, 3))
 
 
+def cancelled_by(error: object) -> bool:
+    """True if a stream says that its own program has ended it."""
+    return isinstance(error, FissileError) and error.code is grpc.StatusCode.CANCELLED
+
+
+async def test_closing_a_client_ends_its_streams_for_good() -> None:
+    async with bench(FakeWorker(FILES, step_s=0.01)) as b:
+        client = Client(b.router.server.address)
+        reading = asyncio.ensure_future(asyncio.to_thread(client.generate, "say", max_tokens=4000))
+        await until(lambda: b.workers[0].running)
+        await asyncio.to_thread(client.close)
+        (error,) = await asyncio.gather(reading, return_exceptions=True)
+        assert cancelled_by(error)
+        async with client_of(b) as other:
+            reading = asyncio.ensure_future(other.generate("say", max_tokens=4000))
+            await until(lambda: b.workers[0].running)
+        (error,) = await asyncio.gather(reading, return_exceptions=True)
+        assert cancelled_by(error)
+        await b.empty()
+
+
+async def test_a_stream_is_cancelled_by_others_than_its_reader() -> None:
+    async with bench(FakeWorker(FILES, step_s=0.01)) as b, client_of(b) as client:
+        stream = client.generate_stream("say", max_tokens=4000)
+        reading = asyncio.ensure_future(stream.result())
+        await until(lambda: b.workers[0].running)
+        stream.cancel()
+        (error,) = await asyncio.gather(reading, return_exceptions=True)
+        assert cancelled_by(error)
+        await b.empty()
+        with Client(b.router.server.address) as sync:
+            here = sync.generate_stream("say", max_tokens=4000)
+            reading = asyncio.ensure_future(asyncio.to_thread(here.result))
+            await until(lambda: b.workers[0].running)
+            here.cancel()
+            (error,) = await asyncio.gather(reading, return_exceptions=True)
+            assert cancelled_by(error)
+            await b.empty()
+
+
+async def test_a_stream_is_cancelled_between_its_attempts() -> None:
+    """While it waits, and just before another thread can see its next call."""
+    nowhere = f"127.0.0.1:{free_port()}"
+    async with AsyncClient(nowhere) as client:
+        stream = client.generate_stream("say")
+        reading = asyncio.ensure_future(stream.result())
+        await asyncio.sleep(0.3)
+        stream.cancel()
+        (error,) = await asyncio.gather(reading, return_exceptions=True)
+        assert cancelled_by(error)
+    with Client(nowhere) as sync:
+        here = sync.generate_stream("say")
+        reading = asyncio.ensure_future(asyncio.to_thread(here.result))
+        await asyncio.sleep(0.3)
+        here.cancel()
+        (error,) = await asyncio.gather(reading, return_exceptions=True)
+        assert cancelled_by(error)
+    async with bench(FakeWorker(FILES, step_s=0.01)) as b:
+        with Client(b.router.server.address) as sync:
+            late = sync.generate_stream("say", max_tokens=4000)
+            stub = sync.stub
+
+            def cancel_and_stub(target: str) -> Any:
+                late.cancel()
+                return stub(target)
+
+            sync.stub = cancel_and_stub  # type: ignore[method-assign]
+            with pytest.raises(FissileError, match="CANCELLED"):
+                await asyncio.to_thread(late.result)
+            await b.empty()
+
+
+def test_a_certificate_that_is_not_there_is_named() -> None:
+    with Client("127.0.0.1:1", tls_ca="/no/such/ca.pem") as client, pytest.raises(FileNotFoundError, match="no/such"):
+        client.generate("say")
+
+
 def test_a_call_is_given_up_after_its_time() -> None:
     clock = 0.0
     retries = Retries(["a", "b"], 10.0)

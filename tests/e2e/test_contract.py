@@ -21,7 +21,19 @@ from google.rpc import error_details_pb2
 from common.rpc.durations import to_seconds
 from router.api.answering import USAGE_METADATA
 from tests.e2e.fake_worker import FakeWorker, letters, short
-from tests.e2e.test_router import FILES, TOKENIZER, Bench, bench, collect, detail, details_of, error_of, request, until
+from tests.e2e.test_router import (
+    FILES,
+    SMALL_WINDOW,
+    TOKENIZER,
+    Bench,
+    bench,
+    collect,
+    detail,
+    details_of,
+    error_of,
+    request,
+    until,
+)
 from tests.unit.router.support import EOS
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -291,6 +303,11 @@ def ids(asked: pb.GenerateRequest) -> Any:
             "INVALID_ARGUMENT",
             "resume.answers[0].token_ids.ids",
         ),
+        (
+            lambda r: (r.sampling_params.ClearField("max_tokens"), ids(r).extend([1] * 4094)),
+            "INVALID_ARGUMENT",
+            "resume.answers.token_ids.ids",
+        ),
     ],
 )
 async def test_a_resume_that_can_not_be_true_is_refused(change: Any, status: str, said: str) -> None:
@@ -306,6 +323,97 @@ async def test_a_resume_that_can_not_be_true_is_refused(change: Any, status: str
         if "BadRequest" in kinds:
             found += [each.field for each in detail(error, error_details_pb2.BadRequest).field_violations]
         assert said in found
+        await b.empty()
+
+
+def accents(_: wpb.SubmitSequence) -> list[int]:
+    """Characters of two bytes each."""
+    return TOKENIZER.encode("éàü" * 200)
+
+
+async def test_a_text_that_ends_within_a_character_is_refused_and_its_worker_stays() -> None:
+    """Its digest is right, so nothing but the cut tells; the requests beside it on the Session go on."""
+    async with bench(FakeWorker(FILES, answer=accents)) as b:
+        beside = asyncio.ensure_future(collect(b.stub.Generate(request(params={"max_tokens": 300}))))
+        (session,) = b.sessions()
+        again = request(request_id="r", params={"max_tokens": 12})
+        again.output_options.return_token_ids = False
+        half = "é".encode()[:1]
+        again.resume.answers.add().text.CopyFrom(pb.TextDigest(bytes=1, sha256=hashlib.sha256(half).digest()))
+        error = await error_of(b.stub.Generate(again))
+        assert error.code() is grpc.StatusCode.DATA_LOSS
+        assert (await beside)[-1].finish.attempts == 1
+        assert list(b.sessions()) == [session]
+        await b.empty()
+
+
+async def test_a_call_whose_client_reads_nothing_is_ended_at_once() -> None:
+    """By an operator, or because its client goes on elsewhere: else its tenant's place is held until it is dropped."""
+    worker = FakeWorker(FILES, tokens_per_step=2048, max_model_len=2_000_000)
+    unread: dict[str, Any] = {"max_unread_tokens": 1 << 30, "slow_client_timeout_s": 0.0}
+    async with bench(worker, admin_port=0, **unread) as b, b.another_client(SMALL_WINDOW) as client:
+        admin = await admin_of(b)
+        for n in (1, 2):
+            slow = client.Generate(request(request_id="slow", params={"max_tokens": 60_000, "n": n}))
+            await slow.read()
+            await until(lambda: not b.workers[0].running)
+            assert b.router.requests.in_flight == n
+            await admin.CancelRequest(apb.CancelRequestRequest(request_id="slow"))
+            await b.empty()
+            slow.cancel()
+
+
+async def test_answers_of_which_some_were_sent_end_with_the_router_as_one() -> None:
+    """One has finished and one waits, which alone could be asked for again; the call as a whole can not."""
+    worker = FakeWorker(FILES, step_s=0.01, room_seqs=1)
+    async with bench(worker, drain_timeout_s=0.0) as b:
+        call = b.stub.Generate(request(params={"max_tokens": 20, "n": 2}))
+        part: Any = await call.read()
+        worker.room_seqs, worker.decoding = 0, 1
+        while not part.HasField("finish"):
+            part = await call.read()
+        assert len(worker.submitted) == 1
+        ending = asyncio.ensure_future(b.router.stop())
+        error = await error_of(call)
+        assert error.code() is grpc.StatusCode.ABORTED
+        assert detail(error, error_details_pb2.ErrorInfo).reason == "ROUTER_ENDING"
+        await ending
+
+
+async def test_answers_in_one_message_begin_anew_when_their_weights_go() -> None:
+    """One has tokens and one waits when other weights take over: both are of the others, and nothing is mixed."""
+    old = FakeWorker(FILES, step_s=0.01, room_seqs=1)
+    new = FakeWorker(FILES, worker_id="w1", answer=by_choice)
+    new.description = {"weights_digest": "xx", "numerics": "n2", "state": wpb.WORKER_STATE_STARTING}
+    async with bench(old, new, start=False) as b:
+        await b.ready(1)
+        call = asyncio.ensure_future(b.stub.GenerateOnce(request(params={"max_tokens": 64, "n": 2})))
+        await until(lambda: old.running)
+        await asyncio.sleep(0.05)
+        del new.description["state"]
+        await b.ready(2)
+        await old.stop()
+        whole = await call
+        assert [answer.text for answer in whole.answers] == ["a", "ab"]
+        assert {(a.finish.weights_digest, a.finish.attempts, a.finish.exact) for a in whole.answers} == {
+            ("xx", 1, True)
+        }
+        await b.empty()
+
+
+async def test_a_stream_that_had_not_begun_goes_to_the_weights_of_its_id() -> None:
+    """While weights are rolled: a client asks again with `resume`, and knows nothing of the weights yet."""
+    workers = [FakeWorker(FILES, worker_id=f"w{i}", description={"weights_digest": f"x{i}"}) for i in range(2)]
+    async with bench(*workers) as b:
+        seen = set[str]()
+        for i in range(8):
+            asked = request(request_id=f"r{i}", params={"max_tokens": 1})
+            (first,) = await collect(b.stub.Generate(asked))
+            asked.resume.answers.add(index=0)
+            (again,) = await collect(b.stub.Generate(asked))
+            assert again.finish.weights_digest == first.finish.weights_digest
+            seen.add(first.finish.weights_digest)
+        assert seen == {"x0", "x1"}
         await b.empty()
 
 

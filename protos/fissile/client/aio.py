@@ -22,7 +22,7 @@ from fissile.client.calls import (
     split,
 )
 from fissile.client.connections import CHANNEL_OPTIONS, Connection
-from fissile.client.errors import error_of
+from fissile.client.errors import cancelled, error_of
 from fissile.client.progress import Progress, Request
 from fissile.client.retries import Retries
 from fissile.v1 import inference_pb2 as pb
@@ -46,6 +46,7 @@ class AsyncStream:
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
         self._retries = client.retries()
         self._call: Any = None
+        self._is_cancelled = False
         self._events = self._run()
 
     async def __aenter__(self) -> AsyncStream:
@@ -62,12 +63,13 @@ class AsyncStream:
         """The events, in order.
 
         Raises (on iteration):
-            FissileError: the call has failed, and can not go on.
+            FissileError: the call has failed, and can not go on, or has been cancelled.
         """
         return self._events
 
     def cancel(self) -> None:
         """Ends the call; what it held is free."""
+        self._is_cancelled = True
         if self._call is not None:
             self._call.cancel()
 
@@ -97,12 +99,20 @@ class AsyncStream:
                 wait_s = self._retries.failed(error_of(error), time.monotonic())
                 if wait_s is None or self._is_late(wait_s):
                     raise error_of(error) from None
+            except asyncio.CancelledError:
+                if _is_task_cancelled():
+                    raise
+                # gRPC's word for a call that `cancel` or `AsyncClient.close` has ended; the task that reads goes on.
+                raise cancelled() from None
             finally:
-                self._call.cancel()
+                if self._call is not None:
+                    self._call.cancel()
             await asyncio.sleep(wait_s)
             request = self.progress.going_on()
 
     def _open(self, request: Request) -> Any:
+        if self._is_cancelled:
+            raise cancelled()
         stub = self._client.stub(self._retries.target)
         method = stub.Chat if isinstance(request, pb.ChatRequest) else stub.Generate
         left_s = None if self._end is None else max(0.001, self._end - time.monotonic())
@@ -111,6 +121,11 @@ class AsyncStream:
 
     def _is_late(self, wait_s: float) -> bool:
         return self._end is not None and time.monotonic() + wait_s >= self._end
+
+
+def _is_task_cancelled() -> bool:
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
 
 
 class AsyncClient:
@@ -126,6 +141,7 @@ class AsyncClient:
         self.connection = Connection([targets] if isinstance(targets, str) else [*targets], **connection)
         self._give_up_s = give_up_s
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._is_closed = False
         self._next = 0
 
     async def __aenter__(self) -> AsyncClient:
@@ -139,10 +155,10 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Closes the connections; calls that run are cancelled."""
-        for channel in self._channels.values():
-            await channel.close()
-        self._channels.clear()
+        """Closes the connections for good; calls that run are cancelled."""
+        self._is_closed = True
+        while self._channels:
+            await self._channels.popitem()[1].close()
 
     def chat_stream(self, messages: Messages, *, timeout_s: float | None = 600.0, **arguments: Any) -> AsyncStream:
         """Answers a conversation; arguments as of `Client.chat_stream`."""
@@ -174,7 +190,13 @@ class AsyncClient:
         return Retries(self.connection.targets, self._give_up_s, self._next - 1)
 
     def stub(self, target: str) -> Any:
-        """Stub of a router, on a channel that is kept."""
+        """Stub of a router, on a channel that is kept.
+
+        Raises:
+            FissileError: the client has been closed.
+        """
+        if self._is_closed:
+            raise cancelled()
         if target not in self._channels:
             self._channels[target] = self._channel(target)
         return InferenceServiceStub(self._channels[target])

@@ -58,6 +58,11 @@ class FissileError(Exception):
         return self.reason in _GO_ON if self.reason else self.code in _BROKEN
 
 
+def cancelled() -> FissileError:
+    """The failure of a stream that its own program has cancelled, or whose client it has closed."""
+    return FissileError(grpc.StatusCode.CANCELLED, "cancelled by this program")
+
+
 def error_of(error: Any) -> FissileError:
     """What a call of gRPC has raised, sync or asyncio.
 

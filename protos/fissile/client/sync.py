@@ -22,7 +22,7 @@ from fissile.client.calls import (
     split,
 )
 from fissile.client.connections import CHANNEL_OPTIONS, Connection
-from fissile.client.errors import FissileError, error_of
+from fissile.client.errors import FissileError, cancelled, error_of
 from fissile.client.progress import Progress, Request
 from fissile.client.retries import Retries
 from fissile.v1 import inference_pb2 as pb
@@ -66,12 +66,12 @@ class Stream:
         """Waits for the next event.
 
         Raises:
-            FissileError: the call has failed, and can not go on.
+            FissileError: the call has failed, and can not go on, or has been cancelled.
         """
         return next(self._events)
 
     def cancel(self) -> None:
-        """Ends the call; what it held is free."""
+        """Ends the call, on any thread; what it held is free."""
         self._is_cancelled = True
         if self._call is not None:
             self._call.cancel()
@@ -88,7 +88,7 @@ class Stream:
 
     def _run(self) -> Iterator[Event]:
         request = self._request
-        while not self._is_cancelled:
+        while True:
             try:
                 for part in self._open(request):
                     self._retries.progress()
@@ -98,11 +98,14 @@ class Stream:
             except grpc.RpcError as error:
                 if self.progress.is_whole:
                     return
+                if self._is_cancelled:
+                    raise cancelled() from None
                 wait_s = self._retries.failed(error_of(error), time.monotonic())
-                if wait_s is None or self._is_cancelled or self._is_late(wait_s):
+                if wait_s is None or self._is_late(wait_s):
                     raise error_of(error) from None
             finally:
-                self._call.cancel()
+                if self._call is not None:
+                    self._call.cancel()
             time.sleep(wait_s)
             request = self.progress.going_on()
 
@@ -111,6 +114,9 @@ class Stream:
         method = stub.Chat if isinstance(request, pb.ChatRequest) else stub.Generate
         left_s = None if self._end is None else max(0.001, self._end - time.monotonic())
         self._call = method(request, timeout=left_s, metadata=self._client.connection.call_metadata)
+        # Another thread may have cancelled before it could see this call.
+        if self._is_cancelled:
+            raise cancelled()
         return self._call
 
     def _is_late(self, wait_s: float) -> bool:
@@ -130,6 +136,7 @@ class Client:
         self.connection = Connection([targets] if isinstance(targets, str) else [*targets], **connection)
         self._give_up_s = give_up_s
         self._channels: dict[str, grpc.Channel] = {}
+        self._is_closed = False
         self._lock = threading.Lock()
         self._next = 0
 
@@ -144,8 +151,9 @@ class Client:
         self.close()
 
     def close(self) -> None:
-        """Closes the connections; calls that run are cancelled."""
+        """Closes the connections for good; calls that run are cancelled."""
         with self._lock:
+            self._is_closed = True
             for channel in self._channels.values():
                 channel.close()
             self._channels.clear()
@@ -205,8 +213,14 @@ class Client:
             return Retries(self.connection.targets, self._give_up_s, self._next - 1)
 
     def stub(self, target: str) -> Any:
-        """Stub of a router, on a channel that is kept."""
+        """Stub of a router, on a channel that is kept.
+
+        Raises:
+            FissileError: the client has been closed.
+        """
         with self._lock:
+            if self._is_closed:
+                raise cancelled()
             if target not in self._channels:
                 self._channels[target] = self._channel(target)
             return InferenceServiceStub(self._channels[target])
