@@ -93,8 +93,8 @@ class InFlightCalls:
         return iter(tuple(self._calls.values()))
 
     @contextlib.contextmanager
-    def held(self, call: InFlightCall, *, takes_over: bool = False) -> Iterator[None]:
-        """Holds the id while the call is in flight. A tenant learns nothing of others' ids.
+    def held(self, call: InFlightCall, *, takes_over: bool = False) -> Iterator[bool]:
+        """Holds the id while the call is in flight; gives True if it took over. A tenant learns nothing of others' ids.
 
         Args:
             call: the call.
@@ -111,7 +111,7 @@ class InFlightCalls:
             other.end(SupersededError())
         self._calls[key] = call
         try:
-            yield
+            yield other is not None
         finally:
             if self._calls.get(key) is call:
                 del self._calls[key]

@@ -247,8 +247,8 @@ class InferenceService(InferenceServiceServicer):
             asked = Asked(request, call, _encode(self._encoder, request), context, salt, span, record, scope)
             with (
                 self._open_calls.held(),
-                self.calls.held(call, takes_over=request.HasField("resume")),
-                self._tenant_limits.held(tenant, self._clock),
+                self.calls.held(call, takes_over=request.HasField("resume")) as took_over,
+                self._tenant_limits.held(tenant, self._clock, has_place=took_over),
             ):
                 await self._answering.run(kind, asked, measure, answers)
 

@@ -155,14 +155,14 @@ class TenantLimits:
         """Most requests in flight; 0 is no limit."""
         return self._policy.concurrency_of.get(tenant, self._policy.concurrency)
 
-    def claim(self, tenant: str) -> None:
-        """Counts a request in.
+    def claim(self, tenant: str, *, has_place: bool = False) -> None:
+        """Counts a request in; one that takes over from another, which ends now, `has_place`.
 
         Raises:
             TenantLimitError: the tenant has as many as it may; RetryInfo says when one of them is likely to have ended.
         """
         limit, has = self.limit(tenant), self._tenants.get(tenant, _InFlight())
-        if limit and has.number >= limit:
+        if limit and has.number >= limit and not has_place:
             soon_s = has.mean_s / limit if has.mean_s else _RETRY_S
             raise TenantLimitError(tenant, limit, min(max(soon_s, MIN_QUEUE_RETRY_S), MAX_QUEUE_RETRY_S))
         has.number += 1
@@ -177,9 +177,9 @@ class TenantLimits:
             del self._tenants[tenant]
 
     @contextlib.contextmanager
-    def held(self, tenant: str, clock: Callable[[], float]) -> Iterator[None]:
-        """Counts a request in for as long as the block runs."""
-        self.claim(tenant)
+    def held(self, tenant: str, clock: Callable[[], float], *, has_place: bool = False) -> Iterator[None]:
+        """Counts a request in for as long as the block runs, as `claim`."""
+        self.claim(tenant, has_place=has_place)
         began = clock()
         try:
             yield
