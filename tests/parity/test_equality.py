@@ -34,6 +34,7 @@ from tests.unit.mutants import MUTANTS as TRAPS
 from tests.unit.mutants import OBJECTIONS, Mutant
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.block_manager import BlockManager
 from worker.engine.executor import PipelinedExecutor
 from worker.llm_engine import LLMEngine
 from worker.model import model_runner
@@ -315,7 +316,8 @@ MUTANTS = [
            f"{_POSITIONS} + np.repeat((starts > 0) & (lengths > 1), lengths)"),
     Mutant("the neighbour's token", Sampler, "with_late_tokens", "self.last.place[batch.req_ids[i]]", "0"),
     # A block that can be found before its last slot is written, and the token of a chunk's last row.
-    *(mutant for mutant in TRAPS if mutant.trap in ("t20", "t31")),
+    Mutant("t20", BlockManager, "publish", "seq.num_computed_tokens", "seq.num_tokens"),
+    *(mutant for mutant in TRAPS if mutant.trap == "t31"),
 ]  # fmt: skip
 
 

@@ -157,7 +157,8 @@ def test_a_closed_loop_is_measured(serve: Bench) -> None:
     assert row["queue_ms"]["p50"] == 4.0
     assert row["itl_ms"]["count"] == 32
     assert row["ttft_ms"]["p50"] >= 2.0
-    assert row["tpot_ms"]["p50"] >= 2.0
+    # Tokens are sent 2 ms apart at least; when they are seen depends on the machine.
+    assert row["tpot_ms"]["p50"] >= 1.0
     assert row["output_tokens_per_s"] == pytest.approx(40 / row["duration_s"], rel=1e-3)
     assert serve.script.keys == {"Bearer sesame"}
     assert "sesame" not in json.dumps(made)
