@@ -1,1 +1,1 @@
-"""What is deployed with Fissile: the embedded demo model lives in `deploy.demo`."""
+"""Files that are deployed with Fissile: the embedded demo model lives in `deploy.demo`."""

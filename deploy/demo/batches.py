@@ -66,7 +66,7 @@ class Packer:
         self._pool: list[Sample] = []
         self._padding = token_id(tokenizer, END_OF_TEXT)
         self.taken = 0
-        """How many documents of the stream have been read so far."""
+        """Number of documents of the stream that have been read so far."""
 
     def _refill(self) -> None:
         while len(self._pool) < _POOL:

@@ -20,13 +20,13 @@ END_OF_TEXT, TURN_START, TURN_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """What a stage of the training reads: its seed, the families' shares, and how many turns are story rounds."""
+    """Input of a stage of the training: its seed, the families' shares, and how many turns are story rounds."""
 
     seed: int
     weights: dict[str, int]
     rounds: float
     turns: tuple[int, ...]
-    """How many turns a conversation may have; each length is as likely as it is often here."""
+    """Numbers of turns that a conversation may have; each length is as likely as it is often here."""
 
 
 FIRST = Mixture(
@@ -57,9 +57,9 @@ class Learned(enum.Enum):
 
     EVERYTHING = enum.auto()
     ANSWERS = enum.auto()
-    """What the assistant says, up to and with the end of its turn."""
+    """Words of the assistant, up to and with the end of its turn."""
     RESULTS = enum.auto()
-    """What stands between an equals sign and the end of the line."""
+    """Text between an equals sign and the end of the line."""
 
 
 @dataclass(frozen=True, slots=True)

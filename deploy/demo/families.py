@@ -34,7 +34,7 @@ class Exchange:
 
 
 def held_out(key: str) -> bool:
-    """Whether the content named by `key` is reserved for the questions; stable across runs and machines."""
+    """True if the content named by `key` is reserved for the questions; stable across runs and machines."""
     digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return key != "" and int.from_bytes(digest, "big") % HELD_OUT_ONE_IN == 0
 

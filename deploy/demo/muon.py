@@ -13,7 +13,7 @@ import torch
 
 _MOMENTUM = 0.95
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Of the quintic whose repeated application drives all singular values towards one."""
+"""Coefficients of the quintic whose repeated application drives all singular values towards one."""
 
 _ITERATIONS = 5
 _ADAM_LIKE = 0.2

@@ -11,11 +11,11 @@ from typing import Any, Final
 import grpc
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
-from google.protobuf.duration_pb2 import Duration
 
 from common.cli.bench.load import Load
 from common.cli.bench.records import INTERRUPTED, Record
 from common.cli.bench.workload import Work
+from common.rpc.durations import to_seconds
 
 GONE_AFTER: Final = 100
 
@@ -120,12 +120,8 @@ def _note(record: Record, finish: pb.Finish) -> None:
     record.input_tokens, record.cached_tokens = finish.usage.prompt_tokens, finish.usage.cached_tokens
     record.worker_id, record.attempts = finish.worker_id, finish.attempts
     timings = finish.timings
-    record.queue_s, record.prefill_s = _seconds(timings.queue), _seconds(timings.prefill)
-    record.service_ttft_s = _seconds(timings.ttft)
-
-
-def _seconds(duration: Duration) -> float:
-    return duration.seconds + duration.nanos / 1e9
+    record.queue_s, record.prefill_s = to_seconds(timings.queue), to_seconds(timings.prefill)
+    record.service_ttft_s = to_seconds(timings.ttft)
 
 
 class Run:

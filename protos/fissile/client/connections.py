@@ -1,4 +1,4 @@
-"""How a client reaches routers: addresses, TLS, keys and options of channels."""
+"""Connections of a client to routers: addresses, TLS, keys and options of channels."""
 
 from __future__ import annotations
 

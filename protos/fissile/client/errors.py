@@ -64,7 +64,7 @@ def cancelled() -> FissileError:
 
 
 def error_of(error: Any) -> FissileError:
-    """What a call of gRPC has raised, sync or asyncio.
+    """Turns what a call of gRPC has raised, sync or asyncio, into a typed error.
 
     Args:
         error: a grpc.RpcError that is a grpc.Call, or a grpc.aio.AioRpcError.

@@ -1,4 +1,4 @@
-"""What a client has got of its answers, and the request that goes on behind it. Pure: no gRPC, no clock.
+"""Answers as far as a client has got them, and the request that goes on behind it. Pure: no gRPC, no clock.
 
 Invariant: the texts of an index, over all attempts, are the answer's text from its beginning without a gap.
 """

@@ -1,4 +1,4 @@
-"""When and where a call is made again. Pure: `now` comes in."""
+"""Time and place of a call that is made again. Pure: `now` comes in."""
 
 from __future__ import annotations
 
