@@ -486,7 +486,7 @@ async def test_lost_worker_costs_no_stream_a_token() -> None:
             assert finish.usage.prompt_tokens == 3
             assert finish.usage.cached_tokens == parts[0].prompt_info.cached_tokens
         moved = [s for s in two.submitted if len(s.token_ids) > 3]
-        assert len(moved) == 3
+        assert len(moved) == len(one.submitted) > 0
         assert {(s.prompt_len, tuple(s.token_ids[:3])) for s in moved} == {(3, tuple(TOKENIZER.encode("say")))}
         first_seeds = {s.seed for s in one.submitted}
         assert {s.seed for s in moved} == first_seeds
