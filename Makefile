@@ -29,10 +29,10 @@ help: ## Explain the targets (the default)
 	@echo "  make setup PYTHON=python3.12         makes .venv with that interpreter (3.11 or newer)"
 
 # A change of the dependencies installs again; everything else about .venv is kept.
-$(RUN_STAMP): pyproject.toml requirements/tests.lock scripts/setup.sh $(if $(PYTHON),FORCE)
+$(RUN_STAMP): pyproject.toml protos/pyproject.toml requirements/tests.lock scripts/setup.sh $(if $(PYTHON),FORCE)
 	@PYTHON="$(PYTHON)" scripts/setup.sh run
 
-$(ALL_STAMP): pyproject.toml requirements/tests.lock scripts/setup.sh $(if $(PYTHON),FORCE)
+$(ALL_STAMP): pyproject.toml protos/pyproject.toml requirements/tests.lock scripts/setup.sh $(if $(PYTHON),FORCE)
 	@PYTHON="$(PYTHON)" scripts/setup.sh all
 
 # Compiles the CPU kernels again when their sources have changed. Without a compiler PyTorch's serve; one that fails ends make.
@@ -80,10 +80,10 @@ docs: $(DOCS_STAMP) ## Build the documentation as a site: build/docs/site/index.
 	@.venv-docs/bin/python scripts/build_docs.py
 	@echo "build/docs/site/index.html is ready"
 
-wheel: ## Build the wheel: dist/fissile-*.whl, for any x86-64 processor with this or a newer glibc
+wheel: ## Build the wheels: dist/fissile-*.whl, for any x86-64 processor with this or a newer glibc, and dist/fissile_client-*.whl
 	@scripts/wheel.sh dist
 
-check-wheel: wheel ## Install the wheel into a new environment without a compiler, and serve the demo model from it
+check-wheel: wheel ## Install each wheel into a new environment without a compiler, serve the demo model and call it
 	@PYTHON="$(PYTHON)" scripts/check_wheel.sh
 
 lock: ## Renew requirements/*.lock, the versions that setup installs

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Makes requirements/*.lock anew: the newest versions that pyproject.toml and requirements/docs.in allow, for every Python
 # and processor that Fissile supports on Linux. scripts/setup.sh installs no others. PyTorch itself is not among them: the
-# `cpu` extra pins its build.
+# `cpu` extra pins its build; nor is `fissile-client`, which is in protos/.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -13,7 +13,7 @@ lock() {
   local name=$1
   shift
   # Where PyTorch's CPU build is: pip's own folder of wheels, if it has one, or PyTorch's index.
-  "$venv/bin/uv" pip compile --quiet --upgrade --universal --python-version 3.11 --no-emit-package torch \
+  "$venv/bin/uv" pip compile --quiet --upgrade --universal --python-version 3.11 --no-emit-package torch --no-emit-package fissile-client \
     --find-links "${PIP_FIND_LINKS:-https://download.pytorch.org/whl/cpu/torch/}" \
     --custom-compile-command "make lock" --no-annotate "$@" -o "requirements/$name.lock"
 }

@@ -102,7 +102,7 @@ install_torch() {
 
 install_fissile() {
   say "installing Fissile and what it needs ($1)"
-  pip_install -e ".[$1]" || fail "installing Fissile failed: $(last_words) (the whole log: $log)"
+  pip_install -e protos -e ".[$1]" || fail "installing Fissile failed: $(last_words) (the whole log: $log)"
 }
 
 # The generator has its own environment: its protobuf runtime is older than the service's, on purpose (older stubs load on newer runtimes).
@@ -159,7 +159,8 @@ install_docs() {
 
 # With PYTHON= make always asks; what is installed already is not installed again.
 up_to_date() {
-  [ "$venv/.installed-$1" -nt pyproject.toml ] && [ "$venv/.installed-$1" -nt scripts/setup.sh ] \
+  [ "$venv/.installed-$1" -nt pyproject.toml ] && [ "$venv/.installed-$1" -nt protos/pyproject.toml ] \
+    && [ "$venv/.installed-$1" -nt scripts/setup.sh ] \
     && [ "$venv/.installed-$1" -nt requirements/tests.lock ] && { [ -z "${PYTHON:-}" ] || same_python "$venv/bin/python" "$PYTHON"; }
 }
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Builds the wheel into the given folder. Its native library has the kernels of every instruction set, whatever this
-# machine's processor: the compiler must know all of them. Its tag is that of the glibc symbols which the library needs.
+# Builds the wheels into the given folder: fissile_client, which is plain Python, and fissile. The native library of the
+# latter has the kernels of every instruction set, whatever this machine's processor: the compiler must know all of them.
+# Its tag is that of the glibc symbols which the library needs.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 out=$(mkdir -p "${1:?usage: wheel.sh FOLDER}" && cd "$1" && pwd)
@@ -26,9 +27,11 @@ if [ -n "$missing" ]; then
   exit 1
 fi
 
-"$tools/bin/python" -m build --wheel --outdir "$made" . >build/wheel.log 2>&1 \
+{ "$tools/bin/python" -m build --wheel --outdir "$made" protos \
+  && "$tools/bin/python" -m build --wheel --outdir "$made" .; } >build/wheel.log 2>&1 \
   || { echo "error: the build failed: $(tail -n 1 build/wheel.log) (the whole log: build/wheel.log)" >&2; exit 1; }
-rm -f "$out"/fissile-*.whl
+rm -f "$out"/fissile-*.whl "$out"/fissile_client-*.whl
 PATH="$PWD/$tools/bin:$PATH" "$tools/bin/auditwheel" repair --plat auto --wheel-dir "$out" "$made"/fissile-*.whl \
   >>build/wheel.log 2>&1 || { echo "error: no manylinux tag fits (the whole log: build/wheel.log)" >&2; exit 1; }
-ls "$out"/fissile-*.whl
+mv "$made"/fissile_client-*.whl "$out"
+ls "$out"/fissile-*.whl "$out"/fissile_client-*.whl

@@ -60,13 +60,16 @@ EXTRA_OF = {
 
 
 def find_entry_points(group: str) -> dict[str, EntryPoint]:
-    """Entry points of a group by name: those of the installed package, else those of this checkout's pyproject.toml."""
-    installed = {entry.name: entry for entry in entry_points(group=group)}
+    """Entry points of a group by name: those that are installed, and of a checkout those of its pyproject.toml.
+
+    What an editable install knows of them is as old as the install.
+    """
+    found = {entry.name: entry for entry in entry_points(group=group)}
     project = CHECKOUT / "pyproject.toml"
-    if installed or not project.is_file():
-        return installed
-    table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"][group]
-    return {name: EntryPoint(name, value, group) for name, value in table.items()}
+    if project.is_file():
+        table = tomllib.loads(project.read_text(encoding="utf-8"))["project"]["entry-points"][group]
+        found |= {name: EntryPoint(name, value, group) for name, value in table.items()}
+    return found
 
 
 def missing_extra(command: str, module: str) -> CommandError:

@@ -18,7 +18,7 @@ COPY router/ router/
 # The wheel takes both in; the router never imports them (tests/unit/test_layering.py).
 COPY kernels/ kernels/
 COPY worker/ worker/
-RUN /opt/fissile/bin/python -m pip install ".[router]"
+RUN /opt/fissile/bin/python -m pip install ./protos ".[router]"
 
 FROM ${BASE}
 # Names the user, so that libraries which look it up find it. Nothing is owned by it: it can change nothing here.

@@ -27,7 +27,7 @@ COPY common/ common/
 COPY kernels/ kernels/
 COPY worker/ worker/
 COPY router/ router/
-RUN /opt/fissile/bin/python -m pip install ".[worker,cpu]"
+RUN /opt/fissile/bin/python -m pip install ./protos ".[worker,cpu]"
 
 FROM ${BASE}
 # Names the user, so that libraries which look it up find it (PyTorch does). /cache is for models of the Hub.

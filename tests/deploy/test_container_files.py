@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -129,17 +130,49 @@ def test_a_wheel_of_what_is_copied_is_whole(tmp_path: Path) -> None:
         else:
             context.mkdir(exist_ok=True)
             shutil.copy(ROOT / source, context)
-    made = run([sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", tmp_path, context])
+    made = run(
+        [
+            sys.executable,
+            "-m",
+            "pip",
+            "wheel",
+            "--quiet",
+            "--no-deps",
+            "--wheel-dir",
+            tmp_path,
+            context / "protos",
+            context,
+        ]
+    )
     assert made.returncode == 0, made.stderr
-    (wheel,) = tmp_path.glob("fissile-*.whl")
-    names = set(zipfile.ZipFile(wheel).namelist())
+    names, client = (contents(tmp_path, pattern) for pattern in ("fissile-*.whl", "fissile_client-*.whl"))
     assert {name.partition("/")[0] for name in names if ".dist-info/" not in name} == {
-        "common", "fissile", "kernels", "router", "worker",
+        "common", "kernels", "router", "worker",
     }  # fmt: skip
+    assert {name.partition("/")[0] for name in client if ".dist-info/" not in name} == {"fissile"}
     ours = {path for name in ("common", "router", "worker", "kernels") for path in (ROOT / name).rglob("*.py")}
     assert {str(path.relative_to(ROOT)) for path in ours} <= names
     stubs = (ROOT / "protos").rglob("*.py")
-    assert {str(path.relative_to(ROOT / "protos")) for path in stubs} <= names
+    assert {str(path.relative_to(ROOT / "protos")) for path in stubs} <= client
     for group in (COMMANDS, "fissile.offline"):
         for entry in find_entry_points(group).values():
             assert f"{entry.module.replace('.', '/')}.py" in names
+
+
+def contents(folder: Path, pattern: str) -> set[str]:
+    """Files in the wheel of that name."""
+    (wheel,) = folder.glob(pattern)
+    return set(zipfile.ZipFile(wheel).namelist())
+
+
+def test_the_service_and_its_client_are_of_one_version() -> None:
+    """What the service requires names it, and both run on the same Pythons."""
+    service, client = (
+        tomllib.loads((ROOT / folder / "pyproject.toml").read_text("utf-8"))["project"] for folder in (".", "protos")
+    )
+    assert service["version"] == client["version"]
+    assert f"fissile-client=={client['version']}" in service["dependencies"]
+    assert {re.split("[<>=]", each)[0] for each in client["dependencies"]} == {
+        "grpcio", "protobuf", "googleapis-common-protos",
+    }  # fmt: skip
+    assert service["requires-python"] == client["requires-python"]

@@ -87,7 +87,7 @@ def installed(folder: Path) -> Environment:
     made = run(sys.executable, "-m", "venv", folder / "venv", cwd=folder)
     assert made.returncode == 0, made.stderr
     python = folder / "venv" / "bin" / "python"
-    done = run(python, "-m", "pip", "install", "--quiet", f"{ROOT}[router]", cwd=folder)
+    done = run(python, "-m", "pip", "install", "--quiet", ROOT / "protos", f"{ROOT}[router]", cwd=folder)
     assert done.returncode == 0, done.stderr
     packages = run(python, "-m", "pip", "list", "--format", "freeze", cwd=folder).stdout
     assert not [line for line in packages.splitlines() if line.startswith(("nvidia", *ABSENT))]
