@@ -72,6 +72,7 @@ _COMMON = frozenset(
         "cache_salt",
         "output_options",
         "output_options.return_token_ids",
+        "output_options.receipt",
         "sampling_params",
         "resume",
         "resume.answers",

@@ -8,6 +8,7 @@ Special tokens in the input are marked, so that `Tokenizer.encode` takes them fo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import time
@@ -62,6 +63,7 @@ class ChatTemplate:
 
     Attributes:
         roles: those that messages may have: the usual ones, and every word that a template has in quotes.
+        sha256: lower-case hex digest of the text of the only template, or of the names and texts of several.
 
     Raises:
         TokenizerError: a template has a syntax error.
@@ -70,6 +72,7 @@ class ChatTemplate:
     def __init__(self, templates: Mapping[str, str], files: Mapping[str, bytes]) -> None:
         self._templates = {name: _compile(name, source) for name, source in templates.items()}
         self.roles = _ROLES.union(*map(_words, templates.values()))
+        self.sha256 = _digest(templates)
         self._variables = named_special_tokens(files)
         self._special = special_pattern(special_tokens(files))
 
@@ -119,6 +122,14 @@ class ChatTemplate:
         if isinstance(value, list | tuple):
             return [self._mark(item) for item in value]
         return value
+
+
+def _digest(templates: Mapping[str, str]) -> str:
+    if list(templates) == ["default"]:
+        text = templates["default"]
+    else:
+        text = "".join(f"{name}\0{source}\0" for name, source in sorted(templates.items()))
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 def _words(source: str) -> set[str]:

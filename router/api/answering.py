@@ -18,6 +18,8 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.block_hash import GRANULE_BLOCKS
 from common.errors import ApiError, NoTokenizerError, NoWorkerError, RouterEndingError, WorkerLostError
+from common.receipts import RequestDigest, canonical_params
+from common.sampling_params import SamplingParams
 from common.seed import derive_seed
 from common.telemetry import names
 from common.telemetry.request_record import RequestRecord
@@ -30,7 +32,7 @@ from router.api.rpc_scope import Context, RpcScope
 from router.api.shutdown import OpenCalls
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.request_router import RequestRouter
-from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
+from router.requests.stream import ReceiptTerms, ReplacedError, RequestStream, RoutedRequest
 from router.scheduling.failover import Wait
 from router.telemetry.metrics import RequestMeasure
 from router.text.delivered_text import DeliveredText
@@ -142,7 +144,7 @@ class Answering:
                 model = self._model(asked)
                 asked.record.model = model.name
                 measure.model(model.name)
-                routed = await self._prepare(asked, model)
+                routed = await self.prepare(kind, asked, model)
                 opened = opened or self._clock()
                 streams = self._open(kind, routed, model, asked, streams)
                 try:
@@ -171,8 +173,12 @@ class Answering:
         # Routers choose alike: without a word on it the answer most likely began with these weights.
         return self._registry.choose(request.model, request.session_id or asked.call.request_id)
 
-    async def _prepare(self, asked: Asked, model: ServedModel) -> RoutedRequest:
-        """Makes of a request what workers with the weights of `model` get."""
+    async def prepare(self, kind: Kind, asked: Asked, model: ServedModel) -> RoutedRequest:
+        """Makes of a request what workers with the weights of `model` get.
+
+        Raises:
+            ApiError: the request is refused.
+        """
         request, call = asked.request, asked.call
         params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
         began = self._clock()
@@ -188,13 +194,14 @@ class Answering:
         params = clip_to_length(params, len(prompt.token_ids), model.max_model_len)
         asked.span.request(model=model.name, request_id=call.request_id, params=params)
         remaining = asked.context.time_remaining()
+        seed = derive_seed(call.request_id) if params.seed is None else params.seed
         return RoutedRequest(
             model=model.name,
             identity=model.identity,
             request_id=call.request_id,
             token_ids=prompt.token_ids,
             params=params,
-            seed=derive_seed(call.request_id) if params.seed is None else params.seed,
+            seed=seed,
             chain_hash=prompt.chain_hash,
             cache_salt=asked.cache_salt,
             priority=call.priority,
@@ -207,6 +214,7 @@ class Answering:
             traceparent=asked.span.traceparent,
             tracestate=asked.span.tracestate,
             weights_digest=model.weights_digest,
+            receipt=_receipt_terms(kind, request, model, prompt, params, seed),
         )
 
     def _open(
@@ -373,6 +381,21 @@ class Answering:
         if point is not None:
             assembly.resume_behind(point.token_ids.ids)
         return assembly
+
+
+def _receipt_terms(
+    kind: Kind, request: AnswerRequest, model: ServedModel, prompt: Prompt, params: SamplingParams, seed: int
+) -> ReceiptTerms | None:
+    """The part of the receipts that is known before the answers; None where none is asked for."""
+    if not request.output_options.HasField("receipt"):
+        return None
+    canonical = canonical_params(request.sampling_params, params)
+    template = None if kind.continues else model.text.template
+    return ReceiptTerms(
+        RequestDigest(prompt.token_ids, canonical, seed, continues=kind.continues),
+        model.tokenizer_sha256,
+        "" if template is None else template.sha256,
+    )
 
 
 def _resumed_from(request: AnswerRequest, point: pb.ResumePoint | None) -> str | None:

@@ -9,6 +9,7 @@ from fissile.v1 import inference_pb2 as pb
 from common.rpc.durations import to_duration
 from common.sampling_params import DISTRIBUTION_FIELDS
 from common.telemetry.request_record import RequestTimes
+from router.api.receipts import receipt_of
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.stream import RequestStream
 from router.text.stream_assembly import FinishInfo, StreamChunk
@@ -103,6 +104,7 @@ def describe_model(model: ServedModel, registry: ModelRegistry) -> pb.Model:
         default_sampling_params=pb.SamplingParams(
             **{name: getattr(model.text.defaults, name) for name in DISTRIBUTION_FIELDS}
         ),
+        template_sha256="" if model.text.template is None else model.text.template.sha256,
     )
 
 
@@ -111,6 +113,7 @@ def _capabilities(model: ServedModel) -> list[pb.Capability.ValueType]:
         pb.CAPABILITY_GENERATE: True,
         pb.CAPABILITY_TEXT: model.text.tokenizer is not None,
         pb.CAPABILITY_CHAT: model.text.template is not None,
+        pb.CAPABILITY_RECEIPTS: True,
     }
     return [capability for capability, is_served in served.items() if is_served]
 
@@ -141,6 +144,7 @@ def _finish(ending: FinishInfo, stream: RequestStream, now: float) -> pb.Finish:
         attempts=len(stream.attempts),
         exact=stream.attempts.exact,
         weights_digest=stream.request.weights_digest,
+        receipt=receipt_of(stream) if stream.attempts.exact else None,
     )
 
 

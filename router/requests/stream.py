@@ -11,6 +11,7 @@ import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError, NoWorkerError
+from common.receipts import RequestDigest
 from common.rpc.sampling_protos import sampling_to_proto
 from common.sampling_params import SamplingParams
 from common.telemetry.request_record import shown
@@ -31,6 +32,23 @@ class ReplacedError(NoWorkerError):
 
     def __init__(self, model: str) -> None:
         super().__init__(f"model {model!r} has other weights now")
+
+
+@dataclass(frozen=True, slots=True)
+class ReceiptTerms:
+    """The part of a receipt that is known before the answer.
+
+    Attributes:
+        request: digests the canonical request.
+        tokenizer_sha256: of the model's tokenizer files.
+        template_sha256: of the chat template that made the prompt, "" for none.
+        logits_every: the logits of every so-many-th token are digested, 0 for none.
+    """
+
+    request: RequestDigest
+    tokenizer_sha256: str
+    template_sha256: str
+    logits_every: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +75,7 @@ class RoutedRequest:
         tracestate: W3C trace state.
         choice: which of the request's answers.
         resumed_from: as of `Attempts`.
+        receipt: content of the answer's receipt; None where it has none.
     """
 
     model: str
@@ -79,6 +98,7 @@ class RoutedRequest:
     weights_digest: str = ""
     choice: int = 0
     resumed_from: str | None = None
+    receipt: ReceiptTerms | None = None
 
     @property
     def ids(self) -> dict[str, str]:
@@ -131,6 +151,7 @@ class RequestStream:
         attempts: the workers it was submitted to.
         was_returned: whether a worker has given it back for lack of room.
         refused_by: the address of the worker that has refused it last, "" for none.
+        worker_version: version of Fissile on the worker that it was submitted to last.
 
     One handler calls `next`, and nobody else.
     """
@@ -153,6 +174,7 @@ class RequestStream:
         self.attempts = Attempts(request.resumed_from)
         self.was_returned = False
         self.refused_by = ""
+        self.worker_version = ""
         self._pacer = pacer
         # Future of the handler that waits for news, until it has been given its turn.
         self._waiter: asyncio.Future[None] | None = None
@@ -237,6 +259,7 @@ class RequestStream:
         alone, have = self.queued.alone, self.assembly.num_tokens
         self.attempts.begin(session.worker_id, session.numerics, have, now, alone=alone)
         self.assembly.worker_id = session.worker_id
+        self.worker_version = session.version
         self.on_submit(session.worker_id)
         request, generated = self.request, self.assembly.token_ids
         token_ids = request.token_ids + generated if generated else request.token_ids

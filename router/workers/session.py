@@ -145,6 +145,7 @@ class Session:
         model: what the worker serves.
         worker_id: the worker's own name.
         instance_id: the worker's process.
+        version: the worker's version of Fissile.
         served: whether the worker has taken work in this life.
         is_draining: whether the worker has said that it is about to end.
         cordon: what the worker has last said about new work.
@@ -168,6 +169,7 @@ class Session:
         self.state = SessionState(router_id, lease_s)
         self.worker_id = ""
         self.instance_id = ""
+        self.version = ""
         self.model: ServedModel | None = None
         self.served = False
         self.is_draining = False
@@ -239,6 +241,7 @@ class Session:
         description = await stub.GetWorker(wpb.GetWorkerRequest(), timeout=CONNECT_TIMEOUT_S)
         # Also for a worker that does not serve: another process than before means that the previous one has ended.
         self.worker_id, self.instance_id = description.worker_id, description.instance_id
+        self.version = description.version
         if description.state != wpb.WORKER_STATE_SERVING:
             state = wpb.WorkerState.Name(description.state).removeprefix("WORKER_STATE_").lower()
             raise SessionLostError(Fault.UNREADY, f"the worker is {state}")

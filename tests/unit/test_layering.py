@@ -134,6 +134,7 @@ RULES = {
     "router/validation.py": Rule(WORLD | GRPC, {}),
     "common/block_hash.py": Rule(WORLD | GRPC, {}),
     "common/delay_gate.py": Rule(WORLD | GRPC, {}),
+    "common/receipts.py": Rule(WORLD | GRPC, {}),
     "common/sampling_params.py": Rule(WORLD | GRPC, {}),
     "common/seed.py": Rule(WORLD | GRPC, {}),
     "common/process": Rule(

@@ -1233,7 +1233,7 @@ class Finish(_message.Message):
 
     @_builtins.property
     def receipt(self) -> Global___Receipt:
-        """Proves the answer, when asked for."""
+        """Proves the answer, when asked for and `exact`: no run repeats an answer that two numerics classes have made."""
 
     def __init__(
         self,
@@ -1286,7 +1286,9 @@ class Receipt(_message.Message):
     version: _builtins.int
     """Version of this definition: 1."""
     request_sha256: _builtins.bytes
-    """SHA-256 of the canonical request: prompt token ids, sampling parameters with every default filled in, seed, index."""
+    """SHA-256 of the canonical request: prompt token ids, sampling parameters with every default filled in, seed, index. What
+    the answer does not depend on is not in it: `n`, `best_of`, `num_drafts`, priority, session, salt, output options.
+    """
     seed: _builtins.str
     """The seed in force, as `PromptInfo.seed`."""
     index: _builtins.int
@@ -1294,7 +1296,9 @@ class Receipt(_message.Message):
     prompt_tokens: _builtins.int
     """Prompt length, in tokens."""
     output_tokens: _builtins.int
-    """Number of generated tokens, the end-of-sequence or stop token and those dropped after a stop string included."""
+    """Number of generated tokens, as `Usage.completion_tokens`: the end-of-sequence or stop token is one of them, and a stop
+    string's are up to the one that completed it. What the worker had computed behind that depends on the time alone.
+    """
     output_sha256: _builtins.bytes
     """SHA-256 of their ids, little endian, four bytes each."""
     weights_digest: _builtins.str

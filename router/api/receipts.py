@@ -1,0 +1,38 @@
+"""The receipts of answers: what a stream came from and what it was, in digests."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fissile.v1 import inference_pb2 as pb
+
+from common.cli.version import fissile_version
+from common.receipts import VERSION, output_sha256, sealed
+from router.requests.stream import RequestStream
+
+_ROUTER_VERSION: Final = fissile_version()
+
+
+def receipt_of(stream: RequestStream) -> pb.Receipt | None:
+    """The receipt of a finished answer; None where its request has not asked for one."""
+    request, assembly = stream.request, stream.assembly
+    terms = request.receipt
+    if terms is None:
+        return None
+    return sealed(
+        pb.Receipt(
+            version=VERSION,
+            request_sha256=terms.request.of_answer(request.choice),
+            seed=str(request.seed),
+            index=request.choice,
+            prompt_tokens=assembly.prompt_tokens,
+            output_tokens=assembly.delivered,
+            output_sha256=output_sha256(assembly.token_ids),
+            weights_digest=request.weights_digest,
+            numerics=stream.attempts.numerics,
+            tokenizer_sha256=terms.tokenizer_sha256,
+            template_sha256=terms.template_sha256,
+            router_version=_ROUTER_VERSION,
+            worker_version=stream.worker_version,
+        )
+    )

@@ -1,0 +1,141 @@
+"""Receipts of answers through a router and scripted workers: the same ones whatever has happened in between."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.receipts import RequestDigest, canonical_params, contradiction, output_sha256
+from common.sampling_params import SamplingParams
+from common.seed import derive_seed
+from common.text.tokenizer import files_sha256
+from router.scheduling.failover import FailoverOptions, FailoverPolicy
+from tests.e2e.fake_worker import FakeWorker, letters, short
+from tests.e2e.test_contract import by_choice, resumed
+from tests.e2e.test_router import FILES, TOKENIZER, bench, collect, request, until
+
+
+def asked_for(made: Any) -> Any:
+    made.output_options.receipt.SetInParent()
+    return made
+
+
+def receipts(parts: list[Any]) -> dict[int, pb.Receipt]:
+    return {part.index: part.finish.receipt for part in parts if part.HasField("finish")}
+
+
+async def test_a_receipt_says_what_the_answer_came_from() -> None:
+    worker = FakeWorker(FILES, answer=short, description={"version": "9.8.7"})
+    async with bench(worker) as b:
+        asked = asked_for(request(request_id="r", params={"max_tokens": 64, "temperature": 0.5}))
+        parts = await collect(b.stub.Generate(asked))
+        ids = [i for part in parts for i in part.token_ids]
+        (receipt,) = receipts(parts).values()
+        params = canonical_params(asked.sampling_params, SamplingParams(temperature=0.5, max_tokens=64))
+        prompt = RequestDigest(TOKENIZER.encode("say"), params, derive_seed("r"), continues=True)
+        assert receipt.request_sha256 == prompt.of_answer(0)
+        assert (receipt.version, receipt.seed, receipt.index) == (1, str(derive_seed("r")), 0)
+        assert (receipt.prompt_tokens, receipt.output_tokens) == (3, len(ids))
+        assert receipt.output_sha256 == output_sha256(ids)
+        assert (receipt.weights_digest, receipt.numerics) == ("ww", "nn")
+        assert (receipt.tokenizer_sha256, receipt.template_sha256) == (files_sha256(FILES), "")
+        assert receipt.router_version
+        assert receipt.worker_version == "9.8.7"
+        assert (receipt.logits_every, list(receipt.logit_digests)) == (0, [])
+        assert contradiction(receipt) == ""
+
+        plain = await collect(b.stub.Generate(request(request_id="r")))
+        assert not plain[-1].finish.HasField("receipt")
+
+
+async def test_a_chat_is_another_request_than_its_prompt() -> None:
+    async with bench(FakeWorker(FILES, answer=short)) as b:
+        chat = pb.ChatRequest(request_id="r", messages=[pb.ChatMessage(role="user", content="hi")])
+        asked_for(chat)
+        (of_chat,) = receipts(await collect(b.stub.Chat(chat))).values()
+        once = await b.stub.ChatOnce(chat)
+        rendered = await b.stub.RenderPrompt(pb.RenderPromptRequest(chat=chat))
+        by_ids = pb.GenerateRequest(request_id="r", token_ids=pb.TokenIds(ids=rendered.token_ids))
+        (of_ids,) = receipts(await collect(b.stub.Generate(asked_for(by_ids)))).values()
+        model = await b.stub.GetModel(pb.GetModelRequest())
+    assert once.answers[0].finish.receipt == of_chat
+    assert of_chat.template_sha256 == model.model.template_sha256 != ""
+    assert pb.CAPABILITY_RECEIPTS in model.model.capabilities
+    assert of_chat.output_sha256 == of_ids.output_sha256
+    assert of_chat.request_sha256 != of_ids.request_sha256
+
+
+async def test_each_of_several_answers_has_the_receipt_that_it_has_alone() -> None:
+    async with bench(FakeWorker(FILES, answer=by_choice)) as b:
+        asked = asked_for(request(request_id="r", params={"max_tokens": 64, "n": 3}))
+        streamed = receipts(await collect(b.stub.Generate(asked)))
+        once = await b.stub.GenerateOnce(asked)
+        asked.sampling_params.n = 1
+        alone = receipts(await collect(b.stub.Generate(asked)))
+    assert sorted(streamed) == [0, 1, 2]
+    assert {answer.index: answer.finish.receipt for answer in once.answers} == streamed
+    assert alone[0] == streamed[0]
+    assert len({receipt.output_sha256 for receipt in streamed.values()}) == 3
+
+
+@pytest.mark.parametrize("by", ["token_ids", "text"])
+async def test_a_stream_that_goes_on_has_the_receipt_of_one_that_did_not_break(by: str) -> None:
+    async with bench(FakeWorker(FILES, answer=letters)) as b:
+        asked = asked_for(request(request_id="r", params={"max_tokens": 12}))
+        whole = await collect(b.stub.Generate(asked))
+        rest = await collect(b.stub.Generate(resumed(asked, whole[:4], by=by)))
+        assert receipts(rest) == receipts(whole)
+
+
+@pytest.mark.parametrize("per_step", [1, 3, 40])
+async def test_what_comes_behind_a_stop_string_is_not_in_the_receipt(per_step: int) -> None:
+    """How many tokens are on their way when it is found depends on the time."""
+    async with bench(FakeWorker(FILES, answer=letters, tokens_per_step=per_step)) as b:
+        asked = asked_for(request(request_id="r", params={"max_tokens": 40, "stop_strings": ["lmn"]}))
+        parts = await collect(b.stub.Generate(asked))
+        (receipt,) = receipts(parts).values()
+        ids = TOKENIZER.encode("hijklmn")
+        assert parts[-1].finish.stop.stop_string == "lmn"
+        assert (receipt.output_tokens, receipt.output_sha256) == (len(ids), output_sha256(ids))
+        assert receipt.output_tokens == parts[-1].finish.usage.completion_tokens
+
+
+async def test_a_failover_is_not_in_the_receipt_but_for_the_version_of_the_worker_that_finished() -> None:
+    async with bench(FakeWorker(FILES)) as b:
+        asked = asked_for(request(request_id="r", params={"max_tokens": 300}))
+        (undisturbed,) = receipts(await collect(b.stub.Generate(asked))).values()
+    one = FakeWorker(FILES, worker_id="w0", step_s=0.005)
+    two = FakeWorker(FILES, worker_id="w1", description={"version": "2"}, intake=wpb.INTAKE_CORDONED)
+    async with bench(one, two, start=False) as b:
+        await b.ready(1)
+        call = asyncio.ensure_future(collect(b.stub.Generate(asked)))
+        await until(lambda: one.running and next(iter(one.running.values())).sent > 20)
+        two.intake = wpb.INTAKE_OPEN
+        await one.stop()
+        parts = await call
+    (moved,) = receipts(parts).values()
+    assert parts[-1].finish.attempts == 2
+    assert moved.worker_version == "2"
+    for receipt in (undisturbed, moved):
+        receipt.ClearField("worker_version")
+        receipt.ClearField("receipt_sha256")
+    assert moved == undisturbed
+
+
+async def test_nothing_proves_an_answer_of_two_numerics_classes() -> None:
+    one = FakeWorker(FILES, worker_id="w0", step_s=0.005)
+    two = FakeWorker(FILES, worker_id="w1", description={"numerics": "oo"}, intake=wpb.INTAKE_CORDONED)
+    async with bench(one, two, start=False, failover=FailoverOptions(policy=FailoverPolicy.ANY)) as b:
+        await b.ready(1)
+        asked = asked_for(request(request_id="r", params={"max_tokens": 300}))
+        call = asyncio.ensure_future(collect(b.stub.Generate(asked)))
+        await until(lambda: one.running and next(iter(one.running.values())).sent > 20)
+        two.intake = wpb.INTAKE_OPEN
+        await one.stop()
+        finish = (await call)[-1].finish
+    assert not finish.exact
+    assert not finish.HasField("receipt")
