@@ -9,18 +9,10 @@ if [ -z "$seed" ]; then
   commit=$(git rev-parse HEAD 2>/dev/null) || commit=$(date +%s%N | md5sum)
   seed=$((16#${commit:0:8}))
 fi
+# Only files that have some: collecting all would take a good part of the time.
+mapfile -t files < <(grep -lrE 'hypothesis|mark\.(fresh|sampled)|covering\(' --include='test_*.py' tests/unit tests/sim tests/parity | sort)
 echo "== fresh examples of seed $seed; again: make test-fresh SEED=$seed"
-# fresh FOLDER...: those of the tests below some folders, in processes of their own: an engine's bits are looked at where no
-# test of a kernel has been before, as `make test` does. Only files that have some: collecting all would take a good part
-# of the time.
-fresh() {
-  local files
-  mapfile -t files < <(grep -lrE 'hypothesis|mark\.(fresh|sampled)|covering\(' --include='test_*.py' "$@" | sort)
-  OMP_NUM_THREADS=1 timeout --foreground -s INT -k 60 1800 .venv/bin/python -m pytest -q --durations=5 --timeout 900 \
-    -n "$cores" --dist worksteal --max-worker-restart 0 --fresh "$seed" --fresh-seconds 120 --hypothesis-seed "$seed" \
-    "${files[@]}" </dev/null
-}
-code=0
-fresh tests/unit || code=1
-fresh tests/sim tests/parity || code=1
-[ "$code" -eq 0 ] || { echo "== failed with seed $seed; again: make test-fresh SEED=$seed" && exit 1; }
+OMP_NUM_THREADS=1 timeout --foreground -s INT -k 60 1800 .venv/bin/python -m pytest -q --durations=5 --timeout 900 \
+  -n "$cores" --dist worksteal --max-worker-restart 0 --fresh "$seed" --hypothesis-seed "$seed" \
+  "${files[@]}" </dev/null ||
+  { echo "== failed with seed $seed; again: make test-fresh SEED=$seed" && exit 1; }

@@ -35,7 +35,7 @@ class CpuBackend(KernelBackend):
         instruction_set: its name.
 
     Raises:
-        LibraryUnavailableError: they can not serve on this machine.
+        LibraryUnavailableError: they can not serve on this machine, or another set serves in this process.
     """
 
     name = "cpu"
@@ -48,6 +48,7 @@ class CpuBackend(KernelBackend):
         native = library.load()
         self._library = native
         self.instruction_set = instruction_sets.take(native, instruction_set)
+        instruction_sets.hold(self)
         native.fissile_set_threads(torch.get_num_threads())
         self.description = f"{self.name}:{self.instruction_set}"
         self.layout = (self.name, self.instruction_set, sources_digest())

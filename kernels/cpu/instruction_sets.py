@@ -1,9 +1,15 @@
-"""Chooses the instruction set that serves: the best one that this machine can run and that passed its check."""
+"""Chooses the instruction set that serves: the best one that this machine can run and that passed its check.
+
+The library runs one set at a time, for the whole process. An engine's bits are those of its set, so none can be taken
+while a back end with another one lives: a second engine in the same process would change the first one's answers.
+"""
 
 from __future__ import annotations
 
 import functools
+import weakref
 from ctypes import CDLL
+from typing import Protocol
 
 import structlog
 
@@ -16,14 +22,42 @@ CHOICES = (AUTO, "amx", "avx512bf16", "avx512", AVX2, PLAIN)
 _log = structlog.get_logger(__name__)
 
 
+class Holder(Protocol):
+    """A back end that computes by one instruction set as long as it lives."""
+
+    instruction_set: str
+
+
+_holders: weakref.WeakSet[Holder] = weakref.WeakSet()
+
+
+def in_use() -> str | None:
+    """The instruction set of the back ends that live in this process; None if there are none."""
+    return next((holder.instruction_set for holder in list(_holders)), None)
+
+
+def hold(holder: Holder) -> None:
+    """Keeps the set of a back end from being changed as long as it lives."""
+    _holders.add(holder)
+
+
 def take(library: CDLL, instruction_set: str = AUTO) -> str:
     """Selects the one called `instruction_set`, or the best one; which it is.
 
-    Those better than AVX2 are checked first, once in a process. Of `auto` one that fails is logged and left out.
+    Beside a back end that lives, `auto` is that one's. Those better than AVX2 are checked first, once in a
+    process. Of `auto` one that fails is logged and left out.
 
     Raises:
-        LibraryUnavailableError: this machine can not run the one that was asked for, or its check failed.
+        LibraryUnavailableError: this machine can not run the one that was asked for, its check failed, or a back end of
+            another one lives in this process.
     """
+    if (used := in_use()) is not None:
+        if instruction_set not in (AUTO, used):
+            raise LibraryUnavailableError(
+                f"this process computes by {used} kernels for another engine: {instruction_set} would change its "
+                f"answers; take {used}, or a process of its own"
+            )
+        return select(library, used)
     chosen = _best(library) if instruction_set == AUTO else instruction_set
     _require(library, chosen)
     return select(library, chosen)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Iterator
+
 import pytest
 import torch
 
+from kernels.cpu import instruction_sets, library
 from kernels.interface import KernelBackend
 from kernels.select import CPU_BACKENDS
 from tests.native import backend_or_skip
@@ -20,3 +24,13 @@ def backend(request: pytest.FixtureRequest) -> KernelBackend:
 def _same_numbers() -> None:
     """Random numbers of a test do not depend on the tests before it."""
     torch.manual_seed(1)
+
+
+@pytest.fixture(autouse=True)
+def _engines_keep_their_instruction_set(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A test of kernels takes any set; an engine that lives in this process computes by its own afterwards."""
+    used = instruction_sets.in_use()
+    monkeypatch.setattr(instruction_sets, "_holders", weakref.WeakSet())
+    yield
+    if used is not None:
+        library.select(library.load(), used)

@@ -157,10 +157,30 @@ def test_this_machines_own_pass(native: CDLL) -> None:
 
 
 def test_the_back_end_says_which_one_it_took(native: CDLL) -> None:
-    backend = CpuBackend("plain")
-    assert backend.description == "cpu:plain"
-    assert "plain" in backend.numerics
-    assert CpuBackend("plain").numerics != CpuBackend().numerics or library.base_set(native) == library.PLAIN
+    plain = CpuBackend("plain")
+    assert plain.description == "cpu:plain"
+    assert "plain" in plain.numerics
+    before = plain.numerics
+    del plain
+    assert before != CpuBackend().numerics or library.base_set(native) == library.PLAIN
+
+
+def test_a_back_end_keeps_its_set_as_long_as_it_lives(native: CDLL) -> None:
+    """A second engine with another one would change the bits of the first one's answers."""
+    select_or_skip(native, "avx2")
+    first = CpuBackend("plain")
+    message = "this process computes by plain kernels for another engine: avx2 would change its answers; take plain"
+    with pytest.raises(library.LibraryUnavailableError, match=message):
+        CpuBackend("avx2")
+    with pytest.raises(ValueError, match=message):
+        select_backend("cpu", "avx2")
+    beside = [CpuBackend("plain"), CpuBackend()]
+    assert {each.instruction_set for each in beside} == {"plain"}
+    del first
+    with pytest.raises(library.LibraryUnavailableError, match=message):
+        CpuBackend("avx2")
+    beside.clear()
+    assert CpuBackend("avx2").instruction_set == "avx2"
 
 
 def test_a_name_chooses_the_native_kernels_and_is_refused_with_others(native: CDLL) -> None:
