@@ -232,7 +232,7 @@ class Answering:
             left = [i for i in range(routed.params.n) if i not in points or not points[i].finished]
             for place, index in enumerate(left):
                 return_token_ids = asked.request.output_options.return_token_ids
-                assembly = self._assembly(kind, routed, model, return_token_ids, points.get(index))
+                assembly = self.assembly(kind, routed, model, points.get(index), return_token_ids=return_token_ids)
                 before = earlier[place] if earlier else None
                 choice = replace(routed, choice=index, resumed_from=_resumed_from(asked.request, points.get(index)))
                 streams.append(self._requests.open(choice, assembly, asked.span.submitted, before))
@@ -354,14 +354,27 @@ class Answering:
                 loss="" if attempt.loss is None else attempt.loss.value,
             )
 
-    def _assembly(
+    def assembly(
         self,
         kind: Kind,
         request: RoutedRequest,
         model: ServedModel,
-        return_token_ids: bool,
-        point: pb.ResumePoint | None,
+        point: pb.ResumePoint | None = None,
+        *,
+        return_token_ids: bool = False,
     ) -> StreamAssembly:
+        """Assembly that takes an answer.
+
+        Args:
+            kind: of the request.
+            request: the request.
+            model: its model.
+            point: what its client has got of it; None for nothing.
+            return_token_ids: True if the client gets token ids.
+
+        Raises:
+            ApiError: the model can not search for stop strings, or `point` can not be true.
+        """
         params, tokenizer = request.params, model.text.tokenizer
         if params.stop_strings and tokenizer is None:
             raise NoTokenizerError(model.name)

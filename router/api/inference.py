@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import secrets
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -26,6 +27,7 @@ from router.api.answering import CHAT, GENERATE, Answering, AnswerRequest, Asked
 from router.api.answers import Answers, CollectedAnswers, StreamedAnswers
 from router.api.in_flight import InFlightCall, InFlightCalls
 from router.api.pages import MAX_PAGE, page_of
+from router.api.replaying import Replaying, check_replay, contradiction_of
 from router.api.responses import describe_model
 from router.api.rpc_scope import Context, RpcScope
 from router.api.shutdown import OpenCalls
@@ -46,6 +48,20 @@ from router.validation import (
 from router.workers.expected_workers import ExpectedWorkers
 
 _RENDERED = frozenset({"chat", *(f"chat.{path}" for path in CHAT_SERVED)})
+_REPLAYED = frozenset(
+    {
+        "generate",
+        *(f"generate.{path}" for path in GENERATE_SERVED),
+        "chat",
+        *(f"chat.{path}" for path in CHAT_SERVED),
+        "receipt",
+        *(f"receipt.{field.name}" for field in pb.Receipt.DESCRIPTOR.fields),
+        "token_ids",
+        "token_ids.ids",
+        "worker_id",
+    }
+)
+_SALT_BYTES = 16
 _COUNTED = _RENDERED | {"generate", *(f"generate.{path}" for path in GENERATE_SERVED)}
 
 
@@ -105,6 +121,7 @@ class InferenceService(InferenceServiceServicer):
         self._answering = Answering(
             requests, expected, registry, tracing, clock, max_unread_tokens, self._open_calls, default_max_tokens
         )
+        self._replaying = Replaying(self._answering, requests, registry)
 
     def set_tenants(self, policy: TenantPolicy) -> None:
         """Sets other limits from now on."""
@@ -155,8 +172,30 @@ class InferenceService(InferenceServiceServicer):
         return await self._unserved("Rerank", request, context)
 
     async def Replay(self, request: pb.ReplayRequest, context: Context) -> pb.ReplayResponse:
-        """Refuses: not served yet."""
-        return await self._unserved("Replay", request, context)
+        """Runs a finished request again and compares it with its receipt."""
+        arrival, scope = self._clock(), RpcScope(self._tracing, context, "Replay")
+        async with scope as span:
+            refuse_unserved(request, _REPLAYED)
+            again, kind = check_replay(request), CHAT if request.HasField("chat") else GENERATE
+            with at_path("generate" if kind is GENERATE else "chat"):
+                _check(again)
+            if (bad := contradiction_of(request)) is not None:
+                return bad
+            record = current_record()
+            record.tenant = tenant = self._tenant(context)
+            with at_path("generate" if kind is GENERATE else "chat"):
+                priority = self._priority(again, tenant)
+            call = InFlightCall(record.request_id, tenant, "Replay", again.model, priority, arrival, span.trace_id)
+            # With a salt of its own nothing of it comes from a cache: a fault that is in there is not repeated.
+            salt = secrets.token_bytes(_SALT_BYTES)
+            asked = Asked(again, call, _encode(self._encoder, again), context, salt, span, record, scope)
+            with (
+                self._open_calls.held(),
+                self.calls.held(call),
+                self._tenant_limits.held(tenant, self._clock),
+            ):
+                return await self._replaying.replay(kind, asked, request)
+        raise AssertionError("a call that is refused ends in its scope")
 
     async def Tokenize(self, request: pb.TokenizeRequest, context: Context) -> pb.TokenizeResponse:
         """Turns text into token ids."""

@@ -125,7 +125,18 @@ class RunningRequests:
     def _can_go_elsewhere(self, stream: RequestStream, address: str) -> bool:
         """True if another worker than the one at `address` could take a request."""
         queued = stream.queued
+        if queued.only_worker:
+            return False
         return self._dispatcher.lanes.can_serve(queued.model, queued.numerics, queued.most_tokens, but=address)
+
+    def workers_of(self, identity: str, numerics: str) -> dict[str, str]:
+        """Addresses, by worker id, of the workers of a model and numerics class that take work."""
+        return {
+            session.worker_id: session.address
+            for session in self._sessions.values()
+            if session.accepting and session.model is not None
+            if session.model.identity == identity and session.numerics == numerics
+        }
 
     # From the workers (`SequenceEvents`).
 
@@ -178,7 +189,7 @@ class RunningRequests:
         for stream in reversed(_streams(session.state.live.values())):
             num_tokens, queued = stream.assembly.num_tokens, stream.queued
             wanted = stream.attempts.numerics_wanted(self._policy, num_tokens)
-            if not self._dispatcher.lanes.can_serve(queued.model, wanted, queued.most_tokens):
+            if queued.only_worker or not self._dispatcher.lanes.can_serve(queued.model, wanted, queued.most_tokens):
                 continue
             if stream.attempts.has_begun(num_tokens):
                 begun.append((stream, Loss.DRAINED))

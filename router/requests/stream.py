@@ -76,6 +76,7 @@ class RoutedRequest:
         choice: which of the request's answers.
         resumed_from: as of `Attempts`.
         receipt: content of the answer's receipt; None where it has none.
+        only_worker: address of the one worker that it may go to, "" for any.
     """
 
     model: str
@@ -99,6 +100,7 @@ class RoutedRequest:
     choice: int = 0
     resumed_from: str | None = None
     receipt: ReceiptTerms | None = None
+    only_worker: str = ""
 
     @property
     def ids(self) -> dict[str, str]:
@@ -121,6 +123,7 @@ class RoutedRequest:
             granule_tokens=self.granule_tokens,
             most_tokens=len(self.token_ids) + self.params.max_tokens,
             numerics=self.resumed_from or None,
+            only_worker=self.only_worker,
         )
 
     def to_record(self, rid: int, *, must_keep: bool) -> wpb.SubmitSequence:

@@ -78,6 +78,7 @@ class QueuedRequest:
         most_tokens: tokens that it has at its end at most, prompt and answer; 0 when nobody has said.
         work: `tokens` less what the worker that it was placed on is likely to have cached; fixed while it is on a lane.
         excluded_worker: a worker that it does not go to if there is another, "" for none.
+        only_worker: the one worker that it may go to, "" for any.
         alone: whether the worker that it goes to gets no other requests until its first steps have passed.
         lookup: what its placement has found out about it; the placement's own.
         output: output tokens that its tenant has been charged for.
@@ -100,6 +101,7 @@ class QueuedRequest:
     most_tokens: int = 0
     work: int = 0
     excluded_worker: str = ""
+    only_worker: str = ""
     alone: bool = False
     lookup: PrefixLookup = field(default_factory=PrefixLookup)
     output: int = 0

@@ -115,6 +115,8 @@ class LaneTable:
 
     def is_servable(self, request: QueuedRequest) -> bool:
         """True if a worker that takes work can serve a request."""
+        if request.only_worker:
+            return bool(self._own_lane(request))
         kinds = self._kinds.get(request.model, ())
         return any(lane.can_serve(request.numerics, request.most_tokens) for lane in kinds)
 
@@ -123,6 +125,8 @@ class LaneTable:
 
         Those that it had better not go to, or not now, are none of them if there are others.
         """
+        if request.only_worker:
+            return self._own_lane(request)
         lanes = self._ready.get(request.model, [])
         numerics, most_tokens = request.numerics, request.most_tokens
         if not all(lane.can_serve(numerics, most_tokens) for lane in self._kinds.get(request.model, ())):
@@ -136,6 +140,14 @@ class LaneTable:
         if request.alone:
             lanes = [lane for lane in lanes if lane.load.is_idle and not len(lane)] or lanes
         return lanes
+
+    def _own_lane(self, request: QueuedRequest) -> list[Lane]:
+        """The lane of the one worker that a request may go to; empty while that can not serve it."""
+        return [
+            lane
+            for lane in self._ready.get(request.model, ())
+            if lane.worker == request.only_worker and lane.can_serve(request.numerics, request.most_tokens)
+        ]
 
     def counts(self, now: float, gate: DelayGate) -> LaneCounts:
         """Number of lanes in each state."""

@@ -74,7 +74,8 @@ class Rebalancing:
         under_way = self._pass
         for _ in range(min(_PER_DECISION, len(under_way.requests))):
             request = under_way.requests.popleft()
-            if request.lane is not None and request.lane.ready and not request.alone:
+            is_free = not request.alone and not request.only_worker
+            if request.lane is not None and request.lane.ready and is_free:
                 self._rebalance(request, request.lane, under_way.ahead, now)
                 under_way.seen += 1
         if under_way.requests:

@@ -8,11 +8,13 @@ import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
-from common.cli.core.client import Credentials, Question, ask, open_channel
+from common.cli.client.proof import write_proof
+from common.cli.core.client import Answer, Credentials, Question, ask, open_channel
 from common.cli.core.console import TextStream
 from common.cli.core.errors import CommandError
 from common.cli.core.options import address_option, json_option, option, timeout_option
@@ -138,7 +140,7 @@ def read_prompt(argument: str | None) -> str:
 
 async def ask_router(
     address: str, question: Question, timeout_s: float, credentials: Credentials, *, as_json: bool
-) -> None:
+) -> Answer:
     """Asks a running router; prints the answer as it streams and its figures, or one JSON object at the end."""
     shown = TextStream(quiet=as_json)
     async with open_channel(address, credentials) as channel:
@@ -150,6 +152,7 @@ async def ask_router(
         click.echo(json.dumps(answer.as_dict(), ensure_ascii=False))
     else:
         click.echo(answer.figures(), err=True)
+    return answer
 
 
 @click.command()
@@ -170,6 +173,10 @@ async def ask_router(
     "--offline", envvar="FISSILE_OFFLINE", metavar="MODEL",
     help="Checkpoint to run in this process, without a router.",
 )  # fmt: skip
+@option(
+    "--receipt", envvar="FISSILE_RECEIPT", type=click.Path(path_type=Path), metavar="FILE",
+    help="Write the answer's receipt, with the request and the token ids, to FILE, for `fissile verify`.",
+)  # fmt: skip
 def generate(
     prompt: str | None,
     address: str,
@@ -181,6 +188,7 @@ def generate(
     timeout: float,
     as_json: bool,
     offline: str | None,
+    receipt: Path | None,
     **sampling: Any,
 ) -> None:
     """Send PROMPT (or standard input) to a model and stream its answer.
@@ -188,11 +196,14 @@ def generate(
     The answer goes to standard output, its figures to standard error. Exit code: 0 finished, 1 failed, 2 the request
     must be changed, 3 it may work later (no router, no worker, a full queue).
     """
-    question = Question(read_prompt(prompt), model, chat, system, request_id, given(sampling))
+    has_receipt = receipt is not None
+    question = Question(read_prompt(prompt), model, chat, system, request_id, given(sampling), has_receipt)
     if offline is not None:
         generate_offline(offline, question, as_json=as_json)
-    else:
-        asyncio.run(ask_router(address, question, timeout, credentials, as_json=as_json))
+        return
+    answer = asyncio.run(ask_router(address, question, timeout, credentials, as_json=as_json))
+    if receipt is not None:
+        write_proof(receipt, answer)
 
 
 def generate_offline(folder: str, question: Question, *, as_json: bool) -> None:
@@ -201,6 +212,8 @@ def generate_offline(folder: str, question: Question, *, as_json: bool) -> None:
     Raises:
         CommandError: the folder cannot be served, or the request is not valid (exit code 2).
     """
+    if question.has_receipt:
+        raise CommandError("--offline has no receipts, which name a router and a worker: leave --receipt out")
     if question.chat or question.system:
         raise CommandError("--offline continues a prompt: leave out --chat and --system, or ask a router")
     # Needs the tokenizers package, which the command line itself does not.

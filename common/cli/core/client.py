@@ -107,6 +107,7 @@ class Question:
     """Request that a command sends.
 
     `chat` None takes Chat where the model has a chat template. `sampling`: the given fields of SamplingParams only.
+    `has_receipt`: the answer is to have a receipt, and token ids.
     """
 
     prompt: str
@@ -115,22 +116,31 @@ class Question:
     system: str = ""
     request_id: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
+    has_receipt: bool = False
+
+    @property
+    def output_options(self) -> pb.OutputOptions | None:
+        """Content of the answer besides text."""
+        return pb.OutputOptions(return_token_ids=True, receipt=pb.ReceiptOptions()) if self.has_receipt else None
 
 
 @dataclass(slots=True)
 class Answer:
-    """A stream put together."""
+    """A stream put together, and the request that was sent."""
 
     trace_id: str = ""
     request_id: str = ""
     text: str = ""
     prompt_info: pb.PromptInfo = field(default_factory=pb.PromptInfo)
     finish: pb.Finish = field(default_factory=pb.Finish)
+    token_ids: list[int] = field(default_factory=list)
+    request: pb.GenerateRequest | pb.ChatRequest | None = None
 
     def add(self, part: pb.GenerateResponse | pb.ChatResponse) -> None:
         """Adds one message of the stream."""
         self.request_id = part.request_id
         self.text += text_of(part)
+        self.token_ids.extend(part.token_ids)
         if part.HasField("prompt_info"):
             self.prompt_info = part.prompt_info
         if part.HasField("finish"):
@@ -208,10 +218,11 @@ async def ask(
             asked = pb.GetModelRequest(model=question.model)
             described = await stub.GetModel(asked, timeout=timeout_s, metadata=metadata)
             chat = pb.CAPABILITY_CHAT in described.model.capabilities
+        request = answer.request = chat_request(question) if chat else generate_request(question)
         call = (
-            stub.Chat(chat_request(question), timeout=timeout_s, metadata=metadata)
-            if chat
-            else stub.Generate(generate_request(question), timeout=timeout_s, metadata=metadata)
+            stub.Chat(request, timeout=timeout_s, metadata=metadata)
+            if isinstance(request, pb.ChatRequest)
+            else stub.Generate(request, timeout=timeout_s, metadata=metadata)
         )
         try:
             async for part in call:
@@ -239,6 +250,7 @@ def generate_request(question: Question) -> pb.GenerateRequest:
         request_id=question.request_id,
         text=question.prompt,
         sampling_params=pb.SamplingParams(**question.sampling),
+        output_options=question.output_options,
     )
 
 
@@ -250,6 +262,7 @@ def chat_request(question: Question) -> pb.ChatRequest:
         request_id=question.request_id,
         messages=[*system, pb.ChatMessage(role="user", content=question.prompt)],
         sampling_params=pb.SamplingParams(**question.sampling),
+        output_options=question.output_options,
     )
 
 

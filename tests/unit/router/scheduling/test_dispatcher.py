@@ -251,6 +251,27 @@ def test_a_request_goes_only_to_a_worker_that_is_long_enough() -> None:
         assert sorted(d.abandon(1.0 + WORKER_WAIT_S)) == [1, 2, 4]
 
 
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_request_for_one_worker_goes_there_alone(placement: str) -> None:
+    """However much sooner others would serve it, and when it has come back from there."""
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS[placement].make(), 100)
+    for worker in ("a", "b", "c"):
+        d.lane_up(worker, "m", ROOM, 0.0)
+    d.report("b", LoadReport(0.0, decoding_seqs=9, waiting_tokens=9000, room_tokens=0, room_seqs=0))
+    wanted = replace(request(1), only_worker="b")
+    d.arrive(wanted, 0.0)
+    for now in range(1, 20):
+        assert d.decide(float(now)) == []
+    d.report("b", replace(ROOM, time=20.0))
+    assert keys(d.decide(20.0)) == {"b": [1]}
+    d.requeue(wanted, 21.0, excluded_worker="b")
+    assert keys(d.decide(21.0)) == {"b": [1]}
+    d.requeue(wanted, 22.0)
+    d.lane_draining("b", 22.0)
+    assert d.decide(22.0) == []
+    assert d.abandon(22.0 + WORKER_WAIT_S) == [1]
+
+
 def test_a_returned_request_avoids_the_worker_that_returned_it() -> None:
     for _ in range(3):
         d = dispatcher("a", "b")

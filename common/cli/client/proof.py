@@ -1,0 +1,76 @@
+"""Files of proofs: JSON of a ReplayRequest, which has receipt, request and token ids, or of a Receipt alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from fissile.v1 import inference_pb2 as pb
+from google.protobuf import json_format
+from google.protobuf.message import Message
+
+from common.cli.core.client import Answer
+from common.cli.core.errors import CommandError
+
+
+def write_proof(path: Path, answer: Answer) -> None:
+    """Writes the proof of an answer that was asked for with a receipt.
+
+    Raises:
+        CommandError: there is no receipt, or the file can not be written.
+    """
+    if not answer.finish.HasField("receipt"):
+        raise CommandError("the answer has no receipt: workers of two numerics classes have made it", 1)
+    proof = pb.ReplayRequest(receipt=answer.finish.receipt, token_ids=pb.TokenIds(ids=answer.token_ids))
+    request = answer.request
+    if isinstance(request, pb.ChatRequest):
+        proof.chat.CopyFrom(request)
+        proof.chat.request_id = answer.request_id
+    elif request is not None:
+        proof.generate.CopyFrom(request)
+        proof.generate.request_id = answer.request_id
+    try:
+        path.write_text(json_format.MessageToJson(proof, preserving_proto_field_name=True, indent=1) + "\n")
+    except OSError as error:
+        raise CommandError(f"the receipt can not be written to {path}: {error.strerror}", 1) from None
+
+
+def read_proof(path: Path, request: Path | None) -> pb.ReplayRequest:
+    """The proof in a file.
+
+    Args:
+        path: of a proof, or of a receipt alone.
+        request: of the request, as JSON of GenerateRequest or ChatRequest; None for the one in the proof.
+
+    Raises:
+        CommandError: a file can not be read, or there is no request.
+    """
+    given, proof = _object(path), pb.ReplayRequest()
+    _parse(path, given, proof if "receipt" in given else proof.receipt)
+    if request is not None:
+        asked = _object(request)
+        proof.ClearField("request")
+        _parse(request, asked, proof.chat if "messages" in asked else proof.generate)
+    if proof.WhichOneof("request") is None:
+        raise CommandError(f"{path} has a receipt alone: give the request too, with --request FILE")
+    return proof
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CommandError(f"{path} can not be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise CommandError(f"{path} is no JSON: {error}") from None
+    if not isinstance(given, dict):
+        raise CommandError(f"{path} is no JSON object")
+    return given
+
+
+def _parse(path: Path, given: dict[str, Any], message: Message) -> None:
+    try:
+        json_format.ParseDict(given, message)
+    except json_format.ParseError as error:
+        raise CommandError(f"{path} is no JSON of {message.DESCRIPTOR.name}: {error}") from None

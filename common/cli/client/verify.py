@@ -1,0 +1,104 @@
+"""`fissile verify`: has a finished request run again, and compares what comes of it with its receipt."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any, Final
+
+import click
+import grpc
+from fissile.v1 import inference_pb2 as pb
+from fissile.v1.inference_pb2_grpc import InferenceServiceStub
+
+from common.cli.client.proof import read_proof
+from common.cli.core.client import Credentials, call_failed, open_channel
+from common.cli.core.errors import CommandError
+from common.cli.core.options import address_option, json_option, option, timeout_option
+from common.cli.core.tls_options import with_credentials
+from common.receipts import contradiction, output_sha256
+
+# Verdict -> exit code, and what it means.
+_OUTCOMES: Final = {
+    pb.REPLAY_VERDICT_EQUAL: (0, "equal"),
+    pb.REPLAY_VERDICT_LOGITS_DIFFER: (1, "the logits differ"),
+    pb.REPLAY_VERDICT_CHOICE_DIFFERS: (1, "another token was chosen"),
+    pb.REPLAY_VERDICT_OTHER_REQUEST: (2, "this is not the request of the receipt"),
+    pb.REPLAY_VERDICT_BAD_RECEIPT: (2, "the receipt was altered, or is none"),
+}
+
+
+async def ask_replay(
+    address: str, proof: pb.ReplayRequest, timeout_s: float, credentials: Credentials
+) -> pb.ReplayResponse:
+    """Has the router at `address` replay a request.
+
+    Raises:
+        CommandError: the call failed.
+    """
+    async with open_channel(address, credentials) as channel:
+        try:
+            return await InferenceServiceStub(channel).Replay(proof, timeout=timeout_s, metadata=credentials.metadata)
+        except grpc.aio.AioRpcError as error:
+            raise call_failed(error, address) from error
+
+
+def check_offline(proof: pb.ReplayRequest) -> pb.ReplayResponse | None:
+    """The outcome where no run is needed for it, None where one is.
+
+    Raises:
+        CommandError: the receipt is whole, and the token ids beside it are of another answer.
+    """
+    problem = contradiction(proof.receipt)
+    if problem:
+        return pb.ReplayResponse(verdict=pb.REPLAY_VERDICT_BAD_RECEIPT, detail=problem)
+    if proof.HasField("token_ids") and output_sha256(proof.token_ids.ids) != proof.receipt.output_sha256:
+        raise CommandError("the answer was altered: its token ids are not those of the receipt")
+    return None
+
+
+def as_dict(found: pb.ReplayResponse) -> dict[str, Any]:
+    """An outcome for JSON."""
+    return {
+        "verdict": pb.ReplayVerdict.Name(found.verdict).removeprefix("REPLAY_VERDICT_").lower(),
+        "position": found.position if found.HasField("position") else None,
+        "detail": found.detail,
+        "worker_id": found.worker_id,
+    }
+
+
+@click.command()
+@click.argument("receipt", type=click.Path(path_type=Path))
+@option(
+    "--request", envvar="FISSILE_REQUEST", type=click.Path(path_type=Path), metavar="FILE",
+    help="JSON of the GenerateRequest or ChatRequest, with the id that it had. Default: the one in RECEIPT.",
+)  # fmt: skip
+@option(
+    "--worker", envvar="FISSILE_WORKER", default="", help="Worker to run it on. Default: any of the numerics class."
+)
+@address_option
+@with_credentials
+@timeout_option
+@json_option
+def verify(
+    receipt: Path,
+    request: Path | None,
+    worker: str,
+    address: str,
+    credentials: Credentials,
+    timeout: float,
+    as_json: bool,
+) -> None:
+    """Run the request of RECEIPT again and compare the answer with it, to the bit.
+
+    RECEIPT is a file of `fissile generate --receipt`, or the JSON of a Receipt. Exit code: 0 equal, 1 the answer
+    differs, 2 the receipt was altered, is of another request, or can not be replayed here, 3 it may work later.
+    """
+    proof = read_proof(receipt, request)
+    proof.worker_id = worker
+    found = check_offline(proof) or asyncio.run(ask_replay(address, proof, timeout, credentials))
+    code, meaning = _OUTCOMES.get(found.verdict, (1, f"verdict {found.verdict}, which this version does not know"))
+    where = f" on worker {found.worker_id}" if found.worker_id else ""
+    click.echo(json.dumps(as_dict(found)) if as_json else f"{meaning}: {found.detail}{where}")
+    click.get_current_context().exit(code)
