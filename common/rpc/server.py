@@ -18,7 +18,6 @@ import grpc
 import structlog
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_health.v1._async import HealthServicer
-from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
 
 from common.limits import (
     CONNECTION_IDLE_S,
@@ -37,6 +36,7 @@ from common.rpc.auth import Access, AccessInterceptor
 from common.rpc.descriptors import max_connections as connections_allowed
 from common.rpc.descriptors import max_side_connections
 from common.rpc.metadata import MetadataBound
+from common.rpc.reflection import add_reflection
 from common.rpc.request_log import RequestLog
 from common.rpc.request_reader import RequestReader
 from common.rpc.tls import ServerTls, is_loopback
@@ -45,7 +45,6 @@ log = structlog.get_logger(__name__)
 
 LIVENESS: Final = "liveness"
 READINESS: Final = "readiness"
-_REFLECTION_V1: Final = "grpc.reflection.v1.ServerReflection"
 # No call in so many looks at a loop that was not busy: none is about to be accepted. Once one has come others are on
 # their way: a client that has much to send, on a busy machine, pauses for tens of milliseconds.
 _QUIET_LOOKS: Final = 5
@@ -212,7 +211,7 @@ class GrpcServer:
         await self._health.set(LIVENESS, _SERVING)
         await self.set_serving(False)
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self.server)
-        _reflect(self.server, (*self._services, _HEALTH_SERVICE, reflection.SERVICE_NAME))
+        add_reflection(self.server, (*self._services, _HEALTH_SERVICE))
         self.port = _listen(self.server, self._host, self._wanted_port, credentials)
         if self._probed is not None and self._wanted_health_port is not None:
             health_pb2_grpc.add_HealthServicer_to_server(self._health, self._probed)
@@ -301,22 +300,6 @@ class GrpcServer:
                 quiet, wanted, arrived = 0, _QUIET_LOOKS_AFTER_CALLS, self._requests.arrived
             else:
                 quiet = quiet + 1 if now - before < 2 * _LOOK_S else 0
-
-
-def _reflect(server: grpc.aio.Server, names: Sequence[str]) -> None:
-    """Serves reflection by both of its names: the library has v1alpha alone, and what is on the wire is the same.
-
-    The other name is not listed: tools ask for the descriptor of what is, and the library has none of it.
-    """
-    servicer = reflection.aio.ReflectionServicer(names)
-    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
-    method = grpc.stream_stream_rpc_method_handler(
-        servicer.ServerReflectionInfo,
-        reflection_pb2.ServerReflectionRequest.FromString,
-        reflection_pb2.ServerReflectionResponse.SerializeToString,
-    )
-    handler = grpc.method_handlers_generic_handler(_REFLECTION_V1, {"ServerReflectionInfo": method})
-    server.add_generic_rpc_handlers((handler,))
 
 
 def _listen(server: grpc.aio.Server, host: str, port: int, credentials: grpc.ServerCredentials | None = None) -> int:

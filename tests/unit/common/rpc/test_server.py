@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from fissile.worker.v1 import worker_pb2, worker_pb2_grpc
-from google.protobuf import descriptor_pb2, json_format
+from google.protobuf import descriptor_pb2, descriptor_pool, json_format, message_factory
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2
@@ -98,31 +98,61 @@ async def test_health_names(site: Site) -> None:
     assert raised.value.code() is grpc.StatusCode.NOT_FOUND
 
 
-@pytest.mark.parametrize("version", ["v1alpha", "v1"])
-async def test_reflection_lists_the_services_and_has_the_details_of_errors(site: Site, version: str) -> None:
-    """C14: by both names; a tool that prints an error's details finds their types."""
-    service = f"grpc.reflection.{version}.ServerReflection"
-    asked = [
-        reflection_pb2.ServerReflectionRequest(list_services=""),
-        *(
-            reflection_pb2.ServerReflectionRequest(file_containing_symbol=f"google.rpc.{name}")
-            for name in ("BadRequest", "RetryInfo", "ErrorInfo")
-        ),
-    ]
-    call: Any = site.channel.stream_stream(
-        f"/{service}/ServerReflectionInfo",
+def reflected(site: Site, version: str, asked: list[Any]) -> Any:
+    """Asks reflection of a version by its method's path alone."""
+    return site.channel.stream_stream(
+        f"/grpc.reflection.{version}.ServerReflection/ServerReflectionInfo",
         reflection_pb2.ServerReflectionRequest.SerializeToString,
         reflection_pb2.ServerReflectionResponse.FromString,
     )(iter(asked))
-    services, *files = [answer async for answer in call]
+
+
+def files_of(answer: Any) -> dict[str, descriptor_pb2.FileDescriptorProto]:
+    """Files of an answer by name."""
+    found = map(descriptor_pb2.FileDescriptorProto.FromString, answer.file_descriptor_response.file_descriptor_proto)
+    return {file.name: file for file in found}
+
+
+@pytest.mark.parametrize("version", ["v1alpha", "v1"])
+async def test_reflection_lists_the_services_and_has_the_details_of_errors(site: Site, version: str) -> None:
+    """C14: by both names; a tool that prints an error's details finds their types."""
+    details = [f"google.rpc.{name}" for name in ("BadRequest", "RetryInfo", "ErrorInfo")]
+    asked = [
+        reflection_pb2.ServerReflectionRequest(list_services=""),
+        *(reflection_pb2.ServerReflectionRequest(file_containing_symbol=name) for name in details),
+    ]
+    services, *files = [answer async for answer in reflected(site, version, asked)]
     found = {each.name for each in services.list_services_response.service}
-    assert {SERVICE, "grpc.health.v1.Health", "grpc.reflection.v1alpha.ServerReflection"} <= found
+    both = {f"grpc.reflection.{each}.ServerReflection" for each in ("v1alpha", "v1")}
+    assert {SERVICE, "grpc.health.v1.Health", *both} <= found
     for answer in files:
-        names = {
-            descriptor_pb2.FileDescriptorProto.FromString(data).name
-            for data in answer.file_descriptor_response.file_descriptor_proto
-        }
-        assert "google/rpc/error_details.proto" in names
+        assert "google/rpc/error_details.proto" in files_of(answer)
+
+
+async def test_every_service_that_reflection_lists_can_be_called_by_its_descriptor(site: Site) -> None:
+    """As a generic tool does it: list, fetch the files of each service, and build its types anew."""
+    listed = [reflection_pb2.ServerReflectionRequest(list_services="")]
+    (services,) = [answer async for answer in reflected(site, "v1", listed)]
+    pool = descriptor_pool.DescriptorPool()
+    for service in services.list_services_response.service:
+        asked = [reflection_pb2.ServerReflectionRequest(file_containing_symbol=service.name)]
+        (answer,) = [answer async for answer in reflected(site, "v1", asked)]
+        for file in reversed(files_of(answer).values()):
+            pool.Add(file)
+        assert pool.FindServiceByName(service.name).methods
+    method = pool.FindServiceByName("grpc.reflection.v1.ServerReflection").FindMethodByName("ServerReflectionInfo")
+    assert (method.client_streaming, method.server_streaming) == (True, True)
+    request: Any = message_factory.GetMessageClass(method.input_type)(host="h", list_services="")
+    response = message_factory.GetMessageClass(method.output_type)
+    call: Any = site.channel.stream_stream(
+        "/grpc.reflection.v1.ServerReflection/ServerReflectionInfo",
+        lambda each: each.SerializeToString(),
+        response.FromString,
+    )(iter([request]))
+    (got,) = [answer async for answer in call]
+    assert got.DESCRIPTOR.full_name == "grpc.reflection.v1.ServerReflectionResponse"
+    assert got.original_request.host == "h"
+    assert SERVICE in {each.name for each in got.list_services_response.service}
 
 
 async def test_abort_sends_details_and_trailing_metadata(site: Site) -> None:

@@ -1,0 +1,55 @@
+"""Server reflection by both of its names: `grpc.reflection.v1`, and `v1alpha`, which is all that the library has.
+
+On the wire the two are the same, so one servicer serves both. The descriptor of v1, which tools ask for because it is
+listed, is made from the library's by renaming its package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
+
+import grpc
+from google.protobuf import descriptor_pb2, descriptor_pool
+from grpc_reflection.v1alpha import reflection, reflection_pb2, reflection_pb2_grpc
+
+_ALPHA: Final = "grpc.reflection.v1alpha"
+_V1: Final = "grpc.reflection.v1"
+_V1_FILE: Final = "grpc/reflection/v1/reflection.proto"
+SERVICE_NAMES: Final = (reflection.SERVICE_NAME, f"{_V1}.ServerReflection")
+
+
+def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
+    """Serves reflection of the services of these full names, and of itself."""
+    _describe_v1()
+    servicer = reflection.aio.ReflectionServicer((*services, *SERVICE_NAMES))
+    reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, server)
+    method = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        reflection_pb2.ServerReflectionRequest.FromString,
+        reflection_pb2.ServerReflectionResponse.SerializeToString,
+    )
+    handler = grpc.method_handlers_generic_handler(f"{_V1}.ServerReflection", {"ServerReflectionInfo": method})
+    server.add_generic_rpc_handlers((handler,))
+
+
+def _describe_v1() -> None:
+    """Adds the descriptor of v1 to the process's own, unless a library has brought it."""
+    pool = descriptor_pool.Default()
+    try:
+        pool.FindFileByName(_V1_FILE)
+    except KeyError:
+        pool.AddSerializedFile(_renamed().SerializeToString())
+
+
+def _renamed() -> descriptor_pb2.FileDescriptorProto:
+    file = descriptor_pb2.FileDescriptorProto()
+    reflection_pb2.DESCRIPTOR.CopyToProto(file)
+    file.name, file.package = _V1_FILE, _V1
+    file.ClearField("options")
+    for field in (field for message in file.message_type for field in message.field if field.type_name):
+        field.type_name = field.type_name.replace(_ALPHA, _V1)
+    for method in (method for service in file.service for method in service.method):
+        method.input_type = method.input_type.replace(_ALPHA, _V1)
+        method.output_type = method.output_type.replace(_ALPHA, _V1)
+    return file
