@@ -274,6 +274,6 @@ def test_the_library_needs_nothing_else_of_ours() -> None:
 
 
 _STANDARD = {
-    "__future__", "asyncio", "collections", "copy", "dataclasses", "hashlib", "pathlib", "random", "threading", "time",
-    "types", "typing", "uuid",
+    "__future__", "asyncio", "collections", "contextlib", "copy", "dataclasses", "hashlib", "pathlib", "random", "re",
+    "threading", "time", "types", "typing", "uuid", "weakref",
 }  # fmt: skip

@@ -125,7 +125,7 @@ async def until(condition: Callable[[], object], within_s: float = 60.0) -> None
 async def bench(*workers: FakeWorker, start: bool = True, **options: Any) -> AsyncIterator[Bench]:
     fleet = list(workers or [FakeWorker(FILES)])
     addresses = [await worker.start() for worker in fleet]
-    router = Router(RouterOptions(workers=addresses, port=0, **options))
+    router = Router(RouterOptions(workers=addresses, **{"port": 0, **options}))
     await router.start()
     channel = grpc.aio.insecure_channel(router.server.address, options=[("grpc.enable_retries", 0)])
     made = Bench(router, fleet, channel)

@@ -13,7 +13,7 @@ Needs grpcio, protobuf and googleapis-common-protos alone.
 
 from fissile.client.aio import AsyncClient, AsyncStream
 from fissile.client.calls import Delta, Event, Finished, Result
-from fissile.client.connections import Connection
+from fissile.client.connections import Connection, Metadata
 from fissile.client.errors import FieldProblem, FissileError
 from fissile.client.progress import Answer
 from fissile.client.sync import Client, Stream
@@ -29,6 +29,7 @@ __all__ = [
     "FieldProblem",
     "Finished",
     "FissileError",
+    "Metadata",
     "Result",
     "Stream",
 ]

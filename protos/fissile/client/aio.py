@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncIterator, Sequence
+import weakref
+from collections.abc import AsyncIterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -21,7 +23,7 @@ from fissile.client.calls import (
     result_of,
     split,
 )
-from fissile.client.connections import CHANNEL_OPTIONS, Connection
+from fissile.client.connections import Connection, Metadata
 from fissile.client.errors import cancelled, error_of
 from fissile.client.progress import Progress, Request
 from fissile.client.retries import Retries
@@ -29,61 +31,32 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 
-class AsyncStream:
-    """Events of the answers to one request; goes on at another router by itself where the stream breaks.
+class _Attempts:
+    """Calls of one stream, one after the other.
 
-    Iterate over it once. Leaving its `async with` block, cancelling the task that reads it, or `cancel` frees what it
-    holds.
-
-    Attributes:
-        progress: what has come.
+    Knows nothing of its `AsyncStream`: of one that nobody holds any more the loop ends the generator `events`, which
+    cancels the call.
     """
 
-    def __init__(self, client: AsyncClient, request: Request, timeout_s: float | None) -> None:
+    def __init__(self, client: AsyncClient, request: Request, timeout_s: float | None, metadata: Metadata) -> None:
         self.progress = Progress(request)
+        self.trailing_metadata: Mapping[str, str | bytes] = {}
         self._client = client
         self._request = request
+        self._metadata = client.connection.metadata_of(metadata)
         self._end = None if timeout_s is None else time.monotonic() + timeout_s
         self._retries = client.retries()
         self._call: Any = None
-        self._is_cancelled = False
-        self._events = self._run()
-
-    async def __aenter__(self) -> AsyncStream:
-        """Begins nothing: the call begins with the first event that is asked for."""
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        """Cancels what is left."""
-        self.cancel()
-
-    def __aiter__(self) -> AsyncIterator[Event]:
-        """The events, in order.
-
-        Raises (on iteration):
-            FissileError: the call has failed, and can not go on, or has been cancelled.
-        """
-        return self._events
+        self._cancelled = asyncio.Event()
 
     def cancel(self) -> None:
-        """Ends the call; what it held is free."""
-        self._is_cancelled = True
+        """Ends the call."""
+        self._cancelled.set()
         if self._call is not None:
             self._call.cancel()
 
-    async def result(self) -> Result:
-        """Reads to the end; the answers from their beginning.
-
-        Raises:
-            FissileError: the call has failed, and can not go on.
-        """
-        async for _ in self:
-            pass
-        return result_of(self.progress)
-
-    async def _run(self) -> AsyncIterator[Event]:
+    async def events(self) -> AsyncIterator[Event]:
+        """Events of all attempts; begins the first one."""
         request = self._request
         while True:
             try:
@@ -92,6 +65,7 @@ class AsyncStream:
                     self.progress.add(part)
                     for event in events_of(part):
                         yield event
+                self.trailing_metadata = dict(await self._call.trailing_metadata() or ())
                 return
             except grpc.aio.AioRpcError as error:
                 if self.progress.is_whole:
@@ -107,20 +81,78 @@ class AsyncStream:
             finally:
                 if self._call is not None:
                     self._call.cancel()
-            await asyncio.sleep(wait_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._cancelled.wait(), wait_s)
             request = self.progress.going_on()
 
     def _open(self, request: Request) -> Any:
-        if self._is_cancelled:
+        if self._cancelled.is_set():
             raise cancelled()
         stub = self._client.stub(self._retries.target)
         method = stub.Chat if isinstance(request, pb.ChatRequest) else stub.Generate
         left_s = None if self._end is None else max(0.001, self._end - time.monotonic())
-        self._call = method(request, timeout=left_s, metadata=self._client.connection.call_metadata)
+        self._call = method(request, timeout=left_s, metadata=self._metadata)
         return self._call
 
     def _is_late(self, wait_s: float) -> bool:
         return self._end is not None and time.monotonic() + wait_s >= self._end
+
+
+class AsyncStream:
+    """Events of the answers to one request; goes on at another router by itself where the stream breaks.
+
+    Iterate over it once. Leaving its `async with` block, cancelling the task that reads it, `cancel`, or dropping it
+    (as `break` does where nothing else holds it) frees what it holds.
+
+    Attributes:
+        progress: what has come.
+    """
+
+    def __init__(self, attempts: _Attempts) -> None:
+        self.progress = attempts.progress
+        self._attempts = attempts
+        self._events = attempts.events()
+
+    async def __aenter__(self) -> AsyncStream:
+        """Begins nothing: the call begins with the first event that is asked for."""
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        """Cancels what is left."""
+        self.cancel()
+
+    def __aiter__(self) -> AsyncIterator[Event]:
+        """The events, in order."""
+        return self
+
+    async def __anext__(self) -> Event:
+        """Waits for the next event.
+
+        Raises:
+            FissileError: the call has failed, and can not go on, or has been cancelled.
+        """
+        return await anext(self._events)
+
+    @property
+    def trailing_metadata(self) -> Mapping[str, str | bytes]:
+        """Trailing metadata of a stream that has ended with OK, such as `traceresponse`; empty before."""
+        return self._attempts.trailing_metadata
+
+    def cancel(self) -> None:
+        """Ends the call; what it held is free."""
+        self._attempts.cancel()
+
+    async def result(self) -> Result:
+        """Reads to the end; the answers from their beginning.
+
+        Raises:
+            FissileError: the call has failed, and can not go on.
+        """
+        async for _ in self:
+            pass
+        return result_of(self.progress)
 
 
 def _is_task_cancelled() -> bool:
@@ -141,6 +173,7 @@ class AsyncClient:
         self.connection = Connection([targets] if isinstance(targets, str) else [*targets], **connection)
         self._give_up_s = give_up_s
         self._channels: dict[str, grpc.aio.Channel] = {}
+        self._running = weakref.WeakSet[_Attempts]()
         self._is_closed = False
         self._next = 0
 
@@ -157,32 +190,64 @@ class AsyncClient:
     async def close(self) -> None:
         """Closes the connections for good; calls that run are cancelled."""
         self._is_closed = True
+        for attempts in [*self._running]:
+            attempts.cancel()
         while self._channels:
             await self._channels.popitem()[1].close()
 
-    def chat_stream(self, messages: Messages, *, timeout_s: float | None = 600.0, **arguments: Any) -> AsyncStream:
+    def chat_stream(
+        self, messages: Messages, *, timeout_s: float | None = 600.0, metadata: Metadata = (), **arguments: Any
+    ) -> AsyncStream:
         """Answers a conversation; arguments as of `Client.chat_stream`."""
-        return AsyncStream(self, chat_request(messages, *split(arguments)), timeout_s)
+        return self._stream(chat_request(messages, *split(arguments)), timeout_s, metadata)
 
-    def generate_stream(self, prompt: Prompt, *, timeout_s: float | None = 600.0, **arguments: Any) -> AsyncStream:
+    def generate_stream(
+        self, prompt: Prompt, *, timeout_s: float | None = 600.0, metadata: Metadata = (), **arguments: Any
+    ) -> AsyncStream:
         """Continues a prompt, a text or token ids; arguments as of `Client.chat_stream`."""
-        return AsyncStream(self, generate_request(prompt, *split(arguments)), timeout_s)
+        return self._stream(generate_request(prompt, *split(arguments)), timeout_s, metadata)
 
-    async def chat(self, messages: Messages, *, timeout_s: float | None = 600.0, **arguments: Any) -> Result:
-        """Answers a conversation, whole.
-
-        Raises:
-            FissileError: the call has failed, and can not go on.
-        """
-        return await self.chat_stream(messages, timeout_s=timeout_s, **arguments).result()
-
-    async def generate(self, prompt: Prompt, *, timeout_s: float | None = 600.0, **arguments: Any) -> Result:
-        """Continues a prompt, whole.
+    async def chat(self, messages: Messages, **arguments: Any) -> Result:
+        """Answers a conversation, whole; arguments as of `Client.chat_stream`.
 
         Raises:
             FissileError: the call has failed, and can not go on.
         """
-        return await self.generate_stream(prompt, timeout_s=timeout_s, **arguments).result()
+        return await self.chat_stream(messages, **arguments).result()
+
+    async def generate(self, prompt: Prompt, **arguments: Any) -> Result:
+        """Continues a prompt, whole; arguments as of `Client.chat_stream`.
+
+        Raises:
+            FissileError: the call has failed, and can not go on.
+        """
+        return await self.generate_stream(prompt, **arguments).result()
+
+    async def models(self, *, timeout_s: float = 60.0) -> list[pb.Model]:
+        """The models that can be asked for.
+
+        Raises:
+            FissileError: no router answers.
+        """
+        return [*(await self._once("ListModels", pb.ListModelsRequest(), timeout_s)).models]
+
+    async def model(self, name: str = "", *, timeout_s: float = 60.0) -> pb.Model:
+        """A model; "" is the only one that is served.
+
+        Raises:
+            FissileError: there is none of this name, or no router answers.
+        """
+        found: pb.Model = (await self._once("GetModel", pb.GetModelRequest(model=name), timeout_s)).model
+        return found
+
+    async def count_tokens(self, messages: Messages, *, model: str = "", timeout_s: float = 60.0) -> int:
+        """Prompt tokens of a conversation.
+
+        Raises:
+            FissileError: the conversation is refused, or no router answers.
+        """
+        asked = pb.CountTokensRequest(chat=chat_request(messages, {}, {"model": model}))
+        return int((await self._once("CountTokens", asked, timeout_s)).prompt_tokens)
 
     def retries(self) -> Retries:
         """Attempts of a new call, which begin at the next router."""
@@ -201,8 +266,26 @@ class AsyncClient:
             self._channels[target] = self._channel(target)
         return InferenceServiceStub(self._channels[target])
 
+    def _stream(self, request: Request, timeout_s: float | None, metadata: Metadata) -> AsyncStream:
+        attempts = _Attempts(self, request, timeout_s, metadata)
+        self._running.add(attempts)
+        return AsyncStream(attempts)
+
     def _channel(self, target: str) -> grpc.aio.Channel:
-        credentials = self.connection.credentials
+        credentials, options = self.connection.credentials, self.connection.channel_options
         if credentials is None:
-            return grpc.aio.insecure_channel(target, options=CHANNEL_OPTIONS)
-        return grpc.aio.secure_channel(target, credentials, options=CHANNEL_OPTIONS)
+            return grpc.aio.insecure_channel(target, options=options)
+        return grpc.aio.secure_channel(target, credentials, options=options)
+
+    async def _once(self, method: str, request: Any, timeout_s: float) -> Any:
+        retries, end = self.retries(), time.monotonic() + timeout_s
+        metadata = self.connection.metadata_of()
+        while True:
+            left_s = max(0.001, end - time.monotonic())
+            try:
+                return await getattr(self.stub(retries.target), method)(request, timeout=left_s, metadata=metadata)
+            except grpc.aio.AioRpcError as error:
+                wait_s = retries.failed(error_of(error), time.monotonic())
+                if wait_s is None or time.monotonic() + wait_s >= end:
+                    raise error_of(error) from None
+            await asyncio.sleep(wait_s)

@@ -5,12 +5,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import grpc
 
-# A router that comes back is found soon, and one that is gone without a word is noticed.
-CHANNEL_OPTIONS: Sequence[tuple[str, Any]] = (
+Metadata: TypeAlias = Sequence[tuple[str, str]]
+
+# A router that comes back is found soon, one that is gone without a word is noticed, and calls to a name of several
+# routers take turns among those that are there.
+_CHANNEL_OPTIONS: Sequence[tuple[str, Any]] = (
+    ("grpc.service_config", '{"loadBalancingConfig": [{"round_robin": {}}]}'),
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 20_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -25,44 +29,61 @@ class Connection:
     """Routers, and what is shown to them.
 
     Attributes:
-        targets: addresses `HOST:PORT`, or names that gRPC resolves, such as `dns:///NAME:PORT`.
-        api_key: shown with every call; "" shows none.
-        tls_ca: file of the CA of the routers' certificates; None is plain text.
+        targets: addresses `HOST:PORT`, or names that gRPC resolves, such as `dns:///NAME:PORT`; a name may stand for
+            several routers.
+        api_key: shown with every call; "" shows none. In plain text everybody on the way can read it.
+        tls: True connects with TLS, and trusts the public CAs where there is no `tls_ca`.
+        tls_ca: file of the CAs of the routers' certificates, PEM; connects with TLS.
+        tls_name: name that the routers' certificates must have; "" takes the host of the address.
         client_cert: files of the client's own certificate and key, None for none.
-        metadata: sent with every call; `traceparent` goes on with a trace.
+        metadata: sent with every call.
+        options: further arguments of gRPC channels.
     """
 
     targets: Sequence[str]
     api_key: str = field(default="", repr=False)
+    tls: bool = False
     tls_ca: str | Path | None = None
+    tls_name: str = ""
     client_cert: tuple[str | Path, str | Path] | None = None
-    metadata: Sequence[tuple[str, str]] = ()
+    metadata: Metadata = ()
+    options: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
         """Refuses what can not work.
 
         Raises:
-            ValueError: no address, or a certificate without TLS.
+            ValueError: no address, or what needs TLS without it.
         """
         if not self.targets:
             raise ValueError("targets is empty; give the address of at least one router, as HOST:PORT")
-        if self.client_cert is not None and self.tls_ca is None:
-            raise ValueError("client_cert is given without tls_ca; a certificate is shown over TLS alone")
+        if not self.tls and self.tls_ca is None and (self.client_cert is not None or self.tls_name):
+            name = "tls_name" if self.client_cert is None else "client_cert"
+            raise ValueError(f"{name} is given without TLS; set tls_ca, or tls=True for the public CAs")
 
     @property
     def credentials(self) -> grpc.ChannelCredentials | None:
-        """Credentials of the channels, None for plain text."""
-        if self.tls_ca is None:
+        """Credentials of the channels, None for plain text. Files are read now.
+
+        Raises:
+            OSError: a file can not be read.
+        """
+        if not self.tls and self.tls_ca is None:
             return None
         certificate, key = self.client_cert or (None, None)
-        return grpc.ssl_channel_credentials(
-            Path(self.tls_ca).read_bytes(),
-            None if key is None else Path(key).read_bytes(),
-            None if certificate is None else Path(certificate).read_bytes(),
-        )
+        return grpc.ssl_channel_credentials(_read(self.tls_ca), _read(key), _read(certificate))
 
     @property
-    def call_metadata(self) -> tuple[tuple[str, str], ...]:
-        """Metadata of every call."""
+    def channel_options(self) -> list[tuple[str, Any]]:
+        """Arguments of the channels."""
+        name = [("grpc.ssl_target_name_override", self.tls_name)] if self.tls_name else []
+        return [*_CHANNEL_OPTIONS, *name, *self.options]
+
+    def metadata_of(self, call: Metadata = ()) -> tuple[tuple[str, str], ...]:
+        """Metadata of a call that has this of its own."""
         key = (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
-        return (*key, *self.metadata)
+        return (*key, *self.metadata, *call)
+
+
+def _read(path: str | Path | None) -> bytes | None:
+    return None if path is None else Path(path).read_bytes()

@@ -15,6 +15,8 @@ _USAGE = "fissile-usage-bin"
 _BROKEN = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.CANCELLED})
 # Statuses of Fissile's after which the same request goes on elsewhere or later.
 _GO_ON = frozenset({"NO_WORKER", "ROUTER_ENDING", "SERVER_ENDING", "WORKER_LOST", "QUEUE_FULL", "TENANT_LIMIT"})
+# What one router lacks another may have.
+_ELSEWHERE = frozenset({"OTHER_MODEL_STATE"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +58,11 @@ class FissileError(Exception):
     def may_go_on(self) -> bool:
         """True if the same request may go on, at another router or later."""
         return self.reason in _GO_ON if self.reason else self.code in _BROKEN
+
+    @property
+    def is_of_one_router(self) -> bool:
+        """True if this router refuses for good what another may serve."""
+        return self.reason in _ELSEWHERE
 
 
 def cancelled() -> FissileError:

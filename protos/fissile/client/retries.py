@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +12,9 @@ from fissile.client.errors import FissileError
 
 _FIRST_WAIT_S = 0.05
 _LONGEST_WAIT_S = 2.0
+# A name may stand for so many routers, each of which is asked in turn; an IP address with its port stands for one.
+_ROUTERS_OF_A_NAME = 8
+_ONE_ADDRESS = re.compile(r"(\d+\.\d+\.\d+\.\d+|\[[0-9a-fA-F:.]+\]):\d+")
 
 
 @dataclass(slots=True)
@@ -27,6 +32,7 @@ class Retries:
     place: int = 0
     _failed_since: float | None = None
     _wait_s: float = _FIRST_WAIT_S
+    _refusals: Counter[str] = field(default_factory=Counter)
     _draw: random.Random = field(default_factory=random.Random)
 
     @property
@@ -37,6 +43,7 @@ class Retries:
     def progress(self) -> None:
         """Something has come."""
         self._failed_since, self._wait_s = None, _FIRST_WAIT_S
+        self._refusals.clear()
 
     def failed(self, error: FissileError, now: float) -> float | None:
         """Seconds until the next attempt, at the next router; None to give up.
@@ -46,11 +53,24 @@ class Retries:
             now: monotonic seconds.
         """
         since = self._failed_since = now if self._failed_since is None else self._failed_since
-        if not error.may_go_on or not self.give_up_s or now - since >= self.give_up_s:
+        if not self.give_up_s or now - since >= self.give_up_s:
             return None
-        self.place += 1
+        if error.is_of_one_router:
+            self._refusals[self.target] += 1
+            return 0.0 if self._move() else None
+        if not error.may_go_on or not self._move():
+            return None
         wait_s = error.retry_after_s
         # Another router may have what this one lacks.
         if wait_s is None or len(self.targets) > 1:
             wait_s, self._wait_s = self._wait_s * self._draw.uniform(0.5, 1.0), min(2 * self._wait_s, _LONGEST_WAIT_S)
         return min(wait_s, since + self.give_up_s - now)
+
+    def _move(self) -> bool:
+        """Goes to the next router that has not refused for good; False if there is none."""
+        for step in range(1, len(self.targets) + 1):
+            target = self.targets[(self.place + step) % len(self.targets)]
+            if self._refusals[target] < (1 if _ONE_ADDRESS.fullmatch(target) else _ROUTERS_OF_A_NAME):
+                self.place += step
+                return True
+        return False
