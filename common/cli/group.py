@@ -27,6 +27,7 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 SUMMARIES = {
     "serve": "Serve a model on this machine: one router and its workers.",
     "generate": "Ask a running router, or a checkpoint folder with --offline.",
+    "chat": "Talk to a model of a running router.",
     "verify": "Run a finished request again and compare it with its receipt.",
     "bench": "Measure a running router, or a checkpoint folder in this process.",
     "models": "List the models that a running router serves.",

@@ -7,17 +7,18 @@ import functools
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import click
+from fissile.client import AsyncClient
 
 from common.cli.client.proof import write_proof
-from common.cli.core.client import Answer, Credentials, Question, ask, open_channel
+from common.cli.core.client import Answer, Credentials, Question, ask, client_arguments
 from common.cli.core.console import TextStream
 from common.cli.core.errors import CommandError
-from common.cli.core.options import address_option, json_option, option, timeout_option
+from common.cli.core.options import json_option, option, routers_option, timeout_option
 from common.cli.core.tls_options import with_credentials
 from common.cli.group import OFFLINE, find_entry_points
 from common.errors import ApiError
@@ -139,13 +140,13 @@ def read_prompt(argument: str | None) -> str:
 
 
 async def ask_router(
-    address: str, question: Question, timeout_s: float, credentials: Credentials, *, as_json: bool
+    addresses: Sequence[str], question: Question, timeout_s: float, credentials: Credentials, *, as_json: bool
 ) -> Answer:
-    """Asks a running router; prints the answer as it streams and its figures, or one JSON object at the end."""
+    """Asks running routers; prints the answer as it streams and its figures, or one JSON object at the end."""
     shown = TextStream(quiet=as_json)
-    async with open_channel(address, credentials) as channel:
+    async with AsyncClient(**client_arguments(addresses, credentials)) as client:
         try:
-            answer = await ask(channel, address, question, timeout_s, shown.write, credentials.metadata)
+            answer = await ask(client, question, timeout_s, shown.write)
         finally:
             shown.end_line()
     if as_json:
@@ -157,7 +158,7 @@ async def ask_router(
 
 @click.command()
 @click.argument("prompt", required=False)
-@address_option
+@routers_option
 @option("--model", envvar="FISSILE_MODEL_NAME", default="", help="Model name. Default: the only model of the router.")
 @option(
     "--chat/--text", "chat", envvar="FISSILE_CHAT", default=None,
@@ -179,7 +180,7 @@ async def ask_router(
 )  # fmt: skip
 def generate(
     prompt: str | None,
-    address: str,
+    addresses: Sequence[str],
     model: str,
     chat: bool | None,
     system: str,
@@ -201,7 +202,7 @@ def generate(
     if offline is not None:
         generate_offline(offline, question, as_json=as_json)
         return
-    answer = asyncio.run(ask_router(address, question, timeout, credentials, as_json=as_json))
+    answer = asyncio.run(ask_router(addresses, question, timeout, credentials, as_json=as_json))
     if receipt is not None:
         write_proof(receipt, answer)
 

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
+from fissile.client import AsyncClient, AsyncStream, Delta, FissileError, Stream
+from fissile.client.errors import error_of
 from fissile.v1 import inference_pb2 as pb
-from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from google.protobuf.duration_pb2 import Duration
 
 from common.cli.core.errors import CommandError
@@ -17,6 +18,8 @@ from common.rpc.tls import ClientTls, Dialer, TlsError, is_loopback
 from common.telemetry.names import TRACERESPONSE
 
 DEFAULT_ADDRESS = "127.0.0.1:50051"
+# For so long several routers are asked again while nothing comes.
+GIVE_UP_S = 10.0
 
 # Exit codes by status: 2 when the request must be changed, 3 when the same request may work later, else 1.
 _CHANGE_THE_REQUEST = frozenset(
@@ -43,19 +46,24 @@ _TRY_LATER = frozenset({grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.RESOURCE_EX
 
 
 def call_failed(
-    error: grpc.aio.AioRpcError, address: str, *, partial: bool = False, remedy: str = "`fissile serve` starts one"
+    error: grpc.aio.AioRpcError | FissileError,
+    address: str,
+    *,
+    partial: bool = False,
+    remedy: str = "`fissile serve` starts one",
 ) -> CommandError:
     """Puts a failed call into words.
 
     Args:
         error: what the call raised.
-        address: of the router that was called.
+        address: of the router that was called, or of several.
         partial: whether part of an answer had arrived.
         remedy: what to do when nobody listens there.
     """
-    code, details = error.code(), error.details() or ""
-    # Errors of gRPC itself have no details; a server of ours always sends some.
-    if code is grpc.StatusCode.UNAVAILABLE and "grpc-status-details-bin" not in (error.trailing_metadata() or ()):
+    failure = error if isinstance(error, FissileError) else error_of(error)
+    code, details = failure.code, failure.message
+    # Errors of gRPC itself have no reason; a server of ours always says one.
+    if code is grpc.StatusCode.UNAVAILABLE and not failure.reason:
         reason, remedy = next((said for part, *said in _TLS_TROUBLES if part in details), ("", remedy))
         reason = reason or details.rpartition(": ")[2]
         return CommandError(f"no router can be reached at {address} ({reason}); {remedy}", 3)
@@ -93,13 +101,40 @@ def open_channel(
     Raises:
         CommandError: a file of TLS can not be used, or a key would go over a network in plain text.
     """
+    dialer = _dialer(address, credentials)
+    return dialer.channel(address, [("grpc.max_send_message_length", 2 * MAX_REQUEST_BYTES), *options])
+
+
+def _dialer(address: str, credentials: Credentials) -> Dialer:
     if credentials.api_key and credentials.tls is None and not is_loopback(address):
         raise CommandError(f"the key would go to {address} in plain text: call by TLS, with --tls or --tls-ca FILE")
     try:
-        dialer = Dialer(credentials.tls)
+        return Dialer(credentials.tls)
     except TlsError as error:
         raise CommandError(str(error)) from None
-    return dialer.channel(address, [("grpc.max_send_message_length", 2 * MAX_REQUEST_BYTES), *options])
+
+
+def client_arguments(addresses: Sequence[str], credentials: Credentials = NO_CREDENTIALS) -> dict[str, Any]:
+    """Arguments of a client of these routers, `fissile.client.Client` or `AsyncClient`.
+
+    One router is asked once, as a command that fails is to say so; of several, the others may go on.
+
+    Raises:
+        CommandError: a file of TLS can not be used, or a key would go over a network in plain text.
+    """
+    for address in addresses:
+        _dialer(address, credentials)
+    tls = credentials.tls
+    given: dict[str, Any] = {} if tls is None else {"tls": True, "tls_ca": tls.ca, "tls_name": tls.name}
+    if tls is not None and tls.cert is not None and tls.key is not None:
+        given["client_cert"] = (tls.cert, tls.key)
+    return {
+        "targets": addresses,
+        "give_up_s": GIVE_UP_S if len(addresses) > 1 else 0.0,
+        "api_key": credentials.api_key,
+        "options": [("grpc.enable_http_proxy", 0)],
+        **given,
+    }
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,15 +171,20 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     request: pb.GenerateRequest | pb.ChatRequest | None = None
 
-    def add(self, part: pb.GenerateResponse | pb.ChatResponse) -> None:
-        """Adds one message of the stream."""
-        self.request_id = part.request_id
-        self.text += text_of(part)
-        self.token_ids.extend(part.token_ids)
-        if part.HasField("prompt_info"):
-            self.prompt_info = part.prompt_info
-        if part.HasField("finish"):
-            self.finish = part.finish
+    @classmethod
+    def of(cls, stream: Stream | AsyncStream) -> Answer:
+        """The answer of a stream, as far as it has come."""
+        progress = stream.progress
+        came = progress.answers[0]
+        return cls(
+            trace_id=_trace_id_in(stream.trailing_metadata.items()),
+            request_id=progress.request_id,
+            text=came.text,
+            prompt_info=progress.prompt_info or pb.PromptInfo(),
+            finish=came.finish or pb.Finish(),
+            token_ids=came.token_ids,
+            request=progress.request,
+        )
 
     def figures(self) -> str:
         """TTFT, time per token, token counts, finish reason, and the trace, or the request for logs."""
@@ -179,91 +219,58 @@ class Answer:
         }
 
 
-def text_of(part: pb.GenerateResponse | pb.ChatResponse) -> str:
-    """The text that a message of a stream adds: of Chat the content."""
-    return part.delta.content if isinstance(part, pb.ChatResponse) else part.text
-
-
 def milliseconds(duration: Duration) -> float:
     """A proto duration in milliseconds."""
     return duration.seconds * 1e3 + duration.nanos / 1e6
 
 
-async def ask(
-    channel: grpc.aio.Channel,
-    address: str,
-    question: Question,
-    timeout_s: float,
-    on_text: Callable[[str], None],
-    metadata: tuple[tuple[str, str], ...] = (),
-) -> Answer:
-    """Asks a router and streams the answer.
+async def ask(client: AsyncClient, question: Question, timeout_s: float, on_text: Callable[[str], None]) -> Answer:
+    """Asks a router and streams the answer; at another one where the stream breaks and the client knows several.
 
     Args:
-        channel: to the router.
-        address: of the router, for messages.
+        client: of the routers.
         question: what to ask.
         timeout_s: deadline of the whole call.
         on_text: gets each piece of text as it arrives.
-        metadata: of every call.
 
     Raises:
         CommandError: the call ended with a status other than OK.
     """
-    answer = Answer()
-    stub = InferenceServiceStub(channel)
+    stream: AsyncStream | None = None
     try:
         chat = question.chat
         if chat is None:
-            asked = pb.GetModelRequest(model=question.model)
-            described = await stub.GetModel(asked, timeout=timeout_s, metadata=metadata)
-            chat = pb.CAPABILITY_CHAT in described.model.capabilities
-        request = answer.request = chat_request(question) if chat else generate_request(question)
-        call = (
-            stub.Chat(request, timeout=timeout_s, metadata=metadata)
-            if isinstance(request, pb.ChatRequest)
-            else stub.Generate(request, timeout=timeout_s, metadata=metadata)
-        )
-        try:
-            async for part in call:
-                answer.add(part)
-                on_text(text_of(part))
-            answer.trace_id = _trace_id_in(await call.trailing_metadata())
-        finally:
-            # Leaving the loop alone would not cancel the call.
-            call.cancel()
-    except grpc.aio.AioRpcError as error:
-        raise call_failed(error, address, partial=bool(answer.text)) from error
-    return answer
+            model = await client.model(question.model, timeout_s=timeout_s)
+            chat = pb.CAPABILITY_CHAT in model.capabilities
+        async with open_stream(client, question, timeout_s, chat=chat) as stream:
+            async for event in stream:
+                if isinstance(event, Delta):
+                    on_text(event.text)
+    except FissileError as error:
+        is_partial = stream is not None and bool(stream.progress.answers[0].text)
+        raise call_failed(error, ",".join(client.connection.targets), partial=is_partial) from error
+    return Answer.of(stream)
+
+
+def open_stream(client: AsyncClient, question: Question, timeout_s: float, *, chat: bool) -> AsyncStream:
+    """The stream of a question: a conversation of one message, or two with a system message; or a plain prompt."""
+    given: dict[str, Any] = {
+        "timeout_s": timeout_s,
+        "model": question.model,
+        "request_id": question.request_id,
+        "output_options": question.output_options,
+        **question.sampling,
+    }
+    if not chat:
+        return client.generate_stream(question.prompt, **given)
+    system = [{"role": "system", "content": question.system}] if question.system else []
+    return client.chat_stream([*system, {"role": "user", "content": question.prompt}], **given)
 
 
 def _trace_id_in(metadata: Iterable[tuple[str, str | bytes]] | None) -> str:
     """The trace that a router says it has made, 32 hex digits; empty when it records none."""
     said = next((str(value) for name, value in metadata or () if name == TRACERESPONSE), "")
     return said.split("-")[1] if said.count("-") >= 3 else ""
-
-
-def generate_request(question: Question) -> pb.GenerateRequest:
-    """The question as a plain prompt."""
-    return pb.GenerateRequest(
-        model=question.model,
-        request_id=question.request_id,
-        text=question.prompt,
-        sampling_params=pb.SamplingParams(**question.sampling),
-        output_options=question.output_options,
-    )
-
-
-def chat_request(question: Question) -> pb.ChatRequest:
-    """The question as a conversation of one message, or two with a system message."""
-    system = [pb.ChatMessage(role="system", content=question.system)] if question.system else []
-    return pb.ChatRequest(
-        model=question.model,
-        request_id=question.request_id,
-        messages=[*system, pb.ChatMessage(role="user", content=question.prompt)],
-        sampling_params=pb.SamplingParams(**question.sampling),
-        output_options=question.output_options,
-    )
 
 
 # A model's output may hold terminal control sequences; on a terminal they are shown instead of obeyed.

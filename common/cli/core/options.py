@@ -106,6 +106,21 @@ def option(*names: str, envvar: str, **attributes: Any) -> Callable[[click.decor
 address_option = option(
     "--address", envvar="FISSILE_ADDRESS", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="Address of the router."
 )
+
+
+def _addresses(_: click.Context, __: click.Parameter, text: str) -> tuple[str, ...]:
+    """Addresses, from `HOST:PORT` or `HOST:PORT,HOST:PORT`."""
+    found = tuple(part.strip() for part in text.split(","))
+    if not all(found):
+        raise click.BadParameter(f"{text!r} is not a list of addresses; use for example 10.0.0.1:50051,10.0.0.2:50051")
+    return found
+
+
+routers_option = option(
+    "--address", "--router", "addresses", envvar="FISSILE_ADDRESS", default=DEFAULT_ADDRESS, callback=_addresses,
+    metavar="HOST:PORT[,...]",
+    help="Addresses of one router or of several: an answer whose router is lost goes on at the next one.",
+)  # fmt: skip
 json_option = option("--json", "as_json", envvar="FISSILE_JSON", is_flag=True, default=False, help="Print JSON.")
 timeout_option = option(
     "--timeout", envvar="FISSILE_TIMEOUT", default="600s", type=Duration(SHORTEST_S), help="Deadline of the whole call."

@@ -17,10 +17,11 @@ from typing import Any, Final
 
 import click
 import grpc
+from fissile.client import AsyncClient
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from common.available_memory import available_memory
-from common.cli.core.client import Question, ask
+from common.cli.core.client import Question, ask, client_arguments
 from common.cli.core.config_file import (
     FILE_VARIABLE,
     ConfigurableCommand,
@@ -114,7 +115,7 @@ class Service:
             await self._until_serving(channel)
             self._has_served = True
             if self._first.ask:
-                await self._ask(channel)
+                await self._ask()
         if self._first.once:
             return
         self._console.line(next_steps(self._fleet.address, self._fleet.client_options))
@@ -129,13 +130,14 @@ class Service:
             await asyncio.sleep(POLL_S)
         self._console.line(f"the router serves, after {time.monotonic() - started:.1f} s")
 
-    async def _ask(self, channel: grpc.aio.Channel) -> None:
+    async def _ask(self) -> None:
         """Asks the first question. Without `once` a failure is a line, and the service goes on."""
         question = Question(self._first.prompt, self._fleet.model_name, sampling={"max_tokens": FIRST_MAX_TOKENS})
         self._console.line(f"\nthe first request: {self._first.prompt}")
         self._console.begin_answer()
         try:
-            answer = await ask(channel, self._fleet.address, question, FIRST_ANSWER_TIMEOUT_S, self._console.answer)
+            async with AsyncClient(**client_arguments([self._fleet.address])) as client:
+                answer = await ask(client, question, FIRST_ANSWER_TIMEOUT_S, self._console.answer)
         except CommandError as error:
             self._console.end_answer()
             if self._first.once:
@@ -204,7 +206,11 @@ def next_steps(address: str, options: str = "") -> str:
     else:
         program = str(installed) if installed.exists() else f"{shlex.quote(sys.executable)} -m common.cli.main"
     where = f"--address {address}{options}"
-    commands = [f'{program} generate {where} "{FIRST_PROMPT}"', f"{program} models {where}"]
+    commands = [
+        f'{program} generate {where} "{FIRST_PROMPT}"',
+        f"{program} chat {where}",
+        f"{program} models {where}",
+    ]
     example = CHECKOUT / "examples" / "python_client.py"
     if example.is_file() and not options:
         commands.append(f"{sys.executable} {example} {address}")

@@ -63,6 +63,11 @@ class Progress:
         return all(answer.finish is not None for answer in self.answers.values())
 
     @property
+    def request(self) -> Request:
+        """The request, with its id."""
+        return self._request
+
+    @property
     def request_id(self) -> str:
         """Id of the request."""
         return self._request.request_id

@@ -12,13 +12,14 @@ from typing import Any
 
 import grpc
 import pytest
+from fissile.client import AsyncClient
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import add_InferenceServiceServicer_to_server
 from google.protobuf.duration_pb2 import Duration
 from grpc_status import rpc_status
 
 from common.cli.client.models import as_table, list_models
-from common.cli.core.client import Answer, Credentials, Question, ask, open_channel, printable
+from common.cli.core.client import Answer, Credentials, Question, ask, client_arguments, printable
 from common.cli.core.errors import CommandError
 from common.errors import (
     ApiError,
@@ -98,8 +99,8 @@ async def asked(router: ScriptedRouter, question: Question) -> tuple[Answer, str
     server, address = await serve(router)
     streamed: list[str] = []
     try:
-        async with open_channel(address) as channel:
-            return await ask(channel, address, question, 10.0, streamed.append), "".join(streamed)
+        async with AsyncClient(**client_arguments([address])) as client:
+            return await ask(client, question, 10.0, streamed.append), "".join(streamed)
     finally:
         await server.stop(None)
 
@@ -109,7 +110,7 @@ async def test_streams_an_answer_and_names_its_trace_or_its_request(trace_id: st
     """C11: a trace that nobody records a root of is not begun; the router's own is named."""
     router = ScriptedRouter(["Once ", "upon"], None)
     router.traceresponse = f"00-{trace_id}-{'1' * 16}-01" if trace_id else ""
-    answer, streamed = await asked(router, Question("hi", chat=False, sampling={"seed": 7}))
+    answer, streamed = await asked(router, Question("hi", chat=False, request_id="r1", sampling={"seed": 7}))
     assert answer.text == streamed == "Once upon"
     request = router.requests[0]
     assert isinstance(request, pb.GenerateRequest)
@@ -156,8 +157,8 @@ async def test_a_partial_answer_is_said_to_be_partial() -> None:
 
 async def test_a_router_that_is_not_there_is_named() -> None:
     with pytest.raises(CommandError, match=r"no router can be reached at 127\.0\.0\.1:1 \(Connection refused\)") as it:
-        async with open_channel("127.0.0.1:1") as channel:
-            await ask(channel, "127.0.0.1:1", Question("hi"), 5.0, print)
+        async with AsyncClient(**client_arguments(["127.0.0.1:1"])) as client:
+            await ask(client, Question("hi"), 5.0, print)
     assert it.value.exit_code == 3
 
 

@@ -1,0 +1,241 @@
+"""`fissile chat` by a pipe and on a terminal, and `fissile generate` over several routers, against real routers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from tests.e2e.fake_worker import FakeWorker, letters, short
+from tests.e2e.service import free_port
+from tests.e2e.test_router import FILES, TOKENIZER, Bench, bench, until
+
+ROOT = Path(__file__).resolve().parents[2]
+# Makes standard input the terminal of a session of its own, so that Ctrl-C is a signal, and becomes the program. Code
+# that runs in the child between fork and exec would deadlock with gRPC's threads.
+ON_ITS_TERMINAL = """
+import fcntl, os, sys, termios
+os.setsid()
+fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+"""
+LETTERS = "hijklmnpqrstuvwxyz"
+
+
+def prompts(b: Bench) -> list[str]:
+    """Prompts that the worker has got, as text."""
+    return [TOKENIZER.decode(list(one.token_ids)) for one in b.workers[0].submitted]
+
+
+async def command(*arguments: str, text: str = "") -> tuple[int, str, str]:
+    """Exit code, standard output and standard error of a command with `text` on standard input."""
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        *("-m", "common.cli.main", *arguments),
+        cwd=ROOT,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate(text.encode())
+    assert process.returncode is not None
+    return process.returncode, out.decode(), err.decode()
+
+
+async def test_each_line_of_a_pipe_is_a_turn_that_knows_those_before(tmp_path: Path) -> None:
+    kept = tmp_path / "kept.json"
+    text = f"first\n\n//second\n/usage\n/save {kept}\n/reset\n/system be kind\nthird\n/quit\nnever\n"
+    async with bench(FakeWorker(FILES, answer=short)) as b:
+        code, out, err = await command("chat", "--address", b.router.server.address, "--system", "be brief", text=text)
+        assert (code, out) == (0, "hello\nhello\nhello\n"), err
+        first, second, third = prompts(b)
+        assert "be brief" in first
+        assert first.count("first") == second.count("first") == second.count("hello") == second.count("/second") == 1
+        assert "//second" not in second
+        assert "be kind" in third
+        assert not any(said in third for said in ("be brief", "first", "hello"))
+        assert [(said["role"], said["content"]) for said in json.loads(kept.read_text())] == [
+            ("system", "be brief"),
+            ("user", "first"),
+            ("assistant", "hello"),
+            ("user", "/second"),
+            ("assistant", "hello"),
+        ]
+        assert "in all: 2 answers, " in err
+        assert "TTFT " in err
+        await b.empty()
+
+
+async def test_what_goes_wrong_in_a_pipe_ends_it_with_its_exit_code() -> None:
+    async with bench(FakeWorker(FILES, answer=short)) as b:
+        at = ("chat", "--address", b.router.server.address)
+        assert await command(*at, text="hi\n/no such\nnever\n") == (
+            2,
+            "hello\n",
+            "error: there is no command /no; /help lists those that there are\n",
+        )
+        code, out, err = await command(*at, "--model", "other", text="hi\n")
+        assert (code, out, err.partition(": ")[0]) == (2, "", "error"), err
+        assert "NOT_FOUND" in err
+        code, out, err = await command(*at, "--stop", "x" * 100_000, text="hi\n")
+        assert (code, out) == (2, ""), err
+    code, out, err = await command("chat", "--address", f"127.0.0.1:{free_port()}", text="hi\n")
+    assert (code, out) == (3, "")
+    assert "no router can be reached at" in err
+
+
+async def test_a_model_without_a_template_is_not_chatted_with() -> None:
+    files = {name: data for name, data in FILES.items() if "template" not in name}
+    config = json.loads(files["tokenizer_config.json"])
+    config.pop("chat_template", None)
+    files["tokenizer_config.json"] = json.dumps(config).encode()
+    async with bench(FakeWorker(files, answer=short)) as b:
+        code, _, err = await command("chat", "--address", b.router.server.address, text="hi\n")
+        assert (code, "fissile generate --text" in err) == (2, True), err
+
+
+class Terminal:
+    """`fissile chat` on a terminal of its own.
+
+    Attributes:
+        shown: what the terminal has shown.
+    """
+
+    def __init__(self, *arguments: str) -> None:
+        self._master, slave = pty.openpty()
+        self._arguments = arguments
+        self._slave = slave
+        self.shown = ""
+        self._searched = 0
+
+    async def __aenter__(self) -> Terminal:
+        self.process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-c", ON_ITS_TERMINAL, "-m", "common.cli.main", "chat", *self._arguments),
+            cwd=ROOT,
+            stdin=self._slave,
+            stdout=self._slave,
+            stderr=self._slave,
+            env={**os.environ, "TERM": "dumb"},
+        )
+        os.close(self._slave)
+        asyncio.get_running_loop().add_reader(self._master, self._read)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        asyncio.get_running_loop().remove_reader(self._master)
+        if self.process.returncode is None:
+            self.process.kill()
+            await self.process.wait()
+        os.close(self._master)
+
+    def _read(self) -> None:
+        try:
+            self.shown += os.read(self._master, 4096).decode(errors="replace")
+        except OSError:
+            # The other end is closed.
+            asyncio.get_running_loop().remove_reader(self._master)
+
+    def type(self, keys: str) -> None:
+        os.write(self._master, keys.encode())
+
+    async def sees(self, text: str) -> str:
+        """Waits for the next `text` on the terminal; what stands before it."""
+        await until(lambda: text in self.shown[self._searched :])
+        before, _, _ = self.shown[self._searched :].partition(text)
+        self._searched += len(before) + len(text)
+        return before
+
+
+@asynccontextmanager
+async def terminal(b: Bench, *arguments: str) -> AsyncIterator[Terminal]:
+    async with Terminal("--address", b.router.server.address, *arguments) as made:
+        await made.sees("/help lists the commands")
+        await made.sees("> ")
+        yield made
+
+
+async def test_ctrl_c_ends_the_answer_and_not_the_conversation() -> None:
+    worker = FakeWorker(FILES, answer=letters, step_s=0.02)
+    async with bench(worker) as b, terminal(b) as chat:
+        chat.type("count\n")
+        await chat.sees(LETTERS[:6])
+        chat.type("\x03")
+        await chat.sees("(ended)")
+        await chat.sees("> ")
+        await b.empty()
+        # What has come is said to have been said; Ctrl-C at the prompt drops the line.
+        worker.answer = short
+        chat.type("dropped\x03")
+        await chat.sees("> ")
+        chat.type("again\n")
+        await chat.sees("hello")
+        await chat.sees("> ")
+        assert LETTERS[:6] in prompts(b)[-1]
+        assert "dropped" not in prompts(b)[-1]
+        chat.type("/usage\n")
+        await chat.sees("in all: 2 answers")
+        await chat.sees("> ")
+        chat.type("\x04")
+        assert await chat.process.wait() == 0
+
+
+async def test_what_goes_wrong_on_a_terminal_is_a_line() -> None:
+    async with bench(FakeWorker(FILES, answer=short)) as b, terminal(b) as chat:
+        for typed, said in (
+            ("/nonsense\n", "error: there is no command /nonsense; /help"),
+            ("/save\n", "error: /save needs the name of a file"),
+            ("/save /no/such/folder/file\n", "error: the conversation can not be written to /no/such/folder"),
+            ("/usage\n", "nothing has been asked yet"),
+            ("/help\n", "/reset        forgets the conversation"),
+        ):  # fmt: skip
+            chat.type(typed)
+            await chat.sees(said)
+            await chat.sees("> ")
+        b.workers[0].end_with = wpb.SequenceEnd(reason=wpb.END_REASON_NOT_A_NUMBER, message="not a number")
+        chat.type("first\n")
+        await chat.sees("error: INTERNAL: ")
+        await chat.sees("> ")
+        b.workers[0].end_with = None
+        chat.type("second\n")
+        await chat.sees("hello")
+        await chat.sees("> ")
+        chat.type("/quit\n")
+        assert await chat.process.wait() == 0
+
+
+async def test_an_answer_that_is_cut_says_so() -> None:
+    async with bench(FakeWorker(FILES, answer=letters)) as b, terminal(b, "--max-tokens", "3") as chat:
+        chat.type("count\n")
+        await chat.sees("hij")
+        await chat.sees("(the answer ends here because of its length)")
+
+
+async def test_generate_goes_on_at_the_next_router() -> None:
+    """The answer is whole, and its figures are those of all of it."""
+    workers = [FakeWorker(FILES, worker_id=f"w{i}", answer=letters, step_s=0.01) for i in range(2)]
+    async with bench(workers[0], drain_timeout_s=0.0) as b, bench(workers[1]) as other:
+        addresses = f"{b.router.server.address},{other.router.server.address}"
+        asking = asyncio.ensure_future(
+            command("generate", "--router", addresses, "--text", "--max-tokens", "200", "--json", "say")
+        )
+        await until(lambda: any(one.sent > 5 for one in workers[0].running.values()))
+        await b.router.stop()
+        code, out, err = await asking
+        answer = json.loads(out)
+        assert code == 0, err
+        assert answer["text"] == (LETTERS * 20)[: len(answer["text"])]
+        assert answer["usage"]["completion_tokens"] == 200
+        assert (answer["finish_reason"], answer["worker_id"]) == ("length", "w1")
+
+
+async def test_a_list_of_addresses_with_a_hole_is_refused() -> None:
+    code, _, err = await command("generate", "--router", "127.0.0.1:1,,", "say")
+    assert (code, "is not a list of addresses" in err) == (2, True)
