@@ -9,18 +9,29 @@ from __future__ import annotations
 import contextlib
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
 from numbers import Integral, Real
 from types import UnionType
-from typing import Any, Final
+from typing import Any, Final, TypeAlias, cast
 
 from common.errors import InvalidFieldError
-from common.limits import MAX_STOP_STRING_BYTES, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from common.limits import (
+    MAX_ALLOWED_TOKEN_IDS,
+    MAX_BAD_WORD_BYTES,
+    MAX_BAD_WORD_TOKENS,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_STOP_STRING_BYTES,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 _FLOAT32: Final = struct.Struct("<f")
 UINT32_MAX = 2**32 - 1
 UINT64_MAX = 2**64 - 1
+TokenSequences: TypeAlias = tuple[tuple[int, ...], ...]
 # Parameters that shape the distribution which tokens are drawn from.
 DISTRIBUTION_FIELDS: Final = (
     "temperature",
@@ -52,6 +63,9 @@ def _shortest(value: float) -> str:
 class SamplingParams:
     """Parameters of sampling: how tokens are chosen and when generation stops.
 
+    `logit_bias` is given as a mapping, and kept as pairs in order of their ids. `bad_words` are texts for those who
+    have the tokenizer; the engine knows their `bad_words_token_ids`.
+
     Raises:
         InvalidFieldError: a value is out of range; names the field and what would be valid.
     """
@@ -70,8 +84,12 @@ class SamplingParams:
     stop_strings: tuple[str, ...] = ()
     include_stop_string: bool = False
     stop_token_ids: tuple[int, ...] = ()
-    stop_token_sequences: tuple[tuple[int, ...], ...] = ()
+    stop_token_sequences: TokenSequences = ()
     n: int = 1
+    logit_bias: Mapping[int, float] | tuple[tuple[int, float], ...] = ()
+    bad_words: tuple[str, ...] = ()
+    bad_words_token_ids: TokenSequences = ()
+    allowed_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name, (valid, ok) in _REAL_RANGES.items():
@@ -91,20 +109,19 @@ class SamplingParams:
             if type(value) is not int:
                 # An integer of numpy is none to arithmetic that mixes it with truth values, as the scheduler's does.
                 object.__setattr__(self, name, int(value))
-        object.__setattr__(self, "stop_strings", _checked_stop_strings(self.stop_strings))
+        object.__setattr__(self, "stop_strings", _checked_texts("stop_strings", self.stop_strings, *_STOP_STRINGS))
+        object.__setattr__(self, "bad_words", _checked_texts("bad_words", self.bad_words, *_BAD_WORDS))
         for name in ("ignore_eos", "include_stop_string"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidFieldError(f"sampling_params.{name}", f"is {getattr(self, name)!r}", "true or false")
-        object.__setattr__(self, "stop_token_ids", _checked_ids("stop_token_ids", self.stop_token_ids))
-        sequences = _listed("stop_token_sequences", self.stop_token_sequences)
-        checked = (_checked_ids(f"stop_token_sequences[{i}]", ids) for i, ids in enumerate(sequences))
-        object.__setattr__(self, "stop_token_sequences", tuple(checked))
-        if len(self.stop_token_ids) > MAX_STOP_TOKEN_IDS:
-            raise InvalidFieldError(
-                "sampling_params.stop_token_ids",
-                f"has {len(self.stop_token_ids)} entries",
-                f"at most {MAX_STOP_TOKEN_IDS}",
-            )
+        for name, most in _MOST_IDS.items():
+            object.__setattr__(self, name, _checked_ids(name, getattr(self, name)))
+            _check_count(name, getattr(self, name), most)
+        for name in ("stop_token_sequences", "bad_words_token_ids"):
+            listed = enumerate(_listed(name, getattr(self, name)))
+            object.__setattr__(self, name, tuple(_checked_ids(f"{name}[{i}]", ids) for i, ids in listed))
+        _check_bad_words_token_ids(self.bad_words_token_ids)
+        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
 
     @property
     def greedy(self) -> bool:
@@ -115,6 +132,16 @@ class SamplingParams:
     def penalized(self) -> bool:
         """True if tokens already there become less, or more, likely."""
         return self.repetition_penalty != 1.0 or self.presence_penalty != 0.0 or self.frequency_penalty != 0.0
+
+    @property
+    def biases(self) -> tuple[tuple[int, float], ...]:
+        """`logit_bias` as it is kept."""
+        return cast("tuple[tuple[int, float], ...]", self.logit_bias)
+
+    @property
+    def steers(self) -> bool:
+        """True if something changes the logits of every token: penalties, a bias or masks."""
+        return self.penalized or bool(self.logit_bias or self.bad_words_token_ids or self.allowed_token_ids)
 
 
 def model_defaults(generation_config: Mapping[str, Any]) -> SamplingParams:
@@ -150,6 +177,10 @@ _REAL_RANGES: dict[str, _Range] = {
     "presence_penalty": ("a number from -2 to 2; 0 is off", lambda v: -2.0 <= v <= 2.0),
     "frequency_penalty": ("a number from -2 to 2; 0 is off", lambda v: -2.0 <= v <= 2.0),
 }
+# Most entries, and bytes of each.
+_STOP_STRINGS: Final = (MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES)
+_BAD_WORDS: Final = (MAX_BAD_WORDS, MAX_BAD_WORD_BYTES)
+_MOST_IDS: Final = {"stop_token_ids": MAX_STOP_TOKEN_IDS, "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS}
 _INTEGER_RANGES = {
     "top_k": (0, UINT32_MAX),
     "seed": (0, UINT64_MAX),
@@ -171,26 +202,57 @@ def _listed(name: str, value: Any) -> tuple[Any, ...]:
     return tuple(value)
 
 
+def _check_count(name: str, value: Sized, most: int) -> None:
+    if len(value) > most:
+        raise InvalidFieldError(f"sampling_params.{name}", f"has {len(value)} entries", f"at most {most}")
+
+
 def _checked_ids(name: str, ids: Any) -> tuple[int, ...]:
     listed = _listed(name, ids)
+    # Thousands of ids as they come of a proto take no look each.
+    if set(map(type, listed)) <= {int} and min(listed, default=0) >= 0:
+        return listed
     for i, token in enumerate(listed):
         if isinstance(token, bool) or not isinstance(token, Integral) or token < 0:
             raise InvalidFieldError(f"sampling_params.{name}[{i}]", f"is {token!r}", "a token id")
     return tuple(map(int, listed))
 
 
-def _checked_stop_strings(strings: Sequence[str]) -> tuple[str, ...]:
-    path = "sampling_params.stop_strings"
-    if isinstance(strings, str):
+def _checked_texts(name: str, texts: Sequence[str], most: int, most_bytes: int) -> tuple[str, ...]:
+    path = f"sampling_params.{name}"
+    if isinstance(texts, str):
         raise InvalidFieldError(path, "is one string", "a list of strings")
-    for i, text in enumerate(_listed("stop_strings", strings)):
+    for i, text in enumerate(_listed(name, texts)):
         if not isinstance(text, str):
             raise InvalidFieldError(f"{path}[{i}]", f"is {text!r}", "a string")
-    if len(strings) > MAX_STOP_STRINGS:
-        raise InvalidFieldError(path, f"has {len(strings)} entries", f"at most {MAX_STOP_STRINGS}")
-    for i, text in enumerate(strings):
-        if not 1 <= len(text.encode("utf-8", "surrogatepass")) <= MAX_STOP_STRING_BYTES:
-            raise InvalidFieldError(
-                f"{path}[{i}]", "is empty or too long", f"1 to {MAX_STOP_STRING_BYTES} bytes of UTF-8"
-            )
-    return tuple(strings)
+    _check_count(name, texts, most)
+    for i, text in enumerate(texts):
+        if not 1 <= len(text.encode("utf-8", "surrogatepass")) <= most_bytes:
+            raise InvalidFieldError(f"{path}[{i}]", "is empty or too long", f"1 to {most_bytes} bytes of UTF-8")
+    return tuple(texts)
+
+
+def _check_bad_words_token_ids(sequences: TokenSequences) -> None:
+    # Each word has two: alone, and behind a blank.
+    _check_count("bad_words_token_ids", sequences, 2 * MAX_BAD_WORDS)
+    for i, ids in enumerate(sequences):
+        if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
+            valid = f"1 to {MAX_BAD_WORD_TOKENS} token ids"
+            raise InvalidFieldError(f"sampling_params.bad_words_token_ids[{i}]", f"has {len(ids)} entries", valid)
+
+
+def _checked_bias(given: Any) -> tuple[tuple[int, float], ...]:
+    path = "sampling_params.logit_bias"
+    try:
+        bias = dict(given)
+    except (TypeError, ValueError):
+        raise InvalidFieldError(path, f"is {given!r}", "token ids and what is added to their logits") from None
+    _check_count("logit_bias", bias, MAX_LOGIT_BIASES)
+    valid = f"a number from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
+    _checked_ids("logit_bias", bias)
+    for token, value in bias.items():
+        _require_kind(f"logit_bias[{token}]", value, float, Real, valid)
+        # A comparison with NaN is false.
+        if not -MAX_LOGIT_BIAS <= float32(value) <= MAX_LOGIT_BIAS:
+            raise InvalidFieldError(f"{path}[{token}]", f"is {_shortest(value)}", valid)
+    return tuple(sorted((int(token), float32(value)) for token, value in bias.items()))

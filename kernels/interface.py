@@ -106,10 +106,43 @@ class MaskedIds:
     Attributes:
         rows: int64 [M].
         ids: int64 [M].
+        after: int64 [M], the output token behind which alone the id is masked; NO_TOKEN for any. None when all are.
+        late: int64 [M] on the back end's device, the newest output token of the row, which the host does not know yet;
+            None when `after` is.
     """
 
     rows: npt.NDArray[np.int64]
     ids: npt.NDArray[np.int64]
+    after: npt.NDArray[np.int64] | None = None
+    late: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class AllowedIds:
+    """The only ids that some of S rows may sample; each id once in a row.
+
+    Attributes:
+        rows: int64 [M].
+        ids: int64 [M].
+    """
+
+    rows: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class BiasedIds:
+    """Numbers that are added to some logits of S rows; each id once in a row.
+
+    Attributes:
+        rows: int64 [M].
+        ids: int64 [M].
+        biases: float32 [M].
+    """
+
+    rows: npt.NDArray[np.int64]
+    ids: npt.NDArray[np.int64]
+    biases: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -123,6 +156,8 @@ class SampleParams:
         min_p: float32 [S].
         masked: None when no row has any.
         penalties: None when no row has any.
+        biased: None when no row has any.
+        allowed: None when all rows may sample all ids.
     """
 
     temperature: npt.NDArray[np.float32]
@@ -131,6 +166,8 @@ class SampleParams:
     min_p: npt.NDArray[np.float32]
     masked: MaskedIds | None = None
     penalties: Penalties | None = None
+    biased: BiasedIds | None = None
+    allowed: AllowedIds | None = None
 
 
 @dataclass(frozen=True)
@@ -586,8 +623,8 @@ class SamplingOps(Protocol):
         """Token ids int64 [S] from float32 logits [S, V], by the rules of docs/determinism.md.
 
         NO_TOKEN for a row whose largest logit, after the masks, is not finite. `positions[i]` is the number of tokens
-        before the sampled one, `choices[i]` the index of the answer. Penalties (kernels/penalties.py), then masks are
-        written into `logits`.
+        before the sampled one, `choices[i]` the index of the answer. Penalties (kernels/penalties.py), then biases,
+        then masks are written into `logits`.
         """
         ...
 

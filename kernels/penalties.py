@@ -71,6 +71,12 @@ class Penalties:
     frequency: Floats
     late: torch.Tensor | None = None
 
+    def where(self, wanted: npt.NDArray[np.bool_]) -> Penalties:
+        """Penalties of the rows that are wanted, bool [R]; without `late`."""
+        seen = [one for one, is_wanted in zip(self.seen, wanted.tolist(), strict=True) if is_wanted]
+        factors = self.repetition[wanted], self.presence[wanted], self.frequency[wanted]
+        return Penalties(self.rows[wanted], seen, *factors)
+
 
 def penalize(logits: Floats, penalties: Penalties) -> None:
     """Changes logits [S, V]: repetition, then presence, then frequency, each rounded to float32.

@@ -11,7 +11,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from kernels.interface import SampleParams
+from kernels.interface import AllowedIds, BiasedIds, MaskedIds, SampleParams
 from kernels.no_token import NO_TOKEN
 from kernels.penalties import penalize
 from kernels.philox import Words, all_token_words, token_words
@@ -36,14 +36,14 @@ _FIRST_SORTED = 1024
 def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, choices: Ids) -> Ids:
     """Token ids int64 [S] for float32 logits [S, V]; see SamplingOps.sample.
 
-    Penalties (kernels/penalties.py) come first, then masks, the division by the temperature and the filters. A row with
-    NaN, or whose division overflows, gives the largest number's id; one whose largest number is not finite gives
-    NO_TOKEN.
+    Penalties (kernels/penalties.py) come first, then biases, masks, the division by the temperature and the filters. A
+    row with NaN, or whose division overflows, gives the largest number's id; one whose largest number is not finite
+    gives NO_TOKEN.
     """
     if params.penalties is not None:
         penalize(logits, params.penalties)
-    if params.masked is not None:
-        logits[params.masked.rows, params.masked.ids] = -np.inf
+    write_biases(logits, params.biased)
+    write_masks(logits, params.allowed, params.masked)
     ids = np.empty(len(logits), np.int64)
     broken = ~np.isfinite(logits.max(axis=1))
     if broken.any():
@@ -66,6 +66,31 @@ def sample(logits: Floats, params: SampleParams, seeds: Words, positions: Ids, c
             ids[rows] = sample_rows(scaled, params, rows, counters)
     ids[~np.isfinite(largest)] = NO_TOKEN
     return ids
+
+
+def write_biases(logits: Floats, biased: BiasedIds | None) -> None:
+    """Writes biases into logits [S, V]; infinity stays what it is, and nothing overflows."""
+    if biased is not None:
+        logits[biased.rows, biased.ids] += biased.biases
+
+
+def write_masks(logits: Floats, allowed: AllowedIds | None, masked: MaskedIds | None) -> None:
+    """Writes minus infinity into logits [S, V] where an id may not be sampled."""
+    if allowed is not None:
+        kept = logits[allowed.rows, allowed.ids]
+        logits[np.unique(allowed.rows)] = -np.inf
+        logits[allowed.rows, allowed.ids] = kept
+    if masked is not None:
+        counts = _counting(masked)
+        logits[masked.rows[counts], masked.ids[counts]] = -np.inf
+
+
+def _counting(masked: MaskedIds) -> npt.NDArray[np.bool_]:
+    """Entries that are behind the token that they have to be behind."""
+    if masked.after is None or masked.late is None:
+        return np.ones(len(masked.rows), np.bool_)
+    counting: npt.NDArray[np.bool_] = (masked.after == NO_TOKEN) | (masked.after == masked.late.numpy())
+    return counting
 
 
 def greedy(logits: Floats) -> Ids:

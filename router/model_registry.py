@@ -65,12 +65,19 @@ class ServedModel:
     hash_seed: int
     text: TextAssets
     numerics: str = ""
+    eos_token_ids: frozenset[int] = frozenset()
     identity: str = field(init=False)
     """Equal for workers that a prompt made for one of them can be given to, and that hold the same weights."""
 
     def __post_init__(self) -> None:
         identity = "/".join(str(getattr(self, name)) for name in ("name", *_IDENTITY))
         object.__setattr__(self, "identity", identity)
+
+    @property
+    def num_ids(self) -> int:
+        """Ids below it can be generated: embedding matrices are often padded beyond the tokenizer's vocabulary."""
+        tokenizer = self.text.tokenizer
+        return self.vocab_size if tokenizer is None else min(self.vocab_size, tokenizer.vocab_size)
 
     def disagreement(self, other: ServedModel) -> str:
         """In what `other` differs from this, "" when their identities are the same."""
@@ -91,6 +98,7 @@ def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedMode
         hash_seed=description.hash_seed,
         text=text,
         numerics=description.numerics,
+        eos_token_ids=frozenset(description.eos_token_ids),
     )
 
 

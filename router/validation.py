@@ -22,9 +22,12 @@ from common.errors import (
 )
 from common.ids import check_id
 from common.limits import (
+    MAX_ALLOWED_TOKEN_IDS,
     MAX_ANSWERS,
+    MAX_BAD_WORDS,
     MAX_CACHE_SALT_BYTES,
     MAX_CHAT_MESSAGES,
+    MAX_LOGIT_BIASES,
     MAX_PROMPT_TEXT_BYTES,
     MAX_REQUEST_ID_BYTES,
     MAX_SESSION_ID_BYTES,
@@ -35,6 +38,7 @@ from common.limits import (
     MAX_TEMPLATE_ARGUMENT_BYTES,
 )
 from common.rpc.unsupported_fields import refuse_unserved
+from common.sampling_masks import check_bias_ids
 from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
 
 # Scalar fields that are passed on as they are, when they are given.
@@ -54,6 +58,9 @@ _MOST_ENTRIES: Final = {
     "stop_strings": MAX_STOP_STRINGS,
     "stop_token_ids": MAX_STOP_TOKEN_IDS,
     "stop_token_sequences": MAX_STOP_TOKEN_SEQUENCES,
+    "logit_bias": MAX_LOGIT_BIASES,
+    "bad_words": MAX_BAD_WORDS,
+    "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS,
 }
 _SAMPLING = (
     *_GIVEN,
@@ -62,6 +69,9 @@ _SAMPLING = (
     "stop_token_ids",
     "stop_token_sequences",
     "stop_token_sequences.ids",
+    "logit_bias",
+    "bad_words",
+    "allowed_token_ids",
 )
 _COMMON = frozenset(
     (
@@ -322,11 +332,16 @@ def sampling_params(message: pb.SamplingParams, defaults: SamplingParams, vocab_
         include_stop_string=message.include_stop_string,
         stop_token_ids=tuple(message.stop_token_ids),
         stop_token_sequences=tuple(tuple(sequence.ids) for sequence in message.stop_token_sequences),
+        logit_bias=message.logit_bias,
+        bad_words=tuple(message.bad_words),
+        allowed_token_ids=tuple(message.allowed_token_ids),
     )
     if message.HasField("max_tokens") and params.min_tokens > params.max_tokens:
         problem = f"is {params.min_tokens}"
         raise InvalidFieldError("sampling_params.min_tokens", problem, f"at most max_tokens, {params.max_tokens}")
-    check_token_ids("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check_token_ids(f"sampling_params.{name}", getattr(params, name), vocab_size)
+    check_bias_ids(params, vocab_size)
     return params
 
 

@@ -21,9 +21,11 @@ import structlog
 from common.config import Config
 from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError
 from common.hub import HubError, model_folder
-from common.sampling_params import SamplingParams
+from common.sampling_masks import check_tokens_left
+from common.sampling_params import SamplingParams, TokenSequences
 from common.seed import derive_seed
 from common.step_defaults import default_scheduling_policy, default_token_budget
+from common.text.bad_words import bad_words_token_ids
 from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer, TokenizerError, check_text_ids
@@ -159,12 +161,23 @@ class InputOutputProcessor:
         tokenizer: None when the model has none; then prompts are token ids, and texts are empty.
         model_config: vocabulary size and generation defaults.
         block_size: tokens per KV block.
+        eos_token_ids: the model's end-of-sequence ids.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, model_config: ModelConfig, block_size: int) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        model_config: ModelConfig,
+        block_size: int,
+        eos_token_ids: frozenset[int] = frozenset(),
+    ) -> None:
         self.tokenizer = tokenizer
         self.model_config = model_config
         self.block_size = block_size
+        self._eos_token_ids = eos_token_ids
+        vocab_size = model_config.vocab_size
+        # Ids below it can be generated.
+        self._num_ids = vocab_size if tokenizer is None else min(vocab_size, tokenizer.vocab_size)
 
     def sampling_params(self, given: Given) -> SamplingParams:
         """The parameters of a request; what a mapping leaves out is taken from `generation_config.json`.
@@ -184,8 +197,18 @@ class InputOutputProcessor:
         if params.min_tokens > params.max_tokens:
             problem = f"is {params.min_tokens}"
             raise InvalidFieldError("sampling_params.min_tokens", problem, f"at most max_tokens, {params.max_tokens}")
-        request_validation.check_stops(params, self.model_config.vocab_size)
+        if params.bad_words:
+            params = replace(params, bad_words_token_ids=self._bad_words_token_ids(params))
+        request_validation.check_ids(params, self.model_config.vocab_size)
+        check_tokens_left(params, self._num_ids, self._eos_token_ids)
         return params
+
+    def _bad_words_token_ids(self, params: SamplingParams) -> TokenSequences:
+        """Sequences that may not come about: those of the words beside those that are given as ids."""
+        if self.tokenizer is None:
+            raise NoTokenizerError(self.model_config.architecture)
+        of_words = bad_words_token_ids(params.bad_words, self.tokenizer, self.model_config.vocab_size)
+        return tuple(dict.fromkeys((*of_words, *params.bad_words_token_ids)))
 
     def preprocess(
         self,
@@ -298,7 +321,7 @@ class LLMEngine:
         has_tokenizer = (Path(config.model) / "tokenizer.json").is_file()
         tokenizer = Tokenizer.from_folder(config.model) if has_tokenizer else None
         self.config = config = self.core.config
-        self.io = InputOutputProcessor(tokenizer, model_config, config.kv_cache_block_size)
+        self.io = InputOutputProcessor(tokenizer, model_config, config.kv_cache_block_size, config.eos_token_ids)
         self._clock = clock
         # The same live answers by sequence and by request.
         self._live: dict[int, Answer] = {}

@@ -318,6 +318,7 @@ def _first_facts(options: WorkerOptions, model_config: ModelConfig, files: Mappi
         max_num_seqs=config.max_num_seqs,
         max_num_batched_tokens=config.max_num_batched_tokens,
         prefix_caching=config.enable_prefix_caching,
+        eos_token_ids=config.eos_token_ids,
     )
 
 

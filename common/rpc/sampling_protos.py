@@ -21,6 +21,10 @@ SAMPLING_FIELDS: Final = frozenset(
         "stop_token_ids",
         "stop_token_sequences",
         "stop_token_sequences.ids",
+        "logit_bias",
+        "bad_words_token_ids",
+        "bad_words_token_ids.ids",
+        "allowed_token_ids",
     }
 )
 
@@ -40,6 +44,9 @@ def sampling_to_proto(params: SamplingParams) -> wpb.SamplingParams:
         ignore_eos=params.ignore_eos,
         stop_token_ids=params.stop_token_ids,
         stop_token_sequences=[wpb.TokenIds(ids=ids) for ids in params.stop_token_sequences],
+        logit_bias=dict(params.biases),
+        bad_words_token_ids=[wpb.TokenIds(ids=ids) for ids in params.bad_words_token_ids],
+        allowed_token_ids=params.allowed_token_ids,
     )
 
 
@@ -62,4 +69,7 @@ def sampling_from_proto(params: wpb.SamplingParams) -> SamplingParams:
         ignore_eos=params.ignore_eos,
         stop_token_ids=tuple(params.stop_token_ids),
         stop_token_sequences=tuple(tuple(sequence.ids) for sequence in params.stop_token_sequences),
+        logit_bias=params.logit_bias,
+        bad_words_token_ids=tuple(tuple(sequence.ids) for sequence in params.bad_words_token_ids),
+        allowed_token_ids=tuple(params.allowed_token_ids),
     )

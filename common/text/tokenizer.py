@@ -224,6 +224,14 @@ class Tokenizer:
         except UncutTextError as error:
             raise LongPieceError(str(error)) from None
 
+    def encode_inside(self, text: str) -> list[int]:
+        """Token ids of `text` where other text is before it: nothing is parsed, and nothing added.
+
+        Raises:
+            TokenizerError: as `encode`.
+        """
+        return list(chain.from_iterable(self._text_pieces(text, None, inner=True)))
+
     def fewest_tokens(self, text: str, enough: float = float("inf")) -> int:
         """A lower bound for the number of tokens of `text`, in little time; any from `enough` on will do."""
         return self._floor.tokens(text, enough)

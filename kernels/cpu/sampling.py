@@ -45,15 +45,21 @@ class CpuSamplingOps(TorchSamplingOps):
 def sample(library: CDLL, logits: Floats, params: SampleParams, seeds: Words, positions: Ids, choices: Ids) -> Ids:
     """Token ids int64 [S] for float32 logits [S, V]; see SamplingOps.sample.
 
-    A row's penalties are written by the thread that samples it. Masks are written before, which changes nothing: minus
-    infinity stays what it is. Rows that the library has no memory for are left to kernels/sampling.py.
+    A row's penalties are written by the thread that samples it, but for those of a row with biases, which come behind
+    them. Masks are written before, which changes nothing: minus infinity stays what it is. Rows that the library has no
+    memory for are left to kernels/sampling.py.
     """
     penalties = params.penalties
     if penalties is not None and (logits.strides[1] != logits.itemsize or penalties.late is not None):
         penalize(logits, penalties)
         penalties = None
-    if params.masked is not None:
-        logits[params.masked.rows, params.masked.ids] = -np.inf
+    if params.biased is not None:
+        if penalties is not None:
+            of_biased = np.isin(penalties.rows, params.biased.rows)
+            penalize(logits, penalties.where(of_biased))
+            penalties = None if of_biased.all() else penalties.where(~of_biased)
+        sampling.write_biases(logits, params.biased)
+    sampling.write_masks(logits, params.allowed, params.masked)
     if logits.strides[1] != logits.itemsize:
         logits = np.ascontiguousarray(logits)
     ids = np.empty(len(logits), np.int64)
@@ -78,6 +84,8 @@ def sample(library: CDLL, logits: Floats, params: SampleParams, seeds: Words, po
             min_p=params.min_p[left],
             masked=None,
             penalties=None,
+            biased=None,
+            allowed=None,
         )
         ids[left] = sampling.sample(logits[left], rest, seeds[left], positions[left], choices[left])
     return ids

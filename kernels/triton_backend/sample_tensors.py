@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kernels.interface import MaskedIds, SampleParams
+from kernels.interface import AllowedIds, BiasedIds, MaskedIds, SampleParams
 from kernels.upload import to_device
 
 # Columns in the packed parameters begin at multiples of it: what is loaded as vectors must be aligned.
@@ -18,10 +18,12 @@ _ALIGNMENT = 16
 
 @dataclass(frozen=True)
 class DeviceMaskedIds:
-    """`MaskedIds` on the device: int32 [M]."""
+    """`MaskedIds` on the device: rows and ids int32 [M], the others int64 [M] or None."""
 
     rows: torch.Tensor
     ids: torch.Tensor
+    after: torch.Tensor | None = None
+    late: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -84,7 +86,7 @@ def prepare(
         any_drawn=bool((params.temperature != 0).any()),
         any_top_k=bool((params.top_k > 0).any()),
         any_top_p=bool((params.top_p < 1).any()),
-        masked=DeviceMaskedIds(*moved[len(rows) :]) if masked else None,
+        masked=None if params.masked is None else _on_device(params.masked, moved[len(rows) :]),
     )
 
 
@@ -113,7 +115,31 @@ def _low_words(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
 
 
 def _masked_columns(masked: MaskedIds) -> list[npt.NDArray[np.generic]]:
-    return [masked.rows.astype(np.int32), masked.ids.astype(np.int32)]
+    columns: list[npt.NDArray[np.generic]] = [masked.rows.astype(np.int32), masked.ids.astype(np.int32)]
+    return columns if masked.after is None else [*columns, masked.after.astype(np.int64)]
+
+
+def _on_device(masked: MaskedIds, moved: list[torch.Tensor]) -> DeviceMaskedIds:
+    rows, ids, *after = moved
+    return DeviceMaskedIds(rows, ids, after[0] if after else None, masked.late)
+
+
+def write_biases(logits: torch.Tensor, biased: BiasedIds | None) -> None:
+    """Writes biases into logits [S, V] on the device; each is at a place of its own."""
+    if biased is not None:
+        columns: list[npt.NDArray[np.generic]] = [biased.rows, biased.ids, biased.biases]
+        rows, ids, biases = columns_to_device(columns, logits.device)
+        logits[rows, ids] = logits[rows, ids] + biases
+
+
+def mask_others(logits: torch.Tensor, allowed: AllowedIds | None) -> None:
+    """Writes minus infinity over the ids of logits [S, V] on the device that a row may not sample."""
+    if allowed is not None:
+        columns: list[npt.NDArray[np.generic]] = [allowed.rows, allowed.ids, np.unique(allowed.rows)]
+        rows, ids, masked_rows = columns_to_device(columns, logits.device)
+        kept = logits[rows, ids]
+        logits.index_fill_(0, masked_rows, -torch.inf)
+        logits[rows, ids] = kept
 
 
 def columns_to_device(columns: list[npt.NDArray[np.generic]], device: torch.device) -> list[torch.Tensor]:

@@ -30,7 +30,7 @@ from kernels.interface import SampleParams, SamplingOps
 from kernels.philox import DOMAIN
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.penalties import penalize
-from kernels.triton_backend.sample_tensors import DeviceMaskedIds, SampleTensors, prepare
+from kernels.triton_backend.sample_tensors import DeviceMaskedIds, SampleTensors, mask_others, prepare, write_biases
 
 # Numbers of a row that a program looks at.
 _CHUNK = 1024
@@ -122,11 +122,14 @@ def _gumbel(word):
     return (-tl.log(-tl.log(1.0 - uniform))).to(tl.float32)
 
 
-# A program sets some logits to minus infinity.
+# A program sets some logits to minus infinity; with AFTER, of entries that name a token, those behind it alone.
 @triton.jit(do_not_specialize=["count"])
-def _mask_kernel(logits, row_stride, rows, ids, count, BLOCK: tl.constexpr):
+def _mask_kernel(logits, row_stride, rows, ids, after, late, count, AFTER: tl.constexpr, BLOCK: tl.constexpr):
     entry = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     mask = entry < count
+    if AFTER:
+        wanted = tl.load(after + entry, mask=mask, other=0)
+        mask = mask & ((wanted < 0) | (wanted == tl.load(late + entry, mask=mask, other=-1)))
     row = tl.load(rows + entry, mask=mask, other=0).to(tl.int64)
     place = logits + row * row_stride + tl.load(ids + entry, mask=mask, other=0)
     tl.store(place, tl.full((BLOCK,), float("-inf"), tl.float32), mask=mask)
@@ -422,6 +425,8 @@ class TritonSamplingOps(SamplingOps):
     ) -> torch.Tensor:
         if params.penalties is not None:
             penalize(logits, params.penalties)
+        write_biases(logits, params.biased)
+        mask_others(logits, params.allowed)
         return sample(logits, prepare(params, seeds, positions, choices, self._device))
 
 
@@ -495,7 +500,8 @@ def _apply_masks(logits: torch.Tensor, masked: DeviceMaskedIds | None) -> None:
     launch(
         _mask_kernel,
         (triton.cdiv(count, _ENTRIES),),
-        *(logits, logits.stride(0), masked.rows, masked.ids, count),
+        *(logits, logits.stride(0), masked.rows, masked.ids, masked.after, masked.late, count),
+        AFTER=masked.after is not None,
         BLOCK=_ENTRIES,
         num_warps=4,
     )

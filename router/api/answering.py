@@ -19,7 +19,8 @@ from fissile.v1 import inference_pb2 as pb
 from common.block_hash import GRANULE_BLOCKS
 from common.errors import ApiError, NoTokenizerError, NoWorkerError, RouterEndingError, WorkerLostError
 from common.receipts import RequestDigest, canonical_params
-from common.sampling_params import SamplingParams
+from common.sampling_masks import check_tokens_left
+from common.sampling_params import SamplingParams, TokenSequences
 from common.seed import derive_seed
 from common.telemetry import names
 from common.telemetry.request_record import RequestRecord
@@ -44,6 +45,8 @@ from router.workers.expected_workers import ExpectedWorkers
 AnswerRequest: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 # Makes a prompt for a model, of a tenant, with the salt in force.
 Encode: TypeAlias = Callable[[ServedModel, str, bytes], Awaitable[Prompt]]
+# Token ids of words, for a model, of a tenant.
+EncodeBadWords: TypeAlias = Callable[[Sequence[str], ServedModel, str], Awaitable[TokenSequences]]
 # Trailing metadata: what all answers together have cost, as bytes of a Usage.
 USAGE_METADATA = "fissile-usage-bin"
 
@@ -100,6 +103,7 @@ class Answering:
         requests: sends requests on their way.
         expected: workers that have never been up.
         registry: the models.
+        encode_bad_words: makes token ids of words.
         tracing: says whether waits are worth a span.
         clock: monotonic seconds.
         max_unread_tokens: a client that leaves more unread is dropped.
@@ -112,6 +116,7 @@ class Answering:
         requests: RequestRouter,
         expected: ExpectedWorkers,
         registry: ModelRegistry,
+        encode_bad_words: EncodeBadWords,
         tracing: Tracing,
         clock: Callable[[], float],
         max_unread_tokens: int,
@@ -121,6 +126,7 @@ class Answering:
         self._requests = requests
         self._expected = expected
         self._registry = registry
+        self._encode_bad_words = encode_bad_words
         self._tracing = tracing
         self._clock = clock
         self._max_unread_tokens = max_unread_tokens
@@ -185,8 +191,12 @@ class Answering:
         try:
             with self._calls.interruptible(), call.interruptible():
                 prompt = await asked.encode(model, call.tenant, asked.cache_salt)
+                if params.bad_words:
+                    ids = await self._encode_bad_words(params.bad_words, model, call.tenant)
+                    params = replace(params, bad_words_token_ids=ids)
         finally:
             asked.span.phase(names.TOKENIZE_SPAN, began, self._clock())
+        check_tokens_left(params, model.num_ids, model.eos_token_ids)
         asked.record.prompt_tokens = call.prompt_tokens = len(prompt.token_ids)
         if not request.sampling_params.HasField("max_tokens"):
             room = model.max_model_len - len(prompt.token_ids)

@@ -119,7 +119,15 @@ class InferenceService(InferenceServiceServicer):
         self._metrics = RouterMetrics(Metrics()) if metrics is None else metrics
         self._open_calls = OpenCalls() if calls is None else calls
         self._answering = Answering(
-            requests, expected, registry, tracing, clock, max_unread_tokens, self._open_calls, default_max_tokens
+            requests,
+            expected,
+            registry,
+            encoder.bad_words,
+            tracing,
+            clock,
+            max_unread_tokens,
+            self._open_calls,
+            default_max_tokens,
         )
         self._replaying = Replaying(self._answering, requests, registry)
 

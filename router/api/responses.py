@@ -105,6 +105,7 @@ def describe_model(model: ServedModel, registry: ModelRegistry) -> pb.Model:
             **{name: getattr(model.text.defaults, name) for name in DISTRIBUTION_FIELDS}
         ),
         template_sha256="" if model.text.template is None else model.text.template.sha256,
+        eos_token_ids=sorted(model.eos_token_ids),
     )
 
 

@@ -31,6 +31,8 @@ from common.errors import (
     TextTooLongError,
 )
 from common.limits import MAX_TEXT_ANSWER_BYTES, MAX_UNCUT_TEXT_BYTES, TOKENIZE_THREADS
+from common.sampling_params import TokenSequences
+from common.text.bad_words import bad_words_token_ids
 from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, check_text_ids
 from router.model_registry import ServedModel
 from router.scheduling.admission import QUEUE_RETRY_S
@@ -154,6 +156,16 @@ class PromptEncoder:
         if size > MAX_TEXT_ANSWER_BYTES:
             raise TextTooLongError("messages", f"give a prompt of {size} bytes", f"at most {MAX_TEXT_ANSWER_BYTES}")
         return pb.RenderPromptResponse(text=text, token_ids=prompt.token_ids)
+
+    async def bad_words(self, words: Sequence[str], model: ServedModel, tenant: str = "") -> TokenSequences:
+        """Token ids of words that an answer must not contain.
+
+        Raises:
+            ApiError: a word can not be tokenized, no tokenizer, or too many requests wait.
+        """
+        tokenizer = _tokenizer_of(model)
+        size = sum(len(word.encode()) for word in words)
+        return await self._run(_once(lambda: bad_words_token_ids(words, tokenizer, model.vocab_size)), size, tenant)
 
     async def tokenize(self, text: str, model: ServedModel, tenant: str = "") -> pb.TokenizeResponse:
         """Token ids of `text` as Generate would use them, and their vocabulary entries.

@@ -1,4 +1,4 @@
-"""Penalties and min_tokens through router and worker: greedy streams are those of transformers, all in one batch."""
+"""Penalties, biases and masks through router and worker: greedy streams are those of transformers, all in one batch."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from fissile.v1 import inference_pb2 as pb
+from tokenizers import Tokenizer
 
 from tests.checkpoints import make_checkpoint
 from tests.e2e.service import Answer, Service, generate, running_service
 
 NEW_TOKENS = 24
 EARLY = 3
+FEW = [100, 101, 102, 103, 200, 300]
 
 
 def prompt(length: int) -> list[int]:
@@ -37,6 +39,18 @@ class OutputPenalties:
         return scores
 
 
+class Only:
+    """Masks all ids but these, as a LogitsProcessor."""
+
+    def __init__(self, ids: set[int]) -> None:
+        self.ids = sorted(ids)
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        masked = torch.full_like(scores, -torch.inf)
+        masked[:, self.ids] = scores[:, self.ids]
+        return masked
+
+
 class Reference:
     """The model in transformers."""
 
@@ -45,6 +59,11 @@ class Reference:
 
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self.model = model.eval()
+        self.tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def token_ids(self, *texts: str) -> list[list[int]]:
+        """Token ids of each text."""
+        return [self.tokenizer.encode(text, add_special_tokens=False).ids for text in texts]
 
     def stream(self, length: int, **options: Any) -> list[int]:
         """Greedy continuation of `prompt(length)`."""
@@ -60,6 +79,7 @@ def cases(reference: Reference) -> list[tuple[int, dict[str, Any], list[int]]]:
     """Prompt length, parameters and the expected tokens."""
     plain = reference.stream(50)
     stopper = plain[EARLY]
+    bias = {plain[0]: -100.0, plain[EARLY]: 0.5, FEW[0]: 5.5}
     ending: dict[str, Any] = {"eos_token_id": stopper, "pad_token_id": 0}
     return [
         (50, {}, plain),
@@ -77,6 +97,17 @@ def cases(reference: Reference) -> list[tuple[int, dict[str, Any], list[int]]]:
             reference.stream(17, logits_processor=[OutputPenalties(17, 0.0, -2.0)]),
         ),
         (50, {"stop_token_ids": [stopper]}, plain[: plain.index(stopper) + 1]),
+        (
+            50,
+            {"logit_bias": bias},
+            reference.stream(50, sequence_bias=[[[token], value] for token, value in bias.items()]),
+        ),
+        (
+            60,
+            {"bad_words": ["Jy", "G"]},
+            reference.stream(60, bad_words_ids=reference.token_ids("Jy", " Jy", "G", " G")),
+        ),
+        (50, {"allowed_token_ids": FEW}, reference.stream(50, logits_processor=[Only({2, *FEW})])),
         (50, {"stop_token_ids": [stopper], "min_tokens": 9}, reference.stream(50, min_new_tokens=9, **ending)),
     ]
 

@@ -244,7 +244,8 @@ async def test_tokenize_detokenize_and_models() -> None:
         call = b.stub.ListModels(pb.ListModelsRequest())
         (model,) = (await call).models
         assert (model.name, model.ready_workers, model.max_model_len) == ("m", 1, 4096)
-        assert list(model.capabilities) == [pb.CAPABILITY_GENERATE, pb.CAPABILITY_TEXT, pb.CAPABILITY_CHAT]
+        capabilities = (pb.CAPABILITY_GENERATE, pb.CAPABILITY_TEXT, pb.CAPABILITY_CHAT, pb.CAPABILITY_RECEIPTS)
+        assert tuple(model.capabilities) == capabilities
         assert (await b.stub.GetModel(pb.GetModelRequest(model="m"))).model == model
         assert (await b.stub.GetModel(pb.GetModelRequest())).model == model
         error = await error_of(b.stub.GetModel(pb.GetModelRequest(model="x")))
@@ -267,6 +268,13 @@ async def test_tokenize_detokenize_and_models() -> None:
         ("INVALID_ARGUMENT", "sampling_params.top_p", request(params={"top_p": 0})),
         ("INVALID_ARGUMENT", "sampling_params.max_tokens", request(params={"max_tokens": 0})),
         ("INVALID_ARGUMENT", "sampling_params.stop_token_ids[0]", request(params={"stop_token_ids": [400]})),
+        ("INVALID_ARGUMENT", "sampling_params.logit_bias[400]", request(params={"logit_bias": {400: 1}})),
+        ("INVALID_ARGUMENT", "sampling_params.allowed_token_ids[0]", request(params={"allowed_token_ids": [400]})),
+        (
+            "INVALID_ARGUMENT",
+            "sampling_params.allowed_token_ids",
+            request(params={"allowed_token_ids": [5], "stop_token_ids": [5], "min_tokens": 1}),
+        ),
         ("INVALID_ARGUMENT", "request_id", request(request_id="x" * 129)),
         ("INVALID_ARGUMENT", "request_id", request(request_id="\x1b[31m")),
         ("INVALID_ARGUMENT", "session_id", request(session_id="\x1b[31m")),
@@ -342,6 +350,9 @@ async def test_every_served_field_has_its_effect() -> None:
         "stop_strings": ["pq"],
         "include_stop_string": True,
         "n": 1,
+        "logit_bias": {9: 1.5},
+        "bad_words": ["lo"],
+        "allowed_token_ids": [4, 3],
     }
     async with bench() as b:
         parts = await collect(b.stub.Generate(request(model="m", request_id="r", params=fields)))
@@ -354,6 +365,10 @@ async def test_every_served_field_has_its_effect() -> None:
         assert params.ignore_eos
         assert list(params.stop_token_ids) == [5, 6]
         assert [list(s.ids) for s in params.stop_token_sequences] == [[7, 8]]
+        assert dict(params.logit_bias) == {9: 1.5}
+        assert list(params.allowed_token_ids) == [4, 3]
+        spelled = [tuple(ids.ids) for ids in params.bad_words_token_ids]
+        assert [TOKENIZER.decode_stream(behind=[5]).push(ids) for ids in spelled] == ["lo", " lo"]
         assert submitted.seed == 2**64 - 1
         assert parts[0].prompt_info.seed == str(2**64 - 1)
         assert "".join(p.text for p in parts) == "hijklmnpq"

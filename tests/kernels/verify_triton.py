@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import numpy as np
@@ -19,10 +20,13 @@ import torch
 
 from kernels import sampling
 from kernels.interface import (
+    AllowedIds,
     AttentionMetaData,
+    BiasedIds,
     ExpertWeights,
     IndexSpec,
     KVSpec,
+    MaskedIds,
     QuantizedFormat,
     QuantizedWeight,
     SampleParams,
@@ -161,9 +165,19 @@ class BitVerifier:
             min_p=np.linspace(0, 0.1, count, dtype=np.float32),
         )
         rows = np.arange(count)
+        ids = np.arange(4 * count) * 97 % self._vocab
+        late = torch.arange(count) % 3 - 1
+        masked = MaskedIds(rows, rows * 5, rows - 1, late)
+        params = replace(
+            params,
+            biased=BiasedIds(rows.repeat(4), ids, np.linspace(-100, 100, 4 * count, dtype=np.float32)),
+            allowed=AllowedIds(np.repeat(rows[::3], 40), np.tile(np.arange(40) * 31 % self._vocab, len(rows[::3]))),
+            masked=masked,
+        )
         choice = rows.astype(np.uint64), rows + 9, rows * 0
         expected = sampling.sample(logits.cpu().numpy().copy(), params, *choice)
-        return np.array_equal(self.backend.sampling.sample(logits, params, *choice).cpu().numpy(), expected)
+        there = replace(params, masked=replace(masked, late=late.to(logits.device)))
+        return np.array_equal(self.backend.sampling.sample(logits, there, *choice).cpu().numpy(), expected)
 
     def captured(self) -> bool:
         """A product, a norm and their replay over other numbers."""

@@ -29,7 +29,7 @@ from kernels.interface import KernelBackend
 from kernels.select import CPU_BACKENDS, select_backend
 from kernels.torch_backend.attention import PagedKVCache
 from tests.native import backend_or_skip
-from tests.parity.draws import filters_and_penalties
+from tests.parity.draws import changes_of_logits
 from tests.unit.mutants import MUTANTS as TRAPS
 from tests.unit.mutants import OBJECTIONS, Mutant
 from worker.config.model_config import ModelConfig
@@ -43,6 +43,8 @@ from worker.model.sampler import Sampler
 
 DEMO = Path(__file__).resolve().parents[2] / "deploy" / "demo" / "checkpoint"
 MODEL_LEN = 128
+# Token ids that requests name.
+NUM_IDS = 1000
 NUM_WORKLOADS, NUM_LONG = 4, 60
 MAX_STEPS = 3_000
 # Chunks that end anywhere in a block; chunks of several sequences; whole prompts.
@@ -125,18 +127,18 @@ def _request(rnd: random.Random, beginning: list[int]) -> Request:
         max_tokens=max_tokens,
         min_tokens=rnd.choice([0, max_tokens // 2]),
         ignore_eos=rnd.random() < 0.6,
-        stop_token_ids=tuple(rnd.sample(range(5, 1000), rnd.choice([0, 0, 60]))),
+        stop_token_ids=tuple(rnd.sample(range(5, NUM_IDS), rnd.choice([0, 0, 60]))),
         **_sampling(rnd),
     )
     return Request(prompt, params, arrives, leaves)
 
 
 def _sampling(rnd: random.Random) -> dict[str, Any]:
-    """Greedy or seeded, with or without filters and penalties."""
+    """Greedy or seeded, with or without filters, penalties, biases and masks."""
     given: dict[str, Any] = {"temperature": rnd.choice([0.0, 0.7, 1.0, 1.5]), "n": rnd.choice([1, 1, 1, 3])}
     if rnd.random() < 0.4:
         given["seed"] = rnd.randrange(2**64)
-    return given | filters_and_penalties(rnd, 0.4)
+    return given | changes_of_logits(rnd, 0.4, NUM_IDS)
 
 
 def poisoned(backend: KernelBackend) -> KernelBackend:

@@ -29,7 +29,7 @@ from kernels.cpu import library
 from kernels.select import select_backend
 from tests.checkpoints import make_checkpoint
 from tests.native import native_library
-from tests.parity.draws import filters_and_penalties
+from tests.parity.draws import changes_of_logits
 from tests.parity.test_equality import DEMO, poisoned
 from tests.shapes import QWEN3_60M
 from worker.config.model_config import ModelConfig
@@ -174,7 +174,7 @@ def _request(rnd: random.Random, number: int, beginning: list[int], ids: int) ->
         max_tokens=rnd.choice([rnd.randint(1, 12), rnd.randint(12, 24)]),
         ignore_eos=rnd.random() < 0.8,
         temperature=rnd.choice([0.0, 0.0, 0.7, 1.0, 1.5]),
-        **filters_and_penalties(rnd, 0.25),
+        **changes_of_logits(rnd, 0.25, ids),
     )
     return Request(number, beginning + [rnd.randrange(5, ids) for _ in range(own)], params)
 

@@ -19,8 +19,8 @@ from worker.engine.sequence import Sequence
 
 @dataclass(slots=True)
 class TokenHistory:
-    """Token history that penalties and the min_tokens mask of one row derive from (rules:
-    worker/model/logit_adjustments.py).
+    """Token history that penalties and masks of one row derive from (rules:
+    worker/model/logit_adjustments.py, worker/model/logit_masks.py).
 
     It follows from prompt and tokens alone, so a sequence that was preempted, or that another worker has begun, goes on
     with the same penalties. Nothing is copied: a sequence's list of tokens only ever grows at its end, so a part of it

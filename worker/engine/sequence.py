@@ -166,8 +166,8 @@ class Sequence:
         # Newest tokens that may end it; the stop rules then say whether they do.
         self.stopping_ids = frozenset(params.stop_token_ids)
         self.sampling_params = params
-        # While it has fewer tokens than this, penalties or the min_tokens mask change its logits.
-        self.steered_until = math.inf if params.penalized else self.num_prompt_tokens + params.min_tokens
+        # While it has fewer tokens than this, penalties, a bias or masks change its logits.
+        self.steered_until = math.inf if params.steers else self.num_prompt_tokens + params.min_tokens
         self.stop_strings = params.stop_strings
         self.stop_token_sequences = stop_token_sequences or [list(s) for s in params.stop_token_sequences]
         self.stream_callback = stream_callback

@@ -1,28 +1,23 @@
-"""From the tokens of a sequence to what its penalties and its min_tokens change in a row of logits.
+"""From the tokens of a sequence to what its penalties change in a row of logits.
 
-The order of the changes is the kernels' (docs/determinism.md); here is which ids they concern:
-- repetition: every id of prompt and output; presence and frequency: ids of the output only;
-- before `min_tokens` output tokens, the ids that would end the sequence are masked: the request's `stop_token_ids`, and
-  the model's end-of-sequence ids unless `ignore_eos`. Stop token sequences and stop strings are not masked: they are no
-  single ids, and worker/engine/stop_rules.py does not look at them yet.
+The order of the changes is the kernels' (docs/determinism.md); here is which ids they concern. Repetition: every id of
+prompt and output; presence and frequency: ids of the output only.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
 import torch
 
-from common.sampling_params import SamplingParams
-from kernels.interface import MaskedIds
 from kernels.penalties import Penalties, SeenIds
 from worker.engine.batch import TokenHistory
 
-# Sequences that do not run now, of which counts are kept.
-_MOST_IDLE: Final = 512
+# Sequences that do not run now, of which anything is kept.
+MOST_IDLE: Final = 512
 
 
 @dataclass(slots=True)
@@ -77,30 +72,6 @@ class SeenTokens:
 
     def _forget(self, histories: Mapping[int, TokenHistory]) -> None:
         """Bounds what is kept of sequences that have ended or wait: as many as run now, and some."""
-        if len(self._known) > 2 * len(histories) + _MOST_IDLE:
+        if len(self._known) > 2 * len(histories) + MOST_IDLE:
             now = {history.seq_id for history in histories.values()}
             self._known = {seq_id: known for seq_id, known in self._known.items() if seq_id in now}
-
-
-def masked_ids(
-    histories: Mapping[int, TokenHistory], late: Container[int], eos_token_ids: frozenset[int], size: int
-) -> MaskedIds | None:
-    """Ids that rows below their `min_tokens` must not sample; None when there are none.
-
-    Args:
-        histories: by row.
-        late: rows that have one output token more than their histories.
-        eos_token_ids: the model's.
-        size: logits per row; an id outside can not be sampled anyway.
-    """
-    waiting = {row: h.params for row, h in histories.items() if h.num_output + (row in late) < h.params.min_tokens}
-    ids = {row: _ending_ids(params, eos_token_ids, size) for row, params in waiting.items()}
-    rows = [row for row, masked in ids.items() for _ in masked]
-    if not rows:
-        return None
-    return MaskedIds(np.array(rows, np.int64), np.array([token for masked in ids.values() for token in masked]))
-
-
-def _ending_ids(params: SamplingParams, eos_token_ids: frozenset[int], size: int) -> list[int]:
-    ending = set(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_token_ids)
-    return [token for token in sorted(ending) if 0 <= token < size]

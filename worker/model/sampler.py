@@ -17,7 +17,8 @@ from kernels.no_token import NO_TOKEN
 from kernels.penalties import Penalties
 from kernels.upload import to_device
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
-from worker.model.logit_adjustments import SeenTokens, masked_ids
+from worker.model.logit_adjustments import SeenTokens
+from worker.model.logit_masks import LogitMasks
 
 Ints = npt.NDArray[np.int64]
 
@@ -47,7 +48,7 @@ class Sampler:
 
     Args:
         kernels: sample.
-        eos_token_ids: ids that a sequence may not have before its `min_tokens`.
+        eos_token_ids: ids that a sequence may not have before its `min_tokens`, and may have whatever it is allowed.
         fetches: True if the tokens are wanted on the host as soon as they are there: on the rank that answers. The
             others need them at most for penalties, and wait then.
 
@@ -59,9 +60,9 @@ class Sampler:
     def __init__(self, kernels: KernelBackend, eos_token_ids: frozenset[int], *, fetches: bool) -> None:
         self._sampling = kernels.sampling
         self._kernels = kernels
-        self._eos_token_ids = eos_token_ids
         self._fetches = fetches
         self._seen = SeenTokens()
+        self._masks = LogitMasks(eos_token_ids)
         self.waits_for_tokens = kernels.device.type != "cpu"
         self.last = self.keep([], self.no_ids())
 
@@ -122,13 +123,17 @@ class Sampler:
         if not len(final):
             return self.no_ids()
         histories, late = self._histories(batch, final)
+        self._masks.forget(histories)
+        size = logits.shape[1]
         params = SampleParams(
             temperature=np.array(batch.temperatures, np.float32)[final],
             top_k=np.array(batch.top_ks, np.int64)[final],
             top_p=np.array(batch.top_ps, np.float32)[final],
             min_p=np.array(batch.min_ps, np.float32)[final],
-            masked=masked_ids(histories, late, self._eos_token_ids, logits.shape[1]),
+            masked=self._masks.masked(histories, late, self._newest, size),
             penalties=self._penalties(histories, late),
+            biased=self._masks.biased(histories, size),
+            allowed=self._masks.allowed(histories, size),
         )
         return self._sampling.sample(
             logits,

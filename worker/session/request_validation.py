@@ -5,7 +5,7 @@ A field that is set and not listed is refused with UNIMPLEMENTED naming it. In a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Final
 
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -13,6 +13,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from common.errors import InvalidFieldError
 from common.limits import MAX_CACHE_SALT_BYTES, MAX_STOP_TOKEN_SEQUENCE, MAX_STOP_TOKEN_SEQUENCES
 from common.rpc.sampling_protos import SAMPLING_FIELDS, sampling_from_proto
+from common.sampling_masks import check_bias_ids, check_tokens_left
 from common.sampling_params import SamplingParams
 from worker.engine.sequence import Priority
 
@@ -82,7 +83,7 @@ def priority(given: wpb.Priority.ValueType) -> Priority:
     return Priority(given) if given else Priority.NORMAL
 
 
-def sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingParams:
+def sampling_params(params: wpb.SamplingParams, vocab_size: int, eos_token_ids: Set[int]) -> SamplingParams:
     """The parameters of a sequence.
 
     Raises:
@@ -90,7 +91,8 @@ def sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingPara
     """
     try:
         made = sampling_from_proto(params)
-        check_stops(made, vocab_size)
+        check_ids(made, vocab_size)
+        check_tokens_left(made, vocab_size, eos_token_ids)
     except InvalidFieldError as error:
         violation = error.violations[0]
         path = violation.path.replace("sampling_params", "params", 1)
@@ -98,12 +100,21 @@ def sampling_params(params: wpb.SamplingParams, vocab_size: int) -> SamplingPara
     return made
 
 
-def check_stops(params: SamplingParams, vocab_size: int) -> None:
-    """Checks the number of stopping ids and sequences, and that the model has them.
+def check_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Checks that the model has all ids of the parameters, and the number of stopping sequences.
 
     Raises:
         InvalidFieldError: it has not, or there are too many.
     """
+    _check_stop_token_sequences(params, vocab_size)
+    for name in ("stop_token_ids", "allowed_token_ids"):
+        check_token_ids(f"sampling_params.{name}", getattr(params, name), vocab_size)
+    check_bias_ids(params, vocab_size)
+    for i, sequence in enumerate(params.bad_words_token_ids):
+        check_token_ids(f"sampling_params.bad_words_token_ids[{i}].ids", sequence, vocab_size)
+
+
+def _check_stop_token_sequences(params: SamplingParams, vocab_size: int) -> None:
     path = "sampling_params.stop_token_sequences"
     if len(params.stop_token_sequences) > MAX_STOP_TOKEN_SEQUENCES:
         count = len(params.stop_token_sequences)
@@ -112,4 +123,3 @@ def check_stops(params: SamplingParams, vocab_size: int) -> None:
         if not 1 <= len(sequence) <= MAX_STOP_TOKEN_SEQUENCE:
             raise InvalidFieldError(f"{path}[{i}]", f"has {len(sequence)} ids", f"1 to {MAX_STOP_TOKEN_SEQUENCE}")
         check_token_ids(f"{path}[{i}].ids", sequence, vocab_size)
-    check_token_ids("sampling_params.stop_token_ids", params.stop_token_ids, vocab_size)

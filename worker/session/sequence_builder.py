@@ -32,6 +32,7 @@ class EngineLimits:
         block_size: tokens per KV block.
         hash_seed: seed of the block hashes.
         weights_digest: of the model, part of the hashes of salted prompts.
+        eos_token_ids: the model's end-of-sequence ids.
     """
 
     vocab_size: int
@@ -39,6 +40,7 @@ class EngineLimits:
     block_size: int
     hash_seed: int
     weights_digest: str = ""
+    eos_token_ids: frozenset[int] = frozenset()
 
     def hash_root(self, cache_salt: bytes) -> int | None:
         """Parent hash of the first block of a prompt with this salt, as the router computes it; None without one."""
@@ -55,7 +57,8 @@ def check_sequence(request: Request, limits: EngineLimits) -> tuple[array[int], 
     request_validation.check_token_ids("token_ids", token_ids, limits.vocab_size)
     check_length(len(token_ids), limits)
     request_validation.check_cache_salt(request.cache_salt)
-    return array("I", token_ids), request_validation.sampling_params(request.params, limits.vocab_size)
+    params = request_validation.sampling_params(request.params, limits.vocab_size, limits.eos_token_ids)
+    return array("I", token_ids), params
 
 
 def check_length(num_tokens: int, limits: EngineLimits) -> None:

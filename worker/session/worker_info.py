@@ -39,6 +39,7 @@ class WorkerFacts:
     dtype: str = ""
     tp_size: int = 1
     prefix_caching: bool = True
+    eos_token_ids: frozenset[int] = frozenset()
 
     def loaded(self, config: Config, model: Mapping[str, str]) -> WorkerFacts:
         """The description with what is known when the model is loaded.
@@ -62,7 +63,12 @@ class WorkerFacts:
     def engine_limits(self) -> EngineLimits:
         """Limits that sequences are checked against."""
         return EngineLimits(
-            self.vocab_size, self.max_model_len, self.block_size, self.hash_seed, weights_digest=self.weights_digest
+            self.vocab_size,
+            self.max_model_len,
+            self.block_size,
+            self.hash_seed,
+            weights_digest=self.weights_digest,
+            eos_token_ids=self.eos_token_ids,
         )
 
     def limits_proto(self) -> wpb.Limits:
@@ -94,6 +100,7 @@ class WorkerFacts:
             dtype=self.dtype,
             tp_size=self.tp_size,
             version=self.version,
+            eos_token_ids=sorted(self.eos_token_ids),
         )
 
 

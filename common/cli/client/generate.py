@@ -18,7 +18,7 @@ from common.cli.client.proof import write_proof
 from common.cli.core.client import Answer, Credentials, Question, ask, client_arguments
 from common.cli.core.console import TextStream
 from common.cli.core.errors import CommandError
-from common.cli.core.options import json_option, option, routers_option, timeout_option
+from common.cli.core.options import Bias, json_option, option, routers_option, timeout_option
 from common.cli.core.tls_options import with_credentials
 from common.cli.group import OFFLINE, find_entry_points
 from common.errors import ApiError
@@ -94,6 +94,29 @@ SAMPLING_OPTIONS = (
         help="Token id that ends the answer. Repeatable.",
     ),
     option(
+        "--logit-bias",
+        envvar="FISSILE_LOGIT_BIAS",
+        metavar="ID=BIAS",
+        multiple=True,
+        type=Bias(),
+        help="Add BIAS, in [-100, 100], to the logit of token ID. Repeatable.",
+    ),
+    option(
+        "--bad-word",
+        "bad_words",
+        envvar="FISSILE_BAD_WORD",
+        multiple=True,
+        help="Text that the answer must not contain. Repeatable.",
+    ),
+    option(
+        "--allowed-token-id",
+        "allowed_token_ids",
+        envvar="FISSILE_ALLOWED_TOKEN_ID",
+        multiple=True,
+        type=int,
+        help="Generate such token ids only, and end-of-sequence tokens. Repeatable. Default: all.",
+    ),
+    option(
         "--ignore-eos",
         envvar="FISSILE_IGNORE_EOS",
         is_flag=True,
@@ -115,6 +138,8 @@ def given(sampling: dict[str, Any]) -> dict[str, Any]:
         CommandError: a value is out of range (exit code 2).
     """
     chosen = {name: value for name, value in sampling.items() if value is not None and value != ()}
+    if "logit_bias" in chosen:
+        chosen["logit_bias"] = dict(chosen["logit_bias"])
     try:
         SamplingParams(**chosen)
     except ApiError as error:

@@ -98,6 +98,22 @@ class Sizes(click.ParamType[tuple[int, ...]]):
         return numbers
 
 
+class Bias(click.ParamType[tuple[int, float]]):
+    """A token id and what is added to its logit, from `42=-1.5`."""
+
+    name = "bias"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> tuple[int, float]:
+        """Reads the text of an option."""
+        if isinstance(value, tuple):
+            return value
+        token, _, bias = str(value).partition("=")
+        try:
+            return int(token), float(bias)
+        except ValueError:
+            self.fail(f"{value!r} is not a bias; use for example 42=-1.5", param, ctx)
+
+
 def option(*names: str, envvar: str, **attributes: Any) -> Callable[[click.decorators.FC], click.decorators.FC]:
     """`click.option` with its default and its environment variable shown in the help."""
     return click.option(*names, envvar=envvar, show_envvar=True, show_default=True, **attributes)

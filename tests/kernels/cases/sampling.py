@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
@@ -21,6 +23,8 @@ def _sample() -> None:
     penalties = Penalties(np.arange(2), seen, one, one, one, torch.zeros(2, dtype=torch.int64))
     penalize(torch.empty(2, VOCAB), penalties)
     params = SampleParams(one, zero + 20, half, half, MaskedIds(zero, zero))
+    late = replace(params, masked=MaskedIds(zero, zero, zero, torch.zeros(2, dtype=torch.int64)))
+    sampling.sample(torch.empty(2, VOCAB), prepare(late, zero.astype(np.uint64), zero, zero, torch.device("cpu")))
     tensors = prepare(params, zero.astype(np.uint64), zero, zero, torch.device("cpu"))
     sampling.sample(torch.empty(2, VOCAB), tensors)
 

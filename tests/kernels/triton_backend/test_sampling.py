@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -16,13 +18,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kernels import sampling as reference
-from kernels.interface import MaskedIds, SampleParams
+from kernels.interface import AllowedIds, BiasedIds, MaskedIds, SampleParams
 from kernels.no_token import NO_TOKEN
 from kernels.penalties import Penalties, SeenIds, penalize
 from kernels.triton_backend import sampling
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.penalties import penalize as penalize_on_device
 from kernels.triton_backend.sample_tensors import prepare
+from kernels.triton_backend.sampling import TritonSamplingOps
 
 CPU = torch.device("cpu")
 Logits = npt.NDArray[np.float32]
@@ -210,6 +213,38 @@ def test_masks() -> None:
     assert_same(logits, both, np.random.default_rng(7))
 
 
+def test_masks_behind_late_tokens() -> None:
+    """An id is masked where the token that is not on the host yet is the one that it may not follow."""
+    rng = np.random.default_rng(12)
+    logits = rng.normal(size=(3, 20)).astype(np.float32)
+    logits[:, 7] = 9.0
+    rows, ids = np.array([0, 0, 1, 1, 2, 2]), np.array([7, 3, 7, 7, 7, 4])
+    after = np.array([5, NO_TOKEN, 6, 5, 6, 6])
+    masked = MaskedIds(rows, ids, after, torch.tensor([5, 5, 5, 5, NO_TOKEN, NO_TOKEN]))
+    zeros, ones = np.zeros(3, np.float32), np.ones(3, np.float32)
+    assert_same(logits, SampleParams(zeros, np.zeros(3, np.int64), ones, zeros, masked), rng)
+    written = torch.from_numpy(logits.copy())
+    sampling.sample(
+        written, prepare(SampleParams(zeros, np.zeros(3, np.int64), ones, zeros, masked), *randoms(3, rng), CPU)
+    )
+    assert np.argwhere(written.isneginf().numpy()).tolist() == [[0, 3], [0, 7], [1, 7]]
+
+
+def test_biases_and_allowed_ids() -> None:
+    rng = np.random.default_rng(13)
+    logits = rng.normal(size=(4, 300)).astype(np.float32)
+    logits[1, 5] = np.nan
+    biased = BiasedIds(np.array([0, 0, 1, 3]), np.array([4, 299, 5, 7]), np.array([3, -100, 2, 0.1], np.float32))
+    allowed = AllowedIds(np.array([0, 0, 3, 3, 3]), np.array([4, 299, 7, 8, 0]))
+    own = params(4, rng, FILTERS["all"])
+    given = replace(own, biased=biased, allowed=allowed, masked=MaskedIds(np.array([3]), np.array([8])))
+    counters = randoms(4, rng)
+    expected, found = logits.copy(), torch.from_numpy(logits.copy())
+    ids = reference.sample(expected, given, *counters)
+    assert TritonSamplingOps(CPU).sample(found, given, *counters).tolist() == ids.tolist()
+    assert np.array_equal(found.numpy(), expected, equal_nan=True)
+
+
 def test_a_row_does_not_depend_on_the_others() -> None:
     rng = np.random.default_rng(8)
     logits, given = random_logits(5, 300, rng), params(5, rng, FILTERS["all"])
@@ -245,7 +280,7 @@ def test_parameters_are_moved_together() -> None:
     given = SampleParams(one, np.arange(3), one, one, MaskedIds(np.arange(3), np.arange(3)))
     tensors = prepare(given, *randoms(3, rng), CPU)
     assert tensors.masked is not None
-    columns = [*vars(tensors.rows).values(), *vars(tensors.masked).values()]
+    columns = [*vars(tensors.rows).values(), tensors.masked.rows, tensors.masked.ids]
     assert len({column.untyped_storage().data_ptr() for column in columns}) == 1
     assert all(column.data_ptr() % 16 == columns[0].data_ptr() % 16 for column in columns)
 

@@ -68,10 +68,29 @@ def refused(code: str, path: str, act: Callable[[], object]) -> ApiError:
         ("stop_token_sequences[0].ids", {"stop_token_sequences": [pb.TokenIds(ids=[1] * 65)]}),
         ("stop_token_sequences[1].ids[0]", {"stop_token_sequences": [pb.TokenIds(ids=[1]), pb.TokenIds(ids=[999])]}),
         ("stop_token_sequences", {"stop_token_sequences": [pb.TokenIds(ids=[1])] * 17}),
+        ("logit_bias", {"logit_bias": dict.fromkeys(range(1025), 1.0)}),
+        ("logit_bias[7]", {"logit_bias": {7: 100.5}}),
+        ("logit_bias[7]", {"logit_bias": {7: math.nan}}),
+        ("logit_bias[7]", {"logit_bias": {7: -math.inf}}),
+        (f"logit_bias[{VOCAB}]", {"logit_bias": {VOCAB: 1.0}}),
+        ("bad_words", {"bad_words": ["x"] * 65}),
+        ("bad_words[1]", {"bad_words": ["x", ""]}),
+        ("bad_words[0]", {"bad_words": ["é" * 129]}),
+        ("allowed_token_ids", {"allowed_token_ids": [1] * 4097}),
+        ("allowed_token_ids[1]", {"allowed_token_ids": [1, VOCAB]}),
     ],
 )
 def test_bad_sampling_params(path: str, fields: dict[str, object]) -> None:
     refused("INVALID_ARGUMENT", f"sampling_params.{path}", lambda: params(**fields))
+
+
+def test_masks_and_biases_are_canonical() -> None:
+    given = params(logit_bias={9: 0.1, 2: -100.0}, allowed_token_ids=[5, 1], bad_words=["a", "é" * 128])
+    assert given.logit_bias == ((2, -100.0), (9, float32(0.1)))
+    assert (given.allowed_token_ids, given.bad_words) == ((5, 1), ("a", "é" * 128))
+    assert given.steers
+    assert not params().steers
+    assert SamplingParams(logit_bias={1: 0.5}) == SamplingParams(logit_bias=((1, 0.5),))
 
 
 def test_several_answers() -> None:

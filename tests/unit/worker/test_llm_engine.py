@@ -115,6 +115,23 @@ def test_defaults_come_from_the_checkpoint(engine: LLMEngine) -> None:
     assert (one["num_tokens_output"], two["num_tokens_output"]) == (12, 2)
 
 
+def test_bad_words_are_avoided(engine: LLMEngine) -> None:
+    """Words of the text that comes without them; as token ids too."""
+    tokenizer = engine.io.tokenizer
+    assert tokenizer is not None
+    plain = engine.generate([[60]], replace(GREEDY, max_tokens=40))[0]
+    words = [
+        text for token in plain["token_ids"] if len(text := tokenizer.decode([token]).strip()) == 1 and text.isascii()
+    ]
+    assert len(words) > 3
+    given = {"temperature": 0, "max_tokens": 40, "ignore_eos": True, "repetition_penalty": 1, "bad_words": words}
+    (answer,) = engine.generate([[60]], given)
+    ids = tuple(tuple(tokenizer.encode(text)) for word in words for text in (word, f" {word}"))
+    (spelled,) = engine.generate([[60]], replace(GREEDY, max_tokens=40, bad_words_token_ids=ids))
+    assert answer["token_ids"] == spelled["token_ids"] != plain["token_ids"]
+    assert not {*words, *(f" {word}" for word in words)} & {tokenizer.decode([token]) for token in answer["token_ids"]}
+
+
 class TestStopsOnText:
     def stopped(self, folder: Path, **params: Any) -> dict[str, Any]:
         engine = simulated(folder)

@@ -175,6 +175,26 @@ class SamplingParams(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
+    @_typing.final
+    class LogitBiasEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.int
+        value: _builtins.float
+        def __init__(
+            self,
+            *,
+            key: _builtins.int = ...,
+            value: _builtins.float = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
     TEMPERATURE_FIELD_NUMBER: _builtins.int
     TOP_K_FIELD_NUMBER: _builtins.int
     TOP_P_FIELD_NUMBER: _builtins.int
@@ -187,6 +207,9 @@ class SamplingParams(_message.Message):
     IGNORE_EOS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     STOP_TOKEN_SEQUENCES_FIELD_NUMBER: _builtins.int
+    LOGIT_BIAS_FIELD_NUMBER: _builtins.int
+    BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """>= 0; 0 is greedy."""
     top_k: _builtins.int
@@ -215,6 +238,18 @@ class SamplingParams(_message.Message):
     def stop_token_sequences(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
         """Sequences of token ids that end the generation."""
 
+    @_builtins.property
+    def logit_bias(self) -> _containers.ScalarMap[_builtins.int, _builtins.float]:
+        """Added to the logits of these token ids, in [-100, 100]."""
+
+    @_builtins.property
+    def bad_words_token_ids(self) -> _containers.RepeatedCompositeFieldContainer[Global___TokenIds]:
+        """Sequences of token ids that the output must not contain."""
+
+    @_builtins.property
+    def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Token ids that may be generated, beside end-of-sequence tokens. Empty: all."""
+
     def __init__(
         self,
         *,
@@ -230,10 +265,13 @@ class SamplingParams(_message.Message):
         ignore_eos: _builtins.bool = ...,
         stop_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         stop_token_sequences: _abc.Iterable[Global___TokenIds] | None = ...,
+        logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
+        bad_words_token_ids: _abc.Iterable[Global___TokenIds] | None = ...,
+        allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "stop_token_ids", b"stop_token_ids", "stop_token_sequences", b"stop_token_sequences", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_token_ids", b"allowed_token_ids", "bad_words_token_ids", b"bad_words_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "stop_token_ids", b"stop_token_ids", "stop_token_sequences", b"stop_token_sequences", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1198,6 +1236,7 @@ class GetWorkerResponse(_message.Message):
     TP_SIZE_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
+    EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker."""
     instance_id: _builtins.str
@@ -1240,6 +1279,10 @@ class GetWorkerResponse(_message.Message):
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Optional capabilities, by name."""
 
+    @_builtins.property
+    def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The model's end-of-sequence tokens."""
+
     def __init__(
         self,
         *,
@@ -1262,10 +1305,11 @@ class GetWorkerResponse(_message.Message):
         tp_size: _builtins.int = ...,
         version: _builtins.str = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
+        eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "dtype", b"dtype", "features", b"features", "hash_seed", b"hash_seed", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "numerics", b"numerics", "proto_minor", b"proto_minor", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "hash_seed", b"hash_seed", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "numerics", b"numerics", "proto_minor", b"proto_minor", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

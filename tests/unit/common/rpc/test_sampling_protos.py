@@ -25,9 +25,12 @@ PARAMS = SamplingParams(
     ignore_eos=True,
     stop_token_ids=(1, 5),
     stop_token_sequences=((1, 2), (3,)),
+    logit_bias={7: -1.5, 3: 100.0},
+    bad_words_token_ids=((4, 5), (6,)),
+    allowed_token_ids=(8, 2),
 )
 # Stay with the router, or go beside the parameters.
-_ROUTERS_OWN = {"seed", "n", "stop_strings", "include_stop_string"}
+_ROUTERS_OWN = {"seed", "n", "stop_strings", "include_stop_string", "bad_words"}
 
 
 def test_there_and_back() -> None:

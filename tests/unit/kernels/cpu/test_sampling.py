@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from common.sampling_params import float32
 from kernels import sampling as reference
 from kernels.cpu import sampling
-from kernels.interface import MaskedIds, SampleParams
-from kernels.penalties import Penalties, SeenIds
+from kernels.interface import AllowedIds, BiasedIds, MaskedIds, SampleParams
+from kernels.penalties import Penalties, SeenIds, penalize
 from tests.unit.kernels.test_sampling import LOGITS, ROWS, Row, reference_sample
 
 
@@ -191,6 +191,35 @@ def test_penalties_and_masks_are_those_of_numpy(threads: CDLL) -> None:
         found, expected = sampled_both(threads, view, params)
         assert found[0].tolist() == expected[0].tolist()
         assert same_bits(found[1], expected[1])
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_biases_and_allowed_ids_are_those_of_numpy(threads: CDLL, temperature: float) -> None:
+    """Rows with penalties, a bias, both or neither, in one call: biases come behind penalties."""
+    rng = np.random.default_rng(4)
+    rows, vocab = 6, 200
+    logits = rng.normal(0, 3, (rows, vocab)).astype(np.float32)
+    logits[0, 3], logits[1, 7], logits[4, 9] = np.inf, np.nan, -np.inf
+    seen = [draw_seen(rng, vocab, size) for size in (40, 0, 3)]
+    columns = [np.array(one, np.float32) for one in ((1.7, 0.5, 1.0), (0.4, 0, -2), (0.2, -0.3, 0))]
+    penalties = Penalties(np.array([4, 0, 2]), seen, columns[0], columns[1], columns[2])
+    ids = np.concatenate([rng.permutation(vocab)[:50] for _ in range(3)])
+    biased = BiasedIds(np.repeat([4, 5, 1], 50), ids, rng.uniform(-100, 100, 150).astype(np.float32))
+    allowed = AllowedIds(np.repeat([4, 3], 50), np.tile(rng.permutation(vocab)[:50], 2))
+    masked = MaskedIds(np.array([3, 2]), np.array([int(allowed.ids[0]), 5]))
+    plain = greedy_params(rows, penalties, masked)
+    params = replace(plain, temperature=np.full(rows, temperature, np.float32), biased=biased, allowed=allowed)
+    for count, view in product((1, 3), (logits, np.asfortranarray(logits))):
+        threads.fissile_set_threads(count)
+        found, expected = sampled_both(threads, view, params)
+        assert found[0].tolist() == expected[0].tolist()
+        assert same_bits(found[1], expected[1])
+    # Against formulas: of the row with all, and of the plain one.
+    own = logits.copy()
+    penalize(own, penalties)
+    value = {token: np.float32(own[4, token] + bias) for token, bias in zip(ids[:50], biased.biases[:50], strict=True)}
+    row = [value.get(token, own[4, token]) if token in allowed.ids[:50] else -np.inf for token in range(vocab)]
+    assert same_bits(expected[1][4], np.array(row, np.float32))
 
 
 def test_masks_come_first(native: CDLL) -> None:

@@ -1,7 +1,8 @@
-"""Penalties and the min_tokens mask against brute force, transformers' processors and whole streams."""
+"""Penalties, biases and masks against brute force, transformers' processors and whole streams."""
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from dataclasses import replace
@@ -18,12 +19,13 @@ from common.config import Config
 from common.sampling_params import SamplingParams, float32
 from kernels.interface import SampleParams
 from kernels.penalties import penalize
-from kernels.sampling import sample
+from kernels.sampling import sample, write_biases, write_masks
 from tests.checkpoints import make_checkpoint
 from worker.engine.batch import ScheduledBatch, TokenHistory
 from worker.engine.sequence import Sequence
 from worker.llm_engine import LLMEngine
-from worker.model.logit_adjustments import SeenTokens, masked_ids
+from worker.model.logit_adjustments import SeenTokens
+from worker.model.logit_masks import LogitMasks
 from worker.model.model_runner import ModelRunner
 
 VOCAB = 24
@@ -41,15 +43,20 @@ def batch_of(seqs: list[Sequence]) -> ScheduledBatch:
 
 
 def steered(logits: np.ndarray, seqs: list[Sequence]) -> np.ndarray:
-    """Logits [S, V] as the sampler sees them behind penalties and masks."""
+    """Logits [S, V] as the sampler sees them behind penalties, biases and masks."""
     changed = logits.copy()
     histories = batch_of(seqs).histories
     penalized = {row: history for row, history in histories.items() if history.params.penalized}
     if (found := SeenTokens().penalties(penalized)) is not None:
         penalize(changed, found)
-    if (masked := masked_ids(histories, (), EOS, VOCAB)) is not None:
-        changed[masked.rows, masked.ids] = -np.inf
+    masks = LogitMasks(EOS)
+    write_biases(changed, masks.biased(histories, VOCAB))
+    write_masks(changed, masks.allowed(histories, VOCAB), masks.masked(histories, {}, no_late_tokens, VOCAB))
     return changed
+
+
+def no_late_tokens(places: list[int]) -> torch.Tensor:
+    raise AssertionError("nothing is late")
 
 
 def reference(logits: list[float], seq: Sequence) -> list[float]:
@@ -57,21 +64,26 @@ def reference(logits: list[float], seq: Sequence) -> list[float]:
     params, output = seq.sampling_params, seq.completion_token_ids
     seen, counts, penalty = set(seq.token_ids), Counter(output), params.repetition_penalty
     ending = set(params.stop_token_ids) | (set() if params.ignore_eos else set(EOS))
+    bias = dict(params.logit_bias)
 
     def changed(token: int, value: float) -> float:
         if token in ending and len(output) < params.min_tokens:
+            return -np.inf
+        if params.allowed_token_ids and token not in {*params.allowed_token_ids, *EOS}:
+            return -np.inf
+        if any((*output, token)[-len(ids) :] == ids for ids in params.bad_words_token_ids):
             return -np.inf
         if token in seen and penalty != 1:
             value = float32(value / penalty if value > 0 else value * penalty)
         if counts[token]:
             value = float32(value - params.presence_penalty)
             value = float32(value - float32(params.frequency_penalty * counts[token]))
-        return value
+        return float32(value + bias[token]) if token in bias else value
 
     return [changed(token, value) for token, value in enumerate(logits)]
 
 
-IDS = st.lists(st.integers(0, VOCAB - 1), max_size=30)
+IDS = st.lists(st.integers(0, VOCAB - 1) | st.integers(0, 3), max_size=30)
 SEQUENCES = st.builds(
     sequence,
     st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30),
@@ -82,6 +94,10 @@ SEQUENCES = st.builds(
     min_tokens=st.sampled_from([0, 0, 5, 40]),
     ignore_eos=st.booleans(),
     stop_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=3).map(tuple),
+    logit_bias=st.dictionaries(st.integers(0, VOCAB - 1), st.floats(-100, 100, width=32), max_size=4),
+    allowed_token_ids=st.lists(st.integers(0, VOCAB - 1), max_size=6).map(tuple),
+    # Of few ids, so that they do come about in an output.
+    bad_words_token_ids=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3).map(tuple), max_size=5).map(tuple),
 )
 
 
@@ -119,6 +135,48 @@ def test_min_tokens_equals_transformers(num_output: int) -> None:
     assert np.array_equal(steered(logits, [seq]), expected.numpy())
 
 
+@pytest.mark.parametrize("output", [[], [7], [5, 7], [7, 5, 7], [6, 6, 5, 7]])
+def test_bad_words_equal_transformers(output: list[int]) -> None:
+    from transformers import NoBadWordsLogitsProcessor
+
+    bad = [[4], [7, 8], [5, 7, 10], [6, 5, 7, 11], [7, 5]]
+    logits = np.random.default_rng(0).normal(0, 5, (1, VOCAB)).astype(np.float32)
+    seq = sequence([1, 2], output, bad_words_token_ids=bad)
+    processor = NoBadWordsLogitsProcessor(bad, eos_token_id=None)
+    expected: torch.Tensor = processor(torch.tensor([seq.token_ids]), torch.from_numpy(logits))
+    assert np.array_equal(steered(logits, [seq]), expected.numpy())
+
+
+def test_bad_words_do_not_reach_into_the_prompt() -> None:
+    logits = np.zeros((2, VOCAB), np.float32)
+    seqs = [sequence(tokens, output, bad_words_token_ids=((5, 6),)) for tokens, output in (([1, 5], []), ([1], [5]))]
+    assert np.argwhere(steered(logits, seqs) != 0).tolist() == [[1, 6]]
+
+
+def test_biases_equal_transformers() -> None:
+    from transformers import SequenceBiasLogitsProcessor
+
+    bias = {4: 2.5, 9: -100.0, 20: 0.1}
+    logits = np.random.default_rng(0).normal(0, 5, (1, VOCAB)).astype(np.float32)
+    processor = SequenceBiasLogitsProcessor([[[token], value] for token, value in bias.items()])
+    expected: torch.Tensor = processor(torch.tensor([[1, 2]]), torch.from_numpy(logits))
+    assert np.array_equal(steered(logits, [sequence([1], [2], logit_bias=bias)]), expected.numpy())
+
+
+def test_masks_of_the_tests_below_do_mask(engine: LLMEngine) -> None:
+    """Without a few of the rules the streams would be others."""
+    params = [SamplingParams(temperature=0, max_tokens=40, **fields) for fields in MASKED]
+    found = streams(engine, prompts(), params)
+    assert all(set(stream) <= {2, *FEW} for stream in (found[1], found[3]))
+    pairs = {pair for stream in (found[1], found[3]) for pair in itertools.pairwise(stream)}
+    assert len(pairs) > 5
+    for name in ("logit_bias", "allowed_token_ids", "bad_words_token_ids"):
+        none: dict[str, Any] = {name: ()}
+        without = [replace(one, **none) for one in params]
+        changed = streams(engine, prompts(), without)
+        assert [a != b for a, b in zip(changed, found, strict=True)] == [name in fields for fields in MASKED]
+
+
 def test_pitfall_6_rows_of_different_length_punish_no_padding() -> None:
     """Seed 004 pads its `prev_ids` with 0, which punishes token 0 in the shorter row; here nothing is padded."""
     seqs = [sequence([5], [], repetition_penalty=2.0), sequence([6, 7, 8, 9], [6], repetition_penalty=2.0)]
@@ -139,7 +197,9 @@ def test_only_rows_that_ask_are_copied() -> None:
     assert batch.is_final[-1] is False
     assert list(batch.histories) == [1, 2]
     assert all(not len(history.prompt_ids) for history in batch.histories.values())
-    assert masked_ids(batch.histories, (), frozenset(), VOCAB) is None
+    assert LogitMasks(frozenset()).masked(batch.histories, {}, no_late_tokens, VOCAB) is None
+    assert LogitMasks(frozenset()).biased(batch.histories, VOCAB) is None
+    assert LogitMasks(frozenset()).allowed(batch.histories, VOCAB) is None
     assert SeenTokens().penalties({}) is None
 
 
@@ -247,11 +307,24 @@ MIXED: list[dict[str, Any]] = [
     {"frequency_penalty": -1.0, "min_tokens": 9},
     {"repetition_penalty": 0.9, "presence_penalty": -0.5, "top_p": 0.9, "top_k": 50},
 ]
+# Every id is followed by few others: half of all pairs of six ids are bad, so that masks change with each token.
+FEW = (20, 21, 22, 23, 24, 25)
+BAD_PAIRS = tuple((a, b) for a in FEW for b in FEW if (a * b) % 3)
+MASKED: list[dict[str, Any]] = [
+    {"logit_bias": {token: 60.0 - token for token in FEW}, "repetition_penalty": 1.2},
+    {"allowed_token_ids": FEW, "bad_words_token_ids": ((20,), *BAD_PAIRS), "ignore_eos": True},
+    {},
+    {"allowed_token_ids": FEW, "bad_words_token_ids": ((21, 24, 21), *BAD_PAIRS[::2]), "frequency_penalty": 0.5},
+    {"logit_bias": {30: -100.0, 31: 60.0}, "bad_words_token_ids": ((31, 31),), "top_p": 0.9, "min_tokens": 9},
+]
 
 
+@pytest.mark.parametrize("steering", [MIXED, MASKED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_batch_preemption_and_chunks_change_nothing(engine: LLMEngine, temperature: float) -> None:
-    params = [SamplingParams(temperature=temperature, max_tokens=40, **fields) for fields in MIXED]
+def test_batch_preemption_and_chunks_change_nothing(
+    engine: LLMEngine, temperature: float, steering: list[dict[str, Any]]
+) -> None:
+    params = [SamplingParams(temperature=temperature, max_tokens=40, **fields) for fields in steering]
     before = engine.core.scheduler.lifecycle.num_preemptions
     together = streams(engine, prompts(), params)
     assert engine.core.scheduler.lifecycle.num_preemptions > before
@@ -260,21 +333,24 @@ def test_batch_preemption_and_chunks_change_nothing(engine: LLMEngine, temperatu
         assert answer["token_ids"] == together[i]
 
 
+@pytest.mark.parametrize("steering", [MIXED, MASKED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_deferred_output_changes_nothing(engine: LLMEngine, folder: Path, temperature: float) -> None:
+def test_deferred_output_changes_nothing(
+    engine: LLMEngine, folder: Path, temperature: float, steering: list[dict[str, Any]]
+) -> None:
     """A row that was scheduled before its newest token had come is punished for that token too."""
-    params = [SamplingParams(temperature=temperature, max_tokens=40, **fields) for fields in MIXED]
+    params = [SamplingParams(temperature=temperature, max_tokens=40, **fields) for fields in steering]
     deferred = make_engine(folder, deferred_output=True)
     assert streams(deferred, prompts(), params) == streams(engine, prompts(), params)
 
 
-@pytest.mark.parametrize("fields", MIXED)
+@pytest.mark.parametrize("fields", [*MIXED, *MASKED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_resumed_sequence_goes_on_with_its_penalties(
     engine: LLMEngine, fields: dict[str, Any], temperature: float
 ) -> None:
     """Rule S5: tokens behind `num_prompt_tokens` are output, for penalties and min_tokens as well."""
-    params = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, ignore_eos=True, **fields)
+    params = SamplingParams(temperature=temperature, max_tokens=NEW_TOKENS, **{**fields, "ignore_eos": True})
     prompt = prompts()[3]
     (whole,) = engine.generate([prompt], replace(params, seed=8))
     for have in (1, 8, NEW_TOKENS - 1):
@@ -356,12 +432,17 @@ class TestMinTokens:
         assert stopper not in found["token_ids"]
 
 
+@pytest.mark.parametrize("steering", [MIXED, MASKED])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_no_launch_waits_for_the_tokens_of_the_step_before(
-    engine: LLMEngine, folder: Path, temperature: float, monkeypatch: pytest.MonkeyPatch
+    engine: LLMEngine,
+    folder: Path,
+    temperature: float,
+    steering: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """W5: as on a GPU, where one penalized row made every launch wait for the step before it, for all rows."""
-    params = [SamplingParams(temperature=temperature, max_tokens=30, **fields) for fields in MIXED]
+    params = [SamplingParams(temperature=temperature, max_tokens=30, **fields) for fields in steering]
     expected = streams(engine, prompts(), params)
     deferred = make_engine(folder, deferred_output=True)
     runner: Any = deferred.core.runner

@@ -9,7 +9,7 @@ import pytest
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf.descriptor import FieldDescriptor
 
-from common.errors import UnservedFieldError
+from common.errors import InvalidFieldError, UnservedFieldError
 from common.rpc.unsupported_fields import field_paths, refuse_unlisted
 from common.sampling_params import SamplingParams
 from worker.session import request_validation
@@ -48,6 +48,9 @@ def set_path(message: Any, path: str) -> None:
     """Gives the field a value that is not its default, and nothing else any."""
     name, _, rest = path.partition(".")
     field = message.DESCRIPTOR.fields_by_name[name]
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        getattr(message, name)[3] = 3
+        return
     if field.message_type is not None:
         inner = getattr(message, name).add() if field.is_repeated else getattr(message, name)
         if rest:
@@ -78,11 +81,35 @@ def test_every_parameter_arrives() -> None:
         "min_tokens": 2,
         "ignore_eos": True,
         "stop_token_ids": [5, 6],
+        "logit_bias": {3: 0.5},
+        "allowed_token_ids": [1, 2],
     }
-    assert {*values, "stop_token_sequences"} == set(wpb.SamplingParams.DESCRIPTOR.fields_by_name)
-    message = wpb.SamplingParams(**values, stop_token_sequences=[wpb.TokenIds(ids=[7, 8])])
-    expected = {**values, "stop_token_ids": (5, 6), "stop_token_sequences": ((7, 8),)}
-    assert request_validation.sampling_params(message, 10) == SamplingParams(**expected)
+    sequences: dict[str, Any] = {
+        "stop_token_sequences": [wpb.TokenIds(ids=[7, 8])],
+        "bad_words_token_ids": [wpb.TokenIds(ids=[9])],
+    }
+    assert {*values, *sequences} == set(wpb.SamplingParams.DESCRIPTOR.fields_by_name)
+    message = wpb.SamplingParams(**values, **sequences)
+    expected = values | {"stop_token_sequences": ((7, 8),), "bad_words_token_ids": ((9,),)}
+    assert request_validation.sampling_params(message, 10, frozenset()) == SamplingParams(**expected)
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("params.logit_bias[10]", {"logit_bias": {10: 1.0}}),
+        ("params.logit_bias[3]", {"logit_bias": {3: 101.0}}),
+        ("params.allowed_token_ids[1]", {"allowed_token_ids": [1, 10]}),
+        ("params.bad_words_token_ids[0].ids[1]", {"bad_words_token_ids": [wpb.TokenIds(ids=[1, 10])]}),
+        ("params.bad_words_token_ids[0]", {"bad_words_token_ids": [wpb.TokenIds()]}),
+        ("params.allowed_token_ids", {"allowed_token_ids": [4, 5], "stop_token_ids": [5], "min_tokens": 1}),
+    ],
+)
+def test_masks_that_can_not_be(path: str, fields: dict[str, Any]) -> None:
+    message = wpb.SamplingParams(top_p=1, repetition_penalty=1, max_tokens=5, **fields)
+    with pytest.raises(InvalidFieldError) as refused:
+        request_validation.sampling_params(message, 10, frozenset({4}))
+    assert refused.value.violations[0].path == path
 
 
 def test_all_requests_are_listed() -> None:

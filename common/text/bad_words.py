@@ -1,0 +1,34 @@
+"""Texts that an answer must not contain, as the tokens that they are split into."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from common.errors import InvalidFieldError
+from common.limits import MAX_BAD_WORD_TOKENS
+from common.sampling_params import TokenSequences
+from common.text.tokenizer import Tokenizer, TokenizerError, check_text_ids
+
+
+def bad_words_token_ids(words: Iterable[str], tokenizer: Tokenizer, vocab_size: int) -> TokenSequences:
+    """The tokens of each word alone and behind a blank, as they are inside of a text; each sequence once.
+
+    Raises:
+        InvalidFieldError: a word can not be tokenized, has no tokens or too many, or one that the model lacks.
+    """
+    found = dict[tuple[int, ...], None]()
+    for i, word in enumerate(words):
+        for text in (word, f" {word}"):
+            found[_token_ids(f"sampling_params.bad_words[{i}]", text, tokenizer, vocab_size)] = None
+    return tuple(found)
+
+
+def _token_ids(path: str, text: str, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    try:
+        ids = tokenizer.encode_inside(text)
+    except (TokenizerError, UnicodeError) as error:
+        raise InvalidFieldError(path, f"can not be tokenized: {error}", "another word") from None
+    if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
+        raise InvalidFieldError(path, f"has {len(ids)} tokens", f"1 to {MAX_BAD_WORD_TOKENS}")
+    check_text_ids(path, ids, vocab_size)
+    return tuple(ids)

@@ -1,0 +1,70 @@
+"""Masks that are not refused leave a token in every place of every answer: by looking at all of them."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import InvalidFieldError
+from common.sampling_masks import check_bias_ids, check_tokens_left
+from common.sampling_params import SamplingParams
+
+VOCAB = 4
+EOS = frozenset({3})
+IDS = st.integers(0, VOCAB - 1)
+
+
+def is_refused(params: SamplingParams) -> bool:
+    try:
+        check_tokens_left(params, VOCAB, EOS)
+    except InvalidFieldError:
+        return True
+    return False
+
+
+def left(params: SamplingParams, output: tuple[int, ...]) -> set[int]:
+    """Tokens that may follow an output, by the definitions."""
+    allowed = {*params.allowed_token_ids, *EOS} if params.allowed_token_ids else set(range(VOCAB))
+    bad = params.bad_words_token_ids
+    ending = {*params.stop_token_ids, *(() if params.ignore_eos else EOS)}
+    return {
+        token
+        for token in allowed
+        if not any((*output, token)[-len(ids) :] == ids for ids in bad)
+        and not (token in ending and len(output) < params.min_tokens)
+    }
+
+
+@settings(max_examples=200)
+@given(
+    params=st.builds(
+        SamplingParams,
+        allowed_token_ids=st.lists(IDS, max_size=2).map(tuple),
+        bad_words_token_ids=st.lists(st.lists(IDS, min_size=1, max_size=2).map(tuple), max_size=4).map(tuple),
+        stop_token_ids=st.lists(IDS, max_size=2).map(tuple),
+        ignore_eos=st.booleans(),
+        min_tokens=st.integers(0, 2),
+    )
+)
+def test_a_token_is_left_everywhere(params: SamplingParams) -> None:
+    outputs = [output for length in range(4) for output in product(range(VOCAB), repeat=length)]
+    if not is_refused(params):
+        assert all(left(params, output) for output in outputs)
+    elif all(len(ids) == 1 for ids in params.bad_words_token_ids):
+        # What does not depend on the output is refused for a reason alone.
+        assert not left(params, ())
+
+
+def test_ids_that_can_not_be_generated_are_no_way_out() -> None:
+    """Those beyond the tokenizer's have a logit of minus infinity."""
+    assert is_refused(SamplingParams(allowed_token_ids=(VOCAB,), min_tokens=1))
+    assert not is_refused(SamplingParams(allowed_token_ids=(VOCAB,)))
+
+
+def test_biases_of_ids_that_the_model_lacks() -> None:
+    check_bias_ids(SamplingParams(logit_bias={VOCAB - 1: 1.0}), VOCAB)
+    with pytest.raises(InvalidFieldError, match=r"logit_bias\[4\]"):
+        check_bias_ids(SamplingParams(logit_bias={0: 1.0, VOCAB: 1.0}), VOCAB)

@@ -1,0 +1,43 @@
+"""Bad words become the tokens that spell them inside of a text, alone and behind a blank."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.errors import InvalidFieldError
+from common.text.bad_words import bad_words_token_ids
+from tests.unit.common.text.continuations import TOKENIZERS
+
+WORDS = ["cat", "the cat", "é", "at on"]
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+def test_they_are_spelled_as_inside_of_a_text(kind: str) -> None:
+    tokenizer = TOKENIZERS[kind]
+    before = tokenizer.encode("a")
+    for word in WORDS:
+        spelled = [
+            tokenizer.decode_stream(behind=before).push(ids)
+            for ids in bad_words_token_ids([word], tokenizer, tokenizer.vocab_size)
+        ]
+        assert spelled == [word, f" {word}"]
+
+
+@pytest.mark.parametrize("kind", sorted(TOKENIZERS))
+def test_a_text_has_them(kind: str) -> None:
+    """As the tokenizer splits a text that has the word behind a blank, and behind something else."""
+    tokenizer = TOKENIZERS[kind]
+    alone, behind_blank = bad_words_token_ids(["cat"], tokenizer, tokenizer.vocab_size)
+    for text, ids in (("a\ncat", alone), ("a cat", behind_blank)):
+        assert tuple(tokenizer.encode(text)[-len(ids) :]) == ids
+
+
+def test_each_sequence_comes_once() -> None:
+    tokenizer = TOKENIZERS["sentencepiece"]
+    once = bad_words_token_ids(["cat"], tokenizer, tokenizer.vocab_size)
+    assert bad_words_token_ids(["cat", "cat"], tokenizer, tokenizer.vocab_size) == once
+
+
+def test_a_word_of_tokens_that_the_model_lacks_is_refused() -> None:
+    with pytest.raises(InvalidFieldError, match=r"sampling_params\.bad_words\[0\] has a part"):
+        bad_words_token_ids(["cat"], TOKENIZERS["sentencepiece"], 5)
