@@ -15,6 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+import xxhash
 from fissile.v1 import inference_pb2 as pb
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
@@ -91,6 +92,15 @@ class RequestDigest:
 def output_sha256(token_ids: Sequence[int]) -> bytes:
     """SHA-256 of generated token ids."""
     return hashlib.sha256(_little_endian(token_ids)).digest()
+
+
+def chained(row_digests: Iterable[int]) -> list[int]:
+    """Running digests of rows of logits: of each row's own digest, with the running digest before it as the seed."""
+    running, before = [], 0
+    for digest in row_digests:
+        before = xxhash.xxh3_64_intdigest(struct.pack("<Q", digest), before)
+        running.append(before)
+    return running
 
 
 def receipt_sha256(receipt: pb.Receipt) -> bytes:

@@ -83,6 +83,7 @@ _COMMON = frozenset(
         "output_options",
         "output_options.return_token_ids",
         "output_options.receipt",
+        "output_options.receipt.logits_every",
         "sampling_params",
         "resume",
         "resume.answers",
@@ -187,6 +188,9 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
                 raise InvalidFieldError(f"{path}.text", "is no digest", valid)
             if request.output_options.return_token_ids:
                 raise InvalidFieldError(f"{path}.text", "stands beside return_token_ids", "token_ids")
+        if point.WhichOneof("received") == "token_ids" and request.output_options.receipt.logits_every:
+            valid = "0, or resume by text"
+            raise InvalidFieldError("output_options.receipt.logits_every", "stands beside resume by token_ids", valid)
         most = request.sampling_params.max_tokens
         if request.sampling_params.HasField("max_tokens") and len(point.token_ids.ids) > most:
             raise InvalidFieldError(

@@ -418,6 +418,7 @@ def _receipt_terms(
         RequestDigest(prompt.token_ids, canonical, seed, continues=kind.continues),
         model.tokenizer_sha256,
         "" if template is None else template.sha256,
+        request.output_options.receipt.logits_every,
     )
 
 

@@ -7,17 +7,20 @@ from typing import Final
 from fissile.v1 import inference_pb2 as pb
 
 from common.cli.version import fissile_version
-from common.receipts import VERSION, output_sha256, sealed
+from common.receipts import VERSION, chained, output_sha256, sealed
 from router.requests.stream import RequestStream
 
 _ROUTER_VERSION: Final = fissile_version()
 
 
 def receipt_of(stream: RequestStream) -> pb.Receipt | None:
-    """The receipt of a finished answer; None where its request has not asked for one."""
+    """The receipt of a finished answer; None where its request has asked for none, or a worker has sent no digests."""
     request, assembly = stream.request, stream.assembly
     terms = request.receipt
     if terms is None:
+        return None
+    digests = _logit_digests(stream, terms.logits_every)
+    if digests is None:
         return None
     return sealed(
         pb.Receipt(
@@ -34,5 +37,16 @@ def receipt_of(stream: RequestStream) -> pb.Receipt | None:
             template_sha256=terms.template_sha256,
             router_version=_ROUTER_VERSION,
             worker_version=stream.worker_version,
+            logits_every=terms.logits_every,
+            logit_digests=digests,
         )
     )
+
+
+def _logit_digests(stream: RequestStream, every: int) -> list[int] | None:
+    """The running digests of every so-many-th token's logits; None where one of them has not come."""
+    if not every:
+        return []
+    begin, found = stream.assembly.prompt_tokens, stream.assembly.logit_digests
+    positions = range(begin, begin + stream.assembly.delivered, every)
+    return chained(found[position] for position in positions) if all(each in found for each in positions) else None

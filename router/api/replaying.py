@@ -107,7 +107,9 @@ class Replaying:
         found = compare_request(receipt, routed.receipt.request, routed.params.n)
         if found is not None:
             return _response(found)
-        again = replace(routed, choice=receipt.index, resumed_from=receipt.numerics, only_worker=only_worker)
+        terms = replace(routed.receipt, logits_every=receipt.logits_every)
+        pinned = replace(routed, resumed_from=receipt.numerics, only_worker=only_worker)
+        again = replace(pinned, choice=receipt.index, receipt=terms)
         replayed = await self.run(again, self._answering.assembly(kind, again, model), asked.call)
         asked.record.worker_id, asked.record.completion_tokens = replayed.worker_id, len(replayed.token_ids)
         found = compare_answer(receipt, request.token_ids.ids, replayed.receipt, replayed.token_ids)
@@ -130,7 +132,8 @@ class Replaying:
                 call.streams = (stream,)
             await _read_to_the_end(stream)
             receipt = receipt_of(stream)
-            assert receipt is not None
+            if receipt is None:
+                raise OtherModelStateError("receipt.logits_every", "above 0", "0: the worker digests no logits")
             return Replayed(tuple(assembly.token_ids), receipt, assembly.worker_id)
         except WorkerLostError as error:
             raise NoWorkerError(f"the replay is not whole: {error}") from None

@@ -140,6 +140,7 @@ class RoutedRequest:
             cache_salt=self.cache_salt,
             priority=wpb.Priority.ValueType(self.priority),
             keep=must_keep,
+            logits_every=0 if self.receipt is None else self.receipt.logits_every,
         )
 
 

@@ -84,7 +84,8 @@ class StreamAssembly:
 
     `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
     prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known; `taken`
-    tokens have been handed out to be written. `is_dropped` is true once nothing more goes to the client but a status.
+    tokens have been handed out to be written. `logit_digests` are by absolute position of the token. `is_dropped` is
+    true once nothing more goes to the client but a status.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class StreamAssembly:
         self.num_tokens = prompt_tokens
         self.most_tokens = 0
         self.token_ids = array("I")
+        self.logit_digests: dict[int, int] = {}
         self.worker_id = ""
         self.start = FirstTokenInfo()
         self.first_token_time: float | None = None

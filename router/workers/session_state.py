@@ -255,6 +255,7 @@ class SessionState:
         rids, positions, counts, token_ids = list(step.rid), list(step.first_pos), list(step.n), list(step.token_ids)
         if not len(rids) == len(positions) == len(counts) or sum(counts) != len(token_ids):
             raise ProtocolError("columns of a StepOutput differ in length")
+        digests = {each.rid: each for each in step.logit_digests}
         touched: dict[int, LiveSequence] = {}
         closed: dict[int, None] = {}
         live, at = self.live, 0
@@ -269,6 +270,8 @@ class SessionState:
             assembly = sequence.assembly
             end = ends.get(rid) if ends else None
             with_last = end is not None and end.end_pos == first_pos + n and _loss(end, assembly) is None
+            if digests and rid in digests:
+                assembly.logit_digests.update(zip(digests[rid].positions, digests[rid].digests, strict=False))
             assembly.append(first_pos, run, now, end if with_last else None)
             if assembly.is_closed and rid not in ends:
                 closed[rid] = None

@@ -43,14 +43,15 @@ class FakeWorker(WorkerServiceServicer):
     """One worker; change its attributes while it runs to make it behave.
 
     `tokens_per_step` tokens of every sequence go out each `step_s` seconds. `silent` stops all frames but keeps the
-    stream. `description` overrides fields of GetWorker's answer. What runs ends with its stream; a later stream knows
-    nothing of it.
+    stream. `logits` gives digests of logits by position. `description` overrides fields of GetWorker's answer. What
+    runs ends with its stream; a later stream knows nothing of it.
     """
 
     files: dict[str, bytes]
     worker_id: str = "w0"
     answer: Answer = letters
     step_s: float = 0.002
+    logits: Callable[[int], int] = lambda position: 7 * position
     tokens_per_step: int = 1
     max_model_len: int = 4096
     room_seqs: int = 64
@@ -230,6 +231,9 @@ class FakeWorker(WorkerServiceServicer):
         step.first_pos.append(position)
         step.n.append(len(new))
         step.token_ids.extend(new)
+        if every := sequence.submitted.logits_every:
+            due = [p for p in range(position, position + len(new)) if (p - sequence.submitted.prompt_len) % every == 0]
+            step.logit_digests.add(rid=rid, positions=due, digests=map(self.logits, due))
         if not sequence.begun:
             sequence.begun = True
             step.starts.add(rid=rid, cached_tokens=3, queue_us=1000, prefill_us=2000)

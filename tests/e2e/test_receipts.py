@@ -6,8 +6,10 @@ import asyncio
 from typing import Any
 
 import pytest
+import xxhash
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
+from google.rpc import error_details_pb2
 
 from common.receipts import RequestDigest, canonical_params, contradiction, output_sha256
 from common.sampling_params import SamplingParams
@@ -16,7 +18,7 @@ from common.text.tokenizer import files_sha256
 from router.scheduling.failover import FailoverOptions, FailoverPolicy
 from tests.e2e.fake_worker import FakeWorker, letters, short
 from tests.e2e.test_contract import by_choice, resumed
-from tests.e2e.test_router import FILES, TOKENIZER, bench, collect, request, until
+from tests.e2e.test_router import FILES, TOKENIZER, bench, collect, detail, error_of, request, until
 
 
 def asked_for(made: Any) -> Any:
@@ -80,6 +82,54 @@ async def test_each_of_several_answers_has_the_receipt_that_it_has_alone() -> No
     assert {answer.index: answer.finish.receipt for answer in once.answers} == streamed
     assert alone[0] == streamed[0]
     assert len({receipt.output_sha256 for receipt in streamed.values()}) == 3
+
+
+def digested(made: Any, every: int) -> Any:
+    made.output_options.receipt.logits_every = every
+    return made
+
+
+def chain(positions: range) -> list[int]:
+    """Running digests of the scripted workers' rows: of eight bytes each, little endian."""
+    running = [0]
+    for position in positions:
+        row = (7 * position).to_bytes(8, "little")
+        running.append(xxhash.xxh3_64(row, seed=running[-1]).intdigest())
+    return running[1:]
+
+
+@pytest.mark.parametrize(("every", "per_step"), [(1, 1), (1, 7), (3, 1), (3, 4), (50, 3)])
+async def test_the_logits_of_every_so_many_th_token_are_chained(every: int, per_step: int) -> None:
+    async with bench(FakeWorker(FILES, answer=letters, tokens_per_step=per_step)) as b:
+        asked = digested(request(request_id="r", params={"max_tokens": 10}), every)
+        (receipt,) = receipts(await collect(b.stub.Generate(asked))).values()
+        assert receipt.logits_every == every
+        assert list(receipt.logit_digests) == chain(range(3, 13, every))
+        # What was computed behind a stop string is not in it.
+        asked.sampling_params.stop_strings.append("klmn")
+        (receipt,) = receipts(await collect(b.stub.Generate(asked))).values()
+        assert list(receipt.logit_digests) == chain(range(3, 10, every))
+        assert contradiction(receipt) == ""
+
+
+async def test_digests_of_logits_survive_a_failover_and_a_resume_by_text() -> None:
+    asked = digested(request(request_id="r", params={"max_tokens": 300}), 2)
+    one = FakeWorker(FILES, worker_id="w0", step_s=0.005)
+    two = FakeWorker(FILES, worker_id="w1", intake=wpb.INTAKE_CORDONED)
+    async with bench(one, two, start=False) as b:
+        await b.ready(1)
+        call = asyncio.ensure_future(collect(b.stub.Generate(asked)))
+        await until(lambda: one.running and next(iter(one.running.values())).sent > 20)
+        two.intake = wpb.INTAKE_OPEN
+        await one.stop()
+        parts = await call
+        (moved,) = receipts(parts).values()
+        assert list(moved.logit_digests) == chain(range(3, 303, 2))
+        rest = await collect(b.stub.Generate(resumed(asked, parts[:5], by="text")))
+        assert receipts(rest) == {0: moved}
+        error = await error_of(b.stub.Generate(resumed(asked, parts[:5], by="token_ids")))
+        violation = detail(error, error_details_pb2.BadRequest).field_violations[0]
+        assert violation.field == "output_options.receipt.logits_every"
 
 
 @pytest.mark.parametrize("by", ["token_ids", "text"])

@@ -81,6 +81,26 @@ async def test_a_wrong_answer_is_told_with_its_first_token(knows_tokens: bool) -
         assert answer.receipt.output_sha256 != replay.receipt.output_sha256
 
 
+async def test_logits_that_differ_are_told_from_a_choice_that_does() -> None:
+    worker = FakeWorker(FILES, answer=letters)
+    async with bench(worker) as b:
+        asked = asked_for(request(request_id="r", params={"max_tokens": 9}))
+        asked.output_options.receipt.logits_every = 2
+        parts = await collect(b.stub.Generate(asked))
+        ids = pb.TokenIds(ids=[i for part in parts for i in part.token_ids])
+        replay = pb.ReplayRequest(receipt=receipts(parts)[0], generate=asked, token_ids=ids)
+        answer = await b.stub.Replay(replay)
+        assert (answer.verdict, answer.receipt) == (EQUAL, replay.receipt)
+        # The prompt has three tokens: position 8 is generated token 5, which is not digested, and 9 the next one.
+        worker.logits = lambda position: 7 * position + (position >= 8)
+        answer = await b.stub.Replay(replay)
+        assert (answer.verdict, answer.position) == (pb.REPLAY_VERDICT_LOGITS_DIFFER, 6)
+        right = letters(wpb.SubmitSequence())
+        worker.answer = lambda _: [*right[:5], right[5] + 1, *right[6:]]
+        answer = await b.stub.Replay(replay)
+        assert (answer.verdict, answer.position) == (CHOICE, 5)
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [

@@ -79,6 +79,7 @@ _COLUMNS: Final = (
     "min_ps",
     "seeds",
     "choices",
+    "digested",
 )
 
 
@@ -137,6 +138,11 @@ class SequenceColumns:
     def choices(self) -> list[int]:
         """Indices of the answers."""
         return [s.choice for s in self.rows]
+
+    @cached_property
+    def digested(self) -> dict[int, tuple[int, int]]:
+        """By place of the rows with `logits_every`: that, and the length of the prompt."""
+        return {i: (s.logits_every, s.num_prompt_tokens) for i, s in enumerate(self.rows) if s.logits_every}
 
     @cached_property
     def steered(self) -> list[tuple[int, Sequence]]:
@@ -308,8 +314,19 @@ class ScheduledBatch:
 
     @property
     def is_greedy(self) -> bool:
-        """True if every row takes its most likely token, and nothing changes the logits before."""
-        return self._columns.is_greedy and not self.histories
+        """True if every row takes its most likely token, nothing changes the logits before, and nobody digests them."""
+        return self._columns.is_greedy and not self.histories and not self.digested
+
+    @cached_property
+    def digested(self) -> list[int]:
+        """Indices of the sampled rows whose logits are digested."""
+        rows = self._columns.digested
+        return [i for i in rows if self.is_final[i] and self.is_digested(i, self.context_lens[i])] if rows else []
+
+    def is_digested(self, i: int, position: int) -> bool:
+        """True if the logits are digested that the token of row i at an absolute position is drawn from."""
+        every, begin = self._columns.digested.get(i, (0, 0))
+        return every > 0 and (position - begin) % every == 0
 
     @property
     def top_ks(self) -> list[int]:
@@ -369,11 +386,12 @@ class ScheduledBatchOutput:
 
     A sequence ends at NO_TOKEN, which stands for the token of a row of logits that are no numbers. Of n drafts that
     were verified a sequence has accepted those in front of the last token: 0 to n. `draft_token_ids` are for its next
-    step.
+    step. `logit_digests` has those of the rows that ask for them, by sequence and by absolute position of the token.
     """
 
     token_ids: dict[int, tuple[int, ...]]
     draft_token_ids: dict[int, list[int]] | None = None
+    logit_digests: dict[int, dict[int, int]] | None = None
 
     @property
     def req_ids(self) -> list[int]:

@@ -50,6 +50,17 @@ class Landing:
         self, seqs: Iterable[Sequence], batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, now: float
     ) -> list[Sequence]:
         """Takes the output of the oldest step in flight. Returns the sequences that have ended."""
+        outputs = self._lifecycle.outputs
+        first = len(outputs)
+        finished = self._take(seqs, batch, fwd_output, now)
+        if fwd_output.logit_digests:
+            for output in outputs[first:]:
+                output.logit_digests = fwd_output.logit_digests.get(output.request_id)
+        return finished
+
+    def _take(
+        self, seqs: Iterable[Sequence], batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, now: float
+    ) -> list[Sequence]:
         finished: list[Sequence] = []
         self._in_flight.popleft()
         if batch.is_plain_decode:

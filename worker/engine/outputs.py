@@ -54,6 +54,7 @@ class RequestOutput:
         first_pos: absolute position of the first new token.
         start: with the first tokens of this attempt.
         end: with its last output.
+        logit_digests: of the logits that tokens were drawn from, by their absolute position, where that is asked for.
     """
 
     request_id: int
@@ -63,6 +64,7 @@ class RequestOutput:
     first_pos: int = 0
     start: Start | None = None
     end: End | None = None
+    logit_digests: dict[int, int] | None = None
 
     @property
     def end_reason(self) -> EndReason | None:

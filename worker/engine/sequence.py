@@ -89,6 +89,7 @@ class Sequence:
             adds to them.
         packed_ids: its tokens as uint32, likewise.
         may_return: whether it goes back to its router when it has to wait too long for its first step (rule S9).
+        logits_every: the logits of every so-many-th generated token are digested, 0 for none.
     """
 
     __slots__ = (
@@ -108,6 +109,7 @@ class Sequence:
         "leave_reason",
         "leave_time",
         "length_limit",
+        "logits_every",
         "may_grow",
         "may_return",
         "num_cached_tokens",
@@ -155,6 +157,7 @@ class Sequence:
         block_hashes: list[int] | None = None,
         packed_ids: bytes = b"",
         may_return: bool = False,
+        logits_every: int = 0,
     ) -> None:
         params = sampling_params if sampling_params is not None else SamplingParams()
         self.id = next(_ids) if id is None else id
@@ -181,6 +184,7 @@ class Sequence:
         self.packed_ids = bytearray(packed_ids)
         self.priority = priority
         self.may_return = may_return
+        self.logits_every = logits_every
         self.arrive_time = arrive_time
         self.deadline = deadline
         self._distinct_prompt_ids: npt.NDArray[np.int64] | None = None

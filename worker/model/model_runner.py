@@ -243,8 +243,14 @@ class ModelRunner:
         if not batch.req_ids:
             return lambda: ScheduledBatchOutput({})
         step = self.prepare_model(batch)
-        ids = self._greedy(step) if batch.is_greedy else self.sampler.sample(batch, self.run_model(step))
-        last = self.sampler.keep([batch.req_ids[i] for i in final_sequences(batch).tolist()], ids)
+        digests = None
+        if batch.is_greedy:
+            ids = self._greedy(step)
+        else:
+            logits = self.run_model(step)
+            digests = self.sampler.digests(batch, logits)
+            ids = self.sampler.sample(batch, logits)
+        last = self.sampler.keep([batch.req_ids[i] for i in final_sequences(batch).tolist()], ids, digests)
         return lambda: last.output
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:

@@ -7,10 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import xxhash
 
 from kernels.interface import KernelBackend, SampleParams
 from kernels.no_token import NO_TOKEN
@@ -21,6 +23,8 @@ from worker.model.logit_adjustments import SeenTokens
 from worker.model.logit_masks import LogitMasks
 
 Ints = npt.NDArray[np.int64]
+# Waits for digests of logits, by sequence and by position of the token.
+Digests: TypeAlias = Callable[[], dict[int, dict[int, int]]]
 
 
 class SampledTokens:
@@ -30,17 +34,28 @@ class SampledTokens:
         seq_ids: of the sequences that have one.
         ids: int64 [F], on the device.
         fetched: waits for them on the host.
+        digests: waits for those of logits; None where nobody asks for any.
     """
 
-    def __init__(self, seq_ids: list[int], ids: torch.Tensor, fetched: Callable[[], list[int]]) -> None:
+    def __init__(
+        self,
+        seq_ids: list[int],
+        ids: torch.Tensor,
+        fetched: Callable[[], list[int]],
+        digests: Digests | None = None,
+    ) -> None:
         self.ids = ids
+        self._digests = digests
         self.place = {seq_id: i for i, seq_id in enumerate(seq_ids)}
         self._fetched = fetched
 
     @cached_property
     def output(self) -> ScheduledBatchOutput:
         """Waits; may be asked for by two threads at once."""
-        return ScheduledBatchOutput({seq: (token,) for seq, token in zip(self.place, self._fetched(), strict=True)})
+        output = ScheduledBatchOutput({seq: (token,) for seq, token in zip(self.place, self._fetched(), strict=True)})
+        if self._digests is not None:
+            output.logit_digests = self._digests()
+        return output
 
 
 class Sampler:
@@ -70,11 +85,31 @@ class Sampler:
         """int64 [0]: the tokens of a step without final rows."""
         return torch.zeros(0, dtype=torch.int64, device=self._kernels.device)
 
-    def keep(self, seq_ids: list[int], ids: torch.Tensor) -> SampledTokens:
+    def keep(self, seq_ids: list[int], ids: torch.Tensor, digests: Digests | None = None) -> SampledTokens:
         """Notes what a step has sampled, for the next one."""
         fetched = self._sampling.fetch(ids) if self._fetches else ids.tolist
-        self.last = SampledTokens(seq_ids, ids, fetched)
+        self.last = SampledTokens(seq_ids, ids, fetched, digests)
         return self.last
+
+    def digests(self, batch: ScheduledBatch, logits: torch.Tensor) -> Digests | None:
+        """Begins the digests of rows of logits that are asked for, before anything changes them.
+
+        On a GPU they are copied there, and hashed on the host when their tokens have come.
+        """
+        if not (batch.digested and self._fetches):
+            return None
+        rows = np.searchsorted(final_sequences(batch), batch.digested)
+        keys = [(batch.req_ids[i], batch.context_lens[i]) for i in batch.digested]
+        if not self.waits_for_tokens:
+            digests = [xxhash.xxh3_64_intdigest(logits[row].numpy().data) for row in rows.tolist()]
+            return lambda: {
+                seq_id: {position: digest} for (seq_id, position), digest in zip(keys, digests, strict=True)
+            }
+        copied = logits.index_select(0, to_device(rows, self._kernels.device))
+        return lambda: {
+            seq_id: {position: xxhash.xxh3_64_intdigest(row.data)}
+            for (seq_id, position), row in zip(keys, copied.cpu().numpy(), strict=True)
+        }
 
     def with_late_tokens(self, batch: ScheduledBatch, token_ids: torch.Tensor, starts: Ints) -> torch.Tensor:
         """`token_ids` with those that the last step has sampled, which never leave the device for it.

@@ -268,6 +268,7 @@ class Inbox:
             choice=record.choice,
             chain_hash=record.chain_hash,
             may_return=not record.keep,
+            logits_every=record.logits_every,
         )
 
 

@@ -27,6 +27,7 @@ from worker.session.output_protos import end_proto, start_proto
 _FRAME_BYTES = 1024
 _RUN_BYTES = 96
 _TOKEN_BYTES = 5
+_DIGEST_BYTES = 13
 _RID_BYTES = 11
 
 
@@ -39,6 +40,8 @@ class _Run:
     sent: int = 0
     start: wpb.SequenceStart | None = None
     end: wpb.SequenceEnd | None = None
+    # Of logits, by absolute position of the token.
+    digests: dict[int, int] = field(default_factory=dict)
 
     @property
     def end_pos(self) -> int:
@@ -102,6 +105,8 @@ class Outbox:
         if run.end_pos != output.first_pos:
             raise ValueError(f"tokens of rid {rid} at {output.first_pos} leave a gap")
         run.token_ids.extend(output.output_tokens)
+        if output.logit_digests:
+            run.digests.update(output.logit_digests)
         if output.start is not None:
             run.start = start_proto(rid, output.start)
         if output.end is not None:
@@ -174,12 +179,13 @@ class Outbox:
         if room.bytes < fixed:
             return False
         unsent = len(run.token_ids) - run.sent
-        count = min(unsent, room.tokens, (room.bytes - fixed) // _TOKEN_BYTES)
+        token_bytes = _TOKEN_BYTES + (_DIGEST_BYTES if run.digests else 0)
+        count = min(unsent, room.tokens, (room.bytes - fixed) // token_bytes)
         whole = count == unsent
         if count > 0:
             _append_tokens(frame, rid, run, count)
         room.tokens -= count
-        room.bytes -= fixed + count * _TOKEN_BYTES
+        room.bytes -= fixed + count * token_bytes
         if whole:
             del self._unsent[rid]
             if run.end is not None:
@@ -207,6 +213,10 @@ def _append_tokens(frame: wpb.StepOutput, rid: int, run: _Run, count: int) -> No
     frame.first_pos.append(run.first_pos + run.sent)
     frame.n.append(count)
     frame.token_ids.extend(run.token_ids[run.sent : run.sent + count])
+    if run.digests:
+        digested = range(run.first_pos + run.sent, run.first_pos + run.sent + count)
+        found = {position: run.digests[position] for position in digested if position in run.digests}
+        frame.logit_digests.add(rid=rid, positions=found.keys(), digests=found.values())
     if run.start is not None and run.sent == 0:
         frame.starts.append(run.start)
     run.sent += count

@@ -46,6 +46,7 @@ SEQUENCE: Final = frozenset(
         "cache_salt",
         "priority",
         "keep",
+        "logits_every",
     }
 ) | _below("params", SAMPLING_FIELDS)
 # Paths in GenerateRequest.

@@ -17,6 +17,8 @@ from worker.simulation.cost_model import INSTANT, CostModel, StepWork
 
 _MASK = (1 << 64) - 1
 _START = 0x243F6A8885A308D3
+# Makes of a state the digest of what a token is sampled from.
+_DIGEST = 0x452821E638D01377
 
 
 class InconsistentBatchError(Exception):
@@ -102,15 +104,18 @@ class SimulatedRunner:
         inputs = batch.input_tokens(self._last_output)
         sampled: dict[int, tuple[int, ...]] = {}
         drafts: dict[int, list[int]] = {}
+        digests: dict[int, dict[int, int]] = {}
         for i, seq_id in enumerate(batch.req_ids):
             states = self._compute(batch, i, inputs[i])
             if batch.is_final[i]:
                 sampled[seq_id], state = self._verify(batch, i, states)
+                if i in batch.columns.digested:
+                    digests[seq_id] = self._digests(batch, i, states, len(sampled[seq_id]))
                 if self.num_drafts:
                     drafts[seq_id] = self._draft(batch, i, state, len(sampled[seq_id]))
         self.num_forwards += 1
         self._pause_until(start + self.cost.step_s(StepWork.of(batch)))
-        self._last_output = ScheduledBatchOutput(sampled, drafts or None)
+        self._last_output = ScheduledBatchOutput(sampled, drafts or None, logit_digests=digests or None)
         return self._last_output
 
     def reference(self, token_ids: Sequence[int], num_tokens: int, seed: int = 0, choice: int = 0) -> list[int]:
@@ -134,6 +139,14 @@ class SimulatedRunner:
             if tokens[-1] != draft:
                 break
         return tuple(tokens), mix(states[len(states) - len(drafts) + len(tokens) - 2], tokens[-1])
+
+    @staticmethod
+    def _digests(batch: ScheduledBatch, i: int, states: list[int], count: int) -> dict[int, int]:
+        """Digests of what `count` tokens of a sequence were sampled from, a state each, by their positions."""
+        num_drafts = len(batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], []))
+        first = batch.context_lens[i] - num_drafts
+        before = states[len(states) - 1 - num_drafts :]
+        return {first + t: mix(before[t], _DIGEST) for t in range(count) if batch.is_digested(i, first + t)}
 
     def _draft(self, batch: ScheduledBatch, i: int, state: int, num_new: int) -> list[int]:
         """Drafts of a model behind the newest token: the model's own tokens, some of them wrong."""

@@ -678,7 +678,9 @@ class ReceiptOptions(_message.Message):
 
     LOGITS_EVERY_FIELD_NUMBER: _builtins.int
     logits_every: _builtins.int
-    """The logits of every so-many-th generated token go into the receipt; 1 is every one, 0 none. Default 0."""
+    """The logits of every so-many-th generated token go into the receipt; 1 is every one, 0 none. Not with a `resume` by
+    token ids, whose logits nobody has any more. Default 0.
+    """
     def __init__(
         self,
         *,
@@ -1320,7 +1322,7 @@ class Receipt(_message.Message):
     @_builtins.property
     def logit_digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Entry i is the running digest of the float32 logits, before any sampling parameter, of the tokens 0, k, 2k, ... i*k for
-        k = `logits_every`: 64-bit XXH3 of the row, with the entry before it as the seed.
+        k = `logits_every`: 64-bit XXH3 of the row's own 64-bit XXH3, with the entry before it as the seed.
         """
 
     def __init__(

@@ -8,6 +8,7 @@ from array import array
 from typing import Any
 
 import pytest
+import xxhash
 from fissile.v1 import inference_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from common.receipts import (
     RequestDigest,
     canonical_params,
+    chained,
     compare_answer,
     compare_request,
     contradiction,
@@ -141,6 +143,19 @@ def test_what_the_answer_does_not_depend_on_is_left_out() -> None:
     assert digest(canonical_params(given, params)) == expected(u32(2) + u32(1) + f32(0.0) + u32(9) + u32(5))
     answers = RequestDigest([1, 2, 3], canonical_params(given, params), 7, continues=True)
     assert answers.of_answer(3) == expected(u32(2) + u32(1) + f32(0.0) + u32(9) + u32(5), index=3)
+
+
+def test_running_digests_are_those_of_the_reference_implementation() -> None:
+    """XXH3 of eight bytes by its authors' library, with the digest before as the seed. They must never change."""
+    assert chained([]) == []
+    first = xxhash.xxh3_64(u64(1), seed=0).intdigest()
+    assert chained([1, 2]) == [first, xxhash.xxh3_64(u64(2), seed=first).intdigest()]
+    known = [f"{digest:x}" for digest in chained([1, 2, 2**64 - 1])]
+    assert known == [
+        "2fbc593564db792e",
+        "c5526e5481d03c88",
+        "49019cad1cf01200",
+    ]
 
 
 def receipt(**fields: Any) -> pb.Receipt:

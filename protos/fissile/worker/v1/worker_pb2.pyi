@@ -473,6 +473,7 @@ class SubmitSequence(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
+    LOGITS_EVERY_FIELD_NUMBER: _builtins.int
     rid: _builtins.int
     """Id of the attempt: 64 bits, unique over the life of the router."""
     prompt_len: _builtins.int
@@ -501,6 +502,8 @@ class SubmitSequence(_message.Message):
     """Whether the sequence stays even if it has to wait long, instead of going back in `StepOutput.returned`: it has been
     returned before, or there is no other worker for it. A draining worker returns it all the same.
     """
+    logits_every: _builtins.int
+    """The logits of every so-many-th generated token are digested, the first one among them; 0: none are."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and tokens generated so far, at most 16,384 in this frame."""
@@ -526,10 +529,11 @@ class SubmitSequence(_message.Message):
         cache_salt: _builtins.bytes = ...,
         priority: Global___Priority.ValueType = ...,
         keep: _builtins.bool = ...,
+        logits_every: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "more", b"more", "params", b"params", "priority", b"priority", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "logits_every", b"logits_every", "more", b"more", "params", b"params", "priority", b"priority", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -753,6 +757,7 @@ class StepOutput(_message.Message):
     RETURNED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     SUBMIT_SEEN_FIELD_NUMBER: _builtins.int
+    LOGIT_DIGESTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the engine step."""
     submit_seen: _builtins.int
@@ -789,6 +794,10 @@ class StepOutput(_message.Message):
     def load(self) -> Global___Load:
         """The load after the step."""
 
+    @_builtins.property
+    def logit_digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitDigests]:
+        """Digests of the logits that tokens of this frame were drawn from, of sequences with `logits_every`."""
+
     def __init__(
         self,
         *,
@@ -802,14 +811,49 @@ class StepOutput(_message.Message):
         returned: _abc.Iterable[_builtins.int] | None = ...,
         load: Global___Load | None = ...,
         submit_seen: _builtins.int = ...,
+        logit_digests: _abc.Iterable[Global___LogitDigests] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "first_pos", b"first_pos", "load", b"load", "n", b"n", "returned", b"returned", "rid", b"rid", "starts", b"starts", "step", b"step", "submit_seen", b"submit_seen", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "first_pos", b"first_pos", "load", b"load", "logit_digests", b"logit_digests", "n", b"n", "returned", b"returned", "rid", b"rid", "starts", b"starts", "step", b"step", "submit_seen", b"submit_seen", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
+
+@_typing.final
+class LogitDigests(_message.Message):
+    """Digests of logits of one sequence, in columns."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RID_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
+    rid: _builtins.int
+    """The sequence."""
+    @_builtins.property
+    def positions(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Absolute position (prompt included) of the token that was drawn."""
+
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """64-bit XXH3 of the row of float32 logits, little endian, before any sampling parameter."""
+
+    def __init__(
+        self,
+        *,
+        rid: _builtins.int = ...,
+        positions: _abc.Iterable[_builtins.int] | None = ...,
+        digests: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digests", b"digests", "positions", b"positions", "rid", b"rid"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogitDigests: _TypeAlias = LogitDigests  # noqa: Y015
 
 @_typing.final
 class SequenceStart(_message.Message):
