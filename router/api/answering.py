@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -308,7 +308,7 @@ class Answering:
         message = answers.new_message(stream.request.request_id, stream.request.choice)
         while True:
             part = await stream.next()
-            async with turn or contextlib.nullcontext():
+            async with _turn_of(stream, turn):
                 is_first = not answers.has_begun
                 if is_first:
                     ttft_s = times_of(stream, self._clock()).ttft_s or 0.0
@@ -420,6 +420,19 @@ def _receipt_terms(
         "" if template is None else template.sha256,
         request.output_options.receipt.logits_every,
     )
+
+
+@contextlib.asynccontextmanager
+async def _turn_of(stream: RequestStream, turn: asyncio.Lock | None) -> AsyncIterator[None]:
+    """Holds the call that several answers share; with one answer there is none to wait for."""
+    if turn is None:
+        yield
+        return
+    await stream.turn(turn)
+    try:
+        yield
+    finally:
+        turn.release()
 
 
 def _resumed_from(request: AnswerRequest, point: pb.ResumePoint | None) -> str | None:

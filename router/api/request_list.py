@@ -51,6 +51,7 @@ def _state(call: InFlightCall) -> apb.RequestState.ValueType:
 
 
 def _state_of(stream: RequestStream) -> apb.RequestState.ValueType:
-    if stream.assembly.delivered:
+    # Tokens that a client brings of a broken stream have not come here.
+    if stream.assembly.first_token_time is not None:
         return apb.REQUEST_STATE_STREAMING
     return apb.REQUEST_STATE_QUEUED if stream.session is None else apb.REQUEST_STATE_SUBMITTED

@@ -182,7 +182,9 @@ class RequestStream:
         self._pacer = pacer
         # Future of the handler that waits for news, until it has been given its turn.
         self._waiter: asyncio.Future[None] | None = None
+        # Who writes, or waits for its turn to write.
         self._writer: asyncio.Task[object] | None = None
+        self._is_writing = False
         # When the message that is being written was first seen to wait.
         self._waits_since: float | None = None
 
@@ -213,18 +215,34 @@ class RequestStream:
         Raises:
             ApiError: the client has been dropped.
         """
-        writer = self._writer = asyncio.current_task()
         self._waits_since = None
+        self._is_writing = True
         try:
-            await write
+            await self._unless_dropped(write)
+        except grpc.aio.InternalError:
+            # Raised by gRPC when the client has gone while the write waited for it.
+            raise asyncio.CancelledError from None
+        finally:
+            self._is_writing = False
+
+    async def turn(self, lock: asyncio.Lock) -> None:
+        """Takes a lock that the writers of one call share, or ends like `written` when the client is dropped meanwhile:
+        who has it may wait for the client for ever.
+
+        Raises:
+            ApiError: the client has been dropped.
+        """
+        await self._unless_dropped(lock.acquire())
+
+    async def _unless_dropped(self, work: Awaitable[object]) -> None:
+        writer = self._writer = asyncio.current_task()
+        try:
+            await work
         except asyncio.CancelledError:
             # It was not `wake`, or not `wake` alone.
             if self._writer is not None or writer is None or writer.uncancel() or self.assembly.error is None:
                 raise
             raise self.assembly.error from None
-        except grpc.aio.InternalError:
-            # Raised by gRPC when the client has gone while the write waited for it.
-            raise asyncio.CancelledError from None
         finally:
             self._writer = None
 
@@ -239,7 +257,7 @@ class RequestStream:
 
     def drop_if_stuck(self, now: float, timeout_s: float) -> None:
         """Drops the client if a message has waited for it since an earlier look, for `timeout_s` or longer."""
-        if self._writer is None:
+        if not self._is_writing:
             return
         if self._waits_since is None:
             self._waits_since = now

@@ -432,6 +432,22 @@ async def admin_of(b: Bench) -> Any:
     return AdminServiceStub(grpc.aio.insecure_channel(b.router.admin.address))
 
 
+async def test_a_resumed_stream_that_has_got_nothing_yet_does_not_stream() -> None:
+    async with bench(FakeWorker(FILES, step_s=60), admin_port=0) as b:
+        asked = request(request_id="r", params={"max_tokens": 40})
+        asked.resume.answers.add(index=0).token_ids.ids.extend(letters(wpb.SubmitSequence())[:5])
+        call = b.stub.Generate(asked)
+        admin = await admin_of(b)
+        seen: list[apb.RequestState.ValueType] = []
+        async with asyncio.timeout(60):
+            while apb.REQUEST_STATE_SUBMITTED not in seen:
+                seen += (one.state for one in (await listed(admin)).requests)
+                assert apb.REQUEST_STATE_STREAMING not in seen
+                await asyncio.sleep(0.01)
+        call.cancel()
+        await b.empty()
+
+
 async def test_an_operator_sees_requests_and_ends_one() -> None:
     async with bench(FakeWorker(FILES, step_s=0.01, room_seqs=2, decoding=0), admin_port=0) as b:
         admin = await admin_of(b)
@@ -447,6 +463,8 @@ async def test_an_operator_sees_requests_and_ends_one() -> None:
         assert all(one.output_tokens and to_seconds(one.age) > 0 for one in seen)
         page = await listed(admin, page_size=1)
         assert [one.request_id for one in page.requests] == ["r0"]
+        with pytest.raises(grpc.aio.AioRpcError, match="page_token"):
+            await listed(admin, page_token="MDAw")
         rest = await listed(admin, page_size=1, page_token=page.next_page_token)
         assert ([one.request_id for one in rest.requests], rest.next_page_token) == (["r1"], "")
         assert not (await listed(admin, tenant="nobody")).requests

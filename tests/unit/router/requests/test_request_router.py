@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from common.errors import RouterFailedError
+from common.errors import RouterFailedError, SlowClientError
 from common.process.tasks import task_failures
 from router.requests import request_router
 from router.scheduling.dispatcher import Release
@@ -60,5 +60,28 @@ async def test_a_decision_that_fails_is_made_again(monkeypatch: pytest.MonkeyPat
         await done.wait()
     assert task_failures()["dispatching"] == before + 3
     assert submitted(session) == [1]
+    site.requests.close(stream)
+    await site.stop()
+
+
+async def test_an_answer_that_is_dropped_does_not_wait_for_its_turn_to_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a timeout for slow clients, an answer that overflowed waited for another one's last write for ever."""
+    site = Site(monkeypatch)
+    site.up()
+    stream, turn = site.ask(), asyncio.Lock()
+    await turn.acquire()
+    waiting = asyncio.create_task(stream.turn(turn))
+    await asyncio.sleep(0)
+    # Time alone drops nobody who does not write.
+    for now in (0.0, 1e9):
+        stream.drop_if_stuck(now, 1.0)
+    assert not stream.assembly.is_dropped
+    stream.drop(SlowClientError(7, None))
+    async with asyncio.timeout(60):
+        with pytest.raises(SlowClientError):
+            await waiting
+    turn.release()
+    assert not turn.locked()
+    await turn.acquire()
     site.requests.close(stream)
     await site.stop()

@@ -1,0 +1,43 @@
+"""Pages of a list: all of it in order, and tokens of this service alone."""
+
+from __future__ import annotations
+
+import base64
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import InvalidFieldError
+from router.api.pages import page_of
+
+KEYS = [f"{i:03d}" for i in range(10)]
+
+
+def page(token: str, size: int = 3) -> tuple[list[str], str]:
+    items, following = page_of(KEYS, KEYS, size, token, 100)
+    return list(items), following
+
+
+@given(size=st.integers(1, 12))
+def test_pages_together_are_the_list(size: int) -> None:
+    found, token = page("", size)
+    while token:
+        more, token = page(token, size)
+        found += more
+    assert found == KEYS
+
+
+@given(token=st.text(min_size=1))
+def test_a_token_of_nobody_is_refused(token: str) -> None:
+    with pytest.raises(InvalidFieldError) as refused:
+        page(token)
+    assert refused.value.violations[0].path == "page_token"
+
+
+def test_a_token_that_is_changed_is_refused() -> None:
+    _, token = page("")
+    for bad in (token + "=", token + "\n", f"?{token}", token[:-1], base64.urlsafe_b64encode(b"002").decode()):
+        with pytest.raises(InvalidFieldError):
+            page(bad)
+    assert page(token)[0] == KEYS[3:6]
