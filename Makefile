@@ -64,6 +64,7 @@ lint: $(ALL_STAMP) ## Check style, format, types and prose of everything
 	@$(BIN)/ruff format --check .
 	@$(BIN)/mypy .
 	@$(BIN)/python scripts/check_prose.py
+	@$(BIN)/python -m scripts.contract_table --check
 
 sanitize: $(ALL_STAMP) ## Run the native kernels under sanitizers of memory and threads, and clang-tidy over their sources
 	@$(BIN)/python scripts/tidy.py

@@ -6,9 +6,9 @@ import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Set
 from functools import partial
-from typing import NoReturn, cast
+from typing import Final, NoReturn, cast
 
 import grpc
 from fissile.v1 import inference_pb2 as pb
@@ -47,22 +47,32 @@ from router.validation import (
 )
 from router.workers.expected_workers import ExpectedWorkers
 
-_RENDERED = frozenset({"chat", *(f"chat.{path}" for path in CHAT_SERVED)})
-_REPLAYED = frozenset(
-    {
-        "generate",
-        *(f"generate.{path}" for path in GENERATE_SERVED),
-        "chat",
-        *(f"chat.{path}" for path in CHAT_SERVED),
-        "receipt",
-        *(f"receipt.{field.name}" for field in pb.Receipt.DESCRIPTOR.fields),
-        "token_ids",
-        "token_ids.ids",
-        "worker_id",
-    }
-)
 _SALT_BYTES = 16
-_COUNTED = _RENDERED | {"generate", *(f"generate.{path}" for path in GENERATE_SERVED)}
+
+
+def _within(name: str, served: Set[str]) -> frozenset[str]:
+    """A field that is a message, and the fields of it that are served."""
+    return frozenset({name, *(f"{name}.{path}" for path in served)})
+
+
+_GENERATE_OR_CHAT = _within("generate", GENERATE_SERVED) | _within("chat", CHAT_SERVED)
+# Fields that a method serves, by their paths; the other fields of its request are refused. No method that is not here.
+SERVED: Final[Mapping[str, frozenset[str]]] = {
+    "Generate": GENERATE_SERVED,
+    "Chat": CHAT_SERVED,
+    "GenerateOnce": GENERATE_SERVED,
+    "ChatOnce": CHAT_SERVED,
+    "Replay": _GENERATE_OR_CHAT
+    | _within("receipt", {field.name for field in pb.Receipt.DESCRIPTOR.fields})
+    | _within("token_ids", {"ids"})
+    | {"worker_id"},
+    "Tokenize": frozenset({"model", "text"}),
+    "Detokenize": frozenset({"model", "token_ids", "keep_special_tokens"}),
+    "CountTokens": _GENERATE_OR_CHAT,
+    "RenderPrompt": _within("chat", CHAT_SERVED),
+    "ListModels": frozenset({"page_size", "page_token"}),
+    "GetModel": frozenset({"model"}),
+}
 
 
 class InferenceService(InferenceServiceServicer):
@@ -183,7 +193,7 @@ class InferenceService(InferenceServiceServicer):
         """Runs a finished request again and compares it with its receipt."""
         arrival, scope = self._clock(), RpcScope(self._tracing, context, "Replay")
         async with scope as span:
-            refuse_unserved(request, _REPLAYED)
+            refuse_unserved(request, SERVED["Replay"])
             again, kind = check_replay(request), CHAT if request.HasField("chat") else GENERATE
             with at_path("generate" if kind is GENERATE else "chat"):
                 _check(again)
@@ -209,7 +219,7 @@ class InferenceService(InferenceServiceServicer):
         """Turns text into token ids."""
         async with RpcScope(self._tracing, context, "Tokenize"):
             with self._interruptible():
-                refuse_unserved(request, frozenset({"model", "text"}))
+                refuse_unserved(request, SERVED["Tokenize"])
                 check_text_bytes("text", request.text, MAX_TOKENIZE_TEXT_BYTES)
                 with self._tenant_held(context) as tenant:
                     return await self._encoder.tokenize(request.text, self._registry.get(request.model), tenant)
@@ -218,7 +228,7 @@ class InferenceService(InferenceServiceServicer):
         """Turns token ids into text."""
         async with RpcScope(self._tracing, context, "Detokenize"):
             with self._interruptible():
-                refuse_unserved(request, frozenset({"model", "token_ids", "keep_special_tokens"}))
+                refuse_unserved(request, SERVED["Detokenize"])
                 ids, keep = request.token_ids, request.keep_special_tokens
                 with self._tenant_held(context) as tenant:
                     model = self._registry.get(request.model)
@@ -229,7 +239,7 @@ class InferenceService(InferenceServiceServicer):
         """Counts the prompt tokens of a request."""
         async with RpcScope(self._tracing, context, "CountTokens"):
             with self._interruptible():
-                refuse_unserved(request, _COUNTED)
+                refuse_unserved(request, SERVED["CountTokens"])
                 kind = request.WhichOneof("request")
                 if kind is None:
                     raise InvalidFieldError("request", "is missing", "one of generate, chat")
@@ -241,7 +251,7 @@ class InferenceService(InferenceServiceServicer):
     async def RenderPrompt(self, request: pb.RenderPromptRequest, context: Context) -> pb.RenderPromptResponse:
         """Renders a conversation."""
         async with RpcScope(self._tracing, context, "RenderPrompt"):
-            refuse_unserved(request, _RENDERED)
+            refuse_unserved(request, SERVED["RenderPrompt"])
             with self._interruptible(), at_path("chat"):
                 check_chat(request.chat)
                 with self._tenant_held(context) as tenant:
@@ -250,7 +260,7 @@ class InferenceService(InferenceServiceServicer):
     async def ListModels(self, request: pb.ListModelsRequest, context: Context) -> pb.ListModelsResponse:
         """Lists the models."""
         async with RpcScope(self._tracing, context, "ListModels"):
-            refuse_unserved(request, frozenset({"page_size", "page_token"}))
+            refuse_unserved(request, SERVED["ListModels"])
             served = self._registry.models
             keys = [model.name for model in served]
             models, following = page_of(served, keys, request.page_size, request.page_token, MAX_PAGE)
@@ -260,7 +270,7 @@ class InferenceService(InferenceServiceServicer):
     async def GetModel(self, request: pb.GetModelRequest, context: Context) -> pb.GetModelResponse:
         """Describes one model."""
         async with RpcScope(self._tracing, context, "GetModel"):
-            refuse_unserved(request, frozenset({"model"}))
+            refuse_unserved(request, SERVED["GetModel"])
             return pb.GetModelResponse(model=describe_model(self._registry.get(request.model), self._registry))
 
     async def _unserved(self, method: str, request: Message, context: Context) -> NoReturn:

@@ -69,6 +69,10 @@ async def test_an_answer_in_one_message_is_that_of_the_stream() -> None:
         await b.empty()
 
 
+@pytest.mark.proto_field(
+    "ChatMessage.parts",
+    "ContentPart.text",
+)
 async def test_a_conversation_answered_in_one_message_can_be_sent_back() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")])
@@ -101,6 +105,10 @@ async def test_no_answer_in_one_message_is_a_part() -> None:
 
 
 @pytest.mark.parametrize("n", [2, 8])
+@pytest.mark.proto_field(
+    "SamplingParams.n",
+    "GenerateResponse.index",
+)
 async def test_several_answers_come_side_by_side(n: int) -> None:
     async with bench(FakeWorker(FILES, answer=by_choice)) as b:
         call = b.stub.Generate(request(request_id="n", params={"max_tokens": 64, "n": n}))
@@ -221,6 +229,15 @@ def resumed(asked: pb.GenerateRequest, parts: list[Any], *, by: str) -> pb.Gener
 
 @pytest.mark.parametrize("by", ["token_ids", "text"])
 @pytest.mark.parametrize("stops", [[], ["lmn"], ["hij"]])
+@pytest.mark.proto_field(
+    "GenerateRequest.resume",
+    "Resume.answers",
+    "ResumePoint.index",
+    "ResumePoint.token_ids",
+    "ResumePoint.text",
+    "TextDigest.bytes",
+    "TextDigest.sha256",
+)
 async def test_a_stream_goes_on_where_it_broke_at_every_message(by: str, stops: list[str]) -> None:
     async with bench(FakeWorker(FILES, answer=letters)) as b:
         asked = request(request_id="r", params={"max_tokens": 12, "stop_strings": stops})
@@ -240,6 +257,9 @@ async def test_a_stream_goes_on_where_it_broke_at_every_message(by: str, stops: 
         await b.empty()
 
 
+@pytest.mark.proto_field(
+    "ResumePoint.finished",
+)
 async def test_answers_that_had_finished_are_not_sent_again() -> None:
     async with bench(FakeWorker(FILES, answer=by_choice)) as b:
         asked = request(request_id="r", params={"max_tokens": 64, "n": 4})
@@ -312,6 +332,10 @@ def ids(asked: pb.GenerateRequest) -> Any:
             "resume.answers.token_ids.ids",
         ),
     ],
+)
+@pytest.mark.proto_field(
+    "Resume.weights_digest",
+    "Resume.numerics",
 )
 async def test_a_resume_that_can_not_be_true_is_refused(change: Any, status: str, said: str) -> None:
     async with bench(FakeWorker(FILES, answer=letters)) as b:

@@ -30,6 +30,23 @@ def receipts(parts: list[Any]) -> dict[int, pb.Receipt]:
     return {part.index: part.finish.receipt for part in parts if part.HasField("finish")}
 
 
+@pytest.mark.proto_field(
+    "OutputOptions.receipt",
+    "Finish.receipt",
+    "Receipt.version",
+    "Receipt.request_sha256",
+    "Receipt.seed",
+    "Receipt.index",
+    "Receipt.prompt_tokens",
+    "Receipt.output_tokens",
+    "Receipt.output_sha256",
+    "Receipt.weights_digest",
+    "Receipt.numerics",
+    "Receipt.tokenizer_sha256",
+    "Receipt.router_version",
+    "Receipt.worker_version",
+    "Receipt.receipt_sha256",
+)
 async def test_a_receipt_says_what_the_answer_came_from() -> None:
     worker = FakeWorker(FILES, answer=short, description={"version": "9.8.7"})
     async with bench(worker) as b:
@@ -54,6 +71,9 @@ async def test_a_receipt_says_what_the_answer_came_from() -> None:
         assert not plain[-1].finish.HasField("receipt")
 
 
+@pytest.mark.proto_field(
+    "Receipt.template_sha256",
+)
 async def test_a_chat_is_another_request_than_its_prompt() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         chat = pb.ChatRequest(request_id="r", messages=[pb.ChatMessage(role="user", content="hi")])
@@ -99,6 +119,7 @@ def chain(positions: range) -> list[int]:
 
 
 @pytest.mark.parametrize(("every", "per_step"), [(1, 1), (1, 7), (3, 1), (3, 4), (50, 3)])
+@pytest.mark.proto_field("ReceiptOptions.logits_every", "Receipt.logits_every", "Receipt.logit_digests")
 async def test_the_logits_of_every_so_many_th_token_are_chained(every: int, per_step: int) -> None:
     async with bench(FakeWorker(FILES, answer=letters, tokens_per_step=per_step)) as b:
         asked = digested(request(request_id="r", params={"max_tokens": 10}), every)

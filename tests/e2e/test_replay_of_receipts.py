@@ -34,6 +34,14 @@ async def proven(b: Any, index: int = 0, **params: Any) -> pb.ReplayRequest:
     return pb.ReplayRequest(receipt=receipts(parts)[index], generate=asked, token_ids=pb.TokenIds(ids=ids))
 
 
+@pytest.mark.proto_field(
+    "ReplayRequest.receipt",
+    "ReplayRequest.generate",
+    "ReplayRequest.worker_id",
+    "ReplayResponse.verdict",
+    "ReplayResponse.receipt",
+    "ReplayResponse.worker_id",
+)
 async def test_a_replay_on_another_worker_is_equal_and_takes_nothing_from_a_cache() -> None:
     workers = [FakeWorker(FILES, worker_id=f"w{i}", answer=short) for i in range(3)]
     async with bench(*workers) as b:
@@ -50,6 +58,9 @@ async def test_a_replay_on_another_worker_is_equal_and_takes_nothing_from_a_cach
         await b.empty()
 
 
+@pytest.mark.proto_field(
+    "ReplayRequest.chat",
+)
 async def test_one_of_several_answers_and_a_chat_are_replayed_alone() -> None:
     worker = FakeWorker(FILES, answer=by_choice)
     async with bench(worker) as b:
@@ -64,6 +75,11 @@ async def test_one_of_several_answers_and_a_chat_are_replayed_alone() -> None:
 
 
 @pytest.mark.parametrize("knows_tokens", [True, False])
+@pytest.mark.proto_field(
+    "ReplayRequest.token_ids",
+    "ReplayResponse.position",
+    "ReplayResponse.detail",
+)
 async def test_a_wrong_answer_is_told_with_its_first_token(knows_tokens: bool) -> None:
     worker = FakeWorker(FILES, answer=letters)
     async with bench(worker) as b:

@@ -171,6 +171,33 @@ def detail(error: grpc.aio.AioRpcError, kind: type[Message]) -> Any:
     return found
 
 
+@pytest.mark.proto_field(
+    "GenerateRequest.request_id",
+    "GenerateRequest.text",
+    "GenerateResponse.request_id",
+    "GenerateResponse.text",
+    "GenerateResponse.token_ids",
+    "GenerateResponse.prompt_info",
+    "GenerateResponse.finish",
+    "PromptInfo.prompt_tokens",
+    "PromptInfo.cached_tokens",
+    "PromptInfo.seed",
+    "Finish.reason",
+    "Finish.stop",
+    "Finish.usage",
+    "Finish.timings",
+    "Finish.worker_id",
+    "Finish.attempts",
+    "Finish.exact",
+    "StopDetail.eos_token_id",
+    "Usage.prompt_tokens",
+    "Usage.completion_tokens",
+    "Timings.queue",
+    "Timings.prefill",
+    "Timings.ttft",
+    "Timings.tpot",
+    "Timings.total",
+)
 async def test_generate_from_end_to_end() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         call = b.stub.Generate(request(request_id="ä-1", params={"max_tokens": 64}))
@@ -196,6 +223,10 @@ async def test_generate_from_end_to_end() -> None:
         await b.empty()
 
 
+@pytest.mark.proto_field(
+    "ChatRequest.messages",
+    "ChatRequest.template_arguments_json",
+)
 async def test_chat_uses_the_template() -> None:
     async with bench(FakeWorker(FILES, answer=short)) as b:
         chat = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi <|end|>")])
@@ -332,6 +363,32 @@ def with_field(message: Any, path: str) -> Any:
     return message
 
 
+@pytest.mark.proto_field(
+    "GenerateRequest.sampling_params",
+    "GenerateRequest.token_ids",
+    "TokenIds.ids",
+    "SamplingParams.temperature",
+    "SamplingParams.top_k",
+    "SamplingParams.top_p",
+    "SamplingParams.min_p",
+    "SamplingParams.repetition_penalty",
+    "SamplingParams.presence_penalty",
+    "SamplingParams.frequency_penalty",
+    "SamplingParams.seed",
+    "SamplingParams.max_tokens",
+    "SamplingParams.min_tokens",
+    "SamplingParams.ignore_eos",
+    "SamplingParams.stop_strings",
+    "SamplingParams.include_stop_string",
+    "SamplingParams.stop_token_ids",
+    "SamplingParams.stop_token_sequences",
+    "SamplingParams.logit_bias",
+    "SamplingParams.bad_words",
+    "SamplingParams.allowed_token_ids",
+    "StopDetail.stop_string",
+    "OutputOptions.return_token_ids",
+    "GenerateRequest.output_options",
+)
 async def test_every_served_field_has_its_effect() -> None:
     fields = {
         "temperature": 0.5,
@@ -412,6 +469,10 @@ async def test_long_prompts_come_in_extend_frames_with_the_hash_of_their_chain()
         assert submitted.chain_hash == hash_chain(prompt, 16)[-1]
 
 
+@pytest.mark.proto_field(
+    "GenerateRequest.cache_salt",
+    "GenerateRequest.priority",
+)
 async def test_salt_and_class_go_to_the_worker() -> None:
     prompt = list(range(40))
     root = salt_root(b"ww", cache_salt="naïve".encode())

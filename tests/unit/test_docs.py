@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from scripts import contract_table
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -65,6 +67,20 @@ def test_the_tests_of_robustness_are_there() -> None:
         if not source or (name and f"def {name}" not in source):
             missing.append(f"{path}::{name}")
     assert missing == []
+
+
+def test_the_table_of_fields_is_that_of_protos_router_and_tests(capsys: pytest.CaptureFixture[str]) -> None:
+    assert contract_table.main(["--check"]) == 0, capsys.readouterr().err
+
+
+def test_a_field_that_nothing_shows_is_found() -> None:
+    shown = contract_table.marks()
+    test = shown.pop("SamplingParams.top_k")
+    with pytest.raises(contract_table.Problem, match=r"SamplingParams\.top_k is served, and no test shows it"):
+        contract_table.rows(shown)
+    for name, said in (("SamplingParams.constraint", "which is refused by name"), ("Nothing.at_all", "no field")):
+        with pytest.raises(contract_table.Problem, match=said):
+            contract_table.rows({**contract_table.marks(), name: test})
 
 
 def test_contents_name_every_page() -> None:
