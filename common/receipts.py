@@ -70,14 +70,24 @@ class RequestDigest:
         params: of `canonical_params`.
         seed: in force.
         continues: True if the answer's text continues the prompt's (Generate), False if it is one of its own (Chat).
+        keeps_special_tokens: True if special tokens are part of the text.
     """
 
-    def __init__(self, token_ids: Sequence[int], params: pb.SamplingParams, seed: int, *, continues: bool) -> None:
+    def __init__(
+        self,
+        token_ids: Sequence[int],
+        params: pb.SamplingParams,
+        seed: int,
+        *,
+        continues: bool,
+        keeps_special_tokens: bool = False,
+    ) -> None:
         self.continues = continues
         self.seed = seed
         self.prompt_tokens = len(token_ids)
         self._digest = hashlib.sha256(_REQUEST_DOMAIN)
-        self._digest.update(struct.pack("<?I", continues, len(token_ids)))
+        kind_of_text = continues + 2 * keeps_special_tokens
+        self._digest.update(struct.pack("<BI", kind_of_text, len(token_ids)))
         self._digest.update(_little_endian(token_ids))
         self._digest.update(_encoded(params, _NEUTRAL))
         self._digest.update(struct.pack("<Q", seed))

@@ -82,6 +82,8 @@ _COMMON = frozenset(
         "cache_salt",
         "output_options",
         "output_options.return_token_ids",
+        "output_options.echo",
+        "output_options.keep_special_tokens",
         "output_options.receipt",
         "output_options.receipt.logits_every",
         "sampling_params",
@@ -155,6 +157,8 @@ def check_chat(request: pb.ChatRequest) -> None:
     _check_cache_salt(request.cache_salt)
     check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
     check_resume(request)
+    if request.output_options.echo:
+        raise InvalidFieldError("output_options.echo", "is set", "no echo: it is for Generate, whose text goes on")
     if not request.messages:
         raise _message_count(0)
     for i, message in enumerate(request.messages):
@@ -192,7 +196,9 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
             valid = "0, or resume by text"
             raise InvalidFieldError("output_options.receipt.logits_every", "stands beside resume by token_ids", valid)
         most = request.sampling_params.max_tokens
-        if request.sampling_params.HasField("max_tokens") and len(point.token_ids.ids) > most:
+        # Those of an echoed prompt do not count, and how many these are is not known yet.
+        is_clear = request.sampling_params.HasField("max_tokens") and not request.output_options.echo
+        if is_clear and len(point.token_ids.ids) > most:
             raise InvalidFieldError(
                 f"{path}.token_ids.ids", f"has {len(point.token_ids.ids)} entries", f"at most {most}"
             )
@@ -295,14 +301,15 @@ def check_resumed_ids(token_ids: Sequence[int], vocab_size: int, room: int) -> N
     Args:
         token_ids: what has come, as the client says.
         vocab_size: of the model.
-        room: most tokens that the prompt leaves to an answer.
+        room: most tokens of the answer.
 
     Raises:
         InvalidFieldError: one is outside the vocabulary, or they are too many.
     """
     path = "resume.answers.token_ids.ids"
     if len(token_ids) > room:
-        raise InvalidFieldError(path, f"has {len(token_ids)} entries", f"at most {room}, as the model's length leaves")
+        valid = f"at most {room}, as max_tokens and the model's length leave"
+        raise InvalidFieldError(path, f"has {len(token_ids)} entries", valid)
     check_token_ids(path, token_ids, vocab_size)
 
 

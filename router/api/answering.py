@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from array import array
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
@@ -17,10 +18,17 @@ import grpc
 from fissile.v1 import inference_pb2 as pb
 
 from common.block_hash import GRANULE_BLOCKS
-from common.errors import ApiError, NoTokenizerError, NoWorkerError, RouterEndingError, WorkerLostError
+from common.errors import (
+    ApiError,
+    NoTokenizerError,
+    NoWorkerError,
+    ResumeMismatchError,
+    RouterEndingError,
+    WorkerLostError,
+)
 from common.receipts import RequestDigest, canonical_params
 from common.sampling_masks import check_tokens_left
-from common.sampling_params import SamplingParams, TokenSequences
+from common.sampling_params import SamplingParams
 from common.seed import derive_seed
 from common.telemetry import names
 from common.telemetry.request_record import RequestRecord
@@ -37,16 +45,14 @@ from router.requests.stream import ReceiptTerms, ReplacedError, RequestStream, R
 from router.scheduling.failover import Wait
 from router.telemetry.metrics import RequestMeasure
 from router.text.delivered_text import DeliveredText
-from router.text.prompts import Prompt
-from router.text.stream_assembly import StreamAssembly
+from router.text.prompts import Prompt, PromptEncoder
+from router.text.stream_assembly import Echo, StreamAssembly
 from router.validation import check_resumed_ids, clip_to_length, sampling_params
 from router.workers.expected_workers import ExpectedWorkers
 
 AnswerRequest: TypeAlias = pb.GenerateRequest | pb.ChatRequest
 # Makes a prompt for a model, of a tenant, with the salt in force.
 Encode: TypeAlias = Callable[[ServedModel, str, bytes], Awaitable[Prompt]]
-# Token ids of words, for a model, of a tenant.
-EncodeBadWords: TypeAlias = Callable[[Sequence[str], ServedModel, str], Awaitable[TokenSequences]]
 # Trailing metadata: what all answers together have cost, as bytes of a Usage.
 USAGE_METADATA = "fissile-usage-bin"
 
@@ -103,7 +109,7 @@ class Answering:
         requests: sends requests on their way.
         expected: workers that have never been up.
         registry: the models.
-        encode_bad_words: makes token ids of words.
+        encoder: makes token ids of bad words, and text of echoed prompts.
         tracing: says whether waits are worth a span.
         clock: monotonic seconds.
         max_unread_tokens: a client that leaves more unread is dropped.
@@ -116,7 +122,7 @@ class Answering:
         requests: RequestRouter,
         expected: ExpectedWorkers,
         registry: ModelRegistry,
-        encode_bad_words: EncodeBadWords,
+        encoder: PromptEncoder,
         tracing: Tracing,
         clock: Callable[[], float],
         max_unread_tokens: int,
@@ -126,7 +132,7 @@ class Answering:
         self._requests = requests
         self._expected = expected
         self._registry = registry
-        self._encode_bad_words = encode_bad_words
+        self._encoder = encoder
         self._tracing = tracing
         self._clock = clock
         self._max_unread_tokens = max_unread_tokens
@@ -192,8 +198,9 @@ class Answering:
             with self._calls.interruptible(), call.interruptible():
                 prompt = await asked.encode(model, call.tenant, asked.cache_salt)
                 if params.bad_words:
-                    ids = await self._encode_bad_words(params.bad_words, model, call.tenant)
+                    ids = await self._encoder.bad_words(params.bad_words, model, call.tenant)
                     params = replace(params, bad_words_token_ids=ids)
+                prompt_text = await self._prompt_text(request.output_options, prompt, model, call.tenant)
         finally:
             asked.span.phase(names.TOKENIZE_SPAN, began, self._clock())
         check_tokens_left(params, model.num_ids, model.eos_token_ids)
@@ -225,6 +232,18 @@ class Answering:
             tracestate=asked.span.tracestate,
             weights_digest=model.weights_digest,
             receipt=_receipt_terms(kind, request, model, prompt, params, seed),
+            prompt_text=prompt_text,
+            keeps_special_tokens=request.output_options.keep_special_tokens,
+        )
+
+    async def _prompt_text(
+        self, options: pb.OutputOptions, prompt: Prompt, model: ServedModel, tenant: str
+    ) -> str | None:
+        """Text that answers begin with; None where nobody wants it."""
+        if not options.echo:
+            return None
+        return await self._encoder.echo(
+            prompt.token_ids, model, keep_special=options.keep_special_tokens, tenant=tenant
         )
 
     def _open(
@@ -390,19 +409,22 @@ class Answering:
             raise NoTokenizerError(model.name)
         stops = StopStrings(params.stop_strings, params.include_stop_string) if params.stop_strings else None
         behind = request.token_ids if kind.continues else ()
-        if point is not None:
-            check_resumed_ids(point.token_ids.ids, model.vocab_size, model.max_model_len - len(request.token_ids))
+        received = _received_ids(request, point)
+        check_resumed_ids(received, model.vocab_size, params.max_tokens)
+        skip = not request.keeps_special_tokens
         assembly = StreamAssembly(
             len(request.token_ids),
-            detokenizer=None if tokenizer is None else tokenizer.decode_stream(behind=behind),
+            detokenizer=None if tokenizer is None else tokenizer.decode_stream(skip_special=skip, behind=behind),
             stop_strings=stops,
             min_tokens=params.min_tokens,
             return_token_ids=return_token_ids,
             max_unread_tokens=self._max_unread_tokens,
             delivered_text=_delivered_text(point),
+            echo=None if request.prompt_text is None else Echo(request.prompt_text, request.token_ids),
+            keeps_special_tokens=request.keeps_special_tokens,
         )
-        if point is not None:
-            assembly.resume_behind(point.token_ids.ids)
+        if point is not None and point.HasField("token_ids"):
+            assembly.resume_behind(received)
         return assembly
 
 
@@ -415,7 +437,13 @@ def _receipt_terms(
     canonical = canonical_params(request.sampling_params, params)
     template = None if kind.continues else model.text.template
     return ReceiptTerms(
-        RequestDigest(prompt.token_ids, canonical, seed, continues=kind.continues),
+        RequestDigest(
+            prompt.token_ids,
+            canonical,
+            seed,
+            continues=kind.continues,
+            keeps_special_tokens=request.output_options.keep_special_tokens,
+        ),
         model.tokenizer_sha256,
         "" if template is None else template.sha256,
         request.output_options.receipt.logits_every,
@@ -439,6 +467,21 @@ def _resumed_from(request: AnswerRequest, point: pb.ResumePoint | None) -> str |
     """The numerics class that an answer goes on in; "" where its client does not know it, None where it begins here."""
     has_begun = point is not None and point.WhichOneof("received") is not None
     return request.resume.numerics or ("" if has_begun else None)
+
+
+def _received_ids(request: RoutedRequest, point: pb.ResumePoint | None) -> Sequence[int]:
+    """Token ids of an answer that its client has got, without those of an echoed prompt.
+
+    Raises:
+        ResumeMismatchError: they do not begin with the prompt.
+    """
+    ids = () if point is None else point.token_ids.ids
+    if point is None or not ids or request.prompt_text is None:
+        return ids
+    size = len(request.token_ids)
+    if array("I", ids[:size]) != request.token_ids:
+        raise ResumeMismatchError(point.index, "its token ids do not begin with those of the prompt")
+    return ids[size:]
 
 
 def _delivered_text(point: pb.ResumePoint | None) -> DeliveredText | None:

@@ -132,7 +132,7 @@ class InferenceService(InferenceServiceServicer):
             requests,
             expected,
             registry,
-            encoder.bad_words,
+            encoder,
             tracing,
             clock,
             max_unread_tokens,

@@ -75,6 +75,8 @@ class RoutedRequest:
         tracestate: W3C trace state.
         choice: which of the request's answers.
         resumed_from: as of `Attempts`.
+        prompt_text: text that the client wants in front of the answer; None where it does not.
+        keeps_special_tokens: True if special tokens are part of the text.
         receipt: content of the answer's receipt; None where it has none.
         only_worker: address of the one worker that it may go to, "" for any.
     """
@@ -99,6 +101,8 @@ class RoutedRequest:
     weights_digest: str = ""
     choice: int = 0
     resumed_from: str | None = None
+    prompt_text: str | None = None
+    keeps_special_tokens: bool = False
     receipt: ReceiptTerms | None = None
     only_worker: str = ""
 

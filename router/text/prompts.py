@@ -157,6 +157,17 @@ class PromptEncoder:
             raise TextTooLongError("messages", f"give a prompt of {size} bytes", f"at most {MAX_TEXT_ANSWER_BYTES}")
         return pb.RenderPromptResponse(text=text, token_ids=prompt.token_ids)
 
+    async def echo(self, token_ids: Sequence[int], model: ServedModel, *, keep_special: bool, tenant: str = "") -> str:
+        """Text of a prompt, to be put in front of its answers; empty for a model without a tokenizer.
+
+        Raises:
+            ApiError: too many requests wait, or the text fits in no message.
+        """
+        if model.text.tokenizer is None:
+            return ""
+        steps = _detokenized("output_options.echo", model.text.tokenizer, token_ids, skip_special=not keep_special)
+        return await self._run(steps, _BYTES_PER_ID * len(token_ids), tenant)
+
     async def bad_words(self, words: Sequence[str], model: ServedModel, tenant: str = "") -> TokenSequences:
         """Token ids of words that an answer must not contain.
 
@@ -188,7 +199,7 @@ class PromptEncoder:
         def work() -> Steps[str]:
             check_token_ids("token_ids", token_ids, model.vocab_size)
             yield
-            return (yield from _detokenized(tokenizer, token_ids, skip_special=not keep_special))
+            return (yield from _detokenized("token_ids", tokenizer, token_ids, skip_special=not keep_special))
 
         return await self._run(work(), _BYTES_PER_ID * len(token_ids), tenant)
 
@@ -318,13 +329,13 @@ def _tokenized(tokenizer: Tokenizer, text: str) -> Steps[pb.TokenizeResponse]:
     return response
 
 
-def _detokenized(tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special: bool) -> Steps[str]:
+def _detokenized(path: str, tokenizer: Tokenizer, token_ids: Sequence[int], *, skip_special: bool) -> Steps[str]:
     stream, parts, size = tokenizer.decode_stream(skip_special=skip_special), list[str](), 0
     for start in range(0, len(token_ids), _PIECE_TOKENS):
         parts.append(stream.push(token_ids[start : start + _PIECE_TOKENS]))
         size += len(parts[-1].encode())
         if size > MAX_TEXT_ANSWER_BYTES:
-            raise TextTooLongError("token_ids", f"stand for more than {MAX_TEXT_ANSWER_BYTES} bytes of text")
+            raise TextTooLongError(path, f"stand for more than {MAX_TEXT_ANSWER_BYTES} bytes of text")
         if start % _STEP_TOKENS == 0:
             yield
     return "".join([*parts, stream.flush()])

@@ -4,6 +4,8 @@ Invariants:
   * Tokens are appended iff they continue what is there (rule S2); an end counts iff all its tokens are there (S3).
   * The concatenated text of all parts is the decoded text of the delivered tokens, without the token that ended the
     sequence and without a matched stop string (unless asked for). It does not depend on how the tokens were framed.
+    Where special tokens are kept, an end-of-sequence token is text like any other.
+  * An echoed prompt comes with the first token: in front of all text and all token ids, and counted nowhere.
   * `delivered` counts what the client gets, an end-of-sequence or stop token included; tokens behind a stop string are
     dropped and not counted.
   * Exactly one part has a finish, it is the last, and a stream that fails has none.
@@ -66,6 +68,13 @@ class StreamChunk(NamedTuple):
     ending: FinishInfo | None
 
 
+class Echo(NamedTuple):
+    """The prompt that an answer begins with for its client: its text, and its token ids."""
+
+    text: str
+    token_ids: Sequence[int]
+
+
 # Ends that a client sees as a finish; the others are failures.
 _STOPS = (wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_STOP_SEQUENCE)
 
@@ -81,6 +90,8 @@ class StreamAssembly:
         return_token_ids: whether parts carry token ids.
         max_unread_tokens: a client that leaves more unread is dropped.
         delivered_text: part of the text that the client has already, None where there is none.
+        echo: the prompt, where the client wants it in front of the answer.
+        keeps_special_tokens: True if the detokenizer leaves special tokens in the text.
 
     `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
     prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known; `taken`
@@ -98,6 +109,8 @@ class StreamAssembly:
         return_token_ids: bool = False,
         max_unread_tokens: int = MAX_UNREAD_TOKENS,
         delivered_text: DeliveredText | None = None,
+        echo: Echo | None = None,
+        keeps_special_tokens: bool = False,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.num_tokens = prompt_tokens
@@ -114,6 +127,10 @@ class StreamAssembly:
         self._return_token_ids = return_token_ids
         self._max_unread_tokens = max_unread_tokens
         self._delivered_text = delivered_text
+        self._echo = echo
+        self._silent_ends = {wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_EOS}
+        if keeps_special_tokens:
+            self._silent_ends.remove(wpb.END_REASON_EOS)
         self._text: list[str] = []
         self._ids: list[int] = []
         self._unread = 0
@@ -165,7 +182,7 @@ class StreamAssembly:
                 self.first_token_time = now
             self.last_token_time = now
             # The token that stops the sequence is not part of its text.
-            stopper = end is not None and end.reason in (wpb.END_REASON_EOS, wpb.END_REASON_STOP_TOKEN)
+            stopper = end is not None and end.reason in self._silent_ends
             self._deliver(token_ids[:-1] if stopper else token_ids)
             if stopper and not self.is_closed:
                 self._count(token_ids[-1:])
@@ -250,6 +267,8 @@ class StreamAssembly:
 
     def _deliver(self, token_ids: Sequence[int]) -> None:
         """Counts tokens and turns them into text, one by one where a stop string may end them."""
+        if self._echo is not None:
+            self._emit_echo(self._echo)
         if self._stop_strings is None:
             self._count(token_ids)
             if self._detokenizer is not None:
@@ -263,6 +282,13 @@ class StreamAssembly:
             self._count(token_ids[i : i + 1])
             if self._search(self._detokenizer.push(token_ids[i : i + 1]) if self._detokenizer else ""):
                 return
+
+    def _emit_echo(self, echo: Echo) -> None:
+        """Puts the prompt in front of what comes first."""
+        self._echo = None
+        self._emit(echo.text)
+        if self._return_token_ids:
+            self._ids.extend(echo.token_ids)
 
     def _search(self, text: str) -> bool:
         """Passes text through the stop strings; True when one matched, and then the stream is closed."""

@@ -112,11 +112,11 @@ def cases(reference: Reference) -> list[tuple[int, dict[str, Any], list[int]]]:
     ]
 
 
-def ask(service: Service, length: int, fields: dict[str, Any]) -> Answer:
+def ask(service: Service, length: int, fields: dict[str, Any], output: pb.OutputOptions | None = None) -> Answer:
     request = pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt(length)),
         sampling_params=pb.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, **fields),
-        output_options=pb.OutputOptions(return_token_ids=True),
+        output_options=output or pb.OutputOptions(return_token_ids=True),
     )
     return generate(service.stub, request)
 
@@ -134,6 +134,12 @@ def test_streams_are_those_of_transformers(checkpoint: Path, tmp_path: Path) -> 
             answers = list(pool.map(lambda case: ask(service, case[0], case[1]), expected))
         for (length, fields, stream), answer in zip(expected, answers, strict=True):
             assert answer.token_ids == stream, f"prompt of {length} tokens with {fields}"
+        text = pb.OutputOptions(echo=True, keep_special_tokens=True, return_token_ids=True)
+        echoed = ask(service, 50, {}, text)
+        assert echoed.token_ids == [*prompt(50), *answers[0].token_ids]
+        assert (
+            echoed.text == Tokenizer.from_file(str(checkpoint / "tokenizer.json")).decode(prompt(50)) + answers[0].text
+        )
     for answer in answers[-2:]:
         assert answer.finish is not None
         ended = answer.finish.reason == pb.FINISH_REASON_STOP

@@ -47,7 +47,7 @@ def digest(params: pb.SamplingParams, *, continues: bool = True, ids: list[int] 
     return RequestDigest(ids or [1, 2, 3], params, seed, continues=continues).of_answer(0)
 
 
-def expected(parameters: bytes, *, continues: bool = True, index: int = 0) -> bytes:
+def expected(parameters: bytes, *, continues: int = 1, index: int = 0) -> bytes:
     """The digest of a request with prompt 1, 2, 3 and seed 7, as docs/contract.md says."""
     head = b"fissile request 1\n" + bytes([continues]) + u32(3, 1, 2, 3)
     return hashlib.sha256(head + parameters + u64(7) + u32(index)).digest()
@@ -102,6 +102,8 @@ ALL_ENCODED = b"".join(
 def test_every_parameter_is_in_the_request_as_the_contract_says() -> None:
     assert digest(ALL) == expected(ALL_ENCODED)
     assert digest(ALL, continues=False) == expected(ALL_ENCODED, continues=False)
+    kept = RequestDigest([1, 2, 3], ALL, 7, continues=True, keeps_special_tokens=True)
+    assert kept.of_answer(0) == expected(ALL_ENCODED, continues=3)
     covered = {field.name for field, _ in ALL.ListFields()} | {"seed", "n", "best_of", "num_drafts"}
     assert covered == set(pb.SamplingParams.DESCRIPTOR.fields_by_name)
 
