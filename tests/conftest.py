@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if config.option.fresh is None:
         longest_first(items)
         return
-    chosen = fresh.choose(items, config.option.fresh)
+    chosen = fresh.choose(items, config.option.fresh, config.option.fresh_cases)
     config.hook.pytest_deselected(items=[item for item in items if item not in set(chosen)])
     items[:] = chosen
 

@@ -9,6 +9,8 @@ from typing import Any
 import pytest
 
 Case = tuple[Any, ...]
+# Marks of a case that `make test` leaves to fresh runs, each of which takes some of them, and to the long form.
+SAMPLED = (pytest.mark.long, pytest.mark.sampled)
 Places = tuple[int, ...]
 
 
@@ -20,7 +22,7 @@ def covering(*axes: Sequence[Any]) -> list[Any]:
     """
     chosen = set(pairwise_cover([len(axis) for axis in axes]))
     return [
-        pytest.param(*values, marks=() if places in chosen else (pytest.mark.long, pytest.mark.sampled))
+        pytest.param(*values, marks=() if places in chosen else SAMPLED)
         for places, values in zip(product(*(range(len(axis)) for axis in axes)), product(*axes), strict=True)
     ]
 

@@ -12,22 +12,21 @@ import time
 
 import pytest
 
-NUM_SAMPLED = 40
-
 
 def add_options(parser: pytest.Parser) -> None:
     """Options of a fresh run."""
     group = parser.getgroup("fresh", "examples that change from run to run (make test-fresh)")
     group.addoption("--fresh", type=int, metavar="SEED", help="run the tests with fresh examples, of this seed")
+    group.addoption("--fresh-cases", type=int, default=40, help="so many of the tests marked sampled (default: 40)")
     group.addoption("--fresh-seconds", type=float, default=240.0, help="begin no test after so long (default: 240)")
 
 
-def choose(items: list[pytest.Item], seed: int) -> list[pytest.Item]:
-    """The tests of a fresh run, in an order of its own."""
+def choose(items: list[pytest.Item], seed: int, cases: int) -> list[pytest.Item]:
+    """The tests of a fresh run, `cases` of the marked ones among them, in an order of its own."""
     draw = random.Random(seed)
     fresh = [item for item in items if item.get_closest_marker("fresh") or _is_property(item)]
     sampled = [item for item in items if item.get_closest_marker("sampled")]
-    chosen = [*fresh, *draw.sample(sampled, min(NUM_SAMPLED, len(sampled)))]
+    chosen = [*fresh, *draw.sample(sampled, min(cases, len(sampled)))]
     draw.shuffle(chosen)
     return chosen
 

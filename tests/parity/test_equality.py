@@ -28,6 +28,7 @@ from deploy.demo.questions import questions
 from kernels.interface import KernelBackend
 from kernels.select import CPU_BACKENDS, select_backend
 from kernels.torch_backend.attention import PagedKVCache
+from tests.covering import covering
 from tests.native import backend_or_skip
 from tests.parity.draws import changes_of_logits
 from tests.unit.mutants import MUTANTS as TRAPS
@@ -257,8 +258,9 @@ def kernels(request: pytest.FixtureRequest) -> str:
     return backend_or_skip(request.param).name
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("policy", SCHEDULING_POLICIES)
+@pytest.mark.parametrize(
+    ("kernels", "policy", "budget"), covering(list(CPU_BACKENDS), SCHEDULING_POLICIES, BUDGETS), indirect=["kernels"]
+)
 def test_streams_are_those_of_each_sequence_alone(policy: str, budget: int, kernels: str) -> None:
     numbers, seen, preempted, hits, late = itertools.cycle(range(NUM_WORKLOADS)), Counter[str](), 0, 0, 0
     for setting in settings(policy, budget, kernels):

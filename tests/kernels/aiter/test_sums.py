@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.covering import SAMPLED
 from tests.e2e.service import free_port
 from tests.kernels import verify_aiter_sums
 from tests.kernels.aiter.fake_aiter import lay
 from worker.ranks.collectives import in_order
 
 
-@pytest.mark.parametrize("tag", ["0.1.13", "0.1.20.post1"])
+@pytest.mark.parametrize("tag", [pytest.param("0.1.13", marks=SAMPLED), "0.1.20.post1"])
 def test_sums_over_ranks(tag: str, tmp_path: Path) -> None:
     """What they check is in rank.py."""
     lay(tmp_path, tag)

@@ -16,6 +16,7 @@ from structlog.testing import capture_logs
 from common.config import CompilationConfig, Config
 from common.sampling_params import SamplingParams
 from tests.checkpoints import make_checkpoint
+from tests.covering import SAMPLED
 from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.executor import PipelinedExecutor
@@ -23,12 +24,13 @@ from worker.llm_engine import LLMEngine
 from worker.model.model_runner import ModelRunner
 
 PROMPTS = [[7, 8, 9], list(range(20, 45)), [99] * 5]
-SAMPLED = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
+DRAWN = {"temperature": 0.9, "top_k": 20, "top_p": 0.9, "min_p": 0.01, "repetition_penalty": 1.2}
 MAX_LEN, NUM_TOKENS = 64, 4
 
 
 @pytest.fixture(
-    scope="module", params=["qwen3", "gpt_oss", "deepseek_v3", pytest.param("glm4_moe", marks=pytest.mark.long)]
+    scope="module",
+    params=["qwen3", "deepseek_v3", *(pytest.param(name, marks=SAMPLED) for name in ("gpt_oss", "glm4_moe"))],
 )
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), request.param, num_hidden_layers=2)
@@ -82,7 +84,7 @@ def generated(engine: LLMEngine, max_tokens: int) -> list[list[int]]:
 
 
 def _kinds() -> Iterable[dict[str, Any]]:
-    return SAMPLED, {"temperature": 0.0}, {"temperature": 0.0, "presence_penalty": 0.5}
+    return DRAWN, {"temperature": 0.0}, {"temperature": 0.0, "presence_penalty": 0.5}
 
 
 @pytest.fixture(scope="module")

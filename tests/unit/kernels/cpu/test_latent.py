@@ -126,9 +126,9 @@ def test_chunks_batches_and_threads_do_not_change_bits(
 )
 def test_a_row_of_many_heads_is_the_same_alone(some_attention: CDLL, heads: int, sparse: bool) -> None:
     made = Latent(some_attention, torch.bfloat16, torch.bfloat16, heads, 96, 64)
-    whole = made.attend([(0, 600, 700)], sparse)
-    for p in (600, 639, 640, 699):
-        assert torch.equal(made.attend([(0, p, p + 1)], sparse)[0], whole[p - 600]), f"token {p}"
+    whole = made.attend([(0, 620, 650)], sparse)
+    for p in (620, 639, 640, 649):
+        assert torch.equal(made.attend([(0, p, p + 1)], sparse)[0], whole[p - 620]), f"token {p}"
 
 
 def test_selected_tokens(each_isa: CDLL) -> None:
