@@ -264,7 +264,8 @@ class Answering:
                 assembly = self.assembly(kind, routed, model, points.get(index), return_token_ids=return_token_ids)
                 before = earlier[place] if earlier else None
                 choice = replace(routed, choice=index, resumed_from=_resumed_from(asked.request, points.get(index)))
-                streams.append(self._requests.open(choice, assembly, asked.span.submitted, before))
+                lead = streams[0] if streams else None
+                streams.append(self._requests.open(choice, assembly, asked.span.submitted, before, lead))
         except BaseException:
             for stream in streams:
                 self._requests.close(stream)

@@ -86,6 +86,7 @@ class RequestRouter:
         assembly: StreamAssembly,
         on_submit: Callable[[str], None],
         earlier: RequestStream | None = None,
+        lead: RequestStream | None = None,
     ) -> RequestStream:
         """Sends a request on its way. The caller closes the stream on every path.
 
@@ -94,6 +95,7 @@ class RequestRouter:
             assembly: takes its answer.
             on_submit: told the worker's id at every submission.
             earlier: a closed stream of the same request that failed with ReplacedError, whose place this one takes.
+            lead: the first answer's stream, for the others to the same prompt.
 
         Raises:
             QueueFullError: too many requests wait, and no other tenant has more of them for its weight.
@@ -101,6 +103,7 @@ class RequestRouter:
         """
         queued = request.queued(next(self._keys) if earlier is None else earlier.queued.key)
         queued.tokens = assembly.num_tokens
+        queued.lead = None if lead is None else lead.queued
         # What the client brings of a broken stream has been charged where it came.
         queued.output = assembly.delivered
         if earlier is None:

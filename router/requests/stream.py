@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.block_hash import GRANULE_BLOCKS
 from common.errors import ApiError, NoWorkerError
 from common.receipts import RequestDigest
 from common.rpc.sampling_protos import sampling_to_proto
@@ -128,7 +129,14 @@ class RoutedRequest:
             most_tokens=len(self.token_ids) + self.params.max_tokens,
             numerics=self.resumed_from or None,
             only_worker=self.only_worker,
+            shared_tokens=self._shared_tokens,
         )
+
+    @property
+    def _shared_tokens(self) -> int:
+        """Tokens of the prompt's full blocks but the last token, which every answer computes."""
+        block_size = self.granule_tokens // GRANULE_BLOCKS
+        return (len(self.token_ids) - 1) // block_size * block_size if block_size else 0
 
     def to_record(self, rid: int, *, must_keep: bool) -> wpb.SubmitSequence:
         """The request as the worker gets it, without what depends on the frame."""

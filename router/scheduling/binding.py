@@ -6,6 +6,8 @@ the placement, and the records that workers get. Invariant: a bound request is o
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 from router.scheduling.fair_queue import QueuedRequest
 from router.scheduling.lane import Lane
 from router.scheduling.lane_agenda import LaneAgenda
@@ -39,7 +41,20 @@ class Binding:
         """The lane for a request; None when there is none."""
         lanes = self._lanes.candidates(request)
         request.work = request.tokens
+        if (move := _beside_lead(request, lanes)) is not None:
+            request.work = move.work
+            return move.lane
         return self.placement.choose(request, lanes, now) if lanes else None
+
+    def find_better_lane(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Move | None:
+        """A better place for a waiting request, as `Placement.find_better_lane`: for a further answer to a prompt the
+        worker that computes it, while that has a place."""
+        if request.lead is not None and not lane.is_blocked:
+            if request.lead.worker == lane.worker:
+                return None
+            if (move := _beside_lead(request, self._lanes.candidates(request))) is not None:
+                return move
+        return self.placement.find_better_lane(request, lane, ahead, now)
 
     def bind(self, request: QueuedRequest, now: float, lane: Lane | None, *, first: bool = False) -> None:
         """Binds a waiting request to a lane, before others that have been with a worker if `first`, or parks it."""
@@ -85,3 +100,14 @@ class Binding:
         """Workers whose record may have changed since this was asked last; some may have gone since."""
         taken, self._changed_records = self._changed_records, set()
         return taken
+
+
+def _beside_lead(request: QueuedRequest, lanes: Sequence[Lane]) -> Move | None:
+    """The worker of the first answer to the same prompt; None where that has no place, or keeps nothing of it."""
+    lead = request.lead
+    if lead is None or not request.shared_tokens:
+        return None
+    lane = next((lane for lane in lanes if lane.worker == lead.worker), None)
+    if lane is None or not lane.has_place or not lane.caches_prefixes:
+        return None
+    return Move(lane, request.tokens - request.shared_tokens)

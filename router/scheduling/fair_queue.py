@@ -82,6 +82,9 @@ class QueuedRequest:
         alone: whether the worker that it goes to gets no other requests until its first steps have passed.
         lookup: what its placement has found out about it; the placement's own.
         output: output tokens that its tenant has been charged for.
+        lead: the first answer's request, of the others to the same prompt; they go where that is or has been.
+        shared_tokens: tokens of the prompt that an answer takes over from `lead` on the same worker.
+        worker: that which it was last bound to; "" before.
     """
 
     key: int
@@ -105,6 +108,9 @@ class QueuedRequest:
     alone: bool = False
     lookup: PrefixLookup = field(default_factory=PrefixLookup)
     output: int = 0
+    lead: QueuedRequest | None = None
+    shared_tokens: int = 0
+    worker: str = ""
 
 
 @dataclass(slots=True)

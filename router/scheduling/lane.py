@@ -115,6 +115,11 @@ class Lane:
         """
         return self.is_taken or (self.limit is not None and len(self._bound) + self.load.num_seqs > self.limit)
 
+    @property
+    def has_place(self) -> bool:
+        """True if the worker can run a further sequence, beside those on their way to it and those that wait here."""
+        return self.load.report.room_seqs - self.load.unseen_seqs - len(self._bound) > 0
+
     def share(self, key: int) -> None:
         """The request that had this worker for itself does not need it any more, or has gone; a no-op for any other.
 
@@ -126,6 +131,7 @@ class Lane:
     def bind(self, request: QueuedRequest, *, first: bool = False) -> None:
         """Lets `request` wait for this worker; `first`: before others that have been with a worker."""
         request.lane = self
+        request.worker = self.worker
         if request.alone and self._alone is None:
             self._alone = request.key
         self._bound.push(request, first=first)

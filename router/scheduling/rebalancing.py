@@ -85,7 +85,7 @@ class Rebalancing:
         self._last = now
 
     def _rebalance(self, request: QueuedRequest, lane: Lane, ahead: dict[str, int], now: float) -> None:
-        better = self._binding.placement.find_better_lane(request, lane, ahead, now)
+        better = self._binding.find_better_lane(request, lane, ahead, now)
         if better is not None:
             self._binding.move(request, better, now)
             lane = better.lane

@@ -61,6 +61,7 @@ class FakeWorker(WorkerServiceServicer):
     busy_ms: int = 0
     intake: wpb.Intake.ValueType = wpb.INTAKE_OPEN
     give_back: bool = False
+    caches_prefixes: bool = False
     end_with: wpb.SequenceEnd | None = None
     description: dict[str, Any] = field(default_factory=dict)
     instance_id: str = field(default_factory=lambda: uuid.uuid4().hex)
@@ -138,6 +139,7 @@ class FakeWorker(WorkerServiceServicer):
             load=self._load(),
             unknown=unknown,
             busy_ms=self.busy_ms,
+            kv_events=self.caches_prefixes,
         )
         await context.write(wpb.SessionResponse(welcome=welcome))
         self.calls.append(context)

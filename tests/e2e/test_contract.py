@@ -257,6 +257,18 @@ async def test_a_stream_goes_on_where_it_broke_at_every_message(by: str, stops: 
         await b.empty()
 
 
+async def test_answers_to_one_prompt_go_to_one_worker() -> None:
+    """Whose prefix cache has the prompt then; where nothing is cached they spread."""
+    for caches in (True, False):
+        workers = [FakeWorker(FILES, worker_id=f"w{i}", caches_prefixes=caches) for i in range(3)]
+        async with bench(*workers) as b:
+            parts = await collect(b.stub.Generate(request("say" * 40, params={"n": 9})))
+            ends = {part.finish.worker_id for part in parts if part.HasField("finish")}
+            assert (len(ends) == 1) == caches
+            assert sorted(len(worker.submitted) for worker in workers)[-1] == 9 or not caches
+            await b.empty()
+
+
 @pytest.mark.proto_field(
     "ResumePoint.finished",
 )

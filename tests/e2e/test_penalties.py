@@ -134,6 +134,14 @@ def test_streams_are_those_of_transformers(checkpoint: Path, tmp_path: Path) -> 
             answers = list(pool.map(lambda case: ask(service, case[0], case[1]), expected))
         for (length, fields, stream), answer in zip(expected, answers, strict=True):
             assert answer.token_ids == stream, f"prompt of {length} tokens with {fields}"
+        several = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=prompt(150)),
+            sampling_params=pb.SamplingParams(max_tokens=5, n=4),
+        )
+        usages = [answer.finish.usage for answer in service.stub.GenerateOnce(several, timeout=60).answers]
+        # The prompt's full blocks are computed once.
+        computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
+        assert computed == 150 + 3 * (150 - 144)
         text = pb.OutputOptions(echo=True, keep_special_tokens=True, return_token_ids=True)
         echoed = ask(service, 50, {}, text)
         assert echoed.token_ids == [*prompt(50), *answers[0].token_ids]

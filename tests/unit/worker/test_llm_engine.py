@@ -22,6 +22,7 @@ from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.core import EngineDeadError
 from worker.engine.outputs import RequestOutput
+from worker.engine.sequence import Sequence
 from worker.llm_engine import InputOutputProcessor, LLMEngine, StreamOutput, default_config
 from worker.simulation.cost_model import FixedCost
 from worker.simulation.runner import SimulatedRunner
@@ -113,6 +114,37 @@ def test_defaults_come_from_the_checkpoint(engine: LLMEngine) -> None:
     assert engine.io.sampling_params(GREEDY) is GREEDY
     one, two = engine.generate([[5], [6]], [GREEDY, {"max_tokens": 2, "ignore_eos": True}])
     assert (one["num_tokens_output"], two["num_tokens_output"]) == (12, 2)
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+def test_answers_to_one_prompt_compute_it_once(folder: Path, deferred: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of the others computes what is behind the last full block, and is the answer that it is alone."""
+    size, prompt = 16, [7, 300, 40] * 17
+    config = Config(
+        model=str(folder), num_kvcache_blocks=64, enable_prefix_caching=True, max_model_len=96, deferred_output=deferred
+    )
+    engine = LLMEngine(config)
+    params = SamplingParams(max_tokens=8, seed=3, ignore_eos=True, n=5)
+    runner: Any = engine.core.runner
+    launch, computed = runner.launch, []
+
+    def counted(batch: ScheduledBatch) -> Any:
+        computed.append(sum(batch.num_scheduled_tokens))
+        return launch(batch)
+
+    monkeypatch.setattr(runner, "launch", counted)
+    together = engine.generate([prompt], params)
+    shared = (len(prompt) - 1) // size * size
+    # A token more for each after the first, but the last.
+    assert sum(computed) == len(prompt) + 4 * (len(prompt) - shared) + 5 * (8 - 1)
+    alone = LLMEngine(config)
+    for choice, answer in enumerate(together):
+        seq = Sequence(prompt, size, replace(params, n=1), seed=3, choice=choice)
+        alone.core.add_request(seq)
+        while alone.core.has_unfinished():
+            alone.core.step()
+        assert seq.completion_token_ids == answer["token_ids"]
+    assert len({tuple(answer["token_ids"]) for answer in together}) == 5
 
 
 def test_bad_words_are_avoided(engine: LLMEngine) -> None:

@@ -1,0 +1,90 @@
+"""Several answers to one prompt go to one worker, which computes the prompt once, where it has a place for them."""
+
+from __future__ import annotations
+
+import pytest
+
+from common.delay_gate import DelayGate
+from router.scheduling.admission import QueuedRequest
+from router.scheduling.dispatcher import Dispatcher
+from router.scheduling.placement import PLACEMENTS
+from router.scheduling.worker_load import LoadReport
+
+PROMPT, SHARED = 1000, 992
+
+
+def fleet(policy: str, *workers: str, places: int = 100, caches_prefixes: bool = True) -> Dispatcher:
+    made = Dispatcher(DelayGate(0.0), PLACEMENTS[policy].make(), 1000)
+    for worker in workers:
+        report = LoadReport(0.0, room_tokens=100_000, room_seqs=places)
+        made.lane_up(worker, "m", report, 0.0, caches_prefixes=caches_prefixes)
+    return made
+
+
+def answers(count: int, shared: int = SHARED) -> list[QueuedRequest]:
+    """Requests of one prompt, the first one first."""
+    made = [QueuedRequest(key, "m", PROMPT, 0.0, shared_tokens=shared) for key in range(count)]
+    for further in made[1:]:
+        further.lead = made[0]
+    return made
+
+
+def arrive(dispatcher: Dispatcher, requests: list[QueuedRequest]) -> list[str]:
+    """The worker that each waits for."""
+    for request in requests:
+        dispatcher.arrive(request, 0.0)
+    return [request.worker for request in requests]
+
+
+@pytest.mark.parametrize("policy", sorted(PLACEMENTS))
+def test_all_go_to_the_worker_of_the_first(policy: str) -> None:
+    d, asked = fleet(policy, "a", "b", "c"), answers(8)
+    assert len(set(arrive(d, asked))) == 1
+    assert [request.work for request in asked] == [PROMPT] + [PROMPT - SHARED] * 7
+    (release,) = d.decide(0.0)
+    assert [request.key for request in release.requests] == list(range(8))
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware"])
+def test_those_that_find_no_place_go_elsewhere(policy: str) -> None:
+    d, asked = fleet(policy, "a", "b", places=3), answers(6)
+    workers = arrive(d, asked)
+    assert workers[:3] == [workers[0]] * 3
+    assert set(workers) == {"a", "b"}
+
+
+@pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware"])
+def test_without_anything_to_share_they_spread(policy: str) -> None:
+    """Workers that cache no prefixes, and prompts without a full block."""
+    assert len(set(arrive(fleet(policy, "a", "b", "c", caches_prefixes=False), answers(6)))) == 3
+    assert len(set(arrive(fleet(policy, "a", "b", "c"), answers(6, shared=0)))) == 3
+
+
+def test_one_that_comes_later_goes_where_the_first_has_gone() -> None:
+    d, (first, second) = fleet("round_robin", "a", "b"), answers(2)
+    arrive(d, [first])
+    assert d.decide(0.0)
+    assert first.lane is None
+    assert arrive(d, [second]) == [first.worker]
+    assert d.decide(1.0)
+    d.lane_down(first.worker, 2.0)
+    d.requeue(second, 2.0)
+    assert d.decide(2.0)
+    assert second.worker != first.worker
+
+
+def test_while_they_wait_they_stay_with_the_first() -> None:
+    """An idle worker that comes takes none of them, and when the first has gone there they follow."""
+    busy = LoadReport(0.0, decoding_seqs=5, waiting_seqs=9, waiting_tokens=90_000, room_tokens=0, room_seqs=100)
+    d = Dispatcher(DelayGate(0.0), PLACEMENTS["prefix_aware"].make(), 1000)
+    d.lane_up("a", "m", busy, 0.0)
+    asked = answers(4)
+    assert arrive(d, asked) == ["a"] * 4
+    assert d.decide(0.0) == []
+    d.lane_up("b", "m", LoadReport(0.0, room_tokens=100_000, room_seqs=100), 0.0)
+    for now in (0.1, 0.3, 0.6, 0.9):
+        released = d.decide(now)
+        assert len({request.worker for request in asked}) == 1
+        if released:
+            break
+    assert [release.worker for release in released] == ["b"]
