@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import base64
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +18,15 @@ def page(token: str, size: int = 3) -> tuple[list[str], str]:
     return list(items), following
 
 
+def refused_field(token: str) -> str:
+    """Path of the field for which a page is refused; "" when it is not."""
+    try:
+        page(token)
+    except InvalidFieldError as error:
+        return error.violations[0].path
+    return ""
+
+
 @given(size=st.integers(1, 12))
 def test_pages_together_are_the_list(size: int) -> None:
     found, token = page("", size)
@@ -30,14 +38,11 @@ def test_pages_together_are_the_list(size: int) -> None:
 
 @given(token=st.text(min_size=1))
 def test_a_token_of_nobody_is_refused(token: str) -> None:
-    with pytest.raises(InvalidFieldError) as refused:
-        page(token)
-    assert refused.value.violations[0].path == "page_token"
+    assert refused_field(token) == "page_token"
 
 
 def test_a_token_that_is_changed_is_refused() -> None:
     _, token = page("")
     for bad in (token + "=", token + "\n", f"?{token}", token[:-1], base64.urlsafe_b64encode(b"002").decode()):
-        with pytest.raises(InvalidFieldError):
-            page(bad)
+        assert refused_field(bad) == "page_token"
     assert page(token)[0] == KEYS[3:6]
