@@ -101,6 +101,9 @@ MAX_TENANT_BYTES = 128
 MAX_UNREAD_TOKENS = 65_536
 # A client that lets a message wait for so long is dropped, seconds.
 SLOW_CLIENT_TIMEOUT_S = 30.0
+# Answers that wait to be audited; further ones are not audited. Longest time of one audit, seconds.
+MAX_AUDITS_WAITING = 64
+AUDIT_TIMEOUT_S = 900.0
 MAX_HOLD_S = 0.25
 MAX_TOKENIZER_BYTES = 256 * MIB
 TOKENIZER_TIMEOUT_S = 30.0

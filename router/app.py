@@ -144,6 +144,7 @@ class Router:
             calls=self._calls,
             has_keys=security.access is not None,
         )
+        self._auditor = self.service.audit(options.audit, dialer) if options.audit.fraction else None
 
         self.configuration = ConfigStore(options.settings(), self._apply, reread)
         self._loop_lag = LoopLag(self._metrics.lag)
@@ -219,6 +220,8 @@ class Router:
             log.warning("ending requests", in_flight=self.service.in_flight)
         # Before the server does it, with a status that says what the client has got.
         self._calls.end()
+        if self._auditor is not None:
+            await self._auditor.stop()
         self.requests.end_streams()
         await self.server.stop(ROUTER_ENDING_S)
         if self.admin is not None:
@@ -269,6 +272,7 @@ class Router:
             failed=dict(self._metrics.failed),
             usage=dict(self._metrics.usage),
             config_version=self.configuration.version,
+            audits={} if self._auditor is None else dict(self._auditor.counts),
         )
 
     async def _stop_metrics(self) -> None:

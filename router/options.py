@@ -30,6 +30,7 @@ from common.limits import (
 )
 from common.priority import PRIORITIES
 from common.telemetry.logs import LEVELS
+from router.api.auditing import AuditOptions
 from router.api.tenants import TENANT_KEY, TenantPolicy
 from router.runtime_config import RELOADABLE, ReloadedConfig, RoutingConfig, RuntimeConfig
 from router.scheduling.failover import FailoverOptions, FailoverPolicy
@@ -63,6 +64,7 @@ class RouterOptions:
         security: TLS and API keys.
         max_connection_age_s: after which clients must connect anew for new calls; 0 is never.
         log_level: least to log.
+        audit: which answers are computed again by another worker.
     """
 
     workers: Sequence[str]
@@ -84,6 +86,7 @@ class RouterOptions:
     security: RouterSecurity = field(default_factory=RouterSecurity)
     max_connection_age_s: float = 0.0
     log_level: str = "info"
+    audit: AuditOptions = field(default_factory=AuditOptions)
 
     @classmethod
     def from_parameters(cls, given: Mapping[str, Any]) -> RouterOptions:
@@ -95,7 +98,8 @@ class RouterOptions:
             given["tenant_key"], require_bound=given["require_bound_tenant"], isolate=given["isolate_tenants"]
         )
         limits = given["tenant_weight"], given["tenant_concurrency"], given["tenant_max_priority"]
-        return cls(**own, failover=failover, tenants=tenants.with_limits(*map(dict, limits)))
+        audit = AuditOptions(given["audit"], given["audit_dir"])
+        return cls(**own, failover=failover, tenants=tenants.with_limits(*map(dict, limits)), audit=audit)
 
     def settings(self) -> RuntimeConfig:
         """Settings that may change while the router runs.
@@ -117,8 +121,9 @@ class RouterOptions:
         return RuntimeConfig(routing, tuple(self.workers), self.log_level)
 
 
+_COMPOSED: Final = ("failover", "tenants", "security", "audit")
 # Fields that one option each gives, of the same name as its parameter.
-_SAME: Final = [each.name for each in fields(RouterOptions) if each.name not in ("failover", "tenants", "security")]
+_SAME: Final = [each.name for each in fields(RouterOptions) if each.name not in _COMPOSED]
 
 
 class Lease(Duration):
@@ -128,6 +133,23 @@ class Lease(Duration):
 
     def __init__(self) -> None:
         super().__init__(2 * HEARTBEAT_S, MAX_LEASE_S)
+
+
+class Fraction(click.ParamType[float]):
+    """A part of all, from `0.1%` or `0.001`."""
+
+    name = "fraction"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Reads the text of an option."""
+        text = str(value).strip()
+        try:
+            read = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            self.fail(f"{value!r} is not a fraction; use for example 0.1% or 0.001", param, ctx)
+        if not 0 <= read <= 1:
+            self.fail(f"{value} is out of range; use 0% to 100%", param, ctx)
+        return read
 
 
 class MetadataKey(click.ParamType[str]):
@@ -251,6 +273,16 @@ router_options = apply(
         type=click.Choice([policy.value for policy in FailoverPolicy]),
         help="Where an answer that has begun continues when its worker is lost. exact: only on workers of the same "
         "numerics class, with exactly the tokens it would have had; any: on any worker with the same weights.",
+    ),
+    option(
+        "--audit", envvar="FISSILE_AUDIT", default="0%", type=Fraction(), metavar="FRACTION",
+        help="Part of the answers that another worker of the numerics class computes again, at the lowest priority. "
+        "A worker that was wrong is cordoned. 0% is off.",
+    ),
+    option(
+        "--audit-dir", envvar="FISSILE_AUDIT_DIR", default=None, type=click.Path(path_type=Path), metavar="FOLDER",
+        help="Folder for the answers that were wrong, with their requests, for `fissile verify`. Default: none are "
+        "kept.",
     ),
     option(
         "--worker-wait", "worker_wait_s", envvar="FISSILE_WORKER_WAIT", default=f"{WORKER_WAIT_S:g}s", type=Duration(),

@@ -102,8 +102,15 @@ class Asked:
     scope: RpcScope
 
 
+# Is told of a request, its model and its answers when all of these have been sent.
+OnAnswered: TypeAlias = Callable[[Kind, Asked, ServedModel, Sequence[RequestStream]], None]
+
+
 class Answering:
     """Has requests answered by the fleet.
+
+    Attributes:
+        on_answered: told of requests whose answers have all been sent.
 
     Args:
         requests: sends requests on their way.
@@ -138,6 +145,7 @@ class Answering:
         self._max_unread_tokens = max_unread_tokens
         self._calls = calls
         self._default_max_tokens = default_max_tokens
+        self.on_answered: OnAnswered = _nobody
 
     async def run(self, kind: Kind, asked: Asked, measure: RequestMeasure, answers: Answers) -> None:
         """Has a request answered; prepares it once more where its weights go before it has begun.
@@ -160,7 +168,9 @@ class Answering:
                 opened = opened or self._clock()
                 streams = self._open(kind, routed, model, asked, streams)
                 try:
-                    return await self._send_all(kind, streams, asked, measure, answers)
+                    await self._send_all(kind, streams, asked, measure, answers)
+                    self.on_answered(kind, asked, model, streams)
+                    return
                 except ReplacedError:
                     continue
                 finally:
@@ -231,7 +241,9 @@ class Answering:
             traceparent=asked.span.traceparent,
             tracestate=asked.span.tracestate,
             weights_digest=model.weights_digest,
-            receipt=_receipt_terms(kind, request, model, prompt, params, seed),
+            receipt=receipt_terms(kind, request, model, prompt.token_ids, params, seed)
+            if request.output_options.HasField("receipt")
+            else None,
             prompt_text=prompt_text,
             keeps_special_tokens=request.output_options.keep_special_tokens,
         )
@@ -429,17 +441,24 @@ class Answering:
         return assembly
 
 
-def _receipt_terms(
-    kind: Kind, request: AnswerRequest, model: ServedModel, prompt: Prompt, params: SamplingParams, seed: int
-) -> ReceiptTerms | None:
-    """The part of the receipts that is known before the answers; None where none is asked for."""
-    if not request.output_options.HasField("receipt"):
-        return None
+def receipt_terms(
+    kind: Kind, request: AnswerRequest, model: ServedModel, token_ids: Sequence[int], params: SamplingParams, seed: int
+) -> ReceiptTerms:
+    """The part of a request's receipts that is known before its answers.
+
+    Args:
+        kind: of the request.
+        request: as it was sent.
+        model: the model.
+        token_ids: the prompt.
+        params: in force.
+        seed: in force.
+    """
     canonical = canonical_params(request.sampling_params, params)
     template = None if kind.continues else model.text.template
     return ReceiptTerms(
         RequestDigest(
-            prompt.token_ids,
+            token_ids,
             canonical,
             seed,
             continues=kind.continues,
@@ -462,6 +481,10 @@ async def _turn_of(stream: RequestStream, turn: asyncio.Lock | None) -> AsyncIte
         yield
     finally:
         turn.release()
+
+
+def _nobody(kind: Kind, asked: Asked, model: ServedModel, streams: Sequence[RequestStream]) -> None:
+    """Is told of an answer."""
 
 
 def _resumed_from(request: AnswerRequest, point: pb.ResumePoint | None) -> str | None:

@@ -19,12 +19,14 @@ from google.protobuf.message import Message
 from common.errors import InvalidFieldError, UnservedMethodError, at_path
 from common.limits import MAX_TOKENIZE_TEXT_BYTES, MAX_UNREAD_TOKENS
 from common.rpc.auth import caller
+from common.rpc.tls import Dialer
 from common.rpc.unsupported_fields import field_paths, refuse_unserved
 from common.telemetry.metrics import Metrics
 from common.telemetry.request_record import current_record
 from common.telemetry.tracing import Tracing
 from router.api.answering import CHAT, GENERATE, Answering, AnswerRequest, Asked, Encode, Kind
 from router.api.answers import Answers, CollectedAnswers, StreamedAnswers
+from router.api.auditing import AuditOptions, Auditor
 from router.api.in_flight import InFlightCall, InFlightCalls
 from router.api.pages import MAX_PAGE, page_of
 from router.api.replaying import Replaying, check_replay, contradiction_of
@@ -116,6 +118,7 @@ class InferenceService(InferenceServiceServicer):
         default_max_tokens: int = 0,
     ) -> None:
         self.calls = InFlightCalls()
+        self._requests = requests
         self._registry = registry
         self._encoder = encoder
         self._tracing = tracing
@@ -140,6 +143,17 @@ class InferenceService(InferenceServiceServicer):
             default_max_tokens,
         )
         self._replaying = Replaying(self._answering, requests, registry)
+
+    def audit(self, options: AuditOptions, dialer: Dialer) -> Auditor:
+        """Audits answers from now on. The caller stops the auditor.
+
+        Args:
+            options: which ones.
+            dialer: opens channels to workers.
+        """
+        auditor = Auditor(options, self._answering, self._replaying, self._requests.running, dialer)
+        self._answering.on_answered = auditor.answered
+        return auditor
 
     def set_tenants(self, policy: TenantPolicy) -> None:
         """Sets other limits from now on."""

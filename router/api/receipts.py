@@ -8,15 +8,14 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.cli.version import fissile_version
 from common.receipts import VERSION, chained, output_sha256, sealed
-from router.requests.stream import RequestStream
+from router.requests.stream import ReceiptTerms, RequestStream
 
 _ROUTER_VERSION: Final = fissile_version()
 
 
-def receipt_of(stream: RequestStream) -> pb.Receipt | None:
+def receipt_of(stream: RequestStream, terms: ReceiptTerms | None) -> pb.Receipt | None:
     """The receipt of a finished answer; None where its request has asked for none, or a worker has sent no digests."""
     request, assembly = stream.request, stream.assembly
-    terms = request.receipt
     if terms is None:
         return None
     digests = _logit_digests(stream, terms.logits_every)

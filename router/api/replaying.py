@@ -131,7 +131,7 @@ class Replaying:
             if call is not None:
                 call.streams = (stream,)
             await _read_to_the_end(stream)
-            receipt = receipt_of(stream)
+            receipt = receipt_of(stream, request.receipt)
             if receipt is None:
                 raise OtherModelStateError("receipt.logits_every", "above 0", "0: the worker digests no logits")
             return Replayed(tuple(assembly.token_ids), receipt, assembly.worker_id)

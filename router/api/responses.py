@@ -145,7 +145,7 @@ def _finish(ending: FinishInfo, stream: RequestStream, now: float) -> pb.Finish:
         attempts=len(stream.attempts),
         exact=stream.attempts.exact,
         weights_digest=stream.request.weights_digest,
-        receipt=receipt_of(stream) if stream.attempts.exact else None,
+        receipt=receipt_of(stream, stream.request.receipt) if stream.attempts.exact else None,
     )
 
 

@@ -58,6 +58,7 @@ class RouterSnapshot:
         failed: requests that have failed, by the reason.
         usage: what answers have come to, by model and status.
         config_version: of the configuration in force.
+        audits: answers that were chosen to be audited, by what came of it.
     """
 
     in_flight: int = 0
@@ -71,6 +72,7 @@ class RouterSnapshot:
     failed: Mapping[str, int] = field(default_factory=dict)
     usage: Mapping[tuple[str, str], Usage] = field(default_factory=dict)
     config_version: int = 1
+    audits: Mapping[str, int] = field(default_factory=dict)
 
 
 class RequestMeasure:
@@ -206,6 +208,7 @@ class RouterMetrics:
         counter(names.ROUTER_CACHED_TOKENS, "{token}", "Those of them in a cache", self._used(lambda u: u.cached))
         counter(names.ROUTER_GENERATED_TOKENS, "{token}", "Tokens sent to clients", self._used(lambda u: u.generated))
         counter(names.ROUTER_LOST, "{attempt}", "Attempts whose worker was lost", self._losses)
+        counter(names.ROUTER_AUDITS, "{answer}", "Answers chosen to be audited, by the result", self._audits)
         counter(names.ROUTER_RELEASES, "{group}", "Groups sent to workers", self._one(lambda f: f.releases))
         counter(names.ROUTER_RELEASED, "{request}", "Requests sent to workers", self._one(lambda f: f.released))
 
@@ -246,6 +249,9 @@ class RouterMetrics:
 
     def _losses(self) -> Observed:
         return _labelled(self._snapshot.lost, names.ATTEMPT_LOSS)
+
+    def _audits(self) -> Observed:
+        return _labelled(self._snapshot.audits, names.AUDIT_RESULT)
 
     def _tables(self) -> Observed:
         return _labelled(self._snapshot.tables, names.TABLE)

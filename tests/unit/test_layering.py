@@ -99,6 +99,7 @@ RULES = {
             "router/api/inference.py": (WORLD | GRPC, SERVES),
             "router/api/answering.py": (IO | GRPC, EVENT_LOOP),
             "router/api/admin.py": (WORLD | GRPC, SERVES),
+            "router/api/auditing.py": (IO | GRPC, EVENT_LOOP),
             "router/api/rpc_scope.py": (WORLD | GRPC, SERVES),
             "router/api/shutdown.py": (IO, EVENT_LOOP),
         },

@@ -1,0 +1,115 @@
+"""Single flipped bits in real workers, while they serve: the audit finds each, where it is, and nothing else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+from fissile.v1 import inference_pb2 as pb
+
+from common.receipts import contradiction
+from tests.e2e.service import REPOSITORY, Answer, Process, Service, free_port, generate, running
+
+DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"
+WORKERS = 3
+WRONG, DIFFER = "audit: a worker gives wrong answers", "audit: two workers differ"
+
+
+class Fleet(Service):
+    """Three workers that can have faults, and a router that audits every answer."""
+
+    folder: Path
+
+    def said(self) -> str:
+        return self.router.log.read_text()
+
+    def audits(self) -> int:
+        """Audits that have come to a result."""
+        return sum(self.said().count(text) for text in ('"result": "passed"', WRONG, DIFFER))
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        end = time.monotonic() + 90
+        while not condition():
+            assert time.monotonic() < end, self.said()[-4000:]
+            time.sleep(0.05)
+
+    def wait_for_audit(self, before: int) -> None:
+        self.wait(lambda: self.audits() > before)
+
+    def break_worker(self, worker: str, fault: str) -> None:
+        """Makes a fault and waits until it is there."""
+        request = self.folder / worker / fault
+        request.touch()
+        self.wait(lambda: not request.exists())
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    environment = {"OMP_NUM_THREADS": "1", "FISSILE_LOG_LEVEL": "debug"}
+    workers = []
+    for i in range(WORKERS):
+        port, name = free_port(), f"worker-{i}"
+        (tmp_path / name).mkdir()
+        arguments = ["tests.e2e.faulty_worker", str(tmp_path / name), "worker", "--model", str(DEMO)]
+        arguments += ["--model-name", "test", "--port", str(port), "--worker-id", name, "--dtype", "float32"]
+        workers.append(Process(name, arguments, port, tmp_path / f"{name}.log", environment))
+    port = free_port()
+    addresses = [part for worker in workers for part in ("--worker", worker.address)]
+    audit = ["--audit", "100%", "--audit-dir", str(tmp_path / "audit")]
+    router = Process(
+        "router", ["router", "--port", str(port), *addresses, *audit], port, tmp_path / "router.log", environment
+    )
+    with running([*workers, router]), grpc.insecure_channel(router.address) as channel:
+        made = Fleet(router, workers, channel)
+        made.folder = tmp_path
+        made.wait(lambda: made.said().count("worker up") == WORKERS)
+        yield made
+
+
+def ask(fleet: Fleet, number: int, *, temperature: float = 0.8) -> Answer:
+    """One answer to a prompt of several blocks, with all of its logits digested."""
+    params = pb.SamplingParams(max_tokens=8, temperature=temperature, seed=number)
+    request = pb.GenerateRequest(
+        request_id=f"r{number}", text="Once upon a time there was a small fox. " * 6, sampling_params=params
+    )
+    request.output_options.receipt.logits_every = 1
+    answer = generate(fleet.stub, request)
+    assert answer.finish is not None
+    assert contradiction(answer.finish.receipt) == ""
+    assert len(answer.finish.receipt.logit_digests) == answer.finish.receipt.output_tokens
+    return answer
+
+
+def ask_until(fleet: Fleet, text: str) -> None:
+    """Asks until the router says something of an answer: which worker a request goes to depends on the time."""
+    for number in range(100, 130):
+        before = fleet.audits()
+        ask(fleet, number)
+        fleet.wait_for_audit(before)
+        if text in fleet.said():
+            return
+    raise AssertionError(fleet.said()[-4000:])
+
+
+@pytest.mark.long
+def test_single_flipped_bits_are_found_and_nothing_else_is(fleet: Fleet) -> None:
+    answers = [ask(fleet, number) for number in range(6)]
+    fleet.wait(lambda: fleet.audits() == len(answers))
+    assert "audit: " not in fleet.said()
+    finish = answers[-1].finish
+    assert finish is not None
+    # It has the common beginning of all prompts in its cache.
+    holder = finish.worker_id
+    fleet.break_worker(holder, "kv")
+    ask_until(fleet, WRONG)
+    fleet.wait(lambda: "audit: worker cordoned" in fleet.said())
+    assert f'"worker_id": "{holder}"' in next(line for line in fleet.said().splitlines() if WRONG in line)
+    left = [worker.name for worker in fleet.workers if worker.name != holder]
+    # A bit of a weight: both that are left stand by what they say, so that it is known that one is wrong, not which.
+    fleet.break_worker(left[0], "weights")
+    ask_until(fleet, DIFFER)
+    assert fleet.said().count(WRONG) == fleet.said().count(DIFFER) == 1
+    assert len(list((fleet.folder / "audit").iterdir())) == 2

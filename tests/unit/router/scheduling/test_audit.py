@@ -1,0 +1,83 @@
+"""The audit finds the worker that was wrong, whatever else there is, and never one that was right for certain."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.scheduling.audit import Ask, AuditCase, AuditSampler, Decision, Passed, Run, Unanswered, Wrong
+
+RIGHT = b"right"
+
+
+def audit(answer: bytes, workers: list[str], compute: Callable[[str, int], bytes]) -> tuple[Decision, list[str]]:
+    """Runs an audit of an answer of worker a to its end: the decision, and the workers that were asked."""
+    case, asked = AuditCase(Run("a", answer)), list[str]()
+    while isinstance(decision := case.next(workers), Ask):
+        assert decision.worker_id in workers
+        asked.append(decision.worker_id)
+        case.runs.append(Run(decision.worker_id, compute(decision.worker_id, asked.count(decision.worker_id))))
+        assert len(asked) <= 3
+    return decision, asked
+
+
+def test_an_answer_that_comes_out_again_has_passed() -> None:
+    assert audit(RIGHT, ["a", "b", "c"], lambda *_: RIGHT) == (Passed(), ["b"])
+
+
+def test_nobody_is_blamed_where_nobody_else_can_compute_it() -> None:
+    assert audit(RIGHT, ["a"], lambda *_: RIGHT) == (Unanswered(), [])
+    assert audit(RIGHT, [], lambda *_: RIGHT) == (Unanswered(), [])
+
+
+@pytest.mark.parametrize("wrong", ["a", "b", "c"])
+def test_a_third_worker_decides(wrong: str) -> None:
+    answer = b"wrong" if wrong == "a" else RIGHT
+    decision, asked = audit(answer, ["a", "b", "c"], lambda worker, _: b"wrong" if worker == wrong else RIGHT)
+    if wrong == "c":
+        assert (decision, asked) == (Passed(), ["b"])
+    else:
+        assert (decision, asked) == (Wrong(wrong, is_certain=True), ["b", "c"])
+
+
+def test_of_two_the_one_that_contradicts_itself_was_wrong() -> None:
+    """As after a fault that has passed."""
+    assert audit(b"wrong", ["a", "b"], lambda *_: RIGHT) == (Wrong("a", is_certain=True), ["b", "a"])
+    once = audit(RIGHT, ["a", "b"], lambda worker, n: b"wrong" if (worker, n) == ("b", 1) else RIGHT)
+    assert once == (Wrong("b", is_certain=True), ["b", "a", "b"])
+
+
+def test_of_two_that_stand_by_what_they_said_the_one_that_has_answered_is_suspected() -> None:
+    decision = audit(RIGHT, ["a", "b"], lambda worker, _: b"wrong" if worker == "b" else RIGHT)
+    assert decision == (Wrong("a", is_certain=False), ["b", "a", "b"])
+    assert audit(RIGHT, ["b"], lambda *_: b"wrong") == (Wrong("a", is_certain=False), ["b"])
+
+
+@given(st.data())
+def test_a_worker_is_wrong_for_certain_only_if_it_was(data: st.DataObject) -> None:
+    """With at most one worker that computes wrongly, now and then or always, in ways of its own."""
+    workers = data.draw(st.permutations(["a", "b", "c", "d"][: data.draw(st.integers(1, 4))]))
+    faulty = data.draw(st.sampled_from(workers))
+
+    def compute(worker: str, _: int) -> bytes:
+        return data.draw(st.sampled_from([RIGHT, b"x", b"y"])) if worker == faulty else RIGHT
+
+    answer = compute("a", 0)
+    decision, _ = audit(answer, workers, compute)
+    if isinstance(decision, Wrong) and decision.is_certain:
+        assert decision.worker_id == faulty
+    if answer != RIGHT and len(workers) > 2 and isinstance(decision, Wrong):
+        assert decision == Wrong("a", is_certain=True)
+
+
+def test_the_sample_is_about_as_large_as_was_asked_for() -> None:
+    for fraction in (0.0, 0.01, 0.5, 1.0):
+        sampler = AuditSampler(fraction, b"key")
+        chosen = [i for i in range(4000) if sampler.wants(f"r{i}", 0)]
+        assert abs(len(chosen) / 4000 - fraction) < 0.03
+        assert chosen == [i for i in range(4000) if sampler.wants(f"r{i}", 0)]
+    one, other = (AuditSampler(0.5, key) for key in (b"a", b"b"))
+    assert [one.wants(f"r{i}", 0) for i in range(99)] != [other.wants(f"r{i}", 0) for i in range(99)]
