@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import uuid
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,6 +19,8 @@ from tests.e2e.service import Answer, Service, generate, running_service
 
 NEW_TOKENS = 24
 EARLY = 3
+# Tokens that a client has got of a stream that broke.
+RECEIVED = 2
 FEW = [100, 101, 102, 103, 200, 300]
 
 
@@ -112,13 +115,24 @@ def cases(reference: Reference) -> list[tuple[int, dict[str, Any], list[int]]]:
     ]
 
 
-def ask(service: Service, length: int, fields: dict[str, Any], output: pb.OutputOptions | None = None) -> Answer:
-    request = pb.GenerateRequest(
+def request_of(length: int, fields: dict[str, Any], output: pb.OutputOptions) -> pb.GenerateRequest:
+    return pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt(length)),
         sampling_params=pb.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, **fields),
-        output_options=output or pb.OutputOptions(return_token_ids=True),
+        output_options=output,
     )
-    return generate(service.stub, request)
+
+
+def ask(service: Service, length: int, fields: dict[str, Any], output: pb.OutputOptions | None = None) -> Answer:
+    return generate(service.stub, request_of(length, fields, output or pb.OutputOptions(return_token_ids=True)))
+
+
+def resumed(service: Service, length: int, fields: dict[str, Any], received: list[int]) -> list[int]:
+    """Tokens behind those that a client has got, as another worker gives them after the first one is lost."""
+    asked = request_of(length, fields, pb.OutputOptions(return_token_ids=True))
+    asked.request_id = uuid.uuid4().hex
+    asked.resume.answers.add(index=0).token_ids.ids.extend(received)
+    return generate(service.stub, asked).token_ids
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +148,9 @@ def test_streams_are_those_of_transformers(checkpoint: Path, tmp_path: Path) -> 
             answers = list(pool.map(lambda case: ask(service, case[0], case[1]), expected))
         for (length, fields, stream), answer in zip(expected, answers, strict=True):
             assert answer.token_ids == stream, f"prompt of {length} tokens with {fields}"
+        with ThreadPoolExecutor(len(expected)) as pool:
+            rests = list(pool.map(lambda case: resumed(service, case[0], case[1], case[2][:RECEIVED]), expected))
+        assert rests == [stream[RECEIVED:] for _, _, stream in expected]
         several = pb.GenerateRequest(
             token_ids=pb.TokenIds(ids=prompt(150)),
             sampling_params=pb.SamplingParams(max_tokens=5, n=4),
