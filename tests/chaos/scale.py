@@ -41,6 +41,8 @@ class Scale:
         storm_clients: that ask all the while.
         storm_burst: calls at once, now and then.
         storm_answers: that are known before.
+        drill_s: of clients of the library while routers and workers are killed.
+        drill_clients: that ask all the while.
     """
 
     f1_streams: int
@@ -69,6 +71,8 @@ class Scale:
     storm_clients: int
     storm_burst: int
     storm_answers: int
+    drill_s: float
+    drill_clients: int
 
 
 _FULL = Scale(
@@ -98,6 +102,8 @@ _FULL = Scale(
     storm_clients=24,
     storm_burst=5000,
     storm_answers=60,
+    drill_s=120.0,
+    drill_clients=64,
 )
 _SMALL = Scale(
     f1_streams=32,
@@ -126,6 +132,8 @@ _SMALL = Scale(
     storm_clients=8,
     storm_burst=600,
     storm_answers=16,
+    drill_s=8.0,
+    drill_clients=8,
 )
 FULL = os.environ.get("CHAOS_SCALE") == "full"
 SCALE = _FULL if FULL else _SMALL

@@ -41,6 +41,7 @@ class _Attempts:
     def __init__(self, client: AsyncClient, request: Request, timeout_s: float | None, metadata: Metadata) -> None:
         self.progress = Progress(request)
         self.trailing_metadata: Mapping[str, str | bytes] = {}
+        self.num_calls = 0
         self._client = client
         self._request = request
         self._metadata = client.connection.metadata_of(metadata)
@@ -86,6 +87,7 @@ class _Attempts:
             request = self.progress.going_on()
 
     def _open(self, request: Request) -> Any:
+        self.num_calls += 1
         if self._cancelled.is_set():
             raise cancelled()
         stub = self._client.stub(self._retries.target)
@@ -134,6 +136,11 @@ class AsyncStream:
             FissileError: the call has failed, and can not go on, or has been cancelled.
         """
         return await anext(self._events)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that the stream has taken so far: 1 for one that never broke."""
+        return self._attempts.num_calls
 
     @property
     def trailing_metadata(self) -> Mapping[str, str | bytes]:

@@ -41,6 +41,7 @@ class _Attempts:
     def __init__(self, client: Client, request: Request, timeout_s: float | None, metadata: Metadata) -> None:
         self.progress = Progress(request)
         self.trailing_metadata: Mapping[str, str | bytes] = {}
+        self.num_calls = 0
         self._client = client
         self._request = request
         self._metadata = client.connection.metadata_of(metadata)
@@ -82,6 +83,7 @@ class _Attempts:
             request = self.progress.going_on()
 
     def _open(self, request: Request) -> Any:
+        self.num_calls += 1
         stub = self._client.stub(self._retries.target)
         method = stub.Chat if isinstance(request, pb.ChatRequest) else stub.Generate
         left_s = None if self._end is None else max(0.001, self._end - time.monotonic())
@@ -132,6 +134,11 @@ class Stream:
             FissileError: the call has failed, and can not go on, or has been cancelled.
         """
         return next(self._events)
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that the stream has taken so far: 1 for one that never broke."""
+        return self._attempts.num_calls
 
     @property
     def trailing_metadata(self) -> Mapping[str, str | bytes]:
