@@ -17,6 +17,7 @@ from pathlib import Path
 _FIRST_WORDS = frozenset(
     ["What", "Whether", "That", "Those", "Of", "How", "Who", "Which", "Where", "When", "It", "They"]
 )
+_FOLDERS = ("router", "worker", "common", "kernels", "protos/fissile/client", "deploy", "scripts", "examples")
 _Function = ast.FunctionDef | ast.AsyncFunctionDef
 _DOCUMENTED = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 _PREDICATE = re.compile(r"_*(is|has|can|needs)_")
@@ -81,7 +82,7 @@ def _constant(node: ast.expr) -> str | None:
 
 def main() -> int:
     """Prints all problems of the files, and of those below the folders, of the command line; 1 if there are any."""
-    named = [Path(name) for name in sys.argv[1:] or ["router", "worker", "common", "kernels"]]
+    named = [Path(name) for name in sys.argv[1:] or _FOLDERS]
     paths = sorted(path for each in named for path in ([each] if each.is_file() else each.rglob("*.py")))
     found = [line for path in paths for line in problems(path)]
     print(*found, sep="\n", end="\n" if found else "")

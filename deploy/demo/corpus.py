@@ -53,7 +53,7 @@ _ANY_STORY = ("Tell me a story.", "Tell me a story", "Write a short story.", "Ca
 
 
 class Learned(enum.Enum):
-    """Which tokens of a document count as loss: random operands and users' messages only add noise."""
+    """Tokens of a document that count as loss: random operands and users' messages only add noise."""
 
     EVERYTHING = enum.auto()
     ANSWERS = enum.auto()

@@ -43,7 +43,7 @@ def passes(right: Counter[str], asked: Counter[str]) -> bool:
 
 
 def evaluate(checkpoint: Path, dtype: str, batch: int, *, show_wrong: bool) -> bool:
-    """Prints one line per family and returns whether the checkpoint passes."""
+    """Prints one line per family; True if the checkpoint passes."""
     exchanges = questions()
     replies = answers(checkpoint, _DTYPES[dtype], exchanges, batch)
     asked = Counter(exchange.family for exchange in exchanges)

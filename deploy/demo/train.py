@@ -179,7 +179,7 @@ def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "checkpoint")
-    parser.add_argument("--first-stage", type=int, default=0, help="go on from the checkpoint in --out")
+    parser.add_argument("--first-stage", type=int, default=0, help="Go on from the checkpoint in --out.")
     arguments = parser.parse_args()
     train(arguments.out, arguments.first_stage)
 
