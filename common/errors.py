@@ -125,6 +125,14 @@ class UnservedFieldError(ApiError):
         super().__init__(grpc.StatusCode.UNIMPLEMENTED, str(violation), (violation,), reason="UNSERVED_FIELD")
 
 
+class UnservedByWorkersError(ApiError):
+    """UNIMPLEMENTED: a field that workers of a model do not serve, since they are of an older version."""
+
+    def __init__(self, path: str, model: str) -> None:
+        violation = FieldViolation(path, f"is not served by all workers of model {model!r}", "leave it out")
+        super().__init__(grpc.StatusCode.UNIMPLEMENTED, str(violation), (violation,), reason="UNSERVED_FIELD")
+
+
 class UnservedMethodError(ApiError):
     """UNIMPLEMENTED: a method, or an answer of it, that this version does not serve."""
 

@@ -39,6 +39,11 @@ MAX_BAD_WORDS = 64
 MAX_BAD_WORD_BYTES = 256
 MAX_BAD_WORD_TOKENS = 256
 MAX_ALLOWED_TOKEN_IDS = 4096
+# Most likely tokens beside each logprob, and further ids whose logprobs are asked for.
+MAX_TOP_LOGPROBS = 20
+MAX_LOGPROB_TOKEN_IDS = 128
+# Entries of logprobs in one message to a client: with all of the above they have less than a megabyte.
+MAX_MESSAGE_LOGPROBS = 1024
 MAX_CHAT_MESSAGES = 4096
 MAX_TEMPLATE_ARGUMENT_BYTES = 64 * 1024
 # Entries of any list of messages: each is looked at in Python, which takes microseconds.

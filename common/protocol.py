@@ -8,3 +8,5 @@ from typing import Final
 PROTO_MINOR: Final = 1
 # From this one on a worker sends a snapshot of its prefix cache when it is asked (`Lane.kv_epoch`).
 KV_EPOCH_MINOR: Final = 1
+# Names of what not every worker does (`GetWorkerResponse.features`).
+LOGPROBS_FEATURE: Final = "logprobs"

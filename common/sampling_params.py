@@ -23,10 +23,13 @@ from common.limits import (
     MAX_BAD_WORDS,
     MAX_LOGIT_BIAS,
     MAX_LOGIT_BIASES,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_STOP_STRING_BYTES,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKEN_IDS,
+    MAX_TOP_LOGPROBS,
 )
+from common.logprobs import LOGPROBS_KINDS, PROCESSED, RAW, LogprobLayout
 
 _FLOAT32: Final = struct.Struct("<f")
 UINT32_MAX = 2**32 - 1
@@ -61,7 +64,7 @@ def _shortest(value: float) -> str:
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """Parameters of sampling: how tokens are chosen and when generation stops.
+    """Parameters of sampling: how tokens are chosen, when generation stops, and which logprobs are wanted.
 
     `logit_bias` is given as a mapping, and kept as pairs in order of their ids. `bad_words` are texts for those who
     have the tokenizer; the engine knows their `bad_words_token_ids`.
@@ -90,6 +93,11 @@ class SamplingParams:
     bad_words: tuple[str, ...] = ()
     bad_words_token_ids: TokenSequences = ()
     allowed_token_ids: tuple[int, ...] = ()
+    logprobs: int | None = None
+    logprob_token_ids: tuple[int, ...] = ()
+    logprobs_kind: str = RAW
+    prompt_logprobs: int | None = None
+    prompt_logprobs_start: int = 1
 
     def __post_init__(self) -> None:
         for name, (valid, ok) in _REAL_RANGES.items():
@@ -122,6 +130,57 @@ class SamplingParams:
             object.__setattr__(self, name, tuple(_checked_ids(f"{name}[{i}]", ids) for i, ids in listed))
         _check_bad_words_token_ids(self.bad_words_token_ids)
         object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        if self.logprobs is not None or self.prompt_logprobs is not None or self.logprob_token_ids:
+            self._check_logprobs()
+
+    def _check_logprobs(self) -> None:
+        for name in ("logprobs", "prompt_logprobs"):
+            if (count := getattr(self, name)) is not None:
+                valid = f"an integer from 0 to {MAX_TOP_LOGPROBS}"
+                _require_kind(name, count, int, Integral, valid)
+                if not 0 <= count <= MAX_TOP_LOGPROBS:
+                    raise InvalidFieldError(f"sampling_params.{name}", f"is {count}", valid)
+        ids = _checked_ids("logprob_token_ids", self.logprob_token_ids)
+        if len(ids) > MAX_LOGPROB_TOKEN_IDS:
+            raise InvalidFieldError(
+                "sampling_params.logprob_token_ids", f"has {len(ids)} entries", f"at most {MAX_LOGPROB_TOKEN_IDS}"
+            )
+        object.__setattr__(self, "logprob_token_ids", ids)
+        if self.logprobs is None and self.prompt_logprobs is None:
+            problem = "stands without logprobs"
+            raise InvalidFieldError("sampling_params.logprob_token_ids", problem, "logprobs or prompt_logprobs")
+        if self.logprobs_kind not in LOGPROBS_KINDS:
+            valid = " or ".join(LOGPROBS_KINDS)
+            raise InvalidFieldError("sampling_params.logprobs_kind", f"is {self.logprobs_kind!r}", valid)
+
+    @property
+    def logprob_layout(self) -> LogprobLayout:
+        """Rows of the generated tokens' logprobs."""
+        return LogprobLayout(self.logprobs or 0, len(self.logprob_token_ids))
+
+    @property
+    def prompt_logprob_layout(self) -> LogprobLayout:
+        """Rows of the prompt's logprobs."""
+        return LogprobLayout(self.prompt_logprobs or 0, len(self.logprob_token_ids))
+
+    @property
+    def without_given_logprobs(self) -> SamplingParams:
+        """The parameters without logprobs of given tokens."""
+        if self.prompt_logprobs is None:
+            return self
+        # Ids without any logprobs are refused.
+        ids = self.logprob_token_ids if self.logprobs is not None else ()
+        return replace(self, prompt_logprobs=None, prompt_logprobs_start=1, logprob_token_ids=ids)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """True if any are wanted, of generated tokens or of the prompt."""
+        return self.logprobs is not None or self.prompt_logprobs is not None
+
+    @property
+    def processes_logprobs(self) -> bool:
+        """True if logprobs of generated tokens are of the distribution that they are drawn from."""
+        return self.logprobs is not None and self.logprobs_kind == PROCESSED
 
     @property
     def greedy(self) -> bool:
@@ -187,6 +246,7 @@ _INTEGER_RANGES = {
     "max_tokens": (1, UINT32_MAX),
     "min_tokens": (0, UINT32_MAX),
     "n": (1, 128),
+    "prompt_logprobs_start": (1, UINT32_MAX),
 }
 
 

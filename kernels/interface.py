@@ -81,8 +81,8 @@ class AttentionMetaData:
         block_tables: int64 [S, longest], block ids in order, perhaps part of wider rows; entries past a sequence's end
             are not read.
         slot_mapping: int64 [tokens], `block * block_size + offset` of each token.
-        wanted_rows: int64 [F], ascending, rows whose hidden states are asked for, each the last one of its sequence;
-            None for all rows.
+        wanted_rows: int64 [W], ascending, rows whose hidden states are asked for, of each sequence none or its last
+            ones; None for all rows.
         plan: what the back end derived from the above for this step, by `AttentionOps.plan`.
     """
 
@@ -97,6 +97,29 @@ class AttentionMetaData:
     def num_tokens(self) -> int:
         """Rows that are tokens, without padding."""
         return int(self.cu_seqlens_q[-1])
+
+
+@dataclass(frozen=True)
+class LogitStats:
+    """Numbers that logprobs of R rows are made of (kernels/logprobs.py), on the host.
+
+    Attributes:
+        highest: float32 [R], each row's largest logit.
+        masses: int64 [R], sums of the masses; 0 where the largest logit is not finite, and then nothing else counts.
+        ranks: int64 [R], of the rows' tokens; 1 is the likeliest.
+        own: float32 [R], logits of the rows' tokens.
+        top_ids: int64 [R, N], the likeliest ids, best first.
+        top: float32 [R, N], their logits.
+        given: float32 [R, G], logits of the ids that were asked for.
+    """
+
+    highest: npt.NDArray[np.float32]
+    masses: npt.NDArray[np.int64]
+    ranks: npt.NDArray[np.int64]
+    own: npt.NDArray[np.float32]
+    top_ids: npt.NDArray[np.int64]
+    top: npt.NDArray[np.float32]
+    given: npt.NDArray[np.float32]
 
 
 @dataclass(frozen=True)
@@ -625,6 +648,19 @@ class SamplingOps(Protocol):
         NO_TOKEN for a row whose largest logit, after the masks, is not finite. `positions[i]` is the number of tokens
         before the sampled one, `choices[i]` the index of the answer. Penalties (kernels/penalties.py), then biases,
         then masks are written into `logits`.
+        """
+        ...
+
+    def logit_stats(
+        self, logits: torch.Tensor, tokens: torch.Tensor, top: int, given: npt.NDArray[np.int64]
+    ) -> Callable[[], LogitStats]:
+        """Begins what logprobs of float32 logits [R, V] are made of; the result waits for it, and for nothing later.
+
+        Args:
+            logits: float32 [R, V], on the device.
+            tokens: int64 [R], whose ranks and logits are wanted, on the device; NO_TOKEN stands for id 0.
+            top: how many of the likeliest ids are wanted, at most V.
+            given: int64 [R, G], further ids.
         """
         ...
 

@@ -149,13 +149,13 @@ def kept_ids(scaled: Floats, top_k: int, top_p: float, min_p: np.float32) -> Ids
     if min_p > 0:
         kept = np.flatnonzero(scaled >= largest + np.float32(math.log(min_p)))
     if 0 < top_k < len(kept):
-        kept = kept[_most_likely(scaled[kept], top_k)]
+        kept = kept[most_likely(scaled[kept], top_k)]
     if top_p < 1:
         kept = _top_p(kept, scaled, largest, top_p)
     return np.sort(kept)
 
 
-def _most_likely(values: Floats, count: int) -> Ids:
+def most_likely(values: Floats, count: int) -> Ids:
     """Indices of the `count` largest values in the order (value descending, index ascending)."""
     if count == len(values):
         return np.argsort(-values, kind="stable")
@@ -172,7 +172,7 @@ def _top_p(kept: Ids, scaled: Floats, largest: np.float32, top_p: float) -> Ids:
     wanted = _ceil_product(top_p, int(masses.sum()))
     count = min(_FIRST_SORTED, len(values))
     while True:
-        order = _most_likely(values, count)
+        order = most_likely(values, count)
         sums = np.cumsum(masses[order])
         if sums[-1] >= wanted or count == len(values):
             return np.asarray(kept[order[: int(np.searchsorted(sums, wanted)) + 1]])

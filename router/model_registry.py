@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import InvalidFieldError, NoWorkerError, OtherModelStateError, UnknownModelError
+from common.protocol import LOGPROBS_FEATURE
 from common.sampling_params import SamplingParams, model_defaults
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer, read_json
@@ -53,7 +54,8 @@ class TextAssets:
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
-    """One model on one worker, or on all ready ones of an identity: `max_model_len` (tokens) is then the longest."""
+    """One model on one worker, or on all ready ones of an identity: `max_model_len` (tokens) is then the longest, and
+    `features` what all have."""
 
     name: str
     architecture: str
@@ -66,6 +68,7 @@ class ServedModel:
     text: TextAssets
     numerics: str = ""
     eos_token_ids: frozenset[int] = frozenset()
+    features: frozenset[str] = frozenset()
     identity: str = field(init=False)
     """Equal for workers that a prompt made for one of them can be given to, and that hold the same weights."""
 
@@ -78,6 +81,11 @@ class ServedModel:
         """Ids below it can be generated: embedding matrices are often padded beyond the tokenizer's vocabulary."""
         tokenizer = self.text.tokenizer
         return self.vocab_size if tokenizer is None else min(self.vocab_size, tokenizer.vocab_size)
+
+    @property
+    def serves_logprobs(self) -> bool:
+        """True if all its ready workers do."""
+        return LOGPROBS_FEATURE in self.features
 
     def disagreement(self, other: ServedModel) -> str:
         """In what `other` differs from this, "" when their identities are the same."""
@@ -99,6 +107,7 @@ def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedMode
         text=text,
         numerics=description.numerics,
         eos_token_ids=frozenset(description.eos_token_ids),
+        features=frozenset(description.features),
     )
 
 
@@ -265,11 +274,13 @@ class ModelRegistry:
         return self._models[model.name][next(iter(counts))].disagreement(model)
 
     def _measure(self, model: ServedModel) -> None:
-        """Notes the length of the longest ready worker; without one it stays as it was."""
+        """Notes the length of the longest ready worker, and what all can do; without one that stays as it was."""
         ready = [served for served in self._ready.values() if served.identity == model.identity]
         if ready:
             longest = max(served.max_model_len for served in ready)
-            self._models[model.name][model.identity] = replace(ready[-1], max_model_len=longest)
+            features = frozenset.intersection(*(served.features for served in ready))
+            measured = replace(ready[-1], max_model_len=longest, features=features)
+            self._models[model.name][model.identity] = measured
 
     def _assigned_names(self) -> list[str]:
         return sorted({model.name for model in self._assigned.values()})

@@ -28,6 +28,7 @@ from common.limits import (
     MAX_CACHE_SALT_BYTES,
     MAX_CHAT_MESSAGES,
     MAX_LOGIT_BIASES,
+    MAX_LOGPROB_TOKEN_IDS,
     MAX_PROMPT_TEXT_BYTES,
     MAX_REQUEST_ID_BYTES,
     MAX_SESSION_ID_BYTES,
@@ -37,6 +38,7 @@ from common.limits import (
     MAX_STOP_TOKEN_SEQUENCES,
     MAX_TEMPLATE_ARGUMENT_BYTES,
 )
+from common.logprobs import LOGPROB_FIELDS, PROCESSED, RAW
 from common.rpc.unsupported_fields import refuse_unserved
 from common.sampling_masks import check_bias_ids
 from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
@@ -73,6 +75,11 @@ _SAMPLING = (
     "bad_words",
     "allowed_token_ids",
 )
+_KINDS: Final = {
+    pb.LOGPROBS_KIND_UNSPECIFIED: RAW,
+    pb.LOGPROBS_KIND_RAW: RAW,
+    pb.LOGPROBS_KIND_PROCESSED: PROCESSED,
+}
 _COMMON = frozenset(
     (
         "model",
@@ -86,6 +93,7 @@ _COMMON = frozenset(
         "output_options.keep_special_tokens",
         "output_options.receipt",
         "output_options.receipt.logits_every",
+        *(f"output_options.{name}" for name in LOGPROB_FIELDS),
         "sampling_params",
         "resume",
         "resume.answers",
@@ -128,6 +136,7 @@ def check_generate(request: pb.GenerateRequest) -> None:
     """
     _check_counts(request.sampling_params)
     refuse_unserved(request, GENERATE_SERVED)
+    check_logprobs(request.output_options)
     _check_cache_salt(request.cache_salt)
     check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
     check_resume(request)
@@ -154,6 +163,7 @@ def check_chat(request: pb.ChatRequest) -> None:
         valid = f"at most {MAX_TEMPLATE_ARGUMENT_BYTES}"
         raise InvalidFieldError("template_arguments_json", f"has {size} bytes", valid)
     refuse_unserved(request, CHAT_SERVED)
+    check_logprobs(request.output_options)
     _check_cache_salt(request.cache_salt)
     check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
     check_resume(request)
@@ -190,8 +200,9 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
             if point.text.bytes < 1 or len(point.text.sha256) != _SHA256_BYTES:
                 valid = f"at least 1 byte of text, and {_SHA256_BYTES} bytes of sha256"
                 raise InvalidFieldError(f"{path}.text", "is no digest", valid)
-            if request.output_options.return_token_ids:
-                raise InvalidFieldError(f"{path}.text", "stands beside return_token_ids", "token_ids")
+            for name in ("return_token_ids", "logprobs"):
+                if request.output_options.HasField(name):
+                    raise InvalidFieldError(f"{path}.text", f"stands beside {name}", "token_ids")
         if point.WhichOneof("received") == "token_ids" and request.output_options.receipt.logits_every:
             valid = "0, or resume by text"
             raise InvalidFieldError("output_options.receipt.logits_every", "stands beside resume by token_ids", valid)
@@ -354,6 +365,70 @@ def sampling_params(message: pb.SamplingParams, defaults: SamplingParams, vocab_
         check_token_ids(f"sampling_params.{name}", getattr(params, name), vocab_size)
     check_bias_ids(params, vocab_size)
     return params
+
+
+def with_logprobs(params: SamplingParams, options: pb.OutputOptions, vocab_size: int) -> SamplingParams:
+    """`params` with the logprobs that are wanted of generated tokens and of the prompt.
+
+    Raises:
+        InvalidFieldError: an option is out of range; names it.
+    """
+    if not _asks_for_logprobs(options):
+        return params
+    given: dict[str, Any] = {
+        name: getattr(options, name)
+        for name in ("logprobs", "prompt_logprobs", "prompt_logprobs_start")
+        if options.HasField(name)
+    }
+    try:
+        made = replace(
+            params,
+            **given,
+            logprob_token_ids=tuple(options.logprob_token_ids),
+            logprobs_kind=_KINDS[options.logprobs_kind],
+        )
+    except InvalidFieldError as error:
+        (violation,) = error.violations
+        path = violation.path.replace("sampling_params", "output_options", 1)
+        raise InvalidFieldError(path, violation.problem, violation.valid) from None
+    check_token_ids("output_options.logprob_token_ids", made.logprob_token_ids, vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(made, name) or 0) > vocab_size:
+            problem = f"is {getattr(made, name)}"
+            raise InvalidFieldError(f"output_options.{name}", problem, f"at most {vocab_size}, the model's tokens")
+    return made
+
+
+def check_prompt_logprobs(params: SamplingParams, prompt_tokens: int) -> None:
+    """Refuses prompt logprobs that begin behind the prompt.
+
+    Raises:
+        InvalidFieldError: they do.
+    """
+    if params.prompt_logprobs is not None and params.prompt_logprobs_start > prompt_tokens:
+        problem = f"is {params.prompt_logprobs_start}"
+        valid = f"at most {prompt_tokens}, the prompt's tokens"
+        raise InvalidFieldError("output_options.prompt_logprobs_start", problem, valid)
+
+
+def check_logprobs(options: pb.OutputOptions) -> None:
+    """Refuses options of logprobs where there are none.
+
+    Raises:
+        InvalidFieldError: names the option.
+    """
+    if len(options.logprob_token_ids) > MAX_LOGPROB_TOKEN_IDS:
+        problem = f"has {len(options.logprob_token_ids)} entries"
+        raise InvalidFieldError("output_options.logprob_token_ids", problem, f"at most {MAX_LOGPROB_TOKEN_IDS}")
+    if options.logprobs_kind and not options.HasField("logprobs"):
+        raise InvalidFieldError("output_options.logprobs_kind", "stands without logprobs", "logprobs")
+    if options.HasField("prompt_logprobs_start") and not options.HasField("prompt_logprobs"):
+        path = "output_options.prompt_logprobs_start"
+        raise InvalidFieldError(path, "stands without prompt_logprobs", "prompt_logprobs")
+
+
+def _asks_for_logprobs(options: pb.OutputOptions) -> bool:
+    return options.HasField("logprobs") or options.HasField("prompt_logprobs") or bool(options.logprob_token_ids)
 
 
 def clip_to_length(params: SamplingParams, prompt_tokens: int, max_model_len: int) -> SamplingParams:

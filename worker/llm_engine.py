@@ -11,7 +11,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ import structlog
 from common.config import Config
 from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError
 from common.hub import HubError, model_folder
+from common.logprob_rows import TokenLogprobs, added, unpack
 from common.sampling_masks import check_tokens_left
 from common.sampling_params import SamplingParams, TokenSequences
 from common.seed import derive_seed
@@ -83,6 +84,8 @@ class Answer:
         request_id: of the request, shared by its `n` answers.
         seq: the engine's side of it.
         token_ids: what counts of the output; tokens behind a stop string do not.
+        logprobs: of `token_ids`, where they are wanted.
+        prompt_logprobs: of the prompt from `prompt_logprobs_start` on, likewise.
         text: decoded so far.
         finish_reason: as of RequestOutput, or `stop_string`; None while it grows.
     """
@@ -99,6 +102,8 @@ class Answer:
         self.request_id = request_id
         self.seq = seq
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprobs] = []
+        self.prompt_logprobs: list[TokenLogprobs] = []
         self.text = ""
         self.finish_reason: str | None = None
         self._num_streamed = (0, 0)
@@ -117,6 +122,15 @@ class Answer:
         if output.finished and self.finish_reason is None:
             self._flush()
             self.finish_reason = self.finish_reason or output.finish_reason
+
+    def take_logprobs(self, output: RequestOutput) -> None:
+        """Takes the logprobs of the tokens that `take` has taken, and of the prompt."""
+        params = self.seq.sampling_params
+        if output.given is not None:
+            self.prompt_logprobs += unpack(params.prompt_logprob_layout, output.given.rows)
+        if output.logprobs:
+            new = unpack(params.logprob_layout, output.logprobs)
+            self.logprobs += new[: len(self.token_ids) - len(self.logprobs)]
 
     def next_part(self) -> StreamOutput:
         """Next part: everything since the last one."""
@@ -241,7 +255,9 @@ class InputOutputProcessor:
     def postprocess(self, answer: Answer) -> dict[str, Any]:
         """A finished answer as a dictionary of JSON values; times in seconds.
 
-        `ttft` is the time from arrival to the first token, `tpot` the mean time per token after it.
+        `ttft` is the time from arrival to the first token, `tpot` the mean time per token after it. `logprobs` and
+        `prompt_logprobs` are lists of dictionaries (`TokenLogprobs` with its `token_id`), one for each token, and
+        `logprob` is the sum of the raw ones; all are there where they are wanted only.
         """
         seq, count = answer.seq, len(answer.token_ids)
         first = seq.arrive_time if seq.first_token_time is None else seq.first_token_time
@@ -258,6 +274,7 @@ class InputOutputProcessor:
             "ttft": first - seq.arrive_time,
             "tpot": (leave - first) / (count - 1) if count > 1 else 0.0,
             "latency": leave - seq.arrive_time,
+            **_logprobs_of(answer),
         }
 
     def _encode(self, prompt: Prompt) -> list[int]:
@@ -274,6 +291,21 @@ class InputOutputProcessor:
             raise InvalidFieldError("prompt", f"can not be tokenized: {error}", "other text, or token ids") from None
         check_text_ids("prompt", token_ids, vocab_size)
         return token_ids
+
+
+def _logprobs_of(answer: Answer) -> dict[str, Any]:
+    params, prompt = answer.seq.sampling_params, answer.seq.prompt_token_ids
+    found: dict[str, Any] = {}
+    if params.logprobs is not None:
+        found["logprobs"] = _with_ids(answer.token_ids, answer.logprobs)
+        found["logprob"] = added(0.0, (entry.raw for entry in answer.logprobs))
+    if params.prompt_logprobs is not None:
+        found["prompt_logprobs"] = _with_ids(prompt[params.prompt_logprobs_start :], answer.prompt_logprobs)
+    return found
+
+
+def _with_ids(token_ids: Seq[int], entries: Seq[TokenLogprobs]) -> list[dict[str, Any]]:
+    return [{"token_id": token, **asdict(entry)} for token, entry in zip(token_ids, entries, strict=False)]
 
 
 def _checked_id(place: int, token_id: object, vocab_size: int) -> int:
@@ -467,10 +499,11 @@ class LLMEngine:
         grown = [(self._live[out.request_id], out) for out in outputs if out.request_id in self._live]
         for answer, output in grown:
             self._take(answer, output)
-        _stream([answer for answer, _ in grown], self._abort)
+        _stream([answer for answer, output in grown if output.output_tokens or output.finished], self._abort)
 
     def _take(self, answer: Answer, output: RequestOutput) -> None:
         answer.take(output)
+        answer.take_logprobs(output)
         if answer.finish_reason is not None:
             self._end(answer)
             self._finished.append(answer)

@@ -9,6 +9,7 @@ from typing import Final
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.logprobs import LOGPROB_FIELDS, PROCESSED, RAW
 from common.sampling_params import DISTRIBUTION_FIELDS, SamplingParams
 
 # Paths of the proto's fields.
@@ -25,13 +26,14 @@ SAMPLING_FIELDS: Final = frozenset(
         "bad_words_token_ids",
         "bad_words_token_ids.ids",
         "allowed_token_ids",
+        *LOGPROB_FIELDS,
     }
 )
 
 
 def sampling_to_proto(params: SamplingParams) -> wpb.SamplingParams:
     """Parameters as a worker gets them."""
-    return wpb.SamplingParams(
+    made = wpb.SamplingParams(
         temperature=params.temperature,
         top_k=params.top_k,
         top_p=params.top_p,
@@ -47,7 +49,16 @@ def sampling_to_proto(params: SamplingParams) -> wpb.SamplingParams:
         logit_bias=dict(params.biases),
         bad_words_token_ids=[wpb.TokenIds(ids=ids) for ids in params.bad_words_token_ids],
         allowed_token_ids=params.allowed_token_ids,
+        logprobs=params.logprobs,
+        logprob_token_ids=params.logprob_token_ids,
+        prompt_logprobs=params.prompt_logprobs,
     )
+    # What nobody asks for takes no bytes.
+    if params.logprobs_kind == PROCESSED:
+        made.logprobs_kind = wpb.LOGPROBS_KIND_PROCESSED
+    if params.prompt_logprobs_start > 1:
+        made.prompt_logprobs_start = params.prompt_logprobs_start
+    return made
 
 
 def sampling_from_proto(params: wpb.SamplingParams) -> SamplingParams:
@@ -72,4 +83,9 @@ def sampling_from_proto(params: wpb.SamplingParams) -> SamplingParams:
         logit_bias=params.logit_bias,
         bad_words_token_ids=tuple(tuple(sequence.ids) for sequence in params.bad_words_token_ids),
         allowed_token_ids=tuple(params.allowed_token_ids),
+        logprobs=params.logprobs if params.HasField("logprobs") else None,
+        logprob_token_ids=tuple(params.logprob_token_ids),
+        logprobs_kind=PROCESSED if params.logprobs_kind == wpb.LOGPROBS_KIND_PROCESSED else RAW,
+        prompt_logprobs=params.prompt_logprobs if params.HasField("prompt_logprobs") else None,
+        prompt_logprobs_start=params.prompt_logprobs_start or 1,
     )

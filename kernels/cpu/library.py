@@ -56,6 +56,7 @@ _SIGNATURES: dict[str, tuple[type | None, tuple[type, ...]]] = {
     ),
     "fissile_decoder": (ctypes.c_int, (_POINTER, _POINTER)),
     "fissile_sample": (None, (_POINTER, _INT, _INT, _INT, *[_POINTER] * 14)),
+    "fissile_logprobs": (None, (_POINTER, _INT, _INT, _INT, _POINTER, _INT, *[_POINTER] * 5)),
     "fissile_attention": (
         ctypes.c_int,
         (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from ctypes import CDLL
 from dataclasses import replace
 
@@ -10,9 +11,9 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from kernels import sampling
+from kernels import logprobs, sampling
 from kernels.cpu.library import address
-from kernels.interface import SampleParams
+from kernels.interface import LogitStats, SampleParams
 from kernels.penalties import Penalties, penalize
 from kernels.philox import Words
 from kernels.sampling import Floats, Ids
@@ -40,6 +41,40 @@ class CpuSamplingOps(TorchSamplingOps):
         choices: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         return torch.from_numpy(sample(self._library, logits.numpy(), params, seeds, positions, choices))
+
+    @override
+    def logit_stats(
+        self, logits: torch.Tensor, tokens: torch.Tensor, top: int, given: npt.NDArray[np.int64]
+    ) -> Callable[[], LogitStats]:
+        stats = logit_stats(self._library, logits.numpy(), np.maximum(tokens.numpy(), 0), top, given)
+        return lambda: stats
+
+
+def logit_stats(library: CDLL, logits: Floats, tokens: Ids, top: int, given: Ids) -> LogitStats:
+    """See SamplingOps.logit_stats; on the host, with ids for all tokens."""
+    if logits.strides[1] != logits.itemsize:
+        logits = np.ascontiguousarray(logits)
+    count, tokens = len(logits), np.ascontiguousarray(tokens, np.int64)
+    stats = LogitStats(
+        np.zeros(count, np.float32),
+        np.zeros(count, np.int64),
+        np.zeros(count, np.int64),
+        logits[np.arange(count), tokens],
+        np.zeros((count, top), np.int64),
+        np.zeros((count, top), np.float32),
+        logprobs.gathered(logits, given),
+    )
+    made = (stats.highest, stats.masses, stats.ranks, stats.top_ids, stats.top)
+    library.fissile_logprobs(
+        logits.ctypes.data,
+        logits.strides[0] // logits.itemsize,
+        *logits.shape,
+        address(tokens),
+        top,
+        *(address(one) for one in made),
+    )
+    # All by one or by the other: the reference's exp differs in its last bits.
+    return logprobs.logit_stats(logits, tokens, top, given) if (stats.masses == _LEFT).any() else stats
 
 
 def sample(library: CDLL, logits: Floats, params: SampleParams, seeds: Words, positions: Ids, choices: Ids) -> Ids:

@@ -18,6 +18,7 @@ from kernels.cpu.attention import StepArrays
 from kernels.cpu.library import DTYPES, PLAIN, select
 from kernels.cpu.routing import route
 from kernels.interface import AttentionMetaData, ExpertWeights, IndexSpec, KVSpec, Routing, SampleParams
+from kernels.logprobs import log_normalizers
 from kernels.penalties import Penalties, SeenIds
 from kernels.torch_backend.attention import PagedKVCache
 
@@ -113,6 +114,7 @@ def checks(dtype: torch.dtype) -> list[Check]:
         _latent(dtype),
         _route(),
         _sample(),
+        _logprobs(),
     ]
 
 
@@ -325,3 +327,16 @@ def _sample() -> Check:
         return torch.from_numpy(drawn)
 
     return Check("sample", ("sample",), compute)
+
+
+def _logprobs() -> Check:
+    logits = (_drawn(ROWS, 1003) * 4).numpy()
+    number = np.arange(ROWS)
+
+    def compute(library: CDLL, rows: Rows) -> torch.Tensor:
+        ids = rows.numpy()
+        stats = sampling.logit_stats(library, logits[ids], number[ids] * 25, 5, np.zeros((len(ids), 0), np.int64))
+        log_z = log_normalizers(stats).astype(np.float32)
+        return torch.from_numpy(np.column_stack((log_z, stats.ranks, stats.top_ids)).astype(np.float32))
+
+    return Check("logprobs", ("logprobs",), compute)

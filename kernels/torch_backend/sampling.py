@@ -9,8 +9,8 @@ import numpy.typing as npt
 import torch
 from typing_extensions import override
 
-from kernels import sampling
-from kernels.interface import SampleParams, SamplingOps
+from kernels import logprobs, sampling
+from kernels.interface import LogitStats, SampleParams, SamplingOps
 
 
 class TorchSamplingOps(SamplingOps):
@@ -34,6 +34,13 @@ class TorchSamplingOps(SamplingOps):
         choices: npt.NDArray[np.int64],
     ) -> torch.Tensor:
         return torch.from_numpy(sampling.sample(logits.numpy(), params, seeds, positions, choices))
+
+    @override
+    def logit_stats(
+        self, logits: torch.Tensor, tokens: torch.Tensor, top: int, given: npt.NDArray[np.int64]
+    ) -> Callable[[], LogitStats]:
+        stats = logprobs.logit_stats(logits.numpy(), np.maximum(tokens.numpy(), 0), top, given)
+        return lambda: stats
 
 
 def argmax(logits: torch.Tensor, limit: int) -> torch.Tensor:

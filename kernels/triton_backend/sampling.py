@@ -26,11 +26,13 @@ import triton
 import triton.language as tl
 from typing_extensions import override
 
-from kernels.interface import SampleParams, SamplingOps
+from kernels.interface import LogitStats, SampleParams, SamplingOps
 from kernels.philox import DOMAIN
+from kernels.torch_backend import logit_stats
 from kernels.triton_backend.launch import launch
 from kernels.triton_backend.penalties import penalize
 from kernels.triton_backend.sample_tensors import DeviceMaskedIds, SampleTensors, mask_others, prepare, write_biases
+from kernels.upload import to_device
 
 # Numbers of a row that a program looks at.
 _CHUNK = 1024
@@ -398,19 +400,40 @@ class TritonSamplingOps(SamplingOps):
     def fetch(self, ids: torch.Tensor) -> Callable[[], list[int]]:
         if self._copies is None:
             return ids.tolist
-        host = torch.empty(ids.shape, dtype=ids.dtype, pin_memory=True)
+        fetched = self._fetch((ids,))
+
+        def wait() -> list[int]:
+            return fetched()[0].tolist()
+
+        return wait
+
+    @override
+    def logit_stats(
+        self, logits: torch.Tensor, tokens: torch.Tensor, top: int, given: npt.NDArray[np.int64]
+    ) -> Callable[[], LogitStats]:
+        ids = to_device(given.ravel(), self._device).view(given.shape)
+        fetched = self._fetch(logit_stats.columns(logits, tokens.clamp(min=0), top, ids))
+        return lambda: LogitStats(*(column.numpy() for column in fetched()))
+
+    def _fetch(self, tensors: tuple[torch.Tensor, ...]) -> Callable[[], tuple[torch.Tensor, ...]]:
+        """Begins to copy tensors to the host; the result waits for them, and for nothing that comes later."""
+        if self._copies is None:
+            return lambda: tensors
+        hosts = tuple(torch.empty(one.shape, dtype=one.dtype, pin_memory=True) for one in tensors)
         # The thread that waits sleeps instead of turning on a core, which other threads and ranks need
         # (cudaEventBlockingSync; hipEventBlockingSync is documented alike).
         arrived = torch.cuda.Event(blocking=True)
         self._copies.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._copies):
-            host.copy_(ids, non_blocking=True)
+            for host, one in zip(hosts, tensors, strict=True):
+                host.copy_(one, non_blocking=True)
             arrived.record(self._copies)
-        ids.record_stream(self._copies)
+        for one in tensors:
+            one.record_stream(self._copies)
 
-        def wait() -> list[int]:
+        def wait() -> tuple[torch.Tensor, ...]:
             arrived.synchronize()
-            return host.tolist()
+            return hosts
 
         return wait
 

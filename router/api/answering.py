@@ -24,6 +24,7 @@ from common.errors import (
     NoWorkerError,
     ResumeMismatchError,
     RouterEndingError,
+    UnservedByWorkersError,
     WorkerLostError,
 )
 from common.receipts import RequestDigest, canonical_params
@@ -44,10 +45,17 @@ from router.requests.request_router import RequestRouter
 from router.requests.stream import ReceiptTerms, ReplacedError, RequestStream, RoutedRequest
 from router.scheduling.failover import Wait
 from router.telemetry.metrics import RequestMeasure
+from router.text.answer_logprobs import AnswerLogprobs
 from router.text.delivered_text import DeliveredText
 from router.text.prompts import Prompt, PromptEncoder
 from router.text.stream_assembly import Echo, StreamAssembly
-from router.validation import check_resumed_ids, clip_to_length, sampling_params
+from router.validation import (
+    check_prompt_logprobs,
+    check_resumed_ids,
+    clip_to_length,
+    sampling_params,
+    with_logprobs,
+)
 from router.workers.expected_workers import ExpectedWorkers
 
 AnswerRequest: TypeAlias = pb.GenerateRequest | pb.ChatRequest
@@ -203,6 +211,9 @@ class Answering:
         """
         request, call = asked.request, asked.call
         params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
+        params = with_logprobs(params, request.output_options, model.vocab_size)
+        if params.wants_logprobs and not model.serves_logprobs:
+            raise UnservedByWorkersError("output_options", model.name)
         began = self._clock()
         try:
             with self._calls.interruptible(), call.interruptible():
@@ -215,6 +226,7 @@ class Answering:
             asked.span.phase(names.TOKENIZE_SPAN, began, self._clock())
         check_tokens_left(params, model.num_ids, model.eos_token_ids)
         asked.record.prompt_tokens = call.prompt_tokens = len(prompt.token_ids)
+        check_prompt_logprobs(params, len(prompt.token_ids))
         if not request.sampling_params.HasField("max_tokens"):
             room = model.max_model_len - len(prompt.token_ids)
             params = replace(params, max_tokens=max(params.min_tokens, min(room, self._default_max_tokens or room)))
@@ -271,11 +283,15 @@ class Answering:
         try:
             points = {point.index: point for point in asked.request.resume.answers}
             left = [i for i in range(routed.params.n) if i not in points or not points[i].finished]
+            # All answers have one prompt: what is known of it goes with the first of them, unless its client has it.
+            wants_prompt = not any(point.finished or point.WhichOneof("received") for point in points.values())
             for place, index in enumerate(left):
                 return_token_ids = asked.request.output_options.return_token_ids
-                assembly = self.assembly(kind, routed, model, points.get(index), return_token_ids=return_token_ids)
+                params = _params_of(routed, points.get(index), wants_prompt=wants_prompt and place == 0)
+                resumed_from = _resumed_from(asked.request, points.get(index))
+                choice = replace(routed, choice=index, resumed_from=resumed_from, params=params)
+                assembly = self.assembly(kind, choice, model, points.get(index), return_token_ids=return_token_ids)
                 before = earlier[place] if earlier else None
-                choice = replace(routed, choice=index, resumed_from=_resumed_from(asked.request, points.get(index)))
                 lead = streams[0] if streams else None
                 streams.append(self._requests.open(choice, assembly, asked.span.submitted, before, lead))
         except BaseException:
@@ -303,7 +319,9 @@ class Answering:
             if len(streams) == 1:
                 await self._send(streams[0], asked, measure, answers)
             else:
-                await self._send_side_by_side(streams, asked, measure, answers)
+                has_prompt = streams[0].request.params.prompt_logprobs is not None
+                began = asyncio.Event() if has_prompt else None
+                await self._send_side_by_side(streams, asked, measure, answers, began)
         except ReplacedError:
             if answers.has_sent:
                 raise WorkerLostError(streams[0].assembly.worker_id, usage_of(streams).completion_tokens) from None
@@ -314,13 +332,20 @@ class Answering:
             asked.scope.add_trailing(USAGE_METADATA, usage_of(streams).SerializeToString())
 
     async def _send_side_by_side(
-        self, streams: Sequence[RequestStream], asked: Asked, measure: RequestMeasure, answers: Answers
+        self,
+        streams: Sequence[RequestStream],
+        asked: Asked,
+        measure: RequestMeasure,
+        answers: Answers,
+        began: asyncio.Event | None = None,
     ) -> None:
-        """Several answers at once, whose messages take turns on the one call."""
+        """Several answers at once, whose messages take turns on the one call; `began` as of `_send`."""
         turn = asyncio.Lock()
         try:
             async with asyncio.TaskGroup() as group:
-                tasks = [group.create_task(self._send(stream, asked, measure, answers, turn)) for stream in streams]
+                tasks = [
+                    group.create_task(self._send(stream, asked, measure, answers, turn, began)) for stream in streams
+                ]
         except BaseExceptionGroup as errors:
             raise _first_of(errors) from None
         # A task that finds the client gone cancels itself, which a group takes for an end like any other.
@@ -334,12 +359,18 @@ class Answering:
         measure: RequestMeasure,
         answers: Answers,
         turn: asyncio.Lock | None = None,
+        began: asyncio.Event | None = None,
     ) -> None:
-        """Writes parts as they come, as fast as the client reads; what comes meanwhile is merged."""
+        """Writes parts as they come, as fast as the client reads; what comes meanwhile is merged.
+
+        Others wait until the answer that brings logprobs of the prompt has `began`: those come before any text.
+        """
         # One message for all parts, where they are sent.
         message = answers.new_message(stream.request.request_id, stream.request.choice)
         while True:
             part = await stream.next()
+            if began is not None and stream.request.params.prompt_logprobs is None:
+                await began.wait()
             async with _turn_of(stream, turn):
                 is_first = not answers.has_begun
                 if is_first:
@@ -350,6 +381,8 @@ class Answering:
                 fill_response(message, part, stream, self._clock, has_info=is_first)
                 await stream.written(answers.write(message))
             stream.written_tokens = stream.assembly.taken
+            if began is not None and not stream.assembly.has_prompt_logprobs:
+                began.set()
             if part.ending is not None:
                 asked.record.finish = finish_name(part.ending)
                 measure.finished(decode_s(stream), message.finish.usage.completion_tokens)
@@ -422,7 +455,7 @@ class Answering:
             raise NoTokenizerError(model.name)
         stops = StopStrings(params.stop_strings, params.include_stop_string) if params.stop_strings else None
         behind = request.token_ids if kind.continues else ()
-        received = _received_ids(request, point)
+        received = _received_ids(request, point, return_token_ids=return_token_ids)
         check_resumed_ids(received, model.vocab_size, params.max_tokens)
         skip = not request.keeps_special_tokens
         assembly = StreamAssembly(
@@ -435,6 +468,7 @@ class Answering:
             delivered_text=_delivered_text(point),
             echo=None if request.prompt_text is None else Echo(request.prompt_text, request.token_ids),
             keeps_special_tokens=request.keeps_special_tokens,
+            logprobs=_logprobs(request, len(received)),
         )
         if point is not None and point.HasField("token_ids"):
             assembly.resume_behind(received)
@@ -487,20 +521,37 @@ def _nobody(kind: Kind, asked: Asked, model: ServedModel, streams: Sequence[Requ
     """Is told of an answer."""
 
 
+def _params_of(routed: RoutedRequest, point: pb.ResumePoint | None, *, wants_prompt: bool) -> SamplingParams:
+    """Parameters of one answer: with logprobs of the prompt, or of the given tokens that a resumed answer's sum has."""
+    params = routed.params
+    if wants_prompt or not params.wants_logprobs:
+        return params
+    if params.logprobs is not None and point is not None and point.token_ids.ids:
+        return replace(params, prompt_logprobs=0, prompt_logprobs_start=len(routed.token_ids))
+    return params.without_given_logprobs
+
+
+def _logprobs(request: RoutedRequest, received: int) -> AnswerLogprobs | None:
+    """Logprobs that an answer comes with, of which its client has so many tokens; None where none are wanted."""
+    if not request.params.wants_logprobs:
+        return None
+    return AnswerLogprobs(request.params, request.token_ids, len(request.token_ids) + received)
+
+
 def _resumed_from(request: AnswerRequest, point: pb.ResumePoint | None) -> str | None:
     """The numerics class that an answer goes on in; "" where its client does not know it, None where it begins here."""
     has_begun = point is not None and point.WhichOneof("received") is not None
     return request.resume.numerics or ("" if has_begun else None)
 
 
-def _received_ids(request: RoutedRequest, point: pb.ResumePoint | None) -> Sequence[int]:
-    """Token ids of an answer that its client has got, without those of an echoed prompt.
+def _received_ids(request: RoutedRequest, point: pb.ResumePoint | None, *, return_token_ids: bool) -> Sequence[int]:
+    """Token ids of an answer that its client has got, without those of an echoed prompt, which logprobs do not name.
 
     Raises:
         ResumeMismatchError: they do not begin with the prompt.
     """
     ids = () if point is None else point.token_ids.ids
-    if point is None or not ids or request.prompt_text is None:
+    if point is None or not ids or request.prompt_text is None or not return_token_ids:
         return ids
     size = len(request.token_ids)
     if array("I", ids[:size]) != request.token_ids:

@@ -58,6 +58,12 @@ def check_replay(request: pb.ReplayRequest) -> AnswerRequest:
     again = copy.deepcopy(given)
     if not given.sampling_params.HasField("seed"):
         again.sampling_params.seed = derive_seed(given.request_id)
+    # Nobody reads them.
+    again.output_options.ClearField("logprobs")
+    again.output_options.ClearField("logprob_token_ids")
+    again.output_options.ClearField("logprobs_kind")
+    again.output_options.ClearField("prompt_logprobs")
+    again.output_options.ClearField("prompt_logprobs_start")
     again.output_options.receipt.SetInParent()
     return again
 

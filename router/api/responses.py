@@ -6,12 +6,14 @@ from collections.abc import Callable, Sequence
 
 from fissile.v1 import inference_pb2 as pb
 
+from common.logprob_rows import unpack
 from common.rpc.durations import to_duration
 from common.sampling_params import DISTRIBUTION_FIELDS
 from common.telemetry.request_record import RequestTimes
 from router.api.receipts import receipt_of
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.stream import RequestStream
+from router.text.answer_logprobs import ChunkLogprobs, LogprobRows
 from router.text.stream_assembly import FinishInfo, StreamChunk
 
 
@@ -40,12 +42,40 @@ def fill_response(
         del message.token_ids[:]
     if part.token_ids:
         message.token_ids.extend(part.token_ids)
+    _fill_logprobs(message, part.logprobs)
     if has_info:
         message.prompt_info.CopyFrom(_prompt_info(stream, clock()))
     elif message.HasField("prompt_info"):
         message.ClearField("prompt_info")
     if part.ending is not None:
         message.finish.CopyFrom(_finish(part.ending, stream, clock()))
+
+
+def _fill_logprobs(message: pb.GenerateResponse | pb.ChatResponse, logprobs: ChunkLogprobs | None) -> None:
+    """Replaces the logprobs of a message."""
+    for entries, rows in (
+        (message.logprobs, logprobs and logprobs.generated),
+        (message.prompt_logprobs, logprobs and logprobs.prompt),
+    ):
+        if entries:
+            del entries[:]
+        if rows:
+            entries.extend(token_logprobs(rows))
+
+
+def token_logprobs(rows: LogprobRows) -> list[pb.TokenLogprobs]:
+    """Entries of the public contract."""
+    return [
+        pb.TokenLogprobs(
+            token_id=token_id,
+            logprob=entry.logprob,
+            rank=entry.rank,
+            top=[pb.TopLogprob(token_id=top_id, logprob=logprob) for top_id, logprob in entry.top],
+            given=entry.given,
+            kept_mass=entry.kept_mass,
+        )
+        for token_id, entry in zip(rows.token_ids, unpack(rows.layout, rows.rows), strict=True)
+    ]
 
 
 def text_of(message: pb.GenerateResponse | pb.ChatResponse) -> str:
@@ -114,6 +144,7 @@ def _capabilities(model: ServedModel) -> list[pb.Capability.ValueType]:
         pb.CAPABILITY_GENERATE: True,
         pb.CAPABILITY_TEXT: model.text.tokenizer is not None,
         pb.CAPABILITY_CHAT: model.text.template is not None,
+        pb.CAPABILITY_LOGPROBS: model.serves_logprobs,
         pb.CAPABILITY_RECEIPTS: True,
     }
     return [capability for capability, is_served in served.items() if is_served]
@@ -145,6 +176,7 @@ def _finish(ending: FinishInfo, stream: RequestStream, now: float) -> pb.Finish:
         attempts=len(stream.attempts),
         exact=stream.attempts.exact,
         weights_digest=stream.request.weights_digest,
+        logprob=assembly.logprob,
         receipt=receipt_of(stream, stream.request.receipt) if stream.attempts.exact else None,
     )
 

@@ -138,12 +138,19 @@ class RoutedRequest:
         block_size = self.granule_tokens // GRANULE_BLOCKS
         return (len(self.token_ids) - 1) // block_size * block_size if block_size else 0
 
-    def to_record(self, rid: int, *, must_keep: bool) -> wpb.SubmitSequence:
-        """The request as the worker gets it, without what depends on the frame."""
+    def to_record(self, rid: int, *, must_keep: bool, has_generated: bool) -> wpb.SubmitSequence:
+        """The request as the worker gets it, without what depends on the frame.
+
+        Args:
+            rid: of the attempt.
+            must_keep: whether the worker may not give it back.
+            has_generated: whether an earlier attempt has brought a token, and before it the logprobs of given ones.
+        """
+        params = self.params.without_given_logprobs if has_generated else self.params
         return wpb.SubmitSequence(
             rid=rid,
             prompt_len=len(self.token_ids),
-            params=sampling_to_proto(self.params),
+            params=sampling_to_proto(params),
             seed=self.seed,
             choice=self.choice,
             traceparent=self.traceparent,
@@ -297,4 +304,6 @@ class RequestStream:
         self.on_submit(session.worker_id)
         request, generated = self.request, self.assembly.token_ids
         token_ids = request.token_ids + generated if generated else request.token_ids
-        return Submission(request.to_record(rid, must_keep=must_keep), token_ids, self, request.deadline)
+        self.assembly.begin_attempt()
+        record = request.to_record(rid, must_keep=must_keep, has_generated=self.assembly.has_generated)
+        return Submission(record, token_ids, self, request.deadline)

@@ -33,9 +33,10 @@ from common.errors import (
     SlowClientError,
     WorkerLostError,
 )
-from common.limits import MAX_UNREAD_TOKENS
+from common.limits import MAX_MESSAGE_LOGPROBS, MAX_UNREAD_TOKENS
 from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
+from router.text.answer_logprobs import AnswerLogprobs, ChunkLogprobs, LogprobGapError
 from router.text.delivered_text import DeliveredText
 
 
@@ -60,12 +61,16 @@ class FinishInfo:
 
 
 class StreamChunk(NamedTuple):
-    """Next piece for the client; `start` in the first part only, `ending` in the last one only."""
+    """Next piece for the client; `start` in the first part only, `ending` in the last one only.
+
+    `logprobs` are those of `token_ids`, whether those are wanted or not, and in the first parts of the prompt.
+    """
 
     text: str
     token_ids: tuple[int, ...]
     start: FirstTokenInfo | None
     ending: FinishInfo | None
+    logprobs: ChunkLogprobs | None = None
 
 
 class Echo(NamedTuple):
@@ -92,6 +97,7 @@ class StreamAssembly:
         delivered_text: part of the text that the client has already, None where there is none.
         echo: the prompt, where the client wants it in front of the answer.
         keeps_special_tokens: True if the detokenizer leaves special tokens in the text.
+        logprobs: takes the logprobs that are wanted; None where there are none.
 
     `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
     prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known; `taken`
@@ -111,6 +117,7 @@ class StreamAssembly:
         delivered_text: DeliveredText | None = None,
         echo: Echo | None = None,
         keeps_special_tokens: bool = False,
+        logprobs: AnswerLogprobs | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.num_tokens = prompt_tokens
@@ -131,6 +138,9 @@ class StreamAssembly:
         self._silent_ends = {wpb.END_REASON_STOP_TOKEN, wpb.END_REASON_EOS}
         if keeps_special_tokens:
             self._silent_ends.remove(wpb.END_REASON_EOS)
+        self._logprobs = logprobs
+        # Tokens that the sequence is given: the prompt, and what the client has already.
+        self._num_given = prompt_tokens
         self._text: list[str] = []
         self._ids: list[int] = []
         self._unread = 0
@@ -146,6 +156,21 @@ class StreamAssembly:
         return len(self.token_ids)
 
     @property
+    def has_generated(self) -> bool:
+        """True if a worker has added to what the answer began with."""
+        return self.num_tokens > self._num_given
+
+    @property
+    def logprob(self) -> float | None:
+        """Sum of the raw logprobs of the answer's tokens; None where they are not wanted."""
+        return None if self._logprobs is None else self._logprobs.total
+
+    @property
+    def has_prompt_logprobs(self) -> bool:
+        """True if logprobs of the prompt have not been handed out."""
+        return self._logprobs is not None and self._logprobs.has_prompt
+
+    @property
     def is_closed(self) -> bool:
         """True if the stream takes no more tokens: it has an ending or has failed."""
         return self._ending is not None or self._error is not None
@@ -155,6 +180,11 @@ class StreamAssembly:
         """The failure of the stream, None without one."""
         return self._error
 
+    def begin_attempt(self) -> None:
+        """Another worker has the request: it sends logprobs of given tokens anew if nothing has been generated."""
+        if self._logprobs is not None and not self.has_generated:
+            self._logprobs.restart()
+
     def begin(self, start: FirstTokenInfo) -> None:
         """Notes what the worker said with the first token. A later attempt's first token is not the stream's."""
         if self.first_token_time is None:
@@ -163,10 +193,27 @@ class StreamAssembly:
     def resume_behind(self, token_ids: Sequence[int]) -> None:
         """Takes tokens that the client has already: they are output for all that follows, and are not sent again."""
         self._deliver(token_ids)
+        self._num_given = self.num_tokens
         self._clear_unread()
 
-    def append(self, first_pos: int, token_ids: Sequence[int], now: float, end: wpb.SequenceEnd | None = None) -> None:
-        """Appends a run of tokens, and the end that came with the last of them.
+    def append_given_logprobs(self, first_pos: int, rows: bytes) -> None:
+        """Takes logprobs of given tokens, which come before the first generated one."""
+        if self._logprobs is None or self.is_closed or self.has_generated:
+            return
+        try:
+            self._logprobs.add_given(first_pos, rows)
+        except LogprobGapError as error:
+            self.fail(self._no_logprobs(error))
+
+    def append(
+        self,
+        first_pos: int,
+        token_ids: Sequence[int],
+        now: float,
+        end: wpb.SequenceEnd | None = None,
+        logprobs: bytes = b"",
+    ) -> None:
+        """Appends a run of tokens with their logprobs, and the end that came with the last of them.
 
         Repeated runs are dropped. Once a stop string matches, `is_closed` turns true and the rest is dropped.
 
@@ -177,15 +224,20 @@ class StreamAssembly:
             return
         if first_pos > self.num_tokens:
             raise GapError(f"tokens at position {first_pos} where {self.num_tokens} were expected")
+        if self._logprobs is not None and not self._has_logprobs(len(token_ids), logprobs):
+            return
         if token_ids:
             if self.first_token_time is None:
                 self.first_token_time = now
             self.last_token_time = now
+            before = self.delivered
             # The token that stops the sequence is not part of its text.
             stopper = end is not None and end.reason in self._silent_ends
             self._deliver(token_ids[:-1] if stopper else token_ids)
             if stopper and not self.is_closed:
                 self._count(token_ids[-1:])
+            if self._logprobs is not None:
+                self._logprobs.add(tuple(token_ids[: self.delivered - before]), logprobs)
             if self._unread > self._max_unread_tokens:
                 self.drop_slow_client()
         if end is not None and not self.is_closed:
@@ -254,16 +306,54 @@ class StreamAssembly:
             raise self._error
         if not self._unread and self._ending is None:
             return None
+        if self._logprobs is not None and (early := self._early_chunk(self._logprobs)) is not None:
+            return early
         part = StreamChunk(
             text="".join(self._text),
             token_ids=tuple(self._ids) if self._return_token_ids else (),
             start=None if self._sent_any else self.start,
             ending=self._ending,
+            logprobs=None if self._logprobs is None else ChunkLogprobs(None, self._logprobs.take()),
         )
         self.taken += self._unread
         self._clear_unread()
         self._sent_any = True
         return part
+
+    def _early_chunk(self, logprobs: AnswerLogprobs) -> StreamChunk | None:
+        """The next part where logprobs are of the prompt, or more than a message takes: the text follows."""
+        prompt = logprobs.take_prompt()
+        if prompt is None and logprobs.num_waiting <= MAX_MESSAGE_LOGPROBS:
+            return None
+        # Ids of an echoed prompt have no logprobs.
+        num_echoed = len(self._ids) - logprobs.num_waiting
+        generated = logprobs.take() if prompt is None else None
+        count = 0 if generated is None else len(generated.token_ids)
+        num_ids = num_echoed + count if count and self._return_token_ids else 0
+        part = StreamChunk(
+            text="",
+            token_ids=tuple(self._ids[:num_ids]),
+            start=None if self._sent_any else self.start,
+            ending=None,
+            logprobs=ChunkLogprobs(prompt, generated),
+        )
+        del self._ids[:num_ids]
+        self.taken += count
+        self._unread -= count
+        self._sent_any = True
+        return part
+
+    def _has_logprobs(self, num_tokens: int, rows: bytes) -> bool:
+        """True if tokens have the logprobs that are wanted; the stream fails if they have not."""
+        assert self._logprobs is not None
+        try:
+            self._logprobs.check(num_tokens, rows)
+        except LogprobGapError as error:
+            self.fail(self._no_logprobs(error))
+        return not self.is_closed
+
+    def _no_logprobs(self, error: LogprobGapError) -> ApiError:
+        return EngineError(f"worker {self.worker_id} sends no logprobs as they are wanted: {error}")
 
     def _deliver(self, token_ids: Sequence[int]) -> None:
         """Counts tokens and turns them into text, one by one where a stop string may end them."""
@@ -347,6 +437,8 @@ class StreamAssembly:
         self._text.clear()
         self._ids.clear()
         self._unread = 0
+        if self._logprobs is not None:
+            self._logprobs.clear()
 
 
 def _error_of(end: wpb.SequenceEnd) -> ApiError:

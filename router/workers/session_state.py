@@ -218,6 +218,9 @@ class SessionState:
         for start in step.starts:
             if sequence := self.live.get(start.rid):
                 sequence.assembly.begin(FirstTokenInfo(start.cached_tokens, start.prefill_us / 1e6))
+        for given in step.given_logprobs:
+            if sequence := self.live.get(given.rid):
+                sequence.assembly.append_given_logprobs(given.first_pos, given.rows)
         ends = {end.rid: end for end in step.ends}
         touched, closed = self._apply_runs(step, ends, now)
         for rid, end in ends.items():
@@ -259,6 +262,7 @@ class SessionState:
         touched: dict[int, LiveSequence] = {}
         closed: dict[int, None] = {}
         live, at = self.live, 0
+        logprobs = {each.rid: each.rows for each in step.logprobs}
         for rid, first_pos, n in zip(rids, positions, counts, strict=True):
             run = token_ids[at : at + n]
             at += n
@@ -272,7 +276,7 @@ class SessionState:
             with_last = end is not None and end.end_pos == first_pos + n and _loss(end, assembly) is None
             if digests and rid in digests:
                 assembly.logit_digests.update(zip(digests[rid].positions, digests[rid].digests, strict=False))
-            assembly.append(first_pos, run, now, end if with_last else None)
+            assembly.append(first_pos, run, now, end if with_last else None, logprobs.get(rid, b""))
             if assembly.is_closed and rid not in ends:
                 closed[rid] = None
         return touched, list(closed)

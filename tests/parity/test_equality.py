@@ -22,6 +22,7 @@ import pytest
 import torch
 
 from common.config import MIXED, PREFILL_FIRST, SCHEDULING_POLICIES, Config
+from common.logprobs import LOGPROBS_KINDS
 from common.sampling_params import SamplingParams
 from common.text.tokenizer import Tokenizer
 from deploy.demo.questions import questions
@@ -37,8 +38,10 @@ from worker.config.model_config import ModelConfig
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
 from worker.engine.executor import PipelinedExecutor
+from worker.engine.prefix_cache import PrefixCache
 from worker.llm_engine import LLMEngine
 from worker.model import model_runner
+from worker.model.logprobs import TokenLogprobsMaker
 from worker.model.model_runner import ModelRunner
 from worker.model.sampler import Sampler
 
@@ -52,6 +55,9 @@ MAX_STEPS = 3_000
 BUDGETS = (20, 48, 512)
 # One for each combination of switches; every second pool is tight, and small blocks fill it best.
 BLOCK_SIZES = (16, 1, 32, 16, 32, 1, 16, 1)
+
+# What answers say of logprobs, where they are asked to.
+LOGPROBS = ("logprobs", "logprob", "prompt_logprobs")
 
 Key = tuple[str, int]
 
@@ -114,9 +120,10 @@ def texts() -> list[list[int]]:
 
 def workload(number: int) -> dict[str, Request]:
     """Requests by id: prompts with common beginnings, every kind of sampling, arrivals while others run, aborts."""
-    rnd = random.Random(number)
+    rnd, logprobs = random.Random(number), random.Random(f"logprobs {number}")
     beginnings = [[], *(rnd.choice(texts())[:n] for n in (16, 37, 48))]
-    return {f"{number}-{i}": _request(rnd, rnd.choice(beginnings)) for i in range(5)}
+    requests = {f"{number}-{i}": _request(rnd, rnd.choice(beginnings)) for i in range(5)}
+    return {name: _with_logprobs(logprobs, request) for name, request in requests.items()}
 
 
 def _request(rnd: random.Random, beginning: list[int]) -> Request:
@@ -132,6 +139,18 @@ def _request(rnd: random.Random, beginning: list[int]) -> Request:
         **_sampling(rnd),
     )
     return Request(prompt, params, arrives, leaves)
+
+
+def _with_logprobs(rnd: random.Random, request: Request) -> Request:
+    """With or without logprobs, of either kind, of generated and of given tokens."""
+    asked: dict[str, Any] = {}
+    if rnd.random() < 0.4:
+        asked |= {"logprobs": rnd.choice([0, 3, 20]), "logprobs_kind": rnd.choice(LOGPROBS_KINDS)}
+    if rnd.random() < 0.4:
+        asked |= {"prompt_logprobs": rnd.choice([0, 2]), "prompt_logprobs_start": rnd.randint(1, len(request.prompt))}
+    if asked and rnd.random() < 0.5:
+        asked["logprob_token_ids"] = tuple(rnd.sample(range(5, 1000), rnd.choice([1, 3])))
+    return replace(request, params=replace(request.params, **asked))
 
 
 def _sampling(rnd: random.Random) -> dict[str, Any]:
@@ -239,10 +258,18 @@ def check(number: int, setting: Setting, runner: ModelRunner | None = None) -> C
         if answer["finish_reason"] == "aborted":
             whole = expected[key]["token_ids"]
             assert answer["token_ids"] == whole[: len(answer["token_ids"])], (number, setting, key)
+            for name in {"logprobs", "prompt_logprobs"} & answer.keys():
+                assert answer[name] == expected[key][name][: len(answer[name])], (number, setting, key, name)
             watched.seen["aborted"] += 1
         else:
-            names = ("token_ids", "text", "finish_reason")
-            assert [answer[name] for name in names] == [expected[key][name] for name in names], (number, setting, key)
+            names = ("token_ids", "text", "finish_reason", *LOGPROBS)
+            assert [answer.get(name) for name in names] == [expected[key].get(name) for name in names], (
+                number,
+                setting,
+                key,
+            )
+            watched.seen["prompt logprobs"] += bool(answer.get("prompt_logprobs"))
+            watched.seen["logprobs"] += bool(answer.get("logprobs"))
     return watched.seen
 
 
@@ -274,6 +301,8 @@ def test_streams_are_those_of_each_sequence_alone(policy: str, budget: int, kern
     assert late > 0
     assert seen["launched ahead"] > 0
     assert seen["aborted"] > 0
+    assert seen["prompt logprobs"] > 0
+    assert seen["logprobs"] > 0
     assert (seen["prompts and decodes in one step"] > 0) == (policy == MIXED)
     assert (seen["chunks"] > 0) == (budget < MODEL_LEN)
 
@@ -321,6 +350,10 @@ MUTANTS = [
     Mutant("the neighbour's token", Sampler, "with_late_tokens", "self.last.place[batch.req_ids[i]]", "0"),
     # A block that can be found before its last slot is written, and the token of a chunk's last row.
     Mutant("t20", BlockManager, "publish", "seq.num_computed_tokens", "seq.num_tokens"),
+    Mutant("logprobs of a prompt from the cache", PrefixCache, "_hittable", "seq.num_reusable_tokens",
+           "(seq.num_tokens - 1)"),
+    Mutant("logprobs of what sampling has changed", TokenLogprobsMaker, "sampled", "asked.raw",
+           "logits[asked.places]"),
     *(mutant for mutant in TRAPS if mutant.trap == "t31"),
 ]  # fmt: skip
 

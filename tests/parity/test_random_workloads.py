@@ -120,16 +120,16 @@ class Recorder(ModelRunner):
         self.batch = batch
         return super().forward(batch)
 
-    def run_model(self, step: ModelInput) -> torch.Tensor:
-        logits = super().run_model(step)
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        logits = super()._logits(states)
         self.record(logits)
         return logits
 
-    def _final_states(self, step: ModelInput) -> torch.Tensor:
-        states = super()._final_states(step)
+    def _states(self, step: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        final, before_targets = super()._states(step)
         if self.batch.is_greedy:
-            self.record(self.model.compute_logits(states))
-        return states
+            self.record(self.model.compute_logits(final))
+        return final, before_targets
 
     def record(self, logits: torch.Tensor) -> None:
         batch, known = self.batch, logits[:, : self.sampled_ids].numpy()

@@ -101,7 +101,7 @@ MUTANTS = [
     Mutant(
         "t01", PromptFiller, "_admit", "self._chunk(seq.num_tokens - start, step)", "self._chunk(seq.num_tokens, step)"
     ),
-    Mutant("t02", PrefixCache, "_hittable", "(seq.num_tokens - 1)", "seq.num_tokens"),
+    Mutant("t02", PrefixCache, "_hittable", "seq.num_reusable_tokens", "seq.num_tokens"),
     Mutant("t03", BlockManager, "can_allocate", "seq.num_blocks - in_use", "seq.num_blocks"),
     Mutant("t03", BlockManager, "can_allocate", "seq.num_blocks - in_use", "seq.num_blocks - len(cached)"),
     Mutant("t04", PromptFiller, "_chunk", "return step.budget if", "return 0 if"),

@@ -80,6 +80,7 @@ _COLUMNS: Final = (
     "seeds",
     "choices",
     "digested",
+    "logprob_params",
 )
 
 
@@ -145,6 +146,17 @@ class SequenceColumns:
         return {i: (s.logits_every, s.num_prompt_tokens) for i, s in enumerate(self.rows) if s.logits_every}
 
     @cached_property
+    def logprob_params(self) -> dict[int, SamplingParams]:
+        """Parameters of the sequences that want logprobs, of generated or of given tokens, by their places."""
+        asked = ((i, s.sampling_params) for i, s in enumerate(self.rows))
+        return {i: p for i, p in asked if p.wants_logprobs}
+
+    @cached_property
+    def samples_logprobs(self) -> bool:
+        """True if logprobs of generated tokens are wanted."""
+        return any(params.logprobs is not None for params in self.logprob_params.values())
+
+    @cached_property
     def steered(self) -> list[tuple[int, Sequence]]:
         """Places of the rows whose logits penalties or masks may change."""
         return [(i, s) for i, s in enumerate(self.rows) if s.steered_until > s.num_prompt_tokens]
@@ -156,6 +168,7 @@ _FIELDS: Final = (
     "is_plain_decode",
     "from_last_output",
     "is_final",
+    "targets",
     "total_tokens_num",
     "total_tokens_num_prefill",
     "total_tokens_num_decode",
@@ -176,6 +189,9 @@ class ScheduledBatch:
      Sequence i computes `scheduled_tokens[i]` = `token_ids[num_computed_tokens[i] : context_lens[i]]`, with
      `context_lens[i] = num_computed_tokens[i] + num_scheduled_tokens[i]`. `is_final[i]` says that the step reaches the
      sequence's last token, so that its logits row is sampled; the rows of other chunks are not.
+
+     `targets` has, for sequences that want logprobs of given tokens, the tokens whose logits the step computes: those
+     that follow the sequence's last rows, but for its final one, in order.
 
      Draft tokens to be verified follow the last token, in `scheduled_tokens` too. Deferred output: a row with
      `from_last_output[i]` was scheduled before its one token was there; `scheduled_tokens[i]` is empty, and the runner
@@ -277,6 +293,7 @@ class ScheduledBatch:
         self.is_final = [True] * len(rows)
         self._last_tokens = [s.token_ids[-1] for s in rows]
         self.from_last_output = [s.num_placeholder > 0 for s in rows]
+        self.targets: dict[int, list[int]] = {}
 
     def _take_rows(self, rows: list[Sequence]) -> None:
         """Any number of tokens of each row, and its drafts."""
@@ -285,6 +302,15 @@ class ScheduledBatch:
         self.scheduled_tokens = [s.token_ids[start:end] + drafts.get(s.id, []) for s, start, end in spans]
         self.from_last_output = [start >= len(s.token_ids) for s, start, _ in spans]
         self.is_final = [end >= len(s.token_ids) + s.num_placeholder for s, _, end in spans]
+        asked = {i: self._targets(*spans[i]) for i in self._columns.logprob_params}
+        self.targets = {i: targets for i, targets in asked.items() if targets}
+
+    @staticmethod
+    def _targets(seq: Sequence, start: int, end: int) -> list[int]:
+        """Given tokens whose logits rows [start, end) of a sequence are, as far as their logprobs are wanted."""
+        if seq.logprobs_from > seq.num_given_tokens:
+            return []
+        return seq.token_ids[max(start + 1, int(seq.logprobs_from)) : min(end + 1, seq.num_given_tokens)]
 
     @cached_property
     def context_lens(self) -> list[int]:
@@ -314,8 +340,9 @@ class ScheduledBatch:
 
     @property
     def is_greedy(self) -> bool:
-        """True if every row takes its most likely token, nothing changes the logits before, and nobody digests them."""
-        return self._columns.is_greedy and not self.histories and not self.digested
+        """True if every row takes its most likely token, and nobody changes, digests or weighs the logits."""
+        is_greedy = self._columns.is_greedy and not self._columns.samples_logprobs
+        return is_greedy and not self.histories and not self.digested
 
     @cached_property
     def digested(self) -> list[int]:
@@ -327,6 +354,11 @@ class ScheduledBatch:
         """True if the logits are digested that the token of row i at an absolute position is drawn from."""
         every, begin = self._columns.digested.get(i, (0, 0))
         return every > 0 and (position - begin) % every == 0
+
+    @property
+    def logprob_params(self) -> dict[int, SamplingParams]:
+        """Parameters of the rows that want logprobs, of generated or of given tokens."""
+        return self._columns.logprob_params
 
     @property
     def top_ks(self) -> list[int]:
@@ -387,11 +419,16 @@ class ScheduledBatchOutput:
     A sequence ends at NO_TOKEN, which stands for the token of a row of logits that are no numbers. Of n drafts that
     were verified a sequence has accepted those in front of the last token: 0 to n. `draft_token_ids` are for its next
     step. `logit_digests` has those of the rows that ask for them, by sequence and by absolute position of the token.
+
+    `logprobs` has rows (common/logprob_rows.py) of the tokens of the sequences that want them, NO_TOKEN's
+    without meaning; `target_logprobs` has those of `ScheduledBatch.targets`. None where there are none.
     """
 
     token_ids: dict[int, tuple[int, ...]]
     draft_token_ids: dict[int, list[int]] | None = None
     logit_digests: dict[int, dict[int, int]] | None = None
+    logprobs: dict[int, bytes] | None = None
+    target_logprobs: dict[int, bytes] | None = None
 
     @property
     def req_ids(self) -> list[int]:

@@ -8,6 +8,7 @@ Invariants:
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from typing import Final
@@ -15,7 +16,7 @@ from typing import Final
 from kernels.no_token import NO_TOKEN
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.lifecycle import Lifecycle
-from worker.engine.outputs import RequestOutput
+from worker.engine.outputs import GivenLogprobs, RequestOutput
 from worker.engine.sequence import EndReason, Sequence, SequenceStatus
 from worker.engine.spec_stats import SpecStats
 from worker.engine.step import Step
@@ -66,11 +67,14 @@ class Landing:
         if batch.is_plain_decode:
             self._land_decodes(seqs, batch, fwd_output, finished, now)
             return finished
-        drafts = fwd_output.draft_token_ids or {}
+        drafts, logprobs = fwd_output.draft_token_ids or {}, fwd_output.logprobs or {}
+        given = self._given_logprobs(batch, fwd_output.target_logprobs or {})
         for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
             verified = batch.scheduled_spec_decode_tokens.get(seq.id)
             token_ids = fwd_output.token_ids.get(seq.id, ())
-            self._land(seq, num_scheduled, final, token_ids, verified, finished, now)
+            if seq.id in given:
+                self._land_given(seq, *given[seq.id])
+            self._land(seq, num_scheduled, final, token_ids, verified, finished, now, logprobs.get(seq.id, b""))
             if seq.status is SequenceStatus.RUNNING:
                 seq.spec_token_ids = drafts.get(seq.id, [])
         return finished
@@ -94,13 +98,15 @@ class Landing:
     ) -> None:
         """`_land` for a step of single decoded tokens, whose plain cases are written out: they are nearly all."""
         outputs, token_ids, running = self._lifecycle.outputs, fwd_output.token_ids, SequenceStatus.RUNNING
+        logprobs = fwd_output.logprobs or {}
         num_others = 0
         for seq in seqs:
             sampled = token_ids.get(seq.id, ())
             # A prompt's last token that was discarded alone comes as a decode, and brings the first token.
-            if seq.status is not running or len(sampled) != 1 or seq.first_token_time is None or sampled[0] < 0:
+            is_plain = seq.status is running and len(sampled) == 1 and seq.first_token_time is not None
+            if not is_plain or sampled[0] < 0 or seq.id in logprobs:
                 num_others += 1
-                self._land(seq, 1, True, sampled, None, finished, now)
+                self._land(seq, 1, True, sampled, None, finished, now, logprobs.get(seq.id, b""))
                 continue
             token_id = sampled[0]
             seq.num_inflight_tokens -= 1
@@ -135,6 +141,7 @@ class Landing:
         verified: list[int] | None,
         finished: list[Sequence],
         now: float,
+        logprobs: bytes = b"",
     ) -> None:
         """Takes what a step has computed of one sequence, with the drafts that it has verified."""
         if seq.is_finished:
@@ -155,13 +162,34 @@ class Landing:
             # Chunks before this step have been published, and none of them has given a number.
             self._blocks.forget_unproved(seq)
         is_first = had_none and bool(taken)
+        if logprobs:
+            logprobs = logprobs[: len(taken) * (len(logprobs) // len(token_ids))]
         if stop is not None:
             self._lifecycle.end(seq, stop, now)
             finished.append(seq)
             message = _NOT_A_NUMBER_MESSAGE if stop is _NOT_A_NUMBER else ""
-            self._lifecycle.emit_end(seq, taken, stop, is_first=is_first, message=message)
+            self._lifecycle.emit_end(seq, taken, stop, is_first=is_first, message=message, logprobs=logprobs)
         elif taken:
-            self._lifecycle.emit(seq, taken, is_first=is_first)
+            self._lifecycle.emit(seq, taken, is_first=is_first, logprobs=logprobs)
+
+    @staticmethod
+    def _given_logprobs(batch: ScheduledBatch, rows: dict[int, bytes]) -> dict[int, tuple[int, int, bytes]]:
+        """By sequence, the first and the last position whose given token's logprob has come, and the rows."""
+        given = {}
+        for i, targets in batch.targets.items():
+            # The target of the row that samples is not given yet.
+            last = batch.context_lens[i] - batch.is_final[i]
+            given[batch.req_ids[i]] = (last + 1 - len(targets), last, rows[batch.req_ids[i]])
+        return given
+
+    def _land_given(self, seq: Sequence, first: int, last: int, rows: bytes) -> None:
+        """Puts out logprobs of given tokens, but for those that have come before a preemption."""
+        if seq.is_finished or last < seq.logprobs_from:
+            return
+        width = len(rows) // (last + 1 - first)
+        begin = int(seq.logprobs_from)
+        seq.logprobs_from = last + 1 if last + 1 < seq.num_given_tokens else math.inf
+        self._lifecycle.emit_given(seq, GivenLogprobs(begin, width, rows[(begin - first) * width :]))
 
     def _append(self, seq: Sequence, token_ids: tuple[int, ...], now: float) -> tuple[list[int], Stop | None]:
         """Appends tokens one by one up to a stop; those behind it count nowhere. Those appended, and the stop."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 from common.telemetry.tracing import DecodeWork
 from worker.engine.batch import SequenceColumns
 from worker.engine.block_manager import BlockManager
-from worker.engine.outputs import End, RequestOutput, Start, Totals, sequence_times
+from worker.engine.outputs import End, GivenLogprobs, RequestOutput, Start, Totals, sequence_times
 from worker.engine.sequence import Sequence, SequenceStatus
 from worker.engine.sequence_queue import SequenceQueue, SequenceSet
 from worker.engine.step import StepLimits
@@ -111,19 +111,31 @@ class Lifecycle:
         seq.leave_time = now
         seq.leave_reason = stop.leave_reason
 
-    def emit(self, seq: Sequence, token_ids: list[int], *, is_first: bool = False) -> None:
+    def emit(self, seq: Sequence, token_ids: list[int], *, is_first: bool = False, logprobs: bytes = b"") -> None:
         """Puts out new tokens of a sequence, `is_first` if it had none in this attempt."""
-        output = RequestOutput(seq.id, token_ids, first_pos=seq.num_tokens - len(token_ids))
+        output = RequestOutput(seq.id, token_ids, first_pos=seq.num_tokens - len(token_ids), logprobs=logprobs)
         self.totals.generated_tokens += len(token_ids)
         if is_first:
             output.start = self._begin(seq)
         self._put_out(seq, output)
 
+    def emit_given(self, seq: Sequence, given: GivenLogprobs) -> None:
+        """Puts out logprobs of given tokens."""
+        self._put_out(seq, RequestOutput(seq.id, [], first_pos=seq.num_tokens, given=given))
+
     def emit_end(
-        self, seq: Sequence, token_ids: list[int], stop: Stop, *, is_first: bool = False, message: str = ""
+        self,
+        seq: Sequence,
+        token_ids: list[int],
+        stop: Stop,
+        *,
+        is_first: bool = False,
+        message: str = "",
+        logprobs: bytes = b"",
     ) -> None:
         """Puts out the last tokens of a sequence that `end` has ended with this stop."""
-        output = RequestOutput(seq.id, token_ids, True, stop.leave_reason, seq.num_tokens - len(token_ids))
+        first_pos = seq.num_tokens - len(token_ids)
+        output = RequestOutput(seq.id, token_ids, True, stop.leave_reason, first_pos, logprobs=logprobs)
         self.totals.generated_tokens += len(token_ids)
         if is_first:
             output.start = self._begin(seq)

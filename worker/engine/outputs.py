@@ -42,6 +42,15 @@ class End:
     times: SequenceTimes | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class GivenLogprobs:
+    """Rows of logprobs (common/logprob_rows.py), `width` bytes each, of given tokens from position `first_pos` on."""
+
+    first_pos: int
+    width: int
+    rows: bytes
+
+
 @dataclass(slots=True)
 class RequestOutput:
     """Effect of one step on one sequence.
@@ -52,6 +61,8 @@ class RequestOutput:
         finished: True with its last output.
         finish_reason: one of `eos`, `max_tokens`, `stop_sequence`, `stop_{token_id}`, `aborted`, `not_a_number`.
         first_pos: absolute position of the first new token.
+        logprobs: a row for each new token (common/logprob_rows.py), where they are wanted.
+        given: logprobs of given tokens, where they are wanted; before any new token.
         start: with the first tokens of this attempt.
         end: with its last output.
         logit_digests: of the logits that tokens were drawn from, by their absolute position, where that is asked for.
@@ -65,6 +76,8 @@ class RequestOutput:
     start: Start | None = None
     end: End | None = None
     logit_digests: dict[int, int] | None = None
+    logprobs: bytes = b""
+    given: GivenLogprobs | None = None
 
     @property
     def end_reason(self) -> EndReason | None:

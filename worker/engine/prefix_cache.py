@@ -136,8 +136,7 @@ class PrefixCache:
     # Cached blocks.
 
     def cached_blocks(self, seq: Sequence) -> list[int]:
-        """The longest cached prefix of a sequence without blocks, as block ids. Never its last token, which must be
-        computed for its logits."""
+        """The longest cached prefix of a sequence without blocks, as block ids, as far as it may be used again."""
         if not self._is_on:
             return []
         found: list[int] = []
@@ -203,4 +202,4 @@ class PrefixCache:
         return [b.hash for b in self._blocks if b.hash is not None and b.depth % GRANULE_BLOCKS == 0]
 
     def _hittable(self, seq: Sequence) -> int:
-        return (seq.num_tokens - 1) // self._block_size
+        return seq.num_reusable_tokens // self._block_size

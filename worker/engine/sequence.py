@@ -110,6 +110,7 @@ class Sequence:
         "leave_time",
         "length_limit",
         "logits_every",
+        "logprobs_from",
         "may_grow",
         "may_return",
         "num_cached_tokens",
@@ -176,6 +177,9 @@ class Sequence:
         self.stream_callback = stream_callback
         # Tokens that it came with: the prompt, and the output of earlier attempts.
         self.num_given_tokens = len(self.token_ids)
+        # The first position whose token is given and whose logprob is still wanted: what is before it may be cached.
+        wants_known = params.prompt_logprobs is not None and params.prompt_logprobs_start < len(self.token_ids)
+        self.logprobs_from: float = params.prompt_logprobs_start if wants_known else math.inf
         self.seed = seed
         self.choice = choice
         self.hash_root = hash_root
@@ -228,6 +232,12 @@ class Sequence:
     def next_position(self) -> int:
         """The first position that no step computes or has computed."""
         return self.num_computed_tokens + self.num_inflight_tokens
+
+    @property
+    def num_reusable_tokens(self) -> int:
+        """Tokens that may come from the prefix cache: not the last one, nor those whose logits say how likely a given
+        token is."""
+        return int(min(len(self.token_ids), self.logprobs_from)) - 1
 
     @property
     def num_blocks(self) -> int:

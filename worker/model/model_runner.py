@@ -56,6 +56,7 @@ class ModelInput:
         context: positions and counts.
         metadata: what attention needs, with its plan.
         final_rows: int64 [F], rows whose logits are sampled, in batch order.
+        target_rows: int64 [G], rows whose logits say how likely `ScheduledBatch.targets` are, in their order.
         is_captured: whether a captured step runs it, which has a plan of its own; all rows are final.
     """
 
@@ -63,6 +64,7 @@ class ModelInput:
     context: Context
     metadata: AttentionMetaData
     final_rows: torch.Tensor
+    target_rows: torch.Tensor
     is_captured: bool
 
 
@@ -243,14 +245,19 @@ class ModelRunner:
         if not batch.req_ids:
             return lambda: ScheduledBatchOutput({})
         step = self.prepare_model(batch)
-        digests = None
-        if batch.is_greedy:
-            ids = self._greedy(step)
-        else:
-            logits = self.run_model(step)
-            digests = self.sampler.digests(batch, logits)
-            ids = self.sampler.sample(batch, logits)
-        last = self.sampler.keep([batch.req_ids[i] for i in final_sequences(batch).tolist()], ids, digests)
+        digests, logprobs = None, None
+        with torch.inference_mode():
+            final, before_targets = self._states(step)
+            given = self.sampler.given_logprobs(batch, lambda rows: self._logits(before_targets[rows]))
+            if batch.is_greedy:
+                # The tokens that sampling would find in the logits of greedy rows, which are not made.
+                ids = self.model.greedy(final, self.sampled_ids)
+            else:
+                logits = self._logits(final)
+                digests = self.sampler.digests(batch, logits)
+                ids, logprobs = self.sampler.draw(batch, logits)
+        seq_ids = [batch.req_ids[i] for i in final_sequences(batch).tolist()]
+        last = self.sampler.keep(seq_ids, ids, digests, logprobs, given)
         return lambda: last.output
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
@@ -269,12 +276,13 @@ class ModelRunner:
         tables = self._tables[batch.is_plain_decode].of_step(batch.tables, needed)
         blocks, offsets = np.divmod(positions, self.config.kv_cache_block_size)
         final_rows = ends[np.array(batch.is_final, np.bool_)] - 1
+        target_rows = _target_rows(batch, ends)
         metadata = AttentionMetaData(
             cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), ends)),
             seq_lens=starts + lengths,
             block_tables=tables,
             slot_mapping=tables[rows, blocks] * self.config.kv_cache_block_size + offsets,
-            wanted_rows=final_rows,
+            wanted_rows=np.union1d(final_rows, target_rows) if len(target_rows) else final_rows,
         )
         captured = self._graphs is not None and batch.is_plain_decode and self._graphs.fits(len(lengths))
         if not captured:
@@ -283,29 +291,30 @@ class ModelRunner:
         padded = -(-total // multiple) * multiple
         given = np.zeros((2, padded), np.int64)
         given[0, :total], given[1, :total] = batch.known_token_ids, positions
-        inputs = to_device(np.concatenate((given.ravel(), final_rows)), self.kernels.device)
+        inputs = to_device(np.concatenate((given.ravel(), final_rows, target_rows)), self.kernels.device)
         token_ids = self.sampler.with_late_tokens(batch, inputs[:padded], ends - lengths)
         context = Context(inputs[padded : 2 * padded], batch.total_seqs_num_prefill, len(lengths), padded)
-        return ModelInput(token_ids, context, metadata, inputs[2 * padded :], captured)
+        wanted, count = inputs[2 * padded :], len(final_rows)
+        return ModelInput(token_ids, context, metadata, wanted[:count], wanted[count:], captured)
 
     @torch.inference_mode()
     def run_model(self, step: ModelInput) -> torch.Tensor:
         """float32 logits [F, V] of the final rows; -inf for ids that the tokenizer does not have."""
-        logits = self.model.compute_logits(self._final_states(step))
+        return self._logits(self._states(step)[0])
+
+    def _logits(self, states: torch.Tensor) -> torch.Tensor:
+        logits = self.model.compute_logits(states)
         logits[:, self.sampled_ids :] = -torch.inf
         return logits
 
-    @torch.inference_mode()
-    def _greedy(self, step: ModelInput) -> torch.Tensor:
-        """int64 [F]: the tokens that `postprocess` would find in the logits of greedy rows, which are not made."""
-        return self.model.greedy(self._final_states(step), self.sampled_ids)
-
-    def _final_states(self, step: ModelInput) -> torch.Tensor:
-        """Hidden states [F, H] of the final rows."""
+    def _states(self, step: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden states [F, H] of the final rows, and [G, H] of those before targets."""
         if step.is_captured:
             assert self._graphs is not None
-            return self._graphs.run(step.token_ids, step.context.positions, step.metadata)
-        return self._hidden(step.token_ids, step.metadata, step.context).index_select(0, step.final_rows)
+            hidden = self._graphs.run(step.token_ids, step.context.positions, step.metadata)
+            return hidden, hidden[:0]
+        hidden = self._hidden(step.token_ids, step.metadata, step.context)
+        return hidden.index_select(0, step.final_rows), hidden.index_select(0, step.target_rows)
 
     def _hidden(self, token_ids: torch.Tensor, metadata: AttentionMetaData, context: Context) -> torch.Tensor:
         """Hidden states [T, H]."""
@@ -342,6 +351,16 @@ class ModelRunner:
         return ScheduledBatchOutput(
             {batch.req_ids[i]: (token,) for i, token in zip(final_sequences(batch).tolist(), tokens, strict=True)}
         )
+
+
+def _target_rows(batch: ScheduledBatch, ends: Ints) -> Ints:
+    """int64 [G]: rows before `batch.targets`, in their order; the sequences' rows end at `ends`."""
+    runs = [
+        np.arange(end - len(targets), end)
+        for i, targets in batch.targets.items()
+        for end in [int(ends[i]) - batch.is_final[i]]
+    ]
+    return np.concatenate(runs) if runs else np.zeros(0, np.int64)
 
 
 def _sampled_ids(folder: str, model_config: ModelConfig) -> int:

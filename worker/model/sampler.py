@@ -5,8 +5,11 @@ A step may be launched before the tokens of the one before it have come to the h
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable
+from collections.abc import Sequence as Many
 from functools import cached_property
+from itertools import chain
 from typing import TypeAlias
 
 import numpy as np
@@ -21,6 +24,7 @@ from kernels.upload import to_device
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
 from worker.model.logit_adjustments import SeenTokens
 from worker.model.logit_masks import LogitMasks
+from worker.model.logprobs import LOGIT_ROWS, Rows, TokenLogprobsMaker
 
 Ints = npt.NDArray[np.int64]
 # Waits for digests of logits, by sequence and by position of the token.
@@ -35,6 +39,8 @@ class SampledTokens:
         ids: int64 [F], on the device.
         fetched: waits for them on the host.
         digests: waits for those of logits; None where nobody asks for any.
+        logprobs: waits for the rows of their logprobs; None where nobody wants any.
+        given: waits for those of given tokens, each of some sequences.
     """
 
     def __init__(
@@ -43,11 +49,15 @@ class SampledTokens:
         ids: torch.Tensor,
         fetched: Callable[[], list[int]],
         digests: Digests | None = None,
+        logprobs: Rows | None = None,
+        given: Many[Rows] = (),
     ) -> None:
         self.ids = ids
         self._digests = digests
         self.place = {seq_id: i for i, seq_id in enumerate(seq_ids)}
         self._fetched = fetched
+        self._logprobs = logprobs
+        self._given = given
 
     @cached_property
     def output(self) -> ScheduledBatchOutput:
@@ -55,6 +65,10 @@ class SampledTokens:
         output = ScheduledBatchOutput({seq: (token,) for seq, token in zip(self.place, self._fetched(), strict=True)})
         if self._digests is not None:
             output.logit_digests = self._digests()
+        if self._logprobs is not None:
+            output.logprobs = self._logprobs()
+        if self._given:
+            output.target_logprobs = dict(chain.from_iterable(rows().items() for rows in self._given))
         return output
 
 
@@ -78,6 +92,7 @@ class Sampler:
         self._fetches = fetches
         self._seen = SeenTokens()
         self._masks = LogitMasks(eos_token_ids)
+        self._logprobs = TokenLogprobsMaker(kernels.sampling, kernels.device)
         self.waits_for_tokens = kernels.device.type != "cpu"
         self.last = self.keep([], self.no_ids())
 
@@ -85,10 +100,17 @@ class Sampler:
         """int64 [0]: the tokens of a step without final rows."""
         return torch.zeros(0, dtype=torch.int64, device=self._kernels.device)
 
-    def keep(self, seq_ids: list[int], ids: torch.Tensor, digests: Digests | None = None) -> SampledTokens:
-        """Notes what a step has sampled, for the next one."""
+    def keep(
+        self,
+        seq_ids: list[int],
+        ids: torch.Tensor,
+        digests: Digests | None = None,
+        logprobs: Rows | None = None,
+        given: Many[Rows] = (),
+    ) -> SampledTokens:
+        """Notes what a step has sampled, for the next one, and what is to be put out with it."""
         fetched = self._sampling.fetch(ids) if self._fetches else ids.tolist
-        self.last = SampledTokens(seq_ids, ids, fetched, digests)
+        self.last = SampledTokens(seq_ids, ids, fetched, digests, logprobs, given)
         return self.last
 
     def digests(self, batch: ScheduledBatch, logits: torch.Tensor) -> Digests | None:
@@ -110,6 +132,26 @@ class Sampler:
             seq_id: {position: xxhash.xxh3_64_intdigest(row.data)}
             for (seq_id, position), row in zip(keys, copied.cpu().numpy(), strict=True)
         }
+
+    def given_logprobs(self, batch: ScheduledBatch, logits: Callable[[slice], torch.Tensor]) -> list[Rows]:
+        """Begins the logprobs of `batch.targets`, on the rank that answers.
+
+        Args:
+            batch: whose.
+            logits: float32 logits of some of the rows before the targets, in order; the other ranks compute them too.
+        """
+        begun: list[Rows] = []
+        first = 0
+        for i, targets in batch.targets.items():
+            starts = range(0, len(targets), LOGIT_ROWS)
+            runs = [(first + start, targets[start : start + LOGIT_ROWS]) for start in starts]
+            first += len(targets)
+            parts = ((logits(slice(start, start + len(run))), run) for start, run in runs)
+            if self._fetches:
+                begun.append(self._logprobs.given(batch.req_ids[i], batch.logprob_params[i], parts))
+            else:
+                deque(parts, maxlen=0)
+        return begun
 
     def with_late_tokens(self, batch: ScheduledBatch, token_ids: torch.Tensor, starts: Ints) -> torch.Tensor:
         """`token_ids` with those that the last step has sampled, which never leave the device for it.
@@ -150,6 +192,21 @@ class Sampler:
         """int64 [R], on the device: the last step's tokens at these places, NO_TOKEN where there is no place."""
         there = to_device(np.array(places, np.int64), self._kernels.device)
         return torch.where(there < 0, NO_TOKEN, self.last.ids.index_select(0, there.clamp(min=0)))
+
+    def draw(self, batch: ScheduledBatch, logits: torch.Tensor) -> tuple[torch.Tensor, Rows | None]:
+        """`sample`, and the rows of logprobs that are wanted of the tokens, on the rank that answers."""
+        if not (self._fetches and batch.columns.samples_logprobs):
+            return self.sample(batch, logits), None
+        rows = {
+            row: (batch.req_ids[i], batch.logprob_params[i])
+            for row, i in enumerate(final_sequences(batch).tolist())
+            if i in batch.logprob_params and batch.logprob_params[i].logprobs is not None
+        }
+        if not rows:
+            return self.sample(batch, logits), None
+        asked = self._logprobs.ask(rows, logits)
+        ids = self.sample(batch, logits)
+        return ids, self._logprobs.sampled(asked, logits, ids)
 
     @torch.inference_mode()
     def sample(self, batch: ScheduledBatch, logits: torch.Tensor) -> torch.Tensor:

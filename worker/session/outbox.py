@@ -6,6 +6,7 @@ that breaks loses what is on its way: the tokens stay here, and `rewind` sends t
   * Whatever the interleaving of steps and takes, the frames deliver each token once and in order (S2); after a rewind,
     from where the router says.
   * An end is in the frame of its sequence's last token, or alone when all tokens have gone before (S3).
+  * A token's logprobs are in its frame; those of given tokens go before the first token, and again with it.
   * A frame holds at most MAX_FRAME_TOKENS tokens and MAX_FRAME_BYTES bytes (S8); whoever has waited longest is first.
   * What is held is bounded by the tokens of the router's live sequences, and by MAX_TAILS sequences and MAX_TAIL_TOKENS
     tokens of ended ones that have been sent whole (S6): the oldest of those goes first, and is then unknown.
@@ -20,12 +21,14 @@ from dataclasses import dataclass, field
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_TAIL_TOKENS, MAX_TAILS
-from worker.engine.outputs import RequestOutput
+from worker.engine.outputs import GivenLogprobs, RequestOutput
 from worker.session.output_protos import end_proto, start_proto
 
-# Upper bounds of encoded sizes: the frame's own fields with its load; one run with its start; a varint.
+# Upper bounds of encoded sizes: the frame's own fields with its load; one run with its start; a varint; rows of
+# logprobs but for the rows.
 _FRAME_BYTES = 1024
 _RUN_BYTES = 96
+_ROWS_BYTES = 32
 _TOKEN_BYTES = 5
 _DIGEST_BYTES = 13
 _RID_BYTES = 11
@@ -33,7 +36,8 @@ _RID_BYTES = 11
 
 @dataclass(slots=True)
 class _Run:
-    """The tokens of one sequence from absolute position `first_pos` on, of which `sent` have gone out."""
+    """The tokens of one sequence from absolute position `first_pos` on, of which `sent` have gone out, and their
+    logprobs, `width` bytes each; likewise of given tokens from `given_pos` on, in bytes."""
 
     first_pos: int
     token_ids: array[int] = field(default_factory=lambda: array("I"))
@@ -42,10 +46,27 @@ class _Run:
     end: wpb.SequenceEnd | None = None
     # Of logits, by absolute position of the token.
     digests: dict[int, int] = field(default_factory=dict)
+    logprobs: bytearray = field(default_factory=bytearray)
+    width: int = 0
+    given: bytearray = field(default_factory=bytearray)
+    given_pos: int = 0
+    given_width: int = 0
+    given_sent: int = 0
 
     @property
     def end_pos(self) -> int:
         return self.first_pos + len(self.token_ids)
+
+    def add_given(self, given: GivenLogprobs) -> None:
+        """Takes further logprobs of given tokens, which come in order."""
+        if not self.given:
+            self.given_pos, self.given_width = given.first_pos, given.width
+        self.given += given.rows
+
+    @property
+    def weight(self) -> int:
+        """Tokens that it takes the memory of."""
+        return len(self.token_ids) + (len(self.logprobs) + len(self.given)) // _TOKEN_BYTES
 
 
 @dataclass(slots=True)
@@ -107,6 +128,11 @@ class Outbox:
         run.token_ids.extend(output.output_tokens)
         if output.logit_digests:
             run.digests.update(output.logit_digests)
+        if output.logprobs:
+            run.width = len(output.logprobs) // len(output.output_tokens)
+            run.logprobs += output.logprobs
+        if output.given is not None:
+            run.add_given(output.given)
         if output.start is not None:
             run.start = start_proto(rid, output.start)
         if output.end is not None:
@@ -121,7 +147,9 @@ class Outbox:
         if rid in self._tails:
             self._leave_tails(rid)
         run.sent = have - run.first_pos
-        if run.end is not None or have < run.end_pos:
+        if not run.sent:
+            run.given_sent = 0
+        if run.end is not None or have < run.end_pos or run.given_sent < len(run.given):
             self._unsent.setdefault(rid)
         else:
             self._unsent.pop(rid, None)
@@ -175,11 +203,11 @@ class Outbox:
         rid = next(iter(self._unsent))
         run = self._runs[rid]
         # The end is paid for before any token, so that the last token never goes without it.
-        fixed = _RUN_BYTES + (run.end.ByteSize() if run.end is not None else 0)
-        if room.bytes < fixed:
+        fixed = _RUN_BYTES + _ROWS_BYTES + (run.end.ByteSize() if run.end is not None else 0)
+        if room.bytes < fixed or not _take_given(frame, rid, run, room, fixed):
             return False
         unsent = len(run.token_ids) - run.sent
-        token_bytes = _TOKEN_BYTES + (_DIGEST_BYTES if run.digests else 0)
+        token_bytes = _TOKEN_BYTES + run.width + (_DIGEST_BYTES if run.digests else 0)
         count = min(unsent, room.tokens, (room.bytes - fixed) // token_bytes)
         whole = count == unsent
         if count > 0:
@@ -199,13 +227,28 @@ class Outbox:
             del self._runs[rid]
             return
         self._tails[rid] = None
-        self._tail_tokens += len(run.token_ids)
+        self._tail_tokens += run.weight
         while len(self._tails) > MAX_TAILS or self._tail_tokens > MAX_TAIL_TOKENS:
             self.forget(next(iter(self._tails)))
 
     def _leave_tails(self, rid: int) -> None:
         del self._tails[rid]
-        self._tail_tokens -= len(self._runs[rid].token_ids)
+        self._tail_tokens -= self._runs[rid].weight
+
+
+def _take_given(frame: wpb.StepOutput, rid: int, run: _Run, room: _Room, kept: int) -> bool:
+    """Moves logprobs of given tokens into the frame, as far as they fit beside `kept` bytes. True if none are left."""
+    left = len(run.given) - run.given_sent
+    if not left:
+        return True
+    taken = min(left, (room.bytes - kept - _ROWS_BYTES) // run.given_width * run.given_width)
+    if taken > 0:
+        first_pos = run.given_pos + run.given_sent // run.given_width
+        rows = bytes(run.given[run.given_sent : run.given_sent + taken])
+        frame.given_logprobs.add(rid=rid, first_pos=first_pos, rows=rows)
+        run.given_sent += taken
+        room.bytes -= taken + _ROWS_BYTES
+    return run.given_sent == len(run.given)
 
 
 def _append_tokens(frame: wpb.StepOutput, rid: int, run: _Run, count: int) -> None:
@@ -219,4 +262,7 @@ def _append_tokens(frame: wpb.StepOutput, rid: int, run: _Run, count: int) -> No
         frame.logit_digests.add(rid=rid, positions=found.keys(), digests=found.values())
     if run.start is not None and run.sent == 0:
         frame.starts.append(run.start)
+    if run.width:
+        rows = bytes(run.logprobs[run.sent * run.width : (run.sent + count) * run.width])
+        frame.logprobs.add(rid=rid, first_pos=run.first_pos + run.sent, rows=rows)
     run.sent += count

@@ -12,6 +12,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import InvalidFieldError
 from common.limits import MAX_CACHE_SALT_BYTES, MAX_STOP_TOKEN_SEQUENCE, MAX_STOP_TOKEN_SEQUENCES
+from common.logprobs import LOGPROB_FIELDS
 from common.rpc.sampling_protos import SAMPLING_FIELDS, sampling_from_proto
 from common.sampling_masks import check_bias_ids, check_tokens_left
 from common.sampling_params import SamplingParams
@@ -50,8 +51,9 @@ SEQUENCE: Final = frozenset(
     }
 ) | _below("params", SAMPLING_FIELDS)
 # Paths in GenerateRequest.
+# Logprobs are for routers, which take them in parts.
 GENERATE: Final = frozenset({"request_id", "token_ids", "seed", "cache_salt", "priority"}) | _below(
-    "params", SAMPLING_FIELDS
+    "params", SAMPLING_FIELDS - set(LOGPROB_FIELDS)
 )
 DRAIN: Final = frozenset({"deadline_ms"})
 SET_INTAKE: Final = frozenset({"intake"})
@@ -113,6 +115,7 @@ def check_ids(params: SamplingParams, vocab_size: int) -> None:
     check_bias_ids(params, vocab_size)
     for i, sequence in enumerate(params.bad_words_token_ids):
         check_token_ids(f"sampling_params.bad_words_token_ids[{i}].ids", sequence, vocab_size)
+    _check_logprob_ids(params, vocab_size)
 
 
 def _check_stop_token_sequences(params: SamplingParams, vocab_size: int) -> None:
@@ -124,3 +127,12 @@ def _check_stop_token_sequences(params: SamplingParams, vocab_size: int) -> None
         if not 1 <= len(sequence) <= MAX_STOP_TOKEN_SEQUENCE:
             raise InvalidFieldError(f"{path}[{i}]", f"has {len(sequence)} ids", f"1 to {MAX_STOP_TOKEN_SEQUENCE}")
         check_token_ids(f"{path}[{i}].ids", sequence, vocab_size)
+
+
+def _check_logprob_ids(params: SamplingParams, vocab_size: int) -> None:
+    """Checks that the model has the ids whose logprobs are wanted, and as many as are wanted of the most likely."""
+    check_token_ids("sampling_params.logprob_token_ids", params.logprob_token_ids, vocab_size)
+    for name in ("logprobs", "prompt_logprobs"):
+        if (getattr(params, name) or 0) > vocab_size:
+            problem = f"is {getattr(params, name)}"
+            raise InvalidFieldError(f"sampling_params.{name}", problem, f"at most {vocab_size}, the model's tokens")

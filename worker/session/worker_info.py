@@ -9,7 +9,7 @@ from typing import Final
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.config import Config
-from common.protocol import PROTO_MINOR
+from common.protocol import LOGPROBS_FEATURE, PROTO_MINOR
 from worker.engine.load import LoadReport
 from worker.session.sequence_builder import EngineLimits
 
@@ -101,6 +101,7 @@ class WorkerFacts:
             tp_size=self.tp_size,
             version=self.version,
             eos_token_ids=sorted(self.eos_token_ids),
+            features=(LOGPROBS_FEATURE,),
         )
 
 

@@ -12,6 +12,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from mmap import mmap
 
+import numpy as np
+
+from common.logprob_rows import rows_table
+from common.logprobs import LogprobLayout
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.simulation.cost_model import INSTANT, CostModel, StepWork
 
@@ -33,11 +37,17 @@ def mix(state: int, value: int) -> int:
     return x ^ (x >> 31)
 
 
+def _logprob(state: int, token: int) -> float:
+    """The logprob of a token behind a state: from -8 to 0, a float32."""
+    return -(mix(state, token) % (1 << 20)) / (1 << 17)
+
+
 class SimulatedRunner:
     """Implements Runner with arithmetic instead of a model (no torch).
 
     Its own work counts as part of the step on a real clock, so a step takes what the cost model says while that is
-    longer. A KV slot takes 16 bytes once it is written.
+    longer. A KV slot takes 16 bytes once it is written. Logprobs are arithmetic too, the same wherever they are
+    computed.
 
     Args:
         vocab_size: tokens are in [0, vocab_size).
@@ -105,6 +115,8 @@ class SimulatedRunner:
         sampled: dict[int, tuple[int, ...]] = {}
         drafts: dict[int, list[int]] = {}
         digests: dict[int, dict[int, int]] = {}
+        logprobs: dict[int, bytes] = {}
+        given: dict[int, bytes] = {}
         for i, seq_id in enumerate(batch.req_ids):
             states = self._compute(batch, i, inputs[i])
             if batch.is_final[i]:
@@ -113,9 +125,13 @@ class SimulatedRunner:
                     digests[seq_id] = self._digests(batch, i, states, len(sampled[seq_id]))
                 if self.num_drafts:
                     drafts[seq_id] = self._draft(batch, i, state, len(sampled[seq_id]))
+            if i in batch.logprob_params:
+                self._add_logprobs(batch, i, states, sampled.get(seq_id, ()), logprobs, given)
         self.num_forwards += 1
         self._pause_until(start + self.cost.step_s(StepWork.of(batch)))
-        self._last_output = ScheduledBatchOutput(sampled, drafts or None, logit_digests=digests or None)
+        self._last_output = ScheduledBatchOutput(
+            sampled, drafts or None, digests or None, logprobs or None, given or None
+        )
         return self._last_output
 
     def reference(self, token_ids: Sequence[int], num_tokens: int, seed: int = 0, choice: int = 0) -> list[int]:
@@ -147,6 +163,43 @@ class SimulatedRunner:
         first = batch.context_lens[i] - num_drafts
         before = states[len(states) - 1 - num_drafts :]
         return {first + t: mix(before[t], _DIGEST) for t in range(count) if batch.is_digested(i, first + t)}
+
+    def _add_logprobs(
+        self,
+        batch: ScheduledBatch,
+        i: int,
+        states: list[int],
+        tokens: tuple[int, ...],
+        logprobs: dict[int, bytes],
+        given: dict[int, bytes],
+    ) -> None:
+        """Adds the rows that are wanted of a sequence: of its tokens, and of given ones."""
+        seq_id, params = batch.req_ids[i], batch.logprob_params[i]
+        if tokens and params.logprobs is not None:
+            num_drafts = len(batch.scheduled_spec_decode_tokens.get(seq_id, []))
+            before = states[len(states) - 1 - num_drafts :]
+            logprobs[seq_id] = self._logprobs(before, tokens, params.logprob_layout, params.logprob_token_ids)
+        if targets := batch.targets.get(i):
+            before = states[len(states) - batch.is_final[i] - len(targets) :]
+            given[seq_id] = self._logprobs(before, targets, params.prompt_logprob_layout, params.logprob_token_ids)
+
+    def _logprobs(
+        self, states: Sequence[int], tokens: Sequence[int], layout: LogprobLayout, ids: Sequence[int]
+    ) -> bytes:
+        """Rows of tokens behind states. A token is always the most likely one, before those that follow it."""
+        numbers = [_logprob(state, token) for state, token in zip(states, tokens, strict=False)]
+        top_ids = [[(token + k) % self.vocab_size for k in range(layout.top)] for token in tokens]
+        own = np.array(numbers, np.float32)
+        return rows_table(
+            layout,
+            own,
+            np.ones(len(numbers), np.int64),
+            np.array(top_ids, np.int64).reshape(len(numbers), -1),
+            (own[:, None] - np.arange(layout.top)).astype(np.float32),
+            np.array([[_logprob(s, token) for token in ids] for s in states[: len(tokens)]], np.float32).reshape(
+                len(numbers), -1
+            ),
+        ).tobytes()
 
     def _draft(self, batch: ScheduledBatch, i: int, state: int, num_new: int) -> list[int]:
         """Drafts of a model behind the newest token: the model's own tokens, some of them wrong."""

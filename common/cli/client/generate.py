@@ -22,6 +22,7 @@ from common.cli.core.options import Bias, json_option, option, routers_option, t
 from common.cli.core.tls_options import with_credentials
 from common.cli.group import OFFLINE, find_entry_points
 from common.errors import ApiError
+from common.logprobs import LOGPROBS_KINDS
 from common.sampling_params import SamplingParams
 from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 
@@ -123,6 +124,38 @@ SAMPLING_OPTIONS = (
         default=None,
         help="Continue past the model's end-of-sequence tokens.",
     ),
+    option(
+        "--logprobs",
+        envvar="FISSILE_LOGPROBS",
+        type=int,
+        help="Show the logprob of each token, with the N most likely ones beside it, at most 20. Default: none.",
+    ),
+    option(
+        "--logprobs-kind",
+        envvar="FISSILE_LOGPROBS_KIND",
+        type=click.Choice(LOGPROBS_KINDS),
+        help="Distribution that they are of: the model's own, or the one that tokens are drawn from. Default: raw.",
+    ),
+    option(
+        "--logprob-token-id",
+        "logprob_token_ids",
+        envvar="FISSILE_LOGPROB_TOKEN_ID",
+        multiple=True,
+        type=int,
+        help="Token id whose logprob is shown beside each token's. Repeatable.",
+    ),
+    option(
+        "--prompt-logprobs",
+        envvar="FISSILE_PROMPT_LOGPROBS",
+        type=int,
+        help="Show the logprobs of the prompt's tokens, with the N most likely ones beside each. Default: none.",
+    ),
+    option(
+        "--prompt-logprobs-start",
+        envvar="FISSILE_PROMPT_LOGPROBS_START",
+        type=int,
+        help="First position of the prompt whose logprob is shown. Default: 1.",
+    ),
 )
 
 
@@ -177,6 +210,8 @@ async def ask_router(
     if as_json:
         click.echo(json.dumps(answer.as_dict(), ensure_ascii=False))
     else:
+        for line in answer.logprob_lines():
+            click.echo(line, err=True)
         click.echo(answer.figures(), err=True)
     return answer
 

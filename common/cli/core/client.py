@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +11,11 @@ from fissile.client import AsyncClient, AsyncStream, Delta, FissileError, Stream
 from fissile.client.errors import error_of
 from fissile.v1 import inference_pb2 as pb
 from google.protobuf.duration_pb2 import Duration
+from google.protobuf.json_format import MessageToDict
 
 from common.cli.core.errors import CommandError
 from common.limits import MAX_REQUEST_BYTES
+from common.logprobs import LOGPROB_FIELDS
 from common.rpc.tls import ClientTls, Dialer, TlsError, is_loopback
 from common.telemetry.names import TRACERESPONSE
 
@@ -141,7 +143,8 @@ def client_arguments(addresses: Sequence[str], credentials: Credentials = NO_CRE
 class Question:
     """Request that a command sends.
 
-    `chat` None takes Chat where the model has a chat template. `sampling`: the given fields of SamplingParams only.
+    `chat` None takes Chat where the model has a chat template. `sampling`: the given fields of
+    `common.sampling_params.SamplingParams` only, of which those of logprobs are output options.
     `has_receipt`: the answer is to have a receipt, and token ids.
     """
 
@@ -156,7 +159,21 @@ class Question:
     @property
     def output_options(self) -> pb.OutputOptions | None:
         """Content of the answer besides text."""
-        return pb.OutputOptions(return_token_ids=True, receipt=pb.ReceiptOptions()) if self.has_receipt else None
+        given = {name: value for name, value in self.sampling.items() if name in LOGPROB_FIELDS}
+        if (kind := given.pop("logprobs_kind", None)) is not None:
+            given["logprobs_kind"] = f"LOGPROBS_KIND_{kind.upper()}"
+        if not given and not self.has_receipt:
+            return None
+        options = pb.OutputOptions(**given)
+        if self.has_receipt:
+            options.return_token_ids = True
+            options.receipt.SetInParent()
+        return options
+
+    @property
+    def sampling_params(self) -> pb.SamplingParams:
+        """Choice of tokens."""
+        return pb.SamplingParams(**{name: value for name, value in self.sampling.items() if name not in LOGPROB_FIELDS})
 
 
 @dataclass(slots=True)
@@ -169,6 +186,8 @@ class Answer:
     prompt_info: pb.PromptInfo = field(default_factory=pb.PromptInfo)
     finish: pb.Finish = field(default_factory=pb.Finish)
     token_ids: list[int] = field(default_factory=list)
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     request: pb.GenerateRequest | pb.ChatRequest | None = None
 
     @classmethod
@@ -183,6 +202,8 @@ class Answer:
             prompt_info=progress.prompt_info or pb.PromptInfo(),
             finish=came.finish or pb.Finish(),
             token_ids=came.token_ids,
+            logprobs=came.logprobs,
+            prompt_logprobs=progress.prompt_logprobs,
             request=progress.request,
         )
 
@@ -194,6 +215,16 @@ class Answer:
             f"{usage.completion_tokens} tokens from {usage.prompt_tokens} ({usage.cached_tokens} cached), "
             f"{self.finish_reason()}, {f'trace {self.trace_id}' if self.trace_id else f'request {self.request_id}'}"
         )
+
+    def logprob_lines(self) -> Iterator[str]:
+        """Table of the logprobs, if there are any: of the prompt, and of the answer."""
+        for name, entries in (("prompt", self.prompt_logprobs), ("answer", self.logprobs)):
+            if entries:
+                yield f"{name + ' token':>13} {'logprob':>9} {'rank':>6}  most likely"
+            for entry in entries:
+                top = ", ".join(f"{one.token_id} {one.logprob:.3f}" for one in entry.top)
+                given = "".join(f"  {logprob:.3f}" for logprob in entry.given)
+                yield f"{entry.token_id:13} {entry.logprob:9.4f} {entry.rank:6}  {top}{given}".rstrip()
 
     def finish_reason(self) -> str:
         """`stop` or `length`."""
@@ -216,7 +247,18 @@ class Answer:
             "attempts": finish.attempts,
             "exact": finish.exact,
             "trace_id": self.trace_id,
+            **self._logprobs(),
         }
+
+    def _logprobs(self) -> dict[str, Any]:
+        """Logprobs, if there are any."""
+        found: dict[str, Any] = {}
+        for name, entries in (("logprobs", self.logprobs), ("prompt_logprobs", self.prompt_logprobs)):
+            if entries:
+                found[name] = [MessageToDict(entry, preserving_proto_field_name=True) for entry in entries]
+        if self.finish.HasField("logprob"):
+            found["logprob"] = self.finish.logprob
+        return found
 
 
 def milliseconds(duration: Duration) -> float:

@@ -423,3 +423,11 @@ FISSILE_API void fissile_sample(
                     {penalty_ids, penalty_counts, repetition, presence, frequency}, penalty_of};
   share(rows, kernels().sample, work);
 }
+
+// See Logprobs.
+FISSILE_API void fissile_logprobs(
+    const float* logits, int64_t row_stride, int64_t rows, int64_t vocab, const int64_t* tokens, int64_t top,
+    float* highest, int64_t* masses, int64_t* ranks, int64_t* top_ids, float* top_logits) {
+  const Logprobs work{logits, row_stride, vocab, tokens, top, highest, masses, ranks, top_ids, top_logits};
+  share(rows, kernels().logprobs, work);
+}

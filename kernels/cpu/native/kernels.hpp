@@ -295,6 +295,23 @@ struct Sample {
 // In place of a token: of a row without a finite largest number; of one that there was no memory for.
 constexpr int64_t NO_TOKEN = -1, NO_MEMORY = -2;
 
+// What logprobs of rows of float32 logits are made of (kernels/logprobs.py): of each row the largest logit, the sum of the
+// masses, the rank of a token, and the `top` largest logits with their ids, best first, lower ids first among equals.
+struct Logprobs {
+  const float* logits;
+  int64_t row_stride;
+  int64_t vocab;
+  const int64_t* tokens;
+  int64_t top;
+  float* highest;
+  // NO_MEMORY where kernels/logprobs.py has to decide; 0 where the largest is not finite, and then nothing else is known.
+  int64_t* masses;
+  int64_t* ranks;
+  // [rows, top]
+  int64_t* top_ids;
+  float* top_logits;
+};
+
 // Of each row of y [rows, columns] in `dtype` the largest number and its first place; -infinity and 0 where there is none
 // above that. NaN counts as the lowest.
 struct Largest {
@@ -340,6 +357,7 @@ struct Kernels {
   void (*route)(const Route&, int64_t task);
   void (*sample)(const Sample&, int64_t row);
   void (*largest_of_row)(const Largest&, int64_t row);
+  void (*logprobs)(const Logprobs&, int64_t row);
 };
 
 }  // namespace fissile

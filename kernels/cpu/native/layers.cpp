@@ -65,7 +65,7 @@ struct DecoderStep {
   int64_t sequences;
   const int64_t* cu_seqlens;
   const int64_t* seq_lens;
-  // Rows of `out` that are asked for, ascending, each the last one of its sequence; null for all.
+  // Rows of `out` that are asked for, ascending, of each sequence none or its last ones; null for all.
   const int64_t* wanted;
   int64_t num_wanted;
   // Brings the sum over all ranks in place of this rank's summand, [rows, hidden]; not 0 when that failed. Null for one.
@@ -261,8 +261,7 @@ class Run {
     gather_wanted(residual, residual_, model_.hidden);
     int64_t kept = 0;
     for (int64_t s = 0; s < step_.sequences; s++) {
-      const bool is_wanted = kept < step_.num_wanted && step_.wanted[kept] + 1 == step_.cu_seqlens[s + 1];
-      kept += is_wanted;
+      while (kept < step_.num_wanted && step_.wanted[kept] < step_.cu_seqlens[s + 1]) kept++;
       cu_seqlens_[s + 1] = kept;
     }
     rows_ = kept;

@@ -510,6 +510,44 @@ int64_t sample_row(const fissile::Sample& work, int64_t row, const Row& all) {
   return kept.best(border, stream);
 }
 
+// How many of some numbers are at least `own`, or above it.
+template <bool OR_EQUAL>
+int64_t count_above(const float* values, int64_t count, float own) {
+  const Floats least = splat(own);
+  // Each true lane counts -1.
+  Ints found = {};
+  int64_t i = 0;
+  for (; i + WIDTH <= count; i += WIDTH) found += OR_EQUAL ? load(values + i) >= least : load(values + i) > least;
+  int64_t number = 0;
+  for (int lane = 0; lane < WIDTH; lane++) number -= found[lane];
+  for (; i < count; i++) number += OR_EQUAL ? values[i] >= own : values[i] > own;
+  return number;
+}
+
+// 1 for the likeliest id; ties in order of their ids.
+int64_t rank_of(const float* logits, int64_t vocab, int64_t token) {
+  return 1 + count_above<true>(logits, token, logits[token]) +
+         count_above<false>(logits + token + 1, vocab - token - 1, logits[token]);
+}
+
+// The `top` likeliest ids, best first: each is put into its place among those before it.
+void find_top(const Row& all, int64_t top, int64_t* ids, float* logits) {
+  const Row likely = all.at_least(lowest_by_top_k(all, top));
+  int64_t found = 0;
+  for (int64_t i = 0; i < likely.count; i++) {
+    const float value = likely.values[i];
+    if (found == top && value <= logits[top - 1]) continue;
+    int64_t place = found < top ? found++ : top - 1;
+    // Ids ascend, so an equal one that is there goes first.
+    for (; place > 0 && value > logits[place - 1]; place--) {
+      ids[place] = ids[place - 1];
+      logits[place] = logits[place - 1];
+    }
+    ids[place] = likely.id_of(i);
+    logits[place] = value;
+  }
+}
+
 }  // namespace
 
 void largest_of_row(const fissile::Largest& work, int64_t row) {
@@ -519,6 +557,24 @@ void largest_of_row(const fissile::Largest& work, int64_t row) {
     find_largest(static_cast<const float*>(work.y) + row * work.row_stride, work.columns, value, place);
   else
     find_largest(static_cast<const Bf16*>(work.y) + row * work.row_stride, work.columns, value, place);
+}
+
+void logprobs(const fissile::Logprobs& work, int64_t row) {
+  const float* logits = work.logits + row * work.row_stride;
+  int64_t& mass = work.masses[row];
+  float* memory = fissile::scratch(fissile::OF_TASK, Room::numbers(work.vocab));
+  mass = fissile::NO_MEMORY;
+  if (!memory) return;
+  const Room room(memory, work.vocab);
+  // A copy, and the largest of each block.
+  const float highest = scale(logits, work.vocab, 1.0f, room.scaled, room.largest_of);
+  work.highest[row] = highest;
+  mass = 0;
+  if (!__builtin_isfinite(highest)) return;
+  const Row all{room.scaled, nullptr, work.vocab, highest, room};
+  mass = all.mass();
+  work.ranks[row] = rank_of(logits, work.vocab, work.tokens[row]);
+  if (work.top) find_top(all, work.top, work.top_ids + row * work.top, work.top_logits + row * work.top);
 }
 
 void sample(const fissile::Sample& work, int64_t row) {

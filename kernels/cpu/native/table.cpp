@@ -42,6 +42,7 @@ const fissile::Kernels kernels = {
     .route = route,
     .sample = sample,
     .largest_of_row = largest_of_row,
+    .logprobs = logprobs,
 };
 
 }  // namespace FISSILE_ISA

@@ -15,11 +15,12 @@ Prompt: TypeAlias = "str | Sequence[int]"
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """The next part of an answer: its text and, where they are asked for, its token ids."""
+    """The next part of an answer: its text and, where they are asked for, its token ids and their logprobs."""
 
     index: int
     text: str
     token_ids: tuple[int, ...] = ()
+    logprobs: tuple[pb.TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,11 +42,13 @@ class Result:
         request_id: the id of the request; with it, or with `seed`, the same request gives the same answers.
         prompt_info: facts about the prompt.
         answers: by index.
+        prompt_logprobs: of the prompt's tokens, where they were asked for.
     """
 
     request_id: str
     prompt_info: pb.PromptInfo
     answers: Sequence[Answer]
+    prompt_logprobs: Sequence[pb.TokenLogprobs] = ()
 
     @property
     def text(self) -> str:
@@ -95,12 +98,13 @@ def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 def events_of(part: Response) -> list[Event]:
     """The events that a message brings."""
-    text, token_ids = text_of(part), tuple(part.token_ids)
-    events: list[Event] = [Delta(part.index, text, token_ids)] if text or token_ids else []
+    text, token_ids, logprobs = text_of(part), tuple(part.token_ids), tuple(part.logprobs)
+    has_news = text or token_ids or logprobs
+    events: list[Event] = [Delta(part.index, text, token_ids, logprobs)] if has_news else []
     return [*events, Finished(part.index, part.finish)] if part.HasField("finish") else events
 
 
 def result_of(progress: Progress) -> Result:
     """The answers of a stream that has ended with OK."""
     assert progress.prompt_info is not None
-    return Result(progress.request_id, progress.prompt_info, [*progress.answers.values()])
+    return Result(progress.request_id, progress.prompt_info, [*progress.answers.values()], progress.prompt_logprobs)

@@ -31,12 +31,14 @@ class Answer:
         text: its text; of Chat the content.
         token_ids: its tokens, where the request asks for them.
         finish: its end, None before.
+        logprobs: of its tokens, where the request asks for them.
     """
 
     index: int
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: pb.Finish | None = None
+    logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
 
 
 class Progress:
@@ -47,6 +49,7 @@ class Progress:
 
     Attributes:
         prompt_info: of the first message, None before.
+        prompt_logprobs: of the prompt's tokens, where the request asks for them.
         answers: by index.
     """
 
@@ -55,6 +58,9 @@ class Progress:
             request.request_id = uuid.uuid4().hex
         self._request = request
         self.prompt_info: pb.PromptInfo | None = None
+        self.prompt_logprobs: list[pb.TokenLogprobs] = []
+        # How many of those that a further attempt sends have come before.
+        self._known_prompt_logprobs = 0
         self.answers = {i: Answer(i) for i in range(max(1, request.sampling_params.n))}
 
     @property
@@ -76,21 +82,32 @@ class Progress:
         """Adds a message."""
         answer = self.answers[part.index]
         answer.text += text_of(part)
-        answer.token_ids += part.token_ids
+        # Logprobs name their tokens, which a stream that breaks has to be resumed with.
+        answer.token_ids += part.token_ids or [entry.token_id for entry in part.logprobs]
+        answer.logprobs += part.logprobs
+        self._add_prompt_logprobs(part)
         if part.HasField("prompt_info") and self.prompt_info is None:
             self.prompt_info = part.prompt_info
         if part.HasField("finish"):
             answer.finish = part.finish
 
+    def _add_prompt_logprobs(self, part: Response) -> None:
+        known = min(len(part.prompt_logprobs), self._known_prompt_logprobs)
+        self._known_prompt_logprobs -= known
+        self.prompt_logprobs += part.prompt_logprobs[known:]
+
     def going_on(self) -> Request:
         """The request that goes on behind what has come; it takes over from a call that a router still has."""
         again = copy.deepcopy(self._request)
+        # They come from their beginning where nothing else has come.
+        self._known_prompt_logprobs = len(self.prompt_logprobs)
         resume = pb.Resume()
         if self.prompt_info is not None:
             resume.weights_digest, resume.numerics = self.prompt_info.weights_digest, self.prompt_info.numerics
         for answer in self.answers.values():
             point = resume.answers.add(index=answer.index, finished=answer.finish is not None)
-            if self._request.output_options.return_token_ids:
+            options = self._request.output_options
+            if options.return_token_ids or options.HasField("logprobs"):
                 if answer.token_ids:
                     point.token_ids.ids.extend(answer.token_ids)
             elif answer.text:

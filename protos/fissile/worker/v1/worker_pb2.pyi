@@ -29,6 +29,30 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _LogprobsKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LogprobsKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogprobsKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOGPROBS_KIND_UNSPECIFIED: _LogprobsKind.ValueType  # 0
+    """Same as LOGPROBS_KIND_RAW."""
+    LOGPROBS_KIND_RAW: _LogprobsKind.ValueType  # 1
+    """The model's own."""
+    LOGPROBS_KIND_PROCESSED: _LogprobsKind.ValueType  # 2
+    """The one that tokens are drawn from."""
+
+class LogprobsKind(_LogprobsKind, metaclass=_LogprobsKindEnumTypeWrapper):
+    """Which distribution logprobs are of."""
+
+LOGPROBS_KIND_UNSPECIFIED: LogprobsKind.ValueType  # 0
+"""Same as LOGPROBS_KIND_RAW."""
+LOGPROBS_KIND_RAW: LogprobsKind.ValueType  # 1
+"""The model's own."""
+LOGPROBS_KIND_PROCESSED: LogprobsKind.ValueType  # 2
+"""The one that tokens are drawn from."""
+Global___LogprobsKind: _TypeAlias = LogprobsKind  # noqa: Y015
+
 class _Priority:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -210,6 +234,11 @@ class SamplingParams(_message.Message):
     LOGIT_BIAS_FIELD_NUMBER: _builtins.int
     BAD_WORDS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ALLOWED_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    LOGPROB_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_KIND_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_FIELD_NUMBER: _builtins.int
+    PROMPT_LOGPROBS_START_FIELD_NUMBER: _builtins.int
     temperature: _builtins.float
     """>= 0; 0 is greedy."""
     top_k: _builtins.int
@@ -230,6 +259,18 @@ class SamplingParams(_message.Message):
     """Fewest tokens to generate; before that, tokens that would end the generation are masked."""
     ignore_eos: _builtins.bool
     """Goes on past the model's end-of-sequence tokens."""
+    logprobs: _builtins.int
+    """Present: generated tokens come with logprobs, and with so many of the most likely tokens beside each. For workers with
+    the feature `logprobs`, as the fields below.
+    """
+    logprobs_kind: Global___LogprobsKind.ValueType
+    """Which distribution logprobs of generated tokens are of; those of given tokens are always raw."""
+    prompt_logprobs: _builtins.int
+    """Present: given tokens, also those of an earlier attempt, come with logprobs before the first generated one, and with so
+    many of the most likely tokens beside each.
+    """
+    prompt_logprobs_start: _builtins.int
+    """First position whose token comes with a logprob. 0 is 1."""
     @_builtins.property
     def stop_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that end the generation."""
@@ -250,6 +291,10 @@ class SamplingParams(_message.Message):
     def allowed_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Token ids that may be generated, beside end-of-sequence tokens. Empty: all."""
 
+    @_builtins.property
+    def logprob_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Logprobs of these token ids too."""
+
     def __init__(
         self,
         *,
@@ -268,12 +313,24 @@ class SamplingParams(_message.Message):
         logit_bias: _abc.Mapping[_builtins.int, _builtins.float] | None = ...,
         bad_words_token_ids: _abc.Iterable[Global___TokenIds] | None = ...,
         allowed_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _builtins.int | None = ...,
+        logprob_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs_kind: Global___LogprobsKind.ValueType = ...,
+        prompt_logprobs: _builtins.int | None = ...,
+        prompt_logprobs_start: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "logprobs", b"logprobs", "prompt_logprobs", b"prompt_logprobs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["allowed_token_ids", b"allowed_token_ids", "bad_words_token_ids", b"bad_words_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "repetition_penalty", b"repetition_penalty", "stop_token_ids", b"stop_token_ids", "stop_token_sequences", b"stop_token_sequences", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs", "_prompt_logprobs", b"_prompt_logprobs", "allowed_token_ids", b"allowed_token_ids", "bad_words_token_ids", b"bad_words_token_ids", "frequency_penalty", b"frequency_penalty", "ignore_eos", b"ignore_eos", "logit_bias", b"logit_bias", "logprob_token_ids", b"logprob_token_ids", "logprobs", b"logprobs", "logprobs_kind", b"logprobs_kind", "max_tokens", b"max_tokens", "min_p", b"min_p", "min_tokens", b"min_tokens", "presence_penalty", b"presence_penalty", "prompt_logprobs", b"prompt_logprobs", "prompt_logprobs_start", b"prompt_logprobs_start", "repetition_penalty", b"repetition_penalty", "stop_token_ids", b"stop_token_ids", "stop_token_sequences", b"stop_token_sequences", "temperature", b"temperature", "top_k", b"top_k", "top_p", b"top_p"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__logprobs: _TypeAlias = _typing.Literal["logprobs"]  # noqa: Y015
+    _WhichOneofArgType__logprobs: _TypeAlias = _typing.Literal["_logprobs", b"_logprobs"]  # noqa: Y015
+    _WhichOneofReturnType__prompt_logprobs: _TypeAlias = _typing.Literal["prompt_logprobs"]  # noqa: Y015
+    _WhichOneofArgType__prompt_logprobs: _TypeAlias = _typing.Literal["_prompt_logprobs", b"_prompt_logprobs"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__logprobs) -> _WhichOneofReturnType__logprobs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prompt_logprobs) -> _WhichOneofReturnType__prompt_logprobs | None: ...
 
 Global___SamplingParams: _TypeAlias = SamplingParams  # noqa: Y015
 
@@ -757,6 +814,8 @@ class StepOutput(_message.Message):
     RETURNED_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     SUBMIT_SEEN_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    GIVEN_LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGIT_DIGESTS_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the engine step."""
@@ -795,6 +854,14 @@ class StepOutput(_message.Message):
         """The load after the step."""
 
     @_builtins.property
+    def logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogprobRows]:
+        """Logprobs of the runs of sequences that ask for them: one row for each of their tokens."""
+
+    @_builtins.property
+    def given_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogprobRows]:
+        """Logprobs of given tokens, all of which come before the sequence's first generated one."""
+
+    @_builtins.property
     def logit_digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitDigests]:
         """Digests of the logits that tokens of this frame were drawn from, of sequences with `logits_every`."""
 
@@ -811,11 +878,13 @@ class StepOutput(_message.Message):
         returned: _abc.Iterable[_builtins.int] | None = ...,
         load: Global___Load | None = ...,
         submit_seen: _builtins.int = ...,
+        logprobs: _abc.Iterable[Global___LogprobRows] | None = ...,
+        given_logprobs: _abc.Iterable[Global___LogprobRows] | None = ...,
         logit_digests: _abc.Iterable[Global___LogitDigests] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "first_pos", b"first_pos", "load", b"load", "logit_digests", b"logit_digests", "n", b"n", "returned", b"returned", "rid", b"rid", "starts", b"starts", "step", b"step", "submit_seen", b"submit_seen", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "first_pos", b"first_pos", "given_logprobs", b"given_logprobs", "load", b"load", "logit_digests", b"logit_digests", "logprobs", b"logprobs", "n", b"n", "returned", b"returned", "rid", b"rid", "starts", b"starts", "step", b"step", "submit_seen", b"submit_seen", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -854,6 +923,39 @@ class LogitDigests(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LogitDigests: _TypeAlias = LogitDigests  # noqa: Y015
+
+@_typing.final
+class LogprobRows(_message.Message):
+    """Logprobs of tokens of one sequence that follow each other."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RID_FIELD_NUMBER: _builtins.int
+    FIRST_POS_FIELD_NUMBER: _builtins.int
+    ROWS_FIELD_NUMBER: _builtins.int
+    rid: _builtins.int
+    """The sequence."""
+    first_pos: _builtins.int
+    """Absolute position of the first of the tokens."""
+    rows: _builtins.bytes
+    """For each token a row of four-byte words, little endian. The logprob, the raw logprob, the mass that the filters have
+    kept (float32; NaN for raw logprobs) and the rank (uint32); the ids of the most likely tokens, their logprobs, and the
+    logprobs of `logprob_token_ids`.
+    """
+    def __init__(
+        self,
+        *,
+        rid: _builtins.int = ...,
+        first_pos: _builtins.int = ...,
+        rows: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["first_pos", b"first_pos", "rid", b"rid", "rows", b"rows"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LogprobRows: _TypeAlias = LogprobRows  # noqa: Y015
 
 @_typing.final
 class SequenceStart(_message.Message):

@@ -108,9 +108,9 @@ def test_refuses_with_one_line_and_exit_code_2(arguments: tuple[str, ...], messa
     assert message in result.stderr
 
 
-def test_generate_has_an_option_for_every_parameter_but_three() -> None:
-    """What it has none for: several answers are not served; the two others are for programs."""
-    left_out = {"n", "include_stop_string", "stop_token_sequences"}
+def test_generate_has_an_option_for_every_parameter_but_four() -> None:
+    """What it has none for: several answers are not served; the others are for programs."""
+    left_out = {"n", "include_stop_string", "stop_token_sequences", "bad_words_token_ids"}
     fields = {field.name for field in dataclasses.fields(SamplingParams)} - left_out
     options = {parameter.name: parameter for parameter in generate.params}
     assert fields <= options.keys()

@@ -28,6 +28,11 @@ PARAMS = SamplingParams(
     logit_bias={7: -1.5, 3: 100.0},
     bad_words_token_ids=((4, 5), (6,)),
     allowed_token_ids=(8, 2),
+    logprobs=2,
+    logprob_token_ids=(7,),
+    logprobs_kind="processed",
+    prompt_logprobs=1,
+    prompt_logprobs_start=4,
 )
 # Stay with the router, or go beside the parameters.
 _ROUTERS_OWN = {"seed", "n", "stop_strings", "include_stop_string", "bad_words"}

@@ -9,6 +9,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -188,8 +189,10 @@ def test_rows_that_are_wanted_have_the_bits_of_all_rows(
         expected = in_whole.run(*arguments, whole.cache, whole.step(spans))
         step = other.step(spans)
         # None at first: their keys and values are stored all the same.
-        for wanted in product((False, True), repeat=len(spans)):
-            step.wanted_rows = step.cu_seqlens_q[1:][list(wanted)] - 1
+        for counts in product((0, 1, 37), repeat=len(spans)):
+            borders = zip(counts, step.cu_seqlens_q.tolist(), step.cu_seqlens_q[1:].tolist(), strict=False)
+            wanted = [row for count, begin, end in borders for row in range(max(begin, end - count), end)]
+            step.wanted_rows = np.array(wanted, np.int64)
             actual = in_other.run(*arguments, other.cache, step)
             assert torch.equal(actual[step.wanted_rows], expected[step.wanted_rows])
             assert torch.equal(*(model.cache.data.float().nan_to_num(7.0) for model in (whole, other)))

@@ -21,7 +21,9 @@ class Scripted(Answering):
         super().__init__(*[NOTHING] * 8)
         self.ends = list(ends)
 
-    async def _send(self, stream: Any, asked: Any, measure: Any, answers: Any, turn: Any = None) -> None:
+    async def _send(
+        self, stream: Any, asked: Any, measure: Any, answers: Any, turn: Any = None, began: Any = None
+    ) -> None:
         await asyncio.sleep(0)
         if (end := self.ends[stream]) is not None:
             raise end

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import struct
 from dataclasses import dataclass, field
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -11,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_TAIL_TOKENS, MAX_TAILS
-from worker.engine.outputs import End, RequestOutput, Start
+from worker.engine.outputs import End, GivenLogprobs, RequestOutput, Start
 from worker.engine.sequence import EndReason
 from worker.session.outbox import Outbox
 
@@ -219,3 +221,68 @@ def test_a_gap_is_an_error() -> None:
     outbox.add(1, output(10, [1, 2]))
     with pytest.raises(ValueError, match="leave a gap"):
         outbox.add(1, output(13, [3]))
+
+
+def rows_of(tokens: list[int]) -> bytes:
+    """Two words for each token, which tell what it is."""
+    return b"".join(struct.pack("<II", token, token ^ 1) for token in tokens)
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2**32), st.sampled_from([1, 900, 9000]), st.sampled_from([3, 200_000]))
+def test_logprobs_go_with_their_tokens_and_those_of_given_ones_before(
+    seed: int, longest_run: int, num_given: int
+) -> None:
+    random, outbox = Random(seed), Outbox()
+    tokens: dict[int, list[int]] = {rid: [] for rid in range(6)}
+    given_rows = {rid: rows_of(list(range(rid, rid + num_given))) for rid in (0, 3)}
+    got: dict[int, bytes] = dict.fromkeys(tokens, b"")
+    have: dict[int, list[int]] = {rid: [] for rid in tokens}
+    got_given: dict[int, bytes] = dict.fromkeys(given_rows, b"")
+    cut = sorted(random.sample(range(num_given), 2))
+
+    def read(frame: wpb.StepOutput | None) -> None:
+        if frame is None:
+            return
+        assert frame.ByteSize() <= MAX_FRAME_BYTES
+        for part in frame.given_logprobs:
+            assert not have[part.rid]
+            assert part.first_pos == 2 + len(got_given[part.rid]) // 8
+            got_given[part.rid] += part.rows
+        at = 0
+        rows = {part.rid: part for part in frame.logprobs}
+        assert rows.keys() == {rid for rid in frame.rid if rid % 2}
+        for rid, first_pos, n in zip(frame.rid, frame.first_pos, frame.n, strict=True):
+            assert rid not in given_rows or got_given[rid] == given_rows[rid]
+            if rid in rows:
+                assert rows[rid].first_pos == first_pos
+                assert len(rows[rid].rows) == 8 * n
+                got[rid] += rows[rid].rows
+            have[rid] += frame.token_ids[at : at + n]
+            at += n
+
+    for rid, rows in given_rows.items():
+        for start, stop in pairwise([0, *cut, num_given]):
+            output_given = GivenLogprobs(2 + start, 8, rows[8 * start : 8 * stop])
+            outbox.add(rid, RequestOutput(0, [], first_pos=10, given=output_given))
+            if random.random() < 0.3:
+                read(outbox.take())
+    lost = random.choice(list(given_rows))
+    if not have[lost]:
+        # The stream breaks before its first token: all of it comes again.
+        got_given[lost] = b""
+        assert outbox.rewind(lost, 10)
+    for step in range(8):
+        for rid, old in tokens.items():
+            new = [random.randrange(2**32) for _ in range(random.choice([0, 1, longest_run]))]
+            made = output(10 + len(old), new, end=step == 7)
+            made.logprobs = rows_of(new) if rid % 2 else b""
+            outbox.add(rid, made)
+            old.extend(new)
+        if random.random() < 0.5:
+            read(outbox.take())
+    while not outbox.is_empty:
+        read(outbox.take())
+    assert have == tokens
+    assert got_given == given_rows
+    assert got == {rid: rows_of(own) if rid % 2 else b"" for rid, own in tokens.items()}

@@ -10,6 +10,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf.descriptor import FieldDescriptor
 
 from common.errors import InvalidFieldError, UnservedFieldError
+from common.logprobs import LOGPROB_FIELDS
 from common.rpc.unsupported_fields import field_paths, refuse_unlisted
 from common.sampling_params import SamplingParams
 from worker.session import request_validation
@@ -17,7 +18,7 @@ from worker.session import request_validation
 # What later issues will serve. A field that is new in the protos belongs here, or in `request_validation`.
 NOT_SERVED = {
     "SubmitSequence": set[str](),
-    "GenerateRequest": set[str](),
+    "GenerateRequest": {f"params.{name}" for name in LOGPROB_FIELDS},
     "SessionRequest": set[str](),
     "DrainRequest": set[str](),
     "SetIntakeRequest": set[str](),
@@ -58,7 +59,12 @@ def set_path(message: Any, path: str) -> None:
         elif not field.is_repeated:
             inner.SetInParent()
         return
-    value: object = {FieldDescriptor.CPPTYPE_BOOL: True, FieldDescriptor.CPPTYPE_STRING: "x"}.get(field.cpp_type, 3)
+    values = {
+        FieldDescriptor.CPPTYPE_BOOL: True,
+        FieldDescriptor.CPPTYPE_STRING: "x",
+        FieldDescriptor.CPPTYPE_ENUM: 1,
+    }
+    value: object = values.get(field.cpp_type, 3)
     if field.type == FieldDescriptor.TYPE_BYTES:
         value = b"x"
     if field.is_repeated:
@@ -83,6 +89,11 @@ def test_every_parameter_arrives() -> None:
         "stop_token_ids": [5, 6],
         "logit_bias": {3: 0.5},
         "allowed_token_ids": [1, 2],
+        "logprobs": 4,
+        "logprob_token_ids": [9],
+        "prompt_logprobs": 3,
+        "prompt_logprobs_start": 11,
+        "logprobs_kind": wpb.LOGPROBS_KIND_PROCESSED,
     }
     sequences: dict[str, Any] = {
         "stop_token_sequences": [wpb.TokenIds(ids=[7, 8])],
@@ -90,7 +101,8 @@ def test_every_parameter_arrives() -> None:
     }
     assert {*values, *sequences} == set(wpb.SamplingParams.DESCRIPTOR.fields_by_name)
     message = wpb.SamplingParams(**values, **sequences)
-    expected = values | {"stop_token_sequences": ((7, 8),), "bad_words_token_ids": ((9,),)}
+    listed = {"stop_token_sequences": ((7, 8),), "bad_words_token_ids": ((9,),), "logprob_token_ids": (9,)}
+    expected = {**values, **listed, "logprobs_kind": "processed"}
     assert request_validation.sampling_params(message, 10, frozenset()) == SamplingParams(**expected)
 
 

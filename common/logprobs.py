@@ -1,0 +1,47 @@
+"""Logprobs that a request may ask for, and how long their rows are (common/logprob_rows.py). Without numpy, for the
+command line."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+RAW: Final = "raw"
+PROCESSED: Final = "processed"
+LOGPROBS_KINDS: Final = (RAW, PROCESSED)
+
+# Parameters that are about logprobs; the public contract has them among its output options.
+LOGPROB_FIELDS: Final = (
+    "logprobs",
+    "logprob_token_ids",
+    "logprobs_kind",
+    "prompt_logprobs",
+    "prompt_logprobs_start",
+)
+
+_WORD_BYTES: Final = 4
+# Words of a row before those of further tokens.
+HEAD_WORDS: Final = 4
+
+
+@dataclass(frozen=True, slots=True)
+class LogprobLayout:
+    """Number of entries of each row of a request.
+
+    Attributes:
+        top: most likely tokens.
+        given: ids that were asked for.
+    """
+
+    top: int
+    given: int
+
+    @property
+    def num_words(self) -> int:
+        """Words of a row."""
+        return HEAD_WORDS + 2 * self.top + self.given
+
+    @property
+    def width(self) -> int:
+        """Bytes of a row."""
+        return _WORD_BYTES * self.num_words

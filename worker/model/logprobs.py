@@ -1,0 +1,166 @@
+"""From rows of logits to rows of logprobs (common/logprob_rows.py).
+
+What a device computes is begun with the step, and fetched with its tokens. Raw logprobs are of the logits as they are
+before anything is written into them; those of the processed distribution are computed on the host, by the reference, of
+what penalties and masks have left there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from common.logprob_rows import Words, rows_table
+from common.logprobs import LogprobLayout
+from common.sampling_params import SamplingParams
+from kernels import logprobs
+from kernels.interface import LogitStats, SamplingOps
+from kernels.upload import to_device
+
+Ints = npt.NDArray[np.int64]
+# Waits for rows, by sequence.
+Rows = Callable[[], dict[int, bytes]]
+# Rows of logits of given tokens that are in memory at once: a prompt's are many, and each is as wide as the vocabulary.
+LOGIT_ROWS: Final = 32
+
+
+@dataclass(frozen=True)
+class AskedRows:
+    """Sampled rows whose logprobs are wanted.
+
+    Attributes:
+        seq_ids: of their sequences.
+        params: likewise.
+        places: int64 [R], their rows among the sampled ones.
+        raw: float32 [R, V], their logits before sampling.
+    """
+
+    seq_ids: list[int]
+    params: list[SamplingParams]
+    places: Ints
+    raw: torch.Tensor
+
+
+class TokenLogprobsMaker:
+    """Makes rows of logprobs of tokens.
+
+    Args:
+        sampling: of the kernels.
+        device: where the logits are.
+    """
+
+    def __init__(self, sampling: SamplingOps, device: torch.device) -> None:
+        self._sampling = sampling
+        self._device = device
+
+    def ask(self, rows: Mapping[int, tuple[int, SamplingParams]], logits: torch.Tensor) -> AskedRows:
+        """Notes what is wanted of sampled rows, before sampling writes into their logits.
+
+        Args:
+            rows: by row of `logits`, the sequence and its parameters, of those that want logprobs.
+            logits: float32 [F, V].
+        """
+        places = np.array(list(rows), np.int64)
+        raw = logits.index_select(0, to_device(places, self._device))
+        return AskedRows([seq for seq, _ in rows.values()], [params for _, params in rows.values()], places, raw)
+
+    def sampled(self, asked: AskedRows, logits: torch.Tensor, tokens: torch.Tensor) -> Rows:
+        """Rows of the tokens that were sampled.
+
+        Args:
+            asked: which.
+            logits: float32 [F, V], after sampling.
+            tokens: int64 [F].
+        """
+        own = tokens.index_select(0, to_device(asked.places, self._device))
+        top = max(params.logprobs or 0 for params in asked.params)
+        stats = self._sampling.logit_stats(asked.raw, own, top, _ids(asked.params))
+        processed = [i for i, params in enumerate(asked.params) if params.processes_logprobs]
+        # Copies of few rows: on a GPU the step waits for them.
+        left = logits.index_select(0, to_device(asked.places[processed], self._device)).cpu().numpy()
+        fetched = self._sampling.fetch(own) if processed else list[int]
+
+        def rows() -> dict[int, bytes]:
+            found, ids = stats(), fetched()
+            made = _split(found, asked.params, asked.seq_ids)
+            for values, i in zip(left, processed, strict=True):
+                made[asked.seq_ids[i]] = _processed(values, asked.params[i], ids[i], _raw(found, i)).tobytes()
+            return made
+
+        return rows
+
+    def given(self, seq_id: int, params: SamplingParams, parts: Iterable[tuple[torch.Tensor, list[int]]]) -> Rows:
+        """Rows of given tokens.
+
+        Args:
+            seq_id: of the sequence.
+            params: of the sequence.
+            parts: float32 logits [R, V], some at a time, and the tokens behind them.
+        """
+        layout, ids = params.prompt_logprob_layout, np.array(params.logprob_token_ids, np.int64)
+        begun = [
+            self._sampling.logit_stats(
+                logits,
+                to_device(np.array(tokens, np.int64), self._device),
+                layout.top,
+                np.broadcast_to(ids, (len(tokens), len(ids))),
+            )
+            for logits, tokens in parts
+        ]
+        return lambda: {seq_id: b"".join(_packed(stats(), layout).tobytes() for stats in begun)}
+
+
+def _ids(every: list[SamplingParams]) -> Ints:
+    """int64 [R, G]: each row's ids, padded to the most."""
+    given = np.zeros((len(every), max(len(params.logprob_token_ids) for params in every)), np.int64)
+    for row, params in zip(given, every, strict=True):
+        row[: len(params.logprob_token_ids)] = params.logprob_token_ids
+    return given
+
+
+def _split(stats: LogitStats, every: list[SamplingParams], seq_ids: list[int]) -> dict[int, bytes]:
+    """The rows of raw logprobs of each sequence, all that are equally long at once."""
+    made: dict[int, bytes] = {}
+    layouts = [params.logprob_layout for params in every]
+    for layout in dict.fromkeys(layouts):
+        words = _packed(stats, layout)
+        made |= {seq_ids[i]: words[i].tobytes() for i, own in enumerate(layouts) if own == layout}
+    return made
+
+
+def _packed(stats: LogitStats, layout: LogprobLayout, **more: npt.NDArray[np.float32]) -> Words:
+    log_z = logprobs.log_normalizers(stats)
+    of_rows = log_z[:, None]
+    return rows_table(
+        layout,
+        (stats.own - log_z).astype(np.float32),
+        stats.ranks,
+        stats.top_ids,
+        (stats.top - of_rows).astype(np.float32),
+        (stats.given - of_rows).astype(np.float32),
+        **more,
+    )
+
+
+def _raw(stats: LogitStats, row: int) -> npt.NDArray[np.float32]:
+    """float32 [1]: the raw logprob of a row's token."""
+    return (stats.own - logprobs.log_normalizers(stats)).astype(np.float32)[row : row + 1]
+
+
+def _processed(
+    logits: npt.NDArray[np.float32], params: SamplingParams, token: int, raw: npt.NDArray[np.float32]
+) -> Words:
+    """A row of the distribution that a token was drawn from: logits float32 [V]."""
+    token = max(token, 0)
+    left, kept_mass = logprobs.processed(logits, params.temperature, params.top_k, params.top_p, params.min_p)
+    # Masses of other kernels may differ in their last bit, and with it the last id that top_p keeps.
+    left[token] = logits[token] / np.float32(params.temperature or 1.0)
+    layout = params.logprob_layout
+    given = np.array([params.logprob_token_ids], np.int64).reshape(1, -1)
+    stats = logprobs.logit_stats(left[None], np.array([token]), layout.top, given)
+    return _packed(stats, layout, raw=raw, kept_mass=np.array([kept_mass], np.float32))
