@@ -200,9 +200,10 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
             if point.text.bytes < 1 or len(point.text.sha256) != _SHA256_BYTES:
                 valid = f"at least 1 byte of text, and {_SHA256_BYTES} bytes of sha256"
                 raise InvalidFieldError(f"{path}.text", "is no digest", valid)
-            for name in ("return_token_ids", "logprobs"):
-                if request.output_options.HasField(name):
-                    raise InvalidFieldError(f"{path}.text", f"stands beside {name}", "token_ids")
+            options = request.output_options
+            if options.return_token_ids or options.HasField("logprobs"):
+                beside = "return_token_ids" if options.return_token_ids else "logprobs"
+                raise InvalidFieldError(f"{path}.text", f"stands beside {beside}", "token_ids")
         if point.WhichOneof("received") == "token_ids" and request.output_options.receipt.logits_every:
             valid = "0, or resume by text"
             raise InvalidFieldError("output_options.receipt.logits_every", "stands beside resume by token_ids", valid)
