@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,14 +21,20 @@ from tests.unit.router.support import EOS, small_tokenizer
 Answer = Callable[[wpb.SubmitSequence], list[int]]
 
 
+@functools.cache
+def _encoded(text: str) -> list[int]:
+    """Token ids; a tokenizer takes tens of milliseconds to make."""
+    return small_tokenizer().encode(text)
+
+
 def letters(_: wpb.SubmitSequence) -> list[int]:
     """Endless alphabet, one token a letter; never the end of sequence."""
-    return small_tokenizer().encode("hijklmnpqrstuvwxyz") * 40_000
+    return _encoded("hijklmnpqrstuvwxyz") * 40_000
 
 
 def short(_: wpb.SubmitSequence) -> list[int]:
     """A word and the end of sequence."""
-    return [*small_tokenizer().encode("hello"), EOS]
+    return [*_encoded("hello"), EOS]
 
 
 @dataclass(slots=True)

@@ -211,12 +211,13 @@ async def test_a_client_that_is_closed_wakes_streams_that_wait_for_their_next_at
     monkeypatch.setattr(Retries, "failed", lambda *_: 3600.0)
     nowhere = f"127.0.0.1:{free_port()}"
     sync = Client(nowhere)
+    listing = asyncio.ensure_future(asyncio.to_thread(sync.models, timeout_s=7200.0))
     stream: Stream | AsyncStream = sync.generate_stream("say", timeout_s=None)
     reading = asyncio.ensure_future(asyncio.to_thread(stream.result))
     await until(lambda: stream._attempts._call is not None and stream._attempts._call.done())
     sync.close()
-    (error,) = await asyncio.gather(reading, return_exceptions=True)
-    assert is_cancelled(error)
+    errors = await asyncio.gather(reading, listing, return_exceptions=True)
+    assert all(map(is_cancelled, errors)), errors
     async with AsyncClient(nowhere) as client:
         stream = client.generate_stream("say", timeout_s=None)
         reading = asyncio.ensure_future(stream.result())

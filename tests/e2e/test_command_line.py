@@ -132,6 +132,14 @@ def fissile(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]
     )
 
 
+def example(name: str, *arguments: str) -> str:
+    """Output of a program in examples/."""
+    command = [sys.executable, f"examples/{name}", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 @pytest.fixture(scope="module")
 def simulated(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A folder that a simulated worker serves: a tokenizer and a config, no weights are read."""
@@ -177,11 +185,11 @@ def test_a_whole_visit(serve: Callable[..., Serve], simulated: str) -> None:
     assert refused.stderr.startswith("error: NOT_FOUND: ")
     assert refused.stderr.count("\n") == 1
 
-    example = [sys.executable, "examples/python_client.py", run.address, "hello"]
-    printed = subprocess.run(example, cwd=ROOT, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
-    assert printed.returncode == 0, printed.stderr
-    assert printed.stdout.startswith("mine: ")
-    assert re.search(r"FINISH_REASON_\w+, \d+ tokens, first one after [\d.]+ ms", printed.stdout)
+    printed = example("python_client.py", run.address, "hello")
+    assert printed.startswith("mine: ")
+    assert re.search(r"FINISH_REASON_\w+, \d+ tokens, first one after [\d.]+ ms", printed)
+    assert re.search(r"FINISH_REASON_\w+, \d+ tokens", example("library_client.py", run.address))
+    assert len(re.findall(r"\(\d+ tokens\)|^trace [0-9a-f]{32}$", example("async_client.py", run.address), re.M)) == 4
 
     run.process.send_signal(signal.SIGINT)
     assert run.wait() == 0, run.everything()

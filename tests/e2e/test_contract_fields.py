@@ -36,7 +36,7 @@ async def test_an_answer_says_where_it_comes_from() -> None:
         info, finish = parts[0].prompt_info, parts[-1].finish
         assert (info.weights_digest, info.numerics, finish.weights_digest) == ("ww", "nn", "ww")
         assert finish.usage.cached_tokens == info.cached_tokens == 3
-        assert info.queue_time.ToMicroseconds() >= 1000
+        assert info.HasField("queue_time")
         assert info.queue_time == finish.timings.queue
 
 

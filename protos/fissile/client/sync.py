@@ -174,7 +174,7 @@ class Client:
         self._give_up_s = give_up_s
         self._channels: dict[str, grpc.Channel] = {}
         self._running = weakref.WeakSet[_Attempts]()
-        self._is_closed = False
+        self._closed = threading.Event()
         self._lock = threading.Lock()
         self._next = 0
 
@@ -191,7 +191,7 @@ class Client:
     def close(self) -> None:
         """Closes the connections for good; calls that run are cancelled, on whichever threads."""
         with self._lock:
-            self._is_closed = True
+            self._closed.set()
             running, channels = [*self._running], [*self._channels.values()]
             self._channels.clear()
         for attempts in running:
@@ -273,7 +273,7 @@ class Client:
             FissileError: the client has been closed.
         """
         with self._lock:
-            if self._is_closed:
+            if self._closed.is_set():
                 raise cancelled()
             if target not in self._channels:
                 self._channels[target] = self._channel(target)
@@ -289,7 +289,7 @@ class Client:
         try:
             yield
         except ValueError:
-            if self._is_closed:
+            if self._closed.is_set():
                 raise cancelled() from None
             raise
 
@@ -318,4 +318,5 @@ class Client:
                 wait_s = retries.failed(error_of(error), time.monotonic())
                 if wait_s is None or time.monotonic() + wait_s >= end:
                     raise error_of(error) from None
-            time.sleep(wait_s)
+            if self._closed.wait(wait_s):
+                raise cancelled()
