@@ -42,6 +42,8 @@ MAX_ALLOWED_TOKEN_IDS = 4096
 # Most likely tokens beside each logprob, and further ids whose logprobs are asked for.
 MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
+# Of one call of Score.
+MAX_CONTINUATIONS = 128
 # Entries of logprobs in one message to a client: with all of the above they have less than a megabyte.
 MAX_MESSAGE_LOGPROBS = 1024
 MAX_CHAT_MESSAGES = 4096

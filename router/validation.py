@@ -27,6 +27,7 @@ from common.limits import (
     MAX_BAD_WORDS,
     MAX_CACHE_SALT_BYTES,
     MAX_CHAT_MESSAGES,
+    MAX_CONTINUATIONS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_PROMPT_TEXT_BYTES,
@@ -109,6 +110,21 @@ _COMMON = frozenset(
     )
 ) | {f"sampling_params.{name}" for name in _SAMPLING}
 GENERATE_SERVED = _COMMON | {"text", "token_ids", "token_ids.ids"}
+_TEXT_OR_TOKENS = ("text", "token_ids", "token_ids.ids")
+SCORE_SERVED = frozenset(
+    (
+        "model",
+        "request_id",
+        "context",
+        *(f"context.{path}" for path in _TEXT_OR_TOKENS),
+        "continuations",
+        *(f"continuations.{path}" for path in _TEXT_OR_TOKENS),
+        "return_tokens",
+        "priority",
+        "session_id",
+        "cache_salt",
+    )
+)
 CHAT_SERVED = _COMMON | {
     "messages",
     "messages.role",
@@ -176,6 +192,35 @@ def check_chat(request: pb.ChatRequest) -> None:
             raise InvalidFieldError(f"messages[{i}].role", "is empty", "a role of the model's chat template")
         _check_parts(f"messages[{i}]", message)
     _check_bytes("messages", sum(message.ByteSize() for message in request.messages), MAX_PROMPT_TEXT_BYTES)
+
+
+def check_score(request: pb.ScoreRequest) -> None:
+    """Checks what needs no model: served fields, the salt, and that there are continuations, all of one form.
+
+    Raises:
+        ApiError: a field is not served, or invalid.
+    """
+    count = len(request.continuations)
+    if not 1 <= count <= MAX_CONTINUATIONS:
+        raise InvalidFieldError("continuations", f"has {count} entries", f"1 to {MAX_CONTINUATIONS}")
+    refuse_unserved(request, SCORE_SERVED)
+    _check_cache_salt(request.cache_salt)
+    check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
+    form = request.continuations[0].WhichOneof("form")
+    parts = [(f"continuations[{i}]", one) for i, one in enumerate(request.continuations)]
+    if request.HasField("context"):
+        parts.insert(0, ("context", request.context))
+    for path, part in parts:
+        kind = part.WhichOneof("form")
+        if kind is None:
+            raise InvalidFieldError(path, "is empty", "one of text, token_ids")
+        if kind != form:
+            raise InvalidFieldError(f"{path}.{kind}", f"stands beside {form}", "one form for all")
+        if kind == "text":
+            check_text(f"{path}.text", part.text)
+        elif not part.token_ids.ids:
+            raise InvalidFieldError(f"{path}.token_ids.ids", "is empty", "at least one token id")
+    _check_bytes("continuations", request.ByteSize(), MAX_PROMPT_TEXT_BYTES)
 
 
 def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:

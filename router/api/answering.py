@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
@@ -164,9 +164,7 @@ class Answering:
         streams: Sequence[RequestStream] = ()
         opened = 0.0
         try:
-            if not self._registry.knows(asked.request.model):
-                with self._calls.interruptible(), asked.call.interruptible():
-                    await self._expected.wait_for_model(asked.request.model)
+            await self.wait_for_model(asked)
             while True:
                 # A session keeps its weights while they are rolled, because its requests build on earlier answers.
                 model = self._model(asked)
@@ -188,7 +186,19 @@ class Answering:
             # What only observes may fail by itself.
             with contextlib.suppress(Exception):
                 if streams:
-                    self._account(asked, measure, streams, opened)
+                    self.account(asked, measure, streams, opened)
+
+    async def wait_for_model(self, asked: Asked) -> None:
+        """Waits for workers that are expected where no worker has the model yet."""
+        if not self._registry.knows(asked.request.model):
+            with self.interruptible(asked.call):
+                await self._expected.wait_for_model(asked.request.model)
+
+    @contextlib.contextmanager
+    def interruptible(self, call: InFlightCall) -> Iterator[None]:
+        """Lets the end of the router, and that of the call, interrupt what is done here."""
+        with self._calls.interruptible(), call.interruptible():
+            yield
 
     def _model(self, asked: Asked) -> ServedModel:
         """The model of a request, with the weights that answer it.
@@ -216,7 +226,7 @@ class Answering:
             raise UnservedByWorkersError("output_options", model.name)
         began = self._clock()
         try:
-            with self._calls.interruptible(), call.interruptible():
+            with self.interruptible(call):
                 prompt = await asked.encode(model, call.tenant, asked.cache_salt)
                 if params.bad_words:
                     ids = await self._encoder.bad_words(params.bad_words, model, call.tenant)
@@ -327,7 +337,7 @@ class Answering:
                 raise WorkerLostError(streams[0].assembly.worker_id, usage_of(streams).completion_tokens) from None
             raise
         except ApiError as error:
-            raise _as_seen(error, streams, has_sent=answers.has_sent) from None
+            raise as_seen(error, streams, has_sent=answers.has_sent) from None
         finally:
             asked.scope.add_trailing(USAGE_METADATA, usage_of(streams).SerializeToString())
 
@@ -347,7 +357,7 @@ class Answering:
                     group.create_task(self._send(stream, asked, measure, answers, turn, began)) for stream in streams
                 ]
         except BaseExceptionGroup as errors:
-            raise _first_of(errors) from None
+            raise first_of(errors) from None
         # A task that finds the client gone cancels itself, which a group takes for an end like any other.
         if any(task.cancelled() for task in tasks):
             raise asyncio.CancelledError
@@ -388,7 +398,7 @@ class Answering:
                 measure.finished(decode_s(stream), message.finish.usage.completion_tokens)
                 return
 
-    def _account(self, asked: Asked, measure: RequestMeasure, streams: Sequence[RequestStream], opened: float) -> None:
+    def account(self, asked: Asked, measure: RequestMeasure, streams: Sequence[RequestStream], opened: float) -> None:
         """Says what has come of a request, however it ended: in its record, its figures and its span."""
         record, span, now = asked.record, asked.span, self._clock()
         written = sum(stream.written_tokens for stream in streams)
@@ -566,7 +576,7 @@ def _delivered_text(point: pb.ResumePoint | None) -> DeliveredText | None:
     return DeliveredText(point.index, point.text.bytes, point.text.sha256)
 
 
-def _as_seen(error: ApiError, streams: Sequence[RequestStream], *, has_sent: bool) -> ApiError:
+def as_seen(error: ApiError, streams: Sequence[RequestStream], *, has_sent: bool) -> ApiError:
     """The failure of one answer as the client's of all: UNAVAILABLE while it has got nothing, and only then."""
     if isinstance(error, RouterEndingError):
         return RouterEndingError(max(1, usage_of(streams).completion_tokens) if has_sent else 0)
@@ -577,7 +587,7 @@ def _as_seen(error: ApiError, streams: Sequence[RequestStream], *, has_sent: boo
     return error
 
 
-def _first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
+def first_of(errors: BaseExceptionGroup[BaseException]) -> BaseException:
     """The error that ended a group of answers: the others were cancelled for it."""
     flat = list(errors.exceptions)
     while flat and isinstance(flat[0], BaseExceptionGroup):

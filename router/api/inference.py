@@ -21,6 +21,7 @@ from common.limits import MAX_TOKENIZE_TEXT_BYTES, MAX_UNREAD_TOKENS
 from common.rpc.auth import caller
 from common.rpc.tls import Dialer
 from common.rpc.unsupported_fields import field_paths, refuse_unserved
+from common.telemetry import names
 from common.telemetry.metrics import Metrics
 from common.telemetry.request_record import current_record
 from common.telemetry.tracing import Tracing
@@ -32,6 +33,7 @@ from router.api.pages import MAX_PAGE, page_of
 from router.api.replaying import Replaying, check_replay, contradiction_of
 from router.api.responses import describe_model
 from router.api.rpc_scope import Context, RpcScope
+from router.api.scoring import Scoring
 from router.api.shutdown import OpenCalls
 from router.api.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.model_registry import ModelRegistry, ServedModel
@@ -41,10 +43,12 @@ from router.text.prompts import Prompt, PromptEncoder
 from router.validation import (
     CHAT_SERVED,
     GENERATE_SERVED,
+    SCORE_SERVED,
     check_chat,
     check_generate,
     check_priority,
     check_request_id,
+    check_score,
     check_text_bytes,
 )
 from router.workers.expected_workers import ExpectedWorkers
@@ -64,6 +68,7 @@ SERVED: Final[Mapping[str, frozenset[str]]] = {
     "Chat": CHAT_SERVED,
     "GenerateOnce": GENERATE_SERVED,
     "ChatOnce": CHAT_SERVED,
+    "Score": SCORE_SERVED,
     "Replay": _GENERATE_OR_CHAT
     | _within("receipt", {field.name for field in pb.Receipt.DESCRIPTOR.fields})
     | _within("token_ids", {"ids"})
@@ -142,6 +147,7 @@ class InferenceService(InferenceServiceServicer):
             self._open_calls,
             default_max_tokens,
         )
+        self._scoring = Scoring(self._answering, requests, registry, encoder, clock)
         self._replaying = Replaying(self._answering, requests, registry)
 
     def audit(self, options: AuditOptions, dialer: Dialer) -> Auditor:
@@ -192,8 +198,32 @@ class InferenceService(InferenceServiceServicer):
         return answers.chatted()
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
-        """Refuses: not served yet."""
-        return await self._unserved("Score", request, context)
+        """Says how likely continuations are."""
+        arrival = self._clock()
+        request_id = request.request_id or uuid.uuid4().hex
+
+        def broken_off() -> grpc.StatusCode:
+            return record.cancel(self._clock(), context.time_remaining())
+
+        scope, record = RpcScope(self._tracing, context, "Score", request_id, names.SCORE), current_record()
+        record.model = request.model
+        measured = self._metrics.request(names.SCORE, self._clock, broken_off)
+        async with scope as span, measured as measure:
+            check_request_id(request_id)
+            check_score(request)
+            record.tenant = tenant = self._tenant(context)
+            priority = self._priority(request, tenant)
+            salt = self._policy.cache_salt(request.cache_salt, tenant)
+            call = InFlightCall(request_id, tenant, "Score", request.model, priority, arrival, span.trace_id)
+            one = pb.GenerateRequest(model=request.model, session_id=request.session_id)
+            asked = Asked(one, call, _encode(self._encoder, one), context, salt, span, record, scope)
+            with (
+                self._open_calls.held(),
+                self.calls.held(call),
+                self._tenant_limits.held(tenant, self._clock),
+            ):
+                return await self._scoring.score(asked, request, measure)
+        raise AssertionError("a call that is refused ends in its scope")
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Refuses: not served yet."""
@@ -334,7 +364,7 @@ class InferenceService(InferenceServiceServicer):
         """Tenant that a call is for."""
         return tenant_of(context.invocation_metadata(), self._policy, caller.get().tenant)
 
-    def _priority(self, request: AnswerRequest, tenant: str) -> int:
+    def _priority(self, request: AnswerRequest | pb.ScoreRequest, tenant: str) -> int:
         """The class of a request, which its caller may ask for."""
         check_priority(request.priority)
         return self._policy.priority(request.priority, tenant, caller.get().max_priority, self._default_max_priority)

@@ -62,6 +62,14 @@ class Prompt:
     granules: Sequence[int] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class ScorePrompt:
+    """A continuation behind its context, and the place of the first token that is scored."""
+
+    prompt: Prompt
+    start: int
+
+
 def yield_to_loop() -> None:
     """Lets the event loop's thread go before the calling one where there are fewer cores than work.
 
@@ -148,6 +156,16 @@ class PromptEncoder:
             ApiError: the template rejects the input, a prompt too long, no template, or too many requests wait.
         """
         return (await self._run(_chat_prompt(request, model, cache_salt), request.ByteSize(), tenant))[1]
+
+    async def for_score(
+        self, request: pb.ScoreRequest, model: ServedModel, tenant: str = "", cache_salt: bytes = b""
+    ) -> list[ScorePrompt]:
+        """Prompts of the continuations that `validation.check_score` let pass; arguments as of `for_generate`.
+
+        Raises:
+            ApiError: nothing to score, ids outside the vocabulary, a prompt too long, no tokenizer, or too many texts.
+        """
+        return await self._run(_score_prompts(request, model, cache_salt), request.ByteSize(), tenant)
 
     async def render(self, request: pb.ChatRequest, model: ServedModel, tenant: str = "") -> pb.RenderPromptResponse:
         """Text and token ids of a conversation's prompt; raises as `for_chat`, and where they fit in no message."""
@@ -297,6 +315,49 @@ def _chat_prompt(request: pb.ChatRequest, model: ServedModel, cache_salt: bytes)
         yield from _check_fewest("messages", tokenizer, text, model)
         yield
     return text, (yield from _text_prompt("messages", tokenizer, text, model, cache_salt, allow_special=True))
+
+
+def _score_prompts(request: pb.ScoreRequest, model: ServedModel, cache_salt: bytes) -> Steps[list[ScorePrompt]]:
+    """Each continuation with the context. Texts are encoded together: blanks at the end of the context belong to the
+    continuation, as words are encoded with the blank before them."""
+    is_text = request.continuations[0].WhichOneof("form") == "text"
+    context = request.context.text.rstrip()
+    before = list(request.context.token_ids.ids)
+    if is_text and context:
+        before = yield from _text_ids("context.text", context, model)
+    found: list[ScorePrompt] = []
+    for i, continuation in enumerate(request.continuations):
+        path = f"continuations[{i}]"
+        if is_text:
+            ids = yield from _text_ids(f"{path}.text", request.context.text + continuation.text, model)
+        else:
+            check_token_ids(f"{path}.token_ids.ids", continuation.token_ids.ids, model.vocab_size)
+            ids = [*before, *continuation.token_ids.ids]
+        found.append(_score_prompt(path, ids, len(before), model, cache_salt))
+        yield
+    return found
+
+
+def _text_ids(path: str, text: str, model: ServedModel) -> Steps[list[int]]:
+    """Token ids of a text, of which there may be no more than the model holds."""
+    ids: list[int] = []
+    for piece in _pieces(path, _tokenizer_of(model), text):
+        ids += piece
+        if len(ids) >= model.max_model_len:
+            raise PromptTooLongError(path, len(ids), model.max_model_len, at_least=True)
+        yield
+    return ids
+
+
+def _score_prompt(path: str, ids: list[int], start: int, model: ServedModel, cache_salt: bytes) -> ScorePrompt:
+    tokenizer = model.text.tokenizer
+    bos = None if tokenizer is None else tokenizer.bos_token_id
+    if not start:
+        # Nothing is known of the first token, unless something stands before it.
+        ids, start = ids if bos is None or ids[:1] == [bos] else [bos, *ids], 1
+    if start >= len(ids):
+        raise InvalidFieldError(path, "has no token that can be scored", "a longer continuation, or a context")
+    return ScorePrompt(_prompt(path, ids, model, cache_salt), start)
 
 
 def _text_prompt(

@@ -189,7 +189,7 @@ async def test_a_router_bounds_answers_to_requests_that_do_not_say() -> None:
         await b.empty()
 
 
-@pytest.mark.parametrize("method", ["Score", "Embed", "Rerank"])
+@pytest.mark.parametrize("method", ["Embed", "Rerank"])
 async def test_a_method_that_is_not_served_says_so(method: str) -> None:
     async with bench() as b:
         kind = getattr(pb, f"{method}Request")

@@ -206,3 +206,21 @@ async def test_a_role_that_the_template_does_not_know_is_refused(role: str) -> N
     chat.messages[1].role = "tool"
     assert (await encoder.for_chat(chat, model())).token_ids
     encoder.close()
+
+
+async def test_nothing_is_known_of_the_first_token_where_nothing_begins_a_sequence() -> None:
+    encoder, served = PromptEncoder(), model()
+    assert served.text.tokenizer is not None
+    assert served.text.tokenizer.bos_token_id is None
+    ids = served.text.tokenizer.encode("hello, hello")
+    try:
+        by_text = pb.ScoreRequest(continuations=[pb.TextOrTokens(text="hello, hello")])
+        by_tokens = pb.ScoreRequest(continuations=[pb.TextOrTokens(token_ids=pb.TokenIds(ids=ids))])
+        for request in (by_text, by_tokens):
+            (scored,) = await encoder.for_score(request, served)
+            assert (scored.prompt.token_ids.tolist(), scored.start) == (ids, 1)
+        by_tokens.continuations[0].token_ids.ids[1:] = []
+        with pytest.raises(InvalidFieldError, match="has no token that can be scored"):
+            await encoder.for_score(by_tokens, served)
+    finally:
+        encoder.close()
