@@ -175,7 +175,9 @@ class Answering:
                 streams = self._open(kind, routed, model, asked, streams)
                 try:
                     await self._send_all(kind, streams, asked, measure, answers)
-                    self.on_answered(kind, asked, model, streams)
+                    # What only observes may fail by itself.
+                    with contextlib.suppress(Exception):
+                        self.on_answered(kind, asked, model, streams)
                     return
                 except ReplacedError:
                     continue

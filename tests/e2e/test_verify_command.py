@@ -44,7 +44,8 @@ async def write_receipt(b: Any, path: Path, *arguments: str) -> dict[str, Any]:
 @pytest.mark.parametrize("how", ["--chat", "--text"])
 async def test_an_answer_is_verified_from_its_file_alone(how: str, tmp_path: Path) -> None:
     async with bench(FakeWorker(FILES, worker_id="w0"), FakeWorker(FILES, worker_id="w1")) as b:
-        await write_receipt(b, tmp_path / "receipt.json", how)
+        written = await write_receipt(b, tmp_path / "receipt.json", how, "--logits-every", "4")
+        assert len(written["receipt"]["logit_digests"]) == 3
         for worker in ("w0", "w1"):
             done = await run(verify, b, tmp_path / "receipt.json", "--worker", worker)
             assert (done.exit_code, said(done)) == (0, f"equal: all 9 tokens are the same on worker {worker}\n")

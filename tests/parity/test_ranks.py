@@ -16,12 +16,13 @@ from typing import Any, TypeVar
 import pytest
 import torch
 import torch.distributed
+import xxhash
 
 from common.config import Config, ParallelConfig
 from common.sampling_params import SamplingParams
 from tests.checkpoints import MIN_VOCAB_SIZE, make_checkpoint
 from worker.config.model_config import ModelConfig, ModelError
-from worker.engine.batch import ScheduledBatch
+from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
 from worker.model.layers import moe
 from worker.model.model_runner import ModelRunner
@@ -136,13 +137,17 @@ class Ranks:
             self._step({s: s.num_tokens - s.num_computed_tokens for s in seqs if s.num_completion_tokens < NEW_TOKENS})
         return [seq.completion_token_ids for seq in seqs]
 
+    def outputs(self, batch: ScheduledBatch) -> list[ScheduledBatchOutput]:
+        """What each rank puts out."""
+        return self.all(lambda rank: self.runners[rank].forward(batch))
+
     def close(self) -> None:
         self._pool.shutdown()
 
     def _step(self, scheduled: dict[Sequence, int]) -> None:
         counts = list(scheduled.values())
         batch = ScheduledBatch({seq.id: seq for seq in scheduled}, counts, sum(counts))
-        outputs = self.all(lambda rank: self.runners[rank].forward(batch))
+        outputs = self.outputs(batch)
         assert all(output.token_ids == outputs[0].token_ids for output in outputs)
         for seq, count in scheduled.items():
             seq.num_computed_tokens += count
@@ -182,6 +187,18 @@ def test_logits(both: tuple[Ranks, Ranks]) -> None:
         known = expected > -torch.inf
         error = (found - expected)[known].abs().max() / expected[known].abs().max()
         assert error < 1e-4, f"relative error {error:.1e}"
+
+
+def test_the_rank_that_answers_digests_the_logits_that_all_have(both: tuple[Ranks, Ranks]) -> None:
+    (prompt,) = random_prompts([40], 4)
+    seq = Sequence(prompt, BLOCK_SIZE, SamplingParams(temperature=0.0), num_prompt_tokens=38, logits_every=2)
+    seq.block_table = [0, 1, 2]
+    batch = ScheduledBatch({seq.id: seq}, [40], 40)
+    for ranks in both:
+        (row,) = ranks.logits(batch)
+        outputs = ranks.outputs(batch)
+        assert outputs[0].logit_digests == {seq.id: {40: xxhash.xxh3_64_intdigest(row.numpy().tobytes())}}
+        assert all(output.logit_digests is None for output in outputs[1:])
 
 
 def test_greedy_streams(both: tuple[Ranks, Ranks]) -> None:

@@ -14,13 +14,16 @@ from fissile.v1 import inference_pb2 as pb
 from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.errors import ApiError, DeadlineError, HopelessDeadlineError
 from common.limits import LEASE_S
+from common.receipts import RequestDigest
 from common.sampling_params import SamplingParams
-from router.requests.stream import RoutedRequest
+from router.requests.stream import ReceiptTerms, RoutedRequest
 from router.text.stream_assembly import StreamAssembly
 from tests.sim.service import EOS_ID, MAX_MODEL_LEN, MODEL, VOCAB_SIZE, SimService
 from tests.sim.virtual_time import VirtualLoop, run
 
 NUM_REQUESTS = 40
+# Stands for the part of receipts that is not looked at here.
+NO_REQUEST = RequestDigest([], pb.SamplingParams(), 0, continues=True)
 
 
 @dataclass
@@ -34,6 +37,8 @@ class Outcome:
     reason: pb.FinishReason.ValueType | None = None
     error: ApiError | None = None
     cancelled: bool = False
+    logits_every: int = 0
+    logit_digests: dict[int, int] = field(default_factory=dict)
 
     @property
     def terminals(self) -> int:
@@ -95,7 +100,7 @@ class Scenario:
     async def client(self, service: SimService, i: int) -> None:
         prompt = self.rnd.choice(self.prefixes)[: self.rnd.randrange(1, 120)] + self.tokens(self.rnd.randrange(1, 60))
         params = SamplingParams(max_tokens=self.rnd.randrange(1, MAX_MODEL_LEN - len(prompt)))
-        outcome = Outcome(prompt, params, seed=i)
+        outcome = Outcome(prompt, params, seed=i, logits_every=i % 4)
         deadline_after = self.rnd.uniform(0.02, 0.6) if self.deadlines and self.rnd.random() < 0.5 else None
         self.outcomes.append(outcome)
         try:
@@ -121,6 +126,7 @@ class Scenario:
             deadline=None if deadline_after is None else now + deadline_after,
             granules=chain[GRANULE_BLOCKS - 1 :: GRANULE_BLOCKS],
             granule_tokens=GRANULE_BLOCKS * service.block_size,
+            receipt=ReceiptTerms(NO_REQUEST, "", "", outcome.logits_every),
         )
         assembly = StreamAssembly(len(outcome.prompt), detokenizer=None, return_token_ids=True)
         stream = service.requests.open(request, assembly, lambda worker: None)
@@ -130,6 +136,7 @@ class Scenario:
                 outcome.token_ids.extend(part.token_ids)
                 if part.ending is not None:
                     outcome.reason = part.ending.reason
+                    outcome.logit_digests = assembly.logit_digests
         finally:
             service.requests.close(stream)
 
@@ -140,8 +147,17 @@ class Scenario:
             assert outcome.token_ids == full[: len(outcome.token_ids)]
             if outcome.reason is not None:
                 assert outcome.token_ids == full
+                self.check_digests(service, outcome)
                 ended_by_eos = full[-1] == EOS_ID
                 assert outcome.reason == (pb.FINISH_REASON_STOP if ended_by_eos else pb.FINISH_REASON_LENGTH)
+
+    def check_digests(self, service: SimService, outcome: Outcome) -> None:
+        """Those of every so-many-th token are there once, whichever worker has computed it, and however often."""
+        every, begin = outcome.logits_every, len(outcome.prompt)
+        positions = range(begin, begin + len(outcome.token_ids), every) if every else range(0)
+        tokens = outcome.prompt + outcome.token_ids
+        runner = service.workers[0].runner
+        assert outcome.logit_digests == {at: runner.logit_digest(tokens[:at]) for at in positions}
 
     def reference(self, service: SimService, outcome: Outcome) -> list[int]:
         """The whole answer of an undisturbed run."""

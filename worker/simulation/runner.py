@@ -145,6 +145,13 @@ class SimulatedRunner:
             state = mix(state, out[-1])
         return out
 
+    def logit_digest(self, token_ids: Sequence[int]) -> int:
+        """The digest of what the token behind `token_ids` is sampled from, likewise."""
+        state = _START
+        for token in token_ids:
+            state = mix(state, token)
+        return mix(state, _DIGEST)
+
     def _verify(self, batch: ScheduledBatch, i: int, states: list[int]) -> tuple[tuple[int, ...], int]:
         """The tokens that follow, the last one behind the drafts that are equal to them; and the state after all."""
         drafts = batch.scheduled_spec_decode_tokens.get(batch.req_ids[i], [])

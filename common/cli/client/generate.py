@@ -238,6 +238,10 @@ async def ask_router(
     "--receipt", envvar="FISSILE_RECEIPT", type=click.Path(path_type=Path), metavar="FILE",
     help="Write the answer's receipt, with the request and the token ids, to FILE, for `fissile verify`.",
 )  # fmt: skip
+@option(
+    "--logits-every", envvar="FISSILE_LOGITS_EVERY", type=click.IntRange(0), default=0, metavar="N",
+    help="Digest the logits of every N-th token into the receipt; 0 is none.",
+)  # fmt: skip
 def generate(
     prompt: str | None,
     addresses: Sequence[str],
@@ -250,6 +254,7 @@ def generate(
     as_json: bool,
     offline: str | None,
     receipt: Path | None,
+    logits_every: int,
     **sampling: Any,
 ) -> None:
     """Send PROMPT (or standard input) to a model and stream its answer.
@@ -258,7 +263,9 @@ def generate(
     must be changed, 3 it may work later (no router, no worker, a full queue).
     """
     has_receipt = receipt is not None
-    question = Question(read_prompt(prompt), model, chat, system, request_id, given(sampling), has_receipt)
+    question = Question(
+        read_prompt(prompt), model, chat, system, request_id, given(sampling), has_receipt, logits_every
+    )
     if offline is not None:
         generate_offline(offline, question, as_json=as_json)
         return

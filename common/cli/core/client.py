@@ -155,6 +155,7 @@ class Question:
     request_id: str = ""
     sampling: Mapping[str, Any] = field(default_factory=dict)
     has_receipt: bool = False
+    logits_every: int = 0
 
     @property
     def output_options(self) -> pb.OutputOptions | None:
@@ -167,7 +168,7 @@ class Question:
         options = pb.OutputOptions(**given)
         if self.has_receipt:
             options.return_token_ids = True
-            options.receipt.SetInParent()
+            options.receipt.logits_every = self.logits_every
         return options
 
     @property

@@ -266,6 +266,11 @@ _SPECS: Final = {
         {"tokens_per_row": "tokens of a row"},
         [_ms("batch", "batch"), _ms("counts", "counts"), _ms("logits", "logits"), _ms("logits, best", "logits_best")],
     ),
+    "logit-digests": Spec(
+        "digest_cost",
+        {"rows": "rows", "digested": "rows digested"},
+        [_ms("step, best", "step_best"), _ms("step, median", "step")],
+    ),
     "collector": Spec(
         "collector",
         {"collector": "who collects"},

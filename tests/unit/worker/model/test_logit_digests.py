@@ -94,6 +94,17 @@ def test_digests_do_not_depend_on_what_else_runs_and_change_no_token(runner: Mod
     assert sorted(together) == sorted(seq.id for seq in (crowd[0], crowd[1], crowd[3]))
 
 
+def test_rows_that_are_hashed_later_are_those_before_anything_changed_them(
+    runner: ModelRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where the tokens of a step come while the next one runs."""
+    steered: dict[str, Any] = {"repetition_penalty": 1.5, "presence_penalty": 1.0, "min_tokens": 4}
+    at_once, later = asked(0.9, 1, **steered), asked(0.9, 1, **steered)
+    (digests,) = run(runner, at_once).values()
+    monkeypatch.setattr(runner.sampler, "waits_for_tokens", True)
+    assert run(runner, later) == {later.id: digests}
+
+
 def test_an_attempt_that_goes_on_behind_tokens_gives_the_digests_of_the_rest(runner: ModelRunner) -> None:
     whole = asked(0.8, EVERY)
     (digests,) = run(runner, whole).values()
