@@ -11,6 +11,7 @@ import math
 import struct
 from collections.abc import Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, replace
+from functools import partial
 from numbers import Integral, Real
 from types import UnionType
 from typing import Any, Final, TypeAlias, cast
@@ -117,19 +118,13 @@ class SamplingParams:
             if type(value) is not int:
                 # An integer of numpy is none to arithmetic that mixes it with truth values, as the scheduler's does.
                 object.__setattr__(self, name, int(value))
-        object.__setattr__(self, "stop_strings", _checked_texts("stop_strings", self.stop_strings, *_STOP_STRINGS))
-        object.__setattr__(self, "bad_words", _checked_texts("bad_words", self.bad_words, *_BAD_WORDS))
         for name in ("ignore_eos", "include_stop_string"):
             if not isinstance(getattr(self, name), bool):
                 raise InvalidFieldError(f"sampling_params.{name}", f"is {getattr(self, name)!r}", "true or false")
-        for name, most in _MOST_IDS.items():
-            object.__setattr__(self, name, _checked_ids(name, getattr(self, name)))
-            _check_count(name, getattr(self, name), most)
-        for name in ("stop_token_sequences", "bad_words_token_ids"):
-            listed = enumerate(_listed(name, getattr(self, name)))
-            object.__setattr__(self, name, tuple(_checked_ids(f"{name}[{i}]", ids) for i, ids in listed))
-        _check_bad_words_token_ids(self.bad_words_token_ids)
-        object.__setattr__(self, "logit_bias", _checked_bias(self.logit_bias))
+        for name, check in _LISTS.items():
+            # Most requests have none of them.
+            if (value := getattr(self, name)) != () or type(value) is not tuple:
+                object.__setattr__(self, name, check(name, value))
         if self.logprobs is not None or self.prompt_logprobs is not None or self.logprob_token_ids:
             self._check_logprobs()
 
@@ -236,10 +231,6 @@ _REAL_RANGES: dict[str, _Range] = {
     "presence_penalty": ("a number from -2 to 2; 0 is off", lambda v: -2.0 <= v <= 2.0),
     "frequency_penalty": ("a number from -2 to 2; 0 is off", lambda v: -2.0 <= v <= 2.0),
 }
-# Most entries, and bytes of each.
-_STOP_STRINGS: Final = (MAX_STOP_STRINGS, MAX_STOP_STRING_BYTES)
-_BAD_WORDS: Final = (MAX_BAD_WORDS, MAX_BAD_WORD_BYTES)
-_MOST_IDS: Final = {"stop_token_ids": MAX_STOP_TOKEN_IDS, "allowed_token_ids": MAX_ALLOWED_TOKEN_IDS}
 _INTEGER_RANGES = {
     "top_k": (0, UINT32_MAX),
     "seed": (0, UINT64_MAX),
@@ -292,27 +283,51 @@ def _checked_texts(name: str, texts: Sequence[str], most: int, most_bytes: int) 
     return tuple(texts)
 
 
-def _check_bad_words_token_ids(sequences: TokenSequences) -> None:
+def _few_ids(name: str, ids: Any, most: int) -> tuple[int, ...]:
+    checked = _checked_ids(name, ids)
+    _check_count(name, checked, most)
+    return checked
+
+
+def _checked_sequences(name: str, sequences: Any) -> TokenSequences:
+    return tuple(_checked_ids(f"{name}[{i}]", ids) for i, ids in enumerate(_listed(name, sequences)))
+
+
+def _checked_bad_words(name: str, sequences: Any) -> TokenSequences:
+    checked = _checked_sequences(name, sequences)
     # Each word has two: alone, and behind a blank.
-    _check_count("bad_words_token_ids", sequences, 2 * MAX_BAD_WORDS)
-    for i, ids in enumerate(sequences):
+    _check_count(name, checked, 2 * MAX_BAD_WORDS)
+    for i, ids in enumerate(checked):
         if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
             valid = f"1 to {MAX_BAD_WORD_TOKENS} token ids"
-            raise InvalidFieldError(f"sampling_params.bad_words_token_ids[{i}]", f"has {len(ids)} entries", valid)
+            raise InvalidFieldError(f"sampling_params.{name}[{i}]", f"has {len(ids)} entries", valid)
+    return checked
 
 
-def _checked_bias(given: Any) -> tuple[tuple[int, float], ...]:
-    path = "sampling_params.logit_bias"
+def _checked_bias(name: str, given: Any) -> tuple[tuple[int, float], ...]:
+    path = f"sampling_params.{name}"
     try:
         bias = dict(given)
     except (TypeError, ValueError):
         raise InvalidFieldError(path, f"is {given!r}", "token ids and what is added to their logits") from None
-    _check_count("logit_bias", bias, MAX_LOGIT_BIASES)
+    _check_count(name, bias, MAX_LOGIT_BIASES)
     valid = f"a number from -{MAX_LOGIT_BIAS} to {MAX_LOGIT_BIAS}"
-    _checked_ids("logit_bias", bias)
+    _checked_ids(name, bias)
     for token, value in bias.items():
-        _require_kind(f"logit_bias[{token}]", value, float, Real, valid)
+        _require_kind(f"{name}[{token}]", value, float, Real, valid)
         # A comparison with NaN is false.
         if not -MAX_LOGIT_BIAS <= float32(value) <= MAX_LOGIT_BIAS:
             raise InvalidFieldError(f"{path}[{token}]", f"is {_shortest(value)}", valid)
     return tuple(sorted((int(token), float32(value)) for token, value in bias.items()))
+
+
+# Checks of lists, which give them in their canonical form.
+_LISTS: Final[Mapping[str, Callable[[str, Any], Any]]] = {
+    "stop_strings": partial(_checked_texts, most=MAX_STOP_STRINGS, most_bytes=MAX_STOP_STRING_BYTES),
+    "bad_words": partial(_checked_texts, most=MAX_BAD_WORDS, most_bytes=MAX_BAD_WORD_BYTES),
+    "stop_token_ids": partial(_few_ids, most=MAX_STOP_TOKEN_IDS),
+    "allowed_token_ids": partial(_few_ids, most=MAX_ALLOWED_TOKEN_IDS),
+    "stop_token_sequences": _checked_sequences,
+    "bad_words_token_ids": _checked_bad_words,
+    "logit_bias": _checked_bias,
+}
