@@ -67,6 +67,7 @@ _MOST_ENTRIES: Final = {
 }
 _SAMPLING = (
     *_GIVEN,
+    "best_of",
     "stop_strings",
     "include_stop_string",
     "stop_token_ids",
@@ -263,6 +264,26 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
         raise InvalidFieldError("resume.answers", "are all finished", "an answer that is not")
 
 
+def check_whole_answers(request: pb.GenerateRequest | pb.ChatRequest, *, is_streamed: bool) -> None:
+    """Refuses what makes sense for streams alone, or for whole answers alone.
+
+    Raises:
+        InvalidFieldError: it is asked of the other.
+    """
+    if request.HasField("resume") and not is_streamed:
+        raise InvalidFieldError("resume", "is set", "no resume: of a call that broke nothing has come")
+    if request.sampling_params.HasField("best_of") and is_streamed:
+        valid = "no best_of: GenerateOnce and ChatOnce choose among whole answers"
+        raise InvalidFieldError("sampling_params.best_of", "is set", valid)
+
+
+def with_candidates(params: SamplingParams, message: pb.SamplingParams) -> SamplingParams:
+    """The parameters of all answers among which the best are chosen: that is told by their logprobs."""
+    if not message.HasField("best_of"):
+        return params
+    return replace(params, n=message.best_of, logprobs=params.logprobs or 0)
+
+
 def check_roles(messages: Iterable[pb.ChatMessage], known: Set[str]) -> None:
     """Refuses roles that neither are usual nor in the model's template: it would print a misspelt one, or a token.
 
@@ -390,6 +411,7 @@ def sampling_params(message: pb.SamplingParams, defaults: SamplingParams, vocab_
         ApiError: a value is out of range or not served; names the field and what would be valid.
     """
     _check_n(message)
+    _check_best_of(message)
     _check_counts(message)
     _check_stop_token_sequences(message.stop_token_sequences, vocab_size)
     given: dict[str, Any] = {name: getattr(message, name) for name in _GIVEN if message.HasField(name)}
@@ -494,6 +516,12 @@ def _check_cache_salt(cache_salt: str) -> None:
 def _check_n(message: pb.SamplingParams) -> None:
     if message.HasField("n") and not 1 <= message.n <= MAX_ANSWERS:
         raise InvalidFieldError("sampling_params.n", f"is {message.n}", f"1 to {MAX_ANSWERS}")
+
+
+def _check_best_of(message: pb.SamplingParams) -> None:
+    least = max(1, message.n)
+    if message.HasField("best_of") and not least <= message.best_of <= MAX_ANSWERS:
+        raise InvalidFieldError("sampling_params.best_of", f"is {message.best_of}", f"n, {least}, to {MAX_ANSWERS}")
 
 
 def _check_counts(message: pb.SamplingParams) -> None:

@@ -54,6 +54,7 @@ from router.validation import (
     check_resumed_ids,
     clip_to_length,
     sampling_params,
+    with_candidates,
     with_logprobs,
 )
 from router.workers.expected_workers import ExpectedWorkers
@@ -224,8 +225,10 @@ class Answering:
         request, call = asked.request, asked.call
         params = sampling_params(request.sampling_params, model.text.defaults, model.vocab_size)
         params = with_logprobs(params, request.output_options, model.vocab_size)
+        wanted_by = "output_options" if params.wants_logprobs else "sampling_params.best_of"
+        params = with_candidates(params, request.sampling_params)
         if params.wants_logprobs and not model.serves_logprobs:
-            raise UnservedByWorkersError("output_options", model.name)
+            raise UnservedByWorkersError(wanted_by, model.name)
         began = self._clock()
         try:
             with self.interruptible(call):

@@ -72,13 +72,15 @@ class CollectedAnswers:
 
     Args:
         response: makes the messages of the streaming twin.
+        request: says which answers are chosen, and with what.
     """
 
     is_streamed = False
 
-    def __init__(self, response: Callable[..., AnswerResponse]) -> None:
+    def __init__(self, response: Callable[..., AnswerResponse], request: pb.GenerateRequest | pb.ChatRequest) -> None:
         self.has_begun = self.has_sent = False
         self._response = response
+        self._params, self._options = request.sampling_params, request.output_options
         self._request_id = ""
         self._prompt_info = pb.PromptInfo()
         self._prompt_logprobs: list[pb.TokenLogprobs] = []
@@ -111,12 +113,26 @@ class CollectedAnswers:
             answer.finish.CopyFrom(message.finish)
             answer.text = "".join(self._texts[message.index])
 
+    def _chosen(self) -> list[pb.GeneratedText]:
+        """The answers in order of their index; with `best_of` the best `n` of them, the best one first."""
+        answers = [self._answers[index] for index in sorted(self._answers)]
+        if not self._params.HasField("best_of"):
+            return answers
+        # Of equals the lower index stays before.
+        answers.sort(key=_mean_logprob, reverse=True)
+        del answers[max(1, self._params.n) :]
+        if not self._options.HasField("logprobs"):
+            for answer in answers:
+                answer.ClearField("logprobs")
+                answer.finish.ClearField("logprob")
+        return answers
+
     def generated(self) -> pb.GenerateOnceResponse:
         """The response of GenerateOnce."""
         return pb.GenerateOnceResponse(
             request_id=self._request_id,
             prompt_info=self._prompt_info,
-            answers=(self._answers[index] for index in sorted(self._answers)),
+            answers=self._chosen(),
             prompt_logprobs=self._prompt_logprobs,
         )
 
@@ -125,9 +141,13 @@ class CollectedAnswers:
         return pb.ChatOnceResponse(
             request_id=self._request_id,
             prompt_info=self._prompt_info,
-            answers=(_chat_answer(self._answers[index]) for index in sorted(self._answers)),
+            answers=map(_chat_answer, self._chosen()),
             prompt_logprobs=self._prompt_logprobs,
         )
+
+
+def _mean_logprob(answer: pb.GeneratedText) -> float:
+    return answer.finish.logprob / max(1, answer.finish.usage.completion_tokens)
 
 
 def _chat_answer(answer: pb.GeneratedText) -> pb.ChatAnswer:

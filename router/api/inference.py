@@ -50,6 +50,7 @@ from router.validation import (
     check_request_id,
     check_score,
     check_text_bytes,
+    check_whole_answers,
 )
 from router.workers.expected_workers import ExpectedWorkers
 
@@ -187,13 +188,13 @@ class InferenceService(InferenceServiceServicer):
 
     async def GenerateOnce(self, request: pb.GenerateRequest, context: Context) -> pb.GenerateOnceResponse:
         """Continues a prompt, in one message."""
-        answers = CollectedAnswers(GENERATE.response)
+        answers = CollectedAnswers(GENERATE.response, request)
         await self._answer(GENERATE, "GenerateOnce", request, context, answers)
         return answers.generated()
 
     async def ChatOnce(self, request: pb.ChatRequest, context: Context) -> pb.ChatOnceResponse:
         """Answers a conversation, in one message."""
-        answers = CollectedAnswers(CHAT.response)
+        answers = CollectedAnswers(CHAT.response, request)
         await self._answer(CHAT, "ChatOnce", request, context, answers)
         return answers.chatted()
 
@@ -339,8 +340,7 @@ class InferenceService(InferenceServiceServicer):
         async with scope as span, measured as measure:
             check_request_id(request_id)
             _check(request)
-            if request.HasField("resume") and not answers.is_streamed:
-                raise InvalidFieldError("resume", "is set", "no resume: of a call that broke nothing has come")
+            check_whole_answers(request, is_streamed=answers.is_streamed)
             record.tenant = tenant = self._tenant(context)
             priority = self._priority(request, tenant)
             salt = self._policy.cache_salt(request.cache_salt, tenant)
