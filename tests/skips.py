@@ -10,7 +10,18 @@ import pytest
 
 # Set by .ci/run.
 STRICT_VARIABLE = "FISSILE_TESTS_STRICT"
-TOOLS = ("buf", "kubectl", "envoy", "hadolint", "yamllint", "kubernetes-validate", "ip", "the generator", "MkDocs")
+TOOLS = (
+    "buf",
+    "kubectl",
+    "envoy",
+    "hadolint",
+    "yamllint",
+    "kubernetes-validate",
+    "ip",
+    "the generator",
+    "MkDocs",
+    "lm-eval",
+)
 # Facts of a machine that a strict run accepts; the beginning of a reason.
 ALLOWED = re.compile(
     r"this processor has no \w+"

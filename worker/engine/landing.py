@@ -183,13 +183,11 @@ class Landing:
         return given
 
     def _land_given(self, seq: Sequence, first: int, last: int, rows: bytes) -> None:
-        """Puts out logprobs of given tokens, but for those that have come before a preemption."""
-        if seq.is_finished or last < seq.logprobs_from:
+        """Puts out logprobs of given tokens; after a preemption the next ones are those behind these."""
+        if seq.is_finished:
             return
-        width = len(rows) // (last + 1 - first)
-        begin = int(seq.logprobs_from)
         seq.logprobs_from = last + 1 if last + 1 < seq.num_given_tokens else math.inf
-        self._lifecycle.emit_given(seq, GivenLogprobs(begin, width, rows[(begin - first) * width :]))
+        self._lifecycle.emit_given(seq, GivenLogprobs(first, len(rows) // (last + 1 - first), rows))
 
     def _append(self, seq: Sequence, token_ids: tuple[int, ...], now: float) -> tuple[list[int], Stop | None]:
         """Appends tokens one by one up to a stop; those behind it count nowhere. Those appended, and the stop."""

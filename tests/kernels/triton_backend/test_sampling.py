@@ -17,6 +17,7 @@ import triton.language as tl
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kernels import logprobs
 from kernels import sampling as reference
 from kernels.interface import AllowedIds, BiasedIds, MaskedIds, SampleParams
 from kernels.no_token import NO_TOKEN
@@ -374,3 +375,18 @@ def test_a_fraction_of_a_mass_is_exact() -> None:
     out = torch.empty(512, dtype=torch.int64)
     launch(_ceil_product_kernel, (1,), *columns, out, COUNT=512)
     assert out.tolist() == [-(-mantissa * total // 2**shift) for mantissa, shift, total in cases]
+
+
+def test_numbers_for_logprobs_are_the_references() -> None:
+    rng = np.random.default_rng(8)
+    logits = rng.normal(size=(20, 1500)).astype(np.float32) * 4
+    logits[3] = np.nan
+    tokens, ids = rng.integers(0, 1500, 20), rng.integers(0, 1500, (20, 2))
+    tokens[3] = NO_TOKEN
+    found = TritonSamplingOps(CPU).logit_stats(torch.from_numpy(logits), torch.from_numpy(tokens), 5, ids)()
+    expected = logprobs.logit_stats(logits, np.maximum(tokens, 0), 5, ids)
+    rows = np.flatnonzero(expected.masses)
+    assert found.masses[3] == 0
+    for name in ("highest", "ranks", "own", "top_ids", "top", "given"):
+        assert getattr(found, name)[rows].tolist() == getattr(expected, name)[rows].tolist(), name
+    np.testing.assert_allclose(found.masses[rows], expected.masses[rows], rtol=1e-12)
