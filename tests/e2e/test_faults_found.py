@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import grpc
@@ -15,6 +18,8 @@ from tests.e2e.service import REPOSITORY, Answer, Process, Service, free_port, g
 
 DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"
 WORKERS = 3
+BEGINNING = "Once upon a time there was a small fox. " * 2
+ROUNDS, AT_ONCE = 12, 16
 WRONG, DIFFER = "audit: a worker gives wrong answers", "audit: two workers differ"
 
 
@@ -55,6 +60,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         (tmp_path / name).mkdir()
         arguments = ["tests.e2e.faulty_worker", str(tmp_path / name), "worker", "--model", str(DEMO)]
         arguments += ["--model-name", "test", "--port", str(port), "--worker-id", name, "--dtype", "float32"]
+        arguments += ["--kv-cache-memory", "3MiB", "--max-model-len", "512"]
         workers.append(Process(name, arguments, port, tmp_path / f"{name}.log", environment))
     port = free_port()
     addresses = [part for worker in workers for part in ("--worker", worker.address)]
@@ -72,15 +78,51 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
 def ask(fleet: Fleet, number: int, *, temperature: float = 0.8) -> Answer:
     """One answer to a prompt of several blocks, with all of its logits digested."""
     params = pb.SamplingParams(max_tokens=8, temperature=temperature, seed=number)
-    request = pb.GenerateRequest(
-        request_id=f"r{number}", text="Once upon a time there was a small fox. " * 6, sampling_params=params
-    )
+    request = pb.GenerateRequest(request_id=f"r{number}", text=3 * BEGINNING, sampling_params=params)
     request.output_options.receipt.logits_every = 1
     answer = generate(fleet.stub, request)
     assert answer.finish is not None
     assert contradiction(answer.finish.receipt) == ""
     assert len(answer.finish.receipt.logit_digests) == answer.finish.receipt.output_tokens
     return answer
+
+
+def mixed(number: int) -> pb.GenerateRequest:
+    """One of many requests: common and new beginnings, several answers, every kind of sampling, logits now and then."""
+    rnd = random.Random(number)
+    params = pb.SamplingParams(
+        max_tokens=rnd.randrange(1, 24),
+        temperature=rnd.choice([0.0, 0.7, 1.3]),
+        top_k=rnd.choice([0, 0, 20]),
+        top_p=rnd.choice([1.0, 0.9]),
+        repetition_penalty=rnd.choice([1.0, 1.2]),
+        presence_penalty=rnd.choice([0.0, 0.5]),
+        min_tokens=0,
+        n=rnd.choice([1, 1, 1, 3]),
+        stop_strings=rnd.choice([[], [], ["the", "e."]]),
+    )
+    text = rnd.choice(["", BEGINNING, 3 * BEGINNING]) + rnd.choice(["A fox", "12 + 7 =", "Spell cat"]) * rnd.randrange(
+        1, 9
+    )
+    request = pb.GenerateRequest(request_id=f"m{number}", text=text, sampling_params=params)
+    if number % 3:
+        request.output_options.receipt.logits_every = number % 3
+    return request
+
+
+@pytest.mark.long
+def test_no_worker_is_blamed_while_all_are_well(fleet: Fleet) -> None:
+    """With prefixes from caches, many at once, and with a pool so small that sequences are preempted."""
+    num_answers = 0
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        for number in range(ROUNDS):
+            requests = [mixed(AT_ONCE * number + i) for i in range(AT_ONCE)]
+            for answer in pool.map(partial(fleet.stub.GenerateOnce, timeout=120), requests):
+                num_answers += len(answer.answers)
+            # More than may wait are not audited.
+            fleet.wait_for_audit(num_answers - 1)
+    assert num_answers > ROUNDS * AT_ONCE
+    assert "audit: " not in fleet.said()
 
 
 def ask_until(fleet: Fleet, text: str) -> None:
