@@ -1,14 +1,16 @@
-"""Penalties, biases and masks through router and worker: greedy streams are those of transformers, all in one batch."""
+"""Sampling parameters through router and worker: greedy streams are those of transformers, all in one batch."""
 
 from __future__ import annotations
 
 import random
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import grpc
 import pytest
 import torch
 from fissile.v1 import inference_pb2 as pb
@@ -140,32 +142,95 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("model"), num_hidden_layers=2)
 
 
-def test_streams_are_those_of_transformers(checkpoint: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory, checkpoint: Path) -> Iterator[Service]:
+    folder = tmp_path_factory.mktemp("service")
+    with running_service(folder, checkpoint, worker_options=["--dtype", "float32"]) as running:
+        yield running
+
+
+def test_streams_are_those_of_transformers(checkpoint: Path, service: Service) -> None:
+    """Also behind tokens that a client has got of a stream that broke."""
     expected = cases(Reference(checkpoint))
     assert len({tuple(stream) for _, _, stream in expected}) == len(expected) - 1, "every field must have an effect"
-    with running_service(tmp_path, checkpoint, worker_options=["--dtype", "float32"]) as service:
-        with ThreadPoolExecutor(len(expected)) as pool:
-            answers = list(pool.map(lambda case: ask(service, case[0], case[1]), expected))
-        for (length, fields, stream), answer in zip(expected, answers, strict=True):
-            assert answer.token_ids == stream, f"prompt of {length} tokens with {fields}"
-        with ThreadPoolExecutor(len(expected)) as pool:
-            rests = list(pool.map(lambda case: resumed(service, case[0], case[1], case[2][:RECEIVED]), expected))
-        assert rests == [stream[RECEIVED:] for _, _, stream in expected]
-        several = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=prompt(150)),
-            sampling_params=pb.SamplingParams(max_tokens=5, n=4),
-        )
-        usages = [answer.finish.usage for answer in service.stub.GenerateOnce(several, timeout=60).answers]
-        # The prompt's full blocks are computed once.
-        computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
-        assert computed == 150 + 3 * (150 - 144)
-        text = pb.OutputOptions(echo=True, keep_special_tokens=True, return_token_ids=True)
-        echoed = ask(service, 50, {}, text)
-        assert echoed.token_ids == [*prompt(50), *answers[0].token_ids]
-        assert (
-            echoed.text == Tokenizer.from_file(str(checkpoint / "tokenizer.json")).decode(prompt(50)) + answers[0].text
-        )
+    with ThreadPoolExecutor(len(expected)) as pool:
+        answers = list(pool.map(lambda case: ask(service, case[0], case[1]), expected))
+        rests = list(pool.map(lambda case: resumed(service, case[0], case[1], case[2][:RECEIVED]), expected))
+    for (length, fields, stream), answer in zip(expected, answers, strict=True):
+        assert answer.token_ids == stream, f"prompt of {length} tokens with {fields}"
+    assert rests == [stream[RECEIVED:] for _, _, stream in expected]
     for answer in answers[-2:]:
         assert answer.finish is not None
         ended = answer.finish.reason == pb.FINISH_REASON_STOP
         assert ended == (len(answer.token_ids) < NEW_TOKENS)
+
+
+def test_several_answers_compute_their_prompt_once(service: Service) -> None:
+    """But for what is behind its last full block."""
+    asked = pb.GenerateRequest(
+        token_ids=pb.TokenIds(ids=prompt(150)), sampling_params=pb.SamplingParams(max_tokens=5, n=4)
+    )
+    usages = [answer.finish.usage for answer in service.stub.GenerateOnce(asked, timeout=60).answers]
+    computed = sum(usage.prompt_tokens - usage.cached_tokens for usage in usages)
+    assert computed == 150 + 3 * (150 - 144)
+
+
+def test_an_echo_is_the_prompt_as_its_tokenizer_decodes_it(checkpoint: Path, service: Service) -> None:
+    plain = ask(service, 50, {})
+    echoed = ask(service, 50, {}, pb.OutputOptions(echo=True, keep_special_tokens=True, return_token_ids=True))
+    assert echoed.token_ids == [*prompt(50), *plain.token_ids]
+    assert echoed.text == Tokenizer.from_file(str(checkpoint / "tokenizer.json")).decode(prompt(50)) + plain.text
+
+
+def whole_answers(params: dict[str, Any], **options: Any) -> pb.GenerateRequest:
+    # Stop strings end answers at different lengths.
+    sampling = {"max_tokens": 24, "seed": 5, "stop_strings": ["e", "1"], **params}
+    output = pb.OutputOptions(return_token_ids=True, **options)
+    return pb.GenerateRequest(text="Once upon", sampling_params=pb.SamplingParams(**sampling), output_options=output)
+
+
+def likeliest(answers: list[Any]) -> list[Any]:
+    """By mean logprob, from the logprobs of each token."""
+    return sorted(answers, key=lambda one: -sum(each.logprob for each in one.logprobs) / len(one.logprobs))
+
+
+@pytest.mark.proto_field("SamplingParams.best_of")
+def test_the_likeliest_answers_are_sent_the_best_one_first(service: Service) -> None:
+    whole = service.stub.GenerateOnce(whole_answers({"n": 9}, logprobs=0), timeout=120)
+    expected = likeliest(list(whole.answers))
+    assert len({len(one.token_ids) for one in expected}) > 1
+    assert [one.index for one in expected] != sorted(one.index for one in expected)
+    for n in (1, 3, 9):
+        best = service.stub.GenerateOnce(whole_answers({"n": n, "best_of": 9}), timeout=120)
+        assert [(one.index, one.text, one.token_ids) for one in best.answers] == [
+            (one.index, one.text, one.token_ids) for one in expected[:n]
+        ]
+        # Nobody has asked for logprobs.
+        assert not any(one.logprobs or one.finish.HasField("logprob") for one in best.answers)
+    (asked,) = service.stub.GenerateOnce(whole_answers({"best_of": 9}, logprobs=2), timeout=120).answers
+    assert [each.logprob for each in asked.logprobs] == [each.logprob for each in expected[0].logprobs]
+    assert all(len(each.top) == 2 for each in asked.logprobs)
+    assert asked.finish.logprob == pytest.approx(sum(each.logprob for each in asked.logprobs), rel=1e-5)
+
+
+def test_a_conversation_has_a_best_answer(service: Service) -> None:
+    asked = pb.ChatRequest(messages=[pb.ChatMessage(role="user", content="hi")])
+    asked.sampling_params.MergeFrom(pb.SamplingParams(max_tokens=12, seed=3, n=6))
+    asked.output_options.logprobs = 0
+    expected = likeliest(list(service.stub.ChatOnce(asked, timeout=120).answers))
+    asked.sampling_params.n, asked.sampling_params.best_of = 2, 6
+    best = service.stub.ChatOnce(asked, timeout=120).answers
+    assert [(one.index, one.message) for one in best] == [(one.index, one.message) for one in expected[:2]]
+
+
+@pytest.mark.parametrize("params", [{"n": 3, "best_of": 2}, {"best_of": 65}, {"best_of": 0}])
+def test_a_choice_that_can_not_be_made_is_refused(service: Service, params: dict[str, Any]) -> None:
+    with pytest.raises(grpc.RpcError, match=r"sampling_params\.best_of") as refused:
+        service.stub.GenerateOnce(whole_answers(params), timeout=60)
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_streams_do_not_choose(service: Service) -> None:
+    with pytest.raises(grpc.RpcError, match=r"sampling_params\.best_of is set") as refused:
+        list(service.stub.Generate(whole_answers({"best_of": 2}), timeout=60))
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
