@@ -105,9 +105,21 @@ def mixed(number: int) -> pb.GenerateRequest:
         1, 9
     )
     request = pb.GenerateRequest(request_id=f"m{number}", text=text, sampling_params=params)
+    if number % 4 == 0:
+        request.sampling_params.best_of = request.sampling_params.n + 1
+    if number % 5 == 0:
+        request.output_options.logprobs = number % 3
+        request.output_options.prompt_logprobs = 1
     if number % 3:
         request.output_options.receipt.logits_every = number % 3
     return request
+
+
+def check_replay(fleet: Fleet, request: pb.GenerateRequest, answer: pb.GeneratedText) -> None:
+    """An answer with a receipt comes out again."""
+    if answer.finish.HasField("receipt"):
+        found = fleet.stub.Replay(pb.ReplayRequest(receipt=answer.finish.receipt, generate=request), timeout=120)
+        assert (found.verdict, found.detail) == (pb.REPLAY_VERDICT_EQUAL, found.detail)
 
 
 @pytest.mark.long
@@ -117,8 +129,11 @@ def test_no_worker_is_blamed_while_all_are_well(fleet: Fleet) -> None:
     with ThreadPoolExecutor(AT_ONCE) as pool:
         for number in range(ROUNDS):
             requests = [mixed(AT_ONCE * number + i) for i in range(AT_ONCE)]
-            for answer in pool.map(partial(fleet.stub.GenerateOnce, timeout=120), requests):
-                num_answers += len(answer.answers)
+            for request, response in zip(
+                requests, pool.map(partial(fleet.stub.GenerateOnce, timeout=120), requests), strict=True
+            ):
+                num_answers += max(request.sampling_params.n, request.sampling_params.best_of)
+                check_replay(fleet, request, response.answers[0])
             # More than may wait are not audited.
             fleet.wait_for_audit(num_answers - 1)
     assert num_answers > ROUNDS * AT_ONCE
