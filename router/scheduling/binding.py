@@ -48,9 +48,9 @@ class Binding:
 
     def find_better_lane(self, request: QueuedRequest, lane: Lane, ahead: Mapping[str, int], now: float) -> Move | None:
         """A better place for a waiting request, as `Placement.find_better_lane`: for a further answer to a prompt the
-        worker that computes it, while that has a place."""
+        worker that computes it, while that has places."""
         if request.lead is not None and not lane.is_blocked:
-            if request.lead.worker == lane.worker:
+            if request.lead.worker == lane.worker and lane.places >= 0:
                 return None
             if (move := _beside_lead(request, self._lanes.candidates(request))) is not None:
                 return move
@@ -108,6 +108,6 @@ def _beside_lead(request: QueuedRequest, lanes: Sequence[Lane]) -> Move | None:
     if lead is None or not request.shared_tokens:
         return None
     lane = next((lane for lane in lanes if lane.worker == lead.worker), None)
-    if lane is None or not lane.has_place or not lane.caches_prefixes:
+    if lane is None or lane.places <= 0 or not lane.caches_prefixes:
         return None
     return Move(lane, request.tokens - request.shared_tokens)

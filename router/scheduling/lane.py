@@ -116,9 +116,10 @@ class Lane:
         return self.is_taken or (self.limit is not None and len(self._bound) + self.load.num_seqs > self.limit)
 
     @property
-    def has_place(self) -> bool:
-        """True if the worker can run a further sequence, beside those on their way to it and those that wait here."""
-        return self.load.report.room_seqs - self.load.unseen_seqs - len(self._bound) > 0
+    def places(self) -> int:
+        """Sequences that the worker can run beside those on their way to it and those that wait here; below 0 if these
+        are too many."""
+        return self.load.report.room_seqs - self.load.unseen_seqs - len(self._bound)
 
     def share(self, key: int) -> None:
         """The request that had this worker for itself does not need it any more, or has gone; a no-op for any other.

@@ -88,3 +88,18 @@ def test_while_they_wait_they_stay_with_the_first() -> None:
         if released:
             break
     assert [release.worker for release in released] == ["b"]
+
+
+def test_they_do_not_wait_for_a_worker_that_others_have_filled() -> None:
+    """Its places were there when they came; then requests of other routers took them."""
+    d, (first, *others) = fleet("prefix_aware", "a", places=8), answers(3)
+    arrive(d, [first])
+    assert [release.worker for release in d.decide(0.0)] == ["a"]
+    d.report("a", LoadReport(0.0, decoding_seqs=5, room_tokens=0, room_seqs=8, submit_seen=1))
+    assert arrive(d, others) == ["a"] * 2
+    full = LoadReport(0.1, decoding_seqs=13, waiting_seqs=9, waiting_tokens=50_000, room_tokens=0, submit_seen=1)
+    d.report("a", full)
+    d.lane_up("b", "m", LoadReport(0.1, room_tokens=100_000, room_seqs=100), 0.1)
+    released = [release.worker for now in (0.2, 0.4, 0.6, 0.8) for release in d.decide(now)]
+    assert set(released) == {"b"}
+    assert {request.worker for request in others} == {"b"}
