@@ -13,9 +13,10 @@ from typing import Any
 
 import grpc
 import pytest
-from fissile.client import AsyncClient, Client, Delta, Finished, FissileError
+from fissile.client import AsyncClient, Client, Delta, Finished, FissileError, Stream
 from fissile.client.errors import error_of
 from fissile.client.retries import Retries
+from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from tests.e2e.fake_worker import FakeWorker, letters, short
@@ -275,5 +276,93 @@ def test_the_library_needs_nothing_else_of_ours() -> None:
 
 _STANDARD = {
     "__future__", "asyncio", "collections", "contextlib", "copy", "dataclasses", "hashlib", "pathlib", "random", "re",
-    "threading", "time", "types", "typing", "uuid", "weakref",
+    "reprlib", "threading", "time", "types", "typing", "uuid", "weakref",
 }  # fmt: skip
+
+
+def read_to_ctrl_c(stream: Stream) -> Stream:
+    """A stream whose reader has been interrupted while it took the second message."""
+    next(stream)
+    with pytest.MonkeyPatch.context() as patch:
+
+        def interrupted(_: Any) -> None:
+            raise KeyboardInterrupt
+
+        patch.setattr(stream.progress, "add", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            next(stream)
+    return stream
+
+
+async def test_a_stream_that_has_failed_does_not_look_whole() -> None:
+    """Who reads on gets its failure again, not an end."""
+    async with bench(FakeWorker(FILES, step_s=0.01)) as b, client_of(b, give_up_s=0) as client:
+        late = client.generate_stream("say", max_tokens=4000, timeout_s=0.3)
+        for _ in range(3):
+            with pytest.raises(FissileError, match="DEADLINE_EXCEEDED"):
+                await late.result()
+        with Client(b.router.server.address, give_up_s=0) as sync:
+            here = sync.generate_stream("say", max_tokens=4000, timeout_s=0.3)
+            for _ in range(3):
+                with pytest.raises(FissileError, match="DEADLINE_EXCEEDED"):
+                    await asyncio.to_thread(here.result)
+            interrupted = await asyncio.to_thread(read_to_ctrl_c, sync.generate_stream("say", max_tokens=4000))
+            for _ in range(2):
+                with pytest.raises(FissileError, match="CANCELLED"):
+                    await asyncio.to_thread(interrupted.result)
+        await b.empty()
+
+
+async def test_closing_a_client_ends_its_other_calls_too() -> None:
+    """The task that waits for one is not cancelled: it gets CANCELLED, as a reader of a stream does."""
+    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    async with silent:
+        client = AsyncClient(f"127.0.0.1:{silent.sockets[0].getsockname()[1]}", give_up_s=0)
+        asking = asyncio.ensure_future(client.models())
+        await asyncio.sleep(0.1)
+        await client.close()
+        (error,) = await asyncio.gather(asking, return_exceptions=True)
+        assert cancelled_by(error)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"stop_strings": "END"}, r"stop_strings is a list: give \['END'\]"),
+        ({"temperature": "hot"}, "temperature='hot': must be real number"),
+        ({"max_tokens": -1}, "max_tokens=-1: .*out of range"),
+        ({"no_such_field": 1}, 'no "no_such_field" field'),
+        ({"messages": ["hi"]}, r"messages\[0\] is 'hi': give a mapping"),
+        ({"messages": [{"role": "user", "text": "hi"}]}, r'messages\[0\].text=.* no "text" field'),
+    ],
+)
+def test_an_argument_that_can_not_be_is_named(arguments: dict[str, Any], said: str) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(ValueError, match=f"(?i){said}"):
+        client.chat_stream(**{"messages": "hi", **arguments})
+
+
+def test_arguments_are_fields_of_the_request() -> None:
+    with Client("127.0.0.1:1") as client:
+        request = client.chat_stream(
+            [{"role": "user", "content": "hi"}],
+            seed=0,
+            stop_strings=["END", "."],
+            logit_bias={3: 1.5},
+            sampling_params={"top_k": 4},
+            output_options={"return_token_ids": True},
+            model="m",
+            request_id="r",
+        ).progress.request
+    assert request == pb.ChatRequest(
+        messages=[pb.ChatMessage(role="user", content="hi")],
+        sampling_params=pb.SamplingParams(seed=0, stop_strings=["END", "."], logit_bias={3: 1.5}, top_k=4),
+        output_options=pb.OutputOptions(return_token_ids=True),
+        model="m",
+        request_id="r",
+    )
+
+
+@pytest.mark.parametrize("key", ["fk_abc\n", "fk_abc ", "fk_\u00fc"])
+def test_a_key_that_can_not_be_sent_is_refused(key: str) -> None:
+    with pytest.raises(ValueError, match="api_key has a character that no key has"):
+        Client("127.0.0.1:1", api_key=key)

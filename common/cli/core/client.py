@@ -8,6 +8,7 @@ from typing import Any
 
 import grpc
 from fissile.client import AsyncClient, AsyncStream, Delta, FissileError, Stream
+from fissile.client.connections import is_key
 from fissile.client.errors import error_of
 from fissile.v1 import inference_pb2 as pb
 from google.protobuf.duration_pb2 import Duration
@@ -69,6 +70,9 @@ def call_failed(
         reason, remedy = next((said for part, *said in _TLS_TROUBLES if part in details), ("", remedy))
         reason = reason or details.rpartition(": ")[2]
         return CommandError(f"no router can be reached at {address} ({reason}); {remedy}", 3)
+    # Made by gRPC, in words of its own.
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED and not failure.reason:
+        details = f"{address} has not answered in time (--timeout)"
     exit_code = 2 if code in _CHANGE_THE_REQUEST else 3 if code in _TRY_LATER else 1
     note = " (the text so far is partial)" if partial and "partial" not in details else ""
     return CommandError(f"{code.name}: {details}{note}", exit_code)
@@ -85,6 +89,15 @@ class Credentials:
 
     tls: ClientTls | None = None
     api_key: str = field(default="", repr=False)
+
+    def __post_init__(self) -> None:
+        """Refuses a key that metadata can not hold.
+
+        Raises:
+            CommandError: it holds a line break, or what is not ASCII.
+        """
+        if not is_key(self.api_key):
+            raise CommandError("the API key has a character that no key has, such as a line break: see FISSILE_API_KEY")
 
     @property
     def metadata(self) -> tuple[tuple[str, str], ...]:

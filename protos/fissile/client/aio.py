@@ -24,7 +24,7 @@ from fissile.client.calls import (
     split,
 )
 from fissile.client.connections import Connection, Metadata
-from fissile.client.errors import cancelled, error_of
+from fissile.client.errors import FissileError, again, cancelled, error_of
 from fissile.client.progress import Progress, Request
 from fissile.client.retries import Retries
 from fissile.v1 import inference_pb2 as pb
@@ -114,6 +114,8 @@ class AsyncStream:
         self.progress = attempts.progress
         self._attempts = attempts
         self._events = attempts.events()
+        # Why it has ended before its end: one that is asked again must not look whole.
+        self._failure: FissileError | None = None
 
     async def __aenter__(self) -> AsyncStream:
         """Begins nothing: the call begins with the first event that is asked for."""
@@ -135,7 +137,15 @@ class AsyncStream:
         Raises:
             FissileError: the call has failed, and can not go on, or has been cancelled.
         """
-        return await anext(self._events)
+        try:
+            return await anext(self._events)
+        except StopAsyncIteration:
+            if self._failure is not None:
+                raise again(self._failure) from None
+            raise
+        except BaseException as error:
+            self._failure = again(error)
+            raise
 
     @property
     def num_calls(self) -> int:
@@ -295,4 +305,9 @@ class AsyncClient:
                 wait_s = retries.failed(error_of(error), time.monotonic())
                 if wait_s is None or time.monotonic() + wait_s >= end:
                     raise error_of(error) from None
+            except asyncio.CancelledError:
+                if _is_task_cancelled():
+                    raise
+                # gRPC's word for a call that `close` has ended.
+                raise cancelled() from None
             await asyncio.sleep(wait_s)

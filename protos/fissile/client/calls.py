@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
+
+from google.protobuf.message import Message
 
 from fissile.client.progress import Answer, Progress, Response, text_of
 from fissile.v1 import inference_pb2 as pb
 
 Messages: TypeAlias = "str | Sequence[Mapping[str, Any] | pb.ChatMessage]"
 Prompt: TypeAlias = "str | Sequence[int]"
+_AnyRequest = TypeVar("_AnyRequest", pb.ChatRequest, pb.GenerateRequest)
+_AnyMessage = TypeVar("_AnyMessage", bound=Message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +80,50 @@ def chat_request(messages: Messages, sampling: Mapping[str, Any], fields: Mappin
         ValueError: a field that there is not, or a value of another type.
     """
     given = [{"role": "user", "content": messages}] if isinstance(messages, str) else messages
-    made = [message if isinstance(message, pb.ChatMessage) else pb.ChatMessage(**message) for message in given]
-    return pb.ChatRequest(messages=made, sampling_params=pb.SamplingParams(**sampling), **fields)
+    request = pb.ChatRequest(messages=[_message(i, message) for i, message in enumerate(given)])
+    return _with_fields(request, sampling, fields)
 
 
 def generate_request(prompt: Prompt, sampling: Mapping[str, Any], fields: Mapping[str, Any]) -> pb.GenerateRequest:
     """The request for a prompt, a text or token ids; arguments and errors as of `chat_request`."""
-    request = pb.GenerateRequest(sampling_params=pb.SamplingParams(**sampling), **fields)
+    request = pb.GenerateRequest()
     if isinstance(prompt, str):
         request.text = prompt
     else:
         request.token_ids.ids.extend(prompt)
-    return request
+    return _with_fields(request, sampling, fields)
+
+
+def _message(place: int, message: Mapping[str, Any] | pb.ChatMessage) -> pb.ChatMessage:
+    if isinstance(message, pb.ChatMessage):
+        return message
+    if not isinstance(message, Mapping):
+        raise ValueError(f"messages[{place}] is {message!r}: give a mapping with role and content, or a ChatMessage")
+    return _filled(pb.ChatMessage(), message, f"messages[{place}].")
+
+
+def _with_fields(request: _AnyRequest, sampling: Mapping[str, Any], fields: Mapping[str, Any]) -> _AnyRequest:
+    """Fills a request in; SamplingParams is there also where nothing of it is given."""
+    request.sampling_params.SetInParent()
+    _filled(request.sampling_params, sampling)
+    return _filled(request, fields)
+
+
+def _filled(message: _AnyMessage, fields: Mapping[str, Any], path: str = "") -> _AnyMessage:
+    """Sets fields one by one, so that an error says of which it is.
+
+    Raises:
+        ValueError: a field that there is not, or a value of another type.
+    """
+    for name, value in fields.items():
+        # A text is a sequence of texts too, and would become a list of its characters.
+        if isinstance(value, str) and hasattr(getattr(message, name, None), "extend"):
+            raise ValueError(f"{path}{name} is a list: give [{value!r}] for one")
+        try:
+            message.MergeFrom(type(message)(**{name: value}))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{path}{name}={reprlib.repr(value)}: {error}") from None
+    return message
 
 
 def split(arguments: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

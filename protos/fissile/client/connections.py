@@ -53,10 +53,12 @@ class Connection:
         """Refuses what can not work.
 
         Raises:
-            ValueError: no address, or what needs TLS without it.
+            ValueError: no address, a key that can not be sent, or what needs TLS without it.
         """
-        if not self.targets:
+        if not self.targets or not all(self.targets):
             raise ValueError("targets is empty; give the address of at least one router, as HOST:PORT")
+        if not is_key(self.api_key):
+            raise ValueError("api_key has a character that no key has, such as the line break at the end of a file")
         if not self.tls and self.tls_ca is None and (self.client_cert is not None or self.tls_name):
             name = "tls_name" if self.client_cert is None else "client_cert"
             raise ValueError(f"{name} is given without TLS; set tls_ca, or tls=True for the public CAs")
@@ -83,6 +85,11 @@ class Connection:
         """Metadata of a call that has this of its own."""
         key = (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
         return (*key, *self.metadata, *call)
+
+
+def is_key(text: str) -> bool:
+    """True if metadata can hold `text` as a key, as it is; also of "", no key."""
+    return text.isascii() and text.isprintable() and text == text.strip()
 
 
 def _read(path: str | Path | None) -> bytes | None:

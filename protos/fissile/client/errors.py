@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import grpc
@@ -68,6 +68,11 @@ class FissileError(Exception):
 def cancelled() -> FissileError:
     """The failure of a stream that its own program has cancelled, or whose client it has closed."""
     return FissileError(grpc.StatusCode.CANCELLED, "cancelled by this program")
+
+
+def again(error: BaseException) -> FissileError:
+    """The failure of a stream that has ended by `error` before, without the frames that hold that one."""
+    return replace(error) if isinstance(error, FissileError) else cancelled()
 
 
 def error_of(error: Any) -> FissileError:

@@ -24,7 +24,7 @@ from fissile.client.calls import (
     split,
 )
 from fissile.client.connections import Connection, Metadata
-from fissile.client.errors import cancelled, error_of
+from fissile.client.errors import FissileError, again, cancelled, error_of
 from fissile.client.progress import Progress, Request
 from fissile.client.retries import Retries
 from fissile.v1 import inference_pb2 as pb
@@ -112,6 +112,8 @@ class Stream:
         self.progress = attempts.progress
         self._attempts = attempts
         self._events = attempts.events()
+        # Why it has ended before its end: one that is asked again must not look whole.
+        self._failure: FissileError | None = None
 
     def __enter__(self) -> Stream:
         """Begins nothing: the call begins with the first event that is asked for."""
@@ -133,7 +135,15 @@ class Stream:
         Raises:
             FissileError: the call has failed, and can not go on, or has been cancelled.
         """
-        return next(self._events)
+        try:
+            return next(self._events)
+        except StopIteration:
+            if self._failure is not None:
+                raise again(self._failure) from None
+            raise
+        except BaseException as error:
+            self._failure = again(error)
+            raise
 
     @property
     def num_calls(self) -> int:

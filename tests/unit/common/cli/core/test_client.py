@@ -162,6 +162,23 @@ async def test_a_router_that_is_not_there_is_named() -> None:
     assert it.value.exit_code == 3
 
 
+@pytest.mark.parametrize("key", ["fk_abc\n", "fk_\u00fc"])
+def test_a_key_that_can_not_be_sent_is_refused(key: str) -> None:
+    with pytest.raises(CommandError, match="the API key has a character that no key has, such as a line break"):
+        Credentials(api_key=key)
+
+
+async def test_a_deadline_of_the_call_is_said_in_words() -> None:
+    """Also where the router says nothing, and the words would be gRPC's."""
+    silent = await asyncio.start_server(lambda reader, writer: None, "127.0.0.1", 0)
+    async with silent:
+        address = f"127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        async with AsyncClient(**client_arguments([address])) as client:
+            with pytest.raises(CommandError) as failed:
+                await ask(client, Question("hi"), 0.05, print)
+    assert str(failed.value) == f"DEADLINE_EXCEEDED: {address} has not answered in time (--timeout)"
+
+
 async def test_models_as_a_table() -> None:
     server, address = await serve(ScriptedRouter([], None))
     table = as_table(await list_models(address, 5.0))
