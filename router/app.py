@@ -144,7 +144,7 @@ class Router:
             calls=self._calls,
             has_keys=security.access is not None,
         )
-        self._auditor = self.service.audit(options.audit, dialer) if options.audit.fraction else None
+        self._auditor = self.service.audit(options.audit, dialer) if options.audit.audit else None
 
         self.configuration = ConfigStore(options.settings(), self._apply, reread)
         self._loop_lag = LoopLag(self._metrics.lag)

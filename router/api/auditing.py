@@ -82,17 +82,20 @@ class FinishedAnswer:
 
 @dataclass(frozen=True, slots=True)
 class AuditOptions:
-    """Fraction of the answers that are audited, from 0 to 1, and the folder for wrong ones, None for none."""
+    """Fraction of the answers that are audited, from 0 to 1, and the folder for wrong ones, None for none.
 
-    fraction: float = 0.0
-    folder: Path | None = None
+    Named as the options of the command, under which an operator sees them.
+    """
+
+    audit: float = 0.0
+    audit_dir: Path | None = None
 
 
 class Auditor:
     """Audits a fraction of the answers of one router.
 
     Args:
-        options: fraction and folder.
+        options: which answers, and where wrong ones are kept.
         answering: makes what takes an answer.
         replaying: runs requests again.
         running: knows the workers.
@@ -111,8 +114,8 @@ class Auditor:
         dialer: Dialer,
     ) -> None:
         self.counts: Counter[str] = Counter()
-        self._sampler = AuditSampler(options.fraction, secrets.token_bytes(16))
-        self._folder = options.folder
+        self._sampler = AuditSampler(options.audit, secrets.token_bytes(16))
+        self._folder = options.audit_dir
         self._answering = answering
         self._replaying = replaying
         self._running = running

@@ -6,17 +6,20 @@ import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf import json_format
 
 from router.api.auditing import AuditOptions, Auditor
+from router.api.server_info import shown_options
+from router.options import Fraction, RouterOptions
 from tests.e2e.fake_worker import FakeWorker, letters
 from tests.e2e.test_contract import resumed
 from tests.e2e.test_router import FILES, bench, collect, request, until
 
-ALL = AuditOptions(fraction=1.0)
+ALL = AuditOptions(1.0)
 
 
 def wrong(_: wpb.SubmitSequence) -> list[int]:
@@ -160,3 +163,19 @@ async def test_without_the_option_nothing_is_computed_again() -> None:
         await b.empty()
         assert b.router._auditor is None
         assert sum(len(worker.submitted) for worker in workers) == 1
+
+
+def test_an_operator_sees_the_options_by_their_names(tmp_path: Path) -> None:
+    shown = shown_options(RouterOptions(workers=["127.0.0.1:1"], audit=AuditOptions(0.001, tmp_path)))
+    assert (shown["audit"], shown["audit-dir"]) == ("0.001", str(tmp_path))
+
+
+@pytest.mark.parametrize(("text", "fraction"), [("0.1%", 0.001), ("0.001", 0.001), ("100%", 1.0), ("0", 0.0)])
+def test_fractions_are_read(text: str, fraction: float) -> None:
+    assert Fraction().convert(text, None, None) == pytest.approx(fraction)
+
+
+@pytest.mark.parametrize("text", ["", "%", "x", "101%", "-1", "nan", "1.5"])
+def test_what_is_no_fraction_is_refused(text: str) -> None:
+    with pytest.raises(click.BadParameter):
+        Fraction().convert(text, None, None)
