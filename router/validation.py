@@ -250,7 +250,7 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
             if options.return_token_ids or options.HasField("logprobs"):
                 beside = "return_token_ids" if options.return_token_ids else "logprobs"
                 raise InvalidFieldError(f"{path}.text", f"stands beside {beside}", "token_ids")
-        if point.WhichOneof("received") == "token_ids" and request.output_options.receipt.logits_every:
+        if point.token_ids.ids and request.output_options.receipt.logits_every:
             valid = "0, or resume by text"
             raise InvalidFieldError("output_options.receipt.logits_every", "stands beside resume by token_ids", valid)
         most = request.sampling_params.max_tokens

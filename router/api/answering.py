@@ -299,7 +299,7 @@ class Answering:
             points = {point.index: point for point in asked.request.resume.answers}
             left = [i for i in range(routed.params.n) if i not in points or not points[i].finished]
             # All answers have one prompt: what is known of it goes with the first of them, unless its client has it.
-            wants_prompt = not any(point.finished or point.WhichOneof("received") for point in points.values())
+            wants_prompt = not any(point.finished or _has_received(point) for point in points.values())
             for place, index in enumerate(left):
                 return_token_ids = asked.request.output_options.return_token_ids
                 params = _params_of(routed, points.get(index), wants_prompt=wants_prompt and place == 0)
@@ -485,7 +485,7 @@ class Answering:
             keeps_special_tokens=request.keeps_special_tokens,
             logprobs=_logprobs(request, len(received)),
         )
-        if point is not None and point.HasField("token_ids"):
+        if point is not None and point.token_ids.ids:
             assembly.resume_behind(received)
         return assembly
 
@@ -555,8 +555,13 @@ def _logprobs(request: RoutedRequest, received: int) -> AnswerLogprobs | None:
 
 def _resumed_from(request: AnswerRequest, point: pb.ResumePoint | None) -> str | None:
     """The numerics class that an answer goes on in; "" where its client does not know it, None where it begins here."""
-    has_begun = point is not None and point.WhichOneof("received") is not None
+    has_begun = point is not None and _has_received(point)
     return request.resume.numerics or ("" if has_begun else None)
+
+
+def _has_received(point: pb.ResumePoint) -> bool:
+    """True if something of an answer has come: an empty list of token ids is nothing, as is no list."""
+    return point.HasField("text") or bool(point.token_ids.ids)
 
 
 def _received_ids(request: RoutedRequest, point: pb.ResumePoint | None, *, return_token_ids: bool) -> Sequence[int]:

@@ -38,6 +38,10 @@ def ids_of(parts: list[Any]) -> list[int]:
     return [i for part in parts for i in part.token_ids]
 
 
+def _of(index: int, parts: list[Any]) -> list[Any]:
+    return [part for part in parts if part.index == index]
+
+
 def asking(prompt: dict[str, Any], **options: Any) -> pb.GenerateRequest:
     made = request(request_id="r", params={"max_tokens": 64, **options.pop("params", {})})
     made.MergeFrom(pb.GenerateRequest(**prompt, output_options=pb.OutputOptions(**options)))
@@ -106,6 +110,22 @@ async def test_a_text_with_an_echo_goes_on_behind_any_character() -> None:
             point.text.bytes, point.text.sha256 = len(got), hashlib.sha256(got).digest()
             assert got.decode() + text_of(await collect(b.stub.Generate(again))) == whole
         await b.empty()
+
+
+async def test_who_has_got_no_token_ids_gets_the_echo() -> None:
+    """Of three answers one has come in part; of the others an empty list says the same as none."""
+    async with bench(FakeWorker(FILES, answer=special)) as b:
+        asked = asking(PROMPTS[0], echo=True, params={"n": 3})
+        whole = await collect(b.stub.Generate(asked))
+        again = pb.GenerateRequest()
+        again.CopyFrom(asked)
+        first, *_ = (part for part in whole if part.index == 0)
+        again.resume.answers.add(index=0).token_ids.ids.extend(first.token_ids)
+        again.resume.answers.add(index=1).token_ids.SetInParent()
+        rest = await collect(b.stub.Generate(again))
+        for index, got in enumerate(([first], [], [])):
+            parts, all_parts = [*got, *_of(index, rest)], _of(index, whole)
+            assert (text_of(parts), ids_of(parts)) == (text_of(all_parts), ids_of(all_parts))
 
 
 async def test_token_ids_without_the_prompts_are_not_of_an_echo() -> None:
