@@ -116,16 +116,16 @@ class AnswerLogprobs:
         """Hands out rows of the prompt, as many as a message takes; None when none are left."""
         if not self._prompt_rows:
             return None
-        rows, count = _cut(self._prompt_rows, self._given_layout)
+        rows, count = _cut(self._prompt_rows, self._given_layout, MAX_MESSAGE_LOGPROBS)
         ids = tuple(self._prompt[self._prompt_pos : self._prompt_pos + count])
         self._prompt_pos += count
         return LogprobRows(ids, rows, self._given_layout)
 
-    def take(self) -> LogprobRows | None:
-        """Hands out rows of generated tokens, as many as a message takes; None when none are left."""
+    def take(self, most: int = MAX_MESSAGE_LOGPROBS) -> LogprobRows | None:
+        """Hands out rows of generated tokens, at most so many; None when none are left."""
         if not self._rows or self._layout is None:
             return None
-        rows, count = _cut(self._rows, self._layout)
+        rows, count = _cut(self._rows, self._layout, most)
         ids = tuple(self._ids[:count])
         del self._ids[:count]
         return LogprobRows(ids, rows, self._layout)
@@ -136,9 +136,9 @@ class AnswerLogprobs:
         return len(self._ids)
 
 
-def _cut(rows: bytearray, layout: LogprobLayout) -> tuple[bytes, int]:
-    """Takes rows for one message off the front, and counts them."""
-    size = min(len(rows), MAX_MESSAGE_LOGPROBS * layout.width)
+def _cut(rows: bytearray, layout: LogprobLayout, most: int) -> tuple[bytes, int]:
+    """Takes at most so many rows off the front, and counts them."""
+    size = min(len(rows), most * layout.width)
     cut = bytes(rows[:size])
     del rows[:size]
     return cut, size // layout.width

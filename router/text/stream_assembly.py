@@ -139,6 +139,8 @@ class StreamAssembly:
         if keeps_special_tokens:
             self._silent_ends.remove(wpb.END_REASON_EOS)
         self._logprobs = logprobs
+        # Where messages with logprobs that wait can end: tokens and pieces of text up to there.
+        self._marks: list[tuple[int, int]] = []
         # Tokens that the sequence is given: the prompt, and what the client has already.
         self._num_given = prompt_tokens
         self._text: list[str] = []
@@ -224,8 +226,12 @@ class StreamAssembly:
             return
         if first_pos > self.num_tokens:
             raise GapError(f"tokens at position {first_pos} where {self.num_tokens} were expected")
-        if self._logprobs is not None and not self._has_logprobs(len(token_ids), logprobs):
-            return
+        if self._logprobs is not None:
+            if len(token_ids) > MAX_MESSAGE_LOGPROBS:
+                self._append_in_parts(first_pos, token_ids, now, end, logprobs)
+                return
+            if not self._has_logprobs(len(token_ids), logprobs):
+                return
         if token_ids:
             if self.first_token_time is None:
                 self.first_token_time = now
@@ -238,10 +244,22 @@ class StreamAssembly:
                 self._count(token_ids[-1:])
             if self._logprobs is not None:
                 self._logprobs.add(tuple(token_ids[: self.delivered - before]), logprobs)
+                self._mark(self._logprobs.num_waiting)
             if self._unread > self._max_unread_tokens:
                 self.drop_slow_client()
         if end is not None and not self.is_closed:
             self.finish(end)
+
+    def _append_in_parts(
+        self, first_pos: int, token_ids: Sequence[int], now: float, end: wpb.SequenceEnd | None, logprobs: bytes
+    ) -> None:
+        """Appends a run that has more tokens than a message has logprobs."""
+        width = len(logprobs) // len(token_ids)
+        for start in range(0, len(token_ids), MAX_MESSAGE_LOGPROBS):
+            part = token_ids[start : start + MAX_MESSAGE_LOGPROBS]
+            rows = logprobs[start * width : (start + len(part)) * width]
+            is_last = start + len(part) == len(token_ids)
+            self.append(first_pos + start, part, now, end if is_last else None, rows)
 
     def finish(self, end: wpb.SequenceEnd) -> None:
         """Ends the stream as the worker says; a refusal too, but no other end of `router.workers.session_state.LOSSES`.
@@ -321,27 +339,35 @@ class StreamAssembly:
         return part
 
     def _early_chunk(self, logprobs: AnswerLogprobs) -> StreamChunk | None:
-        """The next part where logprobs are of the prompt, or more than a message takes: the text follows."""
+        """The next part where logprobs are of the prompt, or more than a message takes."""
         prompt = logprobs.take_prompt()
-        if prompt is None and logprobs.num_waiting <= MAX_MESSAGE_LOGPROBS:
+        if prompt is not None:
+            return self._part_before("", (), ChunkLogprobs(prompt, None))
+        if logprobs.num_waiting <= MAX_MESSAGE_LOGPROBS:
             return None
+        # A client that has the ids of this part, and nothing behind it, has their text too.
+        (count, num_texts), *marks = self._marks
+        self._marks = [(tokens - count, texts - num_texts) for tokens, texts in marks]
         # Ids of an echoed prompt have no logprobs.
-        num_echoed = len(self._ids) - logprobs.num_waiting
-        generated = logprobs.take() if prompt is None else None
-        count = 0 if generated is None else len(generated.token_ids)
-        num_ids = num_echoed + count if count and self._return_token_ids else 0
-        part = StreamChunk(
-            text="",
-            token_ids=tuple(self._ids[:num_ids]),
-            start=None if self._sent_any else self.start,
-            ending=None,
-            logprobs=ChunkLogprobs(prompt, generated),
-        )
-        del self._ids[:num_ids]
+        num_ids = len(self._ids) - logprobs.num_waiting + count if self._return_token_ids else 0
+        text, ids = "".join(self._text[:num_texts]), tuple(self._ids[:num_ids])
+        del self._text[:num_texts], self._ids[:num_ids]
         self.taken += count
         self._unread -= count
+        return self._part_before(text, ids, ChunkLogprobs(None, logprobs.take(count)))
+
+    def _part_before(self, text: str, token_ids: tuple[int, ...], logprobs: ChunkLogprobs) -> StreamChunk:
+        """A part that others follow."""
+        start = None if self._sent_any else self.start
         self._sent_any = True
-        return part
+        return StreamChunk(text, token_ids, start, None, logprobs)
+
+    def _mark(self, num_tokens: int) -> None:
+        """Notes that a message can end behind so many waiting tokens, as full ones as can be."""
+        before = self._marks[-2][0] if len(self._marks) > 1 else 0
+        if self._marks and num_tokens - before <= MAX_MESSAGE_LOGPROBS:
+            self._marks.pop()
+        self._marks.append((num_tokens, len(self._text)))
 
     def _has_logprobs(self, num_tokens: int, rows: bytes) -> bool:
         """True if tokens have the logprobs that are wanted; the stream fails if they have not."""
@@ -436,6 +462,7 @@ class StreamAssembly:
     def _clear_unread(self) -> None:
         self._text.clear()
         self._ids.clear()
+        self._marks.clear()
         self._unread = 0
         if self._logprobs is not None:
             self._logprobs.clear()

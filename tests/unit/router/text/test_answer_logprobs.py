@@ -16,7 +16,7 @@ from common.logprobs import LogprobLayout
 from common.sampling_params import SamplingParams
 from common.text.stop_strings import StopStrings
 from router.text.answer_logprobs import AnswerLogprobs
-from router.text.stream_assembly import StreamAssembly, StreamChunk
+from router.text.stream_assembly import Echo, StreamAssembly, StreamChunk
 from tests.unit.router.support import end, small_tokenizer
 
 TOKENIZER = small_tokenizer()
@@ -36,12 +36,13 @@ def rows(first: int, count: int, layout: LogprobLayout) -> bytes:
     return rows_table(layout, own, np.ones(count, np.int64), ids, top, np.zeros((count, 0), np.float32)).tobytes()
 
 
-def assembly(params: SamplingParams = PARAMS, *stops: str, given: int = 0) -> StreamAssembly:
+def assembly(params: SamplingParams = PARAMS, *stops: str, given: int = 0, echo: Echo | None = None) -> StreamAssembly:
     made = StreamAssembly(
         len(PROMPT),
         detokenizer=TOKENIZER.decode_stream(),
         stop_strings=StopStrings(stops, False) if stops else None,
         return_token_ids=True,
+        echo=echo,
         logprobs=AnswerLogprobs(params, PROMPT, len(PROMPT) + given),
     )
     if given:
@@ -115,19 +116,39 @@ def test_a_stop_string_drops_logprobs_with_their_tokens() -> None:
     assert stream.logprob == pytest.approx(sum(positions(20, kept)))
 
 
-def test_more_than_a_message_takes_come_in_several_and_the_text_behind() -> None:
+@pytest.mark.parametrize("size", [1, 700, MAX_MESSAGE_LOGPROBS, 5000])
+@pytest.mark.parametrize("echo", [None, Echo("say ", PROMPT)])
+def test_more_than_a_message_takes_come_in_several_each_with_its_text(size: int, echo: Echo | None) -> None:
+    """A client that has got some of them goes on behind their ids: the text behind those, and no other, is to come."""
     params = SamplingParams(logprobs=0)
-    stream = assembly(params)
     count = 2 * MAX_MESSAGE_LOGPROBS + 5
-    ids = (TOKENIZER.encode("hello") * count)[:count]
-    stream.append(20, ids, 0.0, end(1, 20 + count, LENGTH), rows(20, count, params.logprob_layout))
-    parts = drain(stream)
-    assert [len(part.token_ids) for part in parts] == [MAX_MESSAGE_LOGPROBS, MAX_MESSAGE_LOGPROBS, 5]
-    assert [bool(part.text) for part in parts] == [False, False, True]
-    assert [part.ending is None for part in parts] == [True, True, False]
-    assert [part.start is None for part in parts] == [False, True, True]
+    ids = (TOKENIZER.encode("hélloé") * count)[:count]
+
+    def parts_of(stream: StreamAssembly, have: int = 0) -> list[StreamChunk]:
+        for at in range(have, count, size):
+            run = ids[at : at + size]
+            ended = end(1, 20 + count, LENGTH) if at + size >= count else None
+            stream.append(20 + at, run, 0.0, ended, rows(20 + at, len(run), params.logprob_layout))
+        return drain(stream)
+
+    stream = assembly(params, echo=echo)
+    parts = parts_of(stream)
+    texts = [part.text for part in parts]
+    assert "".join(texts) == ("" if echo is None else echo.text) + TOKENIZER.decode(ids)
+    assert [i for part in parts for i in part.token_ids] == ([] if echo is None else PROMPT) + ids
+    assert [part.ending is None for part in parts] == [True] * (len(parts) - 1) + [False]
+    assert [part.start is None for part in parts] == [False] + [True] * (len(parts) - 1)
     assert stream.taken == count
     assert logprobs_of(parts) == positions(20, count)
+    have = 0
+    for i, part in enumerate(parts[:-1], start=1):
+        assert part.logprobs is not None
+        assert part.logprobs.generated is not None
+        assert len(part.logprobs.generated.token_ids) <= MAX_MESSAGE_LOGPROBS
+        have += len(part.logprobs.generated.token_ids)
+        again = assembly(params)
+        again.resume_behind(ids[:have])
+        assert "".join([*texts[:i], *(part.text for part in parts_of(again, have))]) == "".join(texts)
 
 
 def test_another_worker_begins_anew_and_a_resumed_answer_counts_what_it_has() -> None:
