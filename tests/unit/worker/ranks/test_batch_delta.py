@@ -16,6 +16,7 @@ from worker.ranks.frames import FrameReader, encode
 SIZE = 4
 PLAIN = SamplingParams(temperature=0.5, top_k=3, top_p=0.25, min_p=0.125)
 STEERED = SamplingParams(repetition_penalty=2.0, min_tokens=3)
+WEIGHED = SamplingParams(logprobs=2, prompt_logprobs=0, logprob_token_ids=(5,))
 # Sequence, tokens to compute, whether its table is replaced (preemption), and whether the columns object is kept.
 STEPS = st.lists(
     st.tuples(st.lists(st.integers(0, 5), min_size=1, unique=True), st.integers(1, 9), st.booleans()), max_size=12
@@ -53,7 +54,7 @@ NAMES = (
     *("req_ids", "num_scheduled_tokens", "num_computed_tokens", "context_lens", "is_final", "block_tables"),
     *("last_block_num_tokens", "num_cached_tokens", "temperatures", "top_ks", "top_ps", "min_ps", "seeds", "choices"),
     *("total_tokens_num", "total_seqs_num_decode", "is_dummy_run", "is_plain_decode", "num_spec_step"),
-    *("from_last_output", "scheduled_spec_decode_tokens"),
+    *("from_last_output", "scheduled_spec_decode_tokens", "targets", "logprob_params", "is_greedy"),
 )
 
 
@@ -64,7 +65,8 @@ def as_lists(value: Any) -> Any:
 
 
 def sequences() -> list[Sequence]:
-    made = [Sequence([i + 1] * 3, SIZE, STEERED if i % 2 else PLAIN, seed=2**64 - 1 - i, choice=i) for i in range(6)]
+    kinds = [PLAIN, STEERED, WEIGHED, STEERED]
+    made = [Sequence([i + 1] * 3, SIZE, kinds[i % 4], seed=2**64 - 1 - i, choice=i) for i in range(6)]
     for i, seq in enumerate(made):
         seq.block_table = [100 * i]
     return made

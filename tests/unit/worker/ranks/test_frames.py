@@ -53,10 +53,12 @@ def test_parameters_and_arrays_arrive_equal() -> None:
 
 def test_configs_and_outputs_arrive_equal() -> None:
     config = Config(model="m", tensor_parallel_size=2, stop_token_ids=(1, 2), scheduler_delay_factor=0.5)
-    output = ScheduledBatchOutput({7: (1,), 8: (2, 3)}, {7: [4]})
+    output = ScheduledBatchOutput({7: (1,), 8: (2, 3)}, {7: [4]}, {8: {5: 2**64 - 1}}, {7: b"\0\1"}, {8: bytes(200)})
     assert arrived(encode((config, math.inf))) == (config, math.inf)
     found = arrived(encode(output))
     assert found.token_ids == output.token_ids
+    assert (found.logit_digests, found.logprobs) == (output.logit_digests, output.logprobs)
+    assert found.target_logprobs == output.target_logprobs
 
 
 def test_what_may_not_cross_is_refused() -> None:
