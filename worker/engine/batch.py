@@ -148,8 +148,8 @@ class SequenceColumns:
     @cached_property
     def logprob_params(self) -> dict[int, SamplingParams]:
         """Parameters of the sequences that want logprobs, of generated or of given tokens, by their places."""
-        asked = ((i, s.sampling_params) for i, s in enumerate(self.rows))
-        return {i: p for i, p in asked if p.wants_logprobs}
+        every = enumerate([s.sampling_params for s in self.rows])
+        return {i: p for i, p in every if p.logprobs is not None or p.prompt_logprobs is not None}
 
     @cached_property
     def samples_logprobs(self) -> bool:

@@ -81,9 +81,7 @@ class TokenLogprobsMaker:
         top = max(params.logprobs or 0 for params in asked.params)
         stats = self._sampling.logit_stats(asked.raw, own, top, _ids(asked.params))
         processed = [i for i, params in enumerate(asked.params) if params.processes_logprobs]
-        # Copies of few rows: on a GPU the step waits for them.
-        left = logits.index_select(0, to_device(asked.places[processed], self._device)).cpu().numpy()
-        fetched = self._sampling.fetch(own) if processed else list[int]
+        left, fetched = self._fetched(asked.places[processed], logits, own) if processed else ((), list[int])
 
         def rows() -> dict[int, bytes]:
             found, ids = stats(), fetched()
@@ -93,6 +91,13 @@ class TokenLogprobsMaker:
             return made
 
         return rows
+
+    def _fetched(
+        self, places: Ints, logits: torch.Tensor, tokens: torch.Tensor
+    ) -> tuple[Iterable[npt.NDArray[np.float32]], Callable[[], list[int]]]:
+        """Some rows of logits on the host, for which a step waits on a GPU, and the tokens, for which it does not."""
+        rows = logits.index_select(0, to_device(places, self._device)).cpu().numpy()
+        return rows, self._sampling.fetch(tokens)
 
     def given(self, seq_id: int, params: SamplingParams, parts: Iterable[tuple[torch.Tensor, list[int]]]) -> Rows:
         """Rows of given tokens.
