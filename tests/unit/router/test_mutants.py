@@ -31,6 +31,7 @@ from common.text.tokenizer import Tokenizer
 from router.api import pages
 from router.requests.write_pacer import WritePacer
 from router.scheduling.admission import AdmissionQueue, _ClassRequests
+from router.scheduling.audit import AuditCase
 from router.scheduling.binding import Binding
 from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.failover import Attempts
@@ -58,7 +59,7 @@ from tests.unit.mutants import Mutant
 from tests.unit.router import test_validation
 from tests.unit.router.api import test_pages
 from tests.unit.router.requests import test_write_pacer
-from tests.unit.router.scheduling import test_dispatcher, test_failover, test_fair_queue, test_placement
+from tests.unit.router.scheduling import test_audit, test_dispatcher, test_failover, test_fair_queue, test_placement
 from tests.unit.router.text import test_prompts, test_stream_assembly, test_text_queue
 from tests.unit.router.workers import test_conduct, test_session_state
 from tests.unit.worker.engine import test_block_manager
@@ -106,6 +107,7 @@ _BOOKS = test_text_queue.test_books_are_right_after_any_history
 _BEHIND_A_PROMPT = test_stream_assembly.test_a_continuations_text_is_that_of_prompt_and_tokens_alone
 _CLIP = test_validation.test_clip_leaves_room_for_at_least_one_token
 _PAGES, _NO_TOKEN = test_pages.test_pages_together_are_the_list, test_pages.test_a_token_of_nobody_is_refused
+_CERTAIN = test_audit.test_a_worker_is_wrong_for_certain_only_if_it_was
 _COMPACT = test_prompts.test_token_ids_become_compact_from_a_list_and_from_a_message
 _RETURNED = test_dispatcher.test_what_comes_back_goes_on_in_its_order
 _NO_SPECIAL = test_tokenizer.test_no_mixture_of_pieces_becomes_special
@@ -182,6 +184,7 @@ MUTANTS: list[tuple[Mutant, tuple[Test, ...]]] = [
     ),
     (Mutant("last_page", test_pages, "page_of", "if end < len(items)", "if end < len(items) - 1"), (_PAGES,)),
     (Mutant("any_token", pages, "_key_in", "if token != _token_of(key):", "if False:"), (_NO_TOKEN,)),
+    (Mutant("certain", AuditCase, "_suspect", "is_certain=False", "is_certain=True"), (_CERTAIN,)),
     (Mutant("narrow", test_prompts, "_compact", "np.uint32).", "np.uint16).astype(np.uint32)."), (_COMPACT,)),
     (Mutant("parses", Tokenizer, "_text_pieces", "self._plain", "self._parsing"), (_NO_SPECIAL,)),
     (Mutant("unmarked", chat_template, "mark_special", "pattern.sub", "(lambda new, text: text)"), (_NO_MARK,)),
