@@ -13,15 +13,12 @@ from fissile.client import Client
 from fissile.v1 import inference_pb2 as pb
 from google.rpc import error_details_pb2
 
-from common.config import Config
 from common.errors import DOMAIN
-from tests.checkpoints import make_checkpoint
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.service import Service, running_service
 from tests.e2e.simulated import simulated_model, wait_workers
 from tests.e2e.test_router import FILES, bench, detail, error_of
 from tests.e2e.test_router import request as text_request
-from worker.llm_engine import LLMEngine
 
 PROMPT = [*range(7, 107)]
 SLOW = ["--simulate", "fixed:4ms", "--max-num-batched-tokens", "64"]
@@ -183,58 +180,6 @@ def test_a_lost_worker_changes_no_logprob(tmp_path: Path) -> None:
         assert prompt_logprobs_of(parts) == prompt_logprobs_of(expected)
         assert parts[-1].finish.exact
         assert parts[-1].finish.attempts == 2
-
-
-@pytest.mark.proto_field(
-    "OutputOptions.logprobs_kind",
-    "OutputOptions.prompt_logprobs",
-    "OutputOptions.prompt_logprobs_start",
-    "TokenLogprobs.logprob",
-    "TokenLogprobs.rank",
-    "TokenLogprobs.top",
-    "TokenLogprobs.given",
-    "TokenLogprobs.kept_mass",
-    "TopLogprob.token_id",
-    "TopLogprob.logprob",
-)
-def test_a_model_through_the_service_gives_the_bits_of_the_library(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path, "qwen3", num_hidden_layers=2)
-    params: dict[str, Any] = {
-        "max_tokens": 12,
-        "temperature": 0.9,
-        "top_k": 8,
-        "presence_penalty": 1.0,
-        "ignore_eos": True,
-    }
-    asked = {"logprobs": 3, "logprob_token_ids": (5, 6), "prompt_logprobs": 2, "prompt_logprobs_start": 20}
-    config = Config(model=str(folder), dtype="float32", max_model_len=256, num_kvcache_blocks=32)
-    engine = LLMEngine(config)
-    with running_service(tmp_path, folder, worker_options=["--dtype", "float32", "--prefix-caching"]) as service:
-        for kind in ("raw", "processed"):
-            (expected,) = engine.generate([PROMPT], {**params, **asked, "logprobs_kind": kind}, request_ids=["r"])
-            options = {**asked, "logprobs_kind": f"LOGPROBS_KIND_{kind.upper()}"}
-            sampling = {name: value for name, value in params.items() if name not in ("max_tokens", "ignore_eos")}
-            parts = list(service.stub.Generate(request(max_tokens=12, options=options, **sampling), timeout=60))
-            assert tokens_of(parts) == expected["token_ids"]
-            assert parts[-1].finish.logprob == expected["logprob"]
-            for found, entries in (
-                (logprobs_of(parts), expected["logprobs"]),
-                (prompt_logprobs_of(parts), expected["prompt_logprobs"]),
-            ):
-                assert [plain(entry) for entry in found] == [
-                    {name: value for name, value in entry.items() if name != "raw"} for entry in entries
-                ]
-
-
-def plain(entry: pb.TokenLogprobs) -> dict[str, Any]:
-    return {
-        "token_id": entry.token_id,
-        "logprob": entry.logprob,
-        "rank": entry.rank,
-        "top": tuple((one.token_id, one.logprob) for one in entry.top),
-        "given": tuple(entry.given),
-        "kept_mass": entry.kept_mass if entry.HasField("kept_mass") else None,
-    }
 
 
 @pytest.mark.parametrize(

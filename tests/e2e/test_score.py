@@ -1,4 +1,4 @@
-"""Score gives the logprobs that decoding the same tokens gives, to the bit."""
+"""A real model through the service: logprobs are the library's to the bit, and Score gives those of decoding."""
 
 from __future__ import annotations
 
@@ -13,11 +13,15 @@ import pytest
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 
+from common.config import Config
 from common.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint
 from tests.e2e.fake_worker import FakeWorker
 from tests.e2e.service import Service, running_service
+from tests.e2e.test_logprobs import PROMPT, logprobs_of, prompt_logprobs_of, tokens_of
+from tests.e2e.test_logprobs import request as asking
 from tests.e2e.test_router import FILES, bench, error_of
+from worker.llm_engine import LLMEngine
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +47,56 @@ def texts(context: str | None, *continuations: str) -> pb.ScoreRequest:
     if context is not None:
         made.context.text = context
     return made
+
+
+def plain(entry: pb.TokenLogprobs) -> dict[str, Any]:
+    return {
+        "token_id": entry.token_id,
+        "logprob": entry.logprob,
+        "rank": entry.rank,
+        "top": tuple((one.token_id, one.logprob) for one in entry.top),
+        "given": tuple(entry.given),
+        "kept_mass": entry.kept_mass if entry.HasField("kept_mass") else None,
+    }
+
+
+@pytest.mark.proto_field(
+    "OutputOptions.logprobs_kind",
+    "OutputOptions.prompt_logprobs",
+    "OutputOptions.prompt_logprobs_start",
+    "TokenLogprobs.logprob",
+    "TokenLogprobs.rank",
+    "TokenLogprobs.top",
+    "TokenLogprobs.given",
+    "TokenLogprobs.kept_mass",
+    "TopLogprob.token_id",
+    "TopLogprob.logprob",
+)
+def test_the_service_gives_the_bits_of_the_library(service: Service, folder: Path) -> None:
+    params: dict[str, Any] = {
+        "max_tokens": 12,
+        "temperature": 0.9,
+        "top_k": 8,
+        "presence_penalty": 1.0,
+        "ignore_eos": True,
+    }
+    asked = {"logprobs": 3, "logprob_token_ids": (5, 6), "prompt_logprobs": 2, "prompt_logprobs_start": 20}
+    config = Config(model=str(folder), dtype="float32", max_model_len=256, num_kvcache_blocks=32)
+    engine = LLMEngine(config)
+    for kind in ("raw", "processed"):
+        (expected,) = engine.generate([PROMPT], {**params, **asked, "logprobs_kind": kind}, request_ids=["r"])
+        options = {**asked, "logprobs_kind": f"LOGPROBS_KIND_{kind.upper()}"}
+        sampling = {name: value for name, value in params.items() if name not in ("max_tokens", "ignore_eos")}
+        parts = list(service.stub.Generate(asking(max_tokens=12, options=options, **sampling), timeout=60))
+        assert tokens_of(parts) == expected["token_ids"]
+        assert parts[-1].finish.logprob == expected["logprob"]
+        for found, entries in (
+            (logprobs_of(parts), expected["logprobs"]),
+            (prompt_logprobs_of(parts), expected["prompt_logprobs"]),
+        ):
+            assert [plain(entry) for entry in found] == [
+                {name: value for name, value in entry.items() if name != "raw"} for entry in entries
+            ]
 
 
 @pytest.mark.proto_field(
