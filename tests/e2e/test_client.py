@@ -96,6 +96,20 @@ async def test_a_stream_goes_on_at_the_next_router(with_token_ids: bool) -> None
             await ending
 
 
+async def test_a_stream_that_no_router_would_go_on_with_says_why_it_broke() -> None:
+    """Digests of logits can not go on behind tokens: the failure is that of the break, not of a refused `resume`."""
+    asked: dict[str, Any] = {"return_token_ids": True, "receipt": {"logits_every": 1}}
+    async with bench(FakeWorker(FILES, step_s=0.01)) as b, client_of(b) as client:
+        stream = client.generate_stream("say", max_tokens=4000, output_options=asked)
+        await anext(stream)
+        ending = asyncio.ensure_future(b.router.stop())
+        with pytest.raises(FissileError) as caught:
+            await stream.result()
+        assert stream.num_calls == 1
+        assert caught.value.may_go_on
+        await ending
+
+
 def worker_of(worker: FakeWorker) -> FakeWorker:
     """A worker of its own with the same answers, for another router."""
     return FakeWorker(FILES, worker_id="w1", answer=worker.answer, step_s=worker.step_s)
@@ -331,6 +345,7 @@ async def test_closing_a_client_ends_its_other_calls_too() -> None:
         ({"stop_strings": "END"}, r"stop_strings is a list: give \['END'\]"),
         ({"temperature": "hot"}, "temperature='hot': must be real number"),
         ({"max_tokens": -1}, "max_tokens=-1: .*out of range"),
+        ({"resume": {"answers": [{"finished": True}]}}, "resume is no argument"),
         ({"no_such_field": 1}, 'no "no_such_field" field'),
         ({"messages": ["hi"]}, r"messages\[0\] is 'hi': give a mapping"),
         ({"messages": [{"role": "user", "text": "hi"}]}, r'messages\[0\].text=.* no "text" field'),
@@ -366,3 +381,9 @@ def test_arguments_are_fields_of_the_request() -> None:
 def test_a_key_that_can_not_be_sent_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match="api_key has a character that no key has"):
         Client("127.0.0.1:1", api_key=key)
+
+
+def test_a_number_of_answers_that_is_none_takes_no_memory() -> None:
+    """It is the router that refuses it."""
+    with Client("127.0.0.1:1") as client:
+        assert len(client.generate_stream("say", n=2**32 - 1).progress.answers) < 10_000

@@ -28,7 +28,12 @@ from common.telemetry.logs import LEVEL_VARIABLE, setup_logging
 
 # Fields of SamplingParams. Those that are not given are not sent, so the model's own defaults hold.
 SAMPLING_OPTIONS = (
-    option("--max-tokens", envvar="FISSILE_MAX_TOKENS", type=int, help="Most tokens to generate. Default: 64."),
+    option(
+        "--max-tokens",
+        envvar="FISSILE_MAX_TOKENS",
+        type=int,
+        help="Most tokens to generate. Default: the router's, or the rest of the context; 64 with --offline.",
+    ),
     option("--min-tokens", envvar="FISSILE_MIN_TOKENS", type=int, help="Fewest tokens to generate. Default: 0."),
     option(
         "--temperature",

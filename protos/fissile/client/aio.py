@@ -72,7 +72,7 @@ class _Attempts:
                 if self.progress.is_whole:
                     return
                 wait_s = self._retries.failed(error_of(error), time.monotonic())
-                if wait_s is None or self._is_late(wait_s):
+                if wait_s is None or self._is_late(wait_s) or not self.progress.may_go_on:
                     raise error_of(error) from None
             except asyncio.CancelledError:
                 if _is_task_cancelled():

@@ -103,7 +103,16 @@ def _message(place: int, message: Mapping[str, Any] | pb.ChatMessage) -> pb.Chat
 
 
 def _with_fields(request: _AnyRequest, sampling: Mapping[str, Any], fields: Mapping[str, Any]) -> _AnyRequest:
-    """Fills a request in; SamplingParams is there also where nothing of it is given."""
+    """Fills a request in; SamplingParams is there also where nothing of it is given.
+
+    Raises:
+        ValueError: a field that is not for arguments, or as of `_filled`.
+    """
+    # What has come is known by its digest alone: the stream could not go on behind it by itself.
+    if "resume" in fields:
+        raise ValueError(
+            "resume is no argument: streams go on by themselves; what another program has begun, the stubs"
+        )
     request.sampling_params.SetInParent()
     _filled(request.sampling_params, sampling)
     return _filled(request, fields)

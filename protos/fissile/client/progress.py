@@ -17,6 +17,10 @@ Request: TypeAlias = "pb.GenerateRequest | pb.ChatRequest"
 Response: TypeAlias = "pb.GenerateResponse | pb.ChatResponse"
 
 
+# Routers allow far fewer answers and refuse more; nothing is kept for a number that is none.
+_MOST_ANSWERS = 4096
+
+
 def text_of(part: Response) -> str:
     """Text that a message adds: of Chat the content."""
     return part.delta.content if isinstance(part, pb.ChatResponse) else part.text
@@ -61,12 +65,19 @@ class Progress:
         self.prompt_logprobs: list[pb.TokenLogprobs] = []
         # How many of those that a further attempt sends have come before.
         self._known_prompt_logprobs = 0
-        self.answers = {i: Answer(i) for i in range(max(1, request.sampling_params.n))}
+        self.answers = {i: Answer(i) for i in range(min(max(1, request.sampling_params.n), _MOST_ANSWERS))}
 
     @property
     def is_whole(self) -> bool:
         """True if every answer has finished."""
         return all(answer.finish is not None for answer in self.answers.values())
+
+    @property
+    def may_go_on(self) -> bool:
+        """True if a router would go on; digests of logits can not, behind tokens whose logits nobody has."""
+        options = self._request.output_options
+        needs_all = options.return_token_ids and options.receipt.logits_every
+        return not needs_all or not any(answer.token_ids for answer in self.answers.values())
 
     @property
     def request(self) -> Request:

@@ -73,7 +73,7 @@ class _Attempts:
                 if self._cancelled.is_set():
                     raise cancelled() from None
                 wait_s = self._retries.failed(error_of(error), time.monotonic())
-                if wait_s is None or self._is_late(wait_s):
+                if wait_s is None or self._is_late(wait_s) or not self.progress.may_go_on:
                     raise error_of(error) from None
             finally:
                 if self._call is not None:

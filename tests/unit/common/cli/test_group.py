@@ -119,6 +119,15 @@ def test_generate_has_an_option_for_every_parameter_but_four() -> None:
         assert given({name: context.params[name] for name in fields}) == dict.fromkeys(names, 1)
 
 
+def test_the_help_says_how_long_an_answer_may_be() -> None:
+    """A request without `max_tokens` is as long as the router allows; offline there is the default of `LLMEngine`."""
+    said = next(
+        each.help or "" for each in generate.params if isinstance(each, click.Option) and each.name == "max_tokens"
+    )
+    assert "Default: the router's, or the rest of the context" in said
+    assert f"{SamplingParams().max_tokens} with --offline" in said
+
+
 def test_environment_variables_set_options() -> None:
     result = fissile("models", FISSILE_ADDRESS="127.0.0.1:2")
     assert "127.0.0.1:2" in result.stderr
