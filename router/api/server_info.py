@@ -14,6 +14,8 @@ from common.rpc.durations import to_duration
 
 # Files of keys and certificates, and what tenants may do, which GetRouting has.
 _LEFT_OUT: Final = frozenset({"security", "tenants"})
+# Fields that are named otherwise than the options that give them.
+_OPTION_OF: Final = {"policy": "failover", "workers": "worker"}
 
 
 class ServerInfo:
@@ -52,7 +54,7 @@ class ServerInfo:
 
 
 def shown_options(options: Any) -> dict[str, str]:
-    """The fields of a dataclass of options as text, without what must not be shown."""
+    """The fields of a dataclass of options as text, by the names of the options, without what must not be shown."""
     return dict(_entries(options))
 
 
@@ -64,7 +66,8 @@ def _entries(options: Any) -> Iterator[tuple[str, str]]:
         if is_dataclass(value):
             yield from _entries(value)
         else:
-            yield field.name.removesuffix("_s").replace("_", "-"), _text(field.name, value)
+            name = _OPTION_OF.get(field.name, field.name)
+            yield name.removesuffix("_s").replace("_", "-"), _text(field.name, value)
 
 
 def _text(name: str, value: Any) -> str:

@@ -14,6 +14,7 @@ from google.protobuf import json_format
 
 from router.api.auditing import AuditOptions, Auditor
 from router.api.server_info import shown_options
+from router.app import router
 from router.options import Fraction, RouterOptions
 from tests.e2e.fake_worker import FakeWorker, letters
 from tests.e2e.test_contract import resumed
@@ -168,6 +169,8 @@ async def test_without_the_option_nothing_is_computed_again() -> None:
 def test_an_operator_sees_the_options_by_their_names(tmp_path: Path) -> None:
     shown = shown_options(RouterOptions(workers=["127.0.0.1:1"], audit=AuditOptions(0.001, tmp_path)))
     assert (shown["audit"], shown["audit-dir"]) == ("0.001", str(tmp_path))
+    assert (shown["failover"], shown["worker"]) == ("exact", "127.0.0.1:1")
+    assert {f"--{name}" for name in shown} <= {name for option in router.params for name in option.opts}
 
 
 @pytest.mark.parametrize(("text", "fraction"), [("0.1%", 0.001), ("0.001", 0.001), ("100%", 1.0), ("0", 0.0)])

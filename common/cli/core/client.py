@@ -73,6 +73,8 @@ def call_failed(
     # Made by gRPC, in words of its own.
     if code is grpc.StatusCode.DEADLINE_EXCEEDED and not failure.reason:
         details = f"{address} has not answered in time (--timeout)"
+    if code is grpc.StatusCode.UNIMPLEMENTED and not failure.reason:
+        details = f"{address} does not know this call; it is the port of another service, or of an older Fissile"
     exit_code = 2 if code in _CHANGE_THE_REQUEST else 3 if code in _TRY_LATER else 1
     note = " (the text so far is partial)" if partial and "partial" not in details else ""
     return CommandError(f"{code.name}: {details}{note}", exit_code)

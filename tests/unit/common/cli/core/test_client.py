@@ -179,6 +179,16 @@ async def test_a_deadline_of_the_call_is_said_in_words() -> None:
     assert str(failed.value) == f"DEADLINE_EXCEEDED: {address} has not answered in time (--timeout)"
 
 
+async def test_the_port_of_another_service_is_said_to_be_one() -> None:
+    server = grpc.aio.server()
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    await server.start()
+    async with AsyncClient(**client_arguments([address])) as client:
+        with pytest.raises(CommandError, match=f"UNIMPLEMENTED: {address} does not know this call; it is the port of"):
+            await ask(client, Question("hi"), 60, print)
+    await server.stop(None)
+
+
 async def test_models_as_a_table() -> None:
     server, address = await serve(ScriptedRouter([], None))
     table = as_table(await list_models(address, 5.0))
