@@ -37,7 +37,8 @@ MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100
 MAX_BAD_WORDS = 64
 MAX_BAD_WORD_BYTES = 256
-MAX_BAD_WORD_TOKENS = 256
+# One of each byte, and of the blank before it.
+MAX_BAD_WORD_TOKENS = MAX_BAD_WORD_BYTES + 1
 MAX_ALLOWED_TOKEN_IDS = 4096
 # Most likely tokens beside each logprob, and further ids whose logprobs are asked for.
 MAX_TOP_LOGPROBS = 20

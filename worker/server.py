@@ -113,7 +113,7 @@ class Worker:
         self._config = with_special_tokens(options.config, self._model_config)
         files = tokenizer_files(options.config.model)
         _check_text_files(files)
-        self._loaded = self._first_facts = _first_facts(options, self._model_config, files)
+        self._loaded = self._first_facts = _first_facts(options, self._config, self._model_config, files)
         self._tracing = setup_tracing("fissile-worker", self._loaded.instance_id)
         self._metrics = setup_metrics("fissile-worker", self._loaded.instance_id)
         self.server = GrpcServer(
@@ -302,9 +302,10 @@ def _check_text_files(files: Mapping[str, bytes]) -> None:
     ChatTemplate.from_files(files)
 
 
-def _first_facts(options: WorkerOptions, model_config: ModelConfig, files: Mapping[str, bytes]) -> WorkerFacts:
-    """Facts known before the model is loaded."""
-    config = options.config
+def _first_facts(
+    options: WorkerOptions, config: Config, model_config: ModelConfig, files: Mapping[str, bytes]
+) -> WorkerFacts:
+    """Facts known before the model is loaded; `config` is that of `options` with the model's special tokens."""
     return WorkerFacts(
         worker_id=options.worker_id,
         instance_id=_instance_id(),

@@ -120,7 +120,7 @@ def cases(reference: Reference) -> list[tuple[int, dict[str, Any], list[int]]]:
 def request_of(length: int, fields: dict[str, Any], output: pb.OutputOptions) -> pb.GenerateRequest:
     return pb.GenerateRequest(
         token_ids=pb.TokenIds(ids=prompt(length)),
-        sampling_params=pb.SamplingParams(temperature=0, max_tokens=NEW_TOKENS, **fields),
+        sampling_params=pb.SamplingParams(**{"temperature": 0, "max_tokens": NEW_TOKENS, **fields}),
         output_options=output,
     )
 
@@ -234,3 +234,15 @@ def test_streams_do_not_choose(service: Service) -> None:
     with pytest.raises(grpc.RpcError, match=r"sampling_params\.best_of is set") as refused:
         list(service.stub.Generate(whole_answers({"best_of": 2}), timeout=60))
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+
+def test_masks_that_leave_no_token_are_refused_and_those_that_leave_the_end_are_not(service: Service) -> None:
+    """The router knows the model's end-of-sequence ids, which count where something is masked."""
+    ends = list(service.stub.GetModel(pb.GetModelRequest()).model.eos_token_ids)
+    assert 2 in ends
+    for ids in (ends, FEW[:1]):
+        masks = {"allowed_token_ids": ids, "stop_token_ids": FEW[:1], "min_tokens": 3}
+        with pytest.raises(grpc.RpcError) as refused:
+            ask(service, 20, masks)
+        assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+        assert set(ask(service, 20, {**masks, "ignore_eos": True, "max_tokens": 3}).token_ids) <= set(ends)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 
 from common.errors import InvalidFieldError
+from common.limits import MAX_BAD_WORD_BYTES
+from common.sampling_params import SamplingParams
 from common.text.bad_words import bad_words_token_ids
 from tests.unit.common.text.continuations import TOKENIZERS
 
@@ -36,6 +38,14 @@ def test_each_sequence_comes_once() -> None:
     tokenizer = TOKENIZERS["sentencepiece"]
     once = bad_words_token_ids(["cat"], tokenizer, tokenizer.vocab_size)
     assert bad_words_token_ids(["cat", "cat"], tokenizer, tokenizer.vocab_size) == once
+
+
+def test_a_word_may_have_a_token_for_each_byte() -> None:
+    tokenizer = TOKENIZERS["sentencepiece"]
+    word = "\N{GRINNING FACE}" * (MAX_BAD_WORD_BYTES // 4)
+    alone, behind_blank = bad_words_token_ids([word], tokenizer, tokenizer.vocab_size)
+    assert (len(alone), len(behind_blank)) == (MAX_BAD_WORD_BYTES, MAX_BAD_WORD_BYTES + 1)
+    SamplingParams(bad_words_token_ids=(alone, behind_blank))
 
 
 def test_a_word_of_tokens_that_the_model_lacks_is_refused() -> None:
