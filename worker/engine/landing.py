@@ -104,7 +104,7 @@ class Landing:
             sampled = token_ids.get(seq.id, ())
             # A prompt's last token that was discarded alone comes as a decode, and brings the first token.
             is_plain = seq.status is running and len(sampled) == 1 and seq.first_token_time is not None
-            if not is_plain or sampled[0] < 0 or seq.id in logprobs:
+            if not is_plain or sampled[0] < 0 or (logprobs and seq.id in logprobs):
                 num_others += 1
                 self._land(seq, 1, True, sampled, None, finished, now, logprobs.get(seq.id, b""))
                 continue
