@@ -174,7 +174,7 @@ class ResumeMismatchError(ApiError):
     """DATA_LOSS: what a client says it has got is not what its request gives."""
 
     def __init__(self, index: int, problem: str) -> None:
-        message = f"answer {index} can not be resumed: {problem}; send the request without resume"
+        message = f"answer {index} cannot be resumed: {problem}; send the request without resume"
         super().__init__(grpc.StatusCode.DATA_LOSS, message, reason="RESUME_MISMATCH", metadata={"index": str(index)})
 
 
@@ -245,7 +245,7 @@ class ConfigVersionError(ApiError):
 
 
 class BadConfigurationError(ApiError):
-    """FAILED_PRECONDITION: the configuration can not be taken into force, and nothing has changed."""
+    """FAILED_PRECONDITION: the configuration cannot be taken into force, and nothing has changed."""
 
     def __init__(self, why: str) -> None:
         super().__init__(grpc.StatusCode.FAILED_PRECONDITION, f"nothing has changed: {why}", reason="BAD_CONFIGURATION")

@@ -29,7 +29,7 @@ _FORM: Final = re.compile(rf"({_PART}/({_PART}))(?:@(\S+))?")
 
 
 class HubError(Exception):
-    """A model that can not be had from the Hub; the message is one line that says why."""
+    """A model that cannot be had from the Hub; the message is one line that says why."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,7 @@ def model_folder(model: str, *, weights: bool = True) -> Path:
         weights: whether the weights are needed too.
 
     Raises:
-        HubError: the Hub does not have it or does not give it, or can not be reached and the cache does not have it.
+        HubError: the Hub does not have it or does not give it, or cannot be reached and the cache does not have it.
         ModuleNotFoundError: huggingface_hub is not installed.
     """
     hub = None if Path(model).is_dir() else HubModel.parse(model)
@@ -107,7 +107,7 @@ def _download(model: HubModel, patterns: Sequence[str]) -> Path:
         raise HubError(_unreachable(model, error, constants.HF_HUB_OFFLINE, constants.ENDPOINT)) from None
     # HTTPError of the HTTP client that this version of the library has: a connection that broke.
     except (OSError, errors.HTTPError) as error:  # type: ignore[attr-defined]
-        raise HubError(f"{model} can not be downloaded from {constants.ENDPOINT}: {_line(error)}") from None
+        raise HubError(f"{model} cannot be downloaded from {constants.ENDPOINT}: {_line(error)}") from None
     log.info("model downloaded", model=str(model), folder=folder, seconds=round(time.monotonic() - started, 1))
     return Path(folder)
 
@@ -117,7 +117,7 @@ def _unreachable(model: HubModel, error: Exception, offline: bool, endpoint: str
     if offline:
         return f"{model} is neither a folder here nor complete in the cache of the Hub, and HF_HUB_OFFLINE is set"
     reason = _line(error.__cause__ or error)
-    return f"{model} is not a folder here and not complete in the cache, and {endpoint} can not be reached: {reason}"
+    return f"{model} is not a folder here and not complete in the cache, and {endpoint} cannot be reached: {reason}"
 
 
 def _line(error: BaseException) -> str:

@@ -231,7 +231,7 @@ STOP_ACCEPTING_S = 10.0
 # How long after the last call's end its status may take to go out.
 STATUS_FLUSH_S = 1.0
 
-# Texts in the router: bytes of those that wait for the tokenizer or are in it, and of a part that can not be cut.
+# Texts in the router: bytes of those that wait for the tokenizer or are in it, and of a part that cannot be cut.
 MAX_QUEUED_TEXT_BYTES = 64 * MIB
 MAX_UNCUT_TEXT_BYTES = MIB
 # An answer of Tokenize or Detokenize, so that clients take it without a setting of their own; and a text of Tokenize,

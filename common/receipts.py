@@ -128,7 +128,7 @@ def sealed(receipt: pb.Receipt) -> pb.Receipt:
 
 
 def contradiction(receipt: pb.Receipt) -> str:
-    """Reason why a receipt can not be one that a router has made, as a sentence; "" when nothing speaks against it."""
+    """Reason why a receipt cannot be one that a router has made, as a sentence; "" when nothing speaks against it."""
     for name in ("request_sha256", "output_sha256", "receipt_sha256"):
         if len(getattr(receipt, name)) != _SHA256_BYTES:
             return f"{name} has {len(getattr(receipt, name))} bytes, not {_SHA256_BYTES}"

@@ -5,7 +5,7 @@ step (its tokens, then padding), S sequences, H hidden size, Hq query heads, Hkv
 intermediate size, V vocabulary size. "Model dtype" is the dtype of weights and activations.
 
 Every operation computes each row alone: a row's bits depend neither on the other rows nor on its place
-(docs/determinism.md). A back end that can not promise it says so in `batch_invariant`.
+(docs/determinism.md). A back end that cannot promise it says so in `batch_invariant`.
 """
 
 from __future__ import annotations
@@ -723,7 +723,7 @@ class KernelBackend(Protocol):
     def packed_format(self, name: str, dtype: torch.dtype) -> PackedFormat | None:
         """Packed format of a model's weights in `dtype` for `name`: `int8`, `fp8`, `w8a8_int8` or `w8a8_fp8`.
 
-        None where that can not be. FP8 is E4M3, in the form that the device multiplies.
+        None where that cannot be. FP8 is E4M3, in the form that the device multiplies.
         """
         ...
 

@@ -46,7 +46,7 @@ def touch(memory: torch.Tensor, progress: Callable[[int, int], None]) -> None:
     """Has the system give all pages of `memory` now, which keeps what is in it.
 
     Else a step that is the first to write to a page waits for it: 0.3 ms for a large one, and up to 2 in a virtual
-    machine whose host has to find the memory, too. Where the system can not do it, pages come as they are touched.
+    machine whose host has to find the memory, too. Where the system cannot do it, pages come as they are touched.
 
     Args:
         memory: contiguous, in main memory.

@@ -43,7 +43,7 @@ def with_row_scales(weight: QuantizedWeight) -> QuantizedWeight:
 
 
 def joined_quant_type(types: Sequence[QuantType], rows: Sequence[int]) -> QuantType | None:
-    """Scale granularity of weights stacked along dim 0, by their rows; None if their scales can not be concatenated.
+    """Scale granularity of weights stacked along dim 0, by their rows; None if their scales cannot be concatenated.
 
     Blocks stay blocks where each weight but the last has whole ones.
     """

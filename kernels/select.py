@@ -36,7 +36,7 @@ def select_backend(
         expert_parallel: whether rows choose experts that other ranks hold, of which AITER has to be told.
 
     Raises:
-        ValueError: there is no such back end or instruction set, or it can not serve here; names the choices, or the
+        ValueError: there is no such back end or instruction set, or it cannot serve here; names the choices, or the
             reason.
     """
     if name not in (AUTO, *BACKENDS):
@@ -71,7 +71,7 @@ def _gpu_backend(name: str, batch_invariant: bool, expert_parallel: bool) -> Ker
     """Triton's kernels, or AITER's above them: as asked for, or, for `auto`, where they are installed.
 
     Raises:
-        ValueError: they can not serve here; gives the reason.
+        ValueError: they cannot serve here; gives the reason.
     """
     if importlib.util.find_spec("triton") is None:
         raise ValueError(f"kernels {name!r}: Triton is not installed; install fissile[triton]")

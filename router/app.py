@@ -85,7 +85,7 @@ class Router:
         reread: reads what it was started with again.
 
     Raises:
-        TlsError: the certificate for workers can not be used.
+        TlsError: the certificate for workers cannot be used.
         ExportError: the environment asks for an export that there is not.
     """
 
@@ -164,9 +164,9 @@ class Router:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
 
         Raises:
-            PortTakenError: the address can not be listened on.
-            TokenizerError: the tokenizer folder can not be used.
-            TlsError: a certificate can not be used.
+            PortTakenError: the address cannot be listened on.
+            TokenizerError: the tokenizer folder cannot be used.
+            TlsError: a certificate cannot be used.
         """
         if self._options.tokenizer is not None:
             await self._store.read_folder(self._options.tokenizer)

@@ -30,7 +30,7 @@ _MAX_UNUSED = 16
 
 
 class WorkerRefusedError(Exception):
-    """A worker can not be used; the message says why in one line."""
+    """A worker cannot be used; the message says why in one line."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class TextAssets:
         """Reads the files of a checkpoint; takes up to a second for a large vocabulary.
 
         Raises:
-            TokenizerError: a file can not be used.
+            TokenizerError: a file cannot be used.
         """
         defaults = model_defaults(read_json(files, "generation_config.json"))
         return cls(Tokenizer.from_files(files), ChatTemplate.from_files(files), defaults)

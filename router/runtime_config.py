@@ -1,6 +1,6 @@
 """Settings that may change while a router runs: admission, placement, the workers' addresses, logging.
 
-Pure. Every value is checked when it is made, so that taking it into force can not fail, and a version counts what has
+Pure. Every value is checked when it is made, so that taking it into force cannot fail, and a version counts what has
 been taken into force.
 """
 
@@ -103,7 +103,7 @@ class RuntimeConfig:
 
 @dataclass(frozen=True, slots=True)
 class ReloadedConfig:
-    """A router's configuration, read again: what may change, and the options that can not until a restart."""
+    """A router's configuration, read again: what may change, and the options that cannot until a restart."""
 
     settings: RuntimeConfig
     needs_restart: tuple[str, ...]

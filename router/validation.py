@@ -228,7 +228,7 @@ def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:
     """Checks what a client says it has got of a broken stream.
 
     Raises:
-        InvalidFieldError: it can not be so.
+        InvalidFieldError: it cannot be so.
     """
     if not request.HasField("resume"):
         return
@@ -374,7 +374,7 @@ def check_token_ids(path: str, token_ids: Sequence[int], vocab_size: int) -> Non
 
 
 def check_resumed_ids(token_ids: Sequence[int], vocab_size: int, room: int) -> None:
-    """Refuses tokens that can not have come of an answer.
+    """Refuses tokens that cannot have come of an answer.
 
     Args:
         token_ids: what has come, as the client says.

@@ -3,7 +3,7 @@
 `memory` finds reads and writes outside of what was allocated, and undefined behaviour: it builds a library of its own
 into build/sanitize, from what `kernels.cpu.build` compiles, and runs the kernels' tests over it, on every instruction
 set that this machine has. `threads` finds data races in the pool, which is all that threads share, by a program that
-has two of them share work. A sanitizer that can not run here is named and left out.
+has two of them share work. A sanitizer that cannot run here is named and left out.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ sys.exit(pytest.main(sys.argv[2:]))
 
 
 class UnavailableError(Exception):
-    """A sanitizer can not run here; one line."""
+    """A sanitizer cannot run here; one line."""
 
 
 def library() -> Path:
@@ -90,7 +90,7 @@ def memory() -> int:
     """Exit code of the tests over that library; other than 0 where there is a report.
 
     Raises:
-        UnavailableError: it can not run here.
+        UnavailableError: it cannot run here.
     """
     environment = {**os.environ, **_OPTIONS, "LD_PRELOAD": _runtime("libasan.so")}
     given = [TESTS, "-q", "-p", "no:cacheprovider", "-m", "not long", "-k", _LEFT_OUT]
@@ -102,7 +102,7 @@ def threads() -> int:
     """Exit code of the program; other than 0 where there is a report.
 
     Raises:
-        UnavailableError: it can not run here.
+        UnavailableError: it cannot run here.
     """
     FOLDER.mkdir(parents=True, exist_ok=True)
     program = str(FOLDER / "pool_stress")

@@ -133,7 +133,7 @@ install_deploy_tools() {
   .venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check "${deploy_tools[@]}" >>"$log" 2>&1 && return
   for tool in "${deploy_tools[@]}"; do
     .venv-deploy/bin/python -m pip install --quiet --disable-pip-version-check "$tool" >>"$log" 2>&1 \
-      || echo "      $tool can not be installed here: its tests will be skipped ($log)"
+      || echo "      $tool cannot be installed here: its tests will be skipped ($log)"
   done
 }
 

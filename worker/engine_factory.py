@@ -68,7 +68,7 @@ def build_engine(
         clock: monotonic seconds.
 
     Raises:
-        ModelError: the checkpoint can not be served, or the ranks' machines are not alike.
+        ModelError: the checkpoint cannot be served, or the ranks' machines are not alike.
         InvalidFieldError: the lengths do not fit the KV memory.
         RankLostError: a rank has ended while it loaded.
     """

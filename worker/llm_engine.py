@@ -288,7 +288,7 @@ class InputOutputProcessor:
         try:
             token_ids = self.tokenizer.encode(prompt)
         except (TokenizerError, TypeError, UnicodeError) as error:
-            raise InvalidFieldError("prompt", f"can not be tokenized: {error}", "other text, or token ids") from None
+            raise InvalidFieldError("prompt", f"cannot be tokenized: {error}", "other text, or token ids") from None
         check_text_ids("prompt", token_ids, vocab_size)
         return token_ids
 
@@ -329,8 +329,8 @@ class LLMEngine:
         clock: monotonic seconds.
 
     Raises:
-        ModelError: the checkpoint can not be had from the Hub, or can not be served.
-        TokenizerError: it has a tokenizer that can not be used.
+        ModelError: the checkpoint cannot be had from the Hub, or cannot be served.
+        TokenizerError: it has a tokenizer that cannot be used.
         InvalidFieldError: the Config does not fit the model or the memory.
         RankLostError: a rank has ended while it loaded.
     """
@@ -361,7 +361,7 @@ class LLMEngine:
         self._finished: list[Answer] = []
 
     def close(self) -> None:
-        """Ends the ranks, if there are any; the engine can not be used after that. May be called twice."""
+        """Ends the ranks, if there are any; the engine cannot be used after that. May be called twice."""
         self.core.close()
 
     def add_request(

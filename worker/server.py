@@ -102,8 +102,8 @@ class Worker:
         service: its service.
 
     Raises:
-        ModelError: the checkpoint's configuration can not be served.
-        TokenizerError: it has no tokenizer, or one that can not be used.
+        ModelError: the checkpoint's configuration cannot be served.
+        TokenizerError: it has no tokenizer, or one that cannot be used.
         ExportError: the environment asks for an export that there is not.
     """
 
@@ -133,8 +133,8 @@ class Worker:
         """Listens, and begins to load the model on the engine thread.
 
         Raises:
-            PortTakenError: the address can not be listened on.
-            TlsError: the certificate can not be used.
+            PortTakenError: the address cannot be listened on.
+            TlsError: the certificate cannot be used.
         """
         add_WorkerServiceServicer_to_server(self.service, self.server.server)
         await self.server.start()
@@ -149,7 +149,7 @@ class Worker:
         """Waits until the model is loaded and warm, then says SERVING.
 
         Raises:
-            ModelError, ApiError: it can not be served with these options.
+            ModelError, ApiError: it cannot be served with these options.
         """
         await self.engine.wait_started()
         facts = self.service.facts = self._loaded
@@ -295,7 +295,7 @@ def _check_text_files(files: Mapping[str, bytes]) -> None:
     """Reads a model's tokenizer files as every router will: a worker that none can use is not to begin.
 
     Raises:
-        TokenizerError: one can not be used.
+        TokenizerError: one cannot be used.
     """
     read_json(files, "generation_config.json")
     Tokenizer.from_files(files)
@@ -379,6 +379,6 @@ async def run_worker(options: WorkerOptions) -> int:
     except (ModelError, TokenizerError, PortTakenError, TlsError, ExportError, ApiError) as error:
         raise CommandError(str(error)) from None
     if not await asyncio.to_thread(worker.engine.join, ENGINE_JOIN_S):
-        # In the middle of a load or a step; the interpreter can not be taken down under it.
+        # In the middle of a load or a step; the interpreter cannot be taken down under it.
         exit_now(code)
     return code

@@ -37,7 +37,7 @@ class Role(enum.StrEnum):
 
 
 class KeyFileError(Exception):
-    """Keys that can not be used; one line that names the place and what is wrong."""
+    """Keys that cannot be used; one line that names the place and what is wrong."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ def new_key(name: str, tenant: str, roles: Iterable[Role], max_priority: str = "
     """Makes a key. Returns the key itself, which is nowhere else, and how it is kept.
 
     Raises:
-        KeyFileError: a name that can not stand in a file.
+        KeyFileError: a name that cannot stand in a file.
     """
     _check_names(name, tenant, "the new key")
     key = PREFIX + secrets.token_urlsafe(32)

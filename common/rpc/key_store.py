@@ -15,7 +15,7 @@ log = structlog.get_logger(__name__)
 
 
 class KeyStore:
-    """Keys that count now. What can not be used changes nothing and costs one warning.
+    """Keys that count now. What cannot be used changes nothing and costs one warning.
 
     Args:
         file: a line per key; None when there is no file.
@@ -23,7 +23,7 @@ class KeyStore:
         clock: monotonic seconds.
 
     Raises:
-        KeyFileError: the keys can not be used.
+        KeyFileError: the keys cannot be used.
     """
 
     def __init__(
@@ -71,6 +71,6 @@ class KeyStore:
             content = self._file.read_text("utf-8")
         except (OSError, UnicodeDecodeError) as error:
             reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-            raise KeyFileError(f"{self._file} can not be read: {reason}") from None
+            raise KeyFileError(f"{self._file} cannot be read: {reason}") from None
         # Keys of the file first, so that a line's number is right.
         return parse_keys([*content.splitlines(), *lines], str(self._file))

@@ -63,7 +63,7 @@ def _is_no_garbled_text(record: logging.LogRecord) -> bool:
 def _is_no_ended_call(record: logging.LogRecord) -> bool:
     """True if it is anything but a status that could not be sent because gRPC itself had ended the call.
 
-    gRPC does so for messages that can not be decompressed; a client could fill the log with tracebacks.
+    gRPC does so for messages that cannot be decompressed; a client could fill the log with tracebacks.
     """
     return not (record.exc_info and isinstance(record.exc_info[1], grpc.aio.InternalError))
 
@@ -74,7 +74,7 @@ logging.getLogger("grpc._cython.cygrpc").addFilter(_is_no_garbled_text)
 
 
 class PortTakenError(Exception):
-    """The address can not be listened on; the message is one line that says what to change."""
+    """The address cannot be listened on; the message is one line that says what to change."""
 
 
 def server_options(
@@ -205,7 +205,7 @@ class GrpcServer:
 
         Raises:
             PortTakenError: the address is in use or is not one of this machine.
-            TlsError: the certificate can not be used.
+            TlsError: the certificate cannot be used.
         """
         credentials = None if self._tls is None else self._tls.credentials()
         await self._health.set(LIVENESS, _SERVING)
@@ -316,7 +316,7 @@ def _join(host: str, port: int) -> str:
 
 
 def _why_not(host: str, port: int) -> str:
-    """Why the address can not be listened on, and what to change. gRPC itself does not say."""
+    """Why the address cannot be listened on, and what to change. gRPC itself does not say."""
     name = host.strip("[]")
     try:
         family, kind, _, _, address = socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)[0]

@@ -1,7 +1,7 @@
 """TLS on every hop: certificates from files, which are read again when they change.
 
 A server looks at its files at each handshake (gRPC asks in threads of its own, never on the event loop), a client at
-each dial. Invariant: what can not be used, such as a pair that is half written, changes nothing: the certificate that
+each dial. Invariant: what cannot be used, such as a pair that is half written, changes nothing: the certificate that
 was read before stays in use, and each such state of the files costs one warning.
 """
 
@@ -28,7 +28,7 @@ _ENCRYPTED_KEYS_HAVE_NO_PASSWORD: Final = b""
 
 
 class TlsError(Exception):
-    """Certificate files that can not be used; one line that names the file and what is wrong with it."""
+    """Certificate files that cannot be used; one line that names the file and what is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +98,7 @@ def _content(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise TlsError(f"{path} can not be read: {error.strerror}") from None
+        raise TlsError(f"{path} cannot be read: {error.strerror}") from None
 
 
 def _check_ca(path: Path, content: bytes) -> None:
@@ -137,7 +137,7 @@ class ServerTls:
         """For a port; follows the files from now on.
 
         Raises:
-            TlsError: they can not be used now.
+            TlsError: they cannot be used now.
         """
         files = _Files(self.cert, self.key, self.client_ca)
 
@@ -177,7 +177,7 @@ class Dialer:
         tls: the client's files, looked at by every `channel`.
 
     Raises:
-        TlsError: they can not be used now.
+        TlsError: they cannot be used now.
     """
 
     def __init__(self, tls: ClientTls | None = None) -> None:

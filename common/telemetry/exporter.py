@@ -1,4 +1,4 @@
-"""Export of spans and metrics by OTLP, over gRPC or HTTP, that can not disturb the service.
+"""Export of spans and metrics by OTLP, over gRPC or HTTP, that cannot disturb the service.
 
 A dead collector costs one warning line and one that refuses a signal another, whatever the SDK has to say about it, and
 a bounded time at shutdown (the SDK's own takes 7 s and more).

@@ -79,7 +79,7 @@ class _Lines:
 
 
 def _never_raising(logger: Any) -> Any:
-    """A bound logger whose lines, when they can not be made, are counted and said without their fields."""
+    """A bound logger whose lines, when they cannot be made, are counted and said without their fields."""
 
     class Logger(logger):  # type: ignore[misc]  # made by structlog for a level
         def _proxy_to_logger(self, method_name: str, event: str | None = None, **fields: Any) -> Any:

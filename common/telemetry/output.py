@@ -229,7 +229,7 @@ class OutputStream(io.TextIOBase):
 
     @property
     def errors(self) -> str:  # type: ignore[override]
-        """Error handler for characters that can not be encoded."""
+        """Error handler for characters that cannot be encoded."""
         return "backslashreplace"
 
     def writable(self) -> bool:

@@ -14,7 +14,7 @@ def bad_words_token_ids(words: Iterable[str], tokenizer: Tokenizer, vocab_size: 
     """The tokens of each word alone and behind a blank, as they are inside of a text; each sequence once.
 
     Raises:
-        InvalidFieldError: a word can not be tokenized, has no tokens or too many, or one that the model lacks.
+        InvalidFieldError: a word cannot be tokenized, has no tokens or too many, or one that the model lacks.
     """
     found = dict[tuple[int, ...], None]()
     for i, word in enumerate(words):
@@ -27,7 +27,7 @@ def _token_ids(path: str, text: str, tokenizer: Tokenizer, vocab_size: int) -> t
     try:
         ids = tokenizer.encode_inside(text)
     except (TokenizerError, UnicodeError) as error:
-        raise InvalidFieldError(path, f"can not be tokenized: {error}", "another word") from None
+        raise InvalidFieldError(path, f"cannot be tokenized: {error}", "another word") from None
     if not 1 <= len(ids) <= MAX_BAD_WORD_TOKENS:
         raise InvalidFieldError(path, f"has {len(ids)} tokens", f"1 to {MAX_BAD_WORD_TOKENS}")
     check_text_ids(path, ids, vocab_size)

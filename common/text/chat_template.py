@@ -81,7 +81,7 @@ class ChatTemplate:
         """The template of `chat_template.jinja`, else of `tokenizer_config.json`; None when the model has none.
 
         Raises:
-            TokenizerError: a file can not be read, or a template has a syntax error.
+            TokenizerError: a file cannot be read, or a template has a syntax error.
         """
         templates = _sources(files)
         return cls(templates, files) if templates else None

@@ -2,7 +2,7 @@
 
 Every token stands for some bytes, whatever came before it; only the first token of a text differs (SentencePiece drops
 the space before it). So decoding is: concatenate the bytes, decode UTF-8 as far as whole characters go. This costs O(1)
-a token and can not fail, where `tokenizers.decoders.DecodeStream` raises "Invalid prefix" and holds back everything
+a token and cannot fail, where `tokenizers.decoders.DecodeStream` raises "Invalid prefix" and holds back everything
 after a broken character. A text that continues another is what decoding both at once adds to decoding the first alone:
 of the text before, one thing matters, that there is some.
 
@@ -110,7 +110,7 @@ class TokenBytes:
     def first(self, id: int) -> bytes:
         """Bytes of a token at the beginning of a text."""
         inner = self.inner(id)
-        # A byte token of half a character can not be decoded alone, and is no space.
+        # A byte token of half a character cannot be decoded alone, and is no space.
         if self._byte_level or (not inner.isascii() and self._byte_value(id) is not None):
             return inner
         return self._decode(id).encode()

@@ -49,7 +49,7 @@ MARK_END: Final = "\ufdd1"
 
 
 class TokenizerError(Exception):
-    """The tokenizer files can not be used; the message is one line that says what is wrong."""
+    """The tokenizer files cannot be used; the message is one line that says what is wrong."""
 
 
 def tokenizer_files(folder: str | Path) -> dict[str, bytes]:
@@ -136,7 +136,7 @@ def special_pattern(tokens: Iterable[str]) -> re.Pattern[str]:
 
 
 class LongPieceError(TokenizerError):
-    """A text has a part that can not be cut, and that is too long to be encoded at once."""
+    """A text has a part that cannot be cut, and that is too long to be encoded at once."""
 
 
 class Tokenizer:
@@ -177,7 +177,7 @@ class Tokenizer:
         """Builds a tokenizer from the contents of `TOKENIZER_FILES`.
 
         Raises:
-            TokenizerError: `tokenizer.json` is missing or one of the files can not be used.
+            TokenizerError: `tokenizer.json` is missing or one of the files cannot be used.
         """
         try:
             return cls(files)
@@ -215,11 +215,11 @@ class Tokenizer:
         Args:
             text: as for `encode`.
             allow_special: as for `encode`.
-            most_bytes: longest part of the text that is encoded at once where it can not be cut; None is any.
+            most_bytes: longest part of the text that is encoded at once where it cannot be cut; None is any.
 
         Raises:
             TokenizerError: as `encode`.
-            LongPieceError: a part that can not be cut has more than `most_bytes` bytes.
+            LongPieceError: a part that cannot be cut has more than `most_bytes` bytes.
         """
         try:
             yield from self._chat_pieces(text, most_bytes) if allow_special else self._framed_pieces(text, most_bytes)
@@ -311,7 +311,7 @@ class Tokenizer:
         for part in cut.split(MARK_START):
             for ids in self._pieces(self._plain, part, most_bytes, inner=inner):
                 if not named.isdisjoint(ids):
-                    raise TokenizerError("a special token in the text can not be encoded as text with this vocabulary")
+                    raise TokenizerError("a special token in the text cannot be encoded as text with this vocabulary")
                 inner = inner or bool(ids)
                 yield ids
 
@@ -367,7 +367,7 @@ def _load(files: Mapping[str, bytes], special: frozenset[str]) -> tokenizers.Tok
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(files["tokenizer.json"])
     except Exception as error:  # the library raises plain Exception, ValueError or a Rust panic's
-        raise TokenizerError(f"tokenizer.json can not be read: {_one_line(error)}") from None
+        raise TokenizerError(f"tokenizer.json cannot be read: {_one_line(error)}") from None
     # A file saved during training may truncate prompts silently.
     tokenizer.no_truncation()
     tokenizer.no_padding()

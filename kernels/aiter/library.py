@@ -1,7 +1,7 @@
 """Finds AITER, checks that it is a version that we know how to call, and calls it.
 
 It is never a dependency: ROCm images bring it (docs/rocm.md). It is looked for without being imported, since where it
-can not run its import fails for reasons that help nobody, and its functions are compared with signatures.json
+cannot run its import fails for reasons that help nobody, and its functions are compared with signatures.json
 from their sources. Only what passed is imported.
 """
 
@@ -30,7 +30,7 @@ _DUMMY = "dummy"
 
 
 class AiterUnavailableError(Exception):
-    """AITER can not be used here; the message is one line that says why, and what to change."""
+    """AITER cannot be used here; the message is one line that says why, and what to change."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ class AiterLibrary:
         functions: as given.
 
     Raises:
-        AiterUnavailableError: it can not be imported here, or PyTorch knows an operation of it by other parameters.
+        AiterUnavailableError: it cannot be imported here, or PyTorch knows an operation of it by other parameters.
     """
 
     def __init__(self, installation: Installation, functions: frozenset[str], signatures: Signatures) -> None:
@@ -141,7 +141,7 @@ class AiterLibrary:
         """Finds, checks and imports it; see `checked`.
 
         Raises:
-            AiterUnavailableError: it can not be used here.
+            AiterUnavailableError: it cannot be used here.
         """
         installation, signatures = find(), Signatures.load()
         return cls(installation, checked(installation, signatures, since), signatures)
@@ -184,7 +184,7 @@ def _imported(function: str, version: str) -> Callable[..., Any]:
     except Exception as error:
         # Whatever its import runs into: a missing ROCm is a RuntimeError, a missing compiler an OSError.
         reason = " ".join(f"{type(error).__name__}: {error}".split())
-        raise AiterUnavailableError(f"aiter {version} can not be imported here: {module}: {reason}") from error
+        raise AiterUnavailableError(f"aiter {version} cannot be imported here: {module}: {reason}") from error
     return found
 
 

@@ -97,7 +97,7 @@ def calls(source: str) -> list[Call]:
     """All calls of AITER's functions in a module of ours.
 
     Raises:
-        ValueError: one can not be read: the function's name is no literal, or arguments are spread with stars.
+        ValueError: one cannot be read: the function's name is no literal, or arguments are spread with stars.
     """
     nodes = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
     return [_call(node) for node in nodes if isinstance(node.func, ast.Attribute) and node.func.attr == CALL]

@@ -35,7 +35,7 @@ class CpuBackend(KernelBackend):
         instruction_set: its name.
 
     Raises:
-        LibraryUnavailableError: they can not serve on this machine, or another set serves in this process.
+        LibraryUnavailableError: they cannot serve on this machine, or another set serves in this process.
     """
 
     name = "cpu"

@@ -169,7 +169,7 @@ def build(library: Path = LIBRARY) -> None:
 
     Raises:
         NoCompilerError: there is no compiler.
-        BuildError: the compiler refused the sources, or can not be run.
+        BuildError: the compiler refused the sources, or cannot be run.
     """
     compiler = find_compiler()
     with tempfile.TemporaryDirectory(prefix="fissile-kernels-") as folder:
@@ -210,7 +210,7 @@ def _run(command: list[str], source: str = "") -> None:
     try:
         done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
     except OSError as error:
-        raise BuildError(f"{command[0]} can not be run: {error.strerror}") from None
+        raise BuildError(f"{command[0]} cannot be run: {error.strerror}") from None
     if done.returncode:
         lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
         raise BuildError(f"{command[0]} failed: {lines[0] if lines else f'exit code {done.returncode}'}")

@@ -48,7 +48,7 @@ def take(library: CDLL, instruction_set: str = AUTO) -> str:
     process. Of `auto` one that fails is logged and left out.
 
     Raises:
-        LibraryUnavailableError: this machine can not run the one that was asked for, its check failed, or a back end of
+        LibraryUnavailableError: this machine cannot run the one that was asked for, its check failed, or a back end of
             another one lives in this process.
     """
     if (used := in_use()) is not None:
@@ -68,7 +68,7 @@ def _require(library: CDLL, name: str) -> None:
     if ability == Ability.DENIED:
         raise LibraryUnavailableError(f"this processor has {name}, but the operating system does not let it be used")
     if ability == Ability.ABSENT:
-        raise LibraryUnavailableError(f"this machine can not run {name} kernels")
+        raise LibraryUnavailableError(f"this machine cannot run {name} kernels")
     if (fault := _fault(library, name)) is not None:
         raise LibraryUnavailableError(f"the {name} kernels failed their check: {fault}")
 

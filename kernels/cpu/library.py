@@ -97,7 +97,7 @@ AVX2 = "avx2"
 
 
 class LibraryUnavailableError(Exception):
-    """The native kernels can not serve here; one line that says why."""
+    """The native kernels cannot serve here; one line that says why."""
 
 
 @functools.cache
@@ -114,7 +114,7 @@ def load(path: Path = build.LIBRARY) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(path))
     except OSError as error:
-        raise LibraryUnavailableError(f"the CPU kernels can not be loaded: {error}") from None
+        raise LibraryUnavailableError(f"the CPU kernels cannot be loaded: {error}") from None
     for name, (result, arguments) in _SIGNATURES.items():
         function = getattr(library, name)
         function.restype, function.argtypes = result, arguments
@@ -148,11 +148,11 @@ def select(library: ctypes.CDLL, instruction_set: str | None = None) -> str:
     """Chooses an instruction set by name, or `base_set`, for all calls from now on; which it is.
 
     Raises:
-        LibraryUnavailableError: this machine can not run it.
+        LibraryUnavailableError: this machine cannot run it.
     """
     chosen = base_set(library) if instruction_set is None else instruction_set
     if library.fissile_select(chosen.encode()):
-        raise LibraryUnavailableError(f"this machine can not run {chosen} kernels")
+        raise LibraryUnavailableError(f"this machine cannot run {chosen} kernels")
     return chosen
 
 

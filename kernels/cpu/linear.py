@@ -128,7 +128,7 @@ def pack(
         ValueError: another packed dtype.
     """
     if packed_dtype not in (None, dtype, torch.int8):
-        raise ValueError(f"weights in {dtype} can not be packed as {packed_dtype}")
+        raise ValueError(f"weights in {dtype} cannot be packed as {packed_dtype}")
     code = PACKED_DTYPES[packed_dtype or dtype]
     columns, inner = weight.shape
     source = weight.to(dtype).contiguous()

@@ -186,7 +186,7 @@ class RowTile:
 
 
 def _in_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [..., D] as [outer, inner, D] whose rows have no gaps; copied only where strides can not say that."""
+    """x [..., D] as [outer, inner, D] whose rows have no gaps; copied only where strides cannot say that."""
     x = x if x.stride(-1) == 1 else x.contiguous()
     if x.dim() == 3:
         return x

@@ -136,7 +136,7 @@ def pack(
         ValueError: another packed format.
     """
     if packed_format is not None and packed_format not in _FORMATS:
-        raise ValueError(f"experts in {dtype} can not be packed as {packed_format}")
+        raise ValueError(f"experts in {dtype} cannot be packed as {packed_format}")
 
     def one(weight: torch.Tensor | QuantizedWeight, bias: torch.Tensor | None) -> StackedWeights:
         if isinstance(weight, QuantizedWeight):

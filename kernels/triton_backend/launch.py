@@ -1,4 +1,4 @@
-"""Runs a Triton kernel: on a GPU as it is; in the interpreter on float32 copies of what it can not compute with.
+"""Runs a Triton kernel: on a GPU as it is; in the interpreter on float32 copies of what it cannot compute with.
 
 The interpreter computes bfloat16 on bit patterns, truncates where it stores narrow numbers and knows not every FP8
 . There, tensors of these dtypes are widened before the kernel and rounded,

@@ -67,7 +67,7 @@ def pack(
         ValueError: another packed dtype.
     """
     if packed_dtype not in (None, dtype, torch.int8, *_FP8):
-        raise ValueError(f"weights in {dtype} can not be packed as {packed_dtype}")
+        raise ValueError(f"weights in {dtype} cannot be packed as {packed_dtype}")
     placed = _placed(weight, dtype, device)
     packed_bias = _packed_bias(bias, dtype, device)
     if packed_dtype in (None, dtype):
@@ -85,7 +85,7 @@ def pack_w8a8(
 ) -> PackedWeight:
     """As `pack`, to int8 or FP8 with a scale for each row; x is quantized to the same dtype when it is multiplied."""
     if packed_dtype not in (torch.int8, *_FP8):
-        raise ValueError(f"rows can not be quantized to {packed_dtype}")
+        raise ValueError(f"rows cannot be quantized to {packed_dtype}")
     numbers, scales = quantized(_placed(weight, dtype, device), packed_dtype, weight.shape[1])
     packed_bias = _packed_bias(bias, dtype, device)
     columns, inner = weight.shape

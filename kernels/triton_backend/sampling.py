@@ -50,7 +50,7 @@ _MASS_ONE = tl.constexpr(2.0**44)
 _NO_MASS_BELOW = tl.constexpr(-31.5)
 # To add it rounds a float64 below 2^51 to an integer, ties to even.
 _ROUNDER = tl.constexpr(1.5 * 2.0**52)
-# Noise is between -3.14 and 22.9: what lies further below the largest number can not win. Sums of numbers and noise
+# Noise is between -3.14 and 22.9: what lies further below the largest number cannot win. Sums of numbers and noise
 # are rounded, each by less than this part of the largest number.
 _HOPELESS_BELOW = tl.constexpr(-27.0)
 _ROUNDING = tl.constexpr(2.0**-22)

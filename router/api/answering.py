@@ -463,7 +463,7 @@ class Answering:
             return_token_ids: True if the client gets token ids.
 
         Raises:
-            ApiError: the model can not search for stop strings, or `point` can not be true.
+            ApiError: the model cannot search for stop strings, or `point` cannot be true.
         """
         params, tokenizer = request.params, model.text.tokenizer
         if params.stop_strings and tokenizer is None:

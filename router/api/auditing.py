@@ -244,7 +244,7 @@ class Auditor:
         try:
             await asyncio.to_thread(_write_private, path, text + "\n")
         except OSError as error:
-            log.error("audit: the answer can not be written", file=str(path), why=error.strerror)
+            log.error("audit: the answer cannot be written", file=str(path), why=error.strerror)
             return ""
         return str(path)
 

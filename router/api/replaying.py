@@ -40,7 +40,7 @@ def check_replay(request: pb.ReplayRequest) -> AnswerRequest:
     """The request to run, as it was sent but for its seed, which is the one in force.
 
     Raises:
-        InvalidFieldError: something is missing, or can not be replayed.
+        InvalidFieldError: something is missing, or cannot be replayed.
     """
     if not request.HasField("receipt"):
         raise InvalidFieldError("receipt", "is missing", "the receipt of the answer")
@@ -101,7 +101,7 @@ class Replaying:
         """Runs a request again that `check_replay` has made of `request`, and compares.
 
         Raises:
-            ApiError: it can not be run here now, or has failed.
+            ApiError: it cannot be run here now, or has failed.
         """
         receipt = request.receipt
         model = self._model(asked.request, receipt)

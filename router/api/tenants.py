@@ -108,7 +108,7 @@ def tenant_of(metadata: Iterable[tuple[str, str | bytes]] | None, policy: Tenant
     Args:
         metadata: of the call.
         policy: which entry of it says who the tenant is, and whether that is enough.
-        bound: tenant of the caller's API key, which its metadata can not change; empty for a key of no tenant.
+        bound: tenant of the caller's API key, which its metadata cannot change; empty for a key of no tenant.
 
     Raises:
         InvalidFieldError: the name is longer than MAX_TENANT_BYTES, or has control characters.

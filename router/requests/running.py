@@ -179,7 +179,7 @@ class RunningRequests:
         self._fail_over([(stream, Loss.FORGOTTEN) for stream in gone], "the worker has let it go")
 
     def return_unwritten(self, session: Session) -> None:
-        """Routes again what can not be at the worker, because it was not written whole."""
+        """Routes again what cannot be at the worker, because it was not written whole."""
         for stream in reversed(_streams(session.state.unwritten())):
             self._requeue_unstarted(stream)
 

@@ -4,7 +4,7 @@ Invariants:
   * A request ends when MAX_ATTEMPTS attempts in a row have brought no token, and after MAX_ATTEMPTS_IN_ALL in any case;
     those do not count that a worker gave away in good order (a rolling restart may meet it on every one of a fleet).
   * A worker's death is one that is proved: nothing listens, another process does, or the engine says so. One that is
-    silent, stalled or can not be reached may be well.
+    silent, stalled or cannot be reached may be well.
   * A death throws suspicion on the requests in their first steps there, unless a suspect ran alone. A request that
     MAX_SUSPICIONS deaths throw suspicion on runs alone: the worker gets no other request of this router before its
     first steps have passed. Only one whose worker dies then is a poison, so that a poison kills MAX_SUSPICIONS + 1
@@ -86,7 +86,7 @@ class Loss(enum.Enum):
     FORGOTTEN = "forgotten"
     """The worker has let it go: the lease had ended, or it had not arrived (rule S4)."""
     REFUSED = "refused"
-    """The worker says that it can not run it."""
+    """The worker says that it cannot run it."""
     CUT_SHORT = "cut_short"
     """The worker's own length ended it before it had all tokens that it may have."""
 

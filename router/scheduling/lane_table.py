@@ -142,7 +142,7 @@ class LaneTable:
         return lanes
 
     def _own_lane(self, request: QueuedRequest) -> list[Lane]:
-        """The lane of the one worker that a request may go to; empty while that can not serve it."""
+        """The lane of the one worker that a request may go to; empty while that cannot serve it."""
         return [
             lane
             for lane in self._ready.get(request.model, ())

@@ -190,7 +190,7 @@ class PromptEncoder:
         """Token ids of words that an answer must not contain.
 
         Raises:
-            ApiError: a word can not be tokenized, no tokenizer, or too many requests wait.
+            ApiError: a word cannot be tokenized, no tokenizer, or too many requests wait.
         """
         tokenizer = _tokenizer_of(model)
         size = sum(len(word.encode()) for word in words)
@@ -300,7 +300,7 @@ def _pieces(path: str, tokenizer: Tokenizer, text: str, *, allow_special: bool =
     except LongPieceError as error:
         raise TextTooLongError(path, str(error)) from None
     except TokenizerError as error:
-        raise InvalidFieldError(path, f"can not be tokenized: {error}", "other text, or token_ids") from None
+        raise InvalidFieldError(path, f"cannot be tokenized: {error}", "other text, or token_ids") from None
 
 
 def _chat_prompt(request: pb.ChatRequest, model: ServedModel, cache_salt: bytes) -> Steps[tuple[str, Prompt]]:

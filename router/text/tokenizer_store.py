@@ -40,7 +40,7 @@ class TokenizerStore:
         """Takes the tokenizer of every model from `folder` instead of from the workers.
 
         Raises:
-            TokenizerError: it can not be used.
+            TokenizerError: it cannot be used.
         """
         files = await asyncio.to_thread(tokenizer_files, folder)
         self._folder = files_sha256(files), await asyncio.to_thread(TextAssets.from_files, files)
@@ -49,7 +49,7 @@ class TokenizerStore:
         """The text assets of a worker's model; empty ones when it has no tokenizer.
 
         Raises:
-            WorkerRefusedError: they can not be used, or are not what the worker says.
+            WorkerRefusedError: they cannot be used, or are not what the worker says.
             grpc.RpcError: the worker could not be asked.
         """
         digest = description.tokenizer_sha256
@@ -88,7 +88,7 @@ class TokenizerStore:
         try:
             assets = await asyncio.to_thread(TextAssets.from_files, files)
         except TokenizerError as error:
-            raise WorkerRefusedError(f"its tokenizer can not be used: {error}") from None
+            raise WorkerRefusedError(f"its tokenizer cannot be used: {error}") from None
         log.info("tokenizer loaded", sha256=digest[:12], seconds=round(time.monotonic() - begin, 3))
         return assets
 

@@ -31,7 +31,7 @@ _EXAMPLE: Final = "for example 127.0.0.1:50061"
 
 
 class AddressError(ValueError):
-    """An address that can not be dialled, or a list that is none; one line that says what would be valid."""
+    """An address that cannot be dialled, or a list that is none; one line that says what would be valid."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ def read_list(path: Path) -> tuple[str, ...]:
     """The workers that a file lists.
 
     Raises:
-        AddressError: it can not be read, or is not a list; one line that names the file.
+        AddressError: it cannot be read, or is not a list; one line that names the file.
     """
     try:
         with path.open("rb") as file:
@@ -54,7 +54,7 @@ def read_list(path: Path) -> tuple[str, ...]:
             raise AddressError(f"it is longer than {MAX_WORKER_LIST_BYTES} bytes")
         return parse_list(data.decode("utf-8"))
     except OSError as error:
-        raise AddressError(f"worker list {path} can not be read: {error.strerror}") from None
+        raise AddressError(f"worker list {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise AddressError(f"worker list {path}: it is not UTF-8") from None
     except AddressError as error:

@@ -113,7 +113,7 @@ class SessionEvents(Protocol):
         """The worker takes work.
 
         Raises:
-            WorkerRefusedError: it can not be used.
+            WorkerRefusedError: it cannot be used.
             SessionLostError: it is stalled.
         """
 

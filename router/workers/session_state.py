@@ -152,7 +152,7 @@ class SessionState:
         self.renew_lease()
 
     def unwritten(self) -> list[LiveSequence]:
-        """The live sequences of which something has not been written: the worker can not have them whole."""
+        """The live sequences of which something has not been written: the worker cannot have them whole."""
         rids = (rid for group in self._groups for rid in (*group.pending, *group.rests))
         return [self.live[rid] for rid in rids if rid in self.live]
 

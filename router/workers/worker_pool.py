@@ -62,7 +62,7 @@ class SequenceEvents(Protocol):
         """The worker has let these sequences go."""
 
     def return_unwritten(self, session: Session) -> None:
-        """Sequences that are not written whole can not be at the worker: nobody has to come back for them."""
+        """Sequences that are not written whole cannot be at the worker: nobody has to come back for them."""
 
     def hand_over(self, session: Session) -> None:
         """Others go on with what runs on the worker, where they can."""
@@ -187,7 +187,7 @@ class WorkerPool:
         """Lets another session have the worker."""
         if self._instances.get(session.instance_id) is session:
             del self._instances[session.instance_id]
-        # It can not be there any more, or does not want to be; otherwise the next dial may succeed.
+        # It cannot be there any more, or does not want to be; otherwise the next dial may succeed.
         if fault not in RESUMABLE:
             self.caches.forget(session.address)
             worker = self._workers[session.address]

@@ -58,7 +58,7 @@ class WorkerRecord:
         session: the stream there is, None while there is none.
         held: the session whose sequences wait for the next stream.
         is_parting: whether it has left the list of workers.
-        last_error: why a worker that is wanted can not be used now, "" while it can.
+        last_error: why a worker that is wanted cannot be used now, "" while it can.
         worker_id: what the worker has called itself.
         model: name of the model that it has served.
         conduct: how it has behaved.

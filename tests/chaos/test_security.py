@@ -142,7 +142,7 @@ def test_commands_call_by_mtls_and_key(service: SecureService) -> None:
         ({"FISSILE_API_KEY": "fsl_wrong"}, 2, "UNAUTHENTICATED: the API key is not valid"),
         ({"FISSILE_API_KEY": service.keys["ops"]}, 2, "PERMISSION_DENIED: fissile.v1.InferenceService/ListModels"),
         ({"FISSILE_TLS_CA": "", "FISSILE_CLIENT_KEY": "", "FISSILE_CLIENT_CERT": ""}, 3, "no router can be reached"),
-        ({"FISSILE_TLS_CA": "/nowhere"}, 2, "/nowhere can not be read"),
+        ({"FISSILE_TLS_CA": "/nowhere"}, 2, "/nowhere cannot be read"),
     ]:
         refused = fissile(service, "models", "--timeout", "20", environment=environment)
         assert (refused.returncode, refused.stdout) == (code, ""), refused.stderr
@@ -291,7 +291,7 @@ def test_s1_a_worker_admits_routers_only(service: SecureService) -> None:
 
 
 def test_s1_a_router_id_belongs_to_the_certificate_that_began_with_it(service: SecureService) -> None:
-    """S1: another router's certificate can not take over a Session by its router_id (S11); the Session goes on."""
+    """S1: another router's certificate cannot take over a Session by its router_id (S11); the Session goes on."""
     address, routers, name = ports(service)["worker"]
     servers, hello = service.pki.servers, wpb.SessionRequest(hello=wpb.Hello(router_id="mine", lease_ms=5000))
     mine, others = routers.issue("mine", ROUTER_IDENTITY), routers.issue("others", OTHER_IDENTITY)

@@ -80,7 +80,7 @@ def service(
 
 
 def test_storm(tmp_path: Path, report: Report) -> None:
-    """STORM: kill -9, SIGSTOP, SIGTERM, logs that can not be written, few descriptors, bursts, texts of 8 MB, clients
+    """STORM: kill -9, SIGSTOP, SIGTERM, logs that cannot be written, few descriptors, bursts, texts of 8 MB, clients
     that do not read: all at once, on two routers and three unlike workers."""
     model, options = (DEMO, ()) if FULL else (simulated_model(tmp_path / "model"), OPTIONS)
     with service(tmp_path, model, options) as (routers, workers):

@@ -224,7 +224,7 @@ def test_routing_changes_at_once_and_as_a_whole(site: Site) -> None:
         "tenant-max-priority": "normal,gold=high",
         "version": str(before.version + 1),
     }
-    # A mask can set what a message can not say: zero, and an empty map.
+    # A mask can set what a message cannot say: zero, and an empty map.
     cleared = apb.SetRoutingRequest(update_mask=FieldMask(paths=["delay_factor", "tenant_weight"]))
     after = site.stub.SetRouting(cleared, timeout=60)
     assert (after.routing.delay_factor, dict(after.routing.tenant_weight)) == (0.0, {})
@@ -356,7 +356,7 @@ def test_a_reload_names_what_it_undoes(site: Site) -> None:
 
 
 def test_the_list_of_workers_is_read_again(model: Path, tmp_path: Path) -> None:
-    """A worker that the file names no more is left, one that can not be reached is listed with the reason."""
+    """A worker that the file names no more is left, one that cannot be reached is listed with the reason."""
     port = free_port()
     with running_service(tmp_path, model, workers=2, worker_options=OPTIONS) as service:
         config, (first, second) = tmp_path / "c.yaml", [worker.address for worker in service.workers]

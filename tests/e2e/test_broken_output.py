@@ -1,4 +1,4 @@
-"""Processes whose standard error can not be written serve as if it could."""
+"""Processes whose standard error cannot be written serve as if it could."""
 
 from __future__ import annotations
 

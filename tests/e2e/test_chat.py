@@ -192,7 +192,7 @@ async def test_what_goes_wrong_on_a_terminal_is_a_line() -> None:
         for typed, said in (
             ("/nonsense\n", "error: there is no command /nonsense; /help"),
             ("/save\n", "error: /save needs the name of a file"),
-            ("/save /no/such/folder/file\n", "error: the conversation can not be written to /no/such/folder"),
+            ("/save /no/such/folder/file\n", "error: the conversation cannot be written to /no/such/folder"),
             ("/usage\n", "nothing has been asked yet"),
             ("/help\n", "/reset        forgets the conversation"),
         ):  # fmt: skip

@@ -97,7 +97,7 @@ async def test_a_stream_goes_on_at_the_next_router(with_token_ids: bool) -> None
 
 
 async def test_a_stream_that_no_router_would_go_on_with_says_why_it_broke() -> None:
-    """Digests of logits can not go on behind tokens: the failure is that of the break, not of a refused `resume`."""
+    """Digests of logits cannot go on behind tokens: the failure is that of the break, not of a refused `resume`."""
     asked: dict[str, Any] = {"return_token_ids": True, "receipt": {"logits_every": 1}}
     async with bench(FakeWorker(FILES, step_s=0.01)) as b, client_of(b) as client:
         stream = client.generate_stream("say", max_tokens=4000, output_options=asked)

@@ -336,7 +336,7 @@ def without_weights(folder: Path) -> None:
         (lambda folder: (folder / "config.json").write_text("{"), "config.json"),
         (lambda folder: change_config(folder, architectures=["GPT2LMHeadModel"]), "GPT2LMHeadModel"),
         pytest.param(without_tokenizer, "tokenizer.json", marks=pytest.mark.long),
-        (spoil_tokenizer, "tokenizer.json can not be read"),
+        (spoil_tokenizer, "tokenizer.json cannot be read"),
         pytest.param(spoil_template, "chat template", marks=pytest.mark.long),
         (without_weights, "safetensors"),
     ],

@@ -403,7 +403,7 @@ async def test_a_call_whose_client_reads_nothing_is_ended_at_once() -> None:
 
 
 async def test_answers_of_which_some_were_sent_end_with_the_router_as_one() -> None:
-    """One has finished and one waits, which alone could be asked for again; the call as a whole can not."""
+    """One has finished and one waits, which alone could be asked for again; the call as a whole cannot."""
     worker = FakeWorker(FILES, step_s=0.01, room_seqs=1)
     async with bench(worker, drain_timeout_s=0.0) as b:
         call = b.stub.Generate(request(params={"max_tokens": 20, "n": 2}))

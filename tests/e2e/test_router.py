@@ -148,7 +148,7 @@ def request(text: str = "say", **fields: Any) -> pb.GenerateRequest:
 
 
 async def collect(call: Any) -> list[Any]:
-    """All messages; `read` because a call can not mix it with `async for`."""
+    """All messages; `read` because a call cannot mix it with `async for`."""
     parts = []
     while (part := await call.read()) is not grpc.aio.EOF:
         parts.append(part)

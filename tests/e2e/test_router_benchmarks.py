@@ -56,7 +56,7 @@ def test_streams() -> None:
     for row in told["rows"]:
         assert row["tokens/s"] > 0
         assert row["tokens/message"] >= 1
-        # Three streams can not get more than the worker makes.
+        # Three streams cannot get more than the worker makes.
         assert row["tokens/s"] <= 1.5 * 3 * 1000 / row["step ms"]
 
 

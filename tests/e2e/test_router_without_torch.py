@@ -76,7 +76,7 @@ def environment(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPat
 
 
 def refusing(folder: Path) -> Environment:
-    """The tests' own environment, in which the packages of `ABSENT` can not be imported."""
+    """The tests' own environment, in which the packages of `ABSENT` cannot be imported."""
     (folder / "sitecustomize.py").write_text(REFUSAL)
     path = os.pathsep.join(filter(None, [str(folder), str(ROOT), str(ROOT / "protos"), os.environ.get("PYTHONPATH")]))
     return Environment(Path(sys.executable).parent, {**os.environ, "PYTHONPATH": path})

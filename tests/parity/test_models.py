@@ -83,7 +83,7 @@ CHECKPOINTS: dict[str, dict[str, Any]] = {
     },
 }
 
-# Mixtures: experts that two ranks can not share out evenly, one KV head, heads of 64 and 96, tied and untied heads.
+# Mixtures: experts that two ranks cannot share out evenly, one KV head, heads of 64 and 96, tied and untied heads.
 CHECKPOINTS |= {
     "qwen3-moe": {"architecture": "qwen3_moe"},
     "qwen3-moe-some-layers-dense": {

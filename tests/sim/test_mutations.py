@@ -1,7 +1,7 @@
 """Every mutation of the protocol's random simulator, applied to our objects: the simulated service notices each.
 
 Two mutations are harmless (no acknowledgement kept, no instance id), which is tested the other way round. Two
-more can not happen on these wires, because a finish rides with its last token (S3) and a rewind goes exactly to what
+more cannot happen on these wires, because a finish rides with its last token (S3) and a rewind goes exactly to what
 the router has (S4): the objects are asked directly.
 """
 

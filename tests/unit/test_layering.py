@@ -164,7 +164,7 @@ RULES = {
 
 # Files that import others of ours inside functions, and why.
 LATE_IMPORTS = {
-    "common/cli/main.py": "an old Python gets one line before anything is imported that it can not parse",
+    "common/cli/main.py": "an old Python gets one line before anything is imported that it cannot parse",
     "common/cli/client/generate.py": "tokenizers, which only --offline needs, may not be installed",
     "kernels/select.py": "Triton and AITER may not be installed, and take seconds",
     "worker/cli/worker.py": "its subcommand `warmup` takes its options from it",

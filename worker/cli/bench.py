@@ -60,7 +60,7 @@ class EngineTarget:
         terms: of all requests.
 
     Raises:
-        CommandError: the checkpoint can not be served (exit code 2), or a rank ended while it loaded (1).
+        CommandError: the checkpoint cannot be served (exit code 2), or a rank ended while it loaded (1).
     """
 
     mode = "offline"

@@ -79,7 +79,7 @@ def blank_checkpoint(folder: Path, source: Path) -> int:
         source: has a config.json.
 
     Raises:
-        ModelError: the model can not be served.
+        ModelError: the model cannot be served.
     """
     # It imports PyTorch.
     from worker.config.architectures import model_class  # noqa: PLC0415
@@ -167,7 +167,7 @@ def require_jit_folder(kernels: str, environment: Mapping[str, str]) -> None:
     """Refuses to compile AITER's kernels to where no worker would find them.
 
     Raises:
-        CommandError: AITER may be used, and $AITER_JIT_DIR is missing or can not be written.
+        CommandError: AITER may be used, and $AITER_JIT_DIR is missing or cannot be written.
     """
     if kernels not in (AITER, "auto") or (kernels == "auto" and not _has_aiter()):
         return
@@ -182,7 +182,7 @@ def require_jit_folder(kernels: str, environment: Mapping[str, str]) -> None:
         with tempfile.TemporaryFile(dir=given):
             pass
     except OSError as error:
-        raise CommandError(f"{JIT_FOLDER} {given} can not be written: {error.strerror}") from None
+        raise CommandError(f"{JIT_FOLDER} {given} cannot be written: {error.strerror}") from None
 
 
 def _has_aiter() -> bool:
@@ -228,7 +228,7 @@ def run(options: WorkerOptions) -> None:
     """Computes everything twice and says how long it took.
 
     Raises:
-        CommandError: the model can not be served with these options (exit code 2), or a rank has ended (1).
+        CommandError: the model cannot be served with these options (exit code 2), or a rank has ended (1).
     """
     began = time.monotonic()
     with _engine(options) as engine:

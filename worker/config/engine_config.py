@@ -1,4 +1,4 @@
-"""Fills in what a Config can not know before the model is there: special tokens, pool size, model length."""
+"""Fills in what a Config cannot know before the model is there: special tokens, pool size, model length."""
 
 from __future__ import annotations
 

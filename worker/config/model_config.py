@@ -65,7 +65,7 @@ INDEXED_ATTENTION = "indexed_attention"
 
 
 class ModelError(Exception):
-    """A checkpoint that can not be served; the message is one line that says what is wrong and what to change."""
+    """A checkpoint that cannot be served; the message is one line that says what is wrong and what to change."""
 
 
 @dataclass(frozen=True)
@@ -156,7 +156,7 @@ class ModelConfig:
             return _parse(config, generation)
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
-            raise ModelError(f"{folder / 'config.json'} can not be used: {what}") from error
+            raise ModelError(f"{folder / 'config.json'} cannot be used: {what}") from error
 
     @property
     def has_experts(self) -> bool:
@@ -235,7 +235,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
         return None
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
         reason = " ".join(str(error).split())
-        raise ModelError(f"{path} can not be read ({reason}); download the checkpoint again") from error
+        raise ModelError(f"{path} cannot be read ({reason}); download the checkpoint again") from error
     if not isinstance(content, dict):
         raise ModelError(f"{path} is not a JSON object; download the checkpoint again")
     return content

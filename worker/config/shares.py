@@ -6,10 +6,10 @@ from worker.config.model_config import ModelConfig, ModelError
 
 
 def check_share(count: int, what: str, size: int) -> None:
-    """Refuses `count` things that `size` ranks can not share out evenly; `what` names them.
+    """Refuses `count` things that `size` ranks cannot share out evenly; `what` names them.
 
     Raises:
-        ModelError: they can not.
+        ModelError: they cannot.
     """
     if count % size:
         raise ModelError(f"{what} {count} is not a multiple of tensor_parallel_size {size}")
@@ -28,10 +28,10 @@ def check_kv_share(num_kv_heads: int, size: int) -> None:
 
 
 def check_heads(config: ModelConfig, size: int) -> None:
-    """Refuses heads that `size` ranks can not share; what else they share, each finds out when it loads the model.
+    """Refuses heads that `size` ranks cannot share; what else they share, each finds out when it loads the model.
 
     Raises:
-        ModelError: they can not.
+        ModelError: they cannot.
     """
     check_share(config.num_attention_heads, "num_attention_heads", size)
     # A latent cache is held by each rank, whole.

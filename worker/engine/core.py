@@ -112,14 +112,14 @@ class EngineCore:
         return self.scheduler.lifecycle.totals.steps
 
     def validate(self, seq: Sequence) -> None:
-        """Raises an ApiError if `seq` can not be run (Scheduler.validate)."""
+        """Raises an ApiError if `seq` cannot be run (Scheduler.validate)."""
         self.scheduler.validate(seq)
 
     def add_request(self, seq: Sequence) -> None:
         """Takes a sequence that passes the engine's own delay gate. One with the id of a live one is ignored (S5).
 
         Raises:
-            ApiError: it can not be run; it has not been taken.
+            ApiError: it cannot be run; it has not been taken.
         """
         if self.scheduler.add(seq):
             self._deadlines.add(seq)
@@ -128,7 +128,7 @@ class EngineCore:
         """Takes sequences released together by a router's gate, all or none, so that they share a prefill.
 
         Raises:
-            ApiError: one can not be run; none has been taken.
+            ApiError: one cannot be run; none has been taken.
         """
         for seq in self.scheduler.add_group(seqs):
             self._deadlines.add(seq)

@@ -123,7 +123,7 @@ class PrefixCache:
         return self.hashes(seq)[place]
 
     def root(self, cache_salt: bytes) -> int:
-        """Node of a salt. A forgotten salt gets a new node, so its old blocks can not be found again."""
+        """Node of a salt. A forgotten salt gets a new node, so its old blocks cannot be found again."""
         if not cache_salt:
             return UNSALTED_ROOT
         if cache_salt not in self._salts:
@@ -191,7 +191,7 @@ class PrefixCache:
 
     def take_granule_changes(self) -> list[int]:
         """Changes since the last call, in order: the hash of a granule that can be found now, its complement
-        (`~hash`, negative) for one that can not be any more. The two alternate for each hash."""
+        (`~hash`, negative) for one that cannot be any more. The two alternate for each hash."""
         if not self._granule_changes:
             return []
         changes, self._granule_changes = self._granule_changes, []

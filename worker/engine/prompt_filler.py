@@ -3,7 +3,7 @@
 Invariants:
 - admission is first come, first served within a priority class, higher classes first: a prompt that finds no blocks
   blocks those behind it;
-- all blocks of a prompt are reserved when it is admitted, so that its chunks can not run out of them;
+- all blocks of a prompt are reserved when it is admitted, so that its chunks cannot run out of them;
 - nobody is admitted in a step that preempts, else a newcomer would get the victim's blocks;
 - at most `max_num_seqs` run;
 - a prompt whose next block another one is computing waits for it, and is passed over.

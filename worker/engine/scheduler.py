@@ -63,7 +63,7 @@ class Scheduler:
         spec_stats: drafts verified and accepted.
 
     Raises:
-        InvalidFieldError: the pool can not hold one sequence of `max_model_len` tokens.
+        InvalidFieldError: the pool cannot hold one sequence of `max_model_len` tokens.
     """
 
     def __init__(self, config: Config) -> None:

@@ -64,7 +64,7 @@ class Sequence:
 
     `token_ids` holds real tokens only. What steps in flight do is counted, never written down as a fake
     token: they compute `num_inflight_tokens` tokens and will bring output `num_placeholder` times. `num_tokens`,
-    `num_blocks` and `last_block_num_tokens` are derived, so they can not disagree with the tokens.
+    `num_blocks` and `last_block_num_tokens` are derived, so they cannot disagree with the tokens.
 
     The scheduler looks at every running sequence in every step, so what it asks then is kept, not derived: `num_slots`
     by the block manager with the block table, `publish_at` with what is published, `length_limit`, `stopping_ids` and

@@ -30,7 +30,7 @@ class StepLimits:
         mixes: True if prompts and decodes share steps.
 
     Raises:
-        InvalidFieldError: the pool can not hold one sequence of `max_model_len` tokens.
+        InvalidFieldError: the pool cannot hold one sequence of `max_model_len` tokens.
     """
 
     def __init__(self, config: Config) -> None:

@@ -44,7 +44,7 @@ def resolve_packed_format(name: str, dtype: torch.dtype, kernels: KernelBackend)
     """Packed format of the weights for `Config.quantize`; None: the model's dtype.
 
     Raises:
-        ModelError: the kernels can not do it with this dtype.
+        ModelError: the kernels cannot do it with this dtype.
     """
     if name == QUANTIZE_NO:
         return None

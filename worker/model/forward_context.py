@@ -53,7 +53,7 @@ class Context:
 
     @property
     def is_prefill(self) -> bool:
-        """True if all sequences compute prompts. One boolean can not describe a mixed step, so no layer and no
+        """True if all sequences compute prompts. One boolean cannot describe a mixed step, so no layer and no
         kernel may ask: every sequence attends by its own lengths."""
         return self.num_prefill_seqs == self.batch_size
 

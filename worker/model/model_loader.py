@@ -66,7 +66,7 @@ class ModelLoader:
         """The model, by way of the cache of packed weights if there is one.
 
         Raises:
-            ModelError: the checkpoint can not be served; one line.
+            ModelError: the checkpoint cannot be served; one line.
         """
 
         def build(kept: Keeper) -> CausalModel:

@@ -80,7 +80,7 @@ class ModelRunner:
         shard: the part of the model that this rank holds; all of it when None.
 
     Raises:
-        ModelError: the model can not be served; one line.
+        ModelError: the model cannot be served; one line.
     """
 
     def __init__(

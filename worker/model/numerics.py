@@ -28,7 +28,7 @@ def numerics_digest(runner: ModelRunner) -> str:
     `captured_facts`, for which the real pool must be there. Ranks compute it together, and each gets the same digest.
 
     Raises:
-        ModelError: logits of the probe are NaN or infinite, so that the model can not be served.
+        ModelError: logits of the probe are NaN or infinite, so that the model cannot be served.
     """
     digest = hashlib.blake2b(digest_size=8)
     facts = (

@@ -36,7 +36,7 @@ def load_runner(
         takes_memory: True if the KV pool's memory is taken now (`take_kv_memory`).
 
     Raises:
-        ModelError: the checkpoint can not be served.
+        ModelError: the checkpoint cannot be served.
         InvalidFieldError: the lengths do not fit the KV memory.
     """
     if threads is not None:

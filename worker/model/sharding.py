@@ -98,7 +98,7 @@ class Shard:
         """This rank's equal share of `count` things in a row.
 
         Raises:
-            ModelError: they can not be shared out evenly; `what` names them.
+            ModelError: they cannot be shared out evenly; `what` names them.
         """
         check_share(count, what, self.size)
         share = count // self.size

@@ -98,7 +98,7 @@ class RankGroup:
 
         Raises:
             RankLostError: one has ended meanwhile.
-            ModelError: the address for the other machines can not be listened on.
+            ModelError: the address for the other machines cannot be listened on.
         """
         try:
             for rank in self.topology.local_ranks:

@@ -100,13 +100,13 @@ def accept_remote(topology: Topology, peers: dict[int, Peer], clock: Callable[[]
 
     Raises:
         RankLostError: one of `peers` has ended meanwhile.
-        ModelError: the address for the other machines can not be listened on.
+        ModelError: the address for the other machines cannot be listened on.
     """
     host, port = topology.meeting_point
     try:
         listener = socket.create_server((host, port), backlog=topology.tp_size)
     except OSError as error:
-        raise ModelError(f"--dist-init: {host}:{port} can not be listened on: {error.strerror}") from None
+        raise ModelError(f"--dist-init: {host}:{port} cannot be listened on: {error.strerror}") from None
     with listener:
         listener.settimeout(_ACCEPT_S)
         told = -_WAIT_LOG_S

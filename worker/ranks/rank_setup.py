@@ -31,7 +31,7 @@ def load_ranks(
 
     Raises:
         RankLostError: a rank has ended.
-        ModelError: the checkpoint can not be served, or the ranks' machines are not alike.
+        ModelError: the checkpoint cannot be served, or the ranks' machines are not alike.
         InvalidFieldError: the lengths do not fit the KV memory.
     """
     # Ranks take seconds to start, and machines of others may be waited for.

@@ -1,6 +1,6 @@
 """The engine as the event loop has it: gives its thread commands, and hands out what that says.
 
-Invariant: after a failure no sequence is left live, whichever failed: what can not be handed out on the event loop is a
+Invariant: after a failure no sequence is left live, whichever failed: what cannot be handed out on the event loop is a
 failure of the engine too.
 """
 
@@ -159,7 +159,7 @@ class EngineLoop:
             self._loop.call_soon_threadsafe(self._take, failed, handle, event)
 
     def _take(self, failed: asyncio.Future[str], handle: Callable[..., None], event: object) -> None:
-        """Takes an event of the thread whose failure `failed` stands for. When that can not be done, the engine has
+        """Takes an event of the thread whose failure `failed` stands for. When that cannot be done, the engine has
         failed: what else it says would be lost."""
         if failed.done():
             return

@@ -42,7 +42,7 @@ def check_hello(frame: wpb.SessionRequest) -> wpb.Hello:
     """The Hello that a stream must begin with.
 
     Raises:
-        ApiError: it is not a Hello, or one that can not be served.
+        ApiError: it is not a Hello, or one that cannot be served.
     """
     if frame.WhichOneof("frame") != "hello":
         raise InvalidFieldError("frame", "is not a Hello", "a Hello as the first frame")

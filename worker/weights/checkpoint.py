@@ -154,7 +154,7 @@ class Weights:
         """A part of a quantized tensor as it is stored, the caller's own.
 
         Raises:
-            ValueError: it can not be had so.
+            ValueError: it cannot be had so.
         """
         tensor = self.quantized(part.name)
         refusal = "stored as floats" if tensor is None else tensor.refusal(part)
@@ -270,4 +270,4 @@ def _weight_map(index: Path) -> dict[str, str]:
         weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
         return {str(name): str(file) for name, file in weight_map.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ModelError(f"{index} can not be read; download the checkpoint again") from error
+        raise ModelError(f"{index} cannot be read; download the checkpoint again") from error

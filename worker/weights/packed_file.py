@@ -123,8 +123,8 @@ def write(file: BinaryIO, key: str, objects: Mapping[str, Any], progress: Callab
         progress: called with (bytes written, bytes in all).
 
     Raises:
-        UnkeptObjectError: an object can not be kept.
-        OSError: it can not be written.
+        UnkeptObjectError: an object cannot be kept.
+        OSError: it cannot be written.
     """
     flattened = Flattened()
     header = flattened.header(key, objects)
@@ -196,7 +196,7 @@ class PackedFile:
 
     Raises:
         DamagedFileError: it is no such file, is cut off, or was written with another key.
-        OSError: it can not be read or mapped.
+        OSError: it cannot be read or mapped.
     """
 
     def __init__(self, file: BinaryIO, key: str) -> None:

@@ -153,7 +153,7 @@ class QuantizedTensor:
         return DTYPES[self.values.dtype]
 
     def refusal(self, part: MatrixPart) -> str | None:
-        """Why a part can not be had as it is stored; None if it can."""
+        """Why a part cannot be had as it is stored; None if it can."""
         if part.transposed != self.transposed:
             return "stored the other way round"
         every = range(matrix_shape(self.shape, self.transposed)[1])

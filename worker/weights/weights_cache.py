@@ -338,7 +338,7 @@ def _opened_in_use(path: Path) -> BinaryIO | None:
     """The file, locked against its removal where there are locks; None when another keeps it locked for long.
 
     Raises:
-        OSError: it is not there or can not be read.
+        OSError: it is not there or cannot be read.
     """
     deadline = time.monotonic() + _SHORT_WAIT_S
     while True:
@@ -356,7 +356,7 @@ def _new_part(path: Path) -> tuple[Path, BinaryIO]:
     """A file to write an entry to, of a name that nobody else takes, locked to say that it is being written.
 
     Raises:
-        OSError: it can not be made or locked.
+        OSError: it cannot be made or locked.
     """
     for _ in range(_PART_TRIES):
         # Not by the process id: that of a container's process is 1 in all containers which share the folder.

@@ -37,7 +37,7 @@ def cordon(worker: str, evict: bool, admin: Admin) -> None:
 @click.argument("worker")
 @admin_options
 def uncordon(worker: str, admin: Admin) -> None:
-    """Let the cordoned WORKER take new work again. A draining worker can not be brought back: it ends."""
+    """Let the cordoned WORKER take new work again. A draining worker cannot be brought back: it ends."""
     admin.ask(lambda stub: stub.UncordonWorker, apb.UncordonWorkerRequest(worker_id=worker))
     click.echo(f"{worker} takes work")
 

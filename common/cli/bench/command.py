@@ -125,7 +125,7 @@ def tell(benchmark: Benchmark, started: str, options: dict[str, Any]) -> None:
     """Writes table and JSON of the rows that there are.
 
     Raises:
-        CommandError: the JSON can not be written (exit code 1).
+        CommandError: the JSON cannot be written (exit code 1).
     """
     plan, rows = benchmark.plan, benchmark.rows
     benchmark.console.clear()
@@ -178,7 +178,7 @@ def _write_json(file: str, made: dict[str, Any]) -> None:
     try:
         Path(file).write_text(text + "\n", encoding="utf-8")
     except OSError as error:
-        raise CommandError(f"--json {file} can not be written: {error.strerror}", 1) from None
+        raise CommandError(f"--json {file} cannot be written: {error.strerror}", 1) from None
 
 
 def environment() -> dict[str, Any]:
@@ -201,7 +201,7 @@ def measure(plan: Plan, target: Target, options: dict[str, Any]) -> int:
         options: of the target, for the JSON.
 
     Raises:
-        CommandError: the target can not do what is planned (exit code 2), or it or requests failed (1).
+        CommandError: the target cannot do what is planned (exit code 2), or it or requests failed (1).
     """
     started = datetime.now(UTC).isoformat(timespec="seconds")
     try:

@@ -260,7 +260,7 @@ class Plan:
         """The options of `plan_options`.
 
         Raises:
-            CommandError: they do not fit together, one is out of range, or the data set can not be used (exit code 2).
+            CommandError: they do not fit together, one is out of range, or the data set cannot be used (exit code 2).
         """
         sampling = given({name: others.pop(name) for name in DISTRIBUTION_FIELDS})
         if dataset is not None and (input_len is not None or prefix_len is not None):
@@ -372,21 +372,21 @@ def _require_writable(json_file: str) -> None:
     path = Path(json_file)
     folder = path.parent if path.parent.is_dir() else None
     if path.is_dir() or folder is None or not os.access(path if path.exists() else folder, os.W_OK):
-        raise CommandError(f"--json {json_file} can not be written: valid is a file in a folder that is there, or -")
+        raise CommandError(f"--json {json_file} cannot be written: valid is a file in a folder that is there, or -")
 
 
 def read_file(path: Path, output_len: Lengths, seed: int) -> GivenWorkload:
     """The requests of a data set's file.
 
     Raises:
-        CommandError: it can not be read, or a line is not a request.
+        CommandError: it cannot be read, or a line is not a request.
     """
     try:
         with path.open(encoding="utf-8") as lines:
             return read_dataset(lines, output_len, seed)
     except OSError as error:
-        raise CommandError(f"--dataset {path} can not be read: {error.strerror}") from None
+        raise CommandError(f"--dataset {path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise CommandError(f"--dataset {path} can not be read: it is not UTF-8") from None
+        raise CommandError(f"--dataset {path} cannot be read: it is not UTF-8") from None
     except DatasetError as error:
         raise CommandError(f"--dataset {path}: {error}") from None

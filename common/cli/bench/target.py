@@ -65,7 +65,7 @@ class RouterTarget:
         service: process ids of the service on this machine.
 
     Raises:
-        CommandError: it can not be reached, or does not serve the model.
+        CommandError: it cannot be reached, or does not serve the model.
     """
 
     mode = "serve"

@@ -194,7 +194,7 @@ class Chat:
         try:
             path.write_text(json.dumps(self._conversation.messages, ensure_ascii=False, indent=1) + "\n", "utf-8")
         except OSError as error:
-            raise CommandError(f"the conversation can not be written to {path}: {error.strerror}") from None
+            raise CommandError(f"the conversation cannot be written to {path}: {error.strerror}") from None
         _note(f"{len(self._conversation.messages)} messages are in {path}")
 
 

@@ -18,7 +18,7 @@ def write_proof(path: Path, answer: Answer) -> None:
     """Writes the proof of an answer that was asked for with a receipt.
 
     Raises:
-        CommandError: there is no receipt, or the file can not be written.
+        CommandError: there is no receipt, or the file cannot be written.
     """
     if not answer.finish.HasField("receipt"):
         raise CommandError("the answer has no receipt: workers of two numerics classes have made it", 1)
@@ -33,7 +33,7 @@ def write_proof(path: Path, answer: Answer) -> None:
     try:
         path.write_text(json_format.MessageToJson(proof, preserving_proto_field_name=True, indent=1) + "\n")
     except OSError as error:
-        raise CommandError(f"the receipt can not be written to {path}: {error.strerror}", 1) from None
+        raise CommandError(f"the receipt cannot be written to {path}: {error.strerror}", 1) from None
 
 
 def read_proof(path: Path, request: Path | None) -> pb.ReplayRequest:
@@ -44,7 +44,7 @@ def read_proof(path: Path, request: Path | None) -> pb.ReplayRequest:
         request: of the request, as JSON of GenerateRequest or ChatRequest; None for the one in the proof.
 
     Raises:
-        CommandError: a file can not be read, or there is no request.
+        CommandError: a file cannot be read, or there is no request.
     """
     given, proof = _object(path), pb.ReplayRequest()
     _parse(path, given, proof if "receipt" in given else proof.receipt)
@@ -61,7 +61,7 @@ def _object(path: Path) -> dict[str, Any]:
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise CommandError(f"{path} can not be read: {error.strerror}") from None
+        raise CommandError(f"{path} cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise CommandError(f"{path} is no JSON: {error}") from None
     if not isinstance(given, dict):

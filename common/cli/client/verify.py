@@ -93,7 +93,7 @@ def verify(
     """Run the request of RECEIPT again and compare the answer with it, to the bit.
 
     RECEIPT is a file of `fissile generate --receipt`, or the JSON of a Receipt. Exit code: 0 equal, 1 the answer
-    differs, 2 the receipt was altered, is of another request, or can not be replayed here, 3 it may work later.
+    differs, 2 the receipt was altered, is of another request, or cannot be replayed here, 3 it may work later.
     """
     proof = read_proof(receipt, request)
     proof.worker_id = worker

@@ -93,7 +93,7 @@ class Credentials:
     api_key: str = field(default="", repr=False)
 
     def __post_init__(self) -> None:
-        """Refuses a key that metadata can not hold.
+        """Refuses a key that metadata cannot hold.
 
         Raises:
             CommandError: it holds a line break, or what is not ASCII.
@@ -116,7 +116,7 @@ def open_channel(
     """A channel to a router. The longest request must fit; a proxy of the environment is never asked for a router.
 
     Raises:
-        CommandError: a file of TLS can not be used, or a key would go over a network in plain text.
+        CommandError: a file of TLS cannot be used, or a key would go over a network in plain text.
     """
     dialer = _dialer(address, credentials)
     return dialer.channel(address, [("grpc.max_send_message_length", 2 * MAX_REQUEST_BYTES), *options])
@@ -137,7 +137,7 @@ def client_arguments(addresses: Sequence[str], credentials: Credentials = NO_CRE
     One router is asked once, as a command that fails is to say so; of several, the others may go on.
 
     Raises:
-        CommandError: a file of TLS can not be used, or a key would go over a network in plain text.
+        CommandError: a file of TLS cannot be used, or a key would go over a network in plain text.
     """
     for address in addresses:
         _dialer(address, credentials)

@@ -124,13 +124,13 @@ def read_text(path: Path) -> str:
     """A configuration file.
 
     Raises:
-        CommandError: it can not be read.
+        CommandError: it cannot be read.
     """
     try:
         return path.read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
-        raise CommandError(f"--config {path} can not be read: {reason}") from None
+        raise CommandError(f"--config {path} cannot be read: {reason}") from None
 
 
 def option_lines(text: str, section: str) -> dict[str, int]:

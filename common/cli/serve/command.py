@@ -311,7 +311,7 @@ def with_model_folder(fleet: Fleet) -> Fleet:
     """`fleet` on a checkpoint folder: one download for all workers if its model is one of the Hub.
 
     Raises:
-        CommandError: it can not be had.
+        CommandError: it cannot be had.
     """
     guard_standard_streams()
     setup_logging(fleet.log_level, service="serve")

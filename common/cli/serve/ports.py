@@ -51,7 +51,7 @@ def _is_free(port: int) -> bool:
 
 
 def _claim(port: int) -> bool:
-    """Locks the port's byte; True when that can not be done at all, as before there were locks."""
+    """Locks the port's byte; True when that cannot be done at all, as before there were locks."""
     if (file := _locks()) is not None:
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, port)

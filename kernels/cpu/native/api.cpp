@@ -31,7 +31,7 @@ FISSILE_API const char* fissile_instruction_set(int64_t number, int64_t* ability
   return sets[number].name;
 }
 
-// All calls from now on use the named instruction set. 0, or 1 where this machine can not run it.
+// All calls from now on use the named instruction set. 0, or 1 where this machine cannot run it.
 FISSILE_API int fissile_select(const char* name) {
   const Kernels* found = select_kernels(name);
   if (!found) return 1;

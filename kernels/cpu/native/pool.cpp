@@ -97,7 +97,7 @@ class Pool {
     if (take_scratch_failure()) failed_.store(true, std::memory_order_relaxed);
   }
 
-  // Whether this helper may take part: it is inside before it looks, so that `share` can not end in between.
+  // Whether this helper may take part: it is inside before it looks, so that `share` cannot end in between.
   bool enter() {
     inside_.fetch_add(1, std::memory_order_seq_cst);
     if (places_.fetch_sub(1, std::memory_order_seq_cst) > 0) return true;

@@ -19,7 +19,7 @@ struct InstructionSet {
 // The best first. Asks the operating system for the tiles of AMX, once, where the processor has them.
 const InstructionSet* instruction_sets(int64_t* count);
 
-// The table called `name`; null where this machine can not run it.
+// The table called `name`; null where this machine cannot run it.
 const Kernels* select_kernels(const char* name);
 
 // The one in use: the last that fissile_select has found.

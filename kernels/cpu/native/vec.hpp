@@ -109,7 +109,7 @@ FISSILE_INLINE Ints lane_numbers() {
 
 FISSILE_INLINE Floats zeros() { return splat(0.0f); }
 
-// a * b + c, rounded once where the instruction set can, in two steps where it can not.
+// a * b + c, rounded once where the instruction set can, in two steps where it cannot.
 FISSILE_INLINE Floats fma(Floats a, Floats b, Floats c) {
 #if FISSILE_WIDTH == 16 && defined(__AVX512F__)
   return _mm512_fmadd_ps(a, b, c);

@@ -135,7 +135,7 @@ class AsyncStream:
         """Waits for the next event.
 
         Raises:
-            FissileError: the call has failed, and can not go on, or has been cancelled.
+            FissileError: the call has failed, and cannot go on, or has been cancelled.
         """
         try:
             return await anext(self._events)
@@ -165,7 +165,7 @@ class AsyncStream:
         """Reads to the end; the answers from their beginning.
 
         Raises:
-            FissileError: the call has failed, and can not go on.
+            FissileError: the call has failed, and cannot go on.
         """
         async for _ in self:
             pass
@@ -228,7 +228,7 @@ class AsyncClient:
         """Answers a conversation, whole; arguments as of `Client.chat_stream`.
 
         Raises:
-            FissileError: the call has failed, and can not go on.
+            FissileError: the call has failed, and cannot go on.
         """
         return await self.chat_stream(messages, **arguments).result()
 
@@ -236,7 +236,7 @@ class AsyncClient:
         """Continues a prompt, whole; arguments as of `Client.chat_stream`.
 
         Raises:
-            FissileError: the call has failed, and can not go on.
+            FissileError: the call has failed, and cannot go on.
         """
         return await self.generate_stream(prompt, **arguments).result()
 

@@ -50,10 +50,10 @@ class Connection:
     options: Sequence[tuple[str, Any]] = ()
 
     def __post_init__(self) -> None:
-        """Refuses what can not work.
+        """Refuses what cannot work.
 
         Raises:
-            ValueError: no address, a key that can not be sent, or what needs TLS without it.
+            ValueError: no address, a key that cannot be sent, or what needs TLS without it.
         """
         if not self.targets or not all(self.targets):
             raise ValueError("targets is empty; give the address of at least one router, as HOST:PORT")
@@ -68,7 +68,7 @@ class Connection:
         """Credentials of the channels, None for plain text. Files are read now.
 
         Raises:
-            OSError: a file can not be read.
+            OSError: a file cannot be read.
         """
         if not self.tls and self.tls_ca is None:
             return None

@@ -74,7 +74,7 @@ class Progress:
 
     @property
     def may_go_on(self) -> bool:
-        """True if a router would go on; digests of logits can not, behind tokens whose logits nobody has."""
+        """True if a router would go on; digests of logits cannot, behind tokens whose logits nobody has."""
         options = self._request.output_options
         needs_all = options.return_token_ids and options.receipt.logits_every
         return not needs_all or not any(answer.token_ids for answer in self.answers.values())

@@ -133,7 +133,7 @@ class Stream:
         """Waits for the next event.
 
         Raises:
-            FissileError: the call has failed, and can not go on, or has been cancelled.
+            FissileError: the call has failed, and cannot go on, or has been cancelled.
         """
         try:
             return next(self._events)
@@ -163,7 +163,7 @@ class Stream:
         """Reads to the end; the answers from their beginning.
 
         Raises:
-            FissileError: the call has failed, and can not go on.
+            FissileError: the call has failed, and cannot go on.
         """
         for _ in self:
             pass
@@ -232,7 +232,7 @@ class Client:
         """Answers a conversation, whole; arguments as of `chat_stream`.
 
         Raises:
-            FissileError: the call has failed, and can not go on.
+            FissileError: the call has failed, and cannot go on.
         """
         return self.chat_stream(messages, **arguments).result()
 
@@ -240,7 +240,7 @@ class Client:
         """Continues a prompt, whole; arguments as of `chat_stream`.
 
         Raises:
-            FissileError: the call has failed, and can not go on.
+            FissileError: the call has failed, and cannot go on.
         """
         return self.generate_stream(prompt, **arguments).result()
 

@@ -100,7 +100,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_CONFIG_VERSION: _ErrorReason.ValueType  # 32
     """ABORTED, AdminService: the configuration has changed since it was read; metadata `version`."""
     ERROR_REASON_BAD_CONFIGURATION: _ErrorReason.ValueType  # 33
-    """FAILED_PRECONDITION, AdminService: the configuration can not be taken into force, and nothing has changed."""
+    """FAILED_PRECONDITION, AdminService: the configuration cannot be taken into force, and nothing has changed."""
     ERROR_REASON_TOO_MANY_WATCHES: _ErrorReason.ValueType  # 34
     """RESOURCE_EXHAUSTED with RetryInfo, AdminService: as many clients watch the load as may."""
     ERROR_REASON_CANCELLED_BY_OPERATOR: _ErrorReason.ValueType  # 35
@@ -202,7 +202,7 @@ ERROR_REASON_UNKNOWN_REQUEST: ErrorReason.ValueType  # 31
 ERROR_REASON_CONFIG_VERSION: ErrorReason.ValueType  # 32
 """ABORTED, AdminService: the configuration has changed since it was read; metadata `version`."""
 ERROR_REASON_BAD_CONFIGURATION: ErrorReason.ValueType  # 33
-"""FAILED_PRECONDITION, AdminService: the configuration can not be taken into force, and nothing has changed."""
+"""FAILED_PRECONDITION, AdminService: the configuration cannot be taken into force, and nothing has changed."""
 ERROR_REASON_TOO_MANY_WATCHES: ErrorReason.ValueType  # 34
 """RESOURCE_EXHAUSTED with RetryInfo, AdminService: as many clients watch the load as may."""
 ERROR_REASON_CANCELLED_BY_OPERATOR: ErrorReason.ValueType  # 35

@@ -1,7 +1,7 @@
 """Makes the checkpoint that all peers serve: `python -m tests.bench.peers.checkpoint [--shape 60m]`.
 
 Random bfloat16 weights in Qwen3's layout and a byte-level tokenizer with an entry for every id, so that no peer meets
-an id that it can not decode. Nothing is downloaded.
+an id that it cannot decode. Nothing is downloaded.
 """
 
 from __future__ import annotations

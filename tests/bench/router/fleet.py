@@ -2,7 +2,7 @@
 
 Real: Dispatcher, queue, lanes, placement, KvEventCursor; EngineTurns, EngineCore, Scheduler, BlockManager, KvLog.
 Simulated: time, the model, and the wire, which is a constant delay each way. Workers compute at the same time, which a
-single virtual loop can not show.
+single virtual loop cannot show.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 same machine: a worker of the peer's kind direct (vllm_double.py, a token per stream and step) and through `smg`, our
 simulated worker direct (the same steps) and through our router. Prompts are text for both routers, so both tokenize.
 
-What differs, and can not be made equal: `smg` speaks HTTP/1.1 with server-sent events to the client, a connection per
+What differs, and cannot be made equal: `smg` speaks HTTP/1.1 with server-sent events to the client, a connection per
 stream, and our router gRPC over 8 connections, its answers with token ids besides the text; `smg` has a gRPC stream per
 request to its worker, we have one Session; the workers differ (the double has no engine), so only what a router adds
 to its own worker's times is compared. The client is the same code on asyncio for all (wire.py). `smg` has threads for

@@ -119,7 +119,7 @@ def test_an_import_that_fails(place: Path) -> None:
     with (place / "aiter/__init__.py").open("a", encoding="utf-8") as file:
         file.write("raise RuntimeError('ROCm version file\\nnot found')\n")
     message = refused()
-    assert message.startswith("aiter 9.8.7 can not be imported here: ")
+    assert message.startswith("aiter 9.8.7 cannot be imported here: ")
     assert message.endswith(": RuntimeError: ROCm version file not found")
 
 

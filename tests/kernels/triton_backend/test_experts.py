@@ -322,7 +322,7 @@ def test_a_group_with_a_weight_that_is_no_number_shows_it(packed_dtype: torch.dt
 
 
 def test_experts_can_not_be_packed_as_anything() -> None:
-    with pytest.raises(ValueError, match=r"float32 can not be packed as PackedFormat\(dtype=torch\.int32"):
+    with pytest.raises(ValueError, match=r"float32 cannot be packed as PackedFormat\(dtype=torch\.int32"):
         experts.pack(made(), 0, None, torch.float32, PackedFormat(torch.int32), CPU)
     with pytest.raises(ValueError, match="float4_e2m1fn_x2, quantizes_rows=True"):
         experts.pack(made(), 0, None, torch.float32, PackedFormat(torch.float4_e2m1fn_x2, quantizes_rows=True), CPU)

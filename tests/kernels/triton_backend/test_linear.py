@@ -210,5 +210,5 @@ def test_what_does_not_fit_is_refused(settings: Settings) -> None:
             linear.linear(wrong, packed, settings)
         with pytest.raises(ValueError, match=r"do not go with a weight of 24 in torch\.float32"):
             linear.argmax(wrong, packed, 20, settings)
-    with pytest.raises(ValueError, match=r"torch.float32 can not be packed as torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"torch.float32 cannot be packed as torch.bfloat16"):
         pack(weight, None, torch.float32, torch.bfloat16, CPU)

@@ -225,7 +225,7 @@ def test_what_does_not_fit_is_refused() -> None:
         from_numbers(numbers, torch.ones(2, 4), None, torch.float32, FN, CPU)
     with pytest.raises(ValueError, match=r"MXFP4 scales \[256, 9\] do not go with numbers \[256, 160\]"):
         from_mxfp4(numbers[:, :160].byte(), torch.ones(256, 9).byte(), None, torch.float32, CPU)
-    with pytest.raises(ValueError, match=r"rows can not be quantized to torch\.float16"):
+    with pytest.raises(ValueError, match=r"rows cannot be quantized to torch\.float16"):
         pack_w8a8(numbers.float(), None, torch.float32, torch.float16, CPU)
 
 

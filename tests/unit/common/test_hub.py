@@ -137,11 +137,11 @@ def test_what_the_hub_does_not_give(hub: FakeHub, tmp_path: Path) -> None:
 def test_a_hub_that_can_not_be_reached(hub: FakeHub, tmp_path: Path) -> None:
     [(error, _)] = fetch(tmp_path, "http://127.0.0.1:9", "org/tiny")
     assert error.startswith(
-        "org/tiny is not a folder here and not complete in the cache, and http://127.0.0.1:9 can not be reached: "
+        "org/tiny is not a folder here and not complete in the cache, and http://127.0.0.1:9 cannot be reached: "
     )
     assert "refused" in error
     hub.broken = True
     [(error, _)] = fetch(tmp_path, hub.endpoint, "org/tiny")
-    assert "can not be reached: " in error
+    assert "cannot be reached: " in error
     assert "500" in error
     assert "\n" not in error

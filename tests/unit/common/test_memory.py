@@ -1,4 +1,4 @@
-"""The number of glibc's arenas, in a process of its own: it can not be set back."""
+"""The number of glibc's arenas, in a process of its own: it cannot be set back."""
 
 from __future__ import annotations
 

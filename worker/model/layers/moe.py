@@ -78,7 +78,7 @@ class ExpertShare:
         """Whole experts with expert parallelism, else a part of every expert.
 
         Raises:
-            ModelError: the inner units can not be shared out evenly.
+            ModelError: the inner units cannot be shared out evenly.
         """
         if shard.expert_parallel:
             return cls(shard.expert_part(config.num_experts), slice(0, config.inner))

@@ -68,7 +68,7 @@ def _refusal(build: Build, products: Sequence[Product]) -> str | None:
 
 
 def _format(weights: Weights, product: Product) -> QuantizedFormat | str:
-    """Stored format of a product's weight, or why it can not be had so."""
+    """Stored format of a product's weight, or why it cannot be had so."""
     found = [weights.quantized(part.name) for part in product]
     tensors = [tensor for tensor in found if tensor is not None]
     if len(tensors) < len(found):

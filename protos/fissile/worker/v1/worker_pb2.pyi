@@ -1177,7 +1177,7 @@ class KvEvents(_message.Message):
 
     @_builtins.property
     def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Granules that can not be found any more."""
+        """Granules that cannot be found any more."""
 
     def __init__(
         self,

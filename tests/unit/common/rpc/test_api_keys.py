@@ -133,7 +133,7 @@ def test_a_file_that_can_not_be_used_changes_nothing_and_costs_one_warning(
         assert kept.sha256 not in repr(logs)
 
 
-@pytest.mark.parametrize(("file", "lines", "problem"), [("gone", [], "gone can not be read"), (None, ["x"], "line 1")])
+@pytest.mark.parametrize(("file", "lines", "problem"), [("gone", [], "gone cannot be read"), (None, ["x"], "line 1")])
 def test_keys_that_can_not_be_used_at_start(file: str | None, lines: list[str], problem: str, tmp_path: Path) -> None:
     with pytest.raises(KeyFileError, match=problem):
         KeyStore(tmp_path / file if file else None, lines)

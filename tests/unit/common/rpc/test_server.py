@@ -311,8 +311,8 @@ async def test_a_stop_waits_for_calls_and_not_for_connections(site: Site) -> Non
 async def test_a_call_that_ended_before_its_answer_leaves_no_traceback(
     site: Site, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """gRPC ends a call with bad compression itself. When its handler ends at that moment, the status can not be sent,
-    and gRPC logs that; the moment can not be had at will (8 of 1,000 under load), so the same is logged here.
+    """gRPC ends a call with bad compression itself. When its handler ends at that moment, the status cannot be sent,
+    and gRPC logs that; the moment cannot be had at will (8 of 1,000 under load), so the same is logged here.
     """
     try:
         raise grpc.aio.InternalError("Failed execute_batch")

@@ -194,12 +194,12 @@ async def test_a_client_reads_its_files_at_each_dial(ca: Authority, tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "problem"),
     [
-        ({"cert": None}, r"server\.pem can not be read: No such file"),
+        ({"cert": None}, r"server\.pem cannot be read: No such file"),
         ({"key": b""}, r"server\.pem and .*server\.key are no certificate chain and its unencrypted key"),
         ({"key": "other"}, "KEY_VALUES_MISMATCH"),
         ({"cert": b"text"}, "in PEM form"),
         ({"ca": b"text"}, r"ca\.pem holds no CA certificates"),
-        ({"ca": None}, r"ca\.pem can not be read"),
+        ({"ca": None}, r"ca\.pem cannot be read"),
     ],
 )
 def test_files_that_can_not_be_used_at_start_are_named(content: dict[str, Any], problem: str, ca: Authority) -> None:

@@ -1,4 +1,4 @@
-"""X1: a stream that can not be written disturbs nobody, and what it has lost is said."""
+"""X1: a stream that cannot be written disturbs nobody, and what it has lost is said."""
 
 from __future__ import annotations
 

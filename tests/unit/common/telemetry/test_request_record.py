@@ -129,7 +129,7 @@ def test_an_unforeseen_error_is_unknown_to_the_client_and_named_here() -> None:
 
 
 def test_a_report_comes_once_and_may_fail() -> None:
-    """C2: an observer can not end a request."""
+    """C2: an observer cannot end a request."""
     seen: list[RequestRecord] = []
 
     def report(record: RequestRecord) -> None:

@@ -1,4 +1,4 @@
-"""The build of the native kernels, and what happens where it can not be done."""
+"""The build of the native kernels, and what happens where it cannot be done."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_no_compiler_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 
 
 @pytest.mark.parametrize(
-    ("compiler", "message"), [("/nowhere/c++", "can not be run: No such file"), ("false", "false failed: exit code 1")]
+    ("compiler", "message"), [("/nowhere/c++", "cannot be run: No such file"), ("false", "false failed: exit code 1")]
 )
 def test_a_compiler_that_fails_is_one_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, compiler: str, message: str
@@ -101,7 +101,7 @@ def test_a_missing_library_is_one_line(tmp_path: Path) -> None:
 
 def test_a_file_that_is_no_library_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "library.so").write_bytes(b"text")
-    with pytest.raises(library.LibraryUnavailableError, match="can not be loaded"):
+    with pytest.raises(library.LibraryUnavailableError, match="cannot be loaded"):
         library.load(tmp_path / "library.so")
 
 

@@ -191,5 +191,5 @@ def test_a_name_chooses_the_native_kernels_and_is_refused_with_others(native: CD
         select_backend("torch", "avx2")
     absent = [name for name, ability in library.abilities(native).items() if ability == Ability.ABSENT]
     if absent:
-        with pytest.raises(ValueError, match=f"kernels 'cpu': this machine can not run {absent[0]} kernels"):
+        with pytest.raises(ValueError, match=f"kernels 'cpu': this machine cannot run {absent[0]} kernels"):
             select_backend("cpu", absent[0])

@@ -223,5 +223,5 @@ def test_what_does_not_fit_is_refused_before_memory_is_touched(native: CDLL) -> 
     for multiply in (linear.linear, partial(linear.argmax, limit=20)):
         with pytest.raises(ValueError, match="rows of 23 numbers do not go with a weight of 24"):
             multiply(native, x[:, :23], packed)
-    with pytest.raises(ValueError, match=r"torch.float32 can not be packed as torch.bfloat16"):
+    with pytest.raises(ValueError, match=r"torch.float32 cannot be packed as torch.bfloat16"):
         linear.pack(native, weight, None, torch.float32, torch.bfloat16)

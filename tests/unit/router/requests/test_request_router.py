@@ -1,4 +1,4 @@
-"""A request that can not be sent ends alone, and a decision that fails is made again."""
+"""A request that cannot be sent ends alone, and a decision that fails is made again."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ class Walk:
         moved = self.rnd.choice(self.reference.waiting)
         lane = self.reference.lanes[moved.key]
         others = [r for r in self.reference.waiting if self.reference.lanes[r.key] != lane]
-        # In the other lane it would go behind those that came later: moved only where that can not be seen.
+        # In the other lane it would go behind those that came later: moved only where that cannot be seen.
         if not any(r.tenant == moved.tenant or r.is_retry for r in others):
             self.lanes[lane].remove(moved)
             self.lanes[1 - lane].push(moved)

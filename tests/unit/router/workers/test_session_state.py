@@ -282,7 +282,7 @@ def test_returned_sequences_leave_the_session() -> None:
 
 
 def test_what_has_not_been_written_whole_is_known() -> None:
-    """R14: it can not be at the worker, so that was no attempt."""
+    """R14: it cannot be at the worker, so that was no attempt."""
     made = link()
     made.submit(1, [submission(1, 10), submission(2, 3 * MAX_FRAME_TOKENS)])
     made.submit(2, [submission(3, 10), submission(4, 10)])

@@ -160,7 +160,7 @@ def test_aiters_folder(tmp_path: Path) -> None:
     require_jit_folder("aiter", {"AITER_JIT_DIR": str(folder)})
     assert list(folder.iterdir()) == []
     (tmp_path / "file").write_text("", "utf-8")
-    with pytest.raises(CommandError, match=r"AITER_JIT_DIR .*/file can not be written: File exists"):
+    with pytest.raises(CommandError, match=r"AITER_JIT_DIR .*/file cannot be written: File exists"):
         require_jit_folder("aiter", {"AITER_JIT_DIR": str(tmp_path / "file")})
 
 

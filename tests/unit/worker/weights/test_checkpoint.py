@@ -187,7 +187,7 @@ def test_files_that_can_not_be_used(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="lacks model-00001-of-00002"):
         load_weights(folder, shapes)
     index.write_text("{}")
-    with pytest.raises(ModelError, match="can not be read"):
+    with pytest.raises(ModelError, match="cannot be read"):
         load_weights(folder, shapes)
 
 

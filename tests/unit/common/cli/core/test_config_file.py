@@ -71,7 +71,7 @@ def test_a_bad_file_is_said_in_one_line(text: str, problem: str, tmp_path: Path)
 
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
-    with pytest.raises(CommandError, match="can not be read: No such file"):
+    with pytest.raises(CommandError, match="cannot be read: No such file"):
         in_force(made, "made", ("--config", str(tmp_path / "none.yaml")))
 
 
