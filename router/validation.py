@@ -202,9 +202,11 @@ def check_score(request: pb.ScoreRequest) -> None:
         ApiError: a field is not served, or invalid.
     """
     count = len(request.continuations)
+    # Many are refused before they are looked at.
+    if count <= MAX_CONTINUATIONS:
+        refuse_unserved(request, SCORE_SERVED)
     if not 1 <= count <= MAX_CONTINUATIONS:
         raise InvalidFieldError("continuations", f"has {count} entries", f"1 to {MAX_CONTINUATIONS}")
-    refuse_unserved(request, SCORE_SERVED)
     _check_cache_salt(request.cache_salt)
     check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
     form = request.continuations[0].WhichOneof("form")

@@ -183,7 +183,7 @@ MUTANTS = [
     Mutant(
         "t29",
         Landing,
-        "take",
+        "_take",
         "fwd_output.token_ids.get(seq.id, ())",
         "fwd_output.token_ids[seq.id] if seq.id in fwd_output.req_ids else ()",
     ),

@@ -30,7 +30,8 @@ def _same_numbers() -> None:
 def _engines_keep_their_instruction_set(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A test of kernels takes any set; an engine that lives in this process computes by its own afterwards."""
     used = instruction_sets.in_use()
+    native = None if used is None else library.load()
     monkeypatch.setattr(instruction_sets, "_holders", weakref.WeakSet())
     yield
-    if used is not None:
-        library.select(library.load(), used)
+    if native is not None:
+        library.select(native, used)
