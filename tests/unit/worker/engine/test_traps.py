@@ -32,6 +32,10 @@ def step(sched: Scheduler, token: int = 50, drafts: list[int] | None = None) -> 
     return flight[0]
 
 
+# Tests name the id 0, which is the first that a process gives out: here, to nobody.
+Sequence([1], SIZE)
+
+
 def decoding_for(last_prompt_latency: float) -> Scheduler:
     """With a gate of half the latency; sequence 0 decodes. Steps may be scheduled and forgotten."""
     sched = scheduler(scheduler_delay_factor=0.5)
@@ -347,8 +351,6 @@ def test_t31_only_the_last_chunk_is_sampled() -> None:
 
 def test_t32_zero_is_an_id() -> None:
     sched = scheduler()
-    # Whatever ran before, the next id that is given out is not 0.
-    Sequence([1, 4], SIZE)
     sched.add(Sequence([1, 4], SIZE, id=0))
     assert step(sched).req_ids == [0]
     assert sched.abort(0, now=0.0)
