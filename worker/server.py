@@ -9,8 +9,6 @@ import socket
 import time
 from collections.abc import Awaitable, Mapping
 from dataclasses import dataclass, field, replace
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 from typing import Any, Final
 
 import structlog
@@ -38,6 +36,7 @@ from common.telemetry.output import exit_now
 from common.telemetry.tracing import setup_tracing
 from common.text.chat_template import ChatTemplate
 from common.text.tokenizer import Tokenizer, TokenizerError, files_sha256, read_json, tokenizer_files
+from common.version import fissile_version
 from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.core import EngineCore
@@ -312,7 +311,7 @@ def _first_facts(
         model=options.model_name,
         architecture=model_config.architecture,
         tokenizer_sha256=files_sha256(files),
-        version=_version(),
+        version=fissile_version(),
         block_size=config.kv_cache_block_size,
         hash_seed=config.hash_seed,
         vocab_size=model_config.vocab_size,
@@ -325,13 +324,6 @@ def _first_facts(
 
 def _instance_id() -> str:
     return secrets.token_hex(8)
-
-
-def _version() -> str:
-    try:
-        return version_of("fissile")
-    except PackageNotFoundError:
-        return "checkout"
 
 
 async def _wait(future: asyncio.Future[Any]) -> None:

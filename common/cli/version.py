@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import json
 import platform
-from importlib.metadata import PackageNotFoundError
-from importlib.metadata import version as version_of
 
 import click
 
 from common.cli.core.options import json_option
+from common.version import fissile_version, installed_version
 
 SHOWN = ("grpcio", "protobuf", "opentelemetry-sdk", "tokenizers", "torch")
-
-
-def fissile_version() -> str:
-    """Version of Fissile; `checkout` when it runs from a checkout that was not installed."""
-    return _version("fissile") or "checkout"
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return version_of(distribution)
-    except PackageNotFoundError:
-        return None
 
 
 def versions() -> dict[str, str]:
     """Versions of Fissile, Python and the main dependencies, by name."""
     own = {"fissile": fissile_version(), "python": platform.python_version()}
-    return own | {name: _version(name) or "not installed" for name in SHOWN}
+    return own | {name: installed_version(name) or "not installed" for name in SHOWN}
 
 
 @click.command()

@@ -12,7 +12,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from importlib.metadata import version
 from typing import Any, ClassVar, Final, Literal
 
 import grpc
@@ -29,6 +28,8 @@ from opentelemetry.sdk.metrics.export import (
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
 from opentelemetry.sdk.trace.export import BatchSpanProcessor, SpanExporter, SpanExportResult
+
+from common.version import fissile_version
 
 log = structlog.get_logger(__name__)
 
@@ -295,7 +296,7 @@ def _http_metrics() -> MetricExporter:
 def _resource(service_name: str, instance_id: str) -> Resource:
     name = os.environ.get("OTEL_SERVICE_NAME") or service_name
     return Resource.create(
-        {"service.name": name, "service.instance.id": instance_id, "service.version": version("fissile")}
+        {"service.name": name, "service.instance.id": instance_id, "service.version": fissile_version()}
     )
 
 

@@ -111,6 +111,8 @@ class Asked:
     scope: RpcScope
 
 
+# Turn of an answer that shares its call with no other.
+_ALONE = contextlib.nullcontext()
 # Is told of a request, its model and its answers when all of these have been sent.
 OnAnswered: TypeAlias = Callable[[Kind, Asked, ServedModel, Sequence[RequestStream]], None]
 
@@ -386,7 +388,7 @@ class Answering:
             part = await stream.next()
             if began is not None and stream.request.params.prompt_logprobs is None:
                 await began.wait()
-            async with _turn_of(stream, turn):
+            async with _ALONE if turn is None else _turn_of(stream, turn):
                 is_first = not answers.has_begun
                 if is_first:
                     ttft_s = times_of(stream, self._clock()).ttft_s or 0.0
@@ -520,11 +522,8 @@ def receipt_terms(
 
 
 @contextlib.asynccontextmanager
-async def _turn_of(stream: RequestStream, turn: asyncio.Lock | None) -> AsyncIterator[None]:
-    """Holds the call that several answers share; with one answer there is none to wait for."""
-    if turn is None:
-        yield
-        return
+async def _turn_of(stream: RequestStream, turn: asyncio.Lock) -> AsyncIterator[None]:
+    """Holds the call that several answers share."""
     await stream.turn(turn)
     try:
         yield

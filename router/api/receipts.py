@@ -6,8 +6,8 @@ from typing import Final
 
 from fissile.v1 import inference_pb2 as pb
 
-from common.cli.version import fissile_version
 from common.receipts import VERSION, chained, output_sha256, sealed
+from common.version import fissile_version
 from router.requests.stream import ReceiptTerms, RequestStream
 
 _ROUTER_VERSION: Final = fissile_version()

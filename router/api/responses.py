@@ -42,7 +42,8 @@ def fill_response(
         del message.token_ids[:]
     if part.token_ids:
         message.token_ids.extend(part.token_ids)
-    _fill_logprobs(message, part.logprobs)
+    if part.logprobs is not None:
+        _fill_logprobs(message, part.logprobs)
     if has_info:
         message.prompt_info.CopyFrom(_prompt_info(stream, clock()))
     elif message.HasField("prompt_info"):
@@ -51,14 +52,10 @@ def fill_response(
         message.finish.CopyFrom(_finish(part.ending, stream, clock()))
 
 
-def _fill_logprobs(message: pb.GenerateResponse | pb.ChatResponse, logprobs: ChunkLogprobs | None) -> None:
-    """Replaces the logprobs of a message."""
-    for entries, rows in (
-        (message.logprobs, logprobs and logprobs.generated),
-        (message.prompt_logprobs, logprobs and logprobs.prompt),
-    ):
-        if entries:
-            del entries[:]
+def _fill_logprobs(message: pb.GenerateResponse | pb.ChatResponse, logprobs: ChunkLogprobs) -> None:
+    """Replaces the logprobs of a message. All parts of an answer have some, or none has."""
+    for entries, rows in ((message.logprobs, logprobs.generated), (message.prompt_logprobs, logprobs.prompt)):
+        del entries[:]
         if rows:
             entries.extend(token_logprobs(rows))
 

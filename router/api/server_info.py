@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
-from importlib.metadata import version
 from typing import Any, Final
 
 from fissile.admin.v1 import admin_pb2 as apb
 from google.protobuf.timestamp_pb2 import Timestamp
 
 from common.rpc.durations import to_duration
+from common.version import fissile_version
 
 # Files of keys and certificates, and what tenants may do, which GetRouting has.
 _LEFT_OUT: Final = frozenset({"security", "tenants"})
@@ -42,7 +42,7 @@ class ServerInfo:
     def describe(self, now: float, config_version: int, in_flight: int) -> apb.GetServerInfoResponse:
         """The response of GetServerInfo; `now` in monotonic seconds."""
         return apb.GetServerInfoResponse(
-            version=version("fissile"),
+            version=fissile_version(),
             router_id=self._router_id,
             start_time=self._start_time,
             uptime=to_duration(now - self._started),

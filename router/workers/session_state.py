@@ -276,7 +276,9 @@ class SessionState:
             with_last = end is not None and end.end_pos == first_pos + n and _loss(end, assembly) is None
             if digests and rid in digests:
                 assembly.logit_digests.update(zip(digests[rid].positions, digests[rid].digests, strict=False))
-            assembly.append(first_pos, run, now, end if with_last else None, logprobs.get(rid, b""))
+            assembly.append(
+                first_pos, run, now, end if with_last else None, logprobs.get(rid, b"") if logprobs else b""
+            )
             if assembly.is_closed and rid not in ends:
                 closed[rid] = None
         return touched, list(closed)

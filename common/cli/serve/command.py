@@ -38,13 +38,13 @@ from common.cli.group import CHECKOUT, missing_extra
 from common.cli.serve.launch_plan import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
 from common.cli.serve.ports import free_ports
 from common.cli.serve.supervisor import REFUSED, Supervisor
-from common.cli.version import fissile_version
 from common.config import QUANTIZE, SCHEDULING_POLICIES, Config
 from common.hub import HubError, default_model_name, model_folder
 from common.limits import DRAIN_TIMEOUT_S
 from common.step_defaults import BUDGET_ON_CPU, BUDGET_ON_GPU, POLICY_ON_CPU, POLICY_ON_GPU, default_token_budget
 from common.telemetry.logs import FORMAT_VARIABLE, LEVELS, setup_logging
 from common.telemetry.output import guard_standard_streams
+from common.version import fissile_version
 
 DEMO_MODEL = CHECKOUT / "deploy" / "demo" / "checkpoint"
 DEMO_NAME = "demo"
