@@ -13,7 +13,7 @@ import click
 
 from common.cli.core.config_file import arguments_of
 from common.cli.core.errors import CommandError
-from common.cli.core.options import Duration, option
+from common.cli.core.options import Duration, Fraction, option
 from common.cli.core.tls_options import apply
 from common.errors import ApiError
 from common.limits import (
@@ -133,23 +133,6 @@ class Lease(Duration):
 
     def __init__(self) -> None:
         super().__init__(2 * HEARTBEAT_S, MAX_LEASE_S)
-
-
-class Fraction(click.ParamType[float]):
-    """A part of all, from `0.1%` or `0.001`."""
-
-    name = "fraction"
-
-    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
-        """Reads the text of an option."""
-        text = str(value).strip()
-        try:
-            read = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
-        except ValueError:
-            self.fail(f"{value!r} is not a fraction; use for example 0.1% or 0.001", param, ctx)
-        if not 0 <= read <= 1:
-            self.fail(f"{value} is out of range; use 0% to 100%", param, ctx)
-        return read
 
 
 class MetadataKey(click.ParamType[str]):

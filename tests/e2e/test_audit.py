@@ -12,10 +12,11 @@ from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.protobuf import json_format
 
+from common.cli.core.options import Fraction
 from router.api.auditing import AuditOptions, Auditor
 from router.api.server_info import shown_options
 from router.app import router
-from router.options import Fraction, RouterOptions
+from router.options import RouterOptions
 from tests.e2e.fake_worker import FakeWorker, letters
 from tests.e2e.test_contract import resumed
 from tests.e2e.test_router import FILES, bench, collect, request, until

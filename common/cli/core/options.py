@@ -83,6 +83,34 @@ class ByteSizeText(click.ParamType[str]):
         return str(value)
 
 
+class Fraction(click.ParamType[float]):
+    """A part of all, from `0.1%` or `0.001`."""
+
+    name = "fraction"
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Reads the text of an option."""
+        text = str(value).strip()
+        try:
+            read = float(text.removesuffix("%")) / (100 if text.endswith("%") else 1)
+        except ValueError:
+            self.fail(f"{value!r} is not a fraction; use for example 0.1% or 0.001", param, ctx)
+        if not 0 <= read <= 1:
+            self.fail(f"{value} is out of range; use 0% to 100%", param, ctx)
+        return read
+
+
+class FractionText(click.ParamType[str]):
+    """A part of all as `Fraction` reads it, kept as it was written for the child process that does."""
+
+    name = Fraction.name
+
+    def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        """Checks the text of an option."""
+        Fraction().convert(value, param, ctx)
+        return str(value)
+
+
 class Sizes(click.ParamType[tuple[int, ...]]):
     """Numbers of at least 1, from `1,2,8`."""
 

@@ -32,7 +32,7 @@ from common.cli.core.config_file import (
 )
 from common.cli.core.console import Console
 from common.cli.core.errors import CommandError
-from common.cli.core.options import SHORTEST_S, ByteSizeText, Duration, option
+from common.cli.core.options import SHORTEST_S, ByteSizeText, Duration, FractionText, option
 from common.cli.core.tls_options import api_keys_option, server_tls, server_tls_options
 from common.cli.group import CHECKOUT, missing_extra
 from common.cli.serve.launch_plan import KV_SHARE, LOOPBACK, Fleet, kv_memory_per_rank, threads_per_worker
@@ -232,6 +232,8 @@ def make_fleet(
     simulate: str | None,
     delay_factor: float | None,
     admin_port: int | None,
+    audit: str | None,
+    audit_dir: Path | None,
     threads: int | None,
     tp_size: int,
     enable_expert_parallel: bool,
@@ -265,7 +267,13 @@ def make_fleet(
         kv_cache_memory=kv_cache_memory or ("" if simulate else default_kv_memory(workers, tp_size)),
         drain_timeout_s=drain_timeout,
         log_level=log_level,
-        router_options={"delay_factor": delay_factor, "admin_port": admin_port, **router_options},
+        router_options={
+            "delay_factor": delay_factor,
+            "admin_port": admin_port,
+            "audit": audit,
+            "audit_dir": audit_dir,
+            **router_options,
+        },
         worker_options={"threads": threads or threads_per_worker(workers), "tp_size": tp_size, **worker_options},
         simulate=simulate or "",
         expert_parallel=enable_expert_parallel,
@@ -440,6 +448,14 @@ def describe_kv_memory(fleet: Fleet) -> str:
 @option(
     "--admin-port", envvar="FISSILE_ADMIN_PORT", type=click.IntRange(0, 65535),
     help="Port of the router's AdminService, for `fissile workers`, `cordon`, `routing` and others. Default: off.",
+)  # fmt: skip
+@option(
+    "--audit", envvar="FISSILE_AUDIT", type=FractionText(), metavar="FRACTION",
+    help="Part of the answers that another worker computes again (see `fissile router --help`). Default: 0%.",
+)  # fmt: skip
+@option(
+    "--audit-dir", envvar="FISSILE_AUDIT_DIR", type=click.Path(path_type=Path), metavar="FOLDER",
+    help="Folder for the answers that were wrong, with their requests. Default: none are kept.",
 )  # fmt: skip
 @option(
     "--drain-timeout", envvar="FISSILE_DRAIN_TIMEOUT", default=f"{DRAIN_TIMEOUT_S:g}s", type=Duration(),
