@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from array import array
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import grpc
 from fissile.v1 import inference_pb2 as pb
@@ -113,6 +113,11 @@ class Asked:
 
 # Turn of an answer that shares its call with no other.
 _ALONE = contextlib.nullcontext()
+T = TypeVar("T")
+# Opens the streams of a call for a model; given those of an earlier try.
+Begin: TypeAlias = Callable[[ServedModel, Sequence[RequestStream]], Awaitable[Sequence[RequestStream]]]
+# Reads the streams of a call for a model.
+Read: TypeAlias = Callable[[ServedModel, Sequence[RequestStream]], Awaitable[T]]
 # Is told of a request, its model and its answers when all of these have been sent.
 OnAnswered: TypeAlias = Callable[[Kind, Asked, ServedModel, Sequence[RequestStream]], None]
 
@@ -164,36 +169,85 @@ class Answering:
         Raises:
             ApiError: the request is refused, or an answer has failed.
         """
+
+        async def begin(model: ServedModel, earlier: Sequence[RequestStream]) -> Sequence[RequestStream]:
+            return self._open(kind, await self.prepare(kind, asked, model), model, asked, earlier)
+
+        async def send(model: ServedModel, streams: Sequence[RequestStream]) -> None:
+            await self._send_all(kind, streams, asked, measure, answers)
+            # What only observes may fail by itself.
+            with contextlib.suppress(Exception):
+                self.on_answered(kind, asked, model, streams)
+
+        await self.carry(asked, measure, begin, send)
+
+    async def carry(self, asked: Asked, measure: RequestMeasure, begin: Begin, read: Read[T]) -> T:
+        """Carries a call from the wait for its model to the end of its streams, and accounts for it however it ends.
+
+        Args:
+            asked: the call.
+            measure: of the call.
+            begin: prepares it for a model, and opens its streams with `open`, behind those of an earlier try.
+            read: reads them to their end. Where their weights go before anything has come, all is begun once more.
+
+        Raises:
+            ApiError: the request is refused, or a stream has failed.
+        """
         streams: Sequence[RequestStream] = ()
-        opened = 0.0
         try:
-            await self.wait_for_model(asked)
+            await self._wait_for_model(asked)
             while True:
                 # A session keeps its weights while they are rolled, because its requests build on earlier answers.
                 model = self._model(asked)
                 asked.record.model = model.name
                 measure.model(model.name)
-                routed = await self.prepare(kind, asked, model)
-                opened = opened or self._clock()
-                streams = self._open(kind, routed, model, asked, streams)
+                streams = await begin(model, streams)
                 try:
-                    await self._send_all(kind, streams, asked, measure, answers)
-                    # What only observes may fail by itself.
-                    with contextlib.suppress(Exception):
-                        self.on_answered(kind, asked, model, streams)
-                    return
+                    return await read(model, streams)
                 except ReplacedError:
                     continue
                 finally:
-                    for stream in streams:
-                        self._requests.close(stream)
+                    self._close(streams)
         finally:
             # What only observes may fail by itself.
             with contextlib.suppress(Exception):
                 if streams:
-                    self.account(asked, measure, streams, opened)
+                    self._account(asked, measure, streams)
 
-    async def wait_for_model(self, asked: Asked) -> None:
+    def open(
+        self,
+        asked: Asked,
+        requests: Iterable[tuple[RoutedRequest, StreamAssembly]],
+        earlier: Sequence[RequestStream],
+        *,
+        one_prompt: bool = False,
+    ) -> list[RequestStream]:
+        """Sends requests on their way, all or none.
+
+        Args:
+            asked: their call.
+            requests: each with what takes its answer.
+            earlier: streams of an earlier try, whose places they take again.
+            one_prompt: True if all have the prompt of the first.
+        """
+        asked.call.opened = asked.call.opened or self._clock()
+        streams: list[RequestStream] = []
+        try:
+            for place, (request, assembly) in enumerate(requests):
+                before = earlier[place] if earlier else None
+                lead = streams[0] if one_prompt and streams else None
+                streams.append(self._requests.open(request, assembly, asked.span.submitted, before, lead))
+        except BaseException:
+            self._close(streams)
+            raise
+        asked.call.streams = streams
+        return streams
+
+    def _close(self, streams: Iterable[RequestStream]) -> None:
+        for stream in streams:
+            self._requests.close(stream)
+
+    async def _wait_for_model(self, asked: Asked) -> None:
         """Waits for workers that are expected where no worker has the model yet."""
         if not self._registry.knows(asked.request.model):
             with self.interruptible(asked.call):
@@ -296,27 +350,21 @@ class Answering:
         earlier: Sequence[RequestStream],
     ) -> list[RequestStream]:
         """Sends all answers of a request on their way; those of `earlier` take their places again."""
-        streams: list[RequestStream] = []
-        try:
-            points = {point.index: point for point in asked.request.resume.answers}
-            left = [i for i in range(routed.params.n) if i not in points or not points[i].finished]
-            # All answers have one prompt: what is known of it goes with the first of them, unless its client has it.
-            wants_prompt = not any(point.finished or _has_received(point) for point in points.values())
-            for place, index in enumerate(left):
-                return_token_ids = asked.request.output_options.return_token_ids
-                params = _params_of(routed, points.get(index), wants_prompt=wants_prompt and place == 0)
+        points = {point.index: point for point in asked.request.resume.answers}
+        left = [i for i in range(routed.params.n) if i not in points or not points[i].finished]
+        # All answers have one prompt: what is known of it goes with the first of them, unless its client has it.
+        wants_prompt = not any(point.finished or _has_received(point) for point in points.values())
+        return_token_ids = asked.request.output_options.return_token_ids
+
+        def answers() -> Iterator[tuple[RoutedRequest, StreamAssembly]]:
+            for index in left:
+                params = _params_of(routed, points.get(index), wants_prompt=wants_prompt and index == left[0])
                 resumed_from = _resumed_from(asked.request, points.get(index))
                 choice = replace(routed, choice=index, resumed_from=resumed_from, params=params)
-                assembly = self.assembly(kind, choice, model, points.get(index), return_token_ids=return_token_ids)
-                before = earlier[place] if earlier else None
-                lead = streams[0] if streams else None
-                streams.append(self._requests.open(choice, assembly, asked.span.submitted, before, lead))
-        except BaseException:
-            for stream in streams:
-                self._requests.close(stream)
-            raise
-        asked.call.streams = streams
-        return streams
+                point = points.get(index)
+                yield choice, self.assembly(kind, choice, model, point, return_token_ids=return_token_ids)
+
+        return self.open(asked, answers(), earlier, one_prompt=True)
 
     async def _send_all(
         self,
@@ -405,7 +453,7 @@ class Answering:
                 measure.finished(decode_s(stream), message.finish.usage.completion_tokens)
                 return
 
-    def account(self, asked: Asked, measure: RequestMeasure, streams: Sequence[RequestStream], opened: float) -> None:
+    def _account(self, asked: Asked, measure: RequestMeasure, streams: Sequence[RequestStream]) -> None:
         """Says what has come of a request, however it ended: in its record, its figures and its span."""
         record, span, now = asked.record, asked.span, self._clock()
         written = sum(stream.written_tokens for stream in streams)
@@ -422,7 +470,7 @@ class Answering:
         for stream in streams:
             self._trace_attempts(span, stream)
         if self._tracing.enabled:
-            _trace_waits(span, first.attempts.waits(opened, record.times.ended))
+            _trace_waits(span, first.attempts.waits(asked.call.opened, record.times.ended))
         span.usage(
             input_tokens=assembly.prompt_tokens,
             output_tokens=written,

@@ -34,6 +34,7 @@ class InFlightCall:
         arrived: monotonic seconds.
         trace_id: of its span, "" without one.
         prompt_tokens: length of its prompt, 0 until it is known.
+        opened: monotonic seconds at which its streams were first sent on their way, 0 before.
         streams: its answers, none while its prompt is made.
         number: counts calls, in order of their arrival.
     """
@@ -46,6 +47,7 @@ class InFlightCall:
     arrived: float
     trace_id: str = ""
     prompt_tokens: int = 0
+    opened: float = 0.0
     streams: Sequence[RequestStream] = ()
     number: int = field(default_factory=itertools.count(1).__next__)
     _works: list[Interruptible] = field(default_factory=list)

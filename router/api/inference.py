@@ -6,9 +6,9 @@ import contextlib
 import secrets
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Set
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
 from functools import partial
-from typing import Final, NoReturn, cast
+from typing import Final, NoReturn, TypeVar, cast
 
 import grpc
 from fissile.v1 import inference_pb2 as pb
@@ -38,7 +38,7 @@ from router.api.shutdown import OpenCalls
 from router.api.tenants import TenantLimits, TenantPolicy, tenant_of
 from router.model_registry import ModelRegistry, ServedModel
 from router.requests.request_router import RequestRouter
-from router.telemetry.metrics import RouterMetrics
+from router.telemetry.metrics import RequestMeasure, RouterMetrics
 from router.text.prompts import Prompt, PromptEncoder
 from router.validation import (
     CHAT_SERVED,
@@ -55,6 +55,7 @@ from router.validation import (
 from router.workers.expected_workers import ExpectedWorkers
 
 _SALT_BYTES = 16
+T = TypeVar("T")
 
 
 def _within(name: str, served: Set[str]) -> frozenset[str]:
@@ -148,7 +149,7 @@ class InferenceService(InferenceServiceServicer):
             self._open_calls,
             default_max_tokens,
         )
-        self._scoring = Scoring(self._answering, requests, registry, encoder, clock)
+        self._scoring = Scoring(self._answering, encoder)
         self._replaying = Replaying(self._answering, requests, registry)
 
     def audit(self, options: AuditOptions, dialer: Dialer) -> Auditor:
@@ -200,31 +201,12 @@ class InferenceService(InferenceServiceServicer):
 
     async def Score(self, request: pb.ScoreRequest, context: Context) -> pb.ScoreResponse:
         """Says how likely continuations are."""
-        arrival = self._clock()
-        request_id = request.request_id or uuid.uuid4().hex
+        one = pb.GenerateRequest(model=request.model, session_id=request.session_id)
 
-        def broken_off() -> grpc.StatusCode:
-            return record.cancel(self._clock(), context.time_remaining())
+        def score(asked: Asked, measure: RequestMeasure) -> Awaitable[pb.ScoreResponse]:
+            return self._scoring.score(asked, request, measure)
 
-        scope, record = RpcScope(self._tracing, context, "Score", request_id, names.SCORE), current_record()
-        record.model = request.model
-        measured = self._metrics.request(names.SCORE, self._clock, broken_off)
-        async with scope as span, measured as measure:
-            check_request_id(request_id)
-            check_score(request)
-            record.tenant = tenant = self._tenant(context)
-            priority = self._priority(request, tenant)
-            salt = self._policy.cache_salt(request.cache_salt, tenant)
-            call = InFlightCall(request_id, tenant, "Score", request.model, priority, arrival, span.trace_id)
-            one = pb.GenerateRequest(model=request.model, session_id=request.session_id)
-            asked = Asked(one, call, _encode(self._encoder, one), context, salt, span, record, scope)
-            with (
-                self._open_calls.held(),
-                self.calls.held(call),
-                self._tenant_limits.held(tenant, self._clock),
-            ):
-                return await self._scoring.score(asked, request, measure)
-        raise AssertionError("a call that is refused ends in its scope")
+        return await self._run("Score", names.SCORE, request, one, context, partial(check_score, request), score)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
         """Refuses: not served yet."""
@@ -252,11 +234,7 @@ class InferenceService(InferenceServiceServicer):
             # With a salt of its own nothing of it comes from a cache: a fault that is in there is not repeated.
             salt = secrets.token_bytes(_SALT_BYTES)
             asked = Asked(again, call, _encode(self._encoder, again), context, salt, span, record, scope)
-            with (
-                self._open_calls.held(),
-                self.calls.held(call),
-                self._tenant_limits.held(tenant, self._clock),
-            ):
+            with self._in_flight(call):
                 return await self._replaying.replay(kind, asked, request)
         raise AssertionError("a call that is refused ends in its scope")
 
@@ -328,30 +306,71 @@ class InferenceService(InferenceServiceServicer):
         self, kind: Kind, method: str, request: AnswerRequest, context: Context, answers: Answers
     ) -> None:
         """Answers one Generate or Chat, streamed or not, from its arrival to its end."""
+
+        def check() -> None:
+            _check(request)
+            check_whole_answers(request, is_streamed=answers.is_streamed)
+
+        def answer(asked: Asked, measure: RequestMeasure) -> Awaitable[None]:
+            return self._answering.run(kind, asked, measure, answers)
+
+        await self._run(method, kind.operation, request, request, context, check, answer)
+
+    async def _run(
+        self,
+        method: str,
+        operation: str,
+        request: AnswerRequest | pb.ScoreRequest,
+        one: AnswerRequest,
+        context: Context,
+        check: Callable[[], None],
+        run: Callable[[Asked, RequestMeasure], Awaitable[T]],
+    ) -> T:
+        """Runs one call that generates, from its arrival to its end.
+
+        Args:
+            method: name of the RPC.
+            operation: its name in traces and figures.
+            request: as it came.
+            one: the request of which each of its sequences is, or is made.
+            context: of the call.
+            check: refuses what needs no model to be refused.
+            run: does what is asked.
+        """
         arrival = self._clock()
         request_id = request.request_id or uuid.uuid4().hex
 
         def broken_off() -> grpc.StatusCode:
             return record.cancel(self._clock(), context.time_remaining())
 
-        scope, record = RpcScope(self._tracing, context, method, request_id, kind.operation), current_record()
+        scope, record = RpcScope(self._tracing, context, method, request_id, operation), current_record()
         record.model = request.model
-        measured = self._metrics.request(kind.operation, self._clock, broken_off)
+        measured = self._metrics.request(operation, self._clock, broken_off)
         async with scope as span, measured as measure:
             check_request_id(request_id)
-            _check(request)
-            check_whole_answers(request, is_streamed=answers.is_streamed)
+            check()
             record.tenant = tenant = self._tenant(context)
             priority = self._priority(request, tenant)
             salt = self._policy.cache_salt(request.cache_salt, tenant)
             call = InFlightCall(request_id, tenant, method, request.model, priority, arrival, span.trace_id)
-            asked = Asked(request, call, _encode(self._encoder, request), context, salt, span, record, scope)
-            with (
-                self._open_calls.held(),
-                self.calls.held(call, takes_over=request.HasField("resume")) as took_over,
-                self._tenant_limits.held(tenant, self._clock, has_place=took_over),
-            ):
-                await self._answering.run(kind, asked, measure, answers)
+            asked = Asked(one, call, _encode(self._encoder, one), context, salt, span, record, scope)
+            with self._in_flight(call, takes_over=one.HasField("resume")):
+                return await run(asked, measure)
+        raise AssertionError("a call that is refused ends in its scope")
+
+    @contextlib.contextmanager
+    def _in_flight(self, call: InFlightCall, *, takes_over: bool = False) -> Iterator[None]:
+        """Holds the id of a call and its tenant's place while it is in flight; a drain waits for it.
+
+        Raises:
+            ApiError: the id is taken, or the tenant has as many as it may.
+        """
+        with (
+            self._open_calls.held(),
+            self.calls.held(call, takes_over=takes_over) as took_over,
+            self._tenant_limits.held(call.tenant, self._clock, has_place=took_over),
+        ):
+            yield
 
     async def _prompt_alone(self, request: AnswerRequest, context: Context) -> tuple[Prompt, ServedModel]:
         """The prompt that a request would have, and its model."""

@@ -7,8 +7,7 @@ those that decoding reports, and what is before it may come from the prefix cach
 from __future__ import annotations
 
 import asyncio
-import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from fissile.v1 import inference_pb2 as pb
@@ -17,9 +16,8 @@ from common.errors import ApiError
 from common.logprob_rows import added
 from router.api.answering import GENERATE, Answering, Asked, as_seen, first_of
 from router.api.responses import token_logprobs
-from router.model_registry import ModelRegistry, ServedModel
-from router.requests.request_router import RequestRouter
-from router.requests.stream import ReplacedError, RequestStream, RoutedRequest
+from router.model_registry import ServedModel
+from router.requests.stream import RequestStream, RoutedRequest
 from router.telemetry.metrics import RequestMeasure
 from router.text.prompts import Prompt, PromptEncoder, ScorePrompt
 
@@ -28,26 +26,13 @@ class Scoring:
     """Scores continuations.
 
     Args:
-        answering: makes of a request what workers get.
-        requests: sends it on its way.
-        registry: the models.
+        answering: makes of a request what workers get, and carries it.
         encoder: makes prompts.
-        clock: monotonic seconds.
     """
 
-    def __init__(
-        self,
-        answering: Answering,
-        requests: RequestRouter,
-        registry: ModelRegistry,
-        encoder: PromptEncoder,
-        clock: Callable[[], float],
-    ) -> None:
+    def __init__(self, answering: Answering, encoder: PromptEncoder) -> None:
         self._answering = answering
-        self._requests = requests
-        self._registry = registry
         self._encoder = encoder
-        self._clock = clock
 
     async def score(self, asked: Asked, request: pb.ScoreRequest, measure: RequestMeasure) -> pb.ScoreResponse:
         """Scores the continuations of a request that `validation.check_score` has passed.
@@ -60,32 +45,19 @@ class Scoring:
         Raises:
             ApiError: the request is refused, or has failed; UNAVAILABLE if a worker was lost.
         """
-        streams: Sequence[RequestStream] = ()
-        opened = 0.0
-        try:
-            await self._answering.wait_for_model(asked)
-            while True:
-                model = self._registry.choose(request.model, request.session_id or asked.call.request_id)
-                asked.record.model = model.name
-                measure.model(model.name)
-                with self._answering.interruptible(asked.call):
-                    prompts = await self._encoder.for_score(request, model, asked.call.tenant, asked.cache_salt)
-                routed = [await self._prepare(asked, model, i, prompt) for i, prompt in enumerate(prompts)]
-                asked.record.prompt_tokens = asked.call.prompt_tokens = sum(len(one.token_ids) for one in routed)
-                opened = opened or self._clock()
-                streams = self._open(routed, model, asked, streams)
-                try:
-                    return _response(request, await _read(streams), streams)
-                except ReplacedError:
-                    continue
-                finally:
-                    for stream in streams:
-                        self._requests.close(stream)
-        finally:
-            # What only observes may fail by itself.
-            with contextlib.suppress(Exception):
-                if streams:
-                    self._answering.account(asked, measure, streams, opened)
+
+        async def begin(model: ServedModel, earlier: Sequence[RequestStream]) -> Sequence[RequestStream]:
+            with self._answering.interruptible(asked.call):
+                prompts = await self._encoder.for_score(request, model, asked.call.tenant, asked.cache_salt)
+            routed = [await self._prepare(asked, model, i, prompt) for i, prompt in enumerate(prompts)]
+            asked.record.prompt_tokens = asked.call.prompt_tokens = sum(len(one.token_ids) for one in routed)
+            taken = ((one, self._answering.assembly(GENERATE, one, model)) for one in routed)
+            return self._answering.open(asked, taken, earlier)
+
+        async def read(_: ServedModel, streams: Sequence[RequestStream]) -> pb.ScoreResponse:
+            return _response(request, await _read(streams), streams)
+
+        return await self._answering.carry(asked, measure, begin, read)
 
     async def _prepare(self, asked: Asked, model: ServedModel, index: int, scored: ScorePrompt) -> RoutedRequest:
         """The request for one continuation."""
@@ -101,27 +73,6 @@ class Scoring:
         )
         routed = await self._answering.prepare(GENERATE, replace(asked, request=one, encode=encode), model)
         return replace(routed, choice=index)
-
-    def _open(
-        self,
-        requests: Sequence[RoutedRequest],
-        model: ServedModel,
-        asked: Asked,
-        earlier: Sequence[RequestStream],
-    ) -> list[RequestStream]:
-        """Sends all on their way; those of `earlier` take their places again."""
-        streams: list[RequestStream] = []
-        try:
-            for place, request in enumerate(requests):
-                assembly = self._answering.assembly(GENERATE, request, model)
-                before = earlier[place] if earlier else None
-                streams.append(self._requests.open(request, assembly, asked.span.submitted, before))
-        except BaseException:
-            for stream in streams:
-                self._requests.close(stream)
-            raise
-        asked.call.streams = streams
-        return streams
 
 
 async def _read(streams: Sequence[RequestStream]) -> list[list[pb.TokenLogprobs]]:
