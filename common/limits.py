@@ -17,6 +17,8 @@ MAX_ROUTERS = 4096
 # Ended sequences that a worker keeps per router after they were sent, in case the frame is lost.
 MAX_TAILS = 1024
 MAX_TAIL_TOKENS = 1 << 18
+# Tokens of a live sequence whose logprobs and digests a worker keeps after they were sent, for the same case.
+MAX_SENT_LOGPROBS = 1 << 10
 MIN_LEASE_S = 0.1
 MAX_LEASE_S = 60.0
 

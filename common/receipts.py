@@ -104,13 +104,35 @@ def output_sha256(token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(_little_endian(token_ids)).digest()
 
 
-def chained(row_digests: Iterable[int]) -> list[int]:
-    """Running digests of rows of logits: of each row's own digest, with the running digest before it as the seed."""
-    running, before = [], 0
-    for digest in row_digests:
-        before = xxhash.xxh3_64_intdigest(struct.pack("<Q", digest), before)
-        running.append(before)
-    return running
+class LogitChain:
+    """Running digests of logits, made as the tokens come: of each row's own digest, with the one before as the seed.
+
+    Args:
+        first_pos: absolute position of the first token.
+        every: the logits of every so-many-th token count.
+    """
+
+    def __init__(self, first_pos: int, every: int) -> None:
+        self._every = every
+        self._next = first_pos
+        self._running = 0
+        # Lists of protos take eight bytes for each, and are copied at once.
+        self._made = pb.Receipt(logits_every=every)
+
+    def add(self, positions: Iterable[int], row_digests: Iterable[int]) -> None:
+        """Takes the digests of rows, by the positions of their tokens; those that have come before count no more."""
+        for position, digest in zip(positions, row_digests, strict=True):
+            if position == self._next:
+                self._running = xxhash.xxh3_64_intdigest(struct.pack("<Q", digest), self._running)
+                self._made.logit_digests.append(self._running)
+                self._next += self._every
+
+    def of_answer(self, num_tokens: int) -> pb.Receipt | None:
+        """The part of a receipt that says how the logits of so many tokens were; None where one has not come."""
+        wanted = -(-num_tokens // self._every)
+        # A worker may have computed tokens behind those of the answer.
+        del self._made.logit_digests[wanted:]
+        return self._made if len(self._made.logit_digests) == wanted else None
 
 
 def receipt_sha256(receipt: pb.Receipt) -> bytes:
@@ -239,11 +261,21 @@ def _encoded_value(field: FieldDescriptor, value: Any) -> bytes:
     if entry is not None and entry.GetOptions().map_entry:
         key, item = entry.fields_by_name["key"], entry.fields_by_name["value"]
         return _listed(_encoded_item(key, k) + _encoded_item(item, value[k]) for k in sorted(value))
+    if field.is_repeated and field.type == FieldDescriptor.TYPE_FIXED64:
+        return struct.pack("<I", len(value)) + _fixed64_bytes(value)
     if field.is_repeated and field.type in _SCALARS and field.type not in _FLOATS:
         return struct.pack(f"<I{len(value)}{_SCALARS[field.type][1:]}", len(value), *value)
     if field.is_repeated:
         return _listed(_encoded_item(field, item) for item in value)
     return _encoded_item(field, value)
+
+
+def _fixed64_bytes(values: Sequence[int]) -> bytes:
+    """Eight bytes for each, as the wire has them: there may be a hundred thousand, and they become no objects."""
+    alone = pb.Receipt()
+    alone.logit_digests.MergeFrom(values)
+    size = 8 * len(values)
+    return alone.SerializeToString()[-size:] if size else b""
 
 
 def _listed(items: Iterable[bytes]) -> bytes:

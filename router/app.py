@@ -102,23 +102,15 @@ class Router:
         instance = secrets.token_hex(8)
         self._tracing = setup_tracing("fissile-router", instance)
         self._metrics = RouterMetrics(setup_metrics("fissile-router", instance))
-        self.server = GrpcServer(
-            options.host,
-            options.port,
-            [SERVICE],
-            tls=security.tls,
-            access=security.access,
-            max_connection_age_s=options.max_connection_age_s,
-            health_port=security.health_port,
-        )
+        self.server, self.admin = _public_server(options), _admin_server(options)
         self.registry = ModelRegistry()
-        gate = DelayGate(options.delay_factor, options.max_hold_s)
-        failover, placement = options.failover, PLACEMENTS[options.placement].make()
-        shares = TenantShares(options.tenants.weights)
-        self.dispatcher = Dispatcher(gate, placement, options.queue_size, failover.worker_wait_s, shares)
+        self.dispatcher = _dispatcher(options)
         self._placement, self._log_level = options.placement, options.log_level
         self.requests = RequestRouter(
-            self.dispatcher, self.registry, failover=failover, slow_client_timeout_s=options.slow_client_timeout_s
+            self.dispatcher,
+            self.registry,
+            failover=options.failover,
+            slow_client_timeout_s=options.slow_client_timeout_s,
         )
         self.pool = WorkerPool(
             self.dispatcher,
@@ -126,7 +118,7 @@ class Router:
             self._store,
             self.requests.running,
             self._serving.set,
-            failover=failover,
+            failover=options.failover,
             worker_lost=self._refresh,
             dialer=dialer,
         )
@@ -145,20 +137,8 @@ class Router:
             has_keys=security.access is not None,
         )
         self._auditor = self.service.audit(options.audit, dialer) if options.audit.audit else None
-
         self.configuration = ConfigStore(options.settings(), self._apply, reread)
         self._loop_lag = LoopLag(self._metrics.lag)
-        self.admin: GrpcServer | None = None
-        if options.admin_port is not None:
-            services, tls, access = [admin.SERVICE, _CHANNELZ], security.admin_tls, security.access
-            self.admin = GrpcServer(
-                options.admin_host,
-                options.admin_port,
-                services,
-                tls=tls,
-                access=access,
-                max_connections=max_side_connections(),
-            )
 
     async def start(self) -> None:
         """Listens and begins to dial the workers. Health says SERVING when the first one serves.
@@ -295,6 +275,39 @@ class Router:
         if self._health is not None:
             self._health.cancel()
             await asyncio.gather(self._health, return_exceptions=True)
+
+
+def _public_server(options: RouterOptions) -> GrpcServer:
+    security = options.security
+    return GrpcServer(
+        options.host,
+        options.port,
+        [SERVICE],
+        tls=security.tls,
+        access=security.access,
+        max_connection_age_s=options.max_connection_age_s,
+        health_port=security.health_port,
+    )
+
+
+def _admin_server(options: RouterOptions) -> GrpcServer | None:
+    if options.admin_port is None:
+        return None
+    return GrpcServer(
+        options.admin_host,
+        options.admin_port,
+        [admin.SERVICE, _CHANNELZ],
+        tls=options.security.admin_tls,
+        access=options.security.access,
+        max_connections=max_side_connections(),
+    )
+
+
+def _dispatcher(options: RouterOptions) -> Dispatcher:
+    gate = DelayGate(options.delay_factor, options.max_hold_s)
+    placement = PLACEMENTS[options.placement].make()
+    shares = TenantShares(options.tenants.weights)
+    return Dispatcher(gate, placement, options.queue_size, options.failover.worker_wait_s, shares)
 
 
 def run_on_loop(main: Coroutine[Any, Any, None]) -> None:

@@ -27,7 +27,7 @@ from common.errors import (
     UnservedByWorkersError,
     WorkerLostError,
 )
-from common.receipts import RequestDigest, canonical_params
+from common.receipts import LogitChain, RequestDigest, canonical_params
 from common.sampling_masks import check_tokens_left
 from common.sampling_params import SamplingParams
 from common.seed import derive_seed
@@ -534,6 +534,7 @@ class Answering:
             echo=None if request.prompt_text is None else Echo(request.prompt_text, request.token_ids),
             keeps_special_tokens=request.keeps_special_tokens,
             logprobs=_logprobs(request, len(received)),
+            logit_chain=_logit_chain(request),
         )
         if point is not None and point.token_ids.ids:
             assembly.resume_behind(received)
@@ -598,6 +599,12 @@ def _logprobs(request: RoutedRequest, received: int) -> AnswerLogprobs | None:
     if not request.params.wants_logprobs:
         return None
     return AnswerLogprobs(request.params, request.token_ids, len(request.token_ids) + received)
+
+
+def _logit_chain(request: RoutedRequest) -> LogitChain | None:
+    """Digests of logits that a receipt wants; None where it wants none."""
+    every = 0 if request.receipt is None else request.receipt.logits_every
+    return LogitChain(len(request.token_ids), every) if every else None
 
 
 def _resumed_from(request: AnswerRequest, point: pb.ResumePoint | None) -> str | None:

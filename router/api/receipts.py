@@ -6,7 +6,7 @@ from typing import Final
 
 from fissile.v1 import inference_pb2 as pb
 
-from common.receipts import VERSION, chained, output_sha256, sealed
+from common.receipts import VERSION, output_sha256, sealed
 from common.version import fissile_version
 from router.requests.stream import ReceiptTerms, RequestStream
 
@@ -18,10 +18,14 @@ def receipt_of(stream: RequestStream, terms: ReceiptTerms | None) -> pb.Receipt 
     request, assembly = stream.request, stream.assembly
     if terms is None:
         return None
-    digests = _logit_digests(stream, terms.logits_every)
-    if digests is None:
-        return None
-    return sealed(
+    made = pb.Receipt()
+    if terms.logits_every:
+        chain = assembly.logit_chain
+        logits = None if chain is None else chain.of_answer(assembly.delivered)
+        if logits is None:
+            return None
+        made.CopyFrom(logits)
+    made.MergeFrom(
         pb.Receipt(
             version=VERSION,
             request_sha256=terms.request.of_answer(request.choice),
@@ -36,16 +40,6 @@ def receipt_of(stream: RequestStream, terms: ReceiptTerms | None) -> pb.Receipt 
             template_sha256=terms.template_sha256,
             router_version=_ROUTER_VERSION,
             worker_version=stream.worker_version,
-            logits_every=terms.logits_every,
-            logit_digests=digests,
         )
     )
-
-
-def _logit_digests(stream: RequestStream, every: int) -> list[int] | None:
-    """The running digests of every so-many-th token's logits; None where one of them has not come."""
-    if not every:
-        return []
-    begin, found = stream.assembly.prompt_tokens, stream.assembly.logit_digests
-    positions = range(begin, begin + stream.assembly.delivered, every)
-    return chained(found[position] for position in positions) if all(each in found for each in positions) else None
+    return sealed(made)

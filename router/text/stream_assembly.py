@@ -34,6 +34,7 @@ from common.errors import (
     WorkerLostError,
 )
 from common.limits import MAX_MESSAGE_LOGPROBS, MAX_UNREAD_TOKENS
+from common.receipts import LogitChain
 from common.text.detokenizer import Detokenizer
 from common.text.stop_strings import StopStrings
 from router.text.answer_logprobs import AnswerLogprobs, ChunkLogprobs, LogprobGapError
@@ -98,10 +99,11 @@ class StreamAssembly:
         echo: the prompt, where the client wants it in front of the answer.
         keeps_special_tokens: True if the detokenizer leaves special tokens in the text.
         logprobs: takes the logprobs that are wanted; None where there are none.
+        logit_chain: takes the digests of logits that a receipt wants; None where it wants none.
 
     `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
     prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known; `taken`
-    tokens have been handed out to be written. `logit_digests` are by absolute position of the token. `is_dropped` is
+    tokens have been handed out to be written. `is_dropped` is
     true once nothing more goes to the client but a status.
     """
 
@@ -118,12 +120,13 @@ class StreamAssembly:
         echo: Echo | None = None,
         keeps_special_tokens: bool = False,
         logprobs: AnswerLogprobs | None = None,
+        logit_chain: LogitChain | None = None,
     ) -> None:
         self.prompt_tokens = prompt_tokens
         self.num_tokens = prompt_tokens
         self.most_tokens = 0
         self.token_ids = array("I")
-        self.logit_digests: dict[int, int] = {}
+        self.logit_chain = logit_chain
         self.worker_id = ""
         self.start = FirstTokenInfo()
         self.first_token_time: float | None = None

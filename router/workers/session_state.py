@@ -259,6 +259,8 @@ class SessionState:
         if not len(rids) == len(positions) == len(counts) or sum(counts) != len(token_ids):
             raise ProtocolError("columns of a StepOutput differ in length")
         digests = {each.rid: each for each in step.logit_digests}
+        if any(len(each.positions) != len(each.digests) for each in step.logit_digests):
+            raise ProtocolError("columns of logit_digests differ in length")
         touched: dict[int, LiveSequence] = {}
         closed: dict[int, None] = {}
         live, at = self.live, 0
@@ -274,8 +276,8 @@ class SessionState:
             assembly = sequence.assembly
             end = ends.get(rid) if ends else None
             with_last = end is not None and end.end_pos == first_pos + n and _loss(end, assembly) is None
-            if digests and rid in digests:
-                assembly.logit_digests.update(zip(digests[rid].positions, digests[rid].digests, strict=False))
+            if digests and rid in digests and assembly.logit_chain is not None:
+                assembly.logit_chain.add(digests[rid].positions, digests[rid].digests)
             assembly.append(
                 first_pos, run, now, end if with_last else None, logprobs.get(rid, b"") if logprobs else b""
             )

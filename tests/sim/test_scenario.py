@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
+import xxhash
 from fissile.v1 import inference_pb2 as pb
 
 from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.errors import ApiError, DeadlineError, HopelessDeadlineError
 from common.limits import LEASE_S
-from common.receipts import RequestDigest
+from common.receipts import LogitChain, RequestDigest
 from common.sampling_params import SamplingParams
 from router.requests.stream import ReceiptTerms, RoutedRequest
 from router.text.stream_assembly import StreamAssembly
@@ -38,7 +39,7 @@ class Outcome:
     error: ApiError | None = None
     cancelled: bool = False
     logits_every: int = 0
-    logit_digests: dict[int, int] = field(default_factory=dict)
+    logits: pb.Receipt | None = None
 
     @property
     def terminals(self) -> int:
@@ -128,7 +129,8 @@ class Scenario:
             granule_tokens=GRANULE_BLOCKS * service.block_size,
             receipt=ReceiptTerms(NO_REQUEST, "", "", outcome.logits_every),
         )
-        assembly = StreamAssembly(len(outcome.prompt), detokenizer=None, return_token_ids=True)
+        logits = LogitChain(len(outcome.prompt), outcome.logits_every) if outcome.logits_every else None
+        assembly = StreamAssembly(len(outcome.prompt), detokenizer=None, return_token_ids=True, logit_chain=logits)
         stream = service.requests.open(request, assembly, lambda worker: None)
         try:
             while outcome.reason is None:
@@ -136,7 +138,7 @@ class Scenario:
                 outcome.token_ids.extend(part.token_ids)
                 if part.ending is not None:
                     outcome.reason = part.ending.reason
-                    outcome.logit_digests = assembly.logit_digests
+                    outcome.logits = None if logits is None else logits.of_answer(assembly.delivered)
         finally:
             service.requests.close(stream)
 
@@ -153,11 +155,16 @@ class Scenario:
 
     def check_digests(self, service: SimService, outcome: Outcome) -> None:
         """Those of every so-many-th token are there once, whichever worker has computed it, and however often."""
-        every, begin = outcome.logits_every, len(outcome.prompt)
-        positions = range(begin, begin + len(outcome.token_ids), every) if every else range(0)
-        tokens = outcome.prompt + outcome.token_ids
-        runner = service.workers[0].runner
-        assert outcome.logit_digests == {at: runner.logit_digest(tokens[:at]) for at in positions}
+        if not outcome.logits_every:
+            return
+        begin, tokens = len(outcome.prompt), outcome.prompt + outcome.token_ids
+        runner, running, expected = service.workers[0].runner, 0, []
+        for at in range(begin, len(tokens), outcome.logits_every):
+            row = runner.logit_digest(tokens[:at]).to_bytes(8, "little")
+            running = xxhash.xxh3_64_intdigest(row, running)
+            expected.append(running)
+        assert outcome.logits is not None
+        assert list(outcome.logits.logit_digests) == expected
 
     def reference(self, service: SimService, outcome: Outcome) -> list[int]:
         """The whole answer of an undisturbed run."""

@@ -31,28 +31,16 @@ _OF_CONFIG: Final = (
     "quantize",
     "enable_expert_parallel",
 )
+# Likewise of Topology.
+_OF_TOPOLOGY: Final = ("tp_size", "nnodes", "node_rank", "dist_init", "dp_size", "dp_rank")
 
 
 def worker_options(
     *,
     model: str,
     model_name: str | None,
-    max_model_len: int | None,
-    kv_cache_memory: int | None,
-    block_size: int,
-    max_num_batched_tokens: int | None,
-    scheduling_policy: str | None,
-    prefix_caching: bool,
-    weights_cache: str | None,
-    drain_timeout: float,
     simulate: str | None,
-    graph_sizes: tuple[int, ...],
-    tp_size: int,
-    nnodes: int,
-    node_rank: int,
-    dist_init: str,
-    dp_size: int,
-    dp_rank: int,
+    drain_timeout: float,
     step_timeout: float,
     tls_cert: Path | None,
     tls_key: Path | None,
@@ -65,27 +53,12 @@ def worker_options(
     Raises:
         CommandError: a value is not allowed, or some do not fit together.
     """
-    if simulate is not None and max(tp_size, dp_size) > 1:
+    if simulate is not None and max(others["tp_size"], others["dp_size"]) > 1:
         raise CommandError("--simulate runs no ranks: leave --tp-size and --dp-size away, and name a preset with -tpN")
-    kernels, is_simulated = others["kernels"], simulate is not None
     try:
-        topology = Topology(tp_size, nnodes, node_rank, dist_init, dp_size, dp_rank)
+        topology = Topology(**{name: others.pop(name) for name in _OF_TOPOLOGY})
         folder = model_folder(model, weights=simulate is None)
-        config = Config(
-            model=str(folder),
-            kv_cache_block_size=block_size,
-            max_num_batched_tokens=max_num_batched_tokens
-            or default_token_budget(kernels, is_simulated=is_simulated, max_num_seqs=others["max_num_seqs"]),
-            scheduling_policy=scheduling_policy or default_scheduling_policy(kernels, is_simulated=is_simulated),
-            enable_prefix_caching=prefix_caching,
-            kv_cache_memory=kv_cache_memory or 0,
-            max_model_len=max_model_len or 0,
-            weights_cache=_weights_cache(weights_cache),
-            tensor_parallel_size=tp_size,
-            parallel_config=ParallelConfig(dp_size, dp_rank),
-            compilation_config=CompilationConfig(cudagraph_capture_sizes=graph_sizes),
-            **{name: others.pop(name) for name in _OF_CONFIG},
-        )
+        config = _config(str(folder), topology, others, is_simulated=simulate is not None)
         cost = None if simulate is None else cost_model(simulate)
     except (ApiError, HubError) as error:
         raise CommandError(str(error)) from None
@@ -99,6 +72,29 @@ def worker_options(
         tls=server_tls(tls_cert, tls_key, tls_client_ca),
         access=_access(tls_client_ca, router_identities),
         **others,
+    )
+
+
+def _config(folder: str, topology: Topology, options: dict[str, Any], *, is_simulated: bool) -> Config:
+    """Takes the engine's options out of `options`, with the defaults of its kernels for those that are not given."""
+    kernels = options["kernels"]
+    budget = options.pop("max_num_batched_tokens") or default_token_budget(
+        kernels, is_simulated=is_simulated, max_num_seqs=options["max_num_seqs"]
+    )
+    policy = options.pop("scheduling_policy") or default_scheduling_policy(kernels, is_simulated=is_simulated)
+    return Config(
+        model=folder,
+        kv_cache_block_size=options.pop("block_size"),
+        enable_prefix_caching=options.pop("prefix_caching"),
+        max_num_batched_tokens=budget,
+        scheduling_policy=policy,
+        kv_cache_memory=options.pop("kv_cache_memory") or 0,
+        max_model_len=options.pop("max_model_len") or 0,
+        weights_cache=_weights_cache(options.pop("weights_cache")),
+        tensor_parallel_size=topology.tp_size,
+        parallel_config=ParallelConfig(topology.dp_size, topology.dp_rank),
+        compilation_config=CompilationConfig(cudagraph_capture_sizes=options.pop("graph_sizes")),
+        **{name: options.pop(name) for name in _OF_CONFIG},
     )
 
 

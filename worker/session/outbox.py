@@ -10,6 +10,11 @@ that breaks loses what is on its way: the tokens stay here, and `rewind` sends t
   * A frame holds at most MAX_FRAME_TOKENS tokens and MAX_FRAME_BYTES bytes (S8); whoever has waited longest is first.
   * What is held is bounded by the tokens of the router's live sequences, and by MAX_TAILS sequences and MAX_TAIL_TOKENS
     tokens of ended ones that have been sent whole (S6): the oldest of those goes first, and is then unknown.
+  * Logprobs (up to 700 bytes for each token) and digests of a live sequence go when MAX_SENT_LOGPROBS tokens behind
+    them have been sent. Nothing says that the router has them: what was written may lie in a buffer, and only a Hello
+    acknowledges (S4). A router that comes back from before them hears that the sequence is unknown, and submits it anew
+    behind its tokens (S5): nothing is lost, and the bound decides only what a break costs. In the time of a lease a
+    sequence seldom gets so many tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +25,7 @@ from dataclasses import dataclass, field
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_TAIL_TOKENS, MAX_TAILS
+from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_SENT_LOGPROBS, MAX_TAIL_TOKENS, MAX_TAILS
 from worker.engine.outputs import GivenLogprobs, RequestOutput
 from worker.session.output_protos import end_proto, start_proto
 
@@ -37,7 +42,8 @@ _RID_BYTES = 11
 @dataclass(slots=True)
 class _Run:
     """The tokens of one sequence from absolute position `first_pos` on, of which `sent` have gone out, and their
-    logprobs, `width` bytes each; likewise of given tokens from `given_pos` on, in bytes."""
+    logprobs, `width` bytes each, but for those of the first `num_dropped` tokens; likewise of given tokens from
+    `given_pos` on, in bytes."""
 
     first_pos: int
     token_ids: array[int] = field(default_factory=lambda: array("I"))
@@ -48,6 +54,7 @@ class _Run:
     digests: dict[int, int] = field(default_factory=dict)
     logprobs: bytearray = field(default_factory=bytearray)
     width: int = 0
+    num_dropped: int = 0
     given: bytearray = field(default_factory=bytearray)
     given_pos: int = 0
     given_width: int = 0
@@ -62,6 +69,22 @@ class _Run:
         if not self.given:
             self.given_pos, self.given_width = given.first_pos, given.width
         self.given += given.rows
+
+    def rows(self, start: int, end: int) -> bytes:
+        """Logprobs of the tokens from number `start` on, up to `end`."""
+        return bytes(self.logprobs[(start - self.num_dropped) * self.width : (end - self.num_dropped) * self.width])
+
+    def drop_sent(self) -> None:
+        """Drops logprobs and digests far behind what has been sent; in large pieces, as each is a copy of the rest."""
+        count = self.sent - self.num_dropped - MAX_SENT_LOGPROBS
+        if count < MAX_SENT_LOGPROBS or not (self.width or self.given or self.digests):
+            return
+        del self.logprobs[: count * self.width]
+        self.given.clear()
+        self.given_sent = 0
+        self.num_dropped += count
+        oldest = self.first_pos + self.num_dropped
+        self.digests = {position: digest for position, digest in self.digests.items() if position >= oldest}
 
     @property
     def weight(self) -> int:
@@ -142,7 +165,7 @@ class Outbox:
     def rewind(self, rid: int, have: int) -> bool:
         """Sends everything behind the router's first `have` tokens (again). False when that is not known here (S4)."""
         run = self._runs.get(rid)
-        if run is None or not run.first_pos <= have <= run.end_pos:
+        if run is None or not run.first_pos + run.num_dropped <= have <= run.end_pos:
             return False
         if rid in self._tails:
             self._leave_tails(rid)
@@ -263,6 +286,7 @@ def _append_tokens(frame: wpb.StepOutput, rid: int, run: _Run, count: int) -> No
     if run.start is not None and run.sent == 0:
         frame.starts.append(run.start)
     if run.width:
-        rows = bytes(run.logprobs[run.sent * run.width : (run.sent + count) * run.width])
+        rows = run.rows(run.sent, run.sent + count)
         frame.logprobs.add(rid=rid, first_pos=run.first_pos + run.sent, rows=rows)
     run.sent += count
+    run.drop_sent()

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from common.receipts import (
+    LogitChain,
     RequestDigest,
     canonical_params,
-    chained,
     compare_answer,
     compare_request,
     contradiction,
@@ -149,15 +149,33 @@ def test_what_the_answer_does_not_depend_on_is_left_out() -> None:
 
 def test_running_digests_are_those_of_the_reference_implementation() -> None:
     """XXH3 of eight bytes by its authors' library, with the digest before as the seed. They must never change."""
-    assert chained([]) == []
+    chain = LogitChain(10, 2)
+    assert chain_of(chain, 0) == []
     first = xxhash.xxh3_64(u64(1), seed=0).intdigest()
-    assert chained([1, 2]) == [first, xxhash.xxh3_64(u64(2), seed=first).intdigest()]
-    known = [f"{digest:x}" for digest in chained([1, 2, 2**64 - 1])]
+    chain.add([10, 12], [1, 2])
+    assert chain_of(chain, 3) == [first, xxhash.xxh3_64(u64(2), seed=first).intdigest()]
+    # Sent again by a worker that goes on, which brings one more.
+    chain.add([12, 14], [2, 2**64 - 1])
+    known = [f"{digest:x}" for digest in chain_of(chain, 5) or ()]
     assert known == [
         "2fbc593564db792e",
         "c5526e5481d03c88",
         "49019cad1cf01200",
     ]
+
+
+@pytest.mark.parametrize(("positions", "said"), [([10, 14], None), ([12, 14], None), ([10, 12, 14], 2), ([10], None)])
+def test_a_chain_has_the_digests_of_an_answer_or_none(positions: list[int], said: int | None) -> None:
+    """One that is missing is missed; one behind the answer, of tokens that a stop string dropped, is left out."""
+    chain = LogitChain(10, 2)
+    chain.add(positions, positions)
+    found = chain_of(chain, 4)
+    assert (None if found is None else len(found)) == said
+
+
+def chain_of(chain: LogitChain, num_tokens: int) -> list[int] | None:
+    made = chain.of_answer(num_tokens)
+    return None if made is None else list(made.logit_digests)
 
 
 def receipt(**fields: Any) -> pb.Receipt:

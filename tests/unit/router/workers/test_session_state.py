@@ -213,6 +213,7 @@ def test_endless_aliens_close_the_session() -> None:
         step(rid=[1, 2], first_pos=[3], n=[1], token_ids=[1]),
         step(rid=[1], first_pos=[3], n=[2], token_ids=[1]),
         step(rid=[1], first_pos=[3], n=[1], token_ids=[1, 2]),
+        wpb.StepOutput(logit_digests=[wpb.LogitDigests(rid=1, positions=[3, 4], digests=[7])]),
     ],
 )
 def test_columns_that_do_not_fit_are_refused(output: wpb.StepOutput) -> None:

@@ -12,7 +12,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_TAIL_TOKENS, MAX_TAILS
+from common.limits import MAX_FRAME_BYTES, MAX_FRAME_TOKENS, MAX_SENT_LOGPROBS, MAX_TAIL_TOKENS, MAX_TAILS
 from worker.engine.outputs import End, GivenLogprobs, RequestOutput, Start
 from worker.engine.sequence import EndReason
 from worker.session.outbox import Outbox
@@ -286,3 +286,35 @@ def test_logprobs_go_with_their_tokens_and_those_of_given_ones_before(
     assert have == tokens
     assert got_given == given_rows
     assert got == {rid: rows_of(own) if rid % 2 else b"" for rid, own in tokens.items()}
+
+
+@pytest.mark.parametrize("kind", ["logprobs", "digests", "given"])
+def test_what_stands_beside_tokens_is_kept_for_the_last_that_were_sent(kind: str) -> None:
+    """A router that comes back with at least those goes on to the bit; of an older one the sequence is unknown."""
+    outbox, tokens = Outbox(), list(range(5 * MAX_SENT_LOGPROBS))
+    outbox.add(1, output(10, []))
+    if kind == "given":
+        outbox.add(1, RequestOutput(0, [], first_pos=10, given=GivenLogprobs(2, 8, rows_of([1, 2]))))
+    for token in tokens:
+        made = output(10 + token, [token])
+        made.logprobs = rows_of([token]) if kind == "logprobs" else b""
+        made.logit_digests = {10 + token: token} if kind == "digests" else None
+        outbox.add(1, made)
+        outbox.take()
+    have = 10 + len(tokens) - MAX_SENT_LOGPROBS
+    assert outbox.rewind(1, have)
+    frame = outbox.take()
+    assert frame is not None
+    assert frame.token_ids == tokens[-MAX_SENT_LOGPROBS:]
+    if kind == "logprobs":
+        assert frame.logprobs[0].rows == rows_of(tokens[-MAX_SENT_LOGPROBS:])
+    if kind == "digests":
+        assert frame.logit_digests[0].digests == tokens[-MAX_SENT_LOGPROBS:]
+    assert not outbox.rewind(1, 10)
+
+
+def test_tokens_alone_are_kept_from_the_first_on() -> None:
+    outbox, tokens = Outbox(), list(range(5 * MAX_SENT_LOGPROBS))
+    outbox.add(1, output(10, tokens))
+    outbox.take()
+    assert outbox.rewind(1, 10)
