@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import structlog
+from fissile.seed import derive_seed
 
 from common.config import Config
 from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError
@@ -24,7 +25,6 @@ from common.hub import HubError, model_folder
 from common.logprob_rows import TokenLogprobs, added, unpack
 from common.sampling_masks import check_tokens_left
 from common.sampling_params import SamplingParams, TokenSequences
-from common.seed import derive_seed
 from common.step_defaults import default_scheduling_policy, default_token_budget
 from common.text.bad_words import bad_words_token_ids
 from common.text.detokenizer import Detokenizer

@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 import grpc
+from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 
 from common.block_hash import GRANULE_BLOCKS
@@ -30,7 +31,6 @@ from common.errors import (
 from common.receipts import LogitChain, RequestDigest, canonical_params
 from common.sampling_masks import check_tokens_left
 from common.sampling_params import SamplingParams
-from common.seed import derive_seed
 from common.telemetry import names
 from common.telemetry.request_record import RequestRecord
 from common.telemetry.tracing import RequestSpan, Tracing

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError, NoWorkerError, OtherModelStateError, WorkerLostError, at_path
@@ -17,7 +18,6 @@ from common.receipts import (
     contradiction,
     output_sha256,
 )
-from common.seed import derive_seed
 from router.api.answering import Answering, AnswerRequest, Asked, Kind
 from router.api.in_flight import InFlightCall
 from router.api.receipts import receipt_of

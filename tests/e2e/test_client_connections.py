@@ -201,6 +201,11 @@ async def test_a_stream_that_nobody_holds_any_more_is_cancelled() -> None:
         gc.enable()
 
 
+def has_called(stream: Any) -> bool:
+    """True if a stream's first call has ended."""
+    return stream._calls._call is not None and bool(stream._calls._call.done())
+
+
 def is_cancelled(error: object) -> bool:
     return isinstance(error, FissileError) and error.code is grpc.StatusCode.CANCELLED
 
@@ -214,14 +219,14 @@ async def test_a_client_that_is_closed_wakes_streams_that_wait_for_their_next_at
     listing = asyncio.ensure_future(asyncio.to_thread(sync.models, timeout_s=7200.0))
     stream: Stream | AsyncStream = sync.generate_stream("say", timeout_s=None)
     reading = asyncio.ensure_future(asyncio.to_thread(stream.result))
-    await until(lambda: stream._attempts._call is not None and stream._attempts._call.done())
+    await until(lambda: has_called(stream))
     sync.close()
     errors = await asyncio.gather(reading, listing, return_exceptions=True)
     assert all(map(is_cancelled, errors)), errors
     async with AsyncClient(nowhere) as client:
         stream = client.generate_stream("say", timeout_s=None)
         reading = asyncio.ensure_future(stream.result())
-        await until(lambda: stream._attempts._call is not None and stream._attempts._call.done())
+        await until(lambda: has_called(stream))
         await client.close()
         (error,) = await asyncio.gather(reading, return_exceptions=True)
         assert is_cancelled(error)

@@ -20,6 +20,7 @@ import grpc
 import pytest
 from fissile.admin.v1 import admin_pb2 as apb
 from fissile.admin.v1.admin_pb2_grpc import AdminServiceStub
+from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 from fissile.worker.v1 import worker_pb2 as wpb
@@ -33,7 +34,6 @@ from common.block_hash import hash_chain, salt_root
 from common.limits import MAX_FRAME_TOKENS, PROBATION_SEQS
 from common.rpc.durations import to_duration
 from common.rpc.unsupported_fields import field_paths
-from common.seed import derive_seed
 from router.app import Router
 from router.options import RouterOptions
 from router.requests.stream import RequestStream

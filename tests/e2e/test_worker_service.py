@@ -18,6 +18,7 @@ from typing import Any
 
 import grpc
 import pytest
+from fissile.seed import derive_seed
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceStub
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -27,7 +28,6 @@ from common.cli.core.errors import CommandError
 from common.config import Config
 from common.limits import DRAIN_TIMEOUT_S
 from common.process.tasks import task_failures
-from common.seed import derive_seed
 from tests.e2e.service import free_port
 from tests.e2e.worker_client import EOS_ID, VOCAB_SIZE, RouterEnd, make_model_folder, sequence
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput

@@ -54,6 +54,9 @@ def names(*modules: str) -> frozenset[str]:
 
 RULES = {
     "fissile": Rule(TORCH, {}),
+    "fissile/seed.py": Rule(WORLD | GRPC, {}),
+    "fissile/client/attempts.py": Rule(WORLD | GRPC, {}),
+    "fissile/client/progress.py": Rule(WORLD | GRPC, {}),
     "common": Rule(TORCH, {}),
     "router": Rule(TORCH, {}),
     # The engine and the network side of a worker run without PyTorch: a simulated worker, and one whose ranks have it.
@@ -138,7 +141,6 @@ RULES = {
     "common/delay_gate.py": Rule(WORLD | GRPC, {}),
     "common/receipts.py": Rule(WORLD | GRPC, {}),
     "common/sampling_params.py": Rule(WORLD | GRPC, {}),
-    "common/seed.py": Rule(WORLD | GRPC, {}),
     "common/process": Rule(
         WORLD | GRPC,
         {

@@ -12,6 +12,7 @@ from functools import partial
 
 import grpc
 import structlog
+from fissile.seed import derive_seed
 from fissile.worker.v1 import worker_pb2 as wpb
 from fissile.worker.v1.worker_pb2_grpc import WorkerServiceServicer
 from google.protobuf.message import DecodeError
@@ -31,7 +32,6 @@ from common.rpc.auth import caller
 from common.rpc.errors import abort
 from common.rpc.request_reader import NOT_A_MESSAGE
 from common.rpc.unsupported_fields import refuse_unserved
-from common.seed import derive_seed
 from common.telemetry import names
 from common.telemetry.logs import current_request_id, current_trace_id
 from common.telemetry.request_record import current_record, shown

@@ -32,17 +32,27 @@ class Answer:
 
     Attributes:
         index: which of the `n` answers.
-        text: its text; of Chat the content.
         token_ids: its tokens, where the request asks for them.
         finish: its end, None before.
         logprobs: of its tokens, where the request asks for them.
     """
 
     index: int
-    text: str = ""
     token_ids: list[int] = field(default_factory=list)
     finish: pb.Finish | None = None
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    _texts: list[str] = field(default_factory=list)
+
+    @property
+    def text(self) -> str:
+        """Its text so far; of Chat the content."""
+        if len(self._texts) > 1:
+            self._texts = ["".join(self._texts)]
+        return self._texts[0] if self._texts else ""
+
+    def add_text(self, text: str) -> None:
+        """Takes the next part of the text; parts are joined when they are asked for, not one by one."""
+        self._texts.append(text)
 
 
 class Progress:
@@ -92,7 +102,7 @@ class Progress:
     def add(self, part: Response) -> None:
         """Adds a message."""
         answer = self.answers[part.index]
-        answer.text += text_of(part)
+        answer.add_text(text_of(part))
         # Logprobs name their tokens, which a stream that breaks has to be resumed with.
         answer.token_ids += part.token_ids or [entry.token_id for entry in part.logprobs]
         answer.logprobs += part.logprobs

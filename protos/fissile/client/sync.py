@@ -6,47 +6,40 @@ import contextlib
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import grpc
 
-from fissile.client.calls import (
-    Event,
-    Messages,
-    Prompt,
-    Result,
-    chat_request,
-    events_of,
-    generate_request,
-    result_of,
-    split,
+from fissile.client.attempts import StreamAttempts, Unary
+from fissile.client.base import (
+    QUESTION_TIMEOUT_S,
+    BaseClient,
+    BaseStream,
+    count_tokens,
+    get_model,
+    list_models,
 )
-from fissile.client.connections import Connection, Metadata
+from fissile.client.calls import Event, Messages, Prompt, Result, result_of
 from fissile.client.errors import FissileError, again, cancelled, error_of
-from fissile.client.progress import Progress, Request
-from fissile.client.retries import Retries
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
+T = TypeVar("T")
 
-class _Attempts:
+
+class _Calls:
     """Calls of one stream, one after the other.
 
     Knows nothing of its `Stream`: one that nobody holds any more is gone at once, and with it the generator `events`,
     which cancels the call as it ends.
     """
 
-    def __init__(self, client: Client, request: Request, timeout_s: float | None, metadata: Metadata) -> None:
-        self.progress = Progress(request)
+    def __init__(self, client: Client, attempts: StreamAttempts) -> None:
+        self.attempts = attempts
         self.trailing_metadata: Mapping[str, str | bytes] = {}
-        self.num_calls = 0
         self._client = client
-        self._request = request
-        self._metadata = client.connection.metadata_of(metadata)
-        self._end = None if timeout_s is None else time.monotonic() + timeout_s
-        self._retries = client.retries()
         self._call: Any = None
         self._cancelled = threading.Event()
 
@@ -58,60 +51,48 @@ class _Attempts:
 
     def events(self) -> Iterator[Event]:
         """Events of all attempts; begins the first one."""
-        request = self._request
         while True:
             try:
-                for part in self._open(request):
-                    self._retries.progress()
-                    self.progress.add(part)
-                    yield from events_of(part)
+                for part in self._open():
+                    yield from self.attempts.received(part)
                 self.trailing_metadata = dict(self._call.trailing_metadata() or ())
                 return
             except grpc.RpcError as error:
-                if self.progress.is_whole:
+                if self.attempts.progress.is_whole:
                     return
                 if self._cancelled.is_set():
                     raise cancelled() from None
-                wait_s = self._retries.failed(error_of(error), time.monotonic())
-                if wait_s is None or self._is_late(wait_s) or not self.progress.may_go_on:
-                    raise error_of(error) from None
+                wait_s = self.attempts.failed(error_of(error), time.monotonic())
             finally:
                 if self._call is not None:
                     self._call.cancel()
             if self._cancelled.wait(wait_s):
                 raise cancelled()
-            request = self.progress.going_on()
 
-    def _open(self, request: Request) -> Any:
-        self.num_calls += 1
-        stub = self._client.stub(self._retries.target)
-        method = stub.Chat if isinstance(request, pb.ChatRequest) else stub.Generate
-        left_s = None if self._end is None else max(0.001, self._end - time.monotonic())
+    def _open(self) -> Any:
+        call = self.attempts.next(time.monotonic())
+        method = getattr(self._client.stub(call.target), call.method)
         with self._client.cancelled_if_closed():
-            self._call = method(request, timeout=left_s, metadata=self._metadata)
+            self._call = method(call.request, timeout=call.timeout_s, metadata=call.metadata)
         # Another thread may have cancelled before it could see this call.
         if self._cancelled.is_set():
             raise cancelled()
         return self._call
 
-    def _is_late(self, wait_s: float) -> bool:
-        return self._end is not None and time.monotonic() + wait_s >= self._end
 
-
-class Stream:
+class Stream(BaseStream):
     """Events of the answers to one request; goes on at another router by itself where the stream breaks.
 
-    Iterate over it once, on one thread. Leaving its `with` block, `cancel`, or dropping it (as `break` does where
-    nothing else holds it) frees what it holds.
+    Iterate over it once, on one thread. Leaving its `with` block, `cancel` on whichever thread, or dropping it (as
+    `break` does where nothing else holds it) frees what it holds.
 
     Attributes:
         progress: what has come.
     """
 
-    def __init__(self, attempts: _Attempts) -> None:
-        self.progress = attempts.progress
-        self._attempts = attempts
-        self._events = attempts.events()
+    def __init__(self, calls: _Calls) -> None:
+        super().__init__(calls)
+        self._events = calls.events()
         # Why it has ended before its end: one that is asked again must not look whole.
         self._failure: FissileError | None = None
 
@@ -145,20 +126,6 @@ class Stream:
             self._failure = again(error)
             raise
 
-    @property
-    def num_calls(self) -> int:
-        """Calls that the stream has taken so far: 1 for one that never broke."""
-        return self._attempts.num_calls
-
-    @property
-    def trailing_metadata(self) -> Mapping[str, str | bytes]:
-        """Trailing metadata of a stream that has ended with OK, such as `traceresponse`; empty before."""
-        return self._attempts.trailing_metadata
-
-    def cancel(self) -> None:
-        """Ends the call, on any thread; what it held is free."""
-        self._attempts.cancel()
-
     def result(self) -> Result:
         """Reads to the end; the answers from their beginning.
 
@@ -170,7 +137,7 @@ class Stream:
         return result_of(self.progress)
 
 
-class Client:
+class Client(BaseClient[Stream]):
     """Calls routers of one fleet. May be used by several threads.
 
     Args:
@@ -180,13 +147,11 @@ class Client:
     """
 
     def __init__(self, targets: str | Sequence[str], *, give_up_s: float = 30.0, **connection: Any) -> None:
-        self.connection = Connection([targets] if isinstance(targets, str) else [*targets], **connection)
-        self._give_up_s = give_up_s
+        super().__init__(targets, give_up_s=give_up_s, **connection)
         self._channels: dict[str, grpc.Channel] = {}
-        self._running = weakref.WeakSet[_Attempts]()
+        self._running = weakref.WeakSet[_Calls]()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        self._next = 0
 
     def __enter__(self) -> Client:
         """Connects when something is asked."""
@@ -204,29 +169,10 @@ class Client:
             self._closed.set()
             running, channels = [*self._running], [*self._channels.values()]
             self._channels.clear()
-        for attempts in running:
-            attempts.cancel()
+        for calls in running:
+            calls.cancel()
         for channel in channels:
             channel.close()
-
-    def chat_stream(
-        self, messages: Messages, *, timeout_s: float | None = 600.0, metadata: Metadata = (), **arguments: Any
-    ) -> Stream:
-        """Answers a conversation.
-
-        Args:
-            messages: a text, or messages with `role` and `content`.
-            timeout_s: deadline of the whole answer, later attempts included; None is no deadline.
-            metadata: of this call, such as `traceparent`.
-            arguments: fields of SamplingParams and of ChatRequest, by name.
-        """
-        return self._stream(chat_request(messages, *split(arguments)), timeout_s, metadata)
-
-    def generate_stream(
-        self, prompt: Prompt, *, timeout_s: float | None = 600.0, metadata: Metadata = (), **arguments: Any
-    ) -> Stream:
-        """Continues a prompt, a text or token ids; arguments as of `chat_stream`."""
-        return self._stream(generate_request(prompt, *split(arguments)), timeout_s, metadata)
 
     def chat(self, messages: Messages, **arguments: Any) -> Result:
         """Answers a conversation, whole; arguments as of `chat_stream`.
@@ -244,37 +190,29 @@ class Client:
         """
         return self.generate_stream(prompt, **arguments).result()
 
-    def models(self, *, timeout_s: float = 60.0) -> list[pb.Model]:
+    def models(self, *, timeout_s: float = QUESTION_TIMEOUT_S) -> list[pb.Model]:
         """The models that can be asked for.
 
         Raises:
             FissileError: no router answers.
         """
-        return [*self._once("ListModels", pb.ListModelsRequest(), timeout_s).models]
+        return self._ask(list_models(), timeout_s)
 
-    def model(self, name: str = "", *, timeout_s: float = 60.0) -> pb.Model:
+    def model(self, name: str = "", *, timeout_s: float = QUESTION_TIMEOUT_S) -> pb.Model:
         """A model; "" is the only one that is served.
 
         Raises:
             FissileError: there is none of this name, or no router answers.
         """
-        found: pb.Model = self._once("GetModel", pb.GetModelRequest(model=name), timeout_s).model
-        return found
+        return self._ask(get_model(name), timeout_s)
 
-    def count_tokens(self, messages: Messages, *, model: str = "", timeout_s: float = 60.0) -> int:
+    def count_tokens(self, messages: Messages, *, model: str = "", timeout_s: float = QUESTION_TIMEOUT_S) -> int:
         """Prompt tokens of a conversation.
 
         Raises:
             FissileError: the conversation is refused, or no router answers.
         """
-        asked = pb.CountTokensRequest(chat=chat_request(messages, {}, {"model": model}))
-        return int(self._once("CountTokens", asked, timeout_s).prompt_tokens)
-
-    def retries(self) -> Retries:
-        """Attempts of a new call, which begin at the next router."""
-        with self._lock:
-            self._next += 1
-            return Retries(self.connection.targets, self._give_up_s, self._next - 1)
+        return self._ask(count_tokens(messages, model), timeout_s)
 
     def stub(self, target: str) -> Any:
         """Stub of a router, on a channel that is kept.
@@ -303,11 +241,11 @@ class Client:
                 raise cancelled() from None
             raise
 
-    def _stream(self, request: Request, timeout_s: float | None, metadata: Metadata) -> Stream:
-        attempts = _Attempts(self, request, timeout_s, metadata)
+    def _begin(self, attempts: StreamAttempts) -> Stream:
+        calls = _Calls(self, attempts)
         with self._lock:
-            self._running.add(attempts)
-        return Stream(attempts)
+            self._running.add(calls)
+        return Stream(calls)
 
     def _channel(self, target: str) -> grpc.Channel:
         credentials, options = self.connection.credentials, self.connection.channel_options
@@ -315,18 +253,17 @@ class Client:
             return grpc.insecure_channel(target, options=options)
         return grpc.secure_channel(target, credentials, options=options)
 
-    def _once(self, method: str, request: Any, timeout_s: float) -> Any:
-        retries, end = self.retries(), time.monotonic() + timeout_s
-        metadata = self.connection.metadata_of()
+    def _ask(self, asked: Unary[T], timeout_s: float) -> T:
+        attempts = self._attempts(asked, timeout_s)
         while True:
-            left_s = max(0.001, end - time.monotonic())
-            call: Callable[..., Any] = getattr(self.stub(retries.target), method)
+            call = attempts.next(time.monotonic())
+            method = getattr(self.stub(call.target), call.method)
             try:
                 with self.cancelled_if_closed():
-                    return call(request, timeout=left_s, metadata=metadata)
+                    return asked.made_of(method(call.request, timeout=call.timeout_s, metadata=call.metadata))
             except grpc.RpcError as error:
-                wait_s = retries.failed(error_of(error), time.monotonic())
-                if wait_s is None or time.monotonic() + wait_s >= end:
-                    raise error_of(error) from None
+                if self._closed.is_set():
+                    raise cancelled() from None
+                wait_s = attempts.failed(error_of(error), time.monotonic())
             if self._closed.wait(wait_s):
                 raise cancelled()

@@ -9,12 +9,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from fissile.seed import derive_seed
 from hypothesis import given, settings
 
 from common.config import Config
 from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError, PromptTooLongError
 from common.sampling_params import SamplingParams
-from common.seed import derive_seed
 from common.text.tokenizer import Tokenizer
 from tests.checkpoints import make_checkpoint, write_tokenizer
 from tests.unit.common.text.continuations import TOKENIZERS, Continuation, continuations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from common.seed import derive_seed
+from fissile.seed import derive_seed
 
 
 def test_known_answer() -> None:

@@ -1,0 +1,108 @@
+"""Calls that are made until one has worked. Pure: `now` comes in, and what to call, and how long to wait, goes out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from google.protobuf.message import Message
+
+from fissile.client.calls import Event, events_of
+from fissile.client.connections import Metadata
+from fissile.client.errors import FissileError
+from fissile.client.progress import Progress, Response
+from fissile.client.retries import Retries
+from fissile.v1 import inference_pb2 as pb
+
+T = TypeVar("T")
+_SHORTEST_S = 0.001
+
+
+@dataclass(frozen=True, slots=True)
+class Unary(Generic[T]):
+    """A call with one answer: the name of its method, its request, and what is made of the answer."""
+
+    method: str
+    request: Message
+    made_of: Callable[[Any], T]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A call to make now."""
+
+    target: str
+    method: str
+    request: Message
+    timeout_s: float | None
+    metadata: Metadata
+
+
+class Attempts:
+    """The calls for one request, one after the other.
+
+    Args:
+        method: name of the method.
+        request: its request.
+        retries: which router is asked when.
+        metadata: of each call.
+        end: monotonic seconds, None for never.
+
+    Attributes:
+        num_calls: those that have been made.
+    """
+
+    def __init__(self, method: str, request: Message, retries: Retries, metadata: Metadata, end: float | None) -> None:
+        self.num_calls = 0
+        self._method = method
+        self._request = request
+        self._metadata = metadata
+        self._end = end
+        self._retries = retries
+
+    def next(self, now: float) -> Call:
+        """The call to make."""
+        self.num_calls += 1
+        left_s = None if self._end is None else max(_SHORTEST_S, self._end - now)
+        return Call(self._retries.target, self._method, self._request, left_s, self._metadata)
+
+    def failed(self, error: FissileError, now: float) -> float:
+        """Seconds until the next call.
+
+        Raises:
+            FissileError: there is none, for this error.
+        """
+        wait_s = self._retries.failed(error, now)
+        if wait_s is None or (self._end is not None and now + wait_s >= self._end):
+            raise error from None
+        return wait_s
+
+
+class StreamAttempts(Attempts):
+    """The calls of one stream, each of which goes on behind what has come."""
+
+    def __init__(
+        self, request: pb.GenerateRequest | pb.ChatRequest, retries: Retries, metadata: Metadata, end: float | None
+    ) -> None:
+        method = "Chat" if isinstance(request, pb.ChatRequest) else "Generate"
+        super().__init__(method, request, retries, metadata, end)
+        self.progress = Progress(request)
+
+    def received(self, part: Response) -> list[Event]:
+        """Takes a message; the events that it brings."""
+        self._retries.progress()
+        self.progress.add(part)
+        return events_of(part)
+
+    def failed(self, error: FissileError, now: float) -> float:
+        """Seconds until the next call, which goes on.
+
+        Raises:
+            FissileError: there is none, for this error.
+        """
+        wait_s = super().failed(error, now)
+        if not self.progress.may_go_on:
+            raise error from None
+        self._request = self.progress.going_on()
+        return wait_s

@@ -1,0 +1,127 @@
+"""Parts that the client for programs that wait and the one for event loops have in common: all but what waits."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, Protocol, TypeVar
+
+from fissile.client.attempts import Attempts, StreamAttempts, Unary
+from fissile.client.calls import Messages, Prompt, chat_request, generate_request, split
+from fissile.client.connections import Connection, Metadata
+from fissile.client.progress import Request
+from fissile.client.retries import Retries
+from fissile.v1 import inference_pb2 as pb
+
+StreamT = TypeVar("StreamT")
+ANSWER_TIMEOUT_S = 600.0
+QUESTION_TIMEOUT_S = 60.0
+
+
+class Calls(Protocol):
+    """The calls of one stream, as the stream needs them."""
+
+    attempts: StreamAttempts
+    trailing_metadata: Mapping[str, str | bytes]
+
+    def cancel(self) -> None:
+        """Ends the call."""
+        ...
+
+
+class BaseStream:
+    """A stream, but for the reading.
+
+    Attributes:
+        progress: what has come.
+    """
+
+    def __init__(self, calls: Calls) -> None:
+        self.progress = calls.attempts.progress
+        self._calls = calls
+
+    @property
+    def num_calls(self) -> int:
+        """Calls that the stream has taken so far: 1 for one that never broke."""
+        return self._calls.attempts.num_calls
+
+    @property
+    def trailing_metadata(self) -> Mapping[str, str | bytes]:
+        """Trailing metadata of a stream that has ended with OK, such as `traceresponse`; empty before."""
+        return self._calls.trailing_metadata
+
+    def cancel(self) -> None:
+        """Ends the call; what it held is free."""
+        self._calls.cancel()
+
+
+class BaseClient(ABC, Generic[StreamT]):
+    """A client, but for the waiting; arguments as of `Client`."""
+
+    def __init__(self, targets: str | Sequence[str], *, give_up_s: float = 30.0, **connection: Any) -> None:
+        self.connection = Connection([targets] if isinstance(targets, str) else [*targets], **connection)
+        self._give_up_s = give_up_s
+        # Calls begin at the routers in turn.
+        self._turns = itertools.count()
+
+    def chat_stream(
+        self,
+        messages: Messages,
+        *,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+        metadata: Metadata = (),
+        **arguments: Any,
+    ) -> StreamT:
+        """Answers a conversation.
+
+        Args:
+            messages: a text, or messages with `role` and `content`.
+            timeout_s: deadline of the whole answer, later attempts included; None is no deadline.
+            metadata: of this call, such as `traceparent`.
+            arguments: fields of SamplingParams and of ChatRequest, by name.
+        """
+        return self._stream(chat_request(messages, *split(arguments)), timeout_s, metadata)
+
+    def generate_stream(
+        self,
+        prompt: Prompt,
+        *,
+        timeout_s: float | None = ANSWER_TIMEOUT_S,
+        metadata: Metadata = (),
+        **arguments: Any,
+    ) -> StreamT:
+        """Continues a prompt, a text or token ids; arguments as of `chat_stream`."""
+        return self._stream(generate_request(prompt, *split(arguments)), timeout_s, metadata)
+
+    @abstractmethod
+    def _begin(self, attempts: StreamAttempts) -> StreamT:
+        """A stream that makes its first call when it is read."""
+
+    def _stream(self, request: Request, timeout_s: float | None, metadata: Metadata) -> StreamT:
+        end = None if timeout_s is None else time.monotonic() + timeout_s
+        return self._begin(StreamAttempts(request, self._retries(), self.connection.metadata_of(metadata), end))
+
+    def _attempts(self, call: Unary[Any], timeout_s: float) -> Attempts:
+        end = time.monotonic() + timeout_s
+        return Attempts(call.method, call.request, self._retries(), self.connection.metadata_of(), end)
+
+    def _retries(self) -> Retries:
+        return Retries(self.connection.targets, self._give_up_s, next(self._turns))
+
+
+def list_models() -> Unary[list[pb.Model]]:
+    """Asks for the models."""
+    return Unary("ListModels", pb.ListModelsRequest(), lambda answer: [*answer.models])
+
+
+def get_model(name: str) -> Unary[pb.Model]:
+    """Asks for a model; "" is the only one."""
+    return Unary("GetModel", pb.GetModelRequest(model=name), lambda answer: answer.model)
+
+
+def count_tokens(messages: Messages, model: str) -> Unary[int]:
+    """Asks how long the prompt of a conversation is."""
+    asked = pb.CountTokensRequest(chat=chat_request(messages, {}, {"model": model}))
+    return Unary("CountTokens", asked, lambda answer: int(answer.prompt_tokens))
