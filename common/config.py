@@ -87,6 +87,8 @@ class Config:
         quant_config: how the weights of a checkpoint are quantized whose config.json does not say so. They are
             brought to `dtype` when they are loaded, where the kernels do not multiply them as they are.
         hash_seed: fleet-wide seed of the block hashes.
+        kv_digests: share of the cached blocks whose contents are digested, for routers to compare between workers; 0 is
+            none.
         bos_token_id: beginning-of-sequence id, None when the model has none.
         eos_token_id: the model's first end-of-sequence id, None when it has none.
         stop_token_ids: the further ids of `generation_config.eos_token_id`.
@@ -124,6 +126,7 @@ class Config:
     compilation_config: CompilationConfig = field(default_factory=CompilationConfig)
     quant_config: QuantizationConfig = field(default_factory=QuantizationConfig)
     hash_seed: int = 0
+    kv_digests: float = 0.0
     bos_token_id: int | None = None
     eos_token_id: int | None = None
     stop_token_ids: tuple[int, ...] = ()
@@ -154,6 +157,7 @@ class Config:
         require_one_of("quantize", self.quantize, QUANTIZE)
         agrees = not (self.enforce_eager and self.compilation_config.cudagraph_capture_sizes)
         _require(agrees, "enforce_eager", True, "False with compilation_config.cudagraph_capture_sizes")
+        _require(0 <= self.kv_digests <= 1, "kv_digests", self.kv_digests, "[0, 1]")
         require_one_of("kv_cache_dtype", self.kv_cache_dtype, ("auto", *KV_CACHE_DTYPES))
         _require(0 <= self.hash_seed < 1 << 64, "hash_seed", self.hash_seed, "an unsigned 64-bit number")
         for name in ("bos_token_id", "eos_token_id"):

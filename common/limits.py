@@ -168,6 +168,9 @@ SESSION_GOODBYE_S = 0.25
 KV_EVENTS_S = 0.05
 MAX_KV_FRAME_CHANGES = 4096
 MAX_KV_LOG = 1 << 16
+# Digests of KV blocks that a worker remembers for routers that come, and that a router compares others with.
+MAX_KV_DIGEST_LOG = 1 << 10
+MAX_KV_DIGESTS = 1 << 15
 
 # Failover. Attempts of a request that bring no token, one after the other; all of its attempts; deaths of workers that
 # may meet it; and deaths within its first tokens there, after which it runs alone for as long or as many tokens.

@@ -555,6 +555,10 @@ class KVCacheOps(Protocol):
         """
         ...
 
+    def contents(self, cache: KVCache, block_id: int) -> list[torch.Tensor]:
+        """All that the layers keep of a block's tokens, in one order for every worker: views of the cache."""
+        ...
+
 
 class AttentionOps(Protocol):
     """Attention with keys and values for each head, and the plan of a step that latent attention has too."""

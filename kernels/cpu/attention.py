@@ -93,6 +93,10 @@ class CpuKVCacheOps(KVCacheOps):
     def touch(self, cache: PagedKVCache, progress: Callable[[int, int], None]) -> None:
         cache.touch(progress)
 
+    @override
+    def contents(self, cache: PagedKVCache, block_id: int) -> list[torch.Tensor]:
+        return cache.contents(block_id)
+
 
 class CpuAttentionOps(AttentionOps):
     """Native for rows and caches in dtypes that are, PyTorch's for others."""

@@ -101,6 +101,11 @@ class PagedKVCache:
         if self.index is not None:
             self.index.touch(progress)
 
+    def contents(self, block_id: int) -> list[torch.Tensor]:
+        """A block's keys and values of all layers, and its index keys: views."""
+        own = self.data[:, :, block_id]
+        return [own] if self.index is None else [own, *self.index.contents(block_id)]
+
     def by_token(self) -> PagedKVCache:
         """The same memory of a cache of one head as blocks of one token each: block id is slot."""
         layers, sides, blocks, _, block_size, head_dim = self.data.shape

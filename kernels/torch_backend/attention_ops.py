@@ -26,6 +26,10 @@ class TorchKVCacheOps(KVCacheOps):
     def touch(self, cache: PagedKVCache, progress: Callable[[int, int], None]) -> None:
         cache.touch(progress)
 
+    @override
+    def contents(self, cache: PagedKVCache, block_id: int) -> list[torch.Tensor]:
+        return cache.contents(block_id)
+
 
 class TorchAttentionOps(AttentionOps):
     """Attention over a StepPlan. Keeps its buffers, so one object serves one thread."""

@@ -67,6 +67,11 @@ class DeviceKVCache:
         """[blocks, block_size, Hkv, value_dim]; those of a latent cache are a part of its keys."""
         return self.data[layer, -1, ..., : self.value_dim]
 
+    def contents(self, block_id: int) -> list[torch.Tensor]:
+        """A block's keys and values of all layers, and its index keys: views."""
+        own = self.data[:, :, block_id]
+        return [own] if self.index is None else [own, *self.index.contents(block_id)]
+
 
 class TritonKVCacheOps(KVCacheOps):
     """Caches on the device."""
@@ -83,3 +88,7 @@ class TritonKVCacheOps(KVCacheOps):
     @override
     def touch(self, cache: DeviceKVCache, progress: Callable[[int, int], None]) -> None:
         """Does nothing: the device has given the pages."""
+
+    @override
+    def contents(self, cache: DeviceKVCache, block_id: int) -> list[torch.Tensor]:
+        return cache.contents(block_id)

@@ -7,6 +7,7 @@ An architecture joins by a line in SHAPES.
 from __future__ import annotations
 
 import random
+import struct
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from tests.checkpoints import MIN_VOCAB_SIZE, make_checkpoint
 from worker.config.model_config import ModelConfig, ModelError
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
+from worker.model.kv_digests import KvDigester
 from worker.model.layers import moe
 from worker.model.model_runner import ModelRunner
 from worker.model.sharding import Alone, Collectives, DataParallel, Shard
@@ -201,11 +203,40 @@ def test_the_rank_that_answers_digests_the_logits_that_all_have(both: tuple[Rank
         assert all(output.logit_digests is None for output in outputs[1:])
 
 
+def test_the_rank_that_answers_digests_the_kv_of_all(both: tuple[Ranks, Ranks]) -> None:
+    for ranks in both:
+        ranks.streams(random_prompts([40, 70], seed=4))
+        parts = []
+        for runner in ranks.runners:
+            alone = KvDigester(runner.kernels, Shard())
+            parts.append(
+                [int(alone._of_block(runner.kernels.kv_cache.contents(runner._kv_cache, i))) for i in (91, 95)]
+            )
+        batch = one([5, 6, 7], 0)
+        batch.digested_blocks = {91: b"a", 95: b"b"}
+        first, *others = [output.kv_digests for output in ranks.outputs(batch)]
+        wanted = [xxhash.xxh3_64_intdigest(struct.pack(f"<{ranks.size}q", *each)) for each in zip(*parts, strict=True)]
+        assert first == dict(zip((b"a", b"b"), wanted, strict=True))
+        assert wanted[0] != wanted[1]
+        assert others == [None] * (ranks.size - 1)
+
+
 def test_greedy_streams(both: tuple[Ranks, Ranks]) -> None:
     prompts = random_prompts([1, 15, 16, 17, 64, 200], 2)
     expected, found = (ranks.streams(prompts) for ranks in both)
     assert found == expected
     assert len({tuple(stream) for stream in found}) == len(prompts)
+
+
+def test_a_step_that_reaches_no_ones_last_token_gives_no_token(both: tuple[Ranks, Ranks]) -> None:
+    """A chunk of a greedy prompt, alone in its step."""
+    (prompt,) = random_prompts([40], 6)
+    seq = Sequence(prompt, BLOCK_SIZE, SamplingParams(temperature=0.0))
+    seq.block_table = [0, 1, 2]
+    for ranks in both:
+        assert [output.token_ids for output in ranks.outputs(ScheduledBatch({seq.id: seq}, [20], 20))] == [
+            {}
+        ] * ranks.size
 
 
 def test_a_rows_bits_do_not_depend_on_the_batch(both: tuple[Ranks, Ranks]) -> None:

@@ -35,6 +35,7 @@ from worker.ranks.rank_peers import RankLostError
 OF_A_SERVICE: Final[dict[str, Any]] = {
     "model_name": None,
     "hash_seed": 0,
+    "kv_digests": 0.0,
     "drain_timeout": DRAIN_TIMEOUT_S,
     "simulate": None,
     "nnodes": 1,

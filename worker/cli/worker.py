@@ -10,7 +10,7 @@ import structlog
 import uvloop
 
 from common.cli.core.config_file import ConfigurableCommand, config_option
-from common.cli.core.options import SHORTEST_S, ByteSize, Duration, Sizes, option
+from common.cli.core.options import SHORTEST_S, ByteSize, Duration, Fraction, Sizes, option
 from common.cli.core.tls_options import health_port_option, server_tls_options
 from common.config import QUANTIZE, SCHEDULING_POLICIES, Config
 from common.limits import (
@@ -146,6 +146,11 @@ class WorkerCommand(ConfigurableCommand):
 @option(
     "--hash-seed", envvar="FISSILE_HASH_SEED", type=click.IntRange(0, 2**64 - 1), default=0,
     help="Seed of the block hashes, the same for the whole fleet.",
+)  # fmt: skip
+@option(
+    "--kv-digests", envvar="FISSILE_KV_DIGESTS", type=Fraction(), default="6.25%", metavar="FRACTION",
+    help="Part of the cached KV blocks whose contents are digested, so that routers find workers that differ. All "
+    "workers choose the same ones. 0% is off.",
 )  # fmt: skip
 @option(
     "--threads", envvar="FISSILE_THREADS", type=click.IntRange(min=1),

@@ -22,6 +22,7 @@ _OF_CONFIG: Final = (
     "max_num_seqs",
     "scheduler_delay_factor",
     "hash_seed",
+    "kv_digests",
     "dtype",
     "kv_cache_dtype",
     "kernels",

@@ -178,6 +178,7 @@ _FIELDS: Final = (
     "is_dummy_run",
     "num_spec_step",
     "scheduled_spec_decode_tokens",
+    "digested_blocks",
     "_block_size",
 )
 
@@ -192,6 +193,8 @@ class ScheduledBatch:
 
      `targets` has, for sequences that want logprobs of given tokens, the tokens whose logits the step computes: those
      that follow the sequence's last rows, but for its final one, in order.
+
+     `digested_blocks` has names of KV blocks, by id, that the runner digests before it writes anything.
 
      Draft tokens to be verified follow the last token, in `scheduled_tokens` too. Deferred output: a row with
      `from_last_output[i]` was scheduled before its one token was there; `scheduled_tokens[i]` is empty, and the runner
@@ -228,6 +231,7 @@ class ScheduledBatch:
         self.req_ids = self._columns.ids
         self.num_scheduled_tokens = num_scheduled_tokens
         self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
+        self.digested_blocks: dict[int, bytes] = {}
         self.num_computed_tokens = [s.num_computed_tokens + s.num_inflight_tokens for s in rows]
         # True if every row is one decoded token, without speculation.
         self.is_plain_decode = total_seqs_num_decode == len(rows) == total_tokens_num and num_spec_step == 0
@@ -421,7 +425,8 @@ class ScheduledBatchOutput:
     step. `logit_digests` has those of the rows that ask for them, by sequence and by absolute position of the token.
 
     `logprobs` has rows (common/logprob_rows.py) of the tokens of the sequences that want them, NO_TOKEN's
-    without meaning; `target_logprobs` has those of `ScheduledBatch.targets`. None where there are none.
+    without meaning; `target_logprobs` has those of `ScheduledBatch.targets`. `kv_digests` has digests of
+    `ScheduledBatch.digested_blocks`, by name. None where there are none.
     """
 
     token_ids: dict[int, tuple[int, ...]]
@@ -429,6 +434,7 @@ class ScheduledBatchOutput:
     logit_digests: dict[int, dict[int, int]] | None = None
     logprobs: dict[int, bytes] | None = None
     target_logprobs: dict[int, bytes] | None = None
+    kv_digests: dict[bytes, int] | None = None
 
     @property
     def req_ids(self) -> list[int]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 from common.config import Config
 from common.errors import InvalidFieldError
+from worker.engine.block_digests import BlockDigests
 from worker.engine.prefix_cache import UNSALTED_ROOT, Block, PrefixCache
 from worker.engine.sequence import Sequence
 
@@ -45,6 +46,7 @@ class BlockManager:
         blocks: the pool, by id.
         prefixes: the cached prefixes.
         hash_to_block_id: of `prefixes`.
+        digests: of published blocks.
         free_block_ids: from the next to be taken to the last: blocks that hold nothing, then cached ones, least
             recently used first.
 
@@ -61,6 +63,7 @@ class BlockManager:
         self.blocks = [Block(i) for i in range(num_blocks)]
         self.prefixes = PrefixCache(config, self.blocks)
         self.hash_to_block_id = self.prefixes.hash_to_block_id
+        self.digests = BlockDigests(config)
         self.free_block_ids: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
         self._chains: dict[int, _Chain] = {}
 
@@ -190,6 +193,7 @@ class BlockManager:
         if block_hash not in self.hash_to_block_id:
             block = self.blocks[seq.block_table[i]]
             prefixes.add(block, block_hash, tokens, chain.node, i + 1)
+            self.digests.published(seq, i, tokens)
         else:
             found = prefixes.find(block_hash, tokens, chain.node)
             if found is None:

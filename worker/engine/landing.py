@@ -54,6 +54,8 @@ class Landing:
         outputs = self._lifecycle.outputs
         first = len(outputs)
         finished = self._take(seqs, batch, fwd_output, now)
+        if fwd_output.kv_digests:
+            self._blocks.digests.add(fwd_output.kv_digests)
         if fwd_output.logit_digests:
             for output in outputs[first:]:
                 output.logit_digests = fwd_output.logit_digests.get(output.request_id)

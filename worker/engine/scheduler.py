@@ -198,6 +198,7 @@ class Scheduler:
         if not step.seqs:
             return None
         batch = step.build(self.mtp_k)
+        batch.digested_blocks = self.block_manager.digests.take_wanted()
         self._launch(step, batch, now)
         return batch, step.seqs
 

@@ -72,7 +72,7 @@ class Turn:
     """Result of one turn.
 
     `seen` has the receipts of the groups taken in before its step, `granules` the changes of the prefix cache
-    (`PrefixCache.take_granule_changes`).
+    (`PrefixCache.take_granule_changes`), `kv_digests` names of cached blocks with the digests of their contents.
     """
 
     step: int
@@ -81,6 +81,7 @@ class Turn:
     seen: list[Receipt] = field(default_factory=list)
     figures: EngineFigures = field(default_factory=EngineFigures)
     granules: list[int] = field(default_factory=list)
+    kv_digests: list[tuple[bytes, int]] = field(default_factory=list)
     flushed: list[tuple[Callable[[int], None], int]] = field(default_factory=list)
 
 
@@ -97,6 +98,7 @@ class EngineTurns:
         self._clock = clock
         self._totals = core.scheduler.lifecycle.totals
         self._prefixes = core.scheduler.block_manager.prefixes
+        self._digests = core.scheduler.block_manager.digests
         self._prefixes.watch_granules()
 
     @property
@@ -135,7 +137,8 @@ class EngineTurns:
     def report(self, outputs: list[RequestOutput] | None = None, seen: list[Receipt] | None = None) -> Turn:
         """Snapshot of the engine's load and metrics, with the outputs of this turn."""
         load, granules = self.core.load(), self._prefixes.take_granule_changes()
-        return Turn(self.core.num_steps, load, outputs or [], seen or [], self._figures(load), granules)
+        digests = self._digests.take()
+        return Turn(self.core.num_steps, load, outputs or [], seen or [], self._figures(load), granules, digests)
 
     def _figures(self, load: LoadReport) -> EngineFigures:
         scheduler, totals = self.core.scheduler, self._totals

@@ -33,6 +33,7 @@ from worker.model.forward_context import (
     KVCacheTensor,
     forward_context,
 )
+from worker.model.kv_digests import KvDigester
 from worker.model.model_loader import ModelLoader
 from worker.model.sampler import Sampler, final_sequences
 from worker.model.sharding import Shard, length
@@ -133,6 +134,7 @@ class ModelRunner:
         # Ids below it may be sampled.
         self.sampled_ids = _sampled_ids(config.model, model_config)
         self.sampler = Sampler(self.kernels, config.eos_token_ids, fetches=self.shard.rank == 0)
+        self._kv_digester = KvDigester(self.kernels, self.shard)
         self._graphs: DecodeGraphs | None = None
         # One for steps of decodes alone, one for others, which may alternate.
         self._tables = {True: BlockTables(), False: BlockTables()}
@@ -247,6 +249,7 @@ class ModelRunner:
         step = self.prepare_model(batch)
         digests, logprobs = None, None
         with torch.inference_mode():
+            kv_digests = self._kv_digester.begin(self._kv_cache, batch.digested_blocks)
             final, before_targets = self._states(step)
             given = self.sampler.given_logprobs(batch, lambda rows: self._logits(before_targets[rows]))
             if batch.is_greedy:
@@ -257,7 +260,7 @@ class ModelRunner:
                 digests = self.sampler.digests(batch, logits)
                 ids, logprobs = self.sampler.draw(batch, logits)
         seq_ids = [batch.req_ids[i] for i in final_sequences(batch).tolist()]
-        last = self.sampler.keep(seq_ids, ids, digests, logprobs, given)
+        last = self.sampler.keep(seq_ids, ids, digests, logprobs, given, kv_digests)
         return lambda: last.output
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:

@@ -22,6 +22,7 @@ from kernels.no_token import NO_TOKEN
 from kernels.penalties import Penalties
 from kernels.upload import to_device
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, TokenHistory
+from worker.model.kv_digests import KvDigests
 from worker.model.logit_adjustments import SeenTokens
 from worker.model.logit_masks import LogitMasks
 from worker.model.logprobs import LOGIT_ROWS, Rows, TokenLogprobsMaker
@@ -41,6 +42,7 @@ class SampledTokens:
         digests: waits for those of logits; None where nobody asks for any.
         logprobs: waits for the rows of their logprobs; None where nobody wants any.
         given: waits for those of given tokens, each of some sequences.
+        kv_digests: waits for those of KV blocks; None where there are none.
     """
 
     def __init__(
@@ -51,6 +53,7 @@ class SampledTokens:
         digests: Digests | None = None,
         logprobs: Rows | None = None,
         given: Many[Rows] = (),
+        kv_digests: KvDigests | None = None,
     ) -> None:
         self.ids = ids
         self._digests = digests
@@ -58,6 +61,7 @@ class SampledTokens:
         self._fetched = fetched
         self._logprobs = logprobs
         self._given = given
+        self._kv_digests = kv_digests
 
     @cached_property
     def output(self) -> ScheduledBatchOutput:
@@ -65,6 +69,8 @@ class SampledTokens:
         output = ScheduledBatchOutput({seq: (token,) for seq, token in zip(self.place, self._fetched(), strict=True)})
         if self._digests is not None:
             output.logit_digests = self._digests()
+        if self._kv_digests is not None:
+            output.kv_digests = self._kv_digests()
         if self._logprobs is not None:
             output.logprobs = self._logprobs()
         if self._given:
@@ -107,10 +113,11 @@ class Sampler:
         digests: Digests | None = None,
         logprobs: Rows | None = None,
         given: Many[Rows] = (),
+        kv_digests: KvDigests | None = None,
     ) -> SampledTokens:
         """Notes what a step has sampled, for the next one, and what is to be put out with it."""
         fetched = self._sampling.fetch(ids) if self._fetches else ids.tolist
-        self.last = SampledTokens(seq_ids, ids, fetched, digests, logprobs, given)
+        self.last = SampledTokens(seq_ids, ids, fetched, digests, logprobs, given, kv_digests)
         return self.last
 
     def digests(self, batch: ScheduledBatch, logits: torch.Tensor) -> Digests | None:

@@ -10,17 +10,18 @@ for all routers together, and each Session reads them with a `KvCursor` of its o
   * At most one frame per KV_EVENTS_S and router, of at most MAX_KV_FRAME_CHANGES changes; what came and went within a
     frame's changes is not in it.
   * The log holds at most 2 * `capacity` changes, and of the cache each granule once.
+  * Digests of blocks are no changes: a router gets the newest ones, in order, as long as the log has them.
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.limits import KV_EVENTS_S, MAX_KV_FRAME_CHANGES, MAX_KV_LOG
+from common.limits import KV_EVENTS_S, MAX_KV_DIGEST_LOG, MAX_KV_FRAME_CHANGES, MAX_KV_LOG
 
 
 class KvLog:
@@ -35,6 +36,9 @@ class KvLog:
         self._present: set[int] = set()
         self._changes: list[int] = []
         self._forgotten = 0
+        # The newest, and how many have been forgotten.
+        self._digests: list[tuple[bytes, int]] = []
+        self._forgotten_digests = 0
         # Waiters for the next change; a dict for its order.
         self._waiting: dict[Callable[[], None], None] = {}
 
@@ -58,6 +62,28 @@ class KvLog:
         if len(self._changes) > 2 * self._capacity:
             self._forgotten += len(self._changes) - self._capacity
             del self._changes[: -self._capacity]
+        self._wake_all()
+
+    @property
+    def num_digests(self) -> int:
+        """Digests that have come since the start."""
+        return self._forgotten_digests + len(self._digests)
+
+    def append_digests(self, digests: Sequence[tuple[bytes, int]]) -> None:
+        """Takes names of blocks with digests of their contents; tells those who wait."""
+        if not digests:
+            return
+        self._digests += digests
+        if (surplus := len(self._digests) - MAX_KV_DIGEST_LOG) > 0:
+            self._forgotten_digests += surplus
+            del self._digests[:surplus]
+        self._wake_all()
+
+    def digests_after(self, count: int) -> list[tuple[bytes, int]]:
+        """Digests that have come after the first `count`, but for those that are forgotten."""
+        return self._digests[max(0, count - self._forgotten_digests) :]
+
+    def _wake_all(self) -> None:
         waiting, self._waiting = self._waiting, {}
         for wake in waiting:
             wake()
@@ -101,6 +127,7 @@ class KvCursor:
         # Rest of a snapshot that has begun.
         self._left: array[int] | None = None
         self._epoch = 0
+        self._num_digests = 0
         self._took = -math.inf
 
     def restart(self, epoch: int) -> None:
@@ -120,11 +147,10 @@ class KvCursor:
         if now < self._took + KV_EVENTS_S:
             return None
         self._took = now
-        if self._left is not None:
-            return self._take_piece(self._left, after=self._seq)
-        if self._needs_snapshot or not self._log.remembers(self._seq):
-            return self._begin_snapshot()
-        return self._take_changes()
+        frame = self._take_frame()
+        frame.digests.extend(wpb.KvDigest(name=n, digest=d) for n, d in self._log.digests_after(self._num_digests))
+        self._num_digests = self._log.num_digests
+        return frame
 
     def close(self) -> None:
         """The Session has ended."""
@@ -132,7 +158,17 @@ class KvCursor:
 
     @property
     def _is_behind(self) -> bool:
-        return self._needs_snapshot or self._left is not None or self._seq != self._log.seq
+        log = self._log
+        is_behind = self._needs_snapshot or self._left is not None or self._seq != log.seq
+        return is_behind or self._num_digests != log.num_digests
+
+    def _take_frame(self) -> wpb.KvEvents:
+        """The next frame's granules, of which there may be none."""
+        if self._left is not None:
+            return self._take_piece(self._left, after=self._seq)
+        if self._needs_snapshot or not self._log.remembers(self._seq):
+            return self._begin_snapshot()
+        return self._take_changes()
 
     def _begin_snapshot(self) -> wpb.KvEvents:
         self._needs_snapshot = False

@@ -178,6 +178,7 @@ class EngineLoop:
         self.load, self.num_steps, self.figures = turn.load, turn.step, turn.figures
         self._deliveries.deliver(turn)
         self.kv_log.append(turn.granules)
+        self.kv_log.append_digests(turn.kv_digests)
         for done, blocks in turn.flushed:
             done(blocks)
         if not self._deliveries:

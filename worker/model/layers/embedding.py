@@ -105,7 +105,8 @@ class LMHead:
         if self._whole:
             return self._linear.argmax(hidden, self._packed, limit)
         best = self._own_best(hidden, min(limit, self._vocab_size))
-        every = self._collectives.all_gather(best).view(len(hidden), -1, 2)
+        gathered = self._collectives.all_gather(best)
+        every = gathered.view(len(hidden), gathered.shape[1] // 2, 2)
         # The first of equals: the lowest rank has the lowest ids.
         values, ranks = every[..., 0].max(dim=1)
         ids = every[..., 1].gather(1, ranks.unsqueeze(1)).squeeze(1).long()

@@ -1157,6 +1157,7 @@ class KvEvents(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     LEFT_FIELD_NUMBER: _builtins.int
     EPOCH_FIELD_NUMBER: _builtins.int
+    DIGESTS_FIELD_NUMBER: _builtins.int
     seq: _builtins.int
     """Number of the newest change that is accounted for by this frame and those before it, of a snapshot when it is whole."""
     after: _builtins.int
@@ -1179,6 +1180,12 @@ class KvEvents(_message.Message):
     def evicted(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Granules that cannot be found any more."""
 
+    @_builtins.property
+    def digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___KvDigest]:
+        """Digests of the contents of some cached blocks, whichever granules they are in. They ride on whatever frame comes next,
+        or come in one of their own, whose `after` is its `seq`; they are no part of the numbering, and may come twice or never.
+        """
+
     def __init__(
         self,
         *,
@@ -1189,14 +1196,45 @@ class KvEvents(_message.Message):
         snapshot: _builtins.bool = ...,
         left: _builtins.int = ...,
         epoch: _builtins.int = ...,
+        digests: _abc.Iterable[Global___KvDigest] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "epoch", b"epoch", "evicted", b"evicted", "left", b"left", "seq", b"seq", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["after", b"after", "digests", b"digests", "epoch", b"epoch", "evicted", b"evicted", "left", b"left", "seq", b"seq", "snapshot", b"snapshot", "stored", b"stored"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___KvEvents: _TypeAlias = KvEvents  # noqa: Y015
+
+@_typing.final
+class KvDigest(_message.Message):
+    """What a cached block held when it was published. Workers of one model and numerics class agree on it, or one of them has
+    computed something else, or its memory has changed.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    name: _builtins.bytes
+    """Names the block, 16 bytes: BLAKE2b of the block size, the cache salt and all tokens up to the block's end
+    (common/kv_digests.py). Workers choose the same blocks, by the block's own tokens.
+    """
+    digest: _builtins.int
+    """Of its keys and values in all layers, of all ranks."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.bytes = ...,
+        digest: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___KvDigest: _TypeAlias = KvDigest  # noqa: Y015
 
 @_typing.final
 class Draining(_message.Message):

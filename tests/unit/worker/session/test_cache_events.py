@@ -21,12 +21,16 @@ from worker.engine.turns import EngineTurns, Receipt, StepListener, Submit
 from worker.session import cache_events
 from worker.session.cache_events import KvCursor, KvLog
 
+# Digests of blocks that a log remembers.
+DIGESTS_KEPT = 4
+
 
 class Reader:
     """A router that applies what it gets; `seq` as its next Hello says it."""
 
     def __init__(self, log: KvLog) -> None:
         self.held: set[int] = set()
+        self.digests: list[tuple[bytes, int]] = []
         self.seq = self.left = 0
         self.open(log)
 
@@ -47,6 +51,7 @@ class Reader:
         if frame is None:
             return False
         assert frame.epoch == self.epoch
+        self.digests += [(each.name, each.digest) for each in frame.digests]
         if frame.snapshot:
             self.held.clear()
             self.awaits = False
@@ -69,7 +74,9 @@ class LogMachine(RuleBasedStateMachine):
     def begin(self) -> None:
         self.patch = pytest.MonkeyPatch()
         self.patch.setattr(cache_events, "MAX_KV_FRAME_CHANGES", 3)
+        self.patch.setattr(cache_events, "MAX_KV_DIGEST_LOG", DIGESTS_KEPT)
         self.log = KvLog(capacity=6)
+        self.digests: list[tuple[bytes, int]] = []
         self.now = 0.0
         self.present: set[int] = set()
         self.readers = [Reader(self.log), Reader(self.log)]
@@ -84,6 +91,12 @@ class LogMachine(RuleBasedStateMachine):
             changes.append(~granule if granule in self.present else granule)
             self.present ^= {granule}
         self.log.append(changes)
+
+    @rule(count=st.integers(1, 2 * DIGESTS_KEPT))
+    def digest(self, count: int) -> None:
+        new = [(bytes([i % 256]), i) for i in range(len(self.digests), len(self.digests) + count)]
+        self.digests += new
+        self.log.append_digests(new)
 
     @rule(which=st.integers(0, 1), times=st.integers(1, 3))
     def read(self, which: int, times: int) -> None:
@@ -109,12 +122,14 @@ class LogMachine(RuleBasedStateMachine):
         assert not reader.awaits
         assert reader.held == self.present
         assert reader.seq == self.log.seq
+        assert reader.digests[-DIGESTS_KEPT:] == self.digests[-DIGESTS_KEPT:]
         assert not reader.read(self.now + 1)
 
     @invariant()
     def bounded(self) -> None:
         if hasattr(self, "log"):
             assert len(self.log._changes) <= 2 * 6
+            assert len(self.log._digests) <= DIGESTS_KEPT
 
 
 LogMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
