@@ -345,7 +345,7 @@ class InferenceService(InferenceServiceServicer):
 
         scope, record = RpcScope(self._tracing, context, method, request_id, operation), current_record()
         record.model = request.model
-        measured = self._metrics.request(operation, self._clock, broken_off)
+        measured = self._metrics.request(operation, arrival, self._clock, broken_off)
         async with scope as span, measured as measure:
             check_request_id(request_id)
             check()

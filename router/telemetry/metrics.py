@@ -137,16 +137,17 @@ class RouterMetrics:
 
     @contextlib.asynccontextmanager
     async def request(
-        self, operation: str, clock: Callable[[], float], broken_off: Callable[[], grpc.StatusCode]
+        self, operation: str, arrival: float, clock: Callable[[], float], broken_off: Callable[[], grpc.StatusCode]
     ) -> AsyncIterator[RequestMeasure]:
         """Measures a request for as long as the block runs; what the block raises is counted as its failure.
 
         Args:
             operation: `names.TEXT_COMPLETION` or `names.CHAT`.
+            arrival: of the request, from which the time to its first token counts, too.
             clock: monotonic seconds.
             broken_off: the status of a call that is cancelled: its deadline arrives as that too.
         """
-        began, labels = clock(), {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_FISSILE}
+        labels = {names.OPERATION: operation, names.PROVIDER: names.PROVIDER_FISSILE}
         measure = RequestMeasure(labels, self)
         try:
             yield measure
@@ -156,7 +157,7 @@ class RouterMetrics:
             labels[names.ERROR_TYPE] = code
             raise
         finally:
-            self.duration(clock() - began, labels)
+            self.duration(clock() - arrival, labels)
             self._use(measure)
 
     def _use(self, measure: RequestMeasure) -> None:
