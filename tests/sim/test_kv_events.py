@@ -219,7 +219,7 @@ def losing_a_piece(seed: int) -> None:
 
 
 CAUGHT: list[tuple[Mutant, Callable[[int], None]]] = [
-    (Mutant("noresync", KvCursor, "take", " or not self._log.remembers(self._seq)", ""), breaking),
+    (Mutant("noresync", KvCursor, "_take_frame", " or not self._log.remembers(self._seq)", ""), breaking),
     (Mutant("noseqcheck", KvEventCursor, "_continues", "events.after != self._seq", "False"), losing),
     (Mutant("wrongseq", KvCursor, "_take_changes", "frame.seq = self._seq", "frame.seq = self._seq + 1"), quiet),
     (Mutant("oldinstance", KvEventCursor, "goes_on_with", "instance_id == self._instance_id and ", ""), restarted),
