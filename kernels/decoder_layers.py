@@ -31,15 +31,18 @@ class DecoderLayers:
         self._attention = backend.attention
 
     def run(self, x: torch.Tensor, cache: KVCache, metadata: AttentionMetaData, rope_write: RopeWrite) -> torch.Tensor:
-        """All layers and the last norm, over one step: x [T, H] -> [T, H]; see FusedDecoder."""
+        """All layers and the last norm, over one step: x [T, H] -> [T, (1 + n) H]; see FusedDecoder."""
         linear, norm, add_norm = self._linear.apply, self._elementwise.rms_norm, self._elementwise.add_rms_norm
         attend, eps, scale = self._attention.apply, self.decoder.eps, self.decoder.scale
         residual: torch.Tensor | None = None
+        streams: dict[int, torch.Tensor] = {}
         for index, layer in enumerate(self.decoder.layers):
             if residual is None:
                 normed, residual = norm(x, layer.input_norm, eps), x
             else:
                 normed, residual = add_norm(x, residual, layer.input_norm, eps)
+            if index in self.decoder.aux_layers:
+                streams[index] = residual
             q = rope_write(linear(normed, layer.qkv), layer, index)
             found = attend(q, cache, index, metadata, scale, layer.window, layer.sinks)
             x = self._reduced(linear(found.flatten(1), layer.out))
@@ -47,7 +50,9 @@ class DecoderLayers:
             x = self._network(normed, layer)
         if residual is None:
             return norm(x, self.decoder.norm, eps)
-        return add_norm(x, residual, self.decoder.norm, eps)[0]
+        states = add_norm(x, residual, self.decoder.norm, eps)[0]
+        aux = [streams[index] for index in self.decoder.aux_layers]
+        return torch.cat((states, *aux), dim=1) if aux else states
 
     def _network(self, x: torch.Tensor, layer: DecoderLayer) -> torch.Tensor:
         if layer.network is not None:

@@ -341,6 +341,7 @@ class Decoder:
         num_heads: Hq, this rank's.
         scale: of attention's scores.
         all_reduce: brings what `out` and `down` give, [T, H], to the sum over all ranks; None for one rank.
+        aux_layers: layers before which the residual stream is given too; for draft models.
     """
 
     layers: tuple[DecoderLayer, ...]
@@ -349,6 +350,7 @@ class Decoder:
     num_heads: int
     scale: float
     all_reduce: Callable[[torch.Tensor], torch.Tensor] | None = None
+    aux_layers: tuple[int, ...] = ()
 
 
 class FusedDecoder(Protocol):
@@ -357,10 +359,11 @@ class FusedDecoder(Protocol):
     def run(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, cache: KVCache, metadata: AttentionMetaData
     ) -> torch.Tensor:
-        """All layers and the last norm, to the bit what the single operations give: x [T, H] -> [T, H].
+        """All layers and the last norm, to the bit what the single operations give: x [T, H] -> [T, (1 + n) H].
 
-        cos and sin are those of `ElementwiseOps.rope`; layer i has the cache's layer i. Rows of the result that are not
-        among `metadata.wanted_rows` may be anything.
+        The first H columns are the states behind the last norm, of which rows that are not among `metadata.wanted_rows`
+        may be anything. The others are the residual streams before the n `aux_layers`. cos and sin are those of
+        `ElementwiseOps.rope`; layer i has the cache's layer i.
         """
         ...
 

@@ -153,6 +153,96 @@ def make_checkpoint(
     return folder
 
 
+def make_mtp_checkpoint(folder: Path | str, architecture: str, **shape: Any) -> Path:
+    """`make_checkpoint` of a model with one MTP layer, which is its last layer with what joins states and tokens.
+
+    Its embedding is the model's, stored again; its head is its own.
+    """
+    from safetensors.torch import load_file, save_file
+
+    count = shape.pop("num_hidden_layers", DEFAULT_SHAPE["num_hidden_layers"])
+    folder = make_checkpoint(folder, architecture, num_hidden_layers=count + 1, tie_word_embeddings=False, **shape)
+    tensors = load_file(folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"num_hidden_layers": count, "num_nextn_predict_layers": 1}
+    config |= {key: config[key][:count] for key in ("layer_types", "mlp_layer_types") if config.get(key)}
+    (folder / "config.json").write_text(json.dumps(config))
+    hidden, embedding = config["hidden_size"], tensors["model.embed_tokens.weight"]
+    drawn = _drawn(
+        {
+            "enorm.weight": (hidden,),
+            "hnorm.weight": (hidden,),
+            "eh_proj.weight": (hidden, 2 * hidden),
+            "shared_head.norm.weight": (hidden,),
+            "shared_head.head.weight": tuple(embedding.shape),
+        },
+        embedding.dtype,
+    )
+    own = {f"model.layers.{count}.{name}": tensor for name, tensor in drawn.items()}
+    own[f"model.layers.{count}.embed_tokens.weight"] = embedding.clone()
+    save_file(tensors | own, folder / "model.safetensors")
+    return folder
+
+
+def make_eagle3_head(folder: Path | str, target: Path, *, seed: int = 0, **entries: Any) -> Path:
+    """Writes a random EAGLE-3 head for the model in `target`; `entries` of config.json over its shape."""
+    import torch
+    from safetensors.torch import save_file
+
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    own = json.loads((target / "config.json").read_text())
+    keys = ("hidden_size", "vocab_size", "rms_norm_eps", "max_position_embeddings", "head_dim", "dtype")
+    config: dict[str, Any] = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        "num_attention_heads": 3,
+        "num_key_value_heads": 1,
+        "intermediate_size": 72,
+        "rope_theta": 5000.0,
+        "draft_vocab_size": own["vocab_size"] - 60,
+        **{key: own[key] for key in keys},
+        **entries,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["draft_vocab_size"]
+    queries, keys_width = (config[f"num_{kind}_heads"] * config["head_dim"] for kind in ("attention", "key_value"))
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (hidden, 3 * own["hidden_size"]),
+        "midlayer.hidden_norm.weight": (hidden,),
+        "midlayer.input_layernorm.weight": (hidden,),
+        "midlayer.post_attention_layernorm.weight": (hidden,),
+        "midlayer.self_attn.q_proj.weight": (queries, 2 * hidden),
+        "midlayer.self_attn.k_proj.weight": (keys_width, 2 * hidden),
+        "midlayer.self_attn.v_proj.weight": (keys_width, 2 * hidden),
+        "midlayer.self_attn.o_proj.weight": (hidden, queries),
+        "midlayer.mlp.gate_proj.weight": (inner, hidden),
+        "midlayer.mlp.up_proj.weight": (inner, hidden),
+        "midlayer.mlp.down_proj.weight": (hidden, inner),
+        "norm.weight": (hidden,),
+        "lm_head.weight": (vocab, hidden),
+    }
+    tensors = _drawn(shapes, getattr(torch, config["dtype"]), seed)
+    generator = torch.Generator().manual_seed(seed)
+    drafted = torch.randperm(config["vocab_size"], generator=generator)[:vocab].sort().values
+    tensors["d2t"] = drafted - torch.arange(vocab)
+    tensors["t2d"] = torch.zeros(config["vocab_size"], dtype=torch.bool).index_fill_(0, drafted, True)
+    save_file(tensors, folder / "model.safetensors")
+    return folder
+
+
+def _drawn(shapes: dict[str, tuple[int, ...]], dtype: Any, seed: int = 1) -> dict[str, Any]:
+    """Normal weights and norms around 1."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    drawn = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return {
+        name: (1 + 0.2 * one if one.dim() == 1 else one * LAYER_GAIN / math.sqrt(one.shape[1])).to(dtype)
+        for name, one in drawn.items()
+    }
+
+
 def write_tokenizer(folder: Path | str, vocab_size: int, *, chat_template: bool = True) -> None:
     """Saves a byte-level BPE tokenizer with exactly `vocab_size` ids: special tokens, 256 bytes, pairs and
     triples of letters.

@@ -72,6 +72,8 @@ class _Decoder(ctypes.Structure):
         ("norm", c_void_p),
         ("layers", ctypes.POINTER(_Layer)),
         ("num_layers", c_int64),
+        ("aux_layers", ctypes.POINTER(c_int64)),
+        ("num_aux", c_int64),
     )
 
 
@@ -148,7 +150,12 @@ class NativeDecoder:
 
     def __init__(self, library: CDLL, decoder: Decoder) -> None:
         self._library = library
-        self._kept = decoder, (_Layer * len(decoder.layers))(*map(_Layer.of, decoder.layers))
+        self._kept = (
+            decoder,
+            (_Layer * len(decoder.layers))(*map(_Layer.of, decoder.layers)),
+            (c_int64 * len(decoder.aux_layers))(*decoder.aux_layers),
+        )
+        self._num_parts = 1 + len(decoder.aux_layers)
         self._joiner = None if decoder.all_reduce is None else _Joiner(decoder.all_reduce)
         self._native = _Decoder(
             DTYPES[decoder.norm.dtype],
@@ -160,6 +167,8 @@ class NativeDecoder:
             decoder.norm.data_ptr(),
             self._kept[1],
             len(decoder.layers),
+            self._kept[2],
+            len(decoder.aux_layers),
         )
 
     def run(
@@ -170,9 +179,9 @@ class NativeDecoder:
         cache: PagedKVCache,
         metadata: AttentionMetaData,
     ) -> torch.Tensor:
-        """x [T, H] -> [T, H]; cos and sin float32 [T, 1, R/2]; see FusedDecoder."""
+        """x [T, H] -> [T, (1 + n) H]; cos and sin float32 [T, 1, R/2]; see FusedDecoder."""
         x, cos, sin = x.contiguous(), cos.contiguous(), sin.contiguous()
-        out, data = torch.empty_like(x), cache.data
+        out, data = x.new_empty(x.shape[0], x.shape[1] * self._num_parts), cache.data
         step: StepArrays = metadata.plan.arrays
         native = _Step(
             x.shape[0],

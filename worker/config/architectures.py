@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from kernels.interface import KVSpec
     from worker.config.model_config import ModelConfig
     from worker.model.layers.build import Build
+    from worker.model.models.eagle3 import Eagle3Head
     from worker.model.sharding import Shard
     from worker.weights.checkpoint import Shape
 
@@ -24,6 +25,11 @@ support_model_arch_dict: dict[str, str] = {
     "Glm4MoeForCausalLM": "worker.model.models.glm4_moe:Glm4MoeForCausalLM",
     "DeepseekV3ForCausalLM": "worker.model.models.deepseek_v3:DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM": "worker.model.models.deepseek_v32:DeepseekV32ForCausalLM",
+}
+
+# Likewise of what drafts for another model alone.
+draft_head_arch_dict: dict[str, str] = {
+    "LlamaForCausalLMEagle3": "worker.model.models.eagle3:Eagle3Head",
 }
 
 
@@ -51,8 +57,25 @@ class CausalModel(Protocol):
         """KV cache of one token in one layer of this rank."""
         ...
 
+    @classmethod
+    def draft_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """Name and shape of every tensor of the layers of the checkpoint that draft.
+
+        Raises:
+            ModelError: it has none.
+        """
+        ...
+
+    @classmethod
+    def optional_draft_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """Likewise, of those that the checkpoint need not have."""
+        ...
+
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, H] after the last norm, for token ids and positions int64 [T]."""
+        """Hidden states [T, H] after the last norm, for token ids and positions int64 [T].
+
+        Beside them, [T, (1 + n) H], are the residual streams before the n `Build.aux_layers`.
+        """
         ...
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -64,8 +87,40 @@ class CausalModel(Protocol):
         ...
 
 
+class DraftModel(Protocol):
+    """Model that drafts for another one by its states: a head, or a layer of its checkpoint.
+
+    Attributes:
+        kv_names: names of its layers in the forward context.
+    """
+
+    kv_names: tuple[str, ...]
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        """States [T, H] as `forward` takes them, of the target's [T, (1 + n) H]."""
+        ...
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Its own states [T, H], of the tokens behind the positions int64 [T] and the states [T, H] at them."""
+        ...
+
+    def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """float32 [S, V] of its states [S, H], for the target's ids; -inf for those that it does not draft."""
+        ...
+
+
 def model_class(architecture: str) -> type[CausalModel]:
     """The class of a supported architecture. Imports PyTorch."""
-    module, name = support_model_arch_dict[architecture].split(":")
-    found: Any = getattr(import_module(module), name)
+    found: Any = _imported(support_model_arch_dict[architecture])
     return found  # type: ignore[no-any-return]
+
+
+def draft_head_class(architecture: str) -> type[Eagle3Head]:
+    """The class of a draft head's architecture. Imports PyTorch."""
+    found: Any = _imported(draft_head_arch_dict[architecture])
+    return found  # type: ignore[no-any-return]
+
+
+def _imported(place: str) -> Any:
+    module, name = place.split(":")
+    return getattr(import_module(module), name)

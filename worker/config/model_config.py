@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -139,8 +139,12 @@ class ModelConfig:
     source: Mapping[str, Any] = field(default_factory=dict, hash=False, compare=False, repr=False)
 
     @classmethod
-    def from_folder(cls, path: Path | str) -> ModelConfig:
+    def from_folder(cls, path: Path | str, architectures: Collection[str] = SUPPORTED_ARCHITECTURES) -> ModelConfig:
         """Reads and checks a checkpoint's configuration.
+
+        Args:
+            path: the folder.
+            architectures: that it may have.
 
         Raises:
             ModelError: the folder or a file is missing or malformed, or the model is not supported.
@@ -153,7 +157,7 @@ class ModelConfig:
             raise ModelError(f"{folder} has no config.json; give a Hugging Face checkpoint folder")
         generation = _read_json(folder / "generation_config.json") or {}
         try:
-            return _parse(config, generation)
+            return _parse(config, generation, architectures)
         except (KeyError, OverflowError, TypeError, ValueError) as error:
             what = f"{error} is missing" if isinstance(error, KeyError) else str(error)
             raise ModelError(f"{folder / 'config.json'} cannot be used: {what}") from error
@@ -241,8 +245,8 @@ def _read_json(path: Path) -> dict[str, Any] | None:
     return content
 
 
-def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelConfig:
-    architecture = _architecture(config)
+def _parse(config: Mapping[str, Any], generation: Mapping[str, Any], architectures: Collection[str]) -> ModelConfig:
+    architecture = _architecture(config, architectures)
     config = {**_DEFAULTS.get(architecture, {}), **config}
     if architecture in _ROPE_DEFAULTS and not (config.get("rope_parameters") or config.get("rope_scaling")):
         config["rope_parameters"] = _ROPE_DEFAULTS[architecture]
@@ -281,15 +285,15 @@ def _parse(config: Mapping[str, Any], generation: Mapping[str, Any]) -> ModelCon
     )
 
 
-def _architecture(config: Mapping[str, Any]) -> str:
+def _architecture(config: Mapping[str, Any], supported: Collection[str]) -> str:
     named = config.get("architectures") or []
     if not isinstance(named, list):
         raise ValueError(f"architectures is {named!r}; it must be a list of names")
     for architecture in named:
-        if architecture in SUPPORTED_ARCHITECTURES:
+        if architecture in supported:
             return str(architecture)
     found = ", ".join(map(str, named)) or "none named"
-    raise ModelError(f"architecture not supported: {found}; supported: {', '.join(SUPPORTED_ARCHITECTURES)}")
+    raise ModelError(f"architecture not supported: {found}; supported: {', '.join(supported)}")
 
 
 def _refuse_unsupported(config: Mapping[str, Any]) -> None:

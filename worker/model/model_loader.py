@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
 from common.config import Config, QuantizationConfig
 from kernels.interface import KernelBackend, PackedFormat
-from worker.config.architectures import CausalModel, model_class
+from worker.config.architectures import CausalModel, draft_head_class, model_class
 from worker.config.model_config import ModelConfig, ModelError
 from worker.model.layers.build import Build
+from worker.model.models.eagle3 import Eagle3Head
 from worker.model.sharding import Shard
-from worker.weights.checkpoint import Progress, Weights, load_weights, weight_files, weights_digest
+from worker.weights.checkpoint import Progress, Shape, Weights, load_weights, weight_files, weights_digest
 from worker.weights.weights_cache import Keeper, Key, Making, WeightsCache, sources_digest
+
+Made = TypeVar("Made")
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """Tensors of a checkpoint: see `load_weights`."""
+
+    expected: Mapping[str, Shape]
+    optional: Mapping[str, Shape]
+    kept: tuple[str, ...]
 
 
 class ModelLoader:
@@ -29,6 +44,8 @@ class ModelLoader:
         packed_format: of the weights in memory; in `dtype` when None.
         max_position: positions that rotary tables are made for.
         shard: the part of the model that this rank holds.
+        aux_layers: see `Build`.
+        drafts: see `Build`.
 
     Attributes:
         mapped_bytes: of files of weights that the process maps; 0 before `load`.
@@ -45,6 +62,8 @@ class ModelLoader:
         packed_format: PackedFormat | None,
         max_position: int,
         shard: Shard,
+        aux_layers: tuple[int, ...] = (),
+        drafts: bool = False,
     ) -> None:
         self._config = config
         self._model_config = model_config
@@ -54,6 +73,8 @@ class ModelLoader:
         self._packed_format = packed_format
         self._max_position = max_position
         self._shard = shard
+        self._aux_layers = aux_layers
+        self._drafts = drafts
         self.mapped_bytes = 0
 
     @cached_property
@@ -68,27 +89,47 @@ class ModelLoader:
         Raises:
             ModelError: the checkpoint cannot be served; one line.
         """
+        architecture, config = model_class(self._model_config.architecture), self._model_config
+        kept = architecture.kept_tensors(config)
+        expected, optional = architecture.tensor_shapes(config), dict[str, Shape]()
+        if self._drafts:
+            expected |= architecture.draft_shapes(config)
+            optional = architecture.optional_draft_shapes(config)
+        return self._load(architecture, Tensors(expected, optional, kept), progress)
 
-        def build(kept: Keeper) -> CausalModel:
-            return self._build(kept, progress)
+    @torch.inference_mode()
+    def load_head(self, progress: Progress) -> Eagle3Head:
+        """Likewise, of a folder that has a draft head.
+
+        Raises:
+            ModelError: it cannot be used; one line.
+        """
+        architecture, config = draft_head_class(self._model_config.architecture), self._model_config
+        optional, kept = architecture.optional_shapes(config), architecture.kept_tensors(config)
+        return self._load(architecture, Tensors(architecture.tensor_shapes(config), optional, kept), progress)
+
+    def _load(self, make: Callable[[Build], Made], tensors: Tensors, progress: Progress) -> Made:
+        def build(kept: Keeper) -> Made:
+            return self._build(make, tensors, kept, progress)
 
         if not self._config.weights_cache or self._kernels.device.type != "cpu":
             return build(Making())
         return WeightsCache(Path(self._config.weights_cache)).load(self._key(), build, progress, self._kernels.adopt)
 
-    def _build(self, kept: Keeper, progress: Progress) -> CausalModel:
-        architecture, config = model_class(self._model_config.architecture), self._model_config
+    def _build(self, make: Callable[[Build], Made], tensors: Tensors, kept: Keeper, progress: Progress) -> Made:
+        config = self._model_config
         self.mapped_bytes = kept.mapped_bytes
         weights = Weights({}, progress)
         if kept.needs_weights:
             weights = load_weights(
                 self._config.model,
-                architecture.tensor_shapes(config),
+                tensors.expected,
                 progress,
-                kept=architecture.kept_tensors(config),
+                optional=tensors.optional,
+                kept=tensors.kept,
                 quantization=_quantization(self._config, config),
             )
-        model = architecture(
+        model = make(
             Build(
                 config,
                 self._kernels,
@@ -99,6 +140,8 @@ class ModelLoader:
                 self._kv_dtype,
                 self._packed_format,
                 kept,
+                self._aux_layers,
+                self._drafts,
             )
         )
         weights.use.log()
@@ -110,7 +153,7 @@ class ModelLoader:
         return Key(
             weights=self.weights_digest,
             files=weight_files(self._config.model),
-            architecture=self._model_config.architecture,
+            architecture=self._model_config.architecture + (" that drafts" if self._drafts else ""),
             dtype=str(self._dtype),
             layout=repr(self._kernels.layout),
             sources=sources_digest(),

@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 
 import structlog
 import torch
@@ -192,6 +193,7 @@ def load_weights(
     expected: Mapping[str, Shape],
     progress: Progress = no_progress,
     *,
+    optional: Mapping[str, Shape] = MappingProxyType({}),
     kept: tuple[str, ...] = (),
     quantization: QuantizationConfig = _UNQUANTIZED,
 ) -> Weights:
@@ -201,6 +203,7 @@ def load_weights(
         folder: checkpoint folder with safetensors.
         expected: name and shape of every tensor of the model.
         progress: see Weights.
+        optional: likewise, of those that the checkpoint need not have.
         kept: beginnings of names of further tensors that may be there and are left alone, such as MTP layers.
         quantization: how the checkpoint's weights are quantized.
 
@@ -211,7 +214,8 @@ def load_weights(
     entries: dict[str, Entry] = {}
     for file in _files(Path(folder)):
         entries.update(read_entries(file))
-    return Weights(CheckpointIndex(entries, quantization).find(expected, kept), progress)
+    there = {name: shape for name, shape in optional.items() if name in entries}
+    return Weights(CheckpointIndex(entries, quantization).find({**expected, **there}, kept), progress)
 
 
 def weights_digest(folder: Path | str) -> str:

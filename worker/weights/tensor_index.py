@@ -13,6 +13,8 @@ from worker.weights.safetensors_file import Entry, Shape
 from worker.weights.stored_tensors import FloatTensor, QuantizedTensor, StoredTensor, matrix_shape, scales_shape
 
 FLOATS: Final = ("F32", "BF16", "F16")
+# Tensors of ids, of draft heads.
+IDS: Final = {"d2t": "I64"}
 # Dtype of the quantization -> dtypes of safetensors.
 VALUES: Final = {"fp8": ("F8_E4M3", "F8_E4M3FNUZ"), "int8": ("I8",), "fp4x2": ("U8",)}
 SCALES: Final = {"fp8": (*FLOATS, "F8_E8M0"), "int8": FLOATS, "fp4x2": ("U8", "F8_E8M0")}
@@ -101,7 +103,7 @@ class CheckpointIndex:
             self._missing.append(name)
             return None
         values = self._use(name + layout.values)
-        if values.dtype in FLOATS:
+        if values.dtype in FLOATS or values.dtype == IDS.get(name):
             self._check_shape(name, values, shape)
             return FloatTensor(values)
         return self._quantized(name, shape, layout, values)

@@ -41,9 +41,13 @@ struct Decoder {
   const void* norm;
   const DecoderLayer* layers;
   int64_t num_layers;
+  // Layers before which the residual stream is given too.
+  const int64_t* aux_layers;
+  int64_t num_aux;
 };
 
-// x, out: [rows, hidden], of which the first `tokens` rows are tokens; cos, sin: [rows, half].
+// x: [rows, hidden], of which the first `tokens` rows are tokens; cos, sin: [rows, half]; out: [rows, (1 + aux) * hidden],
+// hidden states after the last norm and beside them the residual streams before the `aux_layers`.
 struct DecoderStep {
   int64_t rows;
   int64_t tokens;
@@ -65,7 +69,7 @@ struct DecoderStep {
   int64_t sequences;
   const int64_t* cu_seqlens;
   const int64_t* seq_lens;
-  // Rows of `out` that are asked for, ascending, of each sequence none or its last ones; null for all.
+  // Rows whose states after the last norm are asked for, ascending, of each sequence none or its last ones; null for all.
   const int64_t* wanted;
   int64_t num_wanted;
   // Brings the sum over all ranks in place of this rank's summand, [rows, hidden]; not 0 when that failed. Null for one.
@@ -131,6 +135,7 @@ class Run {
         hidden_stride_(spread(dtype_, model.hidden)),
         attended_stride_(spread(dtype_, q_width_)),
         inner_stride_(spread(dtype_, model.inner)),
+        out_stride_((1 + model.num_aux) * model.hidden),
         chunk_(std::min(step.rows, MLP_ROWS)),
         rows_(step.rows) {}
 
@@ -144,6 +149,7 @@ class Run {
       norm(x, residual, weights.input_norm, normed_, hidden_stride_);
       if (!remember(weights, layer)) return false;
       if (!residual) residual = step_.x;
+      give_aux(layer, residual);
       // Of the last layer most rows of prompts are asked for their keys and values alone.
       if (leaves_out() && layer + 1 == model_.num_layers) residual = keep_wanted(residual);
       if (!rows_) return true;
@@ -153,8 +159,8 @@ class Run {
       if (!feed_forward(weights) || !join()) return false;
       x = output_;
     }
-    norm(x, residual, model_.norm, step_.out, model_.hidden);
-    if (leaves_out()) spread_wanted(step_.out, model_.hidden);
+    norm(x, residual, model_.norm, step_.out, out_stride_);
+    if (leaves_out()) spread_wanted(step_.out);
     return true;
   }
 
@@ -274,10 +280,21 @@ class Run {
       std::memmove(offset(to, dtype_, i * width), offset(from, dtype_, step_.wanted[i] * width), width * size_of(dtype_));
   }
 
-  // Row i to place `wanted[i]`.
-  void spread_wanted(void* rows, int64_t width) const {
+  // Row i to place `wanted[i]`, without what stands beside it.
+  void spread_wanted(void* rows) const {
     for (int64_t i = step_.num_wanted - 1; i >= 0; i--)
-      std::memmove(offset(rows, dtype_, step_.wanted[i] * width), offset(rows, dtype_, i * width), width * size_of(dtype_));
+      std::memmove(offset(rows, dtype_, step_.wanted[i] * out_stride_), offset(rows, dtype_, i * out_stride_),
+                   model_.hidden * size_of(dtype_));
+  }
+
+  // The residual stream before a layer, if it is asked for: of all rows, beside the hidden states.
+  void give_aux(int64_t layer, const void* stream) const {
+    for (int64_t aux = 0; aux < model_.num_aux; aux++) {
+      if (model_.aux_layers[aux] != layer) continue;
+      for (int64_t row = 0; row < step_.rows; row++)
+        std::memcpy(offset(step_.out, dtype_, row * out_stride_ + (1 + aux) * model_.hidden),
+                    offset(stream, dtype_, row * model_.hidden), model_.hidden * size_of(dtype_));
+    }
   }
 
   bool join() const { return !step_.join || step_.join(output_) == 0; }
@@ -305,6 +322,8 @@ class Run {
   const int64_t hidden_stride_;
   const int64_t attended_stride_;
   const int64_t inner_stride_;
+  // Of rows of the result.
+  const int64_t out_stride_;
   const int64_t chunk_;
   // All, and from the last layer's attention on those that are wanted.
   int64_t rows_;

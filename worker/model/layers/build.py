@@ -27,6 +27,8 @@ class Build:
         kv_dtype: of the KV cache; `dtype` when None.
         packed_format: of the weights of products other than routers, in memory; in `dtype` when None.
         kept: where every tensor and packed object comes from that a layer keeps of the checkpoint.
+        aux_layers: layers before which the residual stream is handed out too, for a draft model.
+        drafts: whether the checkpoint's own draft layers are wanted, such as its first MTP layer.
     """
 
     config: ModelConfig
@@ -38,6 +40,8 @@ class Build:
     kv_dtype: torch.dtype | None = None
     packed_format: PackedFormat | None = None
     kept: Keeper = field(default_factory=Making)
+    aux_layers: tuple[int, ...] = ()
+    drafts: bool = False
 
 
 def taken(build: Build, name: str, dtype: torch.dtype, rows: slice = slice(None)) -> torch.Tensor:

@@ -19,6 +19,7 @@ class Embedding:
             copy, unless it is quantized, and rows are read out of it.
 
     Attributes:
+        hidden_size: H.
         packed: the weight as a product wants it; None unless `for_head`.
     """
 
@@ -29,6 +30,7 @@ class Embedding:
         self._whole = build.shard.size == 1
         self._linear = build.kernels.linear
         self._num_rows = share
+        self.hidden_size = build.config.hidden_size
         self.packed: PackedLinear = head_weight(build, name) if for_head else None
         # Quantized, a head's weight no longer has the rows that the checkpoint says.
         kept = not for_head or build.packed_format is not None

@@ -20,4 +20,5 @@ class DeepseekV32ForCausalLM(DeepseekV3ForCausalLM):
             return super().sparse(config, layer)
         if len(types) < config.num_hidden_layers or set(types) - {"dense", "sparse"}:
             raise ModelError("config.json: mlp_layer_types must say dense or sparse for each layer")
-        return bool(types[layer] == "sparse")
+        # MTP layers, behind the others, are of the last one's kind.
+        return bool(types[min(layer, config.num_hidden_layers - 1)] == "sparse")

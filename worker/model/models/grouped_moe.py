@@ -1,23 +1,46 @@
-"""Common parts of DeepSeek-V3 and GLM-4: dense layers first, then mixtures with shared experts, then MTP layers."""
+"""Common parts of DeepSeek-V3 and GLM-4: dense layers first, then mixtures with shared experts, then MTP layers.
+
+Multi-token prediction (arXiv:2412.19437, section 2.2): a layer behind the others takes the hidden state at a position
+and the token at the next one, and says what comes behind that. Of several such layers the first is used; it goes on by
+itself with its own states, as a draft model, in place of the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 import torch
 
-from worker.config.model_config import ModelConfig
+from worker.config.model_config import ModelConfig, ModelError
 from worker.model.layers.build import Build
+from worker.model.layers.embedding import Embedding, LMHead, head_weight
+from worker.model.layers.linear import WHOLE, ColumnLinear
 from worker.model.layers.moe import grouped_moe, grouped_moe_shapes
+from worker.model.layers.norm import RMSNorm
 from worker.model.models.llama import LlamaForCausalLM, LlamaMLP, dense_shapes
 from worker.weights.checkpoint import Shape
 
+# Matrices of an MTP layer that may be the target's.
+_EMBEDDING: Final = "embed_tokens"
+_HEAD: Final = "shared_head.head"
+# Rows that are compared at once.
+_COMPARED_ROWS: Final = 4096
+
 
 class GroupedMoEForCausalLM(LlamaForCausalLM):
-    """Llama's decoder with such feed-forward networks. MTP layers of the checkpoint are kept for speculation."""
+    """Llama's decoder with such feed-forward networks.
+
+    Attributes:
+        draft_layer: the first MTP layer, where `Build.drafts` asks for it.
+    """
 
     # Dense layers where config.json does not say how many.
     dense_layers: int
+
+    def __init__(self, build: Build) -> None:
+        super().__init__(build)
+        self.draft_layer = MtpLayer(build, self) if build.drafts else None
 
     @classmethod
     def sparse(cls, config: ModelConfig, layer: int) -> bool:
@@ -35,8 +58,27 @@ class GroupedMoEForCausalLM(LlamaForCausalLM):
     def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
         """The MTP layers, which are numbered on behind the others."""
         first = config.num_hidden_layers
-        count = config.count("num_nextn_predict_layers", 0, least=0)
-        return tuple(f"model.layers.{layer}." for layer in range(first, first + count))
+        return tuple(f"model.layers.{layer}." for layer in range(first, first + _num_mtp_layers(config)))
+
+    @classmethod
+    def draft_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """Tensors of the first MTP layer.
+
+        Raises:
+            ModelError: the checkpoint has none.
+        """
+        if not _num_mtp_layers(config):
+            raise ModelError("config.json has no num_nextn_predict_layers; the checkpoint has no layer that drafts")
+        layer, hidden = config.num_hidden_layers, config.hidden_size
+        norms: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in ("enorm", "hnorm", "shared_head.norm")}
+        shapes = {**cls.layer_shapes(config, layer), **norms, "eh_proj.weight": (hidden, 2 * hidden)}
+        return {f"model.layers.{layer}.{name}": shape for name, shape in shapes.items()}
+
+    @classmethod
+    def optional_draft_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """Tensors of it that a checkpoint may leave out, where they are the target's."""
+        prefix, shape = f"model.layers.{config.num_hidden_layers}", (config.vocab_size, config.hidden_size)
+        return {f"{prefix}.{name}.weight": shape for name in (_EMBEDDING, _HEAD)}
 
     @classmethod
     def mlp_shapes(cls, config: ModelConfig, layer: int) -> dict[str, Shape]:
@@ -45,6 +87,64 @@ class GroupedMoEForCausalLM(LlamaForCausalLM):
         if not cls.sparse(config, layer):
             return dense_shapes("mlp", hidden, config.intermediate_size)
         return grouped_moe_shapes(config) | dense_shapes("mlp.shared_experts", hidden, _shared_inner(config))
+
+
+class MtpLayer:
+    """The first MTP layer; a `DraftModel` beside its target.
+
+    Args:
+        build: what layers are made with.
+        target: the model that it belongs to, with whose embedding and head it works where its own are the same.
+    """
+
+    def __init__(self, build: Build, target: GroupedMoEForCausalLM) -> None:
+        index = build.config.num_hidden_layers
+        prefix = f"model.layers.{index}"
+        self.kv_names: tuple[str, ...] = (f"layers.{index}",)
+        self._rotary = target.rotary
+        self._embedding, self._head = target.embedding, target.head
+        if _has_own(build, f"{prefix}.{_EMBEDDING}", "model.embed_tokens"):
+            self._embedding = Embedding(build, f"{prefix}.{_EMBEDDING}", for_head=False)
+        if _has_own(build, f"{prefix}.{_HEAD}", target.head_name(build.config)):
+            self._head = LMHead(build, head_weight(build, f"{prefix}.{_HEAD}"))
+        self._token_norm = RMSNorm(build, f"{prefix}.enorm")
+        self._state_norm = RMSNorm(build, f"{prefix}.hnorm")
+        self._join = ColumnLinear(build, {f"{prefix}.eh_proj": WHOLE})
+        self._layer = target.make_layer(build, index)
+        self._norm = RMSNorm(build, f"{prefix}.shared_head.norm")
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        """States as `forward` takes them: the target's [T, H]."""
+        return states
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Its own states [T, H], of the tokens behind the positions int64 [T] and the states [T, H] at them."""
+        both = torch.cat((self._token_norm(self._embedding(token_ids)), self._state_norm(states)), dim=1)
+        x, residual = self._layer(self._join(both), None, self._rotary(positions))
+        return x + residual
+
+    def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """float32 [S, V] of its states [S, H]."""
+        return self._head(self._norm(states))
+
+
+def _num_mtp_layers(config: ModelConfig) -> int:
+    return config.count("num_nextn_predict_layers", 0, least=0)
+
+
+def _has_own(build: Build, name: str, shared: str) -> bool:
+    """True if the checkpoint has a matrix [V, H] of that name, with other numbers than the target's `shared` one."""
+
+    def compare() -> torch.Tensor:
+        weights, one, other = build.weights, f"{name}.weight", f"{shared}.weight"
+        if one not in weights:
+            return torch.tensor([False])
+        starts = range(0, build.config.vocab_size, _COMPARED_ROWS)
+        pieces = (slice(start, start + _COMPARED_ROWS) for start in starts)
+        differ = (not torch.equal(weights.take(one, rows), weights.take(other, rows)) for rows in pieces)
+        return torch.tensor([any(differ)])
+
+    return bool(build.kept.keep(f"{name} is its own", compare))
 
 
 def _shared_inner(config: ModelConfig) -> int:

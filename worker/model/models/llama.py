@@ -154,18 +154,24 @@ class LlamaForCausalLM:
 
     Args:
         build: what layers are made with; its weights are those of `tensor_shapes`.
+
+    Attributes:
+        embedding: of token ids.
+        rotary: the rotary embedding of all layers.
+        head: gives logits.
     """
 
     attention: type[LlamaAttention] = LlamaAttention
 
     def __init__(self, build: Build) -> None:
         config = build.config
-        self._embedding = Embedding(build, "model.embed_tokens", config.tie_word_embeddings)
-        self._rotary = self.make_rotary(build)
+        self.embedding = Embedding(build, "model.embed_tokens", config.tie_word_embeddings)
+        self._aux_layers = build.aux_layers
+        self.rotary = self.make_rotary(build)
         self._layers = [self.make_layer(build, layer) for layer in range(config.num_hidden_layers)]
         self._norm = RMSNorm(build, "model.norm")
         tied = config.tie_word_embeddings
-        self._head = LMHead(build, self._embedding.packed if tied else head_weight(build, "lm_head"))
+        self.head = LMHead(build, self.embedding.packed if tied else head_weight(build, self.head_name(config)))
         self._fused = self._fuse(build)
 
     def _fuse(self, build: Build) -> FusedDecoder | None:
@@ -181,8 +187,14 @@ class LlamaForCausalLM:
             length(shard.part(config.num_attention_heads, "num_attention_heads")),
             config.head_dim**-0.5,
             shard.collectives.all_reduce if shard.size > 1 else None,
+            self._aux_layers,
         )
         return build.kernels.fuse_decoder(decoder, build.kv_dtype or build.dtype)
+
+    @staticmethod
+    def head_name(config: ModelConfig) -> str:
+        """Name of the head's tensor, without `.weight`."""
+        return "model.embed_tokens" if config.tie_word_embeddings else "lm_head"
 
     def make_layer(self, build: Build, layer: int) -> LlamaDecoderLayer:
         """One decoder layer."""
@@ -232,6 +244,20 @@ class LlamaForCausalLM:
         return ()
 
     @classmethod
+    def draft_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """None.
+
+        Raises:
+            ModelError: always.
+        """
+        raise ModelError(f"{config.architecture} has no layers that draft (MTP)")
+
+    @classmethod
+    def optional_draft_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """None."""
+        return {}
+
+    @classmethod
     def tensor_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
         """Name and shape of every tensor of the checkpoint.
 
@@ -276,24 +302,32 @@ class LlamaForCausalLM:
         return dense_shapes("mlp", config.hidden_size, config.intermediate_size, config.mlp_bias)
 
     def forward(self, token_ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Hidden states [T, H] after the last norm, for token ids and positions int64 [T]."""
-        x = self._embedding(token_ids)
-        cos_sin = self._rotary(positions)
+        """Hidden states [T, H] after the last norm, for token ids and positions int64 [T].
+
+        Beside them, [T, (1 + n) H], are the residual streams before the n `aux_layers`.
+        """
+        x = self.embedding(token_ids)
+        cos_sin = self.rotary(positions)
         if self._fused is not None:
             context = get_forward_context()
             return self._fused.run(x, *cos_sin, context.kv_cache_data["layers.0"].cache, context.attn_metadata)
         residual: torch.Tensor | None = None
-        for layer in self._layers:
+        streams: dict[int, torch.Tensor] = {}
+        for index, layer in enumerate(self._layers):
+            if index in self._aux_layers:
+                streams[index] = x if residual is None else x + residual
             x, residual = layer(x, residual, cos_sin)
-        return self._norm(x) if residual is None else self._norm.add(x, residual)[0]
+        states = self._norm(x) if residual is None else self._norm.add(x, residual)[0]
+        aux = [streams[index] for index in self._aux_layers]
+        return torch.cat((states, *aux), dim=1) if aux else states
 
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """float32 [S, V] of hidden states [S, H]."""
-        return self._head(hidden)
+        return self.head(hidden)
 
     def greedy(self, hidden: torch.Tensor, limit: int) -> torch.Tensor:
         """int64 [S]: the lowest id below `limit` with the largest logit, of hidden states [S, H]."""
-        return self._head.greedy(hidden, limit)
+        return self.head.greedy(hidden, limit)
 
 
 def linear_shapes(name: str, outputs: int, inputs: int, bias: bool) -> dict[str, Shape]:

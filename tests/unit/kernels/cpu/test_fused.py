@@ -111,12 +111,14 @@ class Model:
     def single(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, step: AttentionMetaData) -> torch.Tensor:
         """The layers, operation by operation."""
         do, eps, residual = self.backend, self.decoder.eps, None
+        streams: list[torch.Tensor] = []
         join = self.decoder.all_reduce or torch.clone
         for i, layer in enumerate(self.decoder.layers):
             if residual is None:
                 normed, residual = do.elementwise.rms_norm(x, layer.input_norm, eps), x
             else:
                 normed, residual = do.elementwise.add_rms_norm(x, residual, layer.input_norm, eps)
+            streams.append(residual)
             heads = do.linear.apply(normed, layer.qkv).view(len(x), -1, self.kind.dim)
             q, k, v = heads.split_with_sizes([self.kind.heads, self.kind.kv_heads, self.kind.kv_heads], dim=1)
             if layer.head_norms is not None:
@@ -130,7 +132,8 @@ class Model:
             x, residual = do.elementwise.add_rms_norm(out, residual, layer.post_norm, eps)
             x = join(do.linear.apply(do.elementwise.silu_and_mul(do.linear.apply(x, layer.gate_up)), layer.down))
         assert residual is not None
-        return do.elementwise.add_rms_norm(x, residual, self.decoder.norm, eps)[0]
+        states = do.elementwise.add_rms_norm(x, residual, self.decoder.norm, eps)[0]
+        return torch.cat((states, *(streams[layer] for layer in self.decoder.aux_layers)), dim=1)
 
     def step(self, spans: list[tuple[int, int]]) -> AttentionMetaData:
         rows = [Rows(*span, blocks) for span, blocks in zip(spans, self.blocks, strict=False)]
@@ -170,6 +173,30 @@ def check(
 def test_bits_are_those_of_single_operations(threads: CDLL, dtype: torch.dtype, kind: Kind) -> None:
     for count in (1, 3):
         check(kind, dtype, dtype, count)
+
+
+@pytest.mark.parametrize("aux_layers", [(0,), (1, 0, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_residual_streams_stand_beside_the_states(
+    threads: CDLL, dtype: torch.dtype, aux_layers: tuple[int, ...]
+) -> None:
+    """To the bit, in any order, and for all rows, whichever are wanted."""
+    kind = KINDS["window, sinks, padding"]
+    one, other = (Model(kind, dtype, dtype) for _ in range(2))
+    one.decoder = replace(one.decoder, aux_layers=aux_layers)
+    fused = other.backend.fuse_decoder(one.decoder, dtype)
+    assert fused is not None
+    for spans in STEPS:
+        rows = sum(end - begin for begin, end in spans) + kind.padding
+        x, angles = one.drawn(rows, kind.hidden), torch.rand(rows, 1, kind.rotary // 2) * 6
+        expected = one.single(x, angles.cos(), angles.sin(), one.step(spans))
+        for last_only in (False, True):
+            step = other.step(spans)
+            wanted = step.cu_seqlens_q[1:] - 1 if last_only else np.arange(rows)
+            step.wanted_rows = wanted if last_only else None
+            actual = fused.run(x, angles.cos(), angles.sin(), other.cache, step)
+            assert torch.equal(actual[:, kind.hidden :], expected[:, kind.hidden :])
+            assert torch.equal(actual[wanted, : kind.hidden], expected[wanted, : kind.hidden])
 
 
 @pytest.mark.parametrize("all_reduce", [None, lambda x: x * 1.5], ids=["alone", "ranks"])

@@ -1,0 +1,204 @@
+"""LlamaForCausalLMEagle3 (arXiv:2503.01840): a draft head of one layer over states of three layers of its target.
+
+A row has the target's states at a position and the token at the next one, and says what comes behind that. Going on by
+itself, the head takes its own states in place of the target's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+
+from kernels.interface import KVSpec
+from worker.config.model_config import ModelConfig, ModelError
+from worker.model.layers.build import Build
+from worker.model.layers.embedding import Embedding, LMHead, head_weight
+from worker.model.layers.linear import WHOLE, ColumnLinear
+from worker.model.layers.norm import RMSNorm
+from worker.model.layers.rotary import RotaryEmbedding
+from worker.model.models.llama import LlamaAttention, LlamaMLP, dense_shapes, linear_shapes, refuse_partial_rotary
+from worker.model.sharding import Shard, length
+from worker.weights.checkpoint import Shape
+
+NUM_AUX: Final = 3
+_LAYER: Final = "midlayer"
+_EMBEDDING: Final = "embed_tokens"
+# Draft id -> how far the target's id is beyond it.
+_TO_TARGET: Final = "d2t"
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """Entries of config.json that only such a head has.
+
+    Attributes:
+        draft_vocab_size: ids that it drafts.
+        target_hidden_size: hidden size of its target.
+        norm_before_residual: whether the stream goes on from the normed states.
+    """
+
+    draft_vocab_size: int
+    target_hidden_size: int
+    norm_before_residual: bool
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> Eagle3Config:
+        """Entries of a head.
+
+        Raises:
+            ModelError: an entry is malformed.
+        """
+        return cls(
+            draft_vocab_size=config.count("draft_vocab_size", config.vocab_size),
+            target_hidden_size=config.count("target_hidden_size", config.hidden_size),
+            norm_before_residual=config.flag("norm_before_residual", False),
+        )
+
+
+def aux_layers(config: ModelConfig, num_layers: int) -> tuple[int, ...]:
+    """Layers of the target, of `num_layers`, before which a head takes the residual stream.
+
+    Raises:
+        ModelError: config.json names other ones than the target has.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    own = config.source.get("eagle_config")
+    given: Any = own.get(key) if isinstance(own, Mapping) else None
+    given = config.source.get(key) if given is None else given
+    found = [2, num_layers // 2, num_layers - 3] if given is None else given
+    every = range(num_layers)
+    if not isinstance(found, list) or len(found) != NUM_AUX or any(type(each) is not int for each in found):
+        raise ModelError(f"config.json: {key} is {found!r}; it must be a list of {NUM_AUX} whole numbers")
+    if any(each not in every for each in found):
+        raise ModelError(f"{key} {found} do not fit a target of {num_layers} layers; they are counted from 0")
+    return tuple(found)
+
+
+class Eagle3Head:
+    """The head; a `DraftModel` when it has an embedding (`share`).
+
+    Args:
+        build: what layers are made with; its weights are those of `tensor_shapes`.
+
+    Attributes:
+        embedding: of token ids; None where the folder has none.
+    """
+
+    kv_names: tuple[str, ...] = ("layers.0",)
+
+    def __init__(self, build: Build) -> None:
+        config = build.config
+        own = Eagle3Config.of(config)
+        self._vocab_size, self._hidden_size = config.vocab_size, config.hidden_size
+        self._norms_first, self._aux_width = own.norm_before_residual, NUM_AUX * own.target_hidden_size
+        self.embedding = self._own_embedding(build)
+        self._combine = ColumnLinear(build, {"fc": WHOLE})
+        self._rotary = RotaryEmbedding(config.rope, config.head_dim, build.max_position, build.kernels.device)
+        self._input_norm = RMSNorm(build, f"{_LAYER}.input_layernorm")
+        self._hidden_norm = RMSNorm(build, f"{_LAYER}.hidden_norm")
+        self._attention = LlamaAttention(build, f"{_LAYER}.self_attn", 0)
+        self._post_norm = RMSNorm(build, f"{_LAYER}.post_attention_layernorm")
+        self._mlp = LlamaMLP(build, f"{_LAYER}.mlp", config.intermediate_size, config.mlp_bias)
+        self._norm = RMSNorm(build, "norm")
+        narrow = replace(build, config=replace(config, vocab_size=own.draft_vocab_size))
+        self._head = LMHead(narrow, head_weight(narrow, "lm_head"))
+        self._target_ids = build.kept.keep(_TO_TARGET, lambda: _target_ids(build, own.draft_vocab_size))
+
+    def share(self, embedding: Embedding) -> None:
+        """Works with the target's embedding where it has none of its own.
+
+        Raises:
+            ModelError: that is of another width.
+        """
+        if self.embedding is not None:
+            return
+        if embedding.hidden_size != self._hidden_size:
+            widths = f"the target's has {embedding.hidden_size} columns, not {self._hidden_size}"
+            raise ModelError(f"{_EMBEDDING}.weight is missing, and {widths}; download the head again")
+        self.embedding = embedding
+
+    @staticmethod
+    def _own_embedding(build: Build) -> Embedding | None:
+        name = f"{_EMBEDDING}.weight"
+        there = build.kept.keep(f"{name} is there", lambda: torch.tensor([name in build.weights]))
+        return Embedding(build, _EMBEDDING, for_head=False) if bool(there) else None
+
+    @classmethod
+    def kv_spec(cls, config: ModelConfig, shard: Shard) -> KVSpec:
+        """Keys and values of this rank's heads."""
+        return KVSpec(length(shard.kv_part(config.num_key_value_heads)), config.head_dim)
+
+    @classmethod
+    def tensor_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """Name and shape of every tensor that a head must have.
+
+        Raises:
+            ModelError: config.json asks for what is not done here.
+        """
+        refuse_partial_rotary(config)
+        if config.num_hidden_layers != 1:
+            raise ModelError(f"{config.architecture} has {config.num_hidden_layers} layers; supported: 1")
+        own = Eagle3Config.of(config)
+        hidden, bias = config.hidden_size, config.attention_bias
+        queries, keys = (heads * config.head_dim for heads in (config.num_attention_heads, config.num_key_value_heads))
+        norms = [f"{_LAYER}.{name}" for name in ("input_layernorm", "hidden_norm", "post_attention_layernorm")]
+        shapes: dict[str, Shape] = {f"{name}.weight": (hidden,) for name in (*norms, "norm")}
+        for name, rows in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+            shapes |= linear_shapes(f"{_LAYER}.self_attn.{name}", rows, 2 * hidden, bias)
+        shapes |= linear_shapes(f"{_LAYER}.self_attn.o_proj", hidden, queries, bias)
+        shapes |= dense_shapes(f"{_LAYER}.mlp", hidden, config.intermediate_size, config.mlp_bias)
+        shapes["fc.weight"] = (hidden, NUM_AUX * own.target_hidden_size)
+        shapes["lm_head.weight"] = (own.draft_vocab_size, hidden)
+        if own.draft_vocab_size != config.vocab_size:
+            shapes[_TO_TARGET] = (own.draft_vocab_size,)
+        return shapes
+
+    @classmethod
+    def optional_shapes(cls, config: ModelConfig) -> dict[str, Shape]:
+        """Name and shape of tensors that it may have."""
+        own = Eagle3Config.of(config)
+        embedding: dict[str, Shape] = {f"{_EMBEDDING}.weight": (config.vocab_size, config.hidden_size)}
+        return embedding | {_TO_TARGET: (own.draft_vocab_size,)}
+
+    @classmethod
+    def kept_tensors(cls, config: ModelConfig) -> tuple[str, ...]:
+        """Says which ids of the target are drafted, as `d2t` does too."""
+        return ("t2d",)
+
+    def combine(self, states: torch.Tensor) -> torch.Tensor:
+        """States as `forward` takes them, of the target's: [T, (1 + n) H of the target] -> [T, H]."""
+        return self._combine(states[:, -self._aux_width :])
+
+    def forward(self, token_ids: torch.Tensor, positions: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        """Its own states [T, H], of the tokens behind the positions int64 [T] and the states [T, H] at them."""
+        assert self.embedding is not None
+        normed = self._hidden_norm(states)
+        residual = normed if self._norms_first else states
+        both = torch.cat((self._input_norm(self.embedding(token_ids)), normed), dim=1)
+        x, residual = self._post_norm.add(self._attention(both, self._rotary(positions)), residual)
+        return self._mlp(x) + residual
+
+    def compute_logits(self, states: torch.Tensor) -> torch.Tensor:
+        """float32 [S, V] over the target's ids; -inf for those that are not drafted."""
+        logits = self._head(self._norm(states))
+        every = logits.new_full((len(logits), self._vocab_size), -math.inf)
+        return every.index_copy_(1, self._target_ids, logits)
+
+
+def _target_ids(build: Build, count: int) -> torch.Tensor:
+    """int64 [count]: the target's id of each draft id.
+
+    Raises:
+        ModelError: one is not in the vocabulary, or there twice.
+    """
+    ids = torch.arange(count)
+    if _TO_TARGET in build.weights:
+        ids += build.weights.take(_TO_TARGET, dtype=torch.int64)
+    vocab = build.config.vocab_size
+    if int(ids.min()) < 0 or int(ids.max()) >= vocab or len(set(ids.tolist())) < count:
+        raise ModelError(f"{_TO_TARGET} does not give each draft id one of the {vocab} ids; download the head again")
+    return ids.to(build.kernels.device)
