@@ -562,6 +562,13 @@ class KVCacheOps(Protocol):
         """All that the layers keep of a block's tokens, in one order for every worker: views of the cache."""
         ...
 
+    def copy_blocks(self, cache: KVCache, pairs: Iterable[tuple[int, int]]) -> None:
+        """Copies blocks, one after the other: of each pair of ids the second becomes what the first is, in all layers.
+
+        Bytes are copied, whatever the dtype; the step that is launched next finds them.
+        """
+        ...
+
 
 class AttentionOps(Protocol):
     """Attention with keys and values for each head, and the plan of a step that latent attention has too."""

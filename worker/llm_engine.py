@@ -245,7 +245,15 @@ class InputOutputProcessor:
         return [
             Answer(
                 request_id,
-                Sequence(token_ids, self.block_size, params, seed=seed, choice=choice, arrive_time=arrive_time),
+                Sequence(
+                    token_ids,
+                    self.block_size,
+                    params,
+                    seed=seed,
+                    choice=choice,
+                    arrive_time=arrive_time,
+                    shares_prompt=params.n > 1,
+                ),
                 None if self.tokenizer is None else self.tokenizer.decode_stream(behind=token_ids),
                 stream_callback,
             )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from ctypes import CDLL
 from dataclasses import dataclass, replace
 
@@ -96,6 +96,10 @@ class CpuKVCacheOps(KVCacheOps):
     @override
     def contents(self, cache: PagedKVCache, block_id: int) -> list[torch.Tensor]:
         return cache.contents(block_id)
+
+    @override
+    def copy_blocks(self, cache: PagedKVCache, pairs: Iterable[tuple[int, int]]) -> None:
+        cache.copy_blocks(pairs)
 
 
 class CpuAttentionOps(AttentionOps):

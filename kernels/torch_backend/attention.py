@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -105,6 +105,15 @@ class PagedKVCache:
         """A block's keys and values of all layers, and its index keys: views."""
         own = self.data[:, :, block_id]
         return [own] if self.index is None else [own, *self.index.contents(block_id)]
+
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """See `KVCacheOps.copy_blocks`."""
+        pairs = list(pairs)
+        data = float8.raw(self.data)
+        for source, target in pairs:
+            data[:, :, target] = data[:, :, source]
+        if self.index is not None:
+            self.index.copy_blocks(pairs)
 
     def by_token(self) -> PagedKVCache:
         """The same memory of a cache of one head as blocks of one token each: block id is slot."""

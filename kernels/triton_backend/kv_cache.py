@@ -6,7 +6,7 @@ the outermost dimension inside a layer, so that blocks can be copied without kno
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import torch
 from typing_extensions import override
@@ -59,6 +59,15 @@ class DeviceKVCache:
         data = torch.zeros(shape, dtype=dtype, device=device)
         return cls(data, spec.latent_value_dim or spec.head_dim, spec.index, index)
 
+    def copy_blocks(self, pairs: Iterable[tuple[int, int]]) -> None:
+        """See `KVCacheOps.copy_blocks`; without memory of its own, of which a step that was measured may have none."""
+        pairs = list(pairs)
+        data = self.data.view(torch.uint8)
+        for source, target in pairs:
+            data[:, :, target] = data[:, :, source]
+        if self.index is not None:
+            self.index.copy_blocks(pairs)
+
     def keys(self, layer: int) -> torch.Tensor:
         """[blocks, block_size, Hkv, D]."""
         return self.data[layer, 0]
@@ -92,3 +101,7 @@ class TritonKVCacheOps(KVCacheOps):
     @override
     def contents(self, cache: DeviceKVCache, block_id: int) -> list[torch.Tensor]:
         return cache.contents(block_id)
+
+    @override
+    def copy_blocks(self, cache: DeviceKVCache, pairs: Iterable[tuple[int, int]]) -> None:
+        cache.copy_blocks(pairs)

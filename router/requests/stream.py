@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import grpc
 from fissile.worker.v1 import worker_pb2 as wpb
 
-from common.block_hash import GRANULE_BLOCKS
 from common.errors import ApiError, NoWorkerError
 from common.receipts import RequestDigest
 from common.rpc.sampling_protos import sampling_to_proto
@@ -134,9 +133,8 @@ class RoutedRequest:
 
     @property
     def _shared_tokens(self) -> int:
-        """Tokens of the prompt's full blocks but the last token, which every answer computes."""
-        block_size = self.granule_tokens // GRANULE_BLOCKS
-        return (len(self.token_ids) - 1) // block_size * block_size if block_size else 0
+        """Tokens of the prompt but the last one, which every answer computes."""
+        return len(self.token_ids) - 1
 
     def to_record(self, rid: int, *, must_keep: bool, has_generated: bool) -> wpb.SubmitSequence:
         """The request as the worker gets it, without what depends on the frame.
@@ -160,6 +158,7 @@ class RoutedRequest:
             priority=wpb.Priority.ValueType(self.priority),
             keep=must_keep,
             logits_every=0 if self.receipt is None else self.receipt.logits_every,
+            shares_prompt=self.params.n > 1,
         )
 
 

@@ -4,7 +4,8 @@ Start-time fair queueing (Goyal, Vin, Cheng 1996) with the tags at the tenants i
 is cancelled costs nothing and a request may change its lane. Invariants:
   * Within a class and tenant requests go in the order in which they came to the queue.
   * A request that has come back from a worker (`is_retry`) goes before the others of its class, uncharged.
-  * A tenant has had the prompt tokens of its requests that were served, and OUTPUT_TOKEN_COST for each output token
+  * A tenant has had the prompt tokens of its requests that were served, those of a prompt with several answers once
+    where they go to one worker that shares them, and OUTPUT_TOKEN_COST for each output token
     that has come (the Virtual Token Counter of Sheng et al., 2024). Output is charged as it comes: nobody knows its
     length before, and what a tenant has had never becomes less, as a refund would make it.
   * Of two tenants of one class that both wait throughout, neither gets ahead of the other by more than one request, and
@@ -112,6 +113,15 @@ class QueuedRequest:
     shared_tokens: int = 0
     worker: str = ""
 
+    @property
+    def charged_tokens(self) -> int:
+        """Tokens that its tenant is charged when it goes to the worker of its lane: cached ones too, but none that the
+        first answer to the same prompt was charged for and has left there."""
+        lane = self.lane
+        if self.lead is None or lane is None or lane.worker != self.lead.worker or not lane.caches_prefixes:
+            return self.tokens
+        return self.tokens - self.shared_tokens
+
 
 @dataclass(slots=True)
 class _Account:
@@ -206,7 +216,7 @@ class TenantShares:
         accounts = self._classes[request.priority]
         account = accounts.tenants[request.tenant]
         accounts.virtual_time = max(accounts.virtual_time, account.start)
-        account.start += request.tokens / self.weight(request.tenant)
+        account.start += request.charged_tokens / self.weight(request.tenant)
 
     def charge_output(self, request: QueuedRequest, output: int) -> None:
         """A request has had `output` tokens in all; costs its tenant something only while others could have had them.
@@ -397,9 +407,9 @@ class FairQueue:
         request = self.head(now)
         assert request is not None
         if request.priority != self._highest():
-            self._promotion_debt = request.tokens * (1 / PROMOTED_SHARE - 1)
+            self._promotion_debt = request.charged_tokens * (1 / PROMOTED_SHARE - 1)
         else:
-            self._promotion_debt = max(0.0, self._promotion_debt - request.tokens)
+            self._promotion_debt = max(0.0, self._promotion_debt - request.charged_tokens)
         self.remove(request)
         self._shares.charge(request)
         return request

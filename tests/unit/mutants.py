@@ -19,7 +19,7 @@ import pytest
 
 from common.text.detokenizer import Detokenizer
 from kernels import sampling
-from worker.engine import stop_rules
+from worker.engine import landing, stop_rules
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
 from worker.engine.block_manager import BlockManager
 from worker.engine.decode_filler import DecodeFiller
@@ -33,7 +33,7 @@ from worker.engine.prompt_filler import PromptFiller
 from worker.engine.scheduler import Scheduler
 from worker.engine.sequence import Sequence
 from worker.engine.sequence_queue import SequenceQueue, SequenceSet
-from worker.engine.step import StepLimits
+from worker.engine.step import Step, StepLimits
 from worker.engine.stop_rules import StopRules
 from worker.model.model_runner import ModelRunner
 from worker.session.intake import Inbox
@@ -221,7 +221,7 @@ MUTANTS = [
 FAULTS = [
     Mutant("preempted-to-the-back", Lifecycle, "preempt", "self.waiting.appendleft(seq)", "self.waiting.append(seq)"),
     Mutant("admitted-in-flight", PromptFiller, "_admit", "if seq.num_inflight_tokens:", "if False:"),
-    Mutant("no-followers", PrefixCache, "hashes_in", "return self.hashes(seq)[start", "return [][start"),
+    Mutant("no-followers", PrefixCache, "hashes_in", "found = self.hashes(seq)[start", "found = [][start"),
     Mutant("salts-ignored", PrefixCache, "root", "if not cache_salt:", "if True:"),
     Mutant("blocks-lost", BlockManager, "deallocate", "reversed(seq.block_table)", "reversed(seq.block_table[1:])"),
     Mutant("over-budget", PromptFiller, "_chunk", "remaining <= step.budget", "remaining <= step.budget + 1"),
@@ -238,7 +238,14 @@ FAULTS = [
     Mutant("preempted-for-nothing", BlockManager, "can_append", "<= len(", "< len("),
     Mutant("never-cached", BlockManager, "publish", "self._publish_next(seq, chain)", "break"),
     Mutant("newest-evicted", BlockManager, "_take", "popitem(last=False)", "popitem(last=True)"),
-    Mutant("cached-before-vacant", BlockManager, "_release", "block.hash is None", "False"),
+    Mutant("cached-before-vacant", BlockManager, "_release", "not block.is_cached", "False"),
+    Mutant("tails-die-first", BlockManager, "_release", "not block.is_cached", "block.hash is None"),
+    Mutant("tails-not-awaited", PrefixCache, "hashes_in", "if tail is not None", "if False"),
+    Mutant("tails-found-too-late", PrefixCache, "forget", "del self._tails[block.tail]", "pass"),
+    Mutant("tails-of-any-prefix", PrefixCache, "_tail", "return node, ", "return 0, "),
+    Mutant("copies-forgotten", Step, "build", "block_copies=self.block_copies", "block_copies=[]"),
+    Mutant("copies-not-undone", landing, "_forget_copy", "==", "<"),
+    Mutant("source-taken-first", BlockManager, "allocate", "BlockCopy(tail,", "BlockCopy(seq.block_table[0],"),
     Mutant("passed-by-others", SequenceQueue, "appendleft", "last=False", "last=True"),
     Mutant("prompts-starve", PromptFiller, "share", "return min(share, unfinished)", "return 0"),
     Mutant("chunks-uncut", PrefillMeter, "step_cost", "if has_decodes else math.inf", "* 2"),

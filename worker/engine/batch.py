@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
 from operator import add
-from typing import Any, Final, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -82,6 +82,13 @@ _COLUMNS: Final = (
     "digested",
     "logprob_params",
 )
+
+
+class BlockCopy(NamedTuple):
+    """A block of the KV cache that becomes what another one is."""
+
+    source: int
+    target: int
 
 
 class SequenceColumns:
@@ -178,7 +185,11 @@ _FIELDS: Final = (
     "is_dummy_run",
     "num_spec_step",
     "scheduled_spec_decode_tokens",
+<<<<<<< HEAD
     "digested_blocks",
+=======
+    "block_copies",
+>>>>>>> fcd9a14 (Several answers to a prompt compute it once: the last, partial block is copied on write)
     "_block_size",
 )
 
@@ -199,6 +210,8 @@ class ScheduledBatch:
      Draft tokens to be verified follow the last token, in `scheduled_tokens` too. Deferred output: a row with
      `from_last_output[i]` was scheduled before its one token was there; `scheduled_tokens[i]` is empty, and the runner
      takes the token from its last output (`input_tokens`). `num_computed_tokens` regards steps in flight as done.
+
+     Before anything else the step makes `block_copies`, one after the other.
 
      Making one costs a few list comprehensions, whatever the contexts: columns that derive from these, or that never
      change, are made when a runner asks for them. A block table is kept as it is: it only ever grows at its end, and is
@@ -225,13 +238,18 @@ class ScheduledBatch:
         num_spec_step: int = 0,
         scheduled_spec_decode_tokens: dict[int, list[int]] | None = None,
         columns: SequenceColumns | None = None,
+        block_copies: list[BlockCopy] | None = None,
     ) -> None:
         self._columns = SequenceColumns(list(seqs.values())) if columns is None else columns
         rows = self._columns.rows
         self.req_ids = self._columns.ids
         self.num_scheduled_tokens = num_scheduled_tokens
         self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
+<<<<<<< HEAD
         self.digested_blocks: dict[int, bytes] = {}
+=======
+        self.block_copies = block_copies or []
+>>>>>>> fcd9a14 (Several answers to a prompt compute it once: the last, partial block is copied on write)
         self.num_computed_tokens = [s.num_computed_tokens + s.num_inflight_tokens for s in rows]
         # True if every row is one decoded token, without speculation.
         self.is_plain_decode = total_seqs_num_decode == len(rows) == total_tokens_num and num_spec_step == 0

@@ -4,7 +4,9 @@ Invariants, checked by worker/engine/integrity.py:
 - a block is free iff its `ref_count` is 0; a free block keeps its identity until it is taken for something else;
 - sequences hold whole prefixes and release them from the end, so among free blocks suffixes are older than prefixes and
   die first, and the tree of cached prefixes (worker/engine/prefix_cache.py) stays closed;
-- blocks of a sequence that are not published yet are held by it alone.
+- blocks of a sequence that are not published yet are held by it alone;
+- the block that a copy is made of is not written before the step that makes the copy: steps run in the order in which
+  they are scheduled, and copy first.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from common.config import Config
 from common.errors import InvalidFieldError
 from worker.engine.block_digests import BlockDigests
 from worker.engine.prefix_cache import UNSALTED_ROOT, Block, PrefixCache
+from worker.engine.batch import BlockCopy
 from worker.engine.sequence import Sequence
 
 __all__ = ["Block", "BlockManager", "OutOfBlocksError"]
@@ -86,8 +89,12 @@ class BlockManager:
         in_use = sum(self.blocks[b].ref_count > 0 for b in cached)
         return seq.num_blocks - in_use + reserve <= self.num_free_blocks
 
-    def allocate(self, seq: Sequence, cached: list[int] | None = None) -> None:
+    def allocate(self, seq: Sequence, cached: list[int] | None = None) -> BlockCopy | None:
         """Gives `seq` blocks for all its tokens, `cached` first, and sets `num_cached_tokens`, `num_computed_tokens`.
+
+        Returns:
+            What the sequence's first step has to copy before anything else: the block whose beginning is the part of
+            its prompt behind `cached`, but for the last token. None for nothing.
 
         Raises:
             OutOfBlocksError: there are too few; nothing has changed.
@@ -95,7 +102,8 @@ class BlockManager:
         cached = self.prefixes.cached_blocks(seq) if cached is None else cached
         if seq.block_table or not self.can_allocate(seq, cached):
             raise OutOfBlocksError(f"sequence {seq.id}: {seq.num_blocks} blocks, {self.num_free_blocks} free")
-        # Hits first: else a fresh block might evict one of them.
+        tail = self.prefixes.cached_tail(seq, cached)
+        # Hits first: else a fresh block might evict one of them. The tail may be evicted, even be among the new ones.
         for block_id in cached:
             self._claim(block_id)
         seq.block_table = cached + [self._take() for _ in range(seq.num_blocks - len(cached))]
@@ -106,6 +114,10 @@ class BlockManager:
             root = self.prefixes.root(seq.cache_salt) if node is None else node
             self._chains[seq.id] = _Chain(len(cached), root)
             seq.publish_at = (len(cached) + 1) * self.block_size
+        if tail is None:
+            return None
+        seq.num_cached_tokens = seq.num_computed_tokens = seq.num_reusable_tokens
+        return BlockCopy(tail, seq.block_table[len(cached)])
 
     def deallocate(self, seq: Sequence) -> None:
         """Takes back all blocks of `seq`, the last first. It need not have any."""
@@ -142,6 +154,11 @@ class BlockManager:
         while seq.publish_at <= seq.num_computed_tokens:
             self._publish_next(seq, chain)
 
+    def publish_tail(self, seq: Sequence) -> None:
+        """Makes the beginning of a prompt's last block findable; call when the prompt's first token has come, after
+        `publish`."""
+        self.prefixes.add_tail(seq)
+
     def prove(self, seq: Sequence) -> None:
         """Notes that a token has come out of what `seq` has published or found. O(1) amortized over blocks."""
         for i in range(self.num_published(seq) - 1, -1, -1):
@@ -174,14 +191,15 @@ class BlockManager:
         return len(gone)
 
     def flush(self) -> int:
-        """Forgets the cached blocks that no sequence holds; how many that were. O(blocks).
+        """Forgets the cached blocks that no sequence holds; how many full ones that were. O(blocks).
 
         The tree stays closed: sequences hold whole prefixes, so no block that is held has a parent that is not.
         """
-        cached = [block for block_id in self.free_block_ids if (block := self.blocks[block_id]).hash is not None]
+        cached = [block for block_id in self.free_block_ids if (block := self.blocks[block_id]).is_cached]
+        num_full = sum(block.hash is not None for block in cached)
         for block in cached:
             self.prefixes.forget(block)
-        return len(cached)
+        return num_full
 
     def _publish_next(self, seq: Sequence, chain: _Chain) -> None:
         i, prefixes = chain.num_published, self.prefixes
@@ -237,7 +255,7 @@ class BlockManager:
         block.ref_count -= 1
         if block.ref_count == 0:
             self.free_block_ids[block_id] = None
-            if block.hash is None:
+            if not block.is_cached:
                 self.free_block_ids.move_to_end(block_id, last=False)
 
     def _blocks_needed(self, seq: Sequence, num_new_tokens: int) -> int:

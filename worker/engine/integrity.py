@@ -76,6 +76,9 @@ def _check_running(seq: Sequence, *, is_prefilling: bool, is_computing: bool) ->
 
 def _check_tree(manager: BlockManager) -> None:
     cached = {b.node: b for b in manager.blocks if b.hash is not None}
+    for block in manager.blocks:
+        if block.tail is not None:
+            _require(block.tail[0] <= UNSALTED_ROOT or block.tail[0] in cached, f"tail of block {block.block_id}")
     index = {b.hash: b.block_id for b in cached.values()}
     _require(index == manager.hash_to_block_id, "the index differs from the blocks' hashes")
     order = {block_id: i for i, block_id in enumerate(manager.free_block_ids)}

@@ -87,6 +87,7 @@ class Landing:
         for seq, num_scheduled, final in zip(seqs, batch.num_scheduled_tokens, batch.is_final, strict=True):
             seq.num_inflight_tokens -= num_scheduled
             seq.num_placeholder -= final
+            _forget_copy(seq)
             if seq.status is SequenceStatus.RUNNING and seq.next_position < seq.num_tokens - 1:
                 self._lifecycle.resume_prefill(seq)
 
@@ -160,6 +161,8 @@ class Landing:
             self._blocks.publish(seq)
             if taken:
                 self._blocks.prove(seq)
+                if had_none:
+                    self._blocks.publish_tail(seq)
         if stop is _NOT_A_NUMBER:
             # Chunks before this step have been published, and none of them has given a number.
             self._blocks.forget_unproved(seq)
@@ -218,3 +221,9 @@ class Landing:
         accepted = len(token_ids) - 1
         self.spec_stats.update(len(drafts), accepted)
         return len(drafts) - accepted
+
+
+def _forget_copy(seq: Sequence) -> None:
+    """Lets a sequence of which no step has come back compute what the discarded one should have copied."""
+    if seq.num_computed_tokens == seq.num_cached_tokens:
+        seq.num_computed_tokens = seq.num_cached_tokens = seq.num_cached_blocks * seq.block_size

@@ -10,7 +10,7 @@ Invariants (worker/engine/integrity.py checks them):
 from __future__ import annotations
 
 from common.telemetry.tracing import DecodeWork
-from worker.engine.batch import SequenceColumns
+from worker.engine.batch import BlockCopy, SequenceColumns
 from worker.engine.block_manager import BlockManager
 from worker.engine.outputs import End, GivenLogprobs, RequestOutput, Start, Totals, sequence_times
 from worker.engine.sequence import Sequence, SequenceStatus
@@ -69,14 +69,16 @@ class Lifecycle:
             self.emit_end(seq, [], stop)
         return True
 
-    def start(self, seq: Sequence, cached: list[int]) -> None:
-        """Lets a waiting sequence run, with blocks for all its tokens, `cached` first."""
+    def start(self, seq: Sequence, cached: list[int]) -> BlockCopy | None:
+        """Lets a waiting sequence run, with blocks for all its tokens, `cached` first; the copy that its first step
+        makes (BlockManager.allocate)."""
         self.waiting.remove(seq)
-        self.block_manager.allocate(seq, cached)
+        copy = self.block_manager.allocate(seq, cached)
         seq.status = SequenceStatus.RUNNING
         self.running.append(seq)
         self.prefilling[seq.id] = seq
         self.note_growth(seq)
+        return copy
 
     def end_prefill(self, seq: Sequence) -> None:
         """The rest of a prompt is in flight: its sequence decodes from now on. A no-op for one that does already."""

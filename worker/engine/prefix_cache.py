@@ -6,19 +6,26 @@ verified before it. Equal parent hashes would not do: after a collision a child 
 them. Node ids are minted at publication and never used twice, which closes the argument by induction from the root. A
 root is interned per cache salt and compared whole.
 
+Behind a prompt's full blocks comes its tail: what another answer to it may use again of one more block, all tokens but
+the last. It is found by the node before it and its tokens, both compared whole, and is copied into a block of the one
+that finds it, since each writes its last token, and its answer, behind it. Prompts that are asked for one answer have
+none: waiting for a tail takes a step, to save less than a block.
+
 Invariants, checked by worker/engine/integrity.py:
 - `hash_to_block_id[h] == b` iff `blocks[b].hash == h`: eviction drops the entry;
 - the tree of cached blocks is closed: the parent of a cached block is cached, or a root;
 - what a proved block follows is proved, so what `unproved_from` finds is all behind one place;
+- `_tails[t] == b` iff `blocks[b].tail == t`, and what a tail follows is cached, or a root;
 - what `take_granule_changes` has said so far, put together, is `cached_granules`.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 from array import array
 from collections import OrderedDict
-from typing import Final
+from typing import Final, TypeAlias
 
 from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.config import Config
@@ -27,6 +34,8 @@ from worker.engine.sequence import Sequence
 
 # Roots have node ids <= 0, blocks > 0.
 UNSALTED_ROOT: Final = 0
+# Node that a tail follows, and its tokens as those of a block.
+Tail: TypeAlias = tuple[int, bytes]
 # Format of a packed token id, in this machine's byte order.
 _ID_CODE: Final = "I"
 _ID_BYTES: Final = array(_ID_CODE).itemsize
@@ -44,9 +53,10 @@ class Block:
         parent: node id of the block before it, or of the root.
         depth: number of blocks of its prefix, itself included; 0 while it is not published.
         is_proved: True if a token has come out of a step that read it; before, its KV may be NaN.
+        tail: that which it begins with and can be found by, published or not; None for none.
     """
 
-    __slots__ = ("block_id", "depth", "hash", "is_proved", "node", "parent", "ref_count", "tokens")
+    __slots__ = ("block_id", "depth", "hash", "is_proved", "node", "parent", "ref_count", "tail", "tokens")
 
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
@@ -68,6 +78,12 @@ class Block:
         self.tokens = b""
         self.depth = 0
         self.is_proved = False
+        self.tail: Tail | None = None
+
+    @property
+    def is_cached(self) -> bool:
+        """True if a sequence may find it, or a part of it."""
+        return self.hash is not None or self.tail is not None
 
 
 class PrefixCache:
@@ -87,6 +103,7 @@ class PrefixCache:
         self._hash_seed = config.hash_seed
         self._blocks = blocks
         self.hash_to_block_id: dict[int, int] = {}
+        self._tails: dict[Tail, int] = {}
         self._salts: OrderedDict[bytes, int] = OrderedDict()
         self._next_node = itertools.count(1)
         self._next_root = itertools.count(-1, -1)
@@ -111,15 +128,24 @@ class PrefixCache:
         return packed[i * width : (i + 1) * width]
 
     def hashes_in(self, seq: Sequence, start: int, end: int) -> list[int]:
-        """Hashes of the full blocks that tokens [start, end) lie in, wholly or in part."""
+        """Hashes of the full blocks that tokens [start, end) of a running sequence lie in, wholly or in part, and that
+        of its tail, if it lies there and will be findable for the first time."""
         if not self._is_on:
             return []
-        return self.hashes(seq)[start // self._block_size : -(-end // self._block_size)]
+        found = self.hashes(seq)[start // self._block_size : -(-end // self._block_size)]
+        if seq.shares_prompt and (seq.num_given_tokens - 1) // self._block_size < -(-end // self._block_size):
+            tail = self._new_tail_hash(seq)
+            if tail is not None:
+                found.append(tail)
+        return found
 
     def hittable_hash(self, seq: Sequence, place: int) -> int | None:
-        """Hash of the block at a place of the prompt, if `seq` can have it from the cache; else None."""
-        if not self._is_on or place >= self._hittable(seq):
+        """Hash of the block at a place of the prompt, or of the tail there, if `seq` can have it from the cache; else
+        None."""
+        if not self._is_on or place > self._hittable(seq):
             return None
+        if place == self._hittable(seq):
+            return self._tail_hash(seq, seq.num_reusable_tokens) if seq.shares_prompt else None
         return self.hashes(seq)[place]
 
     def root(self, cache_salt: bytes) -> int:
@@ -149,6 +175,21 @@ class PrefixCache:
             node = block.node
         return found
 
+    def cached_tail(self, seq: Sequence, cached: list[int]) -> int | None:
+        """The block whose beginning is the tail of a sequence without blocks that has found `cached`; None if there is
+        none."""
+        if not self._is_on or not seq.shares_prompt or len(cached) < self._hittable(seq):
+            return None
+        node = self._blocks[cached[-1]].node if cached else self.root(seq.cache_salt)
+        tail = self._tail(seq, seq.num_reusable_tokens, node)
+        return None if tail is None else self._tails.get(tail)
+
+    def num_cached_tokens(self, seq: Sequence, cached: list[int]) -> int:
+        """Tokens that a sequence which has found `cached` need not compute."""
+        if self.cached_tail(seq, cached) is not None:
+            return seq.num_reusable_tokens
+        return len(cached) * self._block_size
+
     def find(self, block_hash: int, tokens: bytearray, parent: int) -> Block | None:
         """The block with these tokens behind the verified block `parent`."""
         block_id = self.hash_to_block_id.get(block_hash)
@@ -177,8 +218,21 @@ class PrefixCache:
         if depth % GRANULE_BLOCKS == 0 and self._granule_changes is not None:
             self._granule_changes.append(block_hash)
 
+    def add_tail(self, seq: Sequence) -> None:
+        """Publishes the tail of a sequence, from whose prompt the first token has just come, if others may want it."""
+        tail = self._tail_of_running(seq) if self._is_on and seq.shares_prompt else None
+        if tail is None or tail in self._tails:
+            return
+        block = self._blocks[seq.block_table[(seq.num_given_tokens - 1) // self._block_size]]
+        if block.tail is None:
+            block.tail = tail
+            self._tails[tail] = block.block_id
+
     def forget(self, block: Block) -> None:
         """Takes a block out of the cache; a no-op when it is not in it."""
+        if block.tail is not None:
+            del self._tails[block.tail]
+            block.tail = None
         if block.hash is not None:
             del self.hash_to_block_id[block.hash]
             if block.depth % GRANULE_BLOCKS == 0 and self._granule_changes is not None:
@@ -203,3 +257,37 @@ class PrefixCache:
 
     def _hittable(self, seq: Sequence) -> int:
         return seq.num_reusable_tokens // self._block_size
+
+    def _tail(self, seq: Sequence, end: int, node: int | None) -> Tail | None:
+        """The tail of the first `end` tokens, behind full blocks whose last one is `node`; None if it is empty."""
+        begin = end - end % self._block_size
+        if node is None or begin == end:
+            return None
+        return node, array(_ID_CODE, seq.token_ids[begin:end]).tobytes()
+
+    def _tail_of_running(self, seq: Sequence) -> Tail | None:
+        """The tail of the tokens that a running sequence came with; None as long as what it follows is not cached."""
+        end = seq.num_given_tokens - 1
+        place = end // self._block_size
+        node = self._blocks[seq.block_table[place - 1]].node if place else self.root(seq.cache_salt)
+        return self._tail(seq, end, node)
+
+    def _new_tail_hash(self, seq: Sequence) -> int | None:
+        """Hash of the tail that a running sequence will publish; None if it will not."""
+        # What it publishes no block of will not be found, and from an answer that has begun comes no tail.
+        if seq.first_token_time is not None or seq.publish_at == math.inf:
+            return None
+        if self._tail_of_running(seq) in self._tails:
+            return None
+        return self._tail_hash(seq, seq.num_given_tokens - 1)
+
+    def _tail_hash(self, seq: Sequence, end: int) -> int | None:
+        """Hash of the first `end` tokens, as if a block ended with them; None if one does, or there are none."""
+        place, size = divmod(end, self._block_size)
+        if not size:
+            return None
+        if seq.tail_hash is None or seq.tail_hash[0] != end:
+            parent = self.hashes(seq)[place - 1] if place else seq.hash_root
+            tokens = seq.token_ids[end - size : end]
+            seq.tail_hash = end, hash_chain(tokens, size, root=parent, seed=self._hash_seed)[0]
+        return seq.tail_hash[1]

@@ -37,10 +37,11 @@ class PrefixFollowers:
         return [step.fronts for step in self._in_flight]
 
     def note_front(self, fronts: Fronts, seq: Sequence, start: int) -> None:
-        """Adds the block that a prompt goes on with at `start`, unless it is cached: then nobody waits for it."""
+        """Adds the block, and the tail, that a prompt goes on with at `start`, unless it is cached: then nobody waits
+        for it."""
         hashes = self._prefixes.hashes_in(seq, start, start + 1)
-        if hashes and hashes[0] not in self._prefixes.hash_to_block_id:
-            fronts.setdefault(start // seq.block_size, set()).add(hashes[0])
+        if new := [each for each in hashes if each not in self._prefixes.hash_to_block_id]:
+            fronts.setdefault(start // seq.block_size, set()).update(new)
 
     def follows(self, seq: Sequence, fronts: Fronts) -> bool:
         """True if `seq` will find in the cache what one of the fronts computes. Cheap: looks at no cached block."""

@@ -6,7 +6,7 @@ Invariants:
 - all blocks of a prompt are reserved when it is admitted, so that its chunks cannot run out of them;
 - nobody is admitted in a step that preempts, else a newcomer would get the victim's blocks;
 - at most `max_num_seqs` run;
-- a prompt whose next block another one is computing waits for it, and is passed over.
+- a prompt whose next block, or tail, another one is computing waits for it, and is passed over.
 """
 
 from __future__ import annotations
@@ -96,12 +96,13 @@ class PromptFiller:
             lookups -= len(cached) + 1
             if self._followers.is_computing(self._prefixes.hittable_hash(seq, len(cached)), step):
                 continue
-            start = len(cached) * seq.block_size
+            start = self._prefixes.num_cached_tokens(seq, cached)
             num_tokens = self._meter.cut(step, start, self._chunk(seq.num_tokens - start, step))
             if num_tokens == 0 or not self._blocks.can_allocate(seq, cached, lifecycle.num_growing):
                 break
             places -= 1
-            lifecycle.start(seq, cached)
+            if (copy := lifecycle.start(seq, cached)) is not None:
+                step.block_copies.append(copy)
             self._add(step, seq, num_tokens)
 
     def _chunk(self, remaining: int, step: Step) -> int:

@@ -90,6 +90,7 @@ class Sequence:
         packed_ids: its tokens as uint32, likewise.
         may_return: whether it goes back to its router when it has to wait too long for its first step (rule S9).
         logits_every: the logits of every so-many-th generated token are digested, 0 for none.
+        shares_prompt: whether others come with the same prompt, which all of them compute once.
     """
 
     __slots__ = (
@@ -126,6 +127,7 @@ class Sequence:
         "publish_at",
         "sampling_params",
         "seed",
+        "shares_prompt",
         "spec_token_ids",
         "status",
         "steered_until",
@@ -133,6 +135,7 @@ class Sequence:
         "stop_token_sequences",
         "stopping_ids",
         "stream_callback",
+        "tail_hash",
         "token_ids",
         "type",
         "work_before",
@@ -159,6 +162,7 @@ class Sequence:
         packed_ids: bytes = b"",
         may_return: bool = False,
         logits_every: int = 0,
+        shares_prompt: bool = False,
     ) -> None:
         params = sampling_params if sampling_params is not None else SamplingParams()
         self.id = next(_ids) if id is None else id
@@ -186,9 +190,12 @@ class Sequence:
         self.cache_salt = cache_salt
         self.block_hashes = [] if block_hashes is None else block_hashes
         self.packed_ids = bytearray(packed_ids)
+        # A number of tokens, and their hash, as the prefix cache has needed it last.
+        self.tail_hash: tuple[int, int] | None = None
         self.priority = priority
         self.may_return = may_return
         self.logits_every = logits_every
+        self.shares_prompt = shares_prompt
         self.arrive_time = arrive_time
         self.deadline = deadline
         self._distinct_prompt_ids: npt.NDArray[np.int64] | None = None

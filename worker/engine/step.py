@@ -7,10 +7,10 @@ from typing import Final, TypeAlias
 from common.config import MIXED, Config
 from common.errors import InvalidFieldError
 from common.limits import PREFILL_SHARE
-from worker.engine.batch import ScheduledBatch, SequenceColumns
+from worker.engine.batch import BlockCopy, ScheduledBatch, SequenceColumns
 from worker.engine.sequence import Sequence, SequenceType
 
-# Hashes of blocks that running prompts compute next, by their place in the prompt.
+# Hashes of blocks, and tails, that running prompts compute next, by their place in the prompt.
 Fronts: TypeAlias = dict[int, set[int]]
 
 _PREFILL: Final = SequenceType.PREFILL
@@ -64,6 +64,7 @@ class Step:
         computing: hashes of the blocks that its prefills compute.
         fronts: the first of those blocks of each prompt.
         has_preempted: True if a sequence has lost its blocks for it.
+        block_copies: what it copies before it computes.
     """
 
     def __init__(self, budget: int, prefill_cost: float) -> None:
@@ -78,6 +79,7 @@ class Step:
         self.computing: set[int] = set()
         self.fronts: Fronts = {}
         self.has_preempted = False
+        self.block_copies: list[BlockCopy] = []
 
     def add(self, seq: Sequence, num_tokens: int, kind: SequenceType) -> None:
         """Lets the step compute the next `num_tokens` of `seq`."""
@@ -115,4 +117,5 @@ class Step:
             num_spec_step=num_spec_step,
             scheduled_spec_decode_tokens=self.drafts,
             columns=self.columns,
+            block_copies=self.block_copies,
         )

@@ -269,6 +269,7 @@ class Inbox:
             chain_hash=record.chain_hash,
             may_return=not record.keep,
             logits_every=record.logits_every,
+            shares_prompt=record.shares_prompt,
         )
 
 

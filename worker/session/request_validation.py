@@ -48,6 +48,7 @@ SEQUENCE: Final = frozenset(
         "priority",
         "keep",
         "logits_every",
+        "shares_prompt",
     }
 ) | _below("params", SAMPLING_FIELDS)
 # Paths in GenerateRequest.

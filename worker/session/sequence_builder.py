@@ -85,6 +85,7 @@ def build_sequence(
     chain_hash: int | None = None,
     may_return: bool = False,
     logits_every: int = 0,
+    shares_prompt: bool = False,
 ) -> Sequence:
     """Makes the sequence of a request that has come whole.
 
@@ -100,7 +101,7 @@ def build_sequence(
         choice: index of the answer.
         chain_hash: as the router has computed it; None without a router.
         may_return: True if it may go back to the router before its first step (rule S9).
-        logits_every: as of Sequence.
+        logits_every, shares_prompt: as of Sequence.
 
     Raises:
         InvalidFieldError: `prompt_len` is not in the prompt, or router and worker hash differently.
@@ -128,6 +129,7 @@ def build_sequence(
         packed_ids=token_ids.tobytes(),
         may_return=may_return,
         logits_every=logits_every,
+        shares_prompt=shares_prompt,
     )
 
 

@@ -111,6 +111,7 @@ class SimulatedRunner:
         start = self._clock()
         if self.check_contexts:
             self._check_sharing(batch)
+        self._copy_blocks(batch)
         inputs = batch.input_tokens(self._last_output)
         sampled: dict[int, tuple[int, ...]] = {}
         drafts: dict[int, list[int]] = {}
@@ -218,6 +219,12 @@ class SimulatedRunner:
             wrong = self.draft_errors and (state >> 40) % self.draft_errors == 0
             drafts.append((token + 1) % self.vocab_size if wrong else token)
         return drafts
+
+    def _copy_blocks(self, batch: ScheduledBatch) -> None:
+        size = self.block_size
+        for source, target in batch.block_copies:
+            for states in (self._before, self._after):
+                states[target * size : (target + 1) * size] = states[source * size : (source + 1) * size]
 
     def _compute(self, batch: ScheduledBatch, i: int, tokens: list[int]) -> list[int]:
         """The states after each of a sequence's tokens."""

@@ -531,6 +531,7 @@ class SubmitSequence(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     KEEP_FIELD_NUMBER: _builtins.int
     LOGITS_EVERY_FIELD_NUMBER: _builtins.int
+    SHARES_PROMPT_FIELD_NUMBER: _builtins.int
     rid: _builtins.int
     """Id of the attempt: 64 bits, unique over the life of the router."""
     prompt_len: _builtins.int
@@ -561,6 +562,8 @@ class SubmitSequence(_message.Message):
     """
     logits_every: _builtins.int
     """The logits of every so-many-th generated token are digested, the first one among them; 0: none are."""
+    shares_prompt: _builtins.bool
+    """Whether other answers to the same prompt come with it. Those that meet on a worker compute the prompt once."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and tokens generated so far, at most 16,384 in this frame."""
@@ -587,10 +590,11 @@ class SubmitSequence(_message.Message):
         priority: Global___Priority.ValueType = ...,
         keep: _builtins.bool = ...,
         logits_every: _builtins.int = ...,
+        shares_prompt: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "logits_every", b"logits_every", "more", b"more", "params", b"params", "priority", b"priority", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "logits_every", b"logits_every", "more", b"more", "params", b"params", "priority", b"priority", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "shares_prompt", b"shares_prompt", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

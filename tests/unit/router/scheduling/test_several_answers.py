@@ -10,7 +10,7 @@ from router.scheduling.dispatcher import Dispatcher
 from router.scheduling.placement import PLACEMENTS
 from router.scheduling.worker_load import LoadReport
 
-PROMPT, SHARED = 1000, 992
+PROMPT, SHARED = 1000, 999
 
 
 def fleet(policy: str, *workers: str, places: int = 100, caches_prefixes: bool = True) -> Dispatcher:
@@ -55,7 +55,7 @@ def test_those_that_find_no_place_go_elsewhere(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", ["round_robin", "least_loaded", "prefix_aware"])
 def test_without_anything_to_share_they_spread(policy: str) -> None:
-    """Workers that cache no prefixes, and prompts without a full block."""
+    """Workers that cache no prefixes, and prompts of one token."""
     assert len(set(arrive(fleet(policy, "a", "b", "c", caches_prefixes=False), answers(6)))) == 3
     assert len(set(arrive(fleet(policy, "a", "b", "c"), answers(6, shared=0)))) == 3
 
@@ -103,3 +103,27 @@ def test_they_do_not_wait_for_a_worker_that_others_have_filled() -> None:
     released = [release.worker for now in (0.2, 0.4, 0.6, 0.8) for release in d.decide(now)]
     assert set(released) == {"b"}
     assert {request.worker for request in others} == {"b"}
+
+
+@pytest.mark.parametrize(
+    ("workers", "caches_prefixes", "charged"),
+    [("a", True, PROMPT + 7), ("a", False, 8 * PROMPT), ("abcdefgh", False, 8 * PROMPT)],
+)
+def test_a_tenant_is_charged_for_what_is_computed(workers: str, caches_prefixes: bool, charged: int) -> None:
+    """The prompt once, and a token for each further answer that finds it; all of it where nothing is shared."""
+    d = fleet("round_robin", *workers, caches_prefixes=caches_prefixes)
+    other = QueuedRequest(100, "none", 1, 0.0, tenant="other")
+    asked = answers(8)
+    arrive(d, [*asked, other])
+    assert sum(len(release.requests) for release in d.decide(0.0)) == 8
+    assert d.shares.start(asked[0].priority, "") == charged
+
+
+def test_answers_that_find_no_place_beside_the_first_pay_for_their_prompt() -> None:
+    d = fleet("round_robin", "a", "b", places=3)
+    asked = answers(6)
+    arrive(d, [*asked, QueuedRequest(100, "none", 1, 0.0, tenant="other")])
+    released = [request for release in d.decide(0.0) for request in release.requests]
+    beside = sum(request.worker == asked[0].worker for request in released) - 1
+    assert 0 < beside < len(released) - 1
+    assert d.shares.start(asked[0].priority, "") == (len(released) - beside) * PROMPT + beside

@@ -41,6 +41,7 @@ COLUMNS = (
     "num_cached_tokens",
     "seeds",
     "choices",
+    "block_copies",
 )
 
 
@@ -52,6 +53,7 @@ class Life:
         known: tokens that it came with or that the model has sampled, in flight or not.
         delivered: tokens that it came with or that have been streamed.
         computed: where its next row begins; None while it waits. A visit lasts from admission to preemption or end.
+        cached: where its first row of this visit begins.
         table: its blocks after the last event.
         serial: order of admission.
         published: full blocks of this visit that can be found.
@@ -67,6 +69,7 @@ class Life:
     delivered: int
     gated: bool
     computed: int | None = None
+    cached: int = 0
     table: list[int] = field(default_factory=list)
     serial: int = 0
     published: int = 0
@@ -126,6 +129,9 @@ class Cache:
         self._block_of: dict[int, int] = {}
         self._entry_of: dict[int, tuple[int, int]] = {}
         self._num_children: dict[int, int] = {}
+        self._tail_of: dict[int, int] = {}
+        self._block_of_tail: dict[int, int] = {}
+        self._tail_parents: dict[int, int] = {}
 
     def hits(self, life: Life, size: int) -> int:
         """Leading full blocks of a sequence that can be found; its last known token is never in one."""
@@ -134,8 +140,19 @@ class Cache:
             found += 1
         return found
 
+    def tail(self, state: int) -> int | None:
+        """The block that a prefix which ends inside a block ends in."""
+        return self._block_of_tail.get(state)
+
+    def publish_tail(self, state: int, parent: int, block: int) -> None:
+        """A prefix that ends inside a block can be found from now on."""
+        if state not in self._block_of_tail and block not in self._tail_of:
+            self._block_of_tail[state], self._tail_of[block] = block, state
+            self._tail_parents[block] = parent
+            self._num_children[parent] = self._num_children.get(parent, 0) + 1
+
     def __contains__(self, block: int) -> bool:
-        return block in self._entry_of
+        return block in self._entry_of or block in self._tail_of
 
     def block(self, state: int) -> int | None:
         """Where a prefix is."""
@@ -149,6 +166,9 @@ class Cache:
 
     def take(self, block: int) -> None:
         """A free block is used for something else."""
+        if block in self._tail_of:
+            del self._block_of_tail[self._tail_of.pop(block)]
+            self._num_children[self._tail_parents.pop(block)] -= 1
         if block in self._entry_of:
             state, parent = self._entry_of.pop(block)
             assert not self._num_children.get(state), f"block {block} is evicted before its children"
@@ -383,6 +403,7 @@ class Oracle:
         assert (batch.seeds[i], batch.choices[i]) == (seq.seed, seq.choice)
         if life.prefilling:
             flight.computing.update(self._blocks_in(life, start, end))
+            flight.computing.update(self._tail_in(life, end))
         flight.rows.append(row)
 
     def _check_row(self, row: Row) -> None:
@@ -419,11 +440,15 @@ class Oracle:
         assert not life.num_inflight, f"sequence {seq.id} is admitted with a token in flight"
         assert seq.num_tokens == life.known == life.delivered, f"sequence {seq.id}: {seq.num_tokens} of {life.known}"
         assert 0 <= cached < life.known, f"sequence {seq.id}: {cached} tokens cached"
-        assert cached % self.size == 0
+        assert cached % self.size == 0 or cached == life.known - 1
         assert self.caching or not cached
         hits = cached // self.size
+        copies = [pair for pair in flight.shown.block_copies if pair[1] in table[hits : hits + 1]]
+        assert len(copies) == (cached % self.size > 0), f"sequence {seq.id}: copies {copies}"
         if self.cache is not None:
             assert self.cache.hits(life, self.size) == hits, f"sequence {seq.id}: {hits} hits"
+            tail = self._tail(life, hits)
+            assert [pair[0] for pair in copies] == ([] if tail is None else [tail]), f"sequence {seq.id}: not {tail}"
             found = [self.cache.block(life.truth.states[(j + 1) * self.size - 1]) for j in range(hits)]
             assert table[:hits] == found, f"sequence {seq.id}: hits {table[:hits]}, not {found}"
             self._check_follower(flight, life, hits)
@@ -431,6 +456,7 @@ class Oracle:
         self._queues[seq.priority].remove(life)
         self.num_admissions += 1
         life.computed, life.published, life.serial, life.prefilling = cached, hits, self.num_admissions, True
+        life.cached = cached
         life.table = table[:hits]
         self._grow(life, table)
 
@@ -440,6 +466,16 @@ class Oracle:
             state = life.truth.states[(hits + 1) * self.size - 1]
             computing = any(state in other.computing for other in [*self.flights, flight])
             assert not computing, f"sequence {life.seq.id} computes what is being computed"
+        elif life.seq.shares_prompt and self._tail(life, hits) is None:
+            state = life.truth.state_before(life.known - 1)
+            computing = any(state in other.computing for other in [*self.flights, flight])
+            assert not computing, f"sequence {life.seq.id} computes the tail that is being computed"
+
+    def _tail(self, life: Life, hits: int) -> int | None:
+        """The block whose beginning is all that a sequence with so many hits needs, but for its last token."""
+        if self.cache is None or not life.seq.shares_prompt or hits < (life.known - 1) // self.size:
+            return None
+        return self.cache.tail(life.truth.state_before(life.known - 1))
 
     def _grow(self, life: Life, table: list[int]) -> None:
         held = len(life.table)
@@ -466,6 +502,16 @@ class Oracle:
         last = min(-(-end // self.size), life.known // self.size)
         return [life.truth.states[(j + 1) * self.size - 1] for j in range(start // self.size, last)]
 
+    def _tail_in(self, life: Life, end: int) -> Iterable[int]:
+        """The tail that a row up to `end` computes, wholly or in part, so that it can be found for the first time."""
+        last = life.known - 1
+        if self.cache is None or not life.seq.shares_prompt or life.first_token is not None:
+            return ()
+        if end <= last - last % self.size or not last % self.size:
+            return ()
+        state = life.truth.state_before(last)
+        return () if self.cache.tail(state) is not None else (state,)
+
     # Decisions.
 
     def _check_order(self, flight: Flight, newcomers: list[Life]) -> None:
@@ -486,7 +532,9 @@ class Oracle:
         """Whether a step in flight or in the making may compute a block of a sequence that waits."""
         if self.cache is None:
             return self.caching
-        blocks = self._blocks_in(life, 0, life.known)
+        blocks = [*self._blocks_in(life, 0, life.known)]
+        if life.seq.shares_prompt:
+            blocks.append(life.truth.state_before(life.known - 1))
         flights = [*self.flights, flight] if flight else self.flights
         return any(state in other.computing for other in flights for state in blocks)
 
@@ -572,7 +620,8 @@ class Oracle:
         in_use = self._num_in_use(head, hits, set(chain.from_iterable(tables)))
         free = self.scheduler.block_manager.num_free_blocks
         has_blocks = free >= -(-head.known // self.size) - in_use + len(tables)
-        has_budget = head.known - hits * self.size <= budget and self._can_afford(hits * self.size, flight)
+        start = hits * self.size if self._tail(head, hits) is None else head.known - 1
+        has_budget = head.known - start <= budget and self._can_afford(start, flight)
         is_full = len(tables) >= min(self.config.max_num_seqs, self.config.max_num_batched_tokens // (self.k + 1))
         assert is_full or not (has_blocks and has_budget), f"sequence {head.seq.id} is not admitted"
 
@@ -593,6 +642,8 @@ class Oracle:
 
     def _execute(self, flight: Flight) -> None:
         """All reads see the steps before this one only: KV that the step itself writes is no cache hit."""
+        for source, target in flight.shown.block_copies:
+            self.kv[target] = list(self.kv[source])
         histories = flight.shown.token_histories(self.last_output)
         for i, row in enumerate(flight.rows):
             self._read(row)
@@ -673,6 +724,8 @@ class Oracle:
         life.delivered += len(tokens)
         if life.computed is not None:
             self._publish(row)
+            if tokens and life.first_token is None:
+                self._publish_tail(life, row.end - 1)
         if tokens:
             assert life.seq.id in given, f"no output of sequence {life.seq.id}"
             life.first_token = self._now if life.first_token is None else life.first_token
@@ -707,6 +760,13 @@ class Oracle:
                 self._held.add(present)
             life.published += 1
 
+    def _publish_tail(self, life: Life, end: int) -> None:
+        """What a prompt's last token, at `end`, has read of its block can be found."""
+        if self.cache is not None and life.seq.shares_prompt and end % self.size:
+            begin = end - end % self.size
+            state, parent = life.truth.state_before(end), life.truth.state_before(begin)
+            self.cache.publish_tail(state, parent, life.table[begin // self.size])
+
     def discarded(self) -> None:
         """The only flight was discarded: what it should have computed is still to do."""
         (flight,) = self.flights
@@ -717,6 +777,9 @@ class Oracle:
             life.num_inflight -= 1
             start, life.known, drafts, was_prefilling = row.was
             if life.computed is not None:
+                if start == life.cached:
+                    # Its copy is lost too.
+                    life.cached = start = start - start % self.size
                 life.computed, life.drafts = start, drafts
                 life.prefilling = was_prefilling and start < life.known - 1
 

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from tests.unit.worker.engine.trial import Trial, random_sequence, random_setting
+from tests.unit.worker.engine.trial import Trial, random_group, random_sequence, random_setting
 from worker.engine.sequence import Sequence
 
 NUM_EXAMPLES = 400
@@ -28,7 +28,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @initialize(rnd=_RANDOMS)
     def start(self, rnd: random.Random) -> None:
-        self.trial = Trial(*random_setting(rnd))
+        self.trial = Trial(*random_setting(rnd), twins=random.Random(0))
 
     def sequence(self, rnd: random.Random) -> Sequence:
         return random_sequence(rnd, self.trial)
@@ -39,7 +39,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(rnd=_RANDOMS, count=st.integers(1, 4))
     def add_group(self, rnd: random.Random, count: int) -> None:
-        self.trial.add_group([self.sequence(rnd) for _ in range(count)])
+        self.trial.add_group(random_group(rnd, self.trial, count))
 
     @precondition(lambda self: self.trial.lives)
     @rule(data=st.data())

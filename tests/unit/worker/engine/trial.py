@@ -24,12 +24,22 @@ _SALTS = [b"", b"", b"", b"", b"a", b"b"]
 class Trial:
     """What an engine does with a Scheduler, one call at a time, with the oracle looking on.
 
-    With deferred output two steps are in flight at most, as in EngineCore.
+    With deferred output two steps are in flight at most, as in EngineCore. `twins` draws who has the prompt of another
+    one; nobody has without it.
     """
 
-    def __init__(self, config: Config, model: TokenModel, lengths: Sizes, *, knows_hits: bool = True) -> None:
+    def __init__(
+        self,
+        config: Config,
+        model: TokenModel,
+        lengths: Sizes,
+        *,
+        knows_hits: bool = True,
+        twins: random.Random | None = None,
+    ) -> None:
         self.lengths = lengths
         self.config = config
+        self.twins = twins
         self.model = model
         self.scheduler = Scheduler(config)
         if config.hash_seed:
@@ -161,11 +171,23 @@ def random_setting(rnd: random.Random) -> tuple[Config, TokenModel, Sizes]:
     return config, TokenModel(draft_errors=rnd.choice([0, 1, 3, 8])), rnd.choice([(1, 3, 8), (3, 16), (20,)])
 
 
-def random_sequence(rnd: random.Random, trial: Trial) -> Sequence:
-    """Prompts with common beginnings, or that go on where another conversation was; some resumed in mid-stream."""
+def random_group(rnd: random.Random, trial: Trial, count: int) -> list[Sequence]:
+    """Sequences that have nothing to do with each other, or several answers to one prompt."""
+    first = random_sequence(rnd, trial)
+    lead = first if first.shares_prompt and count > 1 else None
+    return [first, *(random_sequence(rnd, trial, lead) for _ in range(count - 1))]
+
+
+def random_sequence(rnd: random.Random, trial: Trial, lead: Sequence | None = None) -> Sequence:
+    """Prompts with common beginnings, or that go on where another conversation was, or that of `lead`; some resumed in
+    mid-stream."""
     limit = trial.oracle.max_model_len
     salt = rnd.choice(_SALTS)
     prompt = _beginning(rnd, trial) + [rnd.randrange(1, 24) for _ in range(rnd.randint(1, 10))]
+    if lead is None and trial.twins is not None and trial.lives and trial.twins.random() < 0.2:
+        lead = trial.twins.choice(trial.lives).seq
+    if lead is not None:
+        prompt, salt = lead.prompt_token_ids, lead.cache_salt
     max_tokens = rnd.choice(trial.lengths)
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -189,11 +211,13 @@ def random_sequence(rnd: random.Random, trial: Trial) -> Sequence:
         hash_root=(salt[0] if trial.oracle.cache is not None else 7) if salt else None,
         cache_salt=salt,
         priority=rnd.choice([*Priority, Priority.NORMAL]),
+        shares_prompt=trial.twins is not None and (lead is not None or trial.twins.random() < 0.5),
     )
     assert seq.id == new_id
     if rnd.random() < 0.1:
         truth = Truth(seq, trial.model, limit, trial.config)
         seq.token_ids = truth.tokens[: rnd.randint(seq.num_prompt_tokens, truth.end)]
+        seq.num_given_tokens = len(seq.token_ids)
     return seq
 
 
@@ -209,7 +233,9 @@ def run_workload(number: int, *, weak_hashes: bool = False) -> Trial:
     """One random life of an engine. Repeat what fails with its number."""
     rnd = random.Random(number)
     with _weak_hashes() if weak_hashes else _as_they_are():
-        trial = Trial(*random_setting(rnd), knows_hits=not weak_hashes)
+        # Not in all of them, so that a change of this changes not all that happens.
+        twins = random.Random(number) if number % 3 == 0 else None
+        trial = Trial(*random_setting(rnd), knows_hits=not weak_hashes, twins=twins)
         for _ in range(rnd.randint(1, 5)):
             _happen(rnd, trial)
         trial.finish()
@@ -220,7 +246,7 @@ def _happen(rnd: random.Random, trial: Trial) -> None:
     """Something happens to the engine, then it works on for a while, perhaps up to the middle of a step."""
     event = rnd.random()
     if event < 0.55:
-        trial.add_group([random_sequence(rnd, trial) for _ in range(rnd.choice([1, 2, 4]))])
+        trial.add_group(random_group(rnd, trial, rnd.choice([1, 2, 4])))
     elif event < 0.75:
         for _ in range(rnd.choice([1, 3])):
             trial.add(random_sequence(rnd, trial))
