@@ -194,6 +194,7 @@ class Watched:
         self.seen["prompts and decodes in one step"] += 0 < batch.total_seqs_num_prefill < batch.total_seqs_num
         self.seen["chunks"] += batch.is_final.count(False)
         self.seen["hits"] += sum(n > 0 for n in batch.num_cached_tokens)
+        self.seen["copies"] += len(batch.block_copies)
         self.seen["rows before their token"] += sum(batch.from_last_output)
 
 
@@ -299,6 +300,7 @@ def test_streams_are_those_of_each_sequence_alone(policy: str, budget: int, kern
     assert preempted > 0
     assert hits > 0
     assert late > 0
+    assert seen["copies"] > 0
     assert seen["launched ahead"] > 0
     assert seen["aborted"] > 0
     assert seen["prompt logprobs"] > 0

@@ -114,6 +114,7 @@ class Recorder(ModelRunner):
         self.seen["prompts and decodes in one step"] += 0 < batch.total_seqs_num_prefill < batch.total_seqs_num
         self.seen["chunks"] += batch.is_final.count(False)
         self.seen["hits"] += sum(n > 0 for n in batch.num_cached_tokens)
+        self.seen["copies"] += len(batch.block_copies)
         self.seen["most rows"] = max(self.seen["most rows"], len(batch.req_ids))
         self.seen["decodes of 33 or more"] += batch.total_seqs_num_decode > 32
         self.seen["greedy steps"] += batch.is_greedy
@@ -295,7 +296,7 @@ def check_all(model: str, variant: str, numbers: Iterable[int]) -> Counter[str]:
 def assert_met(seen: Counter[str]) -> None:
     """The workloads were what they are there for."""
     mixed, wide = "prompts and decodes in one step", "decodes of 33 or more"
-    for what in ("preemptions", "hits", "chunks", "greedy steps", mixed, wide):
+    for what in ("preemptions", "hits", "copies", "chunks", "greedy steps", mixed, wide):
         assert seen[what] > 5, (what, seen)
     assert seen["most rows"] > 50, seen
 

@@ -97,3 +97,14 @@ def test_no_rows() -> None:
     cache = DeviceKVCache.allocate(KVSpec(1, 4), 1, 8, 4, torch.float32, CPU)
     write_kv(cache, 0, torch.empty(0, 1, 4), torch.empty(0, 1, 4), step_plan())
     assert not cache.data.any()
+
+
+@pytest.mark.parametrize("cache_dtype", DTYPES)
+def test_blocks_are_copied_byte_by_byte(cache_dtype: torch.dtype) -> None:
+    cache = DeviceKVCache.allocate(KVSpec(1, 8, latent_value_dim=6, index=IndexSpec(2, 4, 3)), 3, 5, 4, cache_dtype, CPU)
+    assert cache.index is not None
+    pools = [cache.data.view(torch.uint8), cache.index.data.view(torch.uint8)]
+    before = [pool.random_(generator=torch.Generator().manual_seed(1)).clone() for pool in pools]
+    cache.copy_blocks([(0, 3), (3, 4), (1, 0), (2, 2)])
+    for pool, old in zip(pools, before, strict=True):
+        assert torch.equal(pool, old[:, :, [1, 1, 2, 0, 0]])

@@ -193,6 +193,21 @@ def test_logits_after_a_prefix_hit(model: Model) -> None:
     assert torch.equal(logits[1], model.alone[1][16])
 
 
+def test_logits_behind_a_copied_block(model: Model) -> None:
+    """Another answer takes two full blocks, and a copy of the block that the prompt ends in, which has NaN behind it."""
+    prompt, cache = model.prompts[2], model.runner._kv_cache
+    pools = [cache.data] if cache.index is None else [cache.data, cache.index.data]
+    for pool in pools:
+        pool[:, :, [7, 33]] = torch.nan
+    model.step([(prompt, 0, 40, [9, 4, 7])])
+    model.runner.kernels.kv_cache.copy_blocks(cache, [(7, 33)])
+    logits = model.step([(model.prompts[1], 0, 17, [50, 51]), (prompt, 39, 40, [9, 4, 33])])
+    for pool in pools:
+        pool[:, :, [7, 33]] = 0
+    assert torch.equal(logits[0], model.alone[1][16])
+    assert torch.equal(logits[1], model.alone[2][39])
+
+
 def test_logits_of_many_decodes(model: Model) -> None:
     """More sequences than a group of attention items or a row tile holds, each at another length."""
     prompt = model.prompts[4]

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kernels import float8
-from kernels.interface import KernelBackend, KVSpec
+from kernels.interface import IndexSpec, KernelBackend, KVSpec
 from tests.quantizers import fp8_table, nearest
 from tests.unit.kernels.steps import Rows, metadata, scattered_blocks
 
@@ -86,3 +86,21 @@ def test_attention_over_what_was_stored(
     else:
         assert torch.equal(actual, expected)
     assert torch.isfinite(actual).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, *NARROW])
+@pytest.mark.parametrize("latent", [False, True])
+def test_blocks_are_copied_byte_by_byte_one_after_the_other(
+    backend: KernelBackend, dtype: torch.dtype, latent: bool
+) -> None:
+    spec = KVSpec(1, 8, latent_value_dim=6, index=IndexSpec(2, 4, 3)) if latent else KVSpec(2, 8)
+    cache = backend.kv_cache.allocate(spec, 3, 5, 4, dtype)
+    pools = [cache.data, cache.index.data] if latent else [cache.data]
+    before = []
+    for pool in pools:
+        pool.view(torch.uint8).random_(generator=torch.Generator().manual_seed(1))
+        before.append(pool.view(torch.uint8).clone())
+    backend.kv_cache.copy_blocks(cache, [(0, 3), (3, 4), (1, 0), (2, 2)])
+    for pool, old in zip(pools, before, strict=True):
+        expected = old[:, :, [1, 1, 2, 0, 0, *range(5, old.shape[2])]]
+        assert torch.equal(pool.view(torch.uint8), expected)
