@@ -23,7 +23,7 @@ from common.config import Config, ParallelConfig
 from common.sampling_params import SamplingParams
 from tests.checkpoints import MIN_VOCAB_SIZE, make_checkpoint
 from worker.config.model_config import ModelConfig, ModelError
-from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.batch import BlockCopy, ScheduledBatch, ScheduledBatchOutput
 from worker.engine.sequence import Sequence
 from worker.model.kv_digests import KvDigester
 from worker.model.layers import moe
@@ -219,6 +219,22 @@ def test_the_rank_that_answers_digests_the_kv_of_all(both: tuple[Ranks, Ranks]) 
         assert first == dict(zip((b"a", b"b"), wanted, strict=True))
         assert wanted[0] != wanted[1]
         assert others == [None] * (ranks.size - 1)
+
+
+def test_a_copied_block_is_what_it_is_a_copy_of(both: tuple[Ranks, Ranks]) -> None:
+    """Each rank copies what it has of a block: 40 tokens are two full blocks, and a part of one with another's behind."""
+    (prompt,) = random_prompts([40], 5)
+    for ranks in both:
+        batch = one(prompt, 0)
+        blocks = batch.tables[0]
+        (whole,) = ranks.outputs(batch)[0].token_ids.values()
+        (row,) = ranks.logits(batch)
+        last = one(prompt, 39)
+        last.tables[0][:] = [*blocks[:2], 90]
+        last.block_copies = [BlockCopy(blocks[2], 90)]
+        (copied,) = ranks.outputs(last)[0].token_ids.values()
+        assert copied == whole
+        assert torch.equal(ranks.logits(last)[0], row)
 
 
 def test_greedy_streams(both: tuple[Ranks, Ranks]) -> None:

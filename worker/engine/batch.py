@@ -185,11 +185,8 @@ _FIELDS: Final = (
     "is_dummy_run",
     "num_spec_step",
     "scheduled_spec_decode_tokens",
-<<<<<<< HEAD
     "digested_blocks",
-=======
     "block_copies",
->>>>>>> fcd9a14 (Several answers to a prompt compute it once: the last, partial block is copied on write)
     "_block_size",
 )
 
@@ -211,7 +208,7 @@ class ScheduledBatch:
      `from_last_output[i]` was scheduled before its one token was there; `scheduled_tokens[i]` is empty, and the runner
      takes the token from its last output (`input_tokens`). `num_computed_tokens` regards steps in flight as done.
 
-     Before anything else the step makes `block_copies`, one after the other.
+     Before it computes, and behind those digests, it makes `block_copies`, one after the other.
 
      Making one costs a few list comprehensions, whatever the contexts: columns that derive from these, or that never
      change, are made when a runner asks for them. A block table is kept as it is: it only ever grows at its end, and is
@@ -245,11 +242,8 @@ class ScheduledBatch:
         self.req_ids = self._columns.ids
         self.num_scheduled_tokens = num_scheduled_tokens
         self.scheduled_spec_decode_tokens = scheduled_spec_decode_tokens or {}
-<<<<<<< HEAD
         self.digested_blocks: dict[int, bytes] = {}
-=======
         self.block_copies = block_copies or []
->>>>>>> fcd9a14 (Several answers to a prompt compute it once: the last, partial block is copied on write)
         self.num_computed_tokens = [s.num_computed_tokens + s.num_inflight_tokens for s in rows]
         # True if every row is one decoded token, without speculation.
         self.is_plain_decode = total_seqs_num_decode == len(rows) == total_tokens_num and num_spec_step == 0

@@ -249,11 +249,8 @@ class ModelRunner:
         step = self.prepare_model(batch)
         digests, logprobs = None, None
         with torch.inference_mode():
-<<<<<<< HEAD
             kv_digests = self._kv_digester.begin(self._kv_cache, batch.digested_blocks)
-=======
             self.kernels.kv_cache.copy_blocks(self._kv_cache, batch.block_copies)
->>>>>>> fcd9a14 (Several answers to a prompt compute it once: the last, partial block is copied on write)
             final, before_targets = self._states(step)
             given = self.sampler.given_logprobs(batch, lambda rows: self._logits(before_targets[rows]))
             if batch.is_greedy:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.sampling_params import SamplingParams
-from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput, SequenceColumns
+from worker.engine.batch import BlockCopy, ScheduledBatch, ScheduledBatchOutput, SequenceColumns
 from worker.engine.sequence import Sequence
 from worker.ranks.batch_delta import BatchDecoder, BatchEncoder
 from worker.ranks.frames import FrameReader, encode
@@ -54,7 +54,7 @@ NAMES = (
     *("req_ids", "num_scheduled_tokens", "num_computed_tokens", "context_lens", "is_final", "block_tables"),
     *("last_block_num_tokens", "num_cached_tokens", "temperatures", "top_ks", "top_ps", "min_ps", "seeds", "choices"),
     *("total_tokens_num", "total_seqs_num_decode", "is_dummy_run", "is_plain_decode", "num_spec_step"),
-    *("from_last_output", "scheduled_spec_decode_tokens", "targets", "logprob_params", "is_greedy"),
+    *("from_last_output", "scheduled_spec_decode_tokens", "targets", "logprob_params", "is_greedy", "block_copies"),
 )
 
 
@@ -92,7 +92,12 @@ def test_batches_arrive_as_they_were(steps: list[tuple[list[int], int, bool]], b
         if columns is None or columns.rows != rows:
             columns = SequenceColumns(rows)
         batch = ScheduledBatch(
-            {seq.id: seq for seq in rows}, counts, sum(counts), total_seqs_num_decode=decodes, columns=columns
+            {seq.id: seq for seq in rows},
+            counts,
+            sum(counts),
+            total_seqs_num_decode=decodes,
+            columns=columns,
+            block_copies=[BlockCopy(count, 100 * member) for member in members[:count]],
         )
         assert view(pair.send(batch), last) == view(batch, last)
         for seq, computed in zip(rows, counts, strict=True):
