@@ -101,7 +101,9 @@ def test_no_rows() -> None:
 
 @pytest.mark.parametrize("cache_dtype", DTYPES)
 def test_blocks_are_copied_byte_by_byte(cache_dtype: torch.dtype) -> None:
-    cache = DeviceKVCache.allocate(KVSpec(1, 8, latent_value_dim=6, index=IndexSpec(2, 4, 3)), 3, 5, 4, cache_dtype, CPU)
+    cache = DeviceKVCache.allocate(
+        KVSpec(1, 8, latent_value_dim=6, index=IndexSpec(2, 4, 3)), 3, 5, 4, cache_dtype, CPU
+    )
     assert cache.index is not None
     pools = [cache.data.view(torch.uint8), cache.index.data.view(torch.uint8)]
     before = [pool.random_(generator=torch.Generator().manual_seed(1)).clone() for pool in pools]
