@@ -222,7 +222,7 @@ def test_the_rank_that_answers_digests_the_kv_of_all(both: tuple[Ranks, Ranks]) 
 
 
 def test_a_copied_block_is_what_it_is_a_copy_of(both: tuple[Ranks, Ranks]) -> None:
-    """Each rank copies what it has of a block: 40 tokens are two full blocks, and a part of one with another's behind."""
+    """Each rank copies what it has of a block: 40 tokens are two full blocks and a part of one."""
     (prompt,) = random_prompts([40], 5)
     for ranks in both:
         batch = one(prompt, 0)

@@ -17,9 +17,9 @@ from dataclasses import dataclass
 
 from common.config import Config
 from common.errors import InvalidFieldError
+from worker.engine.batch import BlockCopy
 from worker.engine.block_digests import BlockDigests
 from worker.engine.prefix_cache import UNSALTED_ROOT, Block, PrefixCache
-from worker.engine.batch import BlockCopy
 from worker.engine.sequence import Sequence
 
 __all__ = ["Block", "BlockManager", "OutOfBlocksError"]
