@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import TypeAlias, TypeVar
 
 import grpc
+from fissile.receipts import RequestDigest, canonical_params
 from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 
@@ -28,7 +29,7 @@ from common.errors import (
     UnservedByWorkersError,
     WorkerLostError,
 )
-from common.receipts import LogitChain, RequestDigest, canonical_params
+from common.receipts import LogitChain
 from common.sampling_masks import check_tokens_left
 from common.sampling_params import SamplingParams
 from common.telemetry import names

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Final
 
+from fissile.receipts import VERSION, output_sha256, sealed
 from fissile.v1 import inference_pb2 as pb
 
-from common.receipts import VERSION, output_sha256, sealed
 from common.version import fissile_version
 from router.requests.stream import ReceiptTerms, RequestStream
 

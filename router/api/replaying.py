@@ -6,18 +6,12 @@ import copy
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from fissile.receipts import VERSION, contradiction, output_sha256
 from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 
 from common.errors import InvalidFieldError, NoWorkerError, OtherModelStateError, WorkerLostError, at_path
-from common.receipts import (
-    VERSION,
-    Finding,
-    compare_answer,
-    compare_request,
-    contradiction,
-    output_sha256,
-)
+from common.receipts import Finding, compare_answer, compare_request
 from router.api.answering import Answering, AnswerRequest, Asked, Kind
 from router.api.in_flight import InFlightCall
 from router.api.receipts import receipt_of

@@ -8,10 +8,10 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 import grpc
+from fissile.receipts import RequestDigest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError, NoWorkerError
-from common.receipts import RequestDigest
 from common.rpc.sampling_protos import sampling_to_proto
 from common.sampling_params import SamplingParams
 from common.telemetry.request_record import shown

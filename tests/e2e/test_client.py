@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import click
 import grpc
 import pytest
 from fissile.client import AsyncClient, Client, Delta, Finished, FissileError, Stream
@@ -19,6 +20,7 @@ from fissile.client.retries import Retries
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
+from common.cli.client.generate import generate as generate_command
 from tests.e2e.fake_worker import FakeWorker, letters, short
 from tests.e2e.service import REPOSITORY, Process, free_port, generate, running_service
 from tests.e2e.simulated import OPTIONS, request, simulated_model
@@ -289,8 +291,9 @@ def test_the_library_needs_nothing_else_of_ours() -> None:
 
 
 _STANDARD = {
-    "__future__", "abc", "asyncio", "collections", "contextlib", "copy", "dataclasses", "hashlib", "itertools",
-    "pathlib", "random", "re", "reprlib", "threading", "time", "types", "typing", "uuid", "weakref",
+    "__future__", "abc", "array", "asyncio", "collections", "contextlib", "copy", "dataclasses", "enum",
+    "hashlib", "itertools", "pathlib", "random", "re", "reprlib", "struct", "sys", "threading", "time",
+    "types", "typing", "uuid", "weakref",
 }  # fmt: skip
 
 
@@ -381,6 +384,20 @@ def test_arguments_are_fields_of_the_request() -> None:
 def test_a_key_that_can_not_be_sent_is_refused(key: str) -> None:
     with pytest.raises(ValueError, match="api_key has a character that no key has"):
         Client("127.0.0.1:1", api_key=key)
+
+
+@pytest.mark.parametrize("target", ["127.0.0.1", "localhost", "::1", "[::1]", "", "a b:1"])
+def test_an_address_without_its_port_is_refused(target: str) -> None:
+    """To gRPC it would be port 443, and a call that waits for somebody there."""
+    with pytest.raises(ValueError, match="HOST:PORT"):
+        Client(["127.0.0.1:50051", target])
+    with pytest.raises(click.BadParameter, match="address"):
+        generate_command.main(["--address", f"127.0.0.1:50051,{target}", "hi"], standalone_mode=False)
+
+
+@pytest.mark.parametrize("target", ["[::1]:1", "h-1.x:1", "dns:///r:1", "ipv4:1.2.3.4:1,1.2.3.5:1", "unix:/run/r"])
+def test_an_address_may_have_many_forms(target: str) -> None:
+    assert Client(target).connection.targets == [target]
 
 
 def test_a_number_of_answers_that_is_none_takes_no_memory() -> None:

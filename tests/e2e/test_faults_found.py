@@ -11,9 +11,9 @@ from pathlib import Path
 
 import grpc
 import pytest
+from fissile.receipts import contradiction
 from fissile.v1 import inference_pb2 as pb
 
-from common.receipts import contradiction
 from tests.e2e.service import REPOSITORY, Answer, Process, Service, free_port, generate, running
 
 DEMO = REPOSITORY / "deploy" / "demo" / "checkpoint"

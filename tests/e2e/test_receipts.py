@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import xxhash
+from fissile.receipts import RequestDigest, canonical_params, contradiction, output_sha256
 from fissile.seed import derive_seed
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
 
-from common.receipts import RequestDigest, canonical_params, contradiction, output_sha256
 from common.sampling_params import SamplingParams
 from common.text.tokenizer import files_sha256
 from router.scheduling.failover import FailoverOptions, FailoverPolicy

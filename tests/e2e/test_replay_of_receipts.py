@@ -8,11 +8,11 @@ from typing import Any
 
 import grpc
 import pytest
+from fissile.receipts import sealed
 from fissile.v1 import inference_pb2 as pb
 from fissile.worker.v1 import worker_pb2 as wpb
 from google.rpc import error_details_pb2
 
-from common.receipts import sealed
 from router.scheduling.failover import FailoverOptions
 from tests.e2e.fake_worker import FakeWorker, letters, short
 from tests.e2e.test_contract import by_choice

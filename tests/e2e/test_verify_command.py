@@ -37,6 +37,8 @@ async def write_receipt(b: Any, path: Path, *arguments: str) -> dict[str, Any]:
     """A file of `fissile generate`, and its content."""
     done = await run(generate, b, "say", "--max-tokens", "9", "--request-id", "r", "--receipt", path, *arguments)
     assert done.exit_code == 0, done.output
+    # It has the prompt and the answer.
+    assert path.stat().st_mode & 0o777 == 0o600  # noqa: ASYNC240
     written: dict[str, Any] = json.loads(path.read_text())  # noqa: ASYNC240
     return written
 

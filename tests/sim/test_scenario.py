@@ -10,12 +10,13 @@ from functools import partial
 
 import pytest
 import xxhash
+from fissile.receipts import RequestDigest
 from fissile.v1 import inference_pb2 as pb
 
 from common.block_hash import GRANULE_BLOCKS, hash_chain
 from common.errors import ApiError, DeadlineError, HopelessDeadlineError
 from common.limits import LEASE_S
-from common.receipts import LogitChain, RequestDigest
+from common.receipts import LogitChain
 from common.sampling_params import SamplingParams
 from router.requests.stream import ReceiptTerms, RoutedRequest
 from router.text.stream_assembly import StreamAssembly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,23 +16,18 @@ from common.cli.core.errors import CommandError
 
 
 def write_proof(path: Path, answer: Answer) -> None:
-    """Writes the proof of an answer that was asked for with a receipt.
+    """Writes the proof of an answer that was asked for with a receipt; a new file is for its owner alone.
 
     Raises:
         CommandError: there is no receipt, or the file cannot be written.
     """
-    if not answer.finish.HasField("receipt"):
+    if answer.receipt is None:
         raise CommandError("the answer has no receipt: workers of two numerics classes have made it", 1)
-    proof = pb.ReplayRequest(receipt=answer.finish.receipt, token_ids=pb.TokenIds(ids=answer.token_ids))
-    request = answer.request
-    if isinstance(request, pb.ChatRequest):
-        proof.chat.CopyFrom(request)
-        proof.chat.request_id = answer.request_id
-    elif request is not None:
-        proof.generate.CopyFrom(request)
-        proof.generate.request_id = answer.request_id
+    text = json_format.MessageToJson(answer.receipt.proof, preserving_proto_field_name=True, indent=1)
     try:
-        path.write_text(json_format.MessageToJson(proof, preserving_proto_field_name=True, indent=1) + "\n")
+        # It has the prompt and the answer, which are nobody else's.
+        with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w", encoding="utf-8") as file:
+            file.write(text + "\n")
     except OSError as error:
         raise CommandError(f"the receipt cannot be written to {path}: {error.strerror}", 1) from None
 

@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import click
-import grpc
+from fissile.client import AsyncClient, FissileError, ReceiptError, Verification
 from fissile.v1 import inference_pb2 as pb
-from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
 from common.cli.client.proof import read_proof
-from common.cli.core.client import Credentials, call_failed, open_channel
+from common.cli.core.client import Credentials, call_failed, client_arguments
 from common.cli.core.errors import CommandError
 from common.cli.core.options import address_option, json_option, option, timeout_option
 from common.cli.core.tls_options import with_credentials
-from common.receipts import contradiction, output_sha256
 
 # Verdict -> exit code, and what it means.
 _OUTCOMES: Final = {
@@ -30,39 +28,27 @@ _OUTCOMES: Final = {
 
 
 async def ask_replay(
-    address: str, proof: pb.ReplayRequest, timeout_s: float, credentials: Credentials
-) -> pb.ReplayResponse:
-    """Has the router at `address` replay a request.
+    address: str, proof: pb.ReplayRequest, worker: str, timeout_s: float, credentials: Credentials
+) -> Verification:
+    """Has the router at `address` replay a request, where its receipt does not contradict itself.
 
     Raises:
-        CommandError: the call failed.
+        CommandError: the call failed, or the receipt is whole and the token ids beside it are of another answer.
     """
-    async with open_channel(address, credentials) as channel:
+    async with AsyncClient(**client_arguments([address], credentials)) as client:
         try:
-            return await InferenceServiceStub(channel).Replay(proof, timeout=timeout_s, metadata=credentials.metadata)
-        except grpc.aio.AioRpcError as error:
+            return await client.verify(proof, worker_id=worker, timeout_s=timeout_s)
+        except ReceiptError as error:
+            raise CommandError(f"the answer was altered: {error.message}") from None
+        except FissileError as error:
             raise call_failed(error, address) from error
 
 
-def check_offline(proof: pb.ReplayRequest) -> pb.ReplayResponse | None:
-    """The outcome where no run is needed for it, None where one is.
-
-    Raises:
-        CommandError: the receipt is whole, and the token ids beside it are of another answer.
-    """
-    problem = contradiction(proof.receipt)
-    if problem:
-        return pb.ReplayResponse(verdict=pb.REPLAY_VERDICT_BAD_RECEIPT, detail=problem)
-    if proof.HasField("token_ids") and output_sha256(proof.token_ids.ids) != proof.receipt.output_sha256:
-        raise CommandError("the answer was altered: its token ids are not those of the receipt")
-    return None
-
-
-def as_dict(found: pb.ReplayResponse) -> dict[str, Any]:
+def as_dict(found: Verification) -> dict[str, Any]:
     """An outcome for JSON."""
     return {
         "verdict": pb.ReplayVerdict.Name(found.verdict).removeprefix("REPLAY_VERDICT_").lower(),
-        "position": found.position if found.HasField("position") else None,
+        "position": found.position,
         "detail": found.detail,
         "worker_id": found.worker_id,
     }
@@ -96,8 +82,7 @@ def verify(
     differs, 2 the receipt was altered, is of another request, or cannot be replayed here, 3 it may work later.
     """
     proof = read_proof(receipt, request)
-    proof.worker_id = worker
-    found = check_offline(proof) or asyncio.run(ask_replay(address, proof, timeout, credentials))
+    found = asyncio.run(ask_replay(address, proof, worker, timeout, credentials))
     code, meaning = _OUTCOMES.get(found.verdict, (1, f"verdict {found.verdict}, which this version does not know"))
     where = f" on worker {found.worker_id}" if found.worker_id else ""
     click.echo(json.dumps(as_dict(found)) if as_json else f"{meaning}: {found.detail}{where}")

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import grpc
-from fissile.client import AsyncClient, AsyncStream, Delta, FissileError, Stream
+from fissile.client import AsyncClient, AsyncStream, Delta, FissileError, Receipt, Stream
 from fissile.client.connections import is_key
 from fissile.client.errors import error_of
 from fissile.v1 import inference_pb2 as pb
@@ -160,7 +160,7 @@ class Question:
 
     `chat` None takes Chat where the model has a chat template. `sampling`: the given fields of
     `common.sampling_params.SamplingParams` only, of which those of logprobs are output options.
-    `has_receipt`: the answer is to have a receipt, and token ids.
+    `has_receipt`: the answer is to have a receipt, which is checked.
     """
 
     prompt: str
@@ -178,13 +178,9 @@ class Question:
         given = {name: value for name, value in self.sampling.items() if name in LOGPROB_FIELDS}
         if (kind := given.pop("logprobs_kind", None)) is not None:
             given["logprobs_kind"] = f"LOGPROBS_KIND_{kind.upper()}"
-        if not given and not self.has_receipt:
-            return None
-        options = pb.OutputOptions(**given)
-        if self.has_receipt:
-            options.return_token_ids = True
-            options.receipt.logits_every = self.logits_every
-        return options
+        if self.logits_every:
+            given["receipt"] = pb.ReceiptOptions(logits_every=self.logits_every)
+        return pb.OutputOptions(**given) if given else None
 
     @property
     def sampling_params(self) -> pb.SamplingParams:
@@ -194,7 +190,7 @@ class Question:
 
 @dataclass(slots=True)
 class Answer:
-    """A stream put together, and the request that was sent."""
+    """A stream put together."""
 
     trace_id: str = ""
     request_id: str = ""
@@ -204,7 +200,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
     prompt_logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
-    request: pb.GenerateRequest | pb.ChatRequest | None = None
+    receipt: Receipt | None = None
 
     @classmethod
     def of(cls, stream: Stream | AsyncStream) -> Answer:
@@ -220,7 +216,7 @@ class Answer:
             token_ids=came.token_ids,
             logprobs=came.logprobs,
             prompt_logprobs=progress.prompt_logprobs,
-            request=progress.request,
+            receipt=came.receipt,
         )
 
     def figures(self) -> str:
@@ -317,6 +313,7 @@ def open_stream(client: AsyncClient, question: Question, timeout_s: float, *, ch
         "model": question.model,
         "request_id": question.request_id,
         "output_options": question.output_options,
+        "receipt": question.has_receipt,
         **question.sampling,
     }
     if not chat:

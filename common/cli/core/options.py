@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar, Final
 
 import click
+from fissile.client.connections import is_target
 
 from common.cli.core.client import DEFAULT_ADDRESS
 
@@ -147,17 +148,29 @@ def option(*names: str, envvar: str, **attributes: Any) -> Callable[[click.decor
     return click.option(*names, envvar=envvar, show_envvar=True, show_default=True, **attributes)
 
 
-address_option = option(
-    "--address", envvar="FISSILE_ADDRESS", default=DEFAULT_ADDRESS, metavar="HOST:PORT", help="Address of the router."
-)
+def _address(_: click.Context, __: click.Parameter, text: str) -> str:
+    """An address, `HOST:PORT`."""
+    if not is_target(text):
+        raise click.BadParameter(f"{text!r} is no address with its port; use for example 10.0.0.1:50051")
+    return text
 
 
-def _addresses(_: click.Context, __: click.Parameter, text: str) -> tuple[str, ...]:
+def _addresses(context: click.Context, parameter: click.Parameter, text: str) -> tuple[str, ...]:
     """Addresses, from `HOST:PORT` or `HOST:PORT,HOST:PORT`."""
     found = tuple(part.strip() for part in text.split(","))
     if not all(found):
         raise click.BadParameter(f"{text!r} is not a list of addresses; use for example 10.0.0.1:50051,10.0.0.2:50051")
-    return found
+    return tuple(_address(context, parameter, one) for one in found)
+
+
+address_option = option(
+    "--address",
+    envvar="FISSILE_ADDRESS",
+    default=DEFAULT_ADDRESS,
+    callback=_address,
+    metavar="HOST:PORT",
+    help="Address of the router.",
+)
 
 
 routers_option = option(

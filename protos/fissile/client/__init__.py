@@ -14,8 +14,9 @@ Needs grpcio, protobuf and googleapis-common-protos alone.
 from fissile.client.aio import AsyncClient, AsyncStream
 from fissile.client.calls import Delta, Event, Finished, Result
 from fissile.client.connections import Connection, Metadata
-from fissile.client.errors import FieldProblem, FissileError
+from fissile.client.errors import FieldProblem, FissileError, ReceiptError, ReceiptPart
 from fissile.client.progress import Answer
+from fissile.client.receipts import Receipt, Verification
 from fissile.client.sync import Client, Stream
 
 __all__ = [
@@ -30,6 +31,10 @@ __all__ = [
     "Finished",
     "FissileError",
     "Metadata",
+    "Receipt",
+    "ReceiptError",
+    "ReceiptPart",
     "Result",
     "Stream",
+    "Verification",
 ]

@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
 
 from google.protobuf.message import Message
 
 from fissile.client.calls import Event, events_of
 from fissile.client.connections import Metadata
 from fissile.client.errors import FissileError
-from fissile.client.progress import Progress, Response
+from fissile.client.messages import Request, Response
+from fissile.client.progress import Progress
 from fissile.client.retries import Retries
 from fissile.v1 import inference_pb2 as pb
 
-T = TypeVar("T")
 _SHORTEST_S = 0.001
-
-
-@dataclass(frozen=True, slots=True)
-class Unary(Generic[T]):
-    """A call with one answer: the name of its method, its request, and what is made of the answer."""
-
-    method: str
-    request: Message
-    made_of: Callable[[Any], T]
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +53,11 @@ class Attempts:
     def next(self, now: float) -> Call:
         """The call to make."""
         self.num_calls += 1
-        left_s = None if self._end is None else max(_SHORTEST_S, self._end - now)
-        return Call(self._retries.target, self._method, self._request, left_s, self._metadata)
+        return Call(self._retries.target, self._method, self._request, self.left_s(now), self._metadata)
+
+    def left_s(self, now: float) -> float | None:
+        """Seconds until the deadline, None for none."""
+        return None if self._end is None else max(_SHORTEST_S, self._end - now)
 
     def failed(self, error: FissileError, now: float) -> float:
         """Seconds until the next call.
@@ -83,11 +75,11 @@ class StreamAttempts(Attempts):
     """The calls of one stream, each of which goes on behind what has come."""
 
     def __init__(
-        self, request: pb.GenerateRequest | pb.ChatRequest, retries: Retries, metadata: Metadata, end: float | None
+        self, request: Request, retries: Retries, metadata: Metadata, end: float | None, *, has_receipts: bool
     ) -> None:
         method = "Chat" if isinstance(request, pb.ChatRequest) else "Generate"
         super().__init__(method, request, retries, metadata, end)
-        self.progress = Progress(request)
+        self.progress = Progress(request, has_receipts=has_receipts)
 
     def received(self, part: Response) -> list[Event]:
         """Takes a message; the events that it brings."""

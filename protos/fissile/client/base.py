@@ -8,10 +8,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from fissile.client.attempts import Attempts, StreamAttempts, Unary
+from fissile.client.attempts import Attempts, StreamAttempts
 from fissile.client.calls import Messages, Prompt, chat_request, generate_request, split
 from fissile.client.connections import Connection, Metadata
-from fissile.client.progress import Request
+from fissile.client.messages import Request, Unary
+from fissile.client.receipts import Receipt, Verification, contradiction_of, replay
 from fissile.client.retries import Retries
 from fissile.v1 import inference_pb2 as pb
 
@@ -72,6 +73,7 @@ class BaseClient(ABC, Generic[StreamT]):
         *,
         timeout_s: float | None = ANSWER_TIMEOUT_S,
         metadata: Metadata = (),
+        receipt: bool = False,
         **arguments: Any,
     ) -> StreamT:
         """Answers a conversation.
@@ -80,9 +82,10 @@ class BaseClient(ABC, Generic[StreamT]):
             messages: a text, or messages with `role` and `content`.
             timeout_s: deadline of the whole answer, later attempts included; None is no deadline.
             metadata: of this call, such as `traceparent`.
+            receipt: True asks for receipts, which are checked: `Answer.receipt`.
             arguments: fields of SamplingParams and of ChatRequest, by name.
         """
-        return self._stream(chat_request(messages, *split(arguments)), timeout_s, metadata)
+        return self._stream(chat_request(messages, *split(arguments)), timeout_s, metadata, has_receipts=receipt)
 
     def generate_stream(
         self,
@@ -90,18 +93,20 @@ class BaseClient(ABC, Generic[StreamT]):
         *,
         timeout_s: float | None = ANSWER_TIMEOUT_S,
         metadata: Metadata = (),
+        receipt: bool = False,
         **arguments: Any,
     ) -> StreamT:
         """Continues a prompt, a text or token ids; arguments as of `chat_stream`."""
-        return self._stream(generate_request(prompt, *split(arguments)), timeout_s, metadata)
+        return self._stream(generate_request(prompt, *split(arguments)), timeout_s, metadata, has_receipts=receipt)
 
     @abstractmethod
     def _begin(self, attempts: StreamAttempts) -> StreamT:
         """A stream that makes its first call when it is read."""
 
-    def _stream(self, request: Request, timeout_s: float | None, metadata: Metadata) -> StreamT:
+    def _stream(self, request: Request, timeout_s: float | None, metadata: Metadata, *, has_receipts: bool) -> StreamT:
         end = None if timeout_s is None else time.monotonic() + timeout_s
-        return self._begin(StreamAttempts(request, self._retries(), self.connection.metadata_of(metadata), end))
+        sent = self.connection.metadata_of(metadata)
+        return self._begin(StreamAttempts(request, self._retries(), sent, end, has_receipts=has_receipts))
 
     def _attempts(self, call: Unary[Any], timeout_s: float) -> Attempts:
         end = time.monotonic() + timeout_s
@@ -125,3 +130,13 @@ def count_tokens(messages: Messages, model: str) -> Unary[int]:
     """Asks how long the prompt of a conversation is."""
     asked = pb.CountTokensRequest(chat=chat_request(messages, {}, {"model": model}))
     return Unary("CountTokens", asked, lambda answer: int(answer.prompt_tokens))
+
+
+def begin_verification(receipt: Receipt | pb.ReplayRequest, worker_id: str) -> Verification | Unary[Verification]:
+    """Result for a receipt, or the call that is to be made for it.
+
+    Raises:
+        ReceiptError: the token ids are not of the receipt's answer.
+    """
+    proof = receipt.proof if isinstance(receipt, Receipt) else receipt
+    return contradiction_of(proof) or replay(proof, worker_id)

@@ -9,7 +9,9 @@ from typing import Any, TypeAlias, TypeVar
 
 from google.protobuf.message import Message
 
-from fissile.client.progress import Answer, Progress, Response, text_of
+from fissile.client.messages import Response
+from fissile.client.progress import Answer, Progress, text_of
+from fissile.client.receipts import Receipt
 from fissile.v1 import inference_pb2 as pb
 
 Messages: TypeAlias = "str | Sequence[Mapping[str, Any] | pb.ChatMessage]"
@@ -59,6 +61,11 @@ class Result:
     def text(self) -> str:
         """Text of the first answer."""
         return self.answers[0].text
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """Receipt of the first answer, checked; None where none was asked for, and of an answer that is not `exact`."""
+        return self.answers[0].receipt
 
     @property
     def finish(self) -> pb.Finish:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,6 +11,9 @@ from typing import Any, TypeAlias
 import grpc
 
 Metadata: TypeAlias = Sequence[tuple[str, str]]
+_ADDRESS = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:\[\]/]+):\d{1,5}")
+# A name that gRPC resolves, such as dns:///NAME:PORT.
+_NAME = re.compile(r"[a-z][a-z0-9+.-]*:.+")
 
 # A router that comes back is found soon, one that is gone without a word is noticed, and calls to a name of several
 # routers take turns among those that are there.
@@ -53,10 +57,12 @@ class Connection:
         """Refuses what cannot work.
 
         Raises:
-            ValueError: no address, a key that cannot be sent, or what needs TLS without it.
+            ValueError: no address, or none with a port, a key that cannot be sent, or what needs TLS without it.
         """
         if not self.targets or not all(self.targets):
             raise ValueError("targets is empty; give the address of at least one router, as HOST:PORT")
+        if odd := next((target for target in self.targets if not is_target(target)), None):
+            raise ValueError(f"{odd!r} is no address; give HOST:PORT, such as 127.0.0.1:50051 or [::1]:50051")
         if not is_key(self.api_key):
             raise ValueError("api_key has a character that no key has, such as the line break at the end of a file")
         if not self.tls and self.tls_ca is None and (self.client_cert is not None or self.tls_name):
@@ -85,6 +91,11 @@ class Connection:
         """Metadata of a call that has this of its own."""
         key = (("authorization", f"Bearer {self.api_key}"),) if self.api_key else ()
         return (*key, *self.metadata, *call)
+
+
+def is_target(text: str) -> bool:
+    """True if `text` is an address with its port, without which gRPC would take 443, or a name that gRPC resolves."""
+    return bool(_ADDRESS.fullmatch(text) or _NAME.fullmatch(text))
 
 
 def is_key(text: str) -> bool:

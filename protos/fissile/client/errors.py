@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -63,6 +64,35 @@ class FissileError(Exception):
     def is_of_one_router(self) -> bool:
         """True if this router refuses for good what another may serve."""
         return self.reason in _ELSEWHERE
+
+
+class ReceiptPart(enum.Enum):
+    """Part of an answer that its receipt does not fit."""
+
+    RECEIPT = "receipt"
+    OUTPUT = "output"
+    REQUEST = "request"
+
+
+@dataclass(eq=False)
+class ReceiptError(FissileError):
+    """An answer that its own receipt does not fit, or a receipt that contradicts itself.
+
+    Attributes:
+        part: RECEIPT for one that contradicts itself, OUTPUT for other token ids, REQUEST for another request.
+    """
+
+    part: ReceiptPart = ReceiptPart.RECEIPT
+
+    @classmethod
+    def of(cls, part: ReceiptPart, detail: str) -> ReceiptError:
+        """The error for a part, with what is wrong in a sentence."""
+        words = {
+            ReceiptPart.RECEIPT: "the receipt contradicts itself",
+            ReceiptPart.OUTPUT: "the receipt is of another answer",
+            ReceiptPart.REQUEST: "the receipt is of another request",
+        }
+        return cls(grpc.StatusCode.DATA_LOSS, f"{words[part]}: {detail}", part=part)
 
 
 def cancelled() -> FissileError:

@@ -8,14 +8,13 @@ from __future__ import annotations
 import copy
 import hashlib
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any
 
+from fissile.client.messages import Request, Response, Unary
+from fissile.client.receipts import Receipt, ReceiptCheck, ask_for_receipt
 from fissile.v1 import inference_pb2 as pb
-
-Request: TypeAlias = "pb.GenerateRequest | pb.ChatRequest"
-Response: TypeAlias = "pb.GenerateResponse | pb.ChatResponse"
-
 
 # Routers allow far fewer answers and refuse more; nothing is kept for a number that is none.
 _MOST_ANSWERS = 4096
@@ -35,12 +34,14 @@ class Answer:
         token_ids: its tokens, where the request asks for them.
         finish: its end, None before.
         logprobs: of its tokens, where the request asks for them.
+        receipt: checked; None before its end, where none was asked for, and of an answer that is not `exact`.
     """
 
     index: int
     token_ids: list[int] = field(default_factory=list)
     finish: pb.Finish | None = None
     logprobs: list[pb.TokenLogprobs] = field(default_factory=list)
+    receipt: Receipt | None = None
     _texts: list[str] = field(default_factory=list)
 
     @property
@@ -60,6 +61,7 @@ class Progress:
 
     Args:
         request: the request; it gets an id if it has none, because the answer is a function of it.
+        has_receipts: True asks for receipts, and checks them.
 
     Attributes:
         prompt_info: of the first message, None before.
@@ -67,9 +69,12 @@ class Progress:
         answers: by index.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, *, has_receipts: bool = False) -> None:
         if not request.request_id:
             request.request_id = uuid.uuid4().hex
+        if has_receipts:
+            ask_for_receipt(request)
+        self._check = ReceiptCheck(request) if has_receipts else None
         self._request = request
         self.prompt_info: pb.PromptInfo | None = None
         self.prompt_logprobs: list[pb.TokenLogprobs] = []
@@ -99,8 +104,28 @@ class Progress:
         """Id of the request."""
         return self._request.request_id
 
+    @property
+    def questions(self) -> Sequence[Unary[Any]]:
+        """Calls to be made behind the end, whose answers tell whether receipts are of this request."""
+        has_any = any(answer.receipt is not None for answer in self.answers.values())
+        return self._check.questions if self._check is not None and has_any else ()
+
+    def check_request(self, told: Sequence[Any]) -> None:
+        """Checks receipts against the request with the answers to `questions`.
+
+        Raises:
+            ReceiptError: one is of another request.
+        """
+        for answer in self.answers.values():
+            if self._check is not None and answer.receipt is not None and answer.finish is not None:
+                answer.receipt = self._check.of_request(answer.receipt, answer.finish, *told)
+
     def add(self, part: Response) -> None:
-        """Adds a message."""
+        """Adds a message.
+
+        Raises:
+            ReceiptError: its receipt is of another answer, or of another request.
+        """
         answer = self.answers[part.index]
         answer.add_text(text_of(part))
         # Logprobs name their tokens, which a stream that breaks has to be resumed with.
@@ -111,6 +136,8 @@ class Progress:
             self.prompt_info = part.prompt_info
         if part.HasField("finish"):
             answer.finish = part.finish
+            if self._check is not None:
+                answer.receipt = self._check.of_answer(answer.index, answer.token_ids, part.finish)
 
     def _add_prompt_logprobs(self, part: Response) -> None:
         known = min(len(part.prompt_logprobs), self._known_prompt_logprobs)

@@ -12,17 +12,21 @@ from typing import Any, TypeVar
 
 import grpc
 
-from fissile.client.attempts import StreamAttempts, Unary
+from fissile.client.attempts import StreamAttempts
 from fissile.client.base import (
+    ANSWER_TIMEOUT_S,
     QUESTION_TIMEOUT_S,
     BaseClient,
     BaseStream,
+    begin_verification,
     count_tokens,
     get_model,
     list_models,
 )
 from fissile.client.calls import Event, Messages, Prompt, Result, result_of
 from fissile.client.errors import FissileError, again, cancelled, error_of
+from fissile.client.messages import Unary
+from fissile.client.receipts import Receipt, Verification
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceStub
 
@@ -56,10 +60,10 @@ class _Calls:
                 for part in self._open():
                     yield from self.attempts.received(part)
                 self.trailing_metadata = dict(self._call.trailing_metadata() or ())
-                return
+                break
             except grpc.RpcError as error:
                 if self.attempts.progress.is_whole:
-                    return
+                    break
                 if self._cancelled.is_set():
                     raise cancelled() from None
                 wait_s = self.attempts.failed(error_of(error), time.monotonic())
@@ -68,6 +72,17 @@ class _Calls:
                     self._call.cancel()
             if self._cancelled.wait(wait_s):
                 raise cancelled()
+        self._check_receipts()
+
+    def _check_receipts(self) -> None:
+        progress, left_s = self.attempts.progress, self.attempts.left_s(time.monotonic())
+        timeout_s = QUESTION_TIMEOUT_S if left_s is None else min(QUESTION_TIMEOUT_S, left_s)
+        try:
+            told = [self._client.ask(question, timeout_s) for question in progress.questions]
+        except FissileError:
+            # The answers are whole, and their receipts are of them: no router says more.
+            return
+        progress.check_request(told)
 
     def _open(self) -> Any:
         call = self.attempts.next(time.monotonic())
@@ -196,7 +211,7 @@ class Client(BaseClient[Stream]):
         Raises:
             FissileError: no router answers.
         """
-        return self._ask(list_models(), timeout_s)
+        return self.ask(list_models(), timeout_s)
 
     def model(self, name: str = "", *, timeout_s: float = QUESTION_TIMEOUT_S) -> pb.Model:
         """A model; "" is the only one that is served.
@@ -204,7 +219,7 @@ class Client(BaseClient[Stream]):
         Raises:
             FissileError: there is none of this name, or no router answers.
         """
-        return self._ask(get_model(name), timeout_s)
+        return self.ask(get_model(name), timeout_s)
 
     def count_tokens(self, messages: Messages, *, model: str = "", timeout_s: float = QUESTION_TIMEOUT_S) -> int:
         """Prompt tokens of a conversation.
@@ -212,7 +227,24 @@ class Client(BaseClient[Stream]):
         Raises:
             FissileError: the conversation is refused, or no router answers.
         """
-        return self._ask(count_tokens(messages, model), timeout_s)
+        return self.ask(count_tokens(messages, model), timeout_s)
+
+    def verify(
+        self, receipt: Receipt | pb.ReplayRequest, *, worker_id: str = "", timeout_s: float = ANSWER_TIMEOUT_S
+    ) -> Verification:
+        """Has the request of a receipt run again, and the answer compared with it to the bit.
+
+        Args:
+            receipt: of an answer of this library, or the proof that another has kept.
+            worker_id: runs it on this worker; "" is any of the numerics class.
+            timeout_s: deadline.
+
+        Raises:
+            ReceiptError: the token ids are not of the receipt's answer.
+            FissileError: it cannot run, or no router answers.
+        """
+        begun = begin_verification(receipt, worker_id)
+        return begun if isinstance(begun, Verification) else self.ask(begun, timeout_s)
 
     def stub(self, target: str) -> Any:
         """Stub of a router, on a channel that is kept.
@@ -253,7 +285,12 @@ class Client(BaseClient[Stream]):
             return grpc.insecure_channel(target, options=options)
         return grpc.secure_channel(target, credentials, options=options)
 
-    def _ask(self, asked: Unary[T], timeout_s: float) -> T:
+    def ask(self, asked: Unary[T], timeout_s: float) -> T:
+        """Makes a call with one answer, until it has worked.
+
+        Raises:
+            FissileError: it has failed for good.
+        """
         attempts = self._attempts(asked, timeout_s)
         while True:
             call = attempts.next(time.monotonic())

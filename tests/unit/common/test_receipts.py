@@ -9,21 +9,12 @@ from typing import Any
 
 import pytest
 import xxhash
+from fissile.receipts import RequestDigest, canonical_params, contradiction, output_sha256, receipt_sha256, sealed
 from fissile.v1 import inference_pb2 as pb
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common.receipts import (
-    LogitChain,
-    RequestDigest,
-    canonical_params,
-    compare_answer,
-    compare_request,
-    contradiction,
-    output_sha256,
-    receipt_sha256,
-    sealed,
-)
+from common.receipts import LogitChain, compare_answer, compare_request
 from common.sampling_params import SamplingParams
 
 

@@ -1,0 +1,210 @@
+"""Receipts, checked against what was asked for and what has come. Pure: what has to be asked, others ask."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from fissile.client.errors import ReceiptError, ReceiptPart
+from fissile.client.messages import Request, Unary
+from fissile.receipts import NEUTRAL, RequestDigest, canonical_params, contradiction, output_sha256
+from fissile.seed import derive_seed
+from fissile.v1 import inference_pb2 as pb
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """The receipt of one answer, checked against the answer that has come.
+
+    Attributes:
+        message: as it came.
+        request: what was asked, with its id: what a replay runs again.
+        token_ids: the answer.
+        is_of_request: True if its digest of the request has been made anew of what was asked, and is the same; False
+            where that cannot be known, most often because the request says no `max_tokens`.
+    """
+
+    message: pb.Receipt
+    request: Request
+    token_ids: tuple[int, ...]
+    is_of_request: bool = False
+
+    @property
+    def proof(self) -> pb.ReplayRequest:
+        """All that a replay needs, also by another program: `fissile verify` reads its JSON."""
+        return proof_of(self.message, self.request, self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class Verification:
+    """Result of a verification.
+
+    Attributes:
+        verdict: of `pb.ReplayVerdict`.
+        detail: what differs, in a sentence.
+        position: the first generated token that differs, where it is known.
+        worker_id: the worker that it ran on, "" if it did not run.
+    """
+
+    verdict: pb.ReplayVerdict.ValueType
+    detail: str
+    position: int | None = None
+    worker_id: str = ""
+
+    @property
+    def is_equal(self) -> bool:
+        """True if the answer came out again, to the bit."""
+        return self.verdict == pb.REPLAY_VERDICT_EQUAL
+
+
+def proof_of(receipt: pb.Receipt, request: Request, token_ids: Sequence[int]) -> pb.ReplayRequest:
+    """The request that has a receipt verified."""
+    proof = pb.ReplayRequest(receipt=receipt, token_ids=pb.TokenIds(ids=token_ids))
+    if isinstance(request, pb.ChatRequest):
+        proof.chat.CopyFrom(request)
+    else:
+        proof.generate.CopyFrom(request)
+    return proof
+
+
+def replay(proof: pb.ReplayRequest, worker_id: str) -> Unary[Verification]:
+    """Asks for a replay on a worker; "" is any."""
+    asked = pb.ReplayRequest()
+    asked.CopyFrom(proof)
+    asked.worker_id = worker_id
+    return Unary("Replay", asked, _verification)
+
+
+def contradiction_of(proof: pb.ReplayRequest) -> Verification | None:
+    """The outcome for a receipt that contradicts itself; None where it has to run.
+
+    Raises:
+        ReceiptError: it is whole, and the token ids beside it are not of its answer.
+    """
+    problem = contradiction(proof.receipt)
+    if problem:
+        return Verification(pb.REPLAY_VERDICT_BAD_RECEIPT, problem)
+    if proof.HasField("token_ids") and output_sha256(proof.token_ids.ids) != proof.receipt.output_sha256:
+        raise ReceiptError.of(ReceiptPart.OUTPUT, "its token ids are not those of the receipt")
+    return None
+
+
+def ask_for_receipt(request: Request) -> None:
+    """Has a request ask for receipts, and for what they are checked against."""
+    request.output_options.receipt.SetInParent()
+    request.output_options.return_token_ids = True
+
+
+class ReceiptCheck:
+    """Checks the receipts of one request's answers.
+
+    Args:
+        request: as it is sent at first, with its id.
+    """
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        params = request.sampling_params
+        self._seed = params.seed if params.HasField("seed") else derive_seed(request.request_id)
+
+    def of_answer(self, index: int, token_ids: Sequence[int], finish: pb.Finish) -> Receipt | None:
+        """The receipt of an answer that has ended; None where it has none, as one that is not `exact`.
+
+        Raises:
+            ReceiptError: it is of another answer, or of another request.
+        """
+        if not finish.HasField("receipt"):
+            return None
+        receipt = finish.receipt
+        if problem := contradiction(receipt):
+            raise ReceiptError.of(ReceiptPart.RECEIPT, problem)
+        # An echoed prompt is none of the answer.
+        own = tuple(token_ids[receipt.prompt_tokens if self._request.output_options.echo else 0 :])
+        if receipt.output_sha256 != output_sha256(own) or receipt.output_tokens != len(own):
+            raise ReceiptError.of(
+                ReceiptPart.OUTPUT, f"the {len(own)} tokens that have come are not those of the receipt"
+            )
+        said = {"index": (receipt.index, index), "seed": (receipt.seed, str(self._seed))}
+        for name, (of_receipt, expected) in said.items():
+            if of_receipt != expected:
+                raise ReceiptError.of(ReceiptPart.REQUEST, f"{name} is {of_receipt}, and was {expected}")
+        return Receipt(receipt, self._request, own)
+
+    @property
+    def questions(self) -> list[Unary[Any]]:
+        """Calls that tell what the digest of the request is made of: the model, and a prompt's tokens if it is text."""
+        request = self._request
+        model = Unary("GetModel", pb.GetModelRequest(model=request.model), _model_of)
+        if isinstance(request, pb.ChatRequest):
+            return [model, Unary("RenderPrompt", pb.RenderPromptRequest(chat=request), _ids_of)]
+        if request.HasField("token_ids"):
+            return [model]
+        return [model, Unary("Tokenize", pb.TokenizeRequest(model=request.model, text=request.text), _ids_of)]
+
+    def of_request(
+        self, receipt: Receipt, finish: pb.Finish, model: pb.Model, prompt: Sequence[int] | None = None
+    ) -> Receipt:
+        """The receipt with the word that it is of this request, where that can be known.
+
+        Args:
+            receipt: of `of_answer`.
+            finish: of the same answer.
+            model: the model.
+            prompt: the prompt's token ids; None for those of the request.
+
+        Raises:
+            ReceiptError: it is of another request.
+        """
+        message, params = receipt.message, self._request.sampling_params
+        # Others have served it: other defaults, or other tokens of the same text.
+        is_same = (model.weights_digest, model.tokenizer_sha256) == (message.weights_digest, message.tokenizer_sha256)
+        ids = self._given_ids if prompt is None else prompt
+        room = max(1, model.max_model_len - len(ids))
+        is_told = params.HasField("max_tokens") and params.max_tokens <= room
+        tries = {min(params.max_tokens, room) if params.HasField("max_tokens") else room}
+        if finish.reason == pb.FINISH_REASON_LENGTH:
+            tries.add(message.output_tokens)
+        if any(self._digest(model, ids, most, message.index) == message.request_sha256 for most in tries):
+            return replace(receipt, is_of_request=True)
+        if not (is_same and is_told):
+            return receipt
+        detail = "the prompt's tokens or the sampling parameters are not those that were asked for"
+        raise ReceiptError.of(ReceiptPart.REQUEST, detail)
+
+    @property
+    def _given_ids(self) -> Sequence[int]:
+        request = self._request
+        return request.token_ids.ids if isinstance(request, pb.GenerateRequest) else ()
+
+    def _digest(self, model: pb.Model, prompt: Sequence[int], max_tokens: int, index: int) -> bytes:
+        given = self._request.sampling_params
+        params = pb.SamplingParams()
+        for name, off in NEUTRAL.items():
+            setattr(params, name, off)
+        params.MergeFrom(model.default_sampling_params)
+        params.MergeFrom(given)
+        params.max_tokens, params.min_tokens = max_tokens, min(given.min_tokens, max_tokens)
+        digest = RequestDigest(
+            prompt,
+            canonical_params(params, params),
+            self._seed,
+            continues=isinstance(self._request, pb.GenerateRequest),
+            keeps_special_tokens=self._request.output_options.keep_special_tokens,
+        )
+        return digest.of_answer(index)
+
+
+def _model_of(answer: Any) -> pb.Model:
+    found: pb.Model = answer.model
+    return found
+
+
+def _ids_of(answer: Any) -> Sequence[int]:
+    ids: Sequence[int] = answer.token_ids
+    return ids
+
+
+def _verification(answer: pb.ReplayResponse) -> Verification:
+    position = answer.position if answer.HasField("position") else None
+    return Verification(answer.verdict, answer.detail, position, answer.worker_id)
