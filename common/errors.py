@@ -134,10 +134,10 @@ class UnservedByWorkersError(ApiError):
 
 
 class UnservedMethodError(ApiError):
-    """UNIMPLEMENTED: a method, or an answer of it, that this version does not serve."""
+    """UNIMPLEMENTED: a method that workers of a model do not serve, since they are of an older version."""
 
-    def __init__(self, method: str) -> None:
-        message = f"{method} is not served by this version"
+    def __init__(self, method: str, model: str) -> None:
+        message = f"{method} is not served by all workers of model {model!r}, of which some are of an older version"
         super().__init__(grpc.StatusCode.UNIMPLEMENTED, message, reason="UNSERVED_METHOD", metadata={"method": method})
 
 
@@ -294,6 +294,17 @@ class NoTokenizerError(ApiError):
             f"model {model!r} has no tokenizer; send token_ids",
             reason="NO_TOKENIZER",
         )
+
+
+class NotARerankerError(ApiError):
+    """FAILED_PRECONDITION: the model was not trained to say how relevant documents are."""
+
+    def __init__(self, model: str) -> None:
+        message = (
+            f"model {model!r} is no reranker: its checkpoint names no tokens for yes and no (1_LogitScore/config.json, "
+            "or classifier_from_token in config.json); ask a model with CAPABILITY_RERANK"
+        )
+        super().__init__(grpc.StatusCode.FAILED_PRECONDITION, message, reason="NOT_A_RERANKER")
 
 
 class QueueFullError(ApiError):

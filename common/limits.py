@@ -47,6 +47,13 @@ MAX_TOP_LOGPROBS = 20
 MAX_LOGPROB_TOKEN_IDS = 128
 # Of one call of Score.
 MAX_CONTINUATIONS = 128
+# Of one call of Embed: texts, and numbers in all, which are four bytes each of one message of less than 4 MiB.
+MAX_EMBED_INPUTS = 2048
+MAX_EMBED_NUMBERS = 1_000_000
+# Of one call of Rerank.
+MAX_DOCUMENTS = 1024
+# Prompts of one call that are in the queue or on workers at a time.
+MAX_PROMPTS_AT_ONCE = 256
 # Entries of logprobs in one message to a client: with all of the above they have less than a megabyte.
 MAX_MESSAGE_LOGPROBS = 1024
 MAX_CHAT_MESSAGES = 4096

@@ -10,3 +10,4 @@ PROTO_MINOR: Final = 1
 KV_EPOCH_MINOR: Final = 1
 # Names of what not every worker does (`GetWorkerResponse.features`).
 LOGPROBS_FEATURE: Final = "logprobs"
+EMBED_FEATURE: Final = "embed"

@@ -18,9 +18,12 @@ from dataclasses import dataclass, field, replace
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import InvalidFieldError, NoWorkerError, OtherModelStateError, UnknownModelError
-from common.protocol import LOGPROBS_FEATURE
+from common.pooling import Pooling
+from common.protocol import EMBED_FEATURE, LOGPROBS_FEATURE
+from common.rpc.pooling_protos import told_pooling
 from common.sampling_params import SamplingParams, model_defaults
 from common.text.chat_template import ChatTemplate
+from common.text.rerank_template import rerank_template
 from common.text.tokenizer import Tokenizer, read_json
 
 # In what workers of one identity agree, besides the name.
@@ -35,10 +38,15 @@ class WorkerRefusedError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class TextAssets:
-    """Everything that comes with a model's tokenizer files; all None or default when it has none."""
+    """Everything that comes with a model's tokenizer files; all None or default when it has none.
+
+    Attributes:
+        rerank_template: makes a prompt of a query and a document.
+    """
 
     tokenizer: Tokenizer | None = None
     template: ChatTemplate | None = None
+    rerank_template: ChatTemplate | None = None
     defaults: SamplingParams = field(default_factory=SamplingParams)
 
     @classmethod
@@ -49,13 +57,15 @@ class TextAssets:
             TokenizerError: a file cannot be used.
         """
         defaults = model_defaults(read_json(files, "generation_config.json"))
-        return cls(Tokenizer.from_files(files), ChatTemplate.from_files(files), defaults)
+        template = ChatTemplate.from_files(files)
+        return cls(Tokenizer.from_files(files), template, rerank_template(template, files), defaults)
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model on one worker, or on all ready ones of an identity: `max_model_len` (tokens) is then the longest, and
-    `features` what all have."""
+    `features` what all have. Of `relevance_tokens` the first says that a document is relevant, the second that it is
+    not; None for a model that was not trained for that."""
 
     name: str
     architecture: str
@@ -69,6 +79,9 @@ class ServedModel:
     numerics: str = ""
     eos_token_ids: frozenset[int] = frozenset()
     features: frozenset[str] = frozenset()
+    hidden_size: int = 0
+    default_pooling: Pooling | None = None
+    relevance_tokens: tuple[int, int] | None = None
     identity: str = field(init=False)
     """Equal for workers that a prompt made for one of them can be given to, and that hold the same weights."""
 
@@ -86,6 +99,16 @@ class ServedModel:
     def serves_logprobs(self) -> bool:
         """True if all its ready workers do."""
         return LOGPROBS_FEATURE in self.features
+
+    @property
+    def embeds(self) -> bool:
+        """True if all its ready workers do."""
+        return EMBED_FEATURE in self.features
+
+    @property
+    def reranks(self) -> bool:
+        """True if it was trained to, and all its ready workers do what that needs."""
+        return self.relevance_tokens is not None and self.serves_logprobs and self.text.tokenizer is not None
 
     def disagreement(self, other: ServedModel) -> str:
         """In what `other` differs from this, "" when their identities are the same."""
@@ -108,6 +131,11 @@ def describe(description: wpb.GetWorkerResponse, text: TextAssets) -> ServedMode
         numerics=description.numerics,
         eos_token_ids=frozenset(description.eos_token_ids),
         features=frozenset(description.features),
+        hidden_size=description.hidden_size,
+        default_pooling=told_pooling(description.default_pooling),
+        relevance_tokens=(description.relevance_tokens.yes, description.relevance_tokens.no)
+        if description.HasField("relevance_tokens")
+        else None,
     )
 
 

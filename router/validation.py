@@ -28,6 +28,9 @@ from common.limits import (
     MAX_CACHE_SALT_BYTES,
     MAX_CHAT_MESSAGES,
     MAX_CONTINUATIONS,
+    MAX_DOCUMENTS,
+    MAX_EMBED_INPUTS,
+    MAX_EMBED_NUMBERS,
     MAX_LOGIT_BIASES,
     MAX_LOGPROB_TOKEN_IDS,
     MAX_PROMPT_TEXT_BYTES,
@@ -126,6 +129,34 @@ SCORE_SERVED = frozenset(
         "cache_salt",
     )
 )
+EMBED_SERVED = frozenset(
+    (
+        "model",
+        "request_id",
+        "inputs",
+        *(f"inputs.{path}" for path in _TEXT_OR_TOKENS),
+        "pooling",
+        "normalize",
+        "dimensions",
+        "priority",
+        "cache_salt",
+        "session_id",
+    )
+)
+RERANK_SERVED = frozenset(
+    (
+        "model",
+        "request_id",
+        "query",
+        "documents",
+        "top_n",
+        "priority",
+        "instruction",
+        "return_documents",
+        "session_id",
+        "cache_salt",
+    )
+)
 CHAT_SERVED = _COMMON | {
     "messages",
     "messages.role",
@@ -214,16 +245,80 @@ def check_score(request: pb.ScoreRequest) -> None:
     if request.HasField("context"):
         parts.insert(0, ("context", request.context))
     for path, part in parts:
-        kind = part.WhichOneof("form")
-        if kind is None:
-            raise InvalidFieldError(path, "is empty", "one of text, token_ids")
+        kind = _check_text_or_tokens(path, part)
         if kind != form:
             raise InvalidFieldError(f"{path}.{kind}", f"stands beside {form}", "one form for all")
-        if kind == "text":
-            check_text(f"{path}.text", part.text)
-        elif not part.token_ids.ids:
-            raise InvalidFieldError(f"{path}.token_ids.ids", "is empty", "at least one token id")
     _check_bytes("continuations", request.ByteSize(), MAX_PROMPT_TEXT_BYTES)
+
+
+def check_embed(request: pb.EmbedRequest) -> None:
+    """Checks what needs no model: served fields, the salt, and that there are inputs of a sane size.
+
+    Raises:
+        ApiError: a field is not served, or invalid.
+    """
+    count = len(request.inputs)
+    # Many are refused before they are looked at.
+    if count <= MAX_EMBED_INPUTS:
+        refuse_unserved(request, EMBED_SERVED)
+    if not 1 <= count <= MAX_EMBED_INPUTS:
+        raise InvalidFieldError("inputs", f"has {count} entries", f"1 to {MAX_EMBED_INPUTS}")
+    _check_cache_salt(request.cache_salt)
+    check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
+    for i, one in enumerate(request.inputs):
+        _check_text_or_tokens(f"inputs[{i}]", one)
+    _check_bytes("inputs", request.ByteSize(), MAX_PROMPT_TEXT_BYTES)
+
+
+def check_vectors(request: pb.EmbedRequest, size: int) -> int:
+    """The length of the vectors, of a model whose hidden states have `size` numbers.
+
+    Raises:
+        InvalidFieldError: it is out of range, or all vectors together fit in no message.
+    """
+    dimensions = request.dimensions if request.HasField("dimensions") else size
+    if not 1 <= dimensions <= size:
+        raise InvalidFieldError("dimensions", f"is {dimensions}", f"1 to {size}, the model's embedding_size")
+    count = len(request.inputs)
+    if count * dimensions > MAX_EMBED_NUMBERS:
+        most = MAX_EMBED_NUMBERS // dimensions
+        problem = f"has {count} entries, whose vectors of {dimensions} numbers fit in no message"
+        raise InvalidFieldError("inputs", problem, f"at most {most} of them, or fewer dimensions")
+    return dimensions
+
+
+def check_rerank(request: pb.RerankRequest) -> None:
+    """Checks what needs no model: served fields, the salt, and that there are documents of a sane size.
+
+    Raises:
+        ApiError: a field is not served, or invalid.
+    """
+    refuse_unserved(request, RERANK_SERVED)
+    count = len(request.documents)
+    if not 1 <= count <= MAX_DOCUMENTS:
+        raise InvalidFieldError("documents", f"has {count} entries", f"1 to {MAX_DOCUMENTS}")
+    if request.top_n > count:
+        raise InvalidFieldError("top_n", f"is {request.top_n}", f"0 to {count}, the number of documents")
+    _check_cache_salt(request.cache_salt)
+    check_id("session_id", request.session_id, MAX_SESSION_ID_BYTES)
+    check_text("query", request.query)
+    for i, document in enumerate(request.documents):
+        check_text(f"documents[{i}]", document)
+    # The query stands in each of the prompts.
+    sizes = len(request.query.encode()) * count, len(request.instruction.encode()) * count
+    _check_bytes("documents", request.ByteSize() + sum(sizes), MAX_PROMPT_TEXT_BYTES)
+
+
+def _check_text_or_tokens(path: str, part: pb.TextOrTokens) -> str:
+    """Refuses an empty one; its form."""
+    kind = part.WhichOneof("form")
+    if kind is None:
+        raise InvalidFieldError(path, "is empty", "one of text, token_ids")
+    if kind == "text":
+        check_text(f"{path}.text", part.text)
+    elif not part.token_ids.ids:
+        raise InvalidFieldError(f"{path}.token_ids.ids", "is empty", "at least one token id")
+    return kind
 
 
 def check_resume(request: pb.GenerateRequest | pb.ChatRequest) -> None:

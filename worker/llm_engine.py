@@ -14,7 +14,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import asdict, dataclass, fields, replace
 from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import structlog
 from fissile.seed import derive_seed
@@ -23,6 +23,7 @@ from common.config import Config
 from common.errors import DuplicateRequestError, InvalidFieldError, NoTokenizerError
 from common.hub import HubError, model_folder
 from common.logprob_rows import TokenLogprobs, added, unpack
+from common.pooling import EMBED_PARAMS, Pooling, Vectors, finished
 from common.sampling_masks import check_tokens_left
 from common.sampling_params import SamplingParams, TokenSequences
 from common.step_defaults import default_scheduling_policy, default_token_budget
@@ -32,6 +33,7 @@ from common.text.stop_strings import StopStrings
 from common.text.tokenizer import Tokenizer, TokenizerError, check_text_ids
 from worker.config.engine_config import with_pool, with_special_tokens
 from worker.config.model_config import ModelConfig, ModelError
+from worker.config.vector_config import checkpoint_pooling
 from worker.engine.batch import Runner
 from worker.engine.core import EngineCore, EngineDeadError
 from worker.engine.outputs import RequestOutput
@@ -86,6 +88,7 @@ class Answer:
         token_ids: what counts of the output; tokens behind a stop string do not.
         logprobs: of `token_ids`, where they are wanted.
         prompt_logprobs: of the prompt from `prompt_logprobs_start` on, likewise.
+        pooled: of a prompt that is embedded, its hidden states: float32.
         text: decoded so far.
         finish_reason: as of RequestOutput, or `stop_string`; None while it grows.
     """
@@ -104,6 +107,7 @@ class Answer:
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] = []
         self.prompt_logprobs: list[TokenLogprobs] = []
+        self.pooled = b""
         self.text = ""
         self.finish_reason: str | None = None
         self._num_streamed = (0, 0)
@@ -259,6 +263,16 @@ class InputOutputProcessor:
             )
             for choice in range(params.n)
         ]
+
+    def to_embed(self, prompt: Prompt, pooling: Pooling, arrive_time: float) -> Answer:
+        """An answer that has nothing but the vector of a prompt.
+
+        Raises:
+            ApiError: as `preprocess`.
+        """
+        token_ids = self._encode(prompt)
+        seq = Sequence(token_ids, self.block_size, EMBED_PARAMS, arrive_time=arrive_time, pooling=pooling)
+        return Answer(uuid.uuid4().hex, seq, None)
 
     def postprocess(self, answer: Answer) -> dict[str, Any]:
         """A finished answer as a dictionary of JSON values; times in seconds.
@@ -457,6 +471,39 @@ class LLMEngine:
         self._run(answers)
         return [self.io.postprocess(answer) for answer in answers]
 
+    def embed(
+        self,
+        prompts: Seq[Prompt],
+        pooling: Pooling | None = None,
+        *,
+        dimensions: int | None = None,
+        normalize: bool = True,
+    ) -> list[Vectors]:
+        """Turns prompts into vectors, float32, batched.
+
+        Args:
+            prompts: texts, or lists of token ids.
+            pooling: `last` or `mean`; None for the checkpoint's own, else `last`.
+            dimensions: so many of the first numbers are kept; None for all.
+            normalize: True for vectors of length 1.
+
+        Raises:
+            ApiError: a prompt or an argument is not valid; nothing has run.
+            ModelError: the model's output for a prompt is not a number.
+            EngineDeadError: the model failed; this engine is of no use any more.
+        """
+        own = checkpoint_pooling(self.config.model) if pooling is None else pooling
+        if own is None or own not in get_args(Pooling):
+            raise InvalidFieldError("pooling", f"is {own!r}", "last or mean")
+        size = self.io.model_config.hidden_size
+        if dimensions is not None and not 1 <= dimensions <= size:
+            raise InvalidFieldError("dimensions", f"is {dimensions!r}", f"1 to {size}")
+        answers = [self.io.to_embed(prompt, own, self._clock()) for prompt in _listed("prompts", prompts)]
+        self._run(answers)
+        if not all(answer.pooled for answer in answers):
+            raise ModelError(f"{self.config.model} gives no numbers for a prompt")
+        return [finished(answer.pooled, dimensions or size, normalize=normalize) for answer in answers]
+
     def _preprocess(
         self, prompt: Prompt, given: Given, request_id: str, stream_callback: StreamCallback | None
     ) -> list[Answer]:
@@ -512,6 +559,7 @@ class LLMEngine:
     def _take(self, answer: Answer, output: RequestOutput) -> None:
         answer.take(output)
         answer.take_logprobs(output)
+        answer.pooled = answer.pooled or output.pooled
         if answer.finish_reason is not None:
             self._end(answer)
             self._finished.append(answer)

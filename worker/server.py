@@ -39,6 +39,7 @@ from common.text.tokenizer import Tokenizer, TokenizerError, files_sha256, read_
 from common.version import fissile_version
 from worker.config.engine_config import with_special_tokens
 from worker.config.model_config import ModelConfig, ModelError
+from worker.config.vector_config import checkpoint_pooling, relevance_tokens
 from worker.engine.core import EngineCore
 from worker.engine_factory import EngineOptions, build_engine
 from worker.progress import Progress
@@ -319,6 +320,9 @@ def _first_facts(
         max_num_batched_tokens=config.max_num_batched_tokens,
         prefix_caching=config.enable_prefix_caching,
         eos_token_ids=config.eos_token_ids,
+        hidden_size=model_config.hidden_size,
+        default_pooling=checkpoint_pooling(config.model),
+        relevance_tokens=relevance_tokens(config.model, model_config.source, model_config.vocab_size),
     )
 
 

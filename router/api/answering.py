@@ -222,6 +222,7 @@ class Answering:
         earlier: Sequence[RequestStream],
         *,
         one_prompt: bool = False,
+        beside: list[RequestStream] | None = None,
     ) -> list[RequestStream]:
         """Sends requests on their way, all or none.
 
@@ -230,16 +231,18 @@ class Answering:
             requests: each with what takes its answer.
             earlier: streams of an earlier try, whose places they take again.
             one_prompt: True if all have the prompt of the first.
+            beside: streams of the call that are open already, to which these are added; who has them closes these too.
         """
         asked.call.opened = asked.call.opened or self._clock()
-        streams: list[RequestStream] = []
+        streams: list[RequestStream] = [] if beside is None else beside
         try:
-            for place, (request, assembly) in enumerate(requests):
-                before = earlier[place] if earlier else None
+            for request, assembly in requests:
+                before = earlier[len(streams)] if len(streams) < len(earlier) else None
                 lead = streams[0] if one_prompt and streams else None
                 streams.append(self._requests.open(request, assembly, asked.span.submitted, before, lead))
         except BaseException:
-            self._close(streams)
+            if beside is None:
+                self._close(streams)
             raise
         asked.call.streams = streams
         return streams

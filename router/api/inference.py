@@ -8,19 +8,17 @@ import time
 import uuid
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Set
 from functools import partial
-from typing import Final, NoReturn, TypeVar, cast
+from typing import Final, TypeAlias, TypeVar
 
 import grpc
 from fissile.v1 import inference_pb2 as pb
 from fissile.v1.inference_pb2_grpc import InferenceServiceServicer
-from google.protobuf.descriptor import Descriptor
-from google.protobuf.message import Message
 
-from common.errors import InvalidFieldError, UnservedMethodError, at_path
+from common.errors import InvalidFieldError, at_path
 from common.limits import MAX_TOKENIZE_TEXT_BYTES, MAX_UNREAD_TOKENS
 from common.rpc.auth import caller
 from common.rpc.tls import Dialer
-from common.rpc.unsupported_fields import field_paths, refuse_unserved
+from common.rpc.unsupported_fields import refuse_unserved
 from common.telemetry import names
 from common.telemetry.metrics import Metrics
 from common.telemetry.request_record import current_record
@@ -28,9 +26,12 @@ from common.telemetry.tracing import Tracing
 from router.api.answering import CHAT, GENERATE, Answering, AnswerRequest, Asked, Encode, Kind
 from router.api.answers import Answers, CollectedAnswers, StreamedAnswers
 from router.api.auditing import AuditOptions, Auditor
+from router.api.embedding import Embedding
+from router.api.gathering import Gathering
 from router.api.in_flight import InFlightCall, InFlightCalls
 from router.api.pages import MAX_PAGE, page_of
 from router.api.replaying import Replaying, check_replay, contradiction_of
+from router.api.reranking import Reranking
 from router.api.responses import describe_model
 from router.api.rpc_scope import Context, RpcScope
 from router.api.scoring import Scoring
@@ -42,18 +43,23 @@ from router.telemetry.metrics import RequestMeasure, RouterMetrics
 from router.text.prompts import Prompt, PromptEncoder
 from router.validation import (
     CHAT_SERVED,
+    EMBED_SERVED,
     GENERATE_SERVED,
+    RERANK_SERVED,
     SCORE_SERVED,
     check_chat,
+    check_embed,
     check_generate,
     check_priority,
     check_request_id,
+    check_rerank,
     check_score,
     check_text_bytes,
     check_whole_answers,
 )
 from router.workers.expected_workers import ExpectedWorkers
 
+ManyPrompts: TypeAlias = pb.ScoreRequest | pb.EmbedRequest | pb.RerankRequest
 _SALT_BYTES = 16
 T = TypeVar("T")
 
@@ -71,6 +77,8 @@ SERVED: Final[Mapping[str, frozenset[str]]] = {
     "GenerateOnce": GENERATE_SERVED,
     "ChatOnce": CHAT_SERVED,
     "Score": SCORE_SERVED,
+    "Embed": EMBED_SERVED,
+    "Rerank": RERANK_SERVED,
     "Replay": _GENERATE_OR_CHAT
     | _within("receipt", {field.name for field in pb.Receipt.DESCRIPTOR.fields})
     | _within("token_ids", {"ids"})
@@ -149,7 +157,10 @@ class InferenceService(InferenceServiceServicer):
             self._open_calls,
             default_max_tokens,
         )
-        self._scoring = Scoring(self._answering, encoder)
+        gathering = Gathering(self._answering)
+        self._scoring = Scoring(gathering, encoder)
+        self._embedding = Embedding(gathering, encoder)
+        self._reranking = Reranking(gathering, encoder)
         self._replaying = Replaying(self._answering, requests, registry)
 
     def audit(self, options: AuditOptions, dialer: Dialer) -> Auditor:
@@ -209,12 +220,22 @@ class InferenceService(InferenceServiceServicer):
         return await self._run("Score", names.SCORE, request, one, context, partial(check_score, request), score)
 
     async def Embed(self, request: pb.EmbedRequest, context: Context) -> pb.EmbedResponse:
-        """Refuses: not served yet."""
-        return await self._unserved("Embed", request, context)
+        """Turns texts into vectors."""
+        one = pb.GenerateRequest(model=request.model, session_id=request.session_id)
+
+        def embed(asked: Asked, measure: RequestMeasure) -> Awaitable[pb.EmbedResponse]:
+            return self._embedding.embed(asked, request, measure)
+
+        return await self._run("Embed", names.EMBEDDINGS, request, one, context, partial(check_embed, request), embed)
 
     async def Rerank(self, request: pb.RerankRequest, context: Context) -> pb.RerankResponse:
-        """Refuses: not served yet."""
-        return await self._unserved("Rerank", request, context)
+        """Orders documents by their relevance."""
+        one = pb.GenerateRequest(model=request.model, session_id=request.session_id)
+
+        def rerank(asked: Asked, measure: RequestMeasure) -> Awaitable[pb.RerankResponse]:
+            return self._reranking.rerank(asked, request, measure)
+
+        return await self._run("Rerank", names.RERANK, request, one, context, partial(check_rerank, request), rerank)
 
     async def Replay(self, request: pb.ReplayRequest, context: Context) -> pb.ReplayResponse:
         """Runs a finished request again and compares it with its receipt."""
@@ -296,12 +317,6 @@ class InferenceService(InferenceServiceServicer):
             refuse_unserved(request, SERVED["GetModel"])
             return pb.GetModelResponse(model=describe_model(self._registry.get(request.model), self._registry))
 
-    async def _unserved(self, method: str, request: Message, context: Context) -> NoReturn:
-        async with RpcScope(self._tracing, context, method):
-            refuse_unserved(request, frozenset(field_paths(cast(Descriptor, request.DESCRIPTOR))))
-            raise UnservedMethodError(method)
-        raise AssertionError("a call that is refused ends in its scope")
-
     async def _answer(
         self, kind: Kind, method: str, request: AnswerRequest, context: Context, answers: Answers
     ) -> None:
@@ -320,7 +335,7 @@ class InferenceService(InferenceServiceServicer):
         self,
         method: str,
         operation: str,
-        request: AnswerRequest | pb.ScoreRequest,
+        request: AnswerRequest | ManyPrompts,
         one: AnswerRequest,
         context: Context,
         check: Callable[[], None],
@@ -383,7 +398,7 @@ class InferenceService(InferenceServiceServicer):
         """Tenant that a call is for."""
         return tenant_of(context.invocation_metadata(), self._policy, caller.get().tenant)
 
-    def _priority(self, request: AnswerRequest | pb.ScoreRequest, tenant: str) -> int:
+    def _priority(self, request: AnswerRequest | ManyPrompts, tenant: str) -> int:
         """The class of a request, which its caller may ask for."""
         check_priority(request.priority)
         return self._policy.priority(request.priority, tenant, caller.get().max_priority, self._default_max_priority)

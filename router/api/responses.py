@@ -8,6 +8,7 @@ from fissile.v1 import inference_pb2 as pb
 
 from common.logprob_rows import unpack
 from common.rpc.durations import to_duration
+from common.rpc.pooling_protos import public_pooling
 from common.sampling_params import DISTRIBUTION_FIELDS
 from common.telemetry.request_record import RequestTimes
 from router.api.receipts import receipt_of
@@ -133,6 +134,8 @@ def describe_model(model: ServedModel, registry: ModelRegistry) -> pb.Model:
         ),
         template_sha256="" if model.text.template is None else model.text.template.sha256,
         eos_token_ids=sorted(model.eos_token_ids),
+        embedding_size=model.hidden_size if model.embeds else 0,
+        default_pooling=public_pooling(model.default_pooling if model.embeds else None),
     )
 
 
@@ -142,6 +145,8 @@ def _capabilities(model: ServedModel) -> list[pb.Capability.ValueType]:
         pb.CAPABILITY_TEXT: model.text.tokenizer is not None,
         pb.CAPABILITY_CHAT: model.text.template is not None,
         pb.CAPABILITY_LOGPROBS: model.serves_logprobs,
+        pb.CAPABILITY_EMBED: model.embeds,
+        pb.CAPABILITY_RERANK: model.reranks,
         pb.CAPABILITY_RECEIPTS: True,
     }
     return [capability for capability, is_served in served.items() if is_served]

@@ -12,6 +12,8 @@ from fissile.receipts import RequestDigest
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError, NoWorkerError
+from common.pooling import MEAN, Pooling
+from common.rpc.pooling_protos import worker_pooling
 from common.rpc.sampling_protos import sampling_to_proto
 from common.sampling_params import SamplingParams
 from common.telemetry.request_record import shown
@@ -79,6 +81,7 @@ class RoutedRequest:
         keeps_special_tokens: True if special tokens are part of the text.
         receipt: content of the answer's receipt; None where it has none.
         only_worker: address of the one worker that it may go to, "" for any.
+        pooling: how the prompt becomes a vector; None for one that is answered.
     """
 
     model: str
@@ -105,6 +108,7 @@ class RoutedRequest:
     keeps_special_tokens: bool = False
     receipt: ReceiptTerms | None = None
     only_worker: str = ""
+    pooling: Pooling | None = None
 
     @property
     def ids(self) -> dict[str, str]:
@@ -123,7 +127,8 @@ class RoutedRequest:
             tenant=self.tenant,
             priority=self.priority,
             session=self.session_id,
-            granules=self.granules,
+            # All of a mean's tokens are computed, wherever some are cached.
+            granules=() if self.pooling == MEAN else self.granules,
             granule_tokens=self.granule_tokens,
             most_tokens=len(self.token_ids) + self.params.max_tokens,
             numerics=self.resumed_from or None,
@@ -159,6 +164,7 @@ class RoutedRequest:
             keep=must_keep,
             logits_every=0 if self.receipt is None else self.receipt.logits_every,
             shares_prompt=self.params.n > 1,
+            pooling=worker_pooling(self.pooling),
         )
 
 

@@ -33,6 +33,7 @@ from common.errors import (
 from common.limits import MAX_TEXT_ANSWER_BYTES, MAX_UNCUT_TEXT_BYTES, TOKENIZE_THREADS
 from common.sampling_params import TokenSequences
 from common.text.bad_words import bad_words_token_ids
+from common.text.chat_template import TemplateInputError
 from common.text.tokenizer import LongPieceError, Tokenizer, TokenizerError, check_text_ids
 from router.model_registry import ServedModel
 from router.scheduling.admission import QUEUE_RETRY_S
@@ -51,6 +52,8 @@ _BYTES_PER_ID = 4
 # Bytes of text that take a thread for more than about 20 ms.
 LONG_TEXT: Final = 16_384
 LONG_TEXT_NICE: Final = 10
+# Bytes of text that take as long as a text takes beside what its bytes do.
+_TEXT_COST: Final = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,6 +169,27 @@ class PromptEncoder:
             ApiError: nothing to score, ids outside the vocabulary, a prompt too long, no tokenizer, or too many texts.
         """
         return await self._run(_score_prompts(request, model, cache_salt), request.ByteSize(), tenant)
+
+    async def for_embed(
+        self, request: pb.EmbedRequest, model: ServedModel, tenant: str = "", cache_salt: bytes = b""
+    ) -> list[Prompt]:
+        """Prompts of the inputs that `validation.check_embed` let pass; arguments as of `for_generate`.
+
+        Raises:
+            ApiError: ids outside the vocabulary, a prompt too long, no tokenizer, or too many texts.
+        """
+        return await self._run(_embed_prompts(request, model, cache_salt), request.ByteSize(), tenant)
+
+    async def for_rerank(
+        self, request: pb.RerankRequest, model: ServedModel, tenant: str = "", cache_salt: bytes = b""
+    ) -> list[Prompt]:
+        """Prompts of the documents that `validation.check_rerank` let pass; arguments as of `for_generate`.
+
+        Raises:
+            ApiError: a prompt too long, no tokenizer, or too many texts.
+        """
+        size = request.ByteSize() + len(request.documents) * len(request.query.encode())
+        return await self._run(_rerank_prompts(request, model, cache_salt), size, tenant)
 
     async def render(self, request: pb.ChatRequest, model: ServedModel, tenant: str = "") -> pb.RenderPromptResponse:
         """Text and token ids of a conversation's prompt; raises as `for_chat`, and where they fit in no message."""
@@ -336,6 +360,58 @@ def _score_prompts(request: pb.ScoreRequest, model: ServedModel, cache_salt: byt
         found.append(_score_prompt(path, ids, len(before), model, cache_salt))
         yield
     return found
+
+
+def _embed_prompts(request: pb.EmbedRequest, model: ServedModel, cache_salt: bytes) -> Steps[list[Prompt]]:
+    found: list[Prompt] = []
+    step = _Step()
+    for i, one in enumerate(request.inputs):
+        path = f"inputs[{i}]"
+        if one.WhichOneof("form") == "text":
+            path = f"{path}.text"
+            found.append((yield from _text_prompt(path, _tokenizer_of(model), one.text, model, cache_salt)))
+        else:
+            path, ids = f"{path}.token_ids.ids", one.token_ids.ids
+            check_prompt_length(path, len(ids), model.max_model_len)
+            check_token_ids(path, ids, model.vocab_size)
+            found.append(_prompt(path, ids, model, cache_salt))
+        if step.is_over(one.ByteSize()):
+            yield
+    return found
+
+
+def _rerank_prompts(request: pb.RerankRequest, model: ServedModel, cache_salt: bytes) -> Steps[list[Prompt]]:
+    tokenizer, template = _tokenizer_of(model), model.text.rerank_template
+    assert template is not None
+    before = [{"role": "system", "content": request.instruction}] if request.instruction else []
+    before.append({"role": "query", "content": request.query})
+    found: list[Prompt] = []
+    step = _Step()
+    for i, document in enumerate(request.documents):
+        path = f"documents[{i}]"
+        try:
+            text = template.render([*before, {"role": "document", "content": document}])
+        except TemplateInputError as error:
+            raise InvalidFieldError(path, error.violations[0].problem, error.violations[0].valid) from None
+        found.append((yield from _text_prompt(path, tokenizer, text, model, cache_salt, allow_special=True)))
+        if step.is_over(len(text)):
+            yield
+    return found
+
+
+class _Step:
+    """Counts work up to a step's end: many short texts are one step."""
+
+    def __init__(self) -> None:
+        self._left = LONG_TEXT
+
+    def is_over(self, size: int) -> bool:
+        """Counts a text; True if a step ends behind it."""
+        self._left -= size + _TEXT_COST
+        if self._left > 0:
+            return False
+        self._left = LONG_TEXT
+        return True
 
 
 def _text_ids(path: str, text: str, model: ServedModel) -> Steps[list[int]]:

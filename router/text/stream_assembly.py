@@ -103,8 +103,8 @@ class StreamAssembly:
 
     `worker_id` is set when the request is submitted to a worker, anew for each attempt; `have` is the number of tokens,
     prompt included: the position of the next one. `most_tokens` is what `have` is at most, when that is known; `taken`
-    tokens have been handed out to be written. `is_dropped` is
-    true once nothing more goes to the client but a status.
+    tokens have been handed out to be written. `pooled` has the hidden states (float32) of a prompt that is embedded.
+    `is_dropped` is true once nothing more goes to the client but a status.
     """
 
     def __init__(
@@ -127,6 +127,7 @@ class StreamAssembly:
         self.most_tokens = 0
         self.token_ids = array("I")
         self.logit_chain = logit_chain
+        self.pooled = b""
         self.worker_id = ""
         self.start = FirstTokenInfo()
         self.first_token_time: float | None = None

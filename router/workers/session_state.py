@@ -261,6 +261,7 @@ class SessionState:
         digests = {each.rid: each for each in step.logit_digests}
         if any(len(each.positions) != len(each.digests) for each in step.logit_digests):
             raise ProtocolError("columns of logit_digests differ in length")
+        pooled = {each.rid: each.values for each in step.pooled}
         touched: dict[int, LiveSequence] = {}
         closed: dict[int, None] = {}
         live, at = self.live, 0
@@ -278,6 +279,8 @@ class SessionState:
             with_last = end is not None and end.end_pos == first_pos + n and _loss(end, assembly) is None
             if digests and rid in digests and assembly.logit_chain is not None:
                 assembly.logit_chain.add(digests[rid].positions, digests[rid].digests)
+            if pooled and rid in pooled:
+                assembly.pooled = pooled[rid]
             assembly.append(
                 first_pos, run, now, end if with_last else None, logprobs.get(rid, b"") if logprobs else b""
             )

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import struct
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,8 +51,8 @@ class FakeWorker(WorkerServiceServicer):
     """One worker; change its attributes while it runs to make it behave.
 
     `tokens_per_step` tokens of every sequence go out each `step_s` seconds. `silent` stops all frames but keeps the
-    stream. `logits` gives digests of logits by position. `description` overrides fields of GetWorker's answer. What
-    runs ends with its stream; a later stream knows nothing of it.
+    stream. `logits` gives digests of logits by position, `vector` is that of every prompt. `description` overrides
+    fields of GetWorker's answer. What runs ends with its stream; a later stream knows nothing of it.
     """
 
     files: dict[str, bytes]
@@ -59,6 +60,7 @@ class FakeWorker(WorkerServiceServicer):
     answer: Answer = letters
     step_s: float = 0.002
     logits: Callable[[int], int] = lambda position: 7 * position
+    vector: Sequence[float] = (3.0, 4.0, 0.0)
     tokens_per_step: int = 1
     max_model_len: int = 4096
     room_seqs: int = 64
@@ -243,6 +245,8 @@ class FakeWorker(WorkerServiceServicer):
         if every := sequence.submitted.logits_every:
             due = [p for p in range(position, position + len(new)) if (p - sequence.submitted.prompt_len) % every == 0]
             step.logit_digests.add(rid=rid, positions=due, digests=map(self.logits, due))
+        if sequence.submitted.pooling and self.vector:
+            step.pooled.add(rid=rid, values=struct.pack(f"<{len(self.vector)}f", *self.vector))
         if not sequence.begun:
             sequence.begun = True
             step.starts.add(rid=rid, cached_tokens=3, queue_us=1000, prefill_us=2000)

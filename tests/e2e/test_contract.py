@@ -189,15 +189,6 @@ async def test_a_router_bounds_answers_to_requests_that_do_not_say() -> None:
         await b.empty()
 
 
-@pytest.mark.parametrize("method", ["Embed", "Rerank"])
-async def test_a_method_that_is_not_served_says_so(method: str) -> None:
-    async with bench() as b:
-        kind = getattr(pb, f"{method}Request")
-        error = await error_of(getattr(b.stub, method)(kind()))
-        assert error.code() is grpc.StatusCode.UNIMPLEMENTED
-        assert detail(error, error_details_pb2.ErrorInfo).reason == "UNSERVED_METHOD"
-
-
 async def test_errors_of_a_request_within_a_request_name_its_field() -> None:
     async with bench() as b:
         bad = request(params={"top_p": 0})

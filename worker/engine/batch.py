@@ -11,6 +11,7 @@ from typing import Any, Final, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from common.pooling import LAST, Pooling
 from common.sampling_params import SamplingParams
 from kernels.no_token import NO_TOKEN
 from worker.engine.outputs import RequestOutput
@@ -81,6 +82,7 @@ _COLUMNS: Final = (
     "choices",
     "digested",
     "logprob_params",
+    "poolings",
 )
 
 
@@ -162,6 +164,11 @@ class SequenceColumns:
     def samples_logprobs(self) -> bool:
         """True if logprobs of generated tokens are wanted."""
         return any(params.logprobs is not None for params in self.logprob_params.values())
+
+    @cached_property
+    def poolings(self) -> dict[int, Pooling]:
+        """By place of the sequences that are embedded: how."""
+        return {i: s.pooling for i, s in enumerate(self.rows) if s.pooling is not None}
 
     @cached_property
     def steered(self) -> list[tuple[int, Sequence]]:
@@ -371,6 +378,17 @@ class ScheduledBatch:
         every, begin = self._columns.digested.get(i, (0, 0))
         return every > 0 and (position - begin) % every == 0
 
+    @cached_property
+    def pooled(self) -> dict[int, Pooling]:
+        """Indices of the sequences whose hidden states the step gives, and how: a mean is of every chunk."""
+        return {i: pooling for i, pooling in self._columns.poolings.items() if pooling != LAST or self.is_final[i]}
+
+    @property
+    def only_pools(self) -> bool:
+        """True if no token is sampled: all sequences whose last token the step reaches are embedded."""
+        poolings = self._columns.poolings
+        return bool(poolings) and all(i in poolings for i, final in enumerate(self.is_final) if final)
+
     @property
     def logprob_params(self) -> dict[int, SamplingParams]:
         """Parameters of the rows that want logprobs, of generated or of given tokens."""
@@ -439,6 +457,9 @@ class ScheduledBatchOutput:
     `logprobs` has rows (common/logprob_rows.py) of the tokens of the sequences that want them, NO_TOKEN's
     without meaning; `target_logprobs` has those of `ScheduledBatch.targets`. `kv_digests` has digests of
     `ScheduledBatch.digested_blocks`, by name. None where there are none.
+
+    `pooled` has hidden states of the sequences in `ScheduledBatch.pooled` (worker/engine/pooling.py), whose tokens are
+    without meaning.
     """
 
     token_ids: dict[int, tuple[int, ...]]
@@ -447,6 +468,7 @@ class ScheduledBatchOutput:
     logprobs: dict[int, bytes] | None = None
     target_logprobs: dict[int, bytes] | None = None
     kv_digests: dict[bytes, int] | None = None
+    pooled: dict[int, bytes] | None = None
 
     @property
     def req_ids(self) -> list[int]:

@@ -24,6 +24,8 @@ from worker.engine.stop_rules import Stop, StopRules
 
 _NOT_A_NUMBER: Final = Stop("not_a_number", EndReason.NOT_A_NUMBER)
 _NOT_A_NUMBER_MESSAGE: Final = "the model's output is not a number"
+# The token with which a sequence that is embedded ends.
+_POOLED_TOKEN: Final = 0
 
 
 class Landing:
@@ -53,13 +55,30 @@ class Landing:
         """Takes the output of the oldest step in flight. Returns the sequences that have ended."""
         outputs = self._lifecycle.outputs
         first = len(outputs)
+        vectors = self._pool(batch, fwd_output) if fwd_output.pooled else {}
         finished = self._take(seqs, batch, fwd_output, now)
         if fwd_output.kv_digests:
             self._blocks.digests.add(fwd_output.kv_digests)
         if fwd_output.logit_digests:
             for output in outputs[first:]:
                 output.logit_digests = fwd_output.logit_digests.get(output.request_id)
+        if vectors:
+            for output in outputs[first:]:
+                output.pooled = vectors.get(output.request_id, b"") if output.output_tokens else b""
         return finished
+
+    @staticmethod
+    def _pool(batch: ScheduledBatch, fwd_output: ScheduledBatchOutput) -> dict[int, bytes]:
+        """The vectors that are whole now, by sequence; what was sampled of these is replaced."""
+        states, vectors = fwd_output.pooled or {}, dict[int, bytes]()
+        for i in batch.pooled:
+            seq = batch.columns.rows[i]
+            assert seq.pooled is not None
+            seq.pooled.take(batch.num_computed_tokens[i], batch.context_lens[i], states[seq.id])
+            if batch.is_final[i]:
+                vectors[seq.id] = seq.pooled.finish()
+                fwd_output.token_ids[seq.id] = (_POOLED_TOKEN if vectors[seq.id] else NO_TOKEN,)
+        return vectors
 
     def _take(
         self, seqs: Iterable[Sequence], batch: ScheduledBatch, fwd_output: ScheduledBatchOutput, now: float

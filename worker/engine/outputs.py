@@ -66,6 +66,7 @@ class RequestOutput:
         start: with the first tokens of this attempt.
         end: with its last output.
         logit_digests: of the logits that tokens were drawn from, by their absolute position, where that is asked for.
+        pooled: the vector of a sequence that is embedded, with its one token: float32, little endian.
     """
 
     request_id: int
@@ -78,6 +79,7 @@ class RequestOutput:
     logit_digests: dict[int, int] | None = None
     logprobs: bytes = b""
     given: GivenLogprobs | None = None
+    pooled: bytes = b""
 
     @property
     def end_reason(self) -> EndReason | None:

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from common.pooling import MEAN, Pooling
 from common.sampling_params import SamplingParams
+from worker.engine.pooling import PooledStates
 
 _ids = itertools.count()
 
@@ -91,6 +93,8 @@ class Sequence:
         may_return: whether it goes back to its router when it has to wait too long for its first step (rule S9).
         logits_every: the logits of every so-many-th generated token are digested, 0 for none.
         shares_prompt: whether others come with the same prompt, which all of them compute once.
+        pooling: how its hidden states become its vector; None for a sequence that generates. One that is embedded ends
+            with one token, which stands for nothing.
     """
 
     __slots__ = (
@@ -123,6 +127,8 @@ class Sequence:
         "num_prompt_tokens",
         "num_slots",
         "packed_ids",
+        "pooled",
+        "pooling",
         "priority",
         "publish_at",
         "sampling_params",
@@ -163,6 +169,7 @@ class Sequence:
         may_return: bool = False,
         logits_every: int = 0,
         shares_prompt: bool = False,
+        pooling: Pooling | None = None,
     ) -> None:
         params = sampling_params if sampling_params is not None else SamplingParams()
         self.id = next(_ids) if id is None else id
@@ -196,6 +203,8 @@ class Sequence:
         self.may_return = may_return
         self.logits_every = logits_every
         self.shares_prompt = shares_prompt
+        self.pooling = pooling
+        self.pooled = None if pooling is None else PooledStates(pooling)
         self.arrive_time = arrive_time
         self.deadline = deadline
         self._distinct_prompt_ids: npt.NDArray[np.int64] | None = None
@@ -243,7 +252,9 @@ class Sequence:
     @property
     def num_reusable_tokens(self) -> int:
         """Tokens that may come from the prefix cache: not the last one, nor those whose logits say how likely a given
-        token is."""
+        token is, nor any if all hidden states are wanted."""
+        if self.pooling == MEAN:
+            return 0
         return int(min(len(self.token_ids), self.logprobs_from)) - 1
 
     @property

@@ -35,6 +35,7 @@ from worker.model.forward_context import (
 )
 from worker.model.kv_digests import KvDigester
 from worker.model.model_loader import ModelLoader
+from worker.model.pooling import mean_rows
 from worker.model.sampler import Sampler, final_sequences
 from worker.model.sharding import Shard, length
 from worker.weights.checkpoint import Progress, no_progress
@@ -251,9 +252,12 @@ class ModelRunner:
         with torch.inference_mode():
             kv_digests = self._kv_digester.begin(self._kv_cache, batch.digested_blocks)
             self.kernels.kv_cache.copy_blocks(self._kv_cache, batch.block_copies)
-            final, before_targets = self._states(step)
+            final, before_targets, hidden = self._states(step)
+            pooled = self.sampler.pooled(batch, hidden)
             given = self.sampler.given_logprobs(batch, lambda rows: self._logits(before_targets[rows]))
-            if batch.is_greedy:
+            if batch.only_pools:
+                ids = self.sampler.no_ids(len(final))
+            elif batch.is_greedy:
                 # The tokens that sampling would find in the logits of greedy rows, which are not made.
                 ids = self.model.greedy(final, self.sampled_ids)
             else:
@@ -261,7 +265,7 @@ class ModelRunner:
                 digests = self.sampler.digests(batch, logits)
                 ids, logprobs = self.sampler.draw(batch, logits)
         seq_ids = [batch.req_ids[i] for i in final_sequences(batch).tolist()]
-        last = self.sampler.keep(seq_ids, ids, digests, logprobs, given, kv_digests)
+        last = self.sampler.keep(seq_ids, ids, digests, logprobs, given, kv_digests, pooled)
         return lambda: last.output
 
     def prepare_model(self, batch: ScheduledBatch) -> ModelInput:
@@ -281,12 +285,13 @@ class ModelRunner:
         blocks, offsets = np.divmod(positions, self.config.kv_cache_block_size)
         final_rows = ends[np.array(batch.is_final, np.bool_)] - 1
         target_rows = _target_rows(batch, ends)
+        more_rows = np.concatenate((target_rows, mean_rows(batch, ends))) if batch.pooled else target_rows
         metadata = AttentionMetaData(
             cu_seqlens_q=np.concatenate((np.zeros(1, np.int64), ends)),
             seq_lens=starts + lengths,
             block_tables=tables,
             slot_mapping=tables[rows, blocks] * self.config.kv_cache_block_size + offsets,
-            wanted_rows=np.union1d(final_rows, target_rows) if len(target_rows) else final_rows,
+            wanted_rows=np.union1d(final_rows, more_rows) if len(more_rows) else final_rows,
         )
         captured = self._graphs is not None and batch.is_plain_decode and self._graphs.fits(len(lengths))
         if not captured:
@@ -311,14 +316,14 @@ class ModelRunner:
         logits[:, self.sampled_ids :] = -torch.inf
         return logits
 
-    def _states(self, step: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
-        """Hidden states [F, H] of the final rows, and [G, H] of those before targets."""
+    def _states(self, step: ModelInput) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Hidden states [F, H] of the final rows, [G, H] of those before targets, and [T, H] of all that are wanted."""
         if step.is_captured:
             assert self._graphs is not None
             hidden = self._graphs.run(step.token_ids, step.context.positions, step.metadata)
-            return hidden, hidden[:0]
+            return hidden, hidden[:0], hidden
         hidden = self._hidden(step.token_ids, step.metadata, step.context)
-        return hidden.index_select(0, step.final_rows), hidden.index_select(0, step.target_rows)
+        return hidden.index_select(0, step.final_rows), hidden.index_select(0, step.target_rows), hidden
 
     def _hidden(self, token_ids: torch.Tensor, metadata: AttentionMetaData, context: Context) -> torch.Tensor:
         """Hidden states [T, H]."""

@@ -26,6 +26,7 @@ from worker.model.kv_digests import KvDigests
 from worker.model.logit_adjustments import SeenTokens
 from worker.model.logit_masks import LogitMasks
 from worker.model.logprobs import LOGIT_ROWS, Rows, TokenLogprobsMaker
+from worker.model.pooling import Pooled, begin_pooling
 
 Ints = npt.NDArray[np.int64]
 # Waits for digests of logits, by sequence and by position of the token.
@@ -43,6 +44,7 @@ class SampledTokens:
         logprobs: waits for the rows of their logprobs; None where nobody wants any.
         given: waits for those of given tokens, each of some sequences.
         kv_digests: waits for those of KV blocks; None where there are none.
+        pooled: waits for hidden states of those that are embedded; None where none is.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class SampledTokens:
         logprobs: Rows | None = None,
         given: Many[Rows] = (),
         kv_digests: KvDigests | None = None,
+        pooled: Pooled | None = None,
     ) -> None:
         self.ids = ids
         self._digests = digests
@@ -62,6 +65,7 @@ class SampledTokens:
         self._logprobs = logprobs
         self._given = given
         self._kv_digests = kv_digests
+        self._pooled = pooled
 
     @cached_property
     def output(self) -> ScheduledBatchOutput:
@@ -75,6 +79,8 @@ class SampledTokens:
             output.logprobs = self._logprobs()
         if self._given:
             output.target_logprobs = dict(chain.from_iterable(rows().items() for rows in self._given))
+        if self._pooled is not None:
+            output.pooled = self._pooled()
         return output
 
 
@@ -102,9 +108,9 @@ class Sampler:
         self.waits_for_tokens = kernels.device.type != "cpu"
         self.last = self.keep([], self.no_ids())
 
-    def no_ids(self) -> torch.Tensor:
-        """int64 [0]: the tokens of a step without final rows."""
-        return torch.zeros(0, dtype=torch.int64, device=self._kernels.device)
+    def no_ids(self, count: int = 0) -> torch.Tensor:
+        """int64 [count]: tokens of final rows that are not sampled."""
+        return torch.zeros(count, dtype=torch.int64, device=self._kernels.device)
 
     def keep(
         self,
@@ -114,10 +120,11 @@ class Sampler:
         logprobs: Rows | None = None,
         given: Many[Rows] = (),
         kv_digests: KvDigests | None = None,
+        pooled: Pooled | None = None,
     ) -> SampledTokens:
         """Notes what a step has sampled, for the next one, and what is to be put out with it."""
         fetched = self._sampling.fetch(ids) if self._fetches else ids.tolist
-        self.last = SampledTokens(seq_ids, ids, fetched, digests, logprobs, given, kv_digests)
+        self.last = SampledTokens(seq_ids, ids, fetched, digests, logprobs, given, kv_digests, pooled)
         return self.last
 
     def digests(self, batch: ScheduledBatch, logits: torch.Tensor) -> Digests | None:
@@ -139,6 +146,10 @@ class Sampler:
             seq_id: {position: xxhash.xxh3_64_intdigest(row.data)}
             for (seq_id, position), row in zip(keys, copied.cpu().numpy(), strict=True)
         }
+
+    def pooled(self, batch: ScheduledBatch, hidden: torch.Tensor) -> Pooled | None:
+        """Begins to pool hidden states [T, H] of sequences that are embedded, on the rank that answers."""
+        return begin_pooling(batch, hidden) if batch.pooled and self._fetches else None
 
     def given_logprobs(self, batch: ScheduledBatch, logits: Callable[[slice], torch.Tensor]) -> list[Rows]:
         """Begins the logprobs of `batch.targets`, on the rank that answers.

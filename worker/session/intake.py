@@ -21,6 +21,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.errors import ApiError
 from common.limits import MAX_ASSEMBLING_BYTES, MAX_ASSEMBLING_TOKENS, MAX_OPEN_GROUPS
+from common.rpc.pooling_protos import told_pooling
 from common.rpc.unsupported_fields import refuse_unlisted
 from common.sampling_params import SamplingParams
 from worker.engine.sequence import EndReason, Sequence
@@ -270,6 +271,7 @@ class Inbox:
             may_return=not record.keep,
             logits_every=record.logits_every,
             shares_prompt=record.shares_prompt,
+            pooling=told_pooling(record.pooling),
         )
 
 

@@ -6,7 +6,8 @@ that breaks loses what is on its way: the tokens stay here, and `rewind` sends t
   * Whatever the interleaving of steps and takes, the frames deliver each token once and in order (S2); after a rewind,
     from where the router says.
   * An end is in the frame of its sequence's last token, or alone when all tokens have gone before (S3).
-  * A token's logprobs are in its frame; those of given tokens go before the first token, and again with it.
+  * A token's logprobs are in its frame, and so is the vector that comes with one; logprobs of given tokens go before
+    the first token, and again with it.
   * A frame holds at most MAX_FRAME_TOKENS tokens and MAX_FRAME_BYTES bytes (S8); whoever has waited longest is first.
   * What is held is bounded by the tokens of the router's live sequences, and by MAX_TAILS sequences and MAX_TAIL_TOKENS
     tokens of ended ones that have been sent whole (S6): the oldest of those goes first, and is then unknown.
@@ -59,6 +60,7 @@ class _Run:
     given_pos: int = 0
     given_width: int = 0
     given_sent: int = 0
+    pooled: bytes = b""
 
     @property
     def end_pos(self) -> int:
@@ -89,7 +91,7 @@ class _Run:
     @property
     def weight(self) -> int:
         """Tokens that it takes the memory of."""
-        return len(self.token_ids) + (len(self.logprobs) + len(self.given)) // _TOKEN_BYTES
+        return len(self.token_ids) + (len(self.logprobs) + len(self.given) + len(self.pooled)) // _TOKEN_BYTES
 
 
 @dataclass(slots=True)
@@ -156,6 +158,7 @@ class Outbox:
             run.logprobs += output.logprobs
         if output.given is not None:
             run.add_given(output.given)
+        run.pooled = run.pooled or output.pooled
         if output.start is not None:
             run.start = start_proto(rid, output.start)
         if output.end is not None:
@@ -226,7 +229,7 @@ class Outbox:
         rid = next(iter(self._unsent))
         run = self._runs[rid]
         # The end is paid for before any token, so that the last token never goes without it.
-        fixed = _RUN_BYTES + _ROWS_BYTES + (run.end.ByteSize() if run.end is not None else 0)
+        fixed = _RUN_BYTES + _ROWS_BYTES + len(run.pooled) + (run.end.ByteSize() if run.end is not None else 0)
         if room.bytes < fixed or not _take_given(frame, rid, run, room, fixed):
             return False
         unsent = len(run.token_ids) - run.sent
@@ -283,6 +286,8 @@ def _append_tokens(frame: wpb.StepOutput, rid: int, run: _Run, count: int) -> No
         digested = range(run.first_pos + run.sent, run.first_pos + run.sent + count)
         found = {position: run.digests[position] for position in digested if position in run.digests}
         frame.logit_digests.add(rid=rid, positions=found.keys(), digests=found.values())
+    if run.pooled:
+        frame.pooled.add(rid=rid, values=run.pooled)
     if run.start is not None and run.sent == 0:
         frame.starts.append(run.start)
     if run.width:

@@ -49,6 +49,7 @@ SEQUENCE: Final = frozenset(
         "keep",
         "logits_every",
         "shares_prompt",
+        "pooling",
     }
 ) | _below("params", SAMPLING_FIELDS)
 # Paths in GenerateRequest.

@@ -14,6 +14,7 @@ from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.block_hash import hash_chain, salt_root
 from common.errors import InvalidFieldError, PromptTooLongError
+from common.pooling import Pooling
 from common.sampling_params import SamplingParams
 from worker.engine.sequence import Sequence
 from worker.session import request_validation
@@ -86,6 +87,7 @@ def build_sequence(
     may_return: bool = False,
     logits_every: int = 0,
     shares_prompt: bool = False,
+    pooling: Pooling | None = None,
 ) -> Sequence:
     """Makes the sequence of a request that has come whole.
 
@@ -101,16 +103,19 @@ def build_sequence(
         choice: index of the answer.
         chain_hash: as the router has computed it; None without a router.
         may_return: True if it may go back to the router before its first step (rule S9).
-        logits_every, shares_prompt: as of Sequence.
+        logits_every, shares_prompt, pooling: as of Sequence.
 
     Raises:
-        InvalidFieldError: `prompt_len` is not in the prompt, or router and worker hash differently.
+        InvalidFieldError: `prompt_len` is not in the prompt, router and worker hash differently, or a sequence that is
+            embedded would generate.
         PromptTooLongError: the prompt leaves no room for an answer.
     """
     if not 1 <= prompt_len <= len(token_ids):
         raise InvalidFieldError("prompt_len", f"is {prompt_len}", f"1 to {len(token_ids)}")
     if prompt_len >= limits.max_model_len:
         raise PromptTooLongError("token_ids", prompt_len, limits.max_model_len)
+    if pooling is not None and (params.max_tokens != 1 or prompt_len < len(token_ids)):
+        raise InvalidFieldError("pooling", "stands beside tokens to generate", "a prompt alone, with max_tokens 1")
     root = limits.hash_root(request.cache_salt)
     chain = None if chain_hash is None else check_chain_hash(token_ids[:prompt_len], chain_hash, limits, root)
     return Sequence(
@@ -130,6 +135,7 @@ def build_sequence(
         may_return=may_return,
         logits_every=logits_every,
         shares_prompt=shares_prompt,
+        pooling=pooling,
     )
 
 

@@ -9,7 +9,10 @@ from typing import Final
 from fissile.worker.v1 import worker_pb2 as wpb
 
 from common.config import Config
-from common.protocol import LOGPROBS_FEATURE, PROTO_MINOR
+from common.pooling import Pooling
+from common.protocol import EMBED_FEATURE, LOGPROBS_FEATURE, PROTO_MINOR
+from common.rpc.pooling_protos import worker_pooling
+from worker.config.vector_config import RelevanceTokens
 from worker.engine.load import LoadReport
 from worker.session.sequence_builder import EngineLimits
 
@@ -40,6 +43,9 @@ class WorkerFacts:
     tp_size: int = 1
     prefix_caching: bool = True
     eos_token_ids: frozenset[int] = frozenset()
+    hidden_size: int = 0
+    default_pooling: Pooling | None = None
+    relevance_tokens: RelevanceTokens | None = None
 
     def loaded(self, config: Config, model: Mapping[str, str]) -> WorkerFacts:
         """The description with what is known when the model is loaded.
@@ -81,6 +87,7 @@ class WorkerFacts:
 
     def to_proto(self, state: wpb.WorkerState.ValueType) -> wpb.GetWorkerResponse:
         """The description as routers get it."""
+        tokens = self.relevance_tokens
         return wpb.GetWorkerResponse(
             worker_id=self.worker_id,
             instance_id=self.instance_id,
@@ -101,7 +108,10 @@ class WorkerFacts:
             tp_size=self.tp_size,
             version=self.version,
             eos_token_ids=sorted(self.eos_token_ids),
-            features=(LOGPROBS_FEATURE,),
+            features=(LOGPROBS_FEATURE, EMBED_FEATURE),
+            hidden_size=self.hidden_size,
+            default_pooling=worker_pooling(self.default_pooling),
+            relevance_tokens=None if tokens is None else wpb.RelevanceTokens(yes=tokens.yes, no=tokens.no),
         )
 
 

@@ -16,7 +16,9 @@ import numpy as np
 
 from common.logprob_rows import rows_table
 from common.logprobs import LogprobLayout
+from common.pooling import LAST, MEAN, Pooling
 from worker.engine.batch import ScheduledBatch, ScheduledBatchOutput
+from worker.engine.pooling import MEAN_SCALE, PooledStates
 from worker.simulation.cost_model import INSTANT, CostModel, StepWork
 
 _MASK = (1 << 64) - 1
@@ -46,8 +48,8 @@ class SimulatedRunner:
     """Implements Runner with arithmetic instead of a model (no torch).
 
     Its own work counts as part of the step on a real clock, so a step takes what the cost model says while that is
-    longer. A KV slot takes 16 bytes once it is written. Logprobs are arithmetic too, the same wherever they are
-    computed.
+    longer. A KV slot takes 16 bytes once it is written. Logprobs and hidden states are arithmetic too, the same
+    wherever they are computed.
 
     Args:
         vocab_size: tokens are in [0, vocab_size).
@@ -60,6 +62,7 @@ class SimulatedRunner:
         draft_errors: about one draft in so many is wrong; 0 is never wrong.
         check_contexts: whether every step compares all blocks of all its sequences, which takes time in proportion to
             their contexts. Without it a sequence goes on from its last slot, as a model does: right if it is right.
+        hidden_size: numbers of a hidden state.
         clock: seconds; a virtual clock in simulations, with its `sleep`.
         sleep: waits for the given seconds.
 
@@ -79,6 +82,7 @@ class SimulatedRunner:
         num_drafts: int = 0,
         draft_errors: int = 3,
         check_contexts: bool = True,
+        hidden_size: int = 16,
         clock: Callable[[], float] = time.perf_counter,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -93,6 +97,7 @@ class SimulatedRunner:
         self.num_drafts = num_drafts
         self.draft_errors = draft_errors
         self.check_contexts = check_contexts
+        self.hidden_size = hidden_size
         self.num_forwards = 0
         self._last_output = ScheduledBatchOutput({})
         self._clock = clock
@@ -118,6 +123,7 @@ class SimulatedRunner:
         digests: dict[int, dict[int, int]] = {}
         logprobs: dict[int, bytes] = {}
         given: dict[int, bytes] = {}
+        pooled: dict[int, bytes] = {}
         for i, seq_id in enumerate(batch.req_ids):
             states = self._compute(batch, i, inputs[i])
             if batch.is_final[i]:
@@ -128,10 +134,12 @@ class SimulatedRunner:
                     drafts[seq_id] = self._draft(batch, i, state, len(sampled[seq_id]))
             if i in batch.logprob_params:
                 self._add_logprobs(batch, i, states, sampled.get(seq_id, ()), logprobs, given)
+            if i in batch.pooled:
+                pooled[seq_id] = self._pooled(states, batch.pooled[i])
         self.num_forwards += 1
         self._pause_until(start + self.cost.step_s(StepWork.of(batch)))
         self._last_output = ScheduledBatchOutput(
-            sampled, drafts or None, digests or None, logprobs or None, given or None
+            sampled, drafts or None, digests or None, logprobs or None, given or None, pooled=pooled or None
         )
         return self._last_output
 
@@ -152,6 +160,26 @@ class SimulatedRunner:
         for token in token_ids:
             state = mix(state, token)
         return mix(state, _DIGEST)
+
+    def embedding(self, token_ids: Sequence[int], pooling: Pooling) -> bytes:
+        """The vector of `token_ids`, float32, likewise."""
+        states, state = [], _START
+        for token in token_ids:
+            state = mix(state, token)
+            states.append(state)
+        pooled = PooledStates(pooling)
+        pooled.take(0, len(states), self._pooled(states, pooling))
+        return pooled.finish()
+
+    def _pooled(self, states: Sequence[int], pooling: Pooling) -> bytes:
+        """The hidden state of the last token, or the sums of those of all: numbers from -1 to 1."""
+        seen = np.array(states[-1:] if pooling == LAST else states, np.uint64)[:, None]
+        odd = np.arange(1, 2 * self.hidden_size, 2, dtype=np.uint64)
+        hidden = (((seen * odd) >> np.uint64(40)).astype(np.float64) / (1 << 23) - 1).astype(np.float32)
+        if pooling == MEAN:
+            sums = np.rint(hidden.astype(np.float64) * MEAN_SCALE).astype(np.int64).sum(0)
+            return bytes(sums.tobytes())
+        return bytes(hidden[0].tobytes())
 
     def _verify(self, batch: ScheduledBatch, i: int, states: list[int]) -> tuple[tuple[int, ...], int]:
         """The tokens that follow, the last one behind the drafts that are equal to them; and the state after all."""

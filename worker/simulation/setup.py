@@ -38,6 +38,7 @@ def simulated_runner(config: Config, model_config: ModelConfig, cost: CostModel)
         block_size=block_size,
         num_blocks=config.num_kvcache_blocks,
         check_contexts=False,
+        hidden_size=model_config.hidden_size,
     )
     return config, runner
 

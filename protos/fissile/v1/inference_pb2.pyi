@@ -159,21 +159,21 @@ class _Pooling:
 class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
-    """The checkpoint's own, else POOLING_LAST."""
+    """The checkpoint's own (`Model.default_pooling`)."""
     POOLING_LAST: _Pooling.ValueType  # 1
-    """The last token's."""
+    """The last token's. What is before it may come from the prefix cache."""
     POOLING_MEAN: _Pooling.ValueType  # 2
-    """The mean of all tokens'."""
+    """The mean of all tokens', all of which are computed."""
 
 class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
     """How hidden states become one vector."""
 
 POOLING_UNSPECIFIED: Pooling.ValueType  # 0
-"""The checkpoint's own, else POOLING_LAST."""
+"""The checkpoint's own (`Model.default_pooling`)."""
 POOLING_LAST: Pooling.ValueType  # 1
-"""The last token's."""
+"""The last token's. What is before it may come from the prefix cache."""
 POOLING_MEAN: Pooling.ValueType  # 2
-"""The mean of all tokens'."""
+"""The mean of all tokens', all of which are computed."""
 Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
 
 class _ReplayVerdict:
@@ -2185,6 +2185,7 @@ class EmbedRequest(_message.Message):
     DIMENSIONS_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     CACHE_SALT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name as in ListModels. May be empty when the router serves exactly one model."""
     request_id: _builtins.str
@@ -2192,16 +2193,20 @@ class EmbedRequest(_message.Message):
     pooling: Global___Pooling.ValueType
     """How hidden states become one vector."""
     normalize: _builtins.bool
-    """True: vectors have length 1. Default true."""
+    """True: vectors have length 1; one of zeros alone stays as it is. Default true."""
     dimensions: _builtins.int
-    """Keeps the first so many numbers, before normalizing. Default: all."""
+    """Keeps the first so many numbers, before normalizing: 1 to `Model.embedding_size`. Default: all."""
     priority: Global___Priority.ValueType
     """Which requests go first when there is a queue."""
     cache_salt: _builtins.str
     """As in GenerateRequest."""
+    session_id: _builtins.str
+    """As in GenerateRequest."""
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TextOrTokens]:
-        """The texts: at least one, at most 256."""
+        """The texts, each by itself: at least one, at most 2,048. Text gets the special tokens that the model's tokenizer adds.
+        The answer is one message: at most 1,000,000 numbers in all, else INVALID_ARGUMENT before anything is computed.
+        """
 
     def __init__(
         self,
@@ -2214,10 +2219,11 @@ class EmbedRequest(_message.Message):
         dimensions: _builtins.int | None = ...,
         priority: Global___Priority.ValueType = ...,
         cache_salt: _builtins.str = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "dimensions", b"dimensions", "normalize", b"normalize"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions", "_normalize", b"_normalize", "cache_salt", b"cache_salt", "dimensions", b"dimensions", "inputs", b"inputs", "model", b"model", "normalize", b"normalize", "pooling", b"pooling", "priority", b"priority", "request_id", b"request_id", "session_id", b"session_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__dimensions: _TypeAlias = _typing.Literal["dimensions"]  # noqa: Y015
     _WhichOneofArgType__dimensions: _TypeAlias = _typing.Literal["_dimensions", b"_dimensions"]  # noqa: Y015
@@ -2240,17 +2246,23 @@ class EmbedResponse(_message.Message):
     EMBEDDINGS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
     WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
     weights_digest: _builtins.str
     """The weights, as `Model.weights_digest`."""
+    numerics: _builtins.str
+    """Digest of the numerics class; empty where workers of several classes have shared the texts."""
+    pooling: Global___Pooling.ValueType
+    """How hidden states became vectors."""
     @_builtins.property
     def embeddings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Embedding]:
         """One entry per text, in their order."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Token counts."""
+        """Token counts: all inputs are prompt."""
 
     def __init__(
         self,
@@ -2259,10 +2271,12 @@ class EmbedResponse(_message.Message):
         embeddings: _abc.Iterable[Global___Embedding] | None = ...,
         usage: Global___Usage | None = ...,
         weights_digest: _builtins.str = ...,
+        numerics: _builtins.str = ...,
+        pooling: Global___Pooling.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "request_id", b"request_id", "usage", b"usage", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embeddings", b"embeddings", "numerics", b"numerics", "pooling", b"pooling", "request_id", b"request_id", "usage", b"usage", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2277,7 +2291,7 @@ class Embedding(_message.Message):
     VALUES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def values(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Its numbers."""
+        """Its numbers, as many as `dimensions`."""
 
     def __init__(
         self,
@@ -2304,6 +2318,10 @@ class RerankRequest(_message.Message):
     DOCUMENTS_FIELD_NUMBER: _builtins.int
     TOP_N_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    INSTRUCTION_FIELD_NUMBER: _builtins.int
+    RETURN_DOCUMENTS_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """Model name as in ListModels. May be empty when the router serves exactly one model."""
     request_id: _builtins.str
@@ -2314,6 +2332,14 @@ class RerankRequest(_message.Message):
     """Returns the best so many. 0: all."""
     priority: Global___Priority.ValueType
     """Which requests go first when there is a queue."""
+    instruction: _builtins.str
+    """What makes a document relevant, in words, for example "Given a question, find its answer". Default: the model's own."""
+    return_documents: _builtins.bool
+    """True: the answer has the documents' texts too. Default false."""
+    session_id: _builtins.str
+    """As in GenerateRequest."""
+    cache_salt: _builtins.str
+    """As in GenerateRequest."""
     @_builtins.property
     def documents(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The documents: at least one, at most 1,024."""
@@ -2327,10 +2353,14 @@ class RerankRequest(_message.Message):
         documents: _abc.Iterable[_builtins.str] | None = ...,
         top_n: _builtins.int = ...,
         priority: Global___Priority.ValueType = ...,
+        instruction: _builtins.str = ...,
+        return_documents: _builtins.bool = ...,
+        session_id: _builtins.str = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "model", b"model", "priority", b"priority", "query", b"query", "request_id", b"request_id", "top_n", b"top_n"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "documents", b"documents", "instruction", b"instruction", "model", b"model", "priority", b"priority", "query", b"query", "request_id", b"request_id", "return_documents", b"return_documents", "session_id", b"session_id", "top_n", b"top_n"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2345,15 +2375,21 @@ class RerankResponse(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     DOCUMENTS_FIELD_NUMBER: _builtins.int
     USAGE_FIELD_NUMBER: _builtins.int
+    WEIGHTS_DIGEST_FIELD_NUMBER: _builtins.int
+    NUMERICS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """The request's id."""
+    weights_digest: _builtins.str
+    """The weights, as `Model.weights_digest`."""
+    numerics: _builtins.str
+    """Digest of the numerics class; empty where workers of several classes have shared the documents."""
     @_builtins.property
     def documents(self) -> _containers.RepeatedCompositeFieldContainer[Global___RankedDocument]:
-        """The best one first."""
+        """The best one first; of equally relevant ones that with the lower index."""
 
     @_builtins.property
     def usage(self) -> Global___Usage:
-        """Token counts."""
+        """Token counts: query and documents, in the model's form, are prompt."""
 
     def __init__(
         self,
@@ -2361,10 +2397,12 @@ class RerankResponse(_message.Message):
         request_id: _builtins.str = ...,
         documents: _abc.Iterable[Global___RankedDocument] | None = ...,
         usage: Global___Usage | None = ...,
+        weights_digest: _builtins.str = ...,
+        numerics: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "request_id", b"request_id", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["documents", b"documents", "numerics", b"numerics", "request_id", b"request_id", "usage", b"usage", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2378,19 +2416,23 @@ class RankedDocument(_message.Message):
 
     INDEX_FIELD_NUMBER: _builtins.int
     RELEVANCE_FIELD_NUMBER: _builtins.int
+    DOCUMENT_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """Its place in the request."""
     relevance: _builtins.float
-    """How relevant it is, in [0, 1]."""
+    """How relevant it is, in [0, 1]: of P(yes) + P(no) the part that is P(yes), after the question whether it is."""
+    document: _builtins.str
+    """Its text, when asked for."""
     def __init__(
         self,
         *,
         index: _builtins.int = ...,
         relevance: _builtins.float = ...,
+        document: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "relevance", b"relevance"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["document", b"document", "index", b"index", "relevance", b"relevance"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2827,6 +2869,8 @@ class Model(_message.Message):
     DEFAULT_SAMPLING_PARAMS_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
     TEMPLATE_SHA256_FIELD_NUMBER: _builtins.int
+    EMBEDDING_SIZE_FIELD_NUMBER: _builtins.int
+    DEFAULT_POOLING_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The name to use in requests."""
     architecture: _builtins.str
@@ -2845,6 +2889,12 @@ class Model(_message.Message):
     """Number of workers that serve the model now, whatever their weights."""
     template_sha256: _builtins.str
     """Lower-case hex sha256 of the chat template; empty when there is none."""
+    embedding_size: _builtins.int
+    """Length of the vectors of Embed, without `dimensions`; 0 where it is not served."""
+    default_pooling: Global___Pooling.ValueType
+    """Pooling of an Embed that does not say: the checkpoint's own (`1_Pooling/config.json`), else POOLING_LAST.
+    POOLING_UNSPECIFIED where its own is not served: then requests have to say.
+    """
     @_builtins.property
     def capabilities(self) -> _containers.RepeatedScalarFieldContainer[Global___Capability.ValueType]:
         """What may be asked of it."""
@@ -2871,10 +2921,12 @@ class Model(_message.Message):
         default_sampling_params: Global___SamplingParams | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
         template_sha256: _builtins.str = ...,
+        embedding_size: _builtins.int = ...,
+        default_pooling: Global___Pooling.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_sampling_params", b"default_sampling_params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "default_sampling_params", b"default_sampling_params", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "ready_workers", b"ready_workers", "template_sha256", b"template_sha256", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "capabilities", b"capabilities", "default_pooling", b"default_pooling", "default_sampling_params", b"default_sampling_params", "embedding_size", b"embedding_size", "eos_token_ids", b"eos_token_ids", "max_model_len", b"max_model_len", "name", b"name", "ready_workers", b"ready_workers", "template_sha256", b"template_sha256", "tokenizer_sha256", b"tokenizer_sha256", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -148,14 +148,15 @@ class InferenceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Embed(self, request, context):
-        """Turns texts into vectors.
+        """Turns texts into vectors: the hidden states that the model's last norm gives, pooled. The same text has the same vector,
+        to the bit, whatever else runs.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Rerank(self, request, context):
-        """Orders documents by their relevance to a query, with a model that has a head for it.
+        """Orders documents by their relevance to a query, with a model that was trained for it (CAPABILITY_RERANK).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -63,9 +63,11 @@ class InferenceServiceStub:
     Score: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]
     """Scores given continuations of a context: the logprobs are those, to the bit, that decoding these tokens reports."""
     Embed: _grpc.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]
-    """Turns texts into vectors."""
+    """Turns texts into vectors: the hidden states that the model's last norm gives, pooled. The same text has the same vector,
+    to the bit, whatever else runs.
+    """
     Rerank: _grpc.UnaryUnaryMultiCallable[_inference_pb2.RerankRequest, _inference_pb2.RerankResponse]
-    """Orders documents by their relevance to a query, with a model that has a head for it."""
+    """Orders documents by their relevance to a query, with a model that was trained for it (CAPABILITY_RERANK)."""
     Replay: _grpc.UnaryUnaryMultiCallable[_inference_pb2.ReplayRequest, _inference_pb2.ReplayResponse]
     """Runs a finished request again and compares it with its receipt."""
     Tokenize: _grpc.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]
@@ -99,9 +101,11 @@ class InferenceServiceAsyncStub(InferenceServiceStub):
     Score: _aio.UnaryUnaryMultiCallable[_inference_pb2.ScoreRequest, _inference_pb2.ScoreResponse]  # type: ignore[assignment]
     """Scores given continuations of a context: the logprobs are those, to the bit, that decoding these tokens reports."""
     Embed: _aio.UnaryUnaryMultiCallable[_inference_pb2.EmbedRequest, _inference_pb2.EmbedResponse]  # type: ignore[assignment]
-    """Turns texts into vectors."""
+    """Turns texts into vectors: the hidden states that the model's last norm gives, pooled. The same text has the same vector,
+    to the bit, whatever else runs.
+    """
     Rerank: _aio.UnaryUnaryMultiCallable[_inference_pb2.RerankRequest, _inference_pb2.RerankResponse]  # type: ignore[assignment]
-    """Orders documents by their relevance to a query, with a model that has a head for it."""
+    """Orders documents by their relevance to a query, with a model that was trained for it (CAPABILITY_RERANK)."""
     Replay: _aio.UnaryUnaryMultiCallable[_inference_pb2.ReplayRequest, _inference_pb2.ReplayResponse]  # type: ignore[assignment]
     """Runs a finished request again and compares it with its receipt."""
     Tokenize: _aio.UnaryUnaryMultiCallable[_inference_pb2.TokenizeRequest, _inference_pb2.TokenizeResponse]  # type: ignore[assignment]
@@ -168,7 +172,9 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.EmbedRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.EmbedResponse, _abc.Awaitable[_inference_pb2.EmbedResponse]]:
-        """Turns texts into vectors."""
+        """Turns texts into vectors: the hidden states that the model's last norm gives, pooled. The same text has the same vector,
+        to the bit, whatever else runs.
+        """
 
     @_abc_1.abstractmethod
     def Rerank(
@@ -176,7 +182,7 @@ class InferenceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _inference_pb2.RerankRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_inference_pb2.RerankResponse, _abc.Awaitable[_inference_pb2.RerankResponse]]:
-        """Orders documents by their relevance to a query, with a model that has a head for it."""
+        """Orders documents by their relevance to a query, with a model that was trained for it (CAPABILITY_RERANK)."""
 
     @_abc_1.abstractmethod
     def Replay(

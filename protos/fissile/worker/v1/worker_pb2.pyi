@@ -53,6 +53,30 @@ LOGPROBS_KIND_PROCESSED: LogprobsKind.ValueType  # 2
 """The one that tokens are drawn from."""
 Global___LogprobsKind: _TypeAlias = LogprobsKind  # noqa: Y015
 
+class _Pooling:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _PoolingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Pooling.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    POOLING_UNSPECIFIED: _Pooling.ValueType  # 0
+    """The sequence is not embedded."""
+    POOLING_LAST: _Pooling.ValueType  # 1
+    """The last token's."""
+    POOLING_MEAN: _Pooling.ValueType  # 2
+    """The mean of all tokens'."""
+
+class Pooling(_Pooling, metaclass=_PoolingEnumTypeWrapper):
+    """How the hidden states of a sequence's tokens become its vector."""
+
+POOLING_UNSPECIFIED: Pooling.ValueType  # 0
+"""The sequence is not embedded."""
+POOLING_LAST: Pooling.ValueType  # 1
+"""The last token's."""
+POOLING_MEAN: Pooling.ValueType  # 2
+"""The mean of all tokens'."""
+Global___Pooling: _TypeAlias = Pooling  # noqa: Y015
+
 class _Priority:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -532,6 +556,7 @@ class SubmitSequence(_message.Message):
     KEEP_FIELD_NUMBER: _builtins.int
     LOGITS_EVERY_FIELD_NUMBER: _builtins.int
     SHARES_PROMPT_FIELD_NUMBER: _builtins.int
+    POOLING_FIELD_NUMBER: _builtins.int
     rid: _builtins.int
     """Id of the attempt: 64 bits, unique over the life of the router."""
     prompt_len: _builtins.int
@@ -564,6 +589,10 @@ class SubmitSequence(_message.Message):
     """The logits of every so-many-th generated token are digested, the first one among them; 0: none are."""
     shares_prompt: _builtins.bool
     """Whether other answers to the same prompt come with it. Those that meet on a worker compute the prompt once."""
+    pooling: Global___Pooling.ValueType
+    """Present: the sequence is embedded. It computes its prompt and ends with one token, 0, in whose frame its vector is. For
+    workers with the feature `embed`; `params.max_tokens` is 1.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Prompt and tokens generated so far, at most 16,384 in this frame."""
@@ -591,10 +620,11 @@ class SubmitSequence(_message.Message):
         keep: _builtins.bool = ...,
         logits_every: _builtins.int = ...,
         shares_prompt: _builtins.bool = ...,
+        pooling: Global___Pooling.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["params", b"params"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "logits_every", b"logits_every", "more", b"more", "params", b"params", "priority", b"priority", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "shares_prompt", b"shares_prompt", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_salt", b"cache_salt", "chain_hash", b"chain_hash", "choice", b"choice", "deadline_left_ms", b"deadline_left_ms", "keep", b"keep", "logits_every", b"logits_every", "more", b"more", "params", b"params", "pooling", b"pooling", "priority", b"priority", "prompt_len", b"prompt_len", "rid", b"rid", "seed", b"seed", "shares_prompt", b"shares_prompt", "token_ids", b"token_ids", "traceparent", b"traceparent", "tracestate", b"tracestate"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -821,6 +851,7 @@ class StepOutput(_message.Message):
     LOGPROBS_FIELD_NUMBER: _builtins.int
     GIVEN_LOGPROBS_FIELD_NUMBER: _builtins.int
     LOGIT_DIGESTS_FIELD_NUMBER: _builtins.int
+    POOLED_FIELD_NUMBER: _builtins.int
     step: _builtins.int
     """Number of the engine step."""
     submit_seen: _builtins.int
@@ -869,6 +900,10 @@ class StepOutput(_message.Message):
     def logit_digests(self) -> _containers.RepeatedCompositeFieldContainer[Global___LogitDigests]:
         """Digests of the logits that tokens of this frame were drawn from, of sequences with `logits_every`."""
 
+    @_builtins.property
+    def pooled(self) -> _containers.RepeatedCompositeFieldContainer[Global___PooledStates]:
+        """Vectors of sequences with `pooling` whose token is in this frame."""
+
     def __init__(
         self,
         *,
@@ -885,14 +920,41 @@ class StepOutput(_message.Message):
         logprobs: _abc.Iterable[Global___LogprobRows] | None = ...,
         given_logprobs: _abc.Iterable[Global___LogprobRows] | None = ...,
         logit_digests: _abc.Iterable[Global___LogitDigests] | None = ...,
+        pooled: _abc.Iterable[Global___PooledStates] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["load", b"load"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "first_pos", b"first_pos", "given_logprobs", b"given_logprobs", "load", b"load", "logit_digests", b"logit_digests", "logprobs", b"logprobs", "n", b"n", "returned", b"returned", "rid", b"rid", "starts", b"starts", "step", b"step", "submit_seen", b"submit_seen", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ends", b"ends", "first_pos", b"first_pos", "given_logprobs", b"given_logprobs", "load", b"load", "logit_digests", b"logit_digests", "logprobs", b"logprobs", "n", b"n", "pooled", b"pooled", "returned", b"returned", "rid", b"rid", "starts", b"starts", "step", b"step", "submit_seen", b"submit_seen", "token_ids", b"token_ids"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___StepOutput: _TypeAlias = StepOutput  # noqa: Y015
+
+@_typing.final
+class PooledStates(_message.Message):
+    """The vector of one sequence."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RID_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    rid: _builtins.int
+    """The sequence."""
+    values: _builtins.bytes
+    """Its numbers, float32, little endian: as many as `GetWorkerResponse.hidden_size`, neither cut nor normalized."""
+    def __init__(
+        self,
+        *,
+        rid: _builtins.int = ...,
+        values: _builtins.bytes = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["rid", b"rid", "values", b"values"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PooledStates: _TypeAlias = PooledStates  # noqa: Y015
 
 @_typing.final
 class LogitDigests(_message.Message):
@@ -1425,6 +1487,9 @@ class GetWorkerResponse(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     FEATURES_FIELD_NUMBER: _builtins.int
     EOS_TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    HIDDEN_SIZE_FIELD_NUMBER: _builtins.int
+    DEFAULT_POOLING_FIELD_NUMBER: _builtins.int
+    RELEVANCE_TOKENS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """Stable name of the worker."""
     instance_id: _builtins.str
@@ -1459,6 +1524,10 @@ class GetWorkerResponse(_message.Message):
     """Tensor-parallel ranks."""
     version: _builtins.str
     """Version of Fissile."""
+    hidden_size: _builtins.int
+    """Length of the vectors of embedded sequences; of workers with the feature `embed`."""
+    default_pooling: Global___Pooling.ValueType
+    """The checkpoint's own pooling; POOLING_UNSPECIFIED where it is another one than these."""
     @_builtins.property
     def limits(self) -> Global___Limits:
         """What the worker can take."""
@@ -1470,6 +1539,10 @@ class GetWorkerResponse(_message.Message):
     @_builtins.property
     def eos_token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The model's end-of-sequence tokens."""
+
+    @_builtins.property
+    def relevance_tokens(self) -> Global___RelevanceTokens:
+        """Tokens by which the checkpoint says how relevant a document is; absent where it was not trained for that."""
 
     def __init__(
         self,
@@ -1494,14 +1567,43 @@ class GetWorkerResponse(_message.Message):
         version: _builtins.str = ...,
         features: _abc.Iterable[_builtins.str] | None = ...,
         eos_token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        hidden_size: _builtins.int = ...,
+        default_pooling: Global___Pooling.ValueType = ...,
+        relevance_tokens: Global___RelevanceTokens | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits", "relevance_tokens", b"relevance_tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "hash_seed", b"hash_seed", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "numerics", b"numerics", "proto_minor", b"proto_minor", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["architecture", b"architecture", "block_size", b"block_size", "default_pooling", b"default_pooling", "dtype", b"dtype", "eos_token_ids", b"eos_token_ids", "features", b"features", "hash_seed", b"hash_seed", "hidden_size", b"hidden_size", "instance_id", b"instance_id", "kernels", b"kernels", "limits", b"limits", "model", b"model", "numerics", b"numerics", "proto_minor", b"proto_minor", "relevance_tokens", b"relevance_tokens", "state", b"state", "tokenizer_sha256", b"tokenizer_sha256", "total_blocks", b"total_blocks", "tp_size", b"tp_size", "version", b"version", "vocab_size", b"vocab_size", "weights_digest", b"weights_digest", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetWorkerResponse: _TypeAlias = GetWorkerResponse  # noqa: Y015
+
+@_typing.final
+class RelevanceTokens(_message.Message):
+    """Tokens that answer whether a document is relevant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    YES_FIELD_NUMBER: _builtins.int
+    NO_FIELD_NUMBER: _builtins.int
+    yes: _builtins.int
+    """It is."""
+    no: _builtins.int
+    """It is not."""
+    def __init__(
+        self,
+        *,
+        yes: _builtins.int = ...,
+        no: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["no", b"no", "yes", b"yes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RelevanceTokens: _TypeAlias = RelevanceTokens  # noqa: Y015
 
 @_typing.final
 class GetTokenizerRequest(_message.Message):

@@ -1,0 +1,47 @@
+"""Poolings in the protos: the public one's enum, and that between router and worker."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from fissile.v1 import inference_pb2 as pb
+from fissile.worker.v1 import worker_pb2 as wpb
+
+from common.pooling import LAST, MEAN, Pooling
+
+_PUBLIC: Final[dict[Pooling | None, pb.Pooling.ValueType]] = {
+    None: pb.POOLING_UNSPECIFIED,
+    LAST: pb.POOLING_LAST,
+    MEAN: pb.POOLING_MEAN,
+}
+_OF_WORKERS: Final[dict[Pooling | None, wpb.Pooling.ValueType]] = {
+    None: wpb.POOLING_UNSPECIFIED,
+    LAST: wpb.POOLING_LAST,
+    MEAN: wpb.POOLING_MEAN,
+}
+_FROM_PUBLIC: Final = {value: pooling for pooling, value in _PUBLIC.items()}
+_FROM_WORKERS: Final = {value: pooling for pooling, value in _OF_WORKERS.items()}
+
+
+def public_pooling(pooling: Pooling | None) -> pb.Pooling.ValueType:
+    """A pooling as clients get it."""
+    return _PUBLIC[pooling]
+
+
+def pooling_of(given: pb.Pooling.ValueType) -> Pooling | None:
+    """The pooling that a client asks for; None where it does not say.
+
+    Raises:
+        KeyError: there is no such pooling.
+    """
+    return _FROM_PUBLIC[given]
+
+
+def worker_pooling(pooling: Pooling | None) -> wpb.Pooling.ValueType:
+    """A pooling as routers and workers tell each other."""
+    return _OF_WORKERS[pooling]
+
+
+def told_pooling(told: wpb.Pooling.ValueType) -> Pooling | None:
+    """The pooling that the other side says; None where it says none, or one that this version does not know."""
+    return _FROM_WORKERS.get(told)

@@ -1,0 +1,97 @@
+"""Says what a checkpoint was trained for besides generation: vectors of texts, and how relevant documents are.
+
+Both are said in files of sentence-transformers beside config.json: `1_Pooling/config.json`, `1_LogitScore/config.json`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from common.pooling import LAST, MEAN, Pooling
+from common.text.tokenizer import Tokenizer
+from worker.config.model_config import ModelError
+
+# Names of the ways in both forms of the file.
+_POOLINGS: Final[dict[str, Pooling]] = {
+    "lasttoken": LAST,
+    "mean": MEAN,
+    "pooling_mode_lasttoken": LAST,
+    "pooling_mode_mean_tokens": MEAN,
+}
+_MODE: Final = "pooling_mode"
+# Of config.json, as vLLM has it: the texts of the tokens "no" and "yes".
+_CLASSIFIER: Final = "classifier_from_token"
+
+
+@dataclass(frozen=True, slots=True)
+class RelevanceTokens:
+    """Tokens by which a model answers whether a document is relevant."""
+
+    yes: int
+    no: int
+
+
+def checkpoint_pooling(folder: str | Path) -> Pooling | None:
+    """The way in which a checkpoint's hidden states become a vector: `LAST` where it does not say, None where it is
+    another one than these.
+
+    Raises:
+        ModelError: its file is no JSON object.
+    """
+    config = _read(Path(folder) / "1_Pooling" / "config.json")
+    if isinstance(config.get(_MODE), str):
+        return _POOLINGS.get(config[_MODE])
+    modes = [name for name, value in config.items() if name.startswith(f"{_MODE}_") and value is True]
+    if not modes:
+        return LAST
+    return _POOLINGS.get(modes[0]) if len(modes) == 1 else None
+
+
+def relevance_tokens(folder: str | Path, source: Mapping[str, Any], vocab_size: int) -> RelevanceTokens | None:
+    """Tokens by which a checkpoint says how relevant a document is; None where it was not trained for that.
+
+    Args:
+        folder: of the checkpoint.
+        source: its config.json.
+        vocab_size: ids are below it.
+
+    Raises:
+        ModelError: what it says makes no two tokens.
+    """
+    config = _read(Path(folder) / "1_LogitScore" / "config.json")
+    ids = [config.get("true_token_id"), config.get("false_token_id")]
+    if None in ids:
+        texts = source.get(_CLASSIFIER)
+        if texts is None:
+            return None
+        ids = _token_ids(folder, texts)
+    yes, no = ids
+    if not (type(yes) is type(no) is int and yes != no and max(yes, no) < vocab_size and min(yes, no) >= 0):
+        raise ModelError(f"{folder}: the tokens of yes and no are {yes} and {no}; two ids below {vocab_size} are due")
+    return RelevanceTokens(yes, no)
+
+
+def _token_ids(folder: str | Path, texts: object) -> list[int | None]:
+    """Ids of the tokens of yes and no, which config.json names in the other order."""
+    if not (isinstance(texts, list) and len(texts) == 2 and all(isinstance(text, str) for text in texts)):
+        raise ModelError(f'config.json: {_CLASSIFIER} is {texts!r}; the texts of two tokens, ["no", "yes"], are needed')
+    tokenizer = Tokenizer.from_folder(folder)
+    found = [tokenizer.encode_inside(text) for text in reversed(texts)]
+    return [ids[0] if len(ids) == 1 else None for ids in found]
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """A JSON object; empty where there is no such file."""
+    if not path.is_file():
+        return {}
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise ModelError(f"{path} is no JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ModelError(f"{path} is no JSON object")
+    return content
