@@ -1,4 +1,4 @@
-"""How the hidden states of a text's tokens become its vector."""
+"""Pooling: the hidden states of a text's tokens become its vector."""
 
 from __future__ import annotations
 

@@ -159,7 +159,7 @@ class Gathering:
     async def _prepare(
         self, asked: Asked, model: ServedModel, place: int, part: Part
     ) -> tuple[RoutedRequest, StreamAssembly]:
-        """What workers get of a prompt, and what takes the answer."""
+        """The request that workers get of a prompt, and the assembly that takes the answer."""
 
         async def encode(*_: object) -> Prompt:
             return part.prompt

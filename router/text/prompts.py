@@ -406,7 +406,7 @@ class _Step:
         self._left = LONG_TEXT
 
     def is_over(self, size: int) -> bool:
-        """Counts a text; True if a step ends behind it."""
+        """True if a step ends behind this text, which is counted."""
         self._left -= size + _TEXT_COST
         if self._left > 0:
             return False

@@ -319,6 +319,12 @@ async def test_calls_of_a_session_go_to_one_worker() -> None:
         for i in range(6):
             await b.stub.Embed(tokens([i + 1], session_id="x"))
         assert sorted(len(worker.submitted) for worker in workers) == [0, 0, 6]
+        for worker in workers:
+            worker.submitted.clear()
+        for _ in range(4):
+            # The fake sends no logprobs.
+            await error_of(b.stub.Rerank(pb.RerankRequest(query="q", documents=["d"], session_id="y")))
+        assert sorted(len(worker.submitted) for worker in workers) == [0, 0, 4]
         await b.empty()
 
 

@@ -126,11 +126,11 @@ class Recorder(ModelRunner):
         self.record(logits)
         return logits
 
-    def _states(self, step: ModelInput) -> tuple[torch.Tensor, torch.Tensor]:
-        final, before_targets = super()._states(step)
+    def _states(self, step: ModelInput) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        final, before_targets, hidden = super()._states(step)
         if self.batch.is_greedy:
             self.record(self.model.compute_logits(final))
-        return final, before_targets
+        return final, before_targets, hidden
 
     def record(self, logits: torch.Tensor) -> None:
         batch, known = self.batch, logits[:, : self.sampled_ids].numpy()
