@@ -79,7 +79,7 @@ async def _relevance(stream: RequestStream) -> float:
 
 
 def _share(log_odds: float) -> float:
-    """The part that the first of two probabilities is of both, by the difference of their logarithms; overflows nowhere."""
+    """The part that the first of two probabilities is of both, by the difference of their logarithms."""
     if log_odds >= 0:
         return 1.0 / (1.0 + math.exp(-log_odds))
     odds = math.exp(log_odds)

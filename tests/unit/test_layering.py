@@ -103,7 +103,7 @@ RULES = {
             "router/api/answering.py": (IO | GRPC, EVENT_LOOP),
             "router/api/admin.py": (WORLD | GRPC, SERVES),
             "router/api/auditing.py": (IO | GRPC, EVENT_LOOP),
-            "router/api/scoring.py": (IO, EVENT_LOOP),
+            "router/api/gathering.py": (IO, EVENT_LOOP),
             "router/api/rpc_scope.py": (WORLD | GRPC, SERVES),
             "router/api/shutdown.py": (IO, EVENT_LOOP),
         },

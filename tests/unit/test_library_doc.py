@@ -17,7 +17,7 @@ def test_the_examples_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     make_checkpoint(tmp_path / "deploy" / "demo" / "checkpoint", "qwen3", num_hidden_layers=2, vocab_size=1024)
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", DOC.read_text("utf-8"), re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, Any] = {}
     for block in blocks:
         exec(compile(block, str(DOC), "exec"), names)
