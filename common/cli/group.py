@@ -57,6 +57,7 @@ EXTRA_OF = {
     "msgpack": "worker,cpu",
     "tokenizers": "router",
     "jinja2": "router",
+    "regex": "router",
     "dns": "router",
 }
 

@@ -1,0 +1,188 @@
+"""Answers in the form of each family, made at random, and broken."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from hypothesis import strategies as st
+
+from common.text.response import families
+
+NAMES = ("get_weather", "f", "add-2")
+# Of all tools alike.
+PROPERTIES = {"n": {"type": "integer"}, "x": {"anyOf": [{"type": "number"}, {"type": "null"}]}, "o": {"type": "object"}}
+TOOLS = [{"type": "function", "function": {"name": n, "parameters": {"properties": PROPERTIES}}} for n in NAMES]
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer as a model means it."""
+
+    reasoning: str
+    content: str
+    calls: Sequence[tuple[str, dict[str, Any]]]
+
+
+@dataclass(frozen=True)
+class Family:
+    """A family's template, and how it writes an answer behind `opening`."""
+
+    name: str
+    spec: Mapping[str, Any]
+    opening: str
+    markers: Sequence[str]
+
+    def write(self, answer: Answer) -> str:
+        """The text of an answer."""
+        thought = f"<think>\n{answer.reasoning}\n</think>\n\n" if answer.reasoning else ""
+        text: str = getattr(self, f"_{self.name}")(answer, thought)
+        return text.removeprefix(self.opening)
+
+    def _qwen(self, answer: Answer, thought: str) -> str:
+        calls = (f"<tool_call>\n{_object(name, args)}\n</tool_call>" for name, args in answer.calls)
+        return thought + answer.content + "\n" + "\n".join(calls)
+
+    def _qwen_coder(self, answer: Answer, thought: str) -> str:
+        calls = (
+            f"<tool_call>\n<function={name}>\n"
+            + "".join(f"<parameter={key}>\n{_raw(value)}\n</parameter>\n" for key, value in args.items())
+            + "</function>\n</tool_call>"
+            for name, args in answer.calls
+        )
+        return thought + answer.content + "\n" + "\n".join(calls)
+
+    def _glm(self, answer: Answer, thought: str) -> str:
+        calls = (
+            f"\n<tool_call>{name}\n"
+            + "".join(
+                f"<arg_key>{key}</arg_key>\n<arg_value>{_raw(value)}</arg_value>\n" for key, value in args.items()
+            )
+            + "</tool_call>"
+            for name, args in answer.calls
+        )
+        return thought + answer.content + "".join(calls)
+
+    def _deepseek_v3(self, answer: Answer, thought: str) -> str:
+        calls = (
+            f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(args)}\n```<｜tool▁call▁end｜>"
+            for name, args in answer.calls
+        )
+        return thought + answer.content + _wrapped("\n".join(calls))
+
+    def _deepseek_v31(self, answer: Answer, thought: str) -> str:
+        calls = (
+            f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(args)}<｜tool▁call▁end｜>"
+            for name, args in answer.calls
+        )
+        return thought + answer.content + _wrapped("".join(calls))
+
+    def _deepseek_v32(self, answer: Answer, thought: str) -> str:
+        calls = "".join(
+            f'<｜DSML｜invoke name="{name}">\n'
+            + "".join(
+                f'<｜DSML｜parameter name="{key}" string="{str(isinstance(value, str)).lower()}">{_raw(value)}'
+                "</｜DSML｜parameter>\n"
+                for key, value in args.items()
+            )
+            + "</｜DSML｜invoke>\n"
+            for name, args in answer.calls
+        )
+        wrapped = f"\n\n<｜DSML｜function_calls>\n{calls}</｜DSML｜function_calls>" if calls else ""
+        return thought + answer.content + wrapped
+
+    def _mistral(self, answer: Answer, thought: str) -> str:
+        calls = [{"name": name, "arguments": args, "id": "abcdefghi"} for name, args in answer.calls]
+        return answer.content + (f"[TOOL_CALLS] {json.dumps(calls)}" if calls else "")
+
+    def _llama(self, answer: Answer, thought: str) -> str:
+        for name, args in answer.calls[:1]:
+            return json.dumps({"name": name, "parameters": args})
+        return answer.content
+
+    def _harmony(self, answer: Answer, thought: str) -> str:
+        messages = [f"<|channel|>analysis<|message|>{answer.reasoning}<|end|>"] if answer.reasoning else []
+        if answer.content:
+            messages.append(f"<|channel|>final<|message|>{answer.content}<|end|>")
+        messages += [
+            f" to=functions.{name}<|channel|>commentary json<|message|>{json.dumps(args)}<|call|>"
+            if place % 2
+            else f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(args)}<|call|>"
+            for place, (name, args) in enumerate(answer.calls)
+        ]
+        return "<|start|>assistant".join(messages)
+
+
+def _object(name: str, args: Mapping[str, Any]) -> str:
+    return json.dumps({"name": name, "arguments": args}, ensure_ascii=False)
+
+
+def _raw(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _wrapped(calls: str) -> str:
+    return f"<｜tool▁calls▁begin｜>{calls}<｜tool▁calls▁end｜>" if calls else ""
+
+
+_THINK = ("<think>", "</think>")
+_TOOL = (*_THINK, "<tool_call>", "</tool_call>")
+_DEEPSEEK = (
+    *_THINK,
+    *(f"<｜tool▁{name}｜>" for name in ("calls▁begin", "calls▁end", "call▁begin", "call▁end", "sep")),
+)
+FAMILIES = (
+    Family("qwen", families.QWEN, "", _TOOL),
+    Family("qwen", families.QWEN, "<think>\n", _TOOL),
+    Family("qwen_coder", families.QWEN_CODER, "", (*_TOOL, "<parameter=n>", "</parameter>", "</function>")),
+    Family("glm", families.GLM, "", (*_TOOL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")),
+    Family("deepseek_v3", families.DEEPSEEK_V3, "<think>\n", (*_DEEPSEEK, "```")),
+    Family("deepseek_v31", families.DEEPSEEK_V31, "", _DEEPSEEK),
+    Family("deepseek_v32", families.DEEPSEEK_V32, "", (*_THINK, "</｜DSML｜invoke>", "<｜DSML｜function_calls>")),
+    Family("mistral", families.MISTRAL, "", ("[TOOL_CALLS]", "[", "]")),
+    Family("llama", families.LLAMA, "", ("<|python_tag|>", '{"name"')),
+    Family(
+        "harmony", families.HARMONY, "", ("<|channel|>", "<|message|>", "<|end|>", "<|start|>assistant", "<|call|>")
+    ),
+)
+
+# Words that are found again, whatever becomes of the text around them.
+_words = st.integers(0, 999).map(lambda n: f"w{n:03d}")
+_text = st.lists(
+    st.one_of(_words, st.sampled_from([" ", "\n", '"', "<", "{", "é", "😀", "<tool", "\\"])), max_size=6
+).map("".join)
+_values = st.one_of(
+    _text,
+    st.integers(-1000, 1000),
+    st.booleans(),
+    st.none(),
+    st.lists(st.one_of(_text, st.integers(0, 9)), max_size=2),
+    st.dictionaries(st.sampled_from(["k", "l"]), _text, max_size=2),
+)
+_arguments = st.dictionaries(st.sampled_from(["a", "b", "n", "x", "o"]), _values, max_size=3)
+_plain = st.lists(_words, min_size=1, max_size=4).map(" ".join)
+
+
+def answers(family: Family) -> st.SearchStrategy[Answer]:
+    """Answers that the family can write."""
+    reasons = st.one_of(st.just(""), _plain) if not family.opening else _plain
+    calls = st.lists(st.tuples(st.sampled_from(NAMES), _arguments), max_size=3)
+    return st.builds(Answer, reasons, st.one_of(st.just(""), _plain), calls)
+
+
+@st.composite
+def broken(draw: st.DrawFn, family: Family) -> str:
+    """A text of the family with parts lost, doubled, swapped and put in."""
+    text = family.write(draw(answers(family)))
+    for _ in range(draw(st.integers(1, 3))):
+        start = draw(st.integers(0, len(text)))
+        end = min(len(text), start + draw(st.integers(0, 8)))
+        put = draw(
+            st.one_of(
+                st.sampled_from(["", "}", '"', ",", "x", "\n", text[start:end] * 2]), st.sampled_from(family.markers)
+            )
+        )
+        text = text[:start] + put + text[end:]
+    return text
