@@ -313,7 +313,7 @@ class _Expected(Enum):
     NEXT_OBJECT = auto()
     END = auto()
     NOTHING = auto()
-    """What has come is no JSON of this form."""
+    """Something has come that is no JSON of this form."""
 
 
 class _ObjectRegion:
@@ -426,7 +426,7 @@ class _ObjectRegion:
         return at + 1
 
     def _step(self, char: str, parts: list[CallPart]) -> _Expected:
-        """What comes behind a character that is neither key nor value; a copy where it begins one."""
+        """The next thing behind a character between keys and values; a text where it begins one."""
         match self._expected:
             case _Expected.NEXT_OBJECT:
                 return self._in_list(char)

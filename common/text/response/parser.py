@@ -12,12 +12,15 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from common.text.response.calls import CallPart, CallRegion, Tools, call_region
 from common.text.response.markers import UNMARKED
 from common.text.response.regions import Closed, Opened, RegionEvent, Regions, Within
 from common.text.response.template import CALLS_FIELD, CONTENT_FIELD, REASONING_FIELDS, Field, ResponseTemplate
+
+# Around a call, these alone say nothing.
+_SYNTAX: Final = " \t\r\n,]}"
 
 
 class Channel(Enum):
@@ -91,11 +94,10 @@ class ResponseParser:
         self._is_first = True
         self._calls_before = 0
         self._ends_with_call = False
-        self._num_whole = 0
         self.num_calls = 0
         if opening:
             self.push(opening)
-            self.num_calls = self._num_whole = 0
+            self.num_calls = 0
 
     @property
     def is_reasoning(self) -> bool:
@@ -104,9 +106,9 @@ class ResponseParser:
         return current is not None and current.name in REASONING_FIELDS
 
     @property
-    def num_whole_calls(self) -> int:
-        """Calls that have all their arguments, and whose region has ended or has another call."""
-        return self._num_whole
+    def has_had_call(self) -> bool:
+        """True if a call has all its arguments, or its region has ended without them."""
+        return self.num_calls > 0 and (self._call is None or self._call.is_whole or self._calls_before > 0)
 
     @property
     def ends_with_call(self) -> bool:
@@ -157,16 +159,15 @@ class ResponseParser:
         left = region.left
         if self.num_calls == self._calls_before:
             left = self._delimiter + left + (event.delimiter or "") if left.strip() or self._delimiter.strip() else ""
-        elif region.is_whole:
-            self._num_whole, self._ends_with_call = self.num_calls, True
+        else:
+            self._ends_with_call = region.is_whole
+            left = left if left.strip(_SYNTAX) else ""
         return [*parts, *(self._text(None, left) if left.strip() else [])]
 
     def _calls(self, found: list[CallPart]) -> list[Part]:
         parts = []
         for name, arguments in found:
-            if name:
-                # One that another follows is whole, as far as it will be.
-                self._num_whole, self.num_calls = self.num_calls, self.num_calls + 1
+            self.num_calls += bool(name)
             self._ends_with_call = False
             parts.append(Part(Channel.CALL, _plain(arguments), self.num_calls - 1, _plain(name)))
         return parts

@@ -66,7 +66,7 @@ class Delimiter:
 
 
 class CallForm(Enum):
-    """How name and arguments of a call stand in its region."""
+    """Forms in which name and arguments of a call stand in its region."""
 
     WHOLE = auto()
     """Any: known when the region ends."""
@@ -132,7 +132,7 @@ class Field:
 
 
 class ResponseTemplate:
-    """How a model writes its answers.
+    """The form in which a model writes its answers.
 
     Args:
         spec: the declaration, as JSON has it.
@@ -174,7 +174,7 @@ class ResponseTemplate:
         return {name: field for name, field in self.fields.items() if name not in names}
 
     def opening(self, prompt: str) -> str:
-        """What a prompt has written of the answer already; empty where it does not say where that begins."""
+        """The part of a prompt that is of the answer already; empty where it does not say where that begins."""
         assert self._anchor is not None
         ends = [match.end() for match in self._anchor.pattern.finditer(prompt, timeout=_SEARCH_S)]
         return prompt[ends[-1] :] if ends else ""

@@ -84,7 +84,7 @@ class Regions:
 
 
 def check_equal(family: Family, text: str) -> None:
-    """What a family writes is read as transformers reads it."""
+    """Checks that an answer is read as transformers reads it."""
     expected, parts = Regions(family, text), read(family, [text])
 
     assert [(name, json.loads(arguments)) for name, arguments in calls_of(parts)] == [
@@ -244,7 +244,7 @@ CALL_LIST: Final = {
     [
         (GEMMA_LIKE, '<|channel>thought\nhm<channel|>Sure.<|tool_call>call:f{a: <|"|>"x": 1<|"|>, n: 2}<tool_call|>'),
         (GEMMA_LIKE, "plain<turn|>"),
-        (COHERE_LIKE, '<hm> so </hm><act>[{"tool_name": "f", "parameters": {}}, {"tool_name": "g", "parameters": {}}]</act>'),
+        (COHERE_LIKE, '<hm> so </hm><act>[{"tool_name": "f", "parameters": {"a": 1}}]</act>'),
         (COHERE_LIKE, "<hm>a</hm><answer>b</answer>"),
         (ERNIE_LIKE, "hm\n</think>\n\n<response>\nwell\n</response>\n"),
         (LINES, "see @f\na: 1\nb: x:y\nc\n@end"),
@@ -290,7 +290,7 @@ def test_templates_of_checkpoints_are_read_as_transformers_reads_them(spec: dict
     ],
 )
 def test_what_is_no_template_for_transformers_is_none(spec: Any) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         Reference(spec, prefix="")
     with pytest.raises(ResponseTemplateError):
         ResponseTemplate(spec)
@@ -331,7 +331,7 @@ def test_values_are_those_of_transformers(name: str, arguments: dict[str, Any], 
     try:
         expected = reference_values.parse_content(text, name, arguments)
     except ValueError:
-        with pytest.raises(ValueError, match="."):
+        with pytest.raises(ValueError, match=r"."):
             PARSERS[name](text, arguments)
     else:
         assert PARSERS[name](text, arguments) == expected
@@ -372,6 +372,24 @@ def test_a_call_begins_with_its_name_and_goes_on_as_it_comes() -> None:
         [],
     ]
     assert reader.ends_with_call
+
+
+@pytest.mark.parametrize(
+    ("text", "had", "ends"),
+    [
+        ('<tool_call>{"name": "f", "arguments": {"a": 1', False, False),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}', True, False),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>', True, True),
+        ('<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call> more', True, False),
+        ('<tool_call>{"name": "f", "arguments": {"a": </tool_call>', True, False),
+        ("<tool_call>nothing</tool_call>", False, False),
+    ],
+)
+def test_a_parser_knows_whether_a_call_has_come(text: str, had: bool, ends: bool) -> None:
+    reader = parser(FAMILIES[0])
+    reader.push(text)
+
+    assert (reader.has_had_call, reader.ends_with_call) == (had, ends)
 
 
 @pytest.mark.parametrize(
